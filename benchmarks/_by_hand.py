@@ -142,8 +142,7 @@ def _fully_sharded(model: nn.Module, spec: Spec) -> nn.Module:
 def built(spec: Spec) -> nn.Module:
     """The spec's model in fp32, the same on every rank. It begins as ptrain's masters do: with the
     numbers that its parameters have in the dtype that they are used in."""
-    from ptrain.models.build import build
-    from ptrain.models.initialize import initialize
+    from ptrain.models.initialize import build, initialize
     from ptrain.models.numerics import TORCH_DTYPES
 
     model = build(spec.model, sequence=spec.batch.sequence)

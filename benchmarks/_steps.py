@@ -56,8 +56,7 @@ def samples(spec: Spec, *, index: int, groups: int) -> Callable[[int], Tensor]:
     but drawn beforehand. Of several micro-batches all, where one group has all samples."""
     import torch
 
-    from ptrain.data.corpus import corpus
-    from ptrain.data.order import sample
+    from ptrain.data.corpus import corpus, sample
 
     source = corpus(spec.data)
     tokens = torch.from_numpy(source.train.astype("int64"))

@@ -29,8 +29,7 @@ from torch import nn
 from torch.distributed import GradBucket
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
-from ptrain.models.build import build
-from ptrain.models.initialize import initialize
+from ptrain.models.initialize import build, initialize
 from ptrain.rooms.fake import fake_world
 from ptrain.rooms.world import World
 from ptrain.spec.spec import Spec

@@ -33,9 +33,8 @@ from predict_time import seconds as process_seconds
 
 from ptrain.selection.arrays import numpy
 from ptrain.selection.choose import Chooser
-from ptrain.selection.figures import Ranked
 from ptrain.selection.job import SearchedJob, searched_job
-from ptrain.selection.task import SLACK, TIME_SLACK, Scored
+from ptrain.selection.task import SLACK, TIME_SLACK, Ranked, Scored
 
 RHO = 0.98
 _LONG = ("batch.sequence=8192", "batch.global=2048")

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ptrain.models.build import build
+from ptrain.models.initialize import build
 from ptrain.spec.model import Family, ModelShape
 
 

@@ -1,4 +1,9 @@
-"""A stopwatch for ranks that compute at once: each measurement begins together and is repeated."""
+"""Measure work of several ranks at once: each measurement starts on all ranks together and is
+repeated.
+
+Between two measurements a rank computes something else, as it does within a training step. Without
+that, caches would hold the measured data and communication threads would have cores to themselves.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +15,41 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
-from ptrain.calibration.between import compute
 from ptrain.rooms.world import World
+
+_SIDE, _PRODUCTS = 256, 4  # a millisecond or two of a processor
+
+
+def compute(device: torch.device) -> None:
+    """Compute for a while; on a GPU nothing, whose host waits for none of it."""
+    if device.type == "cpu":
+        factor = torch.ones(_SIDE, _SIDE)
+        for _ in range(_PRODUCTS):
+            factor @ factor
+
+
+class _Computes(torch.autograd.Function):  # type: ignore[misc]  # torch is untyped here
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        compute(x.device)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        (gradient,) = gradients
+        compute(gradient.device)
+        return gradient
+
+
+class Between(nn.Module):  # type: ignore[misc]  # torch is untyped here
+    """Computes in forward and in backward, and hands on what it is given."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        handed: torch.Tensor = _Computes.apply(x)
+        return handed
+
 
 Work = Callable[[], object]
 Point = TypeVar("Point")

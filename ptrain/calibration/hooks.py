@@ -1,8 +1,8 @@
-"""What wrappers do beside what they send: tiny modules, wrapped by the real parts, against the same
-ones without.
+"""Measure the overhead of wrappers and pipeline stages beyond computation and communication.
 
-Of the difference a rank waits a part for others, as the stopwatch sees it; the rest is the
-wrapper's, by how often it came, which the traffic meter counts. A GPU's host waits for nobody.
+Wrappers: tiny modules with and without DDP, FSDP2 and the like; the time spent waiting for other
+ranks is subtracted. Stages: the middle stage of a tiny model, with stand-ins for its neighbours'
+modules, against its layers alone.
 """
 
 from __future__ import annotations
@@ -10,30 +10,135 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import nn
 
 from ptrain.axes.data.run.apply import apply
-from ptrain.axes.data.run.wrapped import ParameterWrap, WrappedModel
+from ptrain.axes.data.run.flat import ParameterWrap, WrappedModel
+from ptrain.axes.pipeline.run.cut import part_of
+from ptrain.axes.pipeline.run.stage import BoundaryTensor, LocalStage, PassCallbacks, StageRunner
+from ptrain.axes.pipeline.schedule import Action
+from ptrain.axes.pipeline.stage_facts import chain_of, stages_of
 from ptrain.axes.tensor.run.apply import parallelize
-from ptrain.calibration.bench import Bench, RateSheet
-from ptrain.calibration.between import Between
+from ptrain.calibration.bench import Bench, Between, RateSheet
 from ptrain.calibration.points import Points
-from ptrain.calibration.stage_passes import pipeline_pass
 from ptrain.costs import Collective, Phase
 from ptrain.facts.model import ModelFacts
 from ptrain.facts.stages import Units
 from ptrain.meters.blocked import Stopwatch
 from ptrain.meters.traffic import TrafficMeter
+from ptrain.models.initialize import build, initialize
+from ptrain.models.objective import SampleBatch, TokenPair
 from ptrain.models.units import ROOT
-from ptrain.plan.lower import lower
+from ptrain.plan.lower import lower, own_facts
 from ptrain.rooms.mesh import Mesh
 from ptrain.spec.axis import Axis
 from ptrain.spec.load import load
+from ptrain.spec.model import ModelShape
 from ptrain.spec.rates import Hook
 from ptrain.spec.role import Role
 from ptrain.spec.spec import Spec
+from ptrain.timeline import Kind
+
+_SAMPLES, _TOKENS, _HIDDEN = 1, 4, 16
+_STAGES = 3
+_MIDDLE = 1
+_PASSES = 2  # forward and backward
+
+
+def pipeline_pass(bench: Bench, rounds: int) -> float:
+    """Seconds of one pass beside those of what it computes."""
+    device = bench.device
+    spec = _stages_spec(_STAGES)
+    runner, layer = _runner(spec, device), _layer(device)
+    x = torch.ones((_SAMPLES, _TOKENS, _HIDDEN), device=device)
+    tokens = torch.zeros((_SAMPLES, _TOKENS), dtype=torch.int64, device=device)
+    samples = SampleBatch(TokenPair(tokens, tokens))
+
+    def passes() -> None:
+        runner.begin(1)
+        runner.compute(Action(Kind.FORWARD, _MIDDLE, 0), x.clone(), samples)
+        runner.compute(Action(Kind.BACKWARD, _MIDDLE, 0), x, samples)
+
+    def plain() -> None:
+        layer(x.clone().requires_grad_()).backward(x)
+
+    for work in (passes, plain):
+        work()
+    differences = [_seconds(bench, passes) - _seconds(bench, plain) for _ in bench.rounds(rounds)]
+    return statistics.median(differences) / _PASSES
+
+
+def _stages_spec(layers: int) -> Spec:
+    """Of a stage for each layer."""
+    written: dict[str, object] = {
+        "model": {
+            "family": "llama",
+            "layers": layers,
+            "hidden": _HIDDEN,
+            "heads": 2,
+            "kv_heads": 2,
+            "ffn": 16,
+            "vocab": 260,
+            "tied": False,
+        },
+        "mesh": {"pp": layers} if layers > 1 else {},
+        "placement": {"pp": "S,S,S,R"} if layers > 1 else {},
+        "batch": {"global": layers * _SAMPLES, "micro": _SAMPLES, "sequence": _TOKENS},
+    }
+    return load(written).spec
+
+
+def _built(spec: Spec) -> nn.Module:
+    assert isinstance(spec.model, ModelShape), "a built-in model"
+    model = build(spec.model, sequence=_TOKENS)
+    initialize(model, seed=0)
+    return model
+
+
+def _layer(device: torch.device) -> nn.Module:
+    """A model of one layer, given and giving hidden states."""
+    model = _built(_stages_spec(1))
+    model.embed, model.norm, model.head = nn.Identity(), nn.Identity(), nn.Identity()
+    return model.to(device)
+
+
+def _runner(spec: Spec, device: torch.device) -> StageRunner:
+    facts = own_facts(spec)
+    stages, chain = stages_of(spec, facts), chain_of(spec, facts)
+    part = part_of(_built(spec), stages, _MIDDLE, chain).to(device)
+
+    def forward(model: Any, samples: SampleBatch) -> torch.Tensor:
+        output: torch.Tensor = model(samples.inputs)
+        return output
+
+    def unused(*_: object) -> Any:
+        raise AssertionError("a stage in the middle has no loss")
+
+    return StageRunner(
+        LocalStage(_MIDDLE, part, ParameterWrap(part, ((ROOT,),))),
+        len(stages),
+        BoundaryTensor((_SAMPLES, _TOKENS, _HIDDEN), torch.float32, device),
+        PassCallbacks(
+            forward=forward,
+            given=lambda _: nullcontext(),
+            loss=unused,
+            evaluated=unused,
+            seed=unused,
+            enter=lambda *_: None,
+        ),
+    )
+
+
+def _seconds(bench: Bench, work: Callable[[], None]) -> float:
+    bench.together()
+    began = bench.host_seconds()
+    work()
+    bench.settle()
+    return bench.host_seconds() - began
+
 
 _WIDTH, _ROWS, _LAYERS = 8, 4, 4
 _SETTING_UP = 3  # steps

@@ -25,8 +25,7 @@ from ptrain.calibration.points import Points
 from ptrain.derivation.estimate import derive
 from ptrain.derivation.work import model_work
 from ptrain.facts.operators import LayerWork, Operator, PassWork
-from ptrain.models.build import build
-from ptrain.models.initialize import initialize
+from ptrain.models.initialize import build, initialize
 from ptrain.models.ledger import OperatorMode
 from ptrain.models.units import blocks_of
 from ptrain.models.work import sizes_of

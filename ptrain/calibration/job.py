@@ -9,9 +9,8 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from ptrain.calibration.machine import MeasuredPart, busy_cores
 from ptrain.calibration.options import CalibrationOptions, to_argv
-from ptrain.calibration.write import base_of, conclude, require_writable
+from ptrain.calibration.write import MeasuredPart, base_of, busy_cores, conclude, require_writable
 from ptrain.codec import decode
 from ptrain.errors import refused
 from ptrain.processor import cores, gpus

@@ -12,17 +12,13 @@ import torch
 import torch.distributed as dist
 
 from ptrain.calibration.bench import Bench, RateSheet
-from ptrain.calibration.collectives import collectives, peers_of
-from ptrain.calibration.copies import copies
+from ptrain.calibration.collectives import collectives, copies, lateness, peers_of
 from ptrain.calibration.hooks import hooks
 from ptrain.calibration.host import host
-from ptrain.calibration.lateness import lateness
-from ptrain.calibration.machine import MeasuredPart
-from ptrain.calibration.operators import attention, memory_bound, products
+from ptrain.calibration.operators import attention, memory_bound, products, updates
 from ptrain.calibration.options import SECONDS, CalibrationOptions
 from ptrain.calibration.points import BRIEF, GPUS, PROCESSORS
-from ptrain.calibration.updates import updates
-from ptrain.calibration.write import base_of, conclude, require_writable
+from ptrain.calibration.write import MeasuredPart, base_of, conclude, require_writable
 from ptrain.codec import encode
 from ptrain.processor import cores
 from ptrain.rooms.heap import keep_freed_memory

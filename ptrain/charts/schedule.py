@@ -1,7 +1,8 @@
-"""A pipeline's schedule as a sheet: a row for each rank, a box for every action, idle time white.
+"""Draw a pipeline schedule: one row per rank, one box per action, idle time left white. Torch-free.
 
-A unit of time is as wide as the numbers in the boxes need, and the whole sheet as wide as a page at
-least; past `_MOST` units shrink, and numbers that no longer fit are left out.
+Time runs to the right and the first rank is on top. The two halves of a combined forward-backward
+action run side by side and are drawn above each other at half height. A unit of time is as wide as
+the numbers in the boxes need; beyond `_MOST` units the boxes shrink and drop the numbers.
 """
 
 from __future__ import annotations
@@ -10,12 +11,58 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ptrain.axes.pipeline.draw import MEANINGS, bubble_text
-from ptrain.axes.pipeline.schedule import Schedule, StageCost
+from ptrain.axes.pipeline.schedule import Action, Schedule, StageCost
 from ptrain.axes.pipeline.simulate import Simulation, simulate
-from ptrain.charts.boxes import Box, boxes
 from ptrain.charts.colours import ink_on, shades
 from ptrain.charts.sheet import GREY, LIGHT, LINE, WHITE, Label, Rectangle, Sheet, width_of
 from ptrain.timeline import Kind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Box:
+    """Of one action: from `start` to `end` in the simulation's units of time, from `top` to
+    `bottom` in rows. `shade` is its stage's place among those of its rank, forward."""
+
+    action: Action
+    rank: int
+    shade: int
+    start: float
+    end: float
+    top: float
+    bottom: float
+
+    @property
+    def length(self) -> float:
+        return self.end - self.start
+
+    @property
+    def area(self) -> float:
+        """Rank-units of time; what is left of a row is idle."""
+        return self.length * (self.bottom - self.top)
+
+    @property
+    def is_half(self) -> bool:
+        """Of a pair."""
+        return self.bottom - self.top < 1
+
+
+def boxes(schedule: Schedule, simulation: Simulation) -> Iterator[Box]:
+    """Rank by rank, in the order in which they run."""
+    for rank, spans in enumerate(simulation.timeline):
+        stages = schedule.stages_of(rank)
+        for span in spans:
+            parts = span.step.parts
+            for place, action in enumerate(parts):
+                yield Box(
+                    action=action,
+                    rank=rank,
+                    shade=stages.index(action.stage),
+                    start=span.start,
+                    end=span.end,
+                    top=rank + place / len(parts),
+                    bottom=rank + (place + 1) / len(parts),
+                )
+
 
 _EDGE = 14.0  # around everything
 _LEAST, _MOST = 560.0, 2880.0  # the width of the rows: 8 inches, 40 inches

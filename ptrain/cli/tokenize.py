@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ptrain.cli.arguments import print_json
-from ptrain.data.chat_rows import ChatPacking, tokenize_chats
-from ptrain.data.chat_template import ChatTemplate
+from ptrain.data.chat_rows import ChatPacking, ChatTemplate, tokenize_chats
 from ptrain.data.tokenized import TokenizingProgress, tokenize
 from ptrain.data.tokens import mask_beside
 from ptrain.data.vocabulary import ByteVocabulary, FileVocabulary, Vocabulary

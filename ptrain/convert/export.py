@@ -1,7 +1,8 @@
-"""A checkpoint as a folder that transformers loads: safetensors, a config.json, and the files of
-the tokenizer that the model came with; of a model of the user's own, safetensors with its own
-names. Of the checkpoint no more is read at a time than one file holds; the folder appears whole or
-not at all.
+"""Export a checkpoint as a folder that transformers loads: safetensors, config.json, and the
+tokenizer files that the model came with. A user's own model is exported as safetensors with its
+own names.
+
+At most one file's tensors are in memory at a time, and the folder appears complete or not at all.
 """
 
 from __future__ import annotations
@@ -10,23 +11,177 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, assert_never
 
 import torch
+from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from ptrain.convert.adapters import Adapters, write_adapters
-from ptrain.convert.form import FileForm, Stored, form_of
 from ptrain.convert.saved import SavedModel
 from ptrain.convert.vocabulary import token_origin
-from ptrain.errors import refused
-from ptrain.models.pretrained import INDEX, WHOLE
-from ptrain.spec.resolve_sections import CONFIG
+from ptrain.errors import PtrainError, refused
+from ptrain.models.huggingface import config_of_class, unreal
+from ptrain.models.initialize import (
+    StoredParts,
+    holds_buffers,
+    kept_buffers,
+    stored_rows,
+)
+from ptrain.models.pretrained import INDEX, WHOLE, PretrainedFolder
+from ptrain.models.published_names import StoredTensor, stored
+from ptrain.report.heading import model_name
+from ptrain.spec.block import BlockOptions
+from ptrain.spec.model import Attention, ExternalModel, HuggingFaceModel, ModelShape
+from ptrain.spec.published import config_of, kinds, read_config
+from ptrain.spec.resolve_sections import ARCHITECTURES, CONFIG, shape_of
 from ptrain.spec.spec import Spec
+from ptrain.spec.write import keys_of_shape
+
+# What a training does beside what the model computes afterwards, in the words of a shape.
+_OF_TRAINING = ("aux_loss", "z_loss", "capacity_factor", "document_start", "document_end")
+_DROPOUTS = ("dropout", "embedding_dropout", "attention_dropout", "hidden_dropout")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishedConfig:
+    """What is written. `kind`: one of spec.published. `unsaid`: keys of the spec that no config of
+    this kind can say, and that change what the model computes."""
+
+    kind: str
+    config: dict[str, Any]
+    unsaid: tuple[str, ...]
+
+
+def published_config(model: ModelShape, *, sequence: int) -> PublishedConfig:
+    """Return the config of a model that was trained on samples of so many tokens. What it begins
+    with has a config of its own, whose other fields stay. Raises SpecError for a model that no
+    class of transformers is known to be."""
+    before = _before(model)
+    first = str(before.get("model_type", ""))
+    shape, keys = _of_weights(model), keys_of_shape(model)
+    for kind in sorted(kinds(), key=lambda name: name != first):
+        config = {**before, **config_of(kind, keys)}
+        if _is_same(config, shape):
+            size = "n_positions" if kind == "gpt2" else "max_position_embeddings"
+            longest = 0 if kind == "gpt2" else int(before.get(size, 0))  # of what it began with
+            config[size] = max(sequence, longest)
+            unsaid = tuple(name for name in _OF_TRAINING[2:] if getattr(model, name) is not None)
+            return PublishedConfig(kind=kind, config=config, unsaid=unsaid)
+    finding = "no class of transformers that is known here computes what this model does"
+    raise refused("model", finding, f"what is known: models as {', '.join(kinds())} have them")
+
+
+def _is_same(config: dict[str, Any], shape: ModelShape) -> bool:
+    """Return whether a config says all that a shape does."""
+    published = read_config(config)
+    read = None if published.faults else shape_of(published.keys)
+    return read is not None and _of_weights(read) == shape
+
+
+def _of_weights(shape: ModelShape) -> ModelShape:
+    """Return a shape without what training alone needs, and with each thing said in one way."""
+    usual = {spot.name: spot.default for spot in fields(BlockOptions)}
+    changes: dict[str, Any] = {name: usual[name] for name in (*_OF_TRAINING, *_DROPOUTS)}
+    scale = shape.attention_scale
+    return replace(
+        shape,
+        **changes,
+        own_head_dim=shape.head_dim,
+        attention=Attention.SDPA,
+        pretrained=None,
+        attention_scale=shape.head_dim**-0.5 if scale is None else round(scale, 12),
+        expert_ffn=shape.width_of_expert if shape.experts else None,
+    )
+
+
+def _before(shape: ModelShape) -> dict[str, Any]:
+    """Return the config of the folder that a model begins with, without rotations, of which newer
+    files have one field and older ones two. Raises PtrainError where it cannot be read any more."""
+    if shape.pretrained is None:
+        return {}
+    try:
+        config = json.loads((Path(shape.pretrained) / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise PtrainError(f"error: {shape.pretrained} cannot be read any more: {error}") from error
+    return {name: value for name, value in config.items() if name != "rope_parameters"}
+
+
+Stored = StoredTensor | StoredParts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileForm:
+    """`architecture`: the class, or the function of a model that no class is, whose `config` is
+    empty. `stored`: how files have a parameter, by its name. `buffers` belong to the files, and no
+    checkpoint has them. `unsaid`: keys of the spec that the config cannot say."""
+
+    architecture: str
+    config: dict[str, Any]
+    stored: Callable[[str], Stored]
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    unsaid: tuple[str, ...] = ()
+
+
+def form_of(saved: SavedModel, *, allow_import: bool) -> FileForm:
+    """Return the form of a trained model. Raises SpecError for one that no class of transformers is
+    known to be, and for one of the user's own that must be built, without leave."""
+    match saved.spec.model:
+        case ModelShape() as shape:
+            published = published_config(shape, sequence=saved.spec.batch.sequence)
+            return FileForm(
+                architecture=published.config[ARCHITECTURES][0],
+                config=published.config,
+                stored=partial(stored, published.kind, shape=shape),
+                unsaid=published.unsaid,
+            )
+        case ExternalModel() as model:
+            return FileForm(
+                architecture=model_name(saved.spec),
+                config={},
+                stored=lambda name: StoredTensor(names=(name,)),
+                buffers=_own_buffers(model, saved, allow_import=allow_import),
+            )
+        case HuggingFaceModel() as model:
+            return _of_class(model, saved)
+        case other:
+            assert_never(other)
+
+
+def _own_buffers(
+    model: ExternalModel, saved: SavedModel, *, allow_import: bool
+) -> dict[str, Tensor]:
+    """Return the buffers that a model of the user's own has of its folder. It is built, which runs
+    its code, only where the folder has, or may have had, more than what is trained."""
+    if saved.gone is None:
+        folder = model.pretrained
+        if folder is None or not (
+            PretrainedFolder(Path(folder)).file_of.keys() - saved.parameters.keys()
+        ):
+            return {}
+    _, buffers = saved.built(allow_import=allow_import)
+    # One may be a view, or of another's memory, which a file cannot have.
+    return {
+        name: buffer.clone(memory_format=torch.contiguous_format)
+        for name, buffer in buffers.items()
+    }
+
+
+def _of_class(model: HuggingFaceModel, saved: SavedModel) -> FileForm:
+    module, config = unreal(model), config_of_class(model)
+    rows = stored_rows(module)
+    saved.require_folder(needed=holds_buffers(module))
+    return FileForm(
+        architecture=config[ARCHITECTURES][0],
+        config=config,
+        stored=lambda name: StoredParts(tuple(rows[name])),
+        buffers=kept_buffers(module, model.pretrained) if model.pretrained else {},
+    )
+
 
 FILE_BYTES = 4 * 2**30  # of weights in one file: what is read at a time
 # Any of these files has a vocabulary; the others refine the tokenizer.

@@ -13,8 +13,7 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from ptrain.errors import refused
-from ptrain.models.build import build
-from ptrain.models.module_weights import holds_buffers, kept_buffers
+from ptrain.models.initialize import build, holds_buffers, kept_buffers
 from ptrain.rooms.world import World
 from ptrain.spec.load import load
 from ptrain.spec.model import ExternalModel, ModelShape

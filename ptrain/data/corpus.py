@@ -1,29 +1,427 @@
-"""Corpora that need no network: text every CPython ships, and a seeded one of made-up words.
+"""Sources of samples: the built-in text, a seeded corpus of synthetic words, token files, weighted
+mixtures of them, and a user's dataset.
 
-A corpus is two arrays of token ids, one to train on and one held out. Text is split by document,
-so that nothing held out was seen.
+Order: each epoch is a permutation by a Feistel network, which needs no memory for indices. A
+mixture is a pure function of (seed, index), so a run resumes without state and draws the same
+samples on every mesh: the stream is divided into cycles in which each file has samples in
+proportion to its weight, spread evenly, and each file runs through its own epochs without repeats.
+
+Held-out data: text is split by document; of a user's dataset the last twentieth is held out.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
-from functools import partial
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from itertools import accumulate
 from pathlib import Path
 from pydoc_data.topics import topics
+from typing import Any, TypeVar
 
 import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
-from ptrain.data.mixture import Mixture, of_all
-from ptrain.data.origin import read_origin
-from ptrain.data.source import SampleSource
-from ptrain.data.token_corpus import HELD_OUT_OF_FILE, Corpus
-from ptrain.data.tokenizer import VOCAB, encode
-from ptrain.data.tokens import mask_beside, open_mask, open_tokens
-from ptrain.data.user_samples import UserSamples
-from ptrain.errors import refused
+from ptrain.data.origin import TokenOrigin, read_origin, require_one_tokenizer, require_tokenizer
+from ptrain.data.sampler import DatasetBatch, LocalBatch, local_batch
+from ptrain.data.source import SampleSource, Split
+from ptrain.data.tokens import START, TARGET, VOCAB, encode, mask_beside, open_mask, open_tokens
+from ptrain.errors import Fault, SpecError, refused
+from ptrain.models.dataset import dataset_of
+from ptrain.models.loss import IGNORED
+from ptrain.models.objective import in_dtype_of
+from ptrain.spec.function import UserFunction
 from ptrain.spec.job import DataSpec
+from ptrain.spec.model import ExternalModel, ModelShape, ModelSpec
 from ptrain.spec.sources import DataSource, quotas
+from ptrain.spec.spec import Spec
+
+_ROUNDS = 6
+_MASK = 2**64 - 1
+
+
+def sample(index: int, *, windows: int, seed: int) -> int:
+    """The sample at `index` of the endless stream, as epoch · windows + window."""
+    epoch, place = divmod(index, windows)
+    return epoch * windows + permuted(place, windows, mixed(mixed(seed & _MASK) ^ epoch))
+
+
+def permuted(place: int, size: int, key: int) -> int:
+    """Where a pseudo-random permutation of range(size) sends `place`. The network permutes the next
+    power of four; whatever falls outside goes round again (cycle walking)."""
+    half = max(1, ((size - 1).bit_length() + 1) // 2)
+    mask = (1 << half) - 1
+    while True:
+        left, right = place >> half, place & mask
+        for number in range(_ROUNDS):
+            left, right = right, left ^ (mixed(key + number ^ right << 32) & mask)
+        place = left << half | right
+        if place < size:
+            return place
+
+
+def mixed(number: int) -> int:
+    """splitmix64: every bit of the result depends on every bit of `number`."""
+    number = (number + 0x9E3779B97F4A7C15) & _MASK
+    number = (number ^ number >> 30) * 0xBF58476D1CE4E5B9 & _MASK
+    number = (number ^ number >> 27) * 0x94D049BB133111EB & _MASK
+    return number ^ number >> 31
+
+
+Rows = NDArray[Any]
+
+
+def require_edges(name: str, tokens: Rows, marks: Rows, model: ModelSpec) -> None:
+    """Raises SpecError where tokens of these rows would attend to those of another document, or not
+    to all of their own. What a user's own model attends to nobody knows."""
+    begins = marks == START
+    is_packed = bool(begins[:, 1:].any())
+    if isinstance(model, ExternalModel) or (not is_packed and not _has_documents(model)):
+        return
+    before = tokens[:, :-1][begins[:, 1:]]
+    if len(np.unique(before)) > 1:
+        finding = f"its mask is not of {name}: by it documents begin behind tokens of several kinds"
+        remedy = "write the one that was made with it, or make both anew with ptrain tokenize"
+        raise refused("data.loss_mask", finding, remedy)
+    remedy = f"write model.document_end={before[0]}" if is_packed else "remove it"
+    if not isinstance(model, ModelShape) or not model.has_documents:
+        finding = f"{name} has rows of several documents, which would attend to one another"
+        alone = "make the file with --alone, a document a row"
+        remedy = f"{remedy}, or {alone}" if isinstance(model, ModelShape) else alone
+        raise refused("data.path", finding, remedy)
+    row = _differs(tokens, marks, model)
+    if row is not None:
+        key = model.document_key
+        if is_packed and key == "document_start":
+            remedy = f"remove it, and {remedy}"
+        finding = f"row {row} of {name} has not its documents where model.{key} says"
+        raise refused(f"model.{key}", finding, remedy)
+
+
+def _has_documents(model: ModelSpec) -> bool:
+    return isinstance(model, ModelShape) and model.has_documents
+
+
+def _differs(tokens: Rows, marks: Rows, model: ModelShape) -> int | None:
+    """Return the first row whose documents, as the model takes them, are others."""
+    begins = marks == START
+    begins[:, 0] = True
+    if model.document_start is not None:
+        edges = tokens == model.document_start
+    else:
+        edges = np.roll(tokens == model.document_end, 1, axis=1)
+    edges[:, 0] = True
+    is_target = marks == TARGET  # behind the last one nothing is learned
+    counts = is_target[:, ::-1].cumsum(1)[:, ::-1] > 0
+    rows = np.flatnonzero(((begins != edges) & counts).any(1))
+    return int(rows[0]) if len(rows) else None
+
+
+HELD_OUT_OF_FILE = 20  # the last twentieth of a token file is held out
+_LOOKED_AT, _ROWS_LOOKED_AT = 2**20, 256  # tokens and rows, before ranks start
+
+Tokens = NDArray[np.unsignedinteger]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Corpus:
+    """Token ids by split; a token file stays on disk, mapped into memory. Samples are windows of
+    them, or rows, if they have any. `vocab` is the size of the tokenizer, None where only the file
+    knows. `masks` are of the two splits, with 0 for a token that is no target, and of rows with 1
+    for those that are; None where nothing says so. `origin`: what made a file, where that is known.
+    """
+
+    name: str
+    train: Tokens
+    held_out: Tokens
+    vocab: int | None
+    masks: tuple[NDArray[Any], NDArray[Any]] | None = None
+    origin: TokenOrigin | None = None
+
+    def split(self, split: Split) -> Tokens:
+        return self.train if split is Split.TRAIN else self.held_out
+
+    def num_samples(self, sequence: int, split: Split = Split.TRAIN) -> int:
+        """Return the windows of an epoch; raises SpecError where the split is too short for one,
+        and for rows that are no such windows."""
+        tokens = self.split(split)
+        if tokens.ndim == 2:
+            return self._num_rows(sequence, split)
+        num_tokens = len(tokens)
+        windows = (num_tokens - 1) // sequence
+        if windows < 1:
+            finding = (
+                f"the {split.value} split of {self.name} has {num_tokens} tokens, one sample takes "
+                f"{sequence + 1}"
+            )
+            raise refused("data", finding, "lower batch.sequence or give more text")
+        return windows
+
+    def _num_rows(self, sequence: int, split: Split) -> int:
+        rows, width = self.split(split).shape
+        if width != sequence + 1:
+            finding = f"{self.name} has rows of {width - 1} tokens, and samples are of {sequence}"
+            remedy = (
+                f"write batch.sequence={width - 1}, or make the file with --sequence {sequence}"
+            )
+            raise refused("batch.sequence", finding, remedy)
+        if rows < 1:
+            finding = f"the {split.value} split of {self.name} has no row: the last of "
+            finding += f"{HELD_OUT_OF_FILE} are held out"
+            raise refused("data", finding, "write eval.every=0, or give more chats")
+        return int(rows)
+
+    def sample_at(self, index: int, *, seed: int, sequence: int, split: Split) -> int:
+        """Return the window at this index, as epoch · windows + window."""
+        return sample(index, windows=self.num_samples(sequence, split), seed=seed)
+
+    def read(
+        self, places: Sequence[int], sample_ids: tuple[int, ...], spec: Spec, split: Split
+    ) -> LocalBatch:
+        """Return the windows at these places."""
+        return local_batch(*self.rows(places, spec, split), sample_ids, spec.batch)
+
+    def rows(self, places: Sequence[int], spec: Spec, split: Split) -> tuple[Tensor, Tensor | None]:
+        """Return tokens and labels [places, window + 1] of the windows at these places; no labels
+        where all tokens are targets."""
+        tokens, window = self.split(split), spec.batch.window
+        rows = np.stack([_window(tokens, place, window) for place in places], dtype=np.int64)
+        self._require_vocab(spec, int(rows.max()))
+        ids, labels = torch.from_numpy(rows), None
+        if spec.ignores_targets:
+            counts = np.stack([self._counts(place, spec, split) for place in places])
+            labels = ids.masked_fill(torch.from_numpy(~counts), IGNORED)
+        return ids, labels
+
+    def num_targets(self, places: Sequence[int], spec: Spec, split: Split) -> int:
+        """Return how many targets of the windows at these places count."""
+        return sum(int(np.count_nonzero(self._counts(p, spec, split)[1:])) for p in places)
+
+    def _counts(self, place: int, spec: Spec, split: Split) -> NDArray[np.bool_]:
+        """Whether each token of a window is a target that counts [sequence + 1]."""
+        sequence, ignored = spec.batch.window, spec.data.ignored or ()
+        counts = np.ones(sequence + 1, dtype=np.bool_)
+        if self.masks is not None:
+            mask = self.masks[split is not Split.TRAIN]
+            own = _window(mask, place, sequence)
+            counts &= _are_targets(own, of_rows=mask.ndim == 2)
+        if ignored:
+            own = _window(self.split(split), place, sequence)
+            counts &= np.isin(own, ignored, invert=True)
+        return counts
+
+    def require_known(self, spec: Spec, logits: int | None) -> None:
+        """Raises SpecError for tokens that are not in the model's vocabulary or mean other words
+        there, and for a mask by which none is learned."""
+        num_looked_at = _LOOKED_AT if self.train.ndim == 1 else _ROWS_LOOKED_AT
+        first = self.train[:num_looked_at]
+        largest = self.vocab - 1 if self.vocab else int(first.max())
+        self._require_vocab(spec, largest)
+        if logits is not None and largest >= logits:
+            name = spec.model.target if isinstance(spec.model, ExternalModel) else "the model"
+            finding = f"{self.name} holds token {largest}, but {name} gives each {logits} logits"
+            remedy = f"let it have a vocabulary of {self.vocab or largest + 1} or more"
+            raise refused("data", finding, remedy)
+        require_tokenizer(self.name, self.origin, spec.model)
+        if self.masks is not None:
+            self._require_targets(self.masks[0], num_looked_at)
+        if self.train.ndim == 2 and self.masks is not None:
+            require_edges(self.name, first, self.masks[0][:num_looked_at], spec.model)
+
+    def _require_targets(self, mask: NDArray[Any], num_looked_at: int) -> None:
+        """The whole mask is looked at only where its beginning has no target."""
+        if not any(
+            _are_targets(part, of_rows=part.ndim == 2).any()
+            for part in (mask[:num_looked_at], mask)
+        ):
+            finding = f"by its mask no token of the train split of {self.name} is learned"
+            raise refused("data", finding, "write a mask that is true for tokens that are learned")
+
+    def _require_vocab(self, spec: Spec, largest: int) -> None:
+        size, key = spec.model.vocabulary
+        if size is not None and largest >= size:
+            raise refused(
+                "data",
+                f"{self.name} holds token {largest}, but {key} is {size}",
+                f"write {key}={self.vocab or largest + 1} or more",
+            )
+
+    def digest(self) -> str | None:
+        """Return a digest of what was trained on, for the run folder: python-docs differs between
+        Python versions. A token file has its name, and may be too large to read."""
+        if self.vocab is None:
+            return None
+        digest = hashlib.blake2b(digest_size=8)
+        for tokens in (self.train, self.held_out):
+            digest.update(np.ascontiguousarray(tokens).data)
+        return digest.hexdigest()
+
+
+def _are_targets(mask: NDArray[Any], *, of_rows: bool) -> NDArray[np.bool_]:
+    """Return which tokens a mask lets count, of a stretch or of rows."""
+    return mask == TARGET if of_rows else mask != 0
+
+
+def _window(values: NDArray[Any], place: int, sequence: int) -> NDArray[Any]:
+    """The tokens of a sample: the last one is a target alone, and, where they are no rows, the next
+    one's first input."""
+    if values.ndim == 2:
+        return values[place]
+    return values[sequence * place : sequence * (place + 1) + 1]
+
+
+HELD_OUT = 20  # as of a token file
+
+
+class UserSamples:
+    """The items of the dataset that `function` returns."""
+
+    def __init__(self, function: UserFunction) -> None:
+        self._function, self._dataset = function, dataset_of(function)
+        self._num_train = self._dataset.size - self._dataset.size // HELD_OUT
+
+    @property
+    def name(self) -> str:
+        return self._function.target
+
+    def num_samples(self, sequence: int, split: Split = Split.TRAIN) -> int:
+        """Return the items of a split; raises SpecError where it has none."""
+        is_train = split is Split.TRAIN
+        size = self._num_train if is_train else self._dataset.size - self._num_train
+        if size < 1:
+            finding = f"{self.name} gives {self._dataset.size} samples, and the last twentieth of "
+            remedy = f"write eval.every=0, or give {HELD_OUT} samples or more"
+            raise refused("data.target", f"{finding}them is held out: none", remedy)
+        return size
+
+    def sample_at(self, index: int, *, seed: int, sequence: int, split: Split) -> int:
+        """Return the item at this index, as epoch · items + item."""
+        return sample(index, windows=self.num_samples(sequence, split), seed=seed)
+
+    def read(
+        self, places: Sequence[int], sample_ids: tuple[int, ...], spec: Spec, split: Split
+    ) -> DatasetBatch:
+        """Return the items at these places, collated."""
+        first = 0 if split is Split.TRAIN else self._num_train
+        samples = self._dataset.read([first + place for place in places])
+        return DatasetBatch(
+            samples=in_dtype_of(spec, samples),
+            global_samples=spec.batch.global_samples,
+            sample_ids=sample_ids,
+        )
+
+    def num_targets(self, places: Sequence[int], spec: Spec, split: Split) -> int:
+        """A sample counts as one."""
+        return len(places)
+
+    def require_known(self, spec: Spec, logits: int | None) -> None:
+        """Raises SpecError where the last sample cannot be read, or is not as the first."""
+        self._dataset.read([self._dataset.size - 1])
+
+    def digest(self) -> None:
+        """Its code may give other samples tomorrow."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mixture:
+    """Token files, of which each has so many samples of a cycle (`quotas`). Its samples are
+    numbered file after file."""
+
+    files: tuple[Corpus, ...]
+    quotas: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        return " + ".join(file.name for file in self.files)
+
+    def num_samples(self, sequence: int, split: Split = Split.TRAIN) -> int:
+        """Return the samples of all files; raises SpecError, with all faults, for those that have
+        none."""
+        return self._edges(sequence, split)[-1]
+
+    def sample_at(self, index: int, *, seed: int, sequence: int, split: Split) -> int:
+        """Return the sample at this index of the stream, with the epoch of its own file."""
+        cycle, place = divmod(index, sum(self.quotas))
+        whose, turns = _turns(self.quotas, seed)
+        number = int(whose[place])
+        own_index = cycle * self.quotas[number] + int(turns[place])
+        edges = self._edges(sequence, split)
+        windows = edges[number + 1] - edges[number]
+        drawn = sample(own_index, windows=windows, seed=mixed(seed + number))
+        epoch, window = divmod(drawn, windows)
+        return epoch * edges[-1] + edges[number] + window
+
+    def read(
+        self, places: Sequence[int], sample_ids: tuple[int, ...], spec: Spec, split: Split
+    ) -> LocalBatch:
+        """Return the windows at these places."""
+        rows = [file.rows([place], spec, split) for file, place in self._own(places, spec, split)]
+        labels = [own for _, own in rows if own is not None]
+        return local_batch(
+            torch.cat([tokens for tokens, _ in rows]),
+            torch.cat(labels) if labels else None,
+            sample_ids,
+            spec.batch,
+        )
+
+    def num_targets(self, places: Sequence[int], spec: Spec, split: Split) -> int:
+        """Return how many targets of the windows at these places count."""
+        own = self._own(places, spec, split)
+        return sum(file.num_targets([place], spec, split) for file, place in own)
+
+    def require_known(self, spec: Spec, logits: int | None) -> None:
+        """Raises SpecError, with all faults, for files whose tokens are not in the model's
+        vocabulary, and for those of other tokenizers than the first."""
+        require_one_tokenizer([(file.name, file.origin) for file in self.files])
+        of_all([partial(file.require_known, spec, logits) for file in self.files])
+
+    def digest(self) -> None:
+        """Its files have their names, and may be too large to read."""
+
+    def _own(self, places: Sequence[int], spec: Spec, split: Split) -> list[tuple[Corpus, int]]:
+        """Return for each place its file, and the place in it."""
+        edges = self._edges(spec.batch.window, split)
+        numbers = [bisect_right(edges, place) - 1 for place in places]
+        both = zip(numbers, places, strict=True)
+        return [(self.files[number], place - edges[number]) for number, place in both]
+
+    def _edges(self, sequence: int, split: Split) -> list[int]:
+        """Return where each file's samples begin, and where the last one's end."""
+        counts = of_all([partial(file.num_samples, sequence, split) for file in self.files])
+        return [0, *accumulate(counts)]
+
+
+@cache
+def _turns(quotas: tuple[int, ...], seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return for each place of a cycle whose it is, and how many before it are of the same. The
+    i-th of q stands at (i + u) / q of the cycle, u drawn by the seed."""
+    whose = np.repeat(np.arange(len(quotas)), quotas)
+    turns = np.concatenate([np.arange(quota) for quota in quotas])
+    drawn = np.array([mixed(mixed(seed) + number) / 2**64 for number in range(len(quotas))])
+    order = np.argsort((turns + drawn[whose]) / np.asarray(quotas)[whose], kind="stable")
+    return whose[order], turns[order]
+
+
+Answer = TypeVar("Answer")
+
+
+def of_all(calls: Sequence[Callable[[], Answer]]) -> list[Answer]:
+    """Return what all give; raises SpecError with the faults of all."""
+    answers: list[Answer] = []
+    faults: list[Fault] = []
+    for call in calls:
+        try:
+            answers.append(call())
+        except SpecError as error:
+            faults.extend(error.faults)
+    if faults:
+        raise SpecError(*faults)
+    return answers
+
 
 _HELD_OUT_EVERY = 10  # every tenth document is held out
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from enum import StrEnum
 from typing import Protocol
 
-from ptrain.models.batch import StepBatch
+from ptrain.models.objective import StepBatch
 from ptrain.spec.spec import Spec
 
 

@@ -1,8 +1,13 @@
-"""Token files: `.npy` arrays of token ids, mapped into memory, never read whole: of one dimension,
-of which any stretch is a sample, or of rows, which are samples of their own."""
+"""Token files and the byte tokenizer.
+
+A token file is a memory-mapped `.npy` array of token ids: one dimension, cut into samples anywhere,
+or two, one sample per row. The byte tokenizer turns a document into its UTF-8 bytes between BOS and
+EOS, 259 ids in all.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +15,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ptrain.errors import refused
+
+BOS, EOS, PAD = 256, 257, 258
+VOCAB = 259
+
+
+def encode(text: str) -> NDArray[np.uint16]:
+    body = np.frombuffer(text.encode(), dtype=np.uint8)
+    return np.concatenate(([BOS], body, [EOS])).astype(np.uint16)
+
+
+def decode(tokens: Iterable[int]) -> str:
+    """The text of these ids, specials left out; a character that was cut shows as U+FFFD."""
+    return bytes(token for token in tokens if token < BOS).decode(errors="replace")
+
 
 INPUT, TARGET, START = 0, 1, 2  # what a token of a row is: START, with which a document begins
 _MAKE = "make one with: ptrain tokenize TEXT... --out FILE.npy"

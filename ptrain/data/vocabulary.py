@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
-from ptrain.data.tokenizer import BOS, EOS, VOCAB, decode, encode
+from ptrain.data.tokens import BOS, EOS, VOCAB, decode, encode
 from ptrain.errors import Fault, refused
 from ptrain.models.boundary import boundary
 

@@ -2,7 +2,7 @@
 how each layer's activations are kept and how the loss is computed put into them.
 
 A table holds every size in bytes as a coefficient times powers of the model's dimensions, read off
-traces at prime shapes (`traces.pass_tables` makes them). Nothing is fitted. A pass is `begin`,
+traces at prime shapes (`traces.work_tables` makes them). Nothing is fitted. A pass is `begin`,
 `block` for each layer but two, and `end`, in its own order; that of one layer is `only`.
 """
 

@@ -1,5 +1,5 @@
 """What a loss in chunks allocates behind the blocks of a built-in model: the committed tables,
-evaluated (`traces.loss_tables` makes them), and put in the place of a whole loss.
+evaluated (`traces.block_tables` makes them), and put in the place of a whole loss.
 
 A whole model's forward pass is the same up to the end of its last block, and its backward pass from
 there on; so is a last stage's.

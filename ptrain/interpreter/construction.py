@@ -1,36 +1,141 @@
-"""One rank's program while the steps of its plan run: what each step leaves for those behind it."""
+"""What the steps of a plan are applied to and leave for later steps: the model or the stages of
+this rank, and the bias update of routers.
+
+Legend of shape suffixes: L layers of this rank that have routers, E experts.
+
+Note: the counts and biases of all layers are rows of one tensor each, so that a step needs one
+all-reduce. The counts are summed over the ranks in place and then become the signs of their
+deviation from the mean, so that nothing is allocated.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 
-from torch import nn
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from ptrain.axes.context.run.apply import ContextGroups
-from ptrain.axes.data.run.wrapped import OwnUpdate, WrappedModel
+from ptrain.axes.context.run.rehearsal import require_slices
+from ptrain.axes.data.run.flat import OwnUpdate, WrappedModel
+from ptrain.axes.pipeline.run.apply import Pipelined
+from ptrain.axes.pipeline.run.cut import part_of, require_alike
+from ptrain.axes.pipeline.run.stage import LocalStage, PassCallbacks, Staged
+from ptrain.axes.pipeline.stage_facts import chain_of, stage_roles, stages_of
 from ptrain.axes.tensor.run.fused import FusedOrder
-from ptrain.facts.model import Attending
-from ptrain.interpreter.balancing import Balancing
-from ptrain.interpreter.clip import Clipping
+from ptrain.costs import State
+from ptrain.errors import refused
+from ptrain.facts.model import Attending, ModelFacts
+from ptrain.facts.stages import Chain, Stage
+from ptrain.internals.fakes import detect_fake_mode
+from ptrain.interpreter.clip import Clipping, LossScale
 from ptrain.interpreter.loss import Loss, StepLoss
 from ptrain.interpreter.passes import Enter, PassRunner
-from ptrain.interpreter.scaling import LossScale
-from ptrain.interpreter.workpiece import Stages, Workpiece
-from ptrain.models.batch import StepBatch
 from ptrain.models.chunked import LossInside
 from ptrain.models.drawn import DrawnWeights
-from ptrain.models.initialize import InitialValues
-from ptrain.models.module_weights import ModuleWeights
+from ptrain.models.initialize import InitialValues, ModuleWeights, cast, keeps_its_weights
+from ptrain.models.moe import Gate
 from ptrain.models.numerics import TORCH_DTYPES
+from ptrain.models.objective import StepBatch
 from ptrain.models.units import ROOT
 from ptrain.optimizers.update import TargetsUpdate
 from ptrain.rooms.mesh import Mesh
 from ptrain.rooms.world import World
 from ptrain.spec.spec import Spec
 from ptrain.steps.kind import Ran
-from ptrain.steps.step import ChunkedLoss, Plan
+from ptrain.steps.step import BalanceExperts, ChunkedLoss, Pipeline, Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Stages:
+    """Those that a spec cuts a model into, first to last, and what they are cut from."""
+
+    chain: Chain
+    all: tuple[Stage, ...]
+
+
+@dataclass(kw_only=True, eq=False)
+class Workpiece:
+    """The model, or one stage's part of it, under the names of the model. `plan` has its own units
+    and roles; `copies` are tensors that begin as others of the model. `is_whole`: it is the model
+    itself; `has_logits`: its output is logits, or a loss."""
+
+    module: nn.Module
+    plan: Plan
+    index: int = 0
+    is_whole: bool = True
+    has_logits: bool = True
+    copies: Mapping[str, str] = field(default_factory=dict)
+    wrapped: WrappedModel | None = None
+
+    def place(self, world: World) -> None:
+        """Bring what is not on meta to the rank's device, in the dtype that is stored."""
+        device, layout = world.device, self.plan.update.layout
+        tensors = list(self.module.parameters())
+        if any(parameter.device != device for parameter in tensors) and not self.is_meta:
+            self.module.to(device)
+        if self.plan.wrap.has_masters_for_parameters and layout.master is not None:
+            cast(self.module, TORCH_DTYPES[layout.master])  # while its tensors are plain
+
+    @property
+    def is_meta(self) -> bool:
+        """Whether its parameters have no values yet."""
+        return any(parameter.is_meta for parameter in self.module.parameters())
+
+
+class Balancing:
+    """Of one rank's `parts`, whose modules have the model's names."""
+
+    def __init__(self, step: BalanceExperts, parts: Sequence[nn.Module], mesh: Mesh) -> None:
+        self.step = step
+        # made where no part has a router too: groups are made together
+        self._group = mesh.group(step.axes) if step.axes else None
+        self._gates = {
+            name: gate
+            for part in parts
+            for name, gate in part.named_modules()
+            if isinstance(gate, Gate)
+        }
+        self._load_LE = self._joined("load_E")
+        self._bias_LE = self._joined("bias_E")
+        if self._load_LE is not None:
+            mesh.registry.tag(self._load_LE, State.OTHER)
+
+    def _joined(self, name: str) -> Tensor | None:
+        """Return a tensor of all routers' buffers of this name, which from now on are its rows."""
+        if not self._gates:
+            return None
+        joined_LE = torch.stack([gate.get_buffer(name) for gate in self._gates.values()])
+        for row_E, gate in zip(joined_LE.unbind(), self._gates.values(), strict=True):
+            setattr(gate, name, row_E)
+        return joined_LE
+
+    def begin(self) -> None:
+        """A step begins: what was chosen in one that was given up does not count."""
+        if self._load_LE is not None:
+            self._load_LE.zero_()
+
+    def update(self, halted: Tensor | None = None) -> None:
+        """Move the biases by what was chosen since `begin`; not where `halted` is 1."""
+        if self._load_LE is None or self._bias_LE is None:
+            return
+        if self._group is not None:
+            dist.all_reduce(self._load_LE, group=self._group)
+        # E times the mean is the number of choices, which every layer has alike
+        below_LE = self._load_LE.mul_(-self._load_LE.shape[1]).add_(self.step.choices).sign_()
+        if halted is not None:
+            below_LE.masked_fill_(halted != 0, 0)
+        self._bias_LE.add_(below_LE, alpha=self.step.rate)
+        self._load_LE.zero_()
+
+    def state(self) -> Mapping[str, Tensor]:
+        """Return the biases by their names in the model: what a checkpoint has to have."""
+        return {f"{name}.bias_E": gate.get_buffer("bias_E") for name, gate in self._gates.items()}
 
 
 @dataclass(kw_only=True, eq=False)
@@ -127,3 +232,79 @@ class Construction:
         (piece,) = self.pieces
         assert piece.wrapped is not None
         return piece.wrapped, piece.module
+
+
+def stages_of_module(spec: Spec, module: nn.Module, facts: ModelFacts) -> Stages | None:
+    """None without pp. Raises SpecError for a module whose stages are not the module, or that is
+    not on slices of the tokens what it is on all."""
+    require_slices(module, spec, facts.attending)
+    cut = stages_of(spec, facts)
+    if not cut:
+        return None
+    chain = chain_of(spec, facts)
+    if keeps_its_weights(module) and detect_fake_mode() is None:
+        require_alike(module, cut, chain, spec)
+    return Stages(chain, cut)
+
+
+def cut_into_stages(step: Pipeline, rank: Construction) -> None:
+    """From here on the rank's pieces are its stages, first to last, and their passes those of the
+    schedule. Raises SpecError where the wrap cannot sum what two stages share."""
+    _require_sums(step, rank.plan)
+    stages = rank.stages
+    assert stages is not None, "a plan with stages is lowered from them"
+    rank.cut = partial(_pieces, step, stages)
+    rank.join = partial(_joined, step, stages)
+    rank.passes_of = _passes
+
+
+def _pieces(step: Pipeline, stages: Stages, rank: Construction) -> Iterator[Workpiece]:
+    copies = {copied: name for name, copied in step.shared}
+    for index in step.stages_of(rank.mesh.coordinate(step.axis)):
+        part = part_of(rank.module, stages.all, index, stages.chain)
+        # where it has no head it may, and nothing writes into what a stage hands on
+        message = f".*module .FSDP{type(part).__name__}. returned a view tensor"
+        warnings.filterwarnings("ignore", message, UserWarning)
+        yield Workpiece(
+            module=part,
+            plan=_stage_plan(rank.plan, stages, index),
+            index=index,
+            is_whole=False,
+            has_logits=index == step.stages - 1,
+            copies=copies,
+        )
+
+
+def _joined(step: Pipeline, stages: Stages, rank: Construction) -> tuple[Staged, nn.Module]:
+    parts = []
+    for piece in rank.pieces:
+        assert piece.wrapped is not None
+        parts.append(LocalStage(piece.index, piece.module, piece.wrapped))
+    staged = Staged(parts, step, rank.mesh, stages.chain)
+    return staged, staged.module
+
+
+def _passes(rank: Construction, loss: StepLoss, enter: Enter) -> Pipelined:
+    staged = rank.wrapped
+    assert isinstance(staged, Staged), "what the stages were joined into"
+    callbacks = PassCallbacks(
+        loss.forward, loss.given, loss.of_last_stage, loss.of_output, loss.seed, enter
+    )
+    return Pipelined(rank.spec, rank.plan, rank.mesh, staged, callbacks)
+
+
+def _require_sums(step: Pipeline, plan: Plan) -> None:
+    """Of a model that is not built in the algebra does not know whether its ends are tied."""
+    if step.shared and not plan.wrap.keeps_gradients_on_device:
+        finding = "not yet: gradients of a tied head, whose two ends on the first and the last "
+        finding += "stage are summed on the device before the update"
+        raise refused("placement", finding, "give gradients R or S, or a model that is not tied")
+
+
+def _stage_plan(plan: Plan, stages: Stages, index: int) -> Plan:
+    """Of one stage's part of the model: its units and its operators' roles."""
+    stage, tensor = stages.all[index], plan.tensor
+    if tensor is not None:
+        roles = stage_roles(tensor.roles, stage, len(stages.all), stages.chain.ends)
+        plan = plan.having(replace(tensor, roles=roles))
+    return replace(plan, units=stage.units(plan.units))

@@ -21,15 +21,11 @@ from ptrain.axes.expert.run.apply import parallelize_experts
 from ptrain.axes.tensor.run.apply import loss_inside, micro_batch, parallelize, require_rows
 from ptrain.axes.tensor.run.fused import FusedOrder
 from ptrain.errors import BrokenPlan
-from ptrain.interpreter.balancing import Balancing
-from ptrain.interpreter.clip import Clipping
-from ptrain.interpreter.construction import Construction
+from ptrain.interpreter.clip import Clipping, LossScale
+from ptrain.interpreter.construction import Balancing, Construction, Workpiece, cut_into_stages
 from ptrain.interpreter.loss import Loss, StepLoss
 from ptrain.interpreter.materialize import Filling
 from ptrain.interpreter.passes import Enter, InTurn
-from ptrain.interpreter.scaling import LossScale
-from ptrain.interpreter.stages import cut_into_stages
-from ptrain.interpreter.workpiece import Workpiece
 from ptrain.models.balance import scale_losses
 from ptrain.models.numerics import TORCH_DTYPES
 from ptrain.models.units import ROOT

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from ptrain.axes.tensor.run.apply import local
-from ptrain.interpreter.scaling import LossScale
-from ptrain.models.batch import SampleBatch, StepBatch
+from ptrain.interpreter.clip import LossScale
 from ptrain.models.chunked import LossInside
-from ptrain.models.objective import NextToken, Objective
+from ptrain.models.objective import NextToken, Objective, SampleBatch, StepBatch
 
 
 class Loss:

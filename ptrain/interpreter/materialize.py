@@ -8,22 +8,23 @@ from functools import partial
 import torch
 from torch import nn
 
-from ptrain.axes.data.run.local_part import Parameter, whole_parameter
 from ptrain.axes.data.run.members import RowWriter
-from ptrain.axes.data.run.target import window_of
+from ptrain.axes.data.run.target import Parameter, whole_parameter, window_of
 from ptrain.axes.tensor.run.fused import FusedOrder
 from ptrain.internals.fakes import detect_fake_mode
 from ptrain.models.balance import weigh
-from ptrain.models.build import build
 from ptrain.models.drawn import DrawnWeights, build_drawn
 from ptrain.models.hollow import hollow
-from ptrain.models.initialize import InitialValues, cast, reset_buffers
-from ptrain.models.ledger import local
-from ptrain.models.module_weights import (
+from ptrain.models.initialize import (
+    InitialValues,
     ModuleWeights,
+    build,
+    cast,
     named_tensors,
     read_module_weights,
+    reset_buffers,
 )
+from ptrain.models.ledger import local
 from ptrain.models.numerics import TORCH_DTYPES
 from ptrain.models.window import Window, rows
 from ptrain.spec.model import ModelShape

@@ -8,10 +8,10 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
-from ptrain.axes.data.run.wrapped import WrappedModel
+from ptrain.axes.data.run.flat import WrappedModel
 from ptrain.costs import Phase
 from ptrain.interpreter.loss import StepLoss
-from ptrain.models.batch import StepBatch
+from ptrain.models.objective import StepBatch
 
 Enter = Callable[[Phase, int], None]  # is told of every pass: its phase and its micro-batch
 Add = Callable[[Tensor], None]  # is told of the loss of every micro-batch

@@ -1,12 +1,13 @@
-"""Plan -> program: the real parts, wrapped and ready to train, behind one interface.
+"""Build the program of a plan: the wrapped parts, ready to train, behind one interface.
 
-Between forward and update nothing reads a value off a tensor: the same code runs on gloo, NCCL,
-and on fake ranks with fake tensors.
+Nothing reads a value off a tensor between forward and update, so the same code runs on gloo, NCCL
+and fake ranks with fake tensors.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -23,22 +24,33 @@ from ptrain.errors import PtrainError, SpecError
 from ptrain.interpreter.agreement import require_equal_models, require_equal_samples
 from ptrain.interpreter.construction import Construction
 from ptrain.interpreter.execute import execute
-from ptrain.interpreter.halt import Halt
 from ptrain.interpreter.look import look_at, look_at_built
 from ptrain.interpreter.loss import Loss, StepLoss
 from ptrain.models.attention import require_trainable
-from ptrain.models.batch import StepBatch
 from ptrain.models.given import accept
 from ptrain.models.initialize import keeps_its_weights
 from ptrain.models.ledger import tensors_of
 from ptrain.models.numerics import TORCH_DTYPES
-from ptrain.models.objective import objective_of
+from ptrain.models.objective import StepBatch, objective_of
 from ptrain.optimizers.update import MASTER, TargetsUpdate
 from ptrain.plan.show import show
 from ptrain.rooms.registry import Registry
 from ptrain.rooms.world import World
 from ptrain.spec.extras import require_leave_of
 from ptrain.spec.spec import Spec
+
+
+@dataclass(frozen=True, slots=True)
+class Halt:
+    """What an optimizer is told beside its gradients where a loss has no scale: `flag` (0-d fp32)
+    is 1 where the update is left out, moments and their counter included."""
+
+    flag: torch.Tensor
+
+    def beside(self, tensor: torch.Tensor) -> tuple[None, torch.Tensor]:
+        """Return no scale, and the flag where `tensor` is updated: on the device."""
+        assert tensor.device == self.flag.device, "what is updated on the host is waited for"
+        return None, self.flag
 
 
 class Observer(Protocol):

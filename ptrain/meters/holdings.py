@@ -17,9 +17,8 @@ from torch.distributed.tensor import DTensor
 
 from ptrain.axes.data.cuts import Cuts
 from ptrain.axes.data.run.flat_target import FlatTarget, FlatTensorTarget, FrozenTarget
-from ptrain.axes.data.run.local_part import LocalPart, Parameter
 from ptrain.axes.data.run.spread import ZeroRedundancyUpdate
-from ptrain.axes.data.run.target import NamedTarget, ParameterTarget
+from ptrain.axes.data.run.target import LocalPart, NamedTarget, Parameter, ParameterTarget
 from ptrain.facts.parameters import OF_TOKENS
 from ptrain.interpreter.program import Program
 from ptrain.models.ledger import local

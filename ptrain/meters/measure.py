@@ -1,31 +1,247 @@
-"""Measure one steady step: memory by state, its peak by phase, every collective, and what the
-rank's sockets sent.
+"""Measure one steady step: memory by state, its peak by phase, every collective, and the bytes that
+the rank's sockets sent.
 
-with measure(program) as measurement:
-    program.forward_backward(batch)
-    program.step(lr)
-measurement.estimate()
+    with measure(program) as measurement:
+        program.forward_backward(batch)
+        program.step(lr)
+    measurement.estimate()
 
-A module that DistributedDataParallel, FSDP2 or another framework has wrapped takes the program's
-place: `measure(module, optimizer=optimizer)`.
+`measure(module, optimizer=optimizer)` measures a module that DistributedDataParallel, FSDP2 or
+another framework has wrapped. Its states are its parameters (FSDP2's shards are read off its own
+groups, since a gathered module shows other parameters), their `.grad`, and the tensors of the
+optimizer's state. A forward pass of the root module starts the phase FORWARD, autograd at work is
+BACKWARD, what follows is UPDATE. A collective on a wrapper's own buffer counts as the state that
+such a call moves in that phase: parameters if gathered, gradients if reduced in backward. A group
+is named after the mesh dimensions that shard the parameters, else `world`, else by its ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, Self
 
+import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
 
-from ptrain.costs import Column, Estimate, Traffic, TrafficKey
+from ptrain.costs import Collective, Column, Estimate, Phase, State, Traffic, TrafficKey
+from ptrain.errors import PtrainError
+from ptrain.internals import process_groups
+from ptrain.internals.autograd import is_in_backward
+from ptrain.internals.fsdp2 import parameter_groups, policies
 from ptrain.interpreter import agreement
-from ptrain.interpreter.program import Program
-from ptrain.meters.foreign import Foreign, PhaseWatch, one_step, ranks_by_axes, state_of
+from ptrain.interpreter.program import Observer, Program
 from ptrain.meters.memory import MemoryMeter
 from ptrain.meters.traffic import TrafficMeter
 from ptrain.meters.wire import WireMeter
+from ptrain.models.ledger import OperatorMode, local
+from ptrain.rooms.registry import Registry
 from ptrain.rooms.world import World
+
+_GATHERS = (Collective.ALL_GATHER, Collective.BROADCAST, Collective.GATHER, Collective.SCATTER)
+
+
+class Foreign:
+    """A wrapped module and its optimizer, seen from outside."""
+
+    def __init__(self, module: nn.Module, optimizer: object | None) -> None:
+        self.module = module
+        self.registry = Registry()
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        self.size = dist.get_world_size() if dist.is_initialized() else 1
+        self._optimizer = _innermost(optimizer)
+        self._parameters = list(module.parameters())
+        self.device = self._parameters[0].device.type
+
+    def storages(self) -> Iterator[tuple[State, torch.Tensor]]:
+        """Parameters and gradients as this rank stores them, optimizer state, buffers."""
+        shards, gathered = self._sharded()
+        away = {id(parameter) for parameter in gathered}
+        kept = [parameter for parameter in self._parameters if id(parameter) not in away]
+        for parameter in (*shards, *kept):
+            yield State.PARAMETERS, local(parameter.detach())
+        for parameter in (*shards, *kept, *gathered):
+            if parameter.grad is not None:
+                yield State.GRADIENTS, local(parameter.grad)
+        for values in getattr(self._optimizer, "state", {}).values():
+            for value in values.values():
+                if isinstance(value, torch.Tensor):
+                    yield State.OPTIMIZER, local(value)
+        for buffer in self.module.buffers():
+            yield State.OTHER, local(buffer)
+
+    def _sharded(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """FSDP2's shards, and the gathered parameters that stand in for them while in use."""
+        parts = [
+            part
+            for module in self.module.modules()
+            if isinstance(module, FSDPModule)
+            for group in parameter_groups(module)
+            for part in group.fsdp_params
+        ]
+        gathered = [getattr(part, "_unsharded_param", None) for part in parts]
+        return [part.sharded_param for part in parts], [
+            parameter for parameter in gathered if parameter is not None
+        ]
+
+    def policies(self) -> tuple[str, ...]:
+        """Return what FSDP2 was given that changes what a spec means, a line for each."""
+        meanings = (
+            _meaning(policy)
+            for module in self.module.modules()
+            if isinstance(module, FSDPModule)
+            for group in parameter_groups(module)
+            for policy in policies(group)
+        )
+        return tuple(dict.fromkeys(filter(None, meanings)))
+
+    def axes_by_group(self) -> dict[str, tuple[str, ...]]:
+        """Return the axes of each group by its name. Groups that no parameter is sharded on are
+        found by their ranks."""
+        axes_of: dict[str, tuple[str, ...]] = {}
+        for parameter in (*self._sharded()[0], *self._parameters):
+            if isinstance(parameter, DTensor):
+                mesh = parameter.device_mesh
+                names = mesh.mesh_dim_names or tuple(f"dim{dim}" for dim in range(mesh.ndim))
+                for dim in range(mesh.ndim):
+                    axes_of[mesh.get_group(dim).group_name] = (names[dim],)
+        for group in _groups():
+            axes_of.setdefault(group.group_name, (_by_ranks(group),))
+        return axes_of
+
+
+def _meaning(policy: object) -> str:
+    """What a policy does, in a spec's words; nothing of one that does nothing."""
+    match policy:
+        case MixedPrecisionPolicy(param_dtype=None, reduce_dtype=None):
+            return ""
+        case MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=reduced):
+            dtypes = f"param_dtype={gathered}, reduce_dtype={reduced}"
+            return (
+                f"MixedPrecisionPolicy({dtypes}): units are gathered and gradients reduced so. The "
+                "shards have the dtype of the model: a spec with Θ = M counts them as master "
+                "copies, in the optimizer state. It reduces in bf16 with the layout fsdp-mixed and "
+                "in fp32 with megatron18"
+            )
+        case CPUOffloadPolicy():
+            return (
+                "CPUOffloadPolicy: all slices are on the host, as in the spec fsdp-offload, whose "
+                "tuple is S*@host,O,O,R"
+            )
+        case _:
+            return ""
+
+
+def state_of(collective: Collective, phase: Phase) -> State:
+    """Return the state that a call on an untagged buffer moves. DDP broadcasts a module's buffers
+    in forward."""
+    if phase is Phase.FORWARD and collective is Collective.BROADCAST:
+        return State.OTHER
+    if collective in _GATHERS:
+        return State.PARAMETERS
+    return State.ACTIVATIONS if phase is Phase.FORWARD else State.GRADIENTS
+
+
+class PhaseWatch(OperatorMode):
+    """Tells observers the phase of a model that does not tell it itself."""
+
+    def __init__(self, module: nn.Module, observers: Sequence[Observer]) -> None:
+        super().__init__()
+        self._module, self._observers = module, observers
+        self._phase: Phase | None = None
+        self._micro_batch = -1
+
+    def __enter__(self) -> Self:
+        self._hook = self._module.register_forward_pre_hook(self._begins, prepend=True)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        self._hook.remove()
+
+    def _begins(self, module: nn.Module, args: object) -> None:
+        if not _is_backward():
+            self._micro_batch += 1
+            self._enter(Phase.FORWARD)
+
+    def _enter(self, phase: Phase) -> None:
+        self._phase = phase
+        for observer in self._observers:
+            observer.phase(phase, 0 if phase is Phase.UPDATE else self._micro_batch)
+
+    def operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if _is_backward():
+            if self._phase is Phase.FORWARD:
+                self._enter(Phase.BACKWARD)
+        elif self._phase is Phase.BACKWARD:
+            self._enter(Phase.UPDATE)
+        return function(*args, **kwargs)
+
+
+def _is_backward() -> bool:
+    return is_in_backward()
+
+
+@contextmanager
+def one_step(optimizer: object | None) -> Iterator[None]:
+    """Refuses a second step of the optimizer: of two steps the sums of calls and the peaks would
+    be taken for those of one. Without an optimizer no step is seen."""
+    own = optimizer if hasattr(optimizer, "_optimizer_step_pre_hooks") else _innermost(optimizer)
+    if not isinstance(own, torch.optim.Optimizer):
+        yield
+        return
+    num_steps = 0
+
+    def count(*_: object) -> None:
+        nonlocal num_steps
+        num_steps += 1
+        if num_steps > 1:
+            raise PtrainError(
+                "measure: a second step of the optimizer begins; one step is metered\n"
+                "  remedy: put one step inside, or open measure() anew for each"
+            )
+
+    hook = own.register_step_pre_hook(count)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def _innermost(optimizer: object | None) -> object | None:
+    """The optimizer inside of wrappers: accelerate keeps it as `optimizer`, ZeRO's as `optim`."""
+    for name in ("optimizer", "optim"):
+        if isinstance(inner := getattr(optimizer, name, None), torch.optim.Optimizer):
+            return _innermost(inner)
+    return optimizer
+
+
+def _groups() -> Iterator[dist.ProcessGroup]:
+    if dist.is_initialized():
+        for group in list(process_groups.names()):
+            if group is not None and group.rank() >= 0:
+                yield group
+
+
+def ranks_by_axes(
+    axes_by_group: Mapping[str, tuple[str, ...]],
+) -> dict[tuple[str, ...], tuple[int, ...]]:
+    """The ranks of each group, ascending, under the name of its axes."""
+    return {
+        axes: tuple(sorted(dist.get_process_group_ranks(process_groups.named(name))))
+        for name, axes in axes_by_group.items()
+    }
+
+
+def _by_ranks(group: dist.ProcessGroup) -> str:
+    ranks = sorted(dist.get_process_group_ranks(group))
+    if ranks == list(range(dist.get_world_size())):
+        return "world"
+    return "ranks " + ",".join(map(str, ranks))
 
 
 class Measurement:
@@ -77,7 +293,7 @@ def measure(
     """Meter what runs inside: exactly one step. A steady step comes after the first two.
 
     `model` is a program, or any module that somebody else wrapped, with its optimizer; of such a
-    one states and phases are found from outside (meters/foreign.py). Without `optimizer=` its
+    one states and phases are found from outside (meters/measure.py). Without `optimizer=` its
     state is nobody's and counts as `other`. Raises TypeError for anything else, and PtrainError
     when the optimizer begins a second step inside.
     """

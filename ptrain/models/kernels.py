@@ -1,6 +1,9 @@
-"""A processor's operators that allocate what a GPU's do, where those of a processor would not.
+"""CPU stand-ins for GPU kernels that allocate what the GPU's do, for traces and simulations. They
+compute sizes, not values.
 
-Values are others: it is for traces and simulations, which read sizes.
+RMSNorm: a GPU's fused kernel allocates its output and one number per row (fp32 at least), where a
+CPU runs operator by operator. It is an operator of its own, so that a recomputation policy can keep
+its output.
 """
 
 from __future__ import annotations
@@ -17,9 +20,53 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ptrain.models.attending import replaced_attention
-from ptrain.models.fused_norm import is_fused, rms_norm
 from ptrain.models.ledger import OperatorMode, is_wrapper
 from ptrain.models.numerics import DTYPE_NAMES
+
+
+@torch.library.custom_op("ptrain::fused_rms_norm", mutates_args=())
+def _norm(x: Tensor, weight: Tensor | None, dims: int) -> tuple[Tensor, Tensor]:
+    return _sizes(x, weight, dims)
+
+
+@_norm.register_fake
+def _sizes(x: Tensor, weight: Tensor | None, dims: int) -> tuple[Tensor, Tensor]:
+    rows = [*x.shape[: x.dim() - dims], *[1] * dims]
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return x.new_ones(x.shape), x.new_ones(rows, dtype=wide)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x, weight, _ = inputs
+    ctx.set_materialize_grads(False)  # nobody uses the rows, and CUDA's makes no gradient of them
+    ctx.save_for_backward(x, weight, output[1])
+
+
+def _backward(
+    context: Any, gradient: Tensor, _: Tensor
+) -> tuple[Tensor | None, Tensor | None, None]:
+    x, weight, _ = context.saved_tensors
+    needs_x, needs_weight, _ = context.needs_input_grad
+    of_x = x.new_ones(x.shape) if needs_x else None
+    return of_x, weight.new_ones(weight.shape) if needs_weight else None, None
+
+
+_norm.register_autograd(_backward, setup_context=_keep)
+
+
+def is_fused(x: Tensor, weight: Tensor | None) -> bool:
+    """Return whether a GPU has one kernel for it: not where input and weight differ in dtype, nor
+    where they do not fit."""
+    if weight is None:
+        return True
+    return weight.dtype == x.dtype and weight.shape == x.shape[x.dim() - weight.dim() :]
+
+
+def rms_norm(x: Tensor, weight: Tensor | None, *, dims: int) -> Tensor:
+    """Return a tensor of the norm's shape, over the last `dims` dimensions."""
+    y: Tensor = _norm(x, weight, dims)[0]
+    return y
+
 
 _ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _LAYER_NORM = torch.ops.aten.native_layer_norm.default

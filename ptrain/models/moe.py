@@ -1,31 +1,71 @@
-"""A feed-forward part of experts, of which a router chooses some for every token.
+"""Feed-forward layers: one for all tokens, or experts of which a router chooses some for every
+token.
 
 Legend of shape suffixes: B samples, T tokens, N tokens of all samples, C hidden, E experts, K
 experts of a token, G groups of e experts each, M = N·K rows, F features inside an expert, S places
 of all experts.
 
-Note: no size depends on where tokens go. Without a capacity all rows are sorted by expert and
-multiplied group by group; with one every expert has as many places, of which some stay empty.
+Note: no size depends on the routing. Without a capacity all rows are sorted by expert and
+multiplied group by group; with one every expert has equally many places, some of which stay empty.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ptrain.models.balance import Balance, with_loss
-from ptrain.models.dropless import dropless
-from ptrain.models.feed_forward import FeedForward, activation_of
-from ptrain.models.grouped import grouped_product
-from ptrain.models.journey import Journey
+from ptrain.models.dropless import Journey, dropless, grouped_product
 from ptrain.models.numerics import widen
 from ptrain.models.recomputing import runs_again
 from ptrain.models.sample_tokens import SampleTokens
+from ptrain.spec.block import Activation, Bias
 from ptrain.spec.experts import Router
 from ptrain.spec.model import ModelShape
+
+
+class FeedForward(nn.Module):
+    """`width`: features between its projections."""
+
+    def __init__(self, shape: ModelShape, width: int) -> None:
+        super().__init__()
+        has_bias = shape.bias is Bias.ALL
+        self.activate = activation_of(shape)
+        is_gated = shape.activation.is_gated
+        self.gate = nn.Linear(shape.hidden, width, bias=has_bias) if is_gated else None
+        self.up = nn.Linear(shape.hidden, width, bias=has_bias)
+        self.down = nn.Linear(width, shape.hidden, bias=has_bias)
+
+    def forward(self, x_BTC: Tensor) -> Tensor:
+        y: Tensor
+        if self.gate is None:
+            y = self.down(self.activate(self.up(x_BTC)))
+        else:
+            y = self.down(self.activate(self.gate(x_BTC)) * self.up(x_BTC))
+        return y
+
+
+def _squared_relu(x: Tensor) -> Tensor:
+    return F.relu(x).square()
+
+
+_GELU_BY_TANH = partial(F.gelu, approximate="tanh")
+_FUNCTIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+    Activation.GELU: F.gelu,
+    Activation.GELU_TANH: _GELU_BY_TANH,
+    Activation.RELU2: _squared_relu,
+    Activation.SWIGLU: F.silu,
+    Activation.GEGLU: _GELU_BY_TANH,
+}
+
+
+def activation_of(shape: ModelShape) -> Callable[[Tensor], Tensor]:
+    """Return what stands between the projections of a feed-forward part."""
+    return _FUNCTIONS[shape.activation]
 
 
 class Score(nn.Module):
@@ -44,7 +84,7 @@ class Gate(nn.Module):
 
     Where a shape says so it has two buffers beside it: a bias that is added to the scores of each
     expert for the choice alone, and how often each was chosen since somebody cleared it. What moves
-    the bias stands elsewhere (`interpreter.balancing`): no pass does.
+    the bias stands elsewhere (`interpreter.construction`): no pass does.
     """
 
     def __init__(self, shape: ModelShape) -> None:

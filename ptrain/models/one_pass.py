@@ -10,8 +10,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_iter
 
-from ptrain.models.batch import sample_batch
-from ptrain.models.objective import objective_of
+from ptrain.models.objective import objective_of, sample_batch
 from ptrain.spec.spec import Spec
 
 

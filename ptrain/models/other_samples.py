@@ -10,8 +10,8 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from ptrain.internals.fakes import detect_fake_mode
-from ptrain.models.batch import SampleBatch, in_dtype_of, of_tokens
 from ptrain.models.dataset import MapDataset, dataset_of
+from ptrain.models.objective import SampleBatch, in_dtype_of, of_tokens
 from ptrain.spec.spec import Spec
 
 

@@ -1,9 +1,10 @@
-"""The roles of a model that is not built in, on the tensor axis: by the spec's `tensor.plan`, else
-by the plan that the module itself carries: `tp_plan`, of the user's function or of transformers. A
-user's function may also return a model of ours, which has those of its family.
+"""Roles of a model's layers in tensor parallelism: from the spec's `tensor.plan`, else from the
+module's own `tp_plan` (of the user's function or of transformers), else from a table by
+transformers model type. A user's function may return a built-in model, which has the roles of
+its family.
 
-A plan maps patterns of module names to roles, in ptrain's words or in those of transformers. What
-it says nothing about is whole on every rank.
+A plan maps patterns of module names to roles, in ptrain's or in transformers' words. Modules that
+it does not name are whole on every rank.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ from ptrain.errors import Fault, refused
 from ptrain.facts.roles import roles_of
 from ptrain.models.boundary import boundary, said
 from ptrain.models.cuttable import cutting, matching
-from ptrain.models.known_plans import KNOWN_PLANS
 from ptrain.models.linear import is_transposed
 from ptrain.models.transformer import Transformer
 from ptrain.models.units import blocks_of
@@ -28,6 +28,18 @@ from ptrain.spec.model import ExternalModel, HuggingFaceModel, ModelShape
 from ptrain.spec.placement import R
 from ptrain.spec.role import COLUMNS, GIVEN, Fusions, Role, Roles, fits, in_any_block
 from ptrain.spec.spec import Spec
+
+KNOWN_PLANS: Mapping[str, Mapping[str, str]] = {
+    "gpt2": {
+        "transformer.h.*.attn.c_attn": Role.FUSED_COLUMN,
+        "transformer.h.*.attn.split_size": Role.COUNT,
+        "transformer.h.*.attn.c_proj": Role.ROW,
+        "transformer.h.*.mlp.c_fc": Role.COLUMN,
+        "transformer.h.*.mlp.c_proj": Role.ROW,
+        "lm_head": Role.HEAD,
+    },
+}
+
 
 # transformers' words (4.56 to 5). None: whole on every rank, which is how between the sub-blocks
 # everything is here.

@@ -19,9 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ptrain.errors import PtrainError
-from ptrain.models.dropless import dropless
-from ptrain.models.grouped import grouped_product
-from ptrain.models.journey import Journey
+from ptrain.models.dropless import Journey, dropless, grouped_product
 
 NUMBER = "num_experts"  # an attribute of such a module, if it has it: how many a rank has
 

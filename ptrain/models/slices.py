@@ -1,18 +1,18 @@
-"""Where slices of the features go: one forward pass of a whole model, in which every tensor carries
-what its plan would make of it on a rank of tp.
+"""Track slices of features through one forward pass of a whole model, in which every tensor carries
+what it would be on a rank of tp.
 
-What a column layer gives is a slice, and so is all that is computed of it, until a row layer sums
-it away. A gradient that flows from a slice into something that every rank has whole is each rank's
-part alone, and no rank can see that: it would be taken for all of it. So a slice may meet a
-parameter only where a role says who sums.
+A column layer returns a slice, and so does everything computed from it until a row layer sums it.
+The gradient that flows from a slice into a replicated parameter is each rank's part only, so a
+slice may meet a parameter only where a role sums it. Dropout needs one mask for replicated tensors
+and a mask per rank for slices, which is checked too.
 
-Note: what is read of a slice beside its elements is not followed: a norm without parameters over
-features that are cut has one rank's figures.
+Note: only elements are tracked. A norm without parameters over sliced features uses one rank's
+statistics.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
@@ -22,13 +22,57 @@ from torch import nn
 from torch.utils._pytree import tree_iter
 
 from ptrain.models.arguments import is_real
-from ptrain.models.draws import Draws
 from ptrain.models.ledger import Ledger, storage_of
 from ptrain.models.linear import is_linear
 from ptrain.models.one_pass import OnePass
 from ptrain.models.own_tokens import TokenSlices
 from ptrain.models.parting import Parting, Problem, ViewCalls
 from ptrain.spec.role import COLUMNS, ROWS, Role, in_any_block
+
+_LIKE = "empty_like"
+_WITH_MASKS = ("aten::bernoulli", "aten::bernoulli_", "aten::native_dropout", "aten::uniform_")
+
+
+class Draws:
+    """Follows where ranks draw for themselves: within a row's module, from what the first column
+    gives to what the row takes; or within `blocks`, if a rank has its own tokens there."""
+
+    def __init__(self, named: Mapping[str, Role], blocks: Sequence[str]) -> None:
+        self._owners = {name.rpartition(".")[0] for name, role in named.items() if role in ROWS}
+        self._blocks = frozenset(blocks)
+        self._named = named
+        self._inside: set[str] = set()
+        self._like_own: dict[int, bool] = {}
+
+    def enter(self, name: str) -> None:
+        """A module is about to run."""
+        if name in self._blocks:
+            self._inside.add(name)
+        if self._named.get(name) in ROWS:
+            self._inside.discard(name.rpartition(".")[0])
+
+    def leave(self, name: str) -> None:
+        """A module has run."""
+        self._inside.discard(name)
+        if self._named.get(name) in COLUMNS and not self._blocks:
+            self._inside.update(o for o in self._owners if o and name.startswith(f"{o}."))
+
+    def died(self, key: int) -> None:
+        """A storage is gone."""
+        self._like_own.pop(key, None)
+
+    def see(self, function: Any, results: Iterable[torch.Tensor], *, is_own: bool) -> bool:
+        """Return whether an operator that read what only its rank has, or did not, drew a mask as
+        no rank may."""
+        name = function._schema.name
+        keys = [storage_of(tensor)._cdata for tensor in results]
+        if name.endswith(_LIKE):
+            self._like_own.update(dict.fromkeys(keys, is_own))
+        if name not in _WITH_MASKS:
+            return False
+        is_own = is_own or any(self._like_own.get(key, False) for key in keys)
+        return is_own is not bool(self._inside)
+
 
 Named = Mapping[str, Role]  # modules with their roles
 

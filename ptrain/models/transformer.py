@@ -1,27 +1,307 @@
-"""The built-in models: a decoder of equal blocks, composed as its shape says.
+"""The built-in models: a decoder of equal blocks with attention and a feed-forward layer, each
+behind a norm and added to the residual stream; rotary positions; multi-head latent attention
+(DeepSeek-V2, arXiv:2405.04434, equations 9 to 19).
 
-Legend of shape suffixes: B samples, T tokens, C hidden, K rotation pairs, V vocabulary.
+Legend of shape suffixes: B samples, T tokens, C hidden or features, V vocabulary, H heads, G
+key-value heads, D elements per head, K rotation pairs, L latent features; of latent attention R
+elements of a head that rotate, N that do not, V elements of a head's value, E both of N and V.
 
-Note: a tied head reads the embedding's weight instead of sharing a Parameter, so that `to_empty`
-cannot untie it.
+Notes: a tied head reads the embedding's weight instead of sharing a Parameter, so that `to_empty`
+cannot untie it. Query, key and value are three projections, so that the size of every tensor saved
+for backward is one product of shape fields. Norms compute in fp32 at least. In latent attention the
+rotating elements come first within a head; published models have them last with a pair side by
+side, so their rows are reordered, which gives the same scores.
+
+Sources: Su et al. 2021 (rotary positions); Llama 3.1's scaling as in Meta's llama-models,
+`apply_scaling`; YaRN, Peng et al. 2023 (arXiv:2309.00071), section 3.2.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from typing import Any, assert_never
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ptrain.facts.parameters import LOCAL, tables_of
-from ptrain.models.block import Block
+from ptrain.models.attention import attention_core
 from ptrain.models.documents import documents_of
-from ptrain.models.norm import norm_of
-from ptrain.models.numerics import capped
-from ptrain.models.rotary import fill_tables
-from ptrain.spec.block import Positions
+from ptrain.models.moe import FeedForward, MoE
+from ptrain.models.numerics import capped, widen
+from ptrain.spec.block import Bias, Norm, Positions, RopeScaling
 from ptrain.spec.model import ModelShape
+
+
+def rotate(x_BTHD: Tensor, cos_TK: Tensor, sin_TK: Tensor) -> Tensor:
+    """RoPE: pair (i, i + K) of every head turns by position · base^(-i/K); what is behind the pairs
+    stays. The tables may be of more tokens than there are."""
+    num_tokens, num_turned = x_BTHD.shape[1], 2 * cos_TK.shape[-1]
+    cos_T1K, sin_T1K = cos_TK[:num_tokens, None], sin_TK[:num_tokens, None]
+    if num_turned == x_BTHD.shape[-1]:
+        left_BTHK, right_BTHK = widen(x_BTHD).chunk(2, dim=-1)
+        behind: tuple[Tensor, ...] = ()
+    else:
+        turning_BTHD, rest_BTHD = widen(x_BTHD).tensor_split((num_turned,), dim=-1)
+        left_BTHK, right_BTHK = turning_BTHD.chunk(2, dim=-1)
+        behind = (rest_BTHD,)
+    turned = (
+        left_BTHK * cos_T1K - right_BTHK * sin_T1K,
+        right_BTHK * cos_T1K + left_BTHK * sin_T1K,
+    )
+    return torch.cat((*turned, *behind), dim=-1).to(x_BTHD.dtype)
+
+
+@torch.no_grad()
+def fill_tables(
+    shape: ModelShape,
+    cos_TK: Tensor,
+    sin_TK: Tensor,
+    *,
+    spans: tuple[tuple[int, int], ...] = (),
+    is_local: bool,
+) -> None:
+    """Fill the tables of a model's layers, with a window or without, where they stand: computed in
+    fp64, stored in their dtype. They are of the positions in `spans`, or from 0."""
+    where: Any = {"dtype": torch.float64, "device": cos_TK.device}
+    spans = spans or ((0, cos_TK.shape[0]),)
+    positions_T = torch.cat([torch.arange(first, behind, **where) for first, behind in spans])
+    angles_TK = positions_T[:, None] * _frequencies(shape, cos_TK.device, is_local=is_local)
+    cos_TK.copy_(angles_TK.cos())
+    sin_TK.copy_(angles_TK.sin())
+
+
+def _frequencies(shape: ModelShape, device: torch.device, *, is_local: bool) -> Tensor:
+    """Radians a token, by pair."""
+    num_pairs = shape.rotary_dim // 2
+    pairs_K = torch.arange(num_pairs, dtype=torch.float64, device=device)
+    if is_local and shape.window_rope_base is not None:
+        return shape.window_rope_base ** (-pairs_K / num_pairs)
+    frequencies_K = shape.rope_base ** (-pairs_K / num_pairs)
+    match shape.rope_scaling:
+        case RopeScaling.NONE:
+            return frequencies_K
+        case RopeScaling.LINEAR:
+            return frequencies_K / shape.rope_factor
+        case RopeScaling.LLAMA3:
+            return _lowered_where_slow(shape, frequencies_K)
+        case RopeScaling.YARN:
+            return _lowered_along_pairs(shape, frequencies_K)
+        case kind:
+            assert_never(kind)
+
+
+def _lowered_where_slow(shape: ModelShape, frequencies_K: Tensor) -> Tensor:
+    """Divided by the factor where a pair turns less than the low factor's times in the original
+    texts, not at all above the high one's, and in between in proportion."""
+    turns_K = shape.rope_original * frequencies_K / (2 * math.pi)
+    span = shape.rope_high_factor - shape.rope_low_factor
+    kept_K = ((turns_K - shape.rope_low_factor) / span).clamp(0.0, 1.0)
+    return frequencies_K * (kept_K + (1.0 - kept_K) / shape.rope_factor)
+
+
+def _lowered_along_pairs(shape: ModelShape, frequencies_K: Tensor) -> Tensor:
+    """The same with a ramp that is even in the pairs' numbers, not in their turns: from the last
+    pair with at least the high factor's turns to the first with at most the low factor's."""
+    num_pairs = len(frequencies_K)
+
+    def pair_of(turns: float) -> float:
+        longest = shape.rope_original / (2 * math.pi * turns)
+        return num_pairs * math.log(longest) / math.log(shape.rope_base)
+
+    first = max(0, math.floor(pair_of(shape.rope_high_factor)))
+    last = min(2 * num_pairs - 1, math.ceil(pair_of(shape.rope_low_factor)))
+    pairs_K = torch.arange(num_pairs, dtype=torch.float64, device=frequencies_K.device)
+    lowered_K = ((pairs_K - first) / max(last - first, 1e-3)).clamp(0.0, 1.0)
+    return frequencies_K * (1.0 - lowered_K + lowered_K / shape.rope_factor)
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, features: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(features))
+
+    def forward(self, x_BTC: Tensor) -> Tensor:
+        wide_BTC = widen(x_BTC)
+        scale_BT1 = torch.rsqrt(wide_BTC.square().mean(-1, keepdim=True) + self.eps)
+        return (wide_BTC * scale_BT1).to(x_BTC.dtype) * self.weight
+
+
+class PlusOneRMSNorm(nn.Module):
+    """Gemma's: a weight of 0 leaves what is normed, and all is multiplied before it is cast."""
+
+    def __init__(self, features: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.zeros(features))
+
+    def forward(self, x_BTC: Tensor) -> Tensor:
+        wide_BTC = widen(x_BTC)
+        scale_BT1 = torch.rsqrt(wide_BTC.square().mean(-1, keepdim=True) + self.eps)
+        return (wide_BTC * scale_BT1 * (1.0 + widen(self.weight))).to(x_BTC.dtype)
+
+
+class LayerNorm(nn.Module):
+    def __init__(self, features: int, eps: float, *, has_bias: bool = True) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(features))
+        self.bias = nn.Parameter(torch.zeros(features)) if has_bias else None
+
+    def forward(self, x_BTC: Tensor) -> Tensor:
+        # The weight is widened last, so that its gradient comes first whether or not it is a copy.
+        bias_C = None if self.bias is None else widen(self.bias)
+        weight_C = widen(self.weight)
+        y_BTC = F.layer_norm(widen(x_BTC), weight_C.shape, weight_C, bias_C, self.eps)
+        return y_BTC.to(x_BTC.dtype)
+
+
+def norm_of(shape: ModelShape, features: int) -> nn.Module:
+    """Return a norm of the model's kind."""
+    match shape.norm:
+        case Norm.RMS:
+            return RMSNorm(features, shape.norm_eps)
+        case Norm.RMS_PLUS_ONE:
+            return PlusOneRMSNorm(features, shape.norm_eps)
+        case Norm.LAYER:
+            return LayerNorm(features, shape.norm_eps)
+        case Norm.LAYER_WITHOUT_BIAS:
+            return LayerNorm(features, shape.norm_eps, has_bias=False)
+        case kind:
+            assert_never(kind)
+
+
+class LatentAttention(nn.Module):
+    """Causal attention of the tokens to themselves; given what `block.SelfAttention` is given."""
+
+    def __init__(self, shape: ModelShape, layer: int) -> None:
+        super().__init__()
+        assert shape.kv_lora_rank is not None, "keys and values are made of something"
+        self.head_dim = shape.head_dim
+        self.latent_and_turning = shape.kv_lora_rank, shape.qk_rope_head_dim
+        self.key_and_value = shape.qk_nope_head_dim, shape.v_head_dim
+        rank = shape.q_lora_rank
+        self.query_down = None if rank is None else _linear(shape.hidden, rank)
+        self.query_norm = None if rank is None else norm_of(shape, rank)
+        self.query_up = _linear(rank or shape.hidden, shape.query_width)
+        self.kv_down = _linear(shape.hidden, sum(self.latent_and_turning))
+        self.kv_norm = norm_of(shape, shape.kv_lora_rank)
+        self.kv_up = _linear(shape.kv_lora_rank, shape.heads * sum(self.key_and_value))
+        self.core = attention_core(shape, layer)
+        self.output = _linear(shape.value_width, shape.hidden)
+
+    def forward(
+        self,
+        x_BTC: Tensor,
+        cos_TK: Tensor,
+        sin_TK: Tensor,
+        mask_TT: Tensor | None = None,
+    ) -> Tensor:
+        q_BTHD = rotate(self._queries(x_BTC), cos_TK, sin_TK)
+        latent_BTL, key_BTR = self.kv_down(x_BTC).split(self.latent_and_turning, -1)
+        own_BTHE = self.kv_up(self.kv_norm(latent_BTL)).unflatten(-1, (-1, sum(self.key_and_value)))
+        key_BTHN, v_BTHV = own_BTHE.split(self.key_and_value, -1)
+        key_BT1R = rotate(key_BTR[:, :, None], cos_TK, sin_TK)
+        k_BTHD = torch.cat((key_BT1R.expand(-1, -1, key_BTHN.shape[2], -1), key_BTHN), -1)
+        y_BHTV = self.core(*(x.transpose(1, 2) for x in (q_BTHD, k_BTHD, v_BTHV)), mask_TT)
+        y: Tensor = self.output(y_BHTV.transpose(1, 2).flatten(2))
+        return y
+
+    def _queries(self, x_BTC: Tensor) -> Tensor:
+        if self.query_down is not None and self.query_norm is not None:
+            x_BTC = self.query_norm(self.query_down(x_BTC))
+        return self.query_up(x_BTC).unflatten(-1, (-1, self.head_dim))
+
+
+def _linear(inputs: int, outputs: int) -> nn.Linear:
+    return nn.Linear(inputs, outputs, bias=False)
+
+
+class SelfAttention(nn.Module):
+    """Causal attention of the tokens to themselves; `cos_TK` and `sin_TK` turn queries and keys,
+    `mask_TT` hides what a window does not reach."""
+
+    def __init__(self, shape: ModelShape, layer: int) -> None:
+        super().__init__()
+        self.head_dim = shape.head_dim
+        has_bias = shape.bias is not Bias.NONE
+        self.query = nn.Linear(shape.hidden, shape.query_width, bias=has_bias)
+        self.query_norm = norm_of(shape, shape.head_dim) if shape.qk_norm else None
+        self.key = nn.Linear(shape.hidden, shape.kv_width, bias=has_bias)
+        self.key_norm = norm_of(shape, shape.head_dim) if shape.qk_norm else None
+        self.value = nn.Linear(shape.hidden, shape.kv_width, bias=has_bias)
+        self.core = attention_core(shape, layer)
+        self.output = nn.Linear(shape.query_width, shape.hidden, bias=shape.bias is Bias.ALL)
+
+    def forward(
+        self,
+        x_BTC: Tensor,
+        cos_TK: Tensor | None = None,
+        sin_TK: Tensor | None = None,
+        mask_TT: Tensor | None = None,
+    ) -> Tensor:
+        heads = self._heads(x_BTC, cos_TK, sin_TK)
+        y_BHTD = self.core(*heads, mask_TT)
+        if cos_TK is None:
+            del heads  # the committed tables have turned ones live until the output is there
+        y: Tensor = self.output(y_BHTD.transpose(1, 2).flatten(2))
+        return y
+
+    def _heads(
+        self, x_BTC: Tensor, cos_TK: Tensor | None, sin_TK: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries, keys and values, heads first."""
+
+        def placed(x_BTHD: Tensor, norm: nn.Module | None) -> Tensor:
+            x_BTHD = x_BTHD if norm is None else norm(x_BTHD)
+            if cos_TK is None or sin_TK is None:
+                return x_BTHD
+            return rotate(x_BTHD, cos_TK, sin_TK)
+
+        return (
+            placed(self._split(self.query(x_BTC)), self.query_norm).transpose(1, 2),
+            placed(self._split(self.key(x_BTC)), self.key_norm).transpose(1, 2),
+            self._split(self.value(x_BTC)).transpose(1, 2),
+        )
+
+    def _split(self, x_BTC: Tensor) -> Tensor:
+        return x_BTC.unflatten(-1, (-1, self.head_dim))
+
+
+class Block(nn.Module):
+    def __init__(self, shape: ModelShape, layer: int) -> None:
+        super().__init__()
+        self.dropout, self.residual_scale = shape.dropouts.hidden, shape.residual_scale
+        self.attention_norm = norm_of(shape, shape.hidden)
+        attention = LatentAttention if shape.is_latent else SelfAttention
+        self.attention = attention(shape, layer)
+        self.attention_post_norm = norm_of(shape, shape.hidden) if shape.post_norm else None
+        self.mlp_norm = None if shape.parallel else norm_of(shape, shape.hidden)
+        has_experts = shape.has_experts(layer)
+        self.mlp = MoE(shape) if has_experts else FeedForward(shape, shape.ffn)
+        self.mlp_post_norm = norm_of(shape, shape.hidden) if shape.post_norm else None
+
+    def forward(self, x_BTC: Tensor, *given: Tensor | None) -> Tensor:
+        """`given` is what `SelfAttention` takes beside the stream."""
+        if self.mlp_norm is None:
+            y_BTC = self.attention_norm(x_BTC)
+            x_BTC = x_BTC + self._added(self.attention(y_BTC, *given), self.attention_post_norm)
+            return x_BTC + self._added(self.mlp(y_BTC), self.mlp_post_norm)
+        x_BTC = x_BTC + self._added(
+            self.attention(self.attention_norm(x_BTC), *given), self.attention_post_norm
+        )
+        return x_BTC + self._added(self.mlp(self.mlp_norm(x_BTC)), self.mlp_post_norm)
+
+    def _added(self, x_BTC: Tensor, norm: nn.Module | None) -> Tensor:
+        """Return what a sub-block adds to the stream, of what it gave."""
+        if norm is not None:
+            x_BTC = norm(x_BTC)
+        if self.residual_scale is not None:
+            x_BTC = x_BTC * self.residual_scale
+        return F.dropout(x_BTC, self.dropout, self.training) if self.dropout else x_BTC
+
 
 Spans = tuple[tuple[int, int], ...]  # first position, and the one behind the last
 

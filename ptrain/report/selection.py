@@ -19,11 +19,10 @@ from ptrain.report.table import (
     render,
 )
 from ptrain.selection.demand import Demand
-from ptrain.selection.figures import Ranked
 from ptrain.selection.fit import room_text, usable_text
 from ptrain.selection.quantities import keeping, recompute_of, unit_of
 from ptrain.selection.ranking import Lost, PlacementRanking
-from ptrain.selection.task import Scored, SearchGoal
+from ptrain.selection.task import Ranked, Scored, SearchGoal
 from ptrain.selection.words import words_of
 from ptrain.spec.activations import PLAIN
 from ptrain.spec.axis import DATA_AXES, Axis

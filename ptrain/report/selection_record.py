@@ -10,10 +10,9 @@ from math import isfinite
 
 from ptrain.codec import encode
 from ptrain.report.selection import closed_seconds, described, written_texts
-from ptrain.selection.figures import Ranked
 from ptrain.selection.known import reason
 from ptrain.selection.ranking import Lost, PlacementRanking
-from ptrain.selection.task import Scored
+from ptrain.selection.task import Ranked, Scored
 from ptrain.selection.words import words_of
 from ptrain.spec.model import ModelShape
 from ptrain.spec.spec import Spec

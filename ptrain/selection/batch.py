@@ -10,8 +10,7 @@ from typing import Any
 
 from ptrain.costs import Collective
 from ptrain.selection.arrays import Array, Columns, numpy
-from ptrain.selection.blocks import BoundedPeaks, CandidateBlock
-from ptrain.selection.flows import FlowGroup, PipelineFlows
+from ptrain.selection.flows import BoundedPeaks, CandidateBlock, FlowGroup, PipelineFlows
 from ptrain.selection.inner import InnerCut
 from ptrain.selection.issuing import IssueSeconds
 from ptrain.selection.peaks import TOGETHER, together

@@ -13,14 +13,13 @@ from ptrain.selection.algorithm1 import algorithm1, requirements
 from ptrain.selection.cuts import ReadFacts, TracedCuts, read_or_kept
 from ptrain.selection.demand import Demand, cheapest, demand_of, numbers
 from ptrain.selection.deriver import BEST, Deriver
-from ptrain.selection.figures import Ranked, folded, on_more
 from ptrain.selection.fit import HOST_UNKNOWN
 from ptrain.selection.infeasible import why_none, why_not, why_too_large
 from ptrain.selection.job import searched_job
 from ptrain.selection.known import KNOWN, about, reason
 from ptrain.selection.ranking import Lost, PlacementRanking, Remedy, front_of, order_of
 from ptrain.selection.recipe import reasons
-from ptrain.selection.task import Scored, SearchGoal, SearchResult
+from ptrain.selection.task import Ranked, Scored, SearchGoal, SearchResult, folded, on_more
 from ptrain.selection.where import Where, parse
 from ptrain.units import format_bytes
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from ptrain.errors import refused
-from ptrain.selection.figures import Ranked
+from ptrain.selection.task import Ranked
 from ptrain.units import format_count, parse_count
 
 _UNITS = {"s": 1, "min": 60, "h": 3600, "d": 86400, "w": 7 * 86400}

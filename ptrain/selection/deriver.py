@@ -1,4 +1,9 @@
-"""The exact figures of a search's candidates: its machine, and what is asked for once."""
+"""Derive the exact figures of a search's candidates, with what they share computed once.
+
+Where no rates of the machine were measured, candidates are ordered by a nominal pace: operations
+over the declared operations per second of the cluster, bytes over its declared bandwidths. That is
+not a prediction of time.
+"""
 
 from __future__ import annotations
 
@@ -9,30 +14,71 @@ from functools import cached_property
 
 from ptrain.algebra.legality import is_sound
 from ptrain.axes.candidates import chosen
+from ptrain.costs import Collective
 from ptrain.derivation.estimate import derive, fullest_alone
 from ptrain.derivation.machine import Machine, machine_of
 from ptrain.derivation.tensor import fullest_place
 from ptrain.derivation.work import model_work, why_unknown
 from ptrain.errors import PtrainError, refused
 from ptrain.facts.model import ModelFacts
-from ptrain.facts.operators import ModelWork
+from ptrain.facts.operators import ModelWork, Operator
 from ptrain.plan.lower import lower, own_facts
+from ptrain.rates.links import bus_factor
 from ptrain.rates.pace import Pace, UnknownRate
 from ptrain.selection.cuts import ReadFacts, TracedCuts, read_or_kept
-from ptrain.selection.figures import Ranked, ranked
 from ptrain.selection.fit import fit
 from ptrain.selection.job import SearchedJob
-from ptrain.selection.nominal import NominalPace
 from ptrain.selection.search import Search
 from ptrain.selection.space import Candidate, alone
 from ptrain.selection.stand_in import with_heads
-from ptrain.selection.task import Scored, SearchGoal, SearchTask
+from ptrain.selection.task import Ranked, Scored, SearchGoal, SearchTask, ranked
 from ptrain.spec.axis import Axis
+from ptrain.spec.cluster import Cluster
 from ptrain.spec.dials import GradientSync, UnitSize
 from ptrain.spec.model import ModelShape, ModelSpec
+from ptrain.spec.precision import Layout
+from ptrain.spec.rates import Hook
 from ptrain.spec.spec import Spec
 from ptrain.spec.write import to_mapping
 from ptrain.steps.step import Plan
+
+
+class NominalPace:
+    """By what a cluster's file says of its devices and links."""
+
+    overlaps = False
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+
+    def operator_seconds(self, operator: Operator) -> float:
+        flops = self.cluster.flops
+        return operator.times * operator.flops / flops if flops else 0.0
+
+    def collective_seconds(
+        self, collective: Collective, *, ranks: int, nodes: int, payload: int
+    ) -> float:
+        cluster = self.cluster
+        bandwidth = cluster.inter_node_bandwidth if nodes > 1 else cluster.intra_node_bandwidth
+        return payload * bus_factor(collective, ranks) / bandwidth
+
+    def late_seconds(self, computed: float) -> float:
+        return 0.0
+
+    def copy_seconds(self, copy: Collective, size: int) -> float:
+        return size / self.cluster.intra_node_bandwidth
+
+    def update_seconds(
+        self, optimizer: str, layout: Layout, *, elements: int, tensors: int
+    ) -> float:
+        return 0.0
+
+    def clip_seconds(self, layout: Layout, *, elements: int, tensors: int) -> float:
+        return 0.0
+
+    def hook_seconds(self, hook: Hook) -> float:
+        return 0.0
+
 
 BEST = 100  # candidates that are derived exactly
 _TRIED = 2  # times as many, at most, where some of them do not fit

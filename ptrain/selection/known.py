@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ptrain.costs import Spent, StepTime
-from ptrain.selection.figures import Ranked
-from ptrain.selection.task import Scored, SearchGoal
+from ptrain.selection.task import Ranked, Scored, SearchGoal
 from ptrain.units import format_bytes
 
 _WHOLE, _ALL_SHARDED = "R,R,R,R", "S*,S,S,R"

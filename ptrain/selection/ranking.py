@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 from ptrain.errors import refused
 from ptrain.selection.demand import Demand
-from ptrain.selection.figures import Ranked
 from ptrain.selection.job import SearchedJob
-from ptrain.selection.task import Scored, SearchCount, SearchGoal
+from ptrain.selection.task import Ranked, Scored, SearchCount, SearchGoal
 from ptrain.spec.spec import Spec
 from ptrain.wording import Worded
 

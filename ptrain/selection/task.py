@@ -1,16 +1,26 @@
-"""What is searched, and what a search gives."""
+"""What is searched, and what a search gives.
+
+What a candidate takes, exactly: `derive`'s figures as one row of a ranking.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from ptrain.axes.candidates import NOTHING, AxisChoice, Written, chosen
+from ptrain.costs import Collective, Estimate, Phase, StepTime, Traffic
+from ptrain.derivation.estimate import Derivation
+from ptrain.derivation.network import Network
+from ptrain.derivation.throughput import Throughput, throughput
 from ptrain.facts.operators import ModelWork
 from ptrain.rates.pace import Pace
+from ptrain.selection.fit import Fit, fit
 from ptrain.selection.space import Candidate, without_experts
 from ptrain.selection.where import Where
+from ptrain.spec.axis import Axis
+from ptrain.spec.dials import SyncPolicy
 from ptrain.spec.model import ModelShape
 from ptrain.spec.spec import Spec
 
@@ -104,3 +114,130 @@ class SearchTask:
         """The bytes of a device that a peak may fill."""
         cluster = self.base.cluster
         return float(cluster.usable_memory) if cluster else float("inf")
+
+
+_BILLION = 10**9
+_HOUR = 3600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BytesMoved:
+    """Bytes of a step that a rank sends, the one that sends most: between nodes, and within one;
+    and that it copies between its own tiers."""
+
+    between: int
+    within: int
+    copied: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranked:
+    """A candidate with its exact figures. `closed` are those by which it was chosen. `seconds`
+    None: nobody knows them, and `why_untimed` says why. `alike`: how many others that were derived
+    have the same figures, to the byte and to the second."""
+
+    spec: Spec
+    closed: Scored
+    step: StepTime | None
+    memory: Fit
+    tiers: BytesMoved
+    throughput: Throughput | None
+    why_untimed: str = ""
+    alike: int = 0
+
+    @property
+    def seconds(self) -> float | None:
+        """Return the time of a step."""
+        return None if self.step is None else self.step.seconds
+
+    @property
+    def nominal_seconds(self) -> float:
+        """Return the time of a step, of which nobody knows it that of the closed form."""
+        return self.closed.seconds if self.seconds is None else self.seconds
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.memory.least_bytes
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Return the tokens of a step over its time, of all ranks."""
+        return None if self.throughput is None else self.throughput.tokens_per_second
+
+    @property
+    def mfu(self) -> float | None:
+        """Return what part of the devices' operations the model's are, attention whole
+        (`derivation.throughput`), as `predict` says it first."""
+        return None if self.throughput is None else self.throughput.mfu_full
+
+    @property
+    def figures(self) -> tuple[object, ...]:
+        """Return what it is ranked and shown by."""
+        return self.nominal_seconds, self.peak_bytes, self.tiers
+
+    @property
+    def price(self) -> float | None:
+        """Return the money for a billion tokens, where the cluster has a price."""
+        cluster, rate = self.spec.cluster, self.tokens_per_second
+        if rate is None or cluster is None or cluster.price is None:
+            return None
+        return cluster.price * self.spec.world_size * _BILLION / rate / _HOUR
+
+
+def ranked(spec: Spec, closed: Scored, derivation: Derivation) -> Ranked:
+    """Return the row of a derivation."""
+    exact = derivation.exact
+    return Ranked(
+        spec=spec,
+        closed=closed,
+        step=exact.step,
+        why_untimed="" if exact.step else exact.undefined.get("step_seconds", ""),
+        memory=fit(spec, exact, takes_unclaimed=spec.has_token_slices),
+        tiers=_tiers(spec, exact),
+        throughput=throughput(spec, derivation.facts, exact.step) if exact.step else None,
+    )
+
+
+def folded(rows: Iterable[Ranked]) -> list[Ranked]:
+    """Return rows of the same figures as one, that which says least beside the defaults: what the
+    others say changes nothing."""
+    by_figures: dict[tuple[object, ...], list[Ranked]] = {}
+    for row in rows:
+        by_figures.setdefault(row.figures, []).append(row)
+    return [replace(min(alike, key=_said), alike=len(alike) - 1) for alike in by_figures.values()]
+
+
+def _said(row: Ranked) -> int:
+    """How many dials of the data axes are not the default."""
+    spec = row.spec
+    dials = spec.overlap is not None, spec.prefetch is not None, spec.unit is not None
+    return sum((*dials, spec.sync != SyncPolicy()))
+
+
+def _tiers(spec: Spec, exact: Estimate) -> BytesMoved:
+    network = Network(spec)
+    pairs = [_sent(network, rows) for rows in exact.by_rank()]
+    between, within = max(pairs, key=lambda pair: (pair[0], pair[1]))
+    return BytesMoved(between=between, within=within, copied=exact.copied_bytes())
+
+
+def _sent(network: Network, rows: Iterable[Traffic]) -> tuple[int, int]:
+    sums = [0, 0]
+    for row in rows:
+        key = row.key
+        if key.phase is Phase.SETUP or not row.sent_bytes or not key.axes:
+            continue
+        if key.collective is Collective.SEND:
+            nodes = network.pair(Axis(key.axes[0]))
+        else:
+            _, nodes = network.group(network.ordered(tuple(map(Axis, key.axes))))
+        sums[0 if nodes > 1 else 1] += row.sent_bytes
+    return sums[0], sums[1]
+
+
+def on_more(spec: Spec, devices: int) -> Spec:
+    """Return the job on a cluster of at least so many devices."""
+    cluster = spec.cluster
+    if cluster is None or cluster.devices >= devices:
+        return spec
+    return replace(spec, cluster=replace(cluster, devices=devices))

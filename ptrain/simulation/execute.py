@@ -24,8 +24,8 @@ from ptrain.derivation.workspaces import products
 from ptrain.errors import RankFailed, refused
 from ptrain.interpreter.program import Observer, Program, interpret
 from ptrain.meters.traffic import TrafficMeter
-from ptrain.models.batch import StepBatch
 from ptrain.models.fake_values import READ
+from ptrain.models.objective import StepBatch
 from ptrain.report.composition import MemoryHistory
 from ptrain.rooms import pretence
 from ptrain.rooms.fake import fake_tensors, fake_world
@@ -33,8 +33,7 @@ from ptrain.rooms.patches import patched
 from ptrain.rooms.world import World
 from ptrain.simulation.choice import require_ranks
 from ptrain.simulation.equal_blocks import FEWEST, LEAST, EqualBlocks, equal_blocks
-from ptrain.simulation.living import LivingMeter
-from ptrain.simulation.modules import Modules
+from ptrain.simulation.living import LivingMeter, Modules
 from ptrain.simulation.operations import OperationsMeter
 from ptrain.simulation.replay import StepRecord, replayed
 from ptrain.spec.model import HuggingFaceModel, ModelShape
@@ -112,7 +111,7 @@ def simulate(
     """Rank `rank` of a legal spec, in this process, which must have no process group.
 
     Of many equal blocks a few run, and what repeats with them stands for the others
-    (simulation/repetition.py) unless `every_block`, or they differ after all. `rehearse`: with real
+    (simulation/replay.py) unless `every_block`, or they differ after all. `rehearse`: with real
     tensors, on the spec's device, every block. Raises PtrainError for a torch that this was not
     written for, and whatever `interpret` raises.
     """

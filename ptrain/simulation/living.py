@@ -1,32 +1,139 @@
-"""Which storages live at every moment of a step, what they are and where they came from.
+"""Track which storages are alive at every moment of a step, what they hold and where they came
+from.
 
-The memory meter knows how much lives and of which state; here each storage keeps its birth (the
-operator, the module, the phase) and what was said of it since, so that the peak can be taken apart.
+The memory meter knows how much is alive per state; here each storage also has its birth (operator,
+module, phase) and its tags, so that the peak can be itemised. The temporary memory that a GPU's
+kernels take inside an operator is added from the operator's arguments: an allocator sees it, a
+meter of operators does not.
 """
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import torch
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.utils.hooks import RemovableHandle
 
 from ptrain.axes.data.run.fully_sharded import allocating_streams, stream_key
 from ptrain.costs import Phase, State
 from ptrain.derivation.allocator import COMPUTING
+from ptrain.derivation.attention import attention_of
+from ptrain.derivation.workspaces import attention_backward, sum_of_rows
 from ptrain.internals.fsdp2 import parameter_groups
 from ptrain.interpreter.program import Program
 from ptrain.meters.memory import MemoryMeter
 from ptrain.models.ledger import storage_of
 from ptrain.optimizers.update import MASTER
 from ptrain.rooms.registry import Tag
-from ptrain.simulation.modules import Modules
 from ptrain.simulation.stream import Begin, Change, MemoryStream, StorageKind
-from ptrain.simulation.within import within
+from ptrain.spec.spec import Spec
+
+LOGITS = "logits"
+
+
+class Modules:
+    """While it is entered, `current` is the path of the innermost module that runs, None outside
+    of all, `logits` in a head (a linear layer with `vocab` outputs)."""
+
+    def __init__(self, model: nn.Module, vocab: int | None = None) -> None:
+        self._model = model
+        self._vocab = vocab
+        self._running: list[str] = []
+        self._handles: list[RemovableHandle] = []
+
+    @property
+    def current(self) -> str | None:
+        return self._running[-1] if self._running else None
+
+    def __enter__(self) -> Self:
+        names = {
+            module: LOGITS if self._is_head(module) else name
+            for name, module in self._model.named_modules()
+        }
+
+        def enter(module: nn.Module, _: Any) -> None:
+            self._running.append(names[module])
+
+        def leave(*_: Any) -> None:
+            self._running.pop()
+
+        for module in names:
+            self._handles += [
+                module.register_forward_pre_hook(enter, prepend=True),
+                module.register_forward_hook(leave, always_call=True),
+            ]
+        return self
+
+    def _is_head(self, module: nn.Module) -> bool:
+        return isinstance(module, nn.Linear) and module.out_features == self._vocab
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._running.clear()
+
+
+_ATTENTION, _BACKWARD = "aten::_scaled_dot_product_", "_backward"
+_OF_PROCESSOR = "flash_attention_for_cpu"
+_SUM = "aten::sum"
+_WIDEST = 4  # bytes of a number that is summed in 32 bits
+
+Within = Callable[[str, tuple[Any, ...]], tuple[int, ...]]
+
+
+def within(spec: Spec) -> Within:
+    """Return a function that gives these bytes of an operator, one by one, by its name and
+    arguments; nothing where nobody knows them. A processor's attention stands for the spec's."""
+    if not spec.is_for_cuda:
+        return lambda name, args: ()
+    attention = attention_of(spec)
+    kernel = attention.kernel(spec.sm) if attention else None
+
+    def of_operator(name: str, args: tuple[Any, ...]) -> tuple[int, ...]:
+        if name.startswith(_ATTENTION) and name.endswith(_BACKWARD):
+            if spec.deterministic:  # as many sums as the GPU has processors for
+                return ()
+            operator = name.removeprefix(_ATTENTION).removesuffix(_BACKWARD)
+            stands_in = operator == _OF_PROCESSOR
+            runs = kernel if stands_in else operator.removesuffix("_attention")
+            batch, heads, sequence, head_dim = args[1].shape
+            return attention_backward(
+                runs,
+                args[1].itemsize,
+                batch=batch,
+                heads=heads,
+                sequence=sequence,
+                head_dim=head_dim,
+            )
+        return _of_sum(*args[:2]) if name == _SUM and len(args) > 1 else ()
+
+    return of_operator
+
+
+def _of_sum(tensor: Any, dimensions: Any) -> tuple[int, ...]:
+    """Of all dimensions but the last; other sums leave little."""
+    if tensor.dim() < 2 or not tensor.numel() or tensor.itemsize > _WIDEST:
+        return ()
+    *rows, columns = tensor.shape
+    if sorted(d % tensor.dim() for d in dimensions or ()) != [*range(len(rows))]:
+        return ()
+    size = sum_of_rows(math.prod(rows), columns)
+    return (size,) if size else ()
+
 
 _OLDER = "buffers, batch, and what is older than the step"
 

@@ -1,19 +1,308 @@
-"""Many equal blocks by runs with few: a job of 80 layers is run with 4, 5 and 6 of them, and what
-each of the others adds is what repeats in these three."""
+"""Simulate many equal blocks by running few: a job of 80 layers runs with 4, 5 and 6 of them.
+
+The three runs are compared. Where the second has a piece that the first lacks, the third must have
+it twice; everything else must be the same in all three, but for tensors that grow by equal amounts
+(a list of norms by parameter). The piece is then repeated for the remaining blocks. If something
+fits neither (a bucket that ends within a block, a bucket that still grows), every block is run.
+
+Note: that the remaining blocks behave like the last two is inferred from three runs, not observed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from enum import StrEnum
 from functools import partial
 from math import prod
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
-from ptrain.costs import Footprint, Operations, Peak, State, Traffic
+from ptrain.costs import Footprint, Operations, Peak, Phase, State, Traffic
 from ptrain.meters.traffic import ring_bytes
-from ptrain.simulation.repetition import repeated_calls, repeated_storages
-from ptrain.simulation.stream import MemoryStream
+from ptrain.simulation.stream import Begin, Change, Event, MemoryStream, StorageKind
 from ptrain.spec.spec import Spec
+
+Token = TypeVar("Token", bound=Hashable)
+_Places = tuple[int, int, int]
+_IN_BUCKETS = (State.PARAMETERS, State.OPTIMIZER, State.GRADIENTS)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """`length` events from `starts` on in each of three runs. If it `repeats` they are in none of
+    the first, in the second once and in the third twice."""
+
+    starts: _Places
+    length: int
+    repeats: bool
+
+    @property
+    def ends(self) -> _Places:
+        """Where the three go on."""
+        first, second, third = self.starts
+        if self.repeats:
+            return first, second + self.length, third + 2 * self.length
+        return first + self.length, second + self.length, third + self.length
+
+    def occurrences(self, offset: int) -> Iterator[tuple[int, int]]:
+        """Yield in which runs its event at `offset` is, and where."""
+        first, second, third = (start + offset for start in self.starts)
+        if not self.repeats:
+            yield 0, first
+        yield 1, second
+        yield 2, third
+        if self.repeats:
+            yield 2, third + self.length
+
+
+class ThreeRuns(Generic[Token]):
+    """What happened in three runs. `grows` says whether an event of each is one that has become
+    larger evenly."""
+
+    def __init__(
+        self, words: Sequence[Sequence[Token]], grows: Callable[[Sequence[Token]], bool]
+    ) -> None:
+        known: dict[Token, Token] = {}  # equal ones become the same object
+        first, second, third = (
+            tuple(known.setdefault(token, token) for token in word) for word in words
+        )
+        self.words = first, second, third
+        self._grows = grows
+
+    def pieces(self) -> list[Piece] | None:
+        """Return the pieces that the runs are made of, in order; None where they are not. Of
+        several that may repeat the shortest is tried first."""
+        pieces: list[Piece] = []
+        ways: list[Iterator[Piece]] = [self._next((0, 0, 0))]
+        failed: set[_Places] = set()
+        while any(self.words) and ways:
+            piece = next(ways[-1], None)
+            if piece is None:  # none of these leads to the end
+                ways.pop()
+                if pieces:
+                    failed.add(pieces.pop().ends)
+            elif piece.ends not in failed:
+                pieces.append(piece)
+                if piece.ends == tuple(map(len, self.words)):
+                    return pieces
+                ways.append(self._next(piece.ends))
+        return None if any(self.words) else []
+
+    def _next(self, places: _Places) -> Iterator[Piece]:
+        """What may come next: as long as all go on alike, all of that; else what repeats, or one
+        event that grows."""
+        common = self._common(places)
+        if common:
+            yield Piece(places, common, repeats=False)
+            return
+        (first, second, third), (here, there, beyond) = self.words, places
+        longest = min(len(second) - there, (len(third) - beyond) // 2)
+        for length in range(1, longest + 1):
+            if second[there + length - 1] is not third[beyond + length - 1]:
+                break
+            if third[beyond + length] is not second[there]:
+                continue
+            again = third[beyond + length : beyond + 2 * length]
+            if again == second[there : there + length]:
+                yield Piece(places, length, repeats=True)
+        is_over = here == len(first) or there == len(second) or beyond == len(third)
+        if not is_over and self._grows([first[here], second[there], third[beyond]]):
+            yield Piece(places, 1, repeats=False)
+
+    def _common(self, places: _Places) -> int:
+        """How many events are the same in all three from here on."""
+        (first, second, third), (here, there, beyond) = self.words, places
+        longest = min(len(first) - here, len(second) - there, len(third) - beyond)
+        number = 0
+        while (
+            number < longest
+            and first[here + number] is second[there + number] is third[beyond + number]
+        ):
+            number += 1
+        return number
+
+
+Seen = tuple[tuple[int, int], ...]  # in which runs an event is, and where
+
+
+def _written(pieces: Sequence[Piece], times: int) -> Iterator[Seen]:
+    """Yield the events of a run with `times` blocks more than the first one, by where they are."""
+    for piece in pieces:
+        once = [tuple(piece.occurrences(offset)) for offset in range(piece.length)]
+        for _ in range(times if piece.repeats else 1):
+            yield from once
+
+
+def _is_even(sizes: Sequence[int]) -> bool:
+    first, second, third = sizes
+    return third - second == second - first
+
+
+# -- calls
+
+Calls = Sequence[Traffic]
+
+
+def repeated_calls(
+    runs: Sequence[Calls], times: int, sent: Callable[[Traffic], int]
+) -> tuple[Traffic, ...] | None:
+    """Return the calls of a run with `times` blocks more than the first of three; None where no
+    piece that repeats explains these. `sent`: the bytes that a rank sends of a call's payload."""
+
+    def grows(calls: Calls) -> bool:
+        is_one_kind = len({(call.key, call.calls) for call in calls}) == 1
+        if any(call.key.state in _IN_BUCKETS for call in calls):
+            return False
+        is_by_the_rule = all(call.sent_bytes == sent(call) for call in calls)
+        return is_one_kind and is_by_the_rule and _is_even([call.payload_bytes for call in calls])
+
+    pieces = ThreeRuns(runs, grows).pieces()
+    if pieces is None:
+        return None
+    calls = []
+    for (run, place), (later, there), *_ in _written(pieces, times):
+        call = runs[run][place]
+        more = runs[later][there].payload_bytes - call.payload_bytes
+        if more:
+            call = replace(call, payload_bytes=call.payload_bytes + times * more)
+            call = replace(call, sent_bytes=sent(call))
+        calls.append(call)
+    return tuple(calls)
+
+
+# -- storages
+
+Events = Sequence[Event]
+_STEP_BEGINS = Begin(Phase.SETUP, 0)  # between what is older and what happens
+
+
+class End(StrEnum):
+    """From which of the living storages of its kind and size the one that goes is counted."""
+
+    YOUNGEST = "youngest"
+    OLDEST = "oldest"
+
+
+@dataclass(frozen=True, slots=True)
+class Nameless:
+    """An event without the name of its storage; of what goes its place among those like it."""
+
+    event: Event
+    end: End | None = None
+    place: int = 0
+
+
+def repeated_storages(streams: Sequence[MemoryStream], times: int) -> MemoryStream | None:
+    """Return what comes and goes in a run with `times` blocks more than the first of three; None
+    where no piece that repeats explains these, or nobody can say which storage goes when."""
+    runs = _nameless([(*stream.resident, _STEP_BEGINS, *stream.events) for stream in streams])
+    pieces = ThreeRuns(runs, _grows).pieces()
+    if pieces is None:
+        return None
+    seen = ([runs[run][place] for run, place in places] for places in _written(pieces, times))
+    try:
+        events = list(_named(_sized(event, times) for event in seen))
+    except LookupError:
+        return None
+    begin = events.index(_STEP_BEGINS)
+    older = tuple(event for event in events[:begin] if isinstance(event, Change))
+    return MemoryStream(resident=older, events=tuple(events[begin + 1 :]))
+
+
+def _nameless(runs: Sequence[Events]) -> list[list[Nameless]]:
+    """The events of each run. Storages of one kind and size go from the end that says the same in
+    all runs: the youngest first, as backward does, or the oldest."""
+    goings = [list(_goings(run)) for run in runs]
+    seen: dict[End, list[defaultdict[Kind, set[int]]]] = {
+        end: [defaultdict(set) for _ in runs] for end in End
+    }
+    for number, (run, going) in enumerate(zip(runs, goings, strict=True)):
+        for event, places in zip(run, going, strict=True):
+            for end, place in places.items():
+                seen[end][number][_kind(event)].add(place)
+
+    def end_of(kind: Kind) -> End:
+        first, *others = (places[kind] for places in seen[End.OLDEST])
+        return End.OLDEST if all(other == first for other in others) else End.YOUNGEST
+
+    ends = {kind: end_of(kind) for kinds in seen[End.OLDEST] for kind in [*kinds]}
+    return [
+        [
+            Nameless(_without_key(event), end := ends[_kind(event)], places[end])
+            if places
+            else Nameless(_without_key(event))
+            for event, places in zip(run, going, strict=True)
+        ]
+        for run, going in zip(runs, goings, strict=True)
+    ]
+
+
+Kind = tuple[StorageKind, int] | None
+
+
+def _kind(event: Event) -> Kind:
+    return (event.kind, abs(event.size)) if isinstance(event, Change) else None
+
+
+def _goings(run: Events) -> Iterator[dict[End, int]]:
+    """Of each event where the storage that goes stands among those like it, from either end; empty
+    where none goes, and where it is none of these."""
+    living: defaultdict[Kind, list[int]] = defaultdict(list)
+    for event in run:
+        places: dict[End, int] = {}
+        if isinstance(event, Change):
+            keys = living[_kind(event)]
+            if event.size > 0:
+                keys.append(event.key)
+            elif event.key in keys:
+                place = keys.index(event.key)
+                del keys[place]
+                places = {End.OLDEST: place, End.YOUNGEST: len(keys) - place}
+        yield places
+
+
+def _without_key(event: Event) -> Event:
+    return replace(event, key=0) if isinstance(event, Change) else event
+
+
+def _grows(seen: Sequence[Nameless]) -> bool:
+    changes = [token.event for token in seen if isinstance(token.event, Change)]
+    is_alike = len({(token.end, token.place) for token in seen}) == 1
+    if len(changes) < len(seen) or len({change.kind for change in changes}) > 1 or not is_alike:
+        return False
+    if any(change.kind.state in _IN_BUCKETS for change in changes):
+        return False
+    return _is_even([change.size for change in changes])
+
+
+def _sized(seen: Sequence[Nameless], times: int) -> Nameless:
+    """The event; what grows is as large as it is with so many blocks."""
+    first, second = (token.event for token in seen[:2])
+    if isinstance(first, Change) and isinstance(second, Change) and first.size != second.size:
+        larger = replace(first, size=first.size + times * (second.size - first.size))
+        return replace(seen[0], event=larger)
+    return seen[0]
+
+
+def _named(tokens: Iterable[Nameless]) -> Iterator[Event]:
+    """Yield the events with names of their own. Raises LookupError where it is open which storage
+    goes, or where there is none."""
+    living: defaultdict[Kind, list[int]] = defaultdict(list)
+    for key, token in enumerate(tokens):
+        if not isinstance(token.event, Change):
+            yield token.event
+            continue
+        keys = living[_kind(token.event)]
+        if token.event.size > 0:
+            keys.append(key)
+            yield replace(token.event, key=key)
+            continue
+        if token.end is None or token.place >= len(keys):
+            raise LookupError("nobody knows which storage goes")
+        place = token.place if token.end is End.OLDEST else len(keys) - 1 - token.place
+        yield replace(token.event, key=keys.pop(place))
+
 
 Row = TypeVar("Row", Footprint, Operations)
 

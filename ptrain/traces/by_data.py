@@ -11,8 +11,8 @@ from dataclasses import replace
 from typing import Protocol
 
 from ptrain.facts.model import ModelFacts
-from ptrain.models.batch import SampleBatch
 from ptrain.models.boundary import CodeRaised
+from ptrain.models.objective import SampleBatch
 from ptrain.models.selection import BOUNDS, Extent, Selected
 from ptrain.timeline import gradient_order
 from ptrain.traces.layer_rows import TracedLayers

@@ -1,6 +1,9 @@
-"""The facts of any model that a spec names: of a built-in one from its shape; of another one read
-off the module and traced, whole and, where it is cut into stages or its operators are, as each rank
-has it."""
+"""Facts of any model that a spec names: from the shape of a built-in model; read off the module and
+traced for any other, whole and, where it is cut into stages or over tp, as each rank has it.
+
+A trace runs one micro-batch at the spec's shape and dtypes. The backward pass stops at modules
+whose inputs need no gradient.
+"""
 
 from __future__ import annotations
 
@@ -9,39 +12,94 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
+from ptrain.activations.run.apply import keep_traced
 from ptrain.derivation.activations import is_tabulated
 from ptrain.derivation.estimate import facts_from_shape
 from ptrain.facts.model import ModelFacts
+from ptrain.interpreter.construction import stages_of_module
 from ptrain.interpreter.look import why_built_whole
-from ptrain.interpreter.stages import stages_of_module
+from ptrain.models.attention import is_trainable
 from ptrain.models.boundary import CodeRaised
-from ptrain.models.build import build
-from ptrain.models.contract import forward_once, require_takes_tokens
-from ptrain.models.facts import untraced_facts
+from ptrain.models.chunked import LossInside
+from ptrain.models.contract import (
+    forward_of,
+    forward_once,
+    logits_of,
+    loss_of,
+    require_takes_tokens,
+)
+from ptrain.models.facts import head_of, untraced_facts
 from ptrain.models.fake_values import READ
 from ptrain.models.given import accept, require_fresh, with_model
-from ptrain.models.initialize import keeps_its_weights
+from ptrain.models.initialize import build, cast, keeps_its_weights
 from ptrain.models.kernels import UnknownKernels
+from ptrain.models.loss import token_loss_sum
+from ptrain.models.numerics import TORCH_DTYPES
+from ptrain.models.objective import SampleBatch, objective_of, sample_batch
+from ptrain.models.other_samples import other_samples
+from ptrain.models.routed_rows import route
 from ptrain.models.selection import Extent
+from ptrain.plan.lower import lower
 from ptrain.rooms.fake import fake_tensors
-from ptrain.spec.axis import CUTTING_AXES
+from ptrain.spec.axis import CUTTING_AXES, Axis
 from ptrain.spec.extras import require_leave
 from ptrain.spec.model import ExternalModel
 from ptrain.spec.spec import Spec
-from ptrain.traces.by_data import extents_of
+from ptrain.steps.step import chunked_loss
+from ptrain.traces.by_data import extents_of, facts_by_data, without_bounds
 from ptrain.traces.gpu_kernels import kernels_for
-from ptrain.traces.module_facts import module_facts
-from ptrain.traces.on_fakes import (
+from ptrain.traces.layer_rows import TracedLayers, only, running, running_units
+from ptrain.traces.record import record
+from ptrain.traces.stage_parts import stage_formulas, stage_passes, stage_rows, stage_works
+from ptrain.traces.tensor_parts import (
     FakeModel,
+    Traced,
+    by_place,
     fake_model,
+    rows_of,
+    timelines_of,
+    traced,
     unless_it_takes_values,
     why_untraced,
+    works_of,
 )
-from ptrain.traces.stage_parts import stage_formulas, stage_passes, stage_rows, stage_works
-from ptrain.traces.tensor_parts import Traced, by_place, rows_of, timelines_of, traced, works_of
+
+
+@contextmanager
+def stops_of(model: nn.Module) -> Iterator[set[str]]:
+    """Within it the names are gathered of the modules of `model` that are given numbers without a
+    gradient whenever they run; none, where everything is trained."""
+    stops: set[str] = set()
+    goes_on: set[str] = set()
+    handles = []
+    if not all(parameter.requires_grad for parameter in model.parameters()):
+        for name, module in model.named_modules():
+            hook = partial(_look, stops, goes_on, name)
+            handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+    try:
+        yield stops
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _look(
+    stops: set[str], goes_on: set[str], name: str, _: nn.Module, args: Any, kwargs: Any
+) -> None:
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    numbers = [tensor for tensor in tensors if tensor.is_floating_point()]
+    if any(tensor.requires_grad for tensor in numbers):
+        goes_on.add(name)
+    elif tensors:
+        stops.add(name)
+    stops -= goes_on
+
 
 Share = Callable[[Callable[[], Traced]], Traced]
 Around = Callable[[], AbstractContextManager[None]]
@@ -251,3 +309,99 @@ class _Reader:
     def _running(self) -> Iterator[UnknownKernels]:
         with self.around(), kernels_for(self.spec) as unknown:
             yield unknown
+
+
+def module_facts(model: nn.Module, spec: Spec) -> ModelFacts:
+    """The facts of `model`, whose parameters are cast to the spec's dtype. The generator's state
+    is left as it was. Where nothing is cut its blocks leave, in place, what the plan says. What
+    cannot run backward on a processor is not traced."""
+    cast(model, TORCH_DTYPES[spec.precision.effective.parameters])
+    known = untraced_facts(model, spec)
+    if not is_trainable(spec.model, torch.device("cpu")):
+        return known
+    if known.experts is not None:  # as ranks run it that have some of them each
+        route(model, known.experts.modules, known.experts.number)
+    names = running(spec, known.blocks)
+    units = running_units(known.unit_modules, known.blocks, names)
+    samples = sample_batch(spec)
+    if not _is_cut(spec):
+        keep_traced(model, lower(spec, known).keep)
+    with (
+        torch.random.fork_rng(devices=[]),
+        only(model, known.blocks, names),
+        _loss_of(model, spec) as loss,
+    ):
+
+        def traced(samples: SampleBatch, extent: Extent = Extent.GIVEN) -> TracedLayers:
+            run = partial(record, model, units, lambda: loss(samples) / samples.rows)
+            return TracedLayers(run(*samples.tensors, extent=extent), names, units)
+
+        before = torch.get_rng_state()
+        with stops_of(model) as stops:
+            layers = traced(samples)
+        has_drawn = not torch.equal(before, torch.get_rng_state())  # operators without a tag too
+        known = replace(
+            known,
+            vocabulary=loss.vocabulary,
+            stops=tuple(sorted(stops)),
+            draws=known.draws or layers.recording.draws or has_drawn,
+        )
+        others = partial(other_samples, model, spec, loss.vocabulary)
+        facts = facts_by_data(known, layers, traced, samples, others)
+        return facts if facts.experts is None else without_bounds(facts)
+
+
+class _Loss:
+    """A micro-batch's loss, as the spec has it. `vocabulary` is the size of the logits, once it has
+    run; None where nobody says that the output is logits."""
+
+    def __init__(self, model: nn.Module, spec: Spec) -> None:
+        self.model, self.spec = model, spec
+        self.vocabulary: int | None = None
+
+    def __call__(self, samples: SampleBatch) -> Tensor:
+        logits_BTV = logits_of(self.model, samples.inputs, self.spec)
+        self.vocabulary = logits_BTV.shape[-1]
+        return token_loss_sum(logits_BTV, samples.targets)
+
+
+class _UserLoss(_Loss):
+    """A micro-batch's loss by a function of the user's."""
+
+    def __call__(self, samples: SampleBatch) -> Tensor:
+        return loss_of(self.model, samples, objective_of(self.spec.loss), self.spec)
+
+
+class _ChunkedLoss(_Loss):
+    """A micro-batch's loss where the head gives it."""
+
+    def __init__(self, model: nn.Module, spec: Spec, inside: LossInside) -> None:
+        super().__init__(model, spec)
+        self.inside = inside
+
+    def __call__(self, samples: SampleBatch) -> Tensor:
+        inputs = samples.inputs
+        with self.inside.given(samples.targets), forward_of(self.model, inputs, self.spec):
+            loss: Tensor = self.model(inputs)
+        return loss
+
+
+def _is_cut(spec: Spec) -> bool:
+    return spec.is_cut_over((*CUTTING_AXES, Axis.PP))
+
+
+@contextmanager
+def _loss_of(model: nn.Module, spec: Spec) -> Iterator[_Loss]:
+    step = chunked_loss(spec)
+    if step is None:
+        yield (_UserLoss if spec.loss.user_function else _Loss)(model, spec)
+        return
+    inside, head = LossInside(step), head_of(model, spec)
+    loss = _ChunkedLoss(model, spec, inside)
+    if isinstance(module := model.get_submodule(head), nn.Linear):
+        loss.vocabulary = module.out_features
+    inside.attach(model, head)
+    try:
+        yield loss
+    finally:
+        inside.detach(model, head)

@@ -25,8 +25,7 @@ from ptrain.axes.tensor.run.apply import loss_inside, micro_batch, parallelize
 from ptrain.facts.model import Attending
 from ptrain.facts.stages import Chain, Stage
 from ptrain.interpreter.loss import Loss
-from ptrain.models.batch import SampleBatch, of_tokens, sample_batch
-from ptrain.models.objective import objective_of
+from ptrain.models.objective import SampleBatch, objective_of, of_tokens, sample_batch
 from ptrain.models.selection import Extent
 from ptrain.models.trace import Recording
 from ptrain.models.units import ROOT

@@ -1,9 +1,9 @@
-"""Runs one micro-batch of a model, or of a stage of one, and writes down what happens.
+"""Run one micro-batch of a model, or of one of its stages, and record what happens.
 
-A stage's passes run each by itself, as the runtime of a pipeline runs them: forward, then backward
-whole or as its two halves. What comes from outside (the hidden states, the gradient of the output)
-lived before, and what goes outside (the output, the gradient of the input) lives on: how long
-depends on the schedule.
+The passes of a stage run one by one, as a pipeline runs them: forward, then backward whole or in
+two halves. Inputs (hidden states, the output's gradient) are alive before a pass and outputs after
+it; for how long is up to the schedule. Hooks record where units begin and end, and which values of
+a tensor are read by Python or NumPy without an operator.
 """
 
 from __future__ import annotations
@@ -11,21 +11,142 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from functools import wraps
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from ptrain.axes.pipeline.run.cut import apart
 from ptrain.axes.pipeline.run.passes import backward, backward_input, backward_weight
 from ptrain.axes.pipeline.run.stand_ins import CalledOnce, run_stage
-from ptrain.models.batch import SampleBatch
+from ptrain.models.leaving import has_gradient, when_left
 from ptrain.models.ledger import local
-from ptrain.models.marker import Marker
-from ptrain.models.reads import seeing_reads
+from ptrain.models.objective import SampleBatch
+from ptrain.models.recomputing import runs_again
 from ptrain.models.recorder import Recorder
 from ptrain.models.selection import Extent
 from ptrain.models.trace import Recording
+from ptrain.timeline import Boundary, Mark
+
+_METHODS = ("tolist", "numpy")  # which `numpy.asarray` calls too
+
+
+@contextmanager
+def seeing_reads(note: Callable[[Tensor], None]) -> Iterator[None]:
+    """While entered, `note` is called with each tensor whose values are read so."""
+    inherited = [name for name in _METHODS if name not in vars(Tensor)]
+    methods = {name: getattr(Tensor, name) for name in _METHODS}
+    for name, method in methods.items():
+        setattr(Tensor, name, _noted(method, note))
+    try:
+        yield
+    finally:
+        for name, method in methods.items():
+            if name in inherited:
+                delattr(Tensor, name)
+            else:
+                setattr(Tensor, name, method)
+
+
+def _noted(method: Callable[..., Any], note: Callable[[Tensor], None]) -> Callable[..., Any]:
+    @wraps(method)
+    def noted(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        note(tensor)
+        return method(tensor, *args, **kwargs)
+
+    return noted
+
+
+class Notes(Protocol):
+    """What boundaries and gradients are written into, as a recorder is."""
+
+    events: list[Any]
+
+    def complete(self, name: str, gradient: Tensor) -> None:
+        """A gradient is in place."""
+
+
+class Marker:
+    """Hooks that write a unit's boundaries into a recorder, where FSDP2's hooks would run. What
+    runs again in backward has none."""
+
+    def __init__(self, recorder: Notes, model: nn.Module, units: Sequence[tuple[str, ...]]) -> None:
+        self._recorder = recorder
+        self._begun: set[int] = set()
+        self._ended: set[int] = set()
+        places = {
+            name: place
+            for place, (name, _) in enumerate(model.named_modules(remove_duplicate=False))
+        }
+        self._outer_first = sorted(range(len(units)), key=lambda index: places[units[index][0]])
+        self._handles: list[Any] = []
+        for index, modules in enumerate(units):
+            first, last = model.get_submodule(modules[0]), model.get_submodule(modules[-1])
+            self._handles += [
+                first.register_forward_pre_hook(self._enter(index), with_kwargs=True),
+                last.register_forward_hook(self._leave(index)),
+            ]
+        for name, parameter in model.named_parameters():
+            if not parameter.requires_grad:
+                continue
+            hook = parameter.register_post_accumulate_grad_hook(self._complete(name))
+            self._handles.append(hook)
+
+    def remove(self) -> None:
+        """Takes the hooks off the model."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _mark(self, mark: Mark, unit: int) -> None:
+        self._recorder.events.append(Boundary(mark, unit))
+
+    def _enter(self, unit: int) -> Callable[..., Any]:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            if runs_again():
+                return None
+            self._mark(Mark.ENTER, unit)
+            return when_left((args, kwargs), lambda: self._end(unit))
+
+        return hook
+
+    def _leave(self, unit: int) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            if not runs_again():
+                self._mark(Mark.LEAVE, unit)
+                tree_map(lambda x: self._watch_output(unit, x), output)
+
+        return hook
+
+    def _watch_output(self, unit: int, output: Any) -> None:
+        if has_gradient(output):
+            output.register_hook(lambda _: self._begin(unit))
+
+    def _begin(self, unit: int) -> None:
+        if not self._begun:
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+        if unit not in self._begun:
+            self._begun.add(unit)
+            self._mark(Mark.PRE_BACKWARD, unit)
+
+    def _end(self, unit: int) -> None:
+        if unit not in self._ended:
+            self._ended.add(unit)
+            self._mark(Mark.POST_BACKWARD, unit)
+
+    def _finish(self) -> None:
+        """Units whose inputs need no gradient end with the backward pass, outer before inner."""
+        for index in self._outer_first:
+            self._end(index)
+
+    def _complete(self, name: str) -> Callable[[Tensor], None]:
+        def hook(parameter: Tensor) -> None:
+            assert parameter.grad is not None
+            self._recorder.complete(name, parameter.grad)
+
+        return hook
+
 
 Units = Sequence[tuple[str, ...]]
 

@@ -21,8 +21,7 @@ from ptrain.derivation.tables import Setting
 from ptrain.facts.parameters import facts
 from ptrain.facts.roles import roles_of
 from ptrain.facts.stages import ENDS, Chain, Stage, cut, layers_of
-from ptrain.models.build import build
-from ptrain.models.initialize import cast
+from ptrain.models.initialize import build, cast
 from ptrain.models.units import Units, unit_modules
 from ptrain.rooms.fake import fake_world
 from ptrain.spec.axis import Axis

@@ -19,13 +19,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from ptrain.derivation import archive
 from ptrain.derivation.archive import Table, TablePart
 from ptrain.derivation.tables import GROUPED, Setting
-from ptrain.traces import attention_kernels, context_tables, loss_tables
-from ptrain.traces.block_tables import BlockTable
-from ptrain.traces.loss_tables import LossTable
-from ptrain.traces.pass_tables import PassTable
+from ptrain.traces import attention_kernels, block_tables, context_tables
+from ptrain.traces.block_tables import BlockTable, LossTable
 from ptrain.traces.settings import fake_mesh, settings
 from ptrain.traces.table_format import Make
-from ptrain.traces.work_tables import BlockWorkTable, EndWorkTable, LossWorkTable
+from ptrain.traces.work_tables import BlockWorkTable, EndWorkTable, LossWorkTable, PassTable
 
 
 class Maker(Protocol):
@@ -49,9 +47,9 @@ MakerOf = Callable[[Setting, DeviceMesh | None], Maker]
 MAKERS: dict[TablePart, tuple[MakerOf, Callable[[], Iterator[Setting]]]] = {
     TablePart.PASSES: (PassTable, settings),
     TablePart.BLOCK: (BlockTable, partial(distinct_settings, TablePart.BLOCK)),
-    TablePart.LOSS: (LossTable, loss_tables.settings),
+    TablePart.LOSS: (LossTable, block_tables.settings),
     TablePart.BLOCK_WORK: (BlockWorkTable, partial(distinct_settings, TablePart.BLOCK_WORK)),
-    TablePart.LOSS_WORK: (LossWorkTable, loss_tables.settings_of_operators),
+    TablePart.LOSS_WORK: (LossWorkTable, block_tables.settings_of_operators),
     TablePart.END_WORK: (EndWorkTable, partial(distinct_settings, TablePart.END_WORK)),
 }
 

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from ptrain.axes.data.form import tier_of
 from ptrain.costs import State
 from ptrain.internals.dispatch import without_modes
+from ptrain.interpreter.clip import LossScale, not_finite
 from ptrain.interpreter.program import Program
-from ptrain.interpreter.scaling import LossScale, not_finite
 from ptrain.models.launch import sent_to
 from ptrain.optimizers.build import is_left_out_in_place
 from ptrain.rooms.queue import DeviceQueue, Milestone

@@ -1,10 +1,10 @@
-"""Which steps are watched closely: full meters on chosen steps, a profiler where the spec asks.
+"""Decide which steps are measured, timed and profiled.
 
-One steady step (the third) is always measured, and the one before it for what happens once:
-DDP rebuilds its buckets there, so what it sends beyond a steady step is set-up. There states are
-found by what is done with them too, and what the program declares otherwise is said. The step
-after a measured one is timed: how long the rank waited for collectives, which the other meters
-distort.
+One steady step (the third) is always measured, and the one before it for what happens once: DDP
+rebuilds its buckets there, so its extra traffic is set-up. That step also finds states by their use
+and reports where the program declares otherwise. The step after a measured one is timed for the
+wait on collectives, which the other meters would distort. `profile: [steps]` writes a Chrome trace
+of each of these steps per rank, for Perfetto or HTA.
 """
 
 from __future__ import annotations
@@ -12,18 +12,39 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile
 
 from ptrain.costs import Estimate, Phase, Traffic, add_traffic
 from ptrain.interpreter.program import Program
 from ptrain.meters.blocked import Stopwatch
 from ptrain.meters.measure import Measurement, measure
 from ptrain.meters.roles import Finder
+from ptrain.rooms.world import World
 from ptrain.spec.dials import GatherAfterUpdate
 from ptrain.spec.spec import Spec
 from ptrain.train.folder import RunFolder
 from ptrain.train.journal import LOG
-from ptrain.train.profile import traced
 from ptrain.train.profiled_steps import announcement, moved
+
+
+@contextmanager
+def traced(folder: Path, step: int, world: World) -> Iterator[None]:
+    """Writes trace/rank<r>-step<n>.json.gz; `step` counts from 1."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    activities = [ProfilerActivity.CPU]
+    if world.device.type == "cuda":
+        activities.append(ProfilerActivity.CUDA)
+    with profile(activities=activities, record_shapes=True) as profiler:
+        yield
+        if world.device.type == "cuda":
+            torch.cuda.synchronize(world.device)
+    path = folder / f"rank{world.rank}-step{step}.json.gz"
+    profiler.export_chrome_trace(str(path))
+    path.chmod(0o600)
+
 
 FIRST_STEADY = 2  # the first two steps make optimizer state and rebuild buckets
 

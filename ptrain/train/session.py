@@ -1,4 +1,9 @@
-"""One rank's life: read the spec, meet the others, wrap, resume, train, compare, say so."""
+"""Run one rank from start to end: read the spec, meet the other ranks, wrap, resume, train,
+compare.
+
+Also says whether the device emulates the layout's dtype, and records the routing counts of the
+steps that are logged or measured, by layer, rank and micro-batch.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +12,8 @@ import platform
 import shlex
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -26,34 +31,126 @@ from ptrain.derivation.throughput import step_tokens
 from ptrain.errors import PtrainError, VerdictFailed, refused
 from ptrain.interpreter.program import Program, interpret
 from ptrain.meters.measure import gather_estimates, join_estimates
+from ptrain.meters.routing import RoutingMeter, histogram, summed
 from ptrain.processor import cores
 from ptrain.report.record import Check, compare, record, verdict
+from ptrain.report.routing import LayerRouting, routes, rows
 from ptrain.report.summary import summary
 from ptrain.rooms.heap import keep_freed_memory
 from ptrain.rooms.world import World
 from ptrain.selection.preflight import require_fit
 from ptrain.selection.recompute import settled
+from ptrain.spec.layout import ranks_over
 from ptrain.spec.load import load
+from ptrain.spec.precision import DType
+from ptrain.spec.routing import Histogram
 from ptrain.spec.spec import Spec
 from ptrain.traces.facts import facts_of
 from ptrain.train import checkpoint, environment, interrupt, manifest
 from ptrain.train.candidates import continued, require_resumable
 from ptrain.train.consistency import Consistency
-from ptrain.train.emulation import emulated_line
 from ptrain.train.exchange import Exchange
-from ptrain.train.folder import Claim, RunFolder, begin, open_run, shown, write_json
+from ptrain.train.folder import Claim, RunFolder, begin, open_run, shown, write_json, write_text
 from ptrain.train.guard import GUARDED, MakeGuard, Unguarded
 from ptrain.train.heading import header, preflight_line, preflight_lines
-from ptrain.train.journal import LOG, Journal, set_up_logging
+from ptrain.train.journal import LOG, Journal, is_shown, set_up_logging
 from ptrain.train.loop import train
 from ptrain.train.options import Options
 from ptrain.train.parts import Outcome, Parts
 from ptrain.train.probe import Probe
 from ptrain.train.profiled_steps import require_reachable
 from ptrain.train.resume import data_prints, resume
-from ptrain.train.routing import RoutingLog
 from ptrain.train.tracker import names_of_trackers, require_trackers
 from ptrain.train.tracking import Trackers, trackers_of
+
+
+class RoutingLog:
+    """Of one training. A step counts from 0. `is_measured` says of a step whether the meters run in
+    it; `counted` are the counts of those that did, by step."""
+
+    def __init__(
+        self,
+        program: Program,
+        exchange: Exchange,
+        folder: RunFolder,
+        is_measured: Callable[[int], bool],
+    ) -> None:
+        self._spec, self._exchange, self._folder = program.spec, exchange, folder
+        self._meter = RoutingMeter(program)
+        self._is_measured = is_measured
+        self._last: tuple[int, Sequence[LayerRouting]] | None = None
+        self.counted: dict[int, Histogram] = {}
+
+    def around(
+        self, step: int, watch: AbstractContextManager[object]
+    ) -> AbstractContextManager[object]:
+        """Return a step's context, inside of which its routers are watched where it is due."""
+        return self._watching(watch) if self._is_due(step) else watch
+
+    def of_step(self, step: int) -> Sequence[LayerRouting]:
+        """Return what all ranks counted in a step that is over; nothing where it has no line of its
+        own. All ranks call it."""
+        if not self._is_due(step):
+            return ()
+        everyone = self._exchange.gather((self._meter.rows(), self._meter.choices()))
+        if self._is_measured(step):
+            self._write(step, histogram([choices for _, choices in everyone]))
+        if not is_shown(self._spec, step + 1):
+            return ()
+        layers = summed([of_rank for of_rank, _ in everyone])
+        self._last = step, layers
+        return layers
+
+    def record(self) -> dict[str, object] | None:
+        """Return the step with a line that was watched last, from 1, and its layers; None where
+        none was."""
+        if self._last is None:
+            return None
+        step, layers = self._last
+        ranks = ranks_over(self._spec, self._spec.expert_axes)
+        return {"step": step + 1, "layers": rows(layers, ranks)}
+
+    @contextmanager
+    def _watching(self, watch: AbstractContextManager[object]) -> Iterator[None]:
+        with watch, self._meter.watching():
+            yield
+
+    def _write(self, step: int, counts: Histogram) -> None:
+        self.counted[step] = counts
+        if self._exchange.world.is_first:
+            file = self._folder.routing(step + 1)
+            file.parent.mkdir(mode=0o700, exist_ok=True)
+            write_text(file, json.dumps(counts.plain()) + "\n")
+
+    def _is_due(self, step: int) -> bool:
+        return routes(self._spec) and (is_shown(self._spec, step + 1) or self._is_measured(step))
+
+
+def emulated_line(spec: Spec, device: torch.device) -> str:
+    """One line where the processor has no instructions for the dtype that the model computes in,
+    "" where it has, and for other devices."""
+    dtype = spec.precision.effective.parameters
+    if device.type != "cpu" or is_native(dtype):
+        return ""
+    return f"precision  {dtype} is emulated on this processor: slow"
+
+
+def is_native(dtype: DType) -> bool:
+    """Return whether the processor itself multiplies matrices of this dtype, as torch sees it."""
+    match dtype:
+        case DType.BF16:
+            return _has("_is_avx512_bf16_supported") or _has("_is_amx_tile_supported")
+        case DType.FP16:
+            return _has("_is_amx_fp16_supported")
+        case DType.FP32 | DType.FP64:
+            return True
+
+
+def _has(query: str) -> bool:
+    """torch.cpu asks the processor; a version of torch without the question has no such kernels."""
+    ask = getattr(torch.cpu, query, None)
+    return bool(ask and ask())
+
 
 _TRACES = "trace the parts of the model"
 _UNGUARDED = "nothing in this process can look at steps beside one device"

@@ -1,27 +1,31 @@
 """A step of a running program as the training loop takes it, without its journal, checkpoints and
 signals; and what it does, seen from outside: the outputs of its modules and their gradients, and
-every parameter's gradient as the optimizer is given it."""
+every parameter's gradient as the optimizer is given it.
+
+What a rank of tp has an addend of while layers with experts or with latent features run: it is
+summed behind them, once, and until then it is not what one device has.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from ptrain.axes.data.run.target import Named
-from ptrain.axes.tensor.addends import gets_addend, gives_addend
 from ptrain.costs import Phase
 from ptrain.data.source import SampleSource
+from ptrain.facts.model import prefixes
 from ptrain.facts.stages import is_within
 from ptrain.interpreter.program import Program
 from ptrain.models.moe import MoE
 from ptrain.optimizers.torch import tensor_of
-from ptrain.spec.role import Roles
+from ptrain.spec.role import Role, Roles, fits
 from ptrain.spec.spec import Spec
 from ptrain.train.exchange import Exchange
 from ptrain.train.loop import local_batch, seed_dropout
@@ -29,7 +33,40 @@ from ptrain.train.schedule import learning_rate
 from ptrain.verification.outputs import Key, Outputs
 from ptrain.verification.own_tokens import TokensOfRank
 from ptrain.verification.parts import whole
-from ptrain.verification.updates.record import UpdateRecorder, wholes
+from ptrain.verification.updates.repeat import UpdateRecorder, wholes
+
+Patterns = tuple[str, ...]
+
+
+def gives_addend(roles: Roles, module: str) -> bool:
+    """Return whether the ranks' outputs of a module add up to one device's."""
+    return any(fits(pattern, module) for pattern in _giving(roles))
+
+
+def gets_addend(roles: Roles, module: str) -> bool:
+    """Return whether the ranks' gradients of a module's output add up to one device's."""
+    return any(fits(pattern, name) for pattern in _getting(roles) for name in prefixes(module))
+
+
+@lru_cache(maxsize=16)
+def _giving(roles: Roles) -> Patterns:
+    """Return the modules whose inputs are cut, and those around them but the one that sums."""
+    sums = tuple(pattern for pattern, role in roles if role is Role.EXPERTS)
+    rows = (pattern for pattern, role in roles if role is Role.INNER_ROW)
+    around = (name for row in rows for name in prefixes(row) if is_within(name, sums))
+    return tuple(name for name in dict.fromkeys(around) if name not in sums)
+
+
+@lru_cache(maxsize=16)
+def _getting(roles: Roles) -> Patterns:
+    """Return the modules that weigh a rank's addends, and those whose outputs all heads share, of
+    which a rank has its own."""
+    sums = tuple(pattern for pattern, role in roles if role is Role.EXPERTS)
+    return tuple(
+        name
+        for name, role in roles
+        if role is Role.LATENT or (role is Role.SHARED and is_within(name, sums))
+    )
 
 
 @contextmanager

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from ptrain.report.record import Check
-from ptrain.verification.magnitude import NOISE, Magnitude
-from ptrain.verification.parts import difference, norm, numbers_apart
+from ptrain.verification.parts import NOISE, Magnitude, difference, norm, numbers_apart
 from ptrain.verification.reference import Trajectory
 
 STILL = 1e-6  # parameters that moved less than this, relative to their length, stood still

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ptrain.axes.context.attention import all_spans, context_of
 from ptrain.axes.context.tokens import Span
-from ptrain.models.batch import SampleBatch, StepBatch, TokenPair
 from ptrain.models.loss import IGNORED
+from ptrain.models.objective import SampleBatch, StepBatch, TokenPair
 from ptrain.spec.spec import Spec
 from ptrain.verification.own_tokens import tokens_in
 from ptrain.verification.reference import MicroBatch, ReferenceTraining

@@ -13,7 +13,7 @@ from torch import Tensor
 from ptrain.report.finding import Departure, Moment, Subject, Way
 from ptrain.report.record import Check
 from ptrain.verification.compare import at_most
-from ptrain.verification.jobs.ranks import Ranks
+from ptrain.verification.jobs.job import Ranks
 
 Kind: TypeAlias = tuple[Moment, Subject]
 

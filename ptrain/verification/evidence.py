@@ -9,10 +9,10 @@ from typing import Protocol
 
 from torch import Tensor
 
-from ptrain.models.batch import StepBatch
+from ptrain.models.objective import StepBatch
 from ptrain.verification.outputs import Outputs
 from ptrain.verification.states import States
-from ptrain.verification.updates.record import UpdateRecord
+from ptrain.verification.updates.repeat import UpdateRecord
 
 
 class StepSide(Protocol):

@@ -1,12 +1,24 @@
 """Every shard mapped to the part of the whole tensor that it stands for (the canonical mapping of
 TTrace, arXiv 2506.09280), so that what a rank holds is compared where it is, without a gather; and
-where it must be whole, gathered."""
+where it must be whole, gathered.
+
+Differences that are the rounding of a dtype; elements and bits that are off by themselves.
+
+How large a tensor is beside others of its kind, and what is nothing beside them.
+
+Ratios with a cause: one tensor as a multiple of another, as a sum of others, as a share of a
+sum over an axis; and the products of degrees that such a ratio is.
+
+All of it in fp64 on whole tensors or samples of their elements; torch only, no spec.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,6 +28,164 @@ from torch.distributed.tensor import DTensor, Shard
 from ptrain.internals.dtensor import compute_local_shape_and_global_offset
 from ptrain.models.ledger import local
 from ptrain.train.exchange import Exchange
+
+# A rank counts as missing from a sum below this share of the usual coefficient.
+ABSENT = 1e-3
+# Eigenvalues of the basis below this share of the largest are rounding: gradients that are equal.
+_RANK = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class LeastSquares:
+    """What a target is of its basis: least-squares coefficients, and the 2-norm of what is left
+    over that of the target (infinite for a target that is zero or not finite)."""
+
+    coefficients: tuple[float, ...]
+    residual: float
+
+    @property
+    def factor(self) -> float:
+        """The only coefficient."""
+        (factor,) = self.coefficients
+        return factor
+
+    def holds(self, tolerance: float) -> bool:
+        return self.residual <= tolerance
+
+
+def multiple(actual: Tensor, expected: Tensor) -> LeastSquares:
+    """Fit actual = factor * expected."""
+    return combination(actual, [expected])
+
+
+def combination(target: Tensor, basis: Sequence[Tensor]) -> LeastSquares:
+    """Fit target = sum of coefficient * basis; of many solutions it is the shortest, so that
+    tensors that are equal get equal coefficients."""
+    vector = target.detach().double().flatten()
+    matrix = torch.stack([tensor.detach().double().flatten() for tensor in basis], dim=1)
+    if not (torch.isfinite(vector).all() and torch.isfinite(matrix).all()) or not vector.any():
+        return LeastSquares((math.nan,) * len(basis), math.inf)
+    sizes = torch.linalg.vector_norm(matrix, dim=0)
+    usual = float(sizes.max()) or 1.0
+    inverse = torch.linalg.pinv(matrix.cpu() / usual, rtol=_RANK)
+    solution = inverse @ vector.cpu() / usual
+    left = torch.linalg.vector_norm(matrix.cpu() @ solution - vector.cpu())
+    return LeastSquares(
+        tuple(solution.tolist()), float(left / torch.linalg.vector_norm(vector.cpu()))
+    )
+
+
+def are_alike(parts: Sequence[Tensor] | Tensor, tolerance: float) -> bool:
+    """Return whether all ranks have the same: then nothing is missing from a sum over them."""
+    first = parts[0].double()
+    length = float(torch.linalg.vector_norm(first))
+    return all(
+        float(torch.linalg.vector_norm(part.double() - first)) <= tolerance * length
+        for part in parts[1:]
+    )
+
+
+def missing_sum(
+    parts: Tensor, truths: Tensor, groups: Sequence[Sequence[int]], tolerance: float
+) -> float | None:
+    """Return by what the sum of what each group's ranks have must be multiplied to be right: 1
+    where the sum is missing, 1/N where the mean is. `parts`, and what they should be, by rank
+    [ranks, elements], NaN of what one has not; None where some group's sum is not it, or its ranks
+    have the same."""
+    factors = []
+    for group in groups:
+        rows, right = parts[list(group)], truths[list(group)]
+        has = ~rows.isnan().any(0)
+        if not bool(has.any()):
+            if bool((~rows.isnan()).any()):
+                return None  # ranks with different elements: no sum
+            continue
+        rows, right = rows[:, has], right[:, has]
+        fit = multiple(right[0], rows.double().sum(0))
+        if are_alike(rows, 1e-6) or not are_alike(right, 1e-6) or not fit.holds(tolerance):
+            return None
+        factors.append(fit.factor)
+    return factors[0] if factors and is_even(factors, tolerance) else None
+
+
+@dataclass(frozen=True, slots=True)
+class DegreeProduct:
+    """A ratio as a product of powers of degrees: (("dp", 1), ("K", -1)) is × dp ÷ K. The powers
+    are 1, 2, 1/2 and their negatives."""
+
+    powers: tuple[tuple[str, float], ...]
+    value: float
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        return tuple(name for name, _ in self.powers)
+
+    def __str__(self) -> str:
+        """`× 2`, `÷ 4`, `× 1/√2`: the number alone, which the axes explain."""
+        inverse = 1 / self.value
+        if len(self.powers) == 1 and abs(self.powers[0][1]) == 0.5:
+            squared = round(max(self.value, inverse) ** 2)
+            return f"× √{squared}" if self.value > 1 else f"× 1/√{squared}"
+        if _is_whole(self.value):
+            return f"× {round(self.value)}"
+        return f"÷ {round(inverse)}" if _is_whole(inverse) else f"× {self.value:.4g}"
+
+
+def _is_whole(value: float) -> bool:
+    return abs(value - round(value)) <= 1e-6 * value
+
+
+def products(
+    ratio: float, degrees: Mapping[str, int], tolerance: float = 1e-4
+) -> tuple[DegreeProduct, ...]:
+    """Return every product of degrees (`dp` -> 2, `K` -> 4, …) that `ratio` is, simplest first: one
+    degree, two together, a square, a root, one by another. Two degrees of one size both count."""
+    return tuple(
+        product
+        for product in _candidates({name: size for name, size in degrees.items() if size > 1})
+        if abs(ratio / product.value - 1.0) <= tolerance and abs(product.value - 1.0) > tolerance
+    )
+
+
+def _candidates(degrees: Mapping[str, int]) -> Iterator[DegreeProduct]:
+    singles = (((1.0,), 1), ((-1.0,), 1))
+    together = (((1.0, 1.0), 2), ((-1.0, -1.0), 2))
+    powers = (((2.0,), 1), ((-2.0,), 1), ((0.5,), 1), ((-0.5,), 1))
+    against = (((1.0, -1.0), 2), ((-1.0, 1.0), 2))
+    for exponents, count in (*singles, *together, *powers, *against):
+        for chosen in combinations(degrees.items(), count):
+            named = tuple((name, power) for (name, _), power in zip(chosen, exponents, strict=True))
+            value = math.prod(degrees[name] ** power for name, power in named)
+            yield DegreeProduct(named, value)
+
+
+def factor_text(ratio: float, degrees: Mapping[str, int], tolerance: float = 1e-4) -> str:
+    """Return the text of the simplest product that the ratio is (`× 2`), else four digits."""
+    fits = products(ratio, degrees, tolerance)
+    return str(fits[0]) if fits else f"× {ratio:.4g}"
+
+
+def absent(coefficients: Sequence[float]) -> tuple[int, ...]:
+    """Return which addends a sum does not have: their coefficients are nothing beside the
+    largest."""
+    usual = max(abs(coefficient) for coefficient in coefficients)
+    return tuple(
+        i for i, coefficient in enumerate(coefficients) if abs(coefficient) <= ABSENT * usual
+    )
+
+
+def lacking(own: Tensor, shares: Sequence[Tensor], tolerance: float) -> list[int]:
+    """Return which of the shares a sum lacks, of those that are not zero; none where it is no sum
+    of them."""
+    known = [number for number, share in enumerate(shares) if bool(share.any())]
+    fit = combination(own, [shares[number] for number in known])
+    return [known[i] for i in absent(fit.coefficients)] if fit.holds(tolerance) else []
+
+
+def is_even(coefficients: Sequence[float], tolerance: float = 1e-3) -> bool:
+    """Return whether every addend counts alike."""
+    least, most = min(coefficients), max(coefficients)
+    return most - least <= tolerance * max(abs(least), abs(most))
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,3 +308,155 @@ def whole(named: Mapping[str, Tensor], exchange: Exchange) -> dict[str, Tensor]:
 def _full(tensor: Tensor) -> Tensor:
     full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return full.detach().to("cpu", copy=True).contiguous()
+
+
+# A tensor this small beside the model's root mean square has not moved from zero. Softmax does not
+# see a key's bias: its gradient is rounding alone, Adam makes lr * |g| / eps of it, and every order
+# of summation has noise of its own.
+NOISE = 1e-6
+# A rank's elements may be a quiet corner of a tensor, whose rounding is that of the others.
+QUIET = 1e-2
+# One number may be a sum that cancels (a bias in front of a loss), and rounds as its addends do.
+_CANCELLED = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Magnitude:
+    """How large the tensors of one kind are: the root mean square of all their elements."""
+
+    usual: float
+
+    @classmethod
+    def of(cls, tensors: Mapping[Any, Tensor]) -> Magnitude:
+        return cls(root_mean_square(tensors.values()))
+
+    def length(self, whole: Tensor, part: Tensor) -> float:
+        """Return what a difference of `part` is relative to; of a tensor that is noise beside the
+        others it is what the others have."""
+        return max(norm(part), self.quiet(whole) * math.sqrt(part.numel()))
+
+    def quiet(self, whole: Tensor) -> float:
+        """Return the size of an element of it that is nothing."""
+        mean = mean_size(whole)
+        least = _CANCELLED * self.usual if whole.numel() == 1 else 0.0
+        return self.usual if mean <= NOISE * self.usual else max(QUIET * mean, least)
+
+    def is_noise(self, whole: Tensor) -> bool:
+        return mean_size(whole) <= NOISE * self.usual
+
+    @classmethod
+    def noise_among(cls, tensors: Mapping[str, Tensor]) -> Callable[[str], bool]:
+        """Return whether one, by name, is noise beside the others."""
+        scale = cls.of(tensors)
+        return lambda name: name in tensors and scale.is_noise(tensors[name])
+
+
+def mean_size(tensor: Tensor) -> float:
+    """Return the root mean square of its elements."""
+    return norm(tensor) / math.sqrt(max(tensor.numel(), 1))
+
+
+COARSER = (torch.bfloat16, torch.float16, torch.float32)
+INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
+# Rounding to nearest errs by eps/2 at most and eps/sqrt(48) in the root mean square (mantissas
+# uniform in log); sums and products of rounded numbers by some times that.
+_LEAST, _USUAL, _MOST = 0.02, 0.2, 4.0
+# What another order of summation does to an element in fp64, with room; relative to the element,
+# or to the tensor's root mean square where the element is nearly nothing beside it.
+_SAME, _NEARLY_NOTHING = 1e-10, 1e-3
+
+
+def rounded_to(actual: Tensor, expected: Tensor) -> str:
+    """Return the name of the coarser dtype whose rounding the difference is; "" where it is none.
+
+    Rounding moves nearly every element that is not zero, each by itself: what leaves a part of a
+    tensor as it is, or moves it along what is expected, is something else of the same size."""
+    for dtype in COARSER:
+        if dtype.itemsize >= expected.dtype.itemsize:
+            continue
+        if torch.equal(rounded(expected, dtype), actual.to(expected.dtype)):
+            return named(dtype)
+    wanted, difference = expected.double().reshape(-1), (actual.double() - expected.double())
+    length, size = norm(wanted), norm(difference)
+    if not length or not math.isfinite(size) or not size:
+        return ""
+    if not _is_everywhere(difference.reshape(-1), wanted):
+        return ""
+    shares = {
+        dtype: size / length / torch.finfo(dtype).eps
+        for dtype in COARSER
+        if dtype.itemsize < expected.dtype.itemsize
+    }
+    likely = [dtype for dtype, share in shares.items() if _LEAST <= share <= _MOST]
+    if not likely:
+        return ""
+    return named(min(likely, key=lambda dtype: abs(math.log(shares[dtype] / _USUAL))))
+
+
+def _is_everywhere(difference: Tensor, wanted: Tensor) -> bool:
+    """Nearly all elements are off, and not in one direction: the cosine between the difference and
+    what is expected is what chance makes of so many elements, 1/sqrt(n) with room."""
+    alive = wanted != 0
+    count = int(alive.sum())
+    if int((difference[alive] != 0).sum()) < 0.97 * count or bool(difference[~alive].any()):
+        return False
+    cosine = float(torch.dot(difference, wanted)) / (norm(difference) * norm(wanted))
+    return abs(cosine) <= 0.1 + 4 / math.sqrt(count)
+
+
+def odd_element(actual: Tensor, expected: Tensor) -> int | None:
+    """Return the one element, in row-major order, in which they differ; None where others do
+    too."""
+    if actual.shape != expected.shape:
+        return None
+    wanted = expected.double().reshape(-1)
+    difference = (actual.double().reshape(-1) - wanted).abs()
+    usual = math.sqrt(float(wanted.square().mean())) if wanted.numel() else 0.0
+    allowed = wanted.abs().clamp(min=_NEARLY_NOTHING * usual) * _SAME
+    places = (~(difference <= allowed)).nonzero()
+    return int(places[0]) if len(places) == 1 else None
+
+
+def flipped_bit(actual: Tensor, expected: Tensor) -> int | None:
+    """Return the one bit of the one element in which they differ, 0 the lowest; None where there
+    are others. All elements may have the rounding of another order of summation."""
+    if actual.dtype != expected.dtype:
+        return None
+    integers = INTEGERS[actual.dtype.itemsize]
+    one = actual.contiguous().view(integers).reshape(-1)
+    other = expected.contiguous().view(integers).reshape(-1)
+    places = (one != other).nonzero()
+    if len(places) == 1:
+        place = int(places[0])
+        both = int(one[place]) ^ int(other[place])
+        mask = both & (2 ** (8 * actual.dtype.itemsize) - 1)
+        return mask.bit_length() - 1 if mask.bit_count() == 1 else None
+    odd = odd_element(actual, expected)
+    return None if odd is None else _bit_between(one[odd], expected.reshape(-1)[odd])
+
+
+def _bit_between(actual: Tensor, expected: Tensor) -> int | None:
+    """Return the bit of `actual`, an integer's view of a number, without which it is what is
+    expected."""
+    width, wanted = 8 * actual.dtype.itemsize, float(expected)
+    for bit in range(width):
+        mask = 1 << bit if bit < width - 1 else -(1 << bit)
+        back = float((actual ^ mask).view(expected.dtype))
+        if wanted and abs(back - wanted) <= _SAME * abs(wanted):
+            return bit
+    return None
+
+
+def rounded(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a tensor's numbers as another dtype has them, in its own dtype."""
+    return tensor.to(dtype).to(tensor.dtype)
+
+
+def is_number_of(tensor: Tensor, dtype: torch.dtype) -> bool:
+    """Return whether every element is a number of this dtype."""
+    return torch.equal(rounded(tensor, dtype), tensor)
+
+
+def named(dtype: torch.dtype) -> str:
+    """Return a dtype's name without torch's."""
+    return str(dtype).removeprefix("torch.")

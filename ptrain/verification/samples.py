@@ -13,7 +13,7 @@ from torch import Tensor
 from ptrain.axes.context.attention import all_spans, context_of
 from ptrain.axes.context.draw import spans_text
 from ptrain.axes.context.tokens import Span
-from ptrain.models.batch import SampleBatch, StepBatch
+from ptrain.models.objective import SampleBatch, StepBatch
 from ptrain.report.finding import Departure, Moment, Subject
 from ptrain.spec.spec import Spec
 from ptrain.train.exchange import Exchange

@@ -16,11 +16,11 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from ptrain.errors import PtrainError
+from ptrain.verification.jobs.culprits import families
 from ptrain.verification.jobs.drawing import DrawsLater, Unattributed
 from ptrain.verification.jobs.job import Job, Terms
 from ptrain.verification.jobs.run import Examiner
 from ptrain.verification.jobs.verdict import OwnVerdict
-from ptrain.verification.jobs.words import families
 
 Make = Job | Callable[[], Job]
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from ptrain.data.corpus import corpus
 from ptrain.data.sampler import LocalBatch, batch
 from ptrain.interpreter.program import Program
-from ptrain.models.batch import SampleBatch, TokenPair
+from ptrain.models.objective import SampleBatch, TokenPair
 from ptrain.report.finding import Subject
 from ptrain.spec.axis import Axis
 from tests.faults.fault import Fault, Setting

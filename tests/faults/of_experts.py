@@ -12,8 +12,7 @@ from torch import Tensor
 
 from ptrain.interpreter.program import Program
 from ptrain.models.balance import Balance
-from ptrain.models.dropless import dropless
-from ptrain.models.journey import Journey
+from ptrain.models.dropless import Journey, dropless
 from ptrain.models.moe import MoE
 from ptrain.report.finding import Subject
 from ptrain.spec.axis import Axis

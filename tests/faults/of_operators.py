@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
 from torch.distributed.tensor import DTensor, Replicate
 
-from ptrain.axes.pipeline.run.staged import Staged
+from ptrain.axes.pipeline.run.stage import Staged
 from ptrain.axes.tensor.run.apply import OwnRandomness
 from ptrain.internals.fsdp2 import parameter_groups
 from ptrain.interpreter.program import Program

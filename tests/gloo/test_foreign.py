@@ -16,8 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ptrain.algebra.legality import require
 from ptrain.costs import Estimate, Phase, State
 from ptrain.meters.measure import Measurement, measure
-from ptrain.models.build import build
-from ptrain.models.initialize import initialize
+from ptrain.models.initialize import build, initialize
 from ptrain.report.record import Check
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec

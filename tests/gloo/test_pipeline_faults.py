@@ -21,7 +21,7 @@ from ptrain.algebra.legality import require
 from ptrain.data.corpus import corpus
 from ptrain.errors import RankFailed
 from ptrain.interpreter.program import interpret
-from ptrain.models.block import Block
+from ptrain.models.transformer import Block
 from ptrain.plan.lower import own_facts
 from ptrain.rooms.world import World
 from ptrain.spec.load import load
@@ -164,7 +164,7 @@ TORCHRUN = ("--standalone", "--nproc-per-node", "2", "-m", "ptrain.train")
 RAISES_ON_RANK_1 = """
 import os
 if os.environ.get("RANK") == "1":
-    import ptrain.models.block as block
+    import ptrain.models.transformer as block
     forward, calls = block.Block.forward, iter(range(10**9))
     def broken(self, x, *more):
         if next(calls) == 41:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from ptrain.axes.pipeline.run.staged import Staged
+from ptrain.axes.pipeline.run.stage import Staged
 from ptrain.costs import Collective, State, Traffic
 from ptrain.data.corpus import corpus
 from ptrain.derivation.estimate import derive

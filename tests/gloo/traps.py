@@ -64,7 +64,7 @@ def _dropped_plugin() -> Any:
 def _partial_policy() -> Any:
     from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
-    from ptrain.models.block import Block
+    from ptrain.models.transformer import Block
 
     policy = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={Block})
     return sharding_accelerator(reshard=False, auto_wrap_policy=policy)

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from ptrain.axes.tensor.addends import gets_addend, gives_addend
 from ptrain.facts.roles import roles_of
+from ptrain.verification.capture import gets_addend, gives_addend
 from tests.pure.build import ODD_SHAPE
 
 LATENT = replace(

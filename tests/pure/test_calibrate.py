@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from ptrain.calibration import job, machine
-from ptrain.calibration.machine import MeasuredPart
+from ptrain.calibration import job, write
 from ptrain.calibration.options import CalibrationOptions, parse, to_argv
 from ptrain.calibration.points import GPUS, PROCESSORS, operations
-from ptrain.calibration.write import conclude
+from ptrain.calibration.write import MeasuredPart, conclude
 from ptrain.cli.main import main
 from ptrain.costs import Collective
 from ptrain.errors import SpecError
@@ -115,11 +114,11 @@ def test_a_busy_machine_is_not_measured(tmp_path, monkeypatch):
 
 def test_cores_are_busy_by_what_they_did_meanwhile(tmp_path, monkeypatch):
     looks = iter([(100, 900), (130, 970)])
-    monkeypatch.setattr(machine, "_ticks", lambda: next(looks))
-    monkeypatch.setattr(machine, "_LOOK", 0.0)
-    monkeypatch.setattr(machine, "_STAT", tmp_path)
-    monkeypatch.setattr(machine, "cores", lambda: 2)
-    assert machine.busy_cores() == 2 * 30 / 100
+    monkeypatch.setattr(write, "_ticks", lambda: next(looks))
+    monkeypatch.setattr(write, "_LOOK", 0.0)
+    monkeypatch.setattr(write, "_STAT", tmp_path)
+    monkeypatch.setattr(write, "cores", lambda: 2)
+    assert write.busy_cores() == 2 * 30 / 100
 
 
 def test_a_file_that_no_calibration_wrote_is_not_overwritten(tmp_path):

@@ -84,7 +84,7 @@ LAZY = {
     "ptrain.convert.export",
     "ptrain.data.vocabulary",
     "ptrain.data.documents",
-    "ptrain.data.chat_template",
+    "ptrain.data.chat_rows",
     "ptrain.cli.export",
     "ptrain.cli.sample",
     "ptrain.train.mlflow",

@@ -17,7 +17,7 @@ KNOWN_TO_ALL = {"torch.utils._pytree", "torch.utils._python_dispatch"}
 TOUCHES_PRIVATE = {
     "ptrain.axes.tensor.run.styles",  # overrides ColwiseParallel._prepare_output_fn
     "ptrain.axes.tensor.run.apply",  # calls it, and its like
-    "ptrain.models.batch",  # samples where tensors are fake
+    "ptrain.models.objective",  # samples where tensors are fake
     "ptrain.models.dataset",  # and those of a dataset, which are not
 }
 

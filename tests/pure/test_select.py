@@ -23,7 +23,6 @@ from ptrain.errors import SpecError
 from ptrain.report.selection import as_spec, selection_text
 from ptrain.report.selection_record import as_csv, as_record
 from ptrain.selection.choose import Chooser
-from ptrain.selection.figures import folded
 from ptrain.selection.job import searched_job
 from ptrain.selection.known import reason
 from ptrain.selection.ranking import PlacementRanking, order_of
@@ -38,7 +37,7 @@ from ptrain.selection.space import (
     micro_batches,
     pipelines,
 )
-from ptrain.selection.task import Scored, SearchGoal
+from ptrain.selection.task import Scored, SearchGoal, folded
 from ptrain.selection.words import words_of
 from ptrain.spec.axis import Axis
 from ptrain.spec.dials import UnitKind, UnitSize

@@ -9,8 +9,8 @@ import pytest
 
 from ptrain.derivation.estimate import derive
 from ptrain.selection.deriver import played_as
-from ptrain.selection.keeper import may_hold
 from ptrain.selection.score import Busy
+from ptrain.selection.search import may_hold
 from ptrain.selection.where import parse
 from tests.pure.searches import chooser
 

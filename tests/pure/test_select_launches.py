@@ -10,8 +10,8 @@ from ptrain.costs import Spent
 from ptrain.derivation.machine import Machine, machine_of
 from ptrain.facts.model import ModelFacts
 from ptrain.selection.choose import Chooser
-from ptrain.selection.figures import Ranked
 from ptrain.selection.job import searched_job
+from ptrain.selection.task import Ranked
 from ptrain.spec.axis import Axis
 from ptrain.spec.rates import Hook
 from ptrain.spec.spec import Spec

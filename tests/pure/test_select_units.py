@@ -10,10 +10,9 @@ from ptrain.algebra.legality import check, executed
 from ptrain.derivation.estimate import derive
 from ptrain.report.selection import described
 from ptrain.selection.choose import Chooser
-from ptrain.selection.figures import Ranked
 from ptrain.selection.job import searched_job
 from ptrain.selection.quantities import unit_of
-from ptrain.selection.task import SLACK
+from ptrain.selection.task import SLACK, Ranked
 from ptrain.selection.words import words_of
 from ptrain.spec.dials import UnitSize
 from ptrain.spec.load import load

@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from ptrain.models.build import build
-from ptrain.models.initialize import cast
+from ptrain.models.initialize import build, cast
 from ptrain.models.trace import to_timeline
 from ptrain.models.units import unit_modules
 from ptrain.spec.block import Activation, Bias, Norm, Positions

@@ -9,7 +9,7 @@ import torch
 
 from ptrain.errors import SpecError
 from ptrain.models.attention import FlexCore, require_trainable
-from ptrain.models.build import build
+from ptrain.models.initialize import build
 from ptrain.models.ledger import Ledger
 from ptrain.models.loss import token_loss_sum
 from ptrain.spec.model import Attention, HuggingFaceModel, ModelShape

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from ptrain.derivation import activations, blocks
-from ptrain.models.build import build
-from ptrain.models.initialize import cast
+from ptrain.models.initialize import build, cast
 from ptrain.models.trace import to_timeline
 from ptrain.models.units import unit_modules
 from ptrain.spec.activations import PLAIN, Kept

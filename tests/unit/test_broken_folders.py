@@ -14,7 +14,7 @@ import torch
 
 from ptrain.errors import SpecError
 from ptrain.models import pretrained
-from ptrain.models.build import build
+from ptrain.models.initialize import build
 from ptrain.spec.load import load
 from tests.published_folders import saved, tensors
 from tests.unit.test_pretrained import SEQUENCE, spec_of

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ptrain.errors import SpecError
-from ptrain.models.build import build
+from ptrain.models.initialize import build
 from ptrain.spec.model import ExternalModel
 from tests.models_on_meta import KINDS
 

@@ -15,7 +15,7 @@ from ptrain.codec import decode, encode
 from ptrain.derivation.estimate import derive
 from ptrain.errors import SpecError
 from ptrain.facts.model import ModelFacts
-from ptrain.models.build import build
+from ptrain.models.initialize import build
 from ptrain.models.loss import token_loss_sum
 from ptrain.models.trace import to_timeline
 from ptrain.models.units import unit_modules

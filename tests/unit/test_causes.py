@@ -8,13 +8,10 @@ import torch
 from ptrain.report.copies import SHARED
 from ptrain.spec.axis import Axis
 from ptrain.steps.step import ContextParallel
-from ptrain.verification.causes.attended import _any_of, _hidden
-from ptrain.verification.causes.attention_gradients import under_other_strides
-from ptrain.verification.causes.positions import positions_text
+from ptrain.verification.causes.context import TokenLayout, _any_of, _hidden, under_other_strides
 from ptrain.verification.causes.targets import _other
-from ptrain.verification.causes.token_layout import TokenLayout
-from ptrain.verification.causes.values import order_of_slices
-from ptrain.verification.masks import DIFFERENT, EVALUATES, UNLIKE, Seen, departing
+from ptrain.verification.causes.values import order_of_slices, positions_text
+from ptrain.verification.consistency import DIFFERENT, EVALUATES, UNLIKE, Seen, departing
 
 WHOLE = torch.randn(8, 6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 

@@ -14,10 +14,10 @@ from ptrain.axes.pipeline.stage_facts import stage_facts, stages_of
 from ptrain.errors import SpecError
 from ptrain.facts.passes import net
 from ptrain.facts.stages import Chain, Ends
-from ptrain.interpreter.stages import stages_of_module
-from ptrain.models.build import build
+from ptrain.interpreter.construction import stages_of_module
 from ptrain.models.chain import chain_of_module, sample
 from ptrain.models.facts import untraced_facts
+from ptrain.models.initialize import build
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
 from ptrain.timeline import Complete, Kind

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from ptrain.interpreter.stages import stages_of_module
+from ptrain.interpreter.construction import stages_of_module
 from ptrain.models.facts import untraced_facts
 from ptrain.spec.spec import Spec
 from tests.unit.test_chain import OTHERS, made, refused, spec_of

@@ -11,7 +11,7 @@ import pytest
 
 from ptrain.cli.main import main
 from ptrain.convert.vocabulary import ChatVocabulary
-from ptrain.data.chat_template import ChatTemplate
+from ptrain.data.chat_rows import ChatTemplate
 from ptrain.data.chats import Chat, chats
 from ptrain.errors import SpecError
 from tests.chat_folders import (

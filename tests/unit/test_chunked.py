@@ -15,9 +15,9 @@ from ptrain.data.sampler import LocalBatch
 from ptrain.errors import SpecError
 from ptrain.interpreter.program import interpret
 from ptrain.meters.measure import measure
-from ptrain.models.build import build
 from ptrain.models.chunked import LossInside, can_fuse
-from ptrain.models.heads import head_of
+from ptrain.models.facts import head_of
+from ptrain.models.initialize import build
 from ptrain.models.loss import IGNORED, token_loss_sum
 from ptrain.rooms.world import World
 from ptrain.spec.model import HuggingFaceModel
@@ -134,7 +134,7 @@ def test_logits_in_a_wider_dtype_are_the_heads():
 
 
 def test_a_fused_loss_is_refused_where_torch_has_none(monkeypatch):
-    monkeypatch.setattr("ptrain.models.heads.can_fuse", lambda: False)
+    monkeypatch.setattr("ptrain.models.facts.can_fuse", lambda: False)
     with pytest.raises(SpecError, match=r"no linear_cross_entropy.*\n.*remove it"):
         head_of(necks(), with_chunks(5, fused=True))
     head_of(necks(), with_chunks(5))

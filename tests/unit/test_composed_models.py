@@ -14,8 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from ptrain.models.build import build
-from ptrain.models.initialize import cast
+from ptrain.models.initialize import build, cast
 from ptrain.spec.load import load
 from ptrain.spec.model import ModelShape
 from tests.unit.composed_cases import (

@@ -13,11 +13,11 @@ from ptrain.data.corpus import corpus
 from ptrain.data.sampler import require
 from ptrain.errors import PtrainError, SpecError
 from ptrain.models.boundary import CodeRaised
-from ptrain.models.build import build
 from ptrain.models.contract import NEEDED
+from ptrain.models.initialize import build
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
-from ptrain.traces import on_fakes
+from ptrain.traces import tensor_parts
 from ptrain.traces.facts import read_facts
 from tests import models_external, models_unfit
 
@@ -125,7 +125,7 @@ def test_the_vocabulary_is_seen_however_the_loss_is_computed(chunk):
 
 @pytest.fixture
 def all_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(on_fakes, "REAL_BYTES", 0)
+    monkeypatch.setattr(tensor_parts, "REAL_BYTES", 0)
 
 
 @pytest.mark.usefixtures("all_are_large")

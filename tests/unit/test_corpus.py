@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from ptrain.data.corpus import corpus
 from ptrain.data.source import Split
-from ptrain.data.tokenizer import BOS, EOS, PAD, VOCAB, decode, encode
-from ptrain.data.tokens import open_tokens
+from ptrain.data.tokens import BOS, EOS, PAD, VOCAB, decode, encode, open_tokens
 from ptrain.errors import PtrainError
 from ptrain.spec.job import DataSpec
 

@@ -10,8 +10,7 @@ import torch
 
 from ptrain.algebra.legality import Located, require
 from ptrain.errors import SpecError
-from ptrain.models.build import build
-from ptrain.models.initialize import initialize
+from ptrain.models.initialize import build, initialize
 from ptrain.spec.load import load
 
 START = 256

@@ -16,12 +16,12 @@ from ptrain.spec.load import load
 from ptrain.train.exchange import Exchange
 from ptrain.verification import examine as examination
 from ptrain.verification.capture import modules
-from ptrain.verification.causes import as_job
+from ptrain.verification.causes import gradients
 from ptrain.verification.consistency import consistency
 from ptrain.verification.evidence import Evidence
 from ptrain.verification.examine import KEPT, examine
 from ptrain.verification.jobs.evidence import MOST, JobEvidence, KnownFactors, OwnGradients
-from ptrain.verification.jobs.ranks import Ranks
+from ptrain.verification.jobs.job import Ranks
 from ptrain.verification.parts import numbers_apart
 from ptrain.verification.protocol import STAGES, Context, Request, interpreted
 from ptrain.verification.undropped import NOTE
@@ -167,12 +167,12 @@ def test_of_many_micro_batches_the_first_are_told_apart_and_that_is_said() -> No
 
 def test_what_many_micro_batches_gave_is_not_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[int, int]] = []
-    run = as_job.sampled
+    run = gradients.sampled
 
     def sampled(ranks: Ranks, own: OwnGradients, known: KnownFactors | None) -> JobEvidence:
         seen.append((len(own.given), own.micro_batches))
         return run(ranks, own, known)
 
-    monkeypatch.setattr(as_job, "sampled", sampled)
+    monkeypatch.setattr(gradients, "sampled", sampled)
     test_of_many_micro_batches_the_first_are_told_apart_and_that_is_said()
     assert seen == [(MOST, MOST)]

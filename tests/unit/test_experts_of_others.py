@@ -13,9 +13,8 @@ from torch import Tensor, nn
 
 from ptrain.errors import SpecError
 from ptrain.facts.model import ExpertLayers
-from ptrain.models.build import build
-from ptrain.models.expert_layers import expert_layers_of
-from ptrain.models.facts import untraced_facts
+from ptrain.models.facts import expert_layers_of, untraced_facts
+from ptrain.models.initialize import build
 from ptrain.models.routed_rows import RoutedRows, route
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec

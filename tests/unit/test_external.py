@@ -11,7 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ptrain.errors import PtrainError, SpecError
-from ptrain.models.build import build
+from ptrain.models.initialize import build
 from ptrain.rooms.fake import fake_tensors
 from ptrain.spec.model import ExternalModel
 

@@ -8,7 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from ptrain.verification.factors import (
+from ptrain.verification.names import (
+    canonical_modules,
+    canonical_name,
+    canonical_parameters,
+)
+from ptrain.verification.parts import (
     absent,
     are_alike,
     combination,
@@ -17,11 +22,6 @@ from ptrain.verification.factors import (
     missing_sum,
     multiple,
     products,
-)
-from ptrain.verification.names import (
-    canonical_modules,
-    canonical_name,
-    canonical_parameters,
 )
 
 DEGREES = {"dp": 3, "tp": 2, "K": 5}

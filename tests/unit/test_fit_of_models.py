@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ptrain.models.dropout import drops_out
 from ptrain.spec.load import load
-from ptrain.traces import on_fakes
+from ptrain.traces import tensor_parts
 from ptrain.traces.facts import facts_of
 from ptrain.version import torch_minor
 from tests.models_external import Necks
@@ -72,7 +72,7 @@ def test_where_a_gpu_has_no_kernel_for_groups_of_heads_no_fit_is_claimed(ptrain)
 
 @pytest.fixture
 def of_a_large_model_that_reads(ptrain, monkeypatch):
-    monkeypatch.setattr(on_fakes, "REAL_BYTES", 0)
+    monkeypatch.setattr(tensor_parts, "REAL_BYTES", 0)
     model = "model={target: 'tests.unit.test_simulation_models:reading'}"
     batch = "batch={global: 64, micro: 8, sequence: 16}"
     return partial(ptrain, "predict", "zero3", model, batch, *H100, "--allow-import")

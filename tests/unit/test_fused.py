@@ -12,8 +12,8 @@ from torch import nn
 from ptrain.algebra.legality import require
 from ptrain.axes.tensor.run.fused import held_order
 from ptrain.errors import SpecError
-from ptrain.models.build import build
-from ptrain.models.projections import Projections
+from ptrain.models.initialize import build
+from ptrain.models.parting import Projections
 from ptrain.models.roles import cutting_of_module
 from ptrain.spec.load import load
 from ptrain.spec.model import HuggingFaceModel

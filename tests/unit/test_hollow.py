@@ -15,14 +15,13 @@ from torch import Tensor, nn
 
 from ptrain.axes.tensor.run.fused import FusedOrder
 from ptrain.errors import SpecError
-from ptrain.interpreter.look import look_at_built
+from ptrain.interpreter import look
+from ptrain.interpreter.look import look_at_built, repeated_values
 from ptrain.interpreter.program import interpret
-from ptrain.models import repeated
 from ptrain.models.boundary import boundary
 from ptrain.models.external import raised
 from ptrain.models.hollow import NeedsValues, hollow
-from ptrain.models.module_weights import ModuleWeights
-from ptrain.models.repeated import repeated_values
+from ptrain.models.initialize import ModuleWeights
 from ptrain.models.window import narrowed, stretches, whole
 from ptrain.rooms.world import World
 from ptrain.spec.function import UserFunction
@@ -166,12 +165,12 @@ def read(folder: Path, name: str) -> Tensor:
 def test_products_by_columns_are_products(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(repeated, "MOST_COPIED", 512)
+    monkeypatch.setattr(look, "MOST_COPIED", 512)
     torch.manual_seed(0)
     x, bias = torch.randn(2, 5, 64, dtype=dtype), torch.randn(100, dtype=dtype)
     weight = torch.randn(100 + 64 - 1, dtype=dtype).as_strided((100, 64), (1, 1))
     for more in ((), (bias,)):
-        with repeated._ByColumns():
+        with look._ByColumns():
             product = F.linear(x, weight, *more)
         torch.testing.assert_close(product, F.linear(x, weight.contiguous(), *more))
 

@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 
 import pytest
 
-from ptrain.train import host_group
+from ptrain.train import exchange
+from ptrain.train.exchange import Gather, HostGroup, Joined, meet
 from ptrain.train.failure import is_victim
-from ptrain.train.host_group import Gather, HostGroup, Joined, meet
 
 T = TypeVar("T")
 
@@ -83,11 +83,11 @@ def test_where_one_rank_cannot_join_none_has_such_a_group(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """On another host nobody listens behind the path."""
-    first = host_group._first
+    first = exchange._first
     calls = iter(range(9))
     elsewhere = "/nowhere/ranks"
     monkeypatch.setattr(
-        host_group, "_first", lambda path, s: first(path if next(calls) else elsewhere, s)
+        exchange, "_first", lambda path, s: first(path if next(calls) else elsewhere, s)
     )
     assert on_ranks(3, lambda rank, gather: meet(rank, 3, 10.0, gather)) == [None] * 3
 
@@ -140,7 +140,7 @@ def test_who_comes_to_a_full_queue_waits_for_nobody(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(tmp_path / "ranks"))
         listener.listen(0)
-        came = [host_group._first(str(tmp_path / "ranks"), 0.2) for _ in range(3)]
+        came = [exchange._first(str(tmp_path / "ranks"), 0.2) for _ in range(3)]
     assert came[0] is not None and came[-1] is None
     for joined in came:
         if joined is not None:
@@ -160,7 +160,7 @@ def test_a_rank_that_is_gone_is_named_by_whoever_waits_for_it(waits: int, lost: 
 def test_bytes_that_end_before_they_are_whole_are_no_message() -> None:
     mine, its = socket.socketpair()
     joined = Joined(mine, 3, 10.0)
-    its.sendall(host_group._LENGTH.pack(5) + b"1234")
+    its.sendall(exchange._LENGTH.pack(5) + b"1234")
     its.close()
     with pytest.raises(ConnectionError, match="rank 3: it has ended"):
         joined.receive()

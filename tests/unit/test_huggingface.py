@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from ptrain.errors import SpecError
-from ptrain.models.build import build
 from ptrain.models.huggingface import ignored_fields
-from ptrain.models.initialize import keeps_its_weights
+from ptrain.models.initialize import build, keeps_its_weights
 from ptrain.models.units import unit_modules
 from ptrain.spec.dials import UnitKind, UnitSize
 from ptrain.spec.extras import require_transformers

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from ptrain.models.build import build
 from ptrain.models.initialize import (
+    build,
     cast,
     initial,
     initialize,

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ptrain.algebra.legality import require
-from ptrain.interpreter.scaling import LossScale
+from ptrain.interpreter.clip import LossScale
 from ptrain.rooms.mesh import Mesh
 from ptrain.rooms.queue import DeviceQueue
 from ptrain.rooms.world import World
@@ -18,7 +18,7 @@ from ptrain.spec.load import load
 from ptrain.spec.precision import DType
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import CreateMesh
-from ptrain.train import emulation
+from ptrain.train import session
 from ptrain.train.folder import RunFolder
 from ptrain.train.journal import Journal, StepReport
 from ptrain.train.look import HostLook, StepFigures
@@ -54,9 +54,9 @@ def test_every_step_has_its_scale_and_skipped_ones_are_counted_without_a_norm(
 def test_a_processor_without_the_dtype_is_told_of_in_one_line(
     monkeypatch: pytest.MonkeyPatch, layout: str, dtype: str
 ) -> None:
-    monkeypatch.setattr(emulation, "is_native", lambda asked: asked is DType.FP32)
-    assert f"{dtype} is emulated" in emulation.emulated_line(spec_of(layout), CPU)
-    assert not emulation.emulated_line(spec_of("fp32"), CPU)
-    assert not emulation.emulated_line(spec_of(layout), torch.device("cuda"))
-    monkeypatch.setattr(emulation, "is_native", lambda asked: True)
-    assert not emulation.emulated_line(spec_of(layout), CPU)
+    monkeypatch.setattr(session, "is_native", lambda asked: asked is DType.FP32)
+    assert f"{dtype} is emulated" in session.emulated_line(spec_of(layout), CPU)
+    assert not session.emulated_line(spec_of("fp32"), CPU)
+    assert not session.emulated_line(spec_of(layout), torch.device("cuda"))
+    monkeypatch.setattr(session, "is_native", lambda asked: True)
+    assert not session.emulated_line(spec_of(layout), CPU)

@@ -11,9 +11,8 @@ import torch
 
 from ptrain.models.moe import MoE
 from ptrain.spec.load import load
-from ptrain.verification.causes import journeys, routed
-from ptrain.verification.causes.journeys import _Group, _Places, _Rows
-from ptrain.verification.causes.routed import RoutedLayer
+from ptrain.verification.causes import experts as causes
+from ptrain.verification.causes.experts import RoutedLayer, _Group, _Places, _Rows
 
 PLACES, TOKENS = (0, 1), 8  # shares of the batch that ranks have, tokens of each
 
@@ -39,8 +38,7 @@ def group_of(monkeypatch: pytest.MonkeyPatch, own: int, **shape: Any) -> _Group:
     def call_of(_: object, path: str, at: tuple[int, int] = (own, 0)) -> Any:
         return calls[at[0]][path.partition(".")[2]]
 
-    monkeypatch.setattr(journeys, "call_of", call_of)
-    monkeypatch.setattr(routed, "call_of", call_of)
+    monkeypatch.setattr(causes, "call_of", call_of)
     kind = _Places if layer.shape.capacity_factor is not None else _Rows
     return kind(scene, "mlp", RoutedLayer.of(scene, "mlp", layer), PLACES, own)
 

@@ -15,8 +15,7 @@ from ptrain.activations.run import apply
 from ptrain.activations.run.apply import keep
 from ptrain.errors import SpecError
 from ptrain.models import tags
-from ptrain.models.build import build
-from ptrain.models.initialize import initialize
+from ptrain.models.initialize import build, initialize
 from ptrain.models.loss import token_loss_sum
 from ptrain.models.trace import to_timeline
 from ptrain.models.units import unit_modules

@@ -11,10 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ptrain.data.corpus import corpus
+from ptrain.data.corpus import HELD_OUT_OF_FILE, corpus
 from ptrain.data.sampler import LocalBatch, batch, require
 from ptrain.data.source import SampleSource, Split
-from ptrain.data.token_corpus import HELD_OUT_OF_FILE
 from ptrain.errors import SpecError
 from ptrain.models.loss import IGNORED
 from ptrain.spec.load import load

@@ -11,11 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ptrain.errors import PtrainError
-from ptrain.models.build import build
-from ptrain.models.initialize import cast, initialize
+from ptrain.models.initialize import build, cast, initialize
 from ptrain.models.loss import IGNORED, token_loss_sum
-from ptrain.models.rotary import rotate
-from ptrain.models.transformer import Transformer
+from ptrain.models.transformer import Transformer, rotate
 from ptrain.spec.model import ModelShape
 from tests.pure.build import ODD_SHAPE
 from tests.unit.shapes import SHAPES, SMALL_GPT

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ptrain.interpreter.balancing import Balancing
+from ptrain.interpreter.construction import Balancing
 from ptrain.models.balance import Balance, weigh
-from ptrain.models.grouped import grouped_product
+from ptrain.models.dropless import grouped_product
 from ptrain.models.moe import ExpertPlaces, Gate, MoE
 from ptrain.rooms.mesh import Mesh
 from ptrain.rooms.world import World

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import ptrain
 from ptrain.verification.jobs.compare import difference
 from ptrain.verification.jobs.verdict import OwnVerdict
-from ptrain.verification.magnitude import Magnitude
+from ptrain.verification.parts import Magnitude
 
 ROWS = list(torch.randn(3, 6, 4, generator=torch.Generator().manual_seed(1)).double())
 

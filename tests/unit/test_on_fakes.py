@@ -14,7 +14,7 @@ from ptrain.facts.operators import LayerWork, WorkByKind
 from ptrain.simulation.execute import simulate
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
-from ptrain.traces import facts, on_fakes, tensor_parts
+from ptrain.traces import facts, tensor_parts
 from ptrain.traces.facts import facts_of
 from tests.models_external import Necks
 from tests.unit.test_work import computing
@@ -59,8 +59,8 @@ def spec_of(model: str, strategy: str, *changes: str) -> Spec:
 
 def on_fake_tensors(spec: Spec, monkeypatch: pytest.MonkeyPatch) -> ModelFacts:
     """Here and in the processes that play the ranks of tp."""
-    monkeypatch.setattr(on_fakes, "REAL_BYTES", 0)
-    imported = "\nfrom ptrain.traces import on_fakes\non_fakes.REAL_BYTES = 0\nfrom "
+    monkeypatch.setattr(tensor_parts, "REAL_BYTES", 0)
+    imported = "\nfrom ptrain.traces import tensor_parts\ntensor_parts.REAL_BYTES = 0\nfrom "
     answer = tensor_parts._ANSWER.replace("\nfrom ", imported, 1)
     monkeypatch.setattr(tensor_parts, "_ANSWER", answer)
     tensor_parts._answers.cache_clear()
@@ -183,7 +183,7 @@ def test_what_only_fakes_cannot_run_backward_is_unknown(monkeypatch: pytest.Monk
 def test_where_a_model_runs_on_real_tensors_next_nothing_of_it_runs_on_fakes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(on_fakes, "REAL_BYTES", 0)
+    monkeypatch.setattr(tensor_parts, "REAL_BYTES", 0)
     for model in (NECKS, OURS):
         spec = spec_of(model, "zero3", *(UNTABLED if model == OURS else ()))
         untraced = facts.facts_of(spec, runs_fakes=False)
@@ -193,7 +193,7 @@ def test_where_a_model_runs_on_real_tensors_next_nothing_of_it_runs_on_fakes(
 def test_with_a_torch_of_which_nothing_is_known_fakes_trace_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(on_fakes.torch, "__version__", "2.99.0")
+    monkeypatch.setattr(tensor_parts.torch, "__version__", "2.99.0")
     read = on_fake_tensors(spec_of(NECKS, "zero3"), monkeypatch)
     assert read.timeline is None and "not of 2.99.0" in read.untraced
 
@@ -207,8 +207,8 @@ def test_what_is_predicted_of_a_large_model_is_simulated(monkeypatch: pytest.Mon
 @pytest.fixture
 def all_are_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make each trace on real tensors count as slow, in the processes that play ranks too."""
-    monkeypatch.setattr(on_fakes, "QUICK_BYTES", 0)
-    imported = "\nfrom ptrain.traces import on_fakes\non_fakes.QUICK_BYTES = 0\nfrom "
+    monkeypatch.setattr(tensor_parts, "QUICK_BYTES", 0)
+    imported = "\nfrom ptrain.traces import tensor_parts\ntensor_parts.QUICK_BYTES = 0\nfrom "
     answer = tensor_parts._ANSWER.replace("\nfrom ", imported, 1)
     monkeypatch.setattr(tensor_parts, "_ANSWER", answer)
     tensor_parts._answers.cache_clear()
@@ -257,7 +257,7 @@ def test_the_line_of_a_slow_trace_is_no_part_of_a_record(capsys: pytest.CaptureF
 
 
 def test_a_few_million_parameters_or_many_tokens_are_slow_on_real_tensors() -> None:
-    mode = on_fakes.new_fakes()
+    mode = tensor_parts.new_fakes()
     for sizes, batch, is_quick in (
         ((10, 2, 259), "batch={global: 2, micro: 2, sequence: 16}", True),
         ((4096, 2, 4096), "batch={global: 2, micro: 2, sequence: 16}", False),
@@ -266,4 +266,4 @@ def test_a_few_million_parameters_or_many_tokens_are_slow_on_real_tensors() -> N
         with mode:
             module = Necks(*sizes)
         spec = load("ddp", ["mesh={dp: 1}", f"model={NECKS}", batch]).spec
-        assert on_fakes.FakeModel(spec, module, mode).is_quick is is_quick
+        assert tensor_parts.FakeModel(spec, module, mode).is_quick is is_quick

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from ptrain.facts.parameters import facts
-from ptrain.models.build import build
-from ptrain.models.initialize import cast, initialize
+from ptrain.models.initialize import build, cast, initialize
 from ptrain.models.loss import token_loss_sum
 from ptrain.models.units import unit_modules
 from ptrain.spec.model import ModelShape

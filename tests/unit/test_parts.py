@@ -18,8 +18,7 @@ from ptrain.spec.job import Timeout
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
 from ptrain.traces import tensor_parts
-from ptrain.traces.facts import facts_of
-from ptrain.traces.module_facts import module_facts
+from ptrain.traces.facts import facts_of, module_facts
 from ptrain.traces.tensor_parts import timelines_of, traced
 from ptrain.train.session import _on_first
 from tests.models_external import pairs

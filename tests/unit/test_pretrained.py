@@ -18,8 +18,7 @@ from ptrain.cli.main import main
 from ptrain.convert.export import export
 from ptrain.errors import PtrainError, SpecError
 from ptrain.interpreter.program import interpret
-from ptrain.models.build import build
-from ptrain.models.initialize import initialize
+from ptrain.models.initialize import build, initialize
 from ptrain.rooms.world import World
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec

@@ -20,8 +20,8 @@ from ptrain.data.vocabulary import ByteVocabulary
 from ptrain.errors import SpecError
 from ptrain.interpreter.materialize import build_hollow, build_module
 from ptrain.interpreter.program import interpret
-from ptrain.models import module_weights
-from ptrain.models.module_weights import stored_rows
+from ptrain.models import initialize
+from ptrain.models.initialize import stored_rows
 from ptrain.models.window import narrowed, whole
 from ptrain.rooms.world import World
 from ptrain.verification.reference import ReferenceTraining
@@ -246,7 +246,7 @@ def test_tensors_that_files_have_in_no_known_form_are_refused(
 ) -> None:
     from tests.models_begun import build
 
-    monkeypatch.setattr(module_weights, "is_of_transformers", lambda module: True)
-    monkeypatch.setattr(module_weights, "as_saved", lambda module, state: other(state))
+    monkeypatch.setattr(initialize, "is_of_transformers", lambda module: True)
+    monkeypatch.setattr(initialize, "as_saved", lambda module, state: other(state))
     with pytest.raises(SpecError, match=r"files have embed\.weight of Recurrent neither whole"):
         stored_rows(build(8))

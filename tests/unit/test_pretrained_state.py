@@ -19,10 +19,8 @@ from ptrain.convert.export import export
 from ptrain.convert.writer import Writer
 from ptrain.errors import SpecError
 from ptrain.interpreter.materialize import Filling, build_module
-from ptrain.models.build import build
 from ptrain.models.hollow import without_values
-from ptrain.models.initialize import InitialValues
-from ptrain.models.module_weights import ModuleWeights
+from ptrain.models.initialize import InitialValues, ModuleWeights, build
 from tests.models_begun import build_marked
 from tests.published_folders import saved, tensors
 from tests.unit.test_pretrained import SEQUENCE, run_of, spec_of

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ptrain.costs import Collective, Phase, State, Traffic, TrafficKey
 from ptrain.derivation.allocator import reserved
-from ptrain.simulation.repetition import repeated_calls, repeated_storages
+from ptrain.simulation.replay import repeated_calls, repeated_storages
 from ptrain.simulation.stream import Begin, Change, Event, MemoryStream, StorageKind
 
 FEW = (3, 4, 5)

@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from ptrain.models.build import build
-from ptrain.models.initialize import cast, initialize
+from ptrain.models.initialize import build, cast, initialize
 from ptrain.spec.model import ModelShape
 from tests.pure.build import ODD_SHAPE
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from ptrain.facts.rows_timeline import RowsSize
 from ptrain.models.trace import Born, Completion, Died, Recording
 from ptrain.timeline import Boundary, Complete, Mark, Run
-from ptrain.traces.rows import UnevenLoads
+from ptrain.traces.stage_parts import UnevenLoads
 
 LOADS = UnevenLoads(layers=("blocks.0.mlp", "blocks.1.mlp"), rows=16)
 ENTER, LEAVE = Boundary(Mark.ENTER, 0), Boundary(Mark.LEAVE, 0)

@@ -11,8 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ptrain.data.corpus import Corpus, corpus
-from ptrain.data.order import sample
+from ptrain.data.corpus import Corpus, corpus, sample
 from ptrain.data.sampler import LocalBatch, batch, part_of, positions, require
 from ptrain.data.source import Split
 from ptrain.errors import PtrainError, SpecError

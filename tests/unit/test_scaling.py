@@ -7,15 +7,14 @@ import random
 import pytest
 import torch
 
-from ptrain.interpreter.clip import global_norm, scale_down
-from ptrain.interpreter.scaling import LossScale
+from ptrain.interpreter.clip import LossScale, global_norm, scale_down
 from ptrain.models.tags import tag, tier_of
 from ptrain.rooms.mesh import Mesh
 from ptrain.rooms.world import World
 from ptrain.spec.placement import Tier
 from ptrain.spec.precision import DType
 from ptrain.steps.step import Clip, CreateMesh
-from ptrain.train.emulation import is_native
+from ptrain.train.session import is_native
 
 
 def mesh() -> Mesh:

@@ -12,9 +12,15 @@ from ptrain.selection.recompute import settled
 from ptrain.spec.axis import Axis
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
-from ptrain.verification.parts import TensorBox, part_of, relative
+from ptrain.verification.parts import (
+    TensorBox,
+    flipped_bit,
+    odd_element,
+    part_of,
+    relative,
+    rounded_to,
+)
 from ptrain.verification.places import coordinates, data_place, line
-from ptrain.verification.roundings import flipped_bit, odd_element, rounded_to
 
 
 def _spec() -> Spec:

@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 from torch import nn
 
-from ptrain.simulation.structure import (
+from ptrain.simulation.equal_blocks import (
     Incomparable,
     alike,
     differ_in_layers_alone,

@@ -6,10 +6,9 @@ import math
 
 import torch
 
-from ptrain.verification.jobs.cures import Cure
 from ptrain.verification.jobs.evidence import Sample
-from ptrain.verification.jobs.ranks import Ranks
-from ptrain.verification.jobs.symptoms import Symptom, SymptomKind, symptom
+from ptrain.verification.jobs.job import Ranks
+from ptrain.verification.jobs.symptoms import Cure, Symptom, SymptomKind, symptom
 
 PAIR = Ranks(rank=0, size=2, device=torch.device("cpu"), axes={"dp": ((0, 1),)})
 DRAWN = torch.randn(2, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))

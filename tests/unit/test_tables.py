@@ -18,7 +18,7 @@ from ptrain.derivation.archive import TablePart
 from ptrain.derivation.tables import Place, Setting
 from ptrain.models.trace import Born, Completion, Died
 from ptrain.traces import context_tables, write
-from ptrain.traces.pass_tables import PassTable
+from ptrain.traces.work_tables import PassTable
 
 WHOLE = [
     (part, setting)

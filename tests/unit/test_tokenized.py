@@ -14,8 +14,7 @@ import pytest
 from ptrain.cli.main import main
 from ptrain.data import tokenized
 from ptrain.data.documents import documents
-from ptrain.data.tokenizer import decode, encode
-from ptrain.data.tokens import open_tokens
+from ptrain.data.tokens import decode, encode, open_tokens
 from ptrain.data.vocabulary import ByteVocabulary, FileVocabulary
 
 TEXTS = ["one", "zwölf", "", "a longer text, with\nlines"]

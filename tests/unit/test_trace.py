@@ -13,8 +13,7 @@ from ptrain.derivation.activations import timeline
 from ptrain.errors import SpecError
 from ptrain.facts.parameters import facts
 from ptrain.meters.memory import MemoryMeter
-from ptrain.models.build import build
-from ptrain.models.initialize import cast
+from ptrain.models.initialize import build, cast
 from ptrain.models.loss import token_loss_sum
 from ptrain.models.units import unit_modules
 from ptrain.spec.activations import FULL, Kept
@@ -22,8 +21,7 @@ from ptrain.spec.model import ExternalModel, ModelShape
 from ptrain.spec.precision import ZERO16, DType
 from ptrain.spec.spec import ActivationSpec
 from ptrain.timeline import Complete
-from ptrain.traces.facts import facts_of, read_facts
-from ptrain.traces.module_facts import module_facts
+from ptrain.traces.facts import facts_of, module_facts, read_facts
 from tests.models_external import Necks, necks
 from tests.pure.build import ODD_SHAPE, make_spec, setting
 from tests.saved_tensors import saved

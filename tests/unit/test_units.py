@@ -13,12 +13,12 @@ from ptrain.derivation import activations
 from ptrain.derivation.repeats import everyone
 from ptrain.errors import SpecError
 from ptrain.facts.parameters import facts
-from ptrain.models.build import build
+from ptrain.models.initialize import build
 from ptrain.models.units import blocks_of, unit_modules
 from ptrain.spec.dials import UnitKind, UnitSize
 from ptrain.spec.model import ModelShape
 from ptrain.spec.precision import DType
-from ptrain.traces.module_facts import module_facts
+from ptrain.traces.facts import module_facts
 from tests.models_external import necks
 from tests.pure.build import ODD_SHAPE, make_spec, setting
 from tests.pure.test_units import SIZES

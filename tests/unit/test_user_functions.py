@@ -17,12 +17,12 @@ from ptrain.data.sampler import batch, require
 from ptrain.data.source import Split
 from ptrain.errors import Fault, SpecError
 from ptrain.interpreter.program import interpret
-from ptrain.models.batch import sample_batch
 from ptrain.models.dataset import MapDataset
+from ptrain.models.objective import sample_batch
 from ptrain.rooms.world import World
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
-from ptrain.traces import on_fakes
+from ptrain.traces import tensor_parts
 from ptrain.traces.facts import facts_of
 from tests import models_losses
 from tests.models_vision import VECTORS
@@ -257,7 +257,7 @@ def test_a_model_too_large_to_run_is_traced_with_its_loss_on_fakes(by, monkeypat
     own = VISION if by == "loss" else {"step": {"target": "tests.models_vision:step"}}
     spec = spec_of(model=VISION["model"], data=named, **{by: own[by]})
     real = facts_of(spec, allow_import=True)
-    monkeypatch.setattr(on_fakes, "REAL_BYTES", 0)
+    monkeypatch.setattr(tensor_parts, "REAL_BYTES", 0)
     assert facts_of(spec, allow_import=True) == real and real.timeline
 
 

@@ -12,8 +12,7 @@ import torch
 
 from ptrain.axes.data.run.members import OwnRows, ParameterMembers
 from ptrain.models import pretrained
-from ptrain.models.build import build
-from ptrain.models.initialize import InitialValues
+from ptrain.models.initialize import InitialValues, build
 from ptrain.models.pretrained import weights_of
 from ptrain.models.window import Window, narrowed, whole
 from ptrain.spec.load import load

@@ -1,8 +1,20 @@
-"""What is done to a module so that its blocks leave for backward what a plan says: from outside, no
-module is another and no name is new.
+"""Make a module's blocks keep, recompute or offload what backward needs, as the plan says. Module
+and parameter names do not change.
 
-It is done when operators are cut over tp and before any data axis wraps the module: what these do
-before a block runs is then done once, and again by themselves where it is needed.
+This is applied after operators are cut over tp and before a data axis wraps the module: what a
+wrapper does before a block runs is then not repeated by a recomputation unless it has to be.
+
+M: a module's results are computed again in backward, by torch's composable checkpoint, but for what
+a policy keeps. A product over a dimension that tp shards is a partial sum of full size on each
+rank. The sum over the ranks is kept in its place: with sharded tokens it is smaller, and it is not
+sent twice.
+
+O: the storages that autograd saves while a module runs move to host memory or files, once however
+many views are saved, and return when the first view is needed until the last is released.
+Parameters, buffers and integers (tokens and positions, which stay alive anyway) do not move. On an
+accelerator copies use pinned memory and streams of their own, and the first use of one module's
+tensors prefetches those of the module before it. On a CPU a copy is made on demand. A file is
+written and read by the thread that computes.
 """
 
 from __future__ import annotations

@@ -9,17 +9,18 @@ from dataclasses import replace
 import torch
 
 from ptrain.report.finding import Culprit, Moment, Subject
-from ptrain.verification.causes.context import context_cause
+from ptrain.verification.causes.context import context_cause, departing
 from ptrain.verification.causes.experts import experts_cause
-from ptrain.verification.causes.rerun import output_with
+from ptrain.verification.causes.rerun import (
+    EXACT,
+    LIKE_ROUNDINGS,
+    Investigation,
+    directly,
+    output_with,
+)
 from ptrain.verification.causes.routers import balance_cause
-from ptrain.verification.causes.scene import EXACT, Investigation
-from ptrain.verification.causes.token_layout import departing
-from ptrain.verification.causes.trials import LIKE_ROUNDINGS, directly
 from ptrain.verification.causes.values import OF_VALUES, Explanation, Sides, of_values
-from ptrain.verification.factors import missing_sum
-from ptrain.verification.parts import relative
-from ptrain.verification.roundings import COARSER, named, rounded
+from ptrain.verification.parts import COARSER, missing_sum, named, relative, rounded
 
 _MOST_VALUES = 4096  # of an output that ranks tell each other
 RULED_OUT = (

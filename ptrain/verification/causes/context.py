@@ -1,14 +1,424 @@
-"""Why a rank's slice of the tokens has other outputs than on one device, or other gradients."""
+"""Explain why a rank's slice of the tokens has other outputs or gradients than on one device: its
+positions, the mask, the keys it attended to, its heads; for gradients, which queries or keys of
+other ranks are missing.
+"""
 
 from __future__ import annotations
 
-from ptrain.axes.context.attention import context_of
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ptrain.axes.context.attention import all_spans, context_of
+from ptrain.axes.context.draw import spans_text
+from ptrain.axes.context.tokens import Span
+from ptrain.facts.parameters import OF_TOKENS
+from ptrain.models.attention import Core
+from ptrain.models.transformer import LearnedPositions
 from ptrain.report.finding import Culprit, Moment
-from ptrain.verification.causes.attended import other_heads, other_keys, other_positions
-from ptrain.verification.causes.attention_gradients import not_home, of_some_keys
-from ptrain.verification.causes.scene import Investigation
-from ptrain.verification.causes.token_layout import Own, TokenLayout, agreed
-from ptrain.verification.causes.values import Explanation
+from ptrain.spec.model import ModelShape
+from ptrain.steps.step import ContextParallel
+from ptrain.verification.causes.rerun import (
+    EXACT,
+    Heads,
+    Investigation,
+    core_of,
+    directly,
+    gradient_with,
+    inputs_of,
+    output_with,
+)
+from ptrain.verification.causes.values import (
+    Explanation,
+    Sides,
+    order_of_slices,
+    positions_text,
+    runs,
+)
+from ptrain.verification.own_tokens import own_spans, tokens_in
+from ptrain.verification.parts import TensorBox, held, lacking, relative
+
+
+def agreed(
+    scene: Investigation, explanations: Callable[[Own], Iterable[Explanation]], axis: str = ""
+) -> Culprit | None:
+    """Return the culprit that most ranks where the first departure is say of it, of several
+    explanations each; None where nobody says anything. `axis`: along which ranks depart, where the
+    explanation does not say it. Collective."""
+    own = Own.departing(scene)
+    said = [] if own is None else explanations(own)
+    everyone = scene.ranks.gather(list(said), list[Explanation])
+    factors = Counter(factor for its in everyone for factor in {why.factor: why for why in its})
+    if not factors:
+        return None
+    usual, _ = factors.most_common(1)[0]
+    named = Counter(its for said in everyone for its in said if its.factor == usual)
+    explanation, _ = named.most_common(1)[0]  # ranks may see one factor in several ways
+    axis = explanation.axis or axis
+    cause = scene.culprit(axis or None, usual + explanation.whose, explanation.sentence)
+    what = "returns" if scene.first.moment is Moment.FORWARD else "hands back"
+    tried = f"one device's {scene.first.place}, computed so, {what} what the ranks have"
+    return directly(cause, tried, by_all=scene.by_all(everyone))
+
+
+def departing(scene: Investigation) -> Sides | None:
+    """Return both sides of the first departure, a module's output or its gradient; None where this
+    rank has none of it."""
+    key, evidence = (scene.first.name, scene.first.index), scene.evidence
+    is_forward = scene.first.moment is Moment.FORWARD
+    tensor, whole = (
+        (outputs.forward if is_forward else outputs.backward).get(key)
+        for outputs in (evidence.seen.outputs, evidence.expected.outputs)
+    )
+    part = None if tensor is None or whole is None else scene.own_part(tensor, whole)
+    if tensor is None or whole is None or part is None:
+        return None
+    return Sides(held(tensor), whole, part)
+
+
+@dataclass(frozen=True, slots=True)
+class Own:
+    """What this rank has of the departing tensor, and should have: the part `box` of its tokens."""
+
+    scene: Investigation
+    tensor: Tensor
+    expected: Tensor
+    box: TensorBox
+
+    @classmethod
+    def departing(cls, scene: Investigation) -> Own | None:
+        """None where this rank has none of it, or has it right."""
+        sides = departing(scene)
+        if sides is None or relative(sides.own, sides.expected) <= EXACT:
+            return None
+        return cls(scene, sides.own, sides.expected, sides.part)
+
+    def part(self, whole: Tensor, spans: Sequence[Span] | None = None) -> Tensor:
+        """Return this rank's part of a whole tensor, of its tokens or of those in `spans`."""
+        return self.box.of(self.scene.as_held(self.scene.first.name, whole, spans))
+
+    def fits(self, whole: Tensor | None) -> bool:
+        """Return whether what the rank has is its part of this."""
+        return whole is not None and relative(self.tensor, self.part(whole)) <= EXACT
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLayout:
+    """Whose the tokens of a sample are: `owners` and `places`, int64 [S], are the rank of cp that
+    has a token, and its index there."""
+
+    step: ContextParallel
+    spans: tuple[tuple[Span, ...], ...]
+    owners: Tensor
+    places: Tensor
+
+    @classmethod
+    def of(cls, step: ContextParallel) -> TokenLayout:
+        spans = tuple(all_spans(step))
+        owners, places = (torch.empty(step.sequence, dtype=torch.long) for _ in range(2))
+        for owner, its in enumerate(spans):
+            tokens = tokens_in(its)
+            owners[tokens], places[tokens] = owner, torch.arange(len(tokens))
+        return cls(step, spans, owners, places)
+
+    @property
+    def degree(self) -> int:
+        return len(self.spans)
+
+    def rings(self) -> Iterator[TokenLayout]:
+        """Yield the layout over the ring's places, each of which several ranks may be, and this."""
+        if self.step.ulysses > 1:
+            yield TokenLayout.of(replace(self.step, ulysses=1))
+        yield self
+
+    def otherwise(self) -> Iterator[Tensor]:
+        """Yield the number of each token, int64 [S], if contiguous slices were early and late
+        chunks, or the reverse; nothing where there is no such way."""
+        step = self.step
+        if step.ring == 1 or step.sequence % (2 * self.degree):
+            return
+        numbers = torch.empty_like(self.places)
+        claimed = all_spans(replace(step, is_balanced=not step.is_balanced))
+        for own, claims in zip(self.spans, claimed, strict=True):
+            numbers[tokens_in(own)] = tokens_in(claims)
+        yield numbers
+
+
+def ranks_text(scene: Investigation, ranks: Sequence[int]) -> str:
+    step = context_of(scene.spec)
+    assert step is not None, "there are slices"
+    return f"{step.axis} rank{'s' * (len(ranks) != 1)} {', '.join(map(str, ranks))}"
+
+
+def shares_of(
+    scene: Investigation,
+    layout: TokenLayout,
+    attend: Callable[[Tensor, Core, Heads, Tensor | None], Tensor],
+) -> list[Tensor]:
+    """Return what the tokens of each rank, `attend`'s first argument, have a share of the departing
+    gradient; nothing where no attention stands beside it."""
+    path, shares = core_of(scene), []
+    for owner in range(layout.degree) if path and path != scene.first.name else ():
+        share = gradient_with(scene, path, partial(attend, layout.owners == owner))
+        if share is None:
+            return []
+        shares.append(share)
+    return shares
+
+
+def not_home(scene: Investigation, layout: TokenLayout, own: Own) -> Iterator[Explanation]:
+    """Of the gradients of keys and values some ranks' share has not come, or another rank's has."""
+    if shares := shares_of(scene, layout, _seen_by):
+        yield from _share_missing(scene, own, shares)
+        yield from _of_other_tokens(scene, layout, own, shares)
+        yield from _of_other_strides(scene, own, shares)
+
+
+def _seen_by(rows: Tensor, core: Core, heads: Heads, mask: Tensor | None) -> Tensor:
+    """Return what is attended to; gradients reach keys and values from these queries alone."""
+    queries, keys, values = heads
+    whole: Tensor = core.forward(queries, keys, values, mask)
+    apart: Tensor = core.forward(queries, keys.detach(), values.detach(), mask)
+    return torch.where(rows[:, None], whole, apart)
+
+
+def _share_missing(
+    scene: Investigation, own: Own, shares: Sequence[Tensor]
+) -> Iterator[Explanation]:
+    owners = lacking(own.tensor, [own.part(share) for share in shares], EXACT)
+    if not owners:
+        return
+    ranks = ranks_text(scene, owners)
+    sentence = (
+        f"rank {scene.rank} has no gradient of its keys and values from the queries of {ranks}: "
+        "send every share of dK and dV home, and add them"
+    )
+    yield Explanation("missing dK and dV", sentence, whose=f" from {ranks}")
+
+
+def _of_other_tokens(
+    scene: Investigation, layout: TokenLayout, own: Own, shares: Sequence[Tensor]
+) -> Iterator[Explanation]:
+    whole = torch.stack(list(shares)).sum(0)
+    for owner, spans in enumerate(layout.spans):
+        if relative(own.tensor, own.part(whole, spans)) <= EXACT:
+            its = ranks_text(scene, [owner])
+            sentence = (
+                f"rank {scene.rank} has the gradients of the keys and values of {its}: send dK and "
+                "dV on to the rank whose tokens they are of"
+            )
+            yield Explanation("dK and dV", sentence, whose=f" of {its}")
+
+
+def _of_other_strides(
+    scene: Investigation, own: Own, shares: Sequence[Tensor]
+) -> Iterator[Explanation]:
+    """Elements went from memory with heads in front of tokens to memory with tokens in front, or
+    the reverse, in the order in which they lay there."""
+    if not isinstance(scene.spec.model, ModelShape):
+        return
+    sum_BTC = own.part(torch.stack(list(shares)).sum(0))
+    sum_BTGD = sum_BTC.unflatten(-1, (-1, scene.spec.model.head_dim))
+    if any(relative(own.tensor, x_BTC) <= EXACT for x_BTC in under_other_strides(sum_BTGD)):
+        sentence = (
+            f"rank {scene.rank} has the gradients of its keys and values with their elements in "
+            "the places that they have under other strides, as torch.distributed.nn.functional's "
+            "all_gather gives them on gloo: make what it is given in backward contiguous, or use "
+            "functional collectives"
+        )
+        yield Explanation("dK and dV in the order of other strides", sentence)
+
+
+def under_other_strides(x_BTGD: Tensor) -> tuple[Tensor, Tensor]:
+    """Return [samples, tokens, features] of memory with heads in front that is read as if tokens
+    were, and of memory with tokens in front that is read as if heads were."""
+    x_BGTD = x_BTGD.transpose(1, 2)
+    taken_for_heads = x_BTGD.reshape(x_BGTD.shape).transpose(1, 2)
+    return x_BGTD.reshape(x_BTGD.shape).flatten(2), taken_for_heads.flatten(2)
+
+
+def of_some_keys(scene: Investigation, layout: TokenLayout, own: Own) -> Iterator[Explanation]:
+    """The gradients of queries lack what they get from the keys of some ranks."""
+    shares = [own.part(share) for share in shares_of(scene, layout, _by_keys)]
+    if shares and (owners := lacking(own.tensor, shares, EXACT)):
+        ranks = ranks_text(scene, owners)
+        sentence = (
+            f"rank {scene.rank} has no gradient of its queries from the keys of {ranks}: add up "
+            "dQ over all hops"
+        )
+        yield Explanation("missing dQ", sentence, whose=f" from the keys of {ranks}")
+
+
+def _by_keys(columns: Tensor, core: Core, heads: Heads, mask: Tensor | None) -> Tensor:
+    """Return what is attended to; gradients reach queries from these keys alone. Queries and keys
+    have twice the features: half of them give the scores of these keys, the others, whose queries
+    are detached, those of the rest."""
+    queries, keys, values = heads
+    features = queries.shape[-1]
+    scores = replace(core.scores, scale=core.scores.scale or features**-0.5)
+    chosen = columns[:, None]
+    y_BHTD: Tensor = type(core)(core.dropout, scores).forward(
+        torch.cat((queries, queries.detach()), -1),
+        torch.cat((keys * chosen, keys * ~chosen), -1),
+        F.pad(values, (0, features)),
+        mask,
+    )
+    return y_BHTD[..., :features]
+
+
+_BY_GLOBAL = "number tokens as in the whole sequence (Transformer.place_tokens)"
+
+
+def other_positions(scene: Investigation, layout: TokenLayout, own: Own) -> Iterator[Explanation]:
+    """The vectors that were added are those of other positions, or the angles of queries and
+    keys."""
+    module, spans = scene.reference.module, own_spans(scene.spec, scene.rank)
+    at_fault = module.get_submodule(scene.first.name)
+    if isinstance(at_fault, LearnedPositions):
+        table = at_fault.weight.detach()
+        right = torch.cat([table[first:behind] for first, behind in spans])
+        rows = (own.tensor - own.expected)[0] + right
+        yield from _of_positions(positions_text(rows, table, spans))
+    tables = {name: table for name, table in module.named_buffers() if name.endswith(OF_TOKENS)}
+    if not tables or not isinstance(at_fault, Core):
+        return
+    for numbers, text in _other_positions(layout, spans):
+        if own.fits(output_with(scene, {name: table[numbers] for name, table in tables.items()})):
+            yield from _of_positions(text)
+
+
+def _of_positions(text: str) -> Iterator[Explanation]:
+    if text:
+        yield Explanation(text, f"tokens have {text}: {_BY_GLOBAL}")
+
+
+def _other_positions(layout: TokenLayout, spans: Sequence[Span]) -> Iterator[tuple[Tensor, str]]:
+    """Yield a position for each token, where all ranks or the one with these `spans` alone count
+    from 0, or as if they had other slices."""
+    right, tokens = torch.arange(layout.step.sequence), tokens_in(spans)
+    for numbers in (layout.places, *layout.otherwise()):
+        if torch.equal(numbers[tokens], tokens):
+            continue
+        alone = right.clone()
+        alone[tokens] = numbers[tokens]
+        claimed = spans_text(tuple(runs(numbers[tokens].tolist())))
+        text = f"positions {claimed} for {spans_text(spans)}"
+        yield from ((numbers, text), (alone, text))
+
+
+def other_heads(scene: Investigation, layout: TokenLayout, own: Own) -> Iterator[Explanation]:
+    """Ulysses put heads together in another order, or gave a rank the keys of other heads."""
+    count, path = layout.step.ulysses, scene.first.name
+    if count == 1 or core_of(scene) != path:
+        return
+    order = order_of_slices(own.tensor, own.expected, count, dims=(1,))
+    if order is not None:
+        text = ", ".join(map(str, order))
+        sentence = (
+            f"the heads of {path} are those of Ulysses' ranks in the order {text}: put them "
+            "together by rank, as they were sent"
+        )
+        yield Explanation("heads in another order", sentence)
+    (queries, *others), mask = inputs_of(scene, path)
+    for shift in range(1, count):
+        keys, values = (_rolled(tensor, shift, count) for tensor in others)
+        if own.fits(_attended(scene, (queries, keys, values), mask)):
+            sentence = (
+                f"{path} attends with the queries of one rank's heads to the keys of another's: "
+                "cut queries, keys and values by heads in one order"
+            )
+            yield Explanation("keys of other heads", sentence)
+
+
+def _rolled(tensor: Tensor, shift: int, count: int) -> Tensor:
+    return tensor.roll(shift * (tensor.shape[1] // count), 1)
+
+
+def _attended(scene: Investigation, heads: Heads, mask: Tensor | None) -> Tensor:
+    with torch.no_grad():
+        core = scene.reference.module.get_submodule(scene.first.name)
+        result: Tensor = core.forward(*heads, mask)
+    return result
+
+
+def other_keys(scene: Investigation, layout: TokenLayout, own: Own) -> Iterator[Explanation]:
+    """The rank attended to other keys."""
+    path = scene.first.name
+    if core_of(scene) != path:
+        return
+    heads, window = inputs_of(scene, path)
+    for seen, explanation in _other_masks(scene, layout):
+        mask = torch.zeros_like(seen, dtype=heads[0].dtype).masked_fill_(~seen, -torch.inf)
+        if window is not None:
+            own_window = window[..., : len(seen), : len(seen)]
+            is_bool = own_window.dtype is torch.bool
+            mask = mask.masked_fill(~own_window, -torch.inf) if is_bool else mask + own_window
+        if own.fits(_attended(scene, heads, mask)):
+            yield explanation
+
+
+def _other_masks(scene: Investigation, layout: TokenLayout) -> Iterator[tuple[Tensor, Explanation]]:
+    """Yield which keys queries might see, bool [S, S]."""
+    path, numbers = scene.first.place, torch.arange(layout.step.sequence)
+    causal = numbers[:, None] >= numbers
+    by_index = f"{path} masks by the index that tokens have on a rank: mask by that in the sequence"
+    unmasked = f"{path} sees tokens that are still to come: mask blocks of keys by their place"
+    for own in layout.rings():
+        before = own.owners[:, None] >= own.owners
+        is_own = own.owners[:, None] == own.owners
+        local = own.places[:, None] >= own.places
+        yield local, Explanation("mask by local index", by_index)
+        yield local & before, Explanation("mask by local index", by_index)
+        yield torch.ones_like(causal), Explanation("no causal mask", unmasked)
+        yield causal | ~is_own, Explanation("no causal mask between ranks", unmasked)
+        yield from _of_other_slices(path, own)
+        for hidden in _hidden(own):
+            keys = _ranks_of(scene, layout, own, hidden)
+            sentence = (
+                f"{path} on rank {scene.rank} sees no keys of {keys}: pass keys and values on "
+                "until every rank has had all of them"
+            )
+            explanation = Explanation("missing keys", sentence, whose=f" of {keys}")
+            yield causal & ~_any_of(own, hidden), explanation
+
+
+def _of_other_slices(path: str, layout: TokenLayout) -> Iterator[tuple[Tensor, Explanation]]:
+    """Yield what queries see if slices are taken for contiguous, or for early and late chunks."""
+    kinds = "contiguous slices", "early and late chunks"
+    right, wrong = reversed(kinds) if layout.step.is_balanced else kinds
+    sentence = f"{path} takes {right} for {wrong}: let loader and attention permute tokens alike"
+    for numbers in layout.otherwise():
+        yield numbers[:, None] >= numbers, Explanation(f"mask of {wrong}", sentence)
+
+
+def _hidden(layout: TokenLayout) -> Iterator[tuple[int, ...]]:
+    """Yield whose keys a rank might not have seen, as distances along the ring: those of the last
+    hops, and those of single ones."""
+    count = layout.degree
+    yield from (tuple(range(1, hops + 1)) for hops in range(1, count))
+    yield from ((distance,) for distance in range(2, count))
+
+
+def _any_of(layout: TokenLayout, distances: Sequence[int]) -> Tensor:
+    """Return of queries and keys, bool [S, S], whether the keys' owner is so far ahead."""
+    ahead = (layout.owners - layout.owners[:, None]) % layout.degree
+    return torch.isin(ahead, torch.tensor(distances))
+
+
+def _ranks_of(
+    scene: Investigation, layout: TokenLayout, ring: TokenLayout, distances: Sequence[int]
+) -> str:
+    """Return the ranks of cp so far ahead of this one, in words: a place of a ring may be some."""
+    members = layout.degree // ring.degree
+    own = scene.place(scene.rank)[layout.step.axis] // members
+    places = sorted((own + distance) % ring.degree for distance in distances)
+    ranks = [place * members + member for place in places for member in range(members)]
+    return ranks_text(scene, ranks)
 
 
 def context_cause(scene: Investigation) -> Culprit | None:

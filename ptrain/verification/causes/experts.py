@@ -1,26 +1,328 @@
-"""Why a layer of experts gives something else than on one device: by what a token's rows are
-weighed, which rows it is given, and what becomes of those that find no place. Each is tried on what
-one device's router and experts give.
+"""Explain why a layer of experts gives another result than on one device. Each explanation is
+tested with what one device's router and experts give.
 
-Legend of shape suffixes: N tokens of all samples, K experts of a token, C hidden, M = N·K rows, S
-places of all experts.
+On one rank: the weights of a token's rows, the rows an expert receives, the rows that find no
+place. On several: rows that arrive or return in another order than assumed, by other counts or from
+other ranks.
+
+Legend of shape suffixes: N tokens of all samples or of a rank, K experts of a token, M = N·K rows,
+C hidden, E experts of all ranks, e of one, R ranks, S places of an expert or of all, T of all
+ranks'.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import chain, islice
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ptrain.models.moe import MoE
 from ptrain.report.finding import Culprit, Moment
-from ptrain.verification.causes.journeys import otherwise_routed
-from ptrain.verification.causes.routed import Other, RoutedLayer
-from ptrain.verification.causes.scene import Investigation
-from ptrain.verification.causes.token_layout import Own, agreed
+from ptrain.verification.causes.context import Own, agreed
+from ptrain.verification.causes.own_experts import expert_axis
+from ptrain.verification.causes.rerun import Investigation, call_of
 from ptrain.verification.causes.values import Explanation
+from ptrain.verification.places import data_place
+
+
+@dataclass(frozen=True)
+class RoutedLayer:
+    """A layer of one device in the departing micro-batch: what it was given, the router's weights
+    and choices, and what the experts made of their rows."""
+
+    layer: MoE
+    x_BTC: Tensor
+    weights_NK: Tensor
+    chosen_NK: Tensor
+    y: Tensor  # [M, C] sorted by expert, or [experts, places of one, C]
+
+    @classmethod
+    def of(cls, scene: Investigation, path: str, layer: MoE) -> RoutedLayer:
+        (x_BTC, *_), _ = call_of(scene, path)
+        _, (weights_NK, chosen_NK) = call_of(scene, f"{path}.router")
+        _, y = call_of(scene, f"{path}.experts")
+        return cls(layer, x_BTC, weights_NK, chosen_NK, y)
+
+    def combined(self, weights_NK: Tensor, rows_NKC: Tensor) -> Tensor:
+        """Return what the layer gives of such weights and rows."""
+        y_BTC = (rows_NKC * weights_NK[..., None]).sum(1).view_as(self.x_BTC)
+        if self.layer.shared is None:
+            return y_BTC
+        with torch.no_grad():
+            shared: Tensor = self.layer.shared(self.x_BTC)
+        return y_BTC + shared
+
+    @cached_property
+    def order_M(self) -> Tensor:
+        """Which choice stands in each row, sorted by expert."""
+        return self.chosen_NK.flatten().argsort(stable=True)
+
+    @cached_property
+    def places_NK(self) -> Tensor:
+        """The place of each choice; the number of places where it finds none."""
+        assert self.layer.places is not None, "experts take all that is sent to them"
+        places_NK: Tensor = self.layer.places(self.chosen_NK.unflatten(0, self.x_BTC.shape[:2]))
+        return places_NK
+
+    @cached_property
+    def is_dropped_NK(self) -> Tensor:
+        return self.places_NK == self.y.shape[:2].numel()
+
+    @cached_property
+    def rows_NKC(self) -> Tensor:
+        """What each token's experts give."""
+        if self.layer.shape.capacity_factor is not None:
+            return F.pad(self.y.flatten(0, 1), (0, 0, 0, 1))[self.places_NK]
+        return self.in_rows(self.order_M.argsort())
+
+    def in_rows(self, numbers_M: Tensor) -> Tensor:
+        """Return the rows with these numbers as those of the tokens [N, K, C]."""
+        return self.y[numbers_M].unflatten(0, self.chosen_NK.shape)
+
+
+Other = tuple[Explanation, Tensor, Tensor]  # with its weights and rows
+
+
+def otherwise_routed(scene: Investigation, path: str, routed: RoutedLayer) -> Iterator[Other]:
+    """Yield what a rank gets where something goes wrong on the way to experts of other ranks, with
+    what is to be done; nothing where it has all experts."""
+    axis = expert_axis(scene.spec)
+    if axis is None:
+        return
+    line = scene.line(scene.rank, axis)
+    places = [data_place(scene.spec, rank) for rank in line]
+    is_placed = routed.layer.shape.capacity_factor is not None
+    group = (_Places if is_placed else _Rows)(scene, path, routed, places, line.index(scene.rank))
+    for explanation, y in chain(group.unsorted(str(axis)), group.elsewhere(str(axis))):
+        yield explanation, routed.weights_NK, replace(routed, y=y).rows_NKC
+    yield from _weights_of_others(scene, path, routed, places)
+
+
+Output = tuple[Explanation, Tensor]  # with what experts give, as `RoutedLayer.y`
+
+
+@dataclass
+class _Group(ABC):
+    """The ranks that have a layer's experts: which share of the batch each has, and this one."""
+
+    scene: Investigation
+    path: str
+    routed: RoutedLayer
+    places: Sequence[int]
+    own: int
+
+    @property
+    def per_rank(self) -> int:
+        return self.routed.layer.experts.num_experts // len(self.places)
+
+    def unsorted(self, axis: str) -> Iterator[Output]:
+        """Yield what comes of rows that lie otherwise than they are taken to lie."""
+        if self.per_rank == 1:
+            return
+        ways = (
+            (
+                "rows of other tokens",
+                "sends rows home as they lie, by expert, which are taken to lie by the rank that "
+                "they are of: bring them into the ranks' order first",
+                self.returned(is_sorted_there=True, is_sorted_home=False),
+            ),
+            (
+                "rows of other experts",
+                "takes rows for sorted by expert as they arrive, by the rank that they are of: "
+                "bring them into the experts' order first",
+                self.returned(is_sorted_there=False, is_sorted_home=False),
+            ),
+            (
+                "rows of other experts",
+                "takes rows for sorted by expert as they arrive, by the rank that they are of, and "
+                "reorders them when they go home: bring them into the experts' order first",
+                self.returned(is_sorted_there=False, is_sorted_home=True),
+            ),
+        )
+        for factor, sentence, y in ways:
+            yield Explanation(factor, sentence, axis=axis), y
+
+    def elsewhere(self, axis: str) -> Iterator[Output]:
+        """Yield what comes of rows that go to other ranks than those of their experts."""
+        ranks, own = len(self.places), self.per_rank
+        moved = {shift: self.moved(shift) for shift in range(1, ranks)}
+        for shift, y in moved.items():
+            sentence = (
+                f"gives rows to the rank of {axis} that is {shift} behind that of their experts: "
+                "send them to the rank that has these"
+            )
+            yield Explanation("experts of another rank", sentence, axis=axis), y
+        blocks = [self.blocks(y) for y in (self.routed.y, *moved.values())]
+        kept = [blocks[(self.own - expert // own) % ranks][expert] for expert in range(ranks * own)]
+        sentence = (
+            f"sends no rows to other ranks of {axis}: a rank gives all to its own experts, "
+            "whichever they are for; exchange rows before experts and behind them"
+        )
+        yield Explanation("all-to-all left out", sentence, axis=axis), self.joined(kept)
+
+    @abstractmethod
+    def returned(self, *, is_sorted_there: bool, is_sorted_home: bool) -> Tensor:
+        """Return what comes home where rows are sorted, or not, at their experts and at home."""
+
+    @abstractmethod
+    def moved(self, shift: int) -> Tensor:
+        """Return what the experts of the rank `shift` behind make of each expert's rows."""
+
+    @abstractmethod
+    def blocks(self, y: Tensor) -> Sequence[Tensor]:
+        """Return what each expert gives."""
+
+    @abstractmethod
+    def joined(self, blocks: Sequence[Tensor]) -> Tensor:
+        """Return as one what each expert gives."""
+
+
+class _Rows(_Group):
+    """Every row goes to its expert."""
+
+    @cached_property
+    def rows(self) -> list[list[Tensor]]:
+        """The rows of each rank for each expert."""
+        return [self._rows_at(place) for place in self.places]
+
+    def _rows_at(self, place: int, back: int = 0) -> list[Tensor]:
+        x_NC, chosen_NK = self.scene_call(place, back)
+        chosen_M = chosen_NK.flatten()
+        order_M = chosen_M.argsort(stable=True)
+        counts_E = chosen_M.bincount(minlength=self.routed.layer.experts.num_experts)
+        return list(x_NC[order_M // chosen_NK.shape[1]].split(counts_E.tolist()))
+
+    def scene_call(self, place: int, back: int = 0) -> tuple[Tensor, Tensor]:
+        k = self.scene.first.index - back
+        (x_BTC, *_), (_, chosen_NK) = call_of(self.scene, f"{self.path}.router", (place, k))
+        return x_BTC.flatten(0, 1), chosen_NK
+
+    def elsewhere(self, axis: str) -> Iterator[Output]:
+        yield from super().elsewhere(axis)
+        if not self.scene.first.index:
+            return
+        before = [len(rows) for rows in self._rows_at(self.places[self.own], back=1)]
+        rows = torch.cat(self.rows[self.own]).split(before)
+        sentence = (
+            "deals out rows by the counts of the micro-batch before: exchange those of each "
+            "micro-batch"
+        )
+        yield Explanation("stale by 1 micro-batch", sentence, axis=axis), self._through(rows)
+
+    def _through(self, rows: Sequence[Tensor]) -> Tensor:
+        """Return what experts make of these rows, those of the first expert first."""
+        counts = torch.tensor([len(its) for its in rows])
+        with torch.no_grad():
+            y_MC: Tensor = self.routed.layer.experts(
+                torch.cat(list(rows)), counts.cumsum(0, dtype=torch.int32)
+            )
+        return y_MC
+
+    def returned(self, *, is_sorted_there: bool, is_sorted_home: bool) -> Tensor:
+        own, home = self.per_rank, []
+        for target in range(len(self.places)):
+            experts = range(target * own, (target + 1) * own)
+            arrived = [[rows[expert] for expert in experts] for rows in self.rows]
+            y_MC = self._at_rank(target, arrived, is_sorted=is_sorted_there)
+            sizes = [[len(its) for its in of_rank] for of_rank in arrived]
+            if is_sorted_home:
+                by_expert = [sizes[rank][e] for e in range(own) for rank in range(len(sizes))]
+                pieces = y_MC.split(by_expert)
+                y_MC = torch.cat(
+                    [piece for rank in range(len(sizes)) for piece in pieces[rank :: len(sizes)]]
+                )
+            home.append(y_MC.split([sum(of_rank) for of_rank in sizes])[self.own])
+        return torch.cat(home)
+
+    def _at_rank(self, target: int, arrived: list[list[Tensor]], *, is_sorted: bool) -> Tensor:
+        """Return what a rank's experts make of rows that arrive, where they lie then."""
+        own = self.per_rank
+        by_expert = [torch.cat([of_rank[e] for of_rank in arrived]) for e in range(own)]
+        x_MC = torch.cat(by_expert if is_sorted else [torch.cat(of_rank) for of_rank in arrived])
+        rows = [x_MC[:0]] * self.routed.layer.experts.num_experts
+        rows[target * own : (target + 1) * own] = x_MC.split([len(its) for its in by_expert])
+        return self._through(rows)
+
+    def moved(self, shift: int) -> Tensor:
+        by = shift * self.per_rank
+        rows = self.rows[self.own]
+        shifted = [*rows[-by:], *rows[:-by]]
+        blocks = self._through(shifted).split([len(its) for its in shifted])
+        return torch.cat([*blocks[by:], *blocks[:by]])
+
+    def blocks(self, y: Tensor) -> Sequence[Tensor]:
+        return y.split([len(its) for its in self.rows[self.own]])
+
+    def joined(self, blocks: Sequence[Tensor]) -> Tensor:
+        return torch.cat(list(blocks))
+
+
+class _Places(_Group):
+    """Every expert has as many places."""
+
+    @cached_property
+    def given(self) -> list[Tensor]:
+        """The places of each rank, [E, S, C]."""
+        k = self.scene.first.index
+        return [
+            call_of(self.scene, f"{self.path}.experts", (place, k))[0][0] for place in self.places
+        ]
+
+    def _through(self, x_ETC: Tensor) -> Tensor:
+        with torch.no_grad():
+            y_ETC: Tensor = self.routed.layer.experts(x_ETC)
+        return y_ETC
+
+    def returned(self, *, is_sorted_there: bool, is_sorted_home: bool) -> Tensor:
+        ranks, count, home = len(self.places), self.per_rank, []
+        for target in range(ranks):
+            own = slice(target * count, (target + 1) * count)
+            x_ReSC = torch.stack([x_ESC[own] for x_ESC in self.given])
+            x_eTC = (x_ReSC.movedim(0, 1) if is_sorted_there else x_ReSC).reshape(
+                count, -1, x_ReSC.shape[-1]
+            )
+            x_ETC = x_eTC.new_zeros(ranks * count, *x_eTC.shape[1:])
+            x_ETC[own] = x_eTC
+            y_eTC = self._through(x_ETC)[own]
+            if is_sorted_home:
+                y_ReSC = y_eTC.unflatten(1, (ranks, -1)).movedim(1, 0)
+            else:
+                y_ReSC = y_eTC.reshape(x_ReSC.shape)
+            home.append(y_ReSC[self.own])
+        return torch.cat(home)
+
+    def moved(self, shift: int) -> Tensor:
+        by = shift * self.per_rank
+        return self._through(self.given[self.own].roll(by, 0)).roll(-by, 0)
+
+    def blocks(self, y: Tensor) -> Sequence[Tensor]:
+        return list(y)
+
+    def joined(self, blocks: Sequence[Tensor]) -> Tensor:
+        return torch.stack(list(blocks))
+
+
+def _weights_of_others(
+    scene: Investigation, path: str, routed: RoutedLayer, places: Sequence[int]
+) -> Iterator[Other]:
+    axis, own = expert_axis(scene.spec), data_place(scene.spec, scene.rank)
+    for number, place in enumerate(places):
+        if place == own:
+            continue
+        k = scene.first.index
+        _, (weights_NK, _) = call_of(scene, f"{path}.router", (place, k))
+        sentence = (
+            "weighs what a token's experts give by the router's weights of a token of another rank "
+            f"of {axis}: weights stay where their tokens are"
+        )
+        explanation = Explanation(f"weights of {axis} rank {number}", sentence, axis=str(axis))
+        yield explanation, weights_NK, routed.rows_NKC
 
 
 def experts_cause(scene: Investigation) -> Culprit | None:

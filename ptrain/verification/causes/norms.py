@@ -14,8 +14,8 @@ from ptrain.spec.layout import position, ranks_over
 from ptrain.spec.placement import CUT
 from ptrain.spec.spec import Spec
 from ptrain.verification.causes.own_experts import expert_axis, is_of_experts, several
-from ptrain.verification.causes.scene import EXACT, Investigation
-from ptrain.verification.factors import factor_text, products
+from ptrain.verification.causes.rerun import EXACT, Investigation
+from ptrain.verification.parts import factor_text, products
 
 
 def norm_cause(scene: Investigation) -> Culprit:

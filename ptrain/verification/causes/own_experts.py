@@ -16,11 +16,23 @@ from ptrain.report.finding import Culprit
 from ptrain.spec.axis import REDUCED_AXES, Axis
 from ptrain.spec.layout import ranks_over
 from ptrain.spec.spec import Spec
-from ptrain.verification.causes.scene import EXACT, Investigation
-from ptrain.verification.causes.trials import Hypothesis, instead, own_part_of, proven
-from ptrain.verification.factors import DegreeProduct, is_even, multiple, products
-from ptrain.verification.jobs.words import families
-from ptrain.verification.parts import TensorBox, relative
+from ptrain.verification.causes.rerun import (
+    EXACT,
+    Hypothesis,
+    Investigation,
+    instead,
+    own_part_of,
+    proven,
+)
+from ptrain.verification.jobs.culprits import families
+from ptrain.verification.parts import (
+    DegreeProduct,
+    TensorBox,
+    is_even,
+    multiple,
+    products,
+    relative,
+)
 
 
 def expert_axis(spec: Spec) -> Axis | None:

@@ -12,11 +12,15 @@ from torch import Tensor
 from ptrain.models.balance import Balance, weigh
 from ptrain.models.moe import Gate
 from ptrain.report.finding import Culprit, Moment
-from ptrain.verification.causes.rerun import call_of
-from ptrain.verification.causes.scene import EXACT, Investigation
-from ptrain.verification.causes.trials import instead, own_part_of, proven
-from ptrain.verification.factors import factor_text, is_even, multiple, products
-from ptrain.verification.parts import relative
+from ptrain.verification.causes.rerun import (
+    EXACT,
+    Investigation,
+    call_of,
+    instead,
+    own_part_of,
+    proven,
+)
+from ptrain.verification.parts import factor_text, is_even, multiple, products, relative
 
 _ENOUGH = 8  # tensors that tell
 

@@ -19,9 +19,8 @@ from ptrain.verification.evidence import StepSide
 from ptrain.verification.jobs.job import Tolerance
 from ptrain.verification.jobs.record import StepRecorder
 from ptrain.verification.jobs.shards import ParameterShard
-from ptrain.verification.magnitude import QUIET, Magnitude, mean_size
 from ptrain.verification.names import canonical_modules
-from ptrain.verification.parts import difference, held, norm
+from ptrain.verification.parts import QUIET, Magnitude, difference, held, mean_size, norm
 
 _SURE = 10  # tolerances of a gradient, relative to its root mean square
 _ROUNDINGS = 16  # of a parameter, in its own dtype, that an update may differ by

@@ -16,8 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ptrain.errors import PtrainError
 from ptrain.models.ledger import OperatorMode
-from ptrain.verification.jobs.job import Job, Known, Losses
-from ptrain.verification.jobs.ranks import Ranks
+from ptrain.verification.jobs.job import Job, Known, Losses, Ranks
 
 _WRAPPERS = (DistributedDataParallel, FSDPModule, FullyShardedDataParallel)
 _COLLECTIVES = ("c10d", "_c10d_functional")

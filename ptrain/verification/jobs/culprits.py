@@ -1,20 +1,40 @@
 """Culprits that are not gradients or updates: weights that differ before the first step or are
 written before a forward pass, another autocast, a reference without numbers, a loss that is made up
-otherwise."""
+otherwise.
+
+Parameters, modules and axes in words.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 
 from ptrain.report.finding import Certainty, Culprit, Departure, Subject, Way
-from ptrain.verification.factors import factor_text
 from ptrain.verification.jobs.evidence import JobEvidence
-from ptrain.verification.jobs.ranks import Ranks
-from ptrain.verification.jobs.words import families
-from ptrain.verification.roundings import named
+from ptrain.verification.jobs.job import RANKS, Ranks
+from ptrain.verification.parts import factor_text, named
+
+
+def family(name: str) -> str:
+    """Return `blocks.*.norm.weight` for one of numbered layers."""
+    return re.sub(r"\b\d+\b", "*", name)
+
+
+def families(names: Iterable[str]) -> str:
+    """Return names as `blocks.*.norm.weight, head.weight`: numbered layers count once."""
+    kinds: dict[str, list[str]] = {}
+    for name in dict.fromkeys(names):
+        kinds.setdefault(family(name), []).append(name)
+    shown = [kind if len(members) > 1 else members[0] for kind, members in kinds.items()]
+    return ", ".join(shown[:3]) + (f" and {len(shown) - 3} more" if len(shown) > 3 else "")
+
+
+def over_axis(axis: str) -> str:
+    return "over all ranks" if axis == RANKS else f"over {axis.replace('+', ' and ')}"
 
 
 def culprit(

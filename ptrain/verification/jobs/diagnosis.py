@@ -7,18 +7,19 @@ from dataclasses import replace
 from functools import cached_property
 
 from ptrain.report.finding import Culprit, Departure, Subject
-from ptrain.verification.factors import factor_text, products
-from ptrain.verification.jobs.culprits import culprit, unclear
-from ptrain.verification.jobs.cures import Cure, own_factors, stale_factor
+from ptrain.verification.jobs.culprits import culprit, over_axis, unclear
 from ptrain.verification.jobs.evidence import JobEvidence
-from ptrain.verification.jobs.ranks import Ranks
+from ptrain.verification.jobs.job import Ranks
 from ptrain.verification.jobs.symptoms import (
     Contributions,
+    Cure,
     Symptom,
     SymptomKind,
     contributions,
+    own_factors,
+    stale_factor,
 )
-from ptrain.verification.jobs.words import over_axis
+from ptrain.verification.parts import factor_text, products
 
 _NEAR_NORM = 0.01  # of the reference's, in coarse dtypes
 

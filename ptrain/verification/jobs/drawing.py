@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ptrain.verification.jobs.again import cuda_devices
+from ptrain.verification.jobs.culprits import families
 from ptrain.verification.jobs.draws import DrawMode, RandomDraw
 from ptrain.verification.jobs.everyones_draws import EveryonesDraws, Key
-from ptrain.verification.jobs.ranks import Ranks
-from ptrain.verification.jobs.words import families
+from ptrain.verification.jobs.job import Ranks
+from ptrain.verification.jobs.record import cuda_devices
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ptrain.verification.jobs.compare import digest
 from ptrain.verification.jobs.draws import DrawMode, RandomDraw, Rows
-from ptrain.verification.jobs.ranks import Ranks
+from ptrain.verification.jobs.job import Ranks
 
 Key = tuple[str, int]  # a module's path, the how many-th draw in it
 _BITS = "bits"  # a mask of zeros and ones, eight in a byte

@@ -11,13 +11,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ptrain.verification.jobs.probe import ProbeResult
-from ptrain.verification.jobs.ranks import Ranks
+from ptrain.verification.jobs.job import Ranks
+from ptrain.verification.jobs.modules import ProbeResult
 from ptrain.verification.jobs.record import StepRecorder
 from ptrain.verification.jobs.rows import RowReport, Samples, compare_rows, ledger_of, rows_of
 from ptrain.verification.jobs.shards import ParameterShard
-from ptrain.verification.parts import difference, norm, square
-from ptrain.verification.roundings import is_number_of, rounded
+from ptrain.verification.parts import difference, is_number_of, norm, rounded, square
 
 _SAMPLE = 256  # elements of a parameter: half of them its largest, half evenly spread
 ROW_TOLERANCE = 1e-3  # relative: of outputs, and of what a loss asks; a fault is larger

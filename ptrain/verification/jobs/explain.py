@@ -6,23 +6,22 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from ptrain.report.finding import Certainty, Culprit, Departure, Subject
-from ptrain.verification.factors import is_even
-from ptrain.verification.jobs.culprits import culprit, unclear
-from ptrain.verification.jobs.cures import Cure, tried
+from ptrain.verification.jobs.culprits import culprit, families, unclear
 from ptrain.verification.jobs.diagnosis import Diagnosis
 from ptrain.verification.jobs.evidence import JobEvidence
-from ptrain.verification.jobs.job import Tolerance
-from ptrain.verification.jobs.ranks import Ranks
+from ptrain.verification.jobs.job import Ranks, Tolerance
 from ptrain.verification.jobs.rows import Samples
 from ptrain.verification.jobs.symptoms import (
+    Cure,
     Symptom,
     SymptomKind,
     by_micro_batches,
     common_factor,
     contributions,
     symptom,
+    tried,
 )
-from ptrain.verification.jobs.words import families
+from ptrain.verification.parts import is_even
 from ptrain.verification.updates.sums import coarse_sum
 
 _LOOSE = 100.0  # samples are compared with so many tolerances: a fault is larger

@@ -1,11 +1,17 @@
 """Each module of a model by itself: what it was given in a step and what it gave, beside what the
 plain module gives for the same. A module that does the same forward and backward is not where a
-step departs, whatever it was given; so what departs is within one that does not."""
+step departs, whatever it was given; so what departs is within one that does not.
+
+The reference's model on this rank's own micro-batches: the same inputs, and the same gradients
+of the loss by its outputs. What its modules return is what the wrapped ones must return for these
+inputs; and its parameters' gradients are what this rank has to contribute to the global one, so
+that the gradient that the optimizer got can be told in terms of ranks and micro-batches.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Self
@@ -19,11 +25,10 @@ from ptrain.errors import Fault
 from ptrain.models.arguments import first_real, is_real
 from ptrain.models.boundary import CodeRaised, boundary, said
 from ptrain.report.finding import Moment
-from ptrain.verification.jobs.again import cuda_devices
 from ptrain.verification.jobs.compare import digest, pieces
 from ptrain.verification.jobs.job import Tolerance
-from ptrain.verification.jobs.record import counts
-from ptrain.verification.names import canonical_modules
+from ptrain.verification.jobs.record import ForwardCall, counts, cuda_devices
+from ptrain.verification.names import canonical_modules, canonical_parameters
 from ptrain.verification.outputs import Key
 from ptrain.verification.parts import difference, held, norm
 
@@ -278,3 +283,78 @@ def innermost(paths: Sequence[str]) -> list[str]:
 def is_within(path: str, whole: str) -> bool:
     """Return whether a module's (or a parameter's) path is of this module or of one in it."""
     return not whole or path == whole or path.startswith(f"{whole}.")
+
+
+@dataclass(slots=True)
+class ProbeResult:
+    """`gradients` by micro-batch and parameter; a micro-batch without is one that cannot be run on
+    one device (inputs that are DTensors, outputs that no loss was computed of)."""
+
+    modules: Calls = field(default_factory=dict)
+    gradients: list[dict[str, Tensor]] = field(default_factory=list)
+
+
+def probed(model: nn.Module, calls: Sequence[ForwardCall]) -> ProbeResult:
+    """Leaves the model as it was: no gradient is kept, buffers are put back."""
+    with untouched(model), ModuleRecorder(model) as recorder:
+        gradients = [_run(model, call) for call in calls]
+    return ProbeResult(recorder.calls, gradients)
+
+
+def _run(model: nn.Module, call: ForwardCall) -> dict[str, Tensor]:
+    inputs = tree_leaves((call.args, call.kwargs))
+    if any(isinstance(leaf, DTensor) for leaf in (*inputs, *call.upstream.values())):
+        return {}
+    with ExitStack() as stack:
+        stack.enter_context(autocast_of([call]))
+        stack.enter_context(torch.enable_grad())
+        leaves = _leaves(model, call)
+    if any(place >= len(leaves) for place in call.upstream):
+        return {}
+    wanted = {place: leaves[place] for place in call.upstream if is_real(leaves[place])}
+    alike = all(leaf.shape == call.upstream[place].shape for place, leaf in wanted.items())
+    if not wanted or not alike:
+        return {}
+    parameters = {
+        n: parameter
+        for n, parameter in canonical_parameters(model).items()
+        if parameter.requires_grad
+    }
+    gradients = torch.autograd.grad(
+        list(wanted.values()),
+        list(parameters.values()),
+        [call.upstream[place].to(leaf.dtype) for place, leaf in wanted.items()],
+        allow_unused=True,
+    )
+    return {n: g for n, g in zip(parameters, gradients, strict=True) if g is not None}
+
+
+def _leaves(model: nn.Module, call: ForwardCall) -> list[Any]:
+    """What the whole model returns; nothing where it cannot take what a stage of it is given."""
+    try:
+        with boundary(lambda error: Fault(place="model", finding=said(error))):
+            return tree_leaves(model(*call.args, **call.kwargs))
+    except CodeRaised:
+        return []
+
+
+def autocast_of(calls: Sequence[ForwardCall]) -> AbstractContextManager[object]:
+    """Return the autocast under which the first of the loop's forward passes ran."""
+    if not calls or calls[0].autocast is None:
+        return nullcontext()
+    leaves = tree_leaves((calls[0].args, calls[0].kwargs))
+    device = next((leaf.device.type for leaf in leaves if isinstance(leaf, Tensor)), "cpu")
+    return torch.autocast(device, dtype=calls[0].autocast)
+
+
+@contextmanager
+def untouched(model: nn.Module) -> Iterator[None]:
+    """Put a model's buffers and torch's random state back."""
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    try:
+        with torch.random.fork_rng(devices=cuda_devices(model)):
+            yield
+    finally:
+        with torch.no_grad():
+            for name, buffer in model.named_buffers():
+                buffer.copy_(buffers[name])

@@ -13,10 +13,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from ptrain.verification.factors import multiple
 from ptrain.verification.jobs.compare import digest
 from ptrain.verification.jobs.record import ForwardCall
-from ptrain.verification.parts import difference, norm
+from ptrain.verification.parts import difference, multiple, norm
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,12 +1,15 @@
-"""Both loops side by side, step by step, until one departs or all steps are done."""
+"""Run both loops side by side, step by step, until one departs or all steps are done. A loop that
+does not repeat its own result bit by bit cannot be judged.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ptrain.errors import Fault
 from ptrain.models.boundary import CodeRaised, boundary, said
@@ -15,7 +18,7 @@ from ptrain.report.record import Check
 from ptrain.verification.compare import Liveness, claim
 from ptrain.verification.differences import AllDifferences, Differences, LargestDifference
 from ptrain.verification.jobs.averages import explain_average, is_undecided
-from ptrain.verification.jobs.compare import at_start, digest, replicas
+from ptrain.verification.jobs.compare import at_start, digest, digests, replicas
 from ptrain.verification.jobs.conditions import (
     GlobalLoss,
     has_parameters,
@@ -30,14 +33,14 @@ from ptrain.verification.jobs.culprits import (
     explain_loss,
     explain_precision,
     explain_start,
+    families,
     reference_not_finite,
 )
 from ptrain.verification.jobs.drawing import Drawing, RandomState
 from ptrain.verification.jobs.inquiry import Inquiry
-from ptrain.verification.jobs.job import TOLERANCES, Job, Terms, tolerance_of
+from ptrain.verification.jobs.job import TOLERANCES, Job, Ranks, Terms, ranks_of, tolerance_of
 from ptrain.verification.jobs.metamorphic import Metamorphic, TriedRelation
-from ptrain.verification.jobs.ranks import ranks_of
-from ptrain.verification.jobs.repeat import repeated, start_sums
+from ptrain.verification.jobs.record import StepRecorder
 from ptrain.verification.jobs.rows import ledger_of, rows_of
 from ptrain.verification.jobs.shards import ParameterShard, held_by, parameter_names, values_of
 from ptrain.verification.jobs.step import (
@@ -53,11 +56,85 @@ from ptrain.verification.jobs.step import (
 )
 from ptrain.verification.jobs.verdict import OwnVerdict
 from ptrain.verification.jobs.watched import Watched
-from ptrain.verification.jobs.words import families
 from ptrain.verification.names import canonical_parameters
 from ptrain.verification.parts import numbers_apart
 from ptrain.verification.updates.clip import clipping
 from ptrain.verification.updates.explain import explain_update
+
+Sums = dict[str, dict[str, list[str]]]
+
+
+def repeated(
+    job: Job,
+    wholes: Mapping[str, Tensor],
+    terms: Terms,
+    *,
+    shares: Sequence[Any],
+    first: Sequence[Sums],
+    drawing: Drawing,
+) -> Culprit | None:
+    """Runs as many steps as `first` has checksums of, which begins with those of the start."""
+    holds, ranks = held_by(job.model, wholes, terms.part), drawing.ranks
+    differing = _gathered(ranks, _differing(first[0], {"parameters": _sums(holds)}))
+    if differing:
+        return _culprit(
+            differing,
+            0,
+            "Built anew, the loop has other weights: seed what builds it, on every rank.",
+        )
+    for step, (share, expected) in enumerate(zip(shares, first[1:], strict=True)):
+        with StepRecorder(job.model, holds) as seen, drawing.recorded(job.model):
+            job.step(share)
+        now = {"gradients": digests(holds, seen.gradients), "parameters": _sums(holds)}
+        differing = _gathered(ranks, _differing(expected, now))
+        if differing:
+            return _culprit(
+                differing, step,
+                "Run again from the same weights on the same batch, the loop gives other bits: "
+                "an unseeded dropout or draw, or an operator that is not deterministic "
+                "(torch.use_deterministic_algorithms).",
+            )  # fmt: skip
+    return None
+
+
+def start_sums(holds: Mapping[str, ParameterShard]) -> Sums:
+    return {"parameters": _sums(holds)}
+
+
+def _sums(holds: Mapping[str, ParameterShard]) -> dict[str, list[str]]:
+    return digests(holds, {name: shard.value() for name, shard in holds.items()})
+
+
+def _differing(expected: Sums, now: Sums) -> dict[str, list[str]]:
+    """Return what differs, by kind; gradients before parameters."""
+    return {
+        kind: [name for name, checksum in sums.items() if expected[kind].get(name) != checksum]
+        for kind, sums in now.items()
+    }
+
+
+def _gathered(ranks: Ranks, mine: dict[str, list[str]]) -> list[tuple[int, str, list[str]]]:
+    """(rank, kind, names) of the first kind that differs on any rank."""
+    everyones = ranks.gather(mine)
+    for kind in mine:
+        rows = [(rank, kind, its[kind]) for rank, its in enumerate(everyones) if its[kind]]
+        if rows:
+            return rows
+    return []
+
+
+def _culprit(differing: Sequence[tuple[int, str, list[str]]], step: int, sentence: str) -> Culprit:
+    names = dict.fromkeys(name for _, _, group in differing for name in group)
+    return Culprit(
+        state=Subject(differing[0][1]),
+        axis="",
+        factor="not the same twice",
+        place=families(names),
+        step=step,
+        ranks=tuple(rank for rank, _, _ in differing),
+        sentence=sentence,
+    )
+
 
 _OF_CLOSURES = 1e4  # LBFGS' line search: what a rounding becomes in some steps
 _REPEATED = 3  # steps that the loop must do alike when it is run again from its start

@@ -1,30 +1,190 @@
-"""Faults of loops whose ranks have slices of the samples' tokens (context parallelism by hand).
-What modules are given, what the loss asks for, which tokens notice others and what comes back to a
-module is compared with the same tokens' of one device; what departs first is put right in one more
-step of the loop."""
+"""Find faults of loops whose ranks have slices of the samples' tokens (context parallelism by
+hand).
+
+What modules receive, what the loss trains, which tokens influence others and which gradients return
+to a module is compared with the same tokens on one device. The first departure is corrected in one
+more step of the loop: another input of a module, another gradient of its output, the attention mask
+of the tokens' real positions.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
-from torch.utils._pytree import tree_leaves
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
+from ptrain.models.arguments import first_real
 from ptrain.report.finding import Certainty, Culprit, Subject
-from ptrain.verification.factors import multiple
 from ptrain.verification.jobs.asked_tokens import AskedTokens
-from ptrain.verification.jobs.culprits import proven
-from ptrain.verification.jobs.modules import Calls
-from ptrain.verification.jobs.noticed import noticed, seen_by_one
-from ptrain.verification.jobs.probe import probed, untouched
-from ptrain.verification.jobs.slice_trials import Forced, MaskOfPlaces, forced
-from ptrain.verification.jobs.token_slices import TokenSlice, slice_of
-from ptrain.verification.jobs.words import families, family
-from ptrain.verification.parts import relative
+from ptrain.verification.jobs.culprits import families, family, proven
+from ptrain.verification.jobs.modules import Calls, autocast_of, probed, untouched
+from ptrain.verification.jobs.record import ForwardCall
+from ptrain.verification.jobs.token_slices import TokenSlice, slice_of, tokens_of
+from ptrain.verification.names import canonical_modules
+from ptrain.verification.parts import multiple, relative
+
+_HIDDEN = -1e4  # what a mask adds to the scores that it hides, or less (-inf)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forced:
+    """What the passes of one module get in the place of what they have: leaves of what it is given
+    by their place, and the gradient of the first tensor that it returns."""
+
+    given: Mapping[int, Tensor] | None = None
+    upstream: Tensor | None = None
+
+
+@contextmanager
+def forced(model: nn.Module, places: Mapping[str, Forced]) -> Iterator[None]:
+    """Within it these modules, by path, get other inputs or gradients."""
+    modules = dict(canonical_modules(model))
+    with ExitStack() as stack:
+        for path, instead in places.items():
+            if instead.given is not None:
+                before = partial(_give, instead.given)
+                handle = modules[path].register_forward_pre_hook(before, with_kwargs=True)
+                stack.callback(handle.remove)
+            if instead.upstream is not None:
+                after = partial(_hand_back, instead.upstream)
+                stack.callback(modules[path].register_forward_hook(after).remove)
+        yield
+
+
+def _give(given: Mapping[int, Tensor], module: nn.Module, args: Any, kwargs: Any) -> Any:
+    leaves, spec = tree_flatten((args, kwargs))
+    return tree_unflatten([given.get(at, leaf) for at, leaf in enumerate(leaves)], spec)
+
+
+def _hand_back(upstream: Tensor, module: nn.Module, args: Any, output: Any) -> Any:
+    first = first_real(output)
+
+    def put(leaf: Any) -> Any:
+        if first is None or leaf is not first or not leaf.requires_grad:
+            return leaf
+        copy = leaf.clone()
+        copy.register_hook(lambda gradient: upstream.to(gradient))
+        return copy
+
+    return tree_map(put, output)
+
+
+_FILLED = (Tensor.masked_fill, Tensor.masked_fill_, torch.masked_fill)
+_ADDED = (Tensor.add, Tensor.add_, torch.add, Tensor.__add__, Tensor.__radd__, Tensor.__iadd__)
+_WEIGHED = (Tensor.softmax, torch.softmax, F.softmax)
+
+
+class MaskOfPlaces(TorchFunctionMode):
+    """While entered, scores of attention [..., queries, keys] are hidden where `seen` [queries,
+    keys] says so, and nowhere else: in torch's attention, and in a softmax of scores that are
+    masked by hand (filled, or added to)."""
+
+    def __init__(self, seen: Tensor) -> None:
+        super().__init__()
+        self._seen = seen
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if function is F.scaled_dot_product_attention:
+            args, kwargs = self._attended(args, kwargs)
+        elif args and isinstance(args[0], Tensor) and self._are_scores(args[0]):
+            if function in _FILLED and _hides(args[2] if len(args) > 2 else kwargs.get("value")):
+                return args[0]  # the mask is laid over them before the softmax
+            if function in _ADDED and len(args) > 1 and _hides(args[1]):
+                return args[0]
+            if function in _WEIGHED:
+                hidden = ~self._seen.to(args[0].device)
+                args = args[0].masked_fill(hidden, -torch.inf), *args[1:]
+        return function(*args, **kwargs)
+
+    def _are_scores(self, tensor: Tensor) -> bool:
+        return tensor.shape[-2:] == self._seen.shape
+
+    def _attended(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        given = dict(zip(("query", "key", "value", "attn_mask", "dropout_p"), args, strict=False))
+        given |= kwargs
+        if (given["query"].shape[-2], given["key"].shape[-2]) != tuple(self._seen.shape):
+            return args, kwargs
+        mask = self._seen.to(given["query"].device)
+        return (), given | {"attn_mask": mask, "is_causal": False}
+
+
+def _hides(value: Any) -> bool:
+    """Return whether what scores are filled with, or what is added to them, hides some."""
+    least = float(value.min()) if isinstance(value, Tensor) and value.numel() else value
+    return isinstance(least, int | float) and least <= _HIDDEN
+
+
+_ROUNDED_AWAY = 4  # roundings of a logit: smaller effects are seen on one side by chance
+
+
+def noticed(
+    model: Callable[..., Any], call: ForwardCall, changed: Sequence[int], columns: Sequence[int]
+) -> Tensor | None:
+    """Return [changed, columns]: by how much logits are others, relative to the largest, when the
+    token at a place of the whole sample is another one; roundings of their dtype are 1. `columns`:
+    the places of the tokens that the model is given. None of a model that returns no logits of its
+    tokens, or draws. All ranks call it alike."""
+    tokens = tokens_of(call)
+    assert tokens is not None, "the slice was found by them"
+    (before, eps), (again, _) = (_logits(model, call, tokens) for _ in range(2))
+    known = before.dim() == 3 and before.shape[:2] == tokens.shape and torch.equal(before, again)
+    rows = []
+    for place in changed:
+        other = tokens.clone()
+        if place in columns:
+            column = list(columns).index(place)
+            other[:, column] = tokens[:, column].roll(1) if tokens.size(0) > 1 else 0
+            same = other[:, column] == tokens[:, column]
+            other[same, column] = (tokens[same, column] + 1) % (int(tokens.max()) + 1)
+        after, _ = _logits(model, call, other)  # where this rank has it not, another one has
+        rows.append(_apart(after, before) if known else torch.zeros(1))
+    largest = _finite(before).abs().max().double()
+    return torch.stack(rows) / (eps * largest) if known else None
+
+
+def _apart(after: Tensor, before: Tensor) -> Tensor:
+    """Return by how much the logits of each token are others, at most: [tokens] in fp64, one after
+    the other, as all of them in fp64 are larger than the model."""
+    pairs = zip(after.unbind(1), before.unbind(1), strict=True)
+    return torch.stack([(_finite(a).double() - _finite(b)).abs().max() for a, b in pairs])
+
+
+def _finite(logits: Tensor) -> Tensor:
+    """Return logits of which those that a mask makes infinite are nothing."""
+    return logits.nan_to_num(posinf=0, neginf=0)
+
+
+def seen_by_one(those: Tensor, others: Tensor) -> Tensor:
+    """Return where `those` notice, by more than what is rounded away, and `others` nothing."""
+    return (those > _ROUNDED_AWAY) & (others == 0)
+
+
+@torch.no_grad()
+def _logits(model: Callable[..., Any], call: ForwardCall, tokens: Tensor) -> tuple[Tensor, float]:
+    """Return the logits, and the roundings of their dtype."""
+    first = tokens_of(call)
+
+    def instead(leaf: Any) -> Any:
+        return tokens if leaf is first else leaf
+
+    args, kwargs = tree_map(instead, (call.args, call.kwargs))
+    with autocast_of([call]):
+        output = model(*args, **kwargs)
+    logits = first_real(output)
+    assert logits is not None, "it returned some before"
+    return logits, torch.finfo(logits.dtype).eps
+
 
 if TYPE_CHECKING:
     from ptrain.verification.jobs.inquiry import Inquiry

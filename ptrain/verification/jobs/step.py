@@ -13,7 +13,6 @@ from torch import Tensor
 
 from ptrain.report.finding import Moment, Subject
 from ptrain.verification.differences import Differences, ParameterMove
-from ptrain.verification.jobs.again import ModelState
 from ptrain.verification.jobs.averages import Averages
 from ptrain.verification.jobs.compare import (
     compare_buffers,
@@ -28,15 +27,11 @@ from ptrain.verification.jobs.compare import (
 )
 from ptrain.verification.jobs.conditions import Alone
 from ptrain.verification.jobs.drawing import Drawing, RandomState, drawing_from
-from ptrain.verification.jobs.job import Job, Tolerance
-from ptrain.verification.jobs.ranks import Ranks
-from ptrain.verification.jobs.record import StepRecorder
+from ptrain.verification.jobs.job import Job, Ranks, Tolerance
+from ptrain.verification.jobs.record import ModelState, StepRecorder
 from ptrain.verification.jobs.shards import ParameterShard, values_of
-from ptrain.verification.magnitude import Magnitude
-from ptrain.verification.parts import square
-from ptrain.verification.roundings import COARSER, named
-from ptrain.verification.updates.case import UpdateCase, compare_masters
-from ptrain.verification.updates.clip import Accumulation
+from ptrain.verification.parts import COARSER, Magnitude, named, square
+from ptrain.verification.updates.clip import Accumulation, UpdateCase, compare_masters
 
 Rows = dict[str, Tensor]
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from ptrain.report.finding import Culprit, Subject
+from ptrain.verification.jobs.culprits import families
 from ptrain.verification.jobs.metamorphic import TriedRelation, of_both_sides
 from ptrain.verification.jobs.record import StepRecorder
 from ptrain.verification.jobs.shards import ParameterShard, values_of
-from ptrain.verification.jobs.words import families
 
 _STILL = 2  # steps at the end without a move, from which a schedule's last step is told
 

@@ -1,5 +1,7 @@
-"""Why an update departs whose gradients are right: what was tried on the evidence, and the culprit
-that this proves; without a proof what departs first, and what was ruled out."""
+"""Explain an update that departs although its gradients are right: the culprit if the evidence
+proves one, else what departs first and what was ruled out. Ranks that hold the same part of a
+parameter must have the same bits of it.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +13,43 @@ import torch
 
 from ptrain.report.finding import Certainty, Culprit, Departure, Subject
 from ptrain.verification.jobs.compare import digest
-from ptrain.verification.jobs.culprits import culprit
-from ptrain.verification.jobs.ranks import Ranks
-from ptrain.verification.jobs.words import families
-from ptrain.verification.updates.case import BROKEN, Remainder, UpdateCase
-from ptrain.verification.updates.record import piece_shape
-from ptrain.verification.updates.repeat import CannotRepeat, Ingredients, UpdateOutcome, repeat
-from ptrain.verification.updates.replicas import explain_replicas
+from ptrain.verification.jobs.culprits import culprit, families
+from ptrain.verification.jobs.job import Ranks
+from ptrain.verification.updates.clip import BROKEN, Remainder, UpdateCase
+from ptrain.verification.updates.repeat import (
+    CannotRepeat,
+    Ingredients,
+    UpdateOutcome,
+    piece_shape,
+    repeat,
+)
 from ptrain.verification.updates.swaps import Ingredient, Swap, SwapSearch, differing, search
 from ptrain.verification.updates.wording import IngredientPair, differing_pairs, words
+
+
+def explain_replicas(departures: Sequence[Departure], case: UpdateCase, ranks: Ranks) -> Culprit:
+    """Ranks have the same part, right to rounding, and not the same bits of it."""
+    first = departures[0]
+    names = [departure.name for departure in departures]
+    after = case.seen.after
+    left = ranks.gather({name: digest(after[name].value) for name in names if name in after})
+    written = ranks.gather(sorted(set(case.written_after()) & set(names)))
+    alike = {left[rank].get(first.name) for rank in first.between}
+    writers = [rank for rank in first.between if first.name in written[rank]]
+    is_proven = len(alike) == 1 and None not in alike and bool(writers)
+    who = ", ".join(map(str, first.between))
+    cure = (
+        f"the optimizers left the same bits on all of them, and rank "
+        f"{', '.join(map(str, writers))} has others when its step is over"
+    )
+    return culprit(
+        departures, ranks, state=first.subject, axis=ranks.axis_of(first.between),
+        factor="replicas differ", who=writers if is_proven else None,
+        sentence=f"Ranks {who} hold the same part and have different bits of it: broadcast it "
+        "once, and look at what is computed on each rank.",
+        certainty=Certainty.PROVEN if is_proven else Certainty.UNEXPLAINED,
+        tried=cure if is_proven else "the difference is rounding beside one device's",
+    )  # fmt: skip
 
 
 def explain_update(departures: Sequence[Departure], case: UpdateCase, ranks: Ranks) -> Culprit:

@@ -14,9 +14,8 @@ from torch import Tensor
 
 from ptrain.report.finding import Certainty, Culprit, Subject
 from ptrain.verification.jobs.evidence import JobEvidence, Sample
-from ptrain.verification.jobs.ranks import Ranks
-from ptrain.verification.parts import square
-from ptrain.verification.roundings import named, rounded
+from ptrain.verification.jobs.job import Ranks
+from ptrain.verification.parts import named, rounded, square
 
 _COARSE = (torch.bfloat16, torch.float16)
 _LOOSE = 10.0  # tolerances of a gradient

@@ -11,9 +11,9 @@ from typing import assert_never
 
 from torch import Tensor
 
-from ptrain.verification.jobs.ranks import Ranks
+from ptrain.verification.jobs.job import Ranks
 from ptrain.verification.parts import difference, norm
-from ptrain.verification.updates.case import BROKEN, Remainder, UpdateCase
+from ptrain.verification.updates.clip import BROKEN, Remainder, UpdateCase
 from ptrain.verification.updates.repeat import (
     CannotRepeat,
     Ingredients,

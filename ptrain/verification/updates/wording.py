@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from ptrain.report.finding import Subject
-from ptrain.verification.factors import factor_text
-from ptrain.verification.jobs.words import families
-from ptrain.verification.roundings import is_number_of
-from ptrain.verification.updates.case import UpdateCase
+from ptrain.verification.jobs.culprits import families
+from ptrain.verification.parts import factor_text, is_number_of
+from ptrain.verification.updates.clip import UpdateCase
 from ptrain.verification.updates.repeat import as_number, is_row
 from ptrain.verification.updates.swaps import Ingredient, Swap, Swaps, differing, distance
 

@@ -1,5 +1,13 @@
-"""What a placement on the context axis does to a model: its layers' cores reach the tokens of other
-ranks, and its positions are those of the rank's own tokens in the whole sequence."""
+"""Apply a placement on the context axis to a model: attention reaches the tokens of other ranks,
+and positions are those of the rank's tokens in the whole sequence.
+
+Ulysses (Jacobs et al. 2023): ranks exchange their tokens of all heads for all tokens of their
+heads, attend, and exchange back. Key-value heads that the degree does not divide are repeated
+first: up to the degree, where it is a multiple of their number.
+
+Legend of shape suffixes: B samples, H heads of all ranks, T tokens of a rank, D elements per head,
+N ranks, h heads of a rank, S tokens of all of them.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +28,8 @@ from ptrain.axes.context.tokens import Span
 from ptrain.facts.model import Attending
 from ptrain.internals.functional_collectives import all_to_all_single_autograd, awaited
 from ptrain.models.attention import Core, repeated
-from ptrain.models.batch import StepBatch
 from ptrain.models.dropout import dropouts
+from ptrain.models.objective import StepBatch
 from ptrain.models.transformer import Transformer
 from ptrain.rooms.mesh import Mesh
 from ptrain.spec.dials import ReduceScatterVia

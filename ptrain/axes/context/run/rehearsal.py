@@ -1,11 +1,12 @@
-"""Whether slices of the tokens through a model that is not built in are what the whole sequence is.
+"""Check that a model that is not built in computes the same on slices of the tokens as on the whole
+sequence, in one process.
 
-A few tokens go through the model whole. Then a rank's slice of them goes through it alone, given
-its positions; what its modules that attend hand to attention must be the slice of what they did
-before, and they are given the slice of what they were given then. So nothing but attention may
-reach from token to token, and positions must be those that the model is given; no rank is needed,
-and a departure has the name of the first module where it shows. A model that drops out does so once
-more, under the same random numbers: what it draws must be the slice of what it drew.
+A few tokens go through the whole model. Then each rank's slice goes through it with its own
+positions. What a module hands to attention must be the slice of what it handed over before, and
+attention returns the slice of what it returned then: so nothing but attention may mix tokens, and
+positions must be those that the model is given. A departure is named after the first module that
+shows it. A model with dropout is run once more under equal random numbers: what a slice draws must
+be the slice of what the whole draws.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ptrain.axes.context.tokens import Span
-from ptrain.models.batch import SampleBatch, StepBatch, TokenPair
+from ptrain.models.objective import SampleBatch, StepBatch, TokenPair
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,11 +10,10 @@ from typing import assert_never
 
 from torch import nn
 
-from ptrain.axes.data.run.flat import FlatWrap
+from ptrain.axes.data.run.flat import FlatWrap, ParameterWrap, WrappedModel
 from ptrain.axes.data.run.fully_sharded import FullyShardedWrap
 from ptrain.axes.data.run.members import RowWriter
 from ptrain.axes.data.run.replicated import ReplicatedWrap
-from ptrain.axes.data.run.wrapped import ParameterWrap, WrappedModel
 from ptrain.rooms.mesh import Mesh
 from ptrain.rooms.registry import Registry
 from ptrain.steps.step import Plan

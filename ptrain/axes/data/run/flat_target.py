@@ -10,9 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ptrain.axes.data.cuts import Axes, Cuts
-from ptrain.axes.data.run.local_part import part_of, whole_of
 from ptrain.axes.data.run.members import ParameterMembers
-from ptrain.axes.data.run.target import CutView, Named
+from ptrain.axes.data.run.target import CutView, Named, part_of, whole_of
 from ptrain.axes.data.theta import Parameters
 from ptrain.axes.data.update import ShardTarget, TensorsUpdate, TensorTarget, UnitState
 from ptrain.costs import State

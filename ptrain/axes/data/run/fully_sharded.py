@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from ptrain.axes.data.run.wrapped import ParameterWrap
+from ptrain.axes.data.run.flat import ParameterWrap
 from ptrain.costs import State
 from ptrain.internals import fsdp2
 from ptrain.internals.dtensor import side_by_side

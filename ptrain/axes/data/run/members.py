@@ -9,7 +9,7 @@ from itertools import accumulate
 
 import torch
 
-from ptrain.axes.data.run.local_part import Parameter, axes_of
+from ptrain.axes.data.run.target import Parameter, axes_of
 from ptrain.spec.axis import Axis
 from ptrain.units import ceil_div
 

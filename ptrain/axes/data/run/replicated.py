@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ptrain.axes.data.run.flat import ParameterWrap
 from ptrain.axes.data.run.spread import ZeroRedundancyUpdate
 from ptrain.axes.data.run.summing import handing_over
-from ptrain.axes.data.run.wrapped import ParameterWrap
 from ptrain.facts.stages import Units
 from ptrain.rooms.mesh import Mesh
 from ptrain.rooms.registry import Registry

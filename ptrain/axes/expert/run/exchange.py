@@ -1,5 +1,9 @@
-"""The way of rows to the experts of other ranks and back: an all-to-all there and one back, and in
-backward the same two for gradients.
+"""Exchange rows with the ranks that have their experts: an all-to-all there and one back, and the
+same two in backward for gradients.
+
+An exchange can be in flight while something else is computed, in forward and in backward. torch's
+own functional all-to-all waits for its gradient where it starts, so nothing would run beside it in
+backward.
 
 Legend of shape suffixes: N ranks, E experts of all ranks, e experts of a rank, S places that an
 expert has of one rank's samples, T places of all ranks, M rows of a rank's tokens, R rows that its
@@ -22,7 +26,7 @@ from ptrain.internals.functional_collectives import (
     awaited,
     exchanged,
 )
-from ptrain.models.journey import Journey
+from ptrain.models.dropless import Journey
 
 # An exchange that is under way while something else is computed, in forward and in backward.
 #

@@ -1,4 +1,8 @@
-"""What a placement on pp does: the rank's stages, run by its instructions."""
+"""Apply a placement on pp: build the rank's stages and run its instructions one after the other.
+
+Neighbouring stages of one rank pass the tensor itself. A received tensor lives until the pass that
+takes it releases it, a sent one until its `Release`.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +25,13 @@ from ptrain.axes.pipeline.instructions import (
     taken,
     training,
 )
-from ptrain.axes.pipeline.run.stage import BoundaryTensor, PassCallbacks, StageRunner, Waits
-from ptrain.axes.pipeline.run.staged import Staged
+from ptrain.axes.pipeline.run.stage import BoundaryTensor, PassCallbacks, Staged, StageRunner, Waits
 from ptrain.axes.pipeline.schedule import Action
 from ptrain.costs import State
 from ptrain.errors import RankFailed
 from ptrain.facts.stages import Chain
-from ptrain.models.batch import StepBatch
 from ptrain.models.numerics import TORCH_DTYPES
+from ptrain.models.objective import StepBatch
 from ptrain.rooms.mesh import Mesh
 from ptrain.rooms.registry import Registry
 from ptrain.spec.spec import Spec

@@ -1,9 +1,13 @@
-"""What a placement on the tensor axis does to a module: torch's parallel styles by role, from
-outside, before any data axis wraps it.
+"""Apply a placement on the tensor axis to a module: torch's parallel styles by role, before any
+data axis wraps the module.
 
-Between the sub-blocks a rank has all tokens (A = R) or its slice of them (A = S, S*: sequence
-parallelism). A sub-block's input is made whole once for all its column operators, so that their
+Between sub-blocks a rank has all tokens (A = R) or its slice of them (A = S, S*: sequence
+parallelism). A sub-block's input is gathered once for all its column operators, so that their
 gradients are summed once: Megatron's two sums forward and two backward per block.
+
+Three things that torch's styles lack: sub-blocks whose code counts features or heads by attributes
+or by the input's width see the rank's numbers; dropout inside a sub-block uses a mask per rank and
+one common mask outside; and layers whose weight is stored inputs by outputs (transformers' Conv1D).
 """
 
 from __future__ import annotations

@@ -1,5 +1,9 @@
-"""How a module's parameters, inputs and outputs lie over the tensor axis: styles beside those that
-torch has."""
+"""Styles beside torch's for how a module's parameters, inputs and outputs are laid out over the
+tensor axis.
+
+A = S*: of the common input of the column operators, each rank saves its slice of the tokens and
+gathers it again for backward (Korthikanti et al. 2022, section 4.2.2).
+"""
 
 from __future__ import annotations
 
