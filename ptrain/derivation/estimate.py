@@ -95,13 +95,25 @@ def derive(
     step's time is left out unless it `is_timed`."""
     facts = own_facts(spec) if facts is None else facts
     plan, estimate = _estimated(spec, facts, machine, _timed if is_timed else _exact)
-    return Derivation(paper=paper(plan.spec, facts), exact=estimate, plan=plan, facts=facts)
+    spec = plan.spec
+    own = spec.model.ignored if isinstance(spec.model, ModelShape) else ()
+    ignored = ", ".join(own or facts.ignored)
+    estimate = replace(
+        estimate,
+        operations=operations(spec, plan),
+        warnings=(
+            *estimate.warnings,
+            *kernel_warnings(spec, estimate.unclaimed, estimate.undefined),
+            *([f"fields of the model's config without effect: {ignored}"] if ignored else ()),
+        ),
+    )
+    return Derivation(paper=paper(spec, facts), exact=estimate, plan=plan, facts=facts)
 
 
 def fullest_alone(spec: Spec, facts: ModelFacts) -> Estimate:
-    """Return of a legal spec's derivation what is exact, in a fraction of its time, for who asks of
-    many specs whether they fit: without a step's time, and of the ranks of a pipeline others stand
-    for those that are no fuller."""
+    """Return of a legal spec's derivation what is exact of memory, in a fraction of its time, for
+    who asks of many specs whether they fit: without traffic, operations, words and a step's time,
+    and of the ranks of a pipeline others stand for those that are no fuller."""
     return _estimated(spec, facts, None, partial(_exact, is_fullest=True))[1]
 
 
@@ -113,22 +125,14 @@ def _estimated(
     spec = plan.spec
     require_executed(spec, plan, facts)
     estimate = of_step(spec, plan, facts, machine)
-    foreign = unclaimed(spec, facts)
-    own = spec.model.ignored if isinstance(spec.model, ModelShape) else ()
-    ignored = ", ".join(own or facts.ignored)
-    return plan, replace(
+    estimate = replace(
         estimate,
-        operations=operations(spec, plan),
-        unclaimed=foreign,
+        unclaimed=unclaimed(spec, facts),
         assumed=assumed(spec),
         startup_bytes=startup_bytes(spec, facts),
         builds_whole=bool(facts.built_whole),
-        warnings=(
-            *estimate.warnings,
-            *kernel_warnings(spec, foreign, estimate.undefined),
-            *([f"fields of the model's config without effect: {ignored}"] if ignored else ()),
-        ),
     )
+    return plan, estimate
 
 
 def _timed(
@@ -227,12 +231,15 @@ def exact(
     is_fullest: bool = False,
 ) -> Estimate:
     """Memory per state and rank, peaks per phase, traffic per axes x collective x state x phase.
-    Of a `machine` the step's time, too. `is_fullest`: of the ranks of a pipeline the fullest are
-    asked about."""
+    Of a `machine` the step's time, too. `is_fullest`: the memory of the fullest ranks is asked
+    about, and nothing else."""
     if plan.pipeline is not None:
         return _exact_stages(spec, plan, facts, machine, is_fullest=is_fullest)
     ranks = parts_of_ranks(spec, plan, facts)
-    estimate = joined(spec, ranks, [_exact_part(spec, plan, part, machine) for part in ranks.parts])
+    of_part = partial(_exact_part, spec, plan, machine=machine, is_fullest=is_fullest)
+    estimate = joined(spec, ranks, [*map(of_part, ranks.parts)])
+    if is_fullest:
+        return estimate
     operators = add_traffic(
         (
             *tensor.sent(spec, plan, facts),
@@ -280,9 +287,6 @@ def _exact_stages(
     """Each rank's rows from its stages; of traffic a row for each account, where they differ."""
     stages = pipeline.staged(spec, plan, facts)
     schedule = schedule_of(spec)
-    accounts, account_of = pipeline.accounts(spec, plan, facts, stages, schedule)
-    keys = dict.fromkeys(row.key for rows in accounts for row in rows)
-    traffic = tuple(dict.fromkeys(_of_key(key, rows) for key in keys for rows in accounts))
     memory = pipeline.resident(spec, plan, stages)
     peaks: Sequence[Peak] = ()
     undefined: dict[str, str] = {}
@@ -290,26 +294,33 @@ def _exact_stages(
     is_counted = plan.loads is None or bool(facts.stage_rows)
     if is_tabulated(spec) or (facts.stage_passes and is_counted):
         timing = machine.of_pipeline(spec, plan, facts, schedule) if machine else None
-        if spec.activations.tiers != {Tier.DEVICE}:
-            is_fullest = False  # on a host every rank of a node counts
-        stands_for = fullest_of(schedule, stages) if is_fullest else None
+        is_all = not is_fullest or spec.activations.tiers != {Tier.DEVICE}  # a host counts all
+        stands_for = None if is_all else fullest_of(schedule, stages)
         flight = in_flight(spec, schedule, stages, memory, timing, stands_for)
         step = flight.step
         memory, peaks = memory.and_then(flight.memory), flight.peaks
     else:
         undefined = _untold(spec, facts, _NOT_TRACED_BY_STAGE)
-    return Estimate(
+    estimate = Estimate(
         column=Column.EXACT,
         world_size=spec.world_size,
         memory=memory,
         peak=peaks,
-        traffic=traffic,
         undefined=undefined,
+        step=step,
+    )
+    if is_fullest:
+        return estimate
+    accounts, account_of = pipeline.accounts(spec, plan, facts, stages, schedule)
+    keys = dict.fromkeys(row.key for rows in accounts for row in rows)
+    traffic = tuple(dict.fromkeys(_of_key(key, rows) for key in keys for rows in accounts))
+    return replace(
+        estimate,
+        traffic=traffic,
         notes=tuple(pipeline_notes(plan, facts, schedule)),
         warnings=tuple(warnings(spec, traffic)),
         accounts=accounts,
         account_of=account_of,
-        step=step,
     )
 
 
@@ -319,40 +330,36 @@ def _of_key(key: TrafficKey, rows: Iterable[Traffic]) -> Traffic:
     return next((row for row in rows if row.key == key), none)
 
 
-def _exact_part(spec: Spec, plan: Plan, part: RanksPart, machine: Machine | None) -> Estimate:
+def _exact_part(
+    spec: Spec, plan: Plan, part: RanksPart, machine: Machine | None, *, is_fullest: bool
+) -> Estimate:
     """Of the ranks that have this part of the model, without what its operators send but to
     experts."""
     facts, index = part.facts, part.index
     ghost = wrapping(spec, plan, facts)
     memory = resident(ghost)
+    estimate = Estimate(column=Column.EXACT, world_size=spec.world_size, memory=memory)
+    played = None
+    if facts.timeline is None and not (is_tabulated(spec) and not facts.roles):
+        estimate = replace(estimate, undefined=_untold(spec, facts, _NOT_TRACED))
+    else:
+        timing = machine.of_part(spec, plan, index) if machine else None
+        played = replay(ghost, memory, tensor.cut_of(spec, plan, index), timing)
+        memory = _with_passing(spec, memory, played)
+        estimate = replace(estimate, memory=memory, peak=played.peaks, step=played.step)
+    if is_fullest:
+        return estimate
     to_experts = add_traffic(sent_to_experts(spec, plan, loads=part.loads))
     traffic = _with(sent(ghost), to_experts)
-    estimate = Estimate(
-        column=Column.EXACT, world_size=spec.world_size, memory=memory, traffic=traffic
-    )
-    is_by_family = is_tabulated(spec) and not facts.roles
-    if facts.timeline is None and not is_by_family:
-        more = _of_untraced_blocks(spec, plan, index)
-        return replace(
-            estimate,
-            traffic=add_traffic((*traffic, *more)),
-            undefined=_untold(spec, facts, _NOT_TRACED),
-        )
-    timing = machine.of_part(spec, plan, index) if machine else None
-    played = replay(ghost, memory, tensor.cut_of(spec, plan, index), timing)
+    more = _of_kept(spec, plan, played) if played else _of_untraced_blocks(spec, plan, index)
+    return replace(estimate, traffic=add_traffic((*traffic, *more)))
+
+
+def _of_kept(spec: Spec, plan: Plan, played: Replay) -> Iterator[Traffic]:
+    """Yield what the modes of activations move and send again, of each micro-batch."""
     times = 1 if len(played.timelines) > 1 else None
-    more = (
-        row
-        for timeline in played.timelines
-        for row in kept_traffic(spec, plan, timeline.moved, timeline.repeated, times)
-    )
-    return replace(
-        estimate,
-        memory=_with_passing(spec, memory, played),
-        peak=played.peaks,
-        traffic=add_traffic((*traffic, *more)),
-        step=played.step,
-    )
+    for timeline in played.timelines:
+        yield from kept_traffic(spec, plan, timeline.moved, timeline.repeated, times)
 
 
 def _of_untraced_blocks(spec: Spec, plan: Plan, index: int) -> Iterable[Traffic]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import assert_never
 
 from ptrain.facts.model import ExpertLayers, ModelFacts, TensorFacts, UnitFacts
@@ -24,11 +25,12 @@ Shape = tuple[int, ...]
 Table = tuple[tuple[str, Shape], ...]
 
 
+@lru_cache(maxsize=2**5)  # who looks for what fits changes everything but the model
 def facts(
     shape: ModelShape,
     sequence: int,
     unit: UnitSize | None = None,
-    apart: Sequence[str] = (),
+    apart: tuple[str, ...] = (),
 ) -> ModelFacts:
     """Return what derivation knows of a built-in model that takes `sequence` tokens and is wrapped
     in units of this size (one block, where it is not given), modules that are kept `apart` in units

@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 
 import yaml
@@ -75,10 +76,31 @@ class Tree:
             node = node.get(key) if isinstance(node, dict) else None
         return node
 
+    def copy(self) -> Tree:
+        """Return a tree that may be changed without this one."""
+        return Tree(
+            root=_copied(self.root),
+            source=self.source,
+            keys=dict(self.keys),
+            values=dict(self.values),
+            faults=dict(self.faults),
+        )
+
     def has(self, *route: str) -> bool:
         """Return whether a key stands there, whatever its value."""
         section = self.at(route[:-1])
         return isinstance(section, dict) and route[-1] in section
+
+
+def _copied(value: object) -> object:
+    """Return mappings and lists of their own; other values of YAML never change."""
+    match value:
+        case dict():
+            return {key: _copied(inner) for key, inner in value.items()}
+        case list():
+            return [_copied(inner) for inner in value]
+        case _:
+            return value
 
 
 def flow(value: object) -> str:
@@ -156,6 +178,12 @@ def parse(text: str, source: str) -> Tree:
 def parse_value(text: str, source: str) -> Tree:
     """Return the tree of any YAML value (an override's right side). Raises SpecError for bad
     syntax."""
+    return _parsed(text, source).copy()
+
+
+@lru_cache(maxsize=2**8)
+def _parsed(text: str, source: str) -> Tree:
+    """A command that changes a spec to see what fits reads the same few texts a hundred times."""
     builder = _Builder(source, text)
     root = builder.document()
     if builder.is_cut_short:

@@ -188,7 +188,7 @@ def test_files_with_an_equals_sign_are_files():
     [(VerdictFailed("v"), 1), (RankFailed("rank 1"), 3), (TrainingStopped("nan"), 4)],
 )
 def test_every_error_has_its_exit_code(error, code, monkeypatch, capsys):
-    def fail(_arguments, **_):
+    def fail(*_, **__):
         raise error
 
     monkeypatch.setattr(dispatcher, "_dispatch", fail)
