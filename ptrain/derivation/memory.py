@@ -8,6 +8,7 @@ At start-up a rank makes its part of the initial parameters on the host (`startu
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Iterable, Iterator
 
 from ptrain.axes.context.attention import held_buffers, held_tokens
@@ -81,7 +82,8 @@ def startup_bytes(spec: Spec, facts: ModelFacts) -> int:
         return facts.numel * _DRAWN_BYTES
     if spec.model.pretrained is not None:
         return 0
-    return _DRAWN_BYTES * max((tensor.numel for tensor in facts.tensors), default=0)
+    shapes = {shape for unit in facts.units for shape in unit.shapes}
+    return _DRAWN_BYTES * max(map(math.prod, shapes), default=0)
 
 
 def ranks_per_node(spec: Spec) -> int:

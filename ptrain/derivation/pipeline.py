@@ -202,16 +202,19 @@ def resident(spec: Spec, plan: Plan, stages: Sequence[StageParts]) -> ByRank[Foo
             of_part |= {(taken.stage.index, index): numbers for index in indices}
     stages_of = [step.stages_of(place) for place in range(spec.degree(step.axis))]
     places_within = range(ranks_over(spec, cut))
-    held_by = [[[of_part[stage, i] for stage in held] for i in places_within] for held in stages_of]
+    held_by = [
+        [
+            [(place, *numbers) for numbers in zip(*(of_part[s, i] for s in own), strict=True)]
+            for i in places_within
+        ]
+        for place, own in enumerate(stages_of)
+    ]
     places = zip(
         *(positions(spec, axes) for axes in ((step.axis,), cut, plan.differing_axes)),
         strict=True,
     )
     return rows_by_rank(
-        (
-            (place, *[part[shard] for part in held_by[place][index]])
-            for place, index, shard in places
-        ),
+        (held_by[place][index][shard] for place, index, shard in places),
         lambda key: _rows(spec, stages, stages_of[key[0]], [rows[number] for number in key[1:]]),
     )
 

@@ -255,7 +255,8 @@ class _Search:
         return self.tried[said]
 
     def _derive(self, kinds: tuple[ChangeKind, ...], said: Overrides) -> Variant | None:
-        """Return None where the changed spec is refused, another job, or no better."""
+        """Return None where the changed spec is refused, another job, or no better. Once a change
+        fits, those that do not are offered no more, and nobody needs to know how large they are."""
         now = self.now
         try:
             after, said = self._load(said)
@@ -268,7 +269,8 @@ class _Search:
             if facts is None:
                 self.untraced[kinds] = shlex.join(said)  # the last is the smallest of its kind
                 return None
-            memory_fit = fit(after, fullest_alone(after, facts))
+            room = after.cluster.usable_memory if after.cluster and self._has_fit() else None
+            memory_fit = fit(after, fullest_alone(after, facts, room))
         except SpecError:
             return None
         variant = Variant(spec=after, overrides=said, kinds=kinds, fit=memory_fit)

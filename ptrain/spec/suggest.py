@@ -84,10 +84,12 @@ def for_foreign_file(path: Path, root: Mapping[str, object]) -> tuple[str, str] 
     Returns:
         None for a spec, and for a YAML or JSON file that no tool is known to have.
     """
+    is_toml = path.suffix == ".toml"
+    if not is_toml and not _OF_SPECS.isdisjoint(root):
+        return None  # as every spec, without reading the hints
     counts = [len(root.keys() & {*row["keys"]}) for row in hints()["files"]]
     row = hints()["files"][counts.index(max(counts))] if max(counts) > 1 else {}
-    is_toml = path.suffix == ".toml"
-    if not is_toml and not (row and _OF_SPECS.isdisjoint(root)):
+    if not is_toml and not row:
         return None
     kind = ": ".join(filter(None, ["a TOML file" * is_toml, row.get("is", "")]))
     finding = f"this is {kind}. A spec is a YAML file with other keys"

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
+from typing import NamedTuple
 
 import yaml
 
@@ -28,6 +29,7 @@ Route = tuple[str, ...]  # keys and list positions from the root
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _INTEGER = re.compile(r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
+_OF_NUMBERS = frozenset("+-.0123456789")  # one of which begins a number
 _WORDS: dict[str, object] = {
     **dict.fromkeys(("", "~", "null", "Null", "NULL"), None),
     **dict.fromkeys(("true", "True", "TRUE"), True),
@@ -38,8 +40,7 @@ _WORDS: dict[str, object] = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SourceMark:
+class SourceMark(NamedTuple):
     """Where something stands. Lines and columns count from 1; 0 means not in a file."""
 
     source: str
@@ -122,6 +123,8 @@ def scalar(text: str) -> object:
     """Return the value of a plain (unquoted) scalar by the core schema of YAML 1.2."""
     if text in _WORDS:
         return _WORDS[text]
+    if text[0] not in _OF_NUMBERS:
+        return text
     if _INTEGER.fullmatch(text):
         if len(text) > 400:
             return float("-inf" if text[0] == "-" else "inf")  # no field takes such a number
@@ -240,9 +243,11 @@ class _Builder:
 
     def _value(self, event: yaml.Event, route: Route) -> object:
         self.values[route] = self._mark(event)
-        self._plain_only(event, route)
         if isinstance(event, yaml.ScalarEvent):
+            if event.anchor or event.tag:
+                self._plain_only(event, route)
             return scalar(event.value) if event.implicit[0] else event.value
+        self._plain_only(event, route)
         if isinstance(event, yaml.AliasEvent):
             return None
         if len(route) >= MAX_DEPTH:
@@ -278,7 +283,8 @@ class _Builder:
 
     def _key(self, event: yaml.Event, route: Route) -> str:
         if isinstance(event, yaml.ScalarEvent):
-            self._plain_only(event, route)
+            if event.anchor or event.tag:
+                self._plain_only(event, route)
             return str(event.value)
         if not isinstance(event, yaml.AliasEvent):
             finding = "a key must be a single word; got a list or a mapping"

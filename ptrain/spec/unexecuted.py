@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 
 from ptrain.errors import Fault
 from ptrain.spec.grammar import SpecRaw
@@ -24,7 +25,7 @@ _Finding = tuple[Route, str, str]
 
 
 def _rows(tree: Tree) -> Iterator[_Finding]:
-    for route, leaf in planned(SpecRaw):
+    for route, leaf in _all_planned():
         value, executed = tree.at(route), leaf.executed or ()
         if value is None or any(value == o and type(value) is type(o) for o in executed):
             continue
@@ -34,6 +35,12 @@ def _rows(tree: Tree) -> Iterator[_Finding]:
         shown = f" {flow(value)}" if isinstance(value, str | int | float) else ""
         finding = f"not yet: {name}{shown} is in the grammar, and nothing executes it{leaf.why}"
         yield route, finding, works
+
+
+@cache
+def _all_planned() -> tuple[tuple[Route, Leaf], ...]:
+    """The keys of a whole spec, of which there are as many however often one is loaded."""
+    return tuple(planned(SpecRaw))
 
 
 def planned(kind: type, above: Route = ()) -> Iterator[tuple[Route, Leaf]]:

@@ -8,7 +8,7 @@ from collections.abc import Hashable, Iterator
 from enum import Enum, auto
 from functools import cached_property
 
-from ptrain.axes.data.cost import GatherCounts, reductions
+from ptrain.axes.data.cost import GatherCounts, local_rows, reductions
 from ptrain.costs import Footprint, Phase, Traffic
 from ptrain.derivation.ghosts.fsdp2 import FullySharded, UnitShards, index_over, shards_of
 from ptrain.derivation.ghosts.in_place import InPlace
@@ -81,7 +81,16 @@ class Sharded(InPlace):
 
     def kind_of_shard(self, shard: int) -> Hashable:
         """Return the rows that the shard has of tensors of each such height."""
-        return tuple(own.part(height, self._index(own, shard)) for height, own in self._heights)
+        return self._shard_kinds[shard]
+
+    @cached_property
+    def _shard_kinds(self) -> list[tuple[int, ...]]:
+        """By shard the rows that it has of tensors of each height."""
+        rows = (
+            [local_rows(height, own.ranks, self._index(own, n)) for n in range(self.ranks)]
+            for height, own in self._heights
+        )
+        return list(zip(*rows, strict=True)) or [()] * self.ranks
 
     @cached_property
     def _stored(self) -> int:
