@@ -6,6 +6,7 @@ A stage is a model like any other, with fewer layers.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 
 from ptrain.axes.pipeline.form import stages_of as cut_as_said
 from ptrain.facts.model import ModelFacts, TensorFacts, UnitFacts, prefixes
@@ -43,8 +44,12 @@ def chain_of(spec: Spec, facts: ModelFacts) -> Chain:
 
 def layers(spec: Spec, facts: ModelFacts) -> Layers:
     """Return what may be cut: whole layers, however small the wrap's units are."""
+    return _layers(facts, chain_of(spec, facts))
+
+
+@lru_cache(maxsize=2**3)
+def _layers(facts: ModelFacts, chain: Chain) -> Layers:
     *inner, root = facts.units
-    chain = chain_of(spec, facts)
     within: dict[str, list[TensorFacts]] = {name: [] for name in chain.layers}
     for unit in inner:
         for name in prefixes(unit.name):
@@ -61,6 +66,11 @@ def stage_facts(spec: Spec, facts: ModelFacts, stage: Stage) -> ModelFacts:
     """Return the facts of one stage's part: its units, what it shares with another stage in units
     of their own, the root with what it has of the ends, and the order in which its gradients are
     complete. A tied head's copy is complete when the head is."""
+    return _stage_facts(facts, chain_of(spec, facts), stage)
+
+
+@lru_cache(maxsize=2**5)  # who looks for what fits asks of the same model again and again
+def _stage_facts(facts: ModelFacts, chain: Chain, stage: Stage) -> ModelFacts:
     tensors = {tensor.name: tensor for tensor in facts.tensors}
     for name, copy in stage.copied:
         tensors[copy] = replace(tensors[name], name=copy, is_copy=True)
@@ -81,7 +91,7 @@ def stage_facts(spec: Spec, facts: ModelFacts, stage: Stage) -> ModelFacts:
     copies = [copy for _, copy in stage.copied if not tensors[copy].is_frozen]
     has = {*stage.tensors}
     order = [name for name in facts.gradient_order if name in has]
-    lacking = chain_of(spec, facts).lacking(stage)
+    lacking = chain.lacking(stage)
     return replace(
         facts,
         units=tuple(units),
