@@ -2,12 +2,37 @@
 
 from __future__ import annotations
 
-import platform
 import re
+import sys
+from functools import cache
 from importlib.util import find_spec
+from pathlib import Path
 
 from ptrain.errors import refused
-from ptrain.version import TORCH_RANGE, VERSION, torch_version
+from ptrain.version import REFERENCE_TORCH, TESTED_TORCH, TORCH_RANGE, VERSION
+
+
+def counted_torch() -> str:
+    """Return the version whose bytes are counted: the one that is installed, if `exact` is claimed
+    for it; else that of the tables."""
+    minor = torch_minor()
+    return minor if minor in TESTED_TORCH else REFERENCE_TORCH
+
+
+@cache
+def torch_version() -> str:
+    """Return the version of torch that is installed, as a file of its says: torch is not imported,
+    and reading all distributions takes a while. Nothing where none is, or it does not say."""
+    torch = find_spec("torch")
+    file = Path(torch.origin).with_name("version.py") if torch and torch.origin else None
+    text = file.read_text() if file and file.exists() else ""
+    version = re.search(r"^__version__ = '(.*)'", text, re.MULTILINE)
+    return version.group(1) if version else ""
+
+
+def torch_minor() -> str:
+    """Return that version without its last number: `2.13`."""
+    return ".".join(torch_version().split(".")[:2])
 
 
 def require_torch() -> None:
@@ -36,7 +61,7 @@ def versions() -> dict[str, str]:
     return {
         "ptrain": VERSION,
         "torch": torch_version() or "not installed",
-        "python": platform.python_version(),
+        "python": sys.version.split()[0],
     }
 
 

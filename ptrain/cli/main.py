@@ -6,19 +6,20 @@ user (`PtrainError`) ends as its message on standard error and its exit code.
 
 from __future__ import annotations
 
-import errno
 import gc
-import json
 import os
-import re
 import sys
-from argparse import ArgumentParser, Namespace
-from collections.abc import Iterable, Sequence
 from importlib import import_module
-from types import ModuleType
 
-from ptrain.errors import PtrainError, SpecError
 from ptrain.version import VERSION
+
+TYPE_CHECKING = False  # not typing's: what neither `--version` nor `--help` needs is imported below
+if TYPE_CHECKING:
+    from argparse import Namespace
+    from collections.abc import Iterable, Sequence
+    from types import ModuleType
+
+    from ptrain.errors import PtrainError
 
 VERBS = {
     "train": "train a spec, with predicted and measured figures at the end",
@@ -42,6 +43,7 @@ OF_TORCH = (
     "simulate",
     "tokenize",
 )  # verbs whose module imports it; the others that need it do when they run
+PURE = ("predict", "select")  # verbs without tensors, whose objects form few cycles
 NOT_YET = ("convert", "report", "doctor", "launch")
 WRONG_INPUT, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
 
@@ -53,9 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         try:
-            return _dispatch(arguments, is_process=argv is None)
-        except PtrainError as error:
-            return _refuse(error, as_json="--json" in arguments)
+            return _answer(arguments, is_process=argv is None)
         finally:
             print(end="", flush=True)  # here and not at exit; argparse exits after --help
     except KeyboardInterrupt:
@@ -65,6 +65,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         return BROKEN_PIPE
     except OSError as error:
+        import errno
+
         if error.errno != errno.ENOSPC:
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -72,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return WRONG_INPUT
 
 
-def _dispatch(arguments: list[str], *, is_process: bool) -> int:
+def _answer(arguments: list[str], *, is_process: bool) -> int:
     match arguments:
         case [] | ["-h" | "--help"]:
             print(_usage())
@@ -80,21 +82,35 @@ def _dispatch(arguments: list[str], *, is_process: bool) -> int:
         case ["--version" | "-V"]:
             print(f"ptrain {VERSION}")
             return 0
-        case [verb, *rest] if verb in VERBS:
-            if verb in OF_TORCH:
-                _require_torch()
-            if is_process:
-                gc.disable()  # nothing that is imported is garbage
-            module = import_module(f"ptrain.cli.{verb}")
-            if is_process:
-                gc.freeze()  # a tenth of predict: collections would visit all that was imported
-                gc.enable()
-            return int(module.run(_parse(verb, module, rest)))
-        case [verb, *_] if verb in NOT_YET:
-            raise PtrainError(f"ptrain {verb}: not yet; what works: {', '.join(VERBS)}")
-        case [verb, *_]:
-            raise PtrainError(f"ptrain: {verb!r} is no command; choose from {', '.join(VERBS)}")
-    raise AssertionError("every list of arguments matches a case")
+    from ptrain.errors import PtrainError
+
+    try:
+        return _dispatch(*arguments, is_process=is_process)
+    except PtrainError as error:
+        return _refuse(error, as_json="--json" in arguments)
+
+
+def _dispatch(verb: str, *arguments: str, is_process: bool) -> int:
+    from ptrain.errors import PtrainError
+
+    if verb in NOT_YET:
+        raise PtrainError(f"ptrain {verb}: not yet; what works: {', '.join(VERBS)}")
+    if verb not in VERBS:
+        raise PtrainError(f"ptrain: {verb!r} is no command; choose from {', '.join(VERBS)}")
+    if verb in OF_TORCH:
+        _require_torch()
+    if is_process:
+        gc.disable()  # nothing that is imported is garbage
+    module = import_module(f"ptrain.cli.{verb}")
+    if is_process:
+        gc.freeze()  # a tenth of predict: collections would visit all that was imported
+        gc.enable()
+        if verb in PURE:
+            gc.set_threshold(100_000)  # objects, in place of 700
+    code = int(module.run(_parse(verb, module, arguments)))
+    if is_process and verb in PURE:
+        gc.freeze()  # the interpreter's end collects once more
+    return code
 
 
 def _require_torch() -> None:
@@ -103,7 +119,9 @@ def _require_torch() -> None:
     require_torch()
 
 
-def _parse(verb: str, module: ModuleType, arguments: list[str]) -> Namespace:
+def _parse(verb: str, module: ModuleType, arguments: Sequence[str]) -> Namespace:
+    from argparse import ArgumentParser
+
     parser = ArgumentParser(prog=f"ptrain {verb}", description=f"{verb}: {VERBS[verb]}")
     module.add_arguments(parser)
     return parser.parse_intermixed_args(list(_as_overrides(arguments)))
@@ -111,6 +129,8 @@ def _parse(verb: str, module: ModuleType, arguments: list[str]) -> Namespace:
 
 def _as_overrides(arguments: Iterable[str]) -> Iterable[str]:
     """`--mesh.dp_shard=4` and `--mesh.dp_shard 4` are `mesh.dp_shard=4`."""
+    import re
+
     remaining = iter(arguments)
     for argument in remaining:
         if not re.match(r"--\w+(\.[\w-]+)+(=|$)", argument):
@@ -140,6 +160,9 @@ def _usage() -> str:
 
 def _refuse(error: PtrainError, *, as_json: bool) -> int:
     """Return the exit code of an error, which one rank says where a launcher started many."""
+    import json
+
+    from ptrain.errors import SpecError
     from ptrain.train import environment
     from ptrain.train.refusal import code_of
 
