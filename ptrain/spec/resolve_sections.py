@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import fields, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -58,17 +59,16 @@ def _preset(name: str | None, kind: type, section: str, report: Report) -> Mappi
     if name is None:
         return {}
     folder = f"{section}s"
-    path = listing(folder).get(name)
+    path, read_values = listing(folder).get(name), _values_of_own
+    if path is None:
+        read_values = _values
     if path is None and Path(name).suffix in (".yaml", ".yml"):
         path = file_of_preset(name, report.folder)
     if path is None:
         report.add(f"{section}.preset", *missing(name, section, folder))
         return None
     try:
-        tree = read(path)
-        values, faults = validate(tree, kind, is_partial=True)
-        if faults or tree.faults:
-            raise SpecError(*tree.faults.values(), *faults.values())
+        values = read_values(path, kind)
     except SpecError as error:
         report.add(f"{section}.preset", *unusable(error))
         return None
@@ -78,6 +78,19 @@ def _preset(name: str | None, kind: type, section: str, report: Report) -> Mappi
         return None
     named: Mapping[str, Any] = {"name": path.stem, **values} if section == "cluster" else values
     return named
+
+
+def _values(path: Path, kind: type) -> Mapping[str, Any]:
+    """Return the values of a file. Raises SpecError with all its faults."""
+    tree = read(path)
+    values, faults = validate(tree, kind, is_partial=True)
+    if faults or tree.faults:
+        raise SpecError(*tree.faults.values(), *faults.values())
+    said: Mapping[str, Any] = values
+    return said
+
+
+_values_of_own = cache(_values)  # of presets in `specs/`, which are as the process finds them first
 
 
 def resolve_model(raw: ModelRaw, attention: Attention | None, report: Report) -> ModelSpec | None:
