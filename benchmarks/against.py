@@ -31,7 +31,7 @@ from pathlib import Path
 from _machine import ROOT, commit, conclude, environment, header, this_command
 from _paused import STEPS, in_pairs
 from _steps import bound
-from predict_time import command_of, seconds, words_of
+from start_up import command_of, seconds, words_of
 from start_up import run as train
 
 LIMIT = 1.05

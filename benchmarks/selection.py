@@ -29,7 +29,7 @@ from pathlib import Path
 from _machine import commit, conclude, header, this_command
 from _step_floor import StepFloor
 from _steps import spearman
-from predict_time import seconds as process_seconds
+from start_up import seconds as process_seconds
 
 from ptrain.selection.arrays import numpy
 from ptrain.selection.choose import Chooser

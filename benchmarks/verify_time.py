@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from _machine import conclude, header, this_command
 from _tables import table
-from predict_time import seconds
+from start_up import seconds
 
 from ptrain.spec.names import listing
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ptrain.version import torch_minor
+from ptrain.installed import torch_minor
 
 
 def numbers(version: str) -> tuple[int, ...]:

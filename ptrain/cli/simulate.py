@@ -20,6 +20,7 @@ from ptrain.costs import State
 from ptrain.derivation.estimate import Derivation, derive
 from ptrain.derivation.workspaces import workspaces
 from ptrain.errors import PtrainError, refused
+from ptrain.installed import torch_minor
 from ptrain.meters.measure import join_estimates
 from ptrain.report.heading import heading
 from ptrain.report.record import record, rows_of
@@ -34,7 +35,6 @@ from ptrain.spec.load import load
 from ptrain.spec.overrides import split_arguments, sweeps
 from ptrain.spec.spec import Spec
 from ptrain.units import format_bytes
-from ptrain.version import torch_minor
 
 _CONFIRMED = ("90", "2.11")  # by an H100 (benchmarks/results, gpu): capability, torch
 

@@ -12,12 +12,13 @@ from typing import Any
 
 from ptrain.derivation import archive
 from ptrain.derivation.archive import TablePart
+from ptrain.installed import counted_torch
 from ptrain.spec.model import Attention, ExternalModel, ModelShape
 from ptrain.spec.placement import Tier
 from ptrain.spec.precision import DType
 from ptrain.spec.spec import Spec
 from ptrain.units import ceil_div
-from ptrain.version import REFERENCE_TORCH, counted_torch
+from ptrain.version import REFERENCE_TORCH
 
 HEAD_DIM_MULTIPLE = 8  # kernels take no other
 

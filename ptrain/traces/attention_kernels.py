@@ -23,13 +23,13 @@ import torch.nn.functional as F
 from ptrain.derivation import archive
 from ptrain.derivation.archive import Table, TablePart
 from ptrain.derivation.attention import HEAD_DIM_MULTIPLE, row_name
+from ptrain.installed import torch_minor
 from ptrain.models.ledger import OperatorMode
 from ptrain.models.numerics import TORCH_DTYPES
 from ptrain.rooms import pretence
 from ptrain.rooms.fake import fake_tensors
 from ptrain.spec.precision import DType
 from ptrain.traces.table_format import Make
-from ptrain.version import torch_minor
 
 CAPABILITIES = (80, 90, 100)
 DTYPES = (DType.BF16, DType.FP16, DType.FP32, DType.FP64)

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from ptrain import version
+from ptrain import installed
 from ptrain.version import REFERENCE_TORCH
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _torch_of_the_tables() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(version, "torch_minor", lambda: REFERENCE_TORCH)
+        patch.setattr(installed, "torch_minor", lambda: REFERENCE_TORCH)
         yield

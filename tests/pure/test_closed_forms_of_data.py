@@ -10,7 +10,7 @@ from random import Random
 
 import pytest
 
-from ptrain import version
+from ptrain import installed
 from ptrain.axes.data.fsdp2 import HABITS, habits
 from ptrain.costs import Phase, State
 from ptrain.facts.model import ModelFacts
@@ -199,7 +199,7 @@ def test_a_gradient_is_gone_when_the_state_goes_back():
 @pytest.mark.parametrize("start", range(0, DRAWN, STRIDE))
 def test_other_habits_of_fsdp2_have_their_closed_form(start, monkeypatch):
     """Those of torch 2.15; the tables' torch has the others."""
-    monkeypatch.setattr(version, "torch_minor", lambda: "2.15")
+    monkeypatch.setattr(installed, "torch_minor", lambda: "2.15")
     assert habits() not in (HABITS[other] for other in TESTED_TORCH if other != "2.15")
     seeds = range(start, start + STRIDE)
     assert not [line for seed in seeds for line in drawn(seed, drawn_fully_sharded)]
@@ -214,7 +214,7 @@ def test_the_buffer_of_a_gather_stays_until_the_next_parameters_are_there(
 ):
     # two blocks of 4 elements in fp32; the second is copied out beside one buffer or two, and the
     # gather itself is beside the one before in any case
-    monkeypatch.setattr(version, "torch_minor", lambda: torch)
+    monkeypatch.setattr(installed, "torch_minor", lambda: torch)
     forward, *_ = peaks(on_shards(GATHERED), FullyShard, facts=TWO)
     assert forward == max(2, 1 + buffers) * 4 * 4
 

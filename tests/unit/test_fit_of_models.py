@@ -12,11 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ptrain.installed import torch_minor
 from ptrain.models.dropout import drops_out
 from ptrain.spec.load import load
 from ptrain.traces import tensor_parts
 from ptrain.traces.facts import facts_of
-from ptrain.version import torch_minor
 from tests.models_external import Necks
 
 # 0.7e9 parameters: above 2 GiB in fp32

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group
 
-from ptrain import version
+from ptrain import installed
 from ptrain.axes.data import fsdp2
-from ptrain.version import REFERENCE_TORCH, TESTED_TORCH, torch_minor
+from ptrain.installed import torch_minor
+from ptrain.version import REFERENCE_TORCH, TESTED_TORCH
 
 GROUP, PARAM = _fsdp_param_group.FSDPParamGroup, _fsdp_param.FSDPParam
 
@@ -49,11 +50,11 @@ def test_a_unit_without_gradients_awaits_a_reduction_where_that_stands_before_th
     )
 
 
-@pytest.mark.parametrize("installed", ["", "2.10", "2.16", "a branch"])
-def test_without_a_torch_that_is_known_the_tables_torch_is_counted(installed, monkeypatch):
-    monkeypatch.setattr(version, "torch_minor", lambda: installed)
+@pytest.mark.parametrize("minor", ["", "2.10", "2.16", "a branch"])
+def test_without_a_torch_that_is_known_the_tables_torch_is_counted(minor, monkeypatch):
+    monkeypatch.setattr(installed, "torch_minor", lambda: minor)
     assert fsdp2.habits() is fsdp2.HABITS[REFERENCE_TORCH]
 
 
 def test_the_installed_torch_is_counted_where_exact_is_claimed_for_it():
-    assert version.counted_torch() == torch_minor()
+    assert installed.counted_torch() == torch_minor()

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ptrain.version import counted_torch
+from ptrain.installed import counted_torch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
