@@ -1,7 +1,7 @@
 """The grammar of a spec: the keys that a file has and `spec.keys` has not, since they become
 something else: the model, the mesh, the placement, precision and batch, what blocks keep.
 
-All keys are reserved from the start, so that the schema only ever grows; `ptrain.spec.unexecuted`
+All keys are reserved from the start, so that the schema only ever grows; `ptrain.spec.load`
 refuses those that nothing executes yet. `ptrain.spec.resolve` makes the `Spec` of them.
 """
 

@@ -2,12 +2,18 @@
 
 What is checked here is what a single section (or the batch with the mesh) must satisfy to have a
 value at all; whether the product is legal is the algebra's question.
+
+Resolution of the batch: what is not written of global, micro, accumulate follows.
+
+Resolution of the functions that a spec names in place of ptrain's own: the data's, the loss's,
+the step's.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from operator import attrgetter
 from pathlib import Path
@@ -15,14 +21,27 @@ from typing import Any
 
 from ptrain.costs import PLACED, State
 from ptrain.errors import Fault, SpecError
+from ptrain.spec.activations import LossRaw
 from ptrain.spec.axis import EXPERT_AXES, REDUCED_AXES, SAMPLE_AXES, Axis, Factor
-from ptrain.spec.batch import padded
+from ptrain.spec.batch import (
+    AUTO,
+    MAX_SAMPLES,
+    Batch,
+    BatchRaw,
+    Rounding,
+    WrittenTokens,
+    padded,
+    rounded_samples,
+    written_tokens,
+)
 from ptrain.spec.dials import (
     GradientSync,
     SyncPolicy,
 )
 from ptrain.spec.frozen import FrozenSpec
+from ptrain.spec.function import StepRaw, UserFunction
 from ptrain.spec.grammar import MAX_DEGREE, MeshRaw, PlacementRaw, SpecRaw
+from ptrain.spec.job import DataSpec
 from ptrain.spec.keys import Keys
 from ptrain.spec.names import root
 from ptrain.spec.placement import Distribution, Mode, Placement, R
@@ -33,19 +52,207 @@ from ptrain.spec.resolve_activations import (
     resolve_loss,
     says_offloaded,
 )
-from ptrain.spec.resolve_batch import resolve_batch
-from ptrain.spec.resolve_functions import resolve_data, resolve_functions, resolve_tensor
 from ptrain.spec.resolve_sections import (
+    Report,
     resolve_cluster,
     resolve_model,
     resolve_optimizer,
     resolve_precision,
 )
 from ptrain.spec.shorthand import mark_of
-from ptrain.spec.spec import Spec
+from ptrain.spec.spec import LossSpec, Spec
+from ptrain.spec.tensor import TensorSpec
 from ptrain.spec.text import Route, Tree
 from ptrain.spec.tuples import fault_of_experts, route_of, usual_modes
 from ptrain.spec.write import to_mapping
+
+_ONE = "remove one of the two"
+_A = {"path": "a path", "sources": "sources"}
+
+
+def resolve_data(raw: SpecRaw, tree: Tree, report: Report) -> DataSpec | None:
+    """Return the section with one of corpus, path, sources and target; two are a fault."""
+    data = raw.data
+    if data.target is None:
+        return None if _lacks_target("data", data, report) else _of_tokens(data, tree, report)
+    for key in ("corpus", "path", "sources"):
+        if tree.has("data", key):
+            finding = f"target gives samples of its own, and {key} is given too"
+            report.add(f"data.{key}", finding, _ONE)
+            return None
+    if _ignores_targets("target gives samples that are no tokens", data, report):
+        return None
+    if raw.batch.pad:
+        report.add("batch.pad", "data.target gives samples that are no tokens", "remove pad")
+        return None
+    if not tree.has("step") and not tree.has("loss", "target"):
+        finding = "of samples that are not tokens no loss is known"
+        remedy = "write loss: {target: package.module:function}, of the model's output and the "
+        report.add("data.target", finding, f"{remedy}batch; or step: {{target: …}}")
+        return None
+    folder = beside(data.folder, report)
+    return replace(data, corpus=None, arguments=data.arguments or {}, folder=folder)
+
+
+def _of_tokens(data: DataSpec, tree: Tree, report: Report) -> DataSpec | None:
+    if data.loss_mask is not None and data.path is None:
+        finding = "it stands beside a token file of one's own, and there is no path"
+        remedy = "add data.path=FILE, or write data.ignored=[ID, …]"
+        if data.sources is not None:
+            finding, remedy = "it is of one file, and there are sources", "write it in its source"
+        report.add("data.loss_mask", finding, remedy)
+        return None
+    given = [key for key in ("corpus", "path", "sources") if tree.has("data", key)]
+    if len(given) > 1:
+        report.add(f"data.{given[1]}", f"both a {given[0]} and {_A[given[1]]} are given", _ONE)
+        return None
+    return replace(data, corpus=None) if data.is_of_files else data
+
+
+def _ignores_targets(why: str, data: DataSpec, report: Report) -> bool:
+    """Report keys that say which targets count; return whether there is any."""
+    keys = [key for key in ("ignored", "loss_mask") if getattr(data, key) is not None]
+    for key in keys:
+        report.add(f"data.{key}", f"{why}, and it says which of them count", f"remove {key}")
+    return bool(keys)
+
+
+def resolve_functions(raw: SpecRaw, report: Report) -> LossSpec:
+    """Return the loss's or the step's function, if the spec names one of them; what contradicts it
+    is reported as a fault."""
+    loss, step = raw.loss or LossRaw(), raw.step
+    kinds = [key for key in ("kind", "chunk", "fused") if getattr(loss, key) is not None]
+    if loss.target is None:
+        _lacks_target("loss", loss, report)
+    elif kinds:
+        finding = f"target computes the loss of all that the model returns, and {kinds[0]} says "
+        report.add(f"loss.{kinds[0]}", f"{finding}how ptrain does", _ONE)
+    if step is None:
+        return LossSpec(function=_function("loss", loss, report))
+    if loss.target is not None or kinds:
+        report.add("step", "step runs the model and gives its loss, and loss says it too", _ONE)
+    return LossSpec(step=_function("step", step, report))
+
+
+def _lacks_target(section: str, raw: DataSpec | LossRaw, report: Report) -> bool:
+    """Report what belongs to a target; return whether there is any."""
+    keys = [key for key in ("arguments", "folder") if getattr(raw, key) is not None]
+    for key in keys:
+        report.add(f"{section}.{key}", f"{key} belongs to a target", f"add target, or remove {key}")
+    return bool(keys)
+
+
+def _function(section: str, raw: LossRaw | StepRaw, report: Report) -> UserFunction | None:
+    if raw.target is None:
+        return None
+    return UserFunction(
+        section=section,
+        target=raw.target,
+        arguments=raw.arguments or {},
+        folder=beside(raw.folder, report),
+    )
+
+
+def beside(written: str | None, report: Report) -> str | None:
+    """Return a folder, absolute and without links: the spec's own where none is written."""
+    if written is None:
+        return None if report.home is None else os.path.realpath(report.home)
+    return os.path.realpath((report.home or report.folder) / written)
+
+
+def resolve_tensor(
+    raw: SpecRaw, loss: LossSpec, degrees: Mapping[Axis, int], tree: Tree, report: Report
+) -> TensorSpec:
+    """Return the section; a function of the user's is given whole logits, unless cut ones are
+    asked for, which is a fault."""
+    if loss.user_function is None or degrees.get(Axis.TP, 1) == 1 or not raw.tensor.loss_parallel:
+        return raw.tensor
+    if tree.has("tensor", "loss_parallel"):
+        finding = f"true: {loss.user_function.target} would be given logits that are cut"
+        report.add("tensor.loss_parallel", finding, "remove it, or write false")
+    return replace(raw.tensor, loss_parallel=False)
+
+
+def resolve_batch(raw: BatchRaw, data_degree: int, report: Report) -> Batch | None:
+    """global = micro x accumulate x data degree; any one of the first and third may be left out,
+    and for a `micro` that is to be chosen there must be a global batch and nothing else."""
+    if raw.micro == AUTO:
+        return _open(raw, data_degree, report)
+    assert isinstance(raw.micro, int), "the other word is auto"
+    return _batch(raw, raw.micro, data_degree, report)
+
+
+def _open(raw: BatchRaw, data_degree: int, report: Report) -> Batch | None:
+    """The batch in micro-batches of one sample, which is what a smaller one cannot be."""
+    if raw.samples is None:
+        finding = "auto: how many samples a step takes nobody says, so nothing bounds it"
+        report.add("batch.micro", finding, "write batch.global too: samples, or 4M tokens")
+    elif raw.accumulate is not None:
+        finding = f"auto: accumulate follows from it, and {raw.accumulate} is written"
+        report.add("batch.micro", finding, "remove batch.accumulate, or write micro as a number")
+    elif batch := _batch(raw, 1, data_degree, report):
+        return replace(batch, micro_is_open=True)
+    return None
+
+
+def _batch(raw: BatchRaw, micro: int, data_degree: int, report: Report) -> Batch | None:
+    unit = micro * data_degree
+    step = unit * (raw.accumulate or 1)
+    written = _written(raw, report)
+    samples = _global(raw, written, step, report)
+    if samples is None:
+        return None
+    accumulate = raw.accumulate or max(1, samples // unit)
+    if samples == unit * accumulate:
+        return Batch(
+            global_samples=samples,
+            micro=micro,
+            sequence=raw.sequence,
+            accumulate=accumulate,
+            written=written,
+            pads=raw.pad,
+        )
+    below, above = samples // step * step, -(-samples // step) * step
+    valid = [step] if raw.accumulate else sorted({max(below, step), above})
+    factor = f" x accumulate={raw.accumulate}" if raw.accumulate else ""
+    product = f"micro={raw.micro}{factor} x data degree={data_degree}"
+    relation = "is not" if raw.accumulate else "is not a multiple of"
+    report.add(
+        "batch.global",
+        f"global={samples} {relation} {product} = {step}",
+        f"write batch.global={' or '.join(map(str, valid))}"
+        + _other_accumulate(raw, samples, unit),
+    )
+    return None
+
+
+def _other_accumulate(raw: BatchRaw, samples: int, unit: int) -> str:
+    if raw.accumulate and samples % unit == 0:
+        return f", or batch.accumulate={samples // unit}"
+    return ""
+
+
+def _written(raw: BatchRaw, report: Report) -> WrittenTokens | None:
+    """The tokens that are written; None of samples, which nothing rounds."""
+    if isinstance(raw.samples, str):
+        rounding = Rounding(raw.rounding or Rounding.POWER_OF_TWO)
+        return written_tokens(raw.samples, raw.sequence, rounding)
+    if raw.rounding is not None:
+        finding = f"{raw.rounding} says how tokens become samples, and batch.global has none"
+        report.add("batch.round", finding, 'remove it, or write batch.global="4M tokens"')
+    return None
+
+
+def _global(raw: BatchRaw, written: WrittenTokens | None, step: int, report: Report) -> int | None:
+    """Samples: as written, or as many as come nearest to the tokens that are written."""
+    if written is None:
+        return raw.samples if isinstance(raw.samples, int) else step
+    samples = rounded_samples(written, step)
+    if samples <= MAX_SAMPLES:
+        return samples
+    finding = f"{written.text} are {written.samples} samples; a step takes 1..{MAX_SAMPLES}"
+    report.add("batch.global", finding, "write fewer tokens")
+    return None
 
 
 @dataclass(slots=True, kw_only=True)

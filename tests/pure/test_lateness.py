@@ -12,7 +12,7 @@ from ptrain.derivation import in_flight
 from ptrain.derivation.estimate import derive
 from ptrain.derivation.machine import Machine
 from ptrain.facts.operators import InnerCollective, ModelWork
-from ptrain.rates.interpolation import Line
+from ptrain.rates.measured import Line
 from ptrain.spec.load import load
 from ptrain.spec.rates import Hook
 from tests.pure.paces import HandPace, layer, model

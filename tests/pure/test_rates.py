@@ -11,8 +11,7 @@ import pytest
 from ptrain.costs import Collective
 from ptrain.errors import SpecError
 from ptrain.facts.operators import Operator
-from ptrain.rates.interpolation import Curve, Surface
-from ptrain.rates.measured import lacking, pace_of, pace_while_others_wait
+from ptrain.rates.measured import Curve, Surface, lacking, pace_of, pace_while_others_wait
 from ptrain.rates.pace import Pace, UnknownRate
 from ptrain.spec.cluster import Cluster
 from ptrain.spec.load import load

@@ -21,8 +21,7 @@ from ptrain.spec.placement import M
 from ptrain.spec.resolve_activations import CHUNK
 from ptrain.spec.section import keys
 from ptrain.spec.spec import Spec
-from ptrain.spec.write import to_yaml
-from ptrain.spec.write_activations import UNWRITTEN
+from ptrain.spec.write import UNWRITTEN, to_yaml
 from tests.pure.changes import BASE, faults, loaded
 
 
