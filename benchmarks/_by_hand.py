@@ -23,7 +23,7 @@ Step = Callable[[], float]
 
 def by_hand(spec: Spec) -> Step:
     """DistributedDataParallel, or fully_shard of each block and of the rest."""
-    from ptrain.spec.axis import Axis
+    from ptrain.spec.placement import Axis
 
     model = built(spec)
     is_sharded = spec.degree(Axis.DP_SHARD) > 1

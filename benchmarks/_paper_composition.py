@@ -19,9 +19,9 @@ from ptrain.derivation.estimate import Derivation, derive
 from ptrain.derivation.interconnect import link
 from ptrain.plan.composition import Condition, theorem_6, theorem_7
 from ptrain.plan.lower import own_facts
-from ptrain.spec.axis import Axis
 from ptrain.spec.load import load
 from ptrain.spec.pipeline import ScheduleName
+from ptrain.spec.placement import Axis
 from ptrain.spec.spec import Spec
 
 RANKS = 8

@@ -12,11 +12,10 @@ from _paper_digest import exact
 from _paper_seconds import HIDDEN
 
 from ptrain.algebra.legality import require
-from ptrain.axes.context.attention import context_of
-from ptrain.axes.context.tokens import balance, blocks_of
+from ptrain.axes.context.attention import balance, blocks_of, context_of
 from ptrain.costs import Collective, Phase, State
 from ptrain.derivation.clock import messages_of
-from ptrain.facts.operators import InnerCollective, Operator
+from ptrain.facts.model import InnerCollective, Operator
 from ptrain.rates.measured import pace_of
 from ptrain.rates.pace import Pace
 from ptrain.spec.load import load

@@ -14,7 +14,7 @@ from _paper_digest import exact
 from ptrain.algebra.legality import require
 from ptrain.axes.expert.rules import EXPERT
 from ptrain.costs import PLACED, Collective, Estimate, Phase, State, Traffic
-from ptrain.facts.operators import Operator
+from ptrain.facts.model import Operator
 from ptrain.plan.lower import own_facts
 from ptrain.rates.measured import pace_of
 from ptrain.rates.pace import Pace

@@ -19,11 +19,10 @@ from ptrain.derivation.estimate import derive
 from ptrain.derivation.interconnect import link
 from ptrain.plan.composition import are_consecutive, theorem_7
 from ptrain.report.table import size
-from ptrain.spec.axis import Axis
-from ptrain.spec.layout import groups
 from ptrain.spec.load import load
 from ptrain.spec.pipeline import PipelineSpec, ScheduleName
-from ptrain.spec.spec import Spec
+from ptrain.spec.placement import Axis
+from ptrain.spec.spec import Spec, groups
 
 SIZES = ((4, 8), (8, 32))  # ranks, micro-batches
 UNIT = StageCost()  # a forward as long as either half of a backward

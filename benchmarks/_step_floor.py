@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 
 from ptrain.derivation.clock import Clock
 from ptrain.derivation.network import Network
-from ptrain.facts.operators import LayerWork, ModelWork, PassWork
+from ptrain.facts.model import LayerWork, ModelWork, PassWork
 from ptrain.rates.pace import around
 from ptrain.selection.choose import Chooser
 from ptrain.spec.activations import PLAIN
-from ptrain.spec.axis import Axis
+from ptrain.spec.placement import Axis
 from ptrain.spec.spec import Spec
 from ptrain.timeline import Kind
 

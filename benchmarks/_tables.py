@@ -15,8 +15,8 @@ from ptrain.costs import Estimate, State
 from ptrain.derivation.estimate import derive
 from ptrain.report.table import size
 from ptrain.selection.recompute import settled
-from ptrain.spec.axis import DATA_AXES, Axis
 from ptrain.spec.load import load
+from ptrain.spec.placement import DATA_AXES, Axis
 from ptrain.spec.reference import KeyRow, reference
 from ptrain.spec.spec import Spec
 from ptrain.spec.text import read

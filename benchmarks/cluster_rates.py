@@ -28,7 +28,7 @@ from typing import Any
 
 from _machine import ROOT
 
-from ptrain.facts.operators import Operator
+from ptrain.facts.model import Operator
 from ptrain.rates.measured import MeasuredPace
 from ptrain.spec.cluster import Cluster
 from ptrain.spec.leaf import Leaf

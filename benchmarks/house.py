@@ -11,7 +11,7 @@ an axis, `axes/AXIS/run`, is a room beside its pure half); the modules beside th
 room `base`, but for the entries, `ptrain`, `ptrain.__main__` and `ptrain.testing`, which are users.
 
 A file of ptrain/ names an axis outside its room where it neither stands in `axes/AXIS` or below it
-nor declares the axes (`spec/axis.py`), and holds at least one of these:
+nor declares the axes (`spec/placement.py`), and holds at least one of these:
 
 - a member of the axis' own: `Axis.TP`; of the data axes also `DATA_AXES` and `REDUCED_AXES`;
 - the axis' part of a plan or a spec: an attribute `tensor` or `pipeline` of what is named `plan` or
@@ -63,7 +63,7 @@ AXES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 OWNERS = ("plan", "spec")
 MODES = ("R", "S", "S_STAR", "M", "OFFLOADED")
 WRAPS = {"LocalGradients", "Replicate", "FullyShard", "FlatUnits"}
-DECLARES_AXES, DECLARES_MODES = "ptrain/spec/axis.py", "ptrain/spec/placement.py"
+DECLARES_AXES, DECLARES_MODES = "ptrain/spec/placement.py", "ptrain/spec/placement.py"
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,9 +31,9 @@ import torch
 from _machine import conclude, header, processor, result_path, this_command, version
 
 from ptrain.algebra.legality import require
-from ptrain.spec.axis import Axis
 from ptrain.spec.load import load
 from ptrain.spec.names import listing
+from ptrain.spec.placement import Axis
 from tests.gloo.runs import train
 from tests.ranks import Ranks
 

@@ -13,10 +13,9 @@ from ptrain.axes.data.form import data_factors
 from ptrain.axes.rule import SpecRule
 from ptrain.errors import Fault
 from ptrain.spec.activations import Kept, Scope
-from ptrain.spec.axis import Axis
 from ptrain.spec.dials import UnitKind
 from ptrain.spec.model import Attention, ExternalModel, ModelShape
-from ptrain.spec.placement import R, Tier
+from ptrain.spec.placement import Axis, R, Tier
 from ptrain.spec.spec import Spec
 
 _ONCE = "Theorem 3 (gradient integrity)"

@@ -12,8 +12,7 @@ from functools import reduce
 from typing import assert_never
 
 from ptrain.costs import PLACED, State
-from ptrain.spec.axis import Factor
-from ptrain.spec.placement import TIER_DISTANCE, Distribution, Mode, Tier
+from ptrain.spec.placement import TIER_DISTANCE, Distribution, Factor, Mode, Tier
 from ptrain.units import ceil_div
 
 

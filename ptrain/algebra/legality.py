@@ -20,11 +20,11 @@ from ptrain.axes.rule import AxisRules, SpecRule, TupleRule
 from ptrain.axes.tensor.rules import DIALS as TENSOR_DIALS
 from ptrain.axes.tensor.rules import TENSOR
 from ptrain.errors import Fault, SpecError
-from ptrain.spec.axis import Factor
 from ptrain.spec.batch import token_multiple
 from ptrain.spec.job import OptimizerSpec
 from ptrain.spec.misfits import misfits
 from ptrain.spec.model import ExternalModel, ModelShape
+from ptrain.spec.placement import Factor
 from ptrain.spec.spec import Spec
 
 ROOMS: tuple[AxisRules, ...] = (DATA, CONTEXT, EXPERT, TENSOR, PIPELINE)

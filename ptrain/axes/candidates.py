@@ -12,9 +12,8 @@ from math import prod
 from typing import Any
 
 from ptrain.spec.activations import Kept
-from ptrain.spec.axis import DATA_AXES, Axis, Factor
 from ptrain.spec.batch import Batch
-from ptrain.spec.placement import Placement, Tier
+from ptrain.spec.placement import DATA_AXES, Axis, Factor, Placement, Tier
 from ptrain.spec.spec import Spec
 
 # Tuples of some axes and fields of a spec with their values.

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ptrain.costs import Collective, Phase, State, Traffic, TrafficKey
-from ptrain.spec.axis import Axis
-from ptrain.spec.layout import ranks_over
-from ptrain.spec.spec import Spec
+from ptrain.spec.placement import Axis
+from ptrain.spec.spec import Spec, ranks_over
 from ptrain.units import ceil_div
 
 

@@ -6,9 +6,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from ptrain.errors import Fault
-from ptrain.spec.axis import Axis, Factor
 from ptrain.spec.job import OptimizerSpec
-from ptrain.spec.placement import Placement
+from ptrain.spec.placement import Axis, Factor, Placement
 from ptrain.spec.spec import Spec
 
 

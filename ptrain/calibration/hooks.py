@@ -34,9 +34,9 @@ from ptrain.models.objective import SampleBatch, TokenPair
 from ptrain.models.units import ROOT
 from ptrain.plan.lower import lower, own_facts
 from ptrain.rooms.mesh import Mesh
-from ptrain.spec.axis import Axis
 from ptrain.spec.load import load
 from ptrain.spec.model import ModelShape
+from ptrain.spec.placement import Axis
 from ptrain.spec.rates import Hook
 from ptrain.spec.role import Role
 from ptrain.spec.spec import Spec

@@ -24,7 +24,7 @@ from ptrain.calibration.bench import Bench, RateSheet
 from ptrain.calibration.points import Points
 from ptrain.derivation.estimate import derive
 from ptrain.derivation.work import model_work
-from ptrain.facts.operators import LayerWork, Operator, PassWork
+from ptrain.facts.model import LayerWork, Operator, PassWork
 from ptrain.models.initialize import build, initialize
 from ptrain.models.ledger import OperatorMode
 from ptrain.models.units import blocks_of

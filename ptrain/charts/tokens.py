@@ -11,9 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-from ptrain.axes.context.attention import all_spans
+from ptrain.axes.context.attention import MetBlock, Span, all_spans, blocks_of, source_at
 from ptrain.axes.context.draw import balance_text, kind_text
-from ptrain.axes.context.tokens import MetBlock, Span, blocks_of, source_at
 from ptrain.charts.colours import ink_on, of_place
 from ptrain.charts.sheet import GREY, LIGHT, WHITE, Label, Rectangle, Sheet, width_of
 from ptrain.steps.step import ContextParallel

@@ -14,8 +14,8 @@ from ptrain.errors import VerdictFailed, refused
 from ptrain.report.comparison import compare_records, exceeded, limits
 from ptrain.report.comparison_text import as_markdown, as_record, as_text
 from ptrain.report.recorded import Recorded, recorded
+from ptrain.spec.load import split_arguments
 from ptrain.spec.names import SPEC_FOLDERS, listing
-from ptrain.spec.overrides import split_arguments
 from ptrain.train.folder import RunFolder
 
 _SPECS = (".yaml", ".yml")

@@ -9,8 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from ptrain.axes.context.draw import balance_rows
-from ptrain.axes.pipeline.catalogue import schedule_of
-from ptrain.axes.pipeline.form import pipeline_of
+from ptrain.axes.pipeline.catalogue import pipeline_of, schedule_of
 from ptrain.charts.canvas import Format, painted
 from ptrain.charts.file import require_writable, write_whole
 from ptrain.charts.schedule import Heading, schedule_sheet
@@ -25,9 +24,8 @@ from ptrain.plan.lower import own_facts
 from ptrain.plan.show import show
 from ptrain.selection.recompute import settled
 from ptrain.spec.batch import batch_lines
-from ptrain.spec.load import load
+from ptrain.spec.load import load, split_arguments
 from ptrain.spec.model import ModelShape
-from ptrain.spec.overrides import split_arguments
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import Plan
 

@@ -22,8 +22,7 @@ from ptrain.facts.model import ModelFacts
 from ptrain.plan.composition import all_conditions
 from ptrain.report.predict import Prediction, Reserving, one, prediction_of, require_cuda
 from ptrain.selection.recompute import settled, useless_modes
-from ptrain.spec.load import load
-from ptrain.spec.overrides import split_arguments, sweeps
+from ptrain.spec.load import load, split_arguments, sweeps
 from ptrain.spec.spec import Spec
 
 

@@ -31,7 +31,7 @@ from ptrain.selection.algorithm1 import (
 from ptrain.selection.choose import select
 from ptrain.selection.ranking import PlacementRanking
 from ptrain.selection.task import SearchGoal
-from ptrain.spec.overrides import split_arguments
+from ptrain.spec.load import split_arguments
 from ptrain.spec.spec import Spec
 
 _NOTHING_FITS = 2

@@ -31,8 +31,7 @@ from ptrain.selection.recompute import settled
 from ptrain.simulation.choice import ALL_DISTINCT, chosen, classes, require_ranks
 from ptrain.simulation.execute import Simulated, rehearsal_device, simulate
 from ptrain.spec.batch import batch_lines
-from ptrain.spec.load import load
-from ptrain.spec.overrides import split_arguments, sweeps
+from ptrain.spec.load import load, split_arguments, sweeps
 from ptrain.spec.spec import Spec
 from ptrain.units import format_bytes
 

@@ -20,7 +20,7 @@ from ptrain.errors import Fault, PtrainError, SpecError
 from ptrain.report.predict import Prediction, require_cuda
 from ptrain.report.sweep import SweepPoint, as_csv, ordered, table
 from ptrain.spec.follow import followers
-from ptrain.spec.overrides import sweeps
+from ptrain.spec.load import sweeps
 
 AsRecord = Callable[[Prediction], Mapping[str, object]]
 

@@ -33,8 +33,7 @@ from ptrain.spec.load import load
 from ptrain.spec.model import ModelShape
 from ptrain.spec.spec import Spec
 from ptrain.train import environment, options
-from ptrain.train.candidates import again, is_done, require_resumable
-from ptrain.train.folder import Claim, RunFolder, open_run
+from ptrain.train.folder import Claim, RunFolder, again, is_done, open_run, require_resumable
 from ptrain.train.guard import module_of
 from ptrain.train.heading import parts_of_ranks
 from ptrain.train.host_memory import require_host_holds

@@ -11,8 +11,8 @@ from pathlib import Path
 from ptrain.cli.arguments import add_spec_arguments, print_json
 from ptrain.errors import VerdictFailed, refused
 from ptrain.installed import require_torch
+from ptrain.spec.load import split_arguments, sweeps
 from ptrain.spec.names import names
-from ptrain.spec.overrides import split_arguments, sweeps
 from ptrain.train.notebook import Run, load_trainable
 from ptrain.train.notebook import run as train
 from ptrain.train.profiled_steps import require_reachable

@@ -23,10 +23,9 @@ from ptrain.plan.lower import own_facts
 from ptrain.selection.recompute import settled
 from ptrain.spec.extras import require_leave, require_transformers
 from ptrain.spec.file_tier import require_file_tier
-from ptrain.spec.load import load
+from ptrain.spec.load import load, parse_override, split_arguments, sweeps
 from ptrain.spec.model import ModelShape
 from ptrain.spec.names import names
-from ptrain.spec.overrides import parse_override, split_arguments, sweeps
 from ptrain.spec.spec import Spec
 from ptrain.train import environment
 from ptrain.train.host_memory import require_host_memory

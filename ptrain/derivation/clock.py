@@ -20,7 +20,7 @@ from itertools import chain
 
 from ptrain.costs import Collective, Phase, Spent, StepTime, TimeKey, TimeRow
 from ptrain.derivation.network import Network
-from ptrain.facts.operators import InnerCollective, Operator, PassWork
+from ptrain.facts.model import InnerCollective, Operator, PassWork
 from ptrain.optimizers.ghost import muon_operators
 from ptrain.rates.pace import (
     Pace,
@@ -30,7 +30,7 @@ from ptrain.rates.pace import (
     operators_seconds,
 )
 from ptrain.rooms.room import Shape
-from ptrain.spec.axis import Axis, axes_named
+from ptrain.spec.placement import Axis, axes_named
 from ptrain.spec.precision import DType, Layout
 from ptrain.spec.rates import Hook, OperatorKind
 

@@ -16,11 +16,17 @@ from dataclasses import dataclass, field
 from ptrain.costs import Collective
 from ptrain.derivation.activation_moves import COPIES
 from ptrain.derivation.clock import Arrival, Clock, PassSeconds
-from ptrain.derivation.repeats import Representatives
+from ptrain.derivation.layers import Representatives
 from ptrain.derivation.tape import Marks, Scene
-from ptrain.facts.model import TensorFacts, UnitFacts, prefixes
-from ptrain.facts.operators import LayerWork, ModelWork, PassWork
-from ptrain.facts.passes import Passes
+from ptrain.facts.model import (
+    LayerWork,
+    ModelWork,
+    Passes,
+    PassWork,
+    TensorFacts,
+    UnitFacts,
+    prefixes,
+)
 from ptrain.facts.stages import Stage
 from ptrain.rates.pace import UnknownRate, around
 from ptrain.spec.activations import PLAIN, Kept

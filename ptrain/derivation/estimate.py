@@ -28,7 +28,6 @@ from ptrain.costs import (
 )
 from ptrain.derivation import blocks, memory, pipeline, tensor
 from ptrain.derivation.activation_moves import activation_row, kept_traffic
-from ptrain.derivation.activations import drops_in_parts, is_tabulated
 from ptrain.derivation.clock import LaneSpan
 from ptrain.derivation.ghosts.clipping import norm
 from ptrain.derivation.ghosts.table import wrapping
@@ -36,6 +35,7 @@ from ptrain.derivation.ghosts.wrapping import Wrapping
 from ptrain.derivation.in_flight import fullest_of, in_flight
 from ptrain.derivation.interconnect import warnings
 from ptrain.derivation.kernels import kernel_warnings, unclaimed
+from ptrain.derivation.layers import drops_in_parts, is_tabulated
 from ptrain.derivation.machine import Machine, machine_of
 from ptrain.derivation.memory import resident, startup_bytes
 from ptrain.derivation.notes import notes, pipeline_notes

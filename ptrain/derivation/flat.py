@@ -25,8 +25,7 @@ from ptrain.facts.model import TensorFacts, UnitFacts
 from ptrain.optimizers.ghost import GhostRules, GhostScale
 from ptrain.optimizers.update import Target, TargetsUpdate, UpdateGroup
 from ptrain.rooms.ghost import Ghost, GhostRoom, Reader, Storage
-from ptrain.spec.axis import Axis
-from ptrain.spec.placement import Tier
+from ptrain.spec.placement import Axis, Tier
 from ptrain.spec.rates import Hook, OperatorKind
 from ptrain.steps.step import Clip, Plan
 from ptrain.steps.wraps import FlatUnits

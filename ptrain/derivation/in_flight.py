@@ -15,18 +15,15 @@ from ptrain.derivation.activation_moves import activation_row
 from ptrain.derivation.clock import Clock, Seconds
 from ptrain.derivation.computing import PassScore
 from ptrain.derivation.ghosts.wrapping import Wrapping
-from ptrain.derivation.layers import passes
+from ptrain.derivation.layers import Representatives, passes, represent
 from ptrain.derivation.pipeline import StageParts
 from ptrain.derivation.pipeline_time import PipelineTiming, RankTime, pipeline_time
-from ptrain.derivation.repeats import Representatives, represent
 from ptrain.derivation.tape import Scene, Tape, Wrap
 from ptrain.derivation.timeline import always, peaks, play_pass, play_update, seed_bytes
-from ptrain.facts.model import ModelFacts
-from ptrain.facts.passes import Passes, net
-from ptrain.spec.axis import Axis
-from ptrain.spec.layout import positions, ranks_over
+from ptrain.facts.model import ModelFacts, Passes, net
+from ptrain.spec.placement import Axis
 from ptrain.spec.rates import Hook
-from ptrain.spec.spec import Spec
+from ptrain.spec.spec import Spec, positions, ranks_over
 from ptrain.steps.experts import ByLayer
 from ptrain.steps.step import Plan
 from ptrain.timeline import Kind, Run

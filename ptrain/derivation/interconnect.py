@@ -12,9 +12,8 @@ from dataclasses import dataclass, replace
 
 from ptrain.costs import Collective, Phase, Traffic, busiest
 from ptrain.derivation.network import Network
-from ptrain.spec.axis import Axis
-from ptrain.spec.layout import groups
-from ptrain.spec.spec import Spec
+from ptrain.spec.placement import Axis
+from ptrain.spec.spec import Spec, groups
 from ptrain.units import format_bytes
 
 _FEW_RANKS = 8

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from ptrain.derivation.activations import drops_in_parts
 from ptrain.derivation.attention import (
     attention_of,
     capabilities,
@@ -23,6 +22,7 @@ from ptrain.derivation.attention import (
     may_be_fused,
     most_rows,
 )
+from ptrain.derivation.layers import drops_in_parts
 from ptrain.facts.model import ModelFacts
 from ptrain.spec.model import ModelShape
 from ptrain.spec.placement import Tier

@@ -4,26 +4,124 @@ how each layer's activations are kept and how the loss is computed put into them
 A table holds every size in bytes as a coefficient times powers of the model's dimensions, read off
 traces at prime shapes (`traces.work_tables` makes them). Nothing is fitted. A pass is `begin`,
 `block` for each layer but two, and `end`, in its own order; that of one layer is `only`.
+
+What a micro-batch of a whole built-in model allocates and saves, from the committed tables
+(`derivation.layers`), and for which specs they tell it.
+
+Equal blocks in a row are played once: what a block in their midst allocates, sends and leaves
+behind is what the one before it did.
+
+A wrap acts at a unit's boundaries, and on its neighbours: it gathers those ahead, and frees what
+the last one left. So the first and the last few of a row are played by themselves, as many as the
+wrap's `reach`, and of those between them one stands for all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
+from itertools import groupby
 from typing import Any
 
-from ptrain.derivation import blocks, loss_chunks
+from ptrain.axes.context.attention import context_of
+from ptrain.axes.context.part import part_at
+from ptrain.derivation import archive, blocks, tables
 from ptrain.derivation.archive import TablePart
-from ptrain.derivation.loss_chunks import LossHead
-from ptrain.derivation.repeats import Representatives, Turns
-from ptrain.derivation.tables import EvaluatedTable, Place, RankCut, Setting, setting_of, table
-from ptrain.facts.passes import Passes, of_first_stage, of_later_stage
+from ptrain.derivation.attention import is_by_operators
+from ptrain.derivation.tables import (
+    EvaluatedTable,
+    LossHead,
+    Place,
+    RankCut,
+    Setting,
+    setting_of,
+    table,
+)
+from ptrain.facts.model import Passes, UnitFacts, of_first_stage, of_later_stage
 from ptrain.facts.stages import Stage
 from ptrain.spec.activations import PLAIN, Kept
+from ptrain.spec.batch import Batch
+from ptrain.spec.dials import UnitKind
 from ptrain.spec.model import Attention, ModelShape
+from ptrain.spec.placement import Axis
 from ptrain.spec.spec import Spec
-from ptrain.timeline import Boundary, Complete, Item, Kind, Mark, Repeated, Run
+from ptrain.timeline import Boundary, Complete, Item, Kind, Mark, Repeated, Run, Timeline
+
+Turns = tuple[tuple[int, int], ...]  # places of blocks, and how many each stands for
+
+
+@dataclass(frozen=True, slots=True)
+class Representatives:
+    """Who is played: `turns` by block, `units` and their `times`."""
+
+    turns: Turns
+    units: tuple[UnitFacts, ...]
+    times: tuple[int, ...]
+
+    @property
+    def modules(self) -> tuple[tuple[str, ...], ...]:
+        """The modules of each unit that is played."""
+        return tuple(unit.modules for unit in self.units)
+
+
+def everyone(units: tuple[UnitFacts, ...], blocks: int) -> Representatives:
+    """Every unit of so many blocks by itself."""
+    return Representatives(tuple((place, 1) for place in range(blocks)), units, (1,) * len(units))
+
+
+def represent(
+    spec: Spec, units: tuple[UnitFacts, ...], blocks: Sequence[str], reach: int | None
+) -> Representatives:
+    """Return who is played of a built-in model or stage with these `blocks`, first to last.
+    `reach`: how many units next to a unit its wrap acts on; None where that is not bounded."""
+    kinds = alike(spec, blocks)
+    if reach is None or kinds is None:
+        return everyone(units, len(blocks))
+    places = turns(kinds, reach + 1)
+    times_of = {blocks[place]: times for place, times in places}
+    gone = {*blocks} - times_of.keys()
+    played = [(unit, _block(unit)) for unit in units]
+    return Representatives(
+        places,
+        tuple(unit for unit, block in played if block not in gone),
+        tuple(times_of.get(block, 1) for _, block in played if block not in gone),
+    )
+
+
+def alike(spec: Spec, blocks: Sequence[str]) -> tuple[Kept, ...] | None:
+    """Return how the activations of these blocks are kept, where they are alike but for that: those
+    of a built-in model, of which no unit has more than one. It is None where nobody says that they
+    are."""
+    is_within = spec.unit_size.kind in (UnitKind.BLOCK, UnitKind.SUB_BLOCK)
+    if not isinstance(spec.model, ModelShape) or not is_within:
+        return None
+    kept = spec.activations.of(spec.model.layers)
+    return tuple(kept[int(block.rpartition(".")[2])] for block in blocks)
+
+
+def turns(kinds: Sequence[Hashable], apart: int) -> Turns:
+    """Return the places that are played: the first and the last `apart` of each row of equal kinds,
+    and one for those between."""
+    places: list[tuple[int, int]] = []
+    start = 0
+    for _, row in groupby(kinds):
+        number = len(list(row))
+        between = number - 2 * apart
+        if between < 2:
+            places += [(start + place, 1) for place in range(number)]
+        else:
+            places += [(start + place, 1) for place in range(apart)]
+            places.append((start + apart, between))
+            places += [(start + place, 1) for place in range(number - apart, number)]
+        start += number
+    return tuple(places)
+
+
+def _block(unit: UnitFacts) -> str:
+    """The block that a unit of a built-in model is of: `blocks.7` of `blocks.7.attention`."""
+    return ".".join(unit.modules[0].split(".")[:2])
+
 
 Units = tuple[tuple[str, ...], ...]
 Places = dict[tuple[Mark, str], int]
@@ -249,9 +347,95 @@ def _head(setting: Setting, layers: int) -> LossHead | None:
     """What a loss in chunks does behind a last stage's layers, None of whole logits. The tables are
     of one layer, whose input is the schedule's: that of the last of several goes with its forward
     pass, where nothing saves it."""
-    head = loss_chunks.head_of(setting, Place.LAST)
+    head = tables.head_of(setting, Place.LAST)
     if head is None or layers == 1:
         return head
     if not blocks.block(setting.without_context, PLAIN, Attention.SDPA).frees_input:
         return head
     return replace(head, forward=(Run(0, -_hidden_bytes(setting)), *head.forward))
+
+
+def timeline(
+    setting: Setting, played: Representatives | None = None, kept: tuple[Kept, ...] = ()
+) -> Timeline:
+    """Return the timeline of one micro-batch of a whole model, of its units that are `played` (by
+    default one block each and the root). `kept`: how the blocks' activations are, by default
+    plain."""
+    number = setting.shape.layers
+    units: Units = (*((f"blocks.{block}",) for block in range(number)), ("",))
+    turns: Turns = tuple((block, 1) for block in range(number))
+    if played is not None:
+        units, turns = played.modules, played.turns
+    return _timeline(setting, units, turns, kept or (PLAIN,) * number)
+
+
+@lru_cache(maxsize=2**5)
+def _timeline(setting: Setting, units: Units, turns: Turns, kept: tuple[Kept, ...]) -> Timeline:
+    """Return it of these units and turns: what the data axes choose besides is nothing to it, so
+    that a search asks for the same again."""
+    layers = LayerPasses(
+        setting=setting,
+        place=Place.ALONE,
+        numbers=[str(block) for block in range(setting.shape.layers)],
+        kept=kept,
+        head=tables.head_of(setting, Place.ALONE),
+    )
+    items = layers.passes(units, turns)
+    return Timeline(
+        forward=items[Kind.FORWARD],
+        backward=items[Kind.BACKWARD],
+        moved=layers.moved,
+        repeated=layers.repeated,
+    )
+
+
+def is_tabulated(spec: Spec) -> bool:
+    """Return whether the committed tables tell what a micro-batch allocates; else it is traced."""
+    shape = spec.model
+    if not isinstance(shape, ModelShape) or shape.tabulated is None:
+        return False
+    if _is_column(spec.batch) or drops_in_parts(spec) or is_by_operators(spec):
+        return False
+    if spec.loss.user_function is not None:
+        return False
+    if spec.has_token_slices and not _are_slices_known(spec, shape):
+        return False
+    kept = spec.activations.distinct_of(shape.layers)
+    is_in_chunks = spec.loss.chunk is not None
+    if blocks.is_as_usual(shape, kept) and not is_in_chunks:
+        return True
+    compute = spec.precision.effective.parameters
+    if is_in_chunks and not tables.is_known(shape, compute, spec.loss):
+        return False
+    is_whole = not spec.pipeline.is_in_halves and not spec.tensor.is_naive
+    return is_whole and all(blocks.is_known(shape, mode) for mode in kept)
+
+
+def drops_in_parts(spec: Spec) -> bool:
+    """Return whether GPUs drop out in a built-in model whose layers or operators are cut."""
+    is_cut = spec.degree(Axis.PP) > 1 or spec.degree(Axis.TP) > 1
+    shape = spec.model
+    return isinstance(shape, ModelShape) and shape.drops and spec.is_for_cuda and is_cut
+
+
+def _are_slices_known(spec: Spec, shape: ModelShape) -> bool:
+    """Return whether tables tell what ranks allocate that attend to the tokens of others: of one
+    sample, whose operators are whole, and which fall into even slices."""
+    is_whole = spec.degree(Axis.TP) == 1 and not spec.pipeline.is_in_halves
+    kept = spec.activations.of(shape.layers)
+    is_known = all(blocks.is_known_over_context(shape, mode) for mode in kept)
+    is_even = spec.own_tokens % 2 == 0 and not spec.batch.padding
+    if not (is_known and is_whole and spec.batch.micro == 1 and is_even):
+        return False
+    step = context_of(spec)
+    assert step is not None, "ranks have slices"
+    if shape.kv_heads % step.ulysses:  # heads of keys are repeated ahead of the exchange
+        return False
+    setting = setting_of(spec, RankCut(context=part_at(step, 0)))
+    return setting.name(TablePart.CONTEXT) in archive.names(TablePart.CONTEXT)
+
+
+def _is_column(batch: Batch) -> bool:
+    """Whether each sample of several has one target: these are contiguous, and what a loss copies
+    in the tables is not copied."""
+    return batch.sequence == 1 and batch.micro > 1

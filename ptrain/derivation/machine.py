@@ -15,11 +15,10 @@ from ptrain.derivation.network import Network
 from ptrain.derivation.pipeline import message_bytes
 from ptrain.derivation.pipeline_time import PipelineTiming
 from ptrain.derivation.work import model_work, why_unknown
-from ptrain.facts.model import ModelFacts
-from ptrain.facts.operators import ModelWork
+from ptrain.facts.model import ModelFacts, ModelWork
 from ptrain.rates.measured import lacking, pace_of, pace_while_others_wait
 from ptrain.rates.pace import Pace, UnknownRate, operators_seconds
-from ptrain.spec.axis import Axis
+from ptrain.spec.placement import Axis
 from ptrain.spec.rates import Hook
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import Plan

@@ -19,9 +19,8 @@ from ptrain.derivation.ghosts.wrapping import Wrapping
 from ptrain.derivation.tape import Tape
 from ptrain.facts.model import ModelFacts
 from ptrain.facts.parameters import COUNTS
-from ptrain.spec.layout import positions, ranks_over
 from ptrain.spec.precision import DType
-from ptrain.spec.spec import Spec
+from ptrain.spec.spec import Spec, positions, ranks_over
 from ptrain.steps.step import Plan
 
 Rows = tuple[Footprint, ...]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from itertools import product
 
-from ptrain.spec.axis import Axis
+from ptrain.spec.placement import Axis
 from ptrain.spec.spec import Spec
 
 Degrees = tuple[tuple[str, int], ...]  # of the mesh, outermost axis first

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from ptrain.axes.context.tokens import multiplied
+from ptrain.axes.context.attention import multiplied
 from ptrain.axes.pipeline.catalogue import schedule_of
 from ptrain.by_rank import rows_by_rank
 from ptrain.costs import Operations
@@ -19,10 +19,9 @@ from ptrain.derivation import blocks
 from ptrain.derivation.attention import is_by_operators
 from ptrain.derivation.tables import Setting, setting_of
 from ptrain.derivation.tensor import cut_of
-from ptrain.spec.axis import Axis
-from ptrain.spec.layout import positions, ranks_over
 from ptrain.spec.model import Attention, ModelShape
-from ptrain.spec.spec import Spec
+from ptrain.spec.placement import Axis
+from ptrain.spec.spec import Spec, positions, ranks_over
 from ptrain.steps.step import Plan
 
 _PASSES = ("forward", "backward", "again")

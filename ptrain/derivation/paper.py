@@ -21,8 +21,19 @@ from ptrain.by_rank import ByRank
 from ptrain.costs import Collective, Column, Estimate, Footprint, Phase, State, Traffic, add_traffic
 from ptrain.derivation.optimizer_state import optimizer_itemsize
 from ptrain.facts.model import ModelFacts, UnitFacts
-from ptrain.spec.axis import DATA_AXES, Axis, Factor
-from ptrain.spec.placement import OFFLOADED, S_STAR, Distribution, M, Mode, R, S, Tier
+from ptrain.spec.placement import (
+    DATA_AXES,
+    OFFLOADED,
+    S_STAR,
+    Axis,
+    Distribution,
+    Factor,
+    M,
+    Mode,
+    R,
+    S,
+    Tier,
+)
 from ptrain.spec.spec import Spec
 from ptrain.units import ceil_div
 

@@ -12,9 +12,8 @@ from ptrain.derivation import tensor
 from ptrain.derivation.machine import slowest
 from ptrain.facts.model import ModelFacts
 from ptrain.facts.rows_timeline import RowsTimeline
-from ptrain.spec.axis import Axis
-from ptrain.spec.layout import positions
-from ptrain.spec.spec import Spec
+from ptrain.spec.placement import Axis
+from ptrain.spec.spec import Spec, positions
 from ptrain.steps.experts import ByLayer, token_places
 from ptrain.steps.step import Plan
 from ptrain.timeline import Timeline

@@ -30,17 +30,14 @@ from ptrain.derivation.activation_moves import kept_traffic
 from ptrain.derivation.ghosts.clipping import norm
 from ptrain.derivation.ghosts.table import wrapping
 from ptrain.derivation.ghosts.wrapping import Wrapping
-from ptrain.derivation.layers import Pairs, moved_and_repeated
+from ptrain.derivation.layers import Pairs, alike, moved_and_repeated
 from ptrain.derivation.memory import by_shard, other_bytes, summed
-from ptrain.derivation.repeats import alike
 from ptrain.derivation.tables import RankCut
-from ptrain.facts.model import AttentionHeads, ModelFacts
-from ptrain.facts.passes import Passes, RowsPasses
+from ptrain.facts.model import AttentionHeads, ModelFacts, Passes, RowsPasses
 from ptrain.facts.stages import ENDS, Chain, Ends, Stage
 from ptrain.spec.activations import Kept
-from ptrain.spec.layout import positions, ranks_over
 from ptrain.spec.model import ModelShape
-from ptrain.spec.spec import Spec
+from ptrain.spec.spec import Spec, positions, ranks_over
 from ptrain.steps.experts import ByLayer, Loads
 from ptrain.steps.step import Plan
 

@@ -18,12 +18,10 @@ from ptrain.axes.pipeline.simulate import ActionCosts, Simulation, simulate, sim
 from ptrain.costs import Collective, Phase, Spent, StepTime, TimeKey, TimeRow
 from ptrain.derivation.clock import Clock, LaneSpan, with_launches
 from ptrain.derivation.computing import PassScore, Timing
-from ptrain.derivation.repeats import Representatives
-from ptrain.facts.model import UnitFacts
-from ptrain.facts.operators import ModelWork
-from ptrain.facts.passes import Passes
+from ptrain.derivation.layers import Representatives
+from ptrain.facts.model import ModelWork, Passes, UnitFacts
 from ptrain.facts.stages import Stage
-from ptrain.spec.axis import Axis
+from ptrain.spec.placement import Axis
 from ptrain.spec.spec import Spec
 from ptrain.timeline import Kind
 

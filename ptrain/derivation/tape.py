@@ -10,12 +10,11 @@ from typing import Protocol
 from ptrain.axes.ring import Calls, Group, group_over
 from ptrain.costs import Collective, Phase, Spent, State, Traffic, TrafficKey
 from ptrain.derivation.clock import Arrival, Clock
-from ptrain.derivation.repeats import Representatives
+from ptrain.derivation.layers import Representatives
 from ptrain.facts.model import ModelFacts, UnitFacts
 from ptrain.rates.pace import UnknownRate
 from ptrain.rooms.room import Shape
-from ptrain.spec.axis import Axis
-from ptrain.spec.placement import Tier
+from ptrain.spec.placement import Axis, Tier
 from ptrain.spec.precision import DType, Layout
 from ptrain.spec.rates import Hook, OperatorKind
 from ptrain.spec.spec import Spec

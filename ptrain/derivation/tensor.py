@@ -17,14 +17,13 @@ from ptrain.axes.pipeline.catalogue import schedule_of
 from ptrain.axes.ring import Calls, Group
 from ptrain.axes.tensor.cost import Cut, ModuleRoles, cut_dims, slices
 from ptrain.costs import Collective, Phase, State, Traffic
-from ptrain.derivation import activations
+from ptrain.derivation import layers as layer_tables
 from ptrain.derivation.tables import RankCut
 from ptrain.facts.model import ModelFacts, TensorFacts, UnitFacts, prefixes
-from ptrain.spec.axis import Axis
-from ptrain.spec.layout import place_of, ranks_over
+from ptrain.spec.placement import Axis
 from ptrain.spec.precision import DType
 from ptrain.spec.role import Role
-from ptrain.spec.spec import Spec
+from ptrain.spec.spec import Spec, place_of, ranks_over
 from ptrain.steps.step import Parallelize, Plan
 from ptrain.timeline import gradient_order
 from ptrain.units import ceil_div
@@ -123,7 +122,7 @@ def _local_facts(spec: Spec, facts: ModelFacts, units: Units, index: int) -> Mod
     """The part at a place along the cutting axes: its units, and where it was traced the timeline
     of its micro-batch."""
     traced = facts.part_timelines
-    if activations.is_tabulated(spec) and not facts.roles and not traced:
+    if layer_tables.is_tabulated(spec) and not facts.roles and not traced:
         return replace(facts, units=units)
     timeline = traced[index] if traced else None
     order = gradient_order(timeline) if timeline else facts.gradient_order

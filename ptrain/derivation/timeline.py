@@ -11,21 +11,20 @@ from typing import assert_never
 
 from ptrain.by_rank import ByRank, KeyT, rows_by_rank
 from ptrain.costs import Footprint, Peak, Phase, State, StepTime
-from ptrain.derivation import activations
+from ptrain.derivation import layers as layer_tables
 from ptrain.derivation.clock import Clock, ClockState
 from ptrain.derivation.computing import Computing, PassScore, Timing
 from ptrain.derivation.ghosts.clipping import clip, norm_bytes
 from ptrain.derivation.ghosts.wrapping import Wrapping, micro_batches
+from ptrain.derivation.layers import Representatives, represent
 from ptrain.derivation.memory import resident, sum_in_time
-from ptrain.derivation.repeats import Representatives, represent
 from ptrain.derivation.tables import RankCut, setting_of
 from ptrain.derivation.tape import Marks, Scene, Tape, Wrap
 from ptrain.errors import PtrainError
 from ptrain.facts.model import ModelFacts
-from ptrain.spec.layout import positions
 from ptrain.spec.model import ModelShape
 from ptrain.spec.precision import DType, Layout
-from ptrain.spec.spec import Spec
+from ptrain.spec.spec import Spec, positions
 from ptrain.timeline import Boundary, Complete, Item, Kind, Mark, Repeated, Run, Timeline
 
 Phases = Mapping[Phase, int]
@@ -149,11 +148,11 @@ def model_timeline(
     if (
         played is None
         or not isinstance(spec.model, ModelShape)
-        or not activations.is_tabulated(spec)
+        or not layer_tables.is_tabulated(spec)
     ):
         raise PtrainError("model: its activations are known only from a trace of the model itself")
     kept = spec.activations.of(spec.model.layers)
-    return activations.timeline(setting_of(spec, cut), played, kept)
+    return layer_tables.timeline(setting_of(spec, cut), played, kept)
 
 
 def play_pass(items: Sequence[Item], tape: Tape, wrap: Marks, score: PassScore | None) -> None:

@@ -14,15 +14,15 @@ from typing import Any
 
 from ptrain.axes.context.part import ContextKind, ContextPart
 from ptrain.costs import Collective
-from ptrain.derivation import archive, blocks, loss_chunks
-from ptrain.derivation.activations import is_tabulated
+from ptrain.derivation import archive, blocks, tables
 from ptrain.derivation.archive import TablePart
+from ptrain.derivation.layers import is_tabulated
 from ptrain.derivation.operations import setting_at
 from ptrain.derivation.tables import Monomial, Setting, monomials
-from ptrain.facts.model import ModelFacts
-from ptrain.facts.operators import (
+from ptrain.facts.model import (
     InnerCollective,
     LayerWork,
+    ModelFacts,
     ModelWork,
     Operator,
     PassWork,
@@ -272,13 +272,13 @@ def _ends(setting: Setting, *, is_staged: bool) -> tuple[LayerWork, LayerWork]:
 
 def _in_chunks(setting: Setting) -> LayerWork:
     """What is behind the layers where the loss is in chunks."""
-    values = loss_chunks.values_of(setting)
+    values = tables.values_of(setting)
     evaluated = _Evaluated(TablePart.LOSS_WORK, setting, values)
     listed = evaluated.table.content["rest" if values["rest"] else "even"]
-    chunks = loss_chunks.full_chunks(setting)
+    chunks = tables.full_chunks(setting)
     return LayerWork(
         **{
-            name: evaluated.of_pass(loss_chunks.parts_of(listed[name], chunks))
+            name: evaluated.of_pass(tables.parts_of(listed[name], chunks))
             for name in ("forward", "backward")
         }
     )

@@ -14,9 +14,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ptrain.derivation.attention import attention_of, may_be_fused
-from ptrain.spec.axis import Axis
 from ptrain.spec.block import Bias
 from ptrain.spec.model import ModelShape
+from ptrain.spec.placement import Axis
 from ptrain.spec.spec import Spec
 from ptrain.units import ceil_div
 

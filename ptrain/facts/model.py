@@ -2,24 +2,233 @@
 
 Built-in families state theirs as formulas (`facts.parameters`); for any other model the same
 facts are read off the module and by tracing one step.
+
+What a step computes, operator by operator: the vocabulary that traces write and clocks read.
+
+An operator has a kind, a dtype and the dimensions that its time depends on; how long that takes on
+a machine, the machine's rates say. A pass is a list of operators and of the collectives between
+them, in the order of execution.
+
+What one micro-batch allocates on a stage, pass by pass.
+
+A pass knows nothing of what crosses the stage's boundaries: the hidden states that it is given and
+the gradient of its output lived before, its own output and the gradient of its input live on.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Self
 
-from ptrain.facts.operators import WorkByKind
-from ptrain.facts.passes import Passes, RowsPasses
+from ptrain.costs import Collective
 from ptrain.facts.rows_timeline import RowsTimeline
 from ptrain.facts.stages import Chain, Units
-from ptrain.spec.axis import Axis
 from ptrain.spec.model import ModelSpec
+from ptrain.spec.placement import Axis
+from ptrain.spec.precision import DType
+from ptrain.spec.rates import OperatorKind
 from ptrain.spec.role import Fusions, Roles
-from ptrain.timeline import Timeline
+from ptrain.timeline import Complete, Item, Kind, Repeated, Run, Timeline
+
+Items = tuple[Item, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Passes:
+    """Of one micro-batch on one stage: the items of each kind of pass; bytes of what it hands on
+    (hidden states, or logits) and of hidden states. `moved` and `repeated` as a timeline's."""
+
+    items: Mapping[Kind, Items]
+    output: int
+    hidden: int
+    moved: tuple[tuple[str, int], ...] = ()
+    repeated: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def loss(self) -> int:
+        """Bytes of one micro-batch that outlive its whole backward pass and cross no boundary."""
+        return _left(self, Kind.BACKWARD)
+
+    @property
+    def timeline(self) -> Timeline:
+        """Forward and whole backward."""
+        return Timeline(forward=self.items[Kind.FORWARD], backward=self.items[Kind.BACKWARD])
+
+
+def passes_of(
+    whole: Timeline, halves: Timeline | None, *, is_first: bool, output: int, hidden: int
+) -> Passes:
+    """Return the passes of a stage by the timelines of its whole passes and, behind the first one
+    and where backward passes are in halves, of these."""
+    items = {Kind.FORWARD: whole.forward, Kind.BACKWARD: whole.backward}
+    if is_first:
+        passes = of_first_stage(items, output=output)
+    else:
+        if halves is not None:
+            items |= {Kind.INPUT: halves.forward, Kind.WEIGHT: halves.backward}
+        passes = of_later_stage(items, output=output, hidden=hidden)
+    return replace(passes, moved=whole.moved, repeated=whole.repeated)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowsPasses:
+    """The same as a formula of the rows that the experts of its `layers` get."""
+
+    layers: tuple[str, ...]
+    whole: RowsTimeline
+    halves: RowsTimeline | None
+    is_first: bool
+    output: int
+    hidden: int
+
+    def at(self, rows: Sequence[int]) -> Passes:
+        """Return the passes where the layers get so many rows."""
+        return passes_of(
+            self.whole.at(rows),
+            self.halves.at(rows) if self.halves else None,
+            is_first=self.is_first,
+            output=self.output,
+            hidden=self.hidden,
+        )
+
+
+def of_first_stage(items: Mapping[Kind, Items], *, output: int) -> Passes:
+    """Nobody waits for gradients of tokens, and the half of the weights is the whole."""
+    whole = {**items, Kind.INPUT: (), Kind.WEIGHT: items[Kind.BACKWARD]}
+    return Passes(items=whole, output=output, hidden=0)
+
+
+def of_later_stage(items: Mapping[Kind, Items], *, output: int, hidden: int) -> Passes:
+    """Return the passes of a stage behind the first. What both halves leave of the graph goes in
+    the end of the second."""
+    passes = Passes(items=items, output=output, hidden=hidden)
+    if Kind.WEIGHT not in items:
+        return passes
+    left = _left(passes, Kind.INPUT, Kind.WEIGHT) - passes.loss
+    assert left >= 0, "halves of a backward pass that free what is not there"
+    ended = {**items, Kind.WEIGHT: (*items[Kind.WEIGHT], Run(0, -left))}
+    return Passes(items=ended, output=output, hidden=hidden)
+
+
+def _left(passes: Passes, *backward: Kind) -> int:
+    """Return the bytes of one micro-batch that outlive these passes and cross no boundary."""
+    items = (item for kind in (Kind.FORWARD, *backward) for item in passes.items[kind])
+    return sum(map(net, items)) - passes.output - passes.hidden
+
+
+def net(item: Item) -> int:
+    """Bytes that stay, but for gradients, which are the wrap's."""
+    match item:
+        case Run():
+            return item.net
+        case Complete(_, size, cloned):
+            return 0 if cloned else -size
+        case Repeated(times, items):
+            return times * sum(map(net, items))
+        case _:
+            return 0
+
+
+@dataclass(frozen=True, slots=True)
+class Operator:
+    """`times` operators of one kind, dtype and size: `dimensions` are its kind's. `is_whole`: of
+    fused attention, no mask leaves out half of the scores."""
+
+    kind: OperatorKind
+    dtype: DType
+    dimensions: tuple[int, ...]
+    times: int = 1
+    is_whole: bool = False
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of one of them, two for a multiplication and its addition: of
+        fused attention two products forward and five backward (`models.work`), whole as if nothing
+        were masked; 0 of what is bound by memory."""
+        match self.kind:
+            case OperatorKind.PRODUCT:
+                return 2 * math.prod(self.dimensions)
+            case OperatorKind.ATTENTION:
+                return 4 * math.prod(self.dimensions)
+            case OperatorKind.ATTENTION_BACKWARD:
+                return 10 * math.prod(self.dimensions)
+            case _:
+                return 0
+
+
+@dataclass(frozen=True, slots=True)
+class InnerCollective:
+    """A collective within a pass, over the axis that cuts operators or over one that is named, of
+    so many neighbouring `ranks` of it (0: of all): bytes of the whole tensor. `beside`: how many
+    entries of the pass behind it run before it is awaited."""
+
+    collective: Collective
+    payload: int
+    times: int = 1
+    axis: str = ""
+    ranks: int = 0
+    beside: int = 0
+
+
+PassWork = tuple[Operator | InnerCollective, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerWork:
+    """What one layer, or what stands in front of the layers or behind them, computes of one
+    micro-batch. `backward` holds what it computes again of forward; `inputs` and `weights` are its
+    halves, where these are computed apart."""
+
+    forward: PassWork
+    backward: PassWork
+    inputs: PassWork = ()
+    weights: PassWork = ()
+
+    def then(self, other: LayerWork) -> LayerWork:
+        """Return both as one, the other behind it: in backward before it."""
+        return LayerWork(
+            forward=self.forward + other.forward,
+            backward=other.backward + self.backward,
+            inputs=other.inputs + self.inputs,
+            weights=self.weights + other.weights,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelWork:
+    """What a rank computes of one micro-batch, by layer (of all layers of the model, in their
+    order). `front` is the embedding; `behind` the last norm, the head and the loss."""
+
+    front: LayerWork
+    layers: tuple[LayerWork, ...]
+    behind: LayerWork
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkByKind:
+    """A model's work with each kind of layer once: `order` says of which kind each layer is."""
+
+    front: LayerWork
+    kinds: tuple[LayerWork, ...]
+    order: tuple[int, ...]
+    behind: LayerWork
+
+    @classmethod
+    def of(cls, work: ModelWork) -> WorkByKind:
+        """Return the same as a model's work."""
+        numbers: dict[LayerWork, int] = {}
+        order = tuple([numbers.setdefault(layer, len(numbers)) for layer in work.layers])
+        return cls(front=work.front, kinds=tuple(numbers), order=order, behind=work.behind)
+
+    @property
+    def model(self) -> ModelWork:
+        """The work of all layers; those that are alike share theirs."""
+        layers = tuple([self.kinds[number] for number in self.order])
+        return ModelWork(front=self.front, layers=layers, behind=self.behind)
+
 
 # Attention of a model that is not built in: the modules that compute it, and of what heads.
 

@@ -11,10 +11,10 @@ from functools import lru_cache
 from typing import assert_never
 
 from ptrain.facts.model import ExpertLayers, ModelFacts, TensorFacts, UnitFacts
-from ptrain.spec.axis import EXPERT_AXES
 from ptrain.spec.block import Bias, Positions
 from ptrain.spec.dials import UnitKind, UnitSize
 from ptrain.spec.model import Attention, ModelShape
+from ptrain.spec.placement import EXPERT_AXES
 from ptrain.spec.spec import Spec
 
 EXPERTS = "experts"  # the module of a block that has all of them

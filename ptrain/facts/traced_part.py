@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from ptrain.spec.axis import DATA_AXES, EXPERT_AXES, TOKEN_AXES, Axis, Factor
 from ptrain.spec.cluster import Cluster
 from ptrain.spec.job import DataSpec, TrainSpec
 from ptrain.spec.model import ModelSpec
-from ptrain.spec.placement import R
+from ptrain.spec.placement import DATA_AXES, EXPERT_AXES, TOKEN_AXES, Axis, Factor, R
 from ptrain.spec.spec import Spec
 
 

@@ -25,8 +25,7 @@ from ptrain.costs import State
 from ptrain.models.tags import is_tagged, tier_of
 from ptrain.rooms.mesh import Mesh
 from ptrain.rooms.tiers import Tiers, alike, cast
-from ptrain.spec.axis import Axis, without
-from ptrain.spec.placement import Tier
+from ptrain.spec.placement import Axis, Tier, without
 from ptrain.spec.precision import INITIAL_SCALE, SCALE_BACKOFF, SCALE_GROWTH, SCALE_INTERVAL
 from ptrain.steps.step import LONG_NORM, NORM_ROW, Clip
 

@@ -23,8 +23,8 @@ from ptrain.axes.tensor.run.fused import FusedOrder
 from ptrain.errors import BrokenPlan
 from ptrain.interpreter.clip import Clipping, LossScale
 from ptrain.interpreter.construction import Balancing, Construction, Workpiece, cut_into_stages
+from ptrain.interpreter.look import Filling
 from ptrain.interpreter.loss import Loss, StepLoss
-from ptrain.interpreter.materialize import Filling
 from ptrain.interpreter.passes import Enter, InTurn
 from ptrain.models.balance import scale_losses
 from ptrain.models.numerics import TORCH_DTYPES

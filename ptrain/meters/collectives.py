@@ -30,7 +30,7 @@ from ptrain.meters.traffic import SILENT, group_of
 from ptrain.models.ledger import OperatorMode, storage_of
 from ptrain.report.calls import Call, culprit, differing
 from ptrain.report.finding import Culprit, Departure, Moment
-from ptrain.spec.axis import Axis
+from ptrain.spec.placement import Axis
 
 _REDUCTIONS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM")
 # Between two ranks, each of which calls something else.

@@ -25,7 +25,7 @@ from ptrain.models.ledger import local
 from ptrain.optimizers.torch import TorchOptimizer
 from ptrain.optimizers.update import COUNTER, MASTER, TargetsUpdate
 from ptrain.report.finding import Subject
-from ptrain.spec.axis import Axis
+from ptrain.spec.placement import Axis
 
 
 @dataclass(frozen=True, slots=True)

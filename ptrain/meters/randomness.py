@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from ptrain.interpreter.program import Program
 from ptrain.meters.digest import of_bytes
 from ptrain.models.dropout import drops_out
-from ptrain.spec.axis import CUTTING_AXES, SAMPLE_AXES, TOKEN_AXES, Axis
+from ptrain.spec.placement import CUTTING_AXES, SAMPLE_AXES, TOKEN_AXES, Axis
 
 
 def drawn(program: Program) -> tuple[str, str] | None:

@@ -28,10 +28,10 @@ from ptrain.models.moe import ExpertPlaces, Gate
 from ptrain.models.recomputing import runs_again
 from ptrain.models.routed_rows import RoutedRows
 from ptrain.report.routing import LayerRouting
-from ptrain.spec.axis import without
-from ptrain.spec.layout import positions
+from ptrain.spec.placement import without
 from ptrain.spec.routing import Histogram
 from ptrain.spec.routing import histogram as histogram_of
+from ptrain.spec.spec import positions
 
 Placed = tuple[int, dict[str, list[list[int]]]]  # by layer choices of each expert, by micro-batch
 Rows = dict[str, list[float]]  # by layer: choices of each expert, then what else is summed

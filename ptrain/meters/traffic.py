@@ -22,8 +22,7 @@ from ptrain.internals import process_groups
 from ptrain.models.ledger import OperatorMode, storage_of
 from ptrain.models.tags import is_tagged, tier_of
 from ptrain.rooms.registry import Registry
-from ptrain.spec.axis import EXPERT_AXES, TOKEN_AXES, Axis
-from ptrain.spec.placement import Tier
+from ptrain.spec.placement import EXPERT_AXES, TOKEN_AXES, Axis, Tier
 
 _OF_TOKENS = {axis.value for axis in (*TOKEN_AXES, *EXPERT_AXES)}
 _OF_ROWS = {axis.value for axis in (*EXPERT_AXES, Axis.TP)}  # where one is folded into the other

@@ -35,7 +35,7 @@ from ptrain.models.redraws import Redraws
 from ptrain.models.roles import named_in_spec, plan_of_module
 from ptrain.models.transformer import Transformer
 from ptrain.models.units import blocks_of, unit_modules
-from ptrain.spec.axis import Axis
+from ptrain.spec.placement import Axis
 from ptrain.spec.spec import Spec
 
 _DRAWS = "the forward pass draws random numbers of its own between its layers"

@@ -30,7 +30,7 @@ from ptrain.models.sub_blocks import standing_alone
 from ptrain.models.transformer import Transformer
 from ptrain.models.units import blocks_of
 from ptrain.spec import slips
-from ptrain.spec.axis import Axis
+from ptrain.spec.placement import Axis
 from ptrain.spec.role import COLUMNS, ROWS, Fusions, Role, Roles, fits, in_any_block
 from ptrain.spec.spec import Spec
 

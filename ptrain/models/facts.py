@@ -34,8 +34,8 @@ from ptrain.models.roles import cutting_of_module, named_in_spec, names_of_exper
 from ptrain.models.routed_rows import NUMBER
 from ptrain.models.transformer import Transformer
 from ptrain.models.units import ROOT, blocks_of, unit_modules
-from ptrain.spec.axis import EXPERT_AXES
 from ptrain.spec.model import HuggingFaceModel, ModelShape
+from ptrain.spec.placement import EXPERT_AXES
 from ptrain.spec.spec import Spec
 
 Made = dict[str, tuple[Tensor, int]]  # by module: what it returned, and in which version

@@ -23,9 +23,8 @@ from ptrain.models.cuttable import cutting, matching
 from ptrain.models.linear import is_transposed
 from ptrain.models.transformer import Transformer
 from ptrain.models.units import blocks_of
-from ptrain.spec.axis import Axis
 from ptrain.spec.model import ExternalModel, HuggingFaceModel, ModelShape
-from ptrain.spec.placement import R
+from ptrain.spec.placement import Axis, R
 from ptrain.spec.role import COLUMNS, GIVEN, Fusions, Role, Roles, fits, in_any_block
 from ptrain.spec.spec import Spec
 

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from ptrain.costs import Collective
-from ptrain.facts.operators import InnerCollective, Operator
+from ptrain.facts.model import InnerCollective, Operator
 from ptrain.internals import process_groups
 from ptrain.models.ledger import tensors_of
-from ptrain.spec.axis import EXPERT_AXES, TOKEN_AXES, axes_named
+from ptrain.spec.placement import EXPERT_AXES, TOKEN_AXES, axes_named
 from ptrain.spec.precision import DType
 from ptrain.spec.rates import OperatorKind
 

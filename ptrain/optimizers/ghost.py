@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
-from ptrain.facts.operators import Operator
+from ptrain.facts.model import Operator
 from ptrain.rooms.ghost import Ghost, Reader, Storage
 from ptrain.rooms.room import OptimizerLeaf, Shape
 from ptrain.spec.job import OptimizerSpec

@@ -11,9 +11,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ptrain.axes.context.attention import is_partition
-from ptrain.spec.axis import SAMPLE_AXES
-from ptrain.spec.layout import groups, positions
-from ptrain.spec.spec import Spec
+from ptrain.spec.placement import SAMPLE_AXES
+from ptrain.spec.spec import Spec, groups, positions
 from ptrain.steps.kind import Ran, WrapStep
 from ptrain.steps.step import Parallelize, Plan
 

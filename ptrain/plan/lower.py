@@ -25,8 +25,7 @@ from ptrain.axes.data.form import (
     whole_axes,
 )
 from ptrain.axes.expert.form import experts_of, loads_of
-from ptrain.axes.pipeline.catalogue import schedule_of
-from ptrain.axes.pipeline.form import pipeline_of
+from ptrain.axes.pipeline.catalogue import pipeline_of, schedule_of
 from ptrain.axes.pipeline.stage_facts import stages_of
 from ptrain.costs import State
 from ptrain.errors import SpecError, refused
@@ -35,9 +34,8 @@ from ptrain.facts.parameters import expert_layers, expert_modules
 from ptrain.facts.parameters import facts as facts_of
 from ptrain.facts.roles import roles_of
 from ptrain.facts.stages import Stage
-from ptrain.spec.axis import Axis, Factor
 from ptrain.spec.model import ModelShape
-from ptrain.spec.placement import CUT, Distribution, Tier
+from ptrain.spec.placement import CUT, Axis, Distribution, Factor, Tier
 from ptrain.spec.role import Fusions, Roles
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import (

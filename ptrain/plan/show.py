@@ -12,16 +12,14 @@ from ptrain.axes.data.form import ELEMENTWISE
 from ptrain.axes.data.rules import keeps_state
 from ptrain.axes.expert.draw import expert_lines
 from ptrain.axes.expert.draw import step_text as expert_text
-from ptrain.axes.pipeline.catalogue import schedule_of
+from ptrain.axes.pipeline.catalogue import pipeline_of, schedule_of
 from ptrain.axes.pipeline.draw import bubble_text, draw
-from ptrain.axes.pipeline.form import pipeline_of
 from ptrain.axes.pipeline.holdings import most_held_of
 from ptrain.axes.pipeline.schedule import Schedule
 from ptrain.axes.pipeline.simulate import simulate
 from ptrain.facts.stages import Units
 from ptrain.plan.composition import all_conditions, condition_lines, ranks_text
 from ptrain.spec.activations import Kept, Operators, Scope
-from ptrain.spec.axis import Axis
 from ptrain.spec.dials import (
     WHOLE_BUCKET,
     GatherAfterUpdate,
@@ -30,12 +28,11 @@ from ptrain.spec.dials import (
     Reshard,
     SyncPolicy,
 )
-from ptrain.spec.layout import groups
 from ptrain.spec.model import ModelShape
-from ptrain.spec.placement import Tier
+from ptrain.spec.placement import Axis, Tier
 from ptrain.spec.precision import Layout
 from ptrain.spec.role import Role, Roles
-from ptrain.spec.spec import Spec
+from ptrain.spec.spec import Spec, groups
 from ptrain.steps.experts import ExpertParallel
 from ptrain.steps.step import (
     Accumulate,

@@ -17,7 +17,7 @@ from itertools import chain
 from typing import Any
 
 from ptrain.costs import Collective
-from ptrain.facts.operators import Operator
+from ptrain.facts.model import Operator
 from ptrain.rates.links import LinkRate, link_seconds
 from ptrain.rates.pace import Pace, UnknownRate
 from ptrain.spec.cluster import Cluster

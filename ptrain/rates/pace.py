@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from ptrain.costs import Collective
-from ptrain.facts.operators import Operator, PassWork
+from ptrain.facts.model import Operator, PassWork
 from ptrain.spec.activations import Kept
 from ptrain.spec.placement import Tier
 from ptrain.spec.precision import Layout

@@ -17,8 +17,7 @@ from ptrain.report.table import (
     render,
     span,
 )
-from ptrain.spec.layout import positions
-from ptrain.spec.spec import Spec
+from ptrain.spec.spec import Spec, positions
 from ptrain.steps.step import Plan
 
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import mean
 
-from ptrain.spec.axis import EXPERT_AXES
 from ptrain.spec.model import ModelShape
+from ptrain.spec.placement import EXPERT_AXES
 from ptrain.spec.spec import Spec
 
 

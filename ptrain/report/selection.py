@@ -25,8 +25,8 @@ from ptrain.selection.ranking import Lost, PlacementRanking
 from ptrain.selection.task import Ranked, Scored, SearchGoal
 from ptrain.selection.words import words_of
 from ptrain.spec.activations import PLAIN
-from ptrain.spec.axis import DATA_AXES, Axis
 from ptrain.spec.dials import Overlap
+from ptrain.spec.placement import DATA_AXES, Axis
 from ptrain.spec.spec import Spec
 from ptrain.spec.write import to_yaml
 from ptrain.units import format_bytes, format_count

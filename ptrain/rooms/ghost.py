@@ -11,9 +11,8 @@ from typing import Protocol
 
 from ptrain.costs import Collective, State
 from ptrain.rooms.room import Axes, Move, Shape, Work
-from ptrain.spec.axis import Axis
 from ptrain.spec.dials import ReduceScatterVia
-from ptrain.spec.placement import Tier
+from ptrain.spec.placement import Axis, Tier
 from ptrain.spec.precision import DType
 from ptrain.spec.rates import OperatorKind
 

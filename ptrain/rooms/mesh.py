@@ -14,7 +14,7 @@ from ptrain.internals.fakes import unset_fake_temporarily
 from ptrain.internals.process_groups import gloo_options
 from ptrain.rooms.registry import Registry
 from ptrain.rooms.world import World, set_timeout
-from ptrain.spec.axis import Axis
+from ptrain.spec.placement import Axis
 from ptrain.steps.step import CreateMesh
 
 

@@ -11,10 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from ptrain.costs import State
-from ptrain.spec.axis import Axis
 from ptrain.spec.dials import ReduceScatterVia
 from ptrain.spec.job import OptimizerSpec
-from ptrain.spec.placement import Tier
+from ptrain.spec.placement import Axis, Tier
 from ptrain.spec.precision import DType
 
 T = TypeVar("T")

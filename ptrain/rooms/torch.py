@@ -14,9 +14,8 @@ from ptrain.rooms.mesh import Mesh
 from ptrain.rooms.registry import Registry
 from ptrain.rooms.room import Axes, Move, Shape, Work
 from ptrain.rooms.tiers import Tiers, alike, cast, same_memory
-from ptrain.spec.axis import Axis
 from ptrain.spec.dials import ReduceScatterVia
-from ptrain.spec.placement import Tier
+from ptrain.spec.placement import Axis, Tier
 from ptrain.spec.precision import DType
 
 

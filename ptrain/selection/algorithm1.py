@@ -16,9 +16,8 @@ from ptrain.codec import encode
 from ptrain.derivation.paper import reconstruction_unit
 from ptrain.errors import refused
 from ptrain.facts.model import ModelFacts
-from ptrain.spec.axis import Axis
 from ptrain.spec.cluster import Cluster
-from ptrain.spec.placement import S_STAR, Placement, R, S
+from ptrain.spec.placement import S_STAR, Axis, Placement, R, S
 from ptrain.units import format_bytes, format_count
 
 STATE_BYTES = 16  # a parameter's: 2 of parameters, 2 of gradients, 12 of Adam and its master

@@ -12,12 +12,11 @@ from math import prod
 from ptrain.axes.data.rules import DATA
 from ptrain.costs import PLACED
 from ptrain.errors import Fault
-from ptrain.spec.axis import DATA_AXES, Axis
 from ptrain.spec.dials import GradientSync
 from ptrain.spec.keys import dials
 from ptrain.spec.model import Attention, ModelShape
 from ptrain.spec.names import listing, strategy
-from ptrain.spec.placement import CUT, S_STAR, Mode, Placement, R, S
+from ptrain.spec.placement import CUT, DATA_AXES, S_STAR, Axis, Mode, Placement, R, S
 from ptrain.spec.precision import LAYOUTS
 from ptrain.spec.spec import Spec
 from ptrain.spec.tuples import POLICIES, modes_of

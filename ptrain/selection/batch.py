@@ -10,15 +10,13 @@ from typing import Any
 
 from ptrain.costs import Collective
 from ptrain.selection.arrays import Array, Columns, numpy
-from ptrain.selection.flows import BoundedPeaks, CandidateBlock, FlowGroup, PipelineFlows
-from ptrain.selection.inner import InnerCut
+from ptrain.selection.flows import BoundedPeaks, CandidateBlock, FlowGroup, InnerCut, PipelineFlows
 from ptrain.selection.issuing import IssueSeconds
 from ptrain.selection.peaks import TOGETHER, together
-from ptrain.selection.profile import Seconds
+from ptrain.selection.profile import Seconds, Wires
 from ptrain.selection.rows import OF_ISSUE, OF_TIME
 from ptrain.selection.score import Places, busy, issued
 from ptrain.selection.task import SLACK, SearchTask
-from ptrain.selection.wires import Wires
 from ptrain.spec.activations import Kept
 from ptrain.spec.rates import Hook
 

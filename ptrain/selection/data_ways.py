@@ -15,9 +15,8 @@ from ptrain.axes.data.form import (
     when_gathered,
 )
 from ptrain.costs import State
-from ptrain.spec.axis import Factor
 from ptrain.spec.dials import GatherAfterUpdate, GradientSync, UnitKind, UnitSize
-from ptrain.spec.placement import CUT, Distribution, Tier
+from ptrain.spec.placement import CUT, Distribution, Factor, Tier
 from ptrain.spec.spec import Spec
 from ptrain.steps.wraps import Form
 

@@ -20,8 +20,7 @@ from ptrain.derivation.machine import Machine, machine_of
 from ptrain.derivation.tensor import fullest_place
 from ptrain.derivation.work import model_work, why_unknown
 from ptrain.errors import PtrainError, refused
-from ptrain.facts.model import ModelFacts
-from ptrain.facts.operators import ModelWork, Operator
+from ptrain.facts.model import ModelFacts, ModelWork, Operator
 from ptrain.plan.lower import lower, own_facts
 from ptrain.rates.links import bus_factor
 from ptrain.rates.pace import Pace, UnknownRate
@@ -32,10 +31,10 @@ from ptrain.selection.search import Search
 from ptrain.selection.space import Candidate, alone
 from ptrain.selection.stand_in import with_heads
 from ptrain.selection.task import Ranked, Scored, SearchGoal, SearchTask, ranked
-from ptrain.spec.axis import Axis
 from ptrain.spec.cluster import Cluster
 from ptrain.spec.dials import GradientSync, UnitSize
 from ptrain.spec.model import ModelShape, ModelSpec
+from ptrain.spec.placement import Axis
 from ptrain.spec.precision import Layout
 from ptrain.spec.rates import Hook
 from ptrain.spec.spec import Spec

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from ptrain.by_rank import largest
 from ptrain.costs import Estimate, Footprint, State
 from ptrain.derivation.memory import ranks_per_node
-from ptrain.spec.axis import Axis
 from ptrain.spec.model import Attention, ExternalModel, ModelShape
+from ptrain.spec.placement import Axis
 from ptrain.spec.spec import Spec
 from ptrain.units import format_bytes
 

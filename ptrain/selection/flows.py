@@ -3,6 +3,9 @@ that differ have, and what the schedule leaves idle.
 
 A block of candidates: all that have one cut of their blocks, one micro-batch and one way to keep
 activations, as arrays.
+
+How a search's blocks are cut: over which ranks operators or tokens go, and which of these the
+states of a data axis go over too.
 """
 
 from __future__ import annotations
@@ -10,13 +13,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import prod
 from typing import Any
 
 from ptrain.axes.candidates import AxisChoice, chosen
-from ptrain.axes.pipeline.catalogue import SCHEDULES, schedule, size_of
+from ptrain.axes.expert.cost import rows_bytes
+from ptrain.axes.pipeline.catalogue import SCHEDULES, schedule, size_of, stages_of
 from ptrain.axes.pipeline.cost import PipelineSize, Relation
 from ptrain.axes.pipeline.cost import stages_of as stages_of_rank
-from ptrain.axes.pipeline.form import stages_of
 from ptrain.axes.pipeline.schedule import PipelineShape, StageCost
 from ptrain.axes.pipeline.simulate import equal_stages, simulate
 from ptrain.axes.pipeline.stage_facts import layers
@@ -25,15 +29,98 @@ from ptrain.facts.stages import Layers
 from ptrain.selection.arrays import Array, Columns, numpy
 from ptrain.selection.moments import MomentRow, as_arrays, fullest, unlike
 from ptrain.selection.peaks import OpenPairs, RankPeaks, stacked
-from ptrain.selection.profile import Seconds
+from ptrain.selection.profile import (
+    Activity,
+    Seconds,
+    Sizes,
+    activity_of,
+    exchange_seconds,
+    with_rows,
+)
 from ptrain.selection.rows import OF_ISSUE, OF_MEMORY, OF_TIME, Ways
 from ptrain.selection.score import FlowMoments
-from ptrain.selection.space import Candidate, Through, through_of
-from ptrain.selection.task import Scored
+from ptrain.selection.space import Candidate, Through, batched, through_of
+from ptrain.selection.task import Scored, SearchTask
 from ptrain.spec.activations import Kept
-from ptrain.spec.axis import Axis
+from ptrain.spec.model import ModelShape
 from ptrain.spec.pipeline import ScheduleName
+from ptrain.spec.placement import Axis
 from ptrain.spec.spec import Spec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InnerCut:
+    """How blocks are cut: by `ranks` ranks together, over `shared` of which go states of the data
+    axes too. The `number` is that of a way to cut; `placed` is a spec with nothing beside it, and
+    `spec` the same as it is scored."""
+
+    number: int
+    ranks: int
+    within: tuple[AxisChoice, ...]
+    spec: Spec
+    sizes: Sizes
+    shape: tuple[tuple[Axis, int], ...]  # what cuts operators, whatever its tuples are
+    axes: tuple[Axis, ...]  # all of them
+    shared: int
+    placed: Spec
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Return what choices of the data axes beside it depend on."""
+        return self.shape, self.axes, self.shared, self.sizes.shared_by
+
+    @property
+    def sampling(self) -> int:
+        """Return how many of its ranks have samples of their own."""
+        return self.placed.data_degree
+
+    def activity(self, micro: int, kept: Kept, own: ModelShape | None) -> Activity:
+        """Return the bytes of a micro-batch of so many samples, of a model with experts of `own`
+        with their rows."""
+        sized = replace(self.spec, batch=replace(self.spec.batch, micro=micro))
+        activity = activity_of(sized, kept)
+        return activity if own is None else with_rows(activity, rows_bytes(sized, own), kept)
+
+    def waits(self, micro: int, kept: Kept, task: SearchTask) -> tuple[float, float]:
+        """Return for how long a block waits, forward and backward, for rows of its experts."""
+        if task.own is None:
+            return 0.0, 0.0
+        return exchange_seconds(batched(self.placed, micro, 1), task.own, task.pace, kept)
+
+    @classmethod
+    def of(
+        cls,
+        number: int,
+        ranks: int,
+        within: tuple[AxisChoice, ...],
+        specs: tuple[Spec, Spec],
+        sizes: Sizes,
+    ) -> InnerCut:
+        """Return what these choices say together; `specs` are as it is placed and as it is
+        scored."""
+        placed, spec = specs
+        factors = [(choice.shared, factor) for choice in within for factor in choice.factors]
+        return cls(
+            number=number,
+            ranks=ranks,
+            within=within,
+            spec=spec,
+            placed=placed,
+            sizes=sizes,
+            shape=tuple((f.axis, f.degree) for shared, f in factors if shared == 1),
+            axes=tuple(factor.axis for _, factor in factors),
+            shared=prod(choice.shared for choice in within),
+        )
+
+
+def without_shared(degrees: tuple[int, ...], shared: int) -> tuple[int, ...] | None:
+    """Return the degrees of the data axes themselves, where the innermost has all the ranks that
+    are shared; None where it has not."""
+    if shared == 1:
+        return degrees
+    *outer, last = degrees or (1,)
+    return None if last % shared else (*outer, last // shared)
+
 
 _ROUNDS = 3  # of as many micro-batches as ranks: then a schedule's waits are all there
 # The first rank, of those in the middle the one with most layers, the last one.

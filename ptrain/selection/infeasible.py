@@ -12,7 +12,7 @@ from itertools import groupby, islice, product
 from ptrain.algebra.legality import check, executed
 from ptrain.axes.candidates import NOTHING, AxisChoice, chosen
 from ptrain.axes.data.candidates import SPACE as DATA_SPACE
-from ptrain.derivation.activations import is_tabulated
+from ptrain.derivation.layers import is_tabulated
 from ptrain.errors import Fault
 from ptrain.selection.quantities import Aspect
 from ptrain.selection.search import Search
@@ -28,8 +28,8 @@ from ptrain.selection.space import (
 from ptrain.selection.task import SearchTask
 from ptrain.selection.where import Constraint, Where
 from ptrain.spec.activations import Kept
-from ptrain.spec.axis import Axis
 from ptrain.spec.model import ModelShape
+from ptrain.spec.placement import Axis
 from ptrain.spec.spec import Spec
 
 _TRIED, _PER_FLOW = 200, 2  # specs that the rules are asked about, and data choices of a flow

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ptrain.derivation.clock import Clock
-from ptrain.facts.operators import LayerWork, ModelWork
+from ptrain.facts.model import LayerWork, ModelWork
 from ptrain.rates.pace import around
 from ptrain.spec.activations import PLAIN, Kept
 from ptrain.timeline import Kind

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ptrain.axes.candidates import NOTHING, Written
-from ptrain.derivation.activations import is_tabulated
+from ptrain.derivation.layers import is_tabulated
 from ptrain.errors import refused
 from ptrain.selection.stand_in import stand_in
 from ptrain.selection.where import Where

@@ -17,8 +17,8 @@ from ptrain.axes.pipeline.cost import (
     stages_of,
 )
 from ptrain.derivation.tables import Place
-from ptrain.selection.activity import STAGE_PLACES
 from ptrain.selection.arrays import numpy
+from ptrain.selection.profile import STAGE_PLACES
 from ptrain.selection.score import FlowMoments, RankMoments
 
 _ENDLESS = 4  # micro-batches for a rank: with more of them the fullest moments are the same

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from ptrain.costs import Collective, State
 from ptrain.selection.arrays import Array, by_value, numpy
-from ptrain.selection.wires import Wires
+from ptrain.selection.profile import Wires
 from ptrain.spec.rates import Hook
 
 _BUCKET = 25 * 2**20  # bytes that DistributedDataParallel reduces at once

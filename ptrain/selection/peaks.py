@@ -12,8 +12,8 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
-from ptrain.selection.activity import Activity
 from ptrain.selection.arrays import Array, Columns, numpy
+from ptrain.selection.profile import Activity
 from ptrain.selection.rows import OF_MEMORY
 from ptrain.selection.score import (
     ActivityLevels,

@@ -33,8 +33,8 @@ from ptrain.selection.alternatives import (
 )
 from ptrain.selection.fit import Fit, fit, host_text, room_text
 from ptrain.selection.recompute import ChosenDocument, settled
-from ptrain.spec.axis import DATA_AXES
 from ptrain.spec.load import load
+from ptrain.spec.placement import DATA_AXES
 from ptrain.spec.spec import Spec
 from ptrain.spec.write import to_mapping
 from ptrain.units import format_bytes, format_seconds

@@ -15,13 +15,12 @@ from ptrain.axes.data.form import form_of, joins_units
 from ptrain.errors import refused
 from ptrain.selection.space import SEARCHED_AXES, SPACES
 from ptrain.spec.activations import FULL, SELECTIVE, Kept
-from ptrain.spec.axis import DATA_AXES, EXPERT_AXES, TOKEN_AXES, Axis
 from ptrain.spec.context import ContextAttention, Hybrid
 from ptrain.spec.dials import GradientSync, Overlap, UnitSize
 from ptrain.spec.leaf import nearest
 from ptrain.spec.leaf_mode import KEPT_MEANINGS
 from ptrain.spec.pipeline import ScheduleName
-from ptrain.spec.placement import Tier
+from ptrain.spec.placement import DATA_AXES, EXPERT_AXES, TOKEN_AXES, Axis, Tier
 from ptrain.spec.shorthand import expand_shorthands
 from ptrain.spec.spec import Spec
 from ptrain.spec.text import Tree

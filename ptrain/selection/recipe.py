@@ -12,18 +12,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ptrain.axes.context.attention import attention_of
-from ptrain.axes.pipeline.catalogue import schedule_of
-from ptrain.axes.pipeline.form import pipeline_of
+from ptrain.axes.pipeline.catalogue import pipeline_of, schedule_of
 from ptrain.axes.pipeline.simulate import simulate
 from ptrain.costs import Phase, State, busiest
 from ptrain.derivation.estimate import Derivation
 from ptrain.derivation.interconnect import link
 from ptrain.derivation.paper import reconstruction_unit, state_sizes
 from ptrain.selection.fit import Fit, fit, host_bytes, host_text, room_text
-from ptrain.spec.axis import DATA_AXES, REDUCED_AXES, TOKEN_AXES, Axis, Factor
 from ptrain.spec.batch import batch_lines
 from ptrain.spec.cluster import Cluster
-from ptrain.spec.placement import R
+from ptrain.spec.placement import DATA_AXES, REDUCED_AXES, TOKEN_AXES, Axis, Factor, R
 from ptrain.spec.spec import Spec
 from ptrain.units import format_bytes
 

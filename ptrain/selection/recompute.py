@@ -7,17 +7,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from ptrain.algebra.legality import Located, is_sound, require
-from ptrain.derivation.activations import is_tabulated
 from ptrain.derivation.estimate import derive
 from ptrain.derivation.kernels import unclaimed
+from ptrain.derivation.layers import is_tabulated
 from ptrain.derivation.operations import operations
 from ptrain.errors import Fault, refused
 from ptrain.plan.lower import lower, own_facts
 from ptrain.selection.micro import with_largest_micro
 from ptrain.spec.activations import ATTENTION_ONLY, FULL, PLAIN, SELECTIVE, Kept, Policy
-from ptrain.spec.axis import DATA_AXES, Factor
 from ptrain.spec.model import Attention, ModelShape
-from ptrain.spec.placement import M, R, Tier
+from ptrain.spec.placement import DATA_AXES, Factor, M, R, Tier
 from ptrain.spec.spec import ActivationSpec, Spec
 from ptrain.spec.write import to_mapping
 from ptrain.units import format_bytes

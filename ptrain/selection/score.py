@@ -12,10 +12,9 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from functools import cached_property
 
-from ptrain.selection.activity import Activity
 from ptrain.selection.arrays import Array, Columns, numpy
 from ptrain.selection.issuing import IssueSeconds
-from ptrain.selection.profile import Seconds, Sizes
+from ptrain.selection.profile import Activity, Seconds, Sizes
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,6 @@ from ptrain.derivation.clock import Clock
 from ptrain.facts.model import ModelFacts
 from ptrain.plan.lower import own_facts
 from ptrain.rates.pace import UnknownRate
-from ptrain.selection.activity import Activity
 from ptrain.selection.arrays import Columns, distinct, numpy
 from ptrain.selection.batch import BlockBatch, OpenBlock
 from ptrain.selection.data_ways import DataWay, ways_of
@@ -28,13 +27,14 @@ from ptrain.selection.flows import (
     CandidateBlock,
     DataTable,
     FlowGroup,
+    InnerCut,
     PipelineFlow,
     PipelineFlows,
     flow_of,
+    without_shared,
 )
-from ptrain.selection.inner import InnerCut, without_shared
 from ptrain.selection.peaks import RankPeaks
-from ptrain.selection.profile import Seconds, clock_of, seconds_of, sizes_of
+from ptrain.selection.profile import Activity, Seconds, Wires, clock_of, seconds_of, sizes_of
 from ptrain.selection.quantities import Aspect
 from ptrain.selection.rows import Ways
 from ptrain.selection.score import MomentParameters
@@ -63,10 +63,9 @@ from ptrain.selection.task import (
 )
 from ptrain.selection.unit_ways import SharedUnits, blocks_of_bucket
 from ptrain.selection.where import Constraint, Where
-from ptrain.selection.wires import Wires
 from ptrain.spec.activations import Kept
-from ptrain.spec.axis import Axis
 from ptrain.spec.dials import UnitSize
+from ptrain.spec.placement import Axis
 
 _KEPT = 1024  # candidates that are remembered between blocks
 _BANDS = 24  # of memory, the fastest of each of which is remembered for a front

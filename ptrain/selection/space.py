@@ -23,18 +23,27 @@ from ptrain.axes.data.candidates import is_left_out
 from ptrain.axes.expert.candidates import SPACE as EXPERT_SPACE
 from ptrain.axes.pipeline.candidates import SPACE as PIPELINE_SPACE
 from ptrain.axes.tensor.candidates import SPACE as TENSOR_SPACE
-from ptrain.derivation.activations import is_tabulated
 from ptrain.derivation.kernels import takes_peak_of
+from ptrain.derivation.layers import is_tabulated
 from ptrain.errors import Fault
 from ptrain.facts.model import ModelFacts
 from ptrain.plan.lower import own_facts
 from ptrain.spec.activations import FULL, PLAIN, SELECTIVE, Kept
-from ptrain.spec.axis import EXPERT_AXES, SAMPLE_AXES, Axis, Factor
 from ptrain.spec.batch import Batch
 from ptrain.spec.dials import UnitSize
 from ptrain.spec.model import ModelShape
 from ptrain.spec.pipeline import PipelineSpec, ScheduleName
-from ptrain.spec.placement import S_STAR, Placement, R, S, Tier
+from ptrain.spec.placement import (
+    EXPERT_AXES,
+    S_STAR,
+    SAMPLE_AXES,
+    Axis,
+    Factor,
+    Placement,
+    R,
+    S,
+    Tier,
+)
 from ptrain.spec.spec import ActivationSpec, Spec
 
 # Rooms whose axes cut what a block computes; whatever they choose, a block's bytes and operators

@@ -6,7 +6,7 @@ from dataclasses import fields, replace
 from math import gcd, log
 
 from ptrain.axes.candidates import divisors
-from ptrain.facts.operators import InnerCollective, LayerWork, ModelWork, Operator
+from ptrain.facts.model import InnerCollective, LayerWork, ModelWork, Operator
 from ptrain.facts.parameters import facts
 from ptrain.spec.model import Family, ModelShape
 from ptrain.spec.rates import OperatorKind

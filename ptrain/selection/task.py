@@ -14,14 +14,14 @@ from ptrain.costs import Collective, Estimate, Phase, StepTime, Traffic
 from ptrain.derivation.estimate import Derivation
 from ptrain.derivation.network import Network
 from ptrain.derivation.throughput import Throughput, throughput
-from ptrain.facts.operators import ModelWork
+from ptrain.facts.model import ModelWork
 from ptrain.rates.pace import Pace
 from ptrain.selection.fit import Fit, fit
 from ptrain.selection.space import Candidate, without_experts
 from ptrain.selection.where import Where
-from ptrain.spec.axis import Axis
 from ptrain.spec.dials import SyncPolicy
 from ptrain.spec.model import ModelShape
+from ptrain.spec.placement import Axis
 from ptrain.spec.spec import Spec
 
 # How far above what is exact the closed forms of bytes and of seconds may be: what is so near a

@@ -11,8 +11,7 @@ from ptrain.costs import State
 from ptrain.selection.arrays import Array, Columns, by_value, distinct, numpy
 from ptrain.selection.data_ways import SUB_BLOCK, DataWay
 from ptrain.selection.moves import PartedMoves, UnitMoves, inside
-from ptrain.selection.profile import Sizes
-from ptrain.selection.wires import Wires
+from ptrain.selection.profile import Sizes, Wires
 from ptrain.spec.rates import OperatorKind
 from ptrain.spec.spec import Spec
 from ptrain.steps.wraps import BY_TENSOR, REPLICAS, Form

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 
 from ptrain.costs import Estimate
 from ptrain.errors import refused
-from ptrain.spec.axis import Axis
-from ptrain.spec.layout import positions
-from ptrain.spec.spec import Spec
+from ptrain.spec.placement import Axis
+from ptrain.spec.spec import Spec, positions
 
 ALL_DISTINCT = "all-distinct"
 

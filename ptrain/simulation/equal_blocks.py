@@ -34,11 +34,10 @@ from ptrain.models.fake_values import READ
 from ptrain.models.huggingface import layers_of, with_layers
 from ptrain.models.ledger import OperatorMode
 from ptrain.plan.lower import lower, own_facts
-from ptrain.spec.axis import Axis
 from ptrain.spec.dials import UnitKind
-from ptrain.spec.layout import positions
 from ptrain.spec.model import ExternalModel, HuggingFaceModel, ModelShape, ModelSpec
-from ptrain.spec.spec import Spec
+from ptrain.spec.placement import Axis
+from ptrain.spec.spec import Spec, positions
 from ptrain.steps.step import Plan
 from ptrain.steps.wraps import Form
 from ptrain.traces.tensor_parts import FakeModel, fake_model

@@ -7,10 +7,9 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Annotated
 
-from ptrain.spec.axis import TOKEN_AXES, Axis, Factor
 from ptrain.spec.context import ContextAttention, ContextSpec, Hybrid
 from ptrain.spec.leaf import Choice, Either, Text, Truth, Whole, declared
-from ptrain.spec.placement import S_STAR, R
+from ptrain.spec.placement import S_STAR, TOKEN_AXES, Axis, Factor, R
 from ptrain.units import parse_count
 
 MAX_SAMPLES = 2**31 - 1

@@ -6,8 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ptrain.spec.load import Source, load, written
-from ptrain.spec.overrides import parse_override
+from ptrain.spec.load import Source, load, parse_override, written
 from ptrain.units import ceil_div
 
 # The least batch that a mesh takes: micro x accumulate x data degree, whatever is written.

@@ -4,10 +4,9 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Annotated, Any
 
-from ptrain.spec.axis import Axis
 from ptrain.spec.leaf import declared, refuse
 from ptrain.spec.leaf_mode import MODE_MEANINGS, ModeText
-from ptrain.spec.placement import Mode
+from ptrain.spec.placement import Axis, Mode
 from ptrain.spec.section import section
 
 _NO_PLACE = ("S", "M")  # no whole values to use, and no masters to make them of

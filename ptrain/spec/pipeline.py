@@ -101,7 +101,7 @@ class SplitBy(Word):
     """What stages have as equal parts of as can be."""
 
     PARAMETERS = "parameters"
-    TIME = "time"  # by `axes.pipeline.form`
+    TIME = "time"  # by `axes.pipeline.catalogue`
     LAYERS = "layers"
 
 

@@ -22,7 +22,6 @@ from typing import Any
 from ptrain.costs import PLACED, State
 from ptrain.errors import Fault, SpecError
 from ptrain.spec.activations import LossRaw
-from ptrain.spec.axis import EXPERT_AXES, REDUCED_AXES, SAMPLE_AXES, Axis, Factor
 from ptrain.spec.batch import (
     AUTO,
     MAX_SAMPLES,
@@ -44,7 +43,17 @@ from ptrain.spec.grammar import MAX_DEGREE, MeshRaw, PlacementRaw, SpecRaw
 from ptrain.spec.job import DataSpec
 from ptrain.spec.keys import Keys
 from ptrain.spec.names import root
-from ptrain.spec.placement import Distribution, Mode, Placement, R
+from ptrain.spec.placement import (
+    EXPERT_AXES,
+    REDUCED_AXES,
+    SAMPLE_AXES,
+    Axis,
+    Distribution,
+    Factor,
+    Mode,
+    Placement,
+    R,
+)
 from ptrain.spec.resolve_activations import (
     on_tier,
     resolve_activations,

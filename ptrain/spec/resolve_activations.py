@@ -20,11 +20,10 @@ from ptrain.spec.activations import (
     RecomputeRaw,
     belongs_to_rank,
 )
-from ptrain.spec.axis import DATA_AXES, Axis
 from ptrain.spec.grammar import SpecRaw
 from ptrain.spec.leaf_mode import blocks_of
 from ptrain.spec.model import Attention
-from ptrain.spec.placement import Distribution, Mode, R, Tier
+from ptrain.spec.placement import DATA_AXES, Axis, Distribution, Mode, R, Tier
 from ptrain.spec.resolve_sections import Report
 from ptrain.spec.spec import ActivationSpec, LossSpec
 from ptrain.spec.text import Tree

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, replace
 from functools import cache
 from pathlib import Path
@@ -59,9 +59,8 @@ def _preset(name: str | None, kind: type, section: str, report: Report) -> Mappi
     if name is None:
         return {}
     folder = f"{section}s"
-    path, read_values = listing(folder).get(name), _values_of_own
-    if path is None:
-        read_values = _values
+    path = listing(folder).get(name)
+    read_values: Callable[[Path, type], Mapping[str, Any]] = _values_of_own if path else _values
     if path is None and Path(name).suffix in (".yaml", ".yml"):
         path = file_of_preset(name, report.folder)
     if path is None:

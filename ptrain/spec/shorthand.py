@@ -14,11 +14,11 @@ from pathlib import Path
 from ptrain.costs import PLACED
 from ptrain.errors import Fault
 from ptrain.spec import routing, schedule_file, slips
-from ptrain.spec.axis import DATA_AXES, EXPERT_AXES, Axis
 from ptrain.spec.dials import Reshard
 from ptrain.spec.grammar import SpecRaw
 from ptrain.spec.leaf_mode import KEPT_MEANINGS
 from ptrain.spec.names import missing, strategy
+from ptrain.spec.placement import DATA_AXES, EXPERT_AXES, Axis
 from ptrain.spec.section import Section, is_required, keys
 from ptrain.spec.text import Route, SourceMark, Tree
 from ptrain.spec.tuples import POLICIES, WORDS, Mapping, Report, expand_tuples, policy_of

@@ -13,7 +13,6 @@ import yaml
 
 from ptrain.costs import PLACED
 from ptrain.spec.activations import ATTENTION_ONLY, FULL, SELECTIVE, Kept, Policy, belongs_to_rank
-from ptrain.spec.axis import DATA_AXES, EXPERT_AXES, Axis, Factor
 from ptrain.spec.batch import AUTO
 from ptrain.spec.block import BlockOptions
 from ptrain.spec.frozen import FrozenSpec
@@ -30,7 +29,16 @@ from ptrain.spec.model import (
 from ptrain.spec.names import listing
 from ptrain.spec.offload import Offload
 from ptrain.spec.pipeline import PipelineSpec
-from ptrain.spec.placement import OF_EXPERTS, Distribution, Mode, Tier
+from ptrain.spec.placement import (
+    DATA_AXES,
+    EXPERT_AXES,
+    OF_EXPERTS,
+    Axis,
+    Distribution,
+    Factor,
+    Mode,
+    Tier,
+)
 from ptrain.spec.precision import CUSTOM, LAYOUTS, Precision
 from ptrain.spec.section import Section, keys
 from ptrain.spec.spec import ActivationSpec, LossSpec, Spec

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from typing import Self
 
 from ptrain.facts.model import prefixes
-from ptrain.spec.axis import Axis
-from ptrain.spec.layout import positions, ranks_over
+from ptrain.spec.placement import Axis
 from ptrain.spec.routing import Bound, Choices, Histogram
-from ptrain.spec.spec import Spec
+from ptrain.spec.spec import Spec, positions, ranks_over
 from ptrain.steps.kind import PlanStep
 from ptrain.units import ceil_div
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ptrain.spec.axis import Axis
 from ptrain.spec.dials import SyncPolicy
+from ptrain.spec.placement import Axis
 
 
 class PlanStep:

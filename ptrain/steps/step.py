@@ -10,9 +10,9 @@ from typing import Protocol, Self
 
 from ptrain.facts.stages import Stage, Units
 from ptrain.spec.activations import Kept
-from ptrain.spec.axis import SAMPLE_AXES, Axis
 from ptrain.spec.model import ModelShape
 from ptrain.spec.pipeline import ScheduleName
+from ptrain.spec.placement import SAMPLE_AXES, Axis
 from ptrain.spec.precision import Layout
 from ptrain.spec.role import Fusions, Role, Roles
 from ptrain.spec.schedule_file import ListedSchedule

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 
-from ptrain.spec.axis import Axis, without
 from ptrain.spec.dials import GatherAfterUpdate, GradientSync, ReduceScatterVia, SyncPolicy
-from ptrain.spec.placement import Tier
+from ptrain.spec.placement import Axis, Tier, without
 from ptrain.steps.kind import WrapStep
 
 

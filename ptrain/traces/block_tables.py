@@ -24,8 +24,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from ptrain.derivation.blocks import VARIANTS
-from ptrain.derivation.loss_chunks import SYMBOLS, Pieces, has_own_tables, values_of
-from ptrain.derivation.tables import Place, Setting
+from ptrain.derivation.tables import SYMBOLS, Pieces, Place, Setting, has_own_tables, values_of
 from ptrain.models.kernels import kernels_of
 from ptrain.models.trace import Born, Died
 from ptrain.models.work import OperatorSizes, OperatorWork, SentTensor, When

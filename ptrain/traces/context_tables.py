@@ -35,9 +35,9 @@ from ptrain.models.work import VIEW
 from ptrain.rooms.fake import fake_world
 from ptrain.rooms.mesh import Mesh
 from ptrain.spec.activations import Kept
-from ptrain.spec.axis import Axis
 from ptrain.spec.dials import ReduceScatterVia
 from ptrain.spec.model import Family
+from ptrain.spec.placement import Axis
 from ptrain.spec.precision import DType
 from ptrain.steps.step import ContextParallel, CreateMesh, Keep
 from ptrain.traces.block_tables import alike, frees_input

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ptrain.activations.run.apply import keep_traced
-from ptrain.derivation.activations import is_tabulated
 from ptrain.derivation.estimate import facts_from_shape
+from ptrain.derivation.layers import is_tabulated
 from ptrain.facts.model import ModelFacts
 from ptrain.interpreter.construction import stages_of_module
 from ptrain.interpreter.look import why_built_whole
@@ -47,9 +47,9 @@ from ptrain.models.routed_rows import route
 from ptrain.models.selection import Extent
 from ptrain.plan.lower import lower
 from ptrain.rooms.fake import fake_tensors
-from ptrain.spec.axis import CUTTING_AXES, Axis
 from ptrain.spec.extras import require_leave
 from ptrain.spec.model import ExternalModel
+from ptrain.spec.placement import CUTTING_AXES, Axis
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import chunked_loss
 from ptrain.traces.by_data import extents_of, facts_by_data, without_bounds

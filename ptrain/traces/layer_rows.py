@@ -18,9 +18,8 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from ptrain.axes.expert.form import is_by_routing
-from ptrain.derivation.layers import Places, instantiate, places_of
-from ptrain.derivation.repeats import alike
-from ptrain.facts.operators import WorkByKind
+from ptrain.derivation.layers import Places, alike, instantiate, places_of
+from ptrain.facts.model import WorkByKind
 from ptrain.facts.stages import is_within
 from ptrain.models.trace import Born, Event, Recording, sent_again, to_timeline
 from ptrain.spec.model import ModelShape

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, groupby
 
-from ptrain.facts.operators import (
+from ptrain.facts.model import (
     InnerCollective,
     LayerWork,
     ModelWork,

@@ -24,9 +24,9 @@ from ptrain.facts.stages import ENDS, Chain, Stage, cut, layers_of
 from ptrain.models.initialize import build, cast
 from ptrain.models.units import Units, unit_modules
 from ptrain.rooms.fake import fake_world
-from ptrain.spec.axis import Axis
 from ptrain.spec.dials import UnitKind, UnitSize
 from ptrain.spec.model import Family, ModelShape
+from ptrain.spec.placement import Axis
 from ptrain.spec.precision import DType
 from ptrain.steps.step import ChunkedLoss, Keep, Parallelize
 from ptrain.traces.rank_part import RankPart, StageCuts

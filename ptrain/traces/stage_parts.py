@@ -26,9 +26,15 @@ from ptrain.axes.expert.run.apply import assume, parallelize_experts
 from ptrain.axes.expert.run.exchange import heavier
 from ptrain.axes.pipeline.stage_facts import chain_of
 from ptrain.codec import decode, encode
-from ptrain.facts.model import ModelFacts
-from ptrain.facts.operators import LayerWork, ModelWork, WorkByKind
-from ptrain.facts.passes import Passes, RowsPasses, passes_of
+from ptrain.facts.model import (
+    LayerWork,
+    ModelFacts,
+    ModelWork,
+    Passes,
+    RowsPasses,
+    WorkByKind,
+    passes_of,
+)
 from ptrain.facts.rows_timeline import RowsItem, RowsSize, RowsTimeline, StorageEvent, StorageEvents
 from ptrain.facts.stages import Stage, Units, is_within
 from ptrain.models.facts import head_of

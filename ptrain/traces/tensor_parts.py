@@ -34,13 +34,12 @@ from ptrain.axes.context.part import alike_by
 from ptrain.codec import decode, encode
 from ptrain.derivation.tensor import units_by_place
 from ptrain.errors import PtrainError, refused
-from ptrain.facts.model import ModelFacts
-from ptrain.facts.operators import WorkByKind
+from ptrain.facts.model import ModelFacts, WorkByKind
 from ptrain.facts.rows_timeline import RowsTimeline
 from ptrain.facts.traced_part import traced_part
 from ptrain.internals.dtensor import forget_shapes
 from ptrain.internals.fakes import FakeTensorMode
-from ptrain.interpreter.materialize import build_module
+from ptrain.interpreter.look import build_module
 from ptrain.models.boundary import CodeRaised
 from ptrain.models.facts import untraced_facts
 from ptrain.models.fake_values import READ
@@ -52,10 +51,9 @@ from ptrain.processor import cores
 from ptrain.rooms.fake import fake_tensors, fake_world, new_fakes
 from ptrain.rooms.mesh import Mesh
 from ptrain.rooms.patches import patched
-from ptrain.spec.axis import CUTTING_AXES, EXPERT_AXES, TOKEN_AXES, Axis
-from ptrain.spec.layout import place_of, ranks_over
 from ptrain.spec.load import load
-from ptrain.spec.spec import Spec
+from ptrain.spec.placement import CUTTING_AXES, EXPERT_AXES, TOKEN_AXES, Axis
+from ptrain.spec.spec import Spec, place_of, ranks_over
 from ptrain.spec.write import to_mapping
 from ptrain.steps.step import CreateMesh, Plan
 from ptrain.timeline import Timeline

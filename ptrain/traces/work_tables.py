@@ -22,8 +22,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from ptrain.derivation.blocks import VARIANTS
-from ptrain.derivation.loss_chunks import SYMBOLS, Pieces
-from ptrain.derivation.tables import Place, Setting
+from ptrain.derivation.tables import SYMBOLS, Pieces, Place, Setting
 from ptrain.models.kernels import kernels_of
 from ptrain.models.trace import Born, Recording
 from ptrain.models.work import VIEW, OperatorSizes, SentTensor

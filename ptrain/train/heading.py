@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ptrain.axes.pipeline.catalogue import schedule_of
-from ptrain.axes.pipeline.form import pipeline_of, stages_text
+from ptrain.axes.pipeline.catalogue import pipeline_of, schedule_of, stages_text
 from ptrain.costs import Estimate
 from ptrain.report.heading import batch, by_data_lines, model_name
 from ptrain.selection.fit import (
@@ -17,10 +16,9 @@ from ptrain.selection.fit import (
     room_text,
     telling,
 )
-from ptrain.spec.axis import Axis
 from ptrain.spec.batch import batch_lines
-from ptrain.spec.layout import coordinates
-from ptrain.spec.spec import Spec
+from ptrain.spec.placement import Axis
+from ptrain.spec.spec import Spec, coordinates
 from ptrain.units import format_bytes, format_count
 
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ptrain.errors import refused
+from ptrain.spec.load import split_arguments
 from ptrain.spec.names import names
-from ptrain.spec.overrides import split_arguments
 
 _UNGUESSED = 16
 _RESUME = "give a run folder such as runs/latest, one of its checkpoints/step-N, or auto"

@@ -14,9 +14,8 @@ from ptrain.errors import refused
 from ptrain.interpreter.program import Program
 from ptrain.spec.spec import Spec
 from ptrain.train import checkpoint, finite, lineage, manifest
-from ptrain.train.candidates import AUTO, candidates, none_sound, require_fitting
 from ptrain.train.exchange import Exchange
-from ptrain.train.folder import RunFolder, shown
+from ptrain.train.folder import AUTO, RunFolder, candidates, none_sound, require_fitting, shown
 from ptrain.train.journal import LOG
 from ptrain.train.manifest import Manifest, step_of
 

@@ -40,17 +40,25 @@ from ptrain.rooms.heap import keep_freed_memory
 from ptrain.rooms.world import World
 from ptrain.selection.preflight import require_fit
 from ptrain.selection.recompute import settled
-from ptrain.spec.layout import ranks_over
 from ptrain.spec.load import load
 from ptrain.spec.precision import DType
 from ptrain.spec.routing import Histogram
-from ptrain.spec.spec import Spec
+from ptrain.spec.spec import Spec, ranks_over
 from ptrain.traces.facts import facts_of
 from ptrain.train import checkpoint, environment, interrupt, manifest
-from ptrain.train.candidates import continued, require_resumable
 from ptrain.train.consistency import Consistency
 from ptrain.train.exchange import Exchange
-from ptrain.train.folder import Claim, RunFolder, begin, open_run, shown, write_json, write_text
+from ptrain.train.folder import (
+    Claim,
+    RunFolder,
+    begin,
+    continued,
+    open_run,
+    require_resumable,
+    shown,
+    write_json,
+    write_text,
+)
 from ptrain.train.guard import GUARDED, MakeGuard, Unguarded
 from ptrain.train.heading import header, preflight_line, preflight_lines
 from ptrain.train.journal import LOG, Journal, is_shown, set_up_logging

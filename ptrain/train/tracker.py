@@ -11,8 +11,7 @@ from typing import Protocol
 
 from ptrain.errors import Fault, SpecError
 from ptrain.spec.spec import Spec
-from ptrain.train.candidates import AUTO
-from ptrain.train.folder import RunFolder
+from ptrain.train.folder import AUTO, RunFolder
 from ptrain.train.options import Options
 
 

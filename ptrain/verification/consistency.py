@@ -37,7 +37,7 @@ from ptrain.models.ledger import local
 from ptrain.report.copies import SHARED, alike_apart, culprit, listed
 from ptrain.report.finding import Culprit, Departure, Moment, Subject, Way
 from ptrain.report.record import Check
-from ptrain.spec.axis import TOKEN_AXES
+from ptrain.spec.placement import TOKEN_AXES
 from ptrain.train.exchange import Exchange
 from ptrain.verification.capture import drive, paths
 from ptrain.verification.compare import counted

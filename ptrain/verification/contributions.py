@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ptrain.axes.context.attention import all_spans, context_of
-from ptrain.axes.context.tokens import Span
+from ptrain.axes.context.attention import Span, all_spans, context_of
 from ptrain.models.loss import IGNORED
 from ptrain.models.objective import SampleBatch, StepBatch, TokenPair
 from ptrain.spec.spec import Spec

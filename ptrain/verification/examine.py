@@ -21,7 +21,7 @@ from ptrain.data.corpus import corpus
 from ptrain.interpreter.program import Program
 from ptrain.optimizers.update import COUNTER
 from ptrain.report.finding import Culprit, Departure, Moment, Subject, Way
-from ptrain.spec.axis import Axis
+from ptrain.spec.placement import Axis
 from ptrain.train.exchange import Exchange
 from ptrain.train.schedule import learning_rate
 from ptrain.verification.capture import Capture, clipped_by, drive, watched

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ptrain.errors import refused
+from ptrain.spec.load import split_arguments
 from ptrain.spec.names import SPEC_FOLDERS, canonical, listing, names
-from ptrain.spec.overrides import split_arguments
 from ptrain.train.options import dotlist
 
 STEPS, LEAST_STEPS = 100, 3

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ptrain.axes.context.attention import context_of, spans_at
-from ptrain.axes.context.tokens import Span
+from ptrain.axes.context.attention import Span, context_of, spans_at
 from ptrain.facts.parameters import OF_TOKENS
 from ptrain.spec.model import ModelShape
 from ptrain.spec.spec import Spec

@@ -3,7 +3,7 @@ that a program that has it wrong is told."""
 
 from __future__ import annotations
 
-from ptrain.spec.axis import SAMPLE_AXES, TOKEN_AXES, Axis
+from ptrain.spec.placement import SAMPLE_AXES, TOKEN_AXES, Axis
 from ptrain.spec.spec import Spec
 
 

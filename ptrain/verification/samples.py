@@ -10,9 +10,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ptrain.axes.context.attention import all_spans, context_of
+from ptrain.axes.context.attention import Span, all_spans, context_of
 from ptrain.axes.context.draw import spans_text
-from ptrain.axes.context.tokens import Span
 from ptrain.models.objective import SampleBatch, StepBatch
 from ptrain.report.finding import Departure, Moment, Subject
 from ptrain.spec.spec import Spec

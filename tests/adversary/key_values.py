@@ -19,11 +19,10 @@ from functools import cache
 from random import Random
 from typing import Any
 
-from ptrain.spec.axis import DATA_AXES, EXPERT_AXES, Axis
 from ptrain.spec.grammar import SpecRaw
 from ptrain.spec.leaf import Leaf
 from ptrain.spec.names import listing, strategy
-from ptrain.spec.placement import OF_EXPERTS
+from ptrain.spec.placement import DATA_AXES, EXPERT_AXES, OF_EXPERTS, Axis
 from ptrain.spec.rates import Rates
 from ptrain.spec.schema import schema
 from ptrain.spec.section import Section, keys

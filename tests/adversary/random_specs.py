@@ -21,12 +21,11 @@ from ptrain.algebra.legality import ROOMS
 from ptrain.costs import PLACED
 from ptrain.errors import SpecError
 from ptrain.selection.recompute import settled
-from ptrain.spec.axis import EXPERT_AXES, Axis
 from ptrain.spec.job import OptimizerSpec
 from ptrain.spec.load import load
 from ptrain.spec.model import ModelShape
 from ptrain.spec.names import strategy
-from ptrain.spec.placement import OF_EXPERTS, Mode, Placement
+from ptrain.spec.placement import EXPERT_AXES, OF_EXPERTS, Axis, Mode, Placement
 from ptrain.spec.spec import Spec
 from ptrain.spec.tuples import EXPERTS, REST, route_of
 from tests.adversary.key_values import LIMITS, values

@@ -11,7 +11,7 @@ from ptrain.data.sampler import LocalBatch, batch
 from ptrain.interpreter.program import Program
 from ptrain.models.objective import SampleBatch, TokenPair
 from ptrain.report.finding import Subject
-from ptrain.spec.axis import Axis
+from ptrain.spec.placement import Axis
 from tests.faults.fault import Fault, Setting
 from tests.faults.planting import FAULTY_STEP, given, is_faulty
 

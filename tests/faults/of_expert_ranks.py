@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ptrain.interpreter.program import Program
 from ptrain.report.finding import Subject
-from ptrain.spec.axis import Axis
+from ptrain.spec.placement import Axis
 from tests.faults.fault import Fault, Setting
 from tests.faults.of_experts import (
     bias_of_own_tokens,

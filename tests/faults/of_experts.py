@@ -15,7 +15,7 @@ from ptrain.models.balance import Balance
 from ptrain.models.dropless import Journey, dropless
 from ptrain.models.moe import MoE
 from ptrain.report.finding import Subject
-from ptrain.spec.axis import Axis
+from ptrain.spec.placement import Axis
 from ptrain.verification.capture import paths
 from tests.faults.fault import Fault, Setting
 from tests.faults.planting import modules

@@ -19,7 +19,7 @@ from ptrain.internals.fsdp2 import parameter_groups
 from ptrain.interpreter.program import Program
 from ptrain.models.attention import Core
 from ptrain.report.finding import Subject
-from ptrain.spec.axis import Axis
+from ptrain.spec.placement import Axis
 from tests.faults.fault import Fault, Setting
 from tests.faults.of_batches import DDP, TP, ZERO3
 from tests.faults.planting import (

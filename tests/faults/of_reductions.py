@@ -17,7 +17,7 @@ from ptrain.axes.data.run.replicated import ReplicatedWrap
 from ptrain.internals.fsdp2 import parameter_groups
 from ptrain.interpreter.program import Program
 from ptrain.report.finding import Subject
-from ptrain.spec.axis import Axis
+from ptrain.spec.placement import Axis
 from tests.faults.fault import Fault, Setting
 from tests.faults.of_batches import BLOCKWISE, DDP, TP, ZERO2, ZERO3
 from tests.faults.planting import (

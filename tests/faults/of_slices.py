@@ -10,13 +10,12 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from ptrain.axes.context.attention import context_of, spans_at
+from ptrain.axes.context.attention import Span, context_of, spans_at
 from ptrain.axes.context.run.slices import SlicedTokens, sliced
-from ptrain.axes.context.tokens import Span
 from ptrain.axes.data.run.fully_sharded import FullyShardedWrap
 from ptrain.interpreter.program import Program
 from ptrain.report.finding import Subject
-from ptrain.spec.axis import Axis
+from ptrain.spec.placement import Axis
 from tests.faults.fault import Fault, Setting
 from tests.faults.of_batches import batch_of
 from tests.faults.of_operators import masks_differ_between

@@ -19,7 +19,7 @@ from ptrain.axes.data.run.target import NamedTarget, ParameterTarget
 from ptrain.axes.data.units import UnitLife
 from ptrain.data.sampler import LocalBatch
 from ptrain.interpreter.program import Program
-from ptrain.spec.axis import Axis
+from ptrain.spec.placement import Axis
 
 FAULTY_STEP = 1  # what happens once happens in the second step
 FAULTY_RANK = 1

@@ -21,7 +21,7 @@ from ptrain.meters.randomness import drawn
 from ptrain.meters.replicas import ReplicaMeter
 from ptrain.report.finding import Culprit, Departure, Moment
 from ptrain.rooms.world import World
-from ptrain.spec.axis import Axis
+from ptrain.spec.placement import Axis
 from ptrain.spec.spec import Spec
 from ptrain.train import session
 from ptrain.train.exchange import Exchange

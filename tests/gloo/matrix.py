@@ -15,7 +15,7 @@ from ptrain.meters.measure import join_estimates
 from ptrain.report.record import Check, compare
 from ptrain.rooms.world import World
 from ptrain.simulation.execute import simulate
-from ptrain.spec.axis import Axis
+from ptrain.spec.placement import Axis
 from ptrain.spec.spec import Spec
 from ptrain.traces.facts import facts_of
 from ptrain.train.exchange import Exchange

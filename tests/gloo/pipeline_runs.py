@@ -5,9 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from ptrain.spec.axis import Axis
 from ptrain.spec.dials import Reshard
-from ptrain.spec.placement import Distribution
+from ptrain.spec.placement import Axis, Distribution
 from ptrain.spec.spec import Spec
 from tests.gloo.matrix import MEASURED as MEASURED_STEP
 from tests.gloo.matrix import STEPS, Matrix, Result, arithmetic, product

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ptrain.spec.axis import Axis
+from ptrain.spec.placement import Axis
 from tests.gloo.matrix import MEASURED, STEPS, Matrix, Result, arithmetic, product
 
 CLAIM = f"""\

@@ -7,7 +7,7 @@ import pytest
 from ptrain.calibration.job import calibrate
 from ptrain.calibration.options import CalibrationOptions
 from ptrain.costs import Collective
-from ptrain.facts.operators import Operator
+from ptrain.facts.model import Operator
 from ptrain.rates.measured import pace_of
 from ptrain.spec.load import load
 from ptrain.spec.precision import LAYOUTS, DType

@@ -12,9 +12,9 @@ from ptrain.algebra.legality import require
 from ptrain.errors import PtrainError
 from ptrain.report.copies import DIFFERS, SHARED
 from ptrain.report.finding import Moment, Subject, Way
-from ptrain.spec.axis import Axis
 from ptrain.spec.load import load
 from ptrain.spec.names import listing
+from ptrain.spec.placement import Axis
 from ptrain.spec.precision import LAYOUTS
 from ptrain.spec.spec import Spec
 from tests.gloo import consistency_faults as faults

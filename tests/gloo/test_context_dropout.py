@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ptrain.axes.context.attention import context_of, spans_at
-from ptrain.spec.axis import Axis
+from ptrain.spec.placement import Axis
 from ptrain.spec.spec import Spec
 from ptrain.verification.compare import FP64
 from ptrain.verification.reference import Trajectory

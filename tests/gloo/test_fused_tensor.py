@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from ptrain.interpreter.materialize import build_module
+from ptrain.interpreter.look import build_module
 from ptrain.interpreter.program import interpret
 from ptrain.rooms.world import World
 from ptrain.spec.spec import Spec

@@ -13,8 +13,7 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ptrain.axes.pipeline.catalogue import schedule
-from ptrain.axes.pipeline.form import pipeline_of
+from ptrain.axes.pipeline.catalogue import pipeline_of, schedule
 from ptrain.axes.pipeline.holdings import held, most_held
 from ptrain.axes.pipeline.run.apply import Pipelined
 from ptrain.axes.pipeline.run.stage import StageRunner

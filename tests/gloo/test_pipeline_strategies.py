@@ -11,9 +11,9 @@ from ptrain.algebra.legality import require
 from ptrain.derivation.estimate import derive
 from ptrain.meters.measure import join_estimates
 from ptrain.report.record import compare
-from ptrain.spec.axis import Axis
 from ptrain.spec.load import load
 from ptrain.spec.names import listing
+from ptrain.spec.placement import Axis
 from ptrain.spec.spec import Spec
 from ptrain.traces.facts import facts_of
 from tests.gloo.matrix import Result

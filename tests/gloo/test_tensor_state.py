@@ -14,7 +14,7 @@ from ptrain.axes.tensor.cost import cut_dims
 from ptrain.interpreter.program import Program, interpret
 from ptrain.models.ledger import local
 from ptrain.rooms.world import World
-from ptrain.spec.axis import Axis
+from ptrain.spec.placement import Axis
 from ptrain.spec.spec import Spec
 from ptrain.train import checkpoint
 from ptrain.train.exchange import Exchange

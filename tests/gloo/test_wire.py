@@ -16,8 +16,8 @@ from ptrain.meters.wire import WireMeter
 from ptrain.report.record import compare, record
 from ptrain.rooms.mesh import Mesh
 from ptrain.rooms.world import World
-from ptrain.spec.axis import Axis
 from ptrain.spec.load import load
+from ptrain.spec.placement import Axis
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import CreateMesh
 from ptrain.traces.facts import facts_of

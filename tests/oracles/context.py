@@ -24,8 +24,8 @@ from fractions import Fraction
 from math import lcm
 
 from ptrain.costs import Collective, Phase
-from ptrain.spec.axis import Axis
 from ptrain.spec.model import ModelShape
+from ptrain.spec.placement import Axis
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import ContextParallel
 

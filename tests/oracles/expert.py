@@ -15,8 +15,8 @@ from fractions import Fraction
 from math import ceil
 
 from ptrain.costs import Collective, Phase
-from ptrain.spec.axis import TOKEN_AXES, Axis
 from ptrain.spec.model import ModelShape
+from ptrain.spec.placement import TOKEN_AXES, Axis
 from ptrain.spec.spec import Spec
 
 _COUNT_BYTES = 8  # of rows for an expert: int64

@@ -21,9 +21,9 @@ from ptrain.axes.pipeline.cost import (
     round_size,
 )
 from ptrain.costs import Collective, Phase
-from ptrain.spec.axis import Axis
 from ptrain.spec.model import ModelShape
 from ptrain.spec.pipeline import ScheduleName
+from ptrain.spec.placement import Axis
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import Pipeline
 from tests.oracles.tensor import LayerSpan, parameters

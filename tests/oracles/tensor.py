@@ -18,9 +18,9 @@ from dataclasses import dataclass
 
 from ptrain.costs import Collective, Phase, State
 from ptrain.spec.activations import FULL, Kept
-from ptrain.spec.axis import Axis
 from ptrain.spec.block import Bias, Positions
 from ptrain.spec.model import ModelShape
+from ptrain.spec.placement import Axis
 from ptrain.spec.precision import DType
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import Parallelize

@@ -6,13 +6,12 @@ from collections.abc import Mapping
 
 from ptrain.derivation.tables import Setting
 from ptrain.facts.model import ModelFacts, TensorFacts, UnitFacts
-from ptrain.spec.axis import SAMPLE_AXES, Axis, Factor
 from ptrain.spec.batch import Batch
 from ptrain.spec.cluster import Cluster
 from ptrain.spec.dials import GradientSync, ReduceScatterVia, SyncPolicy, UnitSize
 from ptrain.spec.job import OptimizerSpec
 from ptrain.spec.model import ExternalModel, Family, ModelShape, ModelSpec
-from ptrain.spec.placement import Mode, Placement
+from ptrain.spec.placement import SAMPLE_AXES, Axis, Factor, Mode, Placement
 from ptrain.spec.precision import FP32, DType, Layout, Precision
 from ptrain.spec.spec import Spec
 

@@ -18,12 +18,10 @@ from ptrain.derivation.memory import resident
 from ptrain.derivation.timeline import replay
 from ptrain.facts.model import ModelFacts
 from ptrain.plan.lower import lower
-from ptrain.spec.axis import Axis
 from ptrain.spec.dials import GatherAfterUpdate, GradientSync, ReduceScatterVia, Reshard, SyncPolicy
-from ptrain.spec.layout import positions
-from ptrain.spec.placement import Placement, Tier
+from ptrain.spec.placement import Axis, Placement, Tier
 from ptrain.spec.precision import LAYOUTS, DType, Layout
-from ptrain.spec.spec import Spec
+from ptrain.spec.spec import Spec, positions
 from ptrain.steps.step import Plan
 from ptrain.steps.wraps import FlatUnits, FullyShard
 from ptrain.timeline import Boundary, Complete, Item, Mark, Run, Timeline

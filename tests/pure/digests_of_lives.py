@@ -24,9 +24,8 @@ from pathlib import Path
 from ptrain.costs import Phase
 from ptrain.errors import PtrainError
 from ptrain.plan.lower import lower
-from ptrain.spec.axis import Axis
 from ptrain.spec.dials import GatherAfterUpdate, GradientSync, ReduceScatterVia
-from ptrain.spec.placement import Placement, Tier
+from ptrain.spec.placement import Axis, Placement, Tier
 from ptrain.spec.precision import LAYOUTS, Layout
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import Plan

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from ptrain.costs import Collective
-from ptrain.facts.model import ModelFacts
-from ptrain.facts.operators import InnerCollective, LayerWork, ModelWork, Operator, PassWork
+from ptrain.facts.model import InnerCollective, LayerWork, ModelFacts, ModelWork, Operator, PassWork
 from ptrain.spec.precision import DType, Layout
 from ptrain.spec.rates import Hook, OperatorKind
 from ptrain.timeline import Boundary, Complete, Item, Mark, Run, Timeline

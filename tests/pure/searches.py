@@ -5,7 +5,7 @@ from __future__ import annotations
 from ptrain.derivation.machine import Machine
 from ptrain.selection.choose import Chooser
 from ptrain.selection.job import searched_job
-from ptrain.spec.axis import Axis
+from ptrain.spec.placement import Axis
 from ptrain.spec.spec import Spec
 from tests.pure.paces import HandPace, model
 

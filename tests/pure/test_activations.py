@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from ptrain.costs import State
-from ptrain.derivation.activations import timeline
 from ptrain.derivation.estimate import derive, facts_from_shape
+from ptrain.derivation.layers import timeline
 from ptrain.spec.load import load
 from ptrain.spec.model import Family, ModelShape
 from ptrain.spec.precision import DType

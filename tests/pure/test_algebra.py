@@ -12,8 +12,7 @@ from ptrain.costs import PLACED, State
 from ptrain.derivation.ghosts.table import wrapping
 from ptrain.derivation.memory import by_shard
 from ptrain.plan.lower import lower
-from ptrain.spec.axis import Axis, Factor
-from ptrain.spec.placement import MODES, Distribution, Mode, Placement, S, Tier
+from ptrain.spec.placement import MODES, Axis, Distribution, Factor, Mode, Placement, S, Tier
 from tests.pure.build import GATHERED, ZERO_1, ZERO_2, make_facts, make_spec, tuple_of
 
 modes = st.sampled_from(MODES)

@@ -20,8 +20,8 @@ from ptrain.selection.algorithm1 import (
     requirements,
     thresholds_of,
 )
-from ptrain.spec.axis import Axis
 from ptrain.spec.load import load
+from ptrain.spec.placement import Axis
 
 GB = 10**9
 SEVENTY_BILLION = Requirements(

@@ -7,8 +7,8 @@ import pytest
 from ptrain.costs import Collective, Spent
 from ptrain.derivation.clock import Clock, messages_of
 from ptrain.derivation.network import Network
-from ptrain.facts.operators import InnerCollective, PassWork
-from ptrain.spec.axis import Axis
+from ptrain.facts.model import InnerCollective, PassWork
+from ptrain.spec.placement import Axis
 from ptrain.spec.rates import Hook
 from tests.pure.build import make_spec, tuple_of
 from tests.pure.paces import HandPace, seconds

@@ -15,9 +15,9 @@ from ptrain.axes.data.units import buckets_of
 from ptrain.derivation.flat import joined
 from ptrain.facts.model import ModelFacts
 from ptrain.plan.lower import lower
-from ptrain.spec.axis import Axis
 from ptrain.spec.dials import GatherAfterUpdate, GradientSync, Overlap, SyncPolicy, UnitSize
 from ptrain.spec.load import load
+from ptrain.spec.placement import Axis
 from ptrain.spec.precision import LAYOUTS
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import Plan

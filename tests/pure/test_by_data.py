@@ -10,8 +10,8 @@ import pytest
 
 from ptrain.algebra.legality import require
 from ptrain.costs import Column, Estimate, Footprint, Peak, Phase, State, Traffic
-from ptrain.derivation.activations import timeline
 from ptrain.derivation.estimate import derive
+from ptrain.derivation.layers import timeline
 from ptrain.errors import DoesNotFit, SpecError
 from ptrain.facts.model import ModelFacts
 from ptrain.facts.parameters import facts as facts_of_shape

@@ -14,12 +14,11 @@ import pytest
 from ptrain.cli.main import main
 from ptrain.codec import decode, encode
 from ptrain.facts import cache
-from ptrain.facts.model import ModelFacts, TensorFacts, UnitFacts
-from ptrain.facts.passes import Passes
+from ptrain.facts.model import ModelFacts, Passes, TensorFacts, UnitFacts
 from ptrain.facts.stages import Chain, Ends
 from ptrain.facts.traced_part import traced_part
-from ptrain.spec.axis import Axis
 from ptrain.spec.load import load
+from ptrain.spec.placement import Axis
 from ptrain.spec.role import Role
 from ptrain.spec.spec import Spec
 from ptrain.spec.write import to_mapping

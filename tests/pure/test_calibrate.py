@@ -15,7 +15,7 @@ from ptrain.calibration.write import MeasuredPart, conclude
 from ptrain.cli.main import main
 from ptrain.costs import Collective
 from ptrain.errors import SpecError
-from ptrain.facts.operators import Operator
+from ptrain.facts.model import Operator
 from ptrain.rates.measured import CALIBRATED, pace_of
 from ptrain.spec.cluster import Cluster
 from ptrain.spec.load import load

@@ -9,8 +9,7 @@ import pytest
 from ptrain.axes.pipeline.stage_facts import stage_facts, stage_roles, stages_of
 from ptrain.costs import Collective, State, Traffic
 from ptrain.derivation.estimate import derive
-from ptrain.facts.model import ModelFacts, TensorFacts, UnitFacts
-from ptrain.facts.passes import of_first_stage, of_later_stage
+from ptrain.facts.model import ModelFacts, TensorFacts, UnitFacts, of_first_stage, of_later_stage
 from ptrain.facts.stages import Chain, Ends, Stage
 from ptrain.spec.model import HuggingFaceModel
 from ptrain.spec.role import Role

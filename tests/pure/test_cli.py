@@ -13,7 +13,7 @@ import ptrain
 from ptrain.cli import main as dispatcher
 from ptrain.cli.main import NOT_YET, VERBS, WRONG_INPUT, main
 from ptrain.errors import RankFailed, TrainingStopped, VerdictFailed
-from ptrain.spec.overrides import split_arguments
+from ptrain.spec.load import split_arguments
 from ptrain.train import refusal
 
 ROOT = Path(__file__).parents[2]

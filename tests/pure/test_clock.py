@@ -19,10 +19,9 @@ from ptrain.derivation.network import Network
 from ptrain.derivation.timeline import replay
 from ptrain.plan.lower import lower
 from ptrain.spec.activations import Kept
-from ptrain.spec.axis import Axis
 from ptrain.spec.cluster import Cluster
 from ptrain.spec.dials import GatherAfterUpdate, GradientSync, Overlap, SyncPolicy
-from ptrain.spec.placement import Placement, Tier
+from ptrain.spec.placement import Axis, Placement, Tier
 from ptrain.spec.rates import Hook
 from ptrain.spec.spec import ActivationSpec, Spec
 from ptrain.timeline import Complete

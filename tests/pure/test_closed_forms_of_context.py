@@ -11,18 +11,16 @@ from random import Random
 
 import pytest
 
-from ptrain.axes.context.attention import all_spans, context_of
+from ptrain.axes.context.attention import all_spans, balance, blocks_of, context_of, multiplied
 from ptrain.axes.context.cost import sent
 from ptrain.axes.context.draw import balance_text
-from ptrain.axes.context.tokens import balance, blocks_of, multiplied
 from ptrain.costs import Collective, Phase
 from ptrain.facts.model import ModelFacts
 from ptrain.plan.lower import lower
 from ptrain.spec.activations import Kept, Operators, Policy
-from ptrain.spec.axis import Axis
 from ptrain.spec.context import ContextAttention, ContextSpec, Hybrid
 from ptrain.spec.model import ExternalModel, Family, ModelShape
-from ptrain.spec.placement import Tier
+from ptrain.spec.placement import Axis, Tier
 from ptrain.spec.precision import LAYOUTS
 from ptrain.spec.spec import Spec
 from tests.oracles.context import (

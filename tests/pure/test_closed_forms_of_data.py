@@ -15,9 +15,9 @@ from ptrain.axes.data.fsdp2 import HABITS, habits
 from ptrain.costs import Phase, State
 from ptrain.facts.model import ModelFacts
 from ptrain.plan.lower import lower
-from ptrain.spec.axis import Axis
 from ptrain.spec.dials import GradientSync, ReduceScatterVia, SyncPolicy
 from ptrain.spec.pipeline import ScheduleName
+from ptrain.spec.placement import Axis
 from ptrain.spec.precision import FP32, LAYOUTS
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import LONG_NORM, Pipeline

@@ -20,9 +20,9 @@ from ptrain.facts.model import ModelFacts
 from ptrain.facts.parameters import expert_modules, facts
 from ptrain.plan.lower import lower
 from ptrain.spec.activations import Kept, Operators, Policy
-from ptrain.spec.axis import Axis
 from ptrain.spec.context import ContextAttention, ContextSpec
 from ptrain.spec.model import Family, ModelShape
+from ptrain.spec.placement import Axis
 from ptrain.spec.precision import LAYOUTS
 from ptrain.spec.spec import Spec
 from ptrain.spec.tensor import FOLDED as FOLDED_EXPERTS

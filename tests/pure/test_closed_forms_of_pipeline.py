@@ -14,8 +14,8 @@ from ptrain.axes.pipeline.holdings import most_held
 from ptrain.axes.pipeline.schedule import Action, Schedule
 from ptrain.costs import Collective, Estimate, Phase, State
 from ptrain.derivation.estimate import Derivation, derive
-from ptrain.spec.axis import Axis
 from ptrain.spec.pipeline import ScheduleName
+from ptrain.spec.placement import Axis
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import Pipeline
 from ptrain.timeline import Kind

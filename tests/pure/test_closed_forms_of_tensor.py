@@ -12,8 +12,8 @@ import pytest
 from ptrain.costs import Collective, Estimate, Phase, State
 from ptrain.derivation.estimate import Derivation, derive
 from ptrain.facts.parameters import facts
-from ptrain.spec.axis import Axis
 from ptrain.spec.model import ExternalModel, ModelShape
+from ptrain.spec.placement import Axis
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import Parallelize
 from tests.oracles.expert import of_a_router, own_experts

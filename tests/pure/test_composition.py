@@ -20,8 +20,8 @@ from ptrain.plan.composition import (
     have_one_of_each,
     theorem_6,
 )
-from ptrain.spec.axis import Axis
 from ptrain.spec.load import load
+from ptrain.spec.placement import Axis
 from ptrain.spec.spec import Spec
 from ptrain.steps.kind import Ran
 from ptrain.steps.step import Plan

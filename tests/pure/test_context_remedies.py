@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from ptrain.plan.composition import compositions, theorem_3
-from ptrain.spec.axis import Axis
 from ptrain.spec.batch import PADDED
 from ptrain.spec.context import Hybrid
+from ptrain.spec.placement import Axis
 from ptrain.spec.spec import Spec
 from tests.pure.build import GATHERED
 from tests.pure.test_context_rules import RING, SHAPE, TP, ULYSSES, ZIGZAG, plan_of, refusal, spec

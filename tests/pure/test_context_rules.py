@@ -15,13 +15,12 @@ from ptrain.derivation.estimate import derive
 from ptrain.facts.model import ModelFacts
 from ptrain.plan.lower import lower
 from ptrain.plan.show import show
-from ptrain.spec.axis import Axis
 from ptrain.spec.context import ContextAttention, ContextSpec, Hybrid
 from ptrain.spec.dials import ReduceScatterVia
 from ptrain.spec.function import UserFunction
 from ptrain.spec.job import OptimizerSpec
 from ptrain.spec.model import Attention, ExternalModel, Family, HuggingFaceModel, ModelShape
-from ptrain.spec.placement import MODES, S_STAR, Placement, S
+from ptrain.spec.placement import MODES, S_STAR, Axis, Placement, S
 from ptrain.spec.spec import LossSpec, Spec
 from tests.pure.build import GATHERED, WHOLE, make_spec, tuple_of
 

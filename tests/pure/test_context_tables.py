@@ -6,17 +6,16 @@ from collections import Counter
 
 import pytest
 
-from ptrain.axes.context.attention import context_of
+from ptrain.axes.context.attention import context_of, multiplied
 from ptrain.axes.context.part import ContextPart, part_at
-from ptrain.axes.context.tokens import multiplied
 from ptrain.costs import Collective, Phase
 from ptrain.derivation import archive
-from ptrain.derivation.activations import is_tabulated, timeline
 from ptrain.derivation.archive import TablePart
 from ptrain.derivation.estimate import derive
+from ptrain.derivation.layers import is_tabulated, timeline
 from ptrain.derivation.tables import RankCut, setting_of
 from ptrain.derivation.work import model_work
-from ptrain.facts.operators import InnerCollective, Operator
+from ptrain.facts.model import InnerCollective, Operator
 from ptrain.spec.load import load
 from ptrain.spec.rates import OperatorKind
 from tests.oracles.context import exchanged, gathered_bytes, keys_and_values

@@ -9,18 +9,17 @@ from types import SimpleNamespace
 from ptrain.axes.data.cuts import Cuts
 from ptrain.costs import Collective, Column, Estimate, Phase, State, Traffic, TrafficKey
 from ptrain.derivation import wire
-from ptrain.derivation.activations import is_tabulated
 from ptrain.derivation.estimate import derive, facts_from_shape
 from ptrain.derivation.ghosts.clipping import clipping
 from ptrain.derivation.ghosts.flat_units import flat_rows
 from ptrain.derivation.ghosts.wrapping import micro_batches
+from ptrain.derivation.layers import is_tabulated
 from ptrain.derivation.tape import Scene, Tape
 from ptrain.plan.lower import lower
 from ptrain.rooms.ghost import GhostRoom
-from ptrain.spec.axis import Axis
 from ptrain.spec.dials import ReduceScatterVia
 from ptrain.spec.load import load
-from ptrain.spec.placement import Tier
+from ptrain.spec.placement import Axis, Tier
 from ptrain.spec.precision import DType
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import LONG_NORM, NORM_ROW

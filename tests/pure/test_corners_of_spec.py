@@ -12,14 +12,13 @@ from ptrain.algebra.legality import BYTE_VOCAB, NOT_YET, RULES, check
 from ptrain.costs import State
 from ptrain.errors import Fault, SpecError
 from ptrain.spec import text
-from ptrain.spec.axis import Axis, Factor
 from ptrain.spec.check import validate
-from ptrain.spec.layout import groups
-from ptrain.spec.load import load
+from ptrain.spec.load import load, sweeps
 from ptrain.spec.model import HuggingFaceModel
-from ptrain.spec.overrides import sweeps
 from ptrain.spec.pipeline import ScheduleName
+from ptrain.spec.placement import Axis, Factor
 from ptrain.spec.schema import schema
+from ptrain.spec.spec import groups
 from ptrain.spec.text import COMMAND_LINE, Tree
 from ptrain.spec.write import to_yaml
 from tests.pure.build import GATHERED, WHOLE, make_spec, tuple_of

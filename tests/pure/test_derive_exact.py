@@ -9,8 +9,8 @@ import torch
 
 from ptrain.costs import Collective, Phase, State
 from ptrain.derivation.estimate import derive
-from ptrain.spec.axis import Axis
 from ptrain.spec.dials import GradientSync, ReduceScatterVia, SyncPolicy
+from ptrain.spec.placement import Axis
 from ptrain.spec.precision import FP32, ZERO16
 from tests.pure.build import (
     BY_HAND,

@@ -11,8 +11,8 @@ from ptrain.costs import PLACED, Collective, Phase, State
 from ptrain.derivation.estimate import derive
 from ptrain.derivation.paper import MODEL_STATES
 from ptrain.facts.model import ModelFacts
-from ptrain.spec.axis import Axis
 from ptrain.spec.load import load
+from ptrain.spec.placement import Axis
 from ptrain.spec.precision import FP32, ZERO16
 from tests.pure.build import (
     BY_HAND,

@@ -10,7 +10,6 @@ from ptrain.algebra.legality import check
 from ptrain.algebra.obeyed import shown
 from ptrain.axes.data.dials import DIALS
 from ptrain.axes.data.form import form_of
-from ptrain.spec.axis import Axis
 from ptrain.spec.dials import (
     WHOLE_BUCKET,
     GatherAfterUpdate,
@@ -24,7 +23,7 @@ from ptrain.spec.dials import (
 )
 from ptrain.spec.load import load
 from ptrain.spec.offload import Offload
-from ptrain.spec.placement import Tier
+from ptrain.spec.placement import Axis, Tier
 from ptrain.spec.precision import LAYOUTS
 from ptrain.spec.spec import Spec
 from ptrain.steps.wraps import Form

@@ -12,7 +12,6 @@ from ptrain.costs import Collective, Estimate, Phase, State
 from ptrain.derivation.estimate import derive
 from ptrain.facts.model import ModelFacts
 from ptrain.facts.parameters import facts
-from ptrain.spec.axis import Axis
 from ptrain.spec.dials import (
     WHOLE_BUCKET,
     GradientSync,
@@ -22,6 +21,7 @@ from ptrain.spec.dials import (
     UnitKind,
     UnitSize,
 )
+from ptrain.spec.placement import Axis
 from ptrain.spec.precision import LAYOUTS
 from tests.pure.build import (
     BY_HAND,

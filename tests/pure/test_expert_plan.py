@@ -11,7 +11,7 @@ from ptrain.facts.parameters import expert_modules, facts
 from ptrain.plan.composition import compositions, theorem_3_of_experts
 from ptrain.plan.lower import lower
 from ptrain.plan.show import show
-from ptrain.spec.axis import Axis
+from ptrain.spec.placement import Axis
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import Plan
 from tests.pure.build import GATHERED, ODD_SHAPE, WHOLE, make_spec, tuple_of

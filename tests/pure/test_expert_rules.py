@@ -16,12 +16,11 @@ from ptrain.derivation.throughput import token_operations
 from ptrain.errors import Fault, SpecError
 from ptrain.facts.model import ExpertLayers
 from ptrain.facts.parameters import facts
-from ptrain.spec.axis import Axis, axes_named
 from ptrain.spec.block import Bias
 from ptrain.spec.job import OptimizerSpec
 from ptrain.spec.load import load
 from ptrain.spec.model import HuggingFaceModel
-from ptrain.spec.placement import MODES, Placement, R
+from ptrain.spec.placement import MODES, Axis, Placement, R, axes_named
 from ptrain.spec.routing import histogram
 from ptrain.spec.spec import Spec
 from ptrain.spec.tensor import FOLDED as FOLDED_EXPERTS

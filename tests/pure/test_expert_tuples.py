@@ -8,10 +8,8 @@ from typing import Any
 import pytest
 
 from ptrain.errors import Fault, SpecError
-from ptrain.spec.axis import Axis
-from ptrain.spec.load import Document, load
-from ptrain.spec.overrides import sweeps
-from ptrain.spec.placement import MODES, Placement, S
+from ptrain.spec.load import Document, load, sweeps
+from ptrain.spec.placement import MODES, Axis, Placement, S
 from ptrain.spec.tuples import fault_of_experts
 from tests.pure.build import GATHERED, WHOLE, ZERO_1, tuple_of
 

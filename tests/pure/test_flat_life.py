@@ -18,9 +18,8 @@ from ptrain.derivation.tape import Scene, Tape
 from ptrain.derivation.timeline import play_update
 from ptrain.optimizers.ghost import muon_temporaries
 from ptrain.plan.lower import lower
-from ptrain.spec.axis import Axis
 from ptrain.spec.dials import GatherAfterUpdate, GradientSync, ReduceScatterVia, Reshard, SyncPolicy
-from ptrain.spec.placement import Placement, Tier
+from ptrain.spec.placement import Axis, Placement, Tier
 from ptrain.spec.precision import FP32, LAYOUTS, ZERO16, DType
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import Clip, Plan

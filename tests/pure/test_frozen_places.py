@@ -17,9 +17,8 @@ from ptrain.facts.model import ModelFacts, TensorFacts, UnitFacts
 from ptrain.plan.lower import lower
 from ptrain.plan.show import show
 from ptrain.report.heading import placement
-from ptrain.spec.axis import Axis
 from ptrain.spec.load import load
-from ptrain.spec.placement import OFFLOADED, S_STAR, Mode, R, Tier
+from ptrain.spec.placement import OFFLOADED, S_STAR, Axis, Mode, R, Tier
 from ptrain.spec.spec import Spec
 from ptrain.steps.wraps import FlatUnits, Form, FrozenPlace, FullyShard
 

@@ -10,9 +10,8 @@ import pytest
 from ptrain.costs import Collective, State
 from ptrain.rooms.ghost import GhostRoom
 from ptrain.rooms.room import Shape
-from ptrain.spec.axis import Axis
 from ptrain.spec.dials import ReduceScatterVia
-from ptrain.spec.placement import Tier
+from ptrain.spec.placement import Axis, Tier
 from ptrain.spec.precision import DType
 from ptrain.spec.rates import OperatorKind
 

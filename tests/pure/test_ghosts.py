@@ -26,8 +26,8 @@ from ptrain.derivation.memory import by_shard
 from ptrain.facts.model import ModelFacts
 from ptrain.optimizers.ghost import muon_temporaries
 from ptrain.plan.lower import lower
-from ptrain.spec.axis import Axis
 from ptrain.spec.dials import GradientSync, ReduceScatterVia, Reshard, SyncPolicy
+from ptrain.spec.placement import Axis
 from ptrain.spec.precision import FP32, LAYOUTS, ZERO16, DType
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import Plan

@@ -11,11 +11,10 @@ import pytest
 from ptrain.costs import Phase, State
 from ptrain.derivation import in_flight
 from ptrain.derivation.estimate import derive
-from ptrain.derivation.layers import passes
+from ptrain.derivation.layers import everyone, passes
 from ptrain.derivation.pipeline import staged
-from ptrain.derivation.repeats import everyone
 from ptrain.derivation.tables import RankCut
-from ptrain.facts.passes import Passes, net
+from ptrain.facts.model import Passes, net
 from ptrain.plan.lower import own_facts
 from ptrain.spec.load import load
 from ptrain.spec.pipeline import ScheduleName

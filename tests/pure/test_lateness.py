@@ -11,7 +11,7 @@ from ptrain.costs import Collective, Phase, Spent, StepTime
 from ptrain.derivation import in_flight
 from ptrain.derivation.estimate import derive
 from ptrain.derivation.machine import Machine
-from ptrain.facts.operators import InnerCollective, ModelWork
+from ptrain.facts.model import InnerCollective, ModelWork
 from ptrain.rates.measured import Line
 from ptrain.spec.load import load
 from ptrain.spec.rates import Hook

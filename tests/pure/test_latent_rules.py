@@ -10,9 +10,9 @@ from ptrain.algebra.legality import check, executed
 from ptrain.derivation.throughput import token_operations
 from ptrain.errors import Fault
 from ptrain.facts.parameters import facts
-from ptrain.spec.axis import Axis
 from ptrain.spec.block import Bias, Positions
 from ptrain.spec.load import load
+from ptrain.spec.placement import Axis
 from tests.pure.build import ODD_SHAPE, make_spec, tuple_of
 
 SHAPE = replace(

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ptrain.spec.axis import DATA_AXES, Axis
-from ptrain.spec.layout import (
+from ptrain.spec.placement import DATA_AXES, Axis
+from ptrain.spec.spec import (
     coordinates,
     groups,
     place_of,

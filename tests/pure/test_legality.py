@@ -10,14 +10,13 @@ import pytest
 from ptrain.algebra.legality import RULES, check, executed, require
 from ptrain.axes.data.rules import DATA
 from ptrain.errors import Fault, SpecError
-from ptrain.spec.axis import Axis
 from ptrain.spec.block import Positions, RopeScaling
 from ptrain.spec.cluster import Cluster
 from ptrain.spec.dials import GradientSync, SyncPolicy, UnitKind, UnitSize
 from ptrain.spec.function import UserFunction
 from ptrain.spec.job import DataSpec, OptimizerSpec
 from ptrain.spec.load import load
-from ptrain.spec.placement import MODES, Placement
+from ptrain.spec.placement import MODES, Axis, Placement
 from ptrain.spec.precision import LAYOUTS, ZERO16
 from ptrain.spec.spec import LossSpec
 from tests.pure.build import GATHERED, ODD_SHAPE, WHOLE, ZERO_1, ZERO_2, make_spec, tuple_of

@@ -12,7 +12,6 @@ import pytest
 
 from ptrain.costs import State
 from ptrain.errors import Fault, SpecError
-from ptrain.spec.axis import DATA_AXES, Axis
 from ptrain.spec.dials import (
     WHOLE_BUCKET,
     GatherAfterUpdate,
@@ -26,6 +25,7 @@ from ptrain.spec.dials import (
 from ptrain.spec.load import load
 from ptrain.spec.model import ExternalModel, ModelShape
 from ptrain.spec.names import SPEC_FOLDERS, listing, names
+from ptrain.spec.placement import DATA_AXES, Axis
 from ptrain.spec.precision import LAYOUTS, DType
 from ptrain.spec.spec import Spec
 from ptrain.spec.text import parse, scalar

@@ -6,7 +6,7 @@ import pytest
 
 from ptrain.facts.model import ModelFacts
 from ptrain.plan.lower import lower
-from ptrain.spec.axis import Axis
+from ptrain.spec.placement import Axis
 from ptrain.steps.wraps import FlatUnits, FullyShard, LocalGradients, Replicate
 from tests.pure.build import GATHERED, WHOLE, ZERO_1, ZERO_2, make_spec, tuple_of
 

@@ -6,11 +6,10 @@ import pytest
 
 from ptrain.algebra.legality import require
 from ptrain.errors import Fault, SpecError
-from ptrain.spec.axis import Axis
 from ptrain.spec.dials import SyncPolicy
-from ptrain.spec.load import expand, load
+from ptrain.spec.load import expand, load, split_arguments, sweeps
 from ptrain.spec.names import listing
-from ptrain.spec.overrides import split_arguments, sweeps
+from ptrain.spec.placement import Axis
 from ptrain.spec.spec import Spec
 
 

@@ -19,12 +19,10 @@ from ptrain.algebra.legality import check, executed, require
 from ptrain.axes.pipeline.catalogue import takes_any_stages
 from ptrain.cli.help import PAGES, anchor
 from ptrain.cli.main import VERBS, main
-from ptrain.spec.axis import Axis
-from ptrain.spec.load import load
+from ptrain.spec.load import load, sweeps
 from ptrain.spec.names import SPEC_FOLDERS, listing, root
-from ptrain.spec.overrides import sweeps
 from ptrain.spec.pipeline import PipelineSpec, ScheduleName
-from ptrain.spec.placement import MODES, Placement
+from ptrain.spec.placement import MODES, Axis, Placement
 from ptrain.spec.precision import ZERO16
 from ptrain.spec.role import GIVEN, fits
 from ptrain.spec.text import read

@@ -13,11 +13,10 @@ from ptrain.derivation.estimate import Derivation, derive
 from ptrain.derivation.wire import predicted_bytes
 from ptrain.facts.model import ModelFacts
 from ptrain.plan.lower import own_facts
-from ptrain.spec.axis import Axis
-from ptrain.spec.layout import position
 from ptrain.spec.load import load
 from ptrain.spec.pipeline import ScheduleName
-from ptrain.spec.spec import Spec
+from ptrain.spec.placement import Axis
+from ptrain.spec.spec import Spec, position
 from tests.pure.piped import FULLY, SHAPE, every_model, legal
 
 MICRO, SEQUENCE, K = 1, 32, 8  # of `piped.spec`

@@ -10,9 +10,9 @@ from ptrain.axes.pipeline.holdings import stage_gathers
 from ptrain.derivation.estimate import derive
 from ptrain.plan.composition import are_consecutive, are_within, have_one_of_each, theorem_7
 from ptrain.plan.show import show
-from ptrain.spec.axis import Axis
 from ptrain.spec.dials import SyncPolicy
 from ptrain.spec.pipeline import ScheduleName
+from ptrain.spec.placement import Axis
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import CreateMesh, Parallelize, Pipeline, Plan
 from ptrain.steps.wraps import FullyShard

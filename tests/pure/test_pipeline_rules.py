@@ -9,8 +9,7 @@ import pytest
 
 from ptrain.algebra.legality import check, executed
 from ptrain.axes.data.form import form_of
-from ptrain.axes.pipeline.catalogue import takes_any_stages
-from ptrain.axes.pipeline.form import pipeline_of
+from ptrain.axes.pipeline.catalogue import pipeline_of, takes_any_stages
 from ptrain.axes.pipeline.rules import PIPELINE
 from ptrain.derivation.estimate import derive
 from ptrain.errors import SpecError

@@ -13,10 +13,10 @@ from ptrain.costs import Collective, Phase, Spent, StepTime
 from ptrain.derivation.estimate import derive
 from ptrain.derivation.machine import Machine
 from ptrain.derivation.network import Network
-from ptrain.facts.operators import InnerCollective, ModelWork
-from ptrain.spec.axis import Axis
+from ptrain.facts.model import InnerCollective, ModelWork
 from ptrain.spec.cluster import Cluster
 from ptrain.spec.load import load
+from ptrain.spec.placement import Axis
 from ptrain.spec.rates import Hook
 from tests.pure.build import GATHERED, WHOLE, make_spec
 from tests.pure.paces import HandPace, layer, model

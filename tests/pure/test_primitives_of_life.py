@@ -18,9 +18,8 @@ from ptrain.derivation.flat import Flat, GhostScale
 from ptrain.derivation.tape import Scene, Tape
 from ptrain.optimizers.ghost import GhostFused
 from ptrain.plan.lower import lower
-from ptrain.spec.axis import Axis
 from ptrain.spec.dials import GatherAfterUpdate, Overlap
-from ptrain.spec.placement import Tier
+from ptrain.spec.placement import Axis, Tier
 from ptrain.spec.precision import LAYOUTS, ZERO16
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import Plan

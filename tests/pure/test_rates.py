@@ -10,7 +10,7 @@ import pytest
 
 from ptrain.costs import Collective
 from ptrain.errors import SpecError
-from ptrain.facts.operators import Operator
+from ptrain.facts.model import Operator
 from ptrain.rates.measured import Curve, Surface, lacking, pace_of, pace_while_others_wait
 from ptrain.rates.pace import Pace, UnknownRate
 from ptrain.spec.cluster import Cluster

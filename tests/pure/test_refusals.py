@@ -16,8 +16,7 @@ from ptrain.spec import extras
 from ptrain.spec.file_tier import require_file_tier, unusable
 from ptrain.spec.load import load
 from ptrain.train import lock, manifest
-from ptrain.train.candidates import candidates
-from ptrain.train.folder import RunFolder, begin
+from ptrain.train.folder import RunFolder, begin, candidates
 from tests.pure.run_folders import opened, trained
 
 SPEC_WITH_PROFILE = """\

@@ -14,7 +14,7 @@ from ptrain.algebra.legality import require
 from ptrain.derivation import in_flight, pipeline, timeline
 from ptrain.derivation.estimate import derive
 from ptrain.derivation.ghosts.fsdp2 import FullySharded
-from ptrain.derivation.repeats import Representatives, everyone, turns
+from ptrain.derivation.layers import Representatives, everyone, turns
 from ptrain.errors import SpecError
 from ptrain.facts.model import ModelFacts, UnitFacts
 from ptrain.facts.stages import Stage

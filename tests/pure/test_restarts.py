@@ -14,8 +14,7 @@ from ptrain.cli import train
 from ptrain.cli.main import main
 from ptrain.errors import RankFailed, SpecError
 from ptrain.train import folder, launch, lock, options
-from ptrain.train.candidates import continued
-from ptrain.train.folder import RunFolder, begin, is_of_agent
+from ptrain.train.folder import RunFolder, begin, continued, is_of_agent
 from ptrain.train.options import Options
 from tests.pure.run_folders import opened, trained
 

@@ -39,9 +39,9 @@ from ptrain.selection.space import (
 )
 from ptrain.selection.task import Scored, SearchGoal, folded
 from ptrain.selection.words import words_of
-from ptrain.spec.axis import Axis
 from ptrain.spec.dials import UnitKind, UnitSize
 from ptrain.spec.load import load
+from ptrain.spec.placement import Axis
 from tests.pure.paces import HandPace
 from tests.pure.searches import BACKWARD, FORWARD, chooser, machine
 

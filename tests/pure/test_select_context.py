@@ -13,9 +13,9 @@ from ptrain.selection.choose import select
 from ptrain.selection.job import searched_job
 from ptrain.selection.space import inner_products
 from ptrain.selection.task import SLACK
-from ptrain.spec.axis import Axis
 from ptrain.spec.context import ContextAttention, Hybrid
 from ptrain.spec.load import load
+from ptrain.spec.placement import Axis
 
 LONG = ("batch.sequence=32768", "batch.global=16")
 

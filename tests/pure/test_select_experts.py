@@ -17,9 +17,9 @@ from ptrain.selection.search import Search
 from ptrain.selection.space import Through, inner_products
 from ptrain.selection.stand_in import block_size, dense, stand_in
 from ptrain.spec.activations import FULL, PLAIN, Kept
-from ptrain.spec.axis import Axis
 from ptrain.spec.load import load
 from ptrain.spec.model import ModelShape
+from ptrain.spec.placement import Axis
 from tests.pure.paces import HandPace
 
 TINY = ("batch={global: 8, micro: 1, sequence: 64}", "model.capacity_factor=1.5")

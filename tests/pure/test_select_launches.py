@@ -12,7 +12,7 @@ from ptrain.facts.model import ModelFacts
 from ptrain.selection.choose import Chooser
 from ptrain.selection.job import searched_job
 from ptrain.selection.task import Ranked
-from ptrain.spec.axis import Axis
+from ptrain.spec.placement import Axis
 from ptrain.spec.rates import Hook
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import Plan

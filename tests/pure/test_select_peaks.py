@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from ptrain.derivation.tables import Place
-from ptrain.selection.activity import Activity, EndsActivity
 from ptrain.selection.peaks import RankPeaks
-from ptrain.selection.profile import Sizes
+from ptrain.selection.profile import Activity, EndsActivity, Sizes
 from ptrain.selection.rows import OF_MEMORY
 from ptrain.selection.score import FlowMoments, MomentParameters, RankMoments
 

@@ -14,11 +14,10 @@ from ptrain.report.selection import described
 from ptrain.selection.alternatives import host_overrides, sharding_overrides
 from ptrain.selection.fit import fit
 from ptrain.selection.preflight import ChangeKind, find_changes, require_fit
-from ptrain.spec.axis import Axis
 from ptrain.spec.cluster import Cluster
 from ptrain.spec.dials import Overlap
 from ptrain.spec.load import load
-from ptrain.spec.placement import Mode, Tier
+from ptrain.spec.placement import Axis, Mode, Tier
 from ptrain.spec.spec import Spec
 from ptrain.spec.write import to_mapping
 from tests.pure.build import GATHERED, WHOLE, ZERO_1, make_spec, tuple_of

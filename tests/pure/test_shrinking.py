@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from ptrain.spec.axis import Axis
 from ptrain.spec.load import load
+from ptrain.spec.placement import Axis
 from ptrain.spec.spec import Spec
 from ptrain.spec.text import parse_value
 from tests.adversary.shrinking import Shrinking, command

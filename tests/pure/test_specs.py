@@ -11,19 +11,18 @@ import pytest
 
 from ptrain.algebra.legality import check, executed, require
 from ptrain.algebra.obeyed import shown
-from ptrain.axes.pipeline.form import pipeline_of
+from ptrain.axes.pipeline.catalogue import pipeline_of
 from ptrain.cli import specs as verb
 from ptrain.costs import State
 from ptrain.derivation.estimate import derive
 from ptrain.errors import PtrainError, SpecError
 from ptrain.facts.parameters import facts
 from ptrain.selection.fit import fit
-from ptrain.spec.axis import Axis
 from ptrain.spec.load import load
 from ptrain.spec.model import ModelShape
 from ptrain.spec.names import SPEC_FOLDERS, find_spec, listing, names, root
 from ptrain.spec.pipeline import ScheduleName
-from ptrain.spec.placement import M, R
+from ptrain.spec.placement import Axis, M, R
 from ptrain.spec.shorthand import mark_of
 from ptrain.spec.spec import Spec
 from ptrain.spec.text import parse, read

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ptrain.axes.pipeline.form import count_operations, stages_of
+from ptrain.axes.pipeline.catalogue import count_operations, stages_of
 from ptrain.axes.pipeline.stage_facts import layers
 from ptrain.plan.lower import own_facts
 from ptrain.spec.spec import Spec

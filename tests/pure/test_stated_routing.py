@@ -18,11 +18,10 @@ from ptrain.costs import Phase
 from ptrain.errors import SpecError
 from ptrain.facts.rows_timeline import RowsSize, RowsTimeline, StorageEvent, StorageEvents
 from ptrain.plan.show import show
-from ptrain.spec.axis import Axis
-from ptrain.spec.layout import coordinates
 from ptrain.spec.load import load
+from ptrain.spec.placement import Axis
 from ptrain.spec.routing import read_routing
-from ptrain.spec.spec import Spec
+from ptrain.spec.spec import Spec, coordinates
 from ptrain.steps.experts import Loads, RankRows, even, token_places
 from ptrain.timeline import Boundary, Mark, Run
 from tests.pure.test_closed_forms_of_experts import planned

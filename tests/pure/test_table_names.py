@@ -9,8 +9,7 @@ from itertools import product
 import pytest
 
 from ptrain.derivation.archive import TablePart, names
-from ptrain.derivation.loss_chunks import chunk_of, full_chunks
-from ptrain.derivation.tables import Setting
+from ptrain.derivation.tables import Setting, chunk_of, full_chunks
 from ptrain.spec.model import Family, ModelShape
 from ptrain.spec.precision import DType
 from ptrain.spec.spec import LossSpec

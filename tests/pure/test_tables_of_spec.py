@@ -25,7 +25,10 @@ from ptrain.spec import (
     tensor,
     text,
 )
-from ptrain.spec.axis import (
+from ptrain.spec.cluster import Cluster
+from ptrain.spec.leaf import Choice, Either, Free, Numbers, Real, Size, Text, Truth, Whole
+from ptrain.spec.names import SPEC_FOLDERS, root
+from ptrain.spec.placement import (
     CUTTING_AXES,
     DATA_AXES,
     EXPERT_AXES,
@@ -33,11 +36,11 @@ from ptrain.spec.axis import (
     SAMPLE_AXES,
     TOKEN_AXES,
     Axis,
+    Distribution,
+    Mode,
+    Placement,
+    Tier,
 )
-from ptrain.spec.cluster import Cluster
-from ptrain.spec.leaf import Choice, Either, Free, Numbers, Real, Size, Text, Truth, Whole
-from ptrain.spec.names import SPEC_FOLDERS, root
-from ptrain.spec.placement import Distribution, Mode, Placement, Tier
 from ptrain.spec.precision import (
     CUSTOM,
     INITIAL_SCALE,

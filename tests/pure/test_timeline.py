@@ -15,9 +15,9 @@ from ptrain.derivation.timeline import Replay, replay
 from ptrain.facts.model import ModelFacts
 from ptrain.facts.parameters import facts as facts_of
 from ptrain.plan.lower import lower
-from ptrain.spec.axis import Axis
 from ptrain.spec.dials import GradientSync, ReduceScatterVia, SyncPolicy
 from ptrain.spec.model import ModelShape
+from ptrain.spec.placement import Axis
 from ptrain.spec.precision import FP32, ZERO16
 from ptrain.spec.spec import Spec
 from ptrain.timeline import Boundary, Complete, Item, Mark, Run, Timeline, run

@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 
 from ptrain.errors import SpecError, refused
-from ptrain.facts.model import ModelFacts
-from ptrain.facts.operators import LayerWork, ModelWork, Operator
+from ptrain.facts.model import LayerWork, ModelFacts, ModelWork, Operator
 from ptrain.plan.lower import own_facts
 from ptrain.selection.choose import select
 from ptrain.selection.cuts import TracedCuts

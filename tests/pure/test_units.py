@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from ptrain.derivation import activations
-from ptrain.derivation.repeats import everyone
+from ptrain.derivation import layers as layer_tables
+from ptrain.derivation.layers import everyone
 from ptrain.facts.parameters import facts
 from ptrain.spec.dials import UnitKind, UnitSize
 from ptrain.spec.model import Family, ModelShape
@@ -33,7 +33,7 @@ def text(shape: ModelShape) -> str:
 
 def timeline(shape: ModelShape, size: UnitSize) -> Timeline:
     played = everyone(facts(shape, 8, size).units, shape.layers)
-    return activations.timeline(setting(shape), played)
+    return layer_tables.timeline(setting(shape), played)
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)

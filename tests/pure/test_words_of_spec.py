@@ -9,7 +9,7 @@ from typing import Any, get_type_hints
 import pytest
 
 from ptrain.errors import Fault, SpecError
-from ptrain.spec import check, leaf_mode, load, overrides, resolve_sections, slips, suggest, tuples
+from ptrain.spec import check, leaf_mode, load, resolve_sections, slips, suggest, tuples
 from ptrain.spec.activations import LossRaw, RecomputeRaw
 from ptrain.spec.batch import MAX_SAMPLES
 from ptrain.spec.grammar import SpecRaw
@@ -292,14 +292,14 @@ def test_a_key_on_the_command_line_displaces_the_one_that_excludes_it():
 
 def test_overrides_begin_with_a_dotted_key_and_name_the_command_line():
     given = ["a=1", "a.b-c_d=2", "--a=3", "a/b=c.yaml", "zero3", "a..b=1", ".a=1", "a."]
-    sources, written = overrides.split_arguments(given)
+    sources, written = load.split_arguments(given)
     assert written == ["a=1", "a.b-c_d=2", "--a=3"]
     assert sources == ["a/b=c.yaml", "zero3", "a..b=1", ".a=1", "a."]
-    assert overrides.source_of("a=1") == "command line: a=1"
+    assert load.source_of("a=1") == "command line: a=1"
     with pytest.raises(SpecError, match="write key=value"):
-        overrides.parse_override("a")
-    assert overrides.parse_override("--optimizer.lr=1").route == ("optimizer", "lr")
-    assert overrides.parse_override("a=b--").text == "b--"
+        load.parse_override("a")
+    assert load.parse_override("--optimizer.lr=1").route == ("optimizer", "lr")
+    assert load.parse_override("a=b--").text == "b--"
 
 
 def test_a_file_and_an_override_are_told_apart_by_what_they_set():
@@ -307,7 +307,7 @@ def test_a_file_and_an_override_are_told_apart_by_what_they_set():
         "placement.dp_shard=S*,S,S,R": 1, "placement=S*,S,S,R": 1, "placement=zero1,zero2": 2,
         "placement.dp_shard.gradients=R,S": 2, "mesh.dp_shard=1,2,4": 3, "zero3": 1, "a,b": 1,
     }  # fmt: skip
-    assert {each: len(list(overrides.sweeps([each]))) for each in swept} == swept
+    assert {each: len(list(load.sweeps([each]))) for each in swept} == swept
 
 
 def test_a_fault_in_these_sections_silences_findings_about_those():

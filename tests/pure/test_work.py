@@ -12,7 +12,7 @@ import pytest
 from ptrain.costs import Collective, Phase
 from ptrain.derivation.estimate import Derivation, derive
 from ptrain.derivation.work import model_work, why_unknown
-from ptrain.facts.operators import (
+from ptrain.facts.model import (
     InnerCollective,
     LayerWork,
     ModelWork,
@@ -20,8 +20,8 @@ from ptrain.facts.operators import (
     PassWork,
     WorkByKind,
 )
-from ptrain.spec.axis import Axis
 from ptrain.spec.load import load
+from ptrain.spec.placement import Axis
 from ptrain.spec.precision import DType
 from ptrain.spec.rates import OperatorKind
 from ptrain.spec.spec import Spec

@@ -15,10 +15,9 @@ from ptrain.selection.choose import Chooser
 from ptrain.selection.job import searched_job
 from ptrain.selection.quantities import recompute_of
 from ptrain.selection.words import words_of
-from ptrain.spec.axis import Axis
 from ptrain.spec.dials import GatherAfterUpdate, Overlap, ReduceScatterVia
 from ptrain.spec.load import load
-from ptrain.spec.placement import Tier
+from ptrain.spec.placement import Axis, Tier
 from ptrain.spec.spec import Spec
 
 _OPEN = "mesh.dp_shard=auto"

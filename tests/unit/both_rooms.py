@@ -22,8 +22,7 @@ from ptrain.rooms.ghost import Ghost, GhostRoom
 from ptrain.rooms.mesh import Mesh
 from ptrain.rooms.room import Axes, Room, Shape, T
 from ptrain.rooms.torch import TorchRoom
-from ptrain.spec.axis import Axis
-from ptrain.spec.placement import Tier
+from ptrain.spec.placement import Axis, Tier
 from ptrain.spec.precision import DType
 
 MOVES = {

@@ -10,9 +10,8 @@ from typing import Any, Generic
 
 from ptrain.costs import State
 from ptrain.rooms.room import Move, T
-from ptrain.spec.axis import Axis
 from ptrain.spec.dials import ReduceScatterVia
-from ptrain.spec.placement import Tier
+from ptrain.spec.placement import Axis, Tier
 from ptrain.spec.precision import DType
 from tests.unit.both_rooms import Watched
 from tests.unit.room_programs import BOTH, DEVICE, INNER, OMEGA, OUTER, SHAPE, THETA, G, Statements

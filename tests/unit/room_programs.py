@@ -8,9 +8,8 @@ from typing import Any
 
 from ptrain.costs import State
 from ptrain.rooms.room import Move
-from ptrain.spec.axis import Axis
 from ptrain.spec.dials import ReduceScatterVia
-from ptrain.spec.placement import Tier
+from ptrain.spec.placement import Axis, Tier
 from ptrain.spec.precision import DType
 from tests.unit.both_rooms import Watched
 

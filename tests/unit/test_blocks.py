@@ -9,7 +9,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ptrain.derivation import activations, blocks
+from ptrain.derivation import blocks
+from ptrain.derivation import layers as layer_tables
 from ptrain.models.initialize import build, cast
 from ptrain.models.trace import to_timeline
 from ptrain.models.units import unit_modules
@@ -83,7 +84,7 @@ def test_the_tables_of_blocks_give_the_trace_of_another_shape_to_the_byte(shape,
     for batch, sequence in ((2, 16), (1, 9)):
         found = traced(shape, kept, compute, batch, sequence)
         whole = setting(shape, compute, batch=batch, sequence=sequence)
-        derived = activations.timeline(whole, kept=kept)
+        derived = layer_tables.timeline(whole, kept=kept)
         assert derived.saved_bytes == found.saved_bytes
         assert sorted(derived.moved) == sorted(found.moved)
         assert max(levels(derived.forward)) == max(levels(found.forward))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ptrain.report.copies import SHARED
-from ptrain.spec.axis import Axis
+from ptrain.spec.placement import Axis
 from ptrain.steps.step import ContextParallel
 from ptrain.verification.causes.context import TokenLayout, _any_of, _hidden, under_other_strides
 from ptrain.verification.causes.targets import _other

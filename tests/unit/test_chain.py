@@ -12,7 +12,7 @@ from ptrain.axes.pipeline.run.cut import part_of
 from ptrain.axes.pipeline.run.stand_ins import CalledOnce, run_stage
 from ptrain.axes.pipeline.stage_facts import stage_facts, stages_of
 from ptrain.errors import SpecError
-from ptrain.facts.passes import net
+from ptrain.facts.model import net
 from ptrain.facts.stages import Chain, Ends
 from ptrain.interpreter.construction import stages_of_module
 from ptrain.models.chain import chain_of_module, sample

@@ -7,9 +7,10 @@ from unittest import mock
 
 import pytest
 
-from ptrain.derivation import activations, estimate
-from ptrain.derivation.activations import is_tabulated
+from ptrain.derivation import estimate
+from ptrain.derivation import layers as layer_tables
 from ptrain.derivation.estimate import derive
+from ptrain.derivation.layers import is_tabulated
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
 from ptrain.traces import facts
@@ -71,7 +72,7 @@ def compare(more: dict[str, Any]) -> None:
     with mock.patch.object(facts, "is_tabulated", lambda spec: False):
         read = facts.read_facts(spec, allow_import=False)
     with (
-        mock.patch.object(activations, "is_tabulated", lambda spec: False),
+        mock.patch.object(layer_tables, "is_tabulated", lambda spec: False),
         mock.patch.object(estimate, "is_tabulated", lambda spec: False),
     ):
         traced = derive(spec, read).exact

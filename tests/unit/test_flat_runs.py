@@ -13,8 +13,8 @@ from ptrain.axes.data.cuts import Cuts
 from ptrain.axes.data.theta import Parameters
 from ptrain.rooms.registry import Registry
 from ptrain.rooms.torch import TorchRoom
-from ptrain.spec.axis import Axis
 from ptrain.spec.dials import ReduceScatterVia
+from ptrain.spec.placement import Axis
 
 REPLICATE, SHARD = Axis.DP_REPLICATE, Axis.DP_SHARD
 SIZES = ((7, True), (1, False), (3, False), (12, True), (5, False), (0, True), (2, True))

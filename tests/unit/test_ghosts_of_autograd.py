@@ -21,9 +21,8 @@ from ptrain.optimizers.torch import TorchRules
 from ptrain.optimizers.update import moment_names
 from ptrain.rooms.mesh import Mesh
 from ptrain.rooms.world import World
-from ptrain.spec.axis import Axis
 from ptrain.spec.job import OptimizerSpec
-from ptrain.spec.placement import Tier
+from ptrain.spec.placement import Axis, Tier
 from ptrain.spec.precision import DType
 from ptrain.steps.step import CreateMesh
 from ptrain.timeline import Complete

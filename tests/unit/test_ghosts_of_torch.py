@@ -34,9 +34,8 @@ from ptrain.meters.traffic import SILENT, TrafficMeter
 from ptrain.models.ledger import local
 from ptrain.plan.lower import lower
 from ptrain.rooms.fake import fake_world
-from ptrain.spec.axis import Axis
 from ptrain.spec.dials import GradientSync, ReduceScatterVia, Reshard, SyncPolicy
-from ptrain.spec.placement import Tier
+from ptrain.spec.placement import Axis, Tier
 from ptrain.spec.precision import FP32, ZERO16
 from ptrain.spec.spec import Spec
 from ptrain.timeline import Complete

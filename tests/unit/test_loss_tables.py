@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from ptrain.costs import Estimate
-from ptrain.derivation.activations import is_tabulated
 from ptrain.derivation.estimate import derive
+from ptrain.derivation.layers import is_tabulated
 from ptrain.models.chunked import can_fuse
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec

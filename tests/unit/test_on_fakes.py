@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from ptrain.cli.main import main
 from ptrain.derivation.estimate import derive
-from ptrain.facts.model import ModelFacts
-from ptrain.facts.operators import LayerWork, WorkByKind
+from ptrain.facts.model import LayerWork, ModelFacts, WorkByKind
 from ptrain.simulation.execute import simulate
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec

@@ -18,7 +18,7 @@ from ptrain.convert.export import export
 from ptrain.convert.writer import Writer
 from ptrain.data.vocabulary import ByteVocabulary
 from ptrain.errors import SpecError
-from ptrain.interpreter.materialize import build_hollow, build_module
+from ptrain.interpreter.look import build_hollow, build_module
 from ptrain.interpreter.program import interpret
 from ptrain.models import initialize
 from ptrain.models.initialize import stored_rows

@@ -18,7 +18,7 @@ from ptrain.cli.main import main
 from ptrain.convert.export import export
 from ptrain.convert.writer import Writer
 from ptrain.errors import SpecError
-from ptrain.interpreter.materialize import Filling, build_module
+from ptrain.interpreter.look import Filling, build_module
 from ptrain.models.hollow import without_values
 from ptrain.models.initialize import InitialValues, ModuleWeights, build
 from tests.models_begun import build_marked

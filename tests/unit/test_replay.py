@@ -17,10 +17,9 @@ from ptrain.interpreter.program import Program, interpret
 from ptrain.meters.memory import MemoryMeter
 from ptrain.rooms.fake import fake_world
 from ptrain.rooms.world import World
-from ptrain.spec.axis import Axis
 from ptrain.spec.dials import GradientSync, Overlap, ReduceScatterVia, Reshard, SyncPolicy
 from ptrain.spec.model import ExternalModel, Family, ModelShape
-from ptrain.spec.placement import Placement
+from ptrain.spec.placement import Axis, Placement
 from ptrain.spec.precision import FP32, ZERO16
 from ptrain.spec.spec import Spec
 from ptrain.traces.facts import facts_of

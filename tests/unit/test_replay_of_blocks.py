@@ -8,8 +8,8 @@ from ptrain.derivation.allocator import reserved
 from ptrain.simulation import execute
 from ptrain.simulation.equal_blocks import equal_blocks
 from ptrain.simulation.execute import Simulated, simulate
-from ptrain.spec.axis import Axis
 from ptrain.spec.load import load
+from ptrain.spec.placement import Axis
 from ptrain.spec.spec import Spec
 from tests.unit.test_simulation import STRATEGIES, TINY, small
 

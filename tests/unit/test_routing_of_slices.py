@@ -16,8 +16,8 @@ from ptrain.axes.context.run.slices import taken
 from ptrain.models.balance import Balance
 from ptrain.models.moe import ExpertPlaces
 from ptrain.rooms.registry import Registry
-from ptrain.spec.axis import Axis
 from ptrain.spec.experts import Router
+from ptrain.spec.placement import Axis
 from ptrain.steps.step import ContextParallel
 from tests.pure.build import ODD_SHAPE
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from ptrain.selection.recompute import settled
-from ptrain.spec.axis import Axis
 from ptrain.spec.load import load
+from ptrain.spec.placement import Axis
 from ptrain.spec.spec import Spec
 from ptrain.verification.parts import (
     TensorBox,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ptrain.axes.context.run.randomness import MicroBatchCut, SlicedMasks, masks_at
 from ptrain.models.dropout import dropout_by, switched_off
-from ptrain.spec.axis import Axis
+from ptrain.spec.placement import Axis
 from ptrain.steps.step import ContextParallel
 
 RATE, SEQUENCE, RANKS, SAMPLES, HIDDEN = 0.3, 24, 3, 2, 5

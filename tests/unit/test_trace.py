@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ptrain.costs import Phase, State
-from ptrain.derivation.activations import timeline
+from ptrain.derivation.layers import timeline
 from ptrain.errors import SpecError
 from ptrain.facts.parameters import facts
 from ptrain.meters.memory import MemoryMeter

@@ -19,10 +19,10 @@ from ptrain.axes.context.run.cores import GatheredCore, RingCore
 from ptrain.costs import Collective
 from ptrain.derivation.estimate import derive
 from ptrain.derivation.work import model_work
-from ptrain.facts.model import ModelFacts
-from ptrain.facts.operators import (
+from ptrain.facts.model import (
     InnerCollective,
     LayerWork,
+    ModelFacts,
     ModelWork,
     Operator,
     PassWork,

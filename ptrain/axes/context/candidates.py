@@ -13,10 +13,9 @@ from math import gcd
 from typing import Any
 
 from ptrain.axes.candidates import AxisChoice, AxisSpace, Written, divisors
-from ptrain.spec.axis import Axis, Factor
 from ptrain.spec.context import ContextAttention, ContextSpec, Hybrid
 from ptrain.spec.model import ModelShape
-from ptrain.spec.placement import S_STAR, Placement, R, S
+from ptrain.spec.placement import S_STAR, Axis, Factor, Placement, R, S
 from ptrain.spec.spec import Spec
 
 LEAST_TOKENS = 2**13  # of a sample, that a rank has

@@ -11,9 +11,9 @@ from ptrain.costs import Collective, Phase, State, Traffic, TrafficKey
 from ptrain.facts.model import Attending, AttentionHeads
 from ptrain.facts.stages import is_within
 from ptrain.spec.activations import PLAIN, Kept, Operators, Scope
-from ptrain.spec.axis import Axis
 from ptrain.spec.dials import ReduceScatterVia
 from ptrain.spec.model import ModelShape
+from ptrain.spec.placement import Axis
 from ptrain.spec.precision import DType
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import ContextParallel, Plan

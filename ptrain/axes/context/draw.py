@@ -6,8 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
-from ptrain.axes.context.attention import all_spans, why
-from ptrain.axes.context.tokens import Span, balance
+from ptrain.axes.context.attention import Span, all_spans, balance, why
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import ContextParallel
 

@@ -16,14 +16,13 @@ from ptrain.axes.context.attention import attention_of, degrees, factor_of
 from ptrain.axes.data.rules import GRADIENT_INTEGRITY, STATE_RULES
 from ptrain.axes.rule import AxisRules, SpecRule, TupleRule
 from ptrain.errors import Fault
-from ptrain.spec.axis import Axis
 from ptrain.spec.batch import PADDED, token_multiple
 from ptrain.spec.block import Positions
 from ptrain.spec.context import ContextAttention, Hybrid
 from ptrain.spec.job import OptimizerSpec
 from ptrain.spec.misfits import divisors
 from ptrain.spec.model import Attention, HuggingFaceModel, ModelShape
-from ptrain.spec.placement import S_STAR, Distribution, Placement, R, S
+from ptrain.spec.placement import S_STAR, Axis, Distribution, Placement, R, S
 from ptrain.spec.spec import Spec
 from ptrain.units import counted
 

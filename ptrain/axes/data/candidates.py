@@ -14,9 +14,21 @@ from ptrain.axes.candidates import AxisChoice, AxisSpace, Way, Written, divisors
 from ptrain.axes.data.form import form_of, may_join_units
 from ptrain.axes.data.rules import DATA
 from ptrain.costs import PLACED
-from ptrain.spec.axis import DATA_AXES, Axis, Factor
 from ptrain.spec.dials import GradientSync, Overlap, SyncPolicy, UnitKind, UnitSize
-from ptrain.spec.placement import OFFLOADED, S_STAR, Distribution, M, Mode, Placement, R, S, Tier
+from ptrain.spec.placement import (
+    DATA_AXES,
+    OFFLOADED,
+    S_STAR,
+    Axis,
+    Distribution,
+    Factor,
+    M,
+    Mode,
+    Placement,
+    R,
+    S,
+    Tier,
+)
 from ptrain.spec.spec import Spec
 from ptrain.steps.wraps import Form
 

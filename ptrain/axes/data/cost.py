@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, groupby, product
 
-from ptrain.spec.axis import REDUCED_AXES, Axis, without
 from ptrain.spec.dials import STOCK_BUCKET_BYTES, GradientSync, SyncPolicy
+from ptrain.spec.placement import REDUCED_AXES, Axis, without
 from ptrain.units import ceil_div
 
 FIRST_BUCKET_BYTES = 2**20  # of the stock buckets: small, so that the first reduction starts early

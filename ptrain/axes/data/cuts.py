@@ -16,9 +16,8 @@ from typing import Generic
 from ptrain.axes.data.cost import Run, in_memory, padded_flat, shard_runs, stretches
 from ptrain.costs import State
 from ptrain.rooms.room import Move, Room, T
-from ptrain.spec.axis import Axis, without
 from ptrain.spec.dials import ReduceScatterVia
-from ptrain.spec.placement import Tier
+from ptrain.spec.placement import Axis, Tier, without
 
 Axes = tuple[Axis, ...]
 

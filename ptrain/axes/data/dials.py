@@ -21,7 +21,6 @@ from ptrain.axes.data.form import (
 from ptrain.axes.rule import SpecRule
 from ptrain.costs import PLACED, State
 from ptrain.errors import Fault
-from ptrain.spec.axis import Axis
 from ptrain.spec.dials import (
     STOCK_BUCKET_BYTES,
     GatherAfterUpdate,
@@ -33,7 +32,7 @@ from ptrain.spec.dials import (
 from ptrain.spec.keys import dials
 from ptrain.spec.model import ModelShape
 from ptrain.spec.offload import Offload
-from ptrain.spec.placement import CUT, Distribution, Tier
+from ptrain.spec.placement import CUT, Axis, Distribution, Tier
 from ptrain.spec.spec import Spec
 from ptrain.spec.tuples import two_ranks
 from ptrain.steps.wraps import BY_TENSOR, REPLICAS, Form

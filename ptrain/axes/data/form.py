@@ -10,10 +10,24 @@ from ptrain.axes.data.cost import in_memory, lies_in_group_order
 from ptrain.costs import State
 from ptrain.errors import SpecError, refused
 from ptrain.facts.model import ModelFacts
-from ptrain.spec.axis import EXPERT_AXES, REDUCED_AXES, Axis, Factor, without
 from ptrain.spec.dials import GatherAfterUpdate, Overlap, Reshard
 from ptrain.spec.model import ModelShape
-from ptrain.spec.placement import CUT, S_STAR, TIER_DISTANCE, Distribution, M, Mode, R, S, Tier
+from ptrain.spec.placement import (
+    CUT,
+    EXPERT_AXES,
+    REDUCED_AXES,
+    S_STAR,
+    TIER_DISTANCE,
+    Axis,
+    Distribution,
+    Factor,
+    M,
+    Mode,
+    R,
+    S,
+    Tier,
+    without,
+)
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import Plan
 from ptrain.steps.wraps import Form, FullyShard

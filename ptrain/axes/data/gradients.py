@@ -10,8 +10,7 @@ from ptrain.axes.data.cuts import Axes
 from ptrain.axes.data.theta import Parameters
 from ptrain.costs import State
 from ptrain.rooms.room import Move, T
-from ptrain.spec.axis import without
-from ptrain.spec.placement import Tier
+from ptrain.spec.placement import Tier, without
 from ptrain.steps.wraps import FlatUnits
 
 

@@ -10,8 +10,7 @@ from typing import Generic
 from ptrain.axes.data.cuts import Axes, Cuts
 from ptrain.costs import State
 from ptrain.rooms.room import T
-from ptrain.spec.axis import without
-from ptrain.spec.placement import Tier
+from ptrain.spec.placement import Tier, without
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,11 +21,22 @@ from ptrain.axes.rule import AxisRules, SpecRule, TupleRule
 from ptrain.costs import State
 from ptrain.errors import Fault
 from ptrain.spec.activations import belongs_to_rank
-from ptrain.spec.axis import DATA_AXES, REDUCED_AXES, Factor
 from ptrain.spec.dials import GradientSync, UnitKind
 from ptrain.spec.job import OptimizerSpec
 from ptrain.spec.model import ModelShape
-from ptrain.spec.placement import CUT, S_STAR, Distribution, M, Mode, Placement, R, S
+from ptrain.spec.placement import (
+    CUT,
+    DATA_AXES,
+    REDUCED_AXES,
+    S_STAR,
+    Distribution,
+    Factor,
+    M,
+    Mode,
+    Placement,
+    R,
+    S,
+)
 from ptrain.spec.spec import Spec
 
 GRADIENT_INTEGRITY = "Theorem 3 (gradient integrity)"

@@ -12,9 +12,8 @@ from ptrain.axes.data.cuts import Axes, Cuts
 from ptrain.axes.data.route import Route
 from ptrain.costs import State
 from ptrain.rooms.room import Members, Move, T
-from ptrain.spec.axis import Axis
 from ptrain.spec.dials import GatherAfterUpdate
-from ptrain.spec.placement import Tier
+from ptrain.spec.placement import Axis, Tier
 from ptrain.spec.precision import Layout
 from ptrain.steps.wraps import FlatUnits
 

@@ -18,8 +18,7 @@ from ptrain.axes.data.theta import Parameters
 from ptrain.costs import State
 from ptrain.optimizers.update import Resident, Slot
 from ptrain.rooms.room import Members, T
-from ptrain.spec.axis import without
-from ptrain.spec.placement import Tier
+from ptrain.spec.placement import Tier, without
 from ptrain.spec.precision import Layout
 from ptrain.steps.wraps import FlatUnits
 

@@ -12,9 +12,8 @@ from collections.abc import Iterator
 from math import gcd
 
 from ptrain.axes.candidates import AxisChoice, AxisSpace, Written, divisors
-from ptrain.spec.axis import Axis, Factor
 from ptrain.spec.model import ModelShape
-from ptrain.spec.placement import Placement, R
+from ptrain.spec.placement import Axis, Factor, Placement, R
 from ptrain.spec.spec import Spec
 
 _COPIES = Placement(parameters=R, optimizer=R, gradients=R)

@@ -19,10 +19,9 @@ from ptrain.axes.ring import Calls, Group
 from ptrain.costs import Collective, Phase, State, Traffic, TrafficKey
 from ptrain.facts.stages import is_within
 from ptrain.spec.activations import Kept, Operators, Scope
-from ptrain.spec.layout import ranks_over
 from ptrain.spec.model import ModelShape
 from ptrain.spec.precision import DType
-from ptrain.spec.spec import Spec
+from ptrain.spec.spec import Spec, ranks_over
 from ptrain.steps.experts import ByLayer, ExpertParallel, RankRows, even, layers_of
 from ptrain.steps.step import Plan
 

@@ -6,9 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import islice
 
-from ptrain.spec.layout import ranks_over
 from ptrain.spec.routing import Histogram
-from ptrain.spec.spec import Spec
+from ptrain.spec.spec import Spec, ranks_over
 from ptrain.steps.experts import ExpertParallel, Loads, choices, token_places
 from ptrain.steps.step import Plan
 from ptrain.units import counted, format_bytes

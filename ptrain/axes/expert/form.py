@@ -10,11 +10,10 @@ from ptrain.axes.context.attention import all_spans, context_of
 from ptrain.costs import Collective
 from ptrain.errors import Fault, SpecError
 from ptrain.facts.model import ExpertLayers, ModelFacts, TensorFacts
-from ptrain.spec.axis import TOKEN_AXES, Axis, Factor
-from ptrain.spec.layout import place_of, ranks_over
 from ptrain.spec.model import ModelShape
+from ptrain.spec.placement import TOKEN_AXES, Axis, Factor
 from ptrain.spec.routing import FORM, Bound, Choices, Histogram
-from ptrain.spec.spec import Spec
+from ptrain.spec.spec import Spec, place_of, ranks_over
 from ptrain.steps.experts import BoundLoads, CountedLoads, ExpertParallel, Loads, Span
 
 # What a rank of ep has of a model: of a layer's experts some, of all else everything.

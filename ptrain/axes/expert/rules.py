@@ -16,12 +16,10 @@ from ptrain.axes.expert.form import factor_of, is_by_routing, unfit
 from ptrain.axes.rule import AxisRules, SpecRule, TupleRule
 from ptrain.errors import Fault
 from ptrain.facts.parameters import expert_layers
-from ptrain.spec.axis import Axis
 from ptrain.spec.batch import PADDED
-from ptrain.spec.layout import ranks_over
 from ptrain.spec.model import HuggingFaceModel, ModelShape
-from ptrain.spec.placement import R
-from ptrain.spec.spec import Spec
+from ptrain.spec.placement import Axis, R
+from ptrain.spec.spec import Spec, ranks_over
 from ptrain.spec.tuples import two_ranks
 from ptrain.units import ceil_div, counted
 

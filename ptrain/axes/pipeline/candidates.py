@@ -7,10 +7,9 @@ from collections.abc import Iterator
 
 from ptrain.axes.candidates import AxisChoice, AxisSpace, Written, divisors
 from ptrain.axes.pipeline.catalogue import takes_any_stages
-from ptrain.spec.axis import Axis, Factor
 from ptrain.spec.model import ModelShape
 from ptrain.spec.pipeline import PipelineSpec, ScheduleName
-from ptrain.spec.placement import Placement, R, S
+from ptrain.spec.placement import Axis, Factor, Placement, R, S
 from ptrain.spec.spec import Spec
 
 _PLACEMENT = Placement(parameters=S, optimizer=S, gradients=S, activations=R)

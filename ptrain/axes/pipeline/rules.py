@@ -15,17 +15,15 @@ from collections.abc import Iterator
 from dataclasses import fields, replace
 
 from ptrain.axes.data.form import ELEMENTWISE, data_factors, form_of
-from ptrain.axes.pipeline.catalogue import faults, faults_of_rows, takes_any_stages
-from ptrain.axes.pipeline.form import pipeline_of
+from ptrain.axes.pipeline.catalogue import faults, faults_of_rows, pipeline_of, takes_any_stages
 from ptrain.axes.rule import AxisRules, SpecRule, TupleRule
 from ptrain.errors import Fault
 from ptrain.facts.stages import unlike
-from ptrain.spec.axis import Axis
 from ptrain.spec.dials import UnitKind
 from ptrain.spec.job import OptimizerSpec
 from ptrain.spec.model import ModelShape
 from ptrain.spec.pipeline import PipelineSpec
-from ptrain.spec.placement import S_STAR, M, Placement, R, S, Tier
+from ptrain.spec.placement import S_STAR, Axis, M, Placement, R, S, Tier
 from ptrain.spec.schedule_file import ListedSchedule
 from ptrain.spec.spec import Spec
 from ptrain.spec.tuples import two_ranks

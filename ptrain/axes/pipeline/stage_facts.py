@@ -8,11 +8,11 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 
-from ptrain.axes.pipeline.form import stages_of as cut_as_said
+from ptrain.axes.pipeline.catalogue import stages_of as cut_as_said
 from ptrain.facts.model import ModelFacts, TensorFacts, UnitFacts, prefixes
 from ptrain.facts.stages import ENDS, Chain, Ends, Layers, Stage, is_within, layers_of
-from ptrain.spec.axis import Axis
 from ptrain.spec.model import ModelShape
+from ptrain.spec.placement import Axis
 from ptrain.spec.role import Role, Roles, fits
 from ptrain.spec.spec import Spec
 

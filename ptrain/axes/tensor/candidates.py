@@ -8,9 +8,8 @@ from math import gcd
 
 from ptrain.axes.candidates import AxisChoice, AxisSpace, Written, divisors
 from ptrain.axes.tensor.cost import cut_sizes
-from ptrain.spec.axis import Axis, Factor
 from ptrain.spec.model import ModelShape
-from ptrain.spec.placement import S_STAR, Placement, R, S
+from ptrain.spec.placement import S_STAR, Axis, Factor, Placement, R, S
 from ptrain.spec.spec import Spec
 
 _TUPLES = tuple(

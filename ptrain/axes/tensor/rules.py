@@ -15,11 +15,10 @@ from ptrain.axes.data.form import ELEMENTWISE, data_factors, form_of
 from ptrain.axes.rule import AxisRules, SpecRule, TupleRule
 from ptrain.axes.tensor.cost import cut_sizes, shards_differ, slices
 from ptrain.errors import Fault
-from ptrain.spec.axis import Axis
 from ptrain.spec.batch import PADDED
 from ptrain.spec.job import OptimizerSpec
 from ptrain.spec.model import ModelShape
-from ptrain.spec.placement import S_STAR, Placement, R, S
+from ptrain.spec.placement import S_STAR, Axis, Placement, R, S
 from ptrain.spec.role import Role
 from ptrain.spec.spec import Spec
 from ptrain.spec.tensor import TensorSpec

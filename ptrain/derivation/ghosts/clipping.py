@@ -10,7 +10,7 @@ from ptrain.costs import Collective, Phase, State, Traffic
 from ptrain.derivation.ghosts.wrapping import Wrapping
 from ptrain.derivation.tape import Scene
 from ptrain.rates.pace import UnknownRate
-from ptrain.spec.axis import Axis
+from ptrain.spec.placement import Axis
 from ptrain.spec.precision import DType
 from ptrain.steps.step import LONG_NORM, NORM_ROW, Plan
 

@@ -20,9 +20,9 @@ from ptrain.derivation.ghosts.one_device import Local
 from ptrain.derivation.ghosts.wrapping import Times, Wrapped, rows
 from ptrain.derivation.tape import Account, Scene
 from ptrain.facts.model import TensorFacts
-from ptrain.spec.layout import ranks_over
 from ptrain.spec.precision import DType
 from ptrain.spec.rates import Hook, OperatorKind
+from ptrain.spec.spec import ranks_over
 from ptrain.steps.wraps import Replicate
 from ptrain.timeline import Complete
 

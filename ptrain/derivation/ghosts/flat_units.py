@@ -15,9 +15,8 @@ from ptrain.derivation.optimizer_state import needs_whole_tensors
 from ptrain.derivation.tape import Account, Scene, Tape
 from ptrain.facts.model import ModelFacts, UnitFacts
 from ptrain.rooms.ghost import Ghost
-from ptrain.spec.layout import ranks_over
 from ptrain.spec.placement import Tier
-from ptrain.spec.spec import Spec
+from ptrain.spec.spec import Spec, ranks_over
 from ptrain.steps.step import Plan
 from ptrain.steps.wraps import FlatUnits
 from ptrain.timeline import Timeline

@@ -22,11 +22,10 @@ from ptrain.derivation.ghosts.one_device import Local
 from ptrain.derivation.tape import Scene
 from ptrain.facts.model import TensorFacts, UnitFacts
 from ptrain.rooms.room import Shape
-from ptrain.spec.axis import Axis, without
 from ptrain.spec.dials import GradientSync, ReduceScatterVia
-from ptrain.spec.layout import place_of, ranks_over
+from ptrain.spec.placement import Axis, without
 from ptrain.spec.rates import Hook, OperatorKind
-from ptrain.spec.spec import Spec
+from ptrain.spec.spec import Spec, place_of, ranks_over
 from ptrain.steps.step import Plan
 from ptrain.steps.wraps import FullyShard
 from ptrain.timeline import Complete, Kind, Mark, boundaries

@@ -14,9 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ptrain.axes.context.attention import all_spans, context_of
+from ptrain.axes.context.attention import Span, all_spans, context_of
 from ptrain.axes.context.draw import spans_text
-from ptrain.axes.context.tokens import Span
 from ptrain.facts.parameters import OF_TOKENS
 from ptrain.models.attention import Core
 from ptrain.models.transformer import LearnedPositions

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ptrain.report.copies import listed
 from ptrain.report.finding import Certainty, Culprit, Moment, Subject
-from ptrain.spec.axis import REDUCED_AXES, SAMPLE_AXES, Axis
+from ptrain.spec.placement import REDUCED_AXES, SAMPLE_AXES, Axis
 from ptrain.verification.causes.own_experts import of_experts
 from ptrain.verification.causes.rerun import (
     EXACT,

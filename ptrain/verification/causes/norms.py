@@ -9,10 +9,8 @@ from torch import Tensor
 
 from ptrain.costs import State
 from ptrain.report.finding import Culprit
-from ptrain.spec.axis import Axis
-from ptrain.spec.layout import position, ranks_over
-from ptrain.spec.placement import CUT
-from ptrain.spec.spec import Spec
+from ptrain.spec.placement import CUT, Axis
+from ptrain.spec.spec import Spec, position, ranks_over
 from ptrain.verification.causes.own_experts import expert_axis, is_of_experts, several
 from ptrain.verification.causes.rerun import EXACT, Investigation
 from ptrain.verification.parts import factor_text, products

@@ -13,9 +13,8 @@ from ptrain.axes.expert.form import factor_of
 from ptrain.facts.parameters import expert_modules
 from ptrain.facts.stages import is_within
 from ptrain.report.finding import Culprit
-from ptrain.spec.axis import REDUCED_AXES, Axis
-from ptrain.spec.layout import ranks_over
-from ptrain.spec.spec import Spec
+from ptrain.spec.placement import REDUCED_AXES, Axis
+from ptrain.spec.spec import Spec, ranks_over
 from ptrain.verification.causes.rerun import (
     EXACT,
     Hypothesis,

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.hooks import RemovableHandle
 
-from ptrain.axes.context.tokens import Span
+from ptrain.axes.context.attention import Span
 from ptrain.interpreter.program import Program
 from ptrain.models.attention import Core
 from ptrain.report.finding import Culprit, Departure, Moment, Subject
-from ptrain.spec.axis import TOKEN_AXES, Axis
+from ptrain.spec.placement import TOKEN_AXES, Axis
 from ptrain.verification.capture import as_held, clipped_by, watched
 from ptrain.verification.evidence import Evidence
 from ptrain.verification.jobs.culprits import culprit

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ptrain.axes.context.attention import Span
 from ptrain.axes.context.draw import spans_text
-from ptrain.axes.context.tokens import Span
 from ptrain.verification.causes.rerun import EXACT, Investigation
 from ptrain.verification.parts import (
     TensorBox,

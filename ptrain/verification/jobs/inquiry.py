@@ -18,13 +18,12 @@ from torch import Tensor, nn
 
 from ptrain.report.finding import Certainty, Culprit, Departure, Subject
 from ptrain.verification.jobs.compare import digests
-from ptrain.verification.jobs.conditions import GlobalLoss, number
 from ptrain.verification.jobs.culprits import families, proven
 from ptrain.verification.jobs.drawing import Drawing
 from ptrain.verification.jobs.everyones_draws import Key, drawn_again_otherwise
 from ptrain.verification.jobs.evidence import JobEvidence, evidence, untold
 from ptrain.verification.jobs.explain import explain_gradients, of_own_samples
-from ptrain.verification.jobs.job import Tolerance
+from ptrain.verification.jobs.job import GlobalLoss, Tolerance, number
 from ptrain.verification.jobs.modules import (
     Calls,
     ModuleRecorder,

@@ -20,10 +20,9 @@ from ptrain.report.finding import Culprit, Subject
 from ptrain.report.record import Check
 from ptrain.verification.compare import claim
 from ptrain.verification.jobs.asked_tokens import targets_of
-from ptrain.verification.jobs.conditions import Alone
 from ptrain.verification.jobs.culprits import families, proven
 from ptrain.verification.jobs.drawing import Drawing
-from ptrain.verification.jobs.job import Job, Tolerance
+from ptrain.verification.jobs.job import Alone, Job, Tolerance
 from ptrain.verification.jobs.modules import (
     Calls,
     ModuleCall,

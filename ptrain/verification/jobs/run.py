@@ -19,14 +19,6 @@ from ptrain.verification.compare import Liveness, claim
 from ptrain.verification.differences import AllDifferences, Differences, LargestDifference
 from ptrain.verification.jobs.averages import explain_average, is_undecided
 from ptrain.verification.jobs.compare import at_start, digest, digests, replicas
-from ptrain.verification.jobs.conditions import (
-    GlobalLoss,
-    has_parameters,
-    loss_dtype,
-    number,
-    require_one_reference,
-    require_plain,
-)
 from ptrain.verification.jobs.culprits import (
     culprit,
     explain_in_use,
@@ -38,7 +30,20 @@ from ptrain.verification.jobs.culprits import (
 )
 from ptrain.verification.jobs.drawing import Drawing, RandomState
 from ptrain.verification.jobs.inquiry import Inquiry
-from ptrain.verification.jobs.job import TOLERANCES, Job, Ranks, Terms, ranks_of, tolerance_of
+from ptrain.verification.jobs.job import (
+    TOLERANCES,
+    GlobalLoss,
+    Job,
+    Ranks,
+    Terms,
+    has_parameters,
+    loss_dtype,
+    number,
+    ranks_of,
+    require_one_reference,
+    require_plain,
+    tolerance_of,
+)
 from ptrain.verification.jobs.metamorphic import Metamorphic, TriedRelation
 from ptrain.verification.jobs.record import StepRecorder
 from ptrain.verification.jobs.rows import ledger_of, rows_of

@@ -25,9 +25,8 @@ from ptrain.verification.jobs.compare import (
     state_of,
     sure_of,
 )
-from ptrain.verification.jobs.conditions import Alone
 from ptrain.verification.jobs.drawing import Drawing, RandomState, drawing_from
-from ptrain.verification.jobs.job import Job, Ranks, Tolerance
+from ptrain.verification.jobs.job import Alone, Job, Ranks, Tolerance
 from ptrain.verification.jobs.record import ModelState, StepRecorder
 from ptrain.verification.jobs.shards import ParameterShard, values_of
 from ptrain.verification.parts import COARSER, Magnitude, named, square

@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_map
 
 from ptrain.errors import Fault
 from ptrain.models.boundary import CodeRaised, boundary, said
-from ptrain.verification.jobs.conditions import Alone
+from ptrain.verification.jobs.job import Alone
 from ptrain.verification.jobs.shards import ParameterShard
 from ptrain.verification.parts import held
 

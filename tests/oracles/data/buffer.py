@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass
 
 from ptrain.axes.data.cost import in_memory, lies_in_group_order, padded_flat
-from ptrain.spec.axis import Axis, without
+from ptrain.spec.placement import Axis, without
 from ptrain.spec.spec import Spec
 from ptrain.steps.wraps import FlatUnits
 

@@ -15,9 +15,8 @@ from dataclasses import dataclass
 from ptrain.axes.data.cost import gathers, reductions
 from ptrain.axes.ring import Calls, Group
 from ptrain.costs import Collective, Phase, State, Traffic, TrafficKey
-from ptrain.spec.axis import without
 from ptrain.spec.dials import GatherAfterUpdate, ReduceScatterVia
-from ptrain.spec.placement import Tier
+from ptrain.spec.placement import Tier, without
 from ptrain.steps.wraps import FlatUnits
 from tests.oracles.data.buffer import Axes
 from tests.oracles.data.flat import FlatUnit, FlatUnitsForm

@@ -22,10 +22,9 @@ from itertools import accumulate
 from ptrain.axes.data.cost import gathers, kept_ranks, local_rows, padded_rows, reductions
 from ptrain.axes.ring import Calls, Group
 from ptrain.costs import Collective, Phase, State, Traffic
-from ptrain.spec.axis import Axis
 from ptrain.spec.dials import ReduceScatterVia
 from ptrain.spec.job import OptimizerSpec
-from ptrain.spec.placement import Tier
+from ptrain.spec.placement import Axis, Tier
 from ptrain.spec.precision import Layout
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import Plan

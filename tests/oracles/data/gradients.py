@@ -14,9 +14,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ptrain.spec.axis import without
 from ptrain.spec.dials import GradientSync, ReduceScatterVia
-from ptrain.spec.placement import Tier
+from ptrain.spec.placement import Tier, without
 from ptrain.spec.precision import DType, Layout
 from ptrain.steps.wraps import FlatUnits
 from tests.oracles.data.buffer import Axes, Buffer

@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
-from ptrain.spec.axis import without
 from ptrain.spec.dials import GatherAfterUpdate
 from ptrain.spec.job import OptimizerSpec
-from ptrain.spec.placement import Tier
+from ptrain.spec.placement import Tier, without
 from ptrain.spec.precision import DType, Layout
 from ptrain.spec.spec import Spec
 from ptrain.steps.wraps import FlatUnits

@@ -17,14 +17,13 @@ from functools import partial
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ptrain.axes.context.attention import all_spans, repeats, spans_at
+from ptrain.axes.context.attention import Span, all_spans, repeats, spans_at
 from ptrain.axes.context.run.cores import GatheredCore, RingCore
 from ptrain.axes.context.run.documents import SlicedDocuments
 from ptrain.axes.context.run.own_models import give_positions, reach
 from ptrain.axes.context.run.randomness import MicroBatchCut, masks_at
 from ptrain.axes.context.run.routing import SampleSlices, route_slices
 from ptrain.axes.context.run.slices import sliced
-from ptrain.axes.context.tokens import Span
 from ptrain.facts.model import Attending
 from ptrain.internals.functional_collectives import all_to_all_single_autograd, awaited
 from ptrain.models.attention import Core, repeated

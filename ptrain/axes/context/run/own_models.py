@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 
-from ptrain.axes.context.tokens import Span
+from ptrain.axes.context.attention import Span
 from ptrain.errors import refused
 from ptrain.models.attending import AttendingCall, attention_by, replaced_attention
 

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ptrain.axes.context.attention import spans_at
+from ptrain.axes.context.attention import Span, spans_at
 from ptrain.axes.context.run.slices import taken
-from ptrain.axes.context.tokens import Span
 from ptrain.models.dropout import DropoutCall, dropout_by
 from ptrain.steps.step import ContextParallel
 

@@ -23,12 +23,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 
-from ptrain.axes.context.attention import context_of, spans_at
+from ptrain.axes.context.attention import Span, context_of, spans_at
 from ptrain.axes.context.draw import spans_text
 from ptrain.axes.context.rules import uncut_heads
 from ptrain.axes.context.run.own_models import positions_of
 from ptrain.axes.context.run.randomness import MicroBatchCut, SlicedMasks, masks_at
-from ptrain.axes.context.tokens import Span
 from ptrain.errors import SpecError, refused
 from ptrain.facts.model import Attending
 from ptrain.internals.dispatch import without_modes
@@ -44,9 +43,8 @@ from ptrain.models.ledger import OperatorMode
 from ptrain.models.meta import on_meta
 from ptrain.models.modes import in_mode, without_dropout
 from ptrain.models.roles import named_in_spec
-from ptrain.spec.axis import Axis
 from ptrain.spec.misfits import divisors
-from ptrain.spec.placement import R
+from ptrain.spec.placement import Axis, R
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import ContextParallel
 from ptrain.units import counted

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ptrain.axes.context.tokens import Span
+from ptrain.axes.context.attention import Span
 from ptrain.costs import State
 from ptrain.internals.functional_collectives import all_gathered, all_summed
 from ptrain.models.balance import Balance, weigh

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ptrain.axes.context.tokens import Span
+from ptrain.axes.context.attention import Span
 from ptrain.models.objective import SampleBatch, StepBatch, TokenPair
 
 

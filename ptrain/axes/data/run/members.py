@@ -10,7 +10,7 @@ from itertools import accumulate
 import torch
 
 from ptrain.axes.data.run.target import Parameter, axes_of
-from ptrain.spec.axis import Axis
+from ptrain.spec.placement import Axis
 from ptrain.units import ceil_div
 
 # Writes a parameter's rows, by its canonical name, from the `first` on to a tensor of their shape;

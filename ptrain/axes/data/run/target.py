@@ -20,7 +20,7 @@ from ptrain.models.ledger import local
 from ptrain.models.window import Window, narrowed, whole
 from ptrain.optimizers.update import Resident, Slot, Target
 from ptrain.rooms.tiers import same_memory
-from ptrain.spec.axis import EXPERT_AXES, Axis
+from ptrain.spec.placement import EXPERT_AXES, Axis
 
 Named = dict[str, torch.Tensor]
 OPERATOR_AXES = (*EXPERT_AXES, Axis.TP)  # that may have parts of an operator

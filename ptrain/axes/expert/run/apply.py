@@ -19,7 +19,7 @@ from ptrain.internals.dtensor import side_by_side
 from ptrain.models.moe import MoE
 from ptrain.models.routed_rows import NUMBER, RoutedRows, route
 from ptrain.rooms.mesh import Mesh
-from ptrain.spec.axis import Axis
+from ptrain.spec.placement import Axis
 from ptrain.spec.routing import Choices
 from ptrain.steps.experts import ExpertParallel, Loads
 

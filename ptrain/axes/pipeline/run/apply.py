@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ptrain.axes.pipeline.catalogue import schedule_of
-from ptrain.axes.pipeline.form import stages_text
+from ptrain.axes.pipeline.catalogue import schedule_of, stages_text
 from ptrain.axes.pipeline.instructions import (
     Instruction,
     Message,
