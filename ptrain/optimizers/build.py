@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
+from ptrain.optimizers.by_operator import NAdam
 from ptrain.optimizers.muon import ExactMuon, Muon
 from ptrain.optimizers.sgd import SGD
 from ptrain.optimizers.update import moment_names
@@ -53,6 +54,9 @@ ROWS: Mapping[str, TorchRow] = {
         # the fused one is wrong in 16 bits (pytorch/pytorch#191763)
         lambda _: partial(torch.optim.SGD, foreach=False),
         in_16_bits=SGD,
+    ),
+    "nadam": TorchRow(
+        NAdam, lambda _: partial(torch.optim.NAdam, decoupled_weight_decay=True, foreach=False)
     ),
     "muon": TorchRow(Muon, _muon),
 }

@@ -64,6 +64,14 @@ OPTIMIZERS: Mapping[str, OptimizerRow] = {
         is_fused=True,
         numbers_in_16_bits=(1, 3),
     ),
+    "nadam": OptimizerRow(
+        about="adamw with Nesterov's momentum: two moments",
+        keys={"betas": (0.9, 0.999), "eps": 1e-8},
+        moments=("exp_avg", "exp_avg_sq"),
+        numbers={"step": 0.0, "mu_product": 1.0},
+        temporaries=2,  # the second moment without its bias, and its root
+        operators=(2, 3, 2, 3, 2, 2, 2, 4, 4),
+    ),
     "muon": OptimizerRow(
         about="orthogonalized momentum for the blocks' matrices, adamw for all else: needs whole "
         "matrices",
