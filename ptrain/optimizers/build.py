@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from ptrain.optimizers.by_operator import NAdam
+from ptrain.optimizers.lion import Lion, LionByFormula, PlainLion
 from ptrain.optimizers.muon import ExactMuon, Muon
 from ptrain.optimizers.sgd import SGD
 from ptrain.optimizers.update import moment_names
@@ -58,6 +59,7 @@ ROWS: Mapping[str, TorchRow] = {
     "nadam": TorchRow(
         NAdam, lambda _: partial(torch.optim.NAdam, decoupled_weight_decay=True, foreach=False)
     ),
+    "lion": TorchRow(Lion, lambda dtype: LionByFormula if dtype is DType.FP64 else PlainLion),
     "muon": TorchRow(Muon, _muon),
 }
 

@@ -72,6 +72,14 @@ OPTIMIZERS: Mapping[str, OptimizerRow] = {
         temporaries=2,  # the second moment without its bias, and its root
         operators=(2, 3, 2, 3, 2, 2, 2, 4, 4),
     ),
+    "lion": OptimizerRow(
+        about="the sign of a momentum, with decoupled weight decay: one moment",
+        keys={"betas": (0.9, 0.99)},  # of its authors
+        moments=("exp_avg",),
+        temporaries=1,  # the direction
+        operators=(3, 2, 2, 3, 3),
+        enlarges_rounding=True,  # where a sign is another, twice the learning rate
+    ),
     "muon": OptimizerRow(
         about="orthogonalized momentum for the blocks' matrices, adamw for all else: needs whole "
         "matrices",

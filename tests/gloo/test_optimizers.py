@@ -59,6 +59,7 @@ CASES: Mapping[str, Callable[..., Spec]] = {
 }
 BY_DEFAULT = {
     ("nadam", "zero1"), ("nadam", "zero3"), ("nadam", "ddp-zero-redundancy"),
+    ("lion", "zero-offload-ds"), ("lion", "tp"), ("lion", "pp"),
 }  # fmt: skip
 
 

@@ -17,9 +17,9 @@ from tests.pure.test_ghosts import FACTS, planned
 from tests.pure.test_rates import pace
 
 NAMES = [name for name, row in OPTIMIZERS.items() if row.temporaries]
-BETAS = {"nadam": (0.9, 0.999)}  # of torch
-KEPT = {"nadam": (2, 2)}  # moments, and numbers in fp32
-TEMPORARIES = {"nadam": 2}
+BETAS = {"nadam": (0.9, 0.999), "lion": (0.9, 0.99)}  # of torch, and of Lion's authors
+KEPT = {"nadam": (2, 2), "lion": (1, 0)}  # moments, and numbers in fp32
+TEMPORARIES = {"nadam": 2, "lion": 1}
 
 
 @pytest.mark.parametrize("name", NAMES)

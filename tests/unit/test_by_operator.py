@@ -1,5 +1,5 @@
-"""Optimizers without a fused kernel: NAdam is torch's, divides by a loss's scale, and skips a
-step that overflowed."""
+"""Optimizers without a fused kernel: NAdam is torch's, Lion is its authors'; both divide by a
+loss's scale, and skip a step that overflowed."""
 
 from __future__ import annotations
 
@@ -30,8 +30,18 @@ def torch_s_nadam(leaves: list[torch.Tensor]) -> None:
     take_steps(optimizer, leaves, 5)
 
 
+def lion_s_formula(leaves: list[torch.Tensor]) -> None:
+    generator = torch.Generator().manual_seed(1)
+    momenta = [torch.zeros_like(leaf) for leaf in leaves]
+    for _ in range(5):
+        for theta, m in zip(leaves, momenta, strict=True):
+            g = torch.randn(theta.shape, generator=generator, dtype=torch.float64).to(theta.dtype)
+            theta -= 0.02 * (torch.sign(0.9 * m + (1 - 0.9) * g) + 0.1 * theta)
+            m += (1 - 0.99) * (g - m)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize(("name", "expected"), [("nadam", torch_s_nadam)])
+@pytest.mark.parametrize(("name", "expected"), [("nadam", torch_s_nadam), ("lion", lion_s_formula)])
 def test_five_steps_are_those_of_torch_or_of_the_paper(
     name: str, expected: Callable[[list[torch.Tensor]], None], dtype: torch.dtype
 ) -> None:
