@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from tests.gloo.outcomes import MEASURED_STEP, Outcome
 from tests.gloo.rows import ROWS, default
 from tests.gloo.runs import train
 from tests.gloo.test_exact import failing
+from tests.gloo.test_flat_state import require_a_move
 from tests.ranks import Ranks
 from tests.trajectories import compare, one_device
 
@@ -109,3 +111,21 @@ def test_in_16_bits_it_is_predicted_to_the_byte_too(
     assert not [*failing(outcome.checks), *peaks_off(outcome)]
     losses = outcome.trajectory.losses
     assert losses[-1] < losses[0]
+
+
+MOVES = {
+    ("nadam", "ddp-zero-redundancy", "nvme"): (),
+    ("nadam", "nvme", "zero3"): pytest.mark.nightly,
+    ("nadam", "zero3", "ddp-zero-redundancy"): pytest.mark.nightly,
+    ("lion", "zero3", "zero-offload"): pytest.mark.nightly,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "before", "after"), [pytest.param(*move, marks=MOVES[move]) for move in MOVES]
+)
+def test_its_state_moves_to_another_place(
+    ranks: Ranks, tmp_path: Path, name: str, before: str, after: str
+) -> None:
+    one, other = (CASES[case](optimizer={"name": name}) for case in (before, after))
+    require_a_move(ranks, tmp_path, one, other)
