@@ -25,11 +25,11 @@ from ptrain.rooms.mesh import Mesh
 from ptrain.rooms.torch import TorchRoom
 from ptrain.rooms.world import World
 from ptrain.spec.job import OptimizerSpec
+from ptrain.spec.optimizers import FUSED
 from ptrain.spec.precision import LAYOUTS, DType, Layout
 from ptrain.spec.rates import CLIP, OperatorKind
 from ptrain.steps.step import Clip, CreateMesh
 
-_RULES = ("adamw", "sgd")
 _FEWEST = 4  # points, of which some have several tensors
 _VALUE = 0.01  # of parameters and gradients: nothing depends on it
 
@@ -55,7 +55,7 @@ def _updates_work(
 ) -> Iterator[tuple[str, Work]]:
     dtype, own = TORCH_DTYPES[layout.updated], elements // tensors
     mesh = Mesh(CreateMesh(axes=(), degrees=()), World(device=device))
-    for rule in _RULES:
+    for rule in FUSED:
         model = nn.ParameterList(
             torch.full((own,), _VALUE, dtype=dtype, device=device) for _ in range(tensors)
         )

@@ -30,6 +30,7 @@ from ptrain.rates.pace import (
     operators_seconds,
 )
 from ptrain.rooms.room import Shape
+from ptrain.spec.optimizers import OPTIMIZERS
 from ptrain.spec.placement import Axis, axes_named
 from ptrain.spec.precision import DType, Layout
 from ptrain.spec.rates import Hook, OperatorKind
@@ -264,9 +265,9 @@ class Clock:
     def update(self, optimizer: str, layout: Layout, shapes: Sequence[Shape]) -> None:
         """The optimizer steps, by one of its rules, on tensors of these shapes. What Muon does is
         made of operators, a matrix after the other."""
-        if optimizer == "muon":
+        if not OPTIMIZERS[optimizer].is_elementwise:
             for shape in shapes:
-                seconds = self._once(("muon", shape, layout.updated), self._muon, shape, layout)
+                seconds = self._once((optimizer, shape, layout.updated), self._muon, shape, layout)
                 self.spend(TimeKey(Spent.UPDATE, self.phase), seconds)
             return
         numels = [math.prod(shape) for shape in shapes]

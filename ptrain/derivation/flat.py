@@ -19,7 +19,6 @@ from ptrain.axes.data.units import ModelLife, U, UnitLife, UnitParts, buckets_of
 from ptrain.axes.data.update import ShardTarget, TensorsUpdate, TensorTarget, UnitState
 from ptrain.costs import Collective, State
 from ptrain.derivation.ghosts import autograd
-from ptrain.derivation.optimizer_state import is_hidden, needs_whole_tensors
 from ptrain.derivation.tape import Scene
 from ptrain.facts.model import TensorFacts, UnitFacts
 from ptrain.optimizers.ghost import GhostRules, GhostScale
@@ -297,7 +296,7 @@ class Flat:
             [ShardTarget(state) for state in own] for own in states
         ]
         hidden = [[False] * len(own) for own in states]
-        if needs_whole_tensors(optimizer):
+        if not optimizer.row.is_elementwise:
             updates = [[TensorsUpdate(state) for state in own] for own in states]
             groups = [
                 [
@@ -307,7 +306,7 @@ class Flat:
                 ]
                 for own in updates
             ]
-            hidden = [[is_hidden(unit, tensor) for tensor in unit.trained] for unit in self.used]
+            hidden = [[unit.is_hidden(tensor) for tensor in unit.trained] for unit in self.used]
         rules = GhostRules(self.scene.tape, is_cpu=not self.scene.spec.is_for_cuda)
         update = RepeatedUpdate(groups, optimizer, layout, self.room, rules, hidden)
         update.repeat = self._repeat

@@ -11,10 +11,10 @@ from ptrain.axes.pipeline.schedule import Schedule
 from ptrain.axes.tensor.cost import cut_dims
 from ptrain.costs import Collective, Phase, Traffic
 from ptrain.derivation.ghosts.table import wrapping
-from ptrain.derivation.optimizer_state import is_hidden, kept_tensors, needs_whole_tensors
 from ptrain.derivation.paper import itemsizes
 from ptrain.facts.model import ModelFacts
 from ptrain.facts.stages import Stage, is_within
+from ptrain.optimizers.update import moment_names, rule_of
 from ptrain.spec.dials import GradientSync
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import Plan
@@ -48,15 +48,15 @@ def _whole_beside_slices(plan: Plan, facts: ModelFacts, per_element: int) -> Ite
 
 def _fewer_moments(spec: Spec, plan: Plan, facts: ModelFacts) -> Iterator[str]:
     """Where an optimizer keeps less of some tensors than the theorems' |Ω| has of each element."""
-    if not needs_whole_tensors(spec.optimizer):
+    if spec.optimizer.row.is_elementwise:
         return
     layout = plan.update.layout
     usual, fewer = (
-        sum(not kept.is_scalar for kept in kept_tensors(spec.optimizer, layout, is_hidden=hidden))
+        len(moment_names(rule_of(spec.optimizer, hidden), spec.optimizer))
         for hidden in (False, True)
     )
     hidden = sum(
-        tensor.numel for unit in facts.units for tensor in unit.tensors if is_hidden(unit, tensor)
+        tensor.numel for unit in facts.units for tensor in unit.tensors if unit.is_hidden(tensor)
     )
     if hidden:
         size = hidden * (usual - fewer) * layout.moments.itemsize

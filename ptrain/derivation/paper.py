@@ -19,8 +19,8 @@ from ptrain.axes.data.form import frozen_factors, places_frozen
 from ptrain.axes.ring import Calls, Group
 from ptrain.by_rank import ByRank
 from ptrain.costs import Collective, Column, Estimate, Footprint, Phase, State, Traffic, add_traffic
-from ptrain.derivation.optimizer_state import optimizer_itemsize
 from ptrain.facts.model import ModelFacts, UnitFacts
+from ptrain.optimizers.update import optimizer_itemsize
 from ptrain.spec.placement import (
     DATA_AXES,
     OFFLOADED,

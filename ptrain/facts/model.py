@@ -347,6 +347,10 @@ class UnitFacts:
         """Whether it is what no other unit has."""
         return self.modules == ("",)
 
+    def is_hidden(self, tensor: TensorFacts) -> bool:
+        """Return whether one of its tensors is a matrix within the model: no embedding, no head."""
+        return len(tensor.shape) == 2 and not self.is_root
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:

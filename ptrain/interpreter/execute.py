@@ -29,7 +29,6 @@ from ptrain.interpreter.passes import Enter, InTurn
 from ptrain.models.balance import scale_losses
 from ptrain.models.numerics import TORCH_DTYPES
 from ptrain.models.units import ROOT
-from ptrain.optimizers.build import has_own_rule_for_matrices
 from ptrain.optimizers.torch import TorchRules
 from ptrain.optimizers.update import TargetsUpdate
 from ptrain.rooms.mesh import Mesh
@@ -181,7 +180,7 @@ def _clip(step: Clip, rank: Construction) -> None:
 def _update(step: Update, rank: Construction) -> None:
     _require(rank.is_wrapped and rank.passes_of is not None, step, "there are no gradients yet")
     spec = rank.spec.optimizer
-    matrices = _matrices(rank) if has_own_rule_for_matrices(spec.name) else None
+    matrices = None if spec.row.is_elementwise else _matrices(rank)
     room = TorchRoom(rank.mesh, rank.mesh.registry)
     rules = TorchRules(stands_in=rank.mesh.world.stands_in)
     rank.update = rank.wrapped.own_update(spec, step.layout) or TargetsUpdate(

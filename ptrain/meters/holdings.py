@@ -176,6 +176,8 @@ def _gradient(target: NamedTarget) -> _Pieces:
 
 def _slot(target: NamedTarget, stored: torch.Tensor) -> _Pieces:
     match target:
+        case FlatTarget() | FlatTensorTarget() if not stored.dim():  # a number is cut by nobody
+            yield names_of(target)[0], "", stored
         case FlatTarget():
             unit = target.unit
             yield from _of_unit(unit.named, unit.cuts, unit.step.optimizer, stored)

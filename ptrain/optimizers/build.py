@@ -1,33 +1,71 @@
-"""torch's optimizers, and ours beside them, by a rule's name."""
+"""torch's optimizers, and ours beside them, by a rule's name: what trains, and what one device is
+compared with."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from ptrain.errors import Fault, SpecError
-from ptrain.optimizers.muon import Muon
+from ptrain.optimizers.by_operator import NAdam
+from ptrain.optimizers.lion import Lion, LionByFormula, PlainLion
+from ptrain.optimizers.muon import ExactMuon, Muon
 from ptrain.optimizers.sgd import SGD
+from ptrain.optimizers.update import moment_names
 from ptrain.spec.job import OptimizerSpec
+from ptrain.spec.optimizers import OPTIMIZERS
+from ptrain.spec.precision import DType
 
-
-def has_own_rule_for_matrices(rule: str) -> bool:
-    """Return whether the rule is for matrices within a model alone, and another for the rest."""
-    return rule == "muon"
-
-
-def is_left_out_in_place(rule: str) -> bool:
-    """Return whether a flag on the device leaves its update out at no cost of memory: torch's fused
-    kernels look at it, and Muon computes both outcomes."""
-    return rule != "muon"
-
-
-def _decayed(spec: OptimizerSpec) -> dict[str, float]:
-    return {"lr": spec.lr, "momentum": spec.momentum, "weight_decay": spec.weight_decay}
-
-
+Build: TypeAlias = Callable[..., torch.optim.Optimizer]
 Leaves = Sequence[torch.Tensor] | Sequence[dict[str, list[torch.Tensor]]]
+
+
+class TorchRow(NamedTuple):
+    """The classes of one optimizer, of leaves, `lr`, `weight_decay` and what its row reads.
+
+    Attributes:
+        build: what trains.
+        reference: what updates whole tensors of a dtype on one device, to compare with.
+        in_16_bits: what trains leaves of 16 bits on a processor, where `build` is wrong.
+    """
+
+    build: Build
+    reference: Callable[[DType], Build]
+    in_16_bits: Build | None = None
+
+
+def _adamw(dtype: DType) -> Build:
+    """One tensor, one operator at a time; in 16 bits that would round in every operator, which is
+    another arithmetic than rounding once."""
+    form = {"fused": True} if dtype.itemsize == 2 else {"foreach": False}
+    return partial(torch.optim.AdamW, **form)
+
+
+def _muon(dtype: DType) -> Build:
+    kind = ExactMuon if dtype is DType.FP64 else torch.optim.Muon
+    return partial(kind, adjust_lr_fn="match_rms_adamw")
+
+
+ROWS: Mapping[str, TorchRow] = {
+    "adamw": TorchRow(partial(torch.optim.AdamW, fused=True), _adamw),
+    "sgd": TorchRow(
+        partial(torch.optim.SGD, fused=True),
+        # the fused one is wrong in 16 bits (pytorch/pytorch#191763)
+        lambda _: partial(torch.optim.SGD, foreach=False),
+        in_16_bits=SGD,
+    ),
+    "nadam": TorchRow(
+        NAdam, lambda _: partial(torch.optim.NAdam, decoupled_weight_decay=True, foreach=False)
+    ),
+    "lion": TorchRow(Lion, lambda dtype: LionByFormula if dtype is DType.FP64 else PlainLion),
+    "muon": TorchRow(Muon, _muon),
+}
+
+
+def _arguments(rule: str, spec: OptimizerSpec) -> dict[str, Any]:
+    return {key: getattr(spec, key) for key in ("lr", "weight_decay", *OPTIMIZERS[rule].keys)}
 
 
 def _tensors(leaves: Leaves) -> Iterator[torch.Tensor]:
@@ -41,29 +79,28 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """torch's optimizer of `leaves`, tensors or groups of them, by a rule's name; `stands_in`: they
     are on a processor for those of a GPU."""
+    build, _, in_16_bits = ROWS[rule]
     on_cpu = [leaf for leaf in _tensors(leaves) if leaf.is_cpu and not stands_in]
-    needs_own = any(leaf.itemsize == 2 for leaf in on_cpu)
-    match rule:
-        case "adamw":
-            return torch.optim.AdamW(
-                leaves,
-                lr=spec.lr,
-                betas=spec.betas,
-                eps=spec.eps,
-                weight_decay=spec.weight_decay,
-                fused=True,
-            )
-        case "sgd" if needs_own:
-            return SGD(leaves, **_decayed(spec))
-        case "sgd":
-            return torch.optim.SGD(leaves, **_decayed(spec), fused=True)
-        case "muon":
-            return Muon(leaves, **_decayed(spec))
-        case name:
-            raise SpecError(
-                Fault(
-                    place="optimizer.name",
-                    finding=f"{name} is not executed yet",
-                    remedy="use adamw, sgd or muon",
-                )
-            )
+    if in_16_bits is not None and any(leaf.itemsize == 2 for leaf in on_cpu):
+        build = in_16_bits
+    return build(leaves, **_arguments(rule, spec))
+
+
+def reference_optimizer(
+    rule: str, tensors: Sequence[torch.Tensor], spec: OptimizerSpec, dtype: DType
+) -> torch.optim.Optimizer:
+    """Return what updates whole tensors of a dtype on one device by a rule."""
+    return ROWS[rule].reference(dtype)(tensors, **_arguments(rule, spec))
+
+
+def initial_state(
+    rule: str, spec: OptimizerSpec, tensor: torch.Tensor, device: torch.device | None = None
+) -> dict[str, torch.Tensor]:
+    """Return what torch's optimizer keeps of a tensor before its first step, on its device or
+    another."""
+    place = tensor.device if device is None else device
+    moments = {name: torch.zeros_like(tensor, device=place) for name in moment_names(rule, spec)}
+    numbers = OPTIMIZERS[rule].numbers.items()
+    return moments | {
+        name: torch.tensor(initial, dtype=torch.float32, device=place) for name, initial in numbers
+    }

@@ -1,18 +1,19 @@
 """torch's optimizers on ghosts: what they allocate while they step.
 
-AdamW and SGD are fused: an update in place, with nothing beside it. SGD of 16 bits on a processor
-is ours, and Muon works through its matrices one after the other.
+A fused one updates in place, with nothing beside it. Others have temporaries: they work through
+their tensors one after the other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 
 from ptrain.facts.model import Operator
 from ptrain.rooms.ghost import Ghost, Reader, Storage
 from ptrain.rooms.room import OptimizerLeaf, Shape
 from ptrain.spec.job import OptimizerSpec
+from ptrain.spec.optimizers import OPTIMIZERS
 from ptrain.spec.placement import Tier
 from ptrain.spec.precision import DType
 from ptrain.spec.rates import OperatorKind
@@ -32,7 +33,7 @@ class GhostLeaf:
 
 
 class GhostFused:
-    """An update that allocates nothing."""
+    """An update in place, which allocates nothing."""
 
     def __init__(self, rule: str, leaves: Sequence[OptimizerLeaf[Ghost]], reader: Reader) -> None:
         self.rule, self.leaves, self.reader = rule, leaves, reader
@@ -42,37 +43,25 @@ class GhostFused:
         _tell(self.rule, self.leaves, self.reader)
 
 
-class GhostSGD:
-    """Ours: a tensor after the other, with scalars that say whether the step is taken, and how much
-    of a momentum stays."""
+class GhostByTensor(GhostFused):
+    """An update of a tensor after the other; `temporaries`: bytes that one has beside it at once,
+    of a scaled loss or not."""
 
     def __init__(
-        self, leaves: Sequence[OptimizerLeaf[Ghost]], reader: Reader, *, has_momentum: bool
+        self,
+        rule: str,
+        leaves: Sequence[OptimizerLeaf[Ghost]],
+        reader: Reader,
+        temporaries: Callable[[Ghost, bool], int],
     ) -> None:
-        self.leaves, self.reader = leaves, reader
-        self.scalars = 3 if has_momentum else 1
+        super().__init__(rule, leaves, reader)
+        self.temporaries = temporaries
 
     def step(self, lr: float, scalars: tuple[Ghost | None, Ghost] | None) -> None:
-        _tell("sgd", self.leaves, self.reader)
+        super().step(lr, scalars)
         for leaf in self.leaves:
             if leaf.gradient is not None and leaf.value.tier is Tier.DEVICE:
-                size = self.scalars * DType.FP32.itemsize
-                self.reader.allocated(size, Tier.DEVICE)
-                self.reader.allocated(-size, Tier.DEVICE)
-
-
-class GhostMuon:
-    """A matrix after the other."""
-
-    def __init__(self, leaves: Sequence[OptimizerLeaf[Ghost]], reader: Reader) -> None:
-        self.leaves, self.reader = leaves, reader
-
-    def step(self, lr: float, scalars: tuple[Ghost | None, Ghost] | None) -> None:
-        _tell("muon", self.leaves, self.reader)
-        for leaf in self.leaves:
-            if leaf.gradient is not None and leaf.value.tier is Tier.DEVICE:
-                value = leaf.value
-                size = muon_temporaries(value.shape, value.dtype, scaled=scalars is not None)
+                size = self.temporaries(leaf.value, scalars is not None)
                 self.reader.allocated(size, Tier.DEVICE)
                 self.reader.allocated(-size, Tier.DEVICE)
 
@@ -102,13 +91,26 @@ class GhostRules:
 
     def optimizer(
         self, rule: str, leaves: Sequence[OptimizerLeaf[Ghost]], spec: OptimizerSpec
-    ) -> GhostFused | GhostSGD | GhostMuon:
-        if rule == "muon":
-            return GhostMuon(leaves, self.reader)
-        is_own = rule == "sgd" and self.is_cpu
-        if is_own and any(leaf.value.dtype.itemsize == 2 for leaf in leaves):
-            return GhostSGD(leaves, self.reader, has_momentum=bool(spec.momentum))
-        return GhostFused(rule, leaves, self.reader)
+    ) -> GhostFused:
+        temporaries = self._temporaries(rule, leaves, spec)
+        if temporaries is None:
+            return GhostFused(rule, leaves, self.reader)
+        return GhostByTensor(rule, leaves, self.reader, temporaries)
+
+    def _temporaries(
+        self, rule: str, leaves: Sequence[OptimizerLeaf[Ghost]], spec: OptimizerSpec
+    ) -> Callable[[Ghost, bool], int] | None:
+        row = OPTIMIZERS[rule]
+        if not row.is_elementwise:
+            return lambda value, is_scaled: muon_temporaries(
+                value.shape, value.dtype, scaled=is_scaled
+            )
+        if row.temporaries:
+            return lambda value, _: row.temporaries * value.nbytes
+        numbers = row.numbers_in_16_bits if self.is_cpu else None
+        if numbers and any(leaf.value.dtype.itemsize == 2 for leaf in leaves):
+            return lambda *_: numbers[bool(spec.momentum)] * DType.FP32.itemsize
+        return None
 
 
 def _tell(rule: str, leaves: Sequence[OptimizerLeaf[Ghost]], reader: Reader) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -89,3 +90,35 @@ def orthogonalized(matrix: torch.Tensor) -> torch.Tensor:
         polynomial = partial(torch.addmm, gram, gram, gram, beta=b, alpha=c)
         x = alike(torch.addmm(x, alike(polynomial(), matrix), x, beta=a), matrix)
     return x.T if is_tall else x
+
+
+class ExactMuon(torch.optim.Muon):
+    """torch's arithmetic without its bf16: the iteration acts on singular values alone, so it is
+    done on those of a singular value decomposition."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            for matrix in group["params"]:
+                if matrix.grad is not None:
+                    self._update(matrix, group)
+
+    def _update(self, matrix: torch.Tensor, group: dict[str, Any]) -> None:
+        state = self.state[matrix]
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(matrix)
+        momentum, buffer = group["momentum"], state["momentum_buffer"]
+        buffer.mul_(momentum).add_(matrix.grad, alpha=1 - momentum)
+        ahead = momentum * buffer + (1 - momentum) * matrix.grad
+        matrix.mul_(1 - group["lr"] * group["weight_decay"])
+        rms = 0.2 * math.sqrt(max(matrix.shape))
+        matrix.sub_(_exactly_orthogonalized(ahead, group), alpha=group["lr"] * rms)
+
+
+def _exactly_orthogonalized(matrix: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+    a, b, c = group["ns_coefficients"]
+    left, sizes, right = torch.linalg.svd(matrix, full_matrices=False)
+    sizes = sizes / max(float(sizes.square().sum().sqrt()), group["eps"])
+    for _ in range(int(group["ns_steps"])):
+        sizes = a * sizes + b * sizes**3 + c * sizes**5
+    return left @ torch.diag(sizes) @ right

@@ -13,6 +13,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from ptrain.costs import State
 from ptrain.rooms.room import Optimizer, OptimizerLeaf, Room, Rules, T
 from ptrain.spec.job import OptimizerSpec
+from ptrain.spec.optimizers import OPTIMIZERS
 from ptrain.spec.precision import DType, Layout
 
 MASTER, COUNTER = "master", "step"
@@ -192,15 +193,16 @@ class Member(Generic[T, X]):
         self.slots: dict[str, Slot[T]] = {}
         for name in moment_names(rule, spec):
             self.slots[name] = target.slot(room.zeros_like(value, layout.moments))
-        if rule == "adamw":
-            self.slots[COUNTER] = target.slot(room.scalar_like(value, DType.FP32))
+        self.numbers = OPTIMIZERS[rule].numbers
+        for name, initial in self.numbers.items():
+            self.slots[name] = target.slot(room.scalar_like(value, DType.FP32, initial))
         if layout.master is not None and not target.owns_master:
             self.slots[MASTER] = target.slot(room.cast(value, layout.master, copy=True))
         self.moving = {  # what is not used as and where it is kept
             name: slot
             for name, slot in self.slots.items()
             if not slot.is_resident
-            or (name != COUNTER and room.dtype(slot.stored) is not layout.updated)
+            or (name not in self.numbers and room.dtype(slot.stored) is not layout.updated)
         }
         self._fetched: dict[str, T] = {}
         # Nothing of it is moved or cast: once it was brought to the leaf it stays there, and no
@@ -247,7 +249,7 @@ class Member(Generic[T, X]):
         for name, slot in self.moving.items():
             if name != MASTER:
                 held = self._fetched[name] = slot.fetch()
-                leaf.state[name] = held if name == COUNTER else self.room.cast(held, updated)
+                leaf.state[name] = held if name in self.numbers else self.room.cast(held, updated)
         return True
 
     def put(self) -> None:
@@ -316,11 +318,16 @@ def _stays_in_place(groups: Sequence[Sequence[X]], layout: Layout) -> bool:
 
 def rule_of(spec: OptimizerSpec, is_hidden: bool) -> str:
     """How a tensor is updated: Muon is for the matrices within the model."""
-    return "adamw" if spec.name == "muon" and not is_hidden else spec.name
+    return spec.name if is_hidden else spec.row.remainder or spec.name
 
 
 def moment_names(rule: str, spec: OptimizerSpec) -> tuple[str, ...]:
     """Return what a rule keeps of the shape of a tensor, by torch's names."""
-    if rule == "adamw":
-        return ("exp_avg", "exp_avg_sq")
-    return ("momentum_buffer",) if rule == "muon" or spec.momentum else ()
+    row = OPTIMIZERS[rule]
+    return () if row.needs_momentum and not spec.momentum else row.moments
+
+
+def optimizer_itemsize(spec: OptimizerSpec, layout: Layout) -> int:
+    """Bytes of optimizer state per updated element: 12 for AdamW with a master copy in fp32."""
+    master = layout.master.itemsize if layout.master else 0
+    return master + len(moment_names(rule_of(spec, False), spec)) * layout.moments.itemsize

@@ -8,7 +8,6 @@ from itertools import groupby, pairwise
 from typing import assert_never
 
 from ptrain.axes.context.draw import step_text, token_lines
-from ptrain.axes.data.form import ELEMENTWISE
 from ptrain.axes.data.rules import keeps_state
 from ptrain.axes.expert.draw import expert_lines
 from ptrain.axes.expert.draw import step_text as expert_text
@@ -29,6 +28,7 @@ from ptrain.spec.dials import (
     SyncPolicy,
 )
 from ptrain.spec.model import ModelShape
+from ptrain.spec.optimizers import OPTIMIZERS
 from ptrain.spec.placement import Axis, Tier
 from ptrain.spec.precision import Layout
 from ptrain.spec.role import Role, Roles
@@ -302,7 +302,8 @@ def _clip(step: Clip) -> str:
 
 
 def _update(step: Update) -> str:
-    rest = "" if step.optimizer in ELEMENTWISE else " (adamw for all but the blocks' matrices)"
+    remainder = OPTIMIZERS[step.optimizer].remainder
+    rest = f" ({remainder} for all but the blocks' matrices)" if remainder else ""
     text = f"update with {step.optimizer}{rest}, {_layout(step.layout)}"
     if step.layout.scales_loss:
         over = f" over {_names(step.scale_axes)}" if step.scale_axes else ""

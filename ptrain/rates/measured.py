@@ -21,6 +21,7 @@ from ptrain.facts.model import Operator
 from ptrain.rates.links import LinkRate, link_seconds
 from ptrain.rates.pace import Pace, UnknownRate
 from ptrain.spec.cluster import Cluster
+from ptrain.spec.optimizers import OPTIMIZERS
 from ptrain.spec.precision import DType, Layout
 from ptrain.spec.rates import CLIP, Hook, LinkTier, OperatorKind, RateRow, Rates
 from ptrain.spec.resolve_rates import tables
@@ -123,7 +124,6 @@ class Surface:
 # The tensor cores of GPUs multiply both at one pace, and neither has a path of its own in memory.
 _ALIKE = {DType.FP16: DType.BF16, DType.BF16: DType.FP16}
 CALIBRATED = (DType.FP32, DType.BF16)  # what `ptrain calibrate` measures
-_MOMENTS = {"adamw": 2, "sgd": 1}  # tensors of optimizer state for a parameter
 _ALIGNED = 8  # elements: the tensor cores' rows are whole 16 bytes, or slow
 
 
@@ -348,19 +348,24 @@ class MeasuredPace:
     def update_seconds(
         self, optimizer: str, layout: Layout, *, elements: int, tensors: int
     ) -> float:
-        surface = self.updates.get((optimizer, layout.updated))
-        if surface is None:
-            is_calibrated = optimizer in _MOMENTS and layout.updated in CALIBRATED
+        dtype, own = layout.updated, elements // max(1, tensors)
+        row, surface = OPTIMIZERS[optimizer], self.updates.get((optimizer, dtype))
+        operators = [
+            Operator(OperatorKind.COPY, wide, (own * both,))
+            for wide, both in _casts(len(row.moments), layout)
+        ]
+        if surface is None and not row.operators:
             raise self._unknown(
-                f"an update by {optimizer} in {layout.updated}", is_calibrated=is_calibrated
+                f"an update by {optimizer} in {dtype}",
+                is_calibrated=row.is_fused and dtype in CALIBRATED,
             )
-        return surface.at((elements, tensors)) + sum(
-            tensors
-            * self.operator_seconds(
-                Operator(OperatorKind.COPY, wide, (elements // max(1, tensors) * both,))
-            )
-            for wide, both in _casts(optimizer, layout)
-        )
+        if surface is None:  # what is not fused takes what its operators take
+            operators += [
+                Operator(OperatorKind.POINTWISE, dtype, (number * own * dtype.itemsize,))
+                for number in row.operators
+            ]
+        seconds = 0.0 if surface is None else surface.at((elements, tensors))
+        return seconds + sum(tensors * self.operator_seconds(operator) for operator in operators)
 
     def clip_seconds(self, layout: Layout, *, elements: int, tensors: int) -> float:
         dtype = layout.gradients
@@ -388,10 +393,9 @@ class MeasuredPace:
         return UnknownRate(f"the cluster's rates lack {what}: {who}")
 
 
-def _casts(optimizer: str, layout: Layout) -> Iterator[tuple[DType, int]]:
+def _casts(moments: int, layout: Layout) -> Iterator[tuple[DType, int]]:
     """What the update copies beside itself: the wider dtype, and the bytes of an element in both.
     Of moments that are kept in another dtype than they are updated in, there and back."""
-    moments = _MOMENTS[optimizer]
     for dtype, times in (
         (layout.gradients, 1),
         (layout.moments, 2 * moments),

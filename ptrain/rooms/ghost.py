@@ -137,7 +137,7 @@ class GhostRoom:
     def zeros_like(self, tensor: Ghost, dtype: DType) -> Ghost:
         return self._shaped(tensor, dtype, None, "")
 
-    def scalar_like(self, tensor: Ghost, dtype: DType) -> Ghost:
+    def scalar_like(self, tensor: Ghost, dtype: DType, initial: float = 0.0) -> Ghost:
         storage = Storage(dtype.itemsize, _in_memory(tensor.tier), None, "", self.reader)
         return Ghost(storage, dtype, ())
 

@@ -105,8 +105,8 @@ class Room(Protocol[T]):
         """Zeros of its shape on its device, in another dtype."""
         ...
 
-    def scalar_like(self, tensor: T, dtype: DType) -> T:
-        """A zero on its device."""
+    def scalar_like(self, tensor: T, dtype: DType, initial: float = 0.0) -> T:
+        """A number on its device."""
         ...
 
     def numel(self, tensor: T) -> int: ...

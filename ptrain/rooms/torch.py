@@ -58,8 +58,8 @@ class TorchRoom:
     def zeros_like(self, tensor: torch.Tensor, dtype: DType) -> torch.Tensor:
         return alike(torch.zeros_like(tensor, dtype=TORCH_DTYPES[dtype]), tensor)
 
-    def scalar_like(self, tensor: torch.Tensor, dtype: DType) -> torch.Tensor:
-        return alike(tensor.new_zeros((), dtype=TORCH_DTYPES[dtype]), tensor)
+    def scalar_like(self, tensor: torch.Tensor, dtype: DType, initial: float = 0.0) -> torch.Tensor:
+        return alike(tensor.new_full((), initial, dtype=TORCH_DTYPES[dtype]), tensor)
 
     def numel(self, tensor: torch.Tensor) -> int:
         return int(tensor.numel())

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from ptrain.axes.candidates import AxisChoice
 from ptrain.costs import State
-from ptrain.derivation.optimizer_state import optimizer_itemsize
+from ptrain.optimizers.update import optimizer_itemsize
 from ptrain.selection.arrays import Array, Columns, numpy
 from ptrain.selection.data_ways import DataWay
 from ptrain.selection.moves import inside

@@ -6,6 +6,7 @@ from typing import Annotated
 from ptrain.spec.activations import Words
 from ptrain.spec.function import ARGUMENTS, FOLDER, FORM, PATH, UserFunction
 from ptrain.spec.leaf import Choice, Numbers, Real, Text, Truth, Whole
+from ptrain.spec.optimizers import OPTIMIZERS, OptimizerRow, readers
 from ptrain.spec.section import Section, section
 from ptrain.spec.sources import DataSource, Sources
 
@@ -31,12 +32,7 @@ class OptimizerSpec:
         str,
         Choice(
             "which optimizer",
-            {
-                "adamw": "Adam with decoupled weight decay: two moments",
-                "sgd": "gradient descent, with momentum if given",
-                "muon": "orthogonalized momentum for the blocks' matrices, adamw for all else: "
-                "needs whole matrices",
-            },
+            {name: row.about for name, row in OPTIMIZERS.items()},
         ),
     ] = "adamw"
     lr: Annotated[
@@ -44,13 +40,20 @@ class OptimizerSpec:
     ] = 3e-4
     betas: Annotated[
         tuple[float, ...],
-        Numbers("adamw's two decay rates", 0.0, 0.999999, count=2, aka=("beta1", "beta2")),
+        Numbers(
+            f"two decay rates, of {readers('betas')}",
+            0.0,
+            0.999999,
+            count=2,
+            follows=True,
+            aka=("beta1", "beta2"),
+        ),
     ] = (0.9, 0.95)
-    eps: Annotated[float, Real("adamw's epsilon", 0.0, 1.0, open=True)] = 1e-8
+    eps: Annotated[float, Real(f"epsilon, of {readers('eps')}", 0.0, 1.0, open=True)] = 1e-8
     weight_decay: Annotated[float, Real("decoupled weight decay", 0.0, 1e3, aka=("wd",))] = 0.1
     momentum: Annotated[
         float,
-        Real("of sgd (without: 0) and muon (without: 0.95)", 0.0, 0.999999, follows=True),
+        Real(f"of {readers('momentum')}", 0.0, 0.999999, follows=True),
     ] = 0.0
     schedule: Annotated[ScheduleSpec, Section(ScheduleSpec, "the learning rate over the steps")] = (
         field(default_factory=ScheduleSpec)
@@ -66,6 +69,11 @@ class OptimizerSpec:
             aka=("max_grad_norm", "grad_clip", "clip_grad", "gradient_clipping", "max_norm"),
         ),
     ] = 1.0
+
+    @property
+    def row(self) -> OptimizerRow:
+        """What is known of the optimizer of this name."""
+        return OPTIMIZERS[self.name]
 
 
 @section

@@ -25,6 +25,7 @@ from ptrain.spec.leaf import (
     refuse,
 )
 from ptrain.spec.model import NAME_OR_FILE
+from ptrain.spec.optimizers import FUSED
 from ptrain.spec.precision import DType
 from ptrain.spec.section import section
 from ptrain.word import Word
@@ -254,8 +255,7 @@ class Rates:
                 "update": Choice(
                     "update",
                     {
-                        "adamw": "torch's, fused",
-                        "sgd": "torch's, fused",
+                        **dict.fromkeys(FUSED, "torch's, fused"),
                         CLIP: "the norm of all gradients, and their scaling",
                     },
                 ),

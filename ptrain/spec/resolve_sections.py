@@ -34,7 +34,6 @@ from ptrain.spec.published import WHOLE, read_config
 from ptrain.spec.resolve_rates import resolve_rates
 from ptrain.spec.text import Tree, read
 
-MUON_MOMENTUM = 0.95  # of its authors
 CONFIG = "config.json"  # as a published model's folder has it
 _PRETRAINED = "model.pretrained"
 _ROPE, _OLD_ROPE = "rope_parameters", ("rope_theta", "rope_scaling")
@@ -336,10 +335,10 @@ def resolve_precision(raw: PrecisionRaw) -> Precision:
 
 
 def resolve_optimizer(optimizer: OptimizerSpec, tree: Tree) -> OptimizerSpec:
-    """Return it with the momentum of muon's authors, where none is written for muon."""
-    if optimizer.name == "muon" and not tree.has("optimizer", "momentum"):
-        return replace(optimizer, momentum=MUON_MOMENTUM)
-    return optimizer
+    """Return it with the values of its row in place of the keys that are not written."""
+    keys = optimizer.row.keys
+    unsaid = {key: keys[key] for key in keys if not tree.has("optimizer", key)}
+    return replace(optimizer, **unsaid)
 
 
 def resolve_cluster(written: Mapping[str, Any] | None, report: Report) -> Cluster | None:

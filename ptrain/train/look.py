@@ -20,7 +20,6 @@ from ptrain.internals.dispatch import without_modes
 from ptrain.interpreter.clip import LossScale, not_finite
 from ptrain.interpreter.program import Program
 from ptrain.models.launch import sent_to
-from ptrain.optimizers.build import is_left_out_in_place
 from ptrain.rooms.queue import DeviceQueue, Milestone
 from ptrain.spec.placement import Tier
 from ptrain.train.interrupt import SIGNALS, Interrupts, strongest
@@ -125,11 +124,12 @@ class DeviceLook:
 
 def can_be_late(program: Program, queue: DeviceQueue) -> bool:
     """Return whether the host need not wait for what it knows of a step: the device does its work
-    later, all of the update lies on it, and a flag there leaves it out. Not so by Muon, and not
-    where backward updates. `verify_every` wants the state behind a step, which waits anyway."""
+    later, all of the update lies on it, and a flag there leaves it out. So it does of one fused
+    kernel, and not where backward updates. `verify_every` wants the state behind a step, which
+    waits anyway."""
     spec = program.spec
     is_read_at_once = spec.verify_every or program.updates_in_backward
-    if not queue.runs_ahead or is_read_at_once or not is_left_out_in_place(spec.optimizer.name):
+    if not queue.runs_ahead or is_read_at_once or not spec.optimizer.row.is_fused:
         return False
     states = (State.PARAMETERS, State.OPTIMIZER, State.GRADIENTS)
     return all(tier_of(spec.factors, state) is Tier.DEVICE for state in states)

@@ -186,10 +186,10 @@ def load(device: ReferenceTraining, states: States) -> None:
         updated = updater.updated[name]
         if updated is not parameter:
             updated.copy_(optimizer[f"{name}.master"])
-        owner = updater.owner(updated)
+        owner = updater.owner(name)
         own = {
             key: optimizer[f"{name}.{key}"].to(value.dtype)
-            for key, value in updater.initial(updated).items()
+            for key, value in updater.initial(name).items()
         }
         owner.state[updated].update(own)
     if "scaling" in states:

@@ -39,13 +39,13 @@ def of_reference(device: ReferenceTraining, rank: int = 0) -> States:
     }
     held = {
         id(tensor): values
-        for optimizer in updater.optimizers
+        for optimizer in updater.optimizers.values()
         for tensor, values in optimizer.state.items()
     }
     for name, updated in updater.updated.items():
         if updated is not updater.parameters[name]:
             states[Subject.OPTIMIZER, f"{name}.{MASTER}"] = updated.detach()
-        values = held.get(id(updated)) or updater.initial(updated)
+        values = held.get(id(updated)) or updater.initial(name)
         for key, value in values.items():
             if value is not None:
                 states[_subject(key), f"{name}.{key}"] = torch.as_tensor(value)

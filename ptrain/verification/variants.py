@@ -44,11 +44,11 @@ def on_one_device(spec: Spec) -> Spec:
 
 def is_banded(spec: Spec) -> bool:
     """Return whether two orders of summation part by more than fixed tolerances say: some state is
-    in 16 bits, or the update computes in them (Muon, unless in fp64)."""
+    in 16 bits, or the update enlarges rounding (unless in fp64)."""
     layout = spec.precision.effective
     dtypes = (layout.parameters, layout.reduced, layout.gradients, layout.updated, layout.moments)
     coarse = any(dtype not in _FIXED for dtype in dtypes)
-    return coarse or (spec.optimizer.name == "muon" and layout.updated is not DType.FP64)
+    return coarse or (spec.optimizer.row.enlarges_rounding and layout.updated is not DType.FP64)
 
 
 def in_other_batches(spec: Spec) -> tuple[Spec | None, str]:

@@ -9,7 +9,7 @@ from typing import Any, get_type_hints
 import pytest
 
 from ptrain.errors import Fault, SpecError
-from ptrain.spec import check, leaf_mode, load, resolve_sections, slips, suggest, tuples
+from ptrain.spec import check, leaf_mode, load, slips, suggest, tuples
 from ptrain.spec.activations import LossRaw, RecomputeRaw
 from ptrain.spec.batch import MAX_SAMPLES
 from ptrain.spec.grammar import SpecRaw
@@ -267,7 +267,6 @@ def test_activations_of_all_blocks_are_those_from_block_0_on():
 
 
 def test_optimizers_and_models_have_the_figures_of_their_papers():
-    assert resolve_sections.MUON_MOMENTUM == 0.95
     momenta = {
         name: loaded(optimizer={"name": name}).optimizer.momentum for name in ("muon", "sgd")
     }

@@ -22,6 +22,7 @@ from ptrain.optimizers.update import moment_names
 from ptrain.rooms.mesh import Mesh
 from ptrain.rooms.world import World
 from ptrain.spec.job import OptimizerSpec
+from ptrain.spec.optimizers import OPTIMIZERS
 from ptrain.spec.placement import Axis, Tier
 from ptrain.spec.precision import DType
 from ptrain.steps.step import CreateMesh
@@ -216,8 +217,8 @@ def updating(rules: Any, rule: str, dtype: DType, *, is_scaled: bool) -> Any:
         for leaf, value in zip(leaves, values, strict=True):
             for name in moment_names(rule, spec):
                 leaf.state[name] = room.zeros_like(value, dtype)
-            if rule == "adamw":
-                leaf.state["step"] = room.scalar_like(value, DType.FP32)
+            for name, initial in OPTIMIZERS[rule].numbers.items():
+                leaf.state[name] = room.scalar_like(value, DType.FP32, initial)
             leaf.value = value
             leaf.gradient = room.zeros_like(value, dtype)
         del values, value, leaf
@@ -253,7 +254,7 @@ def steps(rule: str, dtype: DType, mesh: Mesh, *, is_scaled: bool) -> tuple[list
 
 @pytest.mark.parametrize("is_scaled", [False, True])
 @pytest.mark.parametrize("dtype", [DType.FP32, DType.BF16, DType.FP64])
-@pytest.mark.parametrize("rule", ["adamw", "sgd", "muon"])
+@pytest.mark.parametrize("rule", OPTIMIZERS)
 def test_an_optimizer_holds_on_ghosts_what_it_holds_on_tensors(rule, dtype, is_scaled, mesh):
     there, here = steps(rule, dtype, mesh, is_scaled=is_scaled)
     for number, (left, right) in enumerate(zip(there, here, strict=True)):

@@ -37,7 +37,6 @@ _WHOLE = (R, R, R)
 _FULLY_SHARDED = (S_STAR, S, S)
 _MATERIALIZED = (M, S, S)
 _SPREAD_UPDATE = (R, S, R)
-ELEMENTWISE = ("adamw", "sgd")  # an update of any slice is the slice of the update
 
 
 def reduces_in_backward(spec: Spec, form: Form, *, keeps_parts: bool) -> bool:
@@ -98,7 +97,7 @@ def may_join_units(spec: Spec, form: Form) -> bool:
         return False
     factors = data_factors(spec)
     return (
-        spec.optimizer.name in ELEMENTWISE
+        spec.optimizer.row.is_elementwise
         and not _have_experts(factors)
         and all(mode in (R, S) for factor in factors for mode in modes(factor))
         and all(factor.placement.parameters == R for factor in factors)
@@ -217,7 +216,7 @@ def _has_torch_s_spread_update(spec: Spec, factors: tuple[Factor, ...]) -> bool:
         and modes(factors[0]) == _SPREAD_UPDATE
         and layout.master is None
         and layout.moments is layout.parameters
-        and spec.optimizer.name in ELEMENTWISE
+        and spec.optimizer.row.is_elementwise
     )
 
 

@@ -16,14 +16,16 @@ from dataclasses import replace
 from itertools import pairwise
 
 from ptrain.axes.data.dials import DIALS
-from ptrain.axes.data.form import ELEMENTWISE, data_factors, has
+from ptrain.axes.data.form import data_factors, has
 from ptrain.axes.rule import AxisRules, SpecRule, TupleRule
 from ptrain.costs import State
 from ptrain.errors import Fault
+from ptrain.optimizers.update import moment_names
 from ptrain.spec.activations import belongs_to_rank
 from ptrain.spec.dials import GradientSync, UnitKind
 from ptrain.spec.job import OptimizerSpec
 from ptrain.spec.model import ModelShape
+from ptrain.spec.optimizers import OPTIMIZERS
 from ptrain.spec.placement import (
     CUT,
     DATA_AXES,
@@ -45,12 +47,7 @@ STATE_CONSISTENCY = "Theorem 4 (state consistency)"
 
 def keeps_state(optimizer: OptimizerSpec) -> bool:
     """Return whether the optimizer carries values from step to step (moments, momentum)."""
-    return optimizer.name != "sgd" or optimizer.momentum != 0
-
-
-def is_elementwise(optimizer: OptimizerSpec) -> bool:
-    """Return whether the update of any slice of a tensor is that slice of the update."""
-    return optimizer.name in ELEMENTWISE
+    return bool(moment_names(optimizer.name, optimizer))
 
 
 def _foreign_activations(placement: Placement, optimizer: OptimizerSpec) -> bool:
@@ -88,7 +85,7 @@ STATE_RULES = (
         name="a matrix is orthogonalized whole",
         theorem=STATE_CONSISTENCY,
         broken=lambda placement, optimizer: (
-            not is_elementwise(optimizer)
+            not optimizer.row.is_elementwise
             and Distribution.SHARDED
             in (placement.optimizer.distribution, placement.gradients.distribution)
         ),
@@ -182,7 +179,7 @@ def _sum_beside_its_parts(spec: Spec) -> Iterator[Fault]:
 
 
 def _whole_matrices(spec: Spec) -> Iterator[Fault]:
-    if not is_elementwise(spec.optimizer) and spec.unit_size.kind is UnitKind.MODEL:
+    if not spec.optimizer.row.is_elementwise and spec.unit_size.kind is UnitKind.MODEL:
         yield Fault(
             place="unit",
             finding="model: muon is for the matrices of the blocks, and with one unit for all "
@@ -194,12 +191,13 @@ def _whole_matrices(spec: Spec) -> Iterator[Fault]:
 def _matrices_of_experts(spec: Spec) -> Iterator[Fault]:
     shape = spec.model
     has_experts = isinstance(shape, ModelShape) and shape.experts is not None
-    if has_experts and not is_elementwise(spec.optimizer):
+    works = " or ".join(name for name, row in OPTIMIZERS.items() if row.is_elementwise)
+    if has_experts and not spec.optimizer.row.is_elementwise:
         yield Fault(
             place="optimizer.name",
             finding=f"not yet: {spec.optimizer.name} for experts, whose matrices are one tensor of "
             "three dimensions for each projection",
-            remedy="what works today: adamw or sgd, or remove experts",
+            remedy=f"what works today: {works}, or remove experts",
         )
 
 

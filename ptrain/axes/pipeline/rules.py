@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import fields, replace
 
-from ptrain.axes.data.form import ELEMENTWISE, data_factors, form_of
+from ptrain.axes.data.form import data_factors, form_of
 from ptrain.axes.pipeline.catalogue import faults, faults_of_rows, pipeline_of, takes_any_stages
 from ptrain.axes.rule import AxisRules, SpecRule, TupleRule
 from ptrain.errors import Fault
@@ -203,7 +203,7 @@ def _regathered(spec: Spec) -> Iterator[Fault]:
 
 
 def _whole_matrices(spec: Spec) -> Iterator[Fault]:
-    if spec.degree(Axis.PP) > 1 and spec.optimizer.name not in ELEMENTWISE:
+    if spec.degree(Axis.PP) > 1 and not spec.optimizer.row.is_elementwise:
         yield Fault(
             place="optimizer.name",
             finding=f"not yet: {spec.optimizer.name}, which asks a whole model which matrices are "

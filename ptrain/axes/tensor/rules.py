@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from math import gcd, prod
 
-from ptrain.axes.data.form import ELEMENTWISE, data_factors, form_of
+from ptrain.axes.data.form import data_factors, form_of
 from ptrain.axes.rule import AxisRules, SpecRule, TupleRule
 from ptrain.axes.tensor.cost import cut_sizes, shards_differ, slices
 from ptrain.errors import Fault
@@ -170,7 +170,7 @@ def _whole_head(spec: Spec) -> Iterator[Fault]:
 
 
 def _whole_matrices(spec: Spec) -> Iterator[Fault]:
-    if spec.degree(Axis.TP) > 1 and spec.optimizer.name not in ELEMENTWISE:
+    if spec.degree(Axis.TP) > 1 and not spec.optimizer.row.is_elementwise:
         yield Fault(
             place="optimizer.name",
             finding=f"{spec.optimizer.name} takes whole matrices, and tp cuts them",

@@ -176,6 +176,10 @@ class SpreadUpdate(Replicas):
             owned[owner].append(tensor)
         return owned
 
+    def largest(self, shard: int) -> TensorFacts | None:
+        """Return the largest tensor that the rank with this shard updates, if it updates any."""
+        return max(self.owned[shard], key=lambda tensor: tensor.numel, default=None)
+
     def parameter_buckets(self) -> list[int]:
         """Return the bytes of the bucket that each owner sends."""
         itemsize = self.wrapped.plan.update.layout.parameters.itemsize
@@ -221,14 +225,17 @@ class SpreadReplicated(Replicated):
 
     def kind_of_shard(self, shard: int) -> Hashable:
         """Return whether the rank updates anything: gradients are whole, and an update has the same
-        beside any tensor."""
-        return bool(self.spread_update.owned[shard])
+        beside any tensor; of an update that is not fused, the largest of its tensors."""
+        largest = self.spread_update.largest(shard)
+        if largest is None or not self.scene.spec.optimizer.row.temporaries:
+            return largest is not None
+        return largest.shape
 
     def update(self, shard: int) -> None:
         """The optimizer works on the parameters themselves: nothing is cast. All broadcasts are
         issued before the first of them is awaited, and that of the owner with most comes last."""
-        for tensor in self.spread_update.owned[shard][:1]:
-            self.tape.spike(self.spread_update.played((tensor.shape,), [False]).rise)
+        if largest := self.spread_update.largest(shard):
+            self.tape.spike(self.spread_update.played((largest.shape,), [False]).rise)
         update = self.scene.plan.update
         if self.tape.clock is not None:
             most = max(self.spread_update.owned, key=lambda own: sum(t.numel for t in own))

@@ -11,7 +11,6 @@ from ptrain.axes.data.cost import padded_flat
 from ptrain.costs import Collective, Footprint, Phase, State, Traffic, TrafficKey
 from ptrain.derivation.flat import SCALE_BYTES, Flat, cut_axes, flat_step_of, joined, places_of
 from ptrain.derivation.ghosts.wrapping import Times, Wrapped, accumulation, kept_root, micro_batches
-from ptrain.derivation.optimizer_state import needs_whole_tensors
 from ptrain.derivation.tape import Account, Scene, Tape
 from ptrain.facts.model import ModelFacts, UnitFacts
 from ptrain.rooms.ghost import Ghost
@@ -74,7 +73,7 @@ def _kinds(spec: Spec, plan: Plan, facts: ModelFacts) -> Iterator[tuple[UnitFact
 
 
 def _kind(spec: Spec, unit: UnitFacts) -> Hashable:
-    if not needs_whole_tensors(spec.optimizer):
+    if spec.optimizer.row.is_elementwise:
         return (unit.is_root, unit.numel, unit.trained_numel)
     return (unit.is_root, unit.trained_shapes, unit.numel)
 

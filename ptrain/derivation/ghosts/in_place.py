@@ -12,7 +12,6 @@ from functools import cached_property
 from ptrain.costs import Footprint, State, Traffic
 from ptrain.derivation.ghosts.clipping import by_operator
 from ptrain.derivation.ghosts.wrapping import Wrapped, rows
-from ptrain.derivation.optimizer_state import is_hidden, needs_whole_tensors
 from ptrain.derivation.tape import Scene, Tape
 from ptrain.facts.model import UnitFacts
 from ptrain.optimizers.ghost import GhostRules, GhostScale
@@ -131,10 +130,10 @@ class InPlace:
     def shapes_by_rule(self, shard: int) -> dict[str, list[Shape]]:
         """Return the shapes of what the rank with this shard updates, by the rule that does."""
         optimizer = self.wrapped.spec.optimizer
-        needs = needs_whole_tensors(optimizer)
+        needs = not optimizer.row.is_elementwise
         by_rule: dict[str, list[Shape]] = {}
         for unit, times in self.kinds:
-            hidden = [needs and is_hidden(unit, tensor) for tensor in unit.trained]
+            hidden = [needs and unit.is_hidden(tensor) for tensor in unit.trained]
             for shape, is_matrix in zip(self.updated(unit, shard), hidden, strict=True):
                 by_rule.setdefault(rule_of(optimizer, is_matrix), []).extend([shape] * times)
         return by_rule
@@ -154,8 +153,8 @@ class InPlace:
         """Shards of one size are many, and of different sizes few."""
         key = shapes, unit.is_root
         if key not in self._costs:
-            needs = needs_whole_tensors(self.wrapped.spec.optimizer)
-            hidden = [needs and is_hidden(unit, tensor) for tensor in unit.trained]
+            needs = not self.wrapped.spec.optimizer.row.is_elementwise
+            hidden = [needs and unit.is_hidden(tensor) for tensor in unit.trained]
             self._costs[key] = self.played(shapes, hidden)
         return self._costs[key]
 

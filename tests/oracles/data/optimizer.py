@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ptrain.axes.data.form import ELEMENTWISE
 from ptrain.spec.job import OptimizerSpec
 from ptrain.spec.precision import DType, Layout
 from ptrain.spec.spec import Spec
@@ -21,7 +20,7 @@ COUNTER_BYTES = 4
 
 def is_by_tensor(optimizer: OptimizerSpec) -> bool:
     """Return whether the update needs whole tensors: Muon's does, which orthogonalizes matrices."""
-    return optimizer.name not in ELEMENTWISE
+    return not optimizer.row.is_elementwise
 
 
 def num_moments(optimizer: OptimizerSpec, *, is_hidden: bool = False) -> int:

@@ -20,7 +20,6 @@ import torch
 from torch import nn
 
 from ptrain.axes.data.cuts import Cuts
-from ptrain.axes.data.form import ELEMENTWISE
 from ptrain.axes.data.run.flat_target import (
     FlatFrozen,
     FlatState,
@@ -51,6 +50,7 @@ from ptrain.rooms.registry import Registry
 from ptrain.rooms.room import OptimizerLeaf
 from ptrain.rooms.torch import TorchRoom
 from ptrain.spec.job import OptimizerSpec
+from ptrain.spec.optimizers import OPTIMIZERS
 from ptrain.spec.precision import Layout
 from ptrain.steps.step import Plan
 from ptrain.steps.wraps import FlatUnits
@@ -128,7 +128,7 @@ class FlatWrap(OfWholeModel):
         self.module = model
         self.step = step
         room = TorchRoom(mesh, registry, step.path)
-        self._by_tensor = plan.update.optimizer not in ELEMENTWISE
+        self._by_tensor = not OPTIMIZERS[plan.update.optimizer].is_elementwise
         self._targets: list[Sequence[NamedTarget]] = []
         wrapped = list(parameters_by_unit(model, plan.units))
         buckets = buckets_of(plan, [(modules, _trained(named)) for modules, named in wrapped])

@@ -15,9 +15,9 @@ from ptrain.axes.data.run.flat_target import distribute_rows
 from ptrain.axes.data.run.target import Named, ParameterTarget
 from ptrain.costs import State
 from ptrain.internals import zero_redundancy
-from ptrain.optimizers.build import build_optimizer
+from ptrain.optimizers.build import build_optimizer, initial_state
 from ptrain.optimizers.torch import TorchLeaf
-from ptrain.optimizers.update import Scale, moment_names
+from ptrain.optimizers.update import Scale
 from ptrain.rooms.registry import Registry
 from ptrain.spec.job import OptimizerSpec
 
@@ -84,7 +84,7 @@ class ZeroRedundancyUpdate:
         come last, with nothing."""
         for target in self.targets:
             held = self.optimizer.optim.state.get(target.parameter)
-            yield target, dict(held) if held else self._initial(target, "meta")
+            yield target, dict(held) if held else self._initial(target, torch.device("meta"))
         for frozen in self.frozen:
             yield frozen, {}
 
@@ -103,13 +103,5 @@ class ZeroRedundancyUpdate:
     def _buckets(self) -> Iterator[torch.Tensor]:
         return zero_redundancy.buckets(self.optimizer)
 
-    def _initial(self, target: ParameterTarget, device: str | None = None) -> Named:
-        like = target.parameter.detach()
-        state = {
-            name: torch.zeros_like(like, device=device)
-            for name in moment_names(self.spec.name, self.spec)
-        }
-        if self.spec.name == "adamw":
-            place = like.device if device is None else device
-            state["step"] = torch.zeros((), dtype=torch.float32, device=place)
-        return state
+    def _initial(self, target: ParameterTarget, device: torch.device | None = None) -> Named:
+        return initial_state(self.spec.name, self.spec, target.parameter.detach(), device)

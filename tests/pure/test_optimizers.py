@@ -1,0 +1,59 @@
+"""What is resolved, predicted and timed of an optimizer that is not fused follows from its row."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from ptrain.facts.operators import Operator
+
+from ptrain.derivation.ghosts.in_place import InPlace
+from ptrain.derivation.ghosts.wrapping import Wrapped
+from ptrain.spec.optimizers import OPTIMIZERS
+from ptrain.spec.precision import FP32, LAYOUTS, DType
+from ptrain.spec.rates import OperatorKind
+from tests.pure.changes import loaded
+from tests.pure.test_ghosts import FACTS, planned
+from tests.pure.test_rates import pace
+
+NAMES = [name for name, row in OPTIMIZERS.items() if row.temporaries]
+BETAS = {"nadam": (0.9, 0.999), "lion": (0.9, 0.99)}  # of torch, and of Lion's authors
+KEPT = {"nadam": (2, 2), "lion": (1, 0)}  # moments, and numbers in fp32
+TEMPORARIES = {"nadam": 2, "lion": 1}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_betas_are_those_that_users_of_the_optimizer_expect(name: str) -> None:
+    assert loaded(optimizer={"name": name}).optimizer.betas == BETAS[name]
+    written = loaded(optimizer={"name": name, "betas": [0.5, 0.25]})
+    assert written.optimizer.betas == (0.5, 0.25)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=lambda layout: layout.name)
+@pytest.mark.parametrize("name", NAMES)
+def test_an_update_in_place_has_temporaries_of_its_largest_tensor(layout, name: str) -> None:
+    spec, plan = planned({}, layout=layout, optimizer=name)
+    update = InPlace(Wrapped(spec=spec, plan=plan, facts=FACTS))
+    moments, numbers = KEPT[name]
+    master = layout.master.itemsize if layout.master else 0
+    kept = FACTS.numel * (moments * layout.moments.itemsize + master)
+    assert update.optimizer_bytes(0) == kept + 4 * numbers * len(FACTS.tensors)
+    casts = (layout.gradients is not layout.updated) + moments * (
+        layout.moments is not layout.updated
+    )
+    rises = [
+        casts * unit.numel + TEMPORARIES[name] * max(map(math.prod, unit.shapes))
+        for unit in FACTS.units[1:]
+    ]
+    assert list(update.rises(0)) == [rise * layout.updated.itemsize for rise in rises]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_update_takes_what_its_operators_take(name: str) -> None:
+    known = pace()
+    own = [
+        known.operator_seconds(Operator(OperatorKind.POINTWISE, DType.FP32, (4 * 500 * number,)))
+        for number in OPTIMIZERS[name].operators
+    ]
+    taken = known.update_seconds(name, FP32, elements=1000, tensors=2)
+    assert taken == pytest.approx(2 * sum(own)) and len(own) >= 5
