@@ -16,6 +16,7 @@ from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
 from ptrain.traces import facts, on_fakes, tensor_parts
 from ptrain.traces.facts import facts_of
+from tests.forked import patched
 from tests.models_external import Necks
 from tests.unit.test_work import computing
 
@@ -60,9 +61,7 @@ def spec_of(model: str, strategy: str, *changes: str) -> Spec:
 def on_fake_tensors(spec: Spec, monkeypatch: pytest.MonkeyPatch) -> ModelFacts:
     """Here and in the processes that play the ranks of tp."""
     monkeypatch.setattr(on_fakes, "REAL_BYTES", 0)
-    imported = "\nfrom ptrain.traces import on_fakes\non_fakes.REAL_BYTES = 0\nfrom "
-    answer = tensor_parts._ANSWER.replace("\nfrom ", imported, 1)
-    monkeypatch.setattr(tensor_parts, "_ANSWER", answer)
+    monkeypatch.setattr(tensor_parts, "Popen", patched(on_fakes__REAL_BYTES=0))
     tensor_parts._answers.cache_clear()
     return facts_of(spec)
 
@@ -208,9 +207,7 @@ def test_what_is_predicted_of_a_large_model_is_simulated(monkeypatch: pytest.Mon
 def all_are_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make each trace on real tensors count as slow, in the processes that play ranks too."""
     monkeypatch.setattr(on_fakes, "QUICK_BYTES", 0)
-    imported = "\nfrom ptrain.traces import on_fakes\non_fakes.QUICK_BYTES = 0\nfrom "
-    answer = tensor_parts._ANSWER.replace("\nfrom ", imported, 1)
-    monkeypatch.setattr(tensor_parts, "_ANSWER", answer)
+    monkeypatch.setattr(tensor_parts, "Popen", patched(on_fakes__QUICK_BYTES=0))
     tensor_parts._answers.cache_clear()
 
 
