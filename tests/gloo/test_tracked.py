@@ -59,8 +59,8 @@ def trained(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pat
     words = ("zero1", *jobs.TINY, "log.trackers=[wandb,mlflow]", "checkpoint.at_end=true")
     printed = ""
     for name, more in (
-        ("runs/2-steps", ["train.steps=2"]),
-        ("runs/2-and-1", ["train.steps=3", "--resume", "runs/2-steps"]),
+        ("runs/2-first", ["train.steps=2"]),
+        ("runs/2-then", ["train.steps=3", "--resume", "runs/2-first"]),
     ):
         given = (*words, *more, "--run-dir", name)
         ends = ranks.run(2, train_with_libraries, str(cwd), given)
