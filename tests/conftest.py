@@ -29,6 +29,10 @@ from tests.shares import write_shares
 hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
 
+# Predictions are many small objects and few cycles: by default a collection follows every 700, for
+# an eighth of the time. What holds tensors in cycles is collected where memory is measured.
+gc.set_threshold(50_000)
+
 MOST_WORKERS = 4
 _NUMBERS = itertools.count()
 _TRACES = tempfile.TemporaryDirectory(prefix="ptrain-traces-")  # while the tests run

@@ -56,7 +56,10 @@ _PRELOAD = [
     "torch.distributed.tensor",
     "torch.nn.parallel",
     "tests.gloo.runs",  # what trains: 2 CPU seconds of every rank that is started, if it imports it
-    "ptrain.traces.tensor_parts",
+    "transformers.models.llama.modeling_llama",  # where it is installed: 4 CPU seconds
+    "tests.gloo.sessions",
+    "tests.gloo.verify_runs",
+    "tests.forked",  # what traces the part of a rank
 ]
 
 

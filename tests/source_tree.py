@@ -5,15 +5,17 @@ from __future__ import annotations
 
 import ast
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
+from typing import Any, TypeVar
 
 FOLDERS = ("ptrain", "tests", "benchmarks", "launch")  # that hold Python
 BASE = "base"  # the room of the modules beside the packages, which stands below all others
 AXES, TORCH_HALF = "axes", "run"
 USERS = {"ptrain", "ptrain.__main__", "ptrain.testing"}  # entries: they are in no room
 
+_Node = TypeVar("_Node", bound=ast.AST)
 FILLERS = {"found", "told", "asked", "made", "each"}  # of a variable or a function
 
 
@@ -24,6 +26,7 @@ class SourceTree:
         self.root = root
         self._parsed: dict[Path, ast.Module] = {}
         self._imports: dict[str, tuple[str, ...]] = {}
+        self._nodes: dict[Path, dict[type[ast.AST], list[Any]]] = {}
 
     @cached_property
     def modules(self) -> dict[str, Path]:
@@ -77,6 +80,16 @@ class SourceTree:
             self._parsed[path] = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
         return self._parsed[path]
 
+    def nodes(self, path: Path, *kinds: type[_Node]) -> Iterator[_Node]:
+        """Every node of these kinds in a file, kind after kind. A file is walked once."""
+        if path not in self._nodes:
+            nodes: dict[type[ast.AST], list[Any]] = {}
+            for node in ast.walk(self.parsed(path)):
+                nodes.setdefault(type(node), []).append(node)
+            self._nodes[path] = nodes
+        for kind in kinds:
+            yield from self._nodes[path].get(kind, ())
+
     def imports(self, module: str) -> tuple[str, ...]:
         """Every module that an import statement of `module`, one of the package or an oracle,
         names, those for types only included. A relative import raises AssertionError."""
@@ -86,21 +99,20 @@ class SourceTree:
 
     def _imported(self, module: str) -> Iterator[str]:
         known = self.modules | self.oracles
-        for node in ast.walk(self.parsed(known[module])):
-            if isinstance(node, ast.Import):
-                yield from (alias.name for alias in node.names)
-            elif isinstance(node, ast.ImportFrom):
-                assert node.level == 0, f"{module}:{node.lineno}: a relative import"
-                assert node.module
-                for alias in node.names:
-                    submodule = f"{node.module}.{alias.name}"
-                    yield submodule if submodule in known else node.module
+        path = known[module]
+        for node in self.nodes(path, ast.Import):
+            yield from (alias.name for alias in node.names)
+        for node in self.nodes(path, ast.ImportFrom):
+            assert node.level == 0, f"{module}:{node.lineno}: a relative import"
+            assert node.module
+            for alias in node.names:
+                submodule = f"{node.module}.{alias.name}"
+                yield submodule if submodule in known else node.module
 
     def functions(self, path: Path) -> Iterator[tuple[str, int]]:
         """The name and the number of lines of every function of a file."""
-        for node in ast.walk(self.parsed(path)):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                yield node.name, (node.end_lineno or node.lineno) - node.lineno + 1
+        for node in self.nodes(path, ast.FunctionDef, ast.AsyncFunctionDef):
+            yield node.name, (node.end_lineno or node.lineno) - node.lineno + 1
 
     def statements(self, path: Path) -> int:
         """The number of statements of a file. Docstrings and other constants that stand alone are
@@ -163,23 +175,22 @@ class SourceTree:
         """The names of classes that two or more modules of the package define, with the modules."""
         homes: dict[str, set[str]] = {}
         for module, path in self.modules.items():
-            for node in ast.walk(self.parsed(path)):
-                if isinstance(node, ast.ClassDef):
-                    homes.setdefault(node.name, set()).add(module)
+            for node in self.nodes(path, ast.ClassDef):
+                homes.setdefault(node.name, set()).add(module)
         return {name: sorted(homes[name]) for name in sorted(homes) if len(homes[name]) > 1}
 
     def filler_names(self) -> dict[str, list[str]]:
         """By module the variables, parameters and functions whose names say nothing of what they
         hold or do."""
         fillers = {
-            module: sorted(set(_fillers(self.parsed(path))))
+            module: sorted(set(_fillers(self.nodes(path, ast.Name, ast.arg, ast.FunctionDef))))
             for module, path in self.modules.items()
         }
         return {module: names for module, names in fillers.items() if names}
 
 
-def _fillers(tree: ast.Module) -> Iterator[str]:
-    for node in ast.walk(tree):
+def _fillers(nodes: Iterable[ast.AST]) -> Iterator[str]:
+    for node in nodes:
         match node:
             case ast.Name(id=name, ctx=ast.Store()) | ast.arg(arg=name) if name in FILLERS:
                 yield name

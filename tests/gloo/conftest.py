@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from unittest import mock
 
 import pytest
 
-from ptrain.traces import tensor_parts
+from tests.forked import forked_traces
 from tests.gloo import (
     context_runs,
     expert_rank_runs,
     expert_runs,
     fidelity,
     keep_runs,
+    matrix,
     pipeline_runs,
     tensor_runs,
 )
-from tests.gloo.forked import Forked
 from tests.gloo.outcomes import Runs
 from tests.gloo.recording import write
 from tests.ranks import Ranks
+
+__all__ = ["forked_traces"]  # of every test of this folder
 
 
 @pytest.fixture(scope="session")
@@ -32,15 +33,12 @@ def runs(ranks: Ranks, request: pytest.FixtureRequest) -> Iterator[Runs]:
         print(f"\nwritten: {write(kept, ['pytest', *sys.argv[1:]])}")
 
 
-@pytest.fixture
-def forked_traces() -> Iterator[None]:
-    """What a rank of cp has is traced in processes that need not import torch."""
-    with mock.patch.object(tensor_parts, "Popen", Forked):
-        yield
-
-
 @pytest.fixture(scope="session", autouse=True)
 def record_matrices(request: pytest.FixtureRequest) -> Iterator[None]:
+    """In fp64 what parts from one device at all does so in the first steps; the others are for the
+    pages, and for the night."""
+    chosen = str(request.config.getoption("markexpr"))
+    matrix.are_all_steps_run = request.config.getoption("--record") or "not nightly" not in chosen
     yield
     if request.config.getoption("--record"):
         for runs in (

@@ -10,7 +10,7 @@ from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
 from tests.gloo.tensor_cases import training
 
-SIZES = {"layers": 4, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 48, "vocab": 259}
+SIZES = {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 48, "vocab": 259}
 LATENT = {
     "kv_heads": 4,
     "kv_lora_rank": 12,
@@ -62,16 +62,18 @@ def spec_of(
     shape: Mapping[str, Any] | None = None,
     **sections: Any,
 ) -> Spec:
-    """`placement` places axes of two ranks each, unless `degrees` says more."""
+    """`placement` places axes of two ranks each, unless `degrees` says more. Two layers, one of
+    them dense where a model has such a layer, and two for each of two stages."""
     placement = placement or {"dp_shard": "zero3"}
     order = ("pp", "dp_replicate", "dp_shard", "cp", "ep", "tp")
     mesh = {axis: (degrees or {}).get(axis, 2) for axis in order if axis in placement}
     samples = accumulate
     for axis in SAMPLES:
         samples *= mesh.get(axis, 1)
+    layers = {"layers": 4} if "pp" in placement else {}
     mapping: dict[str, Any] = {
         "name": model,
-        "model": {**SIZES, **MODELS[model], **(shape or {})},
+        "model": {**SIZES, **layers, **MODELS[model], **(shape or {})},
         "mesh": mesh,
         "placement": dict(placement),
         **training(samples),

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
 
+import torch.distributed as dist
 from pytest import MonkeyPatch
 
 from ptrain.train.options import parse
@@ -38,6 +39,14 @@ def of_no_launcher(words: tuple[str, ...]) -> Ended:
     with MonkeyPatch.context() as patch:
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
             patch.delenv(name, raising=False)
+        return trained(words)
+
+
+def as_torchrun_starts(words: tuple[str, ...]) -> Ended:
+    """The same, with the number of the rank and how many there are in the environment."""
+    with MonkeyPatch.context() as patch:
+        patch.setenv("RANK", str(dist.get_rank()))
+        patch.setenv("WORLD_SIZE", str(dist.get_world_size()))
         return trained(words)
 
 

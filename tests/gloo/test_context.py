@@ -14,7 +14,7 @@ from tests.gloo.context_cases import ATTENTIONS, HYBRID, VARIANTS, spec_of
 from tests.gloo.context_runs import MATRIX
 from tests.ranks import Ranks
 
-pytestmark = [pytest.mark.gloo, pytest.mark.usefixtures("forked_traces")]
+pytestmark = pytest.mark.gloo
 
 nightly = partial(pytest.param, marks=pytest.mark.nightly)
 

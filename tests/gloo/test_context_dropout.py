@@ -27,7 +27,7 @@ from tests.gloo.test_tensor_dropout import Drawn, train_and_keep_masks
 from tests.ranks import Ranks
 from tests.trajectories import compare, one_device
 
-pytestmark = [pytest.mark.gloo, pytest.mark.usefixtures("forked_traces")]
+pytestmark = pytest.mark.gloo
 
 SEQUENCE = 16
 Spans = Sequence[tuple[int, int]]

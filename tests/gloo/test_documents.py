@@ -15,7 +15,7 @@ from tests.gloo.pipeline_cases import SCHEDULES, layers_of
 from tests.gloo.pipeline_runs import MATRIX as STAGES
 from tests.ranks import Ranks
 
-pytestmark = [pytest.mark.gloo, pytest.mark.usefixtures("forked_traces")]
+pytestmark = pytest.mark.gloo
 
 nightly = partial(pytest.param, marks=pytest.mark.nightly)
 

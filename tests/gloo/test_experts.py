@@ -14,7 +14,7 @@ from tests.gloo.expert_cases import MODELS, spec_of
 from tests.gloo.expert_runs import MATRIX
 from tests.ranks import Ranks
 
-pytestmark = [pytest.mark.gloo, pytest.mark.usefixtures("forked_traces")]
+pytestmark = pytest.mark.gloo
 
 nightly = partial(pytest.param, marks=pytest.mark.nightly)
 

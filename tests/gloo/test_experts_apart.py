@@ -23,7 +23,7 @@ from tests.gloo.expert_cases import spec_of
 from tests.gloo.expert_rank_runs import MATRIX
 from tests.ranks import Ranks
 
-pytestmark = [pytest.mark.gloo, pytest.mark.usefixtures("forked_traces")]
+pytestmark = pytest.mark.gloo
 
 REST = {
     "ddp": "R,R,R,R",

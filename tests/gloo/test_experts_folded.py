@@ -17,7 +17,7 @@ from tests.gloo.expert_rank_runs import MATRIX
 from tests.gloo.test_experts_apart import KEPT, REST, loaded, some, trained
 from tests.ranks import Ranks
 
-pytestmark = [pytest.mark.gloo, pytest.mark.usefixtures("forked_traces")]
+pytestmark = pytest.mark.gloo
 
 EIGHT = {"experts": 8, "expert_groups": 4}  # of `deep`, whose six no four ranks have
 MODELS: Mapping[str, Mapping[str, Any]] = {
@@ -39,8 +39,7 @@ BESIDE: tuple[dict[str, str], ...] = (
 
 
 def folded(model: str, rest: str, tp: str, beside: Mapping[str, str] = {}, **more: Any) -> Spec:
-    layers = {} if "pp" in beside else {"layers": 2}
-    shape = {**MODELS[model], **layers, **more.pop("shape", {})}
+    shape = {**MODELS[model], **more.pop("shape", {})}
     placement = {**beside, "ep": REST[rest], "tp": tp}
     return spec_of(model, placement, shape=shape, tensor={"experts": "folded"}, **more)
 
@@ -107,7 +106,7 @@ def test_a_checkpoint_is_bitwise_the_same_on_ranks_with_other_experts(
     batch = {"global": 8, "micro": 1, "sequence": 16}
     first = folded("deep", "zero3", tp, batch=batch)
     placement = {"dp_shard": "zero3", "ep": REST["zero2"]}
-    then = spec_of("deep", placement, shape={**EIGHT, "layers": 2}, batch=batch)
+    then = spec_of("deep", placement, shape=EIGHT, batch=batch)
     for number, (saved, resumed) in enumerate(((first, then), (then, first))):
         folder = tmp_path / str(number)
         before = ranks.run(saved.world_size, trained, saved, str(folder))[0]

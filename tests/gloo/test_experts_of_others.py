@@ -19,7 +19,7 @@ from tests.gloo.tensor_cases import training
 from tests.gloo.test_experts_apart import REST
 from tests.ranks import Ranks
 
-pytestmark = [pytest.mark.gloo, pytest.mark.usefixtures("forked_traces")]
+pytestmark = pytest.mark.gloo
 
 SIZES = {
     "vocab_size": 259,

@@ -15,11 +15,13 @@ from ptrain.convert.adapters import Adapters
 from ptrain.convert.export import export
 from ptrain.convert.saved import SavedModel
 from ptrain.errors import SpecError
+from ptrain.facts.model import ModelFacts
 from ptrain.rooms.world import World
 from ptrain.simulation.execute import simulate
 from ptrain.spec.spec import Spec
 from ptrain.verification.reference import ReferenceTraining
 from tests import jobs
+from tests.gloo import sessions
 from tests.ranks import Ranks
 
 pytestmark = pytest.mark.gloo
@@ -66,9 +68,7 @@ def spec_of(strategy: str, model: str, *more: str) -> Spec:
     return ptrain.load(strategy, words).spec
 
 
-def _trained(strategy: str, model: str, *more: str) -> dict[str, Any]:
-    spec = spec_of(strategy, model, *more)
-    facts = ptrain.read_facts(spec, allow_import=True)
+def _trained(spec: Spec, facts: ModelFacts) -> dict[str, Any]:
     program = ptrain.interpret(spec, world=World.join(spec.timeout), allow_import=True)
     for step in range(STEPS):
         with ptrain.measure(program) as measurement:
@@ -107,12 +107,13 @@ def _require_the_same_training(ranks: Ranks, strategy: str, model: str, *more: s
     """On all ranks every byte is predicted, and what becomes of the model is what one device makes
     of it."""
     spec = spec_of(strategy, model, *more)
+    facts = ptrain.read_facts(spec, allow_import=True)
     device = ReferenceTraining(spec)
     initial = {name: tensor.clone() for name, tensor in device.parameters.items()}
     trained = {name for name, tensor in device.module.named_parameters() if tensor.requires_grad}
     for step in range(STEPS):
         device.updater.update(device.accumulate(step).sums, spec.optimizer.lr)
-    for report in ranks.run(spec.world_size, _trained, strategy, model, *more):
+    for report in ranks.run(spec.world_size, _trained, spec, facts):
         assert not report["failing"] and report["checks"] >= 9
         assert not report["off"]
         assert report["with state"] == {name for name in report["model"] if name in trained}
@@ -266,7 +267,8 @@ def test_fake_ranks_hold_and_send_what_was_derived(words: list[str]) -> None:
 
 
 def test_units_that_gradients_pass_by_are_exact_under_ddp(ranks: Ranks) -> None:
-    for report in ranks.run(2, _trained, "ddp", "adapted", "model.arguments.without=2"):
+    spec = spec_of("ddp", "adapted", "model.arguments.without=2")
+    for report in ranks.run(2, _trained, spec, ptrain.read_facts(spec, allow_import=True)):
         assert not report["failing"]
 
 
@@ -279,35 +281,35 @@ def test_units_that_gradients_pass_by_are_exact_under_ddp(ranks: Ranks) -> None:
     ],
 )
 def test_a_checkpoint_has_them_too_and_another_placement_continues_it(
-    tmp_path: Path, first: str, second: str, layout: str
+    ranks: Ranks, tmp_path: Path, first: str, second: str, layout: str
 ) -> None:
     target = "model={target: tests.models_frozen:adapted}"
     words = [target, BATCH, f"precision.layout={layout}", "--allow-import", "eval.every=0"]
 
     def trained(strategy: str, name: str, *more: str) -> dict[int, float]:
-        code, job = jobs.run(
-            ["train", *strategy.split(), *words, *more, "log.every=1", "--run-dir", name],
-            cwd=tmp_path,
-        )
-        assert code == 0, job.error
+        given = (*strategy.split(), *words, *more, "log.every=1")
+        for end in sessions.train(ranks, 2, *given, folder=tmp_path / name):
+            assert end.code == 0, end.error
         return jobs.losses(tmp_path / name)
 
     trained(first, "begun", "train.steps=4", "checkpoint.at_end=true")
-    goes_on = trained(second, "goes-on", "train.steps=6", "--resume", "begun")
+    goes_on = trained(second, "goes-on", "train.steps=6", "--resume", str(tmp_path / "begun"))
     at_once = trained(second, "at-once", "train.steps=6")
     tolerance = 1e-5 if layout == "fp32" else 1e-2
     assert {*goes_on} == {5, 6}
     assert all(abs(goes_on[step] - at_once[step]) < tolerance for step in goes_on)
 
 
-def test_adapters_leave_as_a_folder_of_transformers_or_as_one_of_peft(tmp_path: Path) -> None:
+def test_adapters_leave_as_a_folder_of_transformers_or_as_one_of_peft(
+    ranks: Ranks, tmp_path: Path
+) -> None:
     peft = pytest.importorskip("peft")
     transformers = pytest.importorskip("transformers")
     words = ["model={target: tests.models_frozen:lora}", BATCH, "train.steps=3", "eval.every=0"]
     words += ["optimizer.lr=0.1", "optimizer.schedule.warmup=0", "--allow-import"]
-    saves = ["checkpoint.at_end=true", "--run-dir", "run"]
-    code, job = jobs.run(["train", "zero3", *words, *saves], cwd=tmp_path)
-    assert code == 0, job.error
+    words += ["checkpoint.at_end=true"]
+    for end in sessions.train(ranks, 2, "zero3", *words, folder=tmp_path / "run"):
+        assert end.code == 0, end.error
     saved = SavedModel(tmp_path / "run")
     (module, _), (plain, _) = (saved.built(allow_import=True) for _ in range(2))
     tokens = torch.arange(12).view(1, 12)
@@ -326,12 +328,11 @@ def test_adapters_leave_as_a_folder_of_transformers_or_as_one_of_peft(tmp_path: 
     torch.testing.assert_close(adapted(input_ids=tokens).logits, expected)
 
 
-def test_a_model_without_adapters_is_not_exported_as_one(tmp_path: Path) -> None:
+def test_a_model_without_adapters_is_not_exported_as_one(ranks: Ranks, tmp_path: Path) -> None:
     words = ["model.layers=1", "train.steps=1", "eval.every=0", "checkpoint.at_end=true"]
-    code, job = jobs.run(
-        ["train", "ddp", "mesh.dp_replicate=1", *words, "--run-dir", "run"], cwd=tmp_path
-    )
-    assert code == 0, job.error
+    one = ("ddp", "mesh.dp_replicate=1", *words)
+    (end,) = sessions.train(ranks, 1, *one, folder=tmp_path / "run")
+    assert end.code == 0, end.error
     with pytest.raises(SpecError, match="Transformer has no adapters of peft"):
         export(tmp_path / "run", tmp_path / "out", adapters=Adapters.MERGED)
     assert not (tmp_path / "out").exists()

@@ -32,7 +32,7 @@ from tests.ranks import Ranks
 pytestmark = pytest.mark.gloo
 
 SMALL = (
-    "model={layers: 4, hidden: 32, heads: 4, kv_heads: 2, ffn: 64, vocab: 260}",
+    "model={layers: 2, hidden: 32, heads: 4, kv_heads: 2, ffn: 64, vocab: 260}",
     "batch.sequence=16",
     "batch.global=8",
     "batch.micro=2",

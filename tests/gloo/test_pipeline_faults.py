@@ -32,7 +32,7 @@ from tests import jobs
 
 pytestmark = pytest.mark.gloo
 
-TIMEOUT = 2.0  # seconds, which the neighbours wait
+TIMEOUT = 1.0  # seconds, which the neighbours wait
 BROKEN_AT = 2  # the micro-batch
 
 

@@ -19,7 +19,7 @@ from ptrain.steps.experts import token_places
 from ptrain.traces.facts import facts_of
 from tests.gloo.expert_cases import spec_of
 
-pytestmark = [pytest.mark.gloo, pytest.mark.usefixtures("forked_traces")]
+pytestmark = pytest.mark.gloo
 
 ZERO2, ZERO3 = "R,S,S,R", "S*,S,S,R"
 CASES: tuple[tuple[str, dict[str, str], dict[str, Any]], ...] = (

@@ -4,11 +4,14 @@ tracked run, and one that fails ends nothing. The libraries are stand-ins that w
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 
 from tests import jobs
+from tests.gloo import sessions
+from tests.ranks import Ranks
 
 pytestmark = pytest.mark.gloo
 
@@ -35,20 +38,34 @@ Settings = dict
 """
 
 
+def train_with_libraries(cwd: str, words: tuple[str, ...]) -> sessions.Ended:
+    """Train on this rank, in a folder whose `libraries` come before all installed ones."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(cwd)
+        patch.syspath_prepend(str(Path(cwd, "libraries")))
+        for name in ("mlflow", "wandb"):
+            patch.delitem(sys.modules, name, raising=False)
+        return sessions.as_torchrun_starts(words)
+
+
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+def trained(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """Two steps, and a third in a continuation; what both printed."""
     cwd = tmp_path_factory.mktemp("tracked")
     libraries = cwd / "libraries"
     libraries.mkdir()
     (libraries / "mlflow.py").write_text(MLFLOW)
     (libraries / "wandb.py").write_text(WANDB)
-    words = ("train", "zero1", *jobs.TINY, "log.trackers=[wandb,mlflow]", "checkpoint.at_end=true")
+    words = ("zero1", *jobs.TINY, "log.trackers=[wandb,mlflow]", "checkpoint.at_end=true")
     printed = ""
-    for more in (["train.steps=2"], ["train.steps=3", "--resume", "runs/latest"]):
-        with jobs.job([*words, *more], cwd=cwd, first=libraries) as job:
-            assert job.wait() == 0, job.error
-            printed += job.output
+    for name, more in (
+        ("runs/2-first", ["train.steps=2"]),
+        ("runs/2-then", ["train.steps=3", "--resume", "runs/2-first"]),
+    ):
+        given = (*words, *more, "--run-dir", name)
+        ends = ranks.run(2, train_with_libraries, str(cwd), given)
+        assert [end.code for end in ends] == [0, 0], ends[0].error
+        printed += "".join(end.output for end in ends)
     return cwd, printed
 
 

@@ -129,6 +129,7 @@ MODULES = SOURCES.modules
 CHECKED = MODULES | SOURCES.oracles
 PYTHON_FILES = SOURCES.python_files
 imports, tree, short = SOURCES.imports, SOURCES.parsed, SOURCES.short
+nodes = SOURCES.nodes
 
 
 def rank(module: str) -> int:
@@ -136,9 +137,16 @@ def rank(module: str) -> int:
 
 
 def calls(path: Path) -> Iterator[tuple[ast.Call, str]]:
-    for node in ast.walk(tree(path)):
-        if isinstance(node, ast.Call):
-            yield node, ast.unparse(node.func)
+    for node in nodes(path, ast.Call):
+        yield node, dotted(node.func)
+
+
+def dotted(node: ast.AST) -> str:
+    """`a.b.c` of names and attributes, else nothing."""
+    if isinstance(node, ast.Attribute):
+        value = dotted(node.value)
+        return f"{value}.{node.attr}" if value else ""
+    return node.id if isinstance(node, ast.Name) else ""
 
 
 def strategy_names() -> set[str]:
@@ -299,8 +307,8 @@ def test_a_wrap_answers_by_its_interface_alone(module):
     kinds = {"LocalGradients", "Replicate", "FullyShard", "FlatUnits"}
     if KNOW_WRAPS.fullmatch(module):
         return
-    for node in ast.walk(tree(MODULES[module])):
-        if isinstance(node, ast.ImportFrom) and node.module == "ptrain.steps.step":
+    for node in nodes(MODULES[module], ast.ImportFrom):
+        if node.module == "ptrain.steps.step":
             named = kinds & {alias.name for alias in node.names}
             assert not named, f"{module} names {sorted(named)}: ask the step, or the wrap"
 
@@ -352,22 +360,15 @@ def test_every_module_says_what_it_is_and_packages_hold_nothing_else(module):
 @of_all(sorted(MODULES))
 def test_no_module_holds_a_strategys_name(module):
     names = strategy_names()
-    held = {
-        node.value
-        for node in ast.walk(tree(MODULES[module]))
-        if isinstance(node, ast.Constant) and node.value in names
-    }
+    held = {node.value for node in nodes(MODULES[module], ast.Constant) if node.value in names}
     assert not held, f"{module} knows the strategies {sorted(held)}: drive it by modes instead"
 
 
 @of_all(sorted(set(MODULES) - LAZY))
 def test_imports_stand_at_the_top(module):
-    for node in ast.walk(tree(MODULES[module])):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            lazy = [
-                inner for inner in ast.walk(node) if isinstance(inner, ast.Import | ast.ImportFrom)
-            ]
-            assert not lazy, f"{module}: {node.name} imports lazily"
+    for node in nodes(MODULES[module], ast.FunctionDef, ast.AsyncFunctionDef):
+        lazy = [inner for inner in ast.walk(node) if isinstance(inner, ast.Import | ast.ImportFrom)]
+        assert not lazy, f"{module}: {node.name} imports lazily"
     called = {name for _, name in calls(MODULES[module])}
     assert not called & {"import_module", "importlib.import_module", "__import__"}, module
 
@@ -384,7 +385,7 @@ def test_nothing_executes_text_or_unpickles(path):
         weights_only = keywords.get("weights_only")
         assert not (isinstance(weights_only, ast.Constant) and not weights_only.value), short(path)
     if path.is_relative_to(PACKAGE):
-        for node in ast.walk(tree(path)):
+        for node in nodes(path, ast.Import, ast.ImportFrom):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             if SOURCES.name_of(path) not in UNPICKLERS:
@@ -393,27 +394,20 @@ def test_nothing_executes_text_or_unpickles(path):
 
 @of_all(sorted(set(MODULES) - BOUNDARY))
 def test_no_handler_catches_everything(module):
-    for node in ast.walk(tree(MODULES[module])):
-        if isinstance(node, ast.ExceptHandler):
-            kinds = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
-            caught = {ast.unparse(kind) if kind else "everything" for kind in kinds}
-            assert not caught & {"everything", "Exception", "BaseException"}, (
-                f"{module}:{node.lineno}"
-            )
+    for node in nodes(MODULES[module], ast.ExceptHandler):
+        kinds = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
+        caught = {ast.unparse(kind) if kind else "everything" for kind in kinds}
+        assert not caught & {"everything", "Exception", "BaseException"}, f"{module}:{node.lineno}"
 
 
 @of_all(sorted(set(MODULES) - ENVIRONMENT))
 def test_only_the_world_reads_the_environment(module):
-    for node in ast.walk(tree(MODULES[module])):
-        if isinstance(node, ast.Attribute):
-            assert ast.unparse(node) not in ("os.environ", "os.getenv"), f"{module}:{node.lineno}"
+    for node in nodes(MODULES[module], ast.Attribute):
+        assert dotted(node) not in ("os.environ", "os.getenv"), f"{module}:{node.lineno}"
 
 
 @of_all(MODULES)
 def test_the_context_axis_is_named_in_its_room_alone(module):
     path = MODULES[module]
-    named = any(
-        isinstance(node, ast.Attribute) and ast.unparse(node) == "Axis.CP"
-        for node in ast.walk(tree(path))
-    )
+    named = any(dotted(node) == "Axis.CP" for node in nodes(path, ast.Attribute))
     assert not named or re.fullmatch(NAMING_CONTEXT, module)

@@ -21,7 +21,7 @@ from ptrain.selection.recompute import useless_modes
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
 
-NUMBER, AT_ONCE, NIGHTLY = 300, 50, 3000
+NUMBER, AT_ONCE, NIGHTLY = 150, 50, 3000
 TUPLES = {
     "pp": ("S,S,S,R",),
     "dp_replicate": ("R,R,R,R", "R,S,R,R"),

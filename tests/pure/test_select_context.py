@@ -3,6 +3,8 @@ may be asked for."""
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 from ptrain.algebra.legality import is_sound
@@ -16,14 +18,14 @@ from ptrain.selection.task import SLACK
 from ptrain.spec.context import ContextAttention, Hybrid
 from ptrain.spec.load import load
 from ptrain.spec.placement import Axis
+from tests.pure.searches import without_known
 
 LONG = ("batch.sequence=32768", "batch.global=16")
 
 
 def ranking(*words, where=(), count=20):
-    return select(
-        "llama-tiny", (*LONG, *words), cluster="h100-8", devices=8, where=where, count=count
-    )
+    searched = partial(select, "llama-tiny", (*LONG, *words), cluster="h100-8", devices=8)
+    return without_known(partial(searched, where=where, count=count))
 
 
 def inner(sequence, devices=64):

@@ -19,6 +19,7 @@ from ptrain.spec.dials import GatherAfterUpdate, Overlap, ReduceScatterVia
 from ptrain.spec.load import load
 from ptrain.spec.placement import Axis, Tier
 from ptrain.spec.spec import Spec
+from tests.pure.searches import without_known
 
 _OPEN = "mesh.dp_shard=auto"
 
@@ -186,7 +187,7 @@ def test_a_schedule_that_is_written_is_that_of_every_pipeline_and_none_without_o
 def test_words_of_a_candidate_load_to_it(source, words):
     devices = 8 if source == "3d" else 4 if source == "hsdp" else 2
     chooser = Chooser(searched_job(source, [*words, "cluster.devices=8"], devices=devices), count=4)
-    for row in chooser.choose().ranking:
+    for row in without_known(chooser.choose).ranking:
         name, *said = words_of(chooser.job, row.spec)
         loaded = load(name, said).spec
         for field in ("factors", "batch", "sync", "unit", "overlap", "pipeline", "activations"):
@@ -207,7 +208,7 @@ def test_words_of_a_candidate_of_a_file_take_back_what_it_leaves_open(tmp_path):
     )
     file.write_text("\n".join(lines), encoding="utf-8")
     chooser = Chooser(searched_job(str(file), [], devices=2), count=20)
-    for row in chooser.choose().ranking:
+    for row in without_known(chooser.choose).ranking:
         name, *said = words_of(chooser.job, row.spec)
         loaded = load(name, said).spec
         for dial in ("unit", "overlap", "prefetch", "gather_after_update", "sync", "batch"):

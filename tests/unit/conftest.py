@@ -8,6 +8,9 @@ from typing import Any
 import pytest
 
 from tests.chat_folders import save_tokenizer
+from tests.forked import forked_traces
+
+__all__ = ["forked_traces"]  # of every test of this folder
 
 
 @pytest.fixture(scope="session")

@@ -9,6 +9,7 @@ from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
 from ptrain.traces import layer_rows, tensor_parts
 from ptrain.traces.facts import facts_of
+from tests.forked import nothing, patched
 
 nightly = pytest.mark.nightly
 
@@ -32,10 +33,8 @@ def spec_of(strategy: str, *changes: str) -> Spec:
 
 def with_all_layers(spec: Spec, monkeypatch: pytest.MonkeyPatch) -> ModelFacts:
     """Facts of which every layer has run, here and in the processes that play the ranks."""
-    monkeypatch.setattr(layer_rows, "alike", lambda *_: None)
-    patch = "\nfrom ptrain.traces import layer_rows\nlayer_rows.alike = lambda *_: None\nfrom "
-    answer = tensor_parts._ANSWER.replace("\nfrom ", patch, 1)
-    monkeypatch.setattr(tensor_parts, "_ANSWER", answer)
+    monkeypatch.setattr(layer_rows, "alike", nothing)
+    monkeypatch.setattr(tensor_parts, "Popen", patched(layer_rows__alike=nothing))
     tensor_parts._answers.cache_clear()
     return facts_of(spec)
 

@@ -15,6 +15,7 @@ from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
 from ptrain.traces import facts, tensor_parts
 from ptrain.traces.facts import facts_of
+from tests.forked import patched
 from tests.models_external import Necks
 from tests.unit.test_work import computing
 
@@ -59,9 +60,7 @@ def spec_of(model: str, strategy: str, *changes: str) -> Spec:
 def on_fake_tensors(spec: Spec, monkeypatch: pytest.MonkeyPatch) -> ModelFacts:
     """Here and in the processes that play the ranks of tp."""
     monkeypatch.setattr(tensor_parts, "REAL_BYTES", 0)
-    imported = "\nfrom ptrain.traces import tensor_parts\ntensor_parts.REAL_BYTES = 0\nfrom "
-    answer = tensor_parts._ANSWER.replace("\nfrom ", imported, 1)
-    monkeypatch.setattr(tensor_parts, "_ANSWER", answer)
+    monkeypatch.setattr(tensor_parts, "Popen", patched(tensor_parts__REAL_BYTES=0))
     tensor_parts._answers.cache_clear()
     return facts_of(spec)
 
@@ -207,9 +206,7 @@ def test_what_is_predicted_of_a_large_model_is_simulated(monkeypatch: pytest.Mon
 def all_are_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make each trace on real tensors count as slow, in the processes that play ranks too."""
     monkeypatch.setattr(tensor_parts, "QUICK_BYTES", 0)
-    imported = "\nfrom ptrain.traces import tensor_parts\ntensor_parts.QUICK_BYTES = 0\nfrom "
-    answer = tensor_parts._ANSWER.replace("\nfrom ", imported, 1)
-    monkeypatch.setattr(tensor_parts, "_ANSWER", answer)
+    monkeypatch.setattr(tensor_parts, "Popen", patched(tensor_parts__QUICK_BYTES=0))
     tensor_parts._answers.cache_clear()
 
 

@@ -24,6 +24,11 @@ from ptrain.train.session import _on_first
 from tests.models_external import pairs
 
 
+@pytest.fixture(autouse=True)
+def forked_traces() -> None:
+    """Here the processes are started as a user's are."""
+
+
 def spec_of(function: str, tp: int = 2, **arguments: Any) -> Spec:
     target = f"tests.models_external:{function}"
     mapping: dict[str, Any] = {

@@ -4,18 +4,18 @@ torch."""
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from ptrain.derivation import archive
 from ptrain.derivation.archive import TablePart
 from ptrain.derivation.tables import Place, Setting
+from ptrain.internals.dtensor import forget_shapes
 from ptrain.models.trace import Born, Completion, Died
 from ptrain.traces import context_tables, write
 from ptrain.traces.work_tables import PassTable
@@ -61,18 +61,20 @@ def test_the_committed_tables_are_what_the_command_writes(part, setting):
     assert written(part, setting) == stored
 
 
-# One process plays the first of the ranks that share the operators; torch has one world a process.
-_WRITE = """
-import json, sys
-from ptrain.derivation.archive import TablePart
-from ptrain.traces import write
-part, name, *ways = sys.argv[1:]
-maker, of_part = write.MAKERS[TablePart(part)]
-mesh = write.fake_mesh()
-settings = [s for s in of_part() if s.cut and s.name(TablePart(part)) == name]
-by_way = {s.way(TablePart(part)): s for s in settings}
-print(json.dumps({way: maker(by_way[way], mesh).build() for way in ways or by_way}))
-"""
+def written_of_cuts(part: TablePart, name: str, ways: list[str]) -> dict[str, Any]:
+    """In another process, as torch has one world a process: it plays the first of the ranks that
+    share the operators."""
+    mesh = write.fake_mesh()
+    maker, of_part = write.MAKERS[part]
+    settings = [s for s in of_part() if s.cut and s.name(part) == name]
+    by_way = {setting.way(part): setting for setting in settings}
+    try:
+        tables = {way: maker(by_way[way], mesh).build() for way in ways or by_way}
+    finally:
+        dist.destroy_process_group()
+        forget_shapes()  # which DTensor keeps with the group that is gone
+    again: dict[str, Any] = json.loads(json.dumps(tables))
+    return again
 
 
 def of_cuts() -> Iterator[Any]:
@@ -87,14 +89,12 @@ def of_cuts() -> Iterator[Any]:
 
 @pytest.mark.parametrize(("part", "name", "ways"), list(of_cuts()))
 def test_the_committed_tables_of_operators_that_are_cut_are_what_the_command_writes(
-    part, name, ways
+    ranks, part, name, ways
 ):
     stored = archive.table(part, name)
     if not torch.__version__.startswith(stored["plain"]["torch"]):
         pytest.skip("traced with another torch")
-    code = [sys.executable, "-c", _WRITE, part, name, *ways]
-    ended = subprocess.run(code, check=True, capture_output=True, text=True)
-    again = json.loads(ended.stdout.splitlines()[-1])
+    (again,) = ranks.run(1, written_of_cuts, part, name, ways)
     assert again and again == {way: stored[way] for way in again}
 
 

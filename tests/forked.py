@@ -1,26 +1,43 @@
 """Processes that trace what a rank of cp or tp has, forked from one that has imported torch.
 
-A user's are started anew, and spend three of four seconds on imports: in a matrix that would be
-most of the time. What they are asked, what they do and how their answers are taken is the same.
+A user's are started anew, and spend three of four seconds on imports: that would be most of a
+test's time. What they are asked, what they do and how their answers are taken is the same; they
+have the folder, the import path and the variables of the process that asks, as a user's have.
 """
 
 from __future__ import annotations
 
 import io
 import os
+import sys
+from collections.abc import Iterator, Mapping
 from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 from subprocess import TimeoutExpired
-from typing import Any
+from typing import Any, ClassVar
+from unittest import mock
 
+import pytest
+
+from ptrain.traces import tensor_parts
 from ptrain.traces.tensor_parts import main
 from ptrain.train.parent import die_with
 from tests.ranks import fork_server
 
 
+@pytest.fixture(autouse=True)
+def forked_traces() -> Iterator[None]:
+    """What a rank of cp or tp has is traced in processes that need not import torch."""
+    with mock.patch.object(tensor_parts, "Popen", Forked):
+        yield
+
+
 class Forked:
     """What `tensor_parts` uses of a Popen: a question is written, then the answer is awaited."""
+
+    patches: ClassVar[Mapping[str, Any]] = {}  # what another module has in the process, by name
 
     def __init__(self, *command: Any, **pipes: Any) -> None:
         self.stdin: _Question | None = _Question(self)
@@ -33,7 +50,9 @@ class Forked:
         """Fork the process that answers."""
         context = fork_server()
         self._pipe, theirs = context.Pipe(duplex=False)
-        self._process = context.Process(target=_answer, args=(question, theirs), daemon=True)
+        self._process = context.Process(
+            target=_answer, args=(question, _Begun.here(), self.patches, theirs), daemon=True
+        )
         self._process.start()
         theirs.close()
 
@@ -67,9 +86,42 @@ class _Question(io.StringIO):
         super().close()
 
 
-def _answer(question: str, pipe: Connection) -> None:
+@dataclass(frozen=True)
+class _Begun:
+    """What a process that is started takes over from the one that starts it."""
+
+    folder: str
+    path: list[str]
+    variables: dict[str, str]
+
+    @classmethod
+    def here(cls) -> _Begun:
+        return cls(os.getcwd(), [*sys.path], dict(os.environ))
+
+    def take_over(self) -> None:
+        os.chdir(self.folder)
+        sys.path[:] = self.path
+        os.environ.clear()
+        os.environ.update(self.variables)
+
+
+def patched(**patches: Any) -> type[Forked]:
+    """Return processes in which modules have other values, by `module__name` within ptrain.traces:
+    `patched(on_fakes__REAL_BYTES=0)`."""
+    names = {f"ptrain.traces.{name.replace('__', '.')}": patches[name] for name in patches}
+    return type("Patched", (Forked,), {"patches": names})
+
+
+def nothing(*_: Any) -> None:
+    """Do nothing, in place of a function."""
+
+
+def _answer(question: str, begun: _Begun, patches: Mapping[str, Any], pipe: Connection) -> None:
     """Answer in this process, and leave it without exit handlers."""
     die_with(os.getppid())
+    begun.take_over()
+    for name, value in patches.items():
+        mock.patch(name, value).start()
     output, errors = io.StringIO(), io.StringIO()
     with redirect_stdout(output), redirect_stderr(errors):
         code = main([question])
