@@ -107,7 +107,7 @@ class _Begun:
 
 def patched(**patches: Any) -> type[Forked]:
     """Return processes in which modules have other values, by `module__name` within ptrain.traces:
-    `patched(on_fakes__REAL_BYTES=0)`."""
+    `patched(tensor_parts__REAL_BYTES=0)`."""
     names = {f"ptrain.traces.{name.replace('__', '.')}": patches[name] for name in patches}
     return type("Patched", (Forked,), {"patches": names})
 
