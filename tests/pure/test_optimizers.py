@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 
 import pytest
-from ptrain.facts.operators import Operator
 
 from ptrain.derivation.ghosts.in_place import InPlace
 from ptrain.derivation.ghosts.wrapping import Wrapped
+from ptrain.facts.model import Operator
 from ptrain.spec.optimizers import OPTIMIZERS
 from ptrain.spec.precision import FP32, LAYOUTS, DType
 from ptrain.spec.rates import OperatorKind
