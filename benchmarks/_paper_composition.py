@@ -11,9 +11,9 @@ from _claims import PARTS, Claim, Said, claim
 
 from ptrain.algebra.legality import require
 from ptrain.axes.pipeline.catalogue import schedule
-from ptrain.axes.pipeline.holdings import most_held
 from ptrain.axes.pipeline.schedule import PipelineShape
 from ptrain.axes.pipeline.simulate import Simulation, simulate
+from ptrain.axes.pipeline.stage_facts import most_held
 from ptrain.costs import State
 from ptrain.derivation.estimate import Derivation, derive
 from ptrain.derivation.interconnect import link

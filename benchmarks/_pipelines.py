@@ -11,9 +11,9 @@ from _tables import table
 from ptrain.algebra.legality import require
 from ptrain.axes.pipeline.catalogue import SCHEDULES, schedule
 from ptrain.axes.pipeline.cost import ClosedForm, Relation
-from ptrain.axes.pipeline.holdings import most_held, transfers
 from ptrain.axes.pipeline.schedule import PipelineShape, StageCost
 from ptrain.axes.pipeline.simulate import simulate
+from ptrain.axes.pipeline.stage_facts import most_held, transfers
 from ptrain.costs import Collective, Traffic, busiest
 from ptrain.derivation.estimate import derive
 from ptrain.derivation.interconnect import link

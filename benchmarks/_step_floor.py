@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from ptrain.derivation.clock import Clock
-from ptrain.derivation.network import Network
+from ptrain.derivation.interconnect import Network
 from ptrain.facts.model import LayerWork, ModelWork, PassWork
 from ptrain.rates.pace import around
 from ptrain.selection.choose import Chooser

@@ -20,7 +20,7 @@ from torch.utils.flop_counter import (
 from ptrain.costs import Phase
 from ptrain.data.sampler import LocalBatch
 from ptrain.interpreter.program import Program
-from ptrain.models.chunked import can_fuse
+from ptrain.models.objective import can_fuse
 
 Shape = tuple[int, ...]
 

@@ -16,12 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ptrain.calibration.bench import Bench, RateSheet, Work, compute
-from ptrain.calibration.points import Points
+from ptrain.calibration.bench import Bench, Points, RateSheet, Work, compute
 from ptrain.costs import Collective, State
 from ptrain.rooms.comm import all_gather, all_reduce, reduce_scatter
 from ptrain.rooms.registry import Registry
-from ptrain.rooms.tiers import Tiers
+from ptrain.rooms.torch import Tiers
 from ptrain.spec.dials import ReduceScatterVia
 from ptrain.spec.placement import Tier
 

@@ -22,8 +22,7 @@ from ptrain.axes.pipeline.run.stage import BoundaryTensor, LocalStage, PassCallb
 from ptrain.axes.pipeline.schedule import Action
 from ptrain.axes.pipeline.stage_facts import chain_of, stages_of
 from ptrain.axes.tensor.run.apply import parallelize
-from ptrain.calibration.bench import Bench, Between, RateSheet
-from ptrain.calibration.points import Points
+from ptrain.calibration.bench import Bench, Between, Points, RateSheet
 from ptrain.costs import Collective, Phase
 from ptrain.facts.model import ModelFacts
 from ptrain.facts.stages import Units

@@ -20,8 +20,7 @@ from torch import nn
 
 from ptrain.activations.run.apply import keep
 from ptrain.axes.pipeline.run.passes import backward_input, backward_weight
-from ptrain.calibration.bench import Bench, RateSheet
-from ptrain.calibration.points import Points
+from ptrain.calibration.bench import Bench, Points, RateSheet
 from ptrain.derivation.estimate import derive
 from ptrain.derivation.work import model_work
 from ptrain.facts.model import LayerWork, Operator, PassWork
@@ -31,7 +30,7 @@ from ptrain.models.units import blocks_of
 from ptrain.models.work import sizes_of
 from ptrain.rates.pace import around
 from ptrain.rooms.registry import Registry
-from ptrain.rooms.tiers import Tiers
+from ptrain.rooms.torch import Tiers
 from ptrain.spec.activations import FULL, PLAIN, SELECTIVE, Kept
 from ptrain.spec.load import load
 from ptrain.spec.model import ModelShape

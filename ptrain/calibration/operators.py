@@ -14,8 +14,15 @@ import torch.nn.functional as F
 from torch import nn
 
 from ptrain.axes.data.run.flat import ParameterWrap
-from ptrain.calibration.bench import Bench, RateSheet, Work
-from ptrain.calibration.points import AttentionShape, Points, ProductShape, factors_of
+from ptrain.calibration.bench import (
+    AttentionShape,
+    Bench,
+    Points,
+    ProductShape,
+    RateSheet,
+    Work,
+    factors_of,
+)
 from ptrain.interpreter.clip import global_norm, scale_down
 from ptrain.models.numerics import TORCH_DTYPES
 from ptrain.models.units import ROOT

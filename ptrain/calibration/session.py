@@ -11,13 +11,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ptrain.calibration.bench import Bench, RateSheet
+from ptrain.calibration.bench import BRIEF, GPUS, PROCESSORS, Bench, RateSheet
 from ptrain.calibration.collectives import collectives, copies, lateness, peers_of
 from ptrain.calibration.hooks import hooks
 from ptrain.calibration.host import host
 from ptrain.calibration.operators import attention, memory_bound, products, updates
 from ptrain.calibration.options import SECONDS, CalibrationOptions
-from ptrain.calibration.points import BRIEF, GPUS, PROCESSORS
 from ptrain.calibration.write import MeasuredPart, base_of, conclude, require_writable
 from ptrain.codec import encode
 from ptrain.processor import cores

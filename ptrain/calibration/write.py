@@ -20,7 +20,7 @@ from ptrain.costs import Collective
 from ptrain.errors import SpecError, refused
 from ptrain.installed import versions
 from ptrain.processor import cores, physical_memory
-from ptrain.rates.links import bus_factor
+from ptrain.rates.pace import bus_factor
 from ptrain.spec.cluster import Cluster
 from ptrain.spec.leaf import Leaf
 from ptrain.spec.load import load

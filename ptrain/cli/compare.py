@@ -11,8 +11,14 @@ from ptrain.cli.arguments import add_spec_arguments, print_json
 from ptrain.cli.predict import as_record as predicted_record
 from ptrain.cli.predict import predicted
 from ptrain.errors import VerdictFailed, refused
-from ptrain.report.comparison import compare_records, exceeded, limits
-from ptrain.report.comparison_text import as_markdown, as_record, as_text
+from ptrain.report.comparison import (
+    as_markdown,
+    as_record,
+    as_text,
+    compare_records,
+    exceeded,
+    limits,
+)
 from ptrain.report.recorded import Recorded, recorded
 from ptrain.spec.load import split_arguments
 from ptrain.spec.names import SPEC_FOLDERS, listing

@@ -18,8 +18,7 @@ from ptrain.cli.predict import facts_of
 from ptrain.errors import PtrainError, refused
 from ptrain.facts.model import ModelFacts
 from ptrain.plan.lower import own_facts
-from ptrain.report.selection import TOP, as_spec, described, selection_text
-from ptrain.report.selection_record import as_csv, as_record
+from ptrain.report.selection import TOP, as_csv, as_record, as_spec, described, selection_text
 from ptrain.selection.algorithm1 import (
     Answer,
     algorithm1,

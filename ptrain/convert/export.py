@@ -33,7 +33,7 @@ from ptrain.models.initialize import (
     stored_rows,
 )
 from ptrain.models.pretrained import INDEX, WHOLE, PretrainedFolder
-from ptrain.models.published_names import StoredTensor, stored
+from ptrain.models.published_config import StoredTensor, stored
 from ptrain.report.heading import model_name
 from ptrain.spec.block import BlockOptions
 from ptrain.spec.model import Attention, ExternalModel, HuggingFaceModel, ModelShape

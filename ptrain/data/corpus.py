@@ -32,13 +32,12 @@ from ptrain.data.source import SampleSource, Split
 from ptrain.data.tokens import START, TARGET, VOCAB, encode, mask_beside, open_mask, open_tokens
 from ptrain.errors import Fault, SpecError, refused
 from ptrain.models.dataset import dataset_of
-from ptrain.models.loss import IGNORED
-from ptrain.models.objective import in_dtype_of
+from ptrain.models.objective import IGNORED, in_dtype_of
 from ptrain.spec.function import UserFunction
 from ptrain.spec.job import DataSpec
 from ptrain.spec.model import ExternalModel, ModelShape, ModelSpec
-from ptrain.spec.sources import DataSource, quotas
 from ptrain.spec.spec import Spec
+from ptrain.spec.text import DataSource, quotas
 
 _ROUNDS = 6
 _MASK = 2**64 - 1

@@ -26,8 +26,14 @@ from ptrain.data.source import SampleSource, Split
 from ptrain.errors import SpecError, refused
 from ptrain.models.described import kind_of
 from ptrain.models.launch import sent_to
-from ptrain.models.loss import IGNORED
-from ptrain.models.objective import SampleBatch, StepBatch, in_dtype_of, of_tokens, sample_batch
+from ptrain.models.objective import (
+    IGNORED,
+    SampleBatch,
+    StepBatch,
+    in_dtype_of,
+    of_tokens,
+    sample_batch,
+)
 from ptrain.spec.batch import Batch
 from ptrain.spec.spec import Spec
 

@@ -14,7 +14,7 @@ from functools import cache, cached_property
 from itertools import starmap
 from typing import Any
 
-from ptrain.axes.context.part import ContextPart
+from ptrain.axes.context.attention import ContextPart
 from ptrain.costs import Collective
 from ptrain.derivation.archive import TablePart
 from ptrain.derivation.tables import Setting, content, table

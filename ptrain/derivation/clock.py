@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 
 from ptrain.costs import Collective, Phase, Spent, StepTime, TimeKey, TimeRow
-from ptrain.derivation.network import Network
+from ptrain.derivation.interconnect import Network
 from ptrain.facts.model import InnerCollective, Operator, PassWork
 from ptrain.optimizers.ghost import muon_operators
 from ptrain.rates.pace import (

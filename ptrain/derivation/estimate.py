@@ -34,7 +34,6 @@ from ptrain.derivation.ghosts.table import wrapping
 from ptrain.derivation.ghosts.wrapping import Wrapping
 from ptrain.derivation.in_flight import fullest_of, in_flight
 from ptrain.derivation.interconnect import warnings
-from ptrain.derivation.kernels import kernel_warnings, unclaimed
 from ptrain.derivation.layers import drops_in_parts, is_tabulated
 from ptrain.derivation.machine import Machine, machine_of
 from ptrain.derivation.memory import resident, startup_bytes
@@ -44,6 +43,7 @@ from ptrain.derivation.paper import paper
 from ptrain.derivation.parts import RanksPart, joined, parts_of_ranks
 from ptrain.derivation.tables import setting_of
 from ptrain.derivation.timeline import Replay, replay
+from ptrain.derivation.workspaces import kernel_warnings, unclaimed
 from ptrain.errors import refused
 from ptrain.facts.model import ModelFacts
 from ptrain.plan.lower import lower, own_facts

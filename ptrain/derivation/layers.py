@@ -24,8 +24,7 @@ from functools import cache, lru_cache
 from itertools import groupby
 from typing import Any
 
-from ptrain.axes.context.attention import context_of
-from ptrain.axes.context.part import part_at
+from ptrain.axes.context.attention import context_of, part_at
 from ptrain.derivation import archive, blocks, tables
 from ptrain.derivation.archive import TablePart
 from ptrain.derivation.attention import is_by_operators

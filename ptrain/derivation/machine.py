@@ -11,7 +11,7 @@ from ptrain.axes.pipeline.stage_facts import chain_of
 from ptrain.costs import StepTime
 from ptrain.derivation.clock import Clock, LaneSpan
 from ptrain.derivation.computing import Timing, block_names
-from ptrain.derivation.network import Network
+from ptrain.derivation.interconnect import Network
 from ptrain.derivation.pipeline import message_bytes
 from ptrain.derivation.pipeline_time import PipelineTiming
 from ptrain.derivation.work import model_work, why_unknown

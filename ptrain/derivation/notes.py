@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import product
 
 from ptrain.axes.data.cost import reductions
-from ptrain.axes.pipeline.holdings import stage_gathers
 from ptrain.axes.pipeline.schedule import Schedule
+from ptrain.axes.pipeline.stage_facts import stage_gathers
 from ptrain.axes.tensor.cost import cut_dims
 from ptrain.costs import Collective, Phase, Traffic
 from ptrain.derivation.ghosts.table import wrapping

@@ -10,8 +10,7 @@ from ptrain.by_rank import of_own
 from ptrain.costs import Estimate
 from ptrain.derivation import tensor
 from ptrain.derivation.machine import slowest
-from ptrain.facts.model import ModelFacts
-from ptrain.facts.rows_timeline import RowsTimeline
+from ptrain.facts.model import ModelFacts, RowsTimeline
 from ptrain.spec.placement import Axis
 from ptrain.spec.spec import Spec, positions
 from ptrain.steps.experts import ByLayer, token_places

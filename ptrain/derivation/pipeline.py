@@ -19,9 +19,15 @@ from itertools import chain
 from ptrain.axes.context.cost import own_kept
 from ptrain.axes.context.cost import sent as sent_over_context
 from ptrain.axes.expert.cost import sent as sent_to_experts
-from ptrain.axes.pipeline.holdings import Transfer, stage_gathers, transfers
 from ptrain.axes.pipeline.schedule import Schedule
-from ptrain.axes.pipeline.stage_facts import chain_of, stage_facts, stage_roles
+from ptrain.axes.pipeline.stage_facts import (
+    Transfer,
+    chain_of,
+    stage_facts,
+    stage_gathers,
+    stage_roles,
+    transfers,
+)
 from ptrain.axes.ring import Calls, Group, group_over
 from ptrain.by_rank import ByRank, rows_by_rank
 from ptrain.costs import Collective, Footprint, Phase, State, Traffic, add_traffic

@@ -18,7 +18,7 @@ from enum import StrEnum
 from functools import cache, cached_property
 from typing import Any
 
-from ptrain.axes.context.part import ContextPart
+from ptrain.axes.context.attention import ContextPart
 from ptrain.axes.tensor.cost import Cut
 from ptrain.derivation import archive
 from ptrain.derivation.archive import TablePart

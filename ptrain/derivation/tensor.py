@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache
 
-from ptrain.axes.context.part import ContextPart, part_at
+from ptrain.axes.context.attention import ContextPart, part_at
 from ptrain.axes.expert.form import with_own_experts
 from ptrain.axes.pipeline.catalogue import schedule_of
 from ptrain.axes.ring import Calls, Group

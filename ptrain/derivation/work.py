@@ -12,7 +12,7 @@ from functools import cache
 from itertools import groupby
 from typing import Any
 
-from ptrain.axes.context.part import ContextKind, ContextPart
+from ptrain.axes.context.attention import ContextKind, ContextPart
 from ptrain.costs import Collective
 from ptrain.derivation import archive, blocks, tables
 from ptrain.derivation.archive import TablePart

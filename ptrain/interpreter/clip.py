@@ -24,7 +24,7 @@ from ptrain.axes.data.run.target import NamedTarget
 from ptrain.costs import State
 from ptrain.models.tags import is_tagged, tier_of
 from ptrain.rooms.mesh import Mesh
-from ptrain.rooms.tiers import Tiers, alike, cast
+from ptrain.rooms.torch import Tiers, alike, cast
 from ptrain.spec.placement import Axis, Tier, without
 from ptrain.spec.precision import INITIAL_SCALE, SCALE_BACKOFF, SCALE_GROWTH, SCALE_INTERVAL
 from ptrain.steps.step import LONG_NORM, NORM_ROW, Clip

@@ -34,14 +34,12 @@ from ptrain.facts.model import Attending, ModelFacts
 from ptrain.facts.stages import Chain, Stage
 from ptrain.internals.fakes import detect_fake_mode
 from ptrain.interpreter.clip import Clipping, LossScale
-from ptrain.interpreter.loss import Loss, StepLoss
-from ptrain.interpreter.passes import Enter, PassRunner
-from ptrain.models.chunked import LossInside
+from ptrain.interpreter.loss import Enter, Loss, PassRunner, StepLoss
 from ptrain.models.drawn import DrawnWeights
 from ptrain.models.initialize import InitialValues, ModuleWeights, cast, keeps_its_weights
 from ptrain.models.moe import Gate
 from ptrain.models.numerics import TORCH_DTYPES
-from ptrain.models.objective import StepBatch
+from ptrain.models.objective import LossInside, StepBatch
 from ptrain.models.units import ROOT
 from ptrain.optimizers.update import TargetsUpdate
 from ptrain.rooms.mesh import Mesh

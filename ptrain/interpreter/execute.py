@@ -24,16 +24,14 @@ from ptrain.errors import BrokenPlan
 from ptrain.interpreter.clip import Clipping, LossScale
 from ptrain.interpreter.construction import Balancing, Construction, Workpiece, cut_into_stages
 from ptrain.interpreter.look import Filling
-from ptrain.interpreter.loss import Loss, StepLoss
-from ptrain.interpreter.passes import Enter, InTurn
+from ptrain.interpreter.loss import Enter, InTurn, Loss, StepLoss
 from ptrain.models.balance import scale_losses
 from ptrain.models.numerics import TORCH_DTYPES
 from ptrain.models.units import ROOT
 from ptrain.optimizers.torch import TorchRules
 from ptrain.optimizers.update import TargetsUpdate
 from ptrain.rooms.mesh import Mesh
-from ptrain.rooms.tiers import Tiers
-from ptrain.rooms.torch import TorchRoom
+from ptrain.rooms.torch import Tiers, TorchRoom
 from ptrain.steps.experts import ExpertParallel
 from ptrain.steps.kind import PlanStep, Ran
 from ptrain.steps.step import (

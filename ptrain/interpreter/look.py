@@ -33,7 +33,6 @@ from ptrain.models.balance import weigh
 from ptrain.models.boundary import boundary, said
 from ptrain.models.drawn import DrawnWeights, LookedWeights, build_drawn
 from ptrain.models.facts import head_of, untraced_facts
-from ptrain.models.hollow import NeedsValues, hollow
 from ptrain.models.initialize import (
     InitialValues,
     ModuleWeights,
@@ -44,6 +43,7 @@ from ptrain.models.initialize import (
     reset_buffers,
 )
 from ptrain.models.ledger import local
+from ptrain.models.meta import NeedsValues, hollow
 from ptrain.models.numerics import TORCH_DTYPES
 from ptrain.models.units import ROOT
 from ptrain.models.window import Window, overlaps, rows

@@ -24,7 +24,7 @@ from ptrain.internals import process_groups
 from ptrain.internals.dispatch import without_modes
 from ptrain.interpreter.program import Program
 from ptrain.meters import holdings
-from ptrain.meters.digest import digests, of_bytes
+from ptrain.meters.randomness import digests, of_bytes
 from ptrain.meters.replicas import SupportsGather
 from ptrain.meters.traffic import SILENT, group_of
 from ptrain.models.ledger import OperatorMode, storage_of

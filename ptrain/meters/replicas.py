@@ -19,9 +19,8 @@ import torch
 from ptrain.internals.dispatch import without_modes
 from ptrain.interpreter.program import Program
 from ptrain.meters import holdings
-from ptrain.meters.digest import digests, kind, of_bytes
 from ptrain.meters.holdings import Holding
-from ptrain.meters.randomness import drawn
+from ptrain.meters.randomness import digests, drawn, kind, of_bytes
 from ptrain.report.copies import Copy, alike_apart, culprit, differing, holders
 from ptrain.report.finding import Culprit, Departure, Moment, Subject, Way
 

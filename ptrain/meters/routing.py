@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from ptrain.costs import Phase
 from ptrain.internals.dispatch import without_modes
 from ptrain.interpreter.program import Program
+from ptrain.models.dropless import RoutedRows
 from ptrain.models.moe import ExpertPlaces, Gate
 from ptrain.models.recomputing import runs_again
-from ptrain.models.routed_rows import RoutedRows
 from ptrain.report.routing import LayerRouting
 from ptrain.spec.placement import without
 from ptrain.spec.routing import Histogram

@@ -19,12 +19,10 @@ from torch import Tensor, nn
 
 from ptrain.errors import SpecError, refused
 from ptrain.facts.model import Attending, AttendingModule, AttentionHeads
-from ptrain.models.buffers import copied_buffers
 from ptrain.models.chain import TOKENS
 from ptrain.models.contract import forward_of, require_logits
 from ptrain.models.dropout import DropoutCall, dropout_by
-from ptrain.models.generators import forked
-from ptrain.models.modes import in_mode
+from ptrain.models.modes import copied_buffers, forked, in_mode
 from ptrain.models.roles import named_in_spec
 from ptrain.models.transformer import Transformer
 from ptrain.spec.spec import Spec

@@ -1,6 +1,11 @@
 """Losses of a router: they pass by what the model returns, and begin where the router is.
 
 Legend of shape suffixes: B samples, T tokens, E experts, K experts of a token.
+
+What a layer of experts asks of all tokens of its samples: how often each expert was chosen, and
+how often before. Where a rank has all of them, it asks nobody.
+
+Legend of shape suffixes: B samples, K choices of a token, T tokens, E experts.
 """
 
 from __future__ import annotations
@@ -10,9 +15,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ptrain.models.sample_tokens import SampleTokens
 from ptrain.spec.experts import Router
 from ptrain.spec.model import ModelShape
+
+
+class SampleTokens:
+    """The tokens of samples that a rank has: all. `slices` are those that a sample's are cut
+    into."""
+
+    slices = 1
+
+    def summed(self, counts_BE: Tensor) -> Tensor:
+        """Return the counts of all tokens, of those of the rank's own."""
+        return counts_BE
+
+    def before(self, before_BKT: Tensor, chosen_BKT: Tensor, *, num_experts: int) -> Tensor:
+        """Return how many choices of all tokens fall on a choice's expert before it, of those of
+        the rank's own that do: first choices come before second ones, earlier tokens before later
+        ones."""
+        return before_BKT
 
 
 class Balance(nn.Module):

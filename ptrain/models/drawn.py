@@ -20,16 +20,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ptrain.internals.initialization import truncated_normal_as
-from ptrain.models.hollow import (
+from ptrain.models.meta import (
     Build,
     NeedsValues,
     empty_parameter,
     has_memory,
     require_hollow,
     run_constructor,
+    storage_key,
     without_values,
+    written_tensors,
 )
-from ptrain.models.meta import storage_key, written_tensors
 from ptrain.models.window import Window, narrowed
 
 MOST_KEPT = 2**26  # bytes of values that nothing recorded, as from a file: they are kept

@@ -23,15 +23,14 @@ from ptrain.facts.parameters import expert_modules
 from ptrain.models.attending import attending_of
 from ptrain.models.boundary import boundary, said
 from ptrain.models.chain import chain_of_module, sample
-from ptrain.models.chunked import can_fuse
 from ptrain.models.contract import logits_of
+from ptrain.models.dropless import NUMBER
 from ptrain.models.dropout import drops_out
 from ptrain.models.huggingface import ignored_fields
 from ptrain.models.ledger import storage_of
-from ptrain.models.objective import sample_bytes
+from ptrain.models.objective import can_fuse, sample_bytes
 from ptrain.models.one_pass import OnePass
 from ptrain.models.roles import cutting_of_module, named_in_spec, names_of_experts
-from ptrain.models.routed_rows import NUMBER
 from ptrain.models.transformer import Transformer
 from ptrain.models.units import ROOT, blocks_of, unit_modules
 from ptrain.spec.model import HuggingFaceModel, ModelShape

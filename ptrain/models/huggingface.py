@@ -22,9 +22,8 @@ from torch import Tensor, nn
 from ptrain.errors import Fault, SpecError, refused
 from ptrain.internals.fakes import detect_fake_mode
 from ptrain.models.boundary import boundary
-from ptrain.models.experts import EXPERTS, experts_setting
-from ptrain.models.hollow import has_memory
-from ptrain.models.published_config import faults_of_class, taken
+from ptrain.models.meta import has_memory
+from ptrain.models.published_config import EXPERTS, experts_setting, faults_of_class, taken
 from ptrain.spec.extras import require_transformers
 from ptrain.spec.model import Attention, HuggingFaceModel
 from ptrain.spec.slips import near_word

@@ -49,7 +49,7 @@ from ptrain.models.external import build_external
 from ptrain.models.huggingface import as_saved, build_hugging_face, is_of_transformers
 from ptrain.models.meta import materialize_built_on_meta
 from ptrain.models.pretrained import PretrainedFolder, require_weights, weights_of
-from ptrain.models.published_names import StoredPiece
+from ptrain.models.published_config import StoredPiece
 from ptrain.models.transformer import Transformer
 from ptrain.models.window import Window, narrowed, whole
 from ptrain.spec.block import Norm

@@ -18,11 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ptrain.models.balance import Balance, with_loss
+from ptrain.models.balance import Balance, SampleTokens, with_loss
 from ptrain.models.dropless import Journey, dropless, grouped_product
 from ptrain.models.numerics import widen
 from ptrain.models.recomputing import runs_again
-from ptrain.models.sample_tokens import SampleTokens
 from ptrain.spec.block import Activation, Bias
 from ptrain.spec.experts import Router
 from ptrain.spec.model import ModelShape

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ptrain.errors import refused
-from ptrain.models.published_names import StoredPiece, StoredTensor, stored
+from ptrain.models.published_config import StoredPiece, StoredTensor, stored
 from ptrain.models.window import Window, stretches
 from ptrain.spec.model import ModelShape
 from ptrain.spec.resolve_sections import CONFIG

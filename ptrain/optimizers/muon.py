@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ptrain.rooms.tiers import alike, cast
+from ptrain.rooms.torch import alike, cast
 
 # The quintic iteration X <- aX + (bA + cA^2) X with A = X X^T, its slope at 0 as large as it can be
 # while singular values stay around 1 (K. Jordan 2024).

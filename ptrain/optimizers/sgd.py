@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch.optim.optimizer import ParamsT
 
-from ptrain.rooms.tiers import alike
+from ptrain.rooms.torch import alike
 
 
 class SGD(torch.optim.Optimizer):

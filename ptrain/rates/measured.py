@@ -18,8 +18,7 @@ from typing import Any
 
 from ptrain.costs import Collective
 from ptrain.facts.model import Operator
-from ptrain.rates.links import LinkRate, link_seconds
-from ptrain.rates.pace import Pace, UnknownRate
+from ptrain.rates.pace import LinkRate, Pace, UnknownRate, link_seconds
 from ptrain.spec.cluster import Cluster
 from ptrain.spec.optimizers import OPTIMIZERS
 from ptrain.spec.precision import DType, Layout

@@ -22,14 +22,12 @@ from ptrain.derivation.work import model_work, why_unknown
 from ptrain.errors import PtrainError, refused
 from ptrain.facts.model import ModelFacts, ModelWork, Operator
 from ptrain.plan.lower import lower, own_facts
-from ptrain.rates.links import bus_factor
-from ptrain.rates.pace import Pace, UnknownRate
+from ptrain.rates.pace import Pace, UnknownRate, bus_factor
 from ptrain.selection.cuts import ReadFacts, TracedCuts, read_or_kept
 from ptrain.selection.fit import fit
-from ptrain.selection.job import SearchedJob
+from ptrain.selection.job import SearchedJob, with_heads
 from ptrain.selection.search import Search
 from ptrain.selection.space import Candidate, alone
-from ptrain.selection.stand_in import with_heads
 from ptrain.selection.task import Ranked, Scored, SearchGoal, SearchTask, ranked
 from ptrain.spec.cluster import Cluster
 from ptrain.spec.dials import GradientSync, UnitSize

@@ -27,8 +27,15 @@ from ptrain.axes.pipeline.stage_facts import layers
 from ptrain.facts.model import ModelFacts
 from ptrain.facts.stages import Layers
 from ptrain.selection.arrays import Array, Columns, numpy
-from ptrain.selection.moments import MomentRow, as_arrays, fullest, unlike
-from ptrain.selection.peaks import OpenPairs, RankPeaks, stacked
+from ptrain.selection.peaks import (
+    MomentRow,
+    OpenPairs,
+    RankPeaks,
+    as_arrays,
+    fullest,
+    stacked,
+    unlike,
+)
 from ptrain.selection.profile import (
     Activity,
     Seconds,

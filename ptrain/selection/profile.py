@@ -20,8 +20,8 @@ from ptrain.costs import Collective
 from ptrain.derivation import layers as layer_tables
 from ptrain.derivation.activation_moves import COPIES
 from ptrain.derivation.clock import Clock
+from ptrain.derivation.interconnect import Network
 from ptrain.derivation.layers import passes_at
-from ptrain.derivation.network import Network
 from ptrain.derivation.tables import Place, Setting, setting_of
 from ptrain.derivation.tensor import cut_of, fullest_place, local_units
 from ptrain.facts.model import (

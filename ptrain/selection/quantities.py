@@ -17,8 +17,7 @@ from ptrain.selection.space import SEARCHED_AXES, SPACES
 from ptrain.spec.activations import FULL, SELECTIVE, Kept
 from ptrain.spec.context import ContextAttention, Hybrid
 from ptrain.spec.dials import GradientSync, Overlap, UnitSize
-from ptrain.spec.leaf import nearest
-from ptrain.spec.leaf_mode import KEPT_MEANINGS
+from ptrain.spec.leaf import KEPT_MEANINGS, nearest
 from ptrain.spec.pipeline import ScheduleName
 from ptrain.spec.placement import DATA_AXES, EXPERT_AXES, TOKEN_AXES, Axis, Tier
 from ptrain.spec.shorthand import expand_shorthands

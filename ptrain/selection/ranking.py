@@ -1,16 +1,134 @@
-"""What a search has result: a ranking by exact figures, and what they say of all else."""
+"""What a search has result: a ranking by exact figures, and what they say of all else.
+
+Well-known choices, as constraints of a search, and why one of them lost: what figures say.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from ptrain.costs import Spent, StepTime
 from ptrain.errors import refused
 from ptrain.selection.demand import Demand
 from ptrain.selection.job import SearchedJob
 from ptrain.selection.task import Ranked, Scored, SearchCount, SearchGoal
 from ptrain.spec.spec import Spec
+from ptrain.units import format_bytes
 from ptrain.wording import Worded
+
+_WHOLE, _ALL_SHARDED = "R,R,R,R", "S*,S,S,R"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KnownChoice:
+    """A choice by the name that people have for it; `rules` are constraints, in which N stands for
+    the number of devices; `least`: the devices that it takes at least."""
+
+    name: str
+    rules: tuple[str, ...]
+    least: int = 2
+
+    def where(self, devices: int) -> tuple[str, ...] | None:
+        """Return its constraints on so many devices; None where it needs more."""
+        if devices < self.least:
+            return None
+        return tuple(rule.replace("N", str(devices)) for rule in self.rules)
+
+
+KNOWN = (
+    KnownChoice(
+        name="data parallelism alone",
+        rules=("mesh.dp_replicate=N", f"placement.dp_replicate={_WHOLE}"),
+    ),
+    KnownChoice(
+        name="optimizer state in shards alone",
+        rules=("mesh.dp_shard=N", "placement.dp_shard=R,S,R,R"),
+    ),
+    KnownChoice(
+        name="optimizer state and gradients in shards",
+        rules=("mesh.dp_shard=N", "placement.dp_shard=R,S,S,R"),
+    ),
+    KnownChoice(
+        name="everything in shards over all devices",
+        rules=("mesh.dp_shard=N", f"placement.dp_shard={_ALL_SHARDED}"),
+    ),
+    KnownChoice(
+        name="shards within a node, copies across (8 x N/8)",
+        rules=(
+            "mesh.dp_shard=8",
+            "mesh.pp=1",
+            "mesh.tp=1",
+            "mesh.cp=1",
+            f"placement.dp_shard={_ALL_SHARDED}",
+            f"placement.dp_replicate={_WHOLE}",
+        ),
+        least=16,
+    ),
+    KnownChoice(name="tp=8 with data parallelism", rules=("mesh.tp=8", "mesh.pp=1"), least=8),
+    KnownChoice(
+        name="a pipeline with data parallelism", rules=("mesh.tp=1", "mesh.cp=1", "mesh.pp>1")
+    ),
+)
+
+_ROUNDED = 1e-9  # of a step: so far apart are sums of the same seconds in another order
+
+
+def reason(row: Ranked | None, best: Ranked, objective: SearchGoal) -> str:
+    """Return why a choice is not the best one, by its figures and no others."""
+    if row is None:
+        return "its peak is not known"
+    memory = row.memory
+    if memory.short_bytes > 0:
+        return f"does not fit by {format_bytes(memory.short_bytes)}"
+    if memory.host_short_bytes > 0:
+        return f"its host has {format_bytes(memory.host_short_bytes)} too little"
+    if not memory.fits:
+        return "whether it fits is unknown"
+    if row.figures == best.figures:
+        return "is the best"
+    if objective is SearchGoal.MEMORY:
+        return f"needs {format_bytes(row.peak_bytes - best.peak_bytes)} more"
+    if best.step is None:
+        return _of_bytes(row, best)
+    if row.step is None:
+        return "its time is unknown"
+    ratio = row.step.seconds / best.step.seconds
+    return f"{ratio - 1:+.1%}: {_more(row.step, best.step)}"
+
+
+def about(closed: Scored, best: Ranked, objective: SearchGoal) -> str:
+    """Return the same of a choice that is not derived, by closed form."""
+    cluster = best.spec.cluster
+    short = closed.peak - cluster.usable_memory if cluster else 0.0
+    if short > 0:
+        return f"does not fit by about {format_bytes(short)}"
+    if objective is SearchGoal.MEMORY:
+        return f"needs about {format_bytes(closed.peak - best.closed.peak)} more"
+    if best.step is None or closed.seconds == float("inf"):
+        return "is not derived"
+    return f"about {closed.seconds / best.closed.seconds - 1:+.1%}, and not derived"
+
+
+def _of_bytes(row: Ranked, best: Ranked) -> str:
+    said = []
+    for name, mine, other in (
+        ("between nodes", row.tiers.between, best.tiers.between),
+        ("within one", row.tiers.within, best.tiers.within),
+    ):
+        if mine != other:
+            sign = "more" if mine > other else "less"
+            said.append(f"sends {format_bytes(abs(mine - other))} {sign} {name}")
+    return ", ".join(said) or "sends as much"
+
+
+def _more(step: StepTime, best: StepTime) -> str:
+    """The two things on which it spends most more than the best one."""
+    more = {spent: step.spent(spent) - best.spent(spent) for spent in Spent}
+    largest = sorted(more, key=lambda spent: -more[spent])[:2]
+    least = _ROUNDED * best.seconds
+    said = [f"{spent} {more[spent]:+.3g} s" for spent in largest if more[spent] > least]
+    return ", ".join(said) or "in all"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

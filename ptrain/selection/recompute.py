@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 
 from ptrain.algebra.legality import Located, is_sound, require
 from ptrain.derivation.estimate import derive
-from ptrain.derivation.kernels import unclaimed
 from ptrain.derivation.layers import is_tabulated
 from ptrain.derivation.operations import operations
+from ptrain.derivation.workspaces import unclaimed
 from ptrain.errors import Fault, refused
 from ptrain.plan.lower import lower, own_facts
 from ptrain.selection.micro import with_largest_micro

@@ -23,8 +23,8 @@ from ptrain.axes.data.candidates import is_left_out
 from ptrain.axes.expert.candidates import SPACE as EXPERT_SPACE
 from ptrain.axes.pipeline.candidates import SPACE as PIPELINE_SPACE
 from ptrain.axes.tensor.candidates import SPACE as TENSOR_SPACE
-from ptrain.derivation.kernels import takes_peak_of
 from ptrain.derivation.layers import is_tabulated
+from ptrain.derivation.workspaces import takes_peak_of
 from ptrain.errors import Fault
 from ptrain.facts.model import ModelFacts
 from ptrain.plan.lower import own_facts

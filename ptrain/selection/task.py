@@ -12,7 +12,7 @@ from enum import StrEnum
 from ptrain.axes.candidates import NOTHING, AxisChoice, Written, chosen
 from ptrain.costs import Collective, Estimate, Phase, StepTime, Traffic
 from ptrain.derivation.estimate import Derivation
-from ptrain.derivation.network import Network
+from ptrain.derivation.interconnect import Network
 from ptrain.derivation.throughput import Throughput, throughput
 from ptrain.facts.model import ModelWork
 from ptrain.rates.pace import Pace

@@ -40,7 +40,7 @@ from ptrain.spec.model import HuggingFaceModel, ModelShape
 from ptrain.spec.routing import Histogram
 from ptrain.spec.spec import Spec
 from ptrain.steps.experts import token_places
-from ptrain.traces.gpu_kernels import kernels_for
+from ptrain.traces.attention_kernels import kernels_for
 from ptrain.train.probe import FIRST_STEADY, set_up
 
 SEGMENTS = {"default segments": False, "segments that expand": True}

@@ -11,8 +11,18 @@ from enum import StrEnum
 from typing import Annotated, Any
 
 from ptrain.spec.function import ARGUMENTS, FOLDER, FORM, PATH
-from ptrain.spec.leaf import Choice, Either, Size, Text, Truth, Whole, declared, refuse
-from ptrain.spec.leaf_mode import KeptText, ModesByBlock
+from ptrain.spec.leaf import (
+    Choice,
+    Either,
+    KeptText,
+    ModesByBlock,
+    Size,
+    Text,
+    Truth,
+    Whole,
+    declared,
+    refuse,
+)
 from ptrain.spec.placement import Distribution, Mode, Tier
 from ptrain.spec.section import Section
 

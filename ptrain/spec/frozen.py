@@ -4,8 +4,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Annotated, Any
 
-from ptrain.spec.leaf import declared, refuse
-from ptrain.spec.leaf_mode import MODE_MEANINGS, ModeText
+from ptrain.spec.leaf import MODE_MEANINGS, ModeText, declared, refuse
 from ptrain.spec.placement import Axis, Mode
 from ptrain.spec.section import section
 

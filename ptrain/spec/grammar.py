@@ -15,8 +15,18 @@ from ptrain.spec.cluster import Cluster
 from ptrain.spec.dials import RESHARD
 from ptrain.spec.function import StepRaw
 from ptrain.spec.keys import Keys
-from ptrain.spec.leaf import Choice, Free, Text, Truth, Whole, declared, meanings
-from ptrain.spec.leaf_mode import KEPT_MEANINGS, KeptText, ModeText
+from ptrain.spec.leaf import (
+    KEPT_MEANINGS,
+    Choice,
+    Free,
+    KeptText,
+    ModeText,
+    Text,
+    Truth,
+    Whole,
+    declared,
+    meanings,
+)
 from ptrain.spec.model import ModelRaw
 from ptrain.spec.placement import Mode, S
 from ptrain.spec.precision import PrecisionRaw

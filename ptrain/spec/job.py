@@ -8,7 +8,7 @@ from ptrain.spec.function import ARGUMENTS, FOLDER, FORM, PATH, UserFunction
 from ptrain.spec.leaf import Choice, Numbers, Real, Text, Truth, Whole
 from ptrain.spec.optimizers import OPTIMIZERS, OptimizerRow, readers
 from ptrain.spec.section import Section, section
-from ptrain.spec.sources import DataSource, Sources
+from ptrain.spec.text import DataSource, Sources
 
 
 @section

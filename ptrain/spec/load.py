@@ -28,8 +28,7 @@ from ptrain.errors import Fault, SpecError
 from ptrain.spec import slips
 from ptrain.spec.check import validate
 from ptrain.spec.grammar import SpecRaw
-from ptrain.spec.leaf import Leaf, describe
-from ptrain.spec.leaf_mode import KEPT_MEANINGS
+from ptrain.spec.leaf import KEPT_MEANINGS, Leaf, describe
 from ptrain.spec.names import find_spec, names
 from ptrain.spec.placement import DATA_AXES, EXPERT_AXES
 from ptrain.spec.resolve import resolve

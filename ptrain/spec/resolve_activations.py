@@ -21,7 +21,7 @@ from ptrain.spec.activations import (
     belongs_to_rank,
 )
 from ptrain.spec.grammar import SpecRaw
-from ptrain.spec.leaf_mode import blocks_of
+from ptrain.spec.leaf import blocks_of
 from ptrain.spec.model import Attention
 from ptrain.spec.placement import DATA_AXES, Axis, Distribution, Mode, R, Tier
 from ptrain.spec.resolve_sections import Report

@@ -14,7 +14,6 @@ from ptrain.errors import Fault, SpecError
 from ptrain.spec.block import UNSAID, BlockOptions
 from ptrain.spec.check import validate
 from ptrain.spec.cluster import Cluster
-from ptrain.spec.config_fields import FieldFault, find_refused
 from ptrain.spec.job import OptimizerSpec
 from ptrain.spec.misfits import misfits, voids
 from ptrain.spec.model import (
@@ -30,7 +29,7 @@ from ptrain.spec.model import (
 )
 from ptrain.spec.names import file_of_preset, listing, missing, unusable
 from ptrain.spec.precision import FP32, LAYOUTS, DType, Precision, PrecisionRaw, custom
-from ptrain.spec.published import WHOLE, read_config
+from ptrain.spec.published import WHOLE, FieldFault, find_refused, read_config
 from ptrain.spec.resolve_rates import resolve_rates
 from ptrain.spec.text import Tree, read
 

@@ -16,7 +16,7 @@ from ptrain.errors import Fault
 from ptrain.spec import routing, schedule_file, slips
 from ptrain.spec.dials import Reshard
 from ptrain.spec.grammar import SpecRaw
-from ptrain.spec.leaf_mode import KEPT_MEANINGS
+from ptrain.spec.leaf import KEPT_MEANINGS
 from ptrain.spec.names import missing, strategy
 from ptrain.spec.placement import DATA_AXES, EXPERT_AXES, Axis
 from ptrain.spec.section import Section, is_required, keys

@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Callable, Sequence
 
 from ptrain.costs import PLACED, State
-from ptrain.spec.leaf_mode import KEPT_MEANINGS
+from ptrain.spec.leaf import KEPT_MEANINGS
 from ptrain.spec.names import missing, strategy
 from ptrain.spec.placement import DATA_AXES, EXPERT_AXES, OF_EXPERTS, TOKEN_AXES, Axis, Placement, S
 from ptrain.spec.text import Route, SourceMark, Tree, flow

@@ -4,6 +4,8 @@ and version of torch.
 
 Kernels are asked for every head_dim that is a multiple of 8: others are padded, operator by
 operator, before the kernel. Of one token alone torch may take another one.
+
+The kernels of a spec's GPUs, as a processor runs in their place.
 """
 
 from __future__ import annotations
@@ -12,7 +14,9 @@ import itertools
 import json
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,14 +26,54 @@ import torch.nn.functional as F
 
 from ptrain.derivation import archive
 from ptrain.derivation.archive import Table, TablePart
-from ptrain.derivation.attention import HEAD_DIM_MULTIPLE, row_name
+from ptrain.derivation.attention import HEAD_DIM_MULTIPLE, FusedAttention, capability, row_name
 from ptrain.installed import torch_minor
+from ptrain.models.kernels import AttentionCall, UnknownKernels, kernels_of
 from ptrain.models.ledger import OperatorMode
-from ptrain.models.numerics import TORCH_DTYPES
+from ptrain.models.numerics import DTYPE_NAMES, TORCH_DTYPES
 from ptrain.rooms import pretence
 from ptrain.rooms.fake import fake_tensors
 from ptrain.spec.precision import DType
-from ptrain.traces.table_format import Make
+from ptrain.spec.spec import Spec
+from ptrain.traces.settings import Make
+
+
+def kernels_for(spec: Spec) -> AbstractContextManager[UnknownKernels]:
+    """Return a context within which a processor allocates what the spec's devices do, as far as it
+    is known (`derivation.attention`)."""
+    return kernels_of(is_for_cuda=spec.is_for_cuda, keeping=_Kept(capability(spec)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """What attention keeps on GPUs of a compute capability; without one it keeps what a
+    processor's does, and a warning says what is not counted."""
+
+    sm: int | None
+
+    def __call__(self, call: AttentionCall) -> Callable[[int], int] | None:
+        attention = _attention(call)
+        if attention is None or not attention.has_kernel(self.sm):
+            return None
+        kept = attention.statistics(self.sm)
+        return kept.of if kept else lambda size: size
+
+    def goes_by_operators(self, call: AttentionCall) -> bool:
+        attention = _attention(call)
+        return attention is not None and attention.goes_by_operators(self.sm)
+
+
+def _attention(call: AttentionCall) -> FusedAttention | None:
+    if call.dtype not in DTYPE_NAMES:
+        return None
+    return FusedAttention(
+        dtype=DTYPE_NAMES[call.dtype],
+        head_dim=call.head_dim,
+        sequence=call.sequence,
+        drops=call.drops,
+        is_grouped=call.is_grouped,
+    )
+
 
 CAPABILITIES = (80, 90, 100)
 DTYPES = (DType.BF16, DType.FP16, DType.FP32, DType.FP64)

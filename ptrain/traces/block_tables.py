@@ -40,15 +40,17 @@ from ptrain.traces.settings import (
     TP,
     UNEVEN,
     VOCAB,
+    Coded,
     CutKind,
+    TableWriter,
     cuts_of,
+    factorised,
     model_of,
     of_shape,
     part_of,
     smallest_units,
     symbols,
 )
-from ptrain.traces.table_format import Coded, TableWriter, factorised
 
 SEVERAL = 2  # samples, where they are not one
 CHUNKS = (5, 7)  # from so many what repeats is learnt

@@ -13,7 +13,7 @@ from ptrain.derivation.tables import MARKS
 from ptrain.models.trace import Born, Completion, Died, Event, Recording
 from ptrain.models.units import Units
 from ptrain.timeline import Boundary, Mark
-from ptrain.traces.table_format import Coded, TableWriter
+from ptrain.traces.settings import Coded, TableWriter
 
 _SIGNS = {mark: sign for sign, mark in MARKS.items()}
 _OTHER = re.compile(r"blocks\.(?!\*)|\*\d")  # a block's name that is not the layer's

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ptrain.axes.context.part import EXCHANGING, ContextKind, ContextPart, parts_told_apart
+from ptrain.axes.context.attention import EXCHANGING, ContextKind, ContextPart, parts_told_apart
 from ptrain.axes.context.run.randomness import MicroBatchCut
 from ptrain.derivation.archive import Table, TablePart
 from ptrain.derivation.blocks import OVER_CONTEXT
@@ -47,13 +47,15 @@ from ptrain.traces.rank_part import ContextSlices, RankPart
 from ptrain.traces.settings import (
     DTYPES,
     SEQUENCE,
+    Coded,
+    Make,
+    TableWriter,
     model_of,
     of_shape,
     shape_of,
     smallest_units,
     symbols,
 )
-from ptrain.traces.table_format import Coded, Make, TableWriter
 from ptrain.traces.work_tables import WorkWriter
 
 ULYSSES = 3

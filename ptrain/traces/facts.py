@@ -26,7 +26,6 @@ from ptrain.interpreter.construction import stages_of_module
 from ptrain.interpreter.look import why_built_whole
 from ptrain.models.attention import is_trainable
 from ptrain.models.boundary import CodeRaised
-from ptrain.models.chunked import LossInside
 from ptrain.models.contract import (
     forward_of,
     forward_once,
@@ -34,16 +33,21 @@ from ptrain.models.contract import (
     loss_of,
     require_takes_tokens,
 )
+from ptrain.models.dropless import route
 from ptrain.models.facts import head_of, untraced_facts
 from ptrain.models.fake_values import READ
 from ptrain.models.given import accept, require_fresh, with_model
 from ptrain.models.initialize import build, cast, keeps_its_weights
 from ptrain.models.kernels import UnknownKernels
-from ptrain.models.loss import token_loss_sum
 from ptrain.models.numerics import TORCH_DTYPES
-from ptrain.models.objective import SampleBatch, objective_of, sample_batch
+from ptrain.models.objective import (
+    LossInside,
+    SampleBatch,
+    objective_of,
+    sample_batch,
+    token_loss_sum,
+)
 from ptrain.models.other_samples import other_samples
-from ptrain.models.routed_rows import route
 from ptrain.models.selection import Extent
 from ptrain.plan.lower import lower
 from ptrain.rooms.fake import fake_tensors
@@ -52,8 +56,8 @@ from ptrain.spec.model import ExternalModel
 from ptrain.spec.placement import CUTTING_AXES, Axis
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import chunked_loss
+from ptrain.traces.attention_kernels import kernels_for
 from ptrain.traces.by_data import extents_of, facts_by_data, without_bounds
-from ptrain.traces.gpu_kernels import kernels_for
 from ptrain.traces.layer_rows import TracedLayers, only, running, running_units
 from ptrain.traces.record import record
 from ptrain.traces.stage_parts import stage_formulas, stage_passes, stage_rows, stage_works

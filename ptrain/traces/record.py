@@ -4,31 +4,263 @@ The passes of a stage run one by one, as a pipeline runs them: forward, then bac
 two halves. Inputs (hidden states, the output's gradient) are alive before a pass and outputs after
 it; for how long is up to the schedule. Hooks record where units begin and end, and which values of
 a tensor are read by Python or NumPy without an operator.
+
+The recorder of a trace: every storage that operators allocate and free, and what operators
+compute and send.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from functools import wraps
+from dataclasses import dataclass, replace
+from functools import partial, wraps
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
+from torch.utils.hooks import RemovableHandle
 
 from ptrain.axes.pipeline.run.cut import apart
 from ptrain.axes.pipeline.run.passes import backward, backward_input, backward_weight
 from ptrain.axes.pipeline.run.stand_ins import CalledOnce, run_stage
+from ptrain.costs import Collective
 from ptrain.models.leaving import has_gradient, when_left
-from ptrain.models.ledger import local
+from ptrain.models.ledger import Ledger, local, storage_of, tensors_of
 from ptrain.models.objective import SampleBatch
 from ptrain.models.recomputing import runs_again
-from ptrain.models.recorder import Recorder
-from ptrain.models.selection import Extent
-from ptrain.models.trace import Recording
+from ptrain.models.selection import Extent, Selection
+from ptrain.models.tags import tier_of
+from ptrain.models.trace import Born, Completion, Died, Event, Recording, Works
+from ptrain.models.work import (
+    VIEW,
+    OperatorWork,
+    SentTensor,
+    When,
+    is_opaque,
+    is_wait,
+    sent,
+    sizes_of,
+)
+from ptrain.spec.placement import Tier
 from ptrain.timeline import Boundary, Mark
+
+_ATTENTION = "aten::_scaled_dot_product"
+_COPIES = ("clone", "new_empty_strided", "empty_strided")
+
+
+class Recorder(Ledger):
+    """A ledger that writes down what it sees of `model`; storages get running numbers. `inputs`
+    lived before, as the model's own tensors did. `extent`: how much is selected by data."""
+
+    def __init__(
+        self, model: nn.Module, inputs: Sequence[Tensor], extent: Extent = Extent.GIVEN
+    ) -> None:
+        super().__init__()
+        self.selection = Selection(extent)
+        self.events: list[Event] = []
+        self._passes: dict[str, tuple[Event, ...]] = {}
+        self._sizes: dict[int, int] = {}
+        self._moved: list[tuple[int, str]] = []
+        self._works: list[tuple[int, OperatorWork]] = []  # of the pass that runs
+        self._works_of: dict[str, Works] = {}
+        self._draws = self._is_opaque = False
+        self._under_way: dict[int, int] = {}  # messages among works, by where they arrive
+        self._statistics: set[int] = set()
+        self._of_call = 0  # storages that the present operator gave birth to
+        self._ids: dict[int, int] = {}
+        self._newborn: int | None = None
+        self._accumulated: dict[int, str] = {}  # parameters by their gradient's storage
+        self._added: dict[int, str] = {}
+        self._running: list[str] = []  # the modules that run forward, outermost first
+        self._running_again: set[nn.Module] = set()
+        self._handles: list[RemovableHandle] = []
+        self._see_reruns(model)
+        for tensor in (*model.parameters(), *model.buffers(), *inputs):
+            self.watch(tensor)
+        for tensor in (*model.parameters(), *inputs):
+            self.selection.depends_on(local(tensor))
+
+    def _see_reruns(self, model: nn.Module) -> None:
+        """Modules of `model` that run while backward does run again. (Whether gradients are on
+        does not tell: a collective within autograd runs without.)"""
+
+        def enter(name: str, module: nn.Module, _: Any) -> None:
+            self._running.append(name)
+            if runs_again():
+                self._running_again.add(module)
+
+        def leave(module: nn.Module, *_: Any) -> None:
+            self._running.pop()
+            self._running_again.discard(module)
+
+        for name, module in model.named_modules():
+            self._handles += [
+                module.register_forward_pre_hook(partial(enter, name), prepend=True),
+                module.register_forward_hook(leave, always_call=True),
+            ]
+
+    def accumulates(self, name: str, gradient: Tensor) -> None:
+        """Whatever is added to this tensor from now on is the gradient of `name`."""
+        self.watch(gradient)
+        self._accumulated[storage_of(gradient)._cdata] = name
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        for handle in self._handles:
+            handle.remove()
+
+    def operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        is_kept = function is torch.ops.aten.add_.Tensor and self._note_addition(*args)
+        self._settle()
+        self._draws |= draws(function)
+        self._of_call = 0
+        self.selection.before(function, args, self._running[-1] if self._running else "")
+        result = super().operator(function, args, kwargs)
+        self.selection.after(function, (args, kwargs), result)
+        if not is_kept:  # whether gradients are added up is the wrap's
+            self._note_work(function, args, kwargs, result)
+        return result
+
+    def _note_addition(self, to: Tensor, added: object, *_: Any) -> bool:
+        """Note what is added to a gradient; False of any other sum."""
+        name = self._accumulated.get(storage_of(to)._cdata)
+        if name is not None and isinstance(added, Tensor):  # a number where nothing is a gradient
+            number = self._ids.get(storage_of(added)._cdata)
+            if number is not None:
+                self._added[number] = name
+        return name is not None
+
+    def _note_work(self, function: Any, args: Any, kwargs: Any, result: Any) -> None:
+        if any(tier_of(storage_of(x)) is not Tier.DEVICE for x in tensors_of(args)):
+            return  # a copy between tiers, which is counted as moved
+        self._is_opaque |= is_opaque(function)
+        exchange = sent(function, args, result)
+        computed = [exchange] if exchange else sizes_of(function, args, kwargs, result)
+        place, when = len(self.events) - self._done(), self._when()
+        if is_wait(function) or computed not in ([], [VIEW]):
+            self._see_arrivals((args, kwargs), result, is_awaited=is_wait(function))
+        self._works += [(place, OperatorWork(when, what)) for what in computed]
+        if exchange and exchange.collective is Collective.ALL_TO_ALL:
+            self._under_way[storage_of(result)._cdata] = len(self._works) - 1
+
+    def _see_arrivals(self, given: Any, result: Any, *, is_awaited: bool) -> None:
+        """A message or an exchange that an operator reads or awaits is there. A message of fake
+        tensors is awaited at once, and not where a run awaits it: there the first operator tells
+        that reads it."""
+        for key in [storage_of(tensor)._cdata for tensor in tensors_of(given)]:
+            number = self._under_way.get(key)
+            if number is None:
+                continue
+            beside = len(self._works) - 1 - number
+            place, work = self._works[number]
+            assert isinstance(work.what, SentTensor), "a message"
+            if is_awaited and not beside and work.what.is_hop:
+                self._under_way |= {storage_of(own)._cdata: number for own in tensors_of(result)}
+                continue
+            what = replace(work.what, beside=beside)
+            self._works[number] = place, replace(work, what=what)
+            self._under_way = {own: n for own, n in self._under_way.items() if n != number}
+
+    def _when(self) -> When:
+        if self._running_again:
+            return When.AGAIN
+        return When.BACKWARD if runs_again() else When.FORWARD
+
+    def _settle(self) -> None:
+        """A storage is tagged after its birth, before anything is done with it."""
+        key, self._newborn = self._newborn, None
+        storage = self._references[key]() if key in self._references else None
+        if key is None or storage is None or (tier := tier_of(storage)) is Tier.DEVICE:
+            return
+        number = self._ids.pop(key)
+        birth = next(e for e in reversed(self.events) if isinstance(e, Born) and e.id == number)
+        self.events.remove(birth)
+        self._moved.append((number, tier.value))
+
+    def born(self, key: int, storage: torch.UntypedStorage, operator: str) -> None:
+        number = len(self._sizes)
+        self._ids[key], self._sizes[number] = number, storage.nbytes()
+        self.events.append(Born(number, storage.nbytes(), operator))
+        self._newborn = key
+        self._of_call += 1
+        if self._of_call > 1 and _is_attention(operator):
+            self._statistics.add(number)
+
+    def resized(self, key: int, storage: torch.UntypedStorage, before: int) -> None:
+        raise RuntimeError("a plain model resized a storage; it cannot be traced")
+
+    def died(self, key: int, size: int) -> None:
+        self.selection.forget(key)
+        self._under_way.pop(key, None)  # nobody reads it
+        if key in self._ids:
+            self.events.append(Died(self._ids.pop(key)))
+
+    def complete(self, name: str, gradient: Tensor) -> None:
+        """Called when `name`'s gradient is in place."""
+        number = self._ids[storage_of(gradient)._cdata]
+        places = reversed(range(len(self.events)))
+        place, last = next((p, e) for p in places if isinstance(e := self.events[p], Born))
+        cloned = last.id == number and last.operator.split("::")[-1].startswith(_COPIES)
+        freed: tuple[int, ...] = ()
+        if cloned:
+            freed = tuple(event.id for event in self.events[place:] if isinstance(event, Died))
+            del self.events[place]  # whether there is a copy depends on who keeps gradients
+        self.events.append(Completion(name, number, cloned, freed))
+
+    def end(self, name: str) -> None:
+        """Called when a pass is over: what happened since the one before it is its own."""
+        self._passes[name] = tuple(self.events[self._done() :])
+        self._works_of[name], self._works, self._under_way = tuple(self._works), [], {}
+
+    def _done(self) -> int:
+        """How many events earlier passes have."""
+        return sum(map(len, self._passes.values()))
+
+    def recording(self, output: Tensor | None = None) -> Recording:
+        """Return what happened in the passes; `output` is what a stage hands on."""
+        passes = dict(self._passes)
+        if "weight" in passes:
+            passes["weight"] = _completed(passes["weight"], self._added)
+        return Recording(
+            passes=passes,
+            sizes=self._sizes,
+            moved=tuple(self._moved),
+            works=self._works_of,
+            draws=self._draws,
+            is_opaque=self._is_opaque,
+            statistics=frozenset(self._statistics),
+            selected=self.selection.selected,
+            output=None if output is None else self._ids[storage_of(output)._cdata],
+        )
+
+
+def draws(function: torch._ops.OpOverload) -> bool:
+    """Return whether an operator says that it draws random numbers. torch's fused attention could,
+    and where it drops something out on a processor it is not fused."""
+    is_fused = function._schema.name.startswith(_ATTENTION)
+    return torch.Tag.nondeterministic_seeded in function.tags and not is_fused
+
+
+def _is_attention(operator: str) -> bool:
+    """Fused attention's forward, by an operator's name; its backward returns gradients."""
+    return operator.startswith(_ATTENTION) and not operator.endswith("_backward")
+
+
+def _completed(events: tuple[Event, ...], added: dict[int, str]) -> tuple[Event, ...]:
+    """The half of the weights, where gradients that would go as they are added stand alive instead.
+    What is left of the graph goes in the end, whatever the layer: behind the last allocation only
+    gradients are listed."""
+    last = max(place for place, event in enumerate(events) if isinstance(event, Born))
+    completed: list[Event] = []
+    for place, event in enumerate(events):
+        if isinstance(event, Died) and event.id in added:
+            completed.append(Completion(added[event.id], event.id, False))
+        elif place <= last:
+            completed.append(event)
+    return tuple(completed)
+
 
 _METHODS = ("tolist", "numpy")  # which `numpy.asarray` calls too
 

@@ -31,11 +31,15 @@ from ptrain.facts.model import (
     ModelFacts,
     ModelWork,
     Passes,
+    RowsItem,
     RowsPasses,
+    RowsSize,
+    RowsTimeline,
+    StorageEvent,
+    StorageEvents,
     WorkByKind,
     passes_of,
 )
-from ptrain.facts.rows_timeline import RowsItem, RowsSize, RowsTimeline, StorageEvent, StorageEvents
 from ptrain.facts.stages import Stage, Units, is_within
 from ptrain.models.facts import head_of
 from ptrain.models.selection import Extent

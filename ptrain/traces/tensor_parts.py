@@ -30,12 +30,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ptrain.axes.context.part import alike_by
+from ptrain.axes.context.attention import alike_by
 from ptrain.codec import decode, encode
 from ptrain.derivation.tensor import units_by_place
 from ptrain.errors import PtrainError, refused
-from ptrain.facts.model import ModelFacts, WorkByKind
-from ptrain.facts.rows_timeline import RowsTimeline
+from ptrain.facts.model import ModelFacts, RowsTimeline, WorkByKind
 from ptrain.facts.traced_part import traced_part
 from ptrain.internals.dtensor import forget_shapes
 from ptrain.internals.fakes import FakeTensorMode
@@ -57,7 +56,7 @@ from ptrain.spec.spec import Spec, place_of, ranks_over
 from ptrain.spec.write import to_mapping
 from ptrain.steps.step import CreateMesh, Plan
 from ptrain.timeline import Timeline
-from ptrain.traces.gpu_kernels import kernels_for
+from ptrain.traces.attention_kernels import kernels_for
 from ptrain.traces.layer_rows import TracedLayers, alike_of, only, running, running_units
 from ptrain.traces.stage_parts import rank_part, stage_rows, uneven_loads
 from ptrain.version import TESTED_TORCH, is_tested

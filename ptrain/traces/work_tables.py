@@ -34,13 +34,14 @@ from ptrain.traces.coded import CodedTrace
 from ptrain.traces.layer_works import Computed, LayerWorks, by_layer, views_last
 from ptrain.traces.settings import (
     DTYPES,
+    Coded,
+    TableWriter,
     cuts_of,
     model_of,
     part_of,
     smallest_units,
     symbols,
 )
-from ptrain.traces.table_format import Coded, TableWriter
 
 SEVERAL = 3  # layers: with as many, begin, block and end are all there
 _STAGES = (Place.FIRST, Place.MIDDLE, Place.LAST)

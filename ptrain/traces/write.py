@@ -21,8 +21,7 @@ from ptrain.derivation.archive import Table, TablePart
 from ptrain.derivation.tables import GROUPED, Setting
 from ptrain.traces import attention_kernels, block_tables, context_tables
 from ptrain.traces.block_tables import BlockTable, LossTable
-from ptrain.traces.settings import fake_mesh, settings
-from ptrain.traces.table_format import Make
+from ptrain.traces.settings import Make, fake_mesh, settings
 from ptrain.traces.work_tables import BlockWorkTable, EndWorkTable, LossWorkTable, PassTable
 
 

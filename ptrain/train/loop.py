@@ -9,7 +9,7 @@ import torch
 from ptrain.data.sampler import batch
 from ptrain.data.source import SampleSource, Split
 from ptrain.interpreter.program import Program
-from ptrain.models.generators import seed_device, seed_of_step
+from ptrain.models.modes import seed_device, seed_of_step
 from ptrain.models.objective import StepBatch
 from ptrain.rooms.queue import DeviceQueue, Milestone
 from ptrain.spec.job import CheckpointSpec

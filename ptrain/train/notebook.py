@@ -22,7 +22,7 @@ from ptrain.costs import Column
 from ptrain.derivation.estimate import derive
 from ptrain.errors import DoesNotFit, PtrainError, RankFailed, TrainingStopped, refused
 from ptrain.installed import require_torch
-from ptrain.report.reading import read
+from ptrain.report.recorded import read
 from ptrain.report.summary import summary
 from ptrain.selection.recompute import settled
 from ptrain.spec.load import load

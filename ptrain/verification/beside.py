@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, contextmanager
 
 from ptrain.errors import TrainingStopped, refused
 from ptrain.interpreter.program import Program
-from ptrain.models.generators import forked
+from ptrain.models.modes import forked
 from ptrain.train.exchange import Exchange
 from ptrain.train.journal import LOG
 from ptrain.verification.capture import Capture

@@ -29,8 +29,7 @@ from ptrain.data.corpus import corpus
 from ptrain.interpreter.program import Program
 from ptrain.meters import holdings
 from ptrain.meters.collectives import CollectiveLedger
-from ptrain.meters.digest import digests
-from ptrain.meters.randomness import generator_digest
+from ptrain.meters.randomness import digests, generator_digest
 from ptrain.meters.replicas import ReplicaMeter, coordinates
 from ptrain.models.dropout import drops_out, own_dropouts
 from ptrain.models.ledger import local

@@ -33,7 +33,7 @@ from ptrain.verification.causes.norms import norm_cause
 from ptrain.verification.causes.rerun import EXACT, Investigation, directly
 from ptrain.verification.causes.states import proven_update, state_cause
 from ptrain.verification.causes.targets import targets_cause
-from ptrain.verification.differences import AllDifferences, Differences
+from ptrain.verification.compare import AllDifferences, Differences
 from ptrain.verification.evidence import Evidence, ProgramSide
 from ptrain.verification.jobs.evidence import untold
 from ptrain.verification.jobs.job import Ranks, ranks_of_spec

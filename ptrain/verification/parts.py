@@ -10,6 +10,8 @@ Ratios with a cause: one tensor as a multiple of another, as a sum of others, as
 sum over an axis; and the products of degrees that such a ratio is.
 
 All of it in fp64 on whole tensors or samples of their elements; torch only, no spec.
+
+One name for one parameter, whatever was wrapped around the module that has it.
 """
 
 from __future__ import annotations
@@ -22,12 +24,36 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from ptrain.internals.dtensor import compute_local_shape_and_global_offset
 from ptrain.models.ledger import local
 from ptrain.train.exchange import Exchange
+
+# What DistributedDataParallel, torch.compile, FSDP1 and checkpoint_wrapper put into a path.
+_WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+
+
+def canonical_name(name: str) -> str:
+    """The path without what wrappers put into it: `module.block._orig_mod.weight` is
+    `block.weight`. Nothing is left of the root module's own path."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def canonical_parameters(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters by canonical name; one that is tied has the first of its names."""
+    return {canonical_name(name): tensor for name, tensor in module.named_parameters()}
+
+
+def canonical_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield modules by canonical path, the root is ""; of a wrapper and what it wraps, the
+    innermost."""
+    modules: dict[str, nn.Module] = {}
+    for path, submodule in module.named_modules():
+        modules[canonical_name(path)] = submodule
+    yield from modules.items()
+
 
 # A rank counts as missing from a sum below this share of the usual coefficient.
 ABSENT = 1e-3

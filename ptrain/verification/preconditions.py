@@ -15,7 +15,7 @@ import torch
 from ptrain.costs import State
 from ptrain.data.corpus import corpus
 from ptrain.interpreter.program import Program
-from ptrain.meters.digest import digests, kind
+from ptrain.meters.randomness import digests, kind
 from ptrain.report.finding import Subject
 from ptrain.report.record import Check
 from ptrain.rooms.world import World

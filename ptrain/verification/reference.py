@@ -23,8 +23,8 @@ from ptrain.data.corpus import corpus
 from ptrain.data.sampler import batch
 from ptrain.data.source import Split
 from ptrain.models.balance import scale_losses, weigh
-from ptrain.models.generators import seed_of_step
 from ptrain.models.initialize import build, cast, initialize, read_module_weights
+from ptrain.models.modes import seed_of_step
 from ptrain.models.moe import Gate
 from ptrain.models.numerics import TORCH_DTYPES
 from ptrain.models.objective import Objective, SampleBatch, StepBatch, objective_of

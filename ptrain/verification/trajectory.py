@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ptrain.data.corpus import corpus
 from ptrain.interpreter.program import Program
-from ptrain.models.generators import forked
+from ptrain.models.modes import forked
 from ptrain.report.finding import Culprit, Subject
 from ptrain.report.record import Check
 from ptrain.train.exchange import Exchange

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ptrain.errors import refused
 from ptrain.models.attending import AttendingCall, attention_by
 from ptrain.models.dropout import SwitchedOff, switched_off
-from ptrain.models.generators import drawn_state, forked, reseed
+from ptrain.models.modes import drawn_state, forked, reseed
 from ptrain.models.roles import named_in_spec
 from ptrain.spec.model import ModelShape
 from ptrain.spec.spec import Spec

@@ -15,7 +15,7 @@ from ptrain.algebra.legality import require
 from ptrain.data.corpus import corpus
 from ptrain.data.source import Split
 from ptrain.interpreter.program import interpret
-from ptrain.models.chunked import can_fuse
+from ptrain.models.objective import can_fuse
 from ptrain.rooms.world import World
 from ptrain.spec.load import load
 from ptrain.spec.spec import LossSpec, Spec

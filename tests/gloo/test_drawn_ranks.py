@@ -9,7 +9,7 @@ import torch
 
 from ptrain.interpreter import look
 from ptrain.interpreter.program import interpret
-from ptrain.models.hollow import NeedsValues
+from ptrain.models.meta import NeedsValues
 from ptrain.rooms.world import World
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec

@@ -14,10 +14,10 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ptrain.axes.pipeline.catalogue import pipeline_of, schedule
-from ptrain.axes.pipeline.holdings import held, most_held
 from ptrain.axes.pipeline.run.apply import Pipelined
 from ptrain.axes.pipeline.run.stage import StageRunner
 from ptrain.axes.pipeline.schedule import Action, Schedule
+from ptrain.axes.pipeline.stage_facts import held, most_held
 from ptrain.data.corpus import corpus
 from ptrain.data.sampler import batch
 from ptrain.interpreter.program import interpret

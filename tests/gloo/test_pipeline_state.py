@@ -18,7 +18,7 @@ from ptrain.data.source import Split
 from ptrain.errors import PtrainError
 from ptrain.interpreter.program import Program, interpret
 from ptrain.models.initialize import build
-from ptrain.models.loss import token_loss_sum
+from ptrain.models.objective import token_loss_sum
 from ptrain.rooms.world import World
 from ptrain.spec.spec import Spec
 from ptrain.train import checkpoint, manifest

@@ -18,10 +18,10 @@ from ptrain.derivation.estimate import derive
 from ptrain.interpreter import look
 from ptrain.interpreter.execute import execute
 from ptrain.interpreter.program import Program, interpret, planned
-from ptrain.models.hollow import NeedsValues
 from ptrain.models.ledger import storage_of
+from ptrain.models.meta import NeedsValues
 from ptrain.models.pretrained import PretrainedFolder, weights_of
-from ptrain.models.published_names import StoredPiece
+from ptrain.models.published_config import StoredPiece
 from ptrain.rooms.world import World
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec

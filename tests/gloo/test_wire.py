@@ -11,8 +11,7 @@ from ptrain.algebra.legality import require
 from ptrain.costs import Column, Estimate
 from ptrain.derivation.estimate import derive
 from ptrain.derivation.wire import TOLERANCE, wire_rows
-from ptrain.meters.measure import join_estimates
-from ptrain.meters.wire import WireMeter
+from ptrain.meters.measure import WireMeter, join_estimates
 from ptrain.report.record import compare, record
 from ptrain.rooms.mesh import Mesh
 from ptrain.rooms.world import World

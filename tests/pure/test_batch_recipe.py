@@ -10,8 +10,8 @@ import pytest
 from ptrain.costs import Phase, Spent, StepTime, TimeKey, TimeRow
 from ptrain.derivation.estimate import derive
 from ptrain.errors import SpecError
+from ptrain.selection.choose import axis_reasons, reasons
 from ptrain.selection.fit import fit
-from ptrain.selection.recipe import axis_reasons, reasons
 from ptrain.selection.recompute import settled
 from ptrain.spec.batch import Batch, batch_lines, nearest_power_of_two
 from ptrain.spec.load import load

@@ -6,7 +6,7 @@ import pytest
 
 from ptrain.costs import Collective, Spent
 from ptrain.derivation.clock import Clock, messages_of
-from ptrain.derivation.network import Network
+from ptrain.derivation.interconnect import Network
 from ptrain.facts.model import InnerCollective, PassWork
 from ptrain.spec.placement import Axis
 from ptrain.spec.rates import Hook

@@ -17,8 +17,8 @@ from ptrain.facts.model import ModelFacts
 from ptrain.facts.parameters import facts as facts_of_shape
 from ptrain.report.differences import pair
 from ptrain.report.predict import Prediction, one
-from ptrain.report.reading import read
 from ptrain.report.record import Check, compare, record, verdict_line
+from ptrain.report.recorded import read
 from ptrain.report.summary import summary
 from ptrain.selection.fit import fit
 from ptrain.selection.preflight import require_fit

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from ptrain.calibration import job, write
+from ptrain.calibration.bench import GPUS, PROCESSORS, operations
 from ptrain.calibration.options import CalibrationOptions, parse, to_argv
-from ptrain.calibration.points import GPUS, PROCESSORS, operations
 from ptrain.calibration.write import MeasuredPart, conclude
 from ptrain.cli.main import main
 from ptrain.costs import Collective

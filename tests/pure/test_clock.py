@@ -15,7 +15,7 @@ from ptrain.costs import Collective, Phase, Spent, StepTime
 from ptrain.derivation.clock import Clock
 from ptrain.derivation.computing import Timing
 from ptrain.derivation.ghosts.table import wrapping
-from ptrain.derivation.network import Network
+from ptrain.derivation.interconnect import Network
 from ptrain.derivation.timeline import replay
 from ptrain.plan.lower import lower
 from ptrain.spec.activations import Kept

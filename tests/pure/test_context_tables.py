@@ -6,8 +6,7 @@ from collections import Counter
 
 import pytest
 
-from ptrain.axes.context.attention import context_of, multiplied
-from ptrain.axes.context.part import ContextPart, part_at
+from ptrain.axes.context.attention import ContextPart, context_of, multiplied, part_at
 from ptrain.costs import Collective, Phase
 from ptrain.derivation import archive
 from ptrain.derivation.archive import TablePart

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from ptrain.axes.pipeline.catalogue import schedule
-from ptrain.axes.pipeline.holdings import transfers
 from ptrain.axes.pipeline.instructions import (
     Instruction,
     Message,
@@ -23,6 +22,7 @@ from ptrain.axes.pipeline.instructions import (
 )
 from ptrain.axes.pipeline.schedule import Action, PipelineShape, Schedule, looped, v_shaped
 from ptrain.axes.pipeline.simulate import simulate
+from ptrain.axes.pipeline.stage_facts import transfers
 from ptrain.costs import Collective, Phase
 from ptrain.spec.pipeline import ScheduleName
 from ptrain.timeline import Kind

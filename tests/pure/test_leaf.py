@@ -10,7 +10,10 @@ from ptrain.spec.leaf import (
     Choice,
     Either,
     Free,
+    KeptText,
     Leaf,
+    ModesByBlock,
+    ModeText,
     Numbers,
     Real,
     Refused,
@@ -18,8 +21,8 @@ from ptrain.spec.leaf import (
     Text,
     Truth,
     Whole,
+    blocks_of,
 )
-from ptrain.spec.leaf_mode import KeptText, ModesByBlock, ModeText, blocks_of
 from ptrain.spec.slips import a, ask, mode, quote, small_size, unit, unquote, whole_part
 
 

@@ -11,7 +11,7 @@ import pytest
 from ptrain.axes.pipeline.catalogue import faults, schedule, size_of
 from ptrain.axes.pipeline.cost import PipelineSize, stages_of
 from ptrain.axes.pipeline.schedule import Schedule
-from ptrain.selection import moments as search
+from ptrain.selection import peaks as search
 from ptrain.spec.pipeline import ScheduleName
 from ptrain.timeline import Kind
 from tests.pure.pipelines import VEES, pipeline, stages_per_rank

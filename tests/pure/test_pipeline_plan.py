@@ -6,7 +6,7 @@ import pytest
 
 from ptrain.axes.data.cost import GatherCounts, gathers
 from ptrain.axes.pipeline.catalogue import schedule
-from ptrain.axes.pipeline.holdings import stage_gathers
+from ptrain.axes.pipeline.stage_facts import stage_gathers
 from ptrain.derivation.estimate import derive
 from ptrain.plan.composition import are_consecutive, are_within, have_one_of_each, theorem_7
 from ptrain.plan.show import show

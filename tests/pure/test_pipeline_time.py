@@ -11,8 +11,8 @@ import pytest
 from ptrain.axes.pipeline.catalogue import schedule_of
 from ptrain.costs import Collective, Phase, Spent, StepTime
 from ptrain.derivation.estimate import derive
+from ptrain.derivation.interconnect import Network
 from ptrain.derivation.machine import Machine
-from ptrain.derivation.network import Network
 from ptrain.facts.model import InnerCollective, ModelWork
 from ptrain.spec.cluster import Cluster
 from ptrain.spec.load import load

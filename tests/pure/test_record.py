@@ -25,8 +25,8 @@ from ptrain.costs import (
     Wire,
 )
 from ptrain.derivation.wire import wire_rows
-from ptrain.report.reading import read
 from ptrain.report.record import compare, record, verdict, verdict_line
+from ptrain.report.recorded import read
 from ptrain.report.summary import summary
 from ptrain.selection.fit import fit
 from ptrain.train.notebook import Run

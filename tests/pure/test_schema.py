@@ -13,7 +13,7 @@ import pytest
 from ptrain.cli import schema as verb
 from ptrain.errors import PtrainError
 from ptrain.spec.grammar import SpecRaw
-from ptrain.spec.leaf_mode import MODE_MEANINGS
+from ptrain.spec.leaf import MODE_MEANINGS
 from ptrain.spec.load import load
 from ptrain.spec.names import SPEC_FOLDERS, listing, root
 from ptrain.spec.placement import MODES, Mode

@@ -20,12 +20,10 @@ from ptrain.charts.front import front_sheet
 from ptrain.derivation.estimate import derive
 from ptrain.derivation.throughput import throughput
 from ptrain.errors import SpecError
-from ptrain.report.selection import as_spec, selection_text
-from ptrain.report.selection_record import as_csv, as_record
+from ptrain.report.selection import as_csv, as_record, as_spec, selection_text
 from ptrain.selection.choose import Chooser
 from ptrain.selection.job import searched_job
-from ptrain.selection.known import reason
-from ptrain.selection.ranking import PlacementRanking, order_of
+from ptrain.selection.ranking import PlacementRanking, order_of, reason
 from ptrain.selection.search import Search
 from ptrain.selection.space import (
     KEPT,

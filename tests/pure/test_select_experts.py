@@ -10,12 +10,11 @@ from ptrain.axes.expert.cost import rows_bytes
 from ptrain.costs import Collective, State
 from ptrain.derivation.estimate import derive
 from ptrain.selection.choose import Chooser
-from ptrain.selection.job import searched_job
+from ptrain.selection.job import block_size, dense, searched_job, stand_in
 from ptrain.selection.moves import inside
 from ptrain.selection.profile import exchange_seconds
 from ptrain.selection.search import Search
 from ptrain.selection.space import Through, inner_products
-from ptrain.selection.stand_in import block_size, dense, stand_in
 from ptrain.spec.activations import FULL, PLAIN, Kept
 from ptrain.spec.load import load
 from ptrain.spec.model import ModelShape

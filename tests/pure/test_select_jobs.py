@@ -14,8 +14,7 @@ import pytest
 from ptrain.cli.main import main
 from ptrain.errors import SpecError
 from ptrain.rates.pace import UnknownRate
-from ptrain.report.selection import selection_text
-from ptrain.report.selection_record import as_record
+from ptrain.report.selection import as_record, selection_text
 from ptrain.selection.choose import Chooser, answer
 from ptrain.selection.demand import Demand, demand_of, numbers
 from ptrain.selection.job import searched_job

@@ -16,7 +16,7 @@ from ptrain.algebra.legality import require
 from ptrain.axes.expert.cost import sent
 from ptrain.costs import Phase
 from ptrain.errors import SpecError
-from ptrain.facts.rows_timeline import RowsSize, RowsTimeline, StorageEvent, StorageEvents
+from ptrain.facts.model import RowsSize, RowsTimeline, StorageEvent, StorageEvents
 from ptrain.plan.show import show
 from ptrain.spec.load import load
 from ptrain.spec.placement import Axis

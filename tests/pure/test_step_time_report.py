@@ -26,8 +26,8 @@ from ptrain.derivation.estimate import Derivation, derive
 from ptrain.derivation.machine import Machine
 from ptrain.derivation.throughput import throughput, token_operations
 from ptrain.report.predict import one, prediction_of
-from ptrain.report.reading import read
 from ptrain.report.record import record, verdict_line
+from ptrain.report.recorded import read
 from ptrain.report.step_time import critical_path, time_lines, time_table
 from ptrain.spec.load import load
 from ptrain.units import format_seconds

@@ -11,8 +11,7 @@ from ptrain.facts.model import LayerWork, ModelFacts, ModelWork, Operator
 from ptrain.plan.lower import own_facts
 from ptrain.selection.choose import select
 from ptrain.selection.cuts import TracedCuts
-from ptrain.selection.job import searched_job
-from ptrain.selection.stand_in import block_size, dense, stand_in, with_heads
+from ptrain.selection.job import block_size, dense, searched_job, stand_in, with_heads
 from ptrain.spec.load import load
 from ptrain.spec.model import ModelShape
 from ptrain.spec.names import listing

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ptrain.report.selection import selection_text
-from ptrain.report.selection_record import as_record
+from ptrain.report.selection import as_record, selection_text
 from ptrain.selection.choose import Chooser
 from ptrain.selection.job import searched_job
 from tests.pure.searches import without_known

@@ -9,12 +9,19 @@ from typing import Any, get_type_hints
 import pytest
 
 from ptrain.errors import Fault, SpecError
-from ptrain.spec import check, leaf_mode, load, slips, suggest, tuples
+from ptrain.spec import check, load, slips, suggest, tuples
 from ptrain.spec.activations import LossRaw, RecomputeRaw
 from ptrain.spec.batch import MAX_SAMPLES
 from ptrain.spec.grammar import SpecRaw
-from ptrain.spec.leaf import Leaf, Refused
-from ptrain.spec.leaf_mode import KeptText, ModesByBlock, ModeText
+from ptrain.spec.leaf import (
+    KEPT_MEANINGS,
+    MODE_MEANINGS,
+    KeptText,
+    Leaf,
+    ModesByBlock,
+    ModeText,
+    Refused,
+)
 from ptrain.spec.offload import Offload
 from ptrain.spec.pipeline import MAX_LAYERS, PipelineSpec
 from ptrain.spec.placement import M
@@ -172,11 +179,11 @@ def test_activations_in_words_are_told_their_mode():
 
 def test_every_mode_may_be_written_and_activations_know_two_more():
     modes = ["R", "S", "S*", "M", "O", "R@host", "S*@host", "R@file", "S@file", "S*@file", "S@host"]
-    assert list(leaf_mode.MODE_MEANINGS) == modes == list(ModeText("").words())
-    assert list(leaf_mode.KEPT_MEANINGS) == [*modes, "M@host", "M@file"]
+    assert list(MODE_MEANINGS) == modes == list(ModeText("").words())
+    assert list(KEPT_MEANINGS) == [*modes, "M@host", "M@file"]
     assert [str(KeptText("").check(mode)) for mode in modes[:-1]] == modes[:-1]
     assert str(ModeText("").check("S@host")) == "O"
-    assert all(" " in about for about in leaf_mode.KEPT_MEANINGS.values())
+    assert all(" " in about for about in KEPT_MEANINGS.values())
 
 
 def test_blocks_are_ranges_of_up_to_five_digits():

@@ -15,9 +15,9 @@ from ptrain.derivation import attention
 from ptrain.derivation.estimate import derive, facts_from_shape
 from ptrain.models.kernels import AttentionCall, kernels_of
 from ptrain.models.ledger import storage_of
-from ptrain.models.recorder import Recorder
 from ptrain.spec.load import load
-from ptrain.traces.gpu_kernels import kernels_for
+from ptrain.traces.attention_kernels import kernels_for
+from ptrain.traces.record import Recorder
 from tests.torch_release import is_since
 
 BY_OPERATORS = "head_dim 8 in fp32, operator by operator on a processor"

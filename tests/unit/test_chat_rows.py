@@ -15,14 +15,13 @@ from numpy.typing import NDArray
 
 from ptrain.cli.main import main
 from ptrain.data import tokenized
-from ptrain.data.chat_rows import ChatPacking, ChatTemplate, pack, tokenize_chats
-from ptrain.data.chats import Chat
+from ptrain.data.chat_rows import Chat, ChatPacking, ChatTemplate, pack, tokenize_chats
 from ptrain.data.corpus import corpus
 from ptrain.data.sampler import LocalBatch, batch, require
 from ptrain.data.tokens import START, TARGET, mask_beside
 from ptrain.errors import SpecError
 from ptrain.models.initialize import build, initialize
-from ptrain.models.loss import IGNORED
+from ptrain.models.objective import IGNORED
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
 from tests.chat_folders import (

@@ -11,8 +11,7 @@ import pytest
 
 from ptrain.cli.main import main
 from ptrain.convert.vocabulary import ChatVocabulary
-from ptrain.data.chat_rows import ChatTemplate
-from ptrain.data.chats import Chat, chats
+from ptrain.data.chat_rows import Chat, ChatTemplate, chats
 from ptrain.errors import SpecError
 from tests.chat_folders import (
     CHAT,

@@ -15,10 +15,9 @@ from ptrain.data.sampler import LocalBatch
 from ptrain.errors import SpecError
 from ptrain.interpreter.program import interpret
 from ptrain.meters.measure import measure
-from ptrain.models.chunked import LossInside, can_fuse
 from ptrain.models.facts import head_of
 from ptrain.models.initialize import build
-from ptrain.models.loss import IGNORED, token_loss_sum
+from ptrain.models.objective import IGNORED, LossInside, can_fuse, token_loss_sum
 from ptrain.rooms.world import World
 from ptrain.spec.model import HuggingFaceModel
 from ptrain.spec.spec import LossSpec, Spec

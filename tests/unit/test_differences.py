@@ -7,7 +7,7 @@ import math
 import torch
 
 from ptrain.report.finding import Certainty, Culprit, Departure, Moment, Subject, Way
-from ptrain.verification.differences import AllDifferences, Differences
+from ptrain.verification.compare import AllDifferences, Differences
 from ptrain.verification.jobs.job import Ranks
 
 ONE = Ranks(rank=0, size=1, device=torch.device("cpu"))

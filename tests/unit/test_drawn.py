@@ -18,8 +18,8 @@ from ptrain.models import drawn
 from ptrain.models.boundary import boundary
 from ptrain.models.drawn import LookedWeights, build_drawn
 from ptrain.models.external import raised
-from ptrain.models.hollow import NeedsValues
 from ptrain.models.initialize import build
+from ptrain.models.meta import NeedsValues
 from ptrain.models.window import narrowed, whole
 from ptrain.spec.function import UserFunction
 from ptrain.spec.load import load

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from ptrain.axes.expert.run.exchange import JourneyOverRanks, Travels
 from ptrain.models.moe import MoE
-from ptrain.models.recorder import Recorder
 from ptrain.models.trace import Born, Died, Recording
 from ptrain.models.work import OperatorSizes, SentTensor
 from ptrain.rooms.fake import fake_world
 from ptrain.spec.model import ModelShape
 from ptrain.spec.rates import OperatorKind
+from ptrain.traces.record import Recorder
 from tests.oracles.expert import rows_bytes, trip_bytes
 from tests.pure.test_closed_forms_of_experts import SHAPE, spec_of
 

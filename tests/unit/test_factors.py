@@ -8,14 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from ptrain.verification.names import (
-    canonical_modules,
-    canonical_name,
-    canonical_parameters,
-)
 from ptrain.verification.parts import (
     absent,
     are_alike,
+    canonical_modules,
+    canonical_name,
+    canonical_parameters,
     combination,
     factor_text,
     is_even,

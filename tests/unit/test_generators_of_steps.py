@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ptrain.models.generators import seed_device, seed_of_step
+from ptrain.models.modes import seed_device, seed_of_step
 
 
 def test_a_step_draws_what_it_would_behind_torch_manual_seed():

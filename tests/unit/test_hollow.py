@@ -20,8 +20,8 @@ from ptrain.interpreter.look import look_at_built, repeated_values
 from ptrain.interpreter.program import interpret
 from ptrain.models.boundary import boundary
 from ptrain.models.external import raised
-from ptrain.models.hollow import NeedsValues, hollow
 from ptrain.models.initialize import ModuleWeights
+from ptrain.models.meta import NeedsValues, hollow
 from ptrain.models.window import narrowed, stretches, whole
 from ptrain.rooms.world import World
 from ptrain.spec.function import UserFunction

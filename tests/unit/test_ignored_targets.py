@@ -16,8 +16,7 @@ from ptrain.data.corpus import Corpus, corpus
 from ptrain.data.sampler import LocalBatch, batch, blank_batch, part_of, require
 from ptrain.data.source import Split
 from ptrain.errors import SpecError
-from ptrain.models.loss import IGNORED
-from ptrain.models.objective import NextToken
+from ptrain.models.objective import IGNORED, NextToken
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
 from ptrain.verification.reference import ReferenceTraining

@@ -16,11 +16,11 @@ from ptrain.activations.run.apply import keep
 from ptrain.errors import SpecError
 from ptrain.models import tags
 from ptrain.models.initialize import build, initialize
-from ptrain.models.loss import token_loss_sum
+from ptrain.models.objective import token_loss_sum
 from ptrain.models.trace import to_timeline
 from ptrain.models.units import unit_modules
 from ptrain.rooms.registry import Registry
-from ptrain.rooms.tiers import Tiers
+from ptrain.rooms.torch import Tiers
 from ptrain.spec.activations import ATTENTION_ONLY, FULL, PLAIN, SELECTIVE, Kept, Operators, Policy
 from ptrain.spec.model import Attention, Family, ModelShape
 from ptrain.spec.placement import Tier

@@ -12,7 +12,7 @@ import torch
 from ptrain.costs import Estimate
 from ptrain.derivation.estimate import derive
 from ptrain.derivation.layers import is_tabulated
-from ptrain.models.chunked import can_fuse
+from ptrain.models.objective import can_fuse
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
 from ptrain.traces import facts

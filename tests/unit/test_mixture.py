@@ -15,10 +15,10 @@ from ptrain.data.corpus import HELD_OUT_OF_FILE, corpus
 from ptrain.data.sampler import LocalBatch, batch, require
 from ptrain.data.source import SampleSource, Split
 from ptrain.errors import SpecError
-from ptrain.models.loss import IGNORED
+from ptrain.models.objective import IGNORED
 from ptrain.spec.load import load
-from ptrain.spec.sources import CYCLE, quotas
 from ptrain.spec.spec import Spec
+from ptrain.spec.text import CYCLE, quotas
 from ptrain.spec.write import to_mapping
 
 SEQUENCE = 4

@@ -11,9 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import ptrain
-from ptrain.verification.jobs.compare import difference
 from ptrain.verification.jobs.verdict import OwnVerdict
-from ptrain.verification.parts import Magnitude
+from ptrain.verification.parts import Magnitude, difference
 
 ROWS = list(torch.randn(3, 6, 4, generator=torch.Generator().manual_seed(1)).double())
 

@@ -16,7 +16,7 @@ from ptrain.data.sampler import LocalBatch, blank_batch
 from ptrain.derivation.estimate import derive
 from ptrain.derivation.operations import operations
 from ptrain.interpreter.program import interpret
-from ptrain.models.chunked import can_fuse
+from ptrain.models.objective import can_fuse
 from ptrain.plan.lower import lower, own_facts
 from ptrain.rooms.fake import fake_world
 from ptrain.rooms.world import World

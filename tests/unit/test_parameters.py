@@ -9,7 +9,7 @@ import torch
 
 from ptrain.facts.parameters import facts
 from ptrain.models.initialize import build, cast, initialize
-from ptrain.models.loss import token_loss_sum
+from ptrain.models.objective import token_loss_sum
 from ptrain.models.units import unit_modules
 from ptrain.spec.model import ModelShape
 from tests.pure.build import ODD_SHAPE

@@ -19,8 +19,8 @@ from ptrain.convert.export import export
 from ptrain.convert.writer import Writer
 from ptrain.errors import SpecError
 from ptrain.interpreter.look import Filling, build_module
-from ptrain.models.hollow import without_values
 from ptrain.models.initialize import InitialValues, ModuleWeights, build
+from ptrain.models.meta import without_values
 from tests.models_begun import build_marked
 from tests.published_folders import saved, tensors
 from tests.unit.test_pretrained import SEQUENCE, run_of, spec_of

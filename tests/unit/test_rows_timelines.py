@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ptrain.facts.rows_timeline import RowsSize
+from ptrain.facts.model import RowsSize
 from ptrain.models.trace import Born, Completion, Died, Recording
 from ptrain.timeline import Boundary, Complete, Mark, Run
 from ptrain.traces.stage_parts import UnevenLoads

@@ -14,7 +14,7 @@ from ptrain.costs import Column, Phase, State
 from ptrain.derivation.allocator import reserved
 from ptrain.derivation.estimate import derive
 from ptrain.errors import SpecError
-from ptrain.models.chunked import can_fuse
+from ptrain.models.objective import can_fuse
 from ptrain.report.simulation import GARBAGE
 from ptrain.rooms import pretence
 from ptrain.rooms.registry import Tag

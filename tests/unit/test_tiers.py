@@ -14,7 +14,7 @@ from ptrain.costs import State
 from ptrain.errors import SpecError
 from ptrain.models.tags import tier_of
 from ptrain.rooms.registry import Registry
-from ptrain.rooms.tiers import Tiers, cast
+from ptrain.rooms.torch import Tiers, cast
 from ptrain.spec.placement import Tier
 
 OFF_DEVICE = (Tier.HOST, Tier.FILE)

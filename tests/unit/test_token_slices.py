@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ptrain.verification.jobs import token_slices
-from ptrain.verification.jobs.asked_tokens import AskedTokens
+from ptrain.verification.jobs.metamorphic import AskedTokens
 from ptrain.verification.jobs.record import ForwardCall
 from ptrain.verification.jobs.token_slices import slice_of
 
@@ -62,7 +62,7 @@ def gradient(labels: Tensor, vocabulary: int, weight: float = 1.0) -> Tensor:
 def test_what_is_asked_of_tokens_is_told_piece_by_piece(
     monkeypatch: pytest.MonkeyPatch, most: int
 ) -> None:
-    monkeypatch.setattr("ptrain.verification.jobs.asked_tokens._MOST", most)
+    monkeypatch.setattr("ptrain.verification.jobs.metamorphic._MOST", most)
     right = torch.tensor([[1, 2, -100, 0], [3, 3, 2, 1]])
     own = torch.tensor([[1, 2, -100, 2], [3, 3, 2, -100]])
     asked = AskedTokens.of(gradient(own, 5, 2.5), gradient(right, 5))

@@ -14,7 +14,7 @@ from ptrain.errors import SpecError
 from ptrain.facts.parameters import facts
 from ptrain.meters.memory import MemoryMeter
 from ptrain.models.initialize import build, cast
-from ptrain.models.loss import token_loss_sum
+from ptrain.models.objective import token_loss_sum
 from ptrain.models.units import unit_modules
 from ptrain.spec.activations import FULL, Kept
 from ptrain.spec.model import ExternalModel, ModelShape

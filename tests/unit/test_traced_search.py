@@ -6,8 +6,7 @@ import pytest
 
 from ptrain.derivation.estimate import derive
 from ptrain.facts.model import ModelFacts
-from ptrain.report.selection import selection_text
-from ptrain.report.selection_record import as_record
+from ptrain.report.selection import as_record, selection_text
 from ptrain.selection.choose import select
 from ptrain.selection.words import words_of
 from ptrain.spec.load import load

@@ -28,7 +28,6 @@ from ptrain.facts.model import (
     PassWork,
 )
 from ptrain.models.ledger import OperatorMode
-from ptrain.models.recorder import Recorder
 from ptrain.models.work import OperatorSizes, is_opaque, sizes_of
 from ptrain.rooms.fake import fake_world
 from ptrain.rooms.registry import Registry
@@ -38,6 +37,7 @@ from ptrain.spec.precision import DType
 from ptrain.spec.rates import OperatorKind
 from ptrain.traces.facts import read_facts
 from ptrain.traces.layer_works import pass_work
+from ptrain.traces.record import Recorder
 from tests.flops import NOT_REGISTERED
 from tests.pure.test_work import flops, parts, spec_of
 from tests.unit import test_chain

@@ -15,8 +15,7 @@ from ptrain.axes.data.cost import bucket_caps, bucket_sizes, spread
 from ptrain.costs import Collective, Footprint, Phase, State, Traffic
 from ptrain.derivation.clock import Arrival
 from ptrain.derivation.ghosts import autograd
-from ptrain.derivation.ghosts.in_place import InPlace, Shapes
-from ptrain.derivation.ghosts.one_device import Local
+from ptrain.derivation.ghosts.in_place import InPlace, Local, Shapes
 from ptrain.derivation.ghosts.wrapping import Times, Wrapped, rows
 from ptrain.derivation.tape import Account, Scene
 from ptrain.facts.model import TensorFacts

@@ -17,8 +17,7 @@ from ptrain.axes.data.fsdp2 import habits, listed
 from ptrain.costs import Collective, State
 from ptrain.derivation.clock import Arrival
 from ptrain.derivation.ghosts import autograd
-from ptrain.derivation.ghosts.in_place import InPlace, InPlaceUpdate, Shapes
-from ptrain.derivation.ghosts.one_device import Local
+from ptrain.derivation.ghosts.in_place import InPlace, InPlaceUpdate, Local, Shapes
 from ptrain.derivation.tape import Scene
 from ptrain.facts.model import TensorFacts, UnitFacts
 from ptrain.rooms.room import Shape

@@ -1,5 +1,7 @@
 """The update of tensors that stay in place, whoever wrapped them: the update that trains
 (`optimizers.update`) on ghosts of them, a unit of each kind once.
+
+One device: nothing is wrapped. What torch allocates here is autograd's and the optimizer's.
 """
 
 from __future__ import annotations
@@ -10,8 +12,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ptrain.costs import Footprint, State, Traffic
+from ptrain.derivation.ghosts import autograd
 from ptrain.derivation.ghosts.clipping import by_operator
-from ptrain.derivation.ghosts.wrapping import Wrapped, rows
+from ptrain.derivation.ghosts.wrapping import Times, Wrapped, rows
 from ptrain.derivation.tape import Scene, Tape
 from ptrain.facts.model import UnitFacts
 from ptrain.optimizers.ghost import GhostRules, GhostScale
@@ -20,6 +23,7 @@ from ptrain.rooms.ghost import Ghost, GhostRoom, Storage
 from ptrain.rooms.room import Shape
 from ptrain.spec.placement import Tier
 from ptrain.spec.precision import DType
+from ptrain.timeline import Complete, Kind
 
 Shapes = tuple[Shape, ...]
 
@@ -216,3 +220,66 @@ class InPlaceUpdate:
 
     def finish_update(self) -> None:
         """Nothing is on its way."""
+
+
+class OneDevice(InPlace):
+    """A model as it is."""
+
+    reach: int | None = 0
+
+    def sent(self, times: Times | None) -> Iterator[Traffic]:
+        """Nobody is there to be sent anything."""
+        yield from ()
+
+    def player(self, scene: Scene) -> Local:
+        return Local(scene, self)
+
+
+class Local(InPlaceUpdate):
+    """autograd's gradients stay where they are; later ones are added to them."""
+
+    updates_alike = False
+
+    def __init__(self, scene: Scene, wrapping: InPlace) -> None:
+        self.scene, self.tape, self.wrapping = scene, scene.tape, wrapping
+        self.is_first = True
+
+    def begin(self, *, is_first: bool, is_last: bool) -> None:
+        self.is_first = is_first
+
+    def begin_half(self, kind: Kind) -> None:
+        """A gradient is where it is kept, whoever computed it."""
+
+    def end_half(self, kind: Kind) -> None:
+        """Nothing is reduced."""
+
+    def enter(self, unit: int) -> None:
+        """Nothing is gathered."""
+
+    def leave(self, unit: int) -> None:
+        """Nothing is given back."""
+
+    def before_backward(self, unit: int) -> None:
+        """Nothing is gathered."""
+
+    def after_backward(self, unit: int) -> None:
+        """Nothing is reduced."""
+
+    def complete(self, gradient: Complete) -> None:
+        dtype = self.scene.plan.update.layout.gradients
+        if self.is_first:
+            self.tape.spike(autograd.rise(gradient))
+            self.tape.add(autograd.kept(gradient))
+            autograd.keeps(self.tape, dtype, gradient)
+        else:
+            self.tape.add(autograd.added(gradient))
+            autograd.adds(self.tape, dtype, gradient)
+
+    def gathered(self) -> int:
+        return 0
+
+    def lingering(self) -> int:
+        return 0
+
+    def signature(self) -> Hashable:
+        return self.is_first

@@ -7,7 +7,7 @@ from typing import assert_never
 from ptrain.derivation.ghosts.ddp import Replicas, SpreadUpdate
 from ptrain.derivation.ghosts.flat_units import Units
 from ptrain.derivation.ghosts.fsdp2_rows import Sharded
-from ptrain.derivation.ghosts.one_device import OneDevice
+from ptrain.derivation.ghosts.in_place import OneDevice
 from ptrain.derivation.ghosts.wrapping import Wrapped, Wrapping
 from ptrain.facts.model import ModelFacts
 from ptrain.spec.spec import Spec

@@ -11,7 +11,7 @@ from ptrain.costs import State
 from ptrain.report.finding import Culprit
 from ptrain.spec.placement import CUT, Axis
 from ptrain.spec.spec import Spec, position, ranks_over
-from ptrain.verification.causes.own_experts import expert_axis, is_of_experts, several
+from ptrain.verification.causes.experts import expert_axis, is_of_experts, several
 from ptrain.verification.causes.rerun import EXACT, Investigation
 from ptrain.verification.parts import factor_text, products
 

@@ -20,7 +20,7 @@ from ptrain.facts.parameters import OF_TOKENS
 from ptrain.interpreter.program import Program
 from ptrain.report.finding import Culprit, Departure, Moment, Subject
 from ptrain.spec.placement import Distribution
-from ptrain.verification.causes.own_experts import copies, is_of_experts
+from ptrain.verification.causes.experts import copies, is_of_experts
 from ptrain.verification.causes.rerun import EXACT, Investigation
 from ptrain.verification.causes.values import (
     ALIKE,
@@ -30,7 +30,7 @@ from ptrain.verification.causes.values import (
     of_values,
     positions_text,
 )
-from ptrain.verification.differences import Differences, ParameterMove
+from ptrain.verification.compare import Differences, ParameterMove
 from ptrain.verification.jobs.job import TOLERANCES
 from ptrain.verification.jobs.shards import ParameterShard
 from ptrain.verification.own_tokens import own_spans

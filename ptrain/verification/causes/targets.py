@@ -10,11 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ptrain.models.loss import IGNORED
-from ptrain.models.objective import SampleBatch, TokenPair
+from ptrain.models.objective import IGNORED, SampleBatch, TokenPair
 from ptrain.report.finding import Culprit
 from ptrain.verification.causes.rerun import EXACT, Investigation, directly
-from ptrain.verification.jobs.asked_tokens import targets_of
+from ptrain.verification.jobs.metamorphic import targets_of
 from ptrain.verification.own_tokens import TokensOfRank
 from ptrain.verification.parts import held, relative
 

@@ -11,13 +11,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ptrain.report.finding import Culprit, Departure, Moment, Subject
-from ptrain.verification.differences import Differences
+from ptrain.verification.compare import Differences
 from ptrain.verification.jobs.compare import beside_way
 from ptrain.verification.jobs.culprits import culprit, families
 from ptrain.verification.jobs.job import Average, Job, Ranks, Tolerance
 from ptrain.verification.jobs.shards import ParameterShard, shard_of
-from ptrain.verification.names import canonical_name
-from ptrain.verification.parts import difference, held, multiple, norm
+from ptrain.verification.parts import canonical_name, difference, held, multiple, norm
 
 _ROUNDINGS = 4  # of an average, in its own dtype
 _LARGE = 0.05  # of its way: a fault is larger, even where its way is not much more than roundings

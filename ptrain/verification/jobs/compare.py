@@ -14,13 +14,20 @@ from torch import Tensor, nn
 
 from ptrain.report.copies import Copy, differing
 from ptrain.report.finding import Departure, Moment, Subject, Way
-from ptrain.verification.differences import Differences, ParameterMove
+from ptrain.verification.compare import Differences, ParameterMove
 from ptrain.verification.evidence import StepSide
 from ptrain.verification.jobs.job import Tolerance
 from ptrain.verification.jobs.record import StepRecorder
 from ptrain.verification.jobs.shards import ParameterShard
-from ptrain.verification.names import canonical_modules
-from ptrain.verification.parts import QUIET, Magnitude, difference, held, mean_size, norm
+from ptrain.verification.parts import (
+    QUIET,
+    Magnitude,
+    canonical_modules,
+    difference,
+    held,
+    mean_size,
+    norm,
+)
 
 _SURE = 10  # tolerances of a gradient, relative to its root mean square
 _ROUNDINGS = 16  # of a parameter, in its own dtype, that an update may differ by

@@ -16,8 +16,7 @@ from torch.utils._pytree import tree_leaves
 from ptrain.internals.autograd import is_in_backward
 from ptrain.models.ledger import OperatorMode
 from ptrain.verification.jobs.compare import digest
-from ptrain.verification.names import canonical_modules
-from ptrain.verification.parts import held
+from ptrain.verification.parts import canonical_modules, held
 
 _CHANCES = {"bernoulli", "bernoulli_", "native_dropout"}
 _UNIFORM = {"rand", "rand_like", "uniform", "uniform_"}

@@ -22,7 +22,7 @@ from ptrain.verification.jobs.symptoms import (
     tried,
 )
 from ptrain.verification.parts import is_even
-from ptrain.verification.updates.sums import coarse_sum
+from ptrain.verification.updates.swaps import coarse_sum
 
 _LOOSE = 100.0  # samples are compared with so many tolerances: a fault is larger
 _LOOSEST = 0.1

@@ -28,9 +28,14 @@ from ptrain.report.finding import Moment
 from ptrain.verification.jobs.compare import digest, pieces
 from ptrain.verification.jobs.job import Tolerance
 from ptrain.verification.jobs.record import ForwardCall, counts, cuda_devices
-from ptrain.verification.names import canonical_modules, canonical_parameters
 from ptrain.verification.outputs import Key
-from ptrain.verification.parts import difference, held, norm
+from ptrain.verification.parts import (
+    canonical_modules,
+    canonical_parameters,
+    difference,
+    held,
+    norm,
+)
 
 _QUIET = 1e-6  # a tensor below this share of what it belongs to is rounding
 

@@ -22,8 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ptrain.internals.autograd import is_in_backward
 from ptrain.models.arguments import first_real, is_real
 from ptrain.verification.jobs.shards import ParameterShard
-from ptrain.verification.names import canonical_modules
-from ptrain.verification.parts import held
+from ptrain.verification.parts import canonical_modules, held
 from ptrain.verification.updates.repeat import UpdateRecorder
 
 

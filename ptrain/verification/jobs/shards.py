@@ -15,8 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from ptrain.errors import PtrainError
 from ptrain.internals.fsdp1 import FLAT_NAME, FlatShard, flat_shard
-from ptrain.verification.names import canonical_name
-from ptrain.verification.parts import held
+from ptrain.verification.parts import canonical_name, held
 
 # Fused projections hold so many matrices on top of each other, each of which is cut (q, k and v).
 _FUSED = (1, 2, 3)

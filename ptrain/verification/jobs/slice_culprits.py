@@ -23,13 +23,12 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 from ptrain.models.arguments import first_real
 from ptrain.report.finding import Certainty, Culprit, Subject
-from ptrain.verification.jobs.asked_tokens import AskedTokens
 from ptrain.verification.jobs.culprits import families, family, proven
+from ptrain.verification.jobs.metamorphic import AskedTokens
 from ptrain.verification.jobs.modules import Calls, autocast_of, probed, untouched
 from ptrain.verification.jobs.record import ForwardCall
 from ptrain.verification.jobs.token_slices import TokenSlice, slice_of, tokens_of
-from ptrain.verification.names import canonical_modules
-from ptrain.verification.parts import multiple, relative
+from ptrain.verification.parts import canonical_modules, multiple, relative
 
 _HIDDEN = -1e4  # what a mask adds to the scores that it hides, or less (-inf)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ptrain.report.finding import Moment, Subject
-from ptrain.verification.differences import Differences, ParameterMove
+from ptrain.verification.compare import Differences, ParameterMove
 from ptrain.verification.jobs.averages import Averages
 from ptrain.verification.jobs.compare import (
     compare_buffers,

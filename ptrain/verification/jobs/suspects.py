@@ -15,8 +15,7 @@ from ptrain.verification.jobs.culprits import families, family, over_axis
 from ptrain.verification.jobs.evidence import places_of
 from ptrain.verification.jobs.job import Ranks, Tolerance
 from ptrain.verification.jobs.modules import Calls, Violation, innermost, is_within
-from ptrain.verification.names import canonical_modules
-from ptrain.verification.parts import factor_text, missing_sum, multiple
+from ptrain.verification.parts import canonical_modules, factor_text, missing_sum, multiple
 
 _PLAIN = 1e-4  # a factor that is nearer to 1 is printed as 1
 _LOOSE = 10  # tolerances of an output within which it is a sum or a multiple

@@ -34,14 +34,19 @@ from ptrain.internals.dispatch import without_modes
 from ptrain.internals.fakes import detect_fake_mode
 from ptrain.models.attending import POSITIONS, AttendingCall, AttentionWatch, logits_at, not_plain
 from ptrain.models.boundary import CodeRaised
-from ptrain.models.buffers import copied_buffers
 from ptrain.models.contract import forward_of
 from ptrain.models.dropout import DropoutCall, dropout_by
 from ptrain.models.fake_values import READ
-from ptrain.models.generators import drawn_state, forked, reseed
 from ptrain.models.ledger import OperatorMode
 from ptrain.models.meta import on_meta
-from ptrain.models.modes import in_mode, without_dropout
+from ptrain.models.modes import (
+    copied_buffers,
+    drawn_state,
+    forked,
+    in_mode,
+    reseed,
+    without_dropout,
+)
 from ptrain.models.roles import named_in_spec
 from ptrain.spec.misfits import divisors
 from ptrain.spec.placement import Axis, R

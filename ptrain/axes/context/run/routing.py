@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from ptrain.axes.context.attention import Span
 from ptrain.costs import State
 from ptrain.internals.functional_collectives import all_gathered, all_summed
-from ptrain.models.balance import Balance, weigh
+from ptrain.models.balance import Balance, SampleTokens, weigh
 from ptrain.models.moe import ExpertPlaces
-from ptrain.models.sample_tokens import SampleTokens
 from ptrain.rooms.registry import Registry
 
 

@@ -19,7 +19,7 @@ from ptrain.internals.dtensor import compute_local_shape_and_global_offset
 from ptrain.models.ledger import local
 from ptrain.models.window import Window, narrowed, whole
 from ptrain.optimizers.update import Resident, Slot, Target
-from ptrain.rooms.tiers import same_memory
+from ptrain.rooms.torch import same_memory
 from ptrain.spec.placement import EXPERT_AXES, Axis
 
 Named = dict[str, torch.Tensor]

@@ -16,8 +16,8 @@ from ptrain.axes.expert.run.exchange import Assumption, Counts, Routed, Travels
 from ptrain.axes.tensor.run.gradients import OwnSlices
 from ptrain.costs import Phase
 from ptrain.internals.dtensor import side_by_side
+from ptrain.models.dropless import NUMBER, RoutedRows, route
 from ptrain.models.moe import MoE
-from ptrain.models.routed_rows import NUMBER, RoutedRows, route
 from ptrain.rooms.mesh import Mesh
 from ptrain.spec.placement import Axis
 from ptrain.spec.routing import Choices

@@ -27,10 +27,8 @@ from ptrain.axes.pipeline.run.stand_ins import (
 from ptrain.errors import Fault, SpecError, refused
 from ptrain.facts.stages import Chain, Stage
 from ptrain.models.boundary import boundary, said
-from ptrain.models.buffers import copied_buffers
 from ptrain.models.chain import probe
-from ptrain.models.generators import drawn_state, forked
-from ptrain.models.modes import in_mode, without_dropout
+from ptrain.models.modes import copied_buffers, drawn_state, forked, in_mode, without_dropout
 from ptrain.models.objective import SampleBatch, TokenPair, objective_of
 from ptrain.models.transformer import Transformer
 from ptrain.spec.spec import Spec

@@ -58,9 +58,8 @@ from ptrain.errors import refused
 from ptrain.facts.stages import is_within
 from ptrain.internals.dtensor import RANDOM
 from ptrain.models.arguments import with_first
-from ptrain.models.chunked import LossInside
 from ptrain.models.dropout import drops_out
-from ptrain.models.loss import token_loss_sum
+from ptrain.models.objective import LossInside, token_loss_sum
 from ptrain.models.sub_blocks import standing_alone
 from ptrain.rooms.registry import Registry
 from ptrain.spec.role import COLUMNS, ROWS, Role, fits
