@@ -1,7 +1,5 @@
-"""From what ranks measured to a cluster's file, and to a table. Torch-free.
-
-The machine that is measured: what is known of it, and whether somebody else is using it.
-Torch-free.
+"""Write a cluster's file and a table from what ranks measured, with what is known of the machine
+and whether others are using it. Torch-free.
 """
 
 from __future__ import annotations

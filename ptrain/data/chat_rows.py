@@ -1,20 +1,16 @@
-"""Chats as rows of tokens, packed: a row holds whole chats, one behind the other, and is padded
-where the next would not fit. Behind a chat stands a token that is in none of them, which tells them
-apart (`model.document_end`) and pads.
+"""Chats as rows of tokens: read, rendered by the chat template of the tokenizer's folder, with the
+answers marked, and packed.
 
-Two arrays of rows [rows, sequence + 1] stand beside each other: of tokens, and of what each is,
-which is a target, an input alone, or one with which a chat begins.
+Rows: `messages` with a role and content each, or `conversations` as ShareGPT has them, with `from`
+and `value`. Rendering and tokenization are transformers' own. A template may mark answers (`{%
+generation %}`). For others the answer is the difference between the chat rendered before it and
+after it; a template that renders an earlier answer differently once others follow (it drops the
+reasoning of all but the last) gives one sample for every answer.
 
-Chats as a model is given them: rendered by the template of its tokenizer's folder, with the
-answers told apart from all else. Both are transformers' own.
-
-A template may mark what the model says (`{% generation %}`). Of others it follows from what the
-template makes of a chat before an answer, ready for it, and behind it: the answer is the
-difference. A template that renders an answer in another way once others follow (the thoughts of all
-but the last are left out) gives a sample for every answer, which is what a model is given then.
-
-Chats in rows: `messages`, each with a role and what was said, or `conversations`, as ShareGPT
-has them: each with a speaker (`from`) and what was said (`value`).
+Packing: a row holds whole chats one after the other, and is padded where the next would not fit.
+Each chat ends with a token that is in none of them (`model.document_end`), which separates them and
+pads. Two arrays [rows, sequence + 1] are written: tokens, and for each token whether it is a
+target, an input only, or the first of a chat.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""Proposition 1: tensor parallelism across a slow interconnect waits for its latency in every sum.
+"""Proposition 1: tensor parallelism across a slow interconnect waits for its latency in every sum;
+and how many nodes of a cluster a group of ranks spans.
 
-The paper says O(L · α). Here the collectives are those that a step really has, each a ring of
-2 (N-1) hops for an all-reduce and N-1 for any other, every hop at the pace of the slowest link; a
+The paper says O(L · α). Here the collectives are those that a step really has, each a ring of 2
+(N-1) hops for an all-reduce and N-1 for any other, every hop at the pace of the slowest link; a
 send is one hop. Nothing is hidden behind a computation.
-
-On how many of a cluster's nodes the ranks of a group are.
 """
 
 from __future__ import annotations

@@ -1,19 +1,15 @@
-"""The layers of a built-in model, or of a stage of it, through a pass: the committed tables, with
-how each layer's activations are kept and how the loss is computed put into them.
+"""What a micro-batch of a built-in model, or of a stage of it, allocates and saves: the committed
+tables with the kept activations and the loss of a spec put in, and for which specs the tables
+hold.
 
 A table holds every size in bytes as a coefficient times powers of the model's dimensions, read off
 traces at prime shapes (`traces.work_tables` makes them). Nothing is fitted. A pass is `begin`,
 `block` for each layer but two, and `end`, in its own order; that of one layer is `only`.
 
-What a micro-batch of a whole built-in model allocates and saves, from the committed tables
-(`derivation.layers`), and for which specs they tell it.
-
-Equal blocks in a row are played once: what a block in their midst allocates, sends and leaves
-behind is what the one before it did.
-
-A wrap acts at a unit's boundaries, and on its neighbours: it gathers those ahead, and frees what
-the last one left. So the first and the last few of a row are played by themselves, as many as the
-wrap's `reach`, and of those between them one stands for all.
+Equal blocks in a row are played once: a block in their midst allocates, sends and leaves what the
+one before it did. A wrap acts at a unit's boundaries and on its neighbours (it gathers ahead, and
+frees what the last one left), so the first and last few, as many as the wrap's `reach`, are played
+by themselves.
 """
 
 from __future__ import annotations

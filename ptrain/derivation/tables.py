@@ -1,12 +1,10 @@
-"""The committed tables of the built-in families: what they depend on, and what they say at the
-dimensions of a model. A size is a coefficient times powers of batch, sequence and dimensions, an
-event an allocation, a free, a boundary or a completed gradient.
+"""The committed tables of the built-in families: what they depend on, and their values at the
+dimensions of a model, whole losses and losses in chunks included.
 
-What a loss in chunks allocates behind the blocks of a built-in model: the committed tables,
-evaluated (`traces.block_tables` makes them), and put in the place of a whole loss.
-
-A whole model's forward pass is the same up to the end of its last block, and its backward pass from
-there on; so is a last stage's.
+A size is a coefficient times powers of batch, sequence and dimensions; an event is an allocation, a
+free, a boundary or a completed gradient. A loss in chunks replaces a whole one: the forward pass is
+the same up to the end of the last block, the backward pass from there on, of a whole model and of a
+last stage (`traces.block_tables` makes these tables).
 """
 
 from __future__ import annotations

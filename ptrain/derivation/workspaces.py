@@ -1,22 +1,19 @@
-"""What kernels of GPUs take within themselves, which no operator speaks of: beside what is derived
-and simulated, and part of what is reserved.
+"""What GPU kernels allocate inside an operator, beside the derived and simulated tensors; and for
+which GPUs the figures of activations are claimed.
 
-Sources: `CublasHandlePool.cpp` has a workspace for each thread and stream, and a thread of autograd
+Sources: `CublasHandlePool.cpp` has a workspace per thread and stream, and a thread of autograd
 computes the backward pass; `flash_api.cpp` sums the gradient of the queries in fp32, in whole
-tiles, while that operator runs; `Reduce.cuh` leaves sums of parts where many rows are summed.
-cuDNN's and efficient attention's are read off an H100. On that GPU, with torch 2.11, these are the
-bytes that its allocator held beside what lives; no other GPU has confirmed them.
+tiles, while that operator runs; `Reduce.cuh` leaves partial sums where many rows are summed.
+cuDNN's and efficient attention's are read off an H100. There, with torch 2.11, these are the bytes
+that the allocator held beside live tensors; no other GPU has confirmed them.
 
-Whose kernels the figures of activations are of: tables and traces are a CPU's.
-
-Where nothing is dropped, a GPU's kernels leave tensors of the same sizes for backward, but for what
-attention keeps beside its output (`derivation.attention`), which depends on its compute capability.
-With dropout they do not: on a CPU its masks are as wide as their input, on a GPU a byte an element,
-and a CPU's scaled_dot_product_attention then has scores and probabilities in memory, which a GPU's
-never has. Where a spec is for GPUs, tables and traces have a GPU's masks
-(`models.kernels.kernels_of`), and are claimed where an H100 has confirmed them. What is offloaded
-comes back on streams of its own there (activations/run/offload.py), and more of it is on the device
-at a time than is derived.
+Tables and traces run a CPU's kernels. Without dropout a GPU's kernels save tensors of the same
+sizes, but for what attention keeps beside its output (`derivation.attention`), which depends on the
+compute capability. With dropout they do not: a CPU's masks are as wide as their input, a GPU's a
+byte an element, and a CPU's scaled_dot_product_attention then holds scores and probabilities. For
+GPUs, tables and traces have a GPU's masks (`models.kernels.kernels_of`), claimed where an H100 has
+confirmed them. Offloaded activations return on streams of their own there
+(`activations.run.apply`), so more of them is on the device at a time than is derived.
 """
 
 from __future__ import annotations

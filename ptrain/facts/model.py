@@ -1,24 +1,13 @@
-"""What derivation must know of a model: its tensors by unit, in order, and nothing of torch.
+"""What a prediction must know of a model, without torch: its tensors by unit in order, what a step
+computes operator by operator, and what each pass of a stage allocates.
 
-Built-in families state theirs as formulas (`facts.parameters`); for any other model the same
-facts are read off the module and by tracing one step.
-
-What a step computes, operator by operator: the vocabulary that traces write and clocks read.
-
-An operator has a kind, a dtype and the dimensions that its time depends on; how long that takes on
-a machine, the machine's rates say. A pass is a list of operators and of the collectives between
-them, in the order of execution.
-
-What one micro-batch allocates on a stage, pass by pass.
-
-A pass knows nothing of what crosses the stage's boundaries: the hidden states that it is given and
-the gradient of its output lived before, its own output and the gradient of its input live on.
-
-A timeline whose sizes depend on where tokens go: a formula of the rows that the experts of each
-layer get, of which any routing makes a timeline in bytes.
-
-A storage has a size of its own, or is as large as rows of one layer are: nothing in between, which
-whoever traces it makes sure of.
+Built-in families state their tensors as formulas (`facts.parameters`); for any other model the
+facts are read off the module and traced. An operator has a kind, a dtype and the dimensions that
+its time depends on; a pass is a list of operators and of the collectives between them, in order. A
+stage's pass leaves out what crosses its boundaries: hidden states and the output's gradient were
+alive before, its own output and the input's gradient stay alive. Where sizes depend on routing, a
+timeline is a formula of the rows that the experts of each layer get: a storage has a fixed size or
+is proportional to the rows of one layer, which the tracer verifies.
 """
 
 from __future__ import annotations

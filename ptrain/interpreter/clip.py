@@ -1,6 +1,5 @@
-"""One gradient norm over all parameters and all axes, and the scaling that it asks for.
-
-The scale of a loss whose gradients are fp16: torch.amp.GradScaler's rule, by torch's operators.
+"""Clip by one gradient norm over all parameters and all axes, and scale the loss of fp16 gradients
+by torch.amp.GradScaler's rule, with torch's operators.
 
 The loss is multiplied before backward. Where a gradient is not finite on any rank, all ranks skip
 the update and the scale is halved; after 2000 steps without one it is doubled. Gradients stay

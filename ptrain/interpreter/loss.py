@@ -1,8 +1,6 @@
-"""The loss of a micro-batch: of what the model returns, or computed inside its forward pass, a
-slice of the tokens at a time; and what a rank's micro-batches add up to in a step.
-
-The passes of a step: forward and backward of a rank's micro-batches, in an order that the
-program does not know.
+"""The loss of a micro-batch, from the model's output or computed inside its forward pass a slice of
+the tokens at a time; the sum over a rank's micro-batches; and the forward and backward passes of
+a step, in an order that the program does not know.
 """
 
 from __future__ import annotations

@@ -1,17 +1,16 @@
-"""Which ranks must draw the same random numbers, and where their generators stand.
+"""Which ranks must draw the same random numbers, the state of their generators, and digests of
+bits.
 
-Ranks draw alike where they compute the same thing: on the same samples, in the same layers, on
-copies of the activations; and over cp, where each takes its tokens' part of the masks of all. So
-every other mesh axis sets them apart but the tensor axis, and that one too where its ranks work on
-slices of the tokens: there a norm's weight is distributed, and whole.
+Ranks draw alike where they compute the same thing: the same samples, in the same layers, on copies
+of the activations; and over cp, where each takes its tokens' part of the masks of all. Every other
+mesh axis sets them apart but the tensor axis, and that one too where its ranks work on slices of
+the tokens.
 
-Digests of tensors' bits, fast enough to look at a whole training state in a running job.
-
-The bytes are 64-bit words in rows of 512. A digest is the hash of the sums of all rows and of all
-columns, modulo 2^64. A flipped bit changes one word by a power of two, hence a row's sum and a
-column's; words that change places change some sum unless they stay in one row and one column. What
-is left over behind the last full row is hashed as it is. Two passes over memory and no copy: no
-slower than reading it, on any device.
+Digests are fast enough for a whole training state in a running job: the bytes are 64-bit words in
+rows of 512, and a digest is the hash of the sums of all rows and all columns, modulo 2^64. A
+flipped bit changes one word by a power of two, hence a row's and a column's sum; words that change
+places change some sum unless they stay in one row and one column. Words after the last full row are
+hashed as they are. Two passes over memory, no copy.
 """
 
 from __future__ import annotations

@@ -1,11 +1,6 @@
-"""Losses of a router: they pass by what the model returns, and begin where the router is.
+"""Balance losses of routers, and the counts that they need of all tokens of the layer's samples.
 
 Legend of shape suffixes: B samples, T tokens, E experts, K experts of a token.
-
-What a layer of experts asks of all tokens of its samples: how often each expert was chosen, and
-how often before. Where a rank has all of them, it asks nobody.
-
-Legend of shape suffixes: B samples, K choices of a token, T tokens, E experts.
 """
 
 from __future__ import annotations

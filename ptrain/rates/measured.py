@@ -1,9 +1,6 @@
-"""The pace of a cluster by its rates: what was measured, and what lies between.
-
-Seconds between measurements: along one size, and between shapes.
-
-Both are exact where something was measured, and straight in logarithms between: time is a power of
-size, of another exponent where memory bounds it than where a dispatch does.
+"""The pace of a cluster by measured rates, interpolated between measurements along one size and
+between shapes: exact where something was measured and linear in logarithms between, since time
+is a power of size whose exponent differs where memory and where a dispatch is the bound.
 """
 
 from __future__ import annotations

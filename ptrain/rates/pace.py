@@ -1,11 +1,10 @@
-"""What a clock asks a machine: seconds of operators, collectives, copies, updates and hooks.
+"""What a clock asks a machine for: seconds of operators, collectives, copies, updates and hooks;
+and the time of a collective by the published figures of its links: α + hops · α_hop + bytes ·
+factor / bandwidth.
 
-How long a collective takes by what is published of its links: α + hops · α_hop + bytes · factor
-/ bandwidth.
-
-Bandwidths are bus bandwidths, as nccl-tests define them by these factors, and so are comparable
-between collectives and numbers of ranks. Hops are those of NCCL's rings and trees. Ranks that span
-nodes send through as many network cards as they have ranks on a node.
+Bandwidths are bus bandwidths, as nccl-tests define them by these factors, so they compare between
+collectives and numbers of ranks. Hops are those of NCCL's rings and trees. Ranks that span nodes
+send through as many network cards as they have ranks on a node.
 """
 
 from __future__ import annotations

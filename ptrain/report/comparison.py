@@ -1,6 +1,5 @@
-"""`ptrain compare BASE HEAD`: two records side by side, and limits to what may have grown.
-
-A comparison of records as text, as a table of GitHub's Markdown, and as plain data.
+"""Compare two records (`ptrain compare BASE HEAD`) within limits of growth; as text, as a GitHub
+Markdown table and as plain data.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
-"""What a result record says, as figures by name that another record's can be held against.
+"""Read a result record back: its types as before it was written, and its figures by name, to be
+compared with another record's.
 
-A group is a kind of figure from one source (predicted or measured). A record that says nothing of a
-group lacks it; in a group that is there a row that is missing is 0, unless the record says that it
-does not know it.
-
-A result record read back: the same types as before it was written.
+A group is a kind of figure from one source (predicted or measured). A record without a group lacks
+it; a row that is missing from a group is 0, unless the record says that it is unknown.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""A ranking as text, and its winner as a file.
-
-A ranking as plain data, and as rows of CSV with the same columns.
-"""
+"""A ranking of placements as text, as plain data and as rows of CSV, and its winner as a file."""
 
 from __future__ import annotations
 

@@ -1,12 +1,11 @@
-"""The room of a running rank: tensors on its device, its host and its files, and process groups.
-
-Device, host and file memory: where a tensor is put, and how it moves.
+"""The room of a running rank: tensors on its device, host and files, moves between these tiers, and
+process groups.
 
 A move is one copy of equal dtypes between storages of different tiers, which the traffic meter
-sees; a cast happens on one tier.
+counts; a cast happens on one tier.
 
-Note: a file's pages are read ahead and written behind by the kernel; `ahead` announces what is
-needed next. The file has no name, so that nothing is left when the process ends in any way.
+Note: the kernel reads a file's pages ahead and writes them behind; `ahead` announces what is needed
+next. The file has no name, so that nothing is left when the process ends in any way.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
-"""`select`: which placement of a job, by the search's closed forms and, of the best, exactly.
+"""`select`: which placement of a job is best, by the search's closed forms and exactly for the best
+of them; and the notes' recipe for a batch and the lecture's procedure (fit, batch, throughput)
+as sentences with the figures of one spec.
 
-The notes' recipe for a batch, and the lecture's procedure (fit, batch, throughput), as sentences
-with the figures of one spec: why it is as it is.
-
-gbs = mbs x grad_acc x dp. The global batch is convergence's; the micro-batch is the largest that
+gbs = mbs x grad_acc x dp. Convergence sets the global batch; the micro-batch is the largest that
 fits; data ranks come before accumulation, which fills the gap. Beyond some 512 data ranks the notes
-see throughput fall. Axes are reached for by what they cost: ZeRO-3, then tp within a node, then pp
-across nodes, then cp for sequences and ep for experts.
+see throughput fall. Axes are added by their cost: ZeRO-3, then tp within a node, then pp across
+nodes, then cp for sequences and ep for experts.
 """
 
 from __future__ import annotations

@@ -1,11 +1,6 @@
-"""The flow of micro-batches through the ranks of a pipeline as a search needs it: what the ranks
-that differ have, and what the schedule leaves idle.
-
-A block of candidates: all that have one cut of their blocks, one micro-batch and one way to keep
-activations, as arrays.
-
-How a search's blocks are cut: over which ranks operators or tokens go, and which of these the
-states of a data axis go over too.
+"""Candidates of a search in blocks (one cut, one flow of micro-batches, one micro-batch and one way
+to keep activations each, as arrays): how their model is cut, what the ranks of a pipeline that
+differ have, and how long the schedule leaves them idle.
 """
 
 from __future__ import annotations

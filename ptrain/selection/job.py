@@ -1,7 +1,5 @@
-"""What is searched for: the job that a model or a spec says, with nothing placed, and what of it is
-written and so not chosen.
-
-A shape that the tables tell of, in the place of one that they do not: what a search scores.
+"""The job that a search places: a model or a spec without placements, the keys that are written and
+so not chosen, and the shape that stands in for one that the tables do not cover.
 """
 
 from __future__ import annotations

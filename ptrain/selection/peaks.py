@@ -1,11 +1,8 @@
-"""Peaks of many candidates at once, in closed form: of a row of choices of the data axes and a flow
-at each moment at which one of its ranks may be fullest.
+"""Peaks of many candidates at once, in closed form: for each row of choices of the data axes and
+each flow, at every moment at which one of its ranks may be fullest (`axes.pipeline.cost`).
 
-Few of a block's candidates fit. What each has at least costs little, and rules most of them out; of
-the others the moments are summed up one behind the other, as many as each flow has.
-
-When the ranks of a flow may be fullest (`axes.pipeline.cost`), with what they have of a
-model then, as arrays.
+Few of a block's candidates fit. A cheap lower bound rules most of them out; of the others the
+moments are summed one after the other, as many as each flow has.
 """
 
 from __future__ import annotations

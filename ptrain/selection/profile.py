@@ -1,10 +1,6 @@
-"""What a micro-batch takes of one rank, layer by layer, as a search adds it up: bytes, read off the
-committed tables, and seconds, by the rates of a machine.
-
-Bytes of a micro-batch's activations on one rank, layer by layer, as a search adds them up: read
-off the committed tables of a whole model, and of the first, a middle and the last stage of one.
-
-What ranks send each other on a cluster, in seconds that a search asks for once each.
+"""What a micro-batch takes on one rank, layer by layer, as a search adds it up: bytes from the
+committed tables (of a whole model, and of its first, a middle and its last stage), and seconds
+of computation and communication by the rates of a machine.
 """
 
 from __future__ import annotations

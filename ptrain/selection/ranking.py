@@ -1,7 +1,4 @@
-"""What a search has result: a ranking by exact figures, and what they say of all else.
-
-Well-known choices, as constraints of a search, and why one of them lost: what figures say.
-"""
+"""The result of a search: a ranking by exact figures, and why each well-known placement lost."""
 
 from __future__ import annotations
 

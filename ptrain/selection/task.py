@@ -1,6 +1,5 @@
-"""What is searched, and what a search gives.
-
-What a candidate takes, exactly: `derive`'s figures as one row of a ranking.
+"""The input and the output of a search, and the exact figures of a candidate as one row of a
+ranking.
 """
 
 from __future__ import annotations

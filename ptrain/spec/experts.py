@@ -1,7 +1,4 @@
-"""What a block's experts are, where it has some: each option is declared here, once.
-
-What multi-head latent attention is: each option is declared here, once.
-"""
+"""The options of experts and of multi-head latent attention, declared once."""
 
 from dataclasses import dataclass
 from enum import StrEnum

@@ -1,10 +1,9 @@
-"""The kinds of value a spec may hold, each with its check, its message and its JSON Schema.
+"""The kinds of value that a spec may hold, modes included (Definition 2), each with its check,
+message and JSON Schema.
 
 A leaf is an annotation: `steps: Annotated[int, Whole("…", 1, 10**9)]`. `ptrain.spec.check` calls
 its `take`, `ptrain.spec.schema` its `schema` and `ptrain.spec.write` its `say`, so that all three
 agree. A check refuses with a finding and a remedy of its own; numbers always name their range.
-
-The kinds of value that are modes (Definition 2), each with its meaning.
 """
 
 from __future__ import annotations

@@ -1,16 +1,12 @@
-"""A spec's name, file or mapping -> the resolved `Spec`, or every fault at once.
+"""Load a spec by name, file or mapping with its command-line overrides: the resolved `Spec`, or
+every fault at once.
 
     text -> tree with places -> overrides -> short forms written out -> grammar -> Spec
 
-Each stage reports all that it finds. What is at fault is left out for the next stage, which may
-still find more in the sections that are sound.
-
-What the grammar knows and nothing executes yet.
-
-Dotlist overrides: `mesh.dp_shard=4` sets one key; `mesh.dp_shard=1,2,4` sweeps over three.
-
-The right side is read by the same YAML rules as a file; what it sets is validated with the rest and
-its faults stand at `command line: mesh.dp_shard=x`.
+Each stage reports all that it finds and leaves it out for the next one, which may still find more
+in sound sections. Keys that nothing executes yet are refused here. `mesh.dp_shard=4` sets one key,
+`mesh.dp_shard=1,2,4` sweeps over three; the right side is YAML as in a file, and its faults stand
+at `command line: mesh.dp_shard=x`.
 """
 
 from __future__ import annotations

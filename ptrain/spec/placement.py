@@ -1,6 +1,5 @@
-"""Definition 2: the five modes, and the tuple (Theta, Omega, G, A) of one mesh axis.
-
-Mesh axes, outermost first in a spec, and the factor: one axis with its degree and tuple.
+"""Definition 2: the five modes, mesh axes (outermost first in a spec), the tuple (Theta, Omega, G,
+A) of an axis, and a factor: an axis with its degree and tuple.
 """
 
 from __future__ import annotations

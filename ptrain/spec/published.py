@@ -1,11 +1,8 @@
 """The config.json of a published model as the keys of a built-in one, and back.
 
-`specs/published.yaml` has the kinds of models that are built in, each as a row.
-
-Fields of a published config.json that no key of a built-in model stands for.
-
-`specs/published.yaml` lists them: fields without effect, fields that a key of the spec sets, and
-fields that add a computation which is not built in.
+`specs/published.yaml` has a row for each kind of model that is built in, and lists the fields
+without effect, the fields that a key of the spec sets, and those that add a computation which is
+not built in.
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
-"""Raw grammar -> the resolved `Spec`: presets filled in, degrees and batch solved.
+"""Resolve a checked tree into a `Spec`: presets filled in, degrees solved, the batch completed
+(global, micro and accumulate follow from each other), and the user's functions of data, loss and
+step named.
 
-What is checked here is what a single section (or the batch with the mesh) must satisfy to have a
-value at all; whether the product is legal is the algebra's question.
-
-Resolution of the batch: what is not written of global, micro, accumulate follows.
-
-Resolution of the functions that a spec names in place of ptrain's own: the data's, the loss's,
-the step's.
+Checked here is what a section, or the batch with the mesh, needs to have a value at all; whether
+the product is legal is the algebra's question.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
-"""The resolved spec: what every other part of ptrain reads. Made by `spec.load`.
-
-Ranks and coordinates: row-major over the mesh, the outermost axis first (as DeviceMesh).
+"""The resolved spec, which every other part of ptrain reads (`spec.load` makes it), and its ranks:
+row-major over the mesh, the outermost axis first, as DeviceMesh.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
-"""Spec -> a plain mapping -> YAML that loads to an equal Spec: what ran can be rerun from it.
-
-What blocks keep, the attention and the loss of a spec -> the keys that say so, where they say
-anything but the default.
+"""Write a spec as a plain mapping and as YAML that loads to an equal spec, so that what ran can be
+rerun. Keys at their default are left out.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
-"""Makes the table of attention's kernels on GPUs: which torch takes, and what each keeps beside its
-output. It is asked in a process that believes in a GPU (`rooms.pretence`), per compute capability
-and version of torch.
+"""Make the table of attention's kernels on GPUs: which one torch chooses and what it keeps beside
+its output; and run a CPU's in their place.
 
-Kernels are asked for every head_dim that is a multiple of 8: others are padded, operator by
-operator, before the kernel. Of one token alone torch may take another one.
-
-The kernels of a spec's GPUs, as a processor runs in their place.
+torch is asked in a process that believes in a GPU (`rooms.pretence`), per compute capability and
+version of torch, for every head_dim that is a multiple of 8: others are padded, operator by
+operator, before the kernel. For one token alone torch may choose another kernel.
 """
 
 from __future__ import annotations

@@ -1,13 +1,10 @@
-"""Makes the tables of what a block allocates, by how its activations are kept: the events of one
-block in forward and in backward, what of it forward saves and moves off the device, what its
-operators compute, and the collectives that recomputation repeats.
-
-Makes the tables of what a loss in chunks allocates: what stands behind the last block in forward
-and in front of it in backward, of a whole model and of a last stage.
+"""Make the tables of what a block allocates by how its activations are kept (events of forward and
+backward, what is saved and moved off the device, operators, repeated collectives), and of what a
+loss in chunks allocates after the last block, of a whole model and of a last stage.
 
 What repeats with each chunk is found by comparing traces of two numbers of chunks, odd primes which
-divide nothing else. Sizes are read off by exact division: dimensions are such that no product of
-some is one of others.
+divide nothing else. Sizes are read off by exact division: no product of some dimensions is one of
+others.
 """
 
 from __future__ import annotations

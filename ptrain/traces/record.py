@@ -1,12 +1,10 @@
-"""Run one micro-batch of a model, or of one of its stages, and record what happens.
+"""Run one micro-batch of a model, or of one of its stages, and record every storage that operators
+allocate and free, and what they compute and send.
 
 The passes of a stage run one by one, as a pipeline runs them: forward, then backward whole or in
 two halves. Inputs (hidden states, the output's gradient) are alive before a pass and outputs after
 it; for how long is up to the schedule. Hooks record where units begin and end, and which values of
 a tensor are read by Python or NumPy without an operator.
-
-The recorder of a trace: every storage that operators allocate and free, and what operators
-compute and send.
 """
 
 from __future__ import annotations

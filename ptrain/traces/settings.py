@@ -1,13 +1,13 @@
-"""The settings whose traces are committed: the built-in families at dimensions that are distinct
-primes, so that the factors of every size in bytes read off as one product of dimensions times a
-coefficient. Where operators are cut over tp a rank's own dimensions are these primes, beside the
-whole vocabulary where it is no multiple of them.
+"""The settings whose traces are committed, and the format of their tables, which
+`derivation.tables` reads.
 
-The one format of the committed tables, as it is written; `derivation.tables` reads it.
+Settings are the built-in families at dimensions that are distinct primes, so that every size in
+bytes factors into one product of dimensions and a coefficient. Where operators are cut over tp, a
+rank's own dimensions are these primes, beside the whole vocabulary where it is no multiple of them.
 
 A table has `symbols`, `sizes` (flags, a coefficient, the symbols' exponents), and `parts`, lists of
-events that other places name by their numbers: n + 1 is a birth and -n - 1 a death of the size
-with number n, a text a boundary, a list a completed gradient with its parameter.
+events that other places name by their numbers: n + 1 is a birth and -n - 1 a death of the size with
+number n, a text a boundary, a list a completed gradient with its parameter.
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
-"""What the stages of a model that is not built in allocate: one micro-batch is traced through each,
-pass by pass, and told as plain data, since other processes may be asked for it.
+"""Trace what the stages of a model that is not built in allocate, pass by pass, as plain data,
+since other processes may be asked for it; and the allocation of a rank with experts as a formula
+of their rows.
 
-What a rank with experts of its own allocates, as a formula of the rows that these get: by two
-traces of the same operators, between which each layer gets another number of rows more.
-
-A storage that is as large in both is a storage of that size. One that has grown as the rows of a
-layer have is as many bytes of each row. Where another one has grown, or operators differ, there is
-no formula.
+Two traces of the same operators are compared, between which each layer gets another number of rows.
+A storage of the same size in both has that size; one that grew with the rows of a layer has so many
+bytes per row. If another one grew, or operators differ, there is no formula.
 """
 
 from __future__ import annotations

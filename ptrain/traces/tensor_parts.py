@@ -1,15 +1,12 @@
-"""What each rank of tp, cp and ep allocates of a model that no table tells of: a process plays that
-rank on fake ranks, cuts the model as the plan says, and traces one micro-batch of its part; with
-pp, of its part of every stage.
+"""Trace what each rank of tp, cp and ep allocates of a model that no table covers, on fake tensors
+where the weights are too large for real ones.
 
-The processes are others than this one, which may belong to a group of real ranks already. Ranks
-with slices of the same shapes are traced once. Of the others a process plays, one after the other,
-those that stand at the same place along tp: of a mesh torch remembers what it cut for one rank.
-
-Models on fake tensors: those whose weights are too many for real ones are built and traced so.
-
-What a trace reads is sizes, births and deaths, and fake tensors have these as real ones do: of the
-same module the two traces are equal (tests/unit/test_on_fakes.py).
+A process plays the rank on fake ranks, cuts the model as the plan says, and traces one micro-batch
+of its part, with pp of every stage. It is another process than this one, which may belong to a
+group of real ranks. Ranks with slices of the same shapes are traced once; a process plays those at
+the same place along tp one after the other, since torch remembers for a mesh what it cut for one
+rank. A trace reads sizes, births and deaths, which are the same on fake tensors
+(tests/unit/test_on_fakes.py).
 """
 
 from __future__ import annotations

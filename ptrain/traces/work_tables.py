@@ -1,14 +1,11 @@
-"""Makes the tables of what is computed: by one block, by how its activations are kept, and in front
-of the blocks and behind them.
+"""Make the tables of what is computed and allocated by the layers of a built-in model: by one
+block, by how its activations are kept, and before and after the blocks; of the whole model and
+of its first, a middle and its last stage.
 
 A pass is a list of operators by their numbers in the table; each is its kind or collective, its
-dtype (none: that in which the model computes) and the numbers of its sizes.
-
-Makes the tables of what the layers of a built-in model allocate: of all of it, and of its first
-stage, one in the middle and the last one (`derivation.layers` reads them).
-
-Of one layer a pass is `only`; of three it is `begin`, `block` and `end`, and of more the block is
-repeated, which is checked of every whole model with four.
+dtype (none: the compute dtype) and the numbers of its sizes. Of one layer a pass is `only`; of
+three it is `begin`, `block` and `end`, and of more the block repeats, which is checked with four
+layers.
 """
 
 from __future__ import annotations

@@ -1,13 +1,10 @@
-"""What of two runs is compared: gradient norms, gradients, and each parameter at the end; and the
-checks that say it.
+"""Compare two runs: gradient norms, gradients and each parameter at the end; the differences of one
+rank in a step and of all ranks in all steps, the first first; and the checks that they decide.
 
 Gradient integrity and state consistency (Theorems 3 and 4) show in the trajectory. The last loss
 alone would not do: it agrees between converged models, and two dead runs agree perfectly. So the
 largest difference over all steps counts, and a run whose gradients are zero, whose parameters stay
 or whose loss does not fall holds nothing.
-
-The differences of one rank in a step, and those of all ranks in all steps: what departs from one
-device, the first first, and the largest difference of each kind.
 """
 
 from __future__ import annotations

@@ -1,17 +1,10 @@
-"""Every shard mapped to the part of the whole tensor that it stands for (the canonical mapping of
-TTrace, arXiv 2506.09280), so that what a rank holds is compared where it is, without a gather; and
-where it must be whole, gathered.
+"""Map every shard to the part of the whole tensor that it stands for (the canonical mapping of
+TTrace, arXiv 2506.09280), so that it is compared without a gather, and measure how tensors
+differ: by the rounding of a dtype, in single elements or bits, or by a ratio with a cause (a
+multiple of another tensor, a sum of others, a share of a sum over an axis).
 
-Differences that are the rounding of a dtype; elements and bits that are off by themselves.
-
-How large a tensor is beside others of its kind, and what is nothing beside them.
-
-Ratios with a cause: one tensor as a multiple of another, as a sum of others, as a share of a
-sum over an axis; and the products of degrees that such a ratio is.
-
-All of it in fp64 on whole tensors or samples of their elements; torch only, no spec.
-
-One name for one parameter, whatever was wrapped around the module that has it.
+Computed in fp64 on whole tensors or samples of their elements. A parameter has one name whatever
+wraps its module.
 """
 
 from __future__ import annotations

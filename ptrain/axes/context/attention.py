@@ -1,21 +1,18 @@
-"""Which attention over cp a spec asks for, or which follows where it says nothing.
+"""Attention over the context axis: which kind a spec has, which tokens of a sample a rank has, and
+which blocks of scores it computes.
 
-Which tokens of a sample a rank of cp has, and which blocks of scores it computes.
-
-The ring's places have contiguous slices, or (zigzag) an early and a late chunk each: of 2R chunks
-place r has chunks r and 2R - 1 - r, so that under a causal mask all have as much to do. The ranks
+Tokens: the ring's places have contiguous slices or, with zigzag, an early and a late chunk each (of
+2R chunks place r has r and 2R - 1 - r), so that all have equal work under a causal mask. The ranks
 of a Ulysses group share the tokens of their place, in order.
 
-At hop h place p of R has the keys of place (p - h) mod R, and under the causal mask of the whole
-sequence its queries attend to those that are not behind them. Where keys and values are gathered
-there is one hop. The ranks of a Ulysses group compute the same blocks, each of its own heads.
+Blocks: at hop h place p of R has the keys of place (p - h) mod R, and its queries attend to those
+that the causal mask of the whole sequence allows. With gathered keys and values there is one hop.
+The ranks of a Ulysses group compute the same blocks for their own heads.
 
-What a rank of the context axis does in a layer's attention, as tables of allocations tell it:
-by its kind, and by how many of the ring's places have tokens before its own and behind them.
-
-Of a ring torch's template does the same at every hop but the first ones and the last: of more than
-a few a table has no more to tell than of these (`traces.context_tables` looks further, and finds
-none). Numbers of operators grow by as many with each.
+The tables of allocations tell ranks apart by the kind of attention and by how many places have
+tokens before and after their own. torch's ring template does the same at every hop but the first
+ones and the last, so a table holds a few hops, and the numbers of operators grow by a constant with
+each more (`traces.context_tables` checks that).
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
-"""The schedules, a row each: the order of a rank, what it costs, what it needs of a pipeline.
+"""The table of pipeline schedules: order of a rank, cost and requirements of each; and the pipeline
+of a spec, its stages per rank and layers per stage.
 
-The pipeline of a spec: the number of stages of a rank, and the layers of a stage.
-
-To balance stages by time, a device only multiplies matrices, at one rate. A matrix of n elements
-costs a token 2n operations forward and 4n backward (the gradients of its input and of itself). The
-scores of attention cost 4TH forward and 8TH backward for T tokens of width H, as in Chowdhery et
-al. 2022 (PaLM), appendix B, although a causal kernel may do half. Embedding look-ups, norms, other
-memory-bound operators and communication are free. A tied head multiplies like a separate one. Only
-the matrices are known of a model that is not built in, not the scores.
+Stages are balanced by time as if a device only multiplied matrices, at one rate. A matrix of n
+elements costs a token 2n operations forward and 4n backward (the gradients of its input and of
+itself). The scores of attention cost 4TH forward and 8TH backward for T tokens of width H, as in
+Chowdhery et al. 2022 (PaLM), appendix B, although a causal kernel may do half. Embedding look-ups,
+norms, other memory-bound operators and communication are free. A tied head multiplies like a
+separate one. Only the matrices are known of a model that is not built in, not the scores.
 """
 
 from __future__ import annotations

@@ -1,9 +1,6 @@
-"""The stages of a model by its facts: what the pipeline axis cuts it into, and what of it each has.
-
-A stage is a model like any other, with fewer layers.
-
-What follows from a schedule's order alone, whatever its costs: whose activations a rank holds,
-and what it sends and receives.
+"""The stages that pp cuts a model into, by the model's facts, and what follows from the order of a
+schedule alone: whose activations a rank holds, and what it sends and receives. A stage is a
+model with fewer layers.
 """
 
 from __future__ import annotations

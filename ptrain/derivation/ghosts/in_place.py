@@ -1,7 +1,6 @@
-"""The update of tensors that stay in place, whoever wrapped them: the update that trains
-(`optimizers.update`) on ghosts of them, a unit of each kind once.
-
-One device: nothing is wrapped. What torch allocates here is autograd's and the optimizer's.
+"""Play the update of tensors that stay in place, whoever wrapped them: the update that trains
+(`optimizers.update`) on ghosts, a unit of each kind once. One device has no wrapper: only
+autograd and the optimizer allocate.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
-"""Why parameters, optimizer state, counters or buffers are not those of one device.
-
-The update of a program's own optimizers, repeated: what the leaves of its targets were given, as
-parameters by name.
+"""Explain why parameters, optimizer state, counters or buffers differ from those of one device; for
+the update, by repeating it with what the program's optimizers were given.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""A training loop that is somebody else's, and on what terms it is judged. Nothing of how it works
-is asked for: its optimizers are found when they step, its shards by what its tensors say.
+"""A user's training loop and the terms on which it is judged; its ranks, their axes and exchanges;
+and what must hold before two loops can be compared.
 
-The ranks of a run: how many, on which axes, and what they tell each other.
-
-What must be so before two loops can be compared: a reference that is one device, the same on
-every rank, a loop that does the same when it is run again, and losses that make up a global one.
+Nothing about the loop's workings is asked for: optimizers are found when they step, shards by their
+tensors. The reference must be one device and equal on every rank, the loop must repeat itself when
+it is run again, and the losses must add up to a global one.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
-"""Each module of a model by itself: what it was given in a step and what it gave, beside what the
-plain module gives for the same. A module that does the same forward and backward is not where a
-step departs, whatever it was given; so what departs is within one that does not.
+"""Compare each module by itself: its inputs and outputs in a step beside what the plain module
+gives for the same inputs. A module that agrees forward and backward is not where a step departs,
+so the fault is inside one that does not.
 
-The reference's model on this rank's own micro-batches: the same inputs, and the same gradients
-of the loss by its outputs. What its modules return is what the wrapped ones must return for these
-inputs; and its parameters' gradients are what this rank has to contribute to the global one, so
-that the gradient that the optimizer got can be told in terms of ranks and micro-batches.
+The reference's model also runs on this rank's own micro-batches: its module outputs are what the
+wrapped ones must return, and its parameters' gradients are what this rank has to contribute to the
+global one, which expresses the optimizer's gradient in terms of ranks and micro-batches.
 """
 
 from __future__ import annotations

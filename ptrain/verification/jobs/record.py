@@ -1,9 +1,6 @@
-"""One step of a loop, seen from outside: what its model was given, each parameter's gradient as the
-optimizer takes it, and how often one stepped.
-
-A step of the loop once more, from the state that it began with: as it was, to see that it gives
-the same bits, or with plain modules in the place of some of its own; and torch's random state
-around passes that nobody shall notice.
+"""Record one step of a loop from outside (the model's inputs, each parameter's gradient as the
+optimizer takes it, how often one stepped), and run the step again from its initial state:
+unchanged, to see that it repeats bit by bit, or with plain modules in place of some of its own.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""What is wrong with the gradient of one parameter, told from all ranks' samples of it: a multiple
-of the right one, a part of a sum over an axis, some micro-batches alone, the step before.
-
-A symptom's cure, tried on the evidence: what is left of a departure once the factor is undone,
-the missing sum taken, the missing micro-batches added, over every element of every gradient.
+"""Tell what is wrong with the gradient of one parameter from all ranks' samples of it: a multiple
+of the right one, a part of a sum over an axis, some micro-batches only, the step before; and try
+the cure on every element of every gradient.
 """
 
 from __future__ import annotations

@@ -1,9 +1,6 @@
-"""Gradients that are clipped in another way than one device's: group by group, on some ranks only,
-by the norm of a rank's own shards, or not at all. No factor is fitted: what each way makes of one
-device's gradient before clipping is compared with what the optimizers take.
-
-One step's update of a loop and of one device, as far as a rank has it, and how far what a
-repeated update leaves is from one device's.
+"""Find gradients that are clipped in another way than one device's: group by group, on some ranks
+only, by the norm of a rank's own shards, or not at all. No factor is fitted: each way is applied
+to one device's gradient and compared with what the optimizers take.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
-"""An optimizer's step once more, on other tensors: what it was given, by parameter, through the
-code of its own class. Nothing of the optimizer that trains is touched.
+"""Repeat an optimizer's step on other tensors, by parameter, through the code of its own class, and
+record what the optimizers of one side's step are given and leave. The optimizer that trains is
+not touched.
 
-A rule that looks at more than an element at a time (a matrix's norm, a Newton–Schulz iteration)
-makes something else of a rank's piece than of a DTensor: whoever repeats it compares with what the
-step made.
-
-What the optimizers of one side's step are given and what they leave, by parameter.
+A rule that reads more than one element (a matrix's norm, a Newton–Schulz iteration) gives another
+result for a rank's piece than for a DTensor: compare with what the step made.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""What of an update's ingredients can be one device's, one after the other, and which of these
-exchanges makes the update one device's.
-
-Gradients that are added up in a coarser dtype: the ranks' micro-batches, which were run again
-one by one, are added with its roundings and without.
+"""Exchange the ingredients of an update for one device's, one after the other, to find those that
+make the update one device's; and add the ranks' gradients with the roundings of a coarser dtype
+and without.
 """
 
 from __future__ import annotations

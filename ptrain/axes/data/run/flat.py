@@ -1,10 +1,8 @@
-"""Flat units of a module: any tuple of modes on the data axes, a handler per state.
+"""Flat units of a module, for any tuple of modes on the data axes with a handler per state; and
+what the program needs of every wrap that leaves parameters in the module.
 
-Each unit's tensors are views of one flat padded buffer. What becomes of it in a step is
-`axes.data.units`; here autograd's hooks say when.
-
-What the program needs of a wrapped model, and what all wraps that leave parameters in the module
-have in common.
+Each unit's tensors are views of one flat padded buffer. `axes.data.units` says what becomes of it
+in a step; here autograd's hooks say when.
 """
 
 from __future__ import annotations

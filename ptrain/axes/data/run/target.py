@@ -1,8 +1,6 @@
 """What the optimizer updates: a local tensor that stands for named parameters, its gradient, and
-the place where its optimizer state is kept.
-
-A parameter of which this rank stores a part, because another axis cut it: what a data axis
-keeps, reduces and updates is that part, like any other tensor.
+the place of its optimizer state. Of a parameter that another axis cut, a data axis keeps,
+reduces and updates the rank's part like any other tensor.
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
-"""One stage of a rank: its forward and backward passes, what surrounds them, and what it holds for
-the micro-batches in flight.
+"""The stages of a rank as one wrapped model, each with its own wrap: their passes, what surrounds
+them, what they hold for micro-batches in flight, and the sum of gradients of tensors that the
+first and the last stage share.
 
-Of a micro-batch a stage holds the input, the output and, on the last stage, the loss until its
-backward pass is over; of one in halves, the gradient of the output too. So a schedule's memory is
-what its instructions say (`derivation.in_flight`).
-
-The stages of a rank, each with its own wrap, as one wrapped model; and the gradients of tensors
-that the first and the last stage both have, summed over the two.
+For a micro-batch a stage holds the input, the output and, on the last stage, the loss until its
+backward pass is over; for one in halves the gradient of the output too. So a schedule's memory
+follows from its instructions (`derivation.in_flight`).
 """
 
 from __future__ import annotations
