@@ -24,7 +24,7 @@ SMALL = 80  # lines
 
 # begin
 BUDGETS: dict[str, int] = {
-    "ptrain": 56990,
+    "ptrain": 56900,
     "ptrain/activations": 360,
     "ptrain/algebra": 290,
     "ptrain/axes": 140,
@@ -35,7 +35,7 @@ BUDGETS: dict[str, int] = {
     "ptrain/axes/tensor": 760,
     "ptrain/calibration": 1150,
     "ptrain/charts": 860,
-    "ptrain/cli": 1390,
+    "ptrain/cli": 1380,
     "ptrain/convert": 460,
     "ptrain/data": 1150,
     "ptrain/derivation": 5250,
@@ -49,16 +49,16 @@ BUDGETS: dict[str, int] = {
     "ptrain/rates": 360,
     "ptrain/report": 2020,
     "ptrain/rooms": 1010,
-    "ptrain/selection": 4130,
+    "ptrain/selection": 4110,
     "ptrain/simulation": 1100,
-    "ptrain/spec": 4500,
+    "ptrain/spec": 4490,
     "ptrain/steps": 460,
-    "ptrain/traces": 2310,
+    "ptrain/traces": 2300,
     "ptrain/train": 3150,
-    "ptrain/verification": 9510,
+    "ptrain/verification": 9470,
 }
-ONE_IMPORTER = 114  # modules that exactly one other imports
-SMALL_MODULES = 120  # modules with fewer lines than SMALL
+ONE_IMPORTER = 113  # modules that exactly one other imports
+SMALL_MODULES = 114  # modules with fewer lines than SMALL
 # end
 
 

@@ -13,8 +13,18 @@ from dataclasses import dataclass
 from ptrain.axes.pipeline.draw import MEANINGS, bubble_text
 from ptrain.axes.pipeline.schedule import Action, Schedule, StageCost
 from ptrain.axes.pipeline.simulate import Simulation, simulate
-from ptrain.charts.colours import ink_on, shades
-from ptrain.charts.sheet import GREY, LIGHT, LINE, WHITE, Label, Rectangle, Sheet, width_of
+from ptrain.charts.sheet import (
+    GREY,
+    LIGHT,
+    LINE,
+    WHITE,
+    Label,
+    Rectangle,
+    Sheet,
+    ink_on,
+    shades,
+    width_of,
+)
 from ptrain.timeline import Kind
 
 

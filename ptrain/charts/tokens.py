@@ -13,8 +13,17 @@ from itertools import pairwise
 
 from ptrain.axes.context.attention import MetBlock, Span, all_spans, blocks_of, source_at
 from ptrain.axes.context.draw import balance_text, kind_text
-from ptrain.charts.colours import ink_on, of_place
-from ptrain.charts.sheet import GREY, LIGHT, WHITE, Label, Rectangle, Sheet, width_of
+from ptrain.charts.sheet import (
+    GREY,
+    LIGHT,
+    WHITE,
+    Label,
+    Rectangle,
+    Sheet,
+    ink_on,
+    of_place,
+    width_of,
+)
 from ptrain.steps.step import ContextParallel
 
 _EDGE, _WIDTH = 14.0, 560.0

@@ -10,8 +10,7 @@ from pathlib import Path
 
 from ptrain.axes.context.draw import balance_rows
 from ptrain.axes.pipeline.catalogue import pipeline_of, schedule_of
-from ptrain.charts.canvas import Format, painted
-from ptrain.charts.file import require_writable, write_whole
+from ptrain.charts.canvas import Format, painted, require_writable, write_whole
 from ptrain.charts.schedule import Heading, schedule_sheet
 from ptrain.charts.sheet import Sheet
 from ptrain.charts.tokens import tokens_sheet

@@ -10,8 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ptrain.charts.canvas import Format, painted
-from ptrain.charts.file import require_writable, write_whole
+from ptrain.charts.canvas import Format, painted, require_writable, write_whole
 from ptrain.charts.front import front_sheet
 from ptrain.cli.arguments import positive, print_json
 from ptrain.cli.predict import facts_of

@@ -10,8 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ptrain.charts.canvas import Format
-from ptrain.charts.file import require_writable, write_whole
+from ptrain.charts.canvas import Format, require_writable, write_whole
 from ptrain.charts.memory import painted_course
 from ptrain.cli.arguments import add_spec_arguments, print_json
 from ptrain.cli.predict import facts_of

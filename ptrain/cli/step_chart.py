@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ptrain.charts.canvas import painted
-from ptrain.charts.file import require_writable, write_whole
+from ptrain.charts.canvas import painted, require_writable, write_whole
 from ptrain.charts.step import step_sheet
 from ptrain.derivation.estimate import Derivation, step_lanes
 from ptrain.errors import refused

@@ -11,8 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
-from ptrain.charts.canvas import Format, painted
-from ptrain.charts.file import require_writable, write_whole
+from ptrain.charts.canvas import Format, painted, require_writable, write_whole
 from ptrain.charts.sweep import sweep_sheet
 from ptrain.cli.arguments import print_json
 from ptrain.codec import encode

@@ -17,8 +17,7 @@ from itertools import count
 from pathlib import Path
 from typing import NoReturn
 
-from ptrain.charts.canvas import Format, painted
-from ptrain.charts.file import require_writable, write_whole
+from ptrain.charts.canvas import Format, painted, require_writable, write_whole
 from ptrain.charts.routing import logged_tokens, routing_sheet
 from ptrain.derivation.estimate import derive
 from ptrain.errors import PtrainError, RankFailed, refused

@@ -20,7 +20,7 @@ from ptrain.spec.cluster import Cluster
 from ptrain.spec.optimizers import OPTIMIZERS
 from ptrain.spec.precision import DType, Layout
 from ptrain.spec.rates import CLIP, Hook, LinkTier, OperatorKind, RateRow, Rates
-from ptrain.spec.resolve_rates import tables
+from ptrain.spec.resolve_sections import tables
 
 Shape = tuple[int, ...]
 

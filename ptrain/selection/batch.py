@@ -11,9 +11,8 @@ from typing import Any
 from ptrain.costs import Collective
 from ptrain.selection.arrays import Array, Columns, numpy
 from ptrain.selection.flows import BoundedPeaks, CandidateBlock, FlowGroup, InnerCut, PipelineFlows
-from ptrain.selection.issuing import IssueSeconds
 from ptrain.selection.peaks import TOGETHER, together
-from ptrain.selection.profile import Seconds, Wires
+from ptrain.selection.profile import IssueSeconds, Seconds, Wires
 from ptrain.selection.rows import OF_ISSUE, OF_TIME
 from ptrain.selection.score import Places, busy, issued
 from ptrain.selection.task import SLACK, SearchTask

@@ -1,6 +1,9 @@
 """What a micro-batch takes on one rank, layer by layer, as a search adds it up: bytes from the
 committed tables (of a whole model, and of its first, a middle and its last stage), and seconds
 of computation and communication by the rates of a machine.
+
+In which a host issues a micro-batch to its device (`derivation.launches`), as a search adds it
+up.
 """
 
 from __future__ import annotations
@@ -36,7 +39,6 @@ from ptrain.facts.stages import FRONT, is_within
 from ptrain.plan.lower import lower
 from ptrain.rates.pace import Pace, UnknownRate, around
 from ptrain.selection.arrays import Array, numpy
-from ptrain.selection.issuing import IssueSeconds, issue_seconds
 from ptrain.selection.space import without_experts
 from ptrain.spec.activations import PLAIN, Kept, Scope
 from ptrain.spec.model import ModelShape
@@ -44,6 +46,50 @@ from ptrain.spec.placement import EXPERT_AXES, Axis, Tier
 from ptrain.spec.rates import Hook, OperatorKind
 from ptrain.spec.spec import Spec, ranks_over
 from ptrain.timeline import Boundary, Item, Kind, Mark, Repeated, Run
+
+_WHOLE, _HALVES = (Kind.BACKWARD,), (Kind.INPUT, Kind.WEIGHT)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IssueSeconds:
+    """Of a host's, forward and backward: in front of the blocks, of a block, and behind them."""
+
+    front: tuple[float, float]
+    block: tuple[float, float]
+    behind: tuple[float, float]
+
+
+def issue_seconds(clock: Clock, work: ModelWork, kept: Kept) -> tuple[IssueSeconds, IssueSeconds]:
+    """Return the seconds of backward passes that are whole, and of such in halves, which are whole
+    in front of the blocks: nobody waits for gradients of tokens."""
+    middle = work.layers[len(work.layers) // 2]
+    front = _issued(clock, work.front, PLAIN, _WHOLE)
+    whole, halves = (
+        IssueSeconds(
+            front=front,
+            block=_issued(clock, middle, kept, kinds),
+            behind=_issued(clock, work.behind, PLAIN, kinds),
+        )
+        for kinds in (_WHOLE, _HALVES)
+    )
+    return whole, halves
+
+
+def _issued(
+    clock: Clock, work: LayerWork, kept: Kept, kinds: tuple[Kind, ...]
+) -> tuple[float, float]:
+    passes = {
+        Kind.FORWARD: work.forward,
+        Kind.BACKWARD: work.backward,
+        Kind.INPUT: work.inputs,
+        Kind.WEIGHT: work.weights,
+    }
+    forward, *backward = (
+        clock.pass_seconds(passes[kind], around(kept, kind)).on_host
+        for kind in (Kind.FORWARD, *kinds)
+    )
+    return forward, sum(backward)
+
 
 _LAYERS = 3  # a first, a middle and a last one
 # Of a model that is whole, and of stages: the order in which moments count chunks.

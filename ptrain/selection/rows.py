@@ -10,10 +10,9 @@ from ptrain.axes.candidates import AxisChoice
 from ptrain.costs import State
 from ptrain.optimizers.update import optimizer_itemsize
 from ptrain.selection.arrays import Array, Columns, numpy
-from ptrain.selection.data_ways import DataWay
 from ptrain.selection.moves import inside
 from ptrain.selection.profile import Sizes
-from ptrain.selection.unit_ways import SharedUnits
+from ptrain.selection.unit_ways import DataWay, SharedUnits
 from ptrain.spec.dials import UnitSize
 from ptrain.spec.placement import Tier
 

@@ -13,8 +13,7 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 
 from ptrain.selection.arrays import Array, Columns, numpy
-from ptrain.selection.issuing import IssueSeconds
-from ptrain.selection.profile import Activity, Seconds, Sizes
+from ptrain.selection.profile import Activity, IssueSeconds, Seconds, Sizes
 
 
 @dataclass(frozen=True, slots=True)

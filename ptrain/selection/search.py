@@ -21,7 +21,6 @@ from ptrain.plan.lower import own_facts
 from ptrain.rates.pace import UnknownRate
 from ptrain.selection.arrays import Columns, distinct, numpy
 from ptrain.selection.batch import BlockBatch, OpenBlock
-from ptrain.selection.data_ways import DataWay, ways_of
 from ptrain.selection.flows import (
     BoundedPeaks,
     CandidateBlock,
@@ -61,7 +60,7 @@ from ptrain.selection.task import (
     SearchResult,
     SearchTask,
 )
-from ptrain.selection.unit_ways import SharedUnits, blocks_of_bucket
+from ptrain.selection.unit_ways import DataWay, SharedUnits, blocks_of_bucket, ways_of
 from ptrain.selection.where import Constraint, Where
 from ptrain.spec.activations import Kept
 from ptrain.spec.dials import UnitSize

@@ -37,8 +37,8 @@ class ScheduleName(Word):
         member = str.__new__(cls, name)
         member._value_ = name
         member.meaning, member.torch, member.stages = meaning, torch, stages
-        class_name = torch.lower()
-        member.words = (*words, class_name, class_name.removeprefix("schedule")) if torch else words
+        of_class = (torch.lower(), torch.lower().removeprefix("schedule")) if torch else ()
+        member.words = tuple(word for word in (*words, *of_class) if word != name)
         member.is_in_halves = is_in_halves
         return member
 

@@ -15,7 +15,7 @@ from ptrain.models.boundary import CodeRaised
 from ptrain.models.objective import SampleBatch
 from ptrain.models.selection import BOUNDS, Extent, Selected
 from ptrain.timeline import gradient_order
-from ptrain.traces.layer_rows import TracedLayers
+from ptrain.traces.rank_part import TracedLayers
 
 _READS = "its code reads values"
 

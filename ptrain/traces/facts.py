@@ -58,7 +58,7 @@ from ptrain.spec.spec import Spec
 from ptrain.steps.step import chunked_loss
 from ptrain.traces.attention_kernels import kernels_for
 from ptrain.traces.by_data import extents_of, facts_by_data, without_bounds
-from ptrain.traces.layer_rows import TracedLayers, only, running, running_units
+from ptrain.traces.rank_part import TracedLayers, only, running, running_units
 from ptrain.traces.record import record
 from ptrain.traces.stage_parts import stage_formulas, stage_passes, stage_rows, stage_works
 from ptrain.traces.tensor_parts import (

@@ -59,7 +59,10 @@ from ptrain.spec.spec import Spec
 from ptrain.steps.experts import choices, layers_of
 from ptrain.steps.step import Plan
 from ptrain.timeline import Boundary, Timeline
-from ptrain.traces.layer_rows import (
+from ptrain.traces.rank_part import (
+    ContextSlices,
+    RankPart,
+    StageCuts,
     TracedLayers,
     alike_of,
     kind_of_row,
@@ -67,7 +70,6 @@ from ptrain.traces.layer_rows import (
     running,
     running_units,
 )
-from ptrain.traces.rank_part import ContextSlices, RankPart, StageCuts
 
 Sizes = Mapping[int, RowsSize]
 

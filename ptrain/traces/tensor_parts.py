@@ -54,7 +54,7 @@ from ptrain.spec.write import to_mapping
 from ptrain.steps.step import CreateMesh, Plan
 from ptrain.timeline import Timeline
 from ptrain.traces.attention_kernels import kernels_for
-from ptrain.traces.layer_rows import TracedLayers, alike_of, only, running, running_units
+from ptrain.traces.rank_part import TracedLayers, alike_of, only, running, running_units
 from ptrain.traces.stage_parts import rank_part, stage_rows, uneven_loads
 from ptrain.version import TESTED_TORCH, is_tested
 

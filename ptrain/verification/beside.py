@@ -17,9 +17,8 @@ from ptrain.models.modes import forked
 from ptrain.train.exchange import Exchange
 from ptrain.train.journal import LOG
 from ptrain.verification.capture import Capture
-from ptrain.verification.induction import Onward
-from ptrain.verification.undropped import dropping
-from ptrain.verification.variants import without_dropout
+from ptrain.verification.trajectory import Onward
+from ptrain.verification.variants import dropping, without_dropout
 
 
 class BesideOneDevice:

@@ -31,8 +31,8 @@ from ptrain.train.exchange import Exchange
 from ptrain.train.loop import local_batch, seed_dropout
 from ptrain.train.schedule import learning_rate
 from ptrain.verification.outputs import Key, Outputs
-from ptrain.verification.own_tokens import TokensOfRank
 from ptrain.verification.parts import whole
+from ptrain.verification.places import TokensOfRank
 from ptrain.verification.updates.repeat import UpdateRecorder, wholes
 
 Patterns = tuple[str, ...]

@@ -51,8 +51,7 @@ from ptrain.verification.trajectory import (
     of_dtypes,
     of_reference,
 )
-from ptrain.verification.undropped import NOTE, dropping, undropped
-from ptrain.verification.variants import exactly, without_dropout
+from ptrain.verification.variants import NOTE, dropping, exactly, undropped, without_dropout
 
 Steps: TypeAlias = dict[str, tuple[float, ...]]
 

@@ -16,8 +16,7 @@ from ptrain.models.objective import SampleBatch, StepBatch
 from ptrain.report.finding import Departure, Moment, Subject
 from ptrain.spec.spec import Spec
 from ptrain.train.exchange import Exchange
-from ptrain.verification.own_tokens import TokensOfRank, own_spans
-from ptrain.verification.places import data_place
+from ptrain.verification.places import TokensOfRank, data_place, own_spans
 from ptrain.verification.reference import ReferenceTraining
 
 UNKNOWN = -1

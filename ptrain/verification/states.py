@@ -11,7 +11,7 @@ from ptrain.interpreter.program import Program
 from ptrain.optimizers.update import COUNTER, MASTER
 from ptrain.report.finding import Subject
 from ptrain.verification.capture import modules
-from ptrain.verification.own_tokens import TokensOfRank
+from ptrain.verification.places import TokensOfRank
 from ptrain.verification.reference import ReferenceTraining
 
 States: TypeAlias = dict[tuple[Subject, str], torch.Tensor]

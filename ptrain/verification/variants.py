@@ -1,16 +1,35 @@
 """The specs that verification runs beside the user's own: in fp64 without dropout, on one device,
-and in other micro-batches. Each is made of the resolved spec, so that what was chosen stays."""
+and in other micro-batches. Each is made of the resolved spec, so that what was chosen stays.
+
+What is compared with one device drops nothing: ranks may draw other masks than one does.
+
+A built-in model is one of another shape for that (`variants.without_dropout`). Of any other torch's
+functions are switched off, which its layers call; a model whose loss depends on random numbers all
+the same is none that can be judged.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
 from ptrain.algebra.legality import check, executed
+from ptrain.errors import refused
+from ptrain.models.attending import AttendingCall, attention_by
+from ptrain.models.dropout import SwitchedOff, switched_off
+from ptrain.models.modes import drawn_state, forked, reseed
+from ptrain.models.roles import named_in_spec
 from ptrain.selection.alternatives import with_micro
 from ptrain.spec.model import ModelShape
 from ptrain.spec.precision import DType, Precision
 from ptrain.spec.spec import Spec
+from ptrain.train.exchange import Exchange
+from ptrain.verification.reference import MicroBatch, ReferenceTraining
 
 _FIXED = (DType.FP32, DType.FP64)
 
@@ -68,3 +87,91 @@ def in_other_batches(spec: Spec) -> tuple[Spec | None, str]:
 
 def _divisors(number: int) -> Iterator[int]:
     return (divisor for divisor in range(1, number + 1) if number % divisor == 0)
+
+
+NOTE = "dropout is 0 beside one device: ranks may draw other masks than one does"
+_SEEDS = (0, 1)
+
+
+@contextmanager
+def undropped(spec: Spec) -> Iterator[SwitchedOff]:
+    """Within it a model that is not built in drops nothing by torch's functions."""
+    if isinstance(spec.model, ModelShape):
+        yield SwitchedOff()
+        return
+    torchs: Callable[..., Tensor] = F.scaled_dot_product_attention
+    with switched_off() as off:
+
+        def attend(call: AttendingCall) -> Tensor:
+            off.drops |= call.dropout > 0.0
+            return replace(call, dropout=0.0).by_torch(torchs)
+
+        with attention_by(attend):
+            yield off
+
+
+def dropping(spec: Spec, exchange: Exchange) -> bool:
+    """Return whether a model that is not built in drops out something. Raises SpecError on every
+    rank for one whose loss depends on what else it draws. One rank runs it forward, twice or
+    thrice. All ranks call it."""
+    if isinstance(spec.model, ModelShape):
+        return False
+    seen = _Look(spec).seen() if exchange.world.is_first else None
+    drops, place, finding = next(answer for answer in exchange.gather(seen) if answer is not None)
+    if finding:
+        remedy = "let it draw by torch.nn.functional.dropout, called by this name, as nn.Dropout "
+        remedy += "does, which is switched off here; or draw nothing for the verdict"
+        raise refused(place, finding, remedy)
+    return bool(drops)
+
+
+class _Look:
+    """One device's forward passes of a micro-batch."""
+
+    def __init__(self, spec: Spec) -> None:
+        self.spec = spec
+        self.device = ReferenceTraining(exactly(spec))
+        self.micro_batch: MicroBatch = next(iter(self.device.micro_batches(0)))
+
+    def seen(self) -> tuple[bool, str, str]:
+        """Return whether it drops; and where its loss depends on what else it draws, place and
+        finding."""
+        with undropped(self.spec) as off, forked():
+            first, other = (self._loss(seed) for seed in _SEEDS)
+            if first == other or first != first:
+                return off.drops, "", ""
+            place, name = named_in_spec(self.device.module, self.spec)
+            module = f"{first_drawing(self.device.module, self._run) or 'the loss'} of {name}"
+            finding = f"{module} draws random numbers by itself, on which the loss depends: no two "
+            return off.drops, place, f"{finding}runs that draw otherwise can be compared"
+
+    @torch.no_grad()
+    def _loss(self, seed: int) -> float:
+        reseed(seed)
+        return self._run().item()
+
+    def _run(self) -> Tensor:
+        return self.micro_batch.loss(self.device.objective, self.device.module)
+
+
+@torch.no_grad()
+def first_drawing(model: nn.Module, run: Callable[[], object]) -> str:
+    """Return the first module, innermost, while which anything is drawn as `run` runs the model;
+    "" where it is none's forward."""
+    names: list[str] = []
+    entered: list[object] = []
+
+    with ExitStack() as handles:
+        for name, module in model.named_modules():
+
+            def enter(*_: object) -> None:
+                entered.append(drawn_state())
+
+            def leave(*_: object, name: str = name) -> None:
+                if entered.pop() != drawn_state():
+                    names.append(name or type(model).__name__)
+
+            handles.callback(module.register_forward_pre_hook(enter).remove)
+            handles.callback(module.register_forward_hook(leave).remove)
+        run()
+    return names[0] if names else ""

@@ -12,7 +12,7 @@ from ptrain.algebra.legality import require
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
 from ptrain.verification.protocol import Request, Verification
-from ptrain.verification.undropped import NOTE
+from ptrain.verification.variants import NOTE
 from tests.gloo.context_cases import spec_of
 from tests.gloo.verify_runs import verified
 from tests.ranks import RankError, Ranks

@@ -10,9 +10,8 @@ import pytest
 from ptrain.axes.pipeline.catalogue import schedule
 from ptrain.axes.pipeline.schedule import PipelineShape, Schedule
 from ptrain.axes.pipeline.simulate import simulate
-from ptrain.charts.colours import ink_on, luminance, shades
 from ptrain.charts.schedule import Box, Heading, boxes, schedule_sheet
-from ptrain.charts.sheet import Label, Sheet
+from ptrain.charts.sheet import Label, Sheet, ink_on, luminance, shades
 from ptrain.spec.pipeline import ScheduleName
 from ptrain.timeline import Kind
 from tests.pure.pipelines import GRID, VEES, pipeline

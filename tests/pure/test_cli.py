@@ -245,7 +245,7 @@ sys.exit(main({arguments}))
 
 
 def test_an_interrupt_ends_with_130_and_no_traceback(monkeypatch, capsys):
-    def interrupt(_arguments, **_):
+    def interrupt(*_, **__):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(dispatcher, "_dispatch", interrupt)

@@ -6,7 +6,7 @@ import pytest
 
 from ptrain.spec.load import load
 from ptrain.spec.names import listing
-from ptrain.spec.resolve_rates import tables
+from ptrain.spec.resolve_sections import tables
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from ptrain.spec.load import load
 from ptrain.spec.names import listing
 from ptrain.spec.precision import LAYOUTS, DType
 from ptrain.spec.rates import Hook, OperatorKind
-from ptrain.spec.resolve_rates import tables
+from ptrain.spec.resolve_sections import tables
 from ptrain.spec.write import section, to_yaml
 
 FP32 = LAYOUTS["fp32"]

@@ -42,7 +42,7 @@ def test_what_nothing_executes_yet_says_so_before_what_it_takes():
     ("place", "takes", "default"),
     [
         ("train.steps", "an integer in 1..1000000000", "50"),
-        ("optimizer.betas", "a list of 2 numbers in 0..0.999999", "[0.9, 0.95]"),
+        ("optimizer.betas", "a list of 2 numbers in 0..0.999999", "follows"),
         ("optimizer.momentum", "a finite number >= 0 and <= 0.999999", "follows"),
         ("sync.gradients", "one of every, last", "follows"),
         ("deterministic", "true or false", "false"),

@@ -7,8 +7,7 @@ from itertools import combinations
 import pytest
 
 from ptrain.axes.context.attention import context_of
-from ptrain.charts.colours import of_place
-from ptrain.charts.sheet import WHITE, Rectangle, Sheet
+from ptrain.charts.sheet import WHITE, Rectangle, Sheet, of_place
 from ptrain.charts.tokens import tokens_sheet
 from ptrain.cli.main import main
 from ptrain.spec.load import load

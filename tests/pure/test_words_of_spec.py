@@ -116,7 +116,7 @@ SLIPS = {
         loss-parallel loss_parallel: vocab-parallel""",
     (PipelineSpec, "schedule"): """afab schedulegpipe fill-drain: gpipe;
         pipedream-flush schedule1f1b one-f-one-b: 1f1b;
-        looped-bfs loopedbfs schedulelooped-bfs: bfs;
+        looped-bfs loopedbfs schedulelooped-bfs scheduleloopedbfs: bfs;
         interleaved1f1b interleaved-1f1b scheduleinterleaved1f1b: interleaved;
         interleavedzerobubble scheduleinterleavedzerobubble zb-h1 zb1p zero_bubble: zero-bubble;
         zb-v zbvzerobubble schedulezbvzerobubble: zbv; scheduledualpipev: dualpipev""",

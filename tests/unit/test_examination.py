@@ -24,7 +24,7 @@ from ptrain.verification.jobs.evidence import MOST, JobEvidence, KnownFactors, O
 from ptrain.verification.jobs.job import Ranks
 from ptrain.verification.parts import numbers_apart
 from ptrain.verification.protocol import STAGES, Context, Request, interpreted
-from ptrain.verification.undropped import NOTE
+from ptrain.verification.variants import NOTE
 
 TINY = (
     "model.layers=1", "model.hidden=16", "model.heads=2", "model.kv_heads=1", "model.ffn=24",

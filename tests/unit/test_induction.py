@@ -17,11 +17,11 @@ from ptrain.selection.recompute import settled
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
 from ptrain.train.exchange import Exchange
-from ptrain.verification import induction
-from ptrain.verification.induction import LargestShare, Onward, ReferenceStep
+from ptrain.verification import trajectory
 from ptrain.verification.reference import ReferenceTraining
 from ptrain.verification.states import of_reference
 from ptrain.verification.tolerances import MANY
+from ptrain.verification.trajectory import LargestShare, Onward, ReferenceStep
 
 TINY = (
     "model.layers=1", "model.hidden=16", "model.heads=2", "model.kv_heads=1", "model.ffn=24",
@@ -64,7 +64,7 @@ def test_from_a_loaded_state_the_next_steps_are_bitwise_those_of_its_owner(
     owner, other = ReferenceTraining(spec(*changes)), ReferenceTraining(spec(*changes))
     for step in range(3):
         owner.update(step, owner.accumulate(step).sums)
-    induction.load(other, states(owner))
+    trajectory.load(other, states(owner))
     for step in (3, 4):
         own, its = owner.accumulate(step), other.accumulate(step)
         assert own.loss == its.loss
@@ -130,16 +130,16 @@ class Told:
 def test_references_are_dealt_over_the_ranks_and_built_one_at_a_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(induction, "whole", lambda *_: {})
+    monkeypatch.setattr(trajectory, "whole", lambda *_: {})
     monkeypatch.setattr(
-        induction.Onward, "_onward", lambda *_: ReferenceStep(1.0, {"a": torch.ones(1)}, 1.0)
+        trajectory.Onward, "_onward", lambda *_: ReferenceStep(1.0, {"a": torch.ones(1)}, 1.0)
     )
     program: Any = SimpleNamespace(spec=spec("precision.layout=zero16"), state_dict=dict)
     dealt = []
     for rank in range(3):
         devices = Devices()
-        monkeypatch.setattr(induction, "ReferenceTraining", devices)
-        monkeypatch.setattr(induction, "Permuted", devices)
+        monkeypatch.setattr(trajectory, "ReferenceTraining", devices)
+        monkeypatch.setattr(trajectory, "Permuted", devices)
         exchange: Any = Told(SimpleNamespace(rank=rank, size=3, is_first=rank == 0))
         Onward(program, exchange).take(25)
         dealt.append(devices.seeds)
@@ -152,7 +152,7 @@ def test_a_run_in_16_bits_is_held_against_references_that_go_on_from_its_state()
     looking = Onward(program, Exchange(World()))
     looking.take(25)
     device = ReferenceTraining(program.spec)
-    induction.load(device, program.state_dict())
+    trajectory.load(device, program.state_dict())
     scale = device.updater.scale
     own = device.accumulate(25)
     looking.compare(own.loss, {name: each / scale for name, each in own.sums.items()})

@@ -7,7 +7,7 @@ import pytest
 from ptrain.facts.model import ModelFacts
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
-from ptrain.traces import layer_rows, tensor_parts
+from ptrain.traces import rank_part, tensor_parts
 from ptrain.traces.facts import facts_of
 from tests.forked import nothing, patched
 
@@ -33,8 +33,8 @@ def spec_of(strategy: str, *changes: str) -> Spec:
 
 def with_all_layers(spec: Spec, monkeypatch: pytest.MonkeyPatch) -> ModelFacts:
     """Facts of which every layer has run, here and in the processes that play the ranks."""
-    monkeypatch.setattr(layer_rows, "alike", nothing)
-    monkeypatch.setattr(tensor_parts, "Popen", patched(layer_rows__alike=nothing))
+    monkeypatch.setattr(rank_part, "alike", nothing)
+    monkeypatch.setattr(tensor_parts, "Popen", patched(rank_part__alike=nothing))
     tensor_parts._answers.cache_clear()
     return facts_of(spec)
 

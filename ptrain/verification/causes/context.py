@@ -39,8 +39,8 @@ from ptrain.verification.causes.values import (
     positions_text,
     runs,
 )
-from ptrain.verification.own_tokens import own_spans, tokens_in
 from ptrain.verification.parts import TensorBox, held, lacking, relative
+from ptrain.verification.places import own_spans, tokens_in
 
 
 def agreed(

@@ -48,7 +48,6 @@ from ptrain.verification.jobs.explain import by_given, explain_gradients, with_t
 from ptrain.verification.jobs.job import TOLERANCES
 from ptrain.verification.jobs.shards import ParameterShard
 from ptrain.verification.jobs.symptoms import SymptomKind
-from ptrain.verification.own_tokens import tokens_in
 from ptrain.verification.parts import (
     TensorBox,
     absent,
@@ -59,7 +58,7 @@ from ptrain.verification.parts import (
     odd_element,
     rounded_to,
 )
-from ptrain.verification.places import data_place, token_place
+from ptrain.verification.places import data_place, token_place, tokens_in
 from ptrain.verification.reference import MicroBatch, ReferenceTraining
 
 

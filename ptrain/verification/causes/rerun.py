@@ -27,9 +27,8 @@ from ptrain.verification.jobs.culprits import culprit
 from ptrain.verification.jobs.job import Ranks
 from ptrain.verification.jobs.shards import ParameterShard, numbered
 from ptrain.verification.outputs import Outputs
-from ptrain.verification.own_tokens import TokensOfRank
 from ptrain.verification.parts import Magnitude, TensorBox, difference, held, part_of
-from ptrain.verification.places import coordinates, data_place, line
+from ptrain.verification.places import TokensOfRank, coordinates, data_place, line
 from ptrain.verification.reference import MicroBatch, ReferenceTraining
 
 EXACT = 1e-6  # a relative residual below which a cause explains what was found

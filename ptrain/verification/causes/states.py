@@ -31,8 +31,8 @@ from ptrain.verification.causes.values import (
 from ptrain.verification.compare import Differences, ParameterMove
 from ptrain.verification.jobs.job import TOLERANCES
 from ptrain.verification.jobs.shards import ParameterShard
-from ptrain.verification.own_tokens import own_spans
 from ptrain.verification.parts import TensorBox, flipped_bit, held, odd_element, relative, rounded
+from ptrain.verification.places import own_spans
 from ptrain.verification.states import of_program, of_reference
 from ptrain.verification.updates.clip import UpdateCase
 from ptrain.verification.updates.explain import UpdateExplainer

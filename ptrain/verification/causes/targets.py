@@ -14,8 +14,8 @@ from ptrain.models.objective import IGNORED, SampleBatch, TokenPair
 from ptrain.report.finding import Culprit
 from ptrain.verification.causes.rerun import EXACT, Investigation, directly
 from ptrain.verification.jobs.metamorphic import targets_of
-from ptrain.verification.own_tokens import TokensOfRank
 from ptrain.verification.parts import held, relative
+from ptrain.verification.places import TokensOfRank
 
 _MOST = 0.99  # of the tokens that agree, where the ends of rows may not
 
