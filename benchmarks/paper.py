@@ -1,11 +1,11 @@
 """The printed claims of the paper and the notes against prediction and measurement: one page.
 
-Every claim of `_paper_memory.py` and `_paper_traffic.py` is worked out by the column `paper` (the
-theorems as printed), by the column `exact` (what a rank will hold and send), and measured by
-running the same specs, shrunk, on gloo ranks. `benchmarks/results/paper.md` is the page; without
---save it is printed. --check works out again everything but the measurements, which it takes from
-the page, and exits 1 where the page says something else; --reword writes the page anew in that way,
-for a change of words that leaves the measurements and their date as they are.
+Every claim of paper_cases.yaml is worked out by the column `paper` (the theorems as printed), by the
+column `exact` (what a rank will hold and send), and measured by running the same specs, shrunk, on
+gloo ranks. `benchmarks/results/paper.md` is the page; without --save it is printed. --check works
+out again everything but the measurements, which it takes from the page, and exits 1 where the page
+says something else; --reword writes the page anew in that way, for a change of words that leaves
+the measurements and their date as they are.
 """
 
 from __future__ import annotations
@@ -24,12 +24,11 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported, in the ranks
 
 from _claims import FIGURES, INTRODUCTION, Case, Claim, Figures, Form, Source, View
 from _machine import RESULTS, ROOT, header
+from _paper_cases import CLAIMS
 from _paper_composition import section as composition
 from _paper_digest import section as digest
 from _paper_lectures import section as lectures
-from _paper_memory import MEMORY
 from _paper_seconds import section as seconds
-from _paper_traffic import TRAFFIC
 
 from ptrain.algebra.legality import require
 from ptrain.derivation.estimate import Derivation, derive
@@ -39,7 +38,6 @@ from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
 
 PAGE = RESULTS / "paper.md"
-CLAIMS: tuple[Claim, ...] = (*MEMORY, *TRAFFIC)
 TOLERANCE = 0.001  # of a claim: step counters and the scalar of the gradient's norm are below it
 STEADY_STEP = 3
 SMALL = ("model.preset=llama-tiny", "model.vocab=260", "batch.sequence=64", "batch.micro=1")
