@@ -1,23 +1,7 @@
-"""Writes specs/rates: the H100's from the page that measured one, those of other GPUs from it.
-
-`python benchmarks/cluster_rates.py` writes h100, h200, a100 and b200; `--check` exits 1 if a file
-is not what it would be now. No figure of a training is in any of them.
-
-An H100's seconds stand as they were measured. Another GPU's are a derivation: each operator takes
-longer than its roofline (published peaks of arithmetic and memory) by as much as it does on the
-H100; what a dispatch alone takes, it takes there too. Norms are the mean of a layer norm and an
-RMS norm; a cast from bf16 is the copy of fp32; updates in bf16 and by SGD are AdamW's of as many
-bytes. Links: what NCCL's maintainers expect of a collective (or its src/graph/topo.h reckons with),
-over the line rate that specs/clusters has; the latencies are those by which NCCL chooses its
-algorithms (src/graph/tuning.cc: LL128 in a ring).
-
-Claim: of each shape of a product the others give its seconds to within 15 % in the median
-(`--leave-out` lists them).
-"""
+"""Writes specs/rates: the H100's from the page that measured one, those of other GPUs from it."""
 
 from __future__ import annotations
 
-import argparse
 import math
 import re
 import statistics
@@ -27,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from _machine import ROOT
+from _script import Script
 
 from ptrain.facts.model import Operator
 from ptrain.rates.measured import MeasuredPace
@@ -309,7 +294,7 @@ def leave_out(page: str) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = Script("cluster_rates").parser(has_page=False)
     parser.add_argument("--check", action="store_true", help="exit 1 if a file is out of date")
     parser.add_argument("--leave-out", action="store_true", help="errors of what lies between")
     args = parser.parse_args()

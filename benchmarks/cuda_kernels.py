@@ -1,21 +1,7 @@
-"""CUDA's kernels against a CPU's and against `exact`, without a GPU.
-
-Claim: of blocks of all families, whole and cut, with and without dropout, on GPUs of compute
-capability 80, 90 and 100, and of every named spec for GPUs, what is allocated and sent with CUDA's
-kernels is what `exact` says, 0 bytes off. Beside it, what differs from a CPU's kernels at the peak,
-by kind of storage: attention keeps seed and offset of its dropout, used or not (32-bit kernels on
-the host), and 32-bit kernels whole 32 rows; masks of dropout are a byte an element, and
-probabilities are never there. Where activations are offloaded no peak is claimed, nor compared.
-Of classes of transformers the same; a peak that is not claimed is compared all the same.
-
-`ptrain simulate` on fake tensors, on fake CUDA; needs a CUDA build of torch, a C compiler and no
-GPU: an H100 alone has confirmed some of it (`gpu.sh`). Prints; writes a result only with --save.
-About 19 minutes, of which classes (`--only hf`) take seven.
-"""
+"""CUDA's kernels against a CPU's and against `exact`, without a GPU."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
@@ -24,13 +10,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from _classes import class_cases
-from _machine import conclude, header, this_command
+from _script import Script, table_row
 
 from ptrain.rooms import pretence
 from ptrain.spec.load import load
 from ptrain.spec.names import listing
 from ptrain.spec.placement import Tier
 
+SCRIPT = Script("cuda_kernels")
 CAPABILITIES = (80, 90, 100)
 LLAMA = (
     "model={family: llama, layers: 2, hidden: 1024, heads: 8, kv_heads: 2, ffn: 2816, vocab: 512}"
@@ -119,7 +106,7 @@ def named() -> Iterator[str]:
 
 def row(*cells: object) -> str:
     """Return a table's row, which is printed as soon as it is there."""
-    line = f"| {' | '.join(map(str, cells))} |"
+    line = table_row(*cells)
     print(line, flush=True)
     return line
 
@@ -172,34 +159,23 @@ PARTS = {"blocks": of_blocks, "hf": of_classes, "named": of_named}
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--save", action="store_true", help="write benchmarks/results/")
+    parser = SCRIPT.parser()
     parser.add_argument("--only", choices=PARTS, help="one part of it; default: all")
     args = parser.parse_args()
     if why := pretence.lacking():
         print(f"CUDA's kernels cannot be asked: {why}", file=sys.stderr)
         return 2
-    lines = [header("CUDA's kernels against a CPU's", this_command())]
+    lines = SCRIPT.head()
     failed: list[str] = []
     left_out = [name for name in PARTS if args.only not in (None, name)]
     for name, part in PARTS.items():
         if name in left_out:
             continue
-        lines += [""] if len(lines) > 1 else []
+        lines.append("")
         for line, faults in part():
             lines.append(line)
             failed += faults
-    uncovered = (
-        "a GPU", "what kernels take within themselves", "classes that read values (Mixtral)",
-        *left_out,
-    )  # fmt: skip
-    return conclude(
-        "cuda_kernels",
-        lines,
-        failed=failed,
-        not_covered="; ".join(uncovered),
-        is_saved=args.save,
-    )
+    return SCRIPT.conclude(lines, failed, args, "; ".join(left_out))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
 """The printed claims of the paper and the notes against prediction and measurement: one page.
 
-Every claim of paper_cases.yaml is worked out by the column `paper` (the theorems as printed), by the
-column `exact` (what a rank will hold and send), and measured by running the same specs, shrunk, on
-gloo ranks. `benchmarks/results/paper.md` is the page; without --save it is printed. --check works
-out again everything but the measurements, which it takes from the page, and exits 1 where the page
-says something else; --reword writes the page anew in that way, for a change of words that leaves
-the measurements and their date as they are.
+Every claim of paper_cases.yaml is worked out by the column `paper` (the theorems as printed) and
+by the column `exact` (what a rank will hold and send), and measured by running the same specs,
+shrunk, on gloo ranks. `benchmarks/results/paper.md` is the page; without --save it is printed.
+--check works out again everything but the measurements, which it takes from the page, and exits 1
+where the page says something else; --reword writes the page anew in that way, for a change of words
+that leaves the measurements and their date as they are.
 """
 
 from __future__ import annotations
