@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from _classes import class_cases
+from _gpu_cases import BLOCKS, CAPABILITIES, class_cases
 from _script import Script, table_row
 
 from ptrain.rooms import pretence
@@ -18,37 +18,6 @@ from ptrain.spec.names import listing
 from ptrain.spec.placement import Tier
 
 SCRIPT = Script("cuda_kernels")
-CAPABILITIES = (80, 90, 100)
-LLAMA = (
-    "model={family: llama, layers: 2, hidden: 1024, heads: 8, kv_heads: 2, ffn: 2816, vocab: 512}"
-)
-WIDE = "model={family: llama, layers: 1, hidden: 512, heads: 16, kv_heads: 16, ffn: 8, vocab: 259}"
-GPT = "model={family: gpt, layers: 2, hidden: 1024, heads: 8, vocab: 512%s}"
-DROPS = ", dropout: 0.1"
-WHOLE = ("ddp", "mesh.dp_replicate=2", "batch={global: 4, micro: 2, sequence: 1000}")
-IN_SLICES = ("tp-sp", "mesh.tp=2", "batch={global: 4, micro: 2, sequence: 1000}")
-IN_STAGES = ("pp-1f1b", "mesh.pp=2", "batch={global: 4, micro: 2, sequence: 1000}")
-CASES = {
-    "llama bf16": (*WHOLE, LLAMA, "precision.layout=bf16"),
-    "llama fp32": (*WHOLE, LLAMA, "precision.layout=fp32"),
-    "llama bf16, eager": (*WHOLE, LLAMA, "precision.layout=bf16", "attention=eager"),
-    "llama bf16, A = M": (*WHOLE, LLAMA, "precision.layout=bf16", "activations=M"),
-    "llama bf16, selective": (
-        *WHOLE, LLAMA, "precision.layout=bf16", "activations=M", "recompute=selective",
-    ),
-    "llama bf16, tp-sp": (*IN_SLICES, LLAMA, "precision.layout=bf16"),
-    # Its backward pass of attention, where no statistics are born, is the peak.
-    "llama fp32, one wide block": (
-        "ddp", "mesh.dp_replicate=2", "batch={global: 2, micro: 1, sequence: 33}", WIDE,
-        "precision.layout=fp32",
-    ),
-    "llama fp32, tp-sp": (*IN_SLICES, LLAMA, "precision.layout=fp32"),
-    "llama bf16, pp": (*IN_STAGES, LLAMA, "precision.layout=bf16"),
-    "gpt bf16": (*WHOLE, GPT % "", "precision.layout=bf16"),
-    "gpt fp32": (*WHOLE, GPT % "", "precision.layout=fp32"),
-    "gpt bf16, dropout": (*WHOLE, GPT % DROPS, "precision.layout=bf16"),
-    "gpt fp32, dropout": (*WHOLE, GPT % DROPS, "precision.layout=fp32"),
-}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +84,7 @@ def of_blocks() -> Iterator[tuple[str, tuple[str, ...]]]:
     """Yield a line and what of it failed, of built-in models beside a CPU's kernels."""
     yield "| model | sm | attention | peak, bytes | beside `exact` | beside a CPU | of it |", ()
     yield "|---|---|---|---|---|---|---|", ()
-    for name, words in CASES.items():
+    for name, words in BLOCKS.items():
         cpu = simulated(*words, "device=cpu")
         for sm in CAPABILITIES:
             on_gpu = simulated(*words, f"cluster={{preset: h100-8, sm: {sm}}}")

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from _classes import class_cases
+from _gpu_cases import SLICES
 from _script import Script, table_head, table_row
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -29,61 +29,7 @@ SCRIPT = Script("gpu")
 RESERVED_BOUND = 0.03
 Case = tuple[str, ...]  # the words of a spec
 
-GPT = "model={family: gpt, layers: 2, hidden: 1024, heads: 8, vocab: 512%s}"
-LLAMA = (
-    "model={family: llama, layers: 2, hidden: 1024, heads: 8, kv_heads: 2, ffn: 2816, vocab: 512}"
-)
-OF_BLOCKS = ("mesh.dp_shard=2", "batch={global: 4, micro: 2, sequence: 1024}")
-OF_8B = ("model.preset=llama3-8b", "mesh.dp_shard=8", "batch={global: 8, micro: 1, sequence: 4096}")
-OF_GPT2 = ("model.preset=gpt2-1558m", "batch={global: 16, micro: 2, sequence: 1024}")
-OF_SLICES = (LLAMA, "mesh.cp=2", "batch={global: 4, micro: 2, sequence: 2048}")
-OF_EXPERTS = ("mesh.ep=2", "batch={global: 4, micro: 2, sequence: 1024}")
-MOE = f"{LLAMA[:-1]}, experts: 8, experts_per_token: 2, expert_ffn: 704, shared_experts: 1}}"
-BF16, FP32 = "precision.layout=bf16", "precision.layout=fp32"
-CASES: dict[str, list[Case]] = {
-    "blocks": [
-        ("zero3", *OF_BLOCKS, model, layout)
-        for model in (LLAMA, GPT % "", GPT % ", dropout: 0.1")
-        for layout in (BF16, FP32)
-    ],
-    "peaks-1": [
-        ("fsdp-mixed", *OF_8B),
-        ("fsdp-mixed", *OF_8B, "activations=M"),
-        ("fsdp-mixed", *OF_8B, "activations=M", "recompute=selective"),
-        ("fsdp-mixed", *OF_8B, "loss.chunk=512"),
-    ],
-    "peaks-2": [
-        ("zero3", *OF_8B, BF16),
-        ("zero2", *OF_8B, BF16),
-        ("zero1", *OF_8B, BF16),
-        ("fsdp-offload", *OF_8B),
-    ],
-    "peaks-3": [
-        ("ddp", *OF_GPT2, "mesh.dp_replicate=8", BF16),
-        ("zero3", *OF_GPT2, "mesh.dp_shard=8", "model.dropout=0.1"),
-        ("tp-sp", "model.preset=llama3-8b", "mesh.tp=8", "batch={global: 1, sequence: 4096}", BF16),
-        ("pp-1f1b", *OF_GPT2, "mesh.pp=4", "batch.global=8", BF16),
-    ],
-    "context": [
-        ("cp-ring", *OF_SLICES, BF16),
-        ("cp-zigzag", *OF_SLICES, BF16),
-        ("cp-zigzag", *OF_SLICES, BF16, "activations=M"),
-        ("cp-all-gather", *OF_SLICES, BF16),
-        ("cp-ulysses", *OF_SLICES, BF16),
-        ("cp-ulysses", *OF_SLICES, FP32),
-    ],
-    "experts": [
-        ("ep", *OF_EXPERTS, layout, more)
-        for layout in (BF16, FP32)
-        for more in (MOE, f"{MOE[:-1]}, capacity_factor: 1.25}}")
-    ]
-    + [
-        ("ep-zero3", *OF_EXPERTS, MOE, BF16, "mesh.dp_shard=2", "batch.global=8"),
-        ("ep-tp", *OF_EXPERTS, MOE, BF16, "mesh.tp=2"),
-        ("ep", *OF_EXPERTS, MOE, BF16, "activations=M"),
-    ],
-    "classes": [case.words for case in class_cases() if case.sm == 90],
-}
+CASES: dict[str, list[Case]] = SLICES
 TINY = (
     "model.layers=4",
     "model.hidden=64",
