@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from enum import StrEnum
-from pathlib import Path
 
 import yaml
+from _machine import ROOT
 
 from ptrain.costs import Collective, Estimate, State
 from ptrain.facts.model import ModelFacts
@@ -155,7 +155,7 @@ class Claim:
     otherwise: str = "does not hold"
 
 
-_TEXTS = yaml.safe_load((Path(__file__).parent / "claims.yaml").read_text(encoding="utf-8"))
+_TEXTS = yaml.safe_load((ROOT / "benchmarks" / "claims.yaml").read_text(encoding="utf-8"))
 PARTS: dict[str, dict[str, str]] = _TEXTS["parts"]
 INTRODUCTION = str(_TEXTS["introduction"]).rstrip()
 

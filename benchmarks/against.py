@@ -17,7 +17,7 @@ from pathlib import Path
 from _machine import ROOT, commit, environment
 from _paused import STEPS, in_pairs
 from _script import Script, table_head, table_row
-from _steps import bound
+from _steps import paired
 from start_up import command_of, seconds, words_of
 from start_up import run as train
 
@@ -167,8 +167,7 @@ def compared(
         cells = [figure.measure, f"`{figure.spec}`", figure.clock]
         cells += [_median(side.times.get(figure), figure.unit) for side in (mine, its)]
         if figure in mine.times and figure in its.times:
-            ratios = [a / b for a, b in zip(mine.times[figure], its.times[figure], strict=True)]
-            median, (low, high) = statistics.median(ratios), bound(ratios)
+            median, low, high = paired(mine.times[figure], its.times[figure])
             cells += [f"{median:.3f}", f"{low:.3f} – {high:.3f}", verdict_of(low, high, limit)]
             if low > limit:
                 name = f"{figure.measure} of {figure.spec}, {figure.clock} time"

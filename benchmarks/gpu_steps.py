@@ -8,15 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import torch
-from _by_hand import loop, settings_of
+from _by_hand import adamw, loop, zero_redundancy_adamw
 from _script import Script, table_head, table_row
-from _steps import bound, legal, program_steps, replicated, samples
+from _steps import legal, paired, program_steps, replicated, samples
 from torch import nn
 from torch.distributed import GradBucket
-from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from ptrain.models.initialize import build, initialize
 from ptrain.rooms.fake import fake_world
@@ -58,15 +55,7 @@ def by_hand(spec: Spec, strategy: str, device: torch.device) -> Step:
     model = model.to(device=device, dtype=torch.bfloat16)
     wrapped = replicated(_Widened(model), spec)
     wrapped.register_comm_hook(None, _averaged)  # DDP's own takes no fake ranks' answer
-    if strategy == "ddp":
-        optimizer = torch.optim.AdamW(wrapped.parameters(), **settings_of(spec))
-    else:
-        optimizer = ZeroRedundancyOptimizer(
-            wrapped.parameters(),
-            torch.optim.AdamW,
-            parameters_as_bucket_view=True,
-            **settings_of(spec),
-        )
+    optimizer = (adamw if strategy == "ddp" else zero_redundancy_adamw)(spec, wrapped)
     rows = samples(spec, index=0, groups=RANKS)
     return loop(spec, wrapped, optimizer, rows_of=lambda number: rows(number).to(device))
 
@@ -122,8 +111,7 @@ def _await(device: torch.device) -> None:
 def row(name: str, strategy: str, both: dict[str, Any], *, is_long: bool) -> tuple[str, list[str]]:
     """Return a table's row, and what of the claim it does not keep."""
     mine, theirs = both["ptrain"], both["by hand"]
-    ratios = [a / b for a, b in zip(mine["seconds"], theirs["seconds"], strict=True)]
-    median, (low, high) = statistics.median(ratios), bound(ratios)
+    median, low, high = paired(mine["seconds"], theirs["seconds"])
     busy = statistics.median(mine["processor"]) / statistics.median(theirs["processor"])
     apart = max(abs(a - b) / b for a, b in zip(mine["losses"], theirs["losses"], strict=True))
     taken = (f"{1e3 * statistics.median(side['seconds']):.2f}" for side in (mine, theirs))

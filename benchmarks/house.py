@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import io
 import subprocess
-import sys
 import tarfile
 import tempfile
 import time
@@ -13,8 +12,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from _machine import RESULTS, ROOT, commit, fresh, this_command
 from _script import Script, table_head, table_row

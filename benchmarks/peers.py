@@ -10,12 +10,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported, here and in the ranks
 
 from _peers import GROUPS, environment, installed
 from _script import Script, table_head, table_row
-from _steps import RANKS, bound, different, legal
+from _steps import RANKS, different, legal, paired
 from _whole_loop import WARM_UP, Turns, beside
 from step_seconds import MODELS
 
@@ -129,32 +128,28 @@ def report(case: Case, total: dict[str, Turns]) -> tuple[list[str], list[str]]:
     base, own = total[base_name], total[OWN]
     rows, failed = [], []
     for name, turns in total.items():
-        processor, wall = _ratios(turns.processor, base.processor), _ratios(turns.wall, base.wall)
-        low, high = bound(processor)
+        median, low, high = paired(turns.processor, base.processor)
+        wall, *_ = paired(turns.wall, base.wall)
         apart = max(abs(a - b) / abs(b) for a, b in zip(turns.losses, base.losses, strict=False))
         wrong = []
         if name == OWN:
-            wrong = list(_too_slow(case, statistics.median(processor)))
+            wrong = list(_too_slow(case, median))
             wrong += different(str(case), apart)
         elif name != base_name:
-            least = bound(_ratios(own.processor, turns.processor))[0]
+            _, least, _ = paired(own.processor, turns.processor)
             if least > 1:
                 wrong = [f"{case}: {name} is faster, by {least:.3f} at least"]
         failed += wrong
         cells = (
             f"{statistics.median(turns.processor):.4f}",
-            f"{statistics.median(processor):.3f}",
+            f"{median:.3f}",
             f"{low:.3f} – {high:.3f}",
-            f"{statistics.median(wall):.3f}",
+            f"{wall:.3f}",
             f"{apart:.1e}",
             "" if name == base_name else "fails" if wrong else _verdict(case, name),
         )
         rows.append(table_row(case.model, case.length, name, *cells))
     return rows, failed
-
-
-def _ratios(seconds: Sequence[float], base: Sequence[float]) -> list[float]:
-    return [a / b for a, b in zip(seconds, base, strict=True)]
 
 
 def _too_slow(case: Case, median: float) -> Iterator[str]:

@@ -10,9 +10,6 @@ from itertools import groupby
 from pathlib import Path
 
 import yaml
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from _script import Script, table_head, table_row
 from _steps import spearman
 

@@ -6,10 +6,7 @@ import json
 import lzma
 import sys
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from _machine import ROOT
 from _predictions import Data, changes, predictions

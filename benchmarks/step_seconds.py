@@ -15,8 +15,6 @@ from itertools import groupby
 from operator import attrgetter, itemgetter
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from _machine import ROOT, environment
 from _pace import Machine
 from _script import Script, table_head, table_row
