@@ -22,7 +22,7 @@ PACKAGES = {
     "spec": ("ptrain/spec/*.py",),
     "algebra": ("ptrain/algebra/*.py",),
     "derivation": ("ptrain/derivation/*.py",),
-    "axes": ("ptrain/axes/*/rules.py", "ptrain/axes/*/costs.py"),
+    "axes": ("ptrain/axes/*/rules.py", "ptrain/axes/*/cost.py"),
     "life": (
         *(f"ptrain/axes/data/{name}.py" for name in ("cuts", "theta", "gradients", "route")),
         *("ptrain/axes/data/update.py", "ptrain/axes/data/units.py"),
