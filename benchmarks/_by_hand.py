@@ -33,14 +33,8 @@ def by_hand(spec: Spec) -> Step:
 
 def zero_redundancy(spec: Spec) -> Step:
     """DistributedDataParallel and torch's ZeroRedundancyOptimizer."""
-    import torch
-    from torch.distributed.optim import ZeroRedundancyOptimizer
-
     model = replicated(built(spec), spec)
-    optimizer = ZeroRedundancyOptimizer(
-        model.parameters(), torch.optim.AdamW, parameters_as_bucket_view=True, **settings_of(spec)
-    )
-    return loop(spec, model, optimizer)
+    return loop(spec, model, zero_redundancy_adamw(spec, model))
 
 
 def tensor_parallel(spec: Spec) -> Step:
@@ -157,6 +151,15 @@ def adamw(spec: Spec, model: nn.Module) -> Optimizer:
     import torch
 
     return torch.optim.AdamW(model.parameters(), **settings_of(spec))
+
+
+def zero_redundancy_adamw(spec: Spec, model: nn.Module) -> Optimizer:
+    import torch
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    return ZeroRedundancyOptimizer(
+        model.parameters(), torch.optim.AdamW, parameters_as_bucket_view=True, **settings_of(spec)
+    )
 
 
 def settings_of(spec: Spec) -> dict[str, Any]:

@@ -7,11 +7,11 @@ ranks train. The texts of all claims stand in claims.yaml.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from enum import StrEnum
-from pathlib import Path
 
 import yaml
+from _machine import ROOT
 
 from ptrain.costs import Collective, Estimate, State
 from ptrain.facts.model import ModelFacts
@@ -155,9 +155,7 @@ class Claim:
     otherwise: str = "does not hold"
 
 
-_TEXTS = yaml.safe_load((Path(__file__).parent / "claims.yaml").read_text(encoding="utf-8"))
-
-
+_TEXTS = yaml.safe_load((ROOT / "benchmarks" / "claims.yaml").read_text(encoding="utf-8"))
 PARTS: dict[str, dict[str, str]] = _TEXTS["parts"]
 INTRODUCTION = str(_TEXTS["introduction"]).rstrip()
 
@@ -167,47 +165,3 @@ def claim(
 ) -> Claim:
     """Return the claim of this title in claims.yaml, and how it is worked out."""
     return Claim(title=title, find=find, cases=cases, **_TEXTS["claims"][title])
-
-
-# Specs that several claims are about
-
-DP, ZERO1, ZERO2, ZERO3 = (Source(f"70b-{name}") for name in ("dp", "zero1", "zero2", "zero3"))
-STAGES = {"DP": DP, "ZeRO-1": ZERO1, "ZeRO-2": ZERO2, "ZeRO-3": ZERO3}
-KEEP = Source("70b-zero3", ("sync.reshard_after_forward=false",))
-ODD = ("model.hidden=42", "model.heads=3", "model.kv_heads=1", "model.ffn=101", "model.vocab=259")
-
-
-def seventy(name: str, *overrides: str, ranks: int = 4) -> Source:
-    """A strategy that has no spec at the text's scale, brought to it: 70B on 8 devices."""
-    return Source(
-        name,
-        (
-            "model.preset=llama-70e9",
-            "batch.global=8",
-            "batch.micro=1",
-            "batch.sequence=4096",
-            "cluster.preset=h100-8",
-            *overrides,
-        ),
-        ranks=ranks,
-    )
-
-
-def with_overrides(source: Source, *overrides: str) -> Source:
-    return replace(source, overrides=(*source.overrides, *overrides))
-
-
-def accumulating(name: str, *overrides: str) -> Source:
-    """Four micro-batches in a step."""
-    return Source(f"70b-{name}", ("batch.global=32", *overrides), samples=4)
-
-
-def one(label: str, source: Source, figure: Figure, form: Form, *by: Source) -> Case:
-    """A case of one spec."""
-    return Case(label=label, sources=(source,), figure=figure, form=form, claimed_by=by)
-
-
-_GROUPS = ("mesh.dp_replicate=2", "mesh.dp_shard=4", "precision.layout=zero16")
-_SMALL_GROUPS = ("mesh.dp_replicate=2", "mesh.dp_shard=2")
-HSDP = replace(seventy("hsdp", *_GROUPS), small=_SMALL_GROUPS)
-HSDP_FULL = replace(seventy("hsdp-full-optimizer", *_GROUPS), small=_SMALL_GROUPS)

@@ -13,6 +13,7 @@ from importlib import metadata
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # of each benchmark: `tests`, and `ptrain` of this tree
 RESULTS = ROOT / "benchmarks" / "results"
 _PACKAGES = ("torch", "numpy", "PyYAML", "rich")
 

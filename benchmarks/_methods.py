@@ -25,25 +25,23 @@ LETTERS = STATES | {State.ACTIVATIONS: "A"}
 
 def strategies() -> str:
     """Every named strategy on as many ranks, with its predictions and what it runs as."""
-    rows = [
-        "| strategy | Θ,Ω,G,A by axis | Θ+Ω+G per rank | peak | sent per step (paper) | runs as |",
-        "|---|---|---|---|---|---|",
-    ]
-    for name in listing("strategies"):
-        spec = on_ranks(name)
-        derivation = derive(spec)
-        exact = derivation.exact
-        peak = max((row.device_bytes for row in exact.peak), default=None)
-        cells = (
-            f"`{name}`",
-            tuples(spec),
-            at_rest(exact),
-            size(peak),
-            f"{size(sent_bytes(exact))} ({size(sent_bytes(derivation.paper))})",
-            runs_as(derivation.plan),
-        )
-        rows.append("| " + " | ".join(cells) + " |")
-    return "\n".join(rows) + "\n"
+
+    def rows() -> Iterator[Sequence[str]]:
+        for name in listing("strategies"):
+            spec = on_ranks(name)
+            derivation = derive(spec)
+            exact = derivation.exact
+            yield (
+                f"`{name}`",
+                tuples(spec),
+                at_rest(exact),
+                size(max((row.device_bytes for row in exact.peak), default=None)),
+                f"{size(sent_bytes(exact))} ({size(sent_bytes(derivation.paper))})",
+                runs_as(derivation.plan),
+            )
+
+    columns = ["strategy", "Θ,Ω,G,A by axis", "Θ+Ω+G per rank", "peak", "sent per step (paper)"]
+    return table([*columns, "runs as"], rows())
 
 
 def at_rest(exact: Estimate) -> str:

@@ -13,12 +13,8 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import astuple, dataclass
-from pathlib import Path
 
 import numpy as np
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from _machine import ROOT, cores, environment
 
 _SIDE, _ELEMENTS = 384, 2**24  # of a product's factors; of what memory moves: 64 MiB

@@ -8,6 +8,7 @@ from functools import cache
 from itertools import permutations, product
 
 from _claims import PARTS, Claim, Said, claim
+from _script import table_head, table_row
 
 from ptrain.algebra.legality import require
 from ptrain.axes.pipeline.catalogue import schedule
@@ -206,13 +207,12 @@ def section() -> str:
 
 def table(claims: Sequence[Claim]) -> Iterator[str]:
     """Yield a row for each claim with what is found and its verdict, then why."""
-    yield "| claim | printed | found | verdict |"
-    yield "|---|---|---|---|"
+    yield from table_head("claim", "printed", "found", "verdict")
     for row in claims:
         assert row.find is not None
         right, found = row.find()
         verdict = UNDEFINED if right is None else HOLDS if right else row.otherwise
-        yield f"| **{row.title}** ({row.where}) | {row.printed} | {found} | {verdict} |"
+        yield table_row(f"**{row.title}** ({row.where})", row.printed, found, verdict)
     yield ""
     yield from (f"- *{row.title}*: {row.why}" for row in claims)
 

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import ast
-import sys
 from collections.abc import Iterator, Sequence
 
 from _machine import ROOT
 from _tables import table
-
-sys.path.insert(0, str(ROOT))
 
 from tests.source_tree import SourceTree
 

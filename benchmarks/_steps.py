@@ -101,6 +101,12 @@ def legal(strategy: str, overrides: Sequence[str]) -> Spec:
     return require(load(strategy, overrides))
 
 
+def paired(times: Sequence[float], base: Sequence[float]) -> tuple[float, float, float]:
+    """The median of the ratios of two contenders' times, round by round, and its bounds."""
+    ratios = [a / b for a, b in zip(times, base, strict=True)]
+    return statistics.median(ratios), *bound(ratios)
+
+
 def bound(ratios: list[float]) -> tuple[float, float]:
     """The two-sided 95 % interval of the median, by order statistics (binomial, no assumption)."""
     ordered, count = sorted(ratios), len(ratios)

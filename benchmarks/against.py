@@ -1,18 +1,4 @@
-"""What has become slower since a commit: the working tree and COMMIT in turns, in one run.
-
-    python benchmarks/against.py COMMIT [--only predict,derive,start-up,steps] [--specs NAME ...]
-
-COMMIT is checked out into a folder of its own, which is removed at the end, and both trees are run
-by the same interpreter. In each round either tree takes each measure once, one right after the
-other, and who begins changes. `predict` is `ptrain predict SPEC` as a process, from start to exit;
-`derive` is the call of ptrain.derive in a process that has it; `start-up` is the time from `ptrain
-train SPEC` on two ranks to its first step. For `steps` both trees train a spec at the same time,
-but only one of them runs (`_paused.py`); a round is a turn of either, a fraction of a second apart.
-
-Claim: nothing has become more than 5 % slower; that is, the lower 95 % bound of the median of the
-paired ratios is at most 1.05. Prints; writes a result only with --save. A round takes about 40 s;
-steps of all strategies take an hour.
-"""
+"""What has become slower since a commit: the working tree and COMMIT in turns, in one run."""
 
 from __future__ import annotations
 
@@ -28,13 +14,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from _machine import ROOT, commit, conclude, environment, header, this_command
+from _machine import ROOT, commit, environment
 from _paused import STEPS, in_pairs
-from _steps import bound
+from _script import Script, table_head, table_row
+from _steps import paired
 from start_up import command_of, seconds, words_of
 from start_up import run as train
 
 LIMIT = 1.05
+SCRIPT = Script("against", limit=LIMIT)
 FEWEST = 6  # rounds of which there is an interval of 95 %
 MEASURES = ("predict", "derive", "start-up", "steps")
 PREDICTED = ("zero3", "70b-zero3", "70b-3d", "405b-4096")
@@ -173,21 +161,20 @@ def compared(
     """The rows of the table, and what has become slower, with its figures."""
     lines, failed = [], []
     rows = dict.fromkeys([*mine.times, *its.times])
-    for row in sorted(rows, key=lambda row: MEASURES.index(row.measure)):
-        if row.measure not in measures:
+    for figure in sorted(rows, key=lambda figure: MEASURES.index(figure.measure)):
+        if figure.measure not in measures:
             continue
-        cells = [row.measure, f"`{row.spec}`", row.clock]
-        cells += [_median(side.times.get(row), row.unit) for side in (mine, its)]
-        if row in mine.times and row in its.times:
-            ratios = [a / b for a, b in zip(mine.times[row], its.times[row], strict=True)]
-            median, (low, high) = statistics.median(ratios), bound(ratios)
+        cells = [figure.measure, f"`{figure.spec}`", figure.clock]
+        cells += [_median(side.times.get(figure), figure.unit) for side in (mine, its)]
+        if figure in mine.times and figure in its.times:
+            median, low, high = paired(mine.times[figure], its.times[figure])
             cells += [f"{median:.3f}", f"{low:.3f} – {high:.3f}", verdict_of(low, high, limit)]
             if low > limit:
-                name = f"{row.measure} of {row.spec}, {row.clock} time"
+                name = f"{figure.measure} of {figure.spec}, {figure.clock} time"
                 failed.append(f"{name}: lower bound {low:.3f}, at most {limit}")
         else:
             cells += ["", "", "no claim"]
-        lines.append(f"| {' | '.join(cells)} |")
+        lines.append(table_row(*cells))
     return lines, failed
 
 
@@ -207,39 +194,25 @@ def works(mine: Side, its: Side) -> list[str]:
         results = [side.results.get(key, "not there") for side in (mine, its)]
         there = all(key in side.results for side in (mine, its))
         same = ("the same" if results[0] == results[1] else "another") if there else ""
-        lines.append(f"| {key[0]} | `{key[1]}` | {' | '.join(results)} | {same} |")
+        lines.append(table_row(key[0], f"`{key[1]}`", *results, same))
     return lines
 
 
 def heading(trees: Sequence[Tree], rounds: int) -> list[str]:
-    """The claim, what the figures are, and the head of the table."""
-    names = [tree.name for tree in trees]
+    """What the figures are, and the head of the table."""
     interval = "its two-sided 95 % interval by order statistics"
     if rounds < FEWEST:
         interval = f"the range of the {rounds}, too few for an interval of 95 %"
+    names = (tree.name for tree in trees)
     return [
-        f"Claim: nothing has become more than 5 % slower since {names[1]}: the lower 95 % bound of "
-        f"the median ratio is at most {LIMIT}.",
-        "",
-        f"{rounds} rounds behind one that is left out; in each round either tree takes each "
-        "measure once, one right after the other, and who begins changes. Times are medians; the "
-        "ratio is the median of the rounds' ratios, this tree over the commit, and not the "
-        f"quotient of the two medians, with {interval}. "
-        "`predict`: a process from start to exit, CPU time user and system. `derive`: CPU time of "
-        "a call in a process of its own, the median of many behind the first. `start-up`: wall "
-        "time from the command to the line of the first step. `steps`: both trees train, and all "
-        f"processes of one are stopped while the other does a turn of {STEPS} steps; wall time by "
-        "metrics.jsonl, the median of a turn's steps but the first, CPU time of all processes.",
-        "",
-        f"| measure | spec | time | {names[0]} | {names[1]} | median ratio | 95 % | verdict |",
-        "|---|---|---|---|---|---|---|---|",
+        *SCRIPT.method(rounds=rounds, interval=interval, steps=STEPS),
+        *table_head("measure", "spec", "time", *names, "median ratio", "95 %", "verdict"),
     ]
 
 
 def _results(trees: Sequence[Tree], mine: Side, its: Side) -> list[str]:
-    names = [tree.name for tree in trees]
-    head = f"| measure | spec | {names[0]} | {names[1]} | |"
-    return ["", "What either tree came to:", "", head, "|---|---|---|---|---|", *works(mine, its)]
+    head = table_head("measure", "spec", *(tree.name for tree in trees), "")
+    return ["", "What either tree came to:", "", *head, *works(mine, its)]
 
 
 def _rounds(text: str) -> int:
@@ -257,7 +230,7 @@ def _measures(text: str) -> tuple[str, ...]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = SCRIPT.parser()
     parser.add_argument("commit", metavar="COMMIT", help="what git knows a commit by")
     parser.add_argument("--rounds", type=_rounds, default=12)
     parser.add_argument("--only", type=_measures, default=MEASURES, metavar=",".join(MEASURES))
@@ -269,27 +242,19 @@ def main() -> int:
         metavar="NAME",
         help="whose steps; `--specs all` is every strategy",
     )
-    parser.add_argument("--save", action="store_true", help="write benchmarks/results/")
     args = parser.parse_args()
     if not is_commit(args.commit):
         parser.error(f"git knows no commit {args.commit}")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # removes the worktree
     with checked_out(args.commit) as other:
         trees = [Tree(commit(), ROOT), other]
-        title = header(f"against: the working tree against {other.name}", this_command())
+        head = SCRIPT.head(other=other.name)
         mine, its = in_turns(trees, [name for name in args.only if name in TAKEN], args.rounds)
         if "steps" in args.only:
             steps(trees, SPECS if "all" in args.specs else args.specs, args.rounds, (mine, its))
     lines, failed = compared(mine, its, args.only)
-    return conclude(
-        "against",
-        [title, *heading(trees, args.rounds), *lines, *_results(trees, mine, its)],
-        failed=failed,
-        not_covered="the first call after an installation, which also writes byte code, other "
-        "specs, more ranks, and GPUs. What either tree came to is no claim: a prediction that has "
-        "more in it may take more time.",
-        is_saved=args.save,
-    )
+    page = [*head, *heading(trees, args.rounds), *lines, *_results(trees, mine, its)]
+    return SCRIPT.conclude(page, failed, args)
 
 
 if __name__ == "__main__":

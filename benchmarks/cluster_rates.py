@@ -1,32 +1,19 @@
-"""Writes specs/rates: the H100's from the page that measured one, those of other GPUs from it.
-
-`python benchmarks/cluster_rates.py` writes h100, h200, a100 and b200; `--check` exits 1 if a file
-is not what it would be now. No figure of a training is in any of them.
-
-An H100's seconds stand as they were measured. Another GPU's are a derivation: each operator takes
-longer than its roofline (published peaks of arithmetic and memory) by as much as it does on the
-H100; what a dispatch alone takes, it takes there too. Norms are the mean of a layer norm and an
-RMS norm; a cast from bf16 is the copy of fp32; updates in bf16 and by SGD are AdamW's of as many
-bytes. Links: what NCCL's maintainers expect of a collective (or its src/graph/topo.h reckons with),
-over the line rate that specs/clusters has; the latencies are those by which NCCL chooses its
-algorithms (src/graph/tuning.cc: LL128 in a ring).
-
-Claim: of each shape of a product the others give its seconds to within 15 % in the median
-(`--leave-out` lists them).
-"""
+"""Writes specs/rates: the H100's from the page that measured one, those of other GPUs from it."""
 
 from __future__ import annotations
 
-import argparse
 import math
 import re
 import statistics
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import yaml
 from _machine import ROOT
+from _script import Script
 
 from ptrain.facts.model import Operator
 from ptrain.rates.measured import MeasuredPace
@@ -90,56 +77,19 @@ class Gpu:
     between: Link
 
 
-NVLINK3 = Link(name="NVLink 3", effective=230, line=300, source="NVIDIA/nccl-tests#149")
-NVLINK4 = Link(name="NVLink 4", effective=370, line=450, source="NVIDIA/nccl-tests#212")
-NVLINK5 = Link(
-    name="NVLink 5",
-    effective=40.1,
-    line=50,
-    source="a link, NCCL src/graph/topo.h: SM100_NVLINK_BW",
-)
-HDR = Link(name="InfiniBand HDR", effective=24, line=25, source="NVIDIA/nccl-tests#119")
-# 46 to 48 GB/s a card.
-NDR = Link(name="InfiniBand NDR", effective=47, line=50, source="NVIDIA/nccl-tests#290")
+def published() -> dict[str, Gpu]:
+    """Return the GPUs of gpus.yaml, by name."""
+    file = Path(__file__).with_name("gpus.yaml")
+    content = yaml.safe_load(file.read_text(encoding="utf-8"))
+    links = {name: Link(**link) for name, link in content["links"].items()}
+    return {
+        name: Gpu(**gpu | {tier: links[gpu[tier]] for tier in LATENCIES})
+        for name, gpu in content["gpus"].items()
+    }
 
-H100 = Gpu(
-    title="One H100 SXM, measured.",
-    source="NVIDIA H100 datasheet: SXM",
-    flops={"bf16": 989e12, "fp32": 67e12},
-    memory=3.35e12,
-    host=64e9,
-    within=NVLINK4,
-    between=NDR,
-)
-OTHERS = {
-    "h200": Gpu(
-        title="One H200 SXM, derived from the H100.",
-        source="NVIDIA H200 datasheet: SXM",
-        flops=H100.flops,
-        memory=4.8e12,
-        host=64e9,
-        within=NVLINK4,
-        between=NDR,
-    ),
-    "a100": Gpu(
-        title="One A100 SXM of 80 GB, derived from the H100.",
-        source="NVIDIA A100 datasheet: 80GB SXM",
-        flops={"bf16": 312e12, "fp32": 19.5e12},
-        memory=2.039e12,
-        host=32e9,
-        within=NVLINK3,
-        between=HDR,
-    ),
-    "b200": Gpu(
-        title="One B200, derived from the H100.",
-        source="NVIDIA HGX platform: B200",
-        flops={"bf16": 2250e12, "fp32": 75e12},
-        memory=8.0e12,
-        host=64e9,
-        within=NVLINK5,
-        between=NDR,
-    ),
-}
+
+GPUS = published()
+H100 = GPUS["h100"]
 
 Rows = list[list[Any]]
 Tables = dict[str, Rows]
@@ -147,9 +97,7 @@ Tables = dict[str, Rows]
 
 def read(page: str) -> Tables:
     """The page's rows as tables of rates."""
-    tables: Tables = {
-        key: [] for key in ("products", "attention", "operators", "updates", "copies")
-    }
+    tables: Tables = {key: [] for key in TABLES}
     norms: dict[int, list[float]] = {}
     for name, seconds in re.findall(r"^\| (.+?) \| (\d\.\d+e[-+]\d+) \|", page, re.MULTILINE):
         key, row = _row(name)
@@ -249,7 +197,7 @@ def text(name: str, page: str) -> str:
     source = f"benchmarks/results/{PAGE.name}, by benchmarks/cluster_rates.py"
     gpu, head = H100, {"source": source, **_head(page)}
     if name != "h100":
-        gpu = OTHERS[name]
+        gpu = GPUS[name]
         peaks = f"{gpu.flops['bf16'] / 1e12:g} TFLOP/s bf16, {gpu.memory / 1e12:g} TB/s"
         said = (
             f"derived: published peaks ({gpu.source}, {peaks}) x the H100's efficiency in {source}"
@@ -309,7 +257,7 @@ def leave_out(page: str) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = Script("cluster_rates").parser(has_page=False)
     parser.add_argument("--check", action="store_true", help="exit 1 if a file is out of date")
     parser.add_argument("--leave-out", action="store_true", help="errors of what lies between")
     args = parser.parse_args()
@@ -317,7 +265,7 @@ def main() -> int:
     if args.leave_out:
         return leave_out(page)
     stale = 0
-    for name in ("h100", *OTHERS):
+    for name in GPUS:
         path, new = FOLDER / f"{name}.yaml", text(name, page)
         is_stale = not path.exists() or path.read_text(encoding="utf-8") != new
         stale += is_stale

@@ -1,21 +1,7 @@
-"""CUDA's kernels against a CPU's and against `exact`, without a GPU.
-
-Claim: of blocks of all families, whole and cut, with and without dropout, on GPUs of compute
-capability 80, 90 and 100, and of every named spec for GPUs, what is allocated and sent with CUDA's
-kernels is what `exact` says, 0 bytes off. Beside it, what differs from a CPU's kernels at the peak,
-by kind of storage: attention keeps seed and offset of its dropout, used or not (32-bit kernels on
-the host), and 32-bit kernels whole 32 rows; masks of dropout are a byte an element, and
-probabilities are never there. Where activations are offloaded no peak is claimed, nor compared.
-Of classes of transformers the same; a peak that is not claimed is compared all the same.
-
-`ptrain simulate` on fake tensors, on fake CUDA; needs a CUDA build of torch, a C compiler and no
-GPU: an H100 alone has confirmed some of it (`gpu.sh`). Prints; writes a result only with --save.
-About 19 minutes, of which classes (`--only hf`) take seven.
-"""
+"""CUDA's kernels against a CPU's and against `exact`, without a GPU."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
@@ -23,45 +9,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from _classes import class_cases
-from _machine import conclude, header, this_command
+from _gpu_cases import BLOCKS, CAPABILITIES, class_cases
+from _script import Script, table_row
 
 from ptrain.rooms import pretence
 from ptrain.spec.load import load
 from ptrain.spec.names import listing
 from ptrain.spec.placement import Tier
 
-CAPABILITIES = (80, 90, 100)
-LLAMA = (
-    "model={family: llama, layers: 2, hidden: 1024, heads: 8, kv_heads: 2, ffn: 2816, vocab: 512}"
-)
-WIDE = "model={family: llama, layers: 1, hidden: 512, heads: 16, kv_heads: 16, ffn: 8, vocab: 259}"
-GPT = "model={family: gpt, layers: 2, hidden: 1024, heads: 8, vocab: 512%s}"
-DROPS = ", dropout: 0.1"
-WHOLE = ("ddp", "mesh.dp_replicate=2", "batch={global: 4, micro: 2, sequence: 1000}")
-IN_SLICES = ("tp-sp", "mesh.tp=2", "batch={global: 4, micro: 2, sequence: 1000}")
-IN_STAGES = ("pp-1f1b", "mesh.pp=2", "batch={global: 4, micro: 2, sequence: 1000}")
-CASES = {
-    "llama bf16": (*WHOLE, LLAMA, "precision.layout=bf16"),
-    "llama fp32": (*WHOLE, LLAMA, "precision.layout=fp32"),
-    "llama bf16, eager": (*WHOLE, LLAMA, "precision.layout=bf16", "attention=eager"),
-    "llama bf16, A = M": (*WHOLE, LLAMA, "precision.layout=bf16", "activations=M"),
-    "llama bf16, selective": (
-        *WHOLE, LLAMA, "precision.layout=bf16", "activations=M", "recompute=selective",
-    ),
-    "llama bf16, tp-sp": (*IN_SLICES, LLAMA, "precision.layout=bf16"),
-    # Its backward pass of attention, where no statistics are born, is the peak.
-    "llama fp32, one wide block": (
-        "ddp", "mesh.dp_replicate=2", "batch={global: 2, micro: 1, sequence: 33}", WIDE,
-        "precision.layout=fp32",
-    ),
-    "llama fp32, tp-sp": (*IN_SLICES, LLAMA, "precision.layout=fp32"),
-    "llama bf16, pp": (*IN_STAGES, LLAMA, "precision.layout=bf16"),
-    "gpt bf16": (*WHOLE, GPT % "", "precision.layout=bf16"),
-    "gpt fp32": (*WHOLE, GPT % "", "precision.layout=fp32"),
-    "gpt bf16, dropout": (*WHOLE, GPT % DROPS, "precision.layout=bf16"),
-    "gpt fp32, dropout": (*WHOLE, GPT % DROPS, "precision.layout=fp32"),
-}  # fmt: skip
+SCRIPT = Script("cuda_kernels")
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +75,7 @@ def named() -> Iterator[str]:
 
 def row(*cells: object) -> str:
     """Return a table's row, which is printed as soon as it is there."""
-    line = f"| {' | '.join(map(str, cells))} |"
+    line = table_row(*cells)
     print(line, flush=True)
     return line
 
@@ -128,7 +84,7 @@ def of_blocks() -> Iterator[tuple[str, tuple[str, ...]]]:
     """Yield a line and what of it failed, of built-in models beside a CPU's kernels."""
     yield "| model | sm | attention | peak, bytes | beside `exact` | beside a CPU | of it |", ()
     yield "|---|---|---|---|---|---|---|", ()
-    for name, words in CASES.items():
+    for name, words in BLOCKS.items():
         cpu = simulated(*words, "device=cpu")
         for sm in CAPABILITIES:
             on_gpu = simulated(*words, f"cluster={{preset: h100-8, sm: {sm}}}")
@@ -172,34 +128,23 @@ PARTS = {"blocks": of_blocks, "hf": of_classes, "named": of_named}
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--save", action="store_true", help="write benchmarks/results/")
+    parser = SCRIPT.parser()
     parser.add_argument("--only", choices=PARTS, help="one part of it; default: all")
     args = parser.parse_args()
     if why := pretence.lacking():
         print(f"CUDA's kernels cannot be asked: {why}", file=sys.stderr)
         return 2
-    lines = [header("CUDA's kernels against a CPU's", this_command())]
+    lines = SCRIPT.head()
     failed: list[str] = []
     left_out = [name for name in PARTS if args.only not in (None, name)]
     for name, part in PARTS.items():
         if name in left_out:
             continue
-        lines += [""] if len(lines) > 1 else []
+        lines.append("")
         for line, faults in part():
             lines.append(line)
             failed += faults
-    uncovered = (
-        "a GPU", "what kernels take within themselves", "classes that read values (Mixtral)",
-        *left_out,
-    )  # fmt: skip
-    return conclude(
-        "cuda_kernels",
-        lines,
-        failed=failed,
-        not_covered="; ".join(uncovered),
-        is_saved=args.save,
-    )
+    return SCRIPT.conclude(lines, failed, args, "; ".join(left_out))
 
 
 if __name__ == "__main__":

@@ -1,25 +1,7 @@
-"""What does `ptrain.verify` say of loops with faults that the field has reported?
-
-Claim: of the faults of tests/corpus 95 % are caught, 90 % localised, 75 % named by a sentence whose
-cure was tried, none is named wrongly, and neither a cure nor a sound program raises an alarm. The
-faults, their cures and the truth about each were written and committed by someone who knew the
-user's documentation alone, before any of them was judged (those of accelerate, added later, are
-counted apart too). A case is run once, on gloo ranks; what
-it printed is kept in --work as soon as it is done, so that a run that was broken off goes on, and
---only takes some. Of a fault
-  caught     the verdict fails
-  localised  state, axis and place of the printed culprit agree with the truth; where the mesh has
-             one axis alone, none need be named
-  named      what is printed has a keyword of each entry of the truth's `right`, none of `wrong_if`
-  WRONG      a cause is printed, and does not name the fault; "not explained" says what departs
-             first, and claims no cause
-A script that ends with an error, or not within 90 s, is neither. Prints; writes a result only with
---save. Some ten minutes.
-"""
+"""What `ptrain.verify` says of loops with faults that the field has reported."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
@@ -31,16 +13,16 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported, here and in the ranks
 
-from _machine import conclude, header, this_command
+from _script import Script
 from _tables import table
 
 from tests.corpus.fault import FieldFault
 from tests.corpus.registry import FAULTS, SOUND, run
 from tests.ranks import RankError, Ranks
 
+SCRIPT = Script("fault_corpus")
 SECONDS = 90.0
 LEAST = {"caught": 0.95, "localised": 0.90, "named, proven": 0.75}  # of all faults
 STATES = {
@@ -319,17 +301,16 @@ def _room(name: str) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = SCRIPT.parser()
     parser.add_argument("--work", type=Path, required=True, help="where results are kept meanwhile")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these faults and programs")
     parser.add_argument("--first", type=Path, help="the page of the first try")
-    parser.add_argument("--save", action="store_true", help="write benchmarks/results/")
     args = parser.parse_args()
     chosen = args.only or [*FAULTS, *SOUND]
     unknown = [name for name in chosen if name not in FAULTS and name not in SOUND]
     if unknown:
         parser.error(f"no fault or program is called {', '.join(unknown)}")
-    head = header("fault_corpus: faults of the field, judged by ptrain.verify", this_command())
+    head = SCRIPT.head()
     ranks, kept = Ranks(), Kept(args.work)
 
     def of(name: str, fault: bool) -> Outcome:
@@ -339,13 +320,9 @@ def main() -> int:
     faults = {name: (of(name, True), of(name, False)) for name in chosen if name in FAULTS}
     programs = {name: of(name, False) for name in chosen if name in SOUND}
     ranks.close()
-    return conclude(
-        "fault_corpus",
-        [head, *(first_try(args.first) if args.first else ()), *report(faults, programs)],
-        failed=list(failures(faults, programs)),
-        not_covered="faults that need a GPU, more than one machine, or a library that is not here.",
-        is_saved=args.save,
-    )
+    earlier = first_try(args.first) if args.first else ()
+    lines = [*head, *earlier, *report(faults, programs)]
+    return SCRIPT.conclude(lines, list(failures(faults, programs)), args)
 
 
 if __name__ == "__main__":

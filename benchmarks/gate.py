@@ -1,16 +1,7 @@
-"""How long the gate takes, and which of its steps, suites and files take the time.
-
-    python benchmarks/gate.py [--save]
-
-Runs `.ci/run` on a clone of the last commit, as CI does: README's test command in a fresh
-environment, then style and types. Claim: everything passes, and README's command takes at
-most 12 minutes on two cores, with the install. On a machine that does something else the minutes
-mean nothing. Prints; writes a result only with --save.
-"""
+"""How long the gate takes, and which of its steps, suites and files take the time."""
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import os
 import re
@@ -20,8 +11,10 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from _machine import ROOT, conclude, header, this_command
+from _machine import ROOT
+from _script import Script, table_head, table_row
 
+SCRIPT = Script("gate")
 BUDGET = 12 * 60  # seconds of README's command
 _OURS = {"PYTHONPATH", "PYTEST_ADDOPTS", "PTRAIN_SEED", "VIRTUAL_ENV"}  # not of a new environment
 _MARK = re.compile(r"== (?P<step>.*) \((?P<seconds>\d+) s\)")
@@ -60,15 +53,13 @@ def tables(lines: Sequence[str]) -> list[str]:
     return [
         next((match[0] for match in map(_SUMMARY.search, lines) if match), "no summary"),
         "",
-        "| step | seconds |",
-        "|---|---|",
-        *(f"| {step} | {seconds} |" for step, seconds in steps.items()),
+        *table_head("step", "seconds"),
+        *(table_row(*step) for step in steps.items()),
         "",
         "Of the tests, added up over the workers, by suite and by the files that take most:",
         "",
-        "| suite or file | seconds | tests |",
-        "|---|---|---|",
-        *(f"| {share['place']} | {share['seconds']} | {share['tests']} |" for share in shares),
+        *table_head("suite or file", "seconds", "tests"),
+        *(table_row(*share.group("place", "seconds", "tests")) for share in shares),
     ]
 
 
@@ -84,22 +75,15 @@ def faults(code: int, steps: dict[str, int]) -> list[str]:
 
 def main(arguments: Sequence[str]) -> int:
     """Run the gate, print its times and the verdict, and return 1 where the claim fails."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--save", action="store_true", help="write benchmarks/results/")
+    parser = SCRIPT.parser()
     options = parser.parse_args(arguments)
-    title = "gate: the time of README's tests, layers, style and types"
-    head = header(title, this_command())
+    head = SCRIPT.head()
     with tempfile.TemporaryDirectory(prefix="ptrain-gate-") as folder:
         clone = Path(folder, "ptrain")
         subprocess.run(["git", "clone", "-q", ROOT, clone], check=True)
         code, lines = run(clone)
-    return conclude(
-        "gate",
-        [head, *tables(lines)],
-        failed=faults(code, seconds_by_step(lines)),
-        not_covered="nightly tests, GPUs, other versions of torch",
-        is_saved=options.save,
-    )
+    failed = faults(code, seconds_by_step(lines))
+    return SCRIPT.conclude([*head, *tables(lines)], failed, options)
 
 
 if __name__ == "__main__":

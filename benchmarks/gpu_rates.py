@@ -1,13 +1,7 @@
-"""What one GPU does in a second: products by shape and dtype, attention, operators that only move
-memory, copies to the host, an update, and whole steps of trainings beside them.
-
-Claim: each of these trainings holds what was predicted of its memory. Of the seconds nothing is
-claimed: a clock that is made of the rates is held against the steps, never fitted to them.
-"""
+"""What one GPU does in a second, and whole steps of trainings beside that."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import subprocess
@@ -19,10 +13,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from _machine import conclude, header, this_command
+from _script import Script, table_head, table_row
 
 from ptrain.costs import Column
 
+SCRIPT = Script("gpu_rates")
 MIB = 2**20
 PRODUCTS = (  # rows, inner, columns: tokens and widths of GPT-2, Llama 3 8B and small ones
     (512, 512, 512), (1024, 1024, 1024), (2048, 2048, 2048), (8192, 8192, 8192),
@@ -183,10 +178,9 @@ def step_line(words: str, step: dict[str, Any]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = SCRIPT.parser()
     parser.add_argument("--out", type=Path, required=True, help="the measurements, as JSON")
     parser.add_argument("--read", action="store_true", help="what --out has, measured before")
-    parser.add_argument("--save", action="store_true", help="write benchmarks/results/")
     args = parser.parse_args()
     if not args.read and not torch.cuda.is_available():
         print("no GPU was found; --read makes the page of what one measured", file=sys.stderr)
@@ -205,20 +199,16 @@ def main() -> int:
             measured["steps"][" ".join(words)] = step_of(words)
             args.out.write_text(json.dumps(measured, indent=1))
     measured = json.loads(args.out.read_text())
-    lines = [header("what one GPU does in a second", this_command())]
-    lines += [f"\n{measured['device']}, torch {measured['torch']}\n"]
-    lines += ["| work | seconds | rate |", "|---|---|---|"]
-    lines += [f"| {n} | {s:.3e} | {rate:,.1f} {unit} |" for n, s, rate, unit in measured["rates"]]
-    lines += ["\n| training | seconds a step | predicted | off |", "|---|---|---|---|"]
+    lines = [*SCRIPT.head(), f"\n{measured['device']}, torch {measured['torch']}\n"]
+    lines += table_head("work", "seconds", "rate")
+    lines += [
+        table_row(n, f"{s:.3e}", f"{rate:,.1f} {unit}") for n, s, rate, unit in measured["rates"]
+    ]
+    lines += ["", *table_head("training", "seconds a step", "predicted", "off")]
     lines += [step_line(words, step) for words, step in measured["steps"].items()]
     steps = measured["steps"].items()
-    return conclude(
-        "gpu_rates",
-        lines,
-        failed=[words for words, step in steps if step.get("verdict") != "holds"],
-        not_covered="collectives, several GPUs; of the seconds nothing is claimed",
-        is_saved=args.save,
-    )
+    failed = [words for words, step in steps if step.get("verdict") != "holds"]
+    return SCRIPT.conclude(lines, failed, args)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,4 @@
-"""The slices of the GPU kit (`benchmarks/gpu.sh`), and the page of what they gave.
-
-Claim: on one GPU, (a) attention is computed by the kernels that torch takes in a process that only
-believes in such a GPU; (b) at the peak of each phase of a rehearsal live as many bytes as
-`simulate` said without a GPU, 0 off, in blocks of every family, in 12 specs, over cp and ep, and of
-classes of transformers; and (c) what the
-allocator reserved of these, with what kernels take within themselves, is within 3 % of what its
-rules gave.
-
-`run` does one slice: each case on real tensors in this process, and on fake ones in another;
-`anew` does the latter again, without a GPU, where the slice's torch is installed.
-"""
+"""The slices of the GPU kit (`benchmarks/gpu.sh`), and the page of what they gave."""
 
 from __future__ import annotations
 
@@ -25,8 +14,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from _classes import class_cases
-from _machine import conclude, header, this_command
+from _gpu_cases import SLICES
+from _script import Script, table_head, table_row
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ptrain.costs import Phase
@@ -36,64 +25,11 @@ from ptrain.selection.recompute import settled
 from ptrain.simulation.execute import simulate
 from ptrain.spec.load import load
 
+SCRIPT = Script("gpu")
 RESERVED_BOUND = 0.03
 Case = tuple[str, ...]  # the words of a spec
 
-GPT = "model={family: gpt, layers: 2, hidden: 1024, heads: 8, vocab: 512%s}"
-LLAMA = (
-    "model={family: llama, layers: 2, hidden: 1024, heads: 8, kv_heads: 2, ffn: 2816, vocab: 512}"
-)
-OF_BLOCKS = ("mesh.dp_shard=2", "batch={global: 4, micro: 2, sequence: 1024}")
-OF_8B = ("model.preset=llama3-8b", "mesh.dp_shard=8", "batch={global: 8, micro: 1, sequence: 4096}")
-OF_GPT2 = ("model.preset=gpt2-1558m", "batch={global: 16, micro: 2, sequence: 1024}")
-OF_SLICES = (LLAMA, "mesh.cp=2", "batch={global: 4, micro: 2, sequence: 2048}")
-OF_EXPERTS = ("mesh.ep=2", "batch={global: 4, micro: 2, sequence: 1024}")
-MOE = f"{LLAMA[:-1]}, experts: 8, experts_per_token: 2, expert_ffn: 704, shared_experts: 1}}"
-BF16, FP32 = "precision.layout=bf16", "precision.layout=fp32"
-CASES: dict[str, list[Case]] = {
-    "blocks": [
-        ("zero3", *OF_BLOCKS, model, layout)
-        for model in (LLAMA, GPT % "", GPT % ", dropout: 0.1")
-        for layout in (BF16, FP32)
-    ],
-    "peaks-1": [
-        ("fsdp-mixed", *OF_8B),
-        ("fsdp-mixed", *OF_8B, "activations=M"),
-        ("fsdp-mixed", *OF_8B, "activations=M", "recompute=selective"),
-        ("fsdp-mixed", *OF_8B, "loss.chunk=512"),
-    ],
-    "peaks-2": [
-        ("zero3", *OF_8B, BF16),
-        ("zero2", *OF_8B, BF16),
-        ("zero1", *OF_8B, BF16),
-        ("fsdp-offload", *OF_8B),
-    ],
-    "peaks-3": [
-        ("ddp", *OF_GPT2, "mesh.dp_replicate=8", BF16),
-        ("zero3", *OF_GPT2, "mesh.dp_shard=8", "model.dropout=0.1"),
-        ("tp-sp", "model.preset=llama3-8b", "mesh.tp=8", "batch={global: 1, sequence: 4096}", BF16),
-        ("pp-1f1b", *OF_GPT2, "mesh.pp=4", "batch.global=8", BF16),
-    ],
-    "context": [
-        ("cp-ring", *OF_SLICES, BF16),
-        ("cp-zigzag", *OF_SLICES, BF16),
-        ("cp-zigzag", *OF_SLICES, BF16, "activations=M"),
-        ("cp-all-gather", *OF_SLICES, BF16),
-        ("cp-ulysses", *OF_SLICES, BF16),
-        ("cp-ulysses", *OF_SLICES, FP32),
-    ],
-    "experts": [
-        ("ep", *OF_EXPERTS, layout, more)
-        for layout in (BF16, FP32)
-        for more in (MOE, f"{MOE[:-1]}, capacity_factor: 1.25}}")
-    ]
-    + [
-        ("ep-zero3", *OF_EXPERTS, MOE, BF16, "mesh.dp_shard=2", "batch.global=8"),
-        ("ep-tp", *OF_EXPERTS, MOE, BF16, "mesh.tp=2"),
-        ("ep", *OF_EXPERTS, MOE, BF16, "activations=M"),
-    ],
-    "classes": [case.words for case in class_cases() if case.sm == 90],
-}
+CASES: dict[str, list[Case]] = SLICES
 TINY = (
     "model.layers=4",
     "model.hidden=64",
@@ -192,20 +128,18 @@ def on_fakes(name: str, sm: int, *, is_dry: bool) -> dict[str, Any]:
 
 
 def kernel_lines(slice_: dict[str, Any], failed: list[str]) -> list[str]:
-    lines = ["| attention | on the GPU | believed |", "|---|---|---|"]
+    lines = [*table_head("attention", "on the GPU", "believed")]
     for setting, real in slice_["real"].items():
         believed = slice_["fake"][setting]
-        lines.append(f"| {setting} | {real} | {believed} |")
+        lines.append(table_row(setting, real, believed))
         if real != believed:
             failed.append(f"{setting}: {real}, not {believed}")
     return lines
 
 
 def peak_lines(slice_: dict[str, Any], failed: list[str]) -> list[str]:
-    lines = [
-        "| spec | phase | lives | simulated − lives | allocated − lives | reserved | by rule |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    beside = ("simulated − lives", "allocated − lives")
+    lines = [*table_head("spec", "phase", "lives", *beside, "reserved", "by rule")]
     for case, real in slice_["real"].items():
         fake = slice_["fake"][case]
         for phase in map(str, Phase):
@@ -215,25 +149,24 @@ def peak_lines(slice_: dict[str, Any], failed: list[str]) -> list[str]:
             off = fake["lives"].get(phase, 0) - lives
             allocated = real["allocated"][phase]
             more = f"{allocated - lives:+,}" if allocated else "–"
-            cells = (case, phase, f"{lives:,}", f"{off:+,}", more, "", "")
-            lines.append(f"| {' | '.join(cells)} |")
+            lines.append(table_row(case, phase, f"{lives:,}", f"{off:+,}", more, "", ""))
             if off:
                 failed.append(f"{case}: {phase}, {off:+,} bytes")
         held, by_rule = real["reserved"], fake["reserved"]
-        beside = by_rule / held - 1 if held and by_rule else None
-        said = "–" if beside is None else f"{beside:+.1%}"
-        lines.append(f"| {case} | | | | | {held or 0:,} | {said} |")
-        if beside is None or abs(beside) > RESERVED_BOUND:
+        excess = by_rule / held - 1 if held and by_rule else None
+        said = "–" if excess is None else f"{excess:+.1%}"
+        lines.append(table_row(case, "", "", "", "", f"{held or 0:,}", said))
+        if excess is None or abs(excess) > RESERVED_BOUND:
             failed.append(f"{case}: reserved by rule {said}")
     return lines
 
 
-def page(folder: Path, *, is_dry: bool, is_saved: bool) -> int:
+def page(args: argparse.Namespace) -> int:
     """Print what is there of the slices; 1 where the claim fails or one is missing."""
     failed: list[str] = []
-    lines = [header("one GPU beside what was said without it", this_command())]
+    lines = SCRIPT.head()
     for name in names():
-        path = folder / f"{name}.json"
+        path = args.out / f"{name}.json"
         if not path.exists():
             failed.append(f"{name} has not run")
             continue
@@ -244,22 +177,11 @@ def page(folder: Path, *, is_dry: bool, is_saved: bool) -> int:
             f"\n{name}: {slice_['device']}, torch {slice_['torch']}\n",
             *write(slice_, failed),
         ]
-    if is_dry:
-        print(
-            *lines,
-            "",
-            "Dry, on a CPU on both sides: the script runs, and nothing is proven.",
-            sep="\n",
-        )
+    if args.dry:
+        said = "Dry, on a CPU on both sides: the script runs, and nothing is proven."
+        print(*lines, "", said, sep="\n")
         return int(bool(failed))
-    return conclude(
-        "gpu",
-        lines,
-        failed=failed,
-        not_covered="NCCL and several GPUs; efficient attention's workspace below 32 bits; what "
-        "DDP's first buckets leave when they are built anew",
-        is_saved=is_saved,
-    )
+    return SCRIPT.conclude(lines, failed, args)
 
 
 def names() -> Sequence[str]:
@@ -268,12 +190,11 @@ def names() -> Sequence[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = SCRIPT.parser()
     parser.add_argument("verb", choices=["names", "run", "anew", "fakes", "page"])
     parser.add_argument("slice", nargs="?", choices=names())
     parser.add_argument("--out", type=Path, help="the folder of the slices")
     parser.add_argument("--dry", action="store_true", help="on a CPU, with tiny models")
-    parser.add_argument("--save", action="store_true", help="write benchmarks/results/")
     args = parser.parse_args()
     if args.verb == "names":
         print(*names(), sep="\n")
@@ -284,7 +205,7 @@ def main() -> int:
         args.out.write_text(json.dumps(sliced(args.slice, is_real=False, is_dry=args.dry)))
         return 0
     if args.verb == "page":
-        return page(args.out, is_dry=args.dry, is_saved=args.save)
+        return page(args)
     path = args.out / f"{args.slice}.json"
     if args.verb == "anew":
         said = json.loads(path.read_text())

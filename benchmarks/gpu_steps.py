@@ -1,16 +1,5 @@
-"""A step of ptrain's on one GPU against what one would write, in turns: DDP, and torch's
-ZeroRedundancyOptimizer on DDP beside flat units.
+"""A step of ptrain's on one GPU against what one would write, in turns."""
 
-Both play rank 0 of two whose collectives move nothing: what is timed is what a rank computes and
-launches, and how long its processor is busy with that; what is sent is not. Weights, samples,
-dtypes (all of them bf16, the loss fp32), clipping and fused AdamW are the same.
-
-Claim: the median ratio of a step's seconds is at most 1.02, where a step is long, and the losses
-before the first update, on both sides, are less than 1e-3 apart. Prints; writes a result only with
---save.
-"""
-
-import argparse
 import json
 import statistics
 import sys
@@ -19,21 +8,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import torch
-from _by_hand import loop, settings_of
-from _machine import conclude, header, this_command
-from _steps import bound, legal, program_steps, replicated, samples
+from _by_hand import adamw, loop, zero_redundancy_adamw
+from _script import Script, table_head, table_row
+from _steps import legal, paired, program_steps, replicated, samples
 from torch import nn
 from torch.distributed import GradBucket
-from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from ptrain.models.initialize import build, initialize
 from ptrain.rooms.fake import fake_world
 from ptrain.rooms.world import World
 from ptrain.spec.spec import Spec
 
+SCRIPT = Script("gpu_steps")
 LIMIT, SAME = 1.02, 1e-3
 RANKS = 2
 WARM_UP = 4
@@ -68,15 +55,7 @@ def by_hand(spec: Spec, strategy: str, device: torch.device) -> Step:
     model = model.to(device=device, dtype=torch.bfloat16)
     wrapped = replicated(_Widened(model), spec)
     wrapped.register_comm_hook(None, _averaged)  # DDP's own takes no fake ranks' answer
-    if strategy == "ddp":
-        optimizer = torch.optim.AdamW(wrapped.parameters(), **settings_of(spec))
-    else:
-        optimizer = ZeroRedundancyOptimizer(
-            wrapped.parameters(),
-            torch.optim.AdamW,
-            parameters_as_bucket_view=True,
-            **settings_of(spec),
-        )
+    optimizer = (adamw if strategy == "ddp" else zero_redundancy_adamw)(spec, wrapped)
     rows = samples(spec, index=0, groups=RANKS)
     return loop(spec, wrapped, optimizer, rows_of=lambda number: rows(number).to(device))
 
@@ -132,8 +111,7 @@ def _await(device: torch.device) -> None:
 def row(name: str, strategy: str, both: dict[str, Any], *, is_long: bool) -> tuple[str, list[str]]:
     """Return a table's row, and what of the claim it does not keep."""
     mine, theirs = both["ptrain"], both["by hand"]
-    ratios = [a / b for a, b in zip(mine["seconds"], theirs["seconds"], strict=True)]
-    median, (low, high) = statistics.median(ratios), bound(ratios)
+    median, low, high = paired(mine["seconds"], theirs["seconds"])
     busy = statistics.median(mine["processor"]) / statistics.median(theirs["processor"])
     apart = max(abs(a - b) / b for a, b in zip(mine["losses"], theirs["losses"], strict=True))
     taken = (f"{1e3 * statistics.median(side['seconds']):.2f}" for side in (mine, theirs))
@@ -145,16 +123,15 @@ def row(name: str, strategy: str, both: dict[str, Any], *, is_long: bool) -> tup
     first, its_first = mine["losses"][0], theirs["losses"][0]
     if not abs(first - its_first) <= SAME * its_first:
         failed.append(f"{name}, {strategy}: the first losses are {first} and {its_first}")
-    return f"| {' | '.join(cells)} |", failed
+    return table_row(*cells), failed
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = SCRIPT.parser()
     parser.add_argument("--out", type=Path, required=True, help="the measurements, as JSON")
     parser.add_argument("--pairs", type=int, default=PAIRS)
     parser.add_argument("--read", action="store_true", help="what --out has, measured before")
     parser.add_argument("--dry", action="store_true", help="on a CPU, with a tiny model")
-    parser.add_argument("--save", action="store_true", help="write benchmarks/results/")
     args = parser.parse_args()
     if not (args.read or args.dry or torch.cuda.is_available()):
         print("no GPU was found; --dry tests the script on a CPU", file=sys.stderr)
@@ -178,27 +155,19 @@ def main() -> int:
                     torch.cuda.empty_cache()
         world.close()
     taken = json.loads(args.out.read_text())
-    lines = [header("a step on one GPU against a hand-written one", this_command())]
-    lines += [f"\n{taken['device']}, torch {taken['torch']}, rank 0 of {RANKS} fake ranks\n"]
-    lines += [
-        "| model | strategy | ptrain, ms | by hand, ms | ratio | 95 % | processor | losses apart |",
-        "|---|---|---|---|---|---|---|---|",
+    lines = [
+        *SCRIPT.head(),
+        f"\n{taken['device']}, torch {taken['torch']}, rank 0 of {RANKS} fake ranks\n",
     ]
+    figures = ("ptrain, ms", "by hand, ms", "ratio", "95 %", "processor", "losses apart")
+    lines += table_head("model", "strategy", *figures)
     failed: list[str] = []
     for name, strategies in taken["sizes"].items():
         for strategy, both in strategies.items():
             line, wrong = row(name, strategy, both, is_long=is_long[name])
             lines.append(line)
             failed += wrong
-    return conclude(
-        "gpu_steps",
-        lines,
-        failed=failed,
-        not_covered="what is sent, several GPUs, other dtypes; of short steps and of the "
-        "processor's seconds nothing is claimed, nor of losses: parts of parameters are not "
-        "gathered, and the two cut them differently",
-        is_saved=args.save,
-    )
+    return SCRIPT.conclude(lines, failed, args)
 
 
 if __name__ == "__main__":

@@ -1,41 +1,10 @@
-"""How the rooms of ptrain/ depend on each other, counted in the sources of a commit.
-
-    python benchmarks/house.py [--against COMMIT] [--write]
-
-Prints one column, or with --against two: COMMIT as `before` and the working tree as `after`. There
-is no claim: the column `target` is what the design aims at, and a test holds what has been reached.
---write keeps the page, `results/house_DATE.md`, or `results/house_against_COMMIT_DATE.md`.
-
-A room is a folder of ptrain/ with an `__init__.py`, without the folders below it (the torch half of
-an axis, `axes/AXIS/run`, is a room beside its pure half); the modules beside these folders are the
-room `base`, but for the entries, `ptrain`, `ptrain.__main__` and `ptrain.testing`, which are users.
-
-A file of ptrain/ names an axis outside its room where it neither stands in `axes/AXIS` or below it
-nor declares the axes (`spec/placement.py`), and holds at least one of these:
-
-- a member of the axis' own: `Axis.TP`; of the data axes also `DATA_AXES` and `REDUCED_AXES`;
-- the axis' part of a plan or a spec: an attribute `tensor` or `pipeline` of what is named `plan` or
-  `spec` (`plan.tensor`, `self.plan.pipeline`);
-- an import out of the room, `ptrain.axes.tensor`;
-- a text that is the axis' key in a spec and nothing else: `"tp"`.
-
-A file names a mode where it has a member of `Distribution`, or imports one of the modes by its
-letter, and a tier where it has a member of `Tier`; `spec/placement.py`, which declares both, does
-not count. A wrap's kind is named by every `isinstance` and every `case` with one or more of the
-kinds, outside `axes/data`. A class name stands twice where two modules of ptrain/ define it. A name
-says nothing where a variable or a parameter is called found, told, asked, made or each. Tables are
-all files of ptrain/ that are neither Python nor a page; a file reads their archive where it calls
-`archive.table`, and a setting is a class whose name ends so. Of tests and benchmarks no more than
-their lines count.
-"""
+"""How the rooms of ptrain/ depend on each other, counted in the sources of a commit."""
 
 from __future__ import annotations
 
-import argparse
 import ast
 import io
 import subprocess
-import sys
 import tarfile
 import tempfile
 import time
@@ -44,9 +13,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from _machine import RESULTS, ROOT, commit, fresh, this_command
+from _script import Script, table_head, table_row
 
 from tests.source_tree import SourceTree
 
@@ -192,7 +160,7 @@ class House:
 
 
 def names_axis(node: ast.AST, axis: str) -> bool:
-    """Whether a node names the axis in one of the four ways of the module's docstring."""
+    """Whether a node names the axis in one of the four ways that --help lists."""
     members, parts = AXES[axis]
     match node:
         case ast.Attribute(value=ast.Name(id="Axis"), attr=attr):
@@ -243,11 +211,10 @@ def _lines_with_wraps(tree: ast.Module) -> Iterator[int]:
 
 def table(houses: dict[str, House]) -> Iterator[str]:
     """A row a measure, a column a checkout, then the target and the rooms."""
-    columns = [house.rows() for house in houses.values()]
-    yield f"| measure | {' | '.join(houses)} | target |"
-    yield "|---|" + "---|" * (len(columns) + 1)
-    for rows in zip(*columns, strict=True):
-        yield f"| {rows[0].measure} | {' | '.join(r.value for r in rows)} | {rows[0].target} |"
+    measures = [house.rows() for house in houses.values()]
+    yield from table_head("measure", *houses, "target")
+    for rows in zip(*measures, strict=True):
+        yield table_row(rows[0].measure, *(measure.value for measure in rows), rows[0].target)
     rooms = [house.room_lines() for house in houses.values()]
     for room in dict.fromkeys(room for lines in rooms for room in lines):
         counts = (f"{lines[room]:,}" if room in lines else "–" for lines in rooms)
@@ -284,7 +251,7 @@ def page(houses: dict[str, House], commits: Sequence[str]) -> str:
             "# house: how the rooms of ptrain/ depend on each other",
             "",
             f"Counted by `{' '.join(this_command())}` on {time.strftime('%Y-%m-%d')} in {names}, "
-            "as the docstring of benchmarks/house.py defines it.",
+            "as `benchmarks/house.py --help` defines it.",
             "",
             *table(houses),
             "",
@@ -296,9 +263,7 @@ def page(houses: dict[str, House], commits: Sequence[str]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Script("house").parser(has_page=False)
     parser.add_argument("--against", metavar="COMMIT", help="the column `before`")
     parser.add_argument("--write", action="store_true", help="keep the page in benchmarks/results/")
     args = parser.parse_args()

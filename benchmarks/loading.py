@@ -1,21 +1,7 @@
-"""What ranks read and hold while a published model's weights are loaded.
-
-Claim: of a folder of 2 GB, or of 1 GB where the model is not built in, on four ranks, in every
-placement below, (1) no rank's resident memory is at its peak more than 64 MiB above what it was
-before, what it keeps of the parameters, and where flat units are kept as shards the largest unit;
-(2) a rank reads of the files what it keeps and at most 0.1 % more, and of a model that is not built
-in 1 MiB more, with which it is looked at before it is cut.
-The folders are a llama's and a mixtral's with drawn weights in fp32, in four files each, and are
-removed at the end. Each placement has ranks of its own, which before have built a small model in
-it, so that what is imported and connected then is not counted. Resident memory is VmRSS, its peak
-VmHWM, set back before: both count the pages of the files that are mapped. Inside is `interpret` as
-a whole: from files to a program that is ready for its first step, by one run of each.
-Prints; writes a result only with --save. Takes four minutes, and 10 GB of memory under ddp.
-"""
+"""What ranks read and hold while a published model's weights are loaded."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
@@ -27,10 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported, here and in the ranks
 
-from _machine import conclude, header, this_command
+from _script import Script, table_head, table_row
 
 if TYPE_CHECKING:
     from ptrain.interpreter.program import Program
@@ -40,6 +25,13 @@ SLACK = 64 * 2**20
 LOOKED_AT = 2**20  # bytes of a model that is not built in, before it is cut
 MOST_READ = 1.001  # of flat units whole rows, of which two ranks may have parts
 MIB = 2**20
+SCRIPT = Script(
+    "loading",
+    ranks=RANKS,
+    slack=SLACK // MIB,
+    looked_at=LOOKED_AT // MIB,
+    most_read=f"{MOST_READ - 1:.1%}",
+)
 # The mesh of each placement.
 PLACEMENTS: Mapping[str, str] = {
     "ddp": "{dp_replicate: 4}",
@@ -315,55 +307,26 @@ def row(case: Case, ranks: Sequence[Loaded]) -> tuple[str, list[str]]:
         f"{max(rank.seconds for rank in ranks):.1f}",
         "fails" if failed else "holds",
     )
-    return f"| {' | '.join(cells)} |", failed
+    return table_row(*cells), failed
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = SCRIPT.parser()
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
     parser.add_argument("--quick", action="store_true", help="folders of less than 100 MB")
-    parser.add_argument("--save", action="store_true", help="write benchmarks/results/")
     args = parser.parse_args()
-    title = header("loading: what ranks read and hold while weights are loaded", this_command())
+    head = SCRIPT.head()
     lines, failed, sizes = [], [], []
     with tempfile.TemporaryDirectory() as temporary:
         for case in cases(Path(temporary), args.models, is_quick=args.quick):
             line, wrong = row(case, run(case))
             lines, failed, sizes = [*lines, line], [*failed, *wrong], [*sizes, case.size]
             print(line, file=sys.stderr, flush=True)
-    return conclude(
-        "loading",
-        [title, *_explained(sizes), *lines],
-        failed=failed,
-        not_covered="weights of 16 bits, GPUs (whose memory holds what is kept), more ranks, files "
-        "that no page cache has, and what disks read: of a slice along columns whole pages, and "
-        "ahead.",
-        is_saved=args.save,
-    )
-
-
-def _explained(sizes: Sequence[int]) -> list[str]:
-    """The claim, what a row is, and the head of the table."""
-    return [
-        f"Claim: on {RANKS} ranks no rank's resident memory is at its peak more than "
-        f"{SLACK / MIB:.0f} MiB above what it was before and what it keeps of the parameters, and "
-        "where flat units are kept as shards the largest of them, whole; and a rank reads what it "
-        f"keeps and at most {MOST_READ - 1:.1%} more, of a model that is not built in "
-        f"{LOOKED_AT / MIB:.0f} MiB more.",
-        "",
-        f"Folders with {min(sizes):,} to {max(sizes):,} bytes of fp32 in {FILES} files, of a llama "
-        "or with experts (their largest tensor has 262 MB where it is built in and not `--quick`, "
-        "else 66 MB), gloo, one thread a rank, sgd without momentum. `hf:` is a class of "
-        "transformers, and that of one's own is `benchmarks/_decoder.py`. Resident memory is VmRSS "
-        "and its peak VmHWM, which count mapped pages of files too; before: after a small model of "
-        "the same placement was built. Inside is `interpret`, from the spec to a program ready for "
-        "its first step, once. MiB are of the rank that has most; `beside` is of the rank nearest "
-        "to its bound: peak less before less kept.",
-        "",
-        "| model | placement | kept | read | read by all / folder | peak above before | beside "
-        "| bound | s | verdict |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-    ]
+    read = ("kept", "read", "read by all / folder")
+    held = ("peak above before", "beside", "bound")
+    table = [*table_head("model", "placement", *read, *held, "s", "verdict"), *lines]
+    method = SCRIPT.method(least=min(sizes), most=max(sizes), files=FILES)
+    return SCRIPT.conclude([*head, *method, *table], failed, args)
 
 
 if __name__ == "__main__":

@@ -1,34 +1,22 @@
-"""Does every strategy train to the bit as it did? `python benchmarks/losses.py --check PAGE`.
-
-Claim: each spec of specs/strategies, trained for 10 steps on gloo ranks of one thread with a small
-model and its own mesh, placement and layout, gives the losses, the norms of gradients and the
-final parameters of PAGE, every bit of them. PAGE is a file of benchmarks/results; beside it stands
-one that ends in .json, in which losses and norms are hexadecimal floats (`float.hex`), parameters
-a SHA-256 over names and bytes, and each strategy has the overrides that it ran with.
-
-What a processor computes repeats to the bit on an equal processor with an equal torch only: both
-names are kept, and a comparison elsewhere says so. Without --check it prints the losses, and
-writes a result only with --save. 4 to 11 minutes on two cores.
-"""
+"""Whether every strategy trains to the bit as it did."""
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported, here and in the ranks
 
 import torch
-from _machine import conclude, header, processor, result_path, this_command, version
+from _machine import processor, result_path, version
+from _script import Script, table_head, table_row
 
 from ptrain.algebra.legality import require
 from ptrain.spec.load import load
@@ -38,6 +26,7 @@ from tests.gloo.runs import train
 from tests.ranks import Ranks
 
 STEPS = 10
+SCRIPT = Script("losses", steps=STEPS)
 GLOBAL = 8  # samples of a step
 MOST_SECONDS = 600.0  # of one strategy, on a busy machine
 Row = dict[str, Any]
@@ -147,69 +136,50 @@ def check(page: Path) -> int:
     return 1 if changed else 0
 
 
-def line(name: str, row: Row, seconds: float) -> str:
+def line(name: str, result: Row, seconds: float) -> str:
     """Return a line of the table."""
-    losses = [float.fromhex(text) for text in row["losses"]]
-    norms = [float.fromhex(text) for text in row["norms"]]
+    losses = [float.fromhex(text) for text in result["losses"]]
+    norms = [float.fromhex(text) for text in result["norms"]]
     cells = (
-        f"`{name}`", str(row["ranks"]), repr(losses[0]), repr(losses[-1]), row["losses"][-1],
-        repr(norms[-1]) if norms else "–", row["parameters"][:16], f"{seconds:.1f}",
+        f"`{name}`", str(result["ranks"]), repr(losses[0]), repr(losses[-1]), result["losses"][-1],
+        repr(norms[-1]) if norms else "–", result["parameters"][:16], f"{seconds:.1f}",
     )  # fmt: skip
-    return f"| {' | '.join(cells)} |"
+    return table_row(*cells)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = SCRIPT.parser()
     parser.add_argument(
         "--check", type=Path, metavar="PAGE", help="compare with a result, to the bit"
     )
-    parser.add_argument("--save", action="store_true", help="write benchmarks/results/")
     args = parser.parse_args()
     if args.check:
         return check(args.check)
-    head, began = header("losses: every strategy, 10 steps to the bit", this_command()), time.time()
-    columns = (
+    head, began = SCRIPT.head(), time.time()
+    names = (
         "strategy", "ranks", "loss 1", f"loss {STEPS}", f"loss {STEPS}, hexadecimal",
         f"norm {STEPS}", "parameters, SHA-256", "s",
     )  # fmt: skip
-    lines = [head, *_facts(platform().items())]
-    lines += [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
+    facts = ", ".join(f"{name} {text}" for name, text in platform().items())
+    lines = [*head, *SCRIPT.method(platform=facts), *table_head(*names)]
     strategies: dict[str, Row] = {}
     failed = []
-    for name, row, seconds in of_strategies(
+    for name, result, seconds in of_strategies(
         {name: overrides_of(name) for name in listing("strategies")}
     ):
-        strategies[name] = row
-        lines.append(line(name, row, seconds))
+        strategies[name] = result
+        lines.append(line(name, result, seconds))
         print(lines[-1], file=sys.stderr, flush=True)
-        if len(row["losses"]) != STEPS or not float.fromhex(row["losses"][-1]) < float.fromhex(
-            row["losses"][0]
-        ):
+        if len(result["losses"]) != STEPS or not float.fromhex(
+            result["losses"][-1]
+        ) < float.fromhex(result["losses"][0]):
             failed.append(f"{name}: the loss does not fall")
     lines += ["", f"All together {time.time() - began:.0f} s."]
     if args.save:
         content = {"platform": platform(), "steps": STEPS, "strategies": strategies}
         text = json.dumps(content, indent=1)
         result_path("losses", "json").write_text(text + "\n", encoding="utf-8")
-    return conclude(
-        "losses",
-        lines,
-        failed=failed,
-        not_covered="other processors and versions of torch, which add in another order, and GPUs",
-        is_saved=args.save,
-    )
-
-
-def _facts(pairs: Iterable[tuple[str, str]]) -> Iterator[str]:
-    yield (
-        "Claim: trained again on an equal machine, each strategy gives these losses, norms of "
-        "gradients and parameters, every bit of them; and the loss falls. Each is trained on its "
-        "own mesh and in its own layout, with a small model; its overrides and the bits of every "
-        "step stand in the file of the same name that ends in .json."
-    )
-    yield ""
-    yield "Bits depend on: " + ", ".join(f"{name} {text}" for name, text in pairs) + "."
-    yield ""
+    return SCRIPT.conclude(lines, failed, args)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,7 @@
-"""Which changes of the code the default tests notice: the mutation score of the pure half.
-
-Claim: of a random sample of the mutants of ptrain/spec, ptrain/algebra, ptrain/derivation and of
-the life of flat units, at least 85 % in each package are killed by the default tests. Works on a
-clone of HEAD. Needs `pip install -e '.[test,mutation]'`. Prints; writes a result only with --save.
-"""
+"""Which changes of the code the default tests notice: the mutation score of the pure half."""
 
 from __future__ import annotations
 
-import argparse
 import random
 import sys
 import tempfile
@@ -17,7 +11,8 @@ from pathlib import Path
 from statistics import NormalDist
 from typing import TYPE_CHECKING, Any
 
-from _machine import conclude, header, this_command, version
+from _machine import version
+from _script import Script, table_head, table_row
 
 if TYPE_CHECKING:
     from _mutant import Mutant
@@ -27,7 +22,7 @@ PACKAGES = {
     "spec": ("ptrain/spec/*.py",),
     "algebra": ("ptrain/algebra/*.py",),
     "derivation": ("ptrain/derivation/*.py",),
-    "axes": ("ptrain/axes/*/rules.py", "ptrain/axes/*/costs.py"),
+    "axes": ("ptrain/axes/*/rules.py", "ptrain/axes/*/cost.py"),
     "life": (
         *(f"ptrain/axes/data/{name}.py" for name in ("cuts", "theta", "gradients", "route")),
         *("ptrain/axes/data/update.py", "ptrain/axes/data/units.py"),
@@ -43,28 +38,8 @@ SHARES = {
     "axes": (0.18, 0.02),
     "life": (0.2, 0.01),
 }
+SCRIPT = Script("mutation", claimed=", ".join(CLAIMED), at_least=AT_LEAST)
 _TOOLS = ("mutmut", "libcst", "coverage", "pytest", "hypothesis")
-
-METHOD = """\
-A mutant is the code with one change by an operator of mutmut (a constant, a text, an operator, a
-keyword, an argument, an assignment, a branch of a conditional expression, a case of a `match`). Of
-mutmut its operators alone are used: its own visitor passes by decorated functions and all that
-stands outside of functions, its runner collects the tests anew for each mutant. Left out, as no
-behaviour: annotations, decorators, imports, docstrings, texts with a space in them (the wording of
-messages, help and notes), the arguments of `isinstance`, `len` and `assert_never`, and the end of a
-`match` that a type checker proves unreachable.
-
-A mutant of a function is put into the live function of a forked process, which then runs the tests
-that reach its statement (by coverage, measured once): one setting of every test function, the
-quickest first, then the next settings, up to the first that fails or {suite.enough:.0f} s of
-processor time. A mutant of what runs at import has a process of its own. What lives through
-{first} goes to {then}. Not asked: tests that take longer than {suite.slow:.0f} s where a quicker
-one reaches the statement, test_layers.py, which reads the sources as text, tests that fail without
-a change too or where coverage is traced (they measure times), and all of tests/gloo. So a survivor
-may still be killed by a test that was not asked: the score is a lower bound. A mutant that takes
-{times} times its tests' processor time and {start} s more counts as killed. One that no test
-reaches counts as alive. hypothesis draws the same examples every time and remembers none.
-Equivalent mutants are not taken off the score."""
 
 
 @dataclass(kw_only=True)
@@ -143,8 +118,7 @@ _COLUMNS = (
 
 def table(found: Mapping[str, Strata]) -> Iterator[str]:
     """A row a package."""
-    yield f"| {' | '.join(_COLUMNS)} |"
-    yield "|" + "---|" * len(_COLUMNS)
+    yield from table_head(*_COLUMNS)
     for name, strata in found.items():
         low, high = interval(strata)
         verdict = "holds" if score(strata) >= AT_LEAST else "fails"
@@ -156,7 +130,7 @@ def table(found: Mapping[str, Strata]) -> Iterator[str]:
             f"{low:.1%} – {high:.1%}",
             verdict if name in CLAIMED else "no claim",
         )
-        yield f"| {' | '.join(map(str, cells))} |"
+        yield table_row(*cells)
 
 
 def score(strata: Strata) -> float:
@@ -192,14 +166,13 @@ def survivors(tree: Path, found: Mapping[str, Strata]) -> Iterator[str]:
     """Each change that lives, and whether any test reaches it."""
     from _mutant import changed_lines
 
-    yield "| where | function | the code | the mutant | |"
-    yield "|---|---|---|---|---|"
+    yield from table_head("where", "function", "the code", "the mutant", "")
     for each in (each for strata in found.values() for each in strata):
         for mutant in each.alive:
             before, after = (code(text) for text in changed_lines(tree, mutant))
             said = "no test reaches it" if each.verdict(mutant) == "unreached" else ""
             place = f"{mutant.file.removeprefix('ptrain/')}:{mutant.line}"
-            yield f"| {place} | {mutant.function or 'at import'} | {before} | {after} | {said} |"
+            yield table_row(place, mutant.function or "at import", before, after, said)
 
 
 def code(text: str) -> str:
@@ -212,13 +185,12 @@ def main() -> int:
     from _mutation_bench import SUITE, Bench
     from _mutation_runner import SPARE, TIMES
 
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = SCRIPT.parser()
     parser.add_argument("--sample", type=int, default=700, help="mutants, over the packages")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--package", action="append", choices=PACKAGES, help="default: the claimed")
     parser.add_argument("--stages", nargs="*", choices=SUITE.stages, default=[*SUITE.stages])
     parser.add_argument("--work", type=Path, help="a folder to keep, and to go on in")
-    parser.add_argument("--save", action="store_true", help="write benchmarks/results/")
     args = parser.parse_args()
     bench = Bench((args.work or Path(tempfile.mkdtemp())).resolve())
     found = {
@@ -238,15 +210,12 @@ def main() -> int:
         bench.judge([each for strata in found.values() for each in strata], stage)
     first, then = (" ".join(files) for files in SUITE.stages.values())
     tools = ", ".join(f"{name} {version(name)}" for name in _TOOLS)
+    method = SCRIPT.method(suite=SUITE, first=first, then=then, times=TIMES, spare=SPARE)
     lines = [
-        header("mutation: changes of the pure half that the default tests notice", this_command()),
+        *SCRIPT.head(),
         f"Mutants of {bench.commit} with {tools}; seed {args.seed}.",
         "",
-        f"Claim: in each of {', '.join(CLAIMED)} at least {AT_LEAST:.0%} of a random sample of the "
-        "package's mutants are killed, none taken off as equivalent.",
-        "",
-        METHOD.format(suite=SUITE, first=first, then=then, times=TIMES, start=SPARE),
-        "",
+        *method,
         *table(found),
         "",
         overall(found),
@@ -255,18 +224,12 @@ def main() -> int:
         "",
         *survivors(bench.tree, found),
     ]
-    return conclude(
-        "mutation",
-        lines,
-        failed=[
-            f"{name}: {score(strata):.1%} are killed"
-            for name, strata in found.items()
-            if name in CLAIMED and score(strata) < AT_LEAST
-        ],
-        not_covered="the torch half, the packages without a row, the wording of messages, and "
-        "changes of more than one place.",
-        is_saved=args.save,
-    )
+    failed = [
+        f"{name}: {score(strata):.1%} are killed"
+        for name, strata in found.items()
+        if name in CLAIMED and score(strata) < AT_LEAST
+    ]
+    return SCRIPT.conclude(lines, failed, args)
 
 
 if __name__ == "__main__":

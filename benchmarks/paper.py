@@ -1,11 +1,11 @@
 """The printed claims of the paper and the notes against prediction and measurement: one page.
 
-Every claim of `_paper_memory.py` and `_paper_traffic.py` is worked out by the column `paper` (the
-theorems as printed), by the column `exact` (what a rank will hold and send), and measured by
-running the same specs, shrunk, on gloo ranks. `benchmarks/results/paper.md` is the page; without
---save it is printed. --check works out again everything but the measurements, which it takes from
-the page, and exits 1 where the page says something else; --reword writes the page anew in that way,
-for a change of words that leaves the measurements and their date as they are.
+Every claim of paper_cases.yaml is worked out by the column `paper` (the theorems as printed) and
+by the column `exact` (what a rank will hold and send), and measured by running the same specs,
+shrunk, on gloo ranks. `benchmarks/results/paper.md` is the page; without --save it is printed.
+--check works out again everything but the measurements, which it takes from the page, and exits 1
+where the page says something else; --reword writes the page anew in that way, for a change of words
+that leaves the measurements and their date as they are.
 """
 
 from __future__ import annotations
@@ -17,19 +17,17 @@ import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import astuple, dataclass, fields
 from functools import cache
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported, in the ranks
 
 from _claims import FIGURES, INTRODUCTION, Case, Claim, Figures, Form, Source, View
 from _machine import RESULTS, ROOT, header
+from _paper_cases import CLAIMS
 from _paper_composition import section as composition
 from _paper_digest import section as digest
 from _paper_lectures import section as lectures
-from _paper_memory import MEMORY
 from _paper_seconds import section as seconds
-from _paper_traffic import TRAFFIC
+from _script import table_head, table_row
 
 from ptrain.algebra.legality import require
 from ptrain.derivation.estimate import Derivation, derive
@@ -39,7 +37,6 @@ from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
 
 PAGE = RESULTS / "paper.md"
-CLAIMS: tuple[Claim, ...] = (*MEMORY, *TRAFFIC)
 TOLERANCE = 0.001  # of a claim: step counters and the scalar of the gradient's norm are below it
 STEADY_STEP = 3
 SMALL = ("model.preset=llama-tiny", "model.vocab=260", "batch.sequence=64", "batch.micro=1")
@@ -186,14 +183,13 @@ def _plural(verdict: str, number: int) -> str:
 
 
 def _table(found: dict[Case, Found]) -> str:
-    lines = [
-        "| claim | | paper | exact | off | small: paper | exact | measured | verdict |",
-        "|---|---|---:|---:|---:|---:|---:|---:|---|",
-    ]
-    for number, claim in enumerate(CLAIMS, 1):
-        for index, case in enumerate(claim.cases):
-            lines.append(_row(number if not index else 0, claim, case, found))
-    return "\n".join(lines)
+    columns = ("claim", "", "paper", "exact", "off", "small: paper", "exact", "measured", "verdict")
+    rows = (
+        _row(0 if index else number, claim, case, found)
+        for number, claim in enumerate(CLAIMS, 1)
+        for index, case in enumerate(claim.cases)
+    )
+    return "\n".join([*table_head(*columns), *rows])
 
 
 def _row(number: int, claim: Claim, case: Case, found: dict[Case, Found]) -> str:
@@ -202,7 +198,7 @@ def _row(number: int, claim: Claim, case: Case, found: dict[Case, Found]) -> str
     verdict = f"**{_verdict(claim, found)}**" if number else ""
     if len(claim.cases) > 1:
         verdict += ("<br>" if verdict else "") + ("yes" if holds(case, figures) else "no")
-    cells = [
+    return table_row(
         name,
         case.label,
         ("≤ " if case.at_most else "") + written(figures.claimed, case.form),
@@ -212,8 +208,7 @@ def _row(number: int, claim: Claim, case: Case, found: dict[Case, Found]) -> str
         written(figures.small_exact, case.form),
         written(figures.measured, case.form),
         verdict,
-    ]
-    return "| " + " | ".join(cells) + " |"
+    )
 
 
 def _verdict(claim: Claim, found: dict[Case, Found]) -> str:
@@ -261,12 +256,10 @@ def _runs(measured: Measured) -> str:
         "One row per run: bytes of the rank that has most, as measured. The command gives the same "
         "figures with their predictions beside them, state by state and call by call.",
         "",
-        f"| {' | '.join(names)} | command |",
-        "|" + "---:|" * len(names) + "---|",
+        *table_head(*names, "command"),
     ]
     for text, figures in {command(each): found for each, found in measured.items()}.items():
-        values = " | ".join(map(str, astuple(figures)))
-        lines.append(f"| {values} | `{text}` |")
+        lines.append(table_row(*astuple(figures), f"`{text}`"))
     return "\n".join(lines)
 
 

@@ -1,26 +1,13 @@
-"""Compare `ptrain predict`'s "fits" with published jobs that trained or ran out of memory.
-
-Each row is a public report with its source: its authors trained the job on the cards that they
-name, or their run ended with CUDA's out-of-memory error. The spec of a row places the states as the
-reported program does (FSDP, FSDP2, DeepSpeed ZeRO). Kernels and loss are ptrain's eager ones.
-
-Claim: no job that ran out of memory is predicted to fit, and no job that trained is predicted not
-to fit. Prints the answer and the headroom of every row; writes a result only with --save.
-"""
+"""`fits` beside published jobs that trained or ran out of memory."""
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from _machine import conclude, header, this_command
+from _script import Script, table_head, table_row
 
 from ptrain.cli.predict import predicted
 from ptrain.selection.fit import Fit
@@ -46,6 +33,7 @@ def published() -> Iterator[Job]:
 
 
 JOBS = tuple(published())
+SCRIPT = Script("published_fits")
 
 
 def predict_fit(job: Job) -> Fit:
@@ -69,31 +57,23 @@ def is_wrong(job: Job, fit: Fit) -> bool:
 
 def table(fits: Sequence[Fit]) -> Iterator[str]:
     """Yield the rows of the table."""
-    columns = ("job", "source", "published", "answer", "peak", "usable", "headroom")
-    yield f"| {' | '.join(columns)} |"
-    yield "|" + "---|" * len(columns)
+    yield from table_head("job", "source", "published", "answer", "peak", "usable", "headroom")
     for job, fit in zip(JOBS, fits, strict=True):
         outcome = "trained" if job.trained else "out of memory"
         published = f"{outcome}, {job.published}" if job.published else outcome
         headroom = f"{'−' if fit.spare_bytes < 0 else ''}{format_bytes(abs(fit.spare_bytes))}"
         sizes = (format_bytes(fit.peak_bytes or 0), format_bytes(fit.usable_memory or 0), headroom)
-        yield f"| {' | '.join((job.name, job.source, published, answer(fit), *sizes))} |"
+        yield table_row(job.name, job.source, published, answer(fit), *sizes)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--save", action="store_true", help="write benchmarks/results/")
+    parser = SCRIPT.parser()
     args = parser.parse_args()
-    head = header("fit: answers for published jobs", this_command())
+    head = SCRIPT.head()
     fits = [predict_fit(job) for job in JOBS]
     wrong = [job.name for job, fit in zip(JOBS, fits, strict=True) if is_wrong(job, fit)]
-    return conclude(
-        "published_fits",
-        [head, *table(fits)],
-        failed=[f"{name}: the answer contradicts the published outcome" for name in wrong],
-        not_covered="the kernels, fused losses and communication buffers of the reported programs",
-        is_saved=args.save,
-    )
+    failed = [f"{name}: the answer contradicts the published outcome" for name in wrong]
+    return SCRIPT.conclude([*head, *table(fits)], failed, args)
 
 
 if __name__ == "__main__":

@@ -1,23 +1,7 @@
-"""Predicted seconds of a step beside what others published of theirs, row by row.
-
-Rates are those of specs/clusters: an H100's as measured on one, the others derived from it by
-their data sheets, networks by what nccl-tests says (each file says its source). None of them has
-read a row of this page. What is published is of other code: FSDP1 and fused kernels (MPT), compiled
-blocks and float8 (torchtitan), Megatron-LM's own kernels before there was fused attention. What is
-predicted is ptrain's eager step in bf16 of the same placement. So rows that ran eager, by torch's
-parts, are the claim; the others stand beside it.
-
-Claim: within each family of rows, eager and compiled apart, the order is right (Spearman's rank
-correlation at least 0.9, of three rows or more). The median of |off| of the eager rows is stated
-beside vTrain's 8.4 % (one node, its own profiles), Calculon's 3.7 % (efficiencies set by hand) and
-SimAI's 1.9 % (kernels profiled): of kernels that are not the same a bound would claim nothing.
-
-Prints; writes a result only with --save.
-"""
+"""Predicted seconds of a step beside what others published of theirs, row by row."""
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
@@ -26,10 +10,7 @@ from itertools import groupby
 from pathlib import Path
 
 import yaml
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from _machine import conclude, header, this_command
+from _script import Script, table_head, table_row
 from _steps import spearman
 
 from ptrain.derivation.estimate import derive
@@ -37,6 +18,7 @@ from ptrain.errors import PtrainError
 from ptrain.spec.load import load
 
 RANKED = 0.9
+SCRIPT = Script("published_seconds")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,8 +81,7 @@ def table(rows: Sequence[Judged]) -> Iterator[str]:
     for family, group in groupby(rows, lambda judgement: judgement.row.family):
         of_family = list(group)
         yield from ("", f"## {family} ({of_family[0].row.source})", "")
-        yield "| row | ran | published tok/s/GPU | predicted | seconds off |"
-        yield "|---|---|---|---|---|"
+        yield from table_head("row", "ran", "published tok/s/GPU", "predicted", "seconds off")
         for judgement in of_family:
             row = judgement.row
             cells = [row.name, row.kind, f"{row.tokens:,.0f}"]
@@ -108,7 +89,7 @@ def table(rows: Sequence[Judged]) -> Iterator[str]:
                 cells += ["–", judgement.why]
             else:
                 cells += [f"{judgement.tokens:,.0f}", f"{judgement.off:+.1%}"]
-            yield f"| {' | '.join(cells)} |"
+            yield table_row(*cells)
 
 
 def correlation(rows: Sequence[Judged]) -> float:
@@ -135,11 +116,8 @@ def verdict(rows: Sequence[Judged]) -> tuple[list[str], list[str]]:
         "Calculon 3.7 %, SimAI 1.9 %.",
     ]
     failed = [f"{row.row.name}: not predicted: {row.why}" for row in rows if row.tokens is None]
-    lines += [
-        "",
-        "| family | ran | rows | median of seconds off | rank correlation |",
-        "|---|---|---|---|---|",
-    ]
+    names = ("family", "ran", "rows", "median of seconds off", "rank correlation")
+    lines += ["", *table_head(*names)]
     for (family, kind), group in alike(rows).items():
         known = [row for row in group if row.tokens is not None]
         if not known:
@@ -147,26 +125,19 @@ def verdict(rows: Sequence[Judged]) -> tuple[list[str], list[str]]:
         middle = statistics.median(row.off for row in known)
         ranked = correlation(known) if len(known) > 2 else None
         shown = "–" if ranked is None else f"{ranked:.3f}"
-        lines.append(f"| {family} | {kind} | {len(known)} | {middle:+.1%} | {shown} |")
+        lines.append(table_row(family, kind, len(known), f"{middle:+.1%}", shown))
         if ranked is not None and ranked < RANKED:
             failed.append(f"{family}, {kind}: the order's rank correlation is {ranked:.3f}")
     return lines, failed
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--save", action="store_true", help="write benchmarks/results/")
+    parser = SCRIPT.parser()
     options = parser.parse_args(arguments)
-    head = header("published_seconds: steps that others timed, predicted", this_command())
+    head = SCRIPT.head()
     rows = [judged(row) for row in published()]
     lines, failed = verdict(rows)
-    return conclude(
-        "published_seconds",
-        [head, *table(rows), *lines],
-        failed=failed,
-        not_covered="context parallelism, float8 and compiled blocks, other code's kernels",
-        is_saved=options.save,
-    )
+    return SCRIPT.conclude([*head, *table(rows), *lines], failed, options)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,6 @@
 """`ptrain select`: how long a search takes, and whether its closed forms order as `exact` does.
 
-Claims: 64 devices are scored in 1 s of CPU time and 4096 in 5 s, the whole process takes 10 s
-there; over candidates drawn from every schedule and way to keep activations alike Spearman's
-correlation of closed-form and exact step time, and of peaks, is at least 0.98, and none of them is
-further above `exact` than what a search leaves for that at a bound; an exhaustive search by
-`exact` on 8 devices finds nothing better, where what takes longer by what it computes alone is not
-derived.
-(The file has another name than the command: Python's own `select` is imported by that.)
-Prints; writes a result only with --save. All of it takes a quarter of an hour, so that it can be
-run by parts: `--part order --case 64 --into FILE` writes what it says to a file beside what others
-have, and `--from FILE --save` makes the page of them.
+The file has another name than the command: Python's own `select` is imported by that.
 """
 
 from __future__ import annotations
@@ -26,7 +17,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from _machine import commit, conclude, header, this_command
+from _machine import commit
+from _script import Script, table_head
 from _step_floor import StepFloor
 from _steps import spearman
 from start_up import seconds as process_seconds
@@ -196,25 +188,19 @@ def exhaustive(case: Case, number: int) -> Outcome:
 
 
 PARTS = ("time", "order", "exhaustive")
-_ABOUT = {
-    "time": (
-        "CPU seconds of scoring every legal candidate in closed form, on one core; seconds of the "
-        "process, wall and CPU, the best hundred derived exactly.",
-        "",
-        "| job | candidates | fit | scoring | process, wall / CPU |",
-        "|---|---|---|---|---|",
-    ),
-    "order": (
-        "Spearman's ρ of closed form and `exact` over candidates that fit, drawn from every "
-        "schedule, number of stages a rank and way to keep activations alike, and how far they are "
-        "apart in the median and at most, and at most above. So near a bound a search derives what "
-        f"it would leave out: {SLACK - 1:.0%} of peaks and {TIME_SLACK - 1:.0%} of seconds.",
-        "",
-        "| job | drawn | ρ time | apart | at most | above | ρ peak | apart | at most | above |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-    ),
-    "exhaustive": (),
+_APART = ("apart", "at most", "above")
+_COLUMNS = {
+    "time": ("job", "candidates", "fit", "scoring", "process, wall / CPU"),
+    "order": ("job", "drawn", "ρ time", *_APART, "ρ peak", *_APART),
 }
+SCRIPT = Script("selection", of_peaks=f"{SLACK - 1:.0%}", of_seconds=f"{TIME_SLACK - 1:.0%}")
+
+
+def _about(part: str) -> list[str]:
+    """Return what a part's figures are, and the head of its table, where it has one."""
+    if part not in _COLUMNS:
+        return []
+    return [SCRIPT.text(part), "", *table_head(*_COLUMNS[part])]
 
 
 def of_parts(cases: tuple[Case, ...]) -> dict[str, tuple[Case, ...]]:
@@ -243,25 +229,25 @@ def missing(known: dict[str, dict[str, list[str]]]) -> str:
     for part, cases in of_parts(CASES).items():
         lacking[part] += [case.word for case in cases if f"{part} {case.word}" not in known]
     texts = [f"{part} of {', '.join(words)}" for part, words in lacking.items() if words]
-    return f"; not run: {'; '.join(texts)}" if texts else ""
+    return f"not run: {'; '.join(texts)}" if texts else ""
 
 
 def page(known: dict[str, dict[str, list[str]]]) -> list[str]:
     """Return the lines of all parts that are known, in their order."""
     commits = sorted({line for rows in known.values() for line in rows["commit"]})
-    lines = [header("select: a search over placements", this_command())]
+    lines = SCRIPT.head()
     if commits != [commit()]:
         lines += [f"Rows of commit {', '.join(commits)}.", ""]
     for part in PARTS:
         keys = [f"{part} {case.word}" for case in (*CASES, SMALL)]
         rows = [line for key in keys if key in known for line in known[key]["lines"]]
         if rows:
-            lines += [*_ABOUT[part], *rows, ""]
+            lines += [*_about(part), *rows, ""]
     return lines
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = SCRIPT.parser()
     parser.add_argument("--drawn", type=int, default=300, help="candidates of a correlation")
     parser.add_argument(
         "--beyond", type=int, default=1000, help="derived of what cannot be the fastest"
@@ -272,7 +258,6 @@ def main() -> int:
     parser.add_argument("--case", choices=words, help="this case only")
     parser.add_argument("--into", type=Path, metavar="FILE", help="add what is measured to a file")
     parser.add_argument("--from", dest="known", type=Path, metavar="FILE", help="measure nothing")
-    parser.add_argument("--save", action="store_true", help="write benchmarks/results/")
     args = parser.parse_args()
 
     source = args.known or args.into
@@ -286,14 +271,8 @@ def main() -> int:
         }
     if args.into:
         args.into.write_text(json.dumps(known, ensure_ascii=False, indent=1))
-    return conclude(
-        "selection",
-        page(known),
-        failed=[text for rows in known.values() for text in rows["failed"]],
-        not_covered="models that are not built in, and clusters without rates, whose time is "
-        f"unknown{missing(known)}.",
-        is_saved=args.save,
-    )
+    failed = [text for rows in known.values() for text in rows["failed"]]
+    return SCRIPT.conclude(page(known), failed, args, missing(known))
 
 
 if __name__ == "__main__":

@@ -1,31 +1,16 @@
-"""Does every spec predict what it did? `python benchmarks/snapshot.py` compares, `--write` freezes.
-
-Claim: of each file of specs/{strategies,node,paper}, of 405B on 4096 ranks and of 300 specs that
-were drawn at random, both predictions are those of tests/pure/snapshot.json.xz:
-resident bytes by state, tier and rank, peaks by phase and rank, calls, payload and sent bytes by
-kind of call, each kind of rank's account, operations, notes, warnings and what is undefined or not
-claimed. The drawn specs stand in the file as they would be written, so that another draw does not
-change what is compared.
-
-Prints each figure that changed as `spec: row: before -> after`, and exits 1 where there is one.
-`--write` prints the same and keeps what is predicted now; `--draw` draws the specs anew as well.
-`--spec NAME` prints one as it would be written. 10 s on one core.
-"""
+"""Whether every spec predicts what it did."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import lzma
 import sys
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from _machine import ROOT
 from _predictions import Data, changes, predictions
+from _script import Script
 
 from ptrain.algebra.legality import require
 from ptrain.selection.recompute import settled
@@ -109,7 +94,7 @@ def _drawn_specs() -> Data:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = Script("snapshot").parser(has_page=False)
     parser.add_argument("--write", action="store_true", help="keep what is predicted now")
     parser.add_argument("--draw", action="store_true", help="draw the specs anew as well")
     parser.add_argument("--spec", metavar="NAME", help="print a spec of the snapshot")

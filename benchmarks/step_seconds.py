@@ -1,22 +1,4 @@
-"""Seconds of a step, predicted from a machine's rates beside those that trainings take on it.
-
-    python benchmarks/step_seconds.py CLUSTER [--models 1m ...] [--ranks 2 ...] [--specs NAME ...]
-
-CLUSTER is what `ptrain calibrate` has written on this machine, just before: rates are a machine's,
-and of its hour. Of every strategy, and of products of axes, at three sizes of model on 2 and 4
-ranks (as many as a spec's mesh allows) a training's steps are timed, the first ones left out; the
-prediction reads the spec and the cluster, and no training. One spec is run twice, at the beginning
-and at the end: what lies between the two is what a figure here is worth. Before and behind each
-training the machine's own pace is looked at (`_pace`): one beside which that is another than at the
-beginning is run again once, and the page says of how many it stayed so.
-
-Claim: the median of |predicted / measured - 1| is at most 10 %, the largest at most 25 % or twice
-the spread of the one that was run twice; Spearman's rank correlation is at least 0.9; of each size
-and number of ranks, the strategy that is predicted to be fastest is within 5 % of the one that is:
-where they are two, both are run again in turns, for of many the shortest is one by chance.
-Prints; writes a result only with --save. What stands in --kept FILE is not run again; with
---kept-only none is but those that are run again, and the page says how many were not.
-"""
+"""Seconds of a step, predicted from a machine's rates beside those that trainings take on it."""
 
 from __future__ import annotations
 
@@ -33,10 +15,9 @@ from itertools import groupby
 from operator import attrgetter, itemgetter
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from _machine import ROOT, conclude, environment, header, this_command
+from _machine import ROOT, environment
 from _pace import Machine
+from _script import Script, table_head, table_row
 from _steps import spearman
 
 from ptrain.algebra.legality import check, executed
@@ -45,6 +26,7 @@ from ptrain.derivation.estimate import derive
 from ptrain.errors import PtrainError
 from ptrain.spec.load import load
 
+SCRIPT = Script("step_seconds")
 MEDIAN, WORST, RANKED, BEST = 0.10, 0.25, 0.9, 0.05  # bounds of the claim
 WARM_UP, STEPS = 4, 10  # the meters look at one of the first steps
 SECONDS = 600  # of a training
@@ -225,15 +207,14 @@ def choices(
 
 def table(rows: Sequence[Timed]) -> Iterator[str]:
     """Yield a row for each training."""
-    yield "| model | ranks | spec | predicted s | measured s | quartiles | off | pace |"
-    yield "|---|---|---|---|---|---|---|---|"
+    figures = ("predicted s", "measured s", "quartiles", "off", "pace")
+    yield from table_head("model", "ranks", "spec", *figures)
     for row in rows:
         case = row.case
-        yield (
-            f"| {case.model} | {case.ranks} | {case.name} | {row.predicted:.4f} | "
-            f"{row.measured:.4f} | {row.lower:.4f} – {row.upper:.4f} | {row.off:+.1%} | "
-            f"{_share(row.apart)} |"
-        )
+        seconds = (f"{row.predicted:.4f}", f"{row.measured:.4f}")
+        quartiles = f"{row.lower:.4f} – {row.upper:.4f}"
+        cells = (case.model, case.ranks, case.name, *seconds, quartiles)
+        yield table_row(*cells, f"{row.off:+.1%}", _share(row.apart))
 
 
 def _share(apart: float | None) -> str:
@@ -257,8 +238,7 @@ def judged(
         f"{len(rows)} trainings: median of |off| {median:.1%}, largest {worst:.1%} (allowed "
         f"{allowed:.1%}; {REPEATED}, run twice, {spread:.1%} apart), rank correlation {ranked:.3f}",
         "",
-        "| | predicted best | measured best | the first takes more by |",
-        "|---|---|---|---|",
+        *table_head("", "predicted best", "measured best", "the first takes more by"),
     ]
     failed = []
     if median > MEDIAN:
@@ -269,14 +249,14 @@ def judged(
         failed.append(f"the rank correlation is {ranked:.3f}, less than {RANKED}")
     for size, best, fastest in bests:
         loss = best.measured / fastest.measured - 1
-        lines.append(f"| {size} | {best.case.name} | {fastest.case.name} | {loss:.1%} |")
+        lines.append(table_row(size, best.case.name, fastest.case.name, f"{loss:.1%}"))
         if loss > BEST:
             failed.append(f"{size}: {best.case.name} takes {loss:.1%} more than the best")
     return lines, failed
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = SCRIPT.parser()
     parser.add_argument("cluster", metavar="CLUSTER", help="a file of `ptrain calibrate`")
     parser.add_argument("--models", nargs="+", choices=tuple(MODELS), default=tuple(MODELS))
     parser.add_argument("--ranks", nargs="+", type=int, default=(2, 4))
@@ -285,9 +265,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--kept-only", action="store_true", help="run none but those that are run again"
     )
-    parser.add_argument("--save", action="store_true", help="write benchmarks/results/")
     options = parser.parse_args(arguments)
-    head = header("step_seconds: predicted from rates, and measured", this_command())
+    head = SCRIPT.head()
     cluster = str(Path(options.cluster).resolve())
     kept = json.loads(options.kept.read_text()) if options.kept and options.kept.exists() else []
     by_words = {tuple(row["words"]): row for row in kept}
@@ -324,13 +303,8 @@ def main(arguments: Sequence[str]) -> int:
     lines, failed = judged(rows, max(spreads, default=0.0), bests)
     if unpredicted:
         failed.append(f"not predicted: {'; '.join(unpredicted)}")
-    return conclude(
-        "step_seconds",
-        [head, *table(rows), *lines],
-        failed=failed,
-        not_covered="; ".join(uncovered(options, left_out, is_kept=bool(by_words))),
-        is_saved=options.save,
-    )
+    not_covered = "; ".join(uncovered(options, left_out, is_kept=bool(by_words)))
+    return SCRIPT.conclude([*head, *table(rows), *lines], failed, options, not_covered)
 
 
 def impossible(models: Sequence[str], ranks: Sequence[int], names: Sequence[str]) -> Iterator[str]:
@@ -346,7 +320,6 @@ def impossible(models: Sequence[str], ranks: Sequence[int], names: Sequence[str]
 
 def uncovered(options: argparse.Namespace, left_out: int, *, is_kept: bool) -> Iterator[str]:
     """Yield what the page does not say."""
-    yield "GPUs, several nodes, models of other families"
     yield from impossible(options.models, options.ranks, options.specs)
     if sizes := [name for name in MODELS if name not in options.models]:
         yield f"the sizes {', '.join(sizes)}"

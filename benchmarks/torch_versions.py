@@ -1,16 +1,7 @@
-"""The default tests and `simulate`, with several versions of torch.
-
-    python benchmarks/torch_versions.py [--save] [--suites pure unit ...] [--kept FILE] PYTHON ...
-
-PYTHON are interpreters of environments with ptrain's test dependencies, each with a torch of its
-own. Suite by suite: how many tests passed, failed and were skipped; of simulated ranks those at
-night too. Claim: nothing fails. It takes half an hour a version on two cores; what stands in FILE
-already is not run again.
-"""
+"""The default tests and `simulate`, with several versions of torch."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
@@ -21,7 +12,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from _machine import ROOT, commit, conclude, header, this_command
+from _machine import ROOT, commit
+from _script import Script, table_head, table_row
 
 # By suite, what pytest is given: the default tests of each folder, and of `simulate` those at night
 # too, in which every distinct rank of every strategy holds and sends what was derived.
@@ -35,6 +27,7 @@ _ASKED = (
     "'transformers': transformers.__version__}))"
 )
 Result = dict[str, Any]
+SCRIPT = Script("torch_versions")
 
 
 def environment() -> dict[str, str]:
@@ -101,18 +94,16 @@ def row(result: Result) -> str:
         *(result["torch"], result["suite"], counts.get("passed", 0), failed),
         *(counts.get("skipped", 0), result["seconds"], result["commit"]),
     )
-    return f"| {' | '.join(map(str, cells))} |"
+    return table_row(*cells)
 
 
 def table(results: Sequence[Result]) -> Iterator[str]:
     """Yield the page's tables: packages by version of torch, and counts by suite."""
-    yield "| torch | Python | numpy | transformers |"
-    yield "|---|---|---|---|"
+    yield from table_head("torch", "Python", "numpy", "transformers")
     packages = {(r["torch"], r["Python"], r["numpy"], r["transformers"]) for r in results}
-    yield from (f"| {' | '.join(of)} |" for of in sorted(packages))
+    yield from (table_row(*of) for of in sorted(packages))
     yield ""
-    yield "| torch | suite | passed | failed | skipped | seconds | commit |"
-    yield "|---|---|---|---|---|---|---|"
+    yield from table_head("torch", "suite", "passed", "failed", "skipped", "seconds", "commit")
     yield from map(row, sorted(results, key=lambda r: (r["torch"], r["suite"])))
     yield ""
     yield "`simulate`: the tests of simulated ranks beside what was derived, those at night too."
@@ -120,26 +111,19 @@ def table(results: Sequence[Result]) -> Iterator[str]:
 
 def main(arguments: Sequence[str]) -> int:
     """Run all, print tables and verdict; return 1 where anything fails."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = SCRIPT.parser()
     parser.add_argument("pythons", nargs="+", metavar="PYTHON")
     parser.add_argument("--suites", nargs="+", choices=(*SUITES,), default=[*SUITES])
     parser.add_argument("--kept", type=Path, help="a file of results, which is added to")
-    parser.add_argument("--save", action="store_true", help="write benchmarks/results/")
     options = parser.parse_args(arguments)
-    head = header("torch_versions: the tests with several versions of torch", this_command())
+    head = SCRIPT.head()
     results = measured(options.pythons, options.suites, options.kept)
     failed = [
         f"torch {result['torch']}, {result['suite']}: {name}"
         for result in results
         for name in result["failed"]
     ]
-    return conclude(
-        "torch_versions",
-        [head, *table(results)],
-        failed=failed,
-        not_covered="nightly tests, GPUs",
-        is_saved=options.save,
-    )
+    return SCRIPT.conclude([*head, *table(results)], failed, options)
 
 
 if __name__ == "__main__":

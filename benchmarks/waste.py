@@ -1,15 +1,4 @@
-"""Which waste, planted where memory and traffic are said, the tests notice without a record.
-
-    python benchmarks/waste.py [TARGET ...] [--tests FILE ...] [--without FILE ...] [--number N]
-
-Claim: of 60 mutants drawn from six kinds of waste (an extra temporary, a late release, a doubled
-collective, a wider dtype, a larger group, a wrong state) the tests catch at least 95 %, with every
-test left out that compares with what was recorded of the same code. The draw is a function of
---seed and of the TARGETs, globs of files; nobody chooses a mutant.
-
-Works on a clone of HEAD. Needs `pip install -e '.[test,mutation]'`. Prints; writes a result only
-with --save.
-"""
+"""Which waste, planted where memory and traffic are said, the tests notice without a record."""
 
 from __future__ import annotations
 
@@ -23,9 +12,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from _machine import conclude, header, this_command, version
+from _machine import version
 from _mutant import Mutant, changed_lines
 from _mutation_bench import Bench, Suite
+from _script import Script, table_head, table_row
 from _waste import KINDS, of_module
 from mutation import Found, code, wilson
 
@@ -46,17 +36,7 @@ ENOUGH, SLOW = 60.0, 30.0  # processor seconds, as in `_mutation_bench.Suite`
 CAUGHT = ("killed", "timeout")
 _TOOLS = ("coverage", "pytest", "hypothesis")
 
-METHOD = """\
-A mutant is one simple statement of a target with waste in it, put into the live function of a
-forked process (`_mutation_runner.py`). Every kind is drawn as often as the others, as far as it has
-sites. Two questions come first, put to the predictions of all strategies and of the legal ones of
-the specs that `_waste_probe.py` draws. One that makes a prediction raise is no waste but an error;
-one that changes no prediction is equivalent as far as these specs go; of one that no prediction
-runs neither can be said. These three are put aside and counted, and the next of the kind is drawn.
-Then the tests that reach its statement run, quickest first, up to the first that fails or
-{enough:.0f} s of processor time; a test that takes longer than {slow:.0f} s only where no quicker
-one reaches it. A mutant whose statement no test runs is `unreached`: it counts as one that
-survives."""
+SCRIPT = Script("waste", at_least=AT_LEAST, enough=ENOUGH, slow=SLOW)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -131,9 +111,8 @@ def judged(benches: Sequence[Bench], mutants: Sequence[Mutant], stage: str) -> F
 def table(kinds: Sequence[Draw], verdicts: Found) -> Iterator[str]:
     """A row a kind."""
     asides = sorted({why for draw in kinds for why in draw.aside})
-    columns = ("kind", "sites", *asides, "judged", "caught", "survived", "reached by no test")
-    yield f"| {' | '.join(columns)} |"
-    yield "|" + "---|" * len(columns)
+    judged = ("judged", "caught", "survived", "reached by no test")
+    yield from table_head("kind", "sites", *asides, *judged)
     for draw in kinds:
         words = [verdicts.verdict(mutant) for mutant in draw.chosen]
         num_caught = sum(word in CAUGHT for word in words)
@@ -146,13 +125,12 @@ def table(kinds: Sequence[Draw], verdicts: Found) -> Iterator[str]:
             len(words) - num_caught - num_unreached,
             num_unreached,
         )
-        yield f"| {draw.kind} | {' | '.join(map(str, counts))} |"
+        yield table_row(draw.kind, *counts)
 
 
 def listed(root: Path, kinds: Sequence[Draw], verdicts: Found) -> Iterator[str]:
     """Every mutant that was judged: where, what it is, and what caught it."""
-    yield "| kind | where | function | the code | the mutant | verdict |"
-    yield "|---|---|---|---|---|---|"
+    yield from table_head("kind", "where", "function", "the code", "the mutant", "verdict")
     for draw in kinds:
         for mutant in sorted(draw.chosen, key=lambda mutant: (mutant.file, mutant.line)):
             word = verdicts.verdict(mutant)
@@ -160,15 +138,12 @@ def listed(root: Path, kinds: Sequence[Draw], verdicts: Found) -> Iterator[str]:
             verdict = f"caught by {by}" if word in CAUGHT else f"**{word}**"
             before, after = (code(text) for text in changed_lines(root, mutant))
             place = f"{mutant.file.removeprefix('ptrain/')}:{mutant.line}"
-            cells = (draw.kind, place, mutant.function, before, after, verdict)
-            yield f"| {' | '.join(cells)} |"
+            yield table_row(draw.kind, place, mutant.function, before, after, verdict)
 
 
 def arguments() -> argparse.Namespace:
     """What the command line says."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = SCRIPT.parser()
     parser.add_argument("targets", nargs="*", default=TARGETS, help="globs of files")
     parser.add_argument("--tests", nargs="+", default=["tests/pure"])
     parser.add_argument("--without", nargs="*", default=WITHOUT, help="tests that do not judge")
@@ -176,7 +151,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--work", type=Path, help="a folder to keep, and to go on in")
-    parser.add_argument("--save", action="store_true", help="write benchmarks/results/")
     return parser.parse_args()
 
 
@@ -207,13 +181,10 @@ def main() -> int:
     )
     tools = ", ".join(f"{name} {version(name)}" for name in _TOOLS)
     lines = [
-        header("waste: what the tests notice without a record", this_command()),
+        *SCRIPT.head(),
         f"Mutants of {benches[0].commit} with {tools}; seed {args.seed}.",
         "",
-        f"Claim: at least {AT_LEAST:.0%} of the drawn mutants are caught.",
-        "",
-        METHOD.format(enough=ENOUGH, slow=SLOW),
-        "",
+        *SCRIPT.method(),
         f"Targets: {' '.join(args.targets)}. Tests: {' '.join(args.tests)}, "
         f"without {' '.join(args.without)}.",
         "",
@@ -223,14 +194,7 @@ def main() -> int:
         "",
         *listed(tree, kinds, verdicts),
     ]
-    return conclude(
-        "waste",
-        lines,
-        failed=[summary] if share < AT_LEAST else [],
-        not_covered="waste of more than one statement, in the head of an `if`, a `for` or a "
-        "`match`, and in what torch allocates by itself.",
-        is_saved=args.save,
-    )
+    return SCRIPT.conclude(lines, [summary] if share < AT_LEAST else [], args)
 
 
 if __name__ == "__main__":

@@ -377,7 +377,7 @@ def test_named_rates_stay_by_their_name(name):
 def test_the_files_of_gpus_are_what_their_page_makes_them(benchmark_module):
     writer = benchmark_module("cluster_rates")
     page = writer.PAGE.read_text(encoding="utf-8")
-    for name in ("h100", *writer.OTHERS):
+    for name in writer.GPUS:
         assert listing("rates")[name].read_text(encoding="utf-8") == writer.text(name, page), name
     assert writer.leave_out(page) == 0
 
