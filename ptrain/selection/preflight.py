@@ -269,9 +269,7 @@ class _Search:
             if facts is None:
                 self.untraced[kinds] = shlex.join(said)  # the last is the smallest of its kind
                 return None
-            room = after.cluster.usable_memory if after.cluster else None
-            if room is not None and not self._has_fit():
-                room += now.missing_bytes  # as much is no better
+            room = after.cluster.usable_memory if after.cluster and self._has_fit() else None
             memory_fit = fit(after, fullest_alone(after, facts, room))
         except SpecError:
             return None
