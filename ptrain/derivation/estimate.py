@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import attrgetter
@@ -118,6 +119,14 @@ def fullest_alone(spec: Spec, facts: ModelFacts, room: int | None = None) -> Est
     return _estimated(spec, facts, None, partial(_exact, is_fullest=True, room=room))[1]
 
 
+def step_seconds(spec: Spec, facts: ModelFacts) -> float | None:
+    """Return of a legal spec's derivation the time of a step alone; None where it is unknown."""
+    with suppress(UnknownRate):
+        step = _estimated(spec, facts, None, _with_step)[1].step
+        return step.seconds if step else None
+    return None
+
+
 def _estimated(
     spec: Spec, facts: ModelFacts, machine: Machine | None, of_step: _OfStep
 ) -> tuple[Plan, Estimate]:
@@ -145,21 +154,23 @@ def _timed(
     """With the step's time, or why there is none."""
     why = _NOT_PLAYED
     try:
-        machine = machine_of(spec, plan, facts) if machine is None else machine
-        if plan.loads is None:
-            estimate = _exact(spec, plan, facts, machine)
-        else:
-            even = spec.but(routing=None), replace(plan, loads=None)
-            estimate = _exact(*even, facts, machine)
-            step = estimate.step and replace(
-                estimate.step, assumed=(*estimate.step.assumed, _EVEN_TIME)
-            )
-            estimate = replace(_exact(spec, plan, facts, None), step=step)
+        estimate = _with_step(spec, plan, facts, machine)
     except UnknownRate as unknown:
         estimate, why = _exact(spec, plan, facts, None), str(unknown)
     if estimate.step is not None:
         return estimate
     return replace(estimate, undefined={**estimate.undefined, "step_seconds": why})
+
+
+def _with_step(spec: Spec, plan: Plan, facts: ModelFacts, machine: Machine | None) -> Estimate:
+    """Raises UnknownRate where a rate is missing."""
+    machine = machine_of(spec, plan, facts) if machine is None else machine
+    if plan.loads is None:
+        return _exact(spec, plan, facts, machine)
+    even = spec.but(routing=None), replace(plan, loads=None)
+    step = _exact(*even, facts, machine).step
+    step = step and replace(step, assumed=(*step.assumed, _EVEN_TIME))
+    return replace(_exact(spec, plan, facts, None), step=step)
 
 
 def _require_gradients(spec: Spec, facts: ModelFacts) -> None:

@@ -171,8 +171,11 @@ def _placed(spec: Spec, tuples: Iterable[str], degree: int) -> Iterator[Override
         modes = (*map(Mode.parse, text.split(",")), *(kept[:1] or [R]))
         own = {state.value: mode for state, mode in zip(PLACED, modes, strict=True)}
         texts[str(DATA.nearest(Placement(**own), spec.optimizer))] = None
+    moved = mesh if degree != spec.degree(axis) else ()
+    own_text = next((str(f.placement) for f in spec.factors if f.axis is axis), "")
+    if not moved:
+        texts.pop(own_text, None)
     for text in texts:
-        moved = mesh if degree != spec.degree(axis) else ()
         yield (*moved, f"placement.{axis}={_names(axis).get(text, text)}")
 
 
@@ -180,8 +183,8 @@ def _placed(spec: Spec, tuples: Iterable[str], degree: int) -> Iterator[Override
 def _names(axis: str) -> dict[str, str]:
     """Return by tuple the strategies that are one tuple of this axis and nothing more."""
     names: dict[str, str] = {}
-    for name in listing("strategies"):
-        tree = strategy(name)
+    for name, path in listing("strategies").items():
+        tree = strategy(name) if f"{axis}:" in path.read_text(encoding="utf-8") else None
         if tree and isinstance(tree.root, dict) and not {*POLICIES} & {*tree.root}:
             own = tree.root["placement"]
             if own.keys() == {axis}:

@@ -17,7 +17,7 @@ from operator import attrgetter
 
 from ptrain.algebra.legality import Located
 from ptrain.costs import Estimate
-from ptrain.derivation.estimate import derive, facts_from_shape, fullest_alone
+from ptrain.derivation.estimate import facts_from_shape, fullest_alone, step_seconds
 from ptrain.errors import DoesNotFit, SpecError
 from ptrain.facts.model import ModelFacts
 from ptrain.facts.traced_part import traced_part
@@ -282,7 +282,9 @@ class _Search:
         try:
             return settled(self.reload(said)), said
         except SpecError as error:
-            said = (*said, *reset_overrides(error.faults))
+            if not (more := reset_overrides(error.faults)):
+                raise
+            said = (*said, *more)
             return settled(self.reload(said)), said
 
     def _facts_of(self, after: Spec) -> ModelFacts | None:
@@ -292,8 +294,9 @@ class _Search:
 
     def _timed(self, variant: Variant) -> Variant:
         """Add the time of a step, which takes longer to derive than the peak."""
-        step = derive(variant.spec, self._facts_of(variant.spec)).exact.step
-        return replace(variant, seconds=step.seconds if step else None)
+        facts = self._facts_of(variant.spec)
+        assert facts is not None, "its peak was derived from them"
+        return replace(variant, seconds=step_seconds(variant.spec, facts))
 
     def _combine(self, kinds: Iterable[ChangeKind]) -> None:
         """Add up the changes that need least of each kind, as long as each lowers the peak. If the

@@ -14,9 +14,8 @@ import os.path
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from fractions import Fraction
 from functools import lru_cache
-from math import lcm
+from math import gcd
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -107,16 +106,21 @@ def _source(number: int, source: object) -> DataSource:
 def quotas(weights: Sequence[float]) -> tuple[int, ...]:
     """Return how many samples of a cycle each source has: the shortest cycle in which shares are as
     the weights say, to the digit; where that is longer than CYCLE, as near as that many allow."""
-    exact = [Fraction(str(weight)) for weight in weights]
-    shares = [weight / sum(exact) for weight in exact]
-    cycle = lcm(*(share.denominator for share in shares))
-    if cycle <= CYCLE:
-        return tuple(int(share * cycle) for share in shares)
-    whole = [int(share * CYCLE) for share in shares]
-    rest = sorted(range(len(shares)), key=lambda n: whole[n] - shares[n] * CYCLE)
-    for number in rest[: CYCLE - sum(whole)]:
-        whole[number] += 1
-    return tuple(whole)
+    whole = _in_proportion(weights)
+    if (total := sum(whole)) <= CYCLE:
+        return whole
+    quotas, rests = zip(*(divmod(weight * CYCLE, total) for weight in whole), strict=True)
+    longest = sorted(range(len(rests)), key=lambda n: -rests[n])[: CYCLE - sum(quotas)]
+    return tuple(quota + (n in longest) for n, quota in enumerate(quotas))
+
+
+def _in_proportion(weights: Sequence[float]) -> tuple[int, ...]:
+    """Return the smallest whole numbers that have the ratios of weights, to the digit."""
+    parts = [f"{weight!r}e0".split("e")[:2] for weight in weights]
+    digits = [(text.partition(".")[2], text.replace(".", ""), int(power)) for text, power in parts]
+    powers = [power - len(behind) for behind, _, power in digits]
+    whole = [int(n) * 10 ** (p - min(powers)) for (_, n, _), p in zip(digits, powers, strict=True)]
+    return tuple(number // gcd(*whole) for number in whole)
 
 
 MAX_BYTES = 2**20

@@ -20,7 +20,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from fractions import Fraction
 from functools import lru_cache
 from math import gcd
 from typing import assert_never
@@ -124,13 +123,13 @@ def _multiplied(step: ContextParallel, place: int) -> int:
 
 
 @lru_cache(maxsize=64)
-def balance(step: ContextParallel) -> tuple[Fraction, ...]:
+def balance(step: ContextParallel) -> tuple[float, ...]:
     """Return by rank of cp the scores that the mask leaves it, over the mean of all ranks."""
     scores = [
         sum(block.scores for block in blocks_of(step, index // step.ulysses))
         for index in range(_ranks(step))
     ]
-    return tuple(Fraction(number * len(scores), sum(scores)) for number in scores)
+    return tuple(number * len(scores) / sum(scores) for number in scores)
 
 
 def _ranks(step: ContextParallel) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from ptrain.costs import Footprint, State, Traffic
 from ptrain.derivation.ghosts import autograd
@@ -20,8 +20,9 @@ from ptrain.optimizers.ghost import GhostRules, GhostScale
 from ptrain.optimizers.update import Resident, Slot, TargetsUpdate, rule_of
 from ptrain.rooms.ghost import Ghost, GhostRoom, Storage
 from ptrain.rooms.room import Shape
+from ptrain.spec.job import OptimizerSpec
 from ptrain.spec.placement import Tier
-from ptrain.spec.precision import DType
+from ptrain.spec.precision import DType, Layout
 from ptrain.timeline import Complete, Kind
 
 Shapes = tuple[Shape, ...]
@@ -163,32 +164,9 @@ class InPlace:
 
     def played(self, shapes: Shapes, hidden: Sequence[bool]) -> Cost:
         """Return the cost of updating tensors of these shapes at once; `hidden` are Muon's."""
-        tape = Tape(is_reading=False)
-        room, layout = GhostRoom(tape, {}, {}), self.wrapped.plan.update.layout
-        dtype = layout.parameters
-        if self.owns_master and layout.master is not None:
-            dtype = layout.master
-
-        def ghost(shape: Shape, dtype: DType, state: State) -> Ghost:
-            size = math.prod(shape) * dtype.itemsize
-            return Ghost(Storage(size, Tier.DEVICE, state, "", tape), dtype, shape)
-
-        targets = [
-            InPlaceTarget(
-                ghost(shape, dtype, State.PARAMETERS),
-                ghost(shape, layout.gradients, State.GRADIENTS),
-                owns_master=self.owns_master,
-            )
-            for shape in shapes
-        ]
-        optimizer = self.wrapped.spec.optimizer
-        rules = GhostRules(tape, is_cpu=not self.wrapped.spec.is_for_cuda)
-        update = TargetsUpdate([targets], optimizer, layout, room, rules, [hidden])
-        tape.is_reading = True
-        update.step(0.0, GhostScale(tape) if layout.scales_loss else None)
-        tape.is_reading = False
-        kept = {id(ghost.storage): ghost.storage.size for _, ghost in update.storages()}
-        return Cost(sum(kept.values()), tape.peak)
+        spec, layout = self.wrapped.spec, self.wrapped.plan.update.layout
+        own = spec.optimizer, layout, self.owns_master, spec.is_for_cuda
+        return _cost_of(tuple(shapes), tuple(hidden), *own)
 
 
 class InPlaceUpdate:
@@ -282,3 +260,38 @@ class Local(InPlaceUpdate):
 
     def signature(self) -> Hashable:
         return self.is_first
+
+
+@lru_cache(maxsize=2**8)  # specs that differ elsewhere are derived by the dozen
+def _cost_of(
+    shapes: Shapes,
+    hidden: tuple[bool, ...],
+    optimizer: OptimizerSpec,
+    layout: Layout,
+    owns_master: bool,
+    is_for_cuda: bool,
+) -> Cost:
+    tape = Tape(is_reading=False)
+    room, dtype = GhostRoom(tape, {}, {}), layout.parameters
+    if owns_master and layout.master is not None:
+        dtype = layout.master
+
+    def ghost(shape: Shape, dtype: DType, state: State) -> Ghost:
+        size = math.prod(shape) * dtype.itemsize
+        return Ghost(Storage(size, Tier.DEVICE, state, "", tape), dtype, shape)
+
+    targets = [
+        InPlaceTarget(
+            ghost(shape, dtype, State.PARAMETERS),
+            ghost(shape, layout.gradients, State.GRADIENTS),
+            owns_master=owns_master,
+        )
+        for shape in shapes
+    ]
+    rules = GhostRules(tape, is_cpu=not is_for_cuda)
+    update = TargetsUpdate([targets], optimizer, layout, room, rules, [hidden])
+    tape.is_reading = True
+    update.step(0.0, GhostScale(tape) if layout.scales_loss else None)
+    tape.is_reading = False
+    kept = {id(ghost.storage): ghost.storage.size for _, ghost in update.storages()}
+    return Cost(sum(kept.values()), tape.peak)
