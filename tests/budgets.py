@@ -24,7 +24,7 @@ SMALL = 80  # lines
 
 # begin
 BUDGETS: dict[str, int] = {
-    "ptrain": 56900,
+    "ptrain": 56910,
     "ptrain/activations": 360,
     "ptrain/algebra": 290,
     "ptrain/axes": 140,
@@ -38,7 +38,7 @@ BUDGETS: dict[str, int] = {
     "ptrain/cli": 1380,
     "ptrain/convert": 460,
     "ptrain/data": 1150,
-    "ptrain/derivation": 5250,
+    "ptrain/derivation": 5260,
     "ptrain/facts": 700,
     "ptrain/internals": 350,
     "ptrain/interpreter": 1090,
@@ -49,7 +49,7 @@ BUDGETS: dict[str, int] = {
     "ptrain/rates": 360,
     "ptrain/report": 2020,
     "ptrain/rooms": 1010,
-    "ptrain/selection": 4110,
+    "ptrain/selection": 4120,
     "ptrain/simulation": 1100,
     "ptrain/spec": 4490,
     "ptrain/steps": 460,
