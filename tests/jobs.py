@@ -18,6 +18,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests.forked_jobs import Command
+
 ROOT = Path(__file__).parents[1]
 TINY = (
     "model.layers=1",
@@ -37,7 +39,7 @@ SECONDS = 150.0  # for a whole job, on a busy machine
 class Job:
     """A process and what it has printed so far."""
 
-    process: subprocess.Popen[str]
+    process: subprocess.Popen[str] | Command
     lines: list[str] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
     _readers: list[threading.Thread] = field(default_factory=list)
@@ -75,6 +77,9 @@ class Job:
         """Rank -> process id of the descendants that are ranks."""
         found = {}
         for pid in descendants(self.process.pid):
+            name, _, number = Path(f"/proc/{pid}/comm").read_text().strip().partition(" ")
+            if name == "rank":  # one that was forked, whose environment /proc does not tell
+                found[int(number)] = pid
             variables = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
             named = dict(each.split("=", 1) for each in variables if "=" in each)
             if "RANK" in named:
@@ -84,24 +89,27 @@ class Job:
 
 @contextmanager
 def job(
-    arguments: Sequence[str], *, cwd: Path, module: str = "ptrain", first: Path | None = None
+    arguments: Sequence[str],
+    *,
+    cwd: Path,
+    module: str = "ptrain",
+    first: Path | None = None,
+    is_forked: bool = False,
 ) -> Iterator[Job]:
     """`python -m ptrain ARGUMENTS`; nothing of it is left when the block ends. Python looks for
-    modules in the folder `first` before any other."""
+    modules in the folder `first` before any other. A job that is forked (tests/forked_jobs.py) is
+    for what happens once its processes are there: it costs a fifth."""
     variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         variables.pop(name, None)
     folders = os.pathsep.join(map(str, [first, ROOT] if first else [ROOT]))
-    process = subprocess.Popen(
-        [sys.executable, "-m", module, *arguments],
-        cwd=cwd,
-        env={**variables, "PYTHONPATH": folders, "OMP_NUM_THREADS": "1"},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=_hear_hang_ups,
-    )
+    variables |= {"PYTHONPATH": folders, "OMP_NUM_THREADS": "1"}
+    process: subprocess.Popen[str] | Command
+    if is_forked:
+        assert first is None
+        process = Command(arguments, module=module, cwd=cwd, variables=variables)
+    else:
+        process = _started([module, *arguments], cwd, variables)
     started = Job(process)
     try:
         yield started
@@ -115,16 +123,34 @@ def job(
                 stream.close()
 
 
+def _started(words: Sequence[str], cwd: Path, variables: dict[str, str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", *words],
+        cwd=cwd,
+        env=variables,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=_hear_hang_ups,
+    )
+
+
 def _hear_hang_ups() -> None:
     """The tests themselves may run under nohup, which children inherit."""
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def run(
-    arguments: Sequence[str], *, cwd: Path, module: str = "ptrain", first: Path | None = None
+    arguments: Sequence[str],
+    *,
+    cwd: Path,
+    module: str = "ptrain",
+    first: Path | None = None,
+    is_forked: bool = False,
 ) -> tuple[int, Job]:
     """The exit code and what was printed."""
-    with job(arguments, cwd=cwd, module=module, first=first) as started:
+    with job(arguments, cwd=cwd, module=module, first=first, is_forked=is_forked) as started:
         return started.wait(), started
 
 

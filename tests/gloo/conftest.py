@@ -36,9 +36,9 @@ def runs(ranks: Ranks, request: pytest.FixtureRequest) -> Iterator[Runs]:
 @pytest.fixture(scope="session", autouse=True)
 def record_matrices(request: pytest.FixtureRequest) -> Iterator[None]:
     """In fp64 what parts from one device at all does so in the first steps; the others are for the
-    pages, and for the night."""
+    pages, and for the night, and so are the simulations beside the runs."""
     chosen = str(request.config.getoption("markexpr"))
-    matrix.are_all_steps_run = request.config.getoption("--record") or "not nightly" not in chosen
+    matrix.is_run_in_full = request.config.getoption("--record") or "not nightly" not in chosen
     yield
     if request.config.getoption("--record"):
         for runs in (

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import pytest
 
-from ptrain.calibration.job import calibrate
-from ptrain.calibration.options import CalibrationOptions
 from ptrain.costs import Collective
 from ptrain.facts.model import Operator
 from ptrain.rates.measured import pace_of
 from ptrain.spec.load import load
 from ptrain.spec.precision import LAYOUTS, DType
 from ptrain.spec.rates import Hook, OperatorKind
+from tests import jobs
 
 pytestmark = pytest.mark.gloo
 
 
-def test_two_ranks_measure_all_parts_of_a_training(tmp_path, capfd):
+def test_two_ranks_measure_all_parts_of_a_training(tmp_path):
     out = tmp_path / "here.yaml"
-    options = CalibrationOptions(ranks=(2,), out=out, brief=True, force=True, device="cpu")
-    assert calibrate(options) == 0
-    assert "ranks at once: 2" in capfd.readouterr().out
+    words = ["--ranks", "2", "--out", str(out), "--brief", "--force", "--device", "cpu"]
+    code, job = jobs.run(["calibrate", *words], cwd=tmp_path, is_forked=True)
+    assert code == 0, job.error
+    assert "ranks at once: 2" in job.output
     mapping: dict[str, object] = {
         "model": {"preset": "llama-tiny"},
         "mesh": {"dp_replicate": 2},

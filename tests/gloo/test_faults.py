@@ -128,7 +128,7 @@ def test_a_rank_that_cannot_even_import_is_named_with_its_cause(tmp_path):
     ],
 )
 def test_ranks_do_not_outlive_a_launcher_that_is_killed(tmp_path, module, words):
-    with jobs.job(words, cwd=tmp_path, module=module) as job:
+    with jobs.job(words, cwd=tmp_path, module=module, is_forked=module == "ptrain") as job:
         job.until("step 3/")
         ranks = list(job.ranks().values())
         job.process.kill()

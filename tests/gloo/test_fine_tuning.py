@@ -68,7 +68,7 @@ def test_a_folder_learns_from_chats_and_is_a_folder_again(tmp_path: Path, capsys
     }
     settings = [f"{key}={value}" for key, value in keys.items()]
     started = ["train", "zero3", "mesh.dp_shard=2", "--run-dir", "run"]
-    code, job = run([*started, *settings], cwd=tmp_path)
+    code, job = run([*started, *settings], cwd=tmp_path, is_forked=True)
     assert code == 0, f"{job.output}{job.error}"
     said = held_out_losses(tmp_path / "run")
     assert said[-1] < 0.7 * said[0]

@@ -14,6 +14,7 @@ from ptrain.errors import SpecError
 from ptrain.train import session
 from ptrain.train.options import Options
 from ptrain.verification.beside import BesideOneDevice
+from tests import jobs
 from tests.gloo import guarded_faults as faults
 from tests.gloo.consistency_runs import Fault, trained
 from tests.gloo.test_consistency import SMALL
@@ -71,9 +72,10 @@ def test_a_sound_training_goes_on_to_its_end(
     assert json.loads((folder / "summary.json").read_text())["verdict"] == "holds"
 
 
-def test_the_command_starts_ranks_that_look(tmp_path: Path, capfd) -> None:
+def test_the_command_starts_ranks_that_look(tmp_path: Path) -> None:
     words = ["ddp", *TWO, "train.steps=6", "--run-dir", str(tmp_path / "run"), "--quiet"]
-    assert main(["train", *words]) == 0
+    code, job = jobs.run(["train", *words], cwd=tmp_path, is_forked=True)
+    assert code == 0, job.error
     log = (tmp_path / "run" / "logs" / "rank0.log").read_text()
     assert log.count("one device goes on as the run does") == 1
 

@@ -206,7 +206,8 @@ def of_pp(ranks: int, schedule: str) -> tuple[str, ...]:
 def test_a_rank_that_is_killed_or_stopped_in_a_pipeline_is_named_with_its_stages(
     tmp_path, ranks_of_pp, schedule, rank, number, told
 ):
-    with jobs.job(["train", *of_pp(ranks_of_pp, schedule), *ENDLESS], cwd=tmp_path) as job:
+    asked = ["train", *of_pp(ranks_of_pp, schedule), *ENDLESS]
+    with jobs.job(asked, cwd=tmp_path, is_forked=True) as job:
         job.until("step 3/")
         ranks = job.ranks()
         os.kill(ranks[rank], number)
@@ -248,7 +249,7 @@ def test_a_stage_that_raises_ends_the_job_in_its_own_words_alone(tmp_path, launc
 @IN_PROC
 def test_a_pipeline_that_is_interrupted_ends_its_step_and_saves_once(tmp_path):
     asked = [*of_pp(2, "interleaved"), "train.steps=1000000", "checkpoint.at_end=true"]
-    with jobs.job(["train", *asked], cwd=tmp_path) as job:
+    with jobs.job(["train", *asked], cwd=tmp_path, is_forked=True) as job:
         job.until("step 3/")
         ranks = job.ranks()
         job.process.send_signal(signal.SIGTERM)

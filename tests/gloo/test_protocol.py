@@ -136,7 +136,7 @@ def test_the_command_verifies_a_run_folder_and_ends_with_0(tmp_path: Path) -> No
     folder = tmp_path / "a-run"
     folder.mkdir()
     (folder / "spec.resolved.yaml").write_text(json.dumps(spec.resolved, default=str))
-    code, job = run(["verify", "a-run", "--steps", "3"], cwd=tmp_path)
+    code, job = run(["verify", "a-run", "--steps", "3"], cwd=tmp_path, is_forked=True)
     assert code == 0, job.output + job.error
     assert job.lines[0].startswith("ddp · llama")
     assert job.lines[-1].startswith("verdict: holds (")
@@ -147,7 +147,7 @@ def test_the_command_compares_two_meshes_and_gives_records(tmp_path: Path) -> No
     for name in ("zero3", "tp"):
         (tmp_path / f"{name}.yaml").write_text(json.dumps(tiny(name).resolved, default=str))
     words = ["verify", "zero3.yaml", "--against", "tp.yaml", "--steps", "3", "--json"]
-    code, job = run(words, cwd=tmp_path)
+    code, job = run(words, cwd=tmp_path, is_forked=True)
     assert code == 0, job.error
     record = json.loads(job.output)
     assert record["world_size"] == 2

@@ -21,6 +21,9 @@ from ptrain.spec.placement import M
 from ptrain.spec.spec import Spec
 from ptrain.train.loop import local_batch
 from ptrain.train.probe import FIRST_STEADY, set_up
+from tests.gloo import context_cases, expert_cases
+from tests.gloo.matrix import simulated_alike
+from tests.gloo.test_exact import failing
 from tests.ranks import Ranks
 
 pytestmark = pytest.mark.gloo
@@ -28,6 +31,7 @@ pytestmark = pytest.mark.gloo
 SHORT = ("batch={global: 8, micro: 1, sequence: 32}",)
 ONCE = ("batch={global: 8, micro: 4, sequence: 32}",)  # where backward updates
 LR = 1e-3
+DROPPED = {"dropout": 0.1, "attention_dropout": 0.0}
 # By default tests/unit/test_simulation.py compares them with `exact`, which test_exact.py measures.
 BY_DEFAULT = ("zero3",)
 OTHERS = [each for each in listing("strategies") if each not in BY_DEFAULT]
@@ -43,6 +47,27 @@ def test_a_rank_on_fake_ranks_does_what_it_does_on_gloo(ranks: Ranks, strategy: 
 @pytest.mark.parametrize("strategy", OTHERS)
 def test_every_rank_of_every_strategy_does(ranks: Ranks, strategy: str) -> None:
     assert not differences(ranks, short(strategy))
+
+
+# What no strategy of tests/unit/test_simulation.py has: slices of the tokens, by how attention
+# reaches the others, and experts, whole and apart. On ranks they run in other modules, which
+# simulate every case at night (`Matrix.differences`).
+BESIDE: dict[str, Spec] = {
+    "ring": context_cases.spec_of("ring", states="S*,S,S", other={"dp_shard": "zero3"}),
+    "all-gather": context_cases.spec_of("all-gather", activations="M"),
+    "ulysses": context_cases.spec_of("ulysses", "llama", shape=DROPPED),
+    "zigzag, experts": expert_cases.spec_of(
+        "capacity", {"cp": "S*,S,S,S"}, context={"attention": "zigzag"}
+    ),
+    "experts apart in stages": expert_cases.spec_of(
+        "deep", {"pp": "S,S,S,R", "ep": "S*,S,S,R"}, accumulate=4
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BESIDE)
+def test_the_last_rank_on_fake_ranks_does_what_was_derived(case: str) -> None:
+    assert not failing(simulated_alike(BESIDE[case]))
 
 
 def short(strategy: str, *shorter: str) -> Spec:

@@ -41,7 +41,7 @@ class Continued:
 
 
 def train(cwd: Path, *arguments: str) -> tuple[int, jobs.Job]:
-    return jobs.run(["train", *arguments, *jobs.TINY], cwd=cwd)
+    return jobs.run(["train", *arguments, *jobs.TINY], cwd=cwd, is_forked=True)
 
 
 @pytest.fixture(scope="module")
@@ -185,7 +185,7 @@ def test_a_loss_that_is_not_finite_stops_all_ranks_with_exit_4(ranks, tmp_path):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_an_interrupt_ends_the_step_saves_and_leaves_no_process(tmp_path, number):
     arguments = ["train", "zero3", *jobs.TINY, "train.steps=1000000", "checkpoint.at_end=true"]
-    with jobs.job(arguments, cwd=tmp_path) as job:
+    with jobs.job(arguments, cwd=tmp_path, is_forked=True) as job:
         job.until("step 3/")
         ranks = job.ranks()
         job.process.send_signal(number)
@@ -212,7 +212,7 @@ def test_a_process_group_that_exists_is_used_and_left_alone(ranks, tmp_path):
 def test_a_model_of_the_users_own_trains_only_when_its_import_is_allowed(ranks, tmp_path):
     own = "{target: tests.models_external:necks, arguments: {hidden: 16}}"
     wanted = ("zero3", f"model={own}", *jobs.TINY[5:], "train.steps=4")
-    code, job = jobs.run(["train", *wanted], cwd=tmp_path)
+    code, job = jobs.run(["train", *wanted], cwd=tmp_path, is_forked=True)
     assert code == 2
     assert "--allow-import" in job.error
     assert not (tmp_path / "runs").exists()
@@ -241,7 +241,8 @@ def test_a_run_folder_that_is_in_use_is_refused(tmp_path):
 
 
 def test_what_does_not_fit_is_refused_before_a_rank_starts(tmp_path):
-    code, job = jobs.run(["train", "zero3", "model.preset=llama3-8b"], cwd=tmp_path)
+    asked = ["train", "zero3", "model.preset=llama3-8b"]
+    code, job = jobs.run(asked, cwd=tmp_path, is_forked=True)
     assert code == 2
     assert "does not fit" in job.error
     assert not (tmp_path / "runs").exists()
@@ -255,7 +256,7 @@ def test_what_does_not_fit_is_refused_before_a_rank_starts(tmp_path):
 def test_what_only_a_rank_can_refuse_leaves_no_run_folder(tmp_path, module):
     asked = ["zero3", *jobs.TINY, "mesh.dp_shard=1", "data.path=none.npy"]
     verb = ["train"] if module == "ptrain" else []
-    code, job = jobs.run([*verb, *asked], cwd=tmp_path, module=module)
+    code, job = jobs.run([*verb, *asked], cwd=tmp_path, module=module, is_forked=True)
     assert code == 2
     assert job.error.startswith("error: data.path: none.npy: ")
     assert "\n  remedy: " in job.error

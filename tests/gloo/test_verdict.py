@@ -32,7 +32,7 @@ def test_validate_runs_several_specs_prints_each_verdict_and_leaves_no_folder(tm
 
 def test_a_verdict_that_fails_is_exit_code_1_and_says_what_differs(tmp_path):
     asked = ["validate", "ddp", DECEIVER, *SHORT, "mesh.dp_replicate=1", "--allow-import", "--json"]
-    code, job = jobs.run(asked, cwd=tmp_path)
+    code, job = jobs.run(asked, cwd=tmp_path, is_forked=True)
     assert code == 1, job.error
     record = json.loads(job.output)
     assert record["verdict"] == "fails"
