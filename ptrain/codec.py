@@ -99,7 +99,7 @@ def _codec(kind: Any) -> _Codec:
     if is_dataclass(base) or hasattr(base, "_fields"):
         return _Codec(partial(_encode_fields, base), partial(_decode_fields, base))
     if issubclass(base, PurePath):
-        return _Codec(str, base)
+        return _Codec(str, lambda plain: base(_scalar(str, plain)))
     if issubclass(base, Mapping):
         return _mapping(*(arguments or (str, Any)))
     if issubclass(base, Sequence):
@@ -140,6 +140,8 @@ def _sequence(container: type, kinds: tuple[Any, ...]) -> _Codec:
     def decode_items(plain: Any) -> Any:
         if not isinstance(plain, list | tuple):
             raise ValueError(f"{plain!r:.60} is no list")
+        if is_fixed and len(plain) != len(codecs):
+            raise ValueError(f"{plain!r:.60} is no list of {len(codecs)}")
         return container(_at(at, its.decode, item) for at, (its, item) in enumerate(paired(plain)))
 
     return _Codec(lambda items: [its.encode(item) for its, item in paired(items)], decode_items)
@@ -156,7 +158,8 @@ def _mapping(key_kind: Any, item_kind: Any) -> _Codec:
     return _Codec(
         lambda rows: {key.encode(name): item.encode(its) for name, its in rows.items()},
         lambda rows: {
-            key.decode(name): _at(name, item.decode, its) for name, its in _object(rows).items()
+            _at(name, key.decode, name): _at(name, item.decode, its)
+            for name, its in _object(rows).items()
         },
     )
 

@@ -24,7 +24,7 @@ SMALL = 80  # lines
 
 # begin
 BUDGETS: dict[str, int] = {
-    "ptrain": 56910,
+    "ptrain": 56930,
     "ptrain/activations": 360,
     "ptrain/algebra": 290,
     "ptrain/axes": 140,
@@ -35,7 +35,7 @@ BUDGETS: dict[str, int] = {
     "ptrain/axes/tensor": 760,
     "ptrain/calibration": 1150,
     "ptrain/charts": 860,
-    "ptrain/cli": 1380,
+    "ptrain/cli": 1400,
     "ptrain/convert": 460,
     "ptrain/data": 1150,
     "ptrain/derivation": 5260,
@@ -47,7 +47,7 @@ BUDGETS: dict[str, int] = {
     "ptrain/optimizers": 550,
     "ptrain/plan": 510,
     "ptrain/rates": 360,
-    "ptrain/report": 2020,
+    "ptrain/report": 2030,
     "ptrain/rooms": 1010,
     "ptrain/selection": 4120,
     "ptrain/simulation": 1100,

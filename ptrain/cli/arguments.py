@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 
 def add_spec_arguments(parser: ArgumentParser) -> None:
-    """One list, `arguments`, of specs and overrides; `spec.overrides.split_arguments` tells them
+    """One list, `arguments`, of specs and overrides; `spec.load.split_arguments` tells them
     apart."""
     parser.add_argument(
         "arguments",

@@ -13,14 +13,17 @@ import re
 import shutil
 import textwrap
 from argparse import ArgumentParser, Namespace
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.markdown import CodeBlock, Markdown, TableElement
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
+from rich.theme import Theme
 
 from ptrain.cli.main import VERBS
 from ptrain.errors import PtrainError
@@ -69,16 +72,36 @@ class _Code(CodeBlock):
 
 
 class _Table(TableElement):
-    """A table of which no word is cut short: rich would write a long key as `optimizer.sched…`."""
+    """A table whose words are whole: rich would write a long key as `optimizer.sched…`, or fold it.
+    Where the longest words of the columns are too wide together, each row is a paragraph."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        assert self.header is not None and self.header.row is not None and self.body is not None
+        heads = [cell.content for cell in self.header.row.cells]
+        rows = [[cell.content for cell in row.cells] for row in self.body.rows]
         for table in super().__rich_console__(console, options):
-            assert isinstance(table, Table) and self.body is not None
-            for column in table.columns:
-                column.overflow = "fold"
-            names = [row.cells[0].content.plain for row in self.body.rows]
-            table.columns[0].no_wrap = not any(" " in name for name in names)
-            yield table
+            assert isinstance(table, Table)
+            for column, cells in zip(table.columns, zip(heads, *rows, strict=True), strict=True):
+                column.min_width = max(map(_longest_word, cells))
+            # a column that rich has to widen to its longest word makes the whole too wide
+            text = "".join(segment.text for segment in console.render(table, options))
+            if max(cell_len(line.rstrip()) for line in text.splitlines()) <= options.max_width:
+                yield table
+            else:
+                yield from (line for row in rows for line in _paragraph(heads, row))
+
+
+def _longest_word(cell: Text) -> int:
+    return max(map(len, cell.plain.split()), default=0)
+
+
+def _paragraph(heads: Sequence[Text], row: Sequence[Text]) -> Iterator[RenderableType]:
+    """Yield the first cell of a row and below it, indented, each other one behind its title."""
+    yield row[0]
+    for head, cell in zip(heads[1:], row[1:], strict=True):
+        if cell.plain not in ("", "–"):
+            title = f"{head.plain}: " if len(heads) > 2 and head.plain else ""
+            yield Padding(Text.assemble(title, cell), (0, 0, 0, 2))
 
 
 class _Page(Markdown):
@@ -109,7 +132,7 @@ def run(args: Namespace) -> int:
 def as_text(markdown: str, width: int) -> str:
     """Return the text for a standard output of so many columns: with colours on a terminal, where
     NO_COLOR does not forbid them, and plain elsewhere. Code keeps its lines."""
-    console = Console(width=width)
+    console = Console(width=width, theme=Theme({"markdown.code": "bold cyan"}))
     page = _Page(_LINK.sub(_linked, _COMMENT.sub("", markdown)), hyperlinks=False)
     with console.capture() as capture:
         console.print(page, crop=False)

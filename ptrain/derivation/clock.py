@@ -115,7 +115,7 @@ class PassSeconds:
 
     def in_a_row(self, pace: Pace) -> float:
         """Return the seconds of all this, one thing after the other; of a device that computes by
-        itself without its host's, which meet them in whole steps (`derivation.launches`)."""
+        itself without its host's, which meet them in whole steps (`Launches`)."""
         sums = sum(seconds for _, seconds in self.sums)
         waited = sum(messages.waited for _, messages in self.messages)
         taken = self.compute + sums + waited

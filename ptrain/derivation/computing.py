@@ -150,7 +150,7 @@ class PassScore:
 
 
 class ActivationMoves:
-    """What activations off the device take of a pass (`activations.run.offload`). To the host and
+    """What activations off the device take of a pass (`activations.run.apply`). To the host and
     back they go on lanes of their own; with the first layer that comes back sets out what the one
     before it moved. A file is written and read by the one that computes."""
 

@@ -111,12 +111,11 @@ def derive(
     return Derivation(paper=paper(spec, facts), exact=estimate, plan=plan, facts=facts)
 
 
-def fullest_alone(spec: Spec, facts: ModelFacts, room: int | None = None) -> Estimate:
+def fullest_alone(spec: Spec, facts: ModelFacts) -> Estimate:
     """Return of a legal spec's derivation what is exact of memory, in a fraction of its time, for
     who asks of many specs whether they fit: without traffic, operations, words and a step's time,
-    and of the ranks of a pipeline others stand for those that are no fuller. A peak is exact, or
-    larger than the `room` in bytes, where that is given."""
-    return _estimated(spec, facts, None, partial(_exact, is_fullest=True, room=room))[1]
+    and of the ranks of a pipeline others stand for those that are no fuller."""
+    return _estimated(spec, facts, None, partial(_exact, is_fullest=True))[1]
 
 
 def step_seconds(spec: Spec, facts: ModelFacts) -> float | None:
@@ -194,11 +193,9 @@ def _exact(
     machine: Machine | None,
     *,
     is_fullest: bool = False,
-    room: int | None = None,
 ) -> Estimate:
     """Where sizes depend on data, their bounds."""
-    room = None if facts.others else room
-    estimate = exact(spec, plan, facts, machine, is_fullest=is_fullest, room=room)
+    estimate = exact(spec, plan, facts, machine, is_fullest=is_fullest)
     others = [exact(spec, plan, other, is_fullest=is_fullest) for other in facts.others]
     return bounded(estimate, others, facts.by_data) if others else estimate
 
@@ -243,14 +240,12 @@ def exact(
     machine: Machine | None = None,
     *,
     is_fullest: bool = False,
-    room: int | None = None,
 ) -> Estimate:
     """Memory per state and rank, peaks per phase, traffic per axes x collective x state x phase.
     Of a `machine` the step's time, too. `is_fullest`: the memory of the fullest ranks is asked
-    about, and nothing else; of a pipeline, none of a peak that is larger than the `room`, once that
-    is known."""
+    about, and nothing else."""
     if plan.pipeline is not None:
-        return _exact_stages(spec, plan, facts, machine, is_fullest=is_fullest, room=room)
+        return _exact_stages(spec, plan, facts, machine, is_fullest=is_fullest)
     ranks = parts_of_ranks(spec, plan, facts)
     of_part = partial(_exact_part, spec, plan, machine=machine, is_fullest=is_fullest)
     estimate = joined(spec, ranks, [*map(of_part, ranks.parts)])
@@ -299,7 +294,6 @@ def _exact_stages(
     machine: Machine | None,
     *,
     is_fullest: bool,
-    room: int | None,
 ) -> Estimate:
     """Each rank's rows from its stages; of traffic a row for each account, where they differ."""
     stages = pipeline.staged(spec, plan, facts)
@@ -313,7 +307,7 @@ def _exact_stages(
         timing = machine.of_pipeline(spec, plan, facts, schedule) if machine else None
         is_all = not is_fullest or spec.activations.tiers != {Tier.DEVICE}  # a host counts all
         stands_for = None if is_all else fullest_of(schedule, stages)
-        flight = in_flight(spec, schedule, stages, memory, timing, stands_for, room)
+        flight = in_flight(spec, schedule, stages, memory, timing, stands_for)
         step = flight.step
         memory, peaks = memory.and_then(flight.memory), flight.peaks
     else:

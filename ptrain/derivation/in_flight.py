@@ -397,11 +397,9 @@ def in_flight(
     base: ByRank[Footprint],
     timing: PipelineTiming | None = None,
     stands_for: Mapping[int, int] | None = None,
-    room: int | None = None,
 ) -> Flight:
     """`base` are the resident rows; where `timing` is given clocks go along. `stands_for`: which
-    place along pp is played for each, itself where nothing is said. `room`: as soon as a rank has a
-    larger peak, it stands for those that were not played."""
+    place along pp is played for each, itself where nothing is said."""
     played: dict[Place, _Rank] = {}
     like: dict[Place, Place] = {}
     first: dict[Hashable, Place] = {}
@@ -409,8 +407,6 @@ def in_flight(
     cutting, loads = stages[0].plan.cutting_axes, stages[0].plan.loads
     axes = (Axis.PP,), cutting, spec.routing_axes if loads else ()
     places = list(zip(*(positions(spec, names) for names in axes), strict=True))
-    lives = always(base)
-    most = None if room is None else room - min(lives)
     for place, index, tokens in sorted(set(places)):
         stand_in = stands_for[place] if stands_for else place
         own = schedule.stages_of(stand_in)
@@ -423,17 +419,14 @@ def in_flight(
             clock = timing.clock.another() if timing else None
             step = play_rank(spec, of_rank, instructions[stand_in], schedule.stages - 1, clock)
             sums = [row for stage in own for row in stages[stage].tied(index)] if clock else []
-            rank = played[key] = _Rank(spec, step, sums)
-            if most is not None and rank.peak > most:
-                like = dict.fromkeys(places, key)
-                break
+            played[key] = _Rank(spec, step, sums)
     ranks = [like[place] for place in places]
     shards = positions(spec, stages[0].plan.differing_axes)
     keys = [(rank, played[rank].updates[s]) for rank, s in zip(ranks, shards, strict=True)]
     above = {key: played[key[0]].above(update=key[1]) for key in dict.fromkeys(keys)}
     return Flight(
         memory=rows_by_rank(ranks, lambda rank: played[rank].rows()),
-        peaks=peaks(lives, keys, above),
+        peaks=peaks(always(base), keys, above),
         step=pipeline_time(schedule, _timed(played), timing) if timing else None,
     )
 
@@ -488,11 +481,6 @@ class _Rank:
             activation_row(0, played.activations, played.moved),
             Footprint(state=State.TRANSIENT, rank=0, device_bytes=played.gathered),
         )
-
-    @property
-    def peak(self) -> int:
-        """The largest of its peaks above what lives always, on any of its shards."""
-        return max(*self.tape.peaks.values(), *self.updates.values())
 
     def above(self, *, update: int) -> dict[Phase, int]:
         """The peaks above what lives always, with one of its updates."""

@@ -36,17 +36,19 @@ class ByOperator(torch.optim.Optimizer):
         if self.found_inf is not None and not is_fake and self.found_inf.item():
             return
         groups = self.param_groups
-        for group in groups:
-            for leaf in group["params"]:
-                if leaf.grad is None:
-                    continue
-                if self.grad_scale is not None:
-                    leaf.grad.div_(self.grad_scale)
-                # alone: a loop over all would keep a tensor's temporaries beside the next one's
-                self.param_groups = [{**group, "params": [leaf]}]
-                with _Temporaries(on_host=is_tagged(storage_of(leaf))):
-                    super().step()
-        self.param_groups = groups
+        try:
+            for group in groups:
+                for leaf in group["params"]:
+                    if leaf.grad is None:
+                        continue
+                    if self.grad_scale is not None:
+                        leaf.grad.div_(self.grad_scale)
+                    # alone: a loop over all would keep a tensor's temporaries beside the next one's
+                    self.param_groups = [{**group, "params": [leaf]}]
+                    with _Temporaries(on_host=is_tagged(storage_of(leaf))):
+                        super().step()
+        finally:
+            self.param_groups = groups
 
 
 class _Temporaries(OperatorMode):

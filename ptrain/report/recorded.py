@@ -13,7 +13,7 @@ from enum import StrEnum
 from typing import Any
 
 from ptrain.by_rank import distinct
-from ptrain.codec import decode
+from ptrain.codec import Malformed, decode
 from ptrain.costs import Column, Estimate, Phase, State, busiest
 from ptrain.derivation.wire import WireRow
 from ptrain.errors import refused
@@ -68,7 +68,11 @@ def _estimate(record: Mapping[str, Any], column: Column) -> Estimate:
     is_measured = column is Column.MEASURED
     plain["blocked_seconds"] = record.get("blocked_seconds", []) if is_measured else []
     plain |= {"column": column, "world_size": record["world_size"], "step": next(steps, None)}
-    estimate: Estimate = decode(plain, Estimate)
+    try:
+        estimate: Estimate = decode(plain, Estimate)
+    except Malformed as error:
+        place = f"{error.place} of the rows of column {column}"
+        raise Malformed(place, error.finding) from None
     return estimate
 
 
@@ -161,7 +165,8 @@ def _checked(record: object, place: str) -> Recorded:
     try:
         return _figures(record)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        finding = f"it is damaged: {type(error).__name__} {error}"
+        kind = "" if isinstance(error, Malformed) else f"{type(error).__name__} "
+        finding = f"it is damaged: {kind}{error}"
         raise _no_record(place, finding) from None
 
 

@@ -106,8 +106,10 @@ def render(columns: Sequence[TableColumn], width: int | None = None) -> str:
         _BETWEEN.join(cells).rstrip() for cells in zip(*map(TableColumn.padded, kept), strict=True)
     ]
     if len(kept) < len(columns):
-        titles = [column.title for column in columns if column not in kept and column.title]
-        lines.append(f"{counted(len(columns) - len(kept), 'column')} left out: {', '.join(titles)}")
+        stays = {id(column) for column in kept}  # columns may be equal
+        lost = [column.title for column in columns if id(column) not in stays]
+        titles = ", ".join(filter(None, lost))
+        lines.append(f"{counted(len(lost), 'column')} left out{titles and f': {titles}'}")
     return "\n".join(lines if any(column.title for column in kept) else lines[1:])
 
 

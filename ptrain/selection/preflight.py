@@ -269,8 +269,7 @@ class _Search:
             if facts is None:
                 self.untraced[kinds] = shlex.join(said)  # the last is the smallest of its kind
                 return None
-            room = after.cluster.usable_memory if after.cluster and self._has_fit() else None
-            memory_fit = fit(after, fullest_alone(after, facts, room))
+            memory_fit = fit(after, fullest_alone(after, facts))
         except SpecError:
             return None
         variant = Variant(spec=after, overrides=said, kinds=kinds, fit=memory_fit)

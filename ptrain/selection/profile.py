@@ -1,9 +1,6 @@
 """What a micro-batch takes on one rank, layer by layer, as a search adds it up: bytes from the
 committed tables (of a whole model, and of its first, a middle and its last stage), and seconds
-of computation and communication by the rates of a machine.
-
-In which a host issues a micro-batch to its device (`derivation.launches`), as a search adds it
-up.
+of computation, communication and the host's launches by the rates of a machine.
 """
 
 from __future__ import annotations

@@ -94,6 +94,6 @@ FUSED = tuple(name for name, row in OPTIMIZERS.items() if row.is_fused)
 
 def readers(key: str) -> str:
     """Return the optimizers that read a key of their section, each with what stands for it where
-    none is written: `sgd (without: 0.0) and muon (without: 0.95)`."""
+    none is written: `sgd (without: 0.0), muon (without: 0.95)`."""
     rows = OPTIMIZERS.items()
-    return " and ".join(f"{n} (without: {row.keys[key]})" for n, row in rows if key in row.keys)
+    return ", ".join(f"{n} (without: {row.keys[key]})" for n, row in rows if key in row.keys)

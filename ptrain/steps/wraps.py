@@ -155,7 +155,7 @@ class FlatUnits(WrapStep):
     made whole again by unit for the update; `consumed`: it is M, and a unit is reduced and updated
     as soon as its gradients are complete. The update works on shards over `updated` (where Omega
     is S), on `update_tier`; along `optimizer` without `updated` (S*) Omega is gathered for it.
-    Neighbouring units are one until they have `bucket_bytes` of gradients (`axes.data.buckets`).
+    Neighbouring units are one until they have `bucket_bytes` of gradients (`axes.data.units`).
     Frozen parameters of a unit are in a buffer of their own, in the place that `frozen` gives them;
     None for that of the others.
     """

@@ -113,6 +113,9 @@ def test_a_missing_key_is_its_default_and_an_unknown_one_is_ignored() -> None:
         ({"red": ["x"]}, Mapping[Color, tuple[int, ...]], "red.0: 'x' is no int"),
         ([["Oval", {}]], list[Circle | Square], r"0: \['Oval', {}\] is none of"),
         ([True], tuple[int, ...], "0: True is no int"),
+        ([[1, 2, 3]], list[tuple[int, int]], r"0: \[1, 2, 3\] is no list of 2"),
+        ([5], list[Path], "0: 5 is no str"),
+        ({"pink": [1]}, Mapping[Color, tuple[int, ...]], "pink: 'pink' is not a valid Color"),
     ],
     ids=str,
 )

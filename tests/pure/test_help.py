@@ -75,7 +75,7 @@ def test_a_key_of_a_spec_is_a_topic_with_all_that_is_in_it(capsys):
     assert main(["help", "optimizer.clip"]) == 0
     assert capsys.readouterr().out.splitlines()[:2] == ["optimizer.clip", ""]
     assert main(["help", "optimizer"]) == 0
-    assert " optimizer.schedule.min_lr_ratio " in capsys.readouterr().out
+    assert "optimizer.schedule.min_lr_ratio" in capsys.readouterr().out
 
 
 def test_every_key_of_a_spec_has_help(capsys):
@@ -148,8 +148,13 @@ def test_a_section_as_text_has_no_signs_of_markdown():
 
 def test_a_narrow_table_wraps_its_cells_and_cuts_no_word_short():
     table = "| key | means |\n|---|---|\n| `optimizer.lr` | one two three |\n"
-    lines = as_text(table, 24).splitlines()
+    lines = as_text(table, 28).splitlines()
     assert [line.split() for line in lines[-2:]] == [["optimizer.lr", "one", "two"], ["three"]]
+
+
+def test_a_table_whose_longest_words_are_too_wide_is_a_paragraph_a_row():
+    table = "| key | values | default |\n|---|---|---|\n| `x` | one two | – |\n| `y` | 3 | 4 |\n"
+    assert as_text(table, 16) == "x\n  values: one\n  two\ny\n  values: 3\n  default: 4"
 
 
 def test_code_keeps_its_lines():

@@ -119,7 +119,7 @@ def stage_gathers(
 ) -> GatherCounts:
     """Return how often each unit of a stage, or its root, is gathered in a step: where a pass finds
     it sharded, at first and after every reshard. With one micro-batch after the other it is
-    `data.costs.gathers`."""
+    `axes.data.cost.gathers`."""
     times = dict.fromkeys((Kind.FORWARD, Kind.BACKWARD), 0)
     gives_back = {
         Kind.FORWARD: bool(sync.after_forward(is_root=is_root)),

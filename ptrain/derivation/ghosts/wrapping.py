@@ -52,7 +52,7 @@ class Wrapped:
 
 class Wrapping(Protocol):
     """How a plan wraps a model. A shard is a rank's place along the axes on which ranks differ
-    (`derivation.differing`)."""
+    (`Plan.differing_axes`)."""
 
     wrapped: Wrapped
     reach: int | None  # how many units next to a unit it acts on; None where nobody says
