@@ -86,7 +86,9 @@ def alike_of(spec: Spec, layers: Names) -> Names:
     return () if kind_of_row(spec, layers) is None else running(spec, layers)
 
 
-def running_units(units: Sequence[tuple[str, ...]], layers: Names, names: Names) -> Units:
+def running_units(
+    units: Sequence[tuple[str, ...]], layers: Names, names: Names
+) -> tuple[tuple[str, ...], ...]:
     """Return the units that run where of the layers those of these names do."""
     skipped = [name for name in layers if name not in names]
     return tuple(modules for modules in units if not is_within(modules[0], skipped))
@@ -120,7 +122,11 @@ class TracedLayers:
     many equal ones, or for more."""
 
     def __init__(
-        self, recording: Recording, names: Names, units: Units, halves: Recording | None = None
+        self,
+        recording: Recording,
+        names: Names,
+        units: tuple[tuple[str, ...], ...],
+        halves: Recording | None = None,
     ) -> None:
         self.recording, self.names, self.units, self.halves = recording, names, units, halves
 
@@ -140,7 +146,7 @@ class TracedLayers:
             return None
         return replace(own, order=tuple(_of_all(own.order, len(layers))))
 
-    def timeline(self, layers: Names, units: Units) -> Timeline:
+    def timeline(self, layers: Names, units: tuple[tuple[str, ...], ...]) -> Timeline:
         """Return the timeline of the layers, in a model or stage of those units."""
         if layers == self.names:
             return self.own_timeline
