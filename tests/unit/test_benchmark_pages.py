@@ -30,7 +30,7 @@ def quick(name: str) -> str:
 
 def test_ranks_that_load_published_weights_read_and_hold_what_they_keep():
     text = quick("loading")
-    assert text.count("| holds |\n") == 16  # placements
+    assert text.count("| holds |\n") == 32  # rows of placements
     assert "Verdict: holds.\n" in text
 
 
