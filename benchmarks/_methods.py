@@ -10,7 +10,7 @@ from _tables import on_ranks, table, tuples
 from ptrain.costs import TIERS, Estimate, State
 from ptrain.derivation.estimate import derive
 from ptrain.report.predict import model_state_bytes, sent_bytes
-from ptrain.report.table import largest, size
+from ptrain.report.table import largest, size, traffic_size
 from ptrain.spec.activations import belongs_to_rank
 from ptrain.spec.names import listing
 from ptrain.spec.placement import Distribution, Mode, Tier
@@ -36,7 +36,7 @@ def strategies() -> str:
                 tuples(spec),
                 at_rest(exact),
                 size(max((row.device_bytes for row in exact.peak), default=None)),
-                f"{size(sent_bytes(exact))} ({size(sent_bytes(derivation.paper))})",
+                f"{traffic_size(sent_bytes(exact))} ({traffic_size(sent_bytes(derivation.paper))})",
                 runs_as(derivation.plan),
             )
 
@@ -89,7 +89,7 @@ def methods() -> str:
                 " × ".join(factor.axis for factor in on_ranks(name).factors),
                 *(_by_tier(exact, state) for state in STATES),
                 f"{exact.sent_bytes() / base.sent_bytes():.3g}×",
-                size(copied) if copied else "",
+                traffic_size(copied) if copied else "",
             ]
 
     columns = ["method", "what it saves", "dimension", *STATES.values()]

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from ptrain.charts.sheet import BLACK, GREY, LIGHT, LINE, Label, Rectangle, Sheet
 from ptrain.report.predict import Prediction
 from ptrain.report.sweep import SweepPoint, step_seconds
-from ptrain.units import format_bytes, format_seconds
+from ptrain.units import format_memory, format_seconds
 
 # Okabe and Ito's blue and vermillion (2008), which the colour-blind tell apart; grey for unknown.
 _FITS = {True: "#0072b2", False: "#d55e00", None: "#999999"}
@@ -43,7 +43,7 @@ def sweep_sheet(points: Sequence[SweepPoint]) -> Sheet:
         )
         sheet.texts.append(
             Label(
-                text=f"a peak may fill {format_bytes(capacity)}",
+                text=f"a peak may fill {format_memory(capacity)}",
                 x=first + capacity * scale,
                 y=top - (number + 0.5) * _SMALL * LINE,
                 size=_SMALL,
@@ -84,7 +84,7 @@ def _words(point: SweepPoint) -> str:
 
 def _figures(prediction: Prediction) -> Iterator[str]:
     peak = prediction.fit.peak_bytes
-    yield "peak unknown" if peak is None else format_bytes(peak)
+    yield "peak unknown" if peak is None else format_memory(peak)
     if (seconds := step_seconds(prediction.derivation.exact)) is not None:
         yield f"{format_seconds(seconds)} a step"
 

@@ -1,5 +1,5 @@
-"""What `ptrain predict` prints of a sweep, or of more specs than two: a row each, with whether it
-fits and how long a step takes; what is refused is a row as well, with its reason below."""
+"""The screen of `ptrain predict` for a sweep or several specs: the fastest that fits, then a row
+for each. A rejected spec has a row as well, and its reason below the table."""
 
 from __future__ import annotations
 
@@ -9,10 +9,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ptrain.costs import Estimate, Phase, busiest
-from ptrain.derivation.throughput import throughput
+from ptrain.derivation.throughput import Throughput, throughput
 from ptrain.errors import Fault
 from ptrain.report.heading import by_data_lines
-from ptrain.report.predict import Prediction, model_state_bytes, sent_bytes
+from ptrain.report.predict import (
+    MODEL_STATES_LABEL,
+    Prediction,
+    device_name,
+    model_state_bytes,
+    sent_bytes,
+)
 from ptrain.report.step_time import untimed
 from ptrain.report.table import (
     MISSING,
@@ -22,12 +28,13 @@ from ptrain.report.table import (
     or_missing,
     render,
     size,
+    traffic_size,
 )
 from ptrain.selection.fit import HOST_UNKNOWN, usable_text
 from ptrain.spec.batch import batch_lines
 from ptrain.spec.follow import MeshFollower
 from ptrain.spec.load import parse_override
-from ptrain.units import format_count
+from ptrain.units import format_count, format_seconds
 
 _NAMED_POINTS = 6  # of what followed the mesh; more of them are not named
 
@@ -66,11 +73,16 @@ def step_seconds(exact: Estimate) -> float | None:
     return None if exact.step is None else exact.step.seconds
 
 
-def device_pace(prediction: Prediction) -> float | None:
-    """Return tokens per second of one device; None where no rates say it, or samples are none."""
+def job_pace(prediction: Prediction) -> Throughput | None:
+    """Return tokens per second of the job, and the MFU; None if no time is predicted."""
     derivation = prediction.derivation
     step = derivation.exact.step
-    pace = None if step is None else throughput(derivation.spec, derivation.facts, step)
+    return None if step is None else throughput(derivation.spec, derivation.facts, step)
+
+
+def device_pace(prediction: Prediction) -> float | None:
+    """Return tokens per second of one device; None if no time is predicted."""
+    pace = job_pace(prediction)
     return None if pace is None else pace.tokens_per_second / prediction.spec.world_size
 
 
@@ -84,6 +96,8 @@ def collectives(exact: Estimate) -> int:
 
 
 _Figure = Callable[[Prediction], float | None]
+Text = Callable[[int | None], str]
+_RESULT = Importance.RESULT
 SORTS: Mapping[str, _Figure] = {
     "states": lambda prediction: model_state_bytes(prediction.derivation.exact),
     "peak": lambda prediction: prediction.fit.peak_bytes,
@@ -107,10 +121,10 @@ def ordered(points: Sequence[SweepPoint], sort: str | None) -> list[SweepPoint]:
     return sorted(points, key=place)
 
 
-def table(points: Sequence[SweepPoint]) -> str:
-    """A row per point, with bytes per parameter, ratios to the first one that is not refused, the
-    capacity that decides whether it fits, tokens per second of a device, and below it what is said
-    of some of them."""
+def table(points: Sequence[SweepPoint], *, explain: bool = False) -> str:
+    """Return the fastest point that fits, a table with a row per point, and remarks.
+
+    Ratios are to the first point that is not rejected. `explain` adds the figures of the paper."""
     predictions = [point.prediction for point in points if point.prediction]
     assert predictions, "a sweep of which nothing is left is refused as a whole"
     usable = {prediction.fit.usable_memory for prediction in predictions}
@@ -121,52 +135,60 @@ def table(points: Sequence[SweepPoint]) -> str:
     )
 
     def column(
-        title: str, importance: Importance, of: Callable[[Prediction], str], refused: str = MISSING
+        title: str,
+        of: Callable[[Prediction], str],
+        importance: Importance = Importance.FIGURE,
+        rejected: str = MISSING,
     ) -> TableColumn:
-        cells = [of(point.prediction) if point.prediction else refused for point in points]
+        cells = [of(point.prediction) if point.prediction else rejected for point in points]
         return TableColumn(title, importance, cells)
 
-    def ratio(figure: _Figure) -> TableColumn:
+    def ratio(title: str, figure: _Figure) -> TableColumn:
         base = figure(predictions[0])
-        return column("ratio", Importance.DETAIL, lambda one: _relative(figure(one), base))
+        return column(title, lambda one: _relative(figure(one), base), Importance.DETAIL)
 
-    columns = [
-        name_column("per rank", [point.label for point in points]),
-        column(
-            "Θ+Ω+G paper",
-            Importance.DETAIL,
-            lambda one: size(model_state_bytes(one.derivation.paper)),
-        ),
-        column(
-            "exact", Importance.FIGURE, lambda one: size(model_state_bytes(one.derivation.exact))
-        ),
-        column("B/param", Importance.DETAIL, _bytes_per_parameter),
-        ratio(SORTS["states"]),
-        column(
-            f"peak of {size(room)}" if room else "peak",
-            Importance.RESULT,
-            lambda one: size(one.fit.peak_bytes),
-        ),
-        column("fits", Importance.RESULT, fits_word, "refused"),
-        column("on a host", Importance.FIGURE, lambda one: size(one.fit.host_needed_bytes)),
-        column(
-            "step s", Importance.RESULT, lambda one: or_missing(SORTS["time"](one), "{:.3g}".format)
-        ),
-        column(
-            "tokens/s per device",
-            Importance.FIGURE,
-            lambda one: or_missing(device_pace(one), format_count),
-        ),
-        column("sent paper", Importance.DETAIL, lambda one: size(sent_bytes(one.derivation.paper))),
-        column("exact", Importance.FIGURE, lambda one: size(sent_bytes(one.derivation.exact))),
-        ratio(SORTS["sent"]),
-        column("calls", Importance.FIGURE, lambda one: str(collectives(one.derivation.exact))),
+    def paper(title: str, of: Callable[[Estimate], int | None], text: Text) -> list[TableColumn]:
+        cell = column(title, lambda one: text(of(one.derivation.paper)), Importance.DETAIL)
+        return [cell] if explain else []
+
+    device = device_name(predictions[0].spec)
+    rates = [
+        column("step time", lambda one: or_missing(SORTS["time"](one), format_seconds), _RESULT),
+        column("tokens/s", lambda one: _of_pace(one, "tokens_per_second", format_count)),
+        column(f"tokens/s/{device}", lambda one: or_missing(device_pace(one), format_count)),
+        column("MFU", lambda one: _of_pace(one, "mfu_full", "{:.1%}".format), Importance.DETAIL),
     ]
-    unused = set() if is_timed else {"step s", "tokens/s per device"}
-    if not any(prediction.fit.host_bytes for prediction in predictions):
-        unused.add("on a host")
-    used = [figure for figure in columns if figure.title not in unused]
-    return "\n".join([render(used), *remarks(points)])
+    host = column("host memory", lambda one: size(one.fit.host_needed_bytes))
+    columns = [
+        name_column("spec", [point.label for point in points]),
+        column("fits", fits_word, _RESULT, "rejected"),
+        column(
+            f"peak (of {size(room)})" if room else "peak",
+            lambda one: size(one.fit.peak_bytes),
+            _RESULT,
+        ),
+        *([host] if any(prediction.fit.host_bytes for prediction in predictions) else []),
+        *(rates if is_timed else []),
+        column(
+            MODEL_STATES_LABEL,
+            lambda one: size(model_state_bytes(one.derivation.exact)),
+            Importance.DETAIL,
+        ),
+        *paper(f"{MODEL_STATES_LABEL}, paper", model_state_bytes, size),
+        column("bytes/parameter", _bytes_per_parameter, Importance.DETAIL),
+        ratio("states ratio", SORTS["states"]),
+        column("traffic", lambda one: traffic_size(sent_bytes(one.derivation.exact))),
+        *paper("traffic, paper", sent_bytes, traffic_size),
+        ratio("traffic ratio", SORTS["sent"]),
+        column("calls", lambda one: str(collectives(one.derivation.exact)), Importance.DETAIL),
+    ]
+    named = [(point.label, point.prediction) for point in points if point.prediction]
+    return "\n".join([*_decision(named), render(columns), *remarks(points)])
+
+
+def _of_pace(prediction: Prediction, name: str, text: Callable[[float], str]) -> str:
+    """Return a figure of the job's throughput, or a dash if it is not predicted."""
+    return or_missing(getattr(job_pace(prediction), name, None), text)
 
 
 def _bytes_per_parameter(prediction: Prediction) -> str:
@@ -188,23 +210,22 @@ def _relative(number: float | None, base: float | None) -> str:
 
 
 def remarks(points: Sequence[SweepPoint]) -> Iterator[str]:
-    """Yield what is said of points: what is refused, what followed the mesh, which is best, which
-    batch it is, why a figure is missing or a bound, what is reserved, and warnings."""
-    refused: dict[str, list[str]] = {}
+    """Yield remarks on points: rejected ones, keys that followed the mesh, the batch, why a figure
+    is missing or a bound, the reserved memory, and warnings."""
+    rejected: dict[str, list[str]] = {}
     for point in points:
         if point.refusal:
-            refused.setdefault(point.refusal, []).append(point.label)
-    yield from (f"refused: {', '.join(labels)}: {why}" for why, labels in refused.items())
+            rejected.setdefault(point.refusal, []).append(point.label)
+    yield from (f"rejected: {', '.join(labels)}: {why}" for why, labels in rejected.items())
     yield from _followed(points)
     named = [(point.label, point.prediction) for point in points if point.prediction]
-    yield from _decision(named)
     yield from _gathered(named, _usable)
     yield from _gathered(named, _batch_lines)
     yield from _gathered(named, _missing_time)
     yield from _gathered(named, _unknown_host)
     for label, prediction in named:
         if prediction.fit.peak_bytes is None:
-            yield f"peak unknown: {label}: {prediction.fit.why}; {prediction.telling} tells"
+            yield f"peak unknown: {label}: {prediction.fit.why}. Run: {prediction.telling}"
     for label, prediction in named:
         for line in by_data_lines(prediction.derivation.exact):
             yield f"upper bounds: {label}: {line}"
@@ -217,23 +238,30 @@ def remarks(points: Sequence[SweepPoint]) -> Iterator[str]:
 
 
 def _decision(named: Sequence[tuple[str, Prediction]]) -> Iterator[str]:
-    """Yield the point that fits and gives most, where seconds are known, or that none fits. What is
-    compared is of a device: batches and meshes may differ."""
+    """Yield the fastest point that fits, or that none fits. Points are compared by the throughput
+    of a device, since batches and meshes may differ."""
     if all(prediction.fit.fits is False for _, prediction in named):
         label, least = min(named, key=lambda entry: entry[1].fit.least_bytes)
-        yield f"none fits: {label} needs least, {size(least.fit.least_bytes)}"
+        yield f"None fits: {label} needs the least memory, {size(least.fit.least_bytes)}"
+    if fastest := fastest_that_fits([prediction for _, prediction in named]):
+        label = next(label for label, prediction in named if prediction is fastest)
+        device, pace = device_name(fastest.spec), device_pace(fastest)
+        yield f"Fastest that fits: {label}, {or_missing(pace, format_count)} tokens/s/{device}"
+
+
+def fastest_that_fits(predictions: Sequence[Prediction]) -> Prediction | None:
+    """Return the prediction with the highest throughput of a device; None if fewer than two of
+    those that fit have one."""
     paced = [
-        (pace, label)
-        for label, prediction in named
+        (pace, -number)
+        for number, prediction in enumerate(predictions)
         if prediction.fit.fits and (pace := device_pace(prediction)) is not None
     ]
-    if len(paced) > 1:
-        pace, label = max(paced)
-        yield f"of those that fit {label} gives most: {pace:,.0f} tokens/s per device"
+    return predictions[-max(paced)[1]] if len(paced) > 1 else None
 
 
 def _followed(points: Sequence[SweepPoint]) -> Iterator[str]:
-    """Yield a line for each key that followed the mesh, with what it became where."""
+    """Yield a line for each key that followed the mesh, with its values by point."""
     became: dict[tuple[str, int], dict[int, list[str]]] = {}
     for point in points:
         for follower in point.follows:
@@ -241,7 +269,7 @@ def _followed(points: Sequence[SweepPoint]) -> Iterator[str]:
             labels.setdefault(follower.after, []).append(point.label)
     for (key, before), labels in became.items():
         section, _, name = key.partition(".")
-        yield f"{section} follows the mesh: {name} {before} → {_became(labels)}; {key}=N pins it"
+        yield f"{section} follows the mesh: {name} {before} → {_became(labels)}; {key}=N fixes it"
 
 
 def _became(labels: Mapping[int, Sequence[str]]) -> str:
