@@ -13,7 +13,6 @@ from ptrain.axes.context.draw import balance_text
 from ptrain.by_rank import distinct
 from ptrain.costs import (
     TIERS,
-    Column,
     Estimate,
     Peak,
     Phase,
@@ -114,6 +113,7 @@ def one(prediction: Prediction, *, explain: bool = False) -> str:
     """
     paper, exact = prediction.derivation.paper, prediction.derivation.exact
     estimates = (paper, exact) if explain else (exact,)
+    column = "exact" if explain else "predicted"
     places = by_place(prediction.spec, prediction.derivation.plan, exact)
     title, *rest = fold(heading(prediction.spec, prediction.num_parameters), screen_width())
     return "\n".join(
@@ -124,13 +124,13 @@ def one(prediction: Prediction, *, explain: bool = False) -> str:
             *batch_lines(prediction.spec.batch, prediction.spec.data_degree),
             *advice_lines(prediction),
             "",
-            _memory(*estimates),
+            _memory(*estimates, title=column),
             *fit_lines(prediction),
             *startup_lines(prediction),
             *(prediction.reserving.lines if prediction.reserving else ()),
             "",
             *([places, ""] if places else []),
-            _traffic(*estimates),
+            _traffic(*estimates, title=column),
             "",
             *time_lines(prediction.derivation),
             *operations_lines(exact),
@@ -182,8 +182,8 @@ def account(estimate: Estimate) -> str:
     ]
     undefined = [f"{column} has no {kind}: {why}" for kind, why in estimate.undefined.items()]
     parts = [
-        _memory(estimate),
-        _traffic(estimate),
+        _memory(estimate, title=column),
+        _traffic(estimate, title=column),
         *([render(wire)] if estimate.wire else []),
         *(["\n".join(lines)] if (lines := [*operations_lines(estimate), *undefined]) else []),
     ]
@@ -300,7 +300,8 @@ def fit_lines(prediction: Prediction) -> list[str]:
     fitting = prediction.fit
     lines = []
     if fitting.device_memory is not None:
-        spare = f"; {size(fitting.spare_bytes)} to spare" if fitting.fits else ""
+        least = "" if fitting.lower_bytes is None else " or more"
+        spare = f"; {size(fitting.spare_bytes)} to spare{least}" if fitting.fits else ""
         lines.append(usable_text(fitting.device_memory, fitting.reserve_bytes) + spare)
     if host := host_text(fitting):
         lines.append(f"host memory: {host}")
@@ -368,7 +369,7 @@ def composition(prediction: Prediction) -> list[str]:
     return lines
 
 
-def _memory(*estimates: Estimate) -> str:
+def _memory(*estimates: Estimate, title: str) -> str:
     """Return a table with a row for each state and tier and each phase's peak, a column for each
     estimate, and a bar for the last one's."""
     held = [largest(estimate.memory) for estimate in estimates]
@@ -398,7 +399,7 @@ def _memory(*estimates: Estimate) -> str:
             for at, estimate in enumerate(estimates[:-1])
         ),
         TableColumn(
-            _title(estimates),
+            title,
             Importance.RESULT,
             [span(lower, numbers[-1]) for _, numbers, lower in rows],
         ),
@@ -413,7 +414,7 @@ def _peak(
     return max((of(row) for row in distinct(estimate.peak) if row.phase is phase), default=None)
 
 
-def _traffic(*estimates: Estimate) -> str:
+def _traffic(*estimates: Estimate, title: str) -> str:
     """Return a table with a row for each kind of call; those of the set-up, which run once, are
     below the sum of a step. Calls, payload and copies are the last estimate's."""
     *others, last = estimates
@@ -430,17 +431,11 @@ def _traffic(*estimates: Estimate) -> str:
     heads = [
         name_column("traffic per rank and step"),
         *(TableColumn(str(estimate.column), Importance.DETAIL) for estimate in others),
-        TableColumn(_title(estimates), Importance.RESULT),
+        TableColumn(title, Importance.RESULT),
         TableColumn("calls"),
         TableColumn("payload", Importance.DETAIL),
     ]
     return render(make_columns(rows, *heads))
-
-
-def _title(estimates: Sequence[Estimate]) -> str:
-    """Return the title of the last column: `predicted` if the column `exact` is alone."""
-    is_alone = len(estimates) == 1 and estimates[0].column is Column.EXACT
-    return "predicted" if is_alone else str(estimates[-1].column)
 
 
 def _by_key(rows: Iterable[Traffic]) -> dict[TrafficKey, Traffic]:

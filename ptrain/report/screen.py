@@ -79,7 +79,7 @@ def paint(text: str, stream: TextIO) -> str:
     import re
 
     for colour, words in _STYLES:
-        text = re.sub(words, lambda match: colour + match[0] + _RESET, text, flags=re.MULTILINE)
+        text = re.sub(f"({words})", rf"{colour}\1{_RESET}", text, flags=re.MULTILINE)
     return text
 
 
