@@ -1,10 +1,12 @@
-"""Tables of the pages about memory and traffic: what each way to save memory costs, and how the
-traffic of one spec follows from its parameters, ranks and micro-batches."""
+"""Tables of the pages about predictions: the cost of each way to save memory, the traffic of one
+spec calculated step by step, and the errors of predicted step times."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 
+from _machine import ROOT
 from _tables import table
 
 from ptrain.algebra.legality import require
@@ -17,7 +19,7 @@ from ptrain.spec.model import ModelShape
 from ptrain.spec.spec import Spec
 from ptrain.units import format_count, format_seconds
 
-# Each spec for 8 GPUs with the changes of it that are tried, and what each change is called.
+# Specs for 8 GPUs, and the name of each change.
 STATES = {
     "8b-ddp": "nothing sharded (DDP)",
     "8b-zero1": "optimizer state sharded (ZeRO-1)",
@@ -35,15 +37,28 @@ ACTIVATIONS = {
     "mesh.dp_shard=4 mesh.tp=2 placement.tp=tp-sp": "split blocks and tokens over 2 ranks (tp)",
 }
 WORKED = "8b-zero3"
+RESULTS = ROOT / "benchmarks" / "results"
+# Each kind of step time: its pages of results, and the sentence there that sums them up.
+STEP_TIMES = {
+    "CPU trainings with calibrated rates": (
+        "step_seconds_*.md",
+        r"(?P<rows>\d+) trainings: median of \|off\| (?P<median>[\d.]+%), "
+        r"largest (?P<largest>[\d.]+%)",
+    ),
+    "published steps of eager code on H100 and A100": (
+        "published_seconds_*.md",
+        r"Eager rows: (?P<rows>\d+), median of \|seconds off\| (?P<median>[\d.]+%)",
+    ),
+}
 
 
 def state_costs() -> str:
-    """The placements of an 8B model on one node: memory, time and traffic."""
+    """Return memory, time and traffic of an 8B model on one node, placed in several ways."""
     return _costs("SPEC", ((words, words.split(), about) for words, about in STATES.items()))
 
 
 def activation_costs() -> str:
-    """Ways to save activations of long samples: memory, time and traffic."""
+    """Return memory, time and traffic of long samples, with several ways to save activations."""
     rows = ((key, (*LONG.split(), *key.split()), about) for key, about in ACTIVATIONS.items())
     return _costs("added to the spec", rows)
 
@@ -60,14 +75,14 @@ def _costs(title: str, cases: Iterator[tuple[str, Sequence[str], str]]) -> str:
 
 
 def worked_traffic() -> str:
-    """The traffic of one spec by hand, held against what is derived."""
+    """Return the traffic of one spec, calculated by formulas and compared with its prediction."""
     spec = load(WORKED).spec
     rows = [*_traffic(spec)]
     return table(["figure", "formula", "value"], iter(rows))
 
 
 def _traffic(spec: Spec) -> Iterator[Sequence[str]]:
-    """The rows of the calculation; an assertion fails where a prediction says otherwise."""
+    """Yield the rows of the calculation; assertions fail if the prediction differs."""
     assert isinstance(spec.model, ModelShape), "a built-in model"
     known, exact = facts(spec.model, spec.batch.sequence), derive(spec).exact
     ranks, times, units = spec.world_size, spec.batch.accumulate, len(known.units)
@@ -97,8 +112,24 @@ def _traffic(spec: Spec) -> Iterator[Sequence[str]]:
     yield "sent per step", "sum", size(exact.sent_bytes())
 
 
+def step_errors() -> str:
+    """Return the errors of predicted step times, from the newest results of each benchmark."""
+
+    def rows() -> Iterator[Sequence[str]]:
+        for name, (pattern, sentence) in STEP_TIMES.items():
+            page = max(RESULTS.glob(pattern))
+            found = re.search(sentence, page.read_text(encoding="utf-8"))
+            assert found, f"{page.name} has no summary"
+            figures = found.groupdict()
+            link = f"[{name}](../benchmarks/results/{page.name})"
+            yield link, figures["rows"], figures["median"], figures.get("largest", "")
+
+    return table(["step times", "rows", "median error", "largest"], rows())
+
+
 TABLES = {
     "cost of sharding": state_costs,
     "cost of activations": activation_costs,
     "worked traffic": worked_traffic,
+    "errors of step times": step_errors,
 }
