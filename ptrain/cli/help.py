@@ -1,8 +1,8 @@
 """`ptrain help`: the topics of the pages that stand beside what they describe; `ptrain help TOPIC`:
 the section of that name, as text; `ptrain help KEY`: what the table of keys has of a spec's key.
 
-A topic is a section's anchor: `docs/writing-a-spec.md#options` and `ptrain help options` are the same
-text. A wheel carries the pages of `docs/` as `ptrain/_docs`, of `specs/` as `ptrain/_specs` …
+A topic is a section's anchor: `docs/writing-a-spec.md#options` and `ptrain help options` are the
+same text. A wheel carries the pages of `docs/` as `ptrain/_docs`, of `specs/` as `ptrain/_specs` …
 Pages are Markdown, which rich renders; of the comments in it those that mark a generated block are
 left out, and a link's target is written as the topic that it leads to.
 """
