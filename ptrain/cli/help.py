@@ -1,8 +1,8 @@
 """`ptrain help`: the topics of the pages that stand beside what they describe; `ptrain help TOPIC`:
 the section of that name, as text; `ptrain help KEY`: what the table of keys has of a spec's key.
 
-A topic is a section's anchor, so that `specs/README.md#dials` and `ptrain help dials` are the same
-text. A wheel carries the pages of `specs/` as `ptrain/_specs`, of `launch/` as `ptrain/_launch` …
+A topic is a section's anchor: `docs/writing-a-spec.md#options` and `ptrain help options` are the
+same text. A wheel carries the pages of `docs/` as `ptrain/_docs`, of `specs/` as `ptrain/_specs` …
 Pages are Markdown, which rich renders; of the comments in it those that mark a generated block are
 left out, and a link's target is written as the topic that it leads to.
 """
@@ -33,11 +33,18 @@ from ptrain.spec.reference import reference
 
 # In the order of reading; README says what stands in which.
 PAGES = (
+    "docs/writing-a-spec.md",
+    "docs/howto/fit-a-model.md",
+    "docs/howto/choose-a-placement.md",
+    "docs/howto/your-model.md",
+    "docs/howto/your-data.md",
+    "docs/howto/your-loss.md",
+    "docs/howto/lora.md",
     "specs/README.md",
     "specs/keys.md",
     "specs/axes.md",
     "specs/strategies.md",
-    "specs/predictions.md",
+    "docs/predictions.md",
     "launch/README.md",
     "launch/verification.md",
     "launch/loops.md",

@@ -31,7 +31,7 @@ from tests.pure.build import ODD_SHAPE, make_spec
 
 ROOT = Path(__file__).parents[2]
 TEXTS = {page: (ROOT / page).read_text(encoding="utf-8") for page in ("README.md", *PAGES)}
-AXES_PAGE, SPECS_PAGE = TEXTS["specs/axes.md"], TEXTS["specs/README.md"]
+AXES_PAGE, SPECS_PAGE = TEXTS["specs/axes.md"], TEXTS["docs/writing-a-spec.md"]
 FLAGS = read(root() / "flags.yaml").root
 assert isinstance(FLAGS, dict)
 WRITTEN = [tuple(row["spec"]) for row in FLAGS["placements"]]
@@ -192,7 +192,7 @@ def test_the_rooms_are_all_there_and_so_are_the_folders_beside_them():
 
 
 def test_exactness_is_claimed_for_the_versions_that_are_tested():
-    assert f"({', '.join(TESTED_TORCH)})" in TEXTS["specs/predictions.md"]
+    assert f"({', '.join(TESTED_TORCH)})" in TEXTS["docs/predictions.md"]
 
 
 @pytest.mark.parametrize("written", WRITTEN, ids=" ".join)
