@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable
 from functools import cache
 
+import _axes
 import _methods
 import _pipelines
 import _rooms
@@ -29,6 +30,7 @@ PAGES = ("README.md", *help.PAGES)
 BLOCK = re.compile(r"(<!-- (output|table): (.+?) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 MEASURED = ("ptrain train", "ptrain validate", "ptrain verify", "ptrain simulate", "torchrun")
 TABLES = {
+    **_axes.TABLES,
     **_methods.TABLES,
     **_pipelines.TABLES,
     **_rooms.TABLES,

@@ -35,7 +35,13 @@ from ptrain.spec.reference import reference
 PAGES = (
     "specs/README.md",
     "specs/keys.md",
-    "specs/axes.md",
+    "docs/axes/README.md",
+    "docs/axes/data.md",
+    "docs/axes/tensor.md",
+    "docs/axes/context.md",
+    "docs/axes/expert.md",
+    "docs/axes/pipeline.md",
+    "docs/activations.md",
     "specs/strategies.md",
     "specs/predictions.md",
     "launch/README.md",
@@ -47,7 +53,7 @@ PAGES = (
 _PACKAGE = Path(__file__).resolve().parents[1]
 _WIDEST = 100  # columns: longer lines are hard to read
 _FENCE = "```"
-_COMMENT = re.compile(r"<!-- .*? -->\n?")
+_COMMENT = re.compile(r"<!-- .*? -->\n?|!\[[^\]]*\]\([^)\s]+\)\n*")  # and pictures
 _LINK = re.compile(r"\[([^\]]+)\]\(([^)\s]+)\)")
 
 
