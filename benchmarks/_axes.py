@@ -58,15 +58,13 @@ CHANGES = {
     SHARDED: (
         "",
         "sync.gradients=last",
-        "reshard=non-root",
         "reshard=2",
         "reshard=false",
         "sync={gradients: last, reshard_after_forward: false, reshard_after_backward: false}",
         "unit=sub-block",
-        "unit=2 blocks",
         "overlap=none",
     ),
-    REPLICATED: ("", "sync.gradients=last", "gather_after_update=next-forward", "overlap=none"),
+    REPLICATED: ("", "sync.gradients=last", "overlap=none"),
 }
 
 

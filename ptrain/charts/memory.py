@@ -87,7 +87,7 @@ def _bars(
 ) -> Iterator[Rectangle]:
     """Yield the bars of each state, neighbours of the same place and height as one."""
     for index, state in enumerate(State):
-        sizes = [(sum(each.device_bytes[:index]), each.device_bytes[index]) for each in columns]
+        sizes = [(sum(m.device_bytes[:index]), m.device_bytes[index]) for m in columns]
         place = 0
         for (below, size), equal in groupby(sizes):
             number = len(list(equal))
