@@ -139,7 +139,7 @@ def expert_sheet() -> Sheet:
     ]
     _add_rows(sheet, "1  The router chooses; rows are sorted by expert", local)
     _add_rows(sheet, "2  Dispatch: after an all-to-all, rows are at their experts", sent)
-    _add_rows(sheet, "3  Combine: after another all-to-all, rows are back and weighed", local)
+    _add_rows(sheet, "3  Combine: after another all-to-all, rows are back and weighted", local)
     sheet.height += EDGE
     return sheet
 
