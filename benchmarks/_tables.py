@@ -69,18 +69,18 @@ ATTENTIONS = ("sdpa", "eager")
 def modes() -> str:
     """What every mode of the blocks' activations saves, with both kinds of attention."""
     columns = [
-        "written",
+        "setting",
         *(f"saved, `{name}`" for name in ATTENTIONS),
         *(f"peak, `{name}`" for name in ATTENTIONS),
-        "off the device",
-        "computed again",
+        "offloaded",
+        "recomputed",
     ]
 
     def rows() -> Iterator[Sequence[str]]:
         for written in MODES:
             sdpa, eager = (_exact(written, name) for name in ATTENTIONS)
             yield (
-                ", ".join(f"`{each}`" for each in written).replace("=", ": ") or "nothing (R)",
+                ", ".join(f"`{each}`" for each in written).replace("=", ": ") or "default (R)",
                 *(size(each.bytes_of(State.ACTIVATIONS)) for each in (sdpa, eager)),
                 *(size(max(row.device_bytes for row in each.peak)) for each in (sdpa, eager)),
                 " · ".join(map(size, (_off(sdpa), _off(eager)))) if _off(sdpa) else "–",
@@ -207,7 +207,14 @@ def long_contexts() -> str:
                 exact = derive(load(mapping(length, degree, attention, mode)).spec).exact
                 assert exact.step is not None, "the cluster has rates"
                 cells.append(f"{exact.step.seconds:.1f} s · {exact.peak_bytes() / GB:.2f} GB")
-    columns = ["tokens", "cp", "ring", "zigzag", "all-gather", "Ulysses, or 8 × ring"]
+    columns = [
+        "tokens",
+        "cp",
+        "ring",
+        "zigzag",
+        "all-gather",
+        "ulysses; from cp 16 `{ulysses: 8, ring: cp/8}`",
+    ]
     return table(columns, ((*case, *cells) for case, cells in by_case.items()))
 
 

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable
 from functools import cache
 
+import _axes
 import _costs
 import _methods
 import _pipelines
@@ -31,6 +32,7 @@ BLOCK = re.compile(r"(<!-- (output|table): (.+?) -->\n)(.*?)(<!-- end -->)", re.
 MEASURED = ("ptrain train", "ptrain validate", "ptrain verify", "ptrain simulate", "torchrun")
 TABLES = {
     **_costs.TABLES,
+    **_axes.TABLES,
     **_methods.TABLES,
     **_pipelines.TABLES,
     **_rooms.TABLES,

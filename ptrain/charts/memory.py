@@ -62,8 +62,7 @@ def course_sheet(course: MemoryHistory) -> Sheet:
     sheet.texts += _numbers(peak.total, top)
     columns = list(_columns(course.moments))
     width = _WIDTH / len(columns)
-    for place, moment in enumerate(columns):
-        sheet.rectangles += _stack(moment, _LEFT + place * width, width, top + _HEIGHT, scale)
+    sheet.rectangles += _bars(columns, width, top + _HEIGHT, scale)
     sheet.rectangles += _boundaries(columns, width, top)
     sheet.texts += _phases(columns, width, top)
     sheet.height += _HEIGHT + _SMALL * LINE
@@ -83,13 +82,24 @@ def _columns(moments: Sequence[MemorySample]) -> Iterator[MemorySample]:
         yield max(alike, key=lambda moment: moment.total)
 
 
-def _stack(
-    moment: MemorySample, x: float, width: float, bottom: float, scale: float
+def _bars(
+    columns: Sequence[MemorySample], width: float, bottom: float, scale: float
 ) -> Iterator[Rectangle]:
-    for state, size in zip(State, moment.device_bytes, strict=True):
-        if size > 0:
-            bottom -= size * scale
-            yield Rectangle(x=x, y=bottom, width=width, height=size * scale, colour=_COLOURS[state])
+    """Yield the bars of each state, neighbours of the same place and height as one."""
+    for index, state in enumerate(State):
+        sizes = [(sum(m.device_bytes[:index]), m.device_bytes[index]) for m in columns]
+        place = 0
+        for (below, size), equal in groupby(sizes):
+            number = len(list(equal))
+            if size > 0:
+                yield Rectangle(
+                    x=_LEFT + place * width,
+                    y=bottom - (below + size) * scale,
+                    width=number * width,
+                    height=size * scale,
+                    colour=_COLOURS[state],
+                )
+            place += number
 
 
 def _ticks(top: float) -> Iterator[Rectangle]:

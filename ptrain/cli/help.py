@@ -42,7 +42,13 @@ PAGES = (
     "docs/howto/lora.md",
     "specs/README.md",
     "specs/keys.md",
-    "specs/axes.md",
+    "docs/axes/README.md",
+    "docs/axes/data.md",
+    "docs/axes/tensor.md",
+    "docs/axes/context.md",
+    "docs/axes/expert.md",
+    "docs/axes/pipeline.md",
+    "docs/activations.md",
     "specs/strategies.md",
     "docs/predictions.md",
     "launch/README.md",
@@ -54,7 +60,7 @@ PAGES = (
 _PACKAGE = Path(__file__).resolve().parents[1]
 _WIDEST = 100  # columns: longer lines are hard to read
 _FENCE = "```"
-_COMMENT = re.compile(r"<!-- .*? -->\n?")
+_COMMENT = re.compile(r"<!-- .*? -->\n?|!\[[^\]]*\]\([^)\s]+\)\n*")  # and pictures
 _LINK = re.compile(r"\[([^\]]+)\]\(([^)\s]+)\)")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -58,7 +59,12 @@ def test_a_question_has_one_command(title):
 
 
 def test_readme_leads_to_every_page_and_names_a_topic_of_it():
+    axes = (ROOT / "docs" / "axes" / "README.md").read_text(encoding="utf-8")
+    links = re.findall(r"\]\(([^)#\s]+\.md)", axes)
+    one_further = {os.path.normpath(f"docs/axes/{link}") for link in links}
     for page in PAGES:
+        if page in one_further:
+            continue
         (row,) = (line for line in TEXT.splitlines() if f"| [{page}]({page}) |" in line)
         topic = re.findall(r"`ptrain help ([\w-]+)`", row)
         assert set(topic) <= {section.anchor for section in page_sections(page)} and topic, row
