@@ -1,18 +1,17 @@
-"""The tables of all named strategies: what each stores, sends and runs as, and what it saves."""
+"""Generate the tables of all named strategies: memory, traffic, implementation and savings."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import cache
 
-from _tables import on_ranks, table, tuples
+from _tables import families, on_ranks, table, tuples
 
 from ptrain.costs import TIERS, Estimate, State
 from ptrain.derivation.estimate import derive
 from ptrain.report.predict import model_state_bytes, sent_bytes
 from ptrain.report.table import largest, size
 from ptrain.spec.activations import belongs_to_rank
-from ptrain.spec.names import listing
 from ptrain.spec.placement import Distribution, Mode, Tier
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import Plan
@@ -24,10 +23,10 @@ LETTERS = STATES | {State.ACTIVATIONS: "A"}
 
 
 def strategies() -> str:
-    """Every named strategy on as many ranks, with its predictions and what it runs as."""
+    """Return the predicted memory and traffic and the implementation of each named strategy."""
 
     def rows() -> Iterator[Sequence[str]]:
-        for name in listing("strategies"):
+        for name in families():
             spec = on_ranks(name)
             derivation = derive(spec)
             exact = derivation.exact
@@ -41,7 +40,7 @@ def strategies() -> str:
             )
 
     columns = ["strategy", "Θ,Ω,G,A by axis", "Θ+Ω+G per rank", "peak", "sent per step (paper)"]
-    return table([*columns, "runs as"], rows())
+    return table([*columns, "implementation"], rows())
 
 
 def at_rest(exact: Estimate) -> str:
@@ -76,11 +75,11 @@ def wrapped_by(wrap: Wrap) -> str:
 
 
 def methods() -> str:
-    """Every strategy: what it saves, along which dimension, at what cost."""
+    """Return the memory that each strategy saves relative to `ddp`, and its cost."""
     base = _exact(BASE)
 
     def rows() -> Iterator[Sequence[str]]:
-        for name in sorted(listing("strategies"), key=_order):
+        for name in families():
             exact = _exact(name)
             copied = exact.copied_bytes()
             yield [
@@ -92,12 +91,8 @@ def methods() -> str:
                 size(copied) if copied else "",
             ]
 
-    columns = ["method", "what it saves", "dimension", *STATES.values()]
+    columns = ["strategy", "saves", "mesh axes", *STATES.values()]
     return table([*columns, "sent", "copied between tiers"], rows())
-
-
-def _order(name: str) -> tuple[bool, str]:
-    return name != BASE, name
 
 
 @cache
@@ -125,7 +120,7 @@ def _saves(spec: Spec) -> str:
             for words in _kept(mode) if is_own else _saving(mode, factor.axis):
                 savings.setdefault(words, []).append(letter)
     parts = (f"{', '.join(dict.fromkeys(letters))} {words}" for words, letters in savings.items())
-    return "; ".join(parts) or "nothing: the measure of all others"
+    return "; ".join(parts) or "baseline"
 
 
 def _kept(mode: Mode) -> Iterator[str]:

@@ -16,7 +16,7 @@ from ptrain.report.composition import MemoryHistory, MemorySample
 from ptrain.units import format_bytes
 
 # Okabe and Ito's colours (2008), which the colour-blind tell apart; grey for what is no state.
-_COLOURS = {
+STATE_COLOURS = {
     State.PARAMETERS: "#0072b2",
     State.OPTIMIZER: "#56b4e9",
     State.GRADIENTS: "#d55e00",
@@ -89,7 +89,7 @@ def _stack(
     for state, size in zip(State, moment.device_bytes, strict=True):
         if size > 0:
             bottom -= size * scale
-            yield Rectangle(x=x, y=bottom, width=width, height=size * scale, colour=_COLOURS[state])
+            yield Rectangle(x=x, y=bottom, width=width, height=size * scale, colour=STATE_COLOURS[state])
 
 
 def _ticks(top: float) -> Iterator[Rectangle]:
@@ -147,7 +147,7 @@ def _phases(columns: Sequence[MemorySample], width: float, top: float) -> Iterat
 
 def _add_legend(sheet: Sheet) -> None:
     x, y = _LEFT, sheet.height + _SMALL * LINE / 2
-    for state, colour in _COLOURS.items():
+    for state, colour in STATE_COLOURS.items():
         sheet.rectangles.append(
             Rectangle(x=x, y=y - _SMALL / 2, width=_SMALL, height=_SMALL, colour=colour)
         )
