@@ -3,11 +3,11 @@
 The pages are README.md and those of `ptrain help`. A block starts with a comment and ends with
 `<!-- end -->`; everything else is written by hand. Four comments start a block:
 
-- `<!-- output: COMMAND -->`: what the command prints. It runs as `python -m ptrain …` or `torchrun` in
-  a folder that holds only the Python files of the page (`_examples.py`).
+- `<!-- output: COMMAND -->`: what the command prints. It runs as `python -m ptrain …` or `torchrun`
+  in a folder that holds only the Python files of the page (`_examples.py`).
 - `<!-- table: NAME -->`: a table of `TABLES`.
 - `<!-- picture: FILE COMMAND -->`: a link to a picture. The block's text stays; the command writes
-  the file with `--chart FILE`. `<!-- picture: FILE modes -->` writes a drawing of `_drawings.py`.
+  the file with `--chart FILE`. `<!-- picture: FILE modes -->` writes a drawing of `_modes.py`.
 - `<!-- excerpt: PAGE | COMMAND | PATTERN -->`: the lines of another page's output that match.
 
 `--check` exits with 1 if a block is out of date. It leaves out blocks that depend on the machine
@@ -22,8 +22,8 @@ import sys
 from collections.abc import Callable
 from functools import cache
 
-import _drawings
 import _methods
+import _modes
 import _pipelines
 import _rooms
 import _tables
@@ -34,7 +34,9 @@ from ptrain.charts.canvas import Format, painted
 from ptrain.cli import help
 
 PAGES = ("README.md", *help.PAGES)
-BLOCK = re.compile(r"(<!-- (output|table|picture|excerpt): (.+?) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+BLOCK = re.compile(
+    r"(<!-- (output|table|picture|excerpt): (.+?) -->\n)(.*?)(<!-- end -->)", re.DOTALL
+)
 MEASURED = ("ptrain train", "ptrain validate", "ptrain verify", "ptrain simulate", "torchrun")
 PICTURES = "docs/images/"
 TABLES = {
@@ -63,8 +65,8 @@ def paint(file: str, source: str) -> None:
     """Write a picture by a command with `--chart`, or a drawing by its name."""
     path = ROOT / file
     path.parent.mkdir(parents=True, exist_ok=True)
-    if source in _drawings.DRAWINGS:
-        path.write_bytes(painted(_drawings.DRAWINGS[source](), Format.SVG))
+    if source in _modes.DRAWINGS:
+        path.write_bytes(painted(_modes.DRAWINGS[source](), Format.SVG))
     else:
         run([*source.split(), "--chart", str(path)], ROOT)
 

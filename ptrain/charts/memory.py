@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 from ptrain.charts.canvas import Format, painted
-from ptrain.charts.sheet import BLACK, GREY, LIGHT, LINE, WHITE, Label, Rectangle, Sheet
+from ptrain.charts.sheet import GREY, LIGHT, LINE, WHITE, Label, Rectangle, Sheet
 from ptrain.costs import Phase, State
 from ptrain.report.composition import MemoryHistory, MemorySample
 from ptrain.units import format_bytes
@@ -67,7 +67,8 @@ def course_sheet(course: MemoryHistory) -> Sheet:
     sheet.rectangles += _boundaries(columns, width, top)
     sheet.texts += _phases(columns, width, top)
     sheet.height += _HEIGHT + _SMALL * LINE
-    _add_legend(sheet)
+    names = {colour: str(state) for state, colour in STATE_COLOURS.items()}
+    sheet.add_legend(_LEFT, names, _SMALL)
     sheet.height += _EDGE
     return sheet
 
@@ -89,7 +90,9 @@ def _stack(
     for state, size in zip(State, moment.device_bytes, strict=True):
         if size > 0:
             bottom -= size * scale
-            yield Rectangle(x=x, y=bottom, width=width, height=size * scale, colour=STATE_COLOURS[state])
+            yield Rectangle(
+                x=x, y=bottom, width=width, height=size * scale, colour=STATE_COLOURS[state]
+            )
 
 
 def _ticks(top: float) -> Iterator[Rectangle]:
@@ -143,15 +146,3 @@ def _phases(columns: Sequence[MemorySample], width: float, top: float) -> Iterat
             if word.width <= number * width:
                 yield word
                 break
-
-
-def _add_legend(sheet: Sheet) -> None:
-    x, y = _LEFT, sheet.height + _SMALL * LINE / 2
-    for state, colour in STATE_COLOURS.items():
-        sheet.rectangles.append(
-            Rectangle(x=x, y=y - _SMALL / 2, width=_SMALL, height=_SMALL, colour=colour)
-        )
-        word = Label(text=str(state), x=x + _SMALL + 4, y=y, size=_SMALL, colour=BLACK)
-        sheet.texts.append(word)
-        x = word.x + word.width + 12
-    sheet.height += _SMALL * LINE

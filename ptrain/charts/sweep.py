@@ -24,10 +24,12 @@ _TICK = 2.0
 
 
 def sweep_sheet(points: Sequence[SweepPoint]) -> Sheet:
-    """Return one row per point, from top to bottom: label, bar and figures. A bar stacks the largest
-    size of each state on the device and the temporary tensors up to the peak. States need not be
-    largest at the same time, so a stack may exceed its peak. Rejected points and unknown peaks have
-    text in place of a bar."""
+    """Return one row per point: label, bar and figures.
+
+    A bar stacks the largest size of each state on the device, and temporary tensors up to the peak.
+    States need not be largest at the same time, so a stack may exceed its peak. Rejected points and
+    unknown peaks have text in place of a bar.
+    """
     title = "predicted peak per rank, by state"
     left = _EDGE + max(
         (Label(text=point.label, x=0, y=0, size=_SMALL).width for point in points), default=0
@@ -59,7 +61,7 @@ def sweep_sheet(points: Sequence[SweepPoint]) -> Sheet:
             )
         )
     sheet.height = bottom + _SMALL * LINE
-    _add_legend(sheet, first)
+    sheet.add_legend(first, _LEGEND, _SMALL)
     sheet.height += _EDGE
     return sheet
 
@@ -113,16 +115,3 @@ def _figures(prediction: Prediction) -> Iterator[str]:
         yield _MEANINGS[prediction.fit.fits]
     if (seconds := step_seconds(prediction.derivation.exact)) is not None:
         yield f"{format_seconds(seconds)} a step"
-
-
-def _add_legend(sheet: Sheet, x: float) -> None:
-    y = sheet.height + _SMALL * LINE / 2
-    for colour, name in _LEGEND.items():
-        width = _TICK if colour == BLACK else _SMALL
-        sheet.rectangles.append(
-            Rectangle(x=x, y=y - _SMALL / 2, width=width, height=_SMALL, colour=colour)
-        )
-        word = Label(text=name, x=x + width + 4, y=y, size=_SMALL)
-        sheet.texts.append(word)
-        x = word.x + word.width + 12
-    sheet.height += _SMALL * LINE

@@ -64,12 +64,11 @@ def test_readme_leads_to_every_page(page):
     assert f"]({page})" in TEXT
 
 
-def test_every_picture_of_a_page_has_a_command_and_a_file():
+def test_every_picture_block_links_to_the_file_that_it_writes():
     picture = re.compile(r"<!-- picture: (\S+) .+? -->\n!\[[^\]]+\]\((\S+)\)\n<!-- end -->")
     for page in ("README.md", *PAGES):
         text = (ROOT / page).read_text(encoding="utf-8")
-        shown = re.findall(r"!\[[^\]]*\]\((\S+?)\)", text)
-        described = [match.groups() for match in picture.finditer(text)]
-        assert [link for _, link in described] == shown, page
-        for file, link in described:
+        blocks = picture.findall(text)
+        assert len(blocks) == text.count("<!-- picture: "), page
+        for file, link in blocks:
             assert (ROOT / page).parent / link == ROOT / file and (ROOT / file).is_file(), page

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ptrain.charts.sheet import BLACK, GREY, WHITE, Label, Rectangle, Sheet
+from ptrain.charts.sheet import GREY, WHITE, Label, Rectangle, Sheet
 
 _EDGE, _NAME, _BOX, _GAP, _ROW = 14.0, 205.0, 92.0, 10.0, 36.0
 _TALL, _HOST = 24.0, 14.0  # heights: a device, and the host memory below it
@@ -17,13 +17,15 @@ MODES = (
     ("S", "sharded: each rank keeps a part", HALVES, HALVES),
     ("S*", "sharded, and all-gathered for use", HALVES, ALL),
     ("M", "materialized: created for use", NOTHING, ALL),
-    ("O", "offloaded: the parts are in host memory", NOTHING, ALL),
+    ("O", "offloaded: parts in host memory", NOTHING, ALL),
 )
 
 
 def modes() -> Sheet:
     """Return a picture of the five modes of a state on an axis of two ranks."""
-    sheet = Sheet(title="the five modes", width=_EDGE + _NAME + 4 * (_BOX + _GAP) + 3 * _GAP + _EDGE)
+    sheet = Sheet(
+        title="the five modes", width=_EDGE + _NAME + 4 * (_BOX + _GAP) + 3 * _GAP + _EDGE
+    )
     columns = [_EDGE + _NAME + (_BOX + _GAP) * place + 3 * _GAP * (place > 1) for place in range(4)]
     sheet.height = _EDGE
     for text, x in (("between uses", columns[0]), ("in use", columns[2])):
@@ -49,16 +51,15 @@ def modes() -> Sheet:
             if mode == "O":
                 _add_box(sheet, x, y + _TALL + 2, HALVES[rank], _ON_HOST, _HOST)
         sheet.height += _ROW if mode != "O" else _ROW + _HOST
-    _add_legend(sheet)
+    names = {_KEPT: "kept on the device", _TEMPORARY: "temporary", _ON_HOST: "in host memory"}
+    sheet.add_legend(columns[0], names, _SIZE)
     return sheet
 
 
 def _add_box(
     sheet: Sheet, x: float, y: float, parts: tuple[bool, ...], colour: str, height: float
 ) -> None:
-    box = Rectangle(
-        x=x, y=y, width=_BOX, height=height, colour=WHITE, edge=GREY, edge_width=0.7
-    )
+    box = Rectangle(x=x, y=y, width=_BOX, height=height, colour=WHITE, edge=GREY, edge_width=0.7)
     sheet.rectangles.append(box)
     _add_parts(sheet, x, y, parts, colour, height)
 
@@ -77,21 +78,6 @@ def _add_parts(
                 colour=colour,
             )
             sheet.rectangles.append(part)
-
-
-def _add_legend(sheet: Sheet) -> None:
-    x, y = _EDGE + _NAME, sheet.height
-    for colour, text in (
-        (_KEPT, "kept on the device"),
-        (_TEMPORARY, "temporary"),
-        (_ON_HOST, "kept in host memory"),
-    ):
-        box = Rectangle(x=x, y=y - _SIZE / 2, width=_SIZE, height=_SIZE, colour=colour)
-        word = Label(text=text, x=x + _SIZE + 4, y=y, size=_SIZE, colour=BLACK)
-        sheet.rectangles.append(box)
-        sheet.texts.append(word)
-        x = word.x + word.width + 10
-    sheet.height += _EDGE
 
 
 DRAWINGS = {"modes": modes}
