@@ -10,13 +10,13 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 from ptrain.charts.canvas import Format, painted
-from ptrain.charts.sheet import BLACK, GREY, LIGHT, LINE, WHITE, Label, Rectangle, Sheet
+from ptrain.charts.sheet import GREY, LIGHT, LINE, WHITE, Label, Rectangle, Sheet
 from ptrain.costs import Phase, State
 from ptrain.report.composition import MemoryHistory, MemorySample
 from ptrain.units import format_bytes
 
 # Okabe and Ito's colours (2008), which the colour-blind tell apart; grey for what is no state.
-_COLOURS = {
+STATE_COLOURS = {
     State.PARAMETERS: "#0072b2",
     State.OPTIMIZER: "#56b4e9",
     State.GRADIENTS: "#d55e00",
@@ -66,7 +66,8 @@ def course_sheet(course: MemoryHistory) -> Sheet:
     sheet.rectangles += _boundaries(columns, width, top)
     sheet.texts += _phases(columns, width, top)
     sheet.height += _HEIGHT + _SMALL * LINE
-    _add_legend(sheet)
+    names = {colour: str(state) for state, colour in STATE_COLOURS.items()}
+    sheet.add_legend(_LEFT, names, _SMALL)
     sheet.height += _EDGE
     return sheet
 
@@ -97,7 +98,7 @@ def _bars(
                     y=bottom - (below + size) * scale,
                     width=number * width,
                     height=size * scale,
-                    colour=_COLOURS[state],
+                    colour=STATE_COLOURS[state],
                 )
             place += number
 
@@ -153,15 +154,3 @@ def _phases(columns: Sequence[MemorySample], width: float, top: float) -> Iterat
             if word.width <= number * width:
                 yield word
                 break
-
-
-def _add_legend(sheet: Sheet) -> None:
-    x, y = _LEFT, sheet.height + _SMALL * LINE / 2
-    for state, colour in _COLOURS.items():
-        sheet.rectangles.append(
-            Rectangle(x=x, y=y - _SMALL / 2, width=_SMALL, height=_SMALL, colour=colour)
-        )
-        word = Label(text=str(state), x=x + _SMALL + 4, y=y, size=_SMALL, colour=BLACK)
-        sheet.texts.append(word)
-        x = word.x + word.width + 12
-    sheet.height += _SMALL * LINE

@@ -31,8 +31,11 @@ from ptrain.report.table import TableColumn, name_column, render
 from ptrain.spec.leaf import nearest
 from ptrain.spec.reference import reference
 
-# In the order of reading; README says what stands in which.
+# In reading order. README links to each page.
 PAGES = (
+    "docs/tour.md",
+    "docs/concepts.md",
+    "docs/coming-from.md",
     "docs/writing-a-spec.md",
     "docs/howto/fit-a-model.md",
     "docs/howto/choose-a-placement.md",
@@ -49,18 +52,20 @@ PAGES = (
     "docs/axes/expert.md",
     "docs/axes/pipeline.md",
     "docs/activations.md",
-    "specs/strategies.md",
+    "docs/strategies.md",
     "docs/predictions.md",
     "launch/README.md",
     "launch/verification.md",
     "launch/loops.md",
     "benchmarks/README.md",
     "ptrain/README.md",
+    "docs/glossary.md",
 )
 _PACKAGE = Path(__file__).resolve().parents[1]
 _WIDEST = 100  # columns: longer lines are hard to read
 _FENCE = "```"
-_COMMENT = re.compile(r"<!-- .*? -->\n?|!\[[^\]]*\]\([^)\s]+\)\n*")  # and pictures
+_COMMENT = re.compile(r"<!-- .*? -->\n?")
+_PICTURE = re.compile(r"!\[([^\]]*)\]\([^)\s]+\)")
 _LINK = re.compile(r"\[([^\]]+)\]\(([^)\s]+)\)")
 
 
@@ -146,7 +151,8 @@ def as_text(markdown: str, width: int) -> str:
     """Return the text for a standard output of so many columns: with colours on a terminal, where
     NO_COLOR does not forbid them, and plain elsewhere. Code keeps its lines."""
     console = Console(width=width, theme=Theme({"markdown.code": "bold cyan"}))
-    page = _Page(_LINK.sub(_linked, _COMMENT.sub("", markdown)), hyperlinks=False)
+    text = _PICTURE.sub(r"\\[picture: \1]", _COMMENT.sub("", markdown))
+    page = _Page(_LINK.sub(_linked, text), hyperlinks=False)
     with console.capture() as capture:
         console.print(page, crop=False)
     lines = map(str.rstrip, capture.get().splitlines())

@@ -17,7 +17,7 @@ import pytest
 import ptrain
 from ptrain.algebra.legality import check, executed, require
 from ptrain.axes.pipeline.catalogue import takes_any_stages
-from ptrain.cli.help import PAGES, anchor
+from ptrain.cli.help import PAGES, anchor, page_sections
 from ptrain.cli.main import VERBS, main
 from ptrain.spec.load import load, sweeps
 from ptrain.spec.names import SPEC_FOLDERS, listing, root
@@ -220,6 +220,17 @@ def test_what_other_tools_are_said_to_mean_is_a_legal_spec(written):
 def test_every_strategy_is_in_the_table_of_flags():
     assert {name for name, *_ in WRITTEN} == set(listing("strategies"))
     assert len(set(WRITTEN)) == len(WRITTEN)
+
+
+@pytest.mark.parametrize("tool", [*FLAGS["tools"], "axolotl"])
+def test_every_tool_has_a_section_with_its_settings_and_a_spec(tool):
+    (section,) = (
+        section
+        for section in page_sections("docs/coming-from.md")
+        if section.title.startswith(tool)
+    )
+    assert section.text.startswith("```") and "```yaml\n" in section.text
+    assert f"<!-- table: coming from {tool} -->" in section.text or tool == "axolotl"
 
 
 def test_no_tool_is_misspelled():
