@@ -7,7 +7,8 @@ The pages are README.md and those of `ptrain help`. A block starts with a commen
   in a folder that holds only the Python files of the page (`_examples.py`).
 - `<!-- table: NAME -->`: a table of `TABLES`.
 - `<!-- picture: FILE COMMAND -->`: a link to a picture. The block's text stays; the command writes
-  the file with `--chart FILE`. `<!-- picture: FILE modes -->` writes a drawing of `_modes.py`.
+  the file with `--chart FILE`, or with its last option, `--timeline FILE`. A name in place of the
+  command (`modes`, `tensor`, `expert`) writes a drawing of `_modes.py` or `_drawings.py`.
 - `<!-- excerpt: PAGE | COMMAND | PATTERN -->`: the lines of another page's output that match.
 
 `--check` exits with 1 if a block is out of date. It leaves out blocks that depend on the machine
@@ -24,6 +25,7 @@ from functools import cache
 
 import _axes
 import _costs
+import _drawings
 import _methods
 import _modes
 import _pipelines
@@ -41,6 +43,7 @@ BLOCK = re.compile(
 )
 MEASURED = ("ptrain train", "ptrain validate", "ptrain verify", "ptrain simulate", "torchrun")
 PICTURES = "docs/images/"
+DRAWINGS = {**_modes.DRAWINGS, **_drawings.DRAWINGS}
 TABLES = {
     **_costs.TABLES,
     **_axes.TABLES,
@@ -69,10 +72,11 @@ def paint(file: str, source: str) -> None:
     """Write a picture by a command with `--chart`, or a drawing by its name."""
     path = ROOT / file
     path.parent.mkdir(parents=True, exist_ok=True)
-    if source in _modes.DRAWINGS:
-        path.write_bytes(painted(_modes.DRAWINGS[source](), Format.SVG))
+    if source in DRAWINGS:
+        path.write_bytes(painted(DRAWINGS[source](), Format.SVG))
     else:
-        run([*source.split(), "--chart", str(path)], ROOT)
+        option = [] if source.endswith("--timeline") else ["--chart"]
+        run([*source.split(), *option, str(path)], ROOT)
 
 
 def rewritten(text: str, is_stale: Callable[[str], bool]) -> str:

@@ -79,4 +79,5 @@ def test_every_picture_block_links_to_the_file_that_it_writes():
         blocks = picture.findall(text)
         assert len(blocks) == text.count("<!-- picture: "), page
         for file, link in blocks:
-            assert (ROOT / page).parent / link == ROOT / file and (ROOT / file).is_file(), page
+            assert ((ROOT / page).parent / link).resolve() == (ROOT / file).resolve(), page
+            assert (ROOT / file).is_file(), page

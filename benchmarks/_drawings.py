@@ -1,25 +1,17 @@
-"""Draw the pictures of the pages into docs/images: `python benchmarks/drawings.py [NAME ...]`.
+"""Drawings for the pages of the axes: the split of a block over tp and the exchange of rows over ep.
 
-Pictures of schedules, tokens, steps and memory are those of a command, which their page shows.
-The split of a block over tp and the exchange of rows over ep are drawn here, from the shapes, roles
-and counts that the plan of a spec has.
+They are drawn from the shapes, roles and counts in the plan of a spec. All other pictures of the
+pages are written by commands of ptrain (`--chart`, `--timeline`).
 """
 
 from __future__ import annotations
 
-import argparse
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
-from pathlib import Path
-
-from _machine import ROOT
 
 from ptrain.algebra.legality import require
 from ptrain.axes.tensor.cost import slices
-from ptrain.charts.canvas import Format, painted
 from ptrain.charts.sheet import GREY, LIGHT, Label, Rectangle, Sheet, of_place
-from ptrain.cli.main import main as ptrain
 from ptrain.derivation.estimate import derive
 from ptrain.plan.lower import own_facts
 from ptrain.spec.load import load
@@ -28,17 +20,6 @@ from ptrain.spec.role import COLUMNS, ROWS, Role, fits
 from ptrain.spec.spec import ranks_over
 from ptrain.steps.experts import even
 
-IMAGES = ROOT / "docs" / "images"
-# A step of one micro-batch, so that a pass is wide enough to be seen.
-ONE_PASS = ("zero3", "batch.global=4", "batch.sequence=512", "model.layers=4")
-COMMANDS: dict[str, tuple[str, ...]] = {
-    "data": ("predict", "8b-zero3", "model.layers=6", "batch.global=8", "--timeline"),
-    "context": ("plan", "cp-zigzag", "mesh.cp=4", "--chart"),
-    "pipeline": ("plan", "pp-1f1b", "mesh.pp=4", "--chart"),
-    "pipeline-interleaved": ("plan", "pp-interleaved", "mesh.pp=4", "model.layers=8", "--chart"),
-    "activations": ("simulate", *ONE_PASS, "--chart"),
-    "activations-recomputed": ("simulate", *ONE_PASS, "activations=M", "--chart"),
-}
 EDGE, TITLE, TEXT, SMALL, GAP = 14.0, 12.0, 9.0, 8.0, 22.0
 SCALE = 0.55  # points a feature
 HIGH, BAND, NAME = 30.0, 150.0, 60.0  # a rank's row, a group of experts in it, the rank's name
@@ -177,29 +158,4 @@ def _note(text: str) -> Label:
     return Label(text=text, x=EDGE, y=0, size=SMALL, colour=GREY)
 
 
-SHEETS: dict[str, Callable[[], Sheet]] = {"tensor": tensor_sheet, "expert": expert_sheet}
-
-
-def main() -> int:
-    names = [*SHEETS, *COMMANDS]
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"default: {', '.join(names)}")
-    parser.add_argument("--to", type=Path, default=IMAGES, metavar="FOLDER", help="docs/images")
-    args = parser.parse_args()
-    return max(_draw(args.to, args.names or names))
-
-
-def _draw(folder: Path, names: Sequence[str]) -> Iterator[int]:
-    """Write each picture and yield the exit code of its command."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for name in names:
-        path = folder / f"{name}.svg"
-        if name in SHEETS:
-            path.write_bytes(painted(SHEETS[name](), Format.SVG))
-            yield 0
-        else:
-            yield ptrain([*COMMANDS[name], str(path)])
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+DRAWINGS = {"tensor": tensor_sheet, "expert": expert_sheet}
