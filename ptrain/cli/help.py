@@ -38,11 +38,18 @@ PAGES = (
     "specs/axes.md",
     "specs/strategies.md",
     "specs/predictions.md",
-    "launch/README.md",
-    "launch/verification.md",
-    "launch/loops.md",
-    "benchmarks/README.md",
-    "ptrain/README.md",
+    "docs/howto/launch.md",
+    "docs/howto/resume-and-restart.md",
+    "docs/howto/watch-a-run.md",
+    "docs/howto/security.md",
+    "docs/howto/published-weights.md",
+    "docs/howto/chats.md",
+    "docs/howto/verify-a-loop.md",
+    "docs/howto/python.md",
+    "docs/howto/gate-a-pull-request.md",
+    "docs/troubleshooting.md",
+    "docs/what-is-verified.md",
+    "docs/internals.md",
 )
 _PACKAGE = Path(__file__).resolve().parents[1]
 _WIDEST = 100  # columns: longer lines are hard to read
