@@ -2,7 +2,7 @@
 the section of that name, as text; `ptrain help KEY`: what the table of keys has of a spec's key.
 
 A topic is a section's anchor, so that `specs/README.md#dials` and `ptrain help dials` are the same
-text. A wheel carries the pages of `specs/` as `ptrain/_specs`, of `launch/` as `ptrain/_launch` …
+text. A wheel carries the pages of `specs/` as `ptrain/_specs`, and `docs/` as `ptrain/_docs`.
 Pages are Markdown, which rich renders; of the comments in it those that mark a generated block are
 left out, and a link's target is written as the topic that it leads to.
 """
@@ -44,6 +44,7 @@ PAGES = (
     "docs/howto/security.md",
     "docs/howto/published-weights.md",
     "docs/howto/chats.md",
+    "docs/howto/verify-a-spec.md",
     "docs/howto/verify-a-loop.md",
     "docs/howto/python.md",
     "docs/howto/gate-a-pull-request.md",
