@@ -137,12 +137,13 @@ def _data() -> Mapping[str, Any]:
 
 
 def keys() -> str:
-    """Every key of a spec by its dotted name: what it takes, its default, and what it means."""
-    return table(["key", "takes", "default", "meaning"], map(_key_row, reference()))
+    """Return the table of all keys: allowed values, default, meaning and an example of each."""
+    return table(["key", "values", "default", "meaning", "example"], map(_key_row, reference()))
 
 
 def _key_row(row: KeyRow) -> Sequence[str]:
-    return f"`{row.place}`", _text(row.takes), _text(row.default), _text(row.about)
+    example = f"`{row.example}`" if row.example else ""
+    return f"`{row.place}`", _text(row.takes), _text(row.default), _text(row.about), example
 
 
 def _text(text: str) -> str:

@@ -24,7 +24,7 @@ SMALL = 80  # lines
 
 # begin
 BUDGETS: dict[str, int] = {
-    "ptrain": 56930,
+    "ptrain": 56950,
     "ptrain/activations": 360,
     "ptrain/algebra": 290,
     "ptrain/axes": 140,
@@ -51,14 +51,14 @@ BUDGETS: dict[str, int] = {
     "ptrain/rooms": 1010,
     "ptrain/selection": 4120,
     "ptrain/simulation": 1100,
-    "ptrain/spec": 4490,
+    "ptrain/spec": 4510,
     "ptrain/steps": 460,
     "ptrain/traces": 2300,
     "ptrain/train": 3150,
     "ptrain/verification": 9470,
 }
 ONE_IMPORTER = 113  # modules that exactly one other imports
-SMALL_MODULES = 114  # modules with fewer lines than SMALL
+SMALL_MODULES = 113  # modules with fewer lines than SMALL
 # end
 
 
