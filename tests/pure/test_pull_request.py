@@ -1,4 +1,4 @@
-"""Run the commands of the GitHub workflow as its page prints them, in a repository of two commits."""
+"""The GitHub workflow runs as its page prints it, in a repository of two commits."""
 
 from __future__ import annotations
 
