@@ -2,7 +2,7 @@
 the section of that name, as text; `ptrain help KEY`: what the table of keys has of a spec's key.
 
 A topic is a section's anchor: `docs/writing-a-spec.md#options` and `ptrain help options` are the
-same text. A wheel carries the pages of `docs/` as `ptrain/_docs`, of `specs/` as `ptrain/_specs` …
+same text. A wheel carries the pages of `docs/` as `ptrain/_docs`, of `specs/` as `ptrain/_specs`.
 Pages are Markdown, which rich renders; of the comments in it those that mark a generated block are
 left out, and a link's target is written as the topic that it leads to.
 """
@@ -43,6 +43,16 @@ PAGES = (
     "docs/howto/your-data.md",
     "docs/howto/your-loss.md",
     "docs/howto/lora.md",
+    "docs/howto/launch.md",
+    "docs/howto/resume-and-restart.md",
+    "docs/howto/watch-a-run.md",
+    "docs/howto/security.md",
+    "docs/howto/published-weights.md",
+    "docs/howto/chats.md",
+    "docs/howto/verify-a-spec.md",
+    "docs/howto/verify-a-loop.md",
+    "docs/howto/python.md",
+    "docs/howto/gate-a-pull-request.md",
     "specs/README.md",
     "specs/keys.md",
     "docs/axes/README.md",
@@ -54,12 +64,10 @@ PAGES = (
     "docs/activations.md",
     "docs/strategies.md",
     "docs/predictions.md",
-    "launch/README.md",
-    "launch/verification.md",
-    "launch/loops.md",
-    "benchmarks/README.md",
-    "ptrain/README.md",
+    "docs/troubleshooting.md",
+    "docs/what-is-verified.md",
     "docs/glossary.md",
+    "docs/internals.md",
 )
 _PACKAGE = Path(__file__).resolve().parents[1]
 _WIDEST = 100  # columns: longer lines are hard to read

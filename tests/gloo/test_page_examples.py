@@ -12,13 +12,13 @@ import pytest
 pytestmark = pytest.mark.gloo
 
 ROOT = Path(__file__).parents[2]
-LOOPS, TOUR = "launch/loops.md", "docs/tour.md"
+TOUR, VERIFY, PYTHON = "docs/tour.md", "docs/howto/verify-a-loop.md", "docs/howto/python.md"
 ROUNDING = re.compile(r"\d\.\d+e-\d\d")  # a processor's own
 EXAMPLES = [
-    (LOOPS, "measured.py"),
+    (VERIFY, "measured.py"),
     pytest.param(TOUR, "broken.py", marks=pytest.mark.nightly),
-    pytest.param(LOOPS, "loop.py", marks=pytest.mark.nightly),
-    pytest.param(LOOPS, "check.py", marks=pytest.mark.nightly),
+    pytest.param(PYTHON, "loop.py", marks=pytest.mark.nightly),
+    pytest.param(VERIFY, "check.py", marks=pytest.mark.nightly),
 ]
 RUN = {"loop.py", "measured.py", "check.py", "broken.py"}
 
@@ -40,7 +40,7 @@ def test_an_example_prints_what_its_page_says(examples: ModuleType, page: str, n
     assert ROUNDING.sub("ε", printed) in ROUNDING.sub("ε", text)
 
 
-@pytest.mark.parametrize("page", [TOUR, LOOPS])
+@pytest.mark.parametrize("page", [TOUR, PYTHON, VERIFY])
 def test_every_file_of_a_page_is_started_or_imported(examples: ModuleType, page: str) -> None:
     text = text_of(page)
     for name, code in examples.files(text).items():
