@@ -1,4 +1,4 @@
-"""Drawings for the pages of the axes: the split of a block over tp and the exchange of rows over ep.
+"""Draw pictures for the pages of the axes: the split of a block over tp, the exchange over ep.
 
 They are drawn from the shapes, roles and counts in the plan of a spec. All other pictures of the
 pages are written by commands of ptrain (`--chart`, `--timeline`).
