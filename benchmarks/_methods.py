@@ -7,7 +7,7 @@ from functools import cache
 
 from _tables import on_ranks, table, tuples
 
-from ptrain.costs import TIERS, Estimate, State
+from ptrain.cost import TIERS, Estimate, State
 from ptrain.derivation.estimate import derive
 from ptrain.report.predict import model_state_bytes, sent_bytes
 from ptrain.report.table import largest, size

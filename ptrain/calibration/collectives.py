@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ptrain.calibration.bench import Bench, Points, RateSheet, Work, compute
-from ptrain.costs import Collective, State
+from ptrain.cost import Collective, State
 from ptrain.rooms.comm import all_gather, all_reduce, reduce_scatter
 from ptrain.rooms.registry import Registry
 from ptrain.rooms.torch import Tiers

@@ -23,7 +23,7 @@ from ptrain.axes.pipeline.schedule import Action
 from ptrain.axes.pipeline.stage_facts import chain_of, stages_of
 from ptrain.axes.tensor.run.apply import parallelize
 from ptrain.calibration.bench import Bench, Between, Points, RateSheet
-from ptrain.costs import Collective, Phase
+from ptrain.cost import Collective, Phase
 from ptrain.facts.model import ModelFacts
 from ptrain.facts.stages import Units
 from ptrain.meters.blocked import Stopwatch

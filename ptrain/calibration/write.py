@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ptrain.calibration.options import CalibrationOptions
-from ptrain.costs import Collective
+from ptrain.cost import Collective
 from ptrain.errors import SpecError, refused
 from ptrain.installed import versions
 from ptrain.processor import cores, physical_memory

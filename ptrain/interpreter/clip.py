@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from ptrain.axes.data.run.flat import WrappedModel
 from ptrain.axes.data.run.target import NamedTarget
-from ptrain.costs import State
+from ptrain.cost import State
 from ptrain.models.tags import is_tagged, tier_of
 from ptrain.rooms.mesh import Mesh
 from ptrain.rooms.torch import Tiers, alike, cast

@@ -28,7 +28,7 @@ from ptrain.axes.pipeline.run.cut import part_of, require_alike
 from ptrain.axes.pipeline.run.stage import LocalStage, PassCallbacks, Staged
 from ptrain.axes.pipeline.stage_facts import chain_of, stage_roles, stages_of
 from ptrain.axes.tensor.run.fused import FusedOrder
-from ptrain.costs import State
+from ptrain.cost import State
 from ptrain.errors import refused
 from ptrain.facts.model import Attending, ModelFacts
 from ptrain.facts.stages import Chain, Stage

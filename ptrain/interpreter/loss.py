@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ptrain.axes.data.run.flat import WrappedModel
 from ptrain.axes.tensor.run.apply import local
-from ptrain.costs import Phase
+from ptrain.cost import Phase
 from ptrain.interpreter.clip import LossScale
 from ptrain.models.objective import LossInside, NextToken, Objective, SampleBatch, StepBatch
 

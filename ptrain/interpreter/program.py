@@ -16,7 +16,7 @@ from torch import nn
 
 from ptrain.algebra.legality import check, executed
 from ptrain.axes.data.run.target import Named
-from ptrain.costs import Phase, State
+from ptrain.cost import Phase, State
 from ptrain.data.corpus import corpus
 from ptrain.data.sampler import batch, part_of
 from ptrain.data.source import SampleSource

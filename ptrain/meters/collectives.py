@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_leaves
 
-from ptrain.costs import Collective, Phase
+from ptrain.cost import Collective, Phase
 from ptrain.internals import process_groups
 from ptrain.internals.dispatch import without_modes
 from ptrain.interpreter.program import Program

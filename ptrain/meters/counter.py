@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ptrain.costs import Collective
+from ptrain.cost import Collective
 from ptrain.internals import process_groups
 from ptrain.meters.traffic import ring_bytes
 from ptrain.rooms.world import flight_recorder_size

@@ -39,7 +39,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-from ptrain.costs import Collective, Column, Estimate, Phase, State, Traffic, TrafficKey, Wire
+from ptrain.cost import Collective, Column, Estimate, Phase, State, Traffic, TrafficKey, Wire
 from ptrain.errors import PtrainError
 from ptrain.internals import process_groups
 from ptrain.internals.autograd import is_in_backward

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ptrain.costs import Phase
+from ptrain.cost import Phase
 from ptrain.internals.dispatch import without_modes
 from ptrain.interpreter.program import Program
 from ptrain.models.dropless import RoutedRows

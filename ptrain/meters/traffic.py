@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_leaves
 
-from ptrain.costs import Collective, Phase, State, Traffic, TrafficKey, add_traffic
+from ptrain.cost import Collective, Phase, State, Traffic, TrafficKey, add_traffic
 from ptrain.internals import process_groups
 from ptrain.models.ledger import OperatorMode, storage_of
 from ptrain.models.tags import is_tagged, tier_of

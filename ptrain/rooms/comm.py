@@ -10,7 +10,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from ptrain.costs import Collective, State
+from ptrain.cost import Collective, State
 from ptrain.internals.fsdp2 import AllGather, ReduceScatter
 from ptrain.internals.process_groups import Work, all_gather_single, reduce_scatter_single
 from ptrain.rooms.registry import Registry

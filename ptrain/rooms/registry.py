@@ -14,7 +14,7 @@ from functools import partial
 
 import torch
 
-from ptrain.costs import Collective, Phase, State
+from ptrain.cost import Collective, Phase, State
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from ptrain.costs import State
+from ptrain.cost import State
 from ptrain.internals.fakes import detect_fake_mode
 from ptrain.models.numerics import DTYPE_NAMES, TORCH_DTYPES
 from ptrain.models.tags import is_tagged, tag, tier_of

@@ -17,7 +17,7 @@ from functools import cached_property
 import torch
 
 from ptrain.axes.expert.run.apply import StatedRouting
-from ptrain.costs import Column, Estimate, add_traffic
+from ptrain.cost import Column, Estimate, add_traffic
 from ptrain.data.sampler import blank_batch
 from ptrain.derivation.allocator import AllocatedStep, AllocatorEvent, Reserved, reserved
 from ptrain.derivation.workspaces import products

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.hooks import RemovableHandle
 
 from ptrain.axes.data.run.fully_sharded import allocating_streams, stream_key
-from ptrain.costs import Phase, State
+from ptrain.cost import Phase, State
 from ptrain.derivation.allocator import COMPUTING
 from ptrain.derivation.attention import attention_of
 from ptrain.derivation.workspaces import attention_backward, sum_of_rows

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from ptrain.costs import Operations, Phase
+from ptrain.cost import Operations, Phase
 from ptrain.models.ledger import OperatorMode
 from ptrain.models.recomputing import runs_again
 from ptrain.models.work import products

@@ -18,7 +18,7 @@ from functools import partial
 from math import prod
 from typing import Any, Generic, TypeVar
 
-from ptrain.costs import Footprint, Operations, Peak, Phase, State, Traffic
+from ptrain.cost import Footprint, Operations, Peak, Phase, State, Traffic
 from ptrain.meters.traffic import ring_bytes
 from ptrain.simulation.stream import Begin, Change, Event, MemoryStream, StorageKind
 from ptrain.spec.spec import Spec

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
-from ptrain.costs import Phase, State
+from ptrain.cost import Phase, State
 from ptrain.derivation.allocator import COMPUTING, AllocatedStep, AllocatorEvent
 from ptrain.report.composition import LiveStorages, MemoryHistory, MemorySample
 

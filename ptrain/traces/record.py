@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from ptrain.axes.pipeline.run.cut import apart
 from ptrain.axes.pipeline.run.passes import backward, backward_input, backward_weight
 from ptrain.axes.pipeline.run.stand_ins import CalledOnce, run_stage
-from ptrain.costs import Collective
+from ptrain.cost import Collective
 from ptrain.models.leaving import has_gradient, when_left
 from ptrain.models.ledger import Ledger, local, storage_of, tensors_of
 from ptrain.models.objective import SampleBatch

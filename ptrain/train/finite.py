@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ptrain.costs import Phase
+from ptrain.cost import Phase
 from ptrain.errors import TrainingStopped
 from ptrain.internals.dispatch import without_modes
 from ptrain.internals.functional_collectives import AsyncCollectiveTensor

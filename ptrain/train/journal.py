@@ -15,7 +15,7 @@ from typing import Any, Protocol, Self
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
-from ptrain.costs import Estimate
+from ptrain.cost import Estimate
 from ptrain.meters.counter import Counter
 from ptrain.report import routing
 from ptrain.report.routing import LayerRouting

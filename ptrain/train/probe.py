@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from ptrain.costs import Estimate, Phase, Traffic, add_traffic
+from ptrain.cost import Estimate, Phase, Traffic, add_traffic
 from ptrain.interpreter.program import Program
 from ptrain.meters.blocked import Stopwatch
 from ptrain.meters.measure import Measurement, measure

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ptrain.costs import Estimate
+from ptrain.cost import Estimate
 from ptrain.data.corpus import corpus
 from ptrain.data.sampler import require as require_corpus
 from ptrain.derivation.estimate import Derivation, by_counts, derive

@@ -18,7 +18,7 @@ from queue import Full, Queue
 from types import TracebackType
 from typing import Self
 
-from ptrain.costs import Estimate
+from ptrain.cost import Estimate
 from ptrain.errors import Fault
 from ptrain.models.boundary import CodeRaised, boundary, said
 from ptrain.spec.spec import Spec

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from ptrain.axes.data.run.target import Named
-from ptrain.costs import Phase
+from ptrain.cost import Phase
 from ptrain.data.source import SampleSource
 from ptrain.facts.model import prefixes
 from ptrain.facts.stages import is_within

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from ptrain.costs import Phase
+from ptrain.cost import Phase
 from ptrain.data.corpus import corpus
 from ptrain.interpreter.program import Program
 from ptrain.meters import holdings

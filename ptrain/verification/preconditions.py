@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 import torch
 
-from ptrain.costs import State
+from ptrain.cost import State
 from ptrain.data.corpus import corpus
 from ptrain.interpreter.program import Program
 from ptrain.meters.randomness import digests, kind

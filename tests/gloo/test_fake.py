@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from ptrain.costs import Estimate
+from ptrain.cost import Estimate
 from ptrain.data.corpus import corpus
 from ptrain.data.sampler import LocalBatch, batch
 from ptrain.derivation.estimate import derive

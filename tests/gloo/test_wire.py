@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from ptrain.algebra.legality import require
-from ptrain.costs import Column, Estimate
+from ptrain.cost import Column, Estimate
 from ptrain.derivation.estimate import derive
 from ptrain.derivation.wire import TOLERANCE, wire_rows
 from ptrain.meters.measure import WireMeter, join_estimates

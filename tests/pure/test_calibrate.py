@@ -13,7 +13,7 @@ from ptrain.calibration.bench import GPUS, PROCESSORS, operations
 from ptrain.calibration.options import CalibrationOptions, parse, to_argv
 from ptrain.calibration.write import MeasuredPart, conclude
 from ptrain.cli.main import main
-from ptrain.costs import Collective
+from ptrain.cost import Collective
 from ptrain.errors import SpecError
 from ptrain.facts.model import Operator
 from ptrain.rates.measured import CALIBRATED, pace_of

@@ -22,7 +22,7 @@ PACKAGE = ROOT / "ptrain"
 # One line a layer, read downwards; a pattern matches a whole module name.
 LAYERS = (
     r"ptrain\.version",
-    r"ptrain\.(errors|units|by_rank|costs|word|wording|timeline|import_path|installed|processor"
+    r"ptrain\.(errors|units|by_rank|cost|word|wording|timeline|import_path|installed|processor"
     r"|output|codec)",
     r"ptrain\.spec(\..*)?",
     r"ptrain\.facts(\..*)?",

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ptrain.costs import Collective, State
+from ptrain.cost import Collective, State
 from ptrain.meters.traffic import TrafficMeter
 from ptrain.models.ledger import Ledger
 from ptrain.models.tags import tier_of

@@ -4,7 +4,7 @@ one process that allocates nothing."""
 import pytest
 import torch
 
-from ptrain.costs import Phase
+from ptrain.cost import Phase
 from ptrain.data.sampler import LocalBatch
 from ptrain.derivation.estimate import derive
 from ptrain.interpreter.program import interpret

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ptrain.algebra.legality import require
-from ptrain.costs import Collective, Estimate, Phase, State
+from ptrain.cost import Collective, Estimate, Phase, State
 from ptrain.data.sampler import LocalBatch
 from ptrain.interpreter.program import interpret
 from ptrain.meters.measure import measure

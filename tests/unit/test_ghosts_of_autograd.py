@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ptrain.axes.data.run.members import ParameterMembers
-from ptrain.costs import State
+from ptrain.cost import State
 from ptrain.derivation.flat import GhostMembers
 from ptrain.optimizers.ghost import GhostRules
 from ptrain.optimizers.torch import TorchRules

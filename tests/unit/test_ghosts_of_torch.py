@@ -20,7 +20,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from ptrain.axes.data.cost import bucket_caps, bucket_sizes, local_rows, padded_rows, spread
 from ptrain.axes.data.run.fully_sharded import FullyShardedWrap
 from ptrain.axes.data.run.spread import ZeroRedundancyUpdate
-from ptrain.costs import Collective, Phase, State
+from ptrain.cost import Collective, Phase, State
 from ptrain.data.sampler import LocalBatch
 from ptrain.derivation import timeline
 from ptrain.derivation.ghosts import autograd

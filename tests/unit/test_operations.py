@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ptrain.algebra.legality import require
-from ptrain.costs import Phase
+from ptrain.cost import Phase
 from ptrain.data.sampler import LocalBatch, blank_batch
 from ptrain.derivation.estimate import derive
 from ptrain.derivation.operations import operations

@@ -13,7 +13,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.fsdp._fully_shard._fsdp_common import _chunk_with_empty
 from torch.distributed.tensor import DTensor
 
-from ptrain.costs import Estimate, Phase
+from ptrain.cost import Estimate, Phase
 from ptrain.derivation.estimate import derive
 from ptrain.errors import PtrainError
 from ptrain.installed import torch_minor

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ptrain.costs import Collective, Phase, State, Traffic, TrafficKey
+from ptrain.cost import Collective, Phase, State, Traffic, TrafficKey
 from ptrain.derivation.allocator import reserved
 from ptrain.simulation.replay import repeated_calls, repeated_storages
 from ptrain.simulation.stream import Begin, Change, Event, MemoryStream, StorageKind

@@ -10,7 +10,7 @@ from itertools import product
 import pytest
 import torch
 
-from ptrain.costs import State
+from ptrain.cost import State
 from ptrain.data.sampler import LocalBatch
 from ptrain.derivation.estimate import derive
 from ptrain.interpreter.program import Program, interpret

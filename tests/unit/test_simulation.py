@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ptrain.cli.main import main
-from ptrain.costs import Column, Phase, State
+from ptrain.cost import Column, Phase, State
 from ptrain.derivation.allocator import reserved
 from ptrain.derivation.estimate import derive
 from ptrain.errors import SpecError

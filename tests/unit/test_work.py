@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from ptrain.axes.context.run.cores import GatheredCore, RingCore
-from ptrain.costs import Collective
+from ptrain.cost import Collective
 from ptrain.derivation.estimate import derive
 from ptrain.derivation.work import model_work
 from ptrain.facts.model import (

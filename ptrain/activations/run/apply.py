@@ -31,7 +31,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor, Placement
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from ptrain.costs import State
+from ptrain.cost import State
 from ptrain.errors import refused
 from ptrain.internals.checkpoint import checkpoint
 from ptrain.internals.dispatch import operator_names

@@ -7,7 +7,7 @@ import math
 
 from torch import Tensor
 
-from ptrain.costs import State
+from ptrain.cost import State
 from ptrain.report.finding import Culprit
 from ptrain.spec.placement import CUT, Axis
 from ptrain.spec.spec import Spec, position, ranks_over

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ptrain.axes.data.run.target import NamedTarget
-from ptrain.costs import State
+from ptrain.cost import State
 from ptrain.facts.parameters import OF_TOKENS
 from ptrain.interpreter.program import Program
 from ptrain.report.finding import Culprit, Departure, Moment, Subject

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ptrain.axes.context.attention import all_spans
 from ptrain.axes.context.run.slices import taken
-from ptrain.costs import State
+from ptrain.cost import State
 from ptrain.errors import refused
 from ptrain.models.documents import Documents, added_mask, are_apart, hiding
 from ptrain.rooms.comm import all_gather

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ptrain.axes.context.attention import Span
-from ptrain.costs import State
+from ptrain.cost import State
 from ptrain.internals.functional_collectives import all_gathered, all_summed
 from ptrain.models.balance import Balance, SampleTokens, weigh
 from ptrain.models.moe import ExpertPlaces

@@ -36,7 +36,7 @@ from ptrain.axes.data.run.target import (
 )
 from ptrain.axes.data.units import ModelLife, UnitLife, UnitParts, UnitUse, buckets_of
 from ptrain.axes.data.update import TensorsUpdate
-from ptrain.costs import State
+from ptrain.cost import State
 from ptrain.facts.stages import Units
 from ptrain.facts.stages import Units as UnitModules
 from ptrain.models.leaving import when_left

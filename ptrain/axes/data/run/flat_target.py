@@ -14,7 +14,7 @@ from ptrain.axes.data.run.members import ParameterMembers
 from ptrain.axes.data.run.target import CutView, Named, part_of, whole_of
 from ptrain.axes.data.theta import Parameters
 from ptrain.axes.data.update import ShardTarget, TensorsUpdate, TensorTarget, UnitState
-from ptrain.costs import State
+from ptrain.cost import State
 from ptrain.optimizers.update import Slot
 from ptrain.rooms.torch import TorchRoom
 from ptrain.spec.placement import Tier

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from ptrain.axes.data.run.flat import ParameterWrap
-from ptrain.costs import State
+from ptrain.cost import State
 from ptrain.internals import fsdp2
 from ptrain.internals.dtensor import side_by_side
 from ptrain.internals.fakes import unset_fake_temporarily

@@ -13,7 +13,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from ptrain.axes.data.run.flat_target import distribute_rows
 from ptrain.axes.data.run.target import Named, ParameterTarget
-from ptrain.costs import State
+from ptrain.cost import State
 from ptrain.internals import zero_redundancy
 from ptrain.optimizers.build import build_optimizer, initial_state
 from ptrain.optimizers.torch import TorchLeaf

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from ptrain.costs import State
+from ptrain.cost import State
 from ptrain.rooms.registry import Registry
 
 Hook = Callable[[object, dist.GradBucket], torch.futures.Future[torch.Tensor]]

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 from ptrain.axes.context.run.routing import SampleSlices, route_slices
 from ptrain.axes.expert.run.exchange import Assumption, Counts, Routed, Travels
 from ptrain.axes.tensor.run.gradients import OwnSlices
-from ptrain.costs import Phase
+from ptrain.cost import Phase
 from ptrain.internals.dtensor import side_by_side
 from ptrain.models.dropless import NUMBER, RoutedRows, route
 from ptrain.models.moe import MoE

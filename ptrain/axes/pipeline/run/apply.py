@@ -26,7 +26,7 @@ from ptrain.axes.pipeline.instructions import (
 )
 from ptrain.axes.pipeline.run.stage import BoundaryTensor, PassCallbacks, Staged, StageRunner, Waits
 from ptrain.axes.pipeline.schedule import Action
-from ptrain.costs import State
+from ptrain.cost import State
 from ptrain.errors import RankFailed
 from ptrain.facts.stages import Chain
 from ptrain.models.numerics import TORCH_DTYPES

@@ -25,7 +25,7 @@ from ptrain.axes.pipeline.run.cut import apart
 from ptrain.axes.pipeline.run.passes import Groups, backward, backward_input, backward_weight
 from ptrain.axes.pipeline.run.stand_ins import CalledOnce, run_stage
 from ptrain.axes.pipeline.schedule import Action
-from ptrain.costs import Phase, State
+from ptrain.cost import Phase, State
 from ptrain.errors import PtrainError, RankFailed
 from ptrain.facts.stages import Chain
 from ptrain.models.objective import SampleBatch

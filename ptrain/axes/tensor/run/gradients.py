@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from ptrain.costs import State
+from ptrain.cost import State
 from ptrain.rooms.registry import Registry
 
 
