@@ -24,8 +24,7 @@ from torch import Tensor, nn
 from ptrain.cost import Phase
 from ptrain.internals.dispatch import without_modes
 from ptrain.interpreter.program import Program
-from ptrain.models.dropless import RoutedRows
-from ptrain.models.moe import ExpertPlaces, Gate
+from ptrain.models.moe import ExpertPlaces, Gate, RoutedRows
 from ptrain.models.recomputing import runs_again
 from ptrain.report.routing import LayerRouting
 from ptrain.spec.placement import without

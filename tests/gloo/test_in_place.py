@@ -10,8 +10,7 @@ import torch.distributed as dist
 from ptrain.cost import Collective, State, Traffic
 from ptrain.meters.traffic import TrafficMeter
 from ptrain.rooms import comm
-from ptrain.rooms.comm import IN_PLACE_BYTES, TaggedAllGather, all_gather, reduce_scatter
-from ptrain.rooms.registry import Registry
+from ptrain.rooms.comm import IN_PLACE_BYTES, Registry, TaggedAllGather, all_gather, reduce_scatter
 from ptrain.spec.dials import ReduceScatterVia
 from tests.ranks import Ranks
 

@@ -18,8 +18,7 @@ from ptrain.derivation.operations import operations
 from ptrain.interpreter.program import interpret
 from ptrain.models.objective import can_fuse
 from ptrain.plan.lower import lower, own_facts
-from ptrain.rooms.fake import fake_world
-from ptrain.rooms.world import World
+from ptrain.rooms.world import World, fake_world
 from ptrain.simulation.execute import simulate
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec

@@ -40,7 +40,7 @@ from ptrain.models.ledger import storage_of
 from ptrain.models.recomputing import runs_again
 from ptrain.models.tags import is_tagged
 from ptrain.models.transformer import Transformer
-from ptrain.rooms.registry import Registry
+from ptrain.rooms.comm import Registry
 from ptrain.rooms.torch import Tiers
 from ptrain.spec.activations import Kept, Operators, Policy, Scope
 from ptrain.spec.placement import Tier
