@@ -481,10 +481,10 @@ def interpret(
 ) -> Program:
     """The program of a legal spec on this rank: the steps of its plan, executed.
 
-    `model`, if given, is wrapped instead of the spec's (`models.initialize`): any module with its
-    own weights, equal on all ranks. Raises SpecError for a spec that is not legal, if the mesh needs
-    other ranks than the world has, and on every rank if the ranks' models, weights, layouts or
-    samples differ.
+    `model`, if given, is wrapped instead of the spec's (`models.initialize`): any module with
+    its own weights, equal on all ranks. Raises SpecError for a spec that is not legal, if the
+    mesh needs other ranks than the world has, and on every rank if the ranks' models, weights,
+    layouts or samples differ.
     """
     if faults := (*check(spec), *executed(spec)):
         raise SpecError(*faults)

@@ -366,7 +366,7 @@ class CollectiveLedger(OperatorMode):
         it. What was written is forgotten."""
         ledgers = self._ledgers()
         with without_modes():
-            digests = {key: _digest(calls) for key, (_, calls) in ledgers.items()}
+            digests = {key: of_bytes(repr(calls).encode()) for key, (_, calls) in ledgers.items()}
             answers = exchange.gather(digests)
             odd = sorted({key for key in set().union(*answers) if len(_values(answers, key)) > 1})
             in_groups = [key for key in odd if not key.startswith(_BESIDE)]
@@ -418,10 +418,6 @@ def _in_full(
 def span(names: Sequence[str]) -> str:
     """Return the first name and the last as one text."""
     return " … ".join(dict.fromkeys((*names[:1], *names[-1:])))
-
-
-def _digest(calls: Sequence[Call]) -> str:
-    return of_bytes(repr(calls).encode())
 
 
 def _values(answers: Sequence[dict[str, str]], key: str) -> set[str]:

@@ -13,7 +13,7 @@ import logging
 import os
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -289,7 +289,11 @@ def fake_tensors(mode: FakeTensorMode | None = None) -> Iterator[None]:
     level = _LOG.level
     _LOG.setLevel(logging.CRITICAL)  # an operator that fails is logged, and raises the same
     try:
-        with mode or new_fakes(), _AsOnDevices(), _seeds_on_host():
+        with (
+            mode or new_fakes(),
+            _AsOnDevices(),
+            _SeedsOnHost() if torch.cuda.is_available() else nullcontext(),
+        ):
             yield
     finally:
         _LOG.setLevel(level)
@@ -325,10 +329,6 @@ class _AsOnDevices(TorchDispatchMode):
             is_real = func is empty and kwargs.get("dtype") is torch.int32
         with unset_fake_temporarily() if is_real else nullcontext():
             return func(*args, **kwargs)
-
-
-def _seeds_on_host() -> AbstractContextManager[object]:
-    return _SeedsOnHost() if torch.cuda.is_available() else nullcontext()
 
 
 class _SeedsOnHost(TorchDispatchMode):

@@ -432,7 +432,7 @@ def module_facts(model: nn.Module, spec: Spec) -> ModelFacts:
     names = running(spec, known.blocks)
     units = running_units(known.unit_modules, known.blocks, names)
     samples = sample_batch(spec)
-    if not _is_cut(spec):
+    if not spec.is_cut_over((*CUTTING_AXES, Axis.PP)):
         keep_traced(model, lower(spec, known).keep)
     with (
         torch.random.fork_rng(devices=[]),
@@ -492,10 +492,6 @@ class _ChunkedLoss(_Loss):
         with self.inside.given(samples.targets), forward_of(self.model, inputs, self.spec):
             loss: Tensor = self.model(inputs)
         return loss
-
-
-def _is_cut(spec: Spec) -> bool:
-    return spec.is_cut_over((*CUTTING_AXES, Axis.PP))
 
 
 @contextmanager

@@ -74,7 +74,11 @@ def take_lock(folder: Path) -> Lock:
         except BlockingIOError:
             holder = os.pread(descriptor, 256, 0).decode(errors="replace").strip()
             os.close(descriptor)
-            raise _held(folder, holder) from None
+            raise refused(
+                f"--run-dir {folder}",
+                f"another training writes there: {holder or 'its process is not known'}",
+                "wait for its end or stop it, or choose another folder",
+            ) from None
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 os.close(descriptor)
@@ -91,14 +95,6 @@ def require_free(folder: Path) -> None:
     """Raises SpecError where a training holds the lock of `folder`; makes nothing."""
     if (folder / LOCK_NAME).exists():
         take_lock(folder).release()
-
-
-def _held(folder: Path, holder: str) -> SpecError:
-    return refused(
-        f"--run-dir {folder}",
-        f"another training writes there: {holder or 'its process is not known'}",
-        "wait for its end or stop it, or choose another folder",
-    )
 
 
 def _is(file: Path, descriptor: int) -> bool:
@@ -282,7 +278,9 @@ def _fill(folder: RunFolder, spec: Spec, command: str) -> None:
         (path / part).mkdir(mode=0o700, exist_ok=True)
     folder.summary.unlink(missing_ok=True)  # of the run that is continued
     recorded = {**_environment(spec.world_size), "checkpoints": _checkpoints_before(folder)}
-    write_text(folder.resolved, _resolved(spec))
+    write_text(
+        folder.resolved, yaml.safe_dump(dict(spec.resolved), sort_keys=False, allow_unicode=True)
+    )
     write_text(path / "command.txt", command + "\n")
     write_json(path / "env.json", recorded)
 
@@ -366,10 +364,6 @@ def _point_latest(root: Path, name: str | None) -> None:
     temporary.unlink(missing_ok=True)
     temporary.symlink_to(name)
     temporary.replace(root / "latest")
-
-
-def _resolved(spec: Spec) -> str:
-    return yaml.safe_dump(dict(spec.resolved), sort_keys=False, allow_unicode=True)
 
 
 def _environment(num_ranks: int) -> Mapping[str, object]:
