@@ -24,7 +24,7 @@ SMALL = 80  # lines
 
 # begin
 BUDGETS: dict[str, int] = {
-    "ptrain": 56230,
+    "ptrain": 56260,
     "ptrain/activations": 360,
     "ptrain/algebra": 290,
     "ptrain/axes": 140,
@@ -51,14 +51,14 @@ BUDGETS: dict[str, int] = {
     "ptrain/rooms": 990,
     "ptrain/selection": 4120,
     "ptrain/simulation": 1080,
-    "ptrain/spec": 4490,
+    "ptrain/spec": 4510,
     "ptrain/steps": 460,
     "ptrain/traces": 2250,
     "ptrain/train": 3090,
     "ptrain/verification": 9260,
 }
-ONE_IMPORTER = 85  # modules that exactly one other imports
-SMALL_MODULES = 102  # modules with fewer lines than SMALL
+ONE_IMPORTER = 84  # modules that exactly one other imports
+SMALL_MODULES = 101  # modules with fewer lines than SMALL
 # end
 
 

@@ -87,7 +87,7 @@ def test_every_key_of_a_spec_has_help(capsys):
     ("word", "hint"),
     [
         ("checkpont", "did you mean 'checkpoints'?"),
-        ("parallelism", "did you mean 'tensor-parallelism'?"),
+        ("parallelism", "did you mean 'data-parallelism'?"),
         ("specs", "its options: ptrain specs --help"),
         ("qqq", "is no topic\n"),
     ],
