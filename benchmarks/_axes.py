@@ -8,7 +8,7 @@ from typing import Any
 from _tables import on_ranks, table
 
 from ptrain.algebra.legality import check, executed, require
-from ptrain.costs import Collective, Estimate, Phase, State, busiest
+from ptrain.cost import Collective, Estimate, Phase, State, busiest
 from ptrain.derivation.estimate import derive
 from ptrain.report.table import size
 from ptrain.spec.load import load

@@ -10,7 +10,7 @@ from _machine import ROOT
 from _tables import table
 
 from ptrain.algebra.legality import require
-from ptrain.costs import Collective, Phase, State
+from ptrain.cost import Collective, Phase, State
 from ptrain.derivation.estimate import derive
 from ptrain.facts.parameters import facts
 from ptrain.report.table import size

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from _tables import families, on_ranks, table, tuples
 
-from ptrain.costs import TIERS, Estimate, State
+from ptrain.cost import TIERS, Estimate, State
 from ptrain.derivation.estimate import derive
 from ptrain.report.predict import sent_bytes
 from ptrain.report.table import largest, size

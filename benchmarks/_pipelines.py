@@ -14,7 +14,7 @@ from ptrain.axes.pipeline.cost import ClosedForm, Relation
 from ptrain.axes.pipeline.schedule import PipelineShape, StageCost
 from ptrain.axes.pipeline.simulate import simulate
 from ptrain.axes.pipeline.stage_facts import most_held, transfers
-from ptrain.costs import Collective, Traffic, busiest
+from ptrain.cost import Collective, Traffic, busiest
 from ptrain.derivation.estimate import derive
 from ptrain.derivation.interconnect import link
 from ptrain.plan.composition import are_consecutive, theorem_7

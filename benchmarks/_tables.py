@@ -16,7 +16,7 @@ from typing import Any
 from _machine import ROOT
 
 from ptrain.algebra.legality import require
-from ptrain.costs import Estimate, State
+from ptrain.cost import Estimate, State
 from ptrain.derivation.estimate import derive
 from ptrain.report.table import size
 from ptrain.selection.recompute import settled

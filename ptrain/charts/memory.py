@@ -11,7 +11,7 @@ from itertools import groupby
 
 from ptrain.charts.canvas import Format, painted
 from ptrain.charts.sheet import GREY, LIGHT, LINE, WHITE, Label, Rectangle, Sheet
-from ptrain.costs import Phase, State
+from ptrain.cost import Phase, State
 from ptrain.report.composition import MemoryHistory, MemorySample
 from ptrain.units import format_bytes
 

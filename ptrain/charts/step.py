@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Sequence
 
 from ptrain.charts.sheet import GREY, LIGHT, WHITE, Label, Rectangle, Sheet, width_of
-from ptrain.costs import Collective, Phase, Spent, TimeKey
+from ptrain.cost import Collective, Phase, Spent, TimeKey
 from ptrain.derivation.clock import LaneSpan
 from ptrain.units import format_seconds
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from ptrain.charts.memory import STATE_COLOURS
 from ptrain.charts.sheet import BLACK, GREY, LIGHT, LINE, Label, Rectangle, Sheet
-from ptrain.costs import PLACED, State
+from ptrain.cost import PLACED, State
 from ptrain.report.predict import Prediction
 from ptrain.report.sweep import SweepPoint, step_seconds
 from ptrain.units import format_bytes, format_seconds

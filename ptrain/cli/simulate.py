@@ -15,7 +15,7 @@ from ptrain.charts.memory import painted_course
 from ptrain.cli.arguments import add_spec_arguments, print_json
 from ptrain.cli.predict import facts_of
 from ptrain.codec import encode
-from ptrain.costs import State
+from ptrain.cost import State
 from ptrain.derivation.estimate import Derivation, derive
 from ptrain.derivation.workspaces import workspaces
 from ptrain.errors import PtrainError, refused

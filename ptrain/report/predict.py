@@ -11,7 +11,7 @@ from typing import Any
 
 from ptrain.axes.context.draw import balance_text
 from ptrain.by_rank import distinct
-from ptrain.costs import (
+from ptrain.cost import (
     TIERS,
     Estimate,
     Peak,

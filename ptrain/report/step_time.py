@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ptrain.codec import encode
-from ptrain.costs import Collective, Column, Estimate, Phase, Spent, StepTime
+from ptrain.cost import Collective, Column, Estimate, Phase, Spent, StepTime
 from ptrain.derivation.estimate import Derivation
 from ptrain.derivation.throughput import throughput
 from ptrain.report.table import (

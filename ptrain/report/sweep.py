@@ -8,7 +8,7 @@ import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from ptrain.costs import Estimate, Phase, busiest
+from ptrain.cost import Estimate, Phase, busiest
 from ptrain.derivation.throughput import throughput
 from ptrain.errors import Fault
 from ptrain.report.heading import by_data_lines

@@ -1,7 +1,7 @@
 """What a simulation's figures look like in text and as a picture, from figures made by hand."""
 
 from ptrain.charts.memory import course_sheet
-from ptrain.costs import (
+from ptrain.cost import (
     Collective,
     Column,
     Estimate,

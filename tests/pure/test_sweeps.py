@@ -16,7 +16,7 @@ from ptrain.algebra.legality import check
 from ptrain.charts.sweep import sweep_sheet
 from ptrain.cli.main import main
 from ptrain.cli.predict import add_arguments
-from ptrain.costs import PLACED, Column, Estimate, Phase, Spent, StepTime, TimeKey, TimeRow
+from ptrain.cost import PLACED, Column, Estimate, Phase, Spent, StepTime, TimeKey, TimeRow
 from ptrain.derivation.estimate import derive
 from ptrain.errors import Fault, SpecError
 from ptrain.report.predict import prediction_of
