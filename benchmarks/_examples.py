@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from _machine import environment
@@ -32,18 +33,23 @@ def launched(text: str) -> dict[str, str]:
 
 
 def printed(command: str, text: str) -> str:
-    """Run a command beside the files of a page; return what it prints. Raises CalledProcessError
-    where it fails."""
-    program, *arguments = command.split()
+    """Return the output of a command that runs next to the files of a page. Raises
+    CalledProcessError if the command fails."""
     with tempfile.TemporaryDirectory() as folder:
         for name, code in files(text).items():
             (Path(folder) / name).write_text(code, encoding="utf-8")
-        ended = subprocess.run(
-            [sys.executable, "-m", PROGRAMS[program], *arguments],
-            cwd=folder,
-            env=environment() | {"COLUMNS": str(PIPE_WIDTH)},
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-    return ended.stdout.rstrip()
+        return run(command.split(), folder).rstrip()
+
+
+def run(words: Sequence[str], folder: str | Path) -> str:
+    """Run a command in a folder and return its output."""
+    program, *arguments = words
+    ended = subprocess.run(
+        [sys.executable, "-m", PROGRAMS[program], *arguments],
+        cwd=folder,
+        env=environment() | {"COLUMNS": str(PIPE_WIDTH)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return ended.stdout

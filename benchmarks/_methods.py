@@ -1,15 +1,14 @@
-"""The tables of all named strategies: what each stores, sends and runs as, and what it saves."""
+"""Generate the tables of all named strategies: placement, implementation, memory and traffic."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import cache
 
-from _tables import on_ranks, table, tuples
+from _tables import families, on_ranks, table, tuples
 
-from ptrain.costs import TIERS, Estimate, State
+from ptrain.cost import TIERS, Estimate, State
 from ptrain.derivation.estimate import derive
-from ptrain.report.predict import model_state_bytes, sent_bytes
+from ptrain.report.predict import sent_bytes
 from ptrain.report.table import largest, size, traffic_size
 from ptrain.spec.activations import belongs_to_rank
 from ptrain.spec.names import listing
@@ -24,32 +23,21 @@ LETTERS = STATES | {State.ACTIVATIONS: "A"}
 
 
 def strategies() -> str:
-    """Every named strategy on as many ranks, with its predictions and what it runs as."""
+    """Return the description, placement, savings and implementation of each named strategy."""
 
     def rows() -> Iterator[Sequence[str]]:
-        for name in listing("strategies"):
+        for name in families():
             spec = on_ranks(name)
-            derivation = derive(spec)
-            exact = derivation.exact
-            yield (
-                f"`{name}`",
-                tuples(spec),
-                at_rest(exact),
-                size(max((row.device_bytes for row in exact.peak), default=None)),
-                f"{traffic_size(sent_bytes(exact))} ({traffic_size(sent_bytes(derivation.paper))})",
-                runs_as(derivation.plan),
-            )
+            yield f"`{name}`", _about(name), tuples(spec), _saves(spec), runs_as(derive(spec).plan)
 
-    columns = ["strategy", "Θ,Ω,G,A by axis", "Θ+Ω+G per rank", "peak", "sent per step (paper)"]
-    return table([*columns, "runs as"], rows())
+    return table(["strategy", "description", "Θ,Ω,G,A by axis", "saves", "implementation"], rows())
 
 
-def at_rest(exact: Estimate) -> str:
-    """Returns the bytes on the device, and those on other tiers where there are any."""
-    sizes = [model_state_bytes(exact, tier) or 0 for tier in TIERS]
-    by_place = zip(sizes[1:], ("host", "files"), strict=True)
-    others = (f" + {size(number)} {where}" for number, where in by_place if number)
-    return size(sizes[0]) + "".join(others)
+def _about(name: str) -> str:
+    """Return the comment of a strategy's file, which describes it."""
+    lines = listing("strategies")[name].read_text(encoding="utf-8").splitlines()
+    comments = (line[2:] for line in lines if line.startswith("# ") and "yaml-" not in line)
+    return next(comments).replace("*", r"\*")
 
 
 def runs_as(plan: Plan) -> str:
@@ -76,33 +64,25 @@ def wrapped_by(wrap: Wrap) -> str:
 
 
 def methods() -> str:
-    """Every strategy: what it saves, along which dimension, at what cost."""
-    base = _exact(BASE)
+    """Return the predicted memory and traffic of each named strategy."""
+    base = derive(on_ranks(BASE)).exact
 
     def rows() -> Iterator[Sequence[str]]:
-        for name in sorted(listing("strategies"), key=_order):
-            exact = _exact(name)
+        for name in families():
+            derivation = derive(on_ranks(name))
+            exact = derivation.exact
             copied = exact.copied_bytes()
             yield [
                 f"`{name}`",
-                _saves(on_ranks(name)),
-                " × ".join(factor.axis for factor in on_ranks(name).factors),
                 *(_by_tier(exact, state) for state in STATES),
+                size(exact.peak_bytes()),
+                f"{traffic_size(sent_bytes(exact))} ({traffic_size(sent_bytes(derivation.paper))})",
                 f"{exact.sent_bytes() / base.sent_bytes():.3g}×",
                 traffic_size(copied) if copied else "",
             ]
 
-    columns = ["method", "what it saves", "dimension", *STATES.values()]
-    return table([*columns, "sent", "copied between tiers"], rows())
-
-
-def _order(name: str) -> tuple[bool, str]:
-    return name != BASE, name
-
-
-@cache
-def _exact(name: str) -> Estimate:
-    return derive(on_ranks(name)).exact
+    columns = ["strategy", *STATES.values(), "peak", "sent per step (paper)", f"sent, `{BASE}` = 1"]
+    return table([*columns, "copied between tiers"], rows())
 
 
 def _by_tier(exact: Estimate, state: State) -> str:
@@ -125,7 +105,7 @@ def _saves(spec: Spec) -> str:
             for words in _kept(mode) if is_own else _saving(mode, factor.axis):
                 savings.setdefault(words, []).append(letter)
     parts = (f"{', '.join(dict.fromkeys(letters))} {words}" for words, letters in savings.items())
-    return "; ".join(parts) or "nothing: the measure of all others"
+    return "; ".join(parts) or "baseline"
 
 
 def _kept(mode: Mode) -> Iterator[str]:

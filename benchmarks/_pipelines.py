@@ -14,7 +14,7 @@ from ptrain.axes.pipeline.cost import ClosedForm, Relation
 from ptrain.axes.pipeline.schedule import PipelineShape, StageCost
 from ptrain.axes.pipeline.simulate import simulate
 from ptrain.axes.pipeline.stage_facts import most_held, transfers
-from ptrain.costs import Collective, Traffic, busiest
+from ptrain.cost import Collective, Traffic, busiest
 from ptrain.derivation.estimate import derive
 from ptrain.derivation.interconnect import link
 from ptrain.plan.composition import are_consecutive, theorem_7
@@ -49,7 +49,7 @@ def schedules() -> str:
     """Of each schedule: stages, what it holds and sends, what it waits at two sizes and by the
     literature's formula at the first."""
     waits = [f"{ranks} ranks, {times} micro-batches" for ranks, times in SIZES]
-    columns = ["SPEC", "stages a rank", "in flight", "sends", *waits, "by formula"]
+    columns = ["spec", "stages per rank", "in flight", "sends", *waits, "published"]
     return table(columns, (_schedule_row(name) for name in ScheduleName))
 
 
@@ -85,7 +85,7 @@ def _pipeline(name: ScheduleName, ranks: int, microbatches: int) -> PipelineShap
 def orders() -> str:
     """A large mesh in both orders, twice: whose groups leave their node, and what that takes."""
     axes = (Axis.DP_SHARD, Axis.PP)
-    columns = ["mesh, outermost first", "order of", "a stage's replicas", *axes]
+    columns = ["mesh, outermost first", "order of", "replicas of a stage", *axes]
 
     def rows() -> Iterator[Sequence[str]]:
         for mesh in MESHES:
@@ -93,7 +93,7 @@ def orders() -> str:
             derivation = derive(spec)
             condition, *_ = theorem_7(spec, derivation.plan)
             others = tuple(f.axis for f in spec.factors if f.axis is not Axis.PP)
-            placed = "consecutive" if are_consecutive(groups(spec, others)) else "apart"
+            placed = "adjacent" if are_consecutive(groups(spec, others)) else "apart"
             order = condition.name.partition(".")[0]
             traffic = derivation.exact.traffic
             yield (f"`{mesh}`", order, placed, *(_carried(spec, traffic, axis) for axis in axes))
@@ -104,14 +104,14 @@ def orders() -> str:
 def _carried(spec: Spec, traffic: Sequence[Traffic], axis: Axis) -> str:
     found = link(spec, traffic, axis)
     assert found is not None, "a spec with a cluster and this axis"
-    where = f"over {found.nodes} nodes" if found.nodes > 1 else "in a node"
+    where = f"over {found.nodes} nodes" if found.nodes > 1 else "in one node"
     seconds = found.latency_seconds + found.transfer_seconds
     return f"{traffic_size(found.sent_bytes)} {where}, {seconds:.3g} s"
 
 
 def policies() -> str:
     """What `sync` costs a stage that gathers its units and reduces its gradients to slices."""
-    columns = ["`sync`", "gathers of a unit", "reductions", "sent per step", "peak"]
+    columns = ["`sync`", "gathers per unit", "reductions per unit", "sent per step", "peak"]
 
     def rows() -> Iterator[Sequence[str]]:
         for written in POLICIES:
@@ -126,7 +126,7 @@ def policies() -> str:
                 calls[row.key.collective] += row.calls
             peak = max((row.device_bytes for row in exact.peak), default=None)
             yield (
-                f"`{written}`" if written else "the default",
+                f"`{written}`" if written else "default",
                 f"{calls[Collective.ALL_GATHER] / units:g}",
                 f"{calls[Collective.REDUCE_SCATTER] / units:g}",
                 traffic_size(exact.sent_bytes()),

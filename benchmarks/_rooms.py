@@ -48,7 +48,7 @@ def rooms() -> str:
             lines = sum(path.read_text(encoding="utf-8").count("\n") for path in files)
             yield f"`{room}/`", about, _about(lines)
 
-    return table(["room", "what it is", "lines, about"], rows())
+    return table(["package", "content", "lines, about"], rows())
 
 
 def _about(lines: int) -> str:

@@ -1,17 +1,22 @@
-"""Tables of the pages: activations, other tools' names, keys and long contexts; and what all tables
-share: Markdown, strategies on as many ranks each, and their tuples as text."""
+"""Generate tables of the pages: activations, other tools' settings, keys and long contexts.
+
+The helpers for all tables are here too: Markdown, strategies on equal numbers of ranks, placements
+as text."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
+from itertools import starmap
+from pathlib import Path
 from typing import Any
 
 from _machine import ROOT
 
 from ptrain.algebra.legality import require
-from ptrain.costs import Estimate, State
+from ptrain.cost import Estimate, State
 from ptrain.derivation.estimate import derive
 from ptrain.report.table import size
 from ptrain.selection.recompute import settled
@@ -69,18 +74,18 @@ ATTENTIONS = ("sdpa", "eager")
 def modes() -> str:
     """What every mode of the blocks' activations saves, with both kinds of attention."""
     columns = [
-        "written",
+        "setting",
         *(f"saved, `{name}`" for name in ATTENTIONS),
         *(f"peak, `{name}`" for name in ATTENTIONS),
-        "off the device",
-        "computed again",
+        "offloaded",
+        "recomputed",
     ]
 
     def rows() -> Iterator[Sequence[str]]:
         for written in MODES:
             sdpa, eager = (_exact(written, name) for name in ATTENTIONS)
             yield (
-                ", ".join(f"`{each}`" for each in written).replace("=", ": ") or "nothing (R)",
+                ", ".join(f"`{each}`" for each in written).replace("=", ": ") or "default (R)",
                 *(size(each.bytes_of(State.ACTIVATIONS)) for each in (sdpa, eager)),
                 *(size(max(row.device_bytes for row in each.peak)) for each in (sdpa, eager)),
                 " · ".join(map(size, (_off(sdpa), _off(eager)))) if _off(sdpa) else "–",
@@ -106,43 +111,68 @@ def _again(exact: Estimate) -> str:
 
 
 FLAGS = ROOT / "specs" / "flags.yaml"
+HINTS = ROOT / "specs" / "hints.yaml"
+_ANSWER = re.compile(r"([\w.]+)=(.+?)(?:; .*)?")  # `key=value; a sentence`
 
 
-def flags() -> str:
-    """Other tools' names and flags, the tuple they mean and the spec that has it."""
-    tools = _data()["tools"]
+def families() -> Sequence[str]:
+    """Return the names of all strategies by family: data, offload, activations, tp, cp, pp."""
+    return tuple(dict.fromkeys(row["spec"][0] for row in _data(FLAGS)["placements"]))
+
+
+def coming_from(tool: str) -> str:
+    """Return the settings of a tool with the spec or key that has the same effect."""
 
     def rows() -> Iterator[Sequence[str]]:
-        for row in _data()["placements"]:
-            name, *overrides = row["spec"]
-            spec = load(name, overrides).spec
-            written = " ".join((name, *overrides))
-            yield [f"`{written}`", tuples(spec), *(row.get(tool, "") for tool in tools)]
+        for row in _data(FLAGS)["placements"]:
+            if theirs := row.get(tool):
+                name, *overrides = row["spec"]
+                spec = load(name, overrides).spec
+                yield theirs, f"`{' '.join((name, *overrides))}`", tuples(spec)
+        for row in _data(FLAGS)["dials"]:
+            if theirs := row.get(tool):
+                yield theirs, row["dial"], "option"
 
-    return table(["SPEC", "Θ,Ω,G,A", *tools], rows())
+    return table([tool, "spec", "Θ,Ω,G,A"], rows())
 
 
-def dials() -> str:
-    """Other tools' names of dials."""
-    tools = _data()["tools"]
-    rows = ([row["dial"], *(row.get(tool, "") for tool in tools)] for row in _data()["dials"])
-    return table(["key of a spec", *tools], rows)
+def config_keys(tool: str) -> str:
+    """Return the keys of a tool's config file with the key of a spec that replaces each."""
+    by_answer: dict[str, list[str]] = {}
+    for key, answers in _data(HINTS)["keys"][tool].items():
+        texts = answers.values() if isinstance(answers, dict) else (answers,)
+        matches = [match.groups() for match in map(_ANSWER.fullmatch, texts) if match]
+        values: dict[str, list[str]] = {}
+        for ours, value in dict.fromkeys(matches):
+            values.setdefault(ours, []).append(value)
+        if values:
+            cell = "; ".join(starmap(_setting, values.items()))
+            by_answer.setdefault(cell, []).append(f"`{key}`")
+    rows = ((", ".join(theirs), ours) for ours, theirs in by_answer.items())
+    return table([tool, "spec"], rows)
+
+
+def _setting(key: str, values: Sequence[str]) -> str:
+    if len(values) == 1:
+        return f"`{key}: {values[0]}`"
+    return f"`{key}`: {', '.join(f'`{value}`' for value in values)}"
 
 
 @cache
-def _data() -> Mapping[str, Any]:
-    root = read(FLAGS).root
-    assert isinstance(root, dict), "specs/flags.yaml is a mapping"
+def _data(path: Path) -> Mapping[str, Any]:
+    root = read(path).root
+    assert isinstance(root, dict), f"{path} is a mapping"
     return root
 
 
 def keys() -> str:
-    """Every key of a spec by its dotted name: what it takes, its default, and what it means."""
-    return table(["key", "takes", "default", "meaning"], map(_key_row, reference()))
+    """Return the table of all keys: allowed values, default, meaning and an example of each."""
+    return table(["key", "values", "default", "meaning", "example"], map(_key_row, reference()))
 
 
 def _key_row(row: KeyRow) -> Sequence[str]:
-    return f"`{row.place}`", _text(row.takes), _text(row.default), _text(row.about)
+    example = f"`{row.example}`" if row.example else ""
+    return f"`{row.place}`", _text(row.takes), _text(row.default), _text(row.about), example
 
 
 def _text(text: str) -> str:
@@ -206,14 +236,21 @@ def long_contexts() -> str:
                 exact = derive(load(mapping(length, degree, attention, mode)).spec).exact
                 assert exact.step is not None, "the cluster has rates"
                 cells.append(f"{exact.step.seconds:.1f} s · {exact.peak_bytes() / GB:.2f} GB")
-    columns = ["tokens", "cp", "ring", "zigzag", "all-gather", "Ulysses, or 8 × ring"]
+    columns = [
+        "tokens",
+        "cp",
+        "ring",
+        "zigzag",
+        "all-gather",
+        "ulysses; from cp 16 `{ulysses: 8, ring: cp/8}`",
+    ]
     return table(columns, ((*case, *cells) for case, cells in by_case.items()))
 
 
 TABLES = {
     "modes of activations": modes,
-    "flags": flags,
-    "dials": dials,
+    **{f"coming from {tool}": partial(coming_from, tool) for tool in _data(FLAGS)["tools"]},
+    **{f"keys of {tool}": partial(config_keys, tool) for tool in _data(HINTS)["keys"]},
     "keys": keys,
     "long contexts": long_contexts,
 }

@@ -18,7 +18,7 @@ from _gpu_cases import SLICES
 from _script import Script, table_head, table_row
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ptrain.costs import Phase
+from ptrain.cost import Phase
 from ptrain.derivation.allocator import reserved
 from ptrain.rooms import pretence
 from ptrain.selection.recompute import settled

@@ -69,9 +69,8 @@ def run(args: Namespace) -> int:
         if args.markdown:
             print(as_markdown(comparison, shows_all=args.all), *exceeding, sep="\n")
         else:
-            words = shlex.join(["ptrain", "compare", *args.arguments, "--all"])
-            more = ["", next_line(words, "ptrain compare --help")]
-            show(as_text(comparison, shows_all=args.all), *exceeding, *more)
+            command = next_line(shlex.join([*args.typed, "--all"]), "ptrain compare --help")
+            show(as_text(comparison, shows_all=args.all), *exceeding, "", command)
     return VerdictFailed.exit_code if failures else 0
 
 

@@ -15,10 +15,11 @@ from ptrain.charts.canvas import Format, painted, require_writable, write_whole
 from ptrain.charts.front import front_sheet
 from ptrain.cli.arguments import positive, print_json
 from ptrain.cli.predict import facts_of
+from ptrain.cli.progress import progress
 from ptrain.errors import PtrainError, refused
 from ptrain.facts.model import ModelFacts
 from ptrain.plan.lower import own_facts
-from ptrain.report.screen import next_line, progress, show
+from ptrain.report.screen import next_line, show
 from ptrain.report.selection import TOP, as_csv, as_record, as_spec, placement_text, selection_text
 from ptrain.selection.algorithm1 import (
     Answer,
@@ -131,7 +132,7 @@ def run(args: Namespace) -> int:
         raise refused("--out", f"there is no folder {args.out.parent}", "make it first")
     if args.out is not None and args.out.is_dir():
         raise refused("--out", f"{args.out} is a folder", "name a file")
-    with _without_collector(), progress("searching placements") as bar:
+    with _without_collector(), progress("searching placements") as step:
         selection = select(
             sources[0],
             overrides,
@@ -144,7 +145,7 @@ def run(args: Namespace) -> int:
             deadline=args.deadline,
             budget=args.budget,
             read=_read,
-            watch=lambda done, count: bar.step(done, count, "deriving the best candidates"),
+            watch=lambda done, count: step(done, count, "deriving the best candidates"),
         )
     advice = _advice(selection, args) if args.by == "algorithm1" else None
     files = list(_written(selection, args, form))
@@ -162,18 +163,9 @@ def run(args: Namespace) -> int:
 
 def _next_commands(selection: PlacementRanking, args: Namespace) -> list[str]:
     """Return the commands that write and train the best, the shortest last."""
-    if selection.best is None:
-        return ["ptrain select --help"]
-    if args.out is not None:
-        return [shlex.join(["ptrain", "train", str(args.out)])]
-    words = ["ptrain", "select", *args.arguments]
-    for name in ("cluster", "devices", "exact", "tokens", "deadline", "budget"):
-        value = getattr(args, name)
-        words += [] if value is None else [f"--{name}", str(value)]
-    words += [word for rule in args.where for word in ("--where", rule)]
-    if args.objective != SearchGoal.TIME.value:
-        words += ["--objective", args.objective]
-    command = f"{shlex.join(words)} --out best.yaml"
+    if selection.best is None or args.out is not None:
+        return [f"ptrain train {args.out}" if selection.best else "ptrain select --help"]
+    command = f"{shlex.join(args.typed)} --out best.yaml"
     return [f"{command} && ptrain train best.yaml", command, "ptrain select --help"]
 
 

@@ -15,8 +15,9 @@ from ptrain.charts.canvas import Format, require_writable, write_whole
 from ptrain.charts.memory import painted_course
 from ptrain.cli.arguments import add_spec_arguments, print_json
 from ptrain.cli.predict import facts_of
+from ptrain.cli.progress import progress
 from ptrain.codec import encode
-from ptrain.costs import State
+from ptrain.cost import State
 from ptrain.derivation.estimate import Derivation, derive
 from ptrain.derivation.workspaces import workspaces
 from ptrain.errors import PtrainError, refused
@@ -24,7 +25,7 @@ from ptrain.installed import torch_minor
 from ptrain.meters.measure import join_estimates
 from ptrain.report.heading import heading
 from ptrain.report.record import record, rows_of
-from ptrain.report.screen import next_line, progress, show
+from ptrain.report.screen import next_line, show
 from ptrain.report.simulation import GARBAGE, RankReport, one
 from ptrain.rooms import pretence
 from ptrain.rooms.patches import require_supported
@@ -163,8 +164,8 @@ def _of_spec(spec: Spec, args: Namespace, lacking: str) -> Iterator[tuple[Deriva
         show(heading(spec, facts.numel), *lines)
     ranks = chosen(spec, derivation.exact, args.rank)
     for number, rank in enumerate(ranks):
-        with progress(f"simulating rank {rank} of {spec.world_size}") as bar:
-            bar.step(number, len(ranks))
+        with progress(f"simulating rank {rank} of {spec.world_size}") as step:
+            step(number, len(ranks))
             simulated = simulate(
                 spec,
                 rank,

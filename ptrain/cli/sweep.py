@@ -15,10 +15,11 @@ from typing import Protocol
 from ptrain.charts.canvas import Format, painted, require_writable, write_whole
 from ptrain.charts.sweep import sweep_sheet
 from ptrain.cli.arguments import print_json
+from ptrain.cli.progress import progress
 from ptrain.codec import encode
 from ptrain.errors import Fault, PtrainError, SpecError
 from ptrain.report.predict import Prediction, require_cuda
-from ptrain.report.screen import next_line, progress, show
+from ptrain.report.screen import next_line, show
 from ptrain.report.sweep import SweepPoint, as_csv, fastest_that_fits, ordered, table
 from ptrain.spec.follow import followers
 from ptrain.spec.load import sweeps
@@ -48,11 +49,11 @@ def run_sweep(
     form = None if args.chart is None else require_writable(args.chart)
     choices = len(list(sweeps(overrides))) * len(sources)
     points: list[SweepPoint] = []
-    with progress("predicting") as bar:
+    with progress("predicting") as step:
         for source in sources:
             for point in _points(source, overrides, predict, is_named=len(sources) > 1):
                 points.append(point)
-                bar.step(len(points), choices, f"predicting {point.label}")
+                step(len(points), choices, f"predicting {point.label}")
     predictions = [point.prediction for point in points if point.prediction is not None]
     if not predictions:
         raise SpecError(*dict.fromkeys(fault for point in points for fault in point.faults))

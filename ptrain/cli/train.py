@@ -38,7 +38,7 @@ from ptrain.train.heading import parts_of_ranks
 from ptrain.train.host_memory import require_host_holds
 from ptrain.train.launch import launch
 from ptrain.train.options import Options
-from ptrain.train.profiled_steps import require_reachable
+from ptrain.train.probe import require_reachable
 from ptrain.train.tracker import names_of_trackers, require_trackers
 
 

@@ -10,14 +10,15 @@ from contextlib import suppress
 from pathlib import Path
 
 from ptrain.cli.arguments import add_spec_arguments, print_json
+from ptrain.cli.progress import progress
 from ptrain.errors import VerdictFailed, refused
 from ptrain.installed import require_torch
-from ptrain.report.screen import next_line, progress, show
+from ptrain.report.screen import next_line, show
 from ptrain.spec.load import split_arguments, sweeps
 from ptrain.spec.names import names
 from ptrain.train.notebook import Run, load_trainable
 from ptrain.train.notebook import run as train
-from ptrain.train.profiled_steps import require_reachable
+from ptrain.train.probe import require_reachable
 
 _STEADY = 3  # two steps settle (buckets, optimizer state), the third is measured
 _BRIEFLY = (
@@ -46,8 +47,8 @@ def run(args: Namespace) -> int:
         _require_steady_step(source, choice)
     runs = []
     for source, choice in jobs:
-        with progress(f"running four steps of {_title(source, choice)}") as bar:
-            bar.step(len(runs), len(jobs))
+        with progress(f"running four steps of {_title(source, choice)}") as step:
+            step(len(runs), len(jobs))
             runs.append(_validate(source, choice, allow_import=args.allow_import))
         if not args.json:
             title = [_title(source, choice)] if len(jobs) > 1 else []

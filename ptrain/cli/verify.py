@@ -83,8 +83,8 @@ def run(args: Namespace) -> int:
         print_json(records if len(records) > 1 else records[0])
     holds = all(record["verdict"] == "holds" for record in records)
     if not args.json:
-        words = ["train", *args.arguments] if holds else ["verify", *args.arguments, "--verbose"]
-        show(next_line(shlex.join(["ptrain", *words]), f"ptrain {words[0]} --help"))
+        words = ["ptrain", "train", *args.arguments] if holds else [*args.typed, "--verbose"]
+        show(next_line(shlex.join(words), "ptrain verify --help"))
     return 0 if holds else VerdictFailed.exit_code
 
 

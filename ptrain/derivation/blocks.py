@@ -15,7 +15,7 @@ from itertools import starmap
 from typing import Any
 
 from ptrain.axes.context.attention import ContextPart
-from ptrain.costs import Collective
+from ptrain.cost import Collective
 from ptrain.derivation.archive import TablePart
 from ptrain.derivation.tables import Setting, content, table
 from ptrain.spec.activations import ATTENTION_ONLY, FULL, PLAIN, SELECTIVE, Kept

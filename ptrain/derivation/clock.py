@@ -18,7 +18,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
-from ptrain.costs import Collective, Phase, Spent, StepTime, TimeKey, TimeRow
+from ptrain.cost import Collective, Phase, Spent, StepTime, TimeKey, TimeRow
 from ptrain.derivation.interconnect import Network
 from ptrain.facts.model import InnerCollective, Operator, PassWork
 from ptrain.optimizers.ghost import muon_operators

@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ptrain.costs import Collective
+from ptrain.cost import Collective
 from ptrain.derivation.activation_moves import COPIES
 from ptrain.derivation.clock import Arrival, Clock, PassSeconds
 from ptrain.derivation.layers import Representatives

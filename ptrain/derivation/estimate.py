@@ -16,7 +16,7 @@ from ptrain.axes.expert.cost import sent as sent_to_experts
 from ptrain.axes.expert.form import assumed
 from ptrain.axes.pipeline.catalogue import schedule_of
 from ptrain.by_rank import ByRank, distinct, rows_by_rank
-from ptrain.costs import (
+from ptrain.cost import (
     Column,
     Estimate,
     Footprint,

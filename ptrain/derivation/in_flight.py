@@ -10,7 +10,7 @@ from typing import NamedTuple
 from ptrain.axes.pipeline.instructions import Instruction, Message, Receive, Release, Send, training
 from ptrain.axes.pipeline.schedule import Action, Schedule
 from ptrain.by_rank import ByRank, rows_by_rank
-from ptrain.costs import Footprint, Peak, Phase, State, StepTime, Traffic
+from ptrain.cost import Footprint, Peak, Phase, State, StepTime, Traffic
 from ptrain.derivation.activation_moves import activation_row
 from ptrain.derivation.clock import Clock, Seconds
 from ptrain.derivation.computing import PassScore

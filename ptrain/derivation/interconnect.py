@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
 
-from ptrain.costs import Collective, Phase, Traffic, busiest
+from ptrain.cost import Collective, Phase, Traffic, busiest
 from ptrain.spec.placement import Axis
 from ptrain.spec.spec import Spec, groups
 from ptrain.units import format_bytes

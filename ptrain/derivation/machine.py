@@ -8,7 +8,7 @@ from functools import cache, partial
 
 from ptrain.axes.pipeline.schedule import Schedule
 from ptrain.axes.pipeline.stage_facts import chain_of
-from ptrain.costs import StepTime
+from ptrain.cost import StepTime
 from ptrain.derivation.clock import Clock, LaneSpan
 from ptrain.derivation.computing import Timing, block_names
 from ptrain.derivation.interconnect import Network

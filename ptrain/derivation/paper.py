@@ -18,7 +18,7 @@ from ptrain.axes.context.attention import left_to_others
 from ptrain.axes.data.form import frozen_factors, places_frozen
 from ptrain.axes.ring import Calls, Group
 from ptrain.by_rank import ByRank
-from ptrain.costs import Collective, Column, Estimate, Footprint, Phase, State, Traffic, add_traffic
+from ptrain.cost import Collective, Column, Estimate, Footprint, Phase, State, Traffic, add_traffic
 from ptrain.facts.model import ModelFacts, UnitFacts
 from ptrain.optimizers.update import optimizer_itemsize
 from ptrain.spec.placement import (

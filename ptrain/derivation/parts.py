@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ptrain.by_rank import of_own
-from ptrain.costs import Estimate
+from ptrain.cost import Estimate
 from ptrain.derivation import tensor
 from ptrain.derivation.machine import slowest
 from ptrain.facts.model import ModelFacts, RowsTimeline

@@ -30,7 +30,7 @@ from ptrain.axes.pipeline.stage_facts import (
 )
 from ptrain.axes.ring import Calls, Group, group_over
 from ptrain.by_rank import ByRank, rows_by_rank
-from ptrain.costs import Collective, Footprint, Phase, State, Traffic, add_traffic
+from ptrain.cost import Collective, Footprint, Phase, State, Traffic, add_traffic
 from ptrain.derivation import blocks, tensor
 from ptrain.derivation.activation_moves import kept_traffic
 from ptrain.derivation.ghosts.clipping import norm

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from ptrain.axes.pipeline.instructions import given
 from ptrain.axes.pipeline.schedule import Action, Schedule
 from ptrain.axes.pipeline.simulate import ActionCosts, Simulation, simulate, simulate_sharing
-from ptrain.costs import Collective, Phase, Spent, StepTime, TimeKey, TimeRow
+from ptrain.cost import Collective, Phase, Spent, StepTime, TimeKey, TimeRow
 from ptrain.derivation.clock import Clock, LaneSpan, with_launches
 from ptrain.derivation.computing import PassScore, Timing
 from ptrain.derivation.layers import Representatives

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from ptrain.axes.ring import Calls, Group, group_over
-from ptrain.costs import Collective, Phase, Spent, State, Traffic, TrafficKey
+from ptrain.cost import Collective, Phase, Spent, State, Traffic, TrafficKey
 from ptrain.derivation.clock import Arrival, Clock
 from ptrain.derivation.layers import Representatives
 from ptrain.facts.model import ModelFacts, UnitFacts

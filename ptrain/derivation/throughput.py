@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ptrain.costs import StepTime
+from ptrain.cost import StepTime
 from ptrain.facts.model import ModelFacts
 from ptrain.facts.parameters import elements_met
 from ptrain.spec.model import ModelShape

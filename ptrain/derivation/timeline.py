@@ -10,7 +10,7 @@ from functools import partial
 from typing import assert_never
 
 from ptrain.by_rank import ByRank, KeyT, rows_by_rank
-from ptrain.costs import Footprint, Peak, Phase, State, StepTime
+from ptrain.cost import Footprint, Peak, Phase, State, StepTime
 from ptrain.derivation import layers as layer_tables
 from ptrain.derivation.clock import Clock, ClockState
 from ptrain.derivation.computing import Computing, PassScore, Timing

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
-from ptrain.costs import Collective, Estimate, Phase, State, Traffic
+from ptrain.cost import Collective, Estimate, Phase, State, Traffic
 
 # Sent by gloo / sent under the ring model; what is not named is 1.
 GLOO = {Collective.REDUCE_SCATTER: Fraction(2)}

@@ -13,7 +13,7 @@ from itertools import groupby
 from typing import Any
 
 from ptrain.axes.context.attention import ContextKind, ContextPart
-from ptrain.costs import Collective
+from ptrain.cost import Collective
 from ptrain.derivation import archive, blocks, tables
 from ptrain.derivation.archive import TablePart
 from ptrain.derivation.layers import is_tabulated

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Self
 
-from ptrain.costs import Collective
+from ptrain.cost import Collective
 from ptrain.facts.stages import Chain, Units
 from ptrain.spec.model import ModelSpec
 from ptrain.spec.placement import Axis

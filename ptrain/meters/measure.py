@@ -39,17 +39,17 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-from ptrain.costs import Collective, Column, Estimate, Phase, State, Traffic, TrafficKey, Wire
+from ptrain.cost import Collective, Column, Estimate, Phase, State, Traffic, TrafficKey, Wire
 from ptrain.errors import PtrainError
 from ptrain.internals import process_groups
 from ptrain.internals.autograd import is_in_backward
 from ptrain.internals.fsdp2 import parameter_groups, policies
-from ptrain.interpreter import agreement
+from ptrain.interpreter import program
 from ptrain.interpreter.program import Observer, Program
 from ptrain.meters.memory import MemoryMeter
 from ptrain.meters.traffic import TrafficMeter
 from ptrain.models.ledger import OperatorMode, local
-from ptrain.rooms.registry import Registry
+from ptrain.rooms.comm import Registry
 from ptrain.rooms.world import World
 
 # struct tcp_info of Linux: eight bytes, 24 times u32, then u64s and u32s as they came to be added.
@@ -471,7 +471,7 @@ def gather_estimates(world: World, estimate: Estimate) -> list[Estimate]:
     """Return every rank's estimate on every rank, in order of rank."""
     if world.size == 1:
         return [estimate]
-    return agreement.gather(estimate, world.size, world.device, kind=Estimate)
+    return program.gather(estimate, world.size, world.device, kind=Estimate)
 
 
 def join_estimates(estimates: list[Estimate]) -> Estimate:

@@ -27,7 +27,7 @@ from ptrain.axes.data.form import (
 from ptrain.axes.expert.form import experts_of, loads_of
 from ptrain.axes.pipeline.catalogue import pipeline_of, schedule_of
 from ptrain.axes.pipeline.stage_facts import stages_of
-from ptrain.costs import State
+from ptrain.cost import State
 from ptrain.errors import SpecError, refused
 from ptrain.facts.model import ModelFacts
 from ptrain.facts.parameters import expert_layers, expert_modules

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from ptrain.costs import Collective
+from ptrain.cost import Collective
 from ptrain.facts.model import Operator, PassWork
 from ptrain.spec.activations import Kept
 from ptrain.spec.placement import Tier

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from ptrain.costs import PLACED, State
+from ptrain.cost import PLACED, State
 from ptrain.report.heading import placement
 from ptrain.report.predict import (
     MODEL_STATES,

@@ -7,7 +7,7 @@ from typing import assert_never
 
 import yaml
 
-from ptrain.costs import Estimate
+from ptrain.cost import Estimate
 from ptrain.spec.model import ExternalModel, HuggingFaceModel, ModelShape
 from ptrain.spec.spec import Spec
 from ptrain.units import format_count

@@ -11,7 +11,7 @@ from typing import Any
 
 from ptrain.axes.context.draw import balance_text
 from ptrain.by_rank import distinct
-from ptrain.costs import (
+from ptrain.cost import (
     TIERS,
     Estimate,
     Peak,
@@ -29,7 +29,7 @@ from ptrain.plan.composition import compositions, condition_lines
 from ptrain.report.heading import by_data_lines, heading
 from ptrain.report.places import by_place
 from ptrain.report.screen import fold, screen_width
-from ptrain.report.step_time import pace_parts, time_lines
+from ptrain.report.step_time import device_name, job_pace, pace_parts, time_lines
 from ptrain.report.table import (
     MISSING,
     Importance,
@@ -225,31 +225,25 @@ def _balance(plan: Plan) -> list[str]:
 
 def answer_line(prediction: Prediction) -> str:
     """Return `Fits: 39.5 GiB of 74.12 GiB per GPU · 3.69 s/step · 71k tokens/s · …`."""
-    return " · ".join([_fit_answer(prediction), *pace_parts(prediction.derivation)])
+    seconds = None if (step := prediction.derivation.exact.step) is None else step.seconds
+    pace = pace_parts(prediction.spec, seconds, job_pace(prediction.derivation))
+    return " · ".join([_fit_answer(prediction), *pace])
 
 
 def _fit_answer(prediction: Prediction) -> str:
     fitting, device = prediction.fit, device_name(prediction.spec)
-    used = peak_text(fitting)
-    if fitting.peak_bytes is None:
-        used = f"{used} without activations"
+    used = peak_text(fitting) + " without activations" * (fitting.peak_bytes is None)
     if fitting.usable_memory is None:
-        word = "Peak" if fitting.peak_bytes is not None else "Peak unknown: at least"
-        return f"{word} {used} per {device}, no cluster to compare with"
+        return f"Peak {used} per {device}; no cluster to compare it with"
     measure = f"{used} of {size(fitting.usable_memory)} per {device}"
-    if fitting.fits is False:
-        short = size(max(fitting.short_bytes, fitting.host_short_bytes))
-        is_least = fitting.peak_bytes is None or fitting.lower_bytes is not None
-        host = f", {host_text(fitting)}" if fitting.host_short_bytes > 0 else ""
-        return f"Does not fit by {short}{' or more' * is_least}: {measure}{host}"
     if fitting.fits is None:
         return f"Unknown whether it fits: {measure}"
-    return f"{'Fits, but tight' if fitting.is_tight else 'Fits'}: {measure}"
-
-
-def device_name(spec: Spec) -> str:
-    """Return `GPU`, or `rank` for a spec that does not run on GPUs."""
-    return "GPU" if spec.is_for_cuda else "rank"
+    if fitting.fits:
+        return f"{'Fits, but tight' if fitting.is_tight else 'Fits'}: {measure}"
+    short = size(max(fitting.short_bytes, fitting.host_short_bytes))
+    is_least = fitting.peak_bytes is None or fitting.lower_bytes is not None
+    host = f", {host_text(fitting)}" if fitting.host_short_bytes > 0 else ""
+    return f"Does not fit by {short}{' or more' * is_least}: {measure}{host}"
 
 
 def advice_lines(prediction: Prediction) -> list[str]:
@@ -297,32 +291,32 @@ def _changes(advice: FitAdvice) -> list[str]:
 
 def fit_lines(prediction: Prediction) -> list[str]:
     """Return the memory that a peak may fill and the room that is left, and the host's memory."""
-    fitting = prediction.fit
-    lines = []
-    if fitting.device_memory is not None:
-        least = "" if fitting.lower_bytes is None else " or more"
-        spare = f"; {size(fitting.spare_bytes)} to spare{least}" if fitting.fits else ""
-        lines.append(usable_text(fitting.device_memory, fitting.reserve_bytes) + spare)
-    if host := host_text(fitting):
-        lines.append(f"host memory: {host}")
-    return lines
+    fitting, host = prediction.fit, host_text(prediction.fit)
+    least = " or more" * (fitting.lower_bytes is not None)
+    spare = f"; {size(fitting.spare_bytes)} to spare{least}" if fitting.fits else ""
+    return [
+        *(
+            [usable_text(fitting.device_memory, fitting.reserve_bytes) + spare]
+            if fitting.device_memory
+            else []
+        ),
+        *([f"host memory: {host}"] if host else []),
+    ]
 
 
 def next_commands(prediction: Prediction) -> list[str]:
     """Return the commands to go on with, the shortest last."""
-    spec, words, fitting = prediction.spec, prediction.words, prediction.fit
-    fitting_changes = [v for v in prediction.advice.variants if v.fit.fits]
-    if fitting.fits is False and fitting_changes:
-        command = ("ptrain", "predict", *words, *fitting_changes[0].overrides)
-    elif fitting.fits is False:
-        command = ("ptrain", "select", *words)
+    words, fitting, verb = prediction.words, prediction.fit, "train"
+    changes = next((v.overrides for v in prediction.advice.variants if v.fit.fits), ())
+    if fitting.fits is False:
+        verb = "predict" if changes else "select"
     elif fitting.device_memory is None:
-        command = ("ptrain", "predict", *words, "cluster.preset=h100-8")
-    elif fitting.peak_bytes is None:
-        return [prediction.telling, "ptrain simulate --help"]
-    else:
-        command = ("ptrain", "simulate" if spec.is_for_cuda else "train", *words)
-    return [shlex.join(command), f"ptrain {command[1]} --help"]
+        verb, changes = "predict", ("cluster.preset=h100-8",)
+    elif prediction.spec.is_for_cuda:
+        verb = "simulate"
+    command = shlex.join(["ptrain", verb, *words, *changes])
+    is_told = fitting.peak_bytes is None and fitting.fits is None
+    return [prediction.telling if is_told else command, f"ptrain {verb} --help"]
 
 
 def startup_lines(prediction: Prediction) -> list[str]:

@@ -13,7 +13,7 @@ from ptrain.axes.candidates import Written
 from ptrain.axes.context.attention import written_attention
 from ptrain.axes.data.form import form_of, joins_units
 from ptrain.codec import encode
-from ptrain.report.predict import device_name
+from ptrain.report.step_time import device_name, pace_parts
 from ptrain.report.table import (
     MISSING,
     Importance,
@@ -33,13 +33,13 @@ from ptrain.spec.activations import PLAIN
 from ptrain.spec.dials import Overlap
 from ptrain.spec.load import load
 from ptrain.spec.model import ModelShape
+from ptrain.spec.names import listing
 from ptrain.spec.placement import DATA_AXES, Axis
 from ptrain.spec.spec import Spec
 from ptrain.spec.write import to_yaml
 from ptrain.units import format_bytes, format_count, format_memory, format_seconds
 
 _OVER_CONTEXT = "peaks with cp are those of CPU kernels and have not been confirmed on a GPU"
-_NAMED = ("ddp", "zero1", "zero2", "zero3", "fsdp-mixed", "checkpoint-full", "tp", "tp-sp")
 TOP, _BILLION = 10, 10**9
 _MARKED = {
     SearchGoal.DEVICES: "* marks the fewest devices that meet the demand",
@@ -91,14 +91,10 @@ def _answer(selection: PlacementRanking) -> Iterator[str]:
         return
     spec, memory = best.spec, best.memory
     usable, device = memory.usable_memory or 0, device_name(spec)
-    parts = [f"peak {format_memory(best.peak_bytes)} of {format_memory(usable)} per {device}"]
-    if best.seconds is not None:
-        parts.append(f"{format_seconds(best.seconds)}/step")
-    if (pace := best.tokens_per_second) is not None:
-        each = format_count(pace / spec.world_size)
-        parts += [f"{format_count(pace)} tokens/s", f"{each} tokens/s/{device}"]
-    if best.mfu is not None:
-        parts.append(f"MFU {best.mfu:.1%}")
+    parts = [
+        f"peak {format_memory(best.peak_bytes)} of {format_memory(usable)} per {device}",
+        *pace_parts(spec, best.seconds, best.throughput),
+    ]
     yield f"Best: {' · '.join(filter(None, _cells(spec)))}"
     yield f"Fits{', but tight' * memory.is_tight}: {' · '.join(parts)}"
 
@@ -244,20 +240,20 @@ def _table(rows: Sequence[Ranked], selection: PlacementRanking, numbers: Sequenc
     """Return a table of rows. It has a column for the host if a row offloads states."""
     placements, batches, kept, dials = zip(*(_cells(row.spec) for row in rows), strict=True)
     device = device_name(rows[0].spec)
-    each = [
-        or_missing(row.tokens_per_second, lambda pace: format_count(pace / selection.job.devices))
-        for row in rows
-    ]
+    paces = [row.tokens_per_second for row in rows]
+    per_device = [pace and pace / selection.job.devices for pace in paces]
     columns = [
         TableColumn("rank" if any(numbers) else "", Importance.NAME, numbers),
         name_column("placement", placements),
         TableColumn("micro×accum", cells=batches, left=True),
         TableColumn("recompute", cells=kept, left=True),
         TableColumn("step time", Importance.RESULT, [_seconds(row) for row in rows]),
+        TableColumn("tokens/s", cells=[or_missing(pace, format_count) for pace in paces]),
         TableColumn(
-            "tokens/s", cells=[or_missing(row.tokens_per_second, format_count) for row in rows]
+            f"tokens/s/{device}",
+            Importance.DETAIL,
+            [or_missing(pace, format_count) for pace in per_device],
         ),
-        TableColumn(f"tokens/s/{device}", Importance.DETAIL, each),
         TableColumn(
             "MFU", Importance.DETAIL, [or_missing(row.mfu, "{:.1%}".format) for row in rows]
         ),
@@ -308,9 +304,17 @@ def _cells(spec: Spec) -> tuple[str, str, str, str]:
 
 @cache
 def _names() -> dict[tuple[Axis, str], str]:
-    """Return the strategy whose tuple on an axis it is, as a spec may write it."""
-    factors = {name: load(name).spec.factors for name in _NAMED}
-    return {(of[0].axis, str(of[0].placement)): name for name, of in factors.items()}
+    """Return the strategies that are a tuple on one axis and nothing else, by axis and tuple."""
+    found: dict[tuple[Axis, str], str] = {}
+    usual = load(None).spec.resolved
+    for name in sorted(listing("strategies"), key=len):
+        spec = load(name).spec
+        changed = {
+            key for key in {*usual, *spec.resolved} if usual.get(key) != spec.resolved.get(key)
+        }
+        if len(spec.factors) == 1 and changed <= {"name", "mesh", "placement", "precision"}:
+            found.setdefault((spec.factors[0].axis, str(spec.factors[0].placement)), name)
+    return found
 
 
 def written_texts(written: Written) -> tuple[str, ...]:

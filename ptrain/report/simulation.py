@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ptrain.costs import Estimate, State
+from ptrain.cost import Estimate, State
 from ptrain.derivation.allocator import Reserved
 from ptrain.derivation.workspaces import Workspace
 from ptrain.plan.composition import ranks_text

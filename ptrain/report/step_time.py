@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ptrain.codec import encode
-from ptrain.costs import Collective, Column, Estimate, Phase, Spent, StepTime
+from ptrain.cost import Collective, Column, Estimate, Phase, Spent, StepTime
 from ptrain.derivation.estimate import Derivation
-from ptrain.derivation.throughput import throughput
+from ptrain.derivation.throughput import Throughput, throughput
 from ptrain.report.table import (
     Importance,
     TableColumn,
@@ -17,6 +17,7 @@ from ptrain.report.table import (
     or_missing,
     render,
 )
+from ptrain.spec.spec import Spec
 from ptrain.units import format_count, format_seconds
 
 _BAR = 24  # columns of the longest bar
@@ -44,7 +45,7 @@ def time_lines(derivation: Derivation) -> list[str]:
     return [
         _table(step),
         critical_path(step),
-        *_mfu_lines(derivation, step),
+        *_mfu_lines(derivation),
         *(f"assumed: {sentence}" for sentence in step.assumed),
         "",
     ]
@@ -71,20 +72,26 @@ def critical_path(step: StepTime) -> str:
     return f"all of {whole} is computing{rest}"
 
 
-def pace_parts(derivation: Derivation) -> list[str]:
+def pace_parts(spec: Spec, seconds: float | None, pace: Throughput | None) -> list[str]:
     """Return `3.69 s/step`, `71k tokens/s`, `8.88k tokens/s/GPU`, `MFU 46.2%`: those predicted."""
-    step = derivation.exact.step
-    if step is None:
-        return []
-    parts = [f"{format_seconds(step.seconds)}/step"]
-    pace = throughput(derivation.spec, derivation.facts, step)
+    parts = [] if seconds is None else [f"{format_seconds(seconds)}/step"]
     if pace is not None:
-        device = "GPU" if derivation.spec.is_for_cuda else "rank"
-        each = pace.tokens_per_second / derivation.spec.world_size
-        parts += [f"{format_count(pace.tokens_per_second)} tokens/s"]
-        parts += [f"{format_count(each)} tokens/s/{device}"]
+        per_device = format_count(pace.tokens_per_second / spec.world_size)
+        parts.append(f"{format_count(pace.tokens_per_second)} tokens/s")
+        parts.append(f"{per_device} tokens/s/{device_name(spec)}")
         parts += [f"MFU {pace.mfu_full:.1%}"] if pace.mfu_full is not None else []
     return parts
+
+
+def job_pace(derivation: Derivation) -> Throughput | None:
+    """Return tokens per second of the job, and the MFU; None if no time is predicted."""
+    step = derivation.exact.step
+    return None if step is None else throughput(derivation.spec, derivation.facts, step)
+
+
+def device_name(spec: Spec) -> str:
+    """Return `GPU`, or `rank` for a spec that does not run on GPUs."""
+    return "GPU" if spec.is_for_cuda else "rank"
 
 
 def time_row(column: Column, step: StepTime) -> dict[str, object]:
@@ -182,9 +189,9 @@ def _overheads(step: StepTime) -> Iterator[tuple[str, float]]:
     yield "pipeline bubble", step.spent(Spent.BUBBLE)
 
 
-def _mfu_lines(derivation: Derivation, step: StepTime) -> list[str]:
+def _mfu_lines(derivation: Derivation) -> list[str]:
     """Return both conventions of the MFU: a causal mask halves the operations of attention."""
-    pace = throughput(derivation.spec, derivation.facts, step)
+    pace = job_pace(derivation)
     if pace is None or pace.mfu_full is None or pace.mfu_causal is None:
         return []
     return [

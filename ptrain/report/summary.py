@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from ptrain.by_rank import KeyT, distinct, of_ranks
-from ptrain.costs import (
+from ptrain.cost import (
     OPERATIONS,
     Estimate,
     Footprint,

@@ -8,18 +8,16 @@ import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from ptrain.costs import Estimate, Phase, busiest
-from ptrain.derivation.throughput import Throughput, throughput
+from ptrain.cost import Estimate, Phase, busiest
 from ptrain.errors import Fault
 from ptrain.report.heading import by_data_lines
 from ptrain.report.predict import (
     MODEL_STATES_LABEL,
     Prediction,
-    device_name,
     model_state_bytes,
     sent_bytes,
 )
-from ptrain.report.step_time import untimed
+from ptrain.report.step_time import device_name, job_pace, untimed
 from ptrain.report.table import (
     MISSING,
     Importance,
@@ -73,16 +71,9 @@ def step_seconds(exact: Estimate) -> float | None:
     return None if exact.step is None else exact.step.seconds
 
 
-def job_pace(prediction: Prediction) -> Throughput | None:
-    """Return tokens per second of the job, and the MFU; None if no time is predicted."""
-    derivation = prediction.derivation
-    step = derivation.exact.step
-    return None if step is None else throughput(derivation.spec, derivation.facts, step)
-
-
 def device_pace(prediction: Prediction) -> float | None:
     """Return tokens per second of one device; None if no time is predicted."""
-    pace = job_pace(prediction)
+    pace = job_pace(prediction.derivation)
     return None if pace is None else pace.tokens_per_second / prediction.spec.world_size
 
 
@@ -96,8 +87,7 @@ def collectives(exact: Estimate) -> int:
 
 
 _Figure = Callable[[Prediction], float | None]
-Text = Callable[[int | None], str]
-_RESULT = Importance.RESULT
+_FITS, _PAPER = "fits", ", paper"  # the title of a column, and the end of titles
 SORTS: Mapping[str, _Figure] = {
     "states": lambda prediction: model_state_bytes(prediction.derivation.exact),
     "peak": lambda prediction: prediction.fit.peak_bytes,
@@ -125,70 +115,67 @@ def table(points: Sequence[SweepPoint], *, explain: bool = False) -> str:
     """Return the fastest point that fits, a table with a row per point, and remarks.
 
     Ratios are to the first point that is not rejected. `explain` adds the figures of the paper."""
-    predictions = [point.prediction for point in points if point.prediction]
-    assert predictions, "a sweep of which nothing is left is refused as a whole"
-    usable = {prediction.fit.usable_memory for prediction in predictions}
-    room = usable.pop() if len(usable) == 1 else None
-    is_timed = any(
-        step_seconds(prediction.derivation.exact) is not None or untimed(prediction.derivation)
-        for prediction in predictions
-    )
-
-    def column(
-        title: str,
-        of: Callable[[Prediction], str],
-        importance: Importance = Importance.FIGURE,
-        rejected: str = MISSING,
-    ) -> TableColumn:
-        cells = [of(point.prediction) if point.prediction else rejected for point in points]
-        return TableColumn(title, importance, cells)
-
-    def ratio(title: str, figure: _Figure) -> TableColumn:
-        base = figure(predictions[0])
-        return column(title, lambda one: _relative(figure(one), base), Importance.DETAIL)
-
-    def paper(title: str, of: Callable[[Estimate], int | None], text: Text) -> list[TableColumn]:
-        cell = column(title, lambda one: text(of(one.derivation.paper)), Importance.DETAIL)
-        return [cell] if explain else []
-
-    device = device_name(predictions[0].spec)
-    rates = [
-        column("step time", lambda one: or_missing(SORTS["time"](one), format_seconds), _RESULT),
-        column("tokens/s", lambda one: _of_pace(one, "tokens_per_second", format_count)),
-        column(f"tokens/s/{device}", lambda one: or_missing(device_pace(one), format_count)),
-        column("MFU", lambda one: _of_pace(one, "mfu_full", "{:.1%}".format), Importance.DETAIL),
-    ]
-    host = column("host memory", lambda one: size(one.fit.host_needed_bytes))
-    columns = [
-        name_column("spec", [point.label for point in points]),
-        column("fits", fits_word, _RESULT, "rejected"),
-        column(
-            f"peak (of {size(room)})" if room else "peak",
-            lambda one: size(one.fit.peak_bytes),
-            _RESULT,
-        ),
-        *([host] if any(prediction.fit.host_bytes for prediction in predictions) else []),
-        *(rates if is_timed else []),
-        column(
-            MODEL_STATES_LABEL,
-            lambda one: size(model_state_bytes(one.derivation.exact)),
-            Importance.DETAIL,
-        ),
-        *paper(f"{MODEL_STATES_LABEL}, paper", model_state_bytes, size),
-        column("bytes/parameter", _bytes_per_parameter, Importance.DETAIL),
-        ratio("states ratio", SORTS["states"]),
-        column("traffic", lambda one: traffic_size(sent_bytes(one.derivation.exact))),
-        *paper("traffic, paper", sent_bytes, traffic_size),
-        ratio("traffic ratio", SORTS["sent"]),
-        column("calls", lambda one: str(collectives(one.derivation.exact)), Importance.DETAIL),
-    ]
     named = [(point.label, point.prediction) for point in points if point.prediction]
-    return "\n".join([*_decision(named), render(columns), *remarks(points)])
+    assert named, "a sweep of which nothing is left is refused as a whole"
+    shown = [name_column("spec", [point.label for point in points])]
+    for title, importance, text in _columns([prediction for _, prediction in named]):
+        cells = [text(point.prediction) if point.prediction else MISSING for point in points]
+        if title == _FITS:
+            cells = [
+                cell if point.prediction else "rejected"
+                for cell, point in zip(cells, points, strict=True)
+            ]
+        if explain or not title.endswith(_PAPER):
+            shown.append(TableColumn(title, importance, cells))
+    return "\n".join([*_decision(named), render(shown), *remarks(points)])
+
+
+def _columns(
+    predictions: Sequence[Prediction],
+) -> Iterator[tuple[str, Importance, Callable[[Prediction], str]]]:
+    """Yield title, importance and cell of each column that has figures."""
+    detail, figure, result = Importance.DETAIL, Importance.FIGURE, Importance.RESULT
+    usable = {prediction.fit.usable_memory for prediction in predictions}
+    room = f" (of {size(*usable)})" if len(usable) == 1 and None not in usable else ""
+    device, first = device_name(predictions[0].spec), predictions[0]
+
+    def ratio(name: str) -> Callable[[Prediction], str]:
+        return lambda one: _relative(SORTS[name](one), SORTS[name](first))
+
+    yield _FITS, result, fits_word
+    yield f"peak{room}", result, lambda one: size(one.fit.peak_bytes)
+    if any(prediction.fit.host_bytes for prediction in predictions):
+        yield "host memory", figure, lambda one: size(one.fit.host_needed_bytes)
+    if any(SORTS["time"](one) is not None or untimed(one.derivation) for one in predictions):
+        yield "step time", result, lambda one: or_missing(SORTS["time"](one), format_seconds)
+        yield "tokens/s", figure, lambda one: _of_pace(one, "tokens_per_second", format_count)
+        yield (
+            f"tokens/s/{device}",
+            figure,
+            lambda one: or_missing(device_pace(one), format_count),
+        )
+        yield "MFU", detail, lambda one: _of_pace(one, "mfu_full", "{:.1%}".format)
+    yield (
+        MODEL_STATES_LABEL,
+        detail,
+        lambda one: size(model_state_bytes(one.derivation.exact)),
+    )
+    yield (
+        f"{MODEL_STATES_LABEL}{_PAPER}",
+        detail,
+        lambda one: size(model_state_bytes(one.derivation.paper)),
+    )
+    yield "bytes/parameter", detail, _bytes_per_parameter
+    yield "states ratio", detail, ratio("states")
+    yield "traffic", figure, lambda one: traffic_size(sent_bytes(one.derivation.exact))
+    yield f"traffic{_PAPER}", detail, lambda one: traffic_size(sent_bytes(one.derivation.paper))
+    yield "traffic ratio", detail, ratio("sent")
+    yield "calls", detail, lambda one: str(collectives(one.derivation.exact))
 
 
 def _of_pace(prediction: Prediction, name: str, text: Callable[[float], str]) -> str:
     """Return a figure of the job's throughput, or a dash if it is not predicted."""
-    return or_missing(getattr(job_pace(prediction), name, None), text)
+    return or_missing(getattr(job_pace(prediction.derivation), name, None), text)
 
 
 def _bytes_per_parameter(prediction: Prediction) -> str:

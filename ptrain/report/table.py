@@ -13,7 +13,7 @@ from operator import attrgetter
 from typing import TypeVar
 
 from ptrain.by_rank import distinct
-from ptrain.costs import TIERS, Footprint, Phase, Traffic, TrafficKey, lower_bytes
+from ptrain.cost import TIERS, Footprint, Phase, Traffic, TrafficKey, lower_bytes
 from ptrain.report.screen import screen_width
 from ptrain.units import counted, format_bytes, format_memory
 

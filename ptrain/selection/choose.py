@@ -17,7 +17,7 @@ from ptrain.algebra.legality import is_sound
 from ptrain.axes.context.attention import attention_of
 from ptrain.axes.pipeline.catalogue import pipeline_of, schedule_of
 from ptrain.axes.pipeline.simulate import simulate
-from ptrain.costs import Phase, State, busiest
+from ptrain.cost import Phase, State, busiest
 from ptrain.derivation.estimate import Derivation, derive
 from ptrain.derivation.interconnect import link
 from ptrain.derivation.paper import reconstruction_unit, state_sizes

@@ -14,7 +14,7 @@ from functools import cached_property
 
 from ptrain.algebra.legality import is_sound
 from ptrain.axes.candidates import chosen
-from ptrain.costs import Collective
+from ptrain.cost import Collective
 from ptrain.derivation.estimate import derive, fullest_alone
 from ptrain.derivation.machine import Machine, machine_of
 from ptrain.derivation.tensor import fullest_place

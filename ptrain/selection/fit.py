@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ptrain.by_rank import largest
-from ptrain.costs import Estimate, Footprint, State
+from ptrain.cost import Estimate, Footprint, State
 from ptrain.derivation.memory import ranks_per_node
 from ptrain.spec.model import Attention, ExternalModel, ModelShape
 from ptrain.spec.placement import Axis

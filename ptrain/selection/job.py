@@ -185,7 +185,7 @@ def searched_job(
         raise refused(
             "model",
             "not yet: a search over a model that is not built in, whose every cut is traced",
-            "write a preset or a shape of the same sizes: ptrain help models",
+            "write a preset or a shape of the same sizes: ptrain help built-in-models",
         )
     like = _stand_in(base, base.model)
     number = base.cluster.devices if devices is None else devices

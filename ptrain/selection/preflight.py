@@ -16,7 +16,7 @@ from math import inf
 from operator import attrgetter
 
 from ptrain.algebra.legality import Located
-from ptrain.costs import Estimate
+from ptrain.cost import Estimate
 from ptrain.derivation.estimate import facts_from_shape, fullest_alone, step_seconds
 from ptrain.errors import DoesNotFit, SpecError
 from ptrain.facts.model import ModelFacts

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ptrain.costs import Spent, StepTime
+from ptrain.cost import Spent, StepTime
 from ptrain.errors import refused
 from ptrain.selection.demand import Demand
 from ptrain.selection.job import SearchedJob

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ptrain.axes.candidates import AxisChoice
-from ptrain.costs import State
+from ptrain.cost import State
 from ptrain.optimizers.update import optimizer_itemsize
 from ptrain.selection.arrays import Array, Columns, numpy
 from ptrain.selection.moves import inside

@@ -97,17 +97,17 @@ _SLIPS = {
 }
 POLICIES = {
     "none": "nothing",
-    "full": "each block from its input",
-    "selective": "what is cheap to compute and large to keep: all but the results of products of "
-    "matrices and of fused attention",
-    "attention": "scores, softmax and their product with the values",
+    "full": "each block, from its input",
+    "selective": "cheap operators with large outputs: everything except matrix products and "
+    "fused attention",
+    "attention": "attention scores, softmax and the product with the values",
 }
 _OPERATORS = {
-    Operators.MATMUL: "products of matrices",
+    Operators.MATMUL: "matrix products",
     Operators.ATTENTION: "fused attention",
-    Operators.SOFTMAX: "softmax, of eager attention",
-    Operators.NORM: "norms",
-    Operators.COLLECTIVE: "what arrived from other ranks: nothing travels twice",
+    Operators.SOFTMAX: "softmax of eager attention",
+    Operators.NORM: "normalization layers",
+    Operators.COLLECTIVE: "results of collectives, so that nothing is communicated twice",
 }
 _OTHER_OPERATORS = {
     "mm": "matmul",
@@ -146,24 +146,29 @@ class RecomputeRaw:
     """How blocks whose activations are M come again for their backward passes."""
 
     policy: Annotated[
-        str | None, Choice("what is computed again; without: full", POLICIES, slips=_SLIPS)
+        str | None, Choice("Recompute policy. Default: full.", POLICIES, slips=_SLIPS)
     ] = None
     keep: Annotated[
         list[str] | None,
         Words(
-            "operators of a block whose results are kept; all others are computed again",
+            "Operators of a block whose outputs are saved; all others are recomputed.",
             {operators.value: about for operators, about in _OPERATORS.items()},
             slips=_OTHER_OPERATORS,
         ),
     ] = None
     every: Annotated[
-        int, Whole("of the blocks that are M, every n-th, from the first on", 1, 10_000)
+        int,
+        Whole(
+            "Apply activations M only to every n-th of these blocks, starting with the first.",
+            1,
+            10_000,
+        ),
     ] = 1
     budget: Annotated[
         int | None,
         Size(
-            "bytes that a rank's peak may reach: the policy that computes least again and fits is "
-            "taken, and written beside it (without activations: of all blocks)",
+            "Peak memory per rank that may be used: the policy that recomputes least and fits "
+            "is selected and printed.",
             example="2 GiB",
             low=2**10,
             high=2**50,
@@ -178,12 +183,12 @@ class LossRaw:
     kind: Annotated[
         str | None,
         Choice(
-            "by a name",
+            "Named loss implementation.",
             {
                 "cross-entropy": "all logits at once",
-                "chunked": "the logits of 1024 tokens at a time, computed again in backward",
-                "fused": "chunked, by torch's linear_cross_entropy",
-                "vocab-parallel": "on slices of the vocabulary, over tp",
+                "chunked": "logits of 1024 tokens at a time, recomputed in backward",
+                "fused": "chunked, with torch's linear_cross_entropy",
+                "vocab-parallel": "logits sharded over the vocabulary on tp",
             },
             slips={
                 "ce": "cross-entropy",
@@ -198,16 +203,17 @@ class LossRaw:
         ),
     ] = None
     chunk: Annotated[
-        int | None, Whole("tokens of a micro-batch whose logits are there at once", 1, 10**9)
+        int | None,
+        Whole("Number of tokens of a micro-batch whose logits exist at the same time.", 1, 10**9),
     ] = None
-    fused: Annotated[bool | None, Truth("by torch's linear_cross_entropy, where torch has it")] = (
-        None
-    )
+    fused: Annotated[
+        bool | None, Truth("Use torch's linear_cross_entropy if this torch has it.")
+    ] = None
     target: Annotated[
         str | None,
         Text(
-            "function(output, batch) -> the mean loss of a micro-batch, of what the model "
-            "returned; runs with --allow-import only",
+            "Function (output, batch) that returns the mean loss of a micro-batch from the "
+            "model's output; runs only with --allow-import.",
             PATH,
             FORM,
         ),
@@ -221,18 +227,18 @@ def _words(words: Mapping[str, str]) -> tuple[dict[str, Any], ...]:
 
 
 ACTIVATIONS = Either(
-    'what forward saves for backward, for all blocks (M) or by block ({"0-7": M, "8-": R}); '
-    "without: R",
+    "Activation checkpointing: what forward saves for backward, for all blocks or by block. "
+    "Default: R (save everything).",
     "a mode (R, M or O; M@host), or modes by block",
     (KeptText(""), ModesByBlock("")),
     hint=KeptText("").meant,
 )
 RECOMPUTE = Section(
-    RecomputeRaw, "what backward computes again where activations are M", also=_words(POLICIES)
+    RecomputeRaw, "What backward recomputes in blocks with activations M.", also=_words(POLICIES)
 )
 LOSS = Section(
     LossRaw,
-    "how the loss is computed",
+    "How the loss is computed.",
     also=_words(
         {
             "cross-entropy": "all logits at once",

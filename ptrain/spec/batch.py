@@ -71,8 +71,9 @@ class BatchRaw:
     samples: Annotated[
         int | str | None,
         Either(
-            "samples per step over all ranks, or `4M tokens`: as many as they make up, rounded by "
-            "batch.round; without: micro x accumulate x data degree",
+            "Samples per step over all ranks, or a number of tokens (`4M tokens`), which "
+            "`batch.round` converts to samples. Default: micro x accumulate x data-parallel "
+            "ranks.",
             f"an integer in 1..{MAX_SAMPLES} (samples), or tokens like 4M tokens",
             (Whole("", 1, MAX_SAMPLES), Text("", r"[0-9]{1,15}(\.[0-9]{1,6})? *[kKMBT]? tokens")),
             key="global",
@@ -82,11 +83,12 @@ class BatchRaw:
     rounding: Annotated[
         str | None,
         Choice(
-            "how tokens become samples; without: power-of-two",
+            "How a batch in tokens is rounded to samples. Default: power-of-two.",
             {
-                Rounding.POWER_OF_TWO.value: "to the nearest power of two, where the ranks' "
-                "micro-batches make one up; else as none",
-                Rounding.NONE.value: "to the nearest multiple of micro x accumulate x data degree",
+                Rounding.POWER_OF_TWO.value: "round to the nearest power of two if the micro-"
+                "batches divide it; otherwise as none",
+                Rounding.NONE.value: "round to the nearest multiple of micro x accumulate x "
+                "data-parallel ranks",
             },
             slips={"pow2": "power-of-two", "power_of_two": "power-of-two", "false": "none"},
             key="round",
@@ -95,7 +97,8 @@ class BatchRaw:
     micro: Annotated[
         int | str,
         Whole(
-            "samples that a rank computes at once; auto: as many as the prediction says that fit",
+            "Samples per forward pass and rank; `auto` picks the largest number that is "
+            "predicted to fit.",
             1,
             10**6,
             words=(AUTO,),
@@ -110,7 +113,7 @@ class BatchRaw:
     sequence: Annotated[
         int,
         Whole(
-            "tokens of a sample; without: 1, of data that are not tokens",
+            "Tokens per sample. Required for token data; otherwise the default is 1.",
             1,
             10**8,
             follows=True,
@@ -127,15 +130,14 @@ class BatchRaw:
     pad: Annotated[
         bool,
         Truth(
-            "whether samples become longer, by ignored targets, until cp and tp cut them into "
-            "slices of one size",
+            "Pad samples with ignored targets until cp and tp can split them evenly.",
             aka=("pad_to_multiple_of", "padding"),
         ),
     ] = False
     accumulate: Annotated[
         int | None,
         Whole(
-            "micro-batches per step; follows from the others",
+            "Micro-batches per step (gradient accumulation). Default: from the other batch keys.",
             1,
             10**6,
             aka=("gradient_accumulation_steps", "accumulation_steps", "grad_accum"),

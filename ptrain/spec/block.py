@@ -82,19 +82,19 @@ class BlockOptions(ExpertOptions):
     tied: Annotated[
         bool,
         Truth(
-            "the head is the transposed embedding; without: false, and true of gpt",
+            "Share the weights of the embedding and the output head. Default: false; true for gpt.",
             aka=("tie_word_embeddings",),
         ),
     ] = False
     norm: Annotated[
         Norm,
         Choice(
-            "the norms of blocks and of the stream's end; without: the family's",
+            "Type of the normalization layers. Default: from `family`.",
             {
                 "layer": "LayerNorm",
-                "layer-without-bias": "LayerNorm with a weight alone",
+                "layer-without-bias": "LayerNorm without bias",
                 "rms": "RMSNorm",
-                "rms-plus-one": "RMSNorm that multiplies by 1 + weight, in at least fp32: Gemma's",
+                "rms-plus-one": "RMSNorm with factor 1 + weight, in fp32 or wider (Gemma)",
             },
             read=Norm,
         ),
@@ -102,7 +102,7 @@ class BlockOptions(ExpertOptions):
     norm_eps: Annotated[
         float,
         Real(
-            "what a norm adds to the variance; without: 1e-5",
+            "Epsilon that the normalization layers add to the variance. Default: 1e-5.",
             0.0,
             0.1,
             open=True,
@@ -110,22 +110,25 @@ class BlockOptions(ExpertOptions):
         ),
     ] = 1e-5
     post_norm: Annotated[
-        bool, Truth("a norm behind each sub-block too, as Gemma's; without: false")
+        bool, Truth("Also normalize the output of each sub-block (Gemma 2). Default: false.")
     ] = False
     parallel: Annotated[
         bool,
-        Truth("attention and MLP read one norm and are added at once, as Phi's; without: false"),
+        Truth(
+            "Compute attention and feed-forward from the same normalized input and add both "
+            "(Phi). Default: false."
+        ),
     ] = False
     activation: Annotated[
         Activation,
         Choice(
-            "of the feed-forward part; without: the family's",
+            "Activation function of the feed-forward layer. Default: from `family`.",
             {
-                "gelu": "GELU by the error function",
-                "gelu-tanh": "GELU by tanh, as GPT-2's",
+                "gelu": "exact GELU (error function)",
+                "gelu-tanh": "GELU with the tanh approximation (GPT-2)",
                 "relu2": "squared ReLU",
-                "swiglu": "SiLU, gated",
-                "geglu": "GELU by tanh, gated, as Gemma's",
+                "swiglu": "gated SiLU",
+                "geglu": "gated GELU with the tanh approximation (Gemma)",
             },
             aka=("hidden_act", "activation_function", "hidden_activation"),
             read=Activation,
@@ -134,25 +137,29 @@ class BlockOptions(ExpertOptions):
     bias: Annotated[
         Bias,
         Choice(
-            "which projections of a block have one; without: the family's",
-            {"all": "all of them", "qkv": "queries, keys and values", "none": "none"},
+            "Projections of a block that have a bias. Default: from `family`.",
+            {"all": "all projections", "qkv": "query, key and value projections", "none": "none"},
             read=Bias,
         ),
     ] = _OF_FAMILY
-    head_bias: Annotated[bool, Truth("a bias of the layer to the vocabulary; without: false")] = (
-        False
-    )
+    head_bias: Annotated[bool, Truth("Add a bias to the output head. Default: false.")] = False
     own_head_dim: Annotated[
         int | None,
-        Whole("width of a head; without: hidden / heads", 1, 2**14, key="head_dim", null=True),
+        Whole(
+            "Dimension of each attention head. Default: `hidden` / `heads`.",
+            1,
+            2**14,
+            key="head_dim",
+            null=True,
+        ),
     ] = None
     qk_norm: Annotated[
-        bool, Truth("queries and keys are normed head by head, with a weight; without: false")
+        bool, Truth("Normalize queries and keys per head, with a learned weight. Default: false.")
     ] = False
     attention_scale: Annotated[
         float | None,
         Real(
-            "what scores are multiplied by; without: head_dim ** -0.5",
+            "Factor that multiplies the attention scores. Default: head_dim ** -0.5.",
             *_ABOVE_0,
             open=True,
             null=True,
@@ -161,8 +168,8 @@ class BlockOptions(ExpertOptions):
     attention_soft_cap: Annotated[
         float | None,
         Real(
-            "bound of attention's scores, by tanh; without: none. No fused kernel has it: sdpa "
-            "goes operator by operator then",
+            "Soft cap of the attention scores by tanh; no fused kernel supports it, so `sdpa` "
+            "computes attention operator by operator. Default: no cap.",
             *_ABOVE_0,
             open=True,
             aka=("attn_logit_softcapping",),
@@ -172,7 +179,7 @@ class BlockOptions(ExpertOptions):
     logit_soft_cap: Annotated[
         float | None,
         Real(
-            "bound of the logits, by tanh; without: none",
+            "Soft cap of the logits by tanh. Default: no cap.",
             *_ABOVE_0,
             open=True,
             aka=("final_logit_softcapping",),
@@ -182,7 +189,7 @@ class BlockOptions(ExpertOptions):
     window: Annotated[
         int | None,
         Whole(
-            "tokens that a query attends to, itself and those before it; without: all",
+            "Sliding-window size in tokens, including the query token. Default: full attention.",
             1,
             2**24,
             aka=("sliding_window",),
@@ -192,8 +199,8 @@ class BlockOptions(ExpertOptions):
     document_start: Annotated[
         int | None,
         Whole(
-            "token that a document begins with, or that stands between two: tokens attend to those "
-            "of their own document alone; without: to all before them in the sample",
+            "Token id that starts a document or separates two; tokens then attend only within "
+            "their document. Default: tokens attend to all previous tokens of the sample.",
             0,
             10**9,
             aka=("reset_attention_mask", "document_mask", "block_diagonal_mask", "bos_token_id"),
@@ -203,8 +210,8 @@ class BlockOptions(ExpertOptions):
     document_end: Annotated[
         int | None,
         Whole(
-            "token that a document ends with: as document_start, where documents begin with tokens "
-            "that stand within them too, like those of chats",
+            "Token id that ends a document; use it instead of `document_start` if start tokens "
+            "also occur inside documents, as in chats.",
             0,
             10**9,
             aka=("eod", "eod_token_id", "eod_token"),
@@ -214,17 +221,21 @@ class BlockOptions(ExpertOptions):
     global_every: Annotated[
         int | None,
         Whole(
-            "every how many layers one has no window; without: all have it", 2, 10_000, null=True
+            "Use full attention in every n-th layer and the window in all others. Default: the "
+            "window in every layer.",
+            2,
+            10_000,
+            null=True,
         ),
     ] = None
     positions: Annotated[
         Positions,
         Choice(
-            "how a token's place is known; without: the family's",
+            "Type of positional encoding. Default: from `family`.",
             {
-                "learned": "a table, added to the embedding",
-                "rope": "rotary: queries and keys turn by their place",
-                "none": "by the causal mask alone",
+                "learned": "learned position embeddings",
+                "rope": "rotary embeddings of queries and keys",
+                "none": "no positional encoding; only the causal mask",
             },
             read=Positions,
         ),
@@ -232,7 +243,8 @@ class BlockOptions(ExpertOptions):
     rotary: Annotated[
         float,
         Real(
-            "share of a head that turns, the front of it; without: 1",
+            "Fraction of each head, counted from its first dimension, that gets rotary "
+            "embeddings. Default: 1.",
             0.0,
             1.0,
             open=True,
@@ -242,7 +254,7 @@ class BlockOptions(ExpertOptions):
     rope_base: Annotated[
         float,
         Real(
-            "base of the rotary positions; without: 10000",
+            "Base of the rotary frequencies (theta). Default: 10000.",
             0.0,
             1e12,
             open=True,
@@ -252,8 +264,8 @@ class BlockOptions(ExpertOptions):
     window_rope_base: Annotated[
         float | None,
         Real(
-            "base of the rotary positions of layers with a window, which are not scaled; without: "
-            "as of all layers",
+            "Base of the rotary frequencies in sliding-window layers, which are not scaled. "
+            "Default: as in all other layers.",
             0.0,
             1e12,
             open=True,
@@ -264,23 +276,24 @@ class BlockOptions(ExpertOptions):
     rope_scaling: Annotated[
         RopeScaling,
         Choice(
-            "how rotary frequencies are lowered for longer texts; without: none",
+            "How rotary frequencies are scaled for longer contexts. Default: none.",
             {
-                "none": "they are not",
-                "linear": "all are divided by rope_factor",
-                "llama3": "the slow ones are, as in Llama 3.1",
-                "yarn": "the same by the pairs' numbers; attention_scale is written apart",
+                "none": "no scaling",
+                "linear": "divide all frequencies by rope_factor",
+                "llama3": "divide only low frequencies (Llama 3.1)",
+                "yarn": "interpolate by dimension (YaRN); set attention_scale separately",
             },
             read=RopeScaling,
         ),
     ] = RopeScaling.NONE
-    rope_factor: Annotated[float, Real("what frequencies are divided by; without: 1", 1.0, 1e6)] = (
-        1.0
-    )
+    rope_factor: Annotated[
+        float, Real("Factor that divides the rotary frequencies. Default: 1.", 1.0, 1e6)
+    ] = 1.0
     rope_low_factor: Annotated[
         float,
         Real(
-            "llama3 and yarn: turns in rope_original below which all is divided; without: 1",
+            "llama3 and yarn: number of turns within `rope_original` below which frequencies "
+            "are divided in full. Default: 1.",
             *_ABOVE_0,
             open=True,
         ),
@@ -288,23 +301,29 @@ class BlockOptions(ExpertOptions):
     rope_high_factor: Annotated[
         float,
         Real(
-            "llama3 and yarn: turns in rope_original above which nothing is; without: 4",
+            "llama3 and yarn: number of turns within `rope_original` above which frequencies "
+            "are unchanged. Default: 4.",
             *_ABOVE_0,
             open=True,
         ),
     ] = 4.0
     rope_original: Annotated[
         int,
-        Whole("llama3 and yarn: tokens of the texts that came first; without: 8192", 1, 2**24),
+        Whole(
+            "llama3 and yarn: context length of the original training, in tokens. Default: 8192.",
+            1,
+            2**24,
+        ),
     ] = 8192
     embedding_scale: Annotated[
         float | None,
-        Real("what embeddings are multiplied by; without: 1", *_ABOVE_0, open=True, null=True),
+        Real("Factor that multiplies the embeddings. Default: 1.", *_ABOVE_0, open=True, null=True),
     ] = None
     residual_scale: Annotated[
         float | None,
         Real(
-            "what a sub-block adds to the stream is multiplied by this, as Granite's; without: 1",
+            "Factor that multiplies each sub-block's output before the residual addition "
+            "(Granite). Default: 1.",
             *_ABOVE_0,
             open=True,
             aka=("residual_multiplier",),
@@ -313,18 +332,21 @@ class BlockOptions(ExpertOptions):
     ] = None
     dropout: Annotated[
         float,
-        Real("probability of the three dropouts, where theirs is not written; without: 0", *_RATE),
+        Real("Default probability of the three dropout layers below. Default: 0.", *_RATE),
     ] = 0.0
     embedding_dropout: Annotated[
         float | None,
         Real(
-            "dropout behind the embedding; without: dropout", *_RATE, aka=("embd_pdrop",), null=True
+            "Dropout probability after the embedding. Default: `dropout`.",
+            *_RATE,
+            aka=("embd_pdrop",),
+            null=True,
         ),
     ] = None
     attention_dropout: Annotated[
         float | None,
         Real(
-            "dropout of attention's weights; without: dropout",
+            "Dropout probability of the attention weights. Default: `dropout`.",
             *_RATE,
             aka=("attn_pdrop",),
             null=True,
@@ -333,7 +355,7 @@ class BlockOptions(ExpertOptions):
     hidden_dropout: Annotated[
         float | None,
         Real(
-            "dropout of what a sub-block adds to the stream; without: dropout",
+            "Dropout probability of each sub-block's output. Default: `dropout`.",
             *_RATE,
             aka=("resid_pdrop", "residual_dropout"),
             null=True,

@@ -61,21 +61,23 @@ class Cluster:
     what is None nobody says."""
 
     preset: Annotated[
-        str | None, Text("a cluster of specs/clusters, or a file of its fields", NAME_OR_FILE)
+        str | None,
+        Text("Name of a cluster in specs/clusters, or a YAML file with its fields.", NAME_OR_FILE),
     ] = None
-    name: Annotated[str, Text("what reports call it")] = "cluster"
-    devices: Annotated[int, _Count("devices in all", 1, 2**17)]
+    name: Annotated[str, Text("Name of the cluster in reports.")] = "cluster"
+    devices: Annotated[int, _Count("Total number of devices.", 1, 2**17)]
     devices_per_node: Annotated[
-        int, _Count("devices of one node; without: all of them", 1, 2**17, follows=True)
+        int, _Count("Devices per node. Default: all devices in one node.", 1, 2**17, follows=True)
     ] = 0
     device_memory: Annotated[
-        int, _Bytes("memory of one device: the capacity that torch reports (79.1 GiB)")
+        int, _Bytes("Memory of one device, as torch reports it (79.1 GiB for an 80 GB card).")
     ]
     reserve: Annotated[
         int | None,
         _Bytes(
-            "memory of one device that tensors cannot use: CUDA's context, NCCL, libraries and "
-            "fragmentation; without: by kind, 3 GiB + 1/40 of a GPU; 0 compares bare peaks",
+            "Memory of one device that tensors cannot use: CUDA context, NCCL, libraries, "
+            "fragmentation. Default for GPUs: 3 GiB + 1/40 of the memory; 0 compares bare "
+            "peaks.",
             low=0,
             example="5 GiB",
             follows=True,
@@ -84,15 +86,15 @@ class Cluster:
     host_memory: Annotated[
         int | None,
         _Bytes(
-            "memory of one node's host, shared by its devices, for offloaded states; without: "
-            "unknown, and so is whether a spec with offloaded states fits",
+            "Host memory of one node, shared by its devices, for offloaded states. Default: "
+            "unknown, and then it is also unknown whether offloaded states fit.",
             example="2 TB",
         ),
     ] = None
     intra_node_bandwidth: Annotated[
         float,
         _Bytes(
-            "bytes per second of one device within a node (450 GB/s)",
+            "Bandwidth of one device within a node, in bytes per second.",
             rate=True,
             read=float,
             write=round,
@@ -101,44 +103,50 @@ class Cluster:
     inter_node_bandwidth: Annotated[
         float,
         _Bytes(
-            "bytes per second of one device between nodes (50 GB/s); without: as within one",
+            "Bandwidth of one device between nodes, in bytes per second. Default: as within a "
+            "node.",
             rate=True,
             follows=True,
             read=float,
             write=round,
         ),
     ] = 0.0
-    intra_node_latency: Annotated[float, _Figure("seconds per message", 0.0, 60.0)] = 5e-6
-    inter_node_latency: Annotated[float, _Figure("seconds per message", 0.0, 60.0)] = 10e-6
+    intra_node_latency: Annotated[
+        float, _Figure("Latency of a message within a node, in seconds.", 0.0, 60.0)
+    ] = 5e-6
+    inter_node_latency: Annotated[
+        float, _Figure("Latency of a message between nodes, in seconds.", 0.0, 60.0)
+    ] = 10e-6
     kind: Annotated[
         str | None,
         Choice(
-            "what its devices are: whose kernels compute",
-            {"cpu": "processors: ranks are processes on them", "cuda": "GPUs"},
+            "Device type, which decides the kernels.",
+            {"cpu": "CPUs", "cuda": "GPUs"},
             slips={"gpu": "cuda"},
         ),
     ] = None
     sm: Annotated[
         int | None,
         _Count(
-            "compute capability of its GPUs (80: A100, 90: H100, 100: B200): which of CUDA's "
-            "kernels compute",
+            "Compute capability of the GPUs (80: A100, 90: H100, 100: B200), which decides the "
+            "CUDA kernels.",
             50,
             200,
         ),
     ] = None
     price: Annotated[
         float | None,
-        _Figure("money for one device for an hour, in any currency", 0.0, 1e9),
+        _Figure("Price of one device per hour, in any currency.", 0.0, 1e9),
     ] = None
     flops: Annotated[
-        float, _Figure("operations per second of one device; 0: nobody says it", 0.0, 1e20)
+        float, _Figure("Peak operations per second of one device; 0 if unknown.", 0.0, 1e20)
     ] = 0.0
     rates: Annotated[
         Rates | None,
         Section(
             Rates,
-            "what operators, collectives and updates take on it, for step_seconds",
+            "Measured or published speeds of operators, collectives and updates, used for step "
+            "times.",
             null=True,
             is_partial=True,
             is_sparse=True,

@@ -71,20 +71,19 @@ class ContextSpec:
     attention: Annotated[
         ContextAttention | Hybrid,
         Either(
-            "how attention reaches the tokens of other ranks; without the section: all-gather "
-            "where activations on cp are S*, else zigzag, or ring where the tokens are not cut "
-            "into two chunks a rank",
+            "How attention reaches the tokens of other ranks. Default without this section: "
+            "all-gather if activations on cp are S*, otherwise zigzag, or ring if the tokens "
+            "cannot be split into two chunks per rank.",
             "ring, zigzag, all-gather, ulysses or {ulysses: U, ring: R}",
             (
                 Choice(
                     "",
                     {
-                        "ring": "keys and values travel in a ring; contiguous slices of the tokens",
-                        "zigzag": "the same, each rank with an early and a late chunk: as much to "
-                        "do for all under a causal mask",
-                        "all-gather": "keys and values are gathered, and kept until backward",
-                        "ulysses": "tokens are exchanged for heads: a rank has some heads of all "
-                        "tokens",
+                        "ring": "ring attention; each rank holds contiguous tokens",
+                        "zigzag": "ring attention; each rank holds an early and a late chunk, "
+                        "which balances causal attention",
+                        "all-gather": "keys and values are all-gathered and saved for backward",
+                        "ulysses": "all-to-all: each rank computes some heads over all tokens",
                     },
                     slips={
                         "allgather": "all-gather",

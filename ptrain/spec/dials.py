@@ -28,10 +28,9 @@ class Reshard(Word):
 
 
 RESHARD = Either(
-    "gathered parameters are given back after forward (true), kept for backward (false), or kept "
-    "in n shards among n neighbouring ranks, over which backward then gathers (n); non-root is "
-    "true for all units but the root, as torch's None; without: true, and with pp false, since the "
-    "micro-batches of a step come one upon the other",
+    "Whether gathered parameters are freed after forward: true, false (kept until backward), "
+    "`non-root` (all units except the root, as None in torch), or n, which keeps them sharded "
+    "over n neighbouring ranks. Default: true; false with pp.",
     "true, false, non-root or a number of shards >= 2",
     (
         Truth(""),
@@ -39,8 +38,8 @@ RESHARD = Either(
         Choice(
             "",
             {
-                "non-root": "all units but the root, whose backward pass begins at once: what "
-                "torch's fully_shard does by itself (reshard_after_forward=None)"
+                "non-root": "all units except the root, whose backward starts immediately; the "
+                "default of fully_shard (reshard_after_forward=None)"
             },
             slips={"nonroot": "non-root", "non_root": "non-root"},
             read=Reshard,
@@ -67,12 +66,12 @@ class SyncPolicy:
     gradients: Annotated[
         GradientSync,
         Choice(
-            "when accumulated gradients are reduced; without: every, and last where gradients are "
-            "R on every data axis",
+            "When accumulated gradients are reduced: after every micro-batch or after the last."
+            " Default: every; last if gradients are R on every data axis.",
             {
                 "every": "after every micro-batch",
-                "last": "after the last micro-batch (no_sync): until then each rank holds the "
-                "unsharded sum of its own gradients",
+                "last": "after the last micro-batch (no_sync); until then each rank holds the "
+                "unsharded sum of its local gradients",
             },
             read=GradientSync,
             follows=True,
@@ -82,8 +81,8 @@ class SyncPolicy:
     reshard_after_backward: Annotated[
         bool,
         Truth(
-            "gathered parameters are given back after each backward; without: true, and with pp "
-            "false",
+            "Whether gathered parameters are freed after each backward pass. Default: true; "
+            "false with pp.",
             follows=True,
             dial=Dial(free=True, other=False),
         ),

@@ -15,8 +15,8 @@ class LatentOptions:
     kv_lora_rank: Annotated[
         int | None,
         Whole(
-            "latent features that a token's keys and values of all heads are made of (MLA); "
-            "without: keys and values are made of the stream",
+            "Rank of the latent vector from which all keys and values are computed (MLA). "
+            "Default: no latent vector.",
             1,
             2**20,
             aka=("kv_compression_dim",),
@@ -26,7 +26,8 @@ class LatentOptions:
     q_lora_rank: Annotated[
         int | None,
         Whole(
-            "latent features that queries are made of; without: queries are made of the stream",
+            "Rank of the latent vector from which queries are computed (MLA). Default: no "
+            "latent vector.",
             1,
             2**20,
             aka=("q_compression_dim",),
@@ -35,18 +36,23 @@ class LatentOptions:
     ] = None
     qk_nope_head_dim: Annotated[
         int,
-        Whole("features of a head's query and key that do not turn; without: 128", 1, 2**14),
+        Whole(
+            "Dimensions of each query and key head without rotary embedding (MLA). Default: 128.",
+            1,
+            2**14,
+        ),
     ] = 128
     qk_rope_head_dim: Annotated[
         int,
         Whole(
-            "features that turn by their place, of which all heads have one key; without: 64",
+            "Dimensions of each query and key head with rotary embedding; all heads share one "
+            "rotary key (MLA). Default: 64.",
             2,
             2**14,
         ),
     ] = 64
     v_head_dim: Annotated[
-        int, Whole("features of a head's value, of latent ones; without: 128", 1, 2**14)
+        int, Whole("Dimension of each value head (MLA). Default: 128.", 1, 2**14)
     ] = 128
 
 
@@ -64,8 +70,7 @@ class ExpertOptions(LatentOptions):
     experts: Annotated[
         int | None,
         Whole(
-            "feed-forward parts of a block, of which a router chooses some for every token; "
-            "without: one that takes all tokens",
+            "Number of routed experts per MoE layer. Default: dense feed-forward layers.",
             1,
             2**16,
             aka=("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
@@ -75,7 +80,7 @@ class ExpertOptions(LatentOptions):
     experts_per_token: Annotated[
         int,
         Whole(
-            "experts that a token goes to; without: 1",
+            "Number of experts that process each token (top-k). Default: 1.",
             1,
             2**16,
             aka=("num_experts_per_tok", "top_k", "moe_router_topk", "moe_top_k"),
@@ -84,7 +89,7 @@ class ExpertOptions(LatentOptions):
     expert_ffn: Annotated[
         int | None,
         Whole(
-            "width inside an expert; without: ffn",
+            "Inner width of one expert. Default: `ffn`.",
             1,
             2**22,
             aka=("moe_intermediate_size", "moe_ffn_hidden_size"),
@@ -94,8 +99,8 @@ class ExpertOptions(LatentOptions):
     shared_experts: Annotated[
         int,
         Whole(
-            "experts beside the chosen ones that take all tokens, as one of so many times "
-            "expert_ffn; without: 0",
+            "Number of shared experts, which process every token; built as one expert of this "
+            "multiple of `expert_ffn`. Default: 0.",
             0,
             2**10,
             aka=("n_shared_experts", "num_shared_experts"),
@@ -104,8 +109,9 @@ class ExpertOptions(LatentOptions):
     expert_groups: Annotated[
         int | None,
         Whole(
-            "groups of neighbouring experts, of which a router first chooses some for a token: "
-            "those whose two best scores have the largest sum; without: none",
+            "Number of groups of neighbouring experts for group-limited routing. The router "
+            "first picks the groups with the largest sum of their two best scores. Default: no "
+            "groups.",
             2,
             2**15,
             aka=("n_group", "n_expert_groups", "moe_router_num_groups"),
@@ -115,7 +121,7 @@ class ExpertOptions(LatentOptions):
     groups_per_token: Annotated[
         int,
         Whole(
-            "groups among whose experts a token's are chosen; without: 1",
+            "Number of expert groups from which a token's experts are picked. Default: 1.",
             1,
             2**15,
             aka=("topk_group", "n_limited_groups", "moe_router_group_topk"),
@@ -124,7 +130,7 @@ class ExpertOptions(LatentOptions):
     dense_layers: Annotated[
         int,
         Whole(
-            "first layers without experts, of width ffn; without: 0",
+            "Number of leading layers without experts, of width `ffn`. Default: 0.",
             0,
             10_000,
             aka=("first_k_dense_replace",),
@@ -133,10 +139,11 @@ class ExpertOptions(LatentOptions):
     router: Annotated[
         Router,
         Choice(
-            "what makes scores of a router's logits, in at least fp32; without: softmax",
+            "Function that turns router logits into scores, computed in fp32 or wider. Default:"
+            " softmax.",
             {
-                "softmax": "over all experts, as Mixtral's and Qwen3's",
-                "sigmoid": "of each expert by itself, as DeepSeek-V3's",
+                "softmax": "softmax over all experts (Mixtral, Qwen3)",
+                "sigmoid": "independent score per expert (DeepSeek-V3)",
             },
             aka=("scoring_func", "moe_router_score_function"),
             read=Router,
@@ -145,14 +152,14 @@ class ExpertOptions(LatentOptions):
     router_norm: Annotated[
         bool,
         Truth(
-            "the scores of a token's experts are divided by their sum; without: true",
+            "Divide the scores of the selected experts by their sum. Default: true.",
             aka=("norm_topk_prob",),
         ),
     ] = True
     router_scale: Annotated[
         float | None,
         Real(
-            "what the experts' weights are multiplied by; without: 1",
+            "Factor that multiplies the experts' weights. Default: 1.",
             0.0,
             1e6,
             open=True,
@@ -163,9 +170,9 @@ class ExpertOptions(LatentOptions):
     bias_update_rate: Annotated[
         float | None,
         Real(
-            "an expert has a bias, added to its scores where experts are chosen and not to what "
-            "they count; after a step it rises by this where the step's tokens chose the expert "
-            "less often than the mean, and falls where more often; without: none has one",
+            "Step size of the auxiliary-loss-free load balancing: each expert has a bias that "
+            "affects selection only, raised after a step if the expert received fewer tokens "
+            "than the mean and lowered if it received more. Default: no bias.",
             0.0,
             1e3,
             open=True,
@@ -176,8 +183,8 @@ class ExpertOptions(LatentOptions):
     capacity_factor: Annotated[
         float | None,
         Real(
-            "an expert takes at most so many times its even share of a sample's tokens, first "
-            "choices before second ones; the rest passes it by. Without: all that is sent to it",
+            "Limit of tokens per expert, as a multiple of its even share of each sample; tokens"
+            " beyond it skip the expert, second choices first. Default: no limit (dropless).",
             0.0,
             1e6,
             open=True,
@@ -188,8 +195,7 @@ class ExpertOptions(LatentOptions):
     aux_loss: Annotated[
         float,
         Real(
-            "weight of the loss that balances the experts, of each sample's tokens and in every "
-            "layer that has some; without: 0",
+            "Weight of the load-balancing loss, computed per sample and MoE layer. Default: 0.",
             0.0,
             1e3,
             aka=("router_aux_loss_coef", "moe_aux_loss_coeff", "aux_loss_alpha"),
@@ -198,8 +204,8 @@ class ExpertOptions(LatentOptions):
     z_loss: Annotated[
         float,
         Real(
-            "weight of the loss that keeps a router's logits small, in every layer that has one; "
-            "without: 0",
+            "Weight of the loss that keeps router logits small, computed per MoE layer. "
+            "Default: 0.",
             0.0,
             1e3,
             aka=("router_z_loss_coef", "moe_z_loss_coeff"),

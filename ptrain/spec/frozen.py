@@ -45,10 +45,14 @@ class FrozenSpec:
     """The modes of frozen parameters by axis; without one they are where all others are."""
 
     dp_replicate: Annotated[
-        Mode | None, FrozenMode("Θ of frozen parameters on dp_replicate; without: as all others'")
+        Mode | None,
+        FrozenMode(
+            "Mode of frozen parameters on dp_replicate. Default: as for trained parameters."
+        ),
     ] = None
     dp_shard: Annotated[
-        Mode | None, FrozenMode("Θ of frozen parameters on dp_shard; without: as all others'")
+        Mode | None,
+        FrozenMode("Mode of frozen parameters on dp_shard. Default: as for trained parameters."),
     ] = None
 
     @property

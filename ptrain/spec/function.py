@@ -7,9 +7,10 @@ from ptrain.spec.leaf import Free, Text, declared
 
 PATH = r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*:[A-Za-z_][A-Za-z0-9_]*"
 FORM = "package.module:function"
-ARGUMENTS = Free("keyword arguments of target")
+ARGUMENTS = Free("Keyword arguments of `target`.")
 FOLDER = Text(
-    "where target is looked for after what is installed; without: the spec's own folder",
+    "Folder in which `target` is searched after the installed packages. Default: the folder of "
+    "the spec.",
     r"[^\x00-\x1f]{1,300}",
 )
 
@@ -42,8 +43,8 @@ class StepRaw:
     target: Annotated[
         str,
         Text(
-            "function(model, batch) -> the mean loss of a micro-batch; runs with --allow-import "
-            "only",
+            "Function (model, batch) that returns the mean loss of a micro-batch; runs only "
+            "with --allow-import.",
             PATH,
             FORM,
         ),

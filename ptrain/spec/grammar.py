@@ -52,7 +52,7 @@ class MeshRaw:
     pp: Annotated[
         int | str | None,
         Whole(
-            "pipeline stages: the layers are spread",
+            "Number of pipeline-parallel ranks; the layers are split over them.",
             1,
             MAX_DEGREE,
             words=("auto",),
@@ -62,7 +62,7 @@ class MeshRaw:
     dp_replicate: Annotated[
         int | str | None,
         Whole(
-            "ranks that keep whole copies (DDP)",
+            "Number of replicas of the model (DDP).",
             1,
             MAX_DEGREE,
             words=("auto",),
@@ -72,7 +72,7 @@ class MeshRaw:
     dp_shard: Annotated[
         int | str | None,
         Whole(
-            "ranks that shard states (ZeRO, FSDP)",
+            "Number of ranks over which data parallelism shards states (ZeRO, FSDP).",
             1,
             MAX_DEGREE,
             words=("auto",),
@@ -81,12 +81,17 @@ class MeshRaw:
     ] = None
     cp: Annotated[
         int | str | None,
-        Whole("ranks that share a sequence's tokens", 1, MAX_DEGREE, words=("auto",)),
+        Whole(
+            "Number of context-parallel ranks; the tokens of a sequence are split over them.",
+            1,
+            MAX_DEGREE,
+            words=("auto",),
+        ),
     ] = None
     ep: Annotated[
         int | str | None,
         Whole(
-            "ranks that share the experts",
+            "Number of expert-parallel ranks; the experts are split over them.",
             1,
             MAX_DEGREE,
             words=("auto",),
@@ -103,7 +108,7 @@ class MeshRaw:
     tp: Annotated[
         int | str | None,
         Whole(
-            "ranks that share each operator",
+            "Number of tensor-parallel ranks; each operator is split over them.",
             1,
             MAX_DEGREE,
             words=("auto",),
@@ -113,7 +118,8 @@ class MeshRaw:
     dp: Annotated[
         int | str | None,
         Whole(
-            "short for dp_replicate or dp_shard, whichever its tuple belongs to",
+            "Short for `dp_replicate` or `dp_shard`, whichever the placement of this axis "
+            "belongs to.",
             1,
             MAX_DEGREE,
             words=("auto",),
@@ -135,8 +141,12 @@ def _tuple(about: str) -> Section:
     return Section(TupleRaw, about, also=_TUPLE_TEXTS)
 
 
-REST_TUPLE = _tuple("the tuple of all tensors but the experts': a strategy's name or the modes")
-EXPERTS_TUPLE = _tuple("the experts' tuple: a rank has some of them, whole (S, S, S, S)")
+REST_TUPLE = _tuple(
+    "Placement on ep of all tensors except the experts: a strategy name or the four modes."
+)
+EXPERTS_TUPLE = _tuple(
+    "Placement of the experts on ep: each rank holds some experts in full (S, S, S, S)."
+)
 
 
 @declared
@@ -149,12 +159,12 @@ class ExpertTupleRaw:
     rest: Annotated[TupleRaw, REST_TUPLE]
 
 
-PP_TUPLE = _tuple("the tuple on pp: a strategy's name or the modes")
-DP_REPLICATE_TUPLE = _tuple("the tuple on dp_replicate: a strategy's name or the modes")
-DP_SHARD_TUPLE = _tuple("the tuple on dp_shard: a strategy's name or the modes")
-CP_TUPLE = _tuple("the tuple on cp: a strategy's name or the modes")
-TP_TUPLE = _tuple("the tuple on tp: a strategy's name or the modes")
-DP_TUPLE = _tuple("the tuple of `mesh.dp`: a strategy's name or the modes")
+PP_TUPLE = _tuple("Placement on pp: a strategy name or the four modes.")
+DP_REPLICATE_TUPLE = _tuple("Placement on dp_replicate: a strategy name or the four modes.")
+DP_SHARD_TUPLE = _tuple("Placement on dp_shard: a strategy name or the four modes.")
+CP_TUPLE = _tuple("Placement on cp: a strategy name or the four modes.")
+TP_TUPLE = _tuple("Placement on tp: a strategy name or the four modes.")
+DP_TUPLE = _tuple("Placement on `mesh.dp`: a strategy name or the four modes.")
 
 
 @declared
@@ -169,7 +179,8 @@ class PlacementRaw:
         ExpertTupleRaw | None,
         Section(
             ExpertTupleRaw,
-            "the tuples on ep, of the experts and of the rest; or the rest's alone",
+            "Placements on ep: of the experts and of all other tensors, or of all other tensors"
+            " only.",
             also=({"$ref": "#/$defs/TupleRaw"}, *_TUPLE_TEXTS),
         ),
     ] = None
@@ -184,25 +195,37 @@ class _Head:
     name: Annotated[
         str | None,
         Text(
-            "the run's name; without: its file's",
+            "Name of the run. Default: the name of the spec file.",
             r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}",
             "a name of 1 to 64 letters, digits, . _ - (no . in front)",
         ),
     ] = None
-    model: Annotated[ModelRaw, Section(ModelRaw, "which model: preset, shape, hf or target")]
-    mesh: Annotated[MeshRaw, Section(MeshRaw, "axes and degrees, outermost first")]
+    model: Annotated[
+        ModelRaw,
+        Section(
+            ModelRaw,
+            "The model: a preset, shape fields, a "
+            "Transformers class (`hf`) or your function "
+            "(`target`).",
+        ),
+    ]
+    mesh: Annotated[
+        MeshRaw, Section(MeshRaw, "Axes of the device mesh and their sizes, outermost first.")
+    ]
     placement: Annotated[
         PlacementRaw | None,
         Section(
             PlacementRaw,
-            "one tuple per axis, or a strategy's name for all of them",
+            "One placement per mesh axis, or a strategy name for all axes.",
             also=({"type": "string", "description": "a strategy's name"},),
         ),
     ] = None
-    precision: Annotated[PrecisionRaw, Section(PrecisionRaw, "bytes per element of each state")] = (
-        field(default_factory=PrecisionRaw)
+    precision: Annotated[PrecisionRaw, Section(PrecisionRaw, "Dtypes of each state.")] = field(
+        default_factory=PrecisionRaw
     )
-    batch: Annotated[BatchRaw, Section(BatchRaw, "samples per step and how they are split")]
+    batch: Annotated[
+        BatchRaw, Section(BatchRaw, "Number of samples per step and how they are split.")
+    ]
 
 
 @section
@@ -211,22 +234,24 @@ class SpecRaw(Keys, _Head):
 
     cluster: Annotated[
         dict[str, Any] | None,
-        Section(Cluster, "devices, memory and links the job runs on", null=True, is_partial=True),
+        Section(
+            Cluster, "Devices, memory and links that the job runs on.", null=True, is_partial=True
+        ),
     ] = None
     activations: Annotated[Any, ACTIVATIONS] = None
     recompute: Annotated[RecomputeRaw | None, RECOMPUTE] = None
-    expert: Annotated[Any, Free("how experts are chosen and placed", executed=())] = None
+    expert: Annotated[Any, Free("How experts are selected and placed.", executed=())] = None
     attention: Annotated[
         str | None,
         Choice(
-            "which attention kernel, of a built-in model or an hf class; without: sdpa, or eager "
-            "of a class that has no other",
+            "Attention implementation of built-in models and `hf` classes. Default: sdpa, or "
+            "eager if the class supports nothing else.",
             {
-                "sdpa": "torch's scaled_dot_product_attention, which takes the best kernel it has",
-                "eager": "operator by operator, the scores in memory",
-                "math": "another word for eager",
-                "flash": "tiled, the scores never in memory",
-                "flex": "torch's compiled block-sparse attention",
+                "sdpa": "torch's scaled_dot_product_attention, which selects the kernel",
+                "eager": "operator by operator, with the scores in memory",
+                "math": "alias of eager",
+                "flash": "tiled, without scores in memory",
+                "flex": "torch's flex_attention, block-sparse and compiled",
             },
             slips={
                 "flash_attention_2": "sdpa",
@@ -242,10 +267,12 @@ class SpecRaw(Keys, _Head):
     loss: Annotated[LossRaw | None, LOSS] = None
     step: Annotated[
         StepRaw | None,
-        Section(StepRaw, "a function of yours that runs the model and gives its loss"),
+        Section(StepRaw, "Your function that runs the model and returns its loss."),
     ] = None
     reshard: Annotated[
         bool | int | str | None,
-        replace(RESHARD, about="another word for sync.reshard_after_forward"),
+        replace(RESHARD, about="Alias of `sync.reshard_after_forward`."),
     ] = None
-    compile: Annotated[bool, Truth("torch.compile the blocks", executed=(False,))] = False
+    compile: Annotated[bool, Truth("Compile the blocks with torch.compile.", executed=(False,))] = (
+        False
+    )

@@ -6,7 +6,7 @@ from typing import Annotated
 from ptrain.spec.activations import Words
 from ptrain.spec.function import ARGUMENTS, FOLDER, FORM, PATH, UserFunction
 from ptrain.spec.leaf import Choice, Numbers, Real, Text, Truth, Whole
-from ptrain.spec.optimizers import OPTIMIZERS, OptimizerRow, readers
+from ptrain.spec.optimizers import OPTIMIZERS, OptimizerRow, defaults
 from ptrain.spec.section import Section, section
 from ptrain.spec.text import DataSource, Sources
 
@@ -16,12 +16,20 @@ class ScheduleSpec:
     """The learning rate over the steps: linear warm-up, then constant or cosine."""
 
     warmup: Annotated[
-        int, Whole("steps of linear warm-up", 0, 10**9, aka=("warmup_steps", "warmup_iters"))
+        int,
+        Whole("Number of linear warm-up steps.", 0, 10**9, aka=("warmup_steps", "warmup_iters")),
     ] = 0
     decay_steps: Annotated[
-        int, Whole("the step at which the cosine ends; 0: constant after warm-up", 0, 10**9)
+        int,
+        Whole(
+            "Step at which the cosine decay ends; 0 keeps the rate constant after warm-up.",
+            0,
+            10**9,
+        ),
     ] = 0
-    min_lr_ratio: Annotated[float, Real("where the cosine ends, as a part of lr", 0.0, 1.0)] = 0.1
+    min_lr_ratio: Annotated[
+        float, Real("Final learning rate of the cosine decay, as a fraction of `lr`.", 0.0, 1.0)
+    ] = 0.1
 
 
 @section
@@ -31,17 +39,17 @@ class OptimizerSpec:
     name: Annotated[
         str,
         Choice(
-            "which optimizer",
+            "Optimizer.",
             {name: row.about for name, row in OPTIMIZERS.items()},
         ),
     ] = "adamw"
     lr: Annotated[
-        float, Real("the highest learning rate", 0.0, 1e6, open=True, aka=("learning_rate",))
+        float, Real("Peak learning rate.", 0.0, 1e6, open=True, aka=("learning_rate",))
     ] = 3e-4
     betas: Annotated[
         tuple[float, ...],
         Numbers(
-            f"two decay rates, of {readers('betas')}",
+            f"Two decay rates. Default: {defaults('betas')}.",
             0.0,
             0.999999,
             count=2,
@@ -49,19 +57,19 @@ class OptimizerSpec:
             aka=("beta1", "beta2"),
         ),
     ] = (0.9, 0.95)
-    eps: Annotated[float, Real(f"epsilon, of {readers('eps')}", 0.0, 1.0, open=True)] = 1e-8
-    weight_decay: Annotated[float, Real("decoupled weight decay", 0.0, 1e3, aka=("wd",))] = 0.1
+    eps: Annotated[float, Real(f"Epsilon. Default: {defaults('eps')}.", 0.0, 1.0, open=True)] = 1e-8
+    weight_decay: Annotated[float, Real("Decoupled weight decay.", 0.0, 1e3, aka=("wd",))] = 0.1
     momentum: Annotated[
         float,
-        Real(f"of {readers('momentum')}", 0.0, 0.999999, follows=True),
+        Real(f"Momentum. Default: {defaults('momentum')}.", 0.0, 0.999999, follows=True),
     ] = 0.0
-    schedule: Annotated[ScheduleSpec, Section(ScheduleSpec, "the learning rate over the steps")] = (
-        field(default_factory=ScheduleSpec)
+    schedule: Annotated[ScheduleSpec, Section(ScheduleSpec, "Learning-rate schedule.")] = field(
+        default_factory=ScheduleSpec
     )
     clip: Annotated[
         float | None,
         Real(
-            "the largest global gradient norm; null: no clipping",
+            "Maximum global gradient norm; null disables clipping.",
             0.0,
             1e9,
             open=True,
@@ -84,27 +92,26 @@ class DataSpec:
     corpus: Annotated[
         str | None,
         Choice(
-            "a corpus that needs no network",
+            "Built-in corpus that needs no network.",
             {
-                "python-docs": "the reference text that every CPython ships",
-                "synthetic": "seeded tokens, equal on every machine",
+                "python-docs": "reference text that ships with CPython",
+                "synthetic": "seeded random tokens, identical on every machine",
             },
         ),
     ] = "python-docs"
-    path: Annotated[str | None, Text("a memory-mapped token file of your own", null=True)] = None
+    path: Annotated[str | None, Text("Memory-mapped token file (.npy or .bin).", null=True)] = None
     sources: Annotated[
         tuple[DataSource, ...] | None,
         Sources(
-            "token files in place of path, with the share of samples that each has: [{path: a.npy, "
-            "weight: 3}, {path: b.npy, weight: 1}]",
+            "Token files with their sampling weights, instead of `path`.",
             aka=("datasets", "mixture", "blend", "data_blend", "train_data_path", "mix"),
         ),
     ] = None
     loss_mask: Annotated[
         str | None,
         Text(
-            "a file beside path, a boolean for each of its tokens: false where it is no target, "
-            "as in a prompt",
+            "File of booleans, one per token of `path`; tokens marked false are not targets, "
+            "for example prompts.",
             null=True,
             aka=("mask", "labels_mask", "train_on_input"),
         ),
@@ -112,7 +119,7 @@ class DataSpec:
     ignored: Annotated[
         tuple[int, ...] | None,
         Numbers(
-            "tokens that are inputs and no targets, like padding",
+            "Token ids that are never targets, for example padding.",
             0,
             10**9,
             whole=True,
@@ -120,13 +127,17 @@ class DataSpec:
         ),
     ] = None
     tokenizer: Annotated[
-        str, Choice("how text becomes tokens", {"bytes": "256 bytes and 3 specials, vocab 259"})
+        str,
+        Choice(
+            "Tokenizer for text corpora.",
+            {"bytes": "256 bytes and 3 special tokens; vocabulary of 259"},
+        ),
     ] = "bytes"
     target: Annotated[
         str | None,
         Text(
-            "a function that returns a map-style dataset, of any samples; runs with "
-            "--allow-import only",
+            "Function that returns a map-style dataset with samples of any kind; runs only with"
+            " --allow-import.",
             PATH,
             FORM,
         ),
@@ -169,49 +180,61 @@ class TrainSpec:
 
     steps: Annotated[
         int,
-        Whole("updates of the parameters", 1, 10**9, aka=("max_steps", "num_steps", "train_iters")),
+        Whole(
+            "Number of optimizer steps.", 1, 10**9, aka=("max_steps", "num_steps", "train_iters")
+        ),
     ] = 50
-    seed: Annotated[int, Whole("of weights, samples and dropout", 0, 2**63 - 1)] = 0
+    seed: Annotated[
+        int, Whole("Seed of the weights, the sample order and dropout.", 0, 2**63 - 1)
+    ] = 0
 
 
 @section
 class EvalSpec:
     """The mean loss of text that is never trained on."""
 
-    every: Annotated[int, Whole("steps between two; 0: never", 0, 10**9)] = 0
-    batches: Annotated[int, Whole("global batches each time", 1, 10**6, aka=("eval_iters",))] = 4
+    every: Annotated[int, Whole("Steps between evaluations; 0 disables them.", 0, 10**9)] = 0
+    batches: Annotated[
+        int, Whole("Number of global batches per evaluation.", 1, 10**6, aka=("eval_iters",))
+    ] = 4
 
 
 @section
 class CheckpointSpec:
     """When the state is saved."""
 
-    at_end: Annotated[bool, Truth("once, when the training is done")] = False
-    every: Annotated[int, Whole("steps between two; 0: never", 0, 10**9)] = 0
+    at_end: Annotated[bool, Truth("Save a checkpoint after the last step.")] = False
+    every: Annotated[int, Whole("Steps between checkpoints; 0 disables them.", 0, 10**9)] = 0
 
 
 @section
 class Timeout:
     """Seconds until a silent rank counts as hung."""
 
-    init: Annotated[float, Real("for the meeting of the ranks", 0.0, 10**6, open=True)] = 300.0
-    step: Annotated[float, Real("for every collective after it", 0.0, 10**6, open=True)] = 120.0
+    init: Annotated[
+        float, Real("Timeout of the rendezvous, in seconds.", 0.0, 10**6, open=True)
+    ] = 300.0
+    step: Annotated[
+        float, Real("Timeout of every later collective, in seconds.", 0.0, 10**6, open=True)
+    ] = 120.0
 
 
 @section
 class LogSpec:
     """What is printed, and where the figures of a training go beside its run folder."""
 
-    every: Annotated[int, Whole("steps between two lines", 1, 10**9)] = 10
+    every: Annotated[int, Whole("Steps between log lines.", 1, 10**9)] = 10
     trackers: Annotated[
         tuple[str, ...],
         Words(
-            "trackers to which rank 0 gives spec, predicted figures, those of every step and the "
-            "verdict: a list, or one",
+            "Trackers to which rank 0 logs the spec, the predicted figures, the figures of each"
+            " step and the verdict.",
             {
-                "tensorboard": "events in the run folder (the extra tensorboard)",
-                "wandb": "Weights & Biases, by its own variables (the extra wandb)",
-                "mlflow": "MLflow, by its own variables (the extra mlflow)",
+                "tensorboard": "event files in the run folder; needs the extra `tensorboard`",
+                "wandb": "Weights & Biases, configured by its environment variables; needs the "
+                "extra `wandb`",
+                "mlflow": "MLflow, configured by its environment variables; needs the extra "
+                "`mlflow`",
             },
             slips={"weights-and-biases": "wandb", "w&b": "wandb", "tb": "tensorboard"},
             aka=("report_to", "logger", "loggers", "use_wandb", "enable_wandb"),

@@ -61,44 +61,52 @@ def _bucket(size: int) -> object:
 class Keys:
     """What a file says of a spec as ptrain reads it."""
 
-    optimizer: Annotated[OptimizerSpec, Section(OptimizerSpec, "the update and its schedule")] = (
-        field(default_factory=OptimizerSpec)
+    optimizer: Annotated[
+        OptimizerSpec, Section(OptimizerSpec, "The optimizer and its learning-rate schedule.")
+    ] = field(default_factory=OptimizerSpec)
+    data: Annotated[DataSpec, Section(DataSpec, "The training data.")] = field(
+        default_factory=DataSpec
     )
-    data: Annotated[DataSpec, Section(DataSpec, "what is read")] = field(default_factory=DataSpec)
-    train: Annotated[TrainSpec, Section(TrainSpec, "how long, and from which seed")] = field(
+    train: Annotated[TrainSpec, Section(TrainSpec, "Length and seed of the training.")] = field(
         default_factory=TrainSpec
     )
     sync: Annotated[
-        SyncPolicy, Section(SyncPolicy, "when accumulated gradients and gathered units move")
+        SyncPolicy,
+        Section(SyncPolicy, "When accumulated gradients are reduced and gathered units are freed."),
     ] = field(default_factory=SyncPolicy)
-    eval: Annotated[EvalSpec, Section(EvalSpec, "loss on held-out text")] = field(
+    eval: Annotated[EvalSpec, Section(EvalSpec, "Evaluation on held-out text.")] = field(
         default_factory=EvalSpec
     )
     checkpoint: Annotated[
         CheckpointSpec,
         Section(
             CheckpointSpec,
-            "when the state is saved",
-            also=({"const": "at_end", "description": "once, when the training is done"},),
+            "When checkpoints are saved.",
+            also=({"const": "at_end", "description": "Save a checkpoint after the last step."},),
         ),
     ] = field(default_factory=CheckpointSpec)
     timeout: Annotated[
         Timeout,
-        Section(Timeout, "seconds until a silent rank counts as hung", also=({"type": "number"},)),
+        Section(
+            Timeout,
+            "Timeouts in seconds, after which a silent rank counts as hung.",
+            also=({"type": "number"},),
+        ),
     ] = field(default_factory=Timeout)
-    log: Annotated[LogSpec, Section(LogSpec, "what is printed and tracked")] = field(
+    log: Annotated[LogSpec, Section(LogSpec, "What is printed and tracked.")] = field(
         default_factory=LogSpec
     )
     profile: Annotated[
-        tuple[int, ...], Numbers("steps whose trace is written", 0, 10**9, whole=True)
+        tuple[int, ...],
+        Numbers("Steps of which a profiler trace is written.", 0, 10**9, whole=True),
     ] = ()
     device: Annotated[
         str,
         Choice(
-            "where the ranks compute",
+            "Device type of the ranks; `auto` uses GPUs if each rank has one.",
             {
-                "auto": "GPUs if every local rank has one, else the processor",
-                "cpu": "the processor",
+                "auto": "GPUs if every local rank has one, otherwise the CPU",
+                "cpu": "the CPU",
                 "cuda": "one GPU per rank",
             },
             slips={"gpu": "cuda"},
@@ -107,26 +115,28 @@ class Keys:
     backend: Annotated[
         str,
         Choice(
-            "how the ranks talk",
-            {"auto": "nccl on GPUs, else gloo", "gloo": "over sockets", "nccl": "between GPUs"},
+            "Process-group backend; `auto` follows the device.",
+            {"auto": "nccl on GPUs, otherwise gloo", "gloo": "sockets, on CPUs", "nccl": "GPUs"},
         ),
     ] = "auto"
     deterministic: Annotated[
-        bool, Truth("only algorithms that repeat to the bit", aka=("use_deterministic_algorithms",))
+        bool, Truth("Use only deterministic algorithms.", aka=("use_deterministic_algorithms",))
     ] = False
 
     reduce_scatter: Annotated[
         ReduceScatterVia,
         Either(
-            "how gradients are reduced to shards",
+            "How gradients are reduced to shards.",
             "native or all_to_all",
             (
                 Choice(
                     "",
                     {
-                        "native": "the backend's own (on gloo an all-reduce; two ranks exchange)",
-                        "all_to_all": "an exchange and a local sum: a true one on gloo",
-                        "stock": "another word for native",
+                        "native": "the backend's reduce-scatter (on gloo an all-reduce; an "
+                        "exchange between two ranks)",
+                        "all_to_all": "an all-to-all and a local sum: a true reduce-scatter on "
+                        "gloo",
+                        "stock": "alias of native",
                     },
                 ),
                 Truth("true: all_to_all"),
@@ -138,10 +148,9 @@ class Keys:
     bucket_bytes: Annotated[
         int,
         Size(
-            "what is reduced together where parameters stay whole: a bucket is reduced once this "
-            "many bytes of gradients are there; per-tensor: one each; whole: one for all; size: "
-            "25 MiB, DistributedDataParallel's first one 1 MiB. Flat units have buckets of whole "
-            "blocks, which are no larger, but for a block that is",
+            "Size of the buckets in which replicated gradients are reduced: a number of bytes, "
+            "`size` (25 MiB, the first one 1 MiB, as DistributedDataParallel), `per-tensor`, or"
+            " `whole` (one bucket). Buckets of flat units consist of full blocks.",
             words=("size", "per-tensor", "whole"),
             low=2**10,
             high=2**40,
@@ -155,17 +164,18 @@ class Keys:
     unit: Annotated[
         UnitSize | None,
         Either(
-            "what is gathered, reduced and freed together (the paper's s_unit); without: block, "
-            "and of built-in models, where all states are R or S on the device and parameters R, "
-            "as many neighbouring blocks as fill a `bucket`",
+            "Modules that are gathered, reduced and freed together (FSDP unit). Default: block;"
+            " for built-in models with replicated parameters, as many blocks as fill a "
+            "`bucket`.",
             "block, sub-block, n blocks or model",
             (
                 Choice(
                     "",
                     {
-                        "block": "one transformer block; the root keeps embedding and head",
-                        "sub-block": "attention and feed-forward apart; the block keeps its norms",
-                        "model": "everything at once",
+                        "block": "one transformer block; embedding and head belong to the root",
+                        "sub-block": "attention and feed-forward separately; norms belong to "
+                        "the block",
+                        "model": "the full model",
                     },
                 ),
                 Text("so many neighbouring blocks", r"[1-9][0-9]{0,4} blocks"),
@@ -180,13 +190,13 @@ class Keys:
     overlap: Annotated[
         Overlap | None,
         Choice(
-            "whether gradients are reduced beside the backward pass; without: as the wrapper does "
-            "by itself (backward; flat units whose gradients stay whole: none)",
+            "Whether gradient reduction overlaps with the backward pass. Default: backward; "
+            "none for flat units with replicated gradients.",
             {
-                "none": "a reduction is awaited before anything goes on; DDP's begin when "
-                "backward is over, fully_shard gathers nothing ahead, and flat units are gathered "
-                "before the next one is updated, unless gather_after_update says when",
-                "backward": "a unit's or bucket's reduction runs while backward goes on",
+                "none": "wait for every reduction: DDP reduces after backward, fully_shard does"
+                " not prefetch, and flat units are gathered one by one after their "
+                "update unless gather_after_update is set",
+                "backward": "reduce a unit or bucket while backward continues",
             },
             slips={
                 "true": "backward",
@@ -204,8 +214,8 @@ class Keys:
     prefetch: Annotated[
         int | None,
         Whole(
-            "units whose gathering is begun ahead of their use; without: 0, and for fully_shard "
-            "torch's own (the next unit in backward)",
+            "Number of units that are gathered ahead of their use. Default: 0; for fully_shard,"
+            " torch's own prefetching (the next unit in backward).",
             0,
             10_000,
             null=True,
@@ -215,46 +225,44 @@ class Keys:
     gather_after_update: Annotated[
         GatherAfterUpdate | None,
         Choice(
-            "when parameters that were updated in parts become whole again; without: "
-            "during-update where that takes no room (parameters on the device, ranks' parts in "
-            "the order of their group), else, with overlap none and with gradients M, blocking",
+            "When parameters that were updated in shards are gathered again. Default: during-"
+            "update if that needs no extra memory, otherwise blocking.",
             {
-                "blocking": "after each unit's update, before the next unit's",
-                "during-update": "begun after each unit's update, awaited when all are updated",
-                "next-forward": "unit by unit, when each is used next",
+                "blocking": "after each unit's update, before the next unit's update",
+                "during-update": "start after each unit's update, wait after the last update",
+                "next-forward": "when the unit is used next",
             },
             read=GatherAfterUpdate,
             null=True,
             dial=Dial(free="blocking", other="during-update"),
         ),
     ] = None
-    tensor: Annotated[TensorSpec, Section(TensorSpec, "how tp cuts operators")] = field(
+    tensor: Annotated[TensorSpec, Section(TensorSpec, "Options of tensor parallelism.")] = field(
         default_factory=TensorSpec
     )
-    pipeline: Annotated[
-        PipelineSpec, Section(PipelineSpec, "how pp cuts the model, and its schedule")
-    ] = field(default_factory=PipelineSpec)
+    pipeline: Annotated[PipelineSpec, Section(PipelineSpec, "Options of pipeline parallelism.")] = (
+        field(default_factory=PipelineSpec)
+    )
     context: Annotated[
         ContextSpec | None,
-        Section(ContextSpec, "how cp reaches the tokens of other ranks", null=True),
+        Section(ContextSpec, "Options of context parallelism.", null=True),
     ] = None
-    offload: Annotated[Offload, Section(Offload, "states that are not on the device")] = field(
+    offload: Annotated[Offload, Section(Offload, "States that are not on the device.")] = field(
         default_factory=Offload
     )
     frozen: Annotated[
         FrozenSpec,
         Section(
             FrozenSpec,
-            "where frozen parameters are, of which there is Θ alone: a mode by data axis, or one "
-            "for all of them",
+            "Placement of frozen parameters: a mode per data axis, or one mode for all data axes.",
             also=({"type": "string", "description": "the mode on all data axes"},),
         ),
     ] = field(default_factory=FrozenSpec)
     consistency_every: Annotated[
         int,
         Whole(
-            "stop where ranks differ in what they hold alike, looked at every so many steps "
-            "(0: never)",
+            "Steps between checks that replicated state is identical on all ranks; a difference"
+            " stops the training. 0 disables them.",
             0,
             10**9,
         ),
@@ -262,8 +270,8 @@ class Keys:
     verify_every: Annotated[
         int,
         Whole(
-            "stop where one device, given the run's own state, has another loss or gradient, "
-            "looked at every so many steps (0: never)",
+            "Steps between replays of one step on a single device; a different loss or gradient"
+            " stops the training. 0 disables them.",
             0,
             10**9,
         ),
@@ -271,20 +279,22 @@ class Keys:
     overlap_shared_experts: Annotated[
         bool,
         Truth(
-            "experts that all tokens go to compute while rows travel to other ranks' experts, and "
-            "in backward while gradients travel back; without: when rows are back",
+            "Compute shared experts while tokens travel to the experts of other ranks, and "
+            "overlap their backward with the return of gradients.",
             aka=("moe_shared_expert_overlap",),
         ),
     ] = False
     routing: Annotated[
         Routing,
         RoutingText(
-            "where tokens are taken to go in predictions and on fake ranks, where sizes depend on "
-            "it; or FILE.json, counts of one's own or of a run; without: balanced",
+            "Routing assumed in predictions and on fake ranks, where sizes depend on it: "
+            "balanced, best, worst, or a JSON file with token counts, for example of a run. "
+            "Default: balanced.",
             {
-                "balanced": "every expert is chosen as often",
-                "best": "tokens choose the experts of their own rank: nobody gets more than others",
-                "worst": "all tokens choose the experts of one rank",
+                "balanced": "every expert receives the same number of tokens",
+                "best": "tokens select experts of their local rank; all ranks receive the same "
+                "number",
+                "worst": "all tokens select experts of one rank",
             },
             slips={"even": "balanced", "uniform": "balanced"},
             read=read_routing,

@@ -404,22 +404,22 @@ def one_of(*shapes: dict[str, Any]) -> dict[str, Any]:
 
 
 MODE_MEANINGS = {
-    "R": "replicated: every rank of this axis holds the whole state",
-    "S": "sharded: each rank holds a slice (parameters on a data axis: use S*)",
-    "S*": "sharded with gathering: a slice is stored, the whole is gathered for use",
-    "M": "materialized: made when needed and not kept (parameters: casts of the master copies; "
-    "gradients: used up unit by unit; activations: recomputed)",
-    "O": "offloaded: a slice in the host's memory, short for S@host",
-    "R@host": "a whole copy in the host's memory",
-    "S*@host": "a slice in the host's memory, gathered for use",
-    "R@file": "a whole copy in a file (NVMe)",
-    "S@file": "a slice in a file (NVMe)",
-    "S*@file": "a slice in a file (NVMe), gathered for use",
-    "S@host": "a slice in the host's memory, the long form of O",
+    "R": "replicated: every rank of the axis holds the full state",
+    "S": "sharded: each rank holds a shard (for parameters on a data axis use S*)",
+    "S*": "sharded and gathered: each rank stores a shard, the full state is all-gathered for use",
+    "M": "materialized: made when needed and not stored (parameters: cast from the master copy;"
+    " gradients: consumed unit by unit; activations: recomputed)",
+    "O": "offloaded: a shard in host memory, short for S@host",
+    "R@host": "a full copy in host memory",
+    "S*@host": "a shard in host memory, all-gathered for use",
+    "R@file": "a full copy in a file (NVMe)",
+    "S@file": "a shard in a file (NVMe)",
+    "S*@file": "a shard in a file (NVMe), all-gathered for use",
+    "S@host": "a shard in host memory, the long form of O",
 }
 KEPT_MEANINGS = MODE_MEANINGS | {
-    "M@host": "recomputed, from inputs that lie in the host's memory",
-    "M@file": "recomputed, from inputs that lie in a file (NVMe)",
+    "M@host": "recomputed, with block inputs in host memory",
+    "M@file": "recomputed, with block inputs in a file (NVMe)",
 }
 
 

@@ -265,14 +265,15 @@ class ModelRaw:
     """Which model: a preset and shape fields that override it; or hf; or target."""
 
     preset: Annotated[
-        str | None, Text("a model of specs/models, or a file of shape fields", NAME_OR_FILE)
+        str | None,
+        Text("Name of a model in specs/models, or a YAML file with shape fields.", NAME_OR_FILE),
     ] = None
     pretrained: Annotated[
         str | None,
         Text(
-            "a folder with the config.json and the safetensors of a published model: what the "
-            "model is, in place of a preset, and the weights that training begins with; beside hf "
-            "the fields of its config and its weights, beside target its weights",
+            "Folder with the config.json and safetensors files of a published model. Training "
+            "starts from its weights. Replaces `preset`; next to `hf`, the config is read from "
+            "it; next to `target`, only the weights are.",
             NAME_OR_FILE,
             null=True,
         ),
@@ -280,7 +281,7 @@ class ModelRaw:
     family: Annotated[
         str | None,
         Choice(
-            "whose options stand for those that are left out; without: llama",
+            "Model family that supplies defaults for omitted options. Default: llama.",
             {
                 "llama": "norm: rms, activation: swiglu, bias: none, positions: rope",
                 "gpt": "norm: layer, activation: gelu, bias: all, positions: learned, tied: true",
@@ -289,12 +290,17 @@ class ModelRaw:
     ] = None
     layers: Annotated[
         int | None,
-        Whole("blocks", 1, 10_000, aka=("n_layers", "num_layers", "num_hidden_layers", "depth")),
+        Whole(
+            "Number of transformer blocks.",
+            1,
+            10_000,
+            aka=("n_layers", "num_layers", "num_hidden_layers", "depth"),
+        ),
     ] = None
     hidden: Annotated[
         int | None,
         Whole(
-            "width of the residual stream",
+            "Width of the residual stream.",
             1,
             2**20,
             aka=("hidden_size", "d_model", "n_embd", "dim"),
@@ -303,7 +309,7 @@ class ModelRaw:
     heads: Annotated[
         int | None,
         Whole(
-            "query heads; divides hidden, unless head_dim is written",
+            "Number of query heads; must divide `hidden` unless `head_dim` is set.",
             1,
             2**14,
             aka=("n_heads", "num_heads", "num_attention_heads"),
@@ -312,7 +318,7 @@ class ModelRaw:
     kv_heads: Annotated[
         int | None,
         Whole(
-            "key and value heads; divides heads; without: as many",
+            "Number of key and value heads; must divide `heads`. Default: `heads`.",
             1,
             2**14,
             aka=("n_kv_heads", "num_key_value_heads", "num_query_groups"),
@@ -321,19 +327,20 @@ class ModelRaw:
     ffn: Annotated[
         int | None,
         Whole(
-            "width inside the feed-forward part; without: 4 x hidden, where nothing gates it",
+            "Inner width of the feed-forward layer. Required for gated activations; otherwise "
+            "the default is 4 x `hidden`.",
             1,
             2**22,
             aka=("ffn_hidden_size", "intermediate_size", "d_ff"),
         ),
     ] = None
     vocab: Annotated[
-        int | None, Whole("tokens in the vocabulary", 2, 2**24, aka=("vocab_size",))
+        int | None, Whole("Number of tokens in the vocabulary.", 2, 2**24, aka=("vocab_size",))
     ] = None
     hf: Annotated[
         str | None,
         Text(
-            "a causal language model of transformers: its class, or its model type",
+            "A causal language model of Transformers, by class name or model type.",
             r"[A-Za-z][A-Za-z0-9_-]*",
             "a class or a model type, like LlamaForCausalLM or llama",
         ),
@@ -341,8 +348,7 @@ class ModelRaw:
     config: Annotated[
         dict[str, object] | str | None,
         Either(
-            "fields of the hf class's config, or a whole config.json: written here, or the name of "
-            "its file",
+            "Config fields of the `hf` class, or the name of a config.json file.",
             "a mapping, or the name of a JSON file",
             (Free(""), Text("", NAME_OR_FILE)),
         ),
@@ -350,7 +356,7 @@ class ModelRaw:
     target: Annotated[
         str | None,
         Text(
-            "a function that returns the module; runs with --allow-import only",
+            "Function that builds and returns an nn.Module; runs only with --allow-import.",
             PATH,
             FORM,
         ),
@@ -359,8 +365,8 @@ class ModelRaw:
     folder: Annotated[
         str | None,
         Text(
-            "where target is looked for after what is installed: . is the spec's own folder, and "
-            "null is nowhere",
+            "Folder in which `target` is searched after the installed packages: `.` is the "
+            "folder of the spec, null disables the search.",
             NAME_OR_FILE,
             null=True,
         ),
@@ -368,8 +374,8 @@ class ModelRaw:
     blocks: Annotated[
         str | None,
         Text(
-            "which modules of a target or hf model are its blocks, * for a number; "
-            "without: those it names itself, else its largest ModuleList",
+            "Names of the modules that are the model's blocks, with * for a number. Default: "
+            "the blocks that the model names itself, or else its largest ModuleList.",
             r"[A-Za-z0-9_*]+(\.[A-Za-z0-9_*]+)*",
             "names of modules, like encoder.layers.*",
         ),

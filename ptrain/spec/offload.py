@@ -15,24 +15,24 @@ class Offload:
     tier: Annotated[
         Tier | None,
         Choice(
-            "what the mode O means in this spec",
-            {"host": "S@host: a slice in the host's memory", "file": "S@file: a slice in a file"},
+            "Memory tier that mode O stands for in this spec.",
+            {"host": "S@host: a shard in host memory", "file": "S@file: a shard in a file"},
             slips=TIER_SLIPS,
             read=Tier,
         ),
     ] = None
     path: Annotated[
-        str | None, Text("the folder of the files (NVMe); without: the temporary folder")
+        str | None,
+        Text("Folder of the offload files (NVMe). Default: the folder for temporary files."),
     ] = None
     update: Annotated[
         Tier,
         Choice(
-            "where optimizer state that is not on the device is updated",
+            "Where optimizer state that is not on the device is updated.",
             {
-                "host": "by the processor, where the state is (what is gathered for the update, "
-                "S*, comes to the device all the same)",
-                "device": "on the device, to which it is copied and from which it is copied back, "
-                "unit by unit",
+                "host": "on the CPU; S* states that are gathered for the update still move to "
+                "the device",
+                "device": "on the device: states are copied there and back, unit by unit",
             },
             slips=TIER_SLIPS,
             read=Tier,

@@ -57,7 +57,7 @@ OPTIMIZERS: Mapping[str, OptimizerRow] = {
         is_fused=True,
     ),
     "sgd": OptimizerRow(
-        about="gradient descent, with momentum if given",
+        about="stochastic gradient descent, with momentum if set",
         keys={"momentum": 0.0},
         moments=("momentum_buffer",),
         needs_momentum=True,
@@ -65,7 +65,7 @@ OPTIMIZERS: Mapping[str, OptimizerRow] = {
         numbers_in_16_bits=(1, 3),
     ),
     "nadam": OptimizerRow(
-        about="adamw with Nesterov's momentum: two moments",
+        about="AdamW with Nesterov momentum: two moments",
         keys={"betas": (0.9, 0.999), "eps": 1e-8},
         moments=("exp_avg", "exp_avg_sq"),
         numbers={"step": 0.0, "mu_product": 1.0},
@@ -73,7 +73,7 @@ OPTIMIZERS: Mapping[str, OptimizerRow] = {
         operators=(2, 3, 2, 3, 2, 2, 2, 4, 4),
     ),
     "lion": OptimizerRow(
-        about="the sign of a momentum, with decoupled weight decay: one moment",
+        about="sign of the momentum, with decoupled weight decay: one moment",
         keys={"betas": (0.9, 0.99)},  # of its authors
         moments=("exp_avg",),
         temporaries=1,  # the direction
@@ -81,8 +81,8 @@ OPTIMIZERS: Mapping[str, OptimizerRow] = {
         enlarges_rounding=True,  # where a sign is another, twice the learning rate
     ),
     "muon": OptimizerRow(
-        about="orthogonalized momentum for the blocks' matrices, adamw for all else: needs whole "
-        "matrices",
+        about="orthogonalized momentum for matrices in blocks, AdamW for all other parameters; "
+        "needs full matrices",
         keys={"momentum": 0.95},  # of its authors
         moments=("momentum_buffer",),
         remainder="adamw",
@@ -92,8 +92,7 @@ OPTIMIZERS: Mapping[str, OptimizerRow] = {
 FUSED = tuple(name for name, row in OPTIMIZERS.items() if row.is_fused)
 
 
-def readers(key: str) -> str:
-    """Return the optimizers that read a key of their section, each with what stands for it where
-    none is written: `sgd (without: 0.0), muon (without: 0.95)`."""
+def defaults(key: str) -> str:
+    """List the optimizers that read a key, with their defaults: `0.0 (sgd), 0.95 (muon)`."""
     rows = OPTIMIZERS.items()
-    return ", ".join(f"{n} (without: {row.keys[key]})" for n, row in rows if key in row.keys)
+    return ", ".join(f"{row.keys[key]} ({name})" for name, row in rows if key in row.keys)

@@ -42,20 +42,26 @@ class ScheduleName(Word):
         member.is_in_halves = is_in_halves
         return member
 
-    NAIVE = "naive", "one micro-batch at a time: one rank works, the others wait"
+    NAIVE = "naive", "one micro-batch at a time: one rank computes, the others wait"
     # Huang et al. 2019
-    GPIPE = "gpipe", "all forward, all backward (AFAB)", "ScheduleGPipe", ("afab", "fill-drain")
+    GPIPE = (
+        "gpipe",
+        "all forward passes, then all backward passes",
+        "ScheduleGPipe",
+        ("afab", "fill-drain"),
+    )
     # Narayanan et al. 2019 (PipeDream-Flush)
     ONE_F_ONE_B = (
         "1f1b",
-        "one forward, one backward: as few in flight as stages are behind",
+        "one forward, one backward: a stage holds at most as many micro-batches as stages "
+        "follow it, plus one",
         "Schedule1F1B",
         ("pipedream-flush", "one-f-one-b"),
     )
     # Lamy-Poirier 2023; made for two stages a rank: with one it is gpipe
     BFS = (
         "bfs",
-        "several stages a rank, breadth first: gpipe stage by stage",
+        "several stages per rank, breadth-first: gpipe stage by stage",
         "ScheduleLoopedBFS",
         ("looped-bfs", "schedulelooped-bfs"),
         2,
@@ -63,7 +69,7 @@ class ScheduleName(Word):
     # Narayanan et al. 2021; with one stage a rank it is 1f1b
     INTERLEAVED = (
         "interleaved",
-        "several stages a rank, one forward, one backward",
+        "several stages per rank, one forward, one backward (Megatron)",
         "ScheduleInterleaved1F1B",
         ("interleaved-1f1b",),
         2,
@@ -71,7 +77,7 @@ class ScheduleName(Word):
     # Qi et al. 2024 (ZB-H1), over several stages a rank
     ZERO_BUBBLE = (
         "zero-bubble",
-        "gradients of weights apart, to fill the drain (ZB-H1)",
+        "weight gradients computed separately to fill the bubble (ZB-H1)",
         "ScheduleInterleavedZeroBubble",
         ("zb-h1", "zb1p", "zero_bubble"),
         1,
@@ -80,7 +86,7 @@ class ScheduleName(Word):
     # Qi et al. 2024, section 6
     ZBV = (
         "zbv",
-        "two stages a rank in a V, gradients of weights apart",
+        "two stages per rank in a V, weight gradients computed separately",
         "ScheduleZBVZeroBubble",
         ("zb-v",),
         2,
@@ -89,7 +95,7 @@ class ScheduleName(Word):
     # Sea AI Lab 2025: DeepSeek's DualPipe cut in half, each stage once
     DUALPIPEV = (
         "dualpipev",
-        "two stages a rank in a V, a forward beside a backward",
+        "two stages per rank in a V, forward and backward overlapped",
         "ScheduleDualPipeV",
         (),
         2,
@@ -167,11 +173,11 @@ def _split_meant(value: object) -> str:
 _SPLITS = Choice(
     "",
     {
-        "parameters": "the largest stage as small as can be, embedding in front and norm and head "
-        "behind included",
-        "time": "the slowest stage as fast as can be, by the operations of its matrices and "
-        "scores: the head counts, looking up the embedding does not",
-        "layers": "as many layers in each",
+        "parameters": "minimize the parameters of the largest stage, with embedding, final norm"
+        " and head",
+        "time": "minimize the operations of the slowest stage: matrix products and attention "
+        "scores, with the head",
+        "layers": "equal numbers of layers",
     },
     slips={"balanced": "parameters", "auto": "parameters", "even": "layers", "uniform": "layers"},
     read=SplitBy,
@@ -194,7 +200,7 @@ class PipelineSpec:
     schedule: Annotated[
         ScheduleName | ListedSchedule,
         ScheduleText(
-            "in which order a rank computes its micro-batches; or FILE.csv, a list of one's own",
+            "Order in which a rank runs its micro-batches, or a CSV file with your schedule.",
             {name.value: name.meaning for name in ScheduleName},
             slips={word: name.value for name in ScheduleName for word in name.words},
             read=_schedule,
@@ -204,8 +210,8 @@ class PipelineSpec:
     stages: Annotated[
         int | None,
         Whole(
-            "stages over all ranks of pp, a multiple of them; without: one a rank, and two with "
-            f"{', '.join(_FIRST_OF_TWO)} and {_LAST_OF_TWO}",
+            "Total number of stages, a multiple of the pp ranks. Default: one per rank; two with "
+            f"{', '.join(_FIRST_OF_TWO)} and {_LAST_OF_TWO}.",
             1,
             MAX_LAYERS,
         ),
@@ -213,7 +219,8 @@ class PipelineSpec:
     split: Annotated[
         SplitBy | tuple[int, ...],
         Either(
-            "which layers a stage has",
+            "How layers are assigned to stages: balanced by parameters or time, by equal "
+            "numbers of layers, or a list with each stage's number of layers.",
             "parameters, time, layers or a list of each stage's number of layers",
             (
                 _SPLITS,

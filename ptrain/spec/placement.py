@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ptrain.costs import State
+from ptrain.cost import State
 from ptrain.word import Word
 
 

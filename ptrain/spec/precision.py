@@ -6,7 +6,12 @@ from typing import Annotated
 from ptrain.spec.leaf import Choice, declared
 from ptrain.word import Word
 
-_DTYPES = {"fp32": "4 bytes", "bf16": "2 bytes", "fp16": "2 bytes, loss scaling", "fp64": "8 bytes"}
+_DTYPES = {
+    "fp32": "4 bytes",
+    "bf16": "2 bytes",
+    "fp16": "2 bytes, with loss scaling",
+    "fp64": "8 bytes",
+}
 _DTYPE_SLIPS = {
     "float64": "fp64",
     "double": "fp64",
@@ -16,7 +21,7 @@ _DTYPE_SLIPS = {
     "half": "fp16",
     "bfloat16": "bf16",
 }
-_NO_MASTER = {"none": "the optimizer updates the parameters themselves"}
+_NO_MASTER = {"none": "no master copy: the optimizer updates the parameters"}
 
 
 class DType(Word):
@@ -181,16 +186,18 @@ class PrecisionRaw:
     layout: Annotated[
         str | None,
         Choice(
-            "a named layout; without: fp32",
+            "Named precision layout. Default: fp32.",
             {
                 "fp32": "4 + 4 + 8 bytes: everything in fp32",
                 "bf16": "2 + 2 + 4 bytes: everything in bf16, no master copy",
-                "fp16": "2 + 2 + 12 bytes: fp16 with an fp32 master copy, the loss scaled",
+                "fp16": "2 + 2 + 12 bytes: fp16 with an fp32 master copy and loss scaling",
                 "zero16": "2 + 2 + 12 bytes: bf16, with an fp32 master copy",
-                "megatron18": "2 + 4 + 12 bytes: zero16 whose gradients are kept and sent in fp32",
-                "zero20": "2 + 6 + 12 bytes: a micro-batch's gradients in bf16, their sum in fp32",
-                "fsdp-mixed": "2 + 4 + 12 bytes: gradients sent in bf16 and kept in fp32; with "
-                "parameters M, casts of the master copies, 0 + 4 + 12",
+                "megatron18": "2 + 4 + 12 bytes: zero16 with gradients stored and reduced in fp32",
+                "zero20": "2 + 6 + 12 bytes: gradients of a micro-batch in bf16, accumulated in"
+                " fp32",
+                "fsdp-mixed": "2 + 4 + 12 bytes: gradients reduced in bf16 and stored in fp32; "
+                "0 + 4 + 12 with parameters M, which are cast from the master "
+                "copy",
             },
             slips={**_DTYPE_SLIPS, "mixed": "fsdp-mixed"},
         ),
@@ -198,19 +205,19 @@ class PrecisionRaw:
     compute: Annotated[
         str | None,
         Choice(
-            "one dtype in place of all of a layout",
-            {"fp64": "float64: equality tests"},
+            "One dtype that replaces every dtype of the layout.",
+            {"fp64": "float64, for equality tests"},
             slips=_DTYPE_SLIPS,
         ),
     ] = None
     parameters: Annotated[
         str | None,
-        Choice("dtype of the parameters, which the model computes in", _DTYPES, slips=_DTYPE_SLIPS),
+        Choice("Dtype of the parameters and of the computation.", _DTYPES, slips=_DTYPE_SLIPS),
     ] = None
     gradients: Annotated[
         str | None,
         Choice(
-            "dtype in which reduced gradients are kept and accumulated until the update",
+            "Dtype in which reduced gradients are stored and accumulated until the update.",
             _DTYPES,
             slips=_DTYPE_SLIPS,
         ),
@@ -218,8 +225,8 @@ class PrecisionRaw:
     reduced: Annotated[
         str | None,
         Choice(
-            "dtype in which a micro-batch's gradients are collected and travel; as `gradients` "
-            "where that is written",
+            "Dtype in which a micro-batch's gradients are collected and communicated. Default: "
+            "`gradients` if set.",
             _DTYPES,
             slips=_DTYPE_SLIPS,
         ),
@@ -227,12 +234,12 @@ class PrecisionRaw:
     master: Annotated[
         str | None,
         Choice(
-            "dtype of the copy of the parameters that is updated",
+            "Dtype of the master copy of the parameters, which the optimizer updates.",
             _DTYPES | _NO_MASTER,
             slips=_DTYPE_SLIPS,
         ),
     ] = None
     moments: Annotated[
         str | None,
-        Choice("dtype in which the optimizer's moments are kept", _DTYPES, slips=_DTYPE_SLIPS),
+        Choice("Dtype of the optimizer moments.", _DTYPES, slips=_DTYPE_SLIPS),
     ] = None

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import field
 from typing import Annotated, Any, NamedTuple
 
-from ptrain.costs import Collective
+from ptrain.cost import Collective
 from ptrain.spec.leaf import (
     Choice,
     Leaf,
@@ -182,21 +182,24 @@ class Rates:
     of ranks of a node that compute at once."""
 
     preset: Annotated[
-        str | None, Text("rates of specs/rates, or a file of its fields", NAME_OR_FILE)
+        str | None,
+        Text("Name of a file in specs/rates, or a YAML file with its fields.", NAME_OR_FILE),
     ] = None
-    source: Annotated[str | None, Text("who measured or published it, and how", null=True)] = None
+    source: Annotated[
+        str | None, Text("Who measured or published the rates, and how.", null=True)
+    ] = None
     date: Annotated[
         str | None,
-        Text("when it was measured", r"\d{4}-\d\d-\d\d", "a date, 2026-11-24", null=True),
+        Text("Date of the measurement.", r"\d{4}-\d\d-\d\d", "a date, 2026-11-24", null=True),
     ] = None
-    machine: Annotated[str | None, Text("on what it was measured", null=True)] = None
-    torch: Annotated[str | None, Text("torch's version", null=True)] = None
-    ptrain: Annotated[str | None, Text("ptrain's version", null=True)] = None
+    machine: Annotated[str | None, Text("Machine of the measurement.", null=True)] = None
+    torch: Annotated[str | None, Text("torch version of the measurement.", null=True)] = None
+    ptrain: Annotated[str | None, Text("ptrain version of the measurement.", null=True)] = None
     at_once: Annotated[
         tuple[int, ...],
         Numbers(
-            "ranks of a node that compute at once, for each figure of seconds in a row; of GPUs "
-            "one, which is as many",
+            "Numbers of ranks that compute on a node at the same time, one per column of "
+            "seconds in the rows below; [1] for GPUs.",
             1,
             2**17,
             whole=True,
@@ -205,7 +208,7 @@ class Rates:
     threads: Annotated[
         tuple[int, ...],
         Numbers(
-            "by ranks at once: threads of each rank, where they are processors'",
+            "Threads per rank on CPUs, one number per entry of `at_once`.",
             1,
             2**12,
             whole=True,
@@ -214,20 +217,20 @@ class Rates:
     spread: Annotated[
         tuple[float, ...],
         Numbers(
-            "by ranks at once: how far apart measurements of one thing are, relatively", 0, 1e3
+            "Relative spread of repeated measurements, one number per entry of `at_once`.", 0, 1e3
         ),
     ] = ()
     products: Annotated[
         tuple[RateRow, ...],
         Rows(
-            "products of matrices",
+            "Times of matrix products.",
             {"dtype": _DTYPE, **_wholes("matrices", "rows", "inner", "columns")},
         ),
     ] = ()
     attention: Annotated[
         tuple[RateRow, ...],
         Rows(
-            "torch's fused causal attention, and its backward pass",
+            "Times of torch's fused causal attention, forward and backward.",
             {
                 "pass": _words("pass", OperatorKind, *_ATTENTION),
                 "dtype": _DTYPE,
@@ -238,7 +241,7 @@ class Rates:
     operators: Annotated[
         tuple[RateRow, ...],
         Rows(
-            "operators that memory bounds, by the bytes that they read and write",
+            "Times of memory-bound operators, by the bytes they read and write.",
             {
                 "kind": _words("kind", OperatorKind, *_OF_BYTES),
                 "dtype": _DTYPE,
@@ -249,8 +252,8 @@ class Rates:
     updates: Annotated[
         tuple[RateRow, ...],
         Rows(
-            "an optimizer's step of so many tensors with together so many elements, or the clip "
-            "of their gradients' norm",
+            "Times of optimizer steps, by number of elements and tensors, and of gradient "
+            "clipping.",
             {
                 "update": Choice(
                     "update",
@@ -267,7 +270,8 @@ class Rates:
     collectives: Annotated[
         tuple[RateRow, ...],
         Rows(
-            "collectives of so many ranks on so many nodes, by the bytes of the full tensor",
+            "Times of collectives, by number of ranks and nodes and by the bytes of the full "
+            "tensor.",
             {
                 "collective": _words("collective", Collective, *COLLECTIVES),
                 **_wholes("ranks", "nodes"),
@@ -278,16 +282,16 @@ class Rates:
     lateness: Annotated[
         tuple[RateRow, ...],
         Rows(
-            "what a collective takes longer where its ranks computed for so long since the one "
-            "before",
+            "Extra time of a collective whose ranks computed for the given time since the "
+            "previous one.",
             {"microseconds": Whole("microseconds that were computed", 1, 10**9)},
         ),
     ] = ()
     links: Annotated[
         tuple[RateRow, ...],
         Rows(
-            "of collectives that were not measured: what a call takes in any case, each hop, and "
-            "how much of the cluster's bandwidth reaches a collective (0.8 of it, say)",
+            "For collectives that were not measured: time per call and per hop, and the usable "
+            "fraction of the link bandwidth.",
             {"tier": _words("tier", LinkTier)},
             figures=("seconds of a call", "seconds of a hop", "share of the bandwidth"),
         ),
@@ -295,13 +299,13 @@ class Rates:
     copies: Annotated[
         tuple[RateRow, ...],
         Rows(
-            "copies between a rank's tiers",
+            "Times of copies between a rank's memory tiers.",
             {"copy": _words("copy", Collective, *_COPIES), "bytes": _BYTES},
         ),
     ] = ()
     hooks: Annotated[
         tuple[RateRow, ...],
-        Rows("what wrappers do beside what they send", {"hook": _words("hook", Hook)}),
+        Rows("Times that wrappers add besides communication.", {"hook": _words("hook", Hook)}),
     ] = ()
 
 

@@ -16,7 +16,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from ptrain.costs import PLACED, State
+from ptrain.cost import PLACED, State
 from ptrain.errors import Fault, SpecError
 from ptrain.spec.activations import LossRaw
 from ptrain.spec.batch import (

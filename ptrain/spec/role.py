@@ -50,17 +50,17 @@ ROWS = (Role.ROW, Role.TRANSPOSED_ROW)
 
 # What a plan of the user's own may say, and what each word means.
 GIVEN = {
-    Role.COLUMN: "a linear layer, its output features cut",
-    Role.FUSED_COLUMN: "the same of several projections in one: each of them is cut",
-    Role.ROW: "a linear layer, its input features cut; its outputs are summed over the ranks",
-    Role.VOCABULARY: "an embedding, its rows cut",
-    Role.HEAD: "the linear layer to the vocabulary, its outputs cut",
-    Role.WHOLE_INPUT: "a module whose column layers share its input: its gradient is summed once",
-    Role.SHARED: "whole on every rank, but used between column and row layers: gradients summed",
-    Role.NORM: "between the sub-blocks, on the rank's tokens where these are cut",
-    Role.LAST_NORM: "the norm in front of the head: on all tokens",
-    Role.COUNT: "an integer attribute of a module, its number of features or heads: the rank's",
-    Role.EXPERTS: "on ep, the module of all experts of a layer: the rank's; on tp whole",
+    Role.COLUMN: "a linear layer, sharded by output features",
+    Role.FUSED_COLUMN: "a linear layer of several projections, each sharded by output features",
+    Role.ROW: "a linear layer, sharded by input features; its outputs are summed over the ranks",
+    Role.VOCABULARY: "an embedding, sharded by rows",
+    Role.HEAD: "the linear layer to the vocabulary, sharded by output features",
+    Role.WHOLE_INPUT: "a module whose column layers share one input; its gradient is summed once",
+    Role.SHARED: "replicated, used between column and row layers; its gradients are summed",
+    Role.NORM: "replicated, between the sub-blocks; takes the tokens of the rank if A is S or S*",
+    Role.LAST_NORM: "the norm before the head; takes all tokens",
+    Role.COUNT: "an integer attribute of a module, as its number of heads: the value of the rank",
+    Role.EXPERTS: "the module of all experts of a layer; sharded over ep, replicated on tp",
 }
 
 

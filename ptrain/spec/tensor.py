@@ -29,14 +29,16 @@ class TensorSpec:
     plan: Annotated[
         str | Roles,
         Either(
-            "which sums there are; or, for a model that is not built in, each module's role",
+            "Parallel plan of built-in models, or a mapping from module names to roles for your"
+            " own model.",
             "paired or naive, or a mapping of module names to roles",
             (
                 Choice(
                     "",
                     {
-                        PAIRED: "column and row operators in pairs: two sums forward, two backward",
-                        NAIVE: "each column operator sums its input's gradient by itself",
+                        PAIRED: "column- and row-parallel layers in pairs (Megatron): two all-"
+                        "reduces per block in forward, two in backward",
+                        NAIVE: "every column-parallel layer reduces its input gradient separately",
                     },
                 ),
                 Free("", values=Choice("", {str(role): about for role, about in GIVEN.items()})),
@@ -46,23 +48,23 @@ class TensorSpec:
         ),
     ] = PAIRED
     loss_parallel: Annotated[
-        bool, Truth("logits stay cut over the vocabulary until the loss is computed")
+        bool, Truth("Keep logits sharded over the vocabulary until the loss is computed.")
     ] = True
     experts: Annotated[
         str,
         Choice(
-            "what ranks of tp have of experts that ranks of ep have",
+            "How tensor-parallel ranks share the experts of an ep rank.",
             {
-                CUT: "a slice of the features of each",
-                FOLDED: "experts of their own, whole: ranks of ep × tp have some each, and route "
-                "their slice of the tokens",
+                CUT: "each rank holds a shard of every expert",
+                FOLDED: "each rank of ep × tp holds some experts in full and routes its shard "
+                "of the tokens",
             },
         ),
     ] = CUT
     asynchronous: Annotated[
         bool,
         Truth(
-            "collectives in pieces, each beside the product that it feeds (async TP)",
+            "Split collectives into pieces that overlap with matrix products (async TP).",
             executed=(False,),
             why=" (torch offers it on CUDA alone, and nothing here has been run there)",
         ),

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from ptrain.costs import PLACED
+from ptrain.cost import PLACED
 from ptrain.spec.activations import ATTENTION_ONLY, FULL, SELECTIVE, Kept, Policy, belongs_to_rank
 from ptrain.spec.batch import AUTO
 from ptrain.spec.block import BlockOptions

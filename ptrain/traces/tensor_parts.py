@@ -41,12 +41,12 @@ from ptrain.models.facts import untraced_facts
 from ptrain.models.fake_values import READ
 from ptrain.models.initialize import build, cast
 from ptrain.models.numerics import TORCH_DTYPES
-from ptrain.models.selection import Extent
+from ptrain.models.trace import Extent
 from ptrain.plan.lower import lower
 from ptrain.processor import cores
-from ptrain.rooms.fake import fake_tensors, fake_world, new_fakes
-from ptrain.rooms.mesh import Mesh
+from ptrain.rooms.comm import Mesh
 from ptrain.rooms.patches import patched
+from ptrain.rooms.world import fake_tensors, fake_world, new_fakes
 from ptrain.spec.load import load
 from ptrain.spec.placement import CUTTING_AXES, EXPERT_AXES, TOKEN_AXES, Axis
 from ptrain.spec.spec import Spec, place_of, ranks_over

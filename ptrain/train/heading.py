@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ptrain.axes.pipeline.catalogue import pipeline_of, schedule_of, stages_text
-from ptrain.costs import Estimate
+from ptrain.cost import Estimate
 from ptrain.report.heading import batch, by_data_lines, model_name
 from ptrain.selection.fit import (
     HOST_UNKNOWN,

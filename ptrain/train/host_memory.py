@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 
 from ptrain.by_rank import totals
-from ptrain.costs import Estimate
+from ptrain.cost import Estimate
 from ptrain.errors import refused
 from ptrain.processor import gpus, physical_memory
 from ptrain.selection.fit import resident_bytes

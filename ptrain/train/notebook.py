@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 
-from ptrain.costs import Column
+from ptrain.cost import Column
 from ptrain.derivation.estimate import derive
 from ptrain.errors import DoesNotFit, PtrainError, RankFailed, TrainingStopped, refused
 from ptrain.installed import require_torch

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ptrain.costs import Estimate
+from ptrain.cost import Estimate
 from ptrain.data.corpus import corpus
 from ptrain.data.sampler import require as require_corpus
 from ptrain.derivation.estimate import Derivation, by_counts, derive
@@ -37,7 +37,7 @@ from ptrain.report.record import Check, compare, record, verdict
 from ptrain.report.routing import LayerRouting, routes, rows
 from ptrain.report.screen import next_line
 from ptrain.report.summary import summary
-from ptrain.rooms.heap import keep_freed_memory
+from ptrain.rooms.queue import keep_freed_memory
 from ptrain.rooms.world import World
 from ptrain.selection.preflight import require_fit
 from ptrain.selection.recompute import settled
@@ -47,6 +47,7 @@ from ptrain.spec.routing import Histogram
 from ptrain.spec.spec import Spec, ranks_over
 from ptrain.traces.facts import facts_of
 from ptrain.train import checkpoint, environment, interrupt, manifest
+from ptrain.train.checkpoint import data_prints, resume
 from ptrain.train.consistency import Consistency
 from ptrain.train.exchange import Exchange
 from ptrain.train.folder import (
@@ -62,15 +63,12 @@ from ptrain.train.folder import (
 )
 from ptrain.train.guard import GUARDED, MakeGuard, Unguarded
 from ptrain.train.heading import announce_node, header, preflight_line, preflight_lines
-from ptrain.train.journal import LOG, Journal, is_shown, set_up_logging
+from ptrain.train.journal import LOG, Journal, Trackers, is_shown, set_up_logging, trackers_of
 from ptrain.train.loop import train
 from ptrain.train.options import Options
 from ptrain.train.parts import Outcome, Parts
-from ptrain.train.probe import Probe
-from ptrain.train.profiled_steps import require_reachable
-from ptrain.train.resume import data_prints, resume
+from ptrain.train.probe import Probe, require_reachable
 from ptrain.train.tracker import names_of_trackers, require_trackers
-from ptrain.train.tracking import Trackers, trackers_of
 
 
 class RoutingLog:

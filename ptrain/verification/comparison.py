@@ -19,7 +19,7 @@ from itertools import chain, combinations
 
 from ptrain.algebra.legality import is_sound
 from ptrain.axes.data.form import data_factors
-from ptrain.costs import PLACED, Estimate, Footprint, Phase, State, Traffic
+from ptrain.cost import PLACED, Estimate, Footprint, Phase, State, Traffic
 from ptrain.derivation.estimate import derive
 from ptrain.facts.model import ModelFacts
 from ptrain.installed import versions

@@ -17,9 +17,9 @@ from typing import Any
 
 from ptrain.errors import PtrainError
 from ptrain.verification.jobs.culprits import families
-from ptrain.verification.jobs.drawing import DrawsLater, Unattributed
 from ptrain.verification.jobs.job import Job, Terms
 from ptrain.verification.jobs.run import Examiner
+from ptrain.verification.jobs.step import DrawsLater, Unattributed
 from ptrain.verification.jobs.verdict import OwnVerdict
 
 Make = Job | Callable[[], Job]

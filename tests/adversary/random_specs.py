@@ -18,7 +18,7 @@ from random import Random
 from typing import Any
 
 from ptrain.algebra.legality import ROOMS
-from ptrain.costs import PLACED
+from ptrain.cost import PLACED
 from ptrain.errors import SpecError
 from ptrain.selection.recompute import settled
 from ptrain.spec.job import OptimizerSpec

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from ptrain.costs import Phase
+from ptrain.cost import Phase
 from ptrain.derivation.estimate import derive
 from ptrain.selection.recompute import settled
 from ptrain.simulation.execute import Simulated, simulate

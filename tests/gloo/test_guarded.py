@@ -13,7 +13,7 @@ from ptrain.cli.main import main
 from ptrain.errors import SpecError
 from ptrain.train import session
 from ptrain.train.options import Options
-from ptrain.verification.beside import BesideOneDevice
+from ptrain.verification.trajectory import BesideOneDevice
 from tests import jobs
 from tests.gloo import guarded_faults as faults
 from tests.gloo.consistency_runs import Fault, trained

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from ptrain.costs import Estimate
+from ptrain.cost import Estimate
 from ptrain.data.corpus import corpus
 from ptrain.interpreter.program import interpret
 from ptrain.meters.measure import measure

@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import cache
 from random import Random
 
-from ptrain.costs import State, Traffic
+from ptrain.cost import State, Traffic
 from ptrain.derivation.estimate import sent
 from ptrain.derivation.flat import joined
 from ptrain.derivation.ghosts.table import wrapping

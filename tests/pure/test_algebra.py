@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ptrain.algebra.compose import IDENTITY, Product, compose, lift, product
-from ptrain.costs import PLACED, State
+from ptrain.cost import PLACED, State
 from ptrain.derivation.ghosts.table import wrapping
 from ptrain.derivation.memory import by_shard
 from ptrain.plan.lower import lower

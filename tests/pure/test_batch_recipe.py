@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from ptrain.costs import Phase, Spent, StepTime, TimeKey, TimeRow
+from ptrain.cost import Phase, Spent, StepTime, TimeKey, TimeRow
 from ptrain.derivation.estimate import derive
 from ptrain.errors import SpecError
 from ptrain.selection.choose import axis_reasons, reasons

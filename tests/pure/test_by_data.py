@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from ptrain.algebra.legality import require
-from ptrain.costs import Column, Estimate, Footprint, Peak, Phase, State, Traffic
+from ptrain.cost import Column, Estimate, Footprint, Peak, Phase, State, Traffic
 from ptrain.derivation.estimate import derive
 from ptrain.derivation.layers import timeline
 from ptrain.errors import DoesNotFit, SpecError

@@ -11,7 +11,7 @@ from itertools import accumulate as running
 
 import pytest
 
-from ptrain.costs import Collective, Phase, Spent, StepTime
+from ptrain.cost import Collective, Phase, Spent, StepTime
 from ptrain.derivation.clock import Clock
 from ptrain.derivation.computing import Timing
 from ptrain.derivation.ghosts.table import wrapping

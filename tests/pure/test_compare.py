@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from ptrain.cli.main import main
-from ptrain.costs import Column, Footprint, State
+from ptrain.cost import Column, Footprint, State
 from ptrain.report.comparison import compare_records, exceeded, limits
 from ptrain.report.finding import Culprit, Subject
 from ptrain.report.record import Check, record

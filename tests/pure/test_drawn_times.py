@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from ptrain.algebra.legality import require
-from ptrain.costs import Estimate
+from ptrain.cost import Estimate
 from ptrain.derivation.estimate import derive
 from ptrain.derivation.machine import Machine
 from ptrain.derivation.work import model_work, why_unknown

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from ptrain.algebra.legality import require
-from ptrain.costs import State
+from ptrain.cost import State
 from ptrain.derivation.estimate import derive
 from ptrain.errors import DoesNotFit, SpecError
 from ptrain.selection.fit import Fit, fit, resident_bytes

@@ -9,7 +9,7 @@ import pytest
 
 from ptrain.algebra.legality import check
 from ptrain.axes.data.form import form_of, frozen_factors
-from ptrain.costs import State
+from ptrain.cost import State
 from ptrain.derivation.estimate import derive
 from ptrain.derivation.paper import paper
 from ptrain.errors import SpecError

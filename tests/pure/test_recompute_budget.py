@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from ptrain.costs import Column, Estimate, Peak, Phase
+from ptrain.cost import Column, Estimate, Peak, Phase
 from ptrain.derivation.estimate import derive
 from ptrain.errors import SpecError
 from ptrain.selection import recompute

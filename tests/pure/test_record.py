@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ptrain.costs import (
+from ptrain.cost import (
     Blocked,
     Collective,
     Column,

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from ptrain.costs import Spent
+from ptrain.cost import Spent
 from ptrain.derivation.machine import Machine, machine_of
 from ptrain.facts.model import ModelFacts
 from ptrain.selection.choose import Chooser

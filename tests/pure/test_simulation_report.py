@@ -1,7 +1,7 @@
 """What a simulation's figures look like in text and as a picture, from figures made by hand."""
 
 from ptrain.charts.memory import course_sheet
-from ptrain.costs import (
+from ptrain.cost import (
     Collective,
     Column,
     Estimate,
@@ -185,3 +185,10 @@ def test_a_picture_of_few_moments_fills_its_width() -> None:
     ]
     assert len(columns) == 4 + 1, "and the legend's"
     assert sum(each.width for each in columns[:4]) == 720
+
+
+def test_moments_of_equal_sizes_are_one_bar_of_a_picture() -> None:
+    bars = [
+        each for each in course_sheet(course(1, 1, 2, 2)).rectangles if each.colour == "#f0e442"
+    ]
+    assert [each.width for each in bars[:-1]] == [360, 360], "the last one is the legend's"

@@ -13,7 +13,7 @@ from ptrain.algebra.legality import check, executed, require
 from ptrain.algebra.obeyed import shown
 from ptrain.axes.pipeline.catalogue import pipeline_of
 from ptrain.cli import specs as verb
-from ptrain.costs import State
+from ptrain.cost import State
 from ptrain.derivation.estimate import derive
 from ptrain.errors import PtrainError, SpecError
 from ptrain.facts.parameters import facts

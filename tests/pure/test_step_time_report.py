@@ -10,7 +10,7 @@ import pytest
 
 from ptrain.charts.step import step_sheet
 from ptrain.cli.main import main
-from ptrain.costs import (
+from ptrain.cost import (
     Blocked,
     Collective,
     Column,

@@ -16,7 +16,7 @@ from ptrain.algebra.legality import check
 from ptrain.charts.sweep import sweep_sheet
 from ptrain.cli.main import main
 from ptrain.cli.predict import add_arguments
-from ptrain.costs import Column, Estimate, Phase, Spent, StepTime, TimeKey, TimeRow
+from ptrain.cost import PLACED, Column, Estimate, Phase, Spent, StepTime, TimeKey, TimeRow
 from ptrain.derivation.estimate import derive
 from ptrain.errors import Fault, SpecError
 from ptrain.report.predict import prediction_of
@@ -221,12 +221,25 @@ def points() -> list[SweepPoint]:
 def test_a_chart_has_a_bar_for_each_peak_a_line_for_the_capacity_and_words_for_the_refused():
     sheet = sweep_sheet(points())
     words = [label.text for label in sheet.texts]
-    assert "a peak may fill 74.12 GiB" in words and "refused" in words
-    assert {"fits", "does not fit"} <= {*words}
-    bars = [box for box in sheet.rectangles if box.height == 14.0]
+    assert "usable memory 74.12 GiB" in words and "refused" in words
+    assert any(", fits, " in text for text in words)
+    assert any(", does not fit, " in text for text in words)
+    ticks = [box for box in sheet.rectangles if box.width == 2.0 and box.height > 14]
     line = next(box for box in sheet.rectangles if box.width == 1)
-    assert bars[0].x + bars[0].width < line.x < bars[1].x + bars[1].width
+    assert len(ticks) == 2 and ticks[0].x < line.x < ticks[1].x
     assert all(label.left >= 0 and label.left + label.width <= sheet.width for label in sheet.texts)
+
+
+def test_a_bar_stacks_the_states_and_the_temporary_tensors_up_to_the_peak():
+    sheet = sweep_sheet(points())
+    tick, *_ = (box for box in sheet.rectangles if box.width == 2.0 and box.height > 14)
+    parts = [box for box in sheet.rectangles if box.height == 14.0 and box.y == tick.y + 1]
+    exact = points()[0].prediction.derivation.exact
+    shares = [exact.bytes_of(state) / exact.peak_bytes() for state in PLACED]
+    length = sum(part.width for part in parts)
+    assert [part.width / length for part in parts[:4]] == pytest.approx(shares)
+    assert len(parts) == 5 and parts[-1].x + parts[-1].width == pytest.approx(tick.x + 1)
+    assert {"parameters", "temporary", "peak"} <= {label.text for label in sheet.texts}
 
 
 def test_a_chart_goes_to_a_picture_or_is_refused_before_anything_is_derived(capsys):

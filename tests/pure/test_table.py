@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from ptrain.costs import (
+from ptrain.cost import (
     Blocked,
     Collective,
     Estimate,

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from ptrain.costs import Phase, State
+from ptrain.cost import Phase, State
 from ptrain.derivation.estimate import derive
 from ptrain.derivation.ghosts.table import wrapping
 from ptrain.derivation.memory import resident

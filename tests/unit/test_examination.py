@@ -17,12 +17,12 @@ from ptrain.train.exchange import Exchange
 from ptrain.verification import examine as examination
 from ptrain.verification.capture import modules
 from ptrain.verification.causes import gradients
-from ptrain.verification.consistency import consistency
 from ptrain.verification.evidence import Evidence
 from ptrain.verification.examine import KEPT, examine
 from ptrain.verification.jobs.evidence import MOST, JobEvidence, KnownFactors, OwnGradients
 from ptrain.verification.jobs.job import Ranks
 from ptrain.verification.parts import numbers_apart
+from ptrain.verification.preconditions import consistency
 from ptrain.verification.protocol import STAGES, Context, Request, interpreted
 from ptrain.verification.variants import NOTE
 

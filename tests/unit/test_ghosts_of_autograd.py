@@ -13,13 +13,13 @@ import pytest
 import torch
 from torch import nn
 
-from ptrain.axes.data.run.members import ParameterMembers
-from ptrain.costs import State
+from ptrain.axes.data.run.flat_target import ParameterMembers
+from ptrain.cost import State
 from ptrain.derivation.flat import GhostMembers
+from ptrain.optimizers.build import TorchRules
 from ptrain.optimizers.ghost import GhostRules
-from ptrain.optimizers.torch import TorchRules
 from ptrain.optimizers.update import moment_names
-from ptrain.rooms.mesh import Mesh
+from ptrain.rooms.comm import Mesh
 from ptrain.rooms.world import World
 from ptrain.spec.job import OptimizerSpec
 from ptrain.spec.optimizers import OPTIMIZERS

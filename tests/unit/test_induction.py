@@ -18,8 +18,8 @@ from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
 from ptrain.train.exchange import Exchange
 from ptrain.verification import trajectory
+from ptrain.verification.preconditions import of_reference
 from ptrain.verification.reference import ReferenceTraining
-from ptrain.verification.states import of_reference
 from ptrain.verification.tolerances import MANY
 from ptrain.verification.trajectory import LargestShare, Onward, ReferenceStep
 

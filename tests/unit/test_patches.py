@@ -13,13 +13,13 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.fsdp._fully_shard._fsdp_common import _chunk_with_empty
 from torch.distributed.tensor import DTensor
 
-from ptrain.costs import Estimate, Phase
+from ptrain.cost import Estimate, Phase
 from ptrain.derivation.estimate import derive
 from ptrain.errors import PtrainError
 from ptrain.installed import torch_minor
 from ptrain.rooms import patches
-from ptrain.rooms.fake import fake_tensors, new_fakes
 from ptrain.rooms.patches import PATCHES, Chunks, patched
+from ptrain.rooms.world import fake_tensors, new_fakes
 from ptrain.selection.recompute import settled
 from ptrain.simulation.execute import Simulated, simulate
 from ptrain.spec.load import load

@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from ptrain.cli.main import main
-from ptrain.costs import Column, Phase, State
+from ptrain.cost import Column, Phase, State
 from ptrain.derivation.allocator import reserved
 from ptrain.derivation.estimate import derive
 from ptrain.errors import SpecError
 from ptrain.models.objective import can_fuse
 from ptrain.report.simulation import GARBAGE
 from ptrain.rooms import pretence
-from ptrain.rooms.registry import Tag
+from ptrain.rooms.comm import Tag
 from ptrain.selection.recompute import settled
 from ptrain.simulation.choice import chosen, classes
 from ptrain.simulation.execute import Simulated, rehearsal_device, simulate

@@ -12,7 +12,7 @@ The ranks of a Ulysses group compute the same blocks for their own heads.
 The tables of allocations tell ranks apart by the kind of attention and by how many places have
 tokens before and after their own. torch's ring template does the same at every hop but the first
 ones and the last, so a table holds a few hops, and the numbers of operators grow by a constant with
-each more (`traces.context_tables` checks that).
+each more (`traces.work_tables` checks that).
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from ptrain.axes.data.cost import in_memory, lies_in_group_order
-from ptrain.costs import State
+from ptrain.cost import State
 from ptrain.errors import SpecError, refused
 from ptrain.facts.model import ModelFacts
 from ptrain.spec.dials import GatherAfterUpdate, Overlap, Reshard

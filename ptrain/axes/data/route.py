@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Generic
 
 from ptrain.axes.data.cuts import Axes, Cuts
-from ptrain.costs import State
+from ptrain.cost import State
 from ptrain.rooms.room import T
 from ptrain.spec.placement import Tier, without
 

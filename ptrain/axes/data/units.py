@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 from ptrain.axes.data.gradients import Gradients
 from ptrain.axes.data.theta import Parameters, UnitTheta
 from ptrain.axes.data.update import UnitState
-from ptrain.costs import State
+from ptrain.cost import State
 from ptrain.rooms.room import T
 from ptrain.spec.dials import GradientSync
 from ptrain.steps.step import Plan

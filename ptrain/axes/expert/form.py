@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from ptrain.axes.context.attention import all_spans, context_of
-from ptrain.costs import Collective
+from ptrain.cost import Collective
 from ptrain.errors import Fault, SpecError
 from ptrain.facts.model import ExpertLayers, ModelFacts, TensorFacts
 from ptrain.spec.model import ModelShape

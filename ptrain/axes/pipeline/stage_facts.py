@@ -13,7 +13,7 @@ from functools import lru_cache
 from ptrain.axes.data.cost import GatherCounts
 from ptrain.axes.pipeline.catalogue import stages_of as cut_as_said
 from ptrain.axes.pipeline.schedule import Schedule
-from ptrain.costs import Collective, Phase
+from ptrain.cost import Collective, Phase
 from ptrain.facts.model import ModelFacts, TensorFacts, UnitFacts, prefixes
 from ptrain.facts.stages import ENDS, Chain, Ends, Layers, Stage, is_within, layers_of
 from ptrain.spec.dials import SyncPolicy

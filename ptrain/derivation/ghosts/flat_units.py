@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ptrain.axes.data.cost import padded_flat
-from ptrain.costs import Collective, Footprint, Phase, State, Traffic, TrafficKey
+from ptrain.cost import Collective, Footprint, Phase, State, Traffic, TrafficKey
 from ptrain.derivation.flat import SCALE_BYTES, Flat, cut_axes, flat_step_of, joined, places_of
 from ptrain.derivation.ghosts.wrapping import Times, Wrapped, accumulation, kept_root, micro_batches
 from ptrain.derivation.tape import Account, Scene, Tape

@@ -14,7 +14,7 @@ from itertools import groupby
 
 from ptrain.axes.data.cost import kept_ranks, local_rows, padded_rows
 from ptrain.axes.data.fsdp2 import habits, listed
-from ptrain.costs import Collective, State
+from ptrain.cost import Collective, State
 from ptrain.derivation.clock import Arrival
 from ptrain.derivation.ghosts import autograd
 from ptrain.derivation.ghosts.in_place import InPlace, InPlaceUpdate, Local, Shapes

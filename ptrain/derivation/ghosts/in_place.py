@@ -10,7 +10,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from ptrain.costs import Footprint, State, Traffic
+from ptrain.cost import Footprint, State, Traffic
 from ptrain.derivation.ghosts import autograd
 from ptrain.derivation.ghosts.clipping import by_operator
 from ptrain.derivation.ghosts.wrapping import Times, Wrapped, rows

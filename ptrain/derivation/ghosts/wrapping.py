@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ptrain.axes.data.cost import GatherCounts, gathers, reductions
-from ptrain.costs import Footprint, State, Traffic
+from ptrain.cost import Footprint, State, Traffic
 from ptrain.derivation.tape import Account, Scene, Tape, Wrap
 from ptrain.facts.model import ModelFacts, UnitFacts
 from ptrain.spec.dials import GradientSync, Reshard, SyncPolicy

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ptrain.errors import PtrainError
 from ptrain.internals.dtensor import root_mesh
-from ptrain.interpreter.agreement import gather
+from ptrain.interpreter.program import gather
 from ptrain.models.ledger import OperatorMode
 from ptrain.spec.spec import Spec
 from ptrain.train.exchange import Exchange

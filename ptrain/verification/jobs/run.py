@@ -26,7 +26,6 @@ from ptrain.verification.compare import (
     claim,
 )
 from ptrain.verification.jobs.averages import explain_average, is_undecided
-from ptrain.verification.jobs.compare import at_start, digest, digests, replicas
 from ptrain.verification.jobs.culprits import (
     culprit,
     explain_in_use,
@@ -36,7 +35,7 @@ from ptrain.verification.jobs.culprits import (
     families,
     reference_not_finite,
 )
-from ptrain.verification.jobs.drawing import Drawing, RandomState
+from ptrain.verification.jobs.evidence import ledger_of, rows_of
 from ptrain.verification.jobs.inquiry import Inquiry
 from ptrain.verification.jobs.job import (
     TOLERANCES,
@@ -53,12 +52,13 @@ from ptrain.verification.jobs.job import (
     tolerance_of,
 )
 from ptrain.verification.jobs.metamorphic import Metamorphic, TriedRelation, of_both_sides
-from ptrain.verification.jobs.record import StepRecorder
-from ptrain.verification.jobs.rows import ledger_of, rows_of
+from ptrain.verification.jobs.record import StepRecorder, at_start, digest, digests, replicas
 from ptrain.verification.jobs.shards import ParameterShard, held_by, parameter_names, values_of
 from ptrain.verification.jobs.step import (
+    Drawing,
     History,
     LoopPair,
+    RandomState,
     StepComparison,
     both_losses,
     checksums,
