@@ -4,23 +4,20 @@ runs, how much of it is done and the time left. It is for terminals, and rich dr
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import Timer
-from typing import Any, Protocol
+from typing import Any
 
 _SILENT = 2.0  # seconds before the line is drawn
 
 
-class Step(Protocol):
-    """Reports that `done` of `total` parts are over, and `what` runs now."""
-
-    def __call__(self, done: int, total: int | None = None, what: str = "") -> None: ...
-
-
 @contextmanager
-def progress(what: str) -> Iterator[Step]:
+def progress(what: str) -> Iterator[Callable[..., None]]:
     """Temporarily show what runs, from the third second on. Importing rich takes a tenth of one.
+
+    Yields:
+        The function to call with the parts that are done, all parts, and what runs now.
 
     Example:
         >>> with progress("deriving") as step:

@@ -27,7 +27,7 @@ _STYLES = (  # of words at the start of a line, and of cells between two blanks
 
 
 def screen_width(unknown: int = PIPE_WIDTH) -> int:
-    """Return the columns that COLUMNS or the terminal states, or the default if they are unknown."""
+    """Return the columns that COLUMNS or the terminal states, or else the default."""
     if (columns := os.environ.get("COLUMNS", "")).isdecimal():
         return int(columns) or unknown
     try:

@@ -305,7 +305,7 @@ def _cells(spec: Spec) -> tuple[str, str, str, str]:
 @cache
 def _names() -> dict[tuple[Axis, str], str]:
     """Return the strategies that are a tuple on one axis and nothing else, by axis and tuple."""
-    found: dict[tuple[Axis, str], str] = {}
+    names: dict[tuple[Axis, str], str] = {}
     usual = load(None).spec.resolved
     for name in sorted(listing("strategies"), key=len):
         spec = load(name).spec
@@ -313,8 +313,8 @@ def _names() -> dict[tuple[Axis, str], str]:
             key for key in {*usual, *spec.resolved} if usual.get(key) != spec.resolved.get(key)
         }
         if len(spec.factors) == 1 and changed <= {"name", "mesh", "placement", "precision"}:
-            found.setdefault((spec.factors[0].axis, str(spec.factors[0].placement)), name)
-    return found
+            names.setdefault((spec.factors[0].axis, str(spec.factors[0].placement)), name)
+    return names
 
 
 def written_texts(written: Written) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ import csv
 import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from ptrain.cost import Estimate, Phase, busiest
 from ptrain.errors import Fault
@@ -87,7 +88,8 @@ def collectives(exact: Estimate) -> int:
 
 
 _Figure = Callable[[Prediction], float | None]
-_FITS, _PAPER = "fits", ", paper"  # the title of a column, and the end of titles
+_Cell = Callable[[Prediction | None], str]
+_PAPER = ", paper"  # the end of titles
 SORTS: Mapping[str, _Figure] = {
     "states": lambda prediction: model_state_bytes(prediction.derivation.exact),
     "peak": lambda prediction: prediction.fit.peak_bytes,
@@ -117,63 +119,65 @@ def table(points: Sequence[SweepPoint], *, explain: bool = False) -> str:
     Ratios are to the first point that is not rejected. `explain` adds the figures of the paper."""
     named = [(point.label, point.prediction) for point in points if point.prediction]
     assert named, "a sweep of which nothing is left is refused as a whole"
-    shown = [name_column("spec", [point.label for point in points])]
-    for title, importance, text in _columns([prediction for _, prediction in named]):
-        cells = [text(point.prediction) if point.prediction else MISSING for point in points]
-        if title == _FITS:
-            cells = [
-                cell if point.prediction else "rejected"
-                for cell, point in zip(cells, points, strict=True)
-            ]
-        if explain or not title.endswith(_PAPER):
-            shown.append(TableColumn(title, importance, cells))
+    columns = [
+        TableColumn(title, importance, [text(point.prediction) for point in points])
+        for title, importance, text in _columns([prediction for _, prediction in named])
+        if explain or not title.endswith(_PAPER)
+    ]
+    shown = [name_column("spec", [point.label for point in points]), *columns]
     return "\n".join([*_decision(named), render(shown), *remarks(points)])
 
 
-def _columns(
-    predictions: Sequence[Prediction],
-) -> Iterator[tuple[str, Importance, Callable[[Prediction], str]]]:
-    """Yield title, importance and cell of each column that has figures."""
+def _columns(predictions: Sequence[Prediction]) -> list[tuple[str, Importance, _Cell]]:
+    """Return title, importance and cell of each column that has figures."""
     detail, figure, result = Importance.DETAIL, Importance.FIGURE, Importance.RESULT
     usable = {prediction.fit.usable_memory for prediction in predictions}
     room = f" (of {size(*usable)})" if len(usable) == 1 and None not in usable else ""
-    device, first = device_name(predictions[0].spec), predictions[0]
-
-    def ratio(name: str) -> Callable[[Prediction], str]:
-        return lambda one: _relative(SORTS[name](one), SORTS[name](first))
-
-    yield _FITS, result, fits_word
-    yield f"peak{room}", result, lambda one: size(one.fit.peak_bytes)
-    if any(prediction.fit.host_bytes for prediction in predictions):
-        yield "host memory", figure, lambda one: size(one.fit.host_needed_bytes)
-    if any(SORTS["time"](one) is not None or untimed(one.derivation) for one in predictions):
-        yield "step time", result, lambda one: or_missing(SORTS["time"](one), format_seconds)
-        yield "tokens/s", figure, lambda one: _of_pace(one, "tokens_per_second", format_count)
-        yield (
+    first, device, seconds = predictions[0], device_name(predictions[0].spec), SORTS["time"]
+    has_host = any(one.fit.host_bytes for one in predictions)
+    is_timed = any(seconds(one) is not None or untimed(one.derivation) for one in predictions)
+    host = ("host memory", figure, _cell(lambda one: size(one.fit.host_needed_bytes)))
+    paces = [
+        ("step time", result, _cell(lambda one: or_missing(seconds(one), format_seconds))),
+        ("tokens/s", figure, _cell(partial(_of_pace, "tokens_per_second", format_count))),
+        (
             f"tokens/s/{device}",
             figure,
-            lambda one: or_missing(device_pace(one), format_count),
-        )
-        yield "MFU", detail, lambda one: _of_pace(one, "mfu_full", "{:.1%}".format)
-    yield (
-        MODEL_STATES_LABEL,
-        detail,
-        lambda one: size(model_state_bytes(one.derivation.exact)),
-    )
-    yield (
-        f"{MODEL_STATES_LABEL}{_PAPER}",
-        detail,
-        lambda one: size(model_state_bytes(one.derivation.paper)),
-    )
-    yield "bytes/parameter", detail, _bytes_per_parameter
-    yield "states ratio", detail, ratio("states")
-    yield "traffic", figure, lambda one: traffic_size(sent_bytes(one.derivation.exact))
-    yield f"traffic{_PAPER}", detail, lambda one: traffic_size(sent_bytes(one.derivation.paper))
-    yield "traffic ratio", detail, ratio("sent")
-    yield "calls", detail, lambda one: str(collectives(one.derivation.exact))
+            _cell(lambda one: or_missing(device_pace(one), format_count)),
+        ),
+        ("MFU", detail, _cell(partial(_of_pace, "mfu_full", "{:.1%}".format))),
+    ]
+    states, ratio = MODEL_STATES_LABEL, partial(_ratio, first)
+    return [
+        ("fits", result, _cell(fits_word, "rejected")),
+        (f"peak{room}", result, _cell(lambda one: size(one.fit.peak_bytes))),
+        *([host] if has_host else []),
+        *(paces if is_timed else []),
+        (states, detail, _cell(lambda one: size(model_state_bytes(one.derivation.exact)))),
+        (
+            f"{states}{_PAPER}",
+            detail,
+            _cell(lambda one: size(model_state_bytes(one.derivation.paper))),
+        ),
+        ("bytes/parameter", detail, _cell(_bytes_per_parameter)),
+        ("states ratio", detail, _cell(partial(ratio, "states"))),
+        ("traffic", figure, _cell(lambda one: traffic_size(sent_bytes(one.derivation.exact)))),
+        (
+            f"traffic{_PAPER}",
+            detail,
+            _cell(lambda one: traffic_size(sent_bytes(one.derivation.paper))),
+        ),
+        ("traffic ratio", detail, _cell(partial(ratio, "sent"))),
+        ("calls", detail, _cell(lambda one: str(collectives(one.derivation.exact)))),
+    ]
 
 
-def _of_pace(prediction: Prediction, name: str, text: Callable[[float], str]) -> str:
+def _cell(text: Callable[[Prediction], str], rejected: str = MISSING) -> _Cell:
+    """Return the function that writes a column's cell, `rejected` for a point without figures."""
+    return lambda prediction: text(prediction) if prediction else rejected
+
+
+def _of_pace(name: str, text: Callable[[float], str], prediction: Prediction) -> str:
     """Return a figure of the job's throughput, or a dash if it is not predicted."""
     return or_missing(getattr(job_pace(prediction.derivation), name, None), text)
 
@@ -192,7 +196,8 @@ def fits_word(prediction: Prediction) -> str:
     return "yes" if prediction.fit.fits else "no"
 
 
-def _relative(number: float | None, base: float | None) -> str:
+def _ratio(first: Prediction, name: str, prediction: Prediction) -> str:
+    number, base = SORTS[name](prediction), SORTS[name](first)
     return f"{number / base:.3g}×" if number is not None and base else ""
 
 

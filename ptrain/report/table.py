@@ -103,9 +103,9 @@ def render(columns: Sequence[TableColumn], width: int | None = None) -> str:
         state  bytes
         theta   12 B
     """
-    width = width or screen_width()
+    room = (width or screen_width()) + len(_BETWEEN)
     kept = list(columns)
-    while (excess := _total_width(kept) - width) > 0:
+    while (excess := sum(column.width + len(_BETWEEN) for column in kept) - room) > 0:
         least = min(reversed(kept), key=attrgetter("importance"))
         longest = max((column for column in kept if column.left), key=attrgetter("width"))
         shorter = max(longest.width - excess, _SHORTEST)
@@ -123,10 +123,6 @@ def render(columns: Sequence[TableColumn], width: int | None = None) -> str:
         lost = [column.title for column in columns if column.title not in {"", *stays}]
         lines += [f"{counted(len(lost), 'column')} left out: {', '.join(lost)}"] if lost else []
     return "\n".join(lines if any(column.title for column in kept) else lines[1:])
-
-
-def _total_width(columns: Sequence[TableColumn]) -> int:
-    return sum(column.width + len(_BETWEEN) for column in columns) - len(_BETWEEN)
 
 
 def _cut(cell: str, width: int) -> str:
