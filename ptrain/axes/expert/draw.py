@@ -21,8 +21,8 @@ def step_text(step: ExpertParallel) -> str:
     slices = f", of a slice of the tokens on each of {step.folded[0]}" if step.folded else ""
     meanwhile = ", while shared experts compute," if step.overlaps else ""
     return (
-        f"distribute the experts of {layers} over {_named(step)}: each rank holds full experts with "
-        f"their Θ, Ω and G; tokens are dispatched to them{meanwhile} and combined{slices}"
+        f"distribute the experts of {layers} over {_named(step)}: each rank holds full experts "
+        f"with their Θ, Ω and G; tokens are dispatched to them{meanwhile} and combined{slices}"
     )
 
 
