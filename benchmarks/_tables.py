@@ -19,7 +19,7 @@ from ptrain.algebra.legality import require
 from ptrain.cost import Estimate, State
 from ptrain.derivation.estimate import derive
 from ptrain.report.table import size
-from ptrain.selection.recompute import settled
+from ptrain.selection.recompute import resolve_auto
 from ptrain.spec.load import load
 from ptrain.spec.placement import DATA_AXES, Axis
 from ptrain.spec.reference import KeyRow, reference
@@ -97,7 +97,7 @@ def modes() -> str:
 
 def _exact(written: Sequence[str], attention: str) -> Estimate:
     name, *overrides = BASE
-    return derive(settled(load(name, [*overrides, f"attention={attention}", *written]))).exact
+    return derive(resolve_auto(load(name, [*overrides, f"attention={attention}", *written]))).exact
 
 
 def _off(exact: Estimate) -> int:

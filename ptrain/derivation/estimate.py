@@ -91,9 +91,27 @@ def derive(
     *,
     is_timed: bool = True,
 ) -> Derivation:
-    """Return the costs of a legal spec. A built-in model needs no `facts`; any other model's are
-    read off the model itself (`read_facts`). `machine` stands for that of the spec's cluster. A
-    step's time is left out unless it `is_timed`."""
+    """Predict memory, traffic and step time of a legal spec.
+
+    Args:
+        spec: The spec (`ptrain.load(...).spec`).
+        facts: Names, shapes and traces of the model. Built-in models need none; for any other
+            model, read them with `ptrain.read_facts`.
+        machine: Speeds to use instead of those of the spec's cluster.
+        is_timed: Predict the step time too.
+
+    Returns:
+        The derivation: `exact` (the figures ptrain stands for), `paper` (the figures of the
+        paper's formulas) and `plan`. Sizes are bytes per rank, times are seconds per step.
+
+    Raises:
+        SpecError: The model does not fit the spec, or a value is still `auto`.
+
+    Example:
+        >>> import ptrain
+        >>> ptrain.derive(ptrain.load("zero3").spec).exact.peak_bytes()
+        20408040
+    """
     facts = own_facts(spec) if facts is None else facts
     plan, estimate = _estimated(spec, facts, machine, _timed if is_timed else _exact)
     spec = plan.spec

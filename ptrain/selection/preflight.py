@@ -32,7 +32,7 @@ from ptrain.selection.alternatives import (
     reset_overrides,
 )
 from ptrain.selection.fit import Fit, fit, host_text, room_text
-from ptrain.selection.recompute import ChosenDocument, settled
+from ptrain.selection.recompute import ChosenDocument, resolve_auto
 from ptrain.spec.load import load
 from ptrain.spec.placement import DATA_AXES
 from ptrain.spec.spec import Spec
@@ -186,7 +186,7 @@ def _shorten(variant: Variant, reload: Reload) -> Variant:
     for override in variant.overrides:
         fewer = tuple(said for said in variant.overrides if said != override)
         with suppress(SpecError):
-            if settled(reload(fewer)).but(resolved={}) == variant.spec.but(resolved={}):
+            if resolve_auto(reload(fewer)).but(resolved={}) == variant.spec.but(resolved={}):
                 variant = replace(variant, overrides=fewer)
     return variant
 
@@ -279,12 +279,12 @@ class _Search:
     def _load(self, said: Overrides) -> tuple[Spec, Overrides]:
         """Load the typed spec with these overrides. Dials that refuse them are set back."""
         try:
-            return settled(self.reload(said)), said
+            return resolve_auto(self.reload(said)), said
         except SpecError as error:
             if not (more := reset_overrides(error.faults)):
                 raise
             said = (*said, *more)
-            return settled(self.reload(said)), said
+            return resolve_auto(self.reload(said)), said
 
     def _facts_of(self, after: Spec) -> ModelFacts | None:
         """Return the facts of a changed spec; None where only another trace has them."""

@@ -35,10 +35,25 @@ class ChosenDocument:
     locate: Callable[[Fault], Fault]
 
 
-def settled(document: Located) -> Spec:
-    """The document's spec, legal and with its micro-batch and its policy chosen. Raises SpecError
-    where it is not legal or does not run, where nobody knows which micro-batch fits, and where
-    nothing keeps its budget."""
+def resolve_auto(document: Located) -> Spec:
+    """Return a legal spec whose `auto` micro-batch and recompute policy are resolved.
+
+    Args:
+        document: A loaded document (`ptrain.load`).
+
+    Returns:
+        The spec. The micro-batch is the largest that is predicted to fit the cluster's devices,
+        the policy the one that recomputes least within `recompute.budget`.
+
+    Raises:
+        SpecError: The spec is illegal or not supported, or no value satisfies the memory limit.
+
+    Example:
+        >>> import ptrain
+        >>> document = ptrain.load("8b-zero3", ["batch.micro=auto", "batch.global=64"])
+        >>> ptrain.resolve_auto(document).batch.micro
+        2
+    """
     if document.spec.batch.micro_is_open:  # which of them are legal is seen once one is chosen
         document = ChosenDocument(spec=with_largest_micro(document.spec), locate=document.locate)
     spec = require(document)
