@@ -110,9 +110,13 @@ class SourceTree:
                 yield submodule if submodule in known else node.module
 
     def functions(self, path: Path) -> Iterator[tuple[str, int]]:
-        """The name and the number of lines of every function of a file."""
+        """Yield the name of every function of a file and its number of lines without docstring."""
         for node in self.nodes(path, ast.FunctionDef, ast.AsyncFunctionDef):
-            yield node.name, (node.end_lineno or node.lineno) - node.lineno + 1
+            lines = (node.end_lineno or node.lineno) - node.lineno + 1
+            if ast.get_docstring(node, clean=False) is not None:
+                text = node.body[0]
+                lines -= (text.end_lineno or text.lineno) - text.lineno + 1
+            yield node.name, lines
 
     def statements(self, path: Path) -> int:
         """The number of statements of a file. Docstrings and other constants that stand alone are

@@ -279,7 +279,7 @@ def read_facts(
         >>> import ptrain
         >>> facts = ptrain.read_facts(ptrain.load("zero3").spec)
         >>> facts.numel
-        805248
+        804736
     """
     if model is not None:
         return _facts_of_given(model, spec)
