@@ -15,10 +15,10 @@ by themselves.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, lru_cache
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 from ptrain.axes.context.attention import context_of, part_at
 from ptrain.derivation import archive, blocks, tables
@@ -46,8 +46,7 @@ from ptrain.timeline import Boundary, Complete, Item, Kind, Mark, Repeated, Run,
 Turns = tuple[tuple[int, int], ...]  # places of blocks, and how many each stands for
 
 
-@dataclass(frozen=True, slots=True)
-class Representatives:
+class Representatives(NamedTuple):
     """Who is played: `turns` by block, `units` and their `times`."""
 
     turns: Turns
@@ -133,8 +132,7 @@ _PASSES = {
 _HALVES = (Kind.INPUT, Kind.WEIGHT)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerPasses:
+class LayerPasses(NamedTuple):
     """Layers, first to last: their numbers in the model, and how their activations are kept.
     `held`: bytes of the first one's input, where it is another stage's; `head`: a loss in chunks
     behind them."""
@@ -347,7 +345,7 @@ def _head(setting: Setting, layers: int) -> LossHead | None:
         return head
     if not blocks.block(setting.without_context, PLAIN, Attention.SDPA).frees_input:
         return head
-    return replace(head, forward=(Run(0, -_hidden_bytes(setting)), *head.forward))
+    return head._replace(forward=(Run(0, -_hidden_bytes(setting)), *head.forward))
 
 
 def timeline(

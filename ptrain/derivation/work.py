@@ -7,10 +7,10 @@ Layers that are alike share one work, so that who adds up times adds up by kind 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 from ptrain.axes.context.attention import ContextKind, ContextPart
 from ptrain.costs import Collective
@@ -86,8 +86,7 @@ def _traced(plan: Plan, facts: ModelFacts, index: int) -> WorkByKind | None:
     return None if is_cut else facts.work
 
 
-@dataclass(frozen=True, slots=True)
-class _Listed:
+class _Listed(NamedTuple):
     """An operator or a collective as a table has it: `sizes` are numbers; no dtype means that in
     which the model computes; `axis` and `is_whole` as of these."""
 
@@ -106,8 +105,7 @@ class _Listed:
         return Operator(self.kind, self.dtype or compute, dimensions, is_whole=self.is_whole)
 
 
-@dataclass(frozen=True, slots=True)
-class _WorkTable:
+class _WorkTable(NamedTuple):
     """A way of a table; `passes` are lists of operators by their numbers."""
 
     content: Mapping[str, Any]

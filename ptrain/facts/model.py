@@ -16,7 +16,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import Self
+from typing import NamedTuple, Self
 
 from ptrain.costs import Collective
 from ptrain.facts.stages import Chain, Units
@@ -331,8 +331,7 @@ class Attending:
 # What is known of a model's layers with experts, of which ranks may have some each.
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExpertLayers:
+class ExpertLayers(NamedTuple):
     """All layers with experts of a model, which are alike: `modules` hold those of a layer, first
     to last, a `number` of them; of these a token chooses so many (`chosen`), each of which gets a
     row of `features` elements."""
