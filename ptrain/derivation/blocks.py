@@ -251,7 +251,7 @@ def _marks_of_others(items: Sequence[Any]) -> Iterator[Any]:
 
 
 def _is_mark_of_others(item: Any) -> bool:
-    return isinstance(item, tuple) and len(item) == 2 and not item[1].startswith(_BLOCK)
+    return type(item) is tuple and len(item) == 2 and not item[1].startswith(_BLOCK)
 
 
 def _shifted(block: BlockPart, base: Sequence[Any], plain: BlockPart) -> Iterator[Any]:

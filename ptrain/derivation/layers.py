@@ -15,7 +15,6 @@ by themselves.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import cache, lru_cache
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -297,7 +296,7 @@ def _passes(layers: LayerPasses, items: Mapping[Kind, tuple[Item, ...]]) -> Pass
     else:
         hidden = _hidden_bytes(layers.setting)
         of_stage = of_later_stage(items, output=layers.output(), hidden=hidden)
-    return replace(of_stage, moved=layers.moved, repeated=layers.repeated)
+    return of_stage._replace(moved=layers.moved, repeated=layers.repeated)
 
 
 def moved_and_repeated(spec: Spec, stage: Stage, cut: RankCut) -> tuple[Pairs, Pairs]:

@@ -80,7 +80,7 @@ class PipelineTiming(NamedTuple):
         kinds = _kinds(self.schedule, stage.index)
         items = {kind: items for kind, items in passes.items.items() if kind in kinds}
         ends = stage.index == 0, stage.index == self.schedule.stages - 1
-        own = replace(passes, items=items)
+        own = passes._replace(items=items)
         return timing.of_stage(self.spec, stage, ends, played, units, own, self.blocks)
 
 

@@ -170,7 +170,7 @@ class _Evaluated:
             if isinstance(what, Operator):
                 return self._times(what, times)
             own = ranks if what.collective is not Collective.SEND else 0
-            return replace(what, times=times, beside=beside, ranks=own)
+            return what._replace(times=times, beside=beside, ranks=own)
 
         return tuple([entry(*group) for group in groups])
 
@@ -188,7 +188,7 @@ class _Evaluated:
             return operator
         key = id(operator), times
         if key not in self._repeated:
-            self._repeated[key] = replace(operator, times=times)
+            self._repeated[key] = operator._replace(times=times)
         return self._repeated[key]
 
 
@@ -243,11 +243,11 @@ def _each_by_itself(work: LayerWork, setting: Setting) -> LayerWork:
     three, and the gate beside the MLP's first."""
     more = 2 + setting.shape.activation.is_gated
     (hidden,) = {
-        replace(item, times=1) for item in work.forward if isinstance(item, InnerCollective)
+        item._replace(times=1) for item in work.forward if isinstance(item, InnerCollective)
     }
-    sums = (replace(hidden, times=more),)
+    sums = (hidden._replace(times=more),)
     inputs = work.inputs + sums if work.inputs else ()
-    return replace(work, backward=work.backward + sums, inputs=inputs)
+    return work._replace(backward=work.backward + sums, inputs=inputs)
 
 
 @cache

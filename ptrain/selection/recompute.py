@@ -158,7 +158,7 @@ def _plain(factor: Factor) -> Factor:
     is_m = factor.placement.activations.distribution is M.distribution
     if factor.axis not in DATA_AXES or not is_m:
         return factor
-    return replace(factor, placement=replace(factor.placement, activations=R))
+    return factor._replace(placement=replace(factor.placement, activations=R))
 
 
 def _name(spec: Spec) -> str:

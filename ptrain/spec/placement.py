@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ptrain.costs import State
 from ptrain.word import Word
@@ -104,8 +105,7 @@ REDUCED_AXES = (*DATA_AXES, *TOKEN_AXES, *EXPERT_AXES)
 CUTTING_AXES = (*TOKEN_AXES, *EXPERT_AXES, Axis.TP)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Factor:
+class Factor(NamedTuple):
     """One factor of the product: axis, number of ranks along it, placement on it."""
 
     axis: Axis

@@ -14,7 +14,6 @@ import shutil
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +72,7 @@ def load(program: Program, folder: Path, verified: Manifest, exchange: Exchange)
     Raises PtrainError, before a tensor is touched, for a checkpoint of another model.
     """
     if fault := lineage.other_model(verified.trained, program.spec):
-        raise SpecError(replace(fault, source=f"checkpoint {shown(folder)}"))
+        raise SpecError(fault._replace(source=f"checkpoint {shown(folder)}"))
     reader = IndexReader(folder, listed=frozenset(verified.files))
     state = program.state_dict()
     metadata = reader.read_metadata()

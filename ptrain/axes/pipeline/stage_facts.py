@@ -199,7 +199,7 @@ def stage_facts(spec: Spec, facts: ModelFacts, stage: Stage) -> ModelFacts:
 def _stage_facts(facts: ModelFacts, chain: Chain, stage: Stage) -> ModelFacts:
     tensors = {tensor.name: tensor for tensor in facts.tensors}
     for name, copy in stage.copied:
-        tensors[copy] = replace(tensors[name], name=copy, is_copy=True)
+        tensors[copy] = tensors[name]._replace(name=copy, is_copy=True)
     modules_of = stage.units(facts.unit_modules)
     first: dict[str, int] = {}  # the unit that a module begins with, inner before outer
     for index, modules in enumerate(modules_of):
