@@ -34,7 +34,6 @@ from ptrain.derivation.clock import LaneSpan
 from ptrain.derivation.ghosts.clipping import norm
 from ptrain.derivation.ghosts.table import wrapping
 from ptrain.derivation.ghosts.wrapping import Wrapping
-from ptrain.derivation.in_flight import fullest_of, in_flight
 from ptrain.derivation.interconnect import warnings
 from ptrain.derivation.layers import drops_in_parts, is_tabulated
 from ptrain.derivation.machine import Machine, machine_of
@@ -299,6 +298,8 @@ def _exact_stages(
     limit: float | None,
 ) -> Estimate:
     """Each rank's rows from its stages; of traffic a row for each account, where they differ."""
+    from ptrain.derivation.in_flight import fullest_of, in_flight
+
     stages = pipeline.staged(spec, plan, facts)
     most = inf if limit is None else limit
     schedule = schedule_of(spec)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 from ptrain.costs import State
@@ -113,6 +114,7 @@ class Factor(NamedTuple):
     placement: Placement
 
 
+@cache
 def axes_named(group: str) -> tuple[str, ...]:
     """Return the axes that a mesh's group of one or several cutting axes is named by: `ep`, or
     `ep_tp`. Any other name is its own."""
