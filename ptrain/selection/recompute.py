@@ -4,7 +4,8 @@ from predictions, before anything is built, and so alike on every rank."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 from ptrain.algebra.legality import Located, is_sound, require
 from ptrain.derivation.estimate import derive
@@ -27,8 +28,7 @@ _TEMPORARY = 0.001  # an offload copies through the device: a share of the peak 
 _SPARSE = (4, 3, 2)  # every n-th block, before every one
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChosenDocument:
+class ChosenDocument(NamedTuple):
     """A document's spec with what was chosen for it; its faults stand where the document's do."""
 
     spec: Spec
@@ -173,7 +173,7 @@ def _plain(factor: Factor) -> Factor:
     is_m = factor.placement.activations.distribution is M.distribution
     if factor.axis not in DATA_AXES or not is_m:
         return factor
-    return replace(factor, placement=replace(factor.placement, activations=R))
+    return factor._replace(placement=replace(factor.placement, activations=R))
 
 
 def _name(spec: Spec) -> str:

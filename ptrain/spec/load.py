@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 from ptrain.errors import Fault, SpecError
 from ptrain.spec import slips
@@ -58,8 +59,7 @@ _INSTEAD: dict[Route, tuple[Route, ...]] = {
 _EXAMPLE = "write key=value, for example mesh.dp_shard=4"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Override:
+class Override(NamedTuple):
     """One `a.b=c`: the route of the key and the text of the value."""
 
     route: Route

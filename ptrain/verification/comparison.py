@@ -116,7 +116,7 @@ def _placements(spec: Spec) -> Iterator[Otherwise]:
         if all(factor.placement == placement for factor in factors):
             continue
         placed = tuple(
-            replace(factor, placement=placement) if factor in factors else factor
+            factor._replace(placement=placement) if factor in factors else factor
             for factor in spec.factors
         )
         words = ", ".join(f"{factor.axis}: [{placement}]" for factor in factors)

@@ -75,6 +75,9 @@ FIRST_OPINION = (
 LAZY = {
     "ptrain.cli.main",
     "ptrain.cli.predict",
+    "ptrain.derivation.archive",
+    "ptrain.derivation.estimate",
+    "ptrain.spec.resolve_sections",
     "ptrain.spec.slips",
     "ptrain",
     "ptrain.models.external",
