@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
-FOLDERS = ("ptrain", "tests", "benchmarks", "launch")  # that hold Python
+FOLDERS = ("ptrain", "tests", "benchmarks", "docs", "launch")  # that hold Python
 BASE = "base"  # the room of the modules beside the packages, which stands below all others
 AXES, TORCH_HALF = "axes", "run"
 USERS = {"ptrain", "ptrain.__main__", "ptrain.testing"}  # entries: they are in no room

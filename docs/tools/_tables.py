@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from _machine import ROOT
+from _script import table
 
 from ptrain.algebra.legality import require
 from ptrain.cost import Estimate, State
@@ -33,12 +34,6 @@ MODEL = ("model.kv_heads=4", "model.layers=8")
 # In one micro-batch: the paper knows no accumulation; what that repeats `sync` says. A pipeline has
 # as many as the longest of its schedules needs.
 SAMPLES, MICROBATCHES = 16, 8
-
-
-def table(columns: Sequence[str], rows: Iterator[Sequence[str]]) -> str:
-    """A table in Markdown."""
-    lines = [columns, ["---"] * len(columns), *rows]
-    return "".join(f"| {' | '.join(cell or '–' for cell in line)} |\n" for line in lines)
 
 
 @cache
