@@ -23,7 +23,7 @@ from ptrain.plan.composition import all_conditions
 from ptrain.plan.lower import own_facts
 from ptrain.plan.show import show as plan_text
 from ptrain.report.screen import next_line, show
-from ptrain.selection.recompute import settled
+from ptrain.selection.recompute import resolve_auto
 from ptrain.spec.batch import batch_lines
 from ptrain.spec.load import load, split_arguments
 from ptrain.spec.model import ModelShape
@@ -114,7 +114,7 @@ def _sheets(spec: Spec, plan: Plan) -> Iterator[Sheet]:
 
 def _derived(source: str, overrides: list[str], allow_import: bool) -> tuple[Spec, Derivation]:
     """A plan of a built-in model is of its shape: what its ranks allocate is not traced for it."""
-    spec = settled(load(source, overrides))
+    spec = resolve_auto(load(source, overrides))
     is_of_shape = isinstance(spec.model, ModelShape) and spec.data.function is None
     facts = own_facts(spec) if is_of_shape else facts_of(spec, allow_import=allow_import)
     return spec, derive(spec, facts, is_timed=False)

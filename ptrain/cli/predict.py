@@ -30,7 +30,7 @@ from ptrain.report.predict import (
     require_cuda,
 )
 from ptrain.report.screen import next_line, show
-from ptrain.selection.recompute import settled, useless_modes
+from ptrain.selection.recompute import resolve_auto, useless_modes
 from ptrain.spec.load import load, split_arguments, sweeps
 from ptrain.spec.spec import Spec
 
@@ -233,7 +233,7 @@ def predicted(
     """The prediction of what `words` make of a source; its label is the spec's name where there is
     no other. `offer`: with what would fit, where it does not. `with_reserved`: what CUDA's
     allocator would reserve is found by a simulation. `is_quiet` as of `facts_of`."""
-    spec = settled(load(source, words))
+    spec = resolve_auto(load(source, words))
     label = label or spec.name
     derivation = derive(spec, facts_of(spec, allow_import=allow_import, is_quiet=is_quiet))
     if offer:

@@ -29,7 +29,7 @@ from ptrain.report.screen import next_line, show
 from ptrain.report.simulation import GARBAGE, RankReport, one
 from ptrain.rooms import pretence
 from ptrain.rooms.patches import require_supported
-from ptrain.selection.recompute import settled
+from ptrain.selection.recompute import resolve_auto
 from ptrain.simulation.choice import ALL_DISTINCT, chosen, classes, require_ranks
 from ptrain.simulation.execute import Simulated, rehearsal_device, simulate
 from ptrain.spec.batch import batch_lines
@@ -74,7 +74,9 @@ def run(args: Namespace) -> int:
     sources, overrides = split_arguments(args.arguments)
     if not sources:
         raise PtrainError("ptrain simulate: name a SPEC; `ptrain specs` lists them")
-    specs = [settled(load(source, choice)) for source in sources for choice in sweeps(overrides)]
+    specs = [
+        resolve_auto(load(source, choice)) for source in sources for choice in sweeps(overrides)
+    ]
     if form and len(specs) > 1:
         raise refused("--chart", f"{len(specs)} specs, and one picture", "name one spec")
     for spec in specs:

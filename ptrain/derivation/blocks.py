@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import starmap
-from typing import Any
+from typing import Any, NamedTuple
 
 from ptrain.axes.context.attention import ContextPart
 from ptrain.cost import Collective
@@ -73,8 +73,7 @@ class BlockPasses:
         return self._parts[is_forward]
 
 
-@dataclass(frozen=True, slots=True)
-class BlockPart:
+class BlockPart(NamedTuple):
     """A block's pass from boundary to boundary, what is allocated and freed behind each of its
     items, and the bytes that are left of what follows."""
 
@@ -252,7 +251,7 @@ def _marks_of_others(items: Sequence[Any]) -> Iterator[Any]:
 
 
 def _is_mark_of_others(item: Any) -> bool:
-    return isinstance(item, tuple) and len(item) == 2 and not item[1].startswith(_BLOCK)
+    return type(item) is tuple and len(item) == 2 and not item[1].startswith(_BLOCK)
 
 
 def _shifted(block: BlockPart, base: Sequence[Any], plain: BlockPart) -> Iterator[Any]:

@@ -15,10 +15,9 @@ by themselves.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 from ptrain.axes.context.attention import context_of, part_at
 from ptrain.derivation import archive, blocks, tables
@@ -46,8 +45,7 @@ from ptrain.timeline import Boundary, Complete, Item, Kind, Mark, Repeated, Run,
 Turns = tuple[tuple[int, int], ...]  # places of blocks, and how many each stands for
 
 
-@dataclass(frozen=True, slots=True)
-class Representatives:
+class Representatives(NamedTuple):
     """Who is played: `turns` by block, `units` and their `times`."""
 
     turns: Turns
@@ -133,8 +131,7 @@ _PASSES = {
 _HALVES = (Kind.INPUT, Kind.WEIGHT)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerPasses:
+class LayerPasses(NamedTuple):
     """Layers, first to last: their numbers in the model, and how their activations are kept.
     `held`: bytes of the first one's input, where it is another stage's; `head`: a loss in chunks
     behind them."""
@@ -299,7 +296,7 @@ def _passes(layers: LayerPasses, items: Mapping[Kind, tuple[Item, ...]]) -> Pass
     else:
         hidden = _hidden_bytes(layers.setting)
         of_stage = of_later_stage(items, output=layers.output(), hidden=hidden)
-    return replace(of_stage, moved=layers.moved, repeated=layers.repeated)
+    return of_stage._replace(moved=layers.moved, repeated=layers.repeated)
 
 
 def moved_and_repeated(spec: Spec, stage: Stage, cut: RankCut) -> tuple[Pairs, Pairs]:
@@ -347,7 +344,7 @@ def _head(setting: Setting, layers: int) -> LossHead | None:
         return head
     if not blocks.block(setting.without_context, PLAIN, Attention.SDPA).frees_input:
         return head
-    return replace(head, forward=(Run(0, -_hidden_bytes(setting)), *head.forward))
+    return head._replace(forward=(Run(0, -_hidden_bytes(setting)), *head.forward))
 
 
 def timeline(

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from math import prod
-from typing import assert_never
+from typing import NamedTuple, assert_never
 
 from ptrain.algebra.compose import IDENTITY, Product, compose, lift, product
 from ptrain.axes.context.attention import left_to_others
@@ -70,8 +69,7 @@ def paper(spec: Spec, facts: ModelFacts) -> Estimate:
 NumelOf = Callable[[UnitFacts | ModelFacts], int]
 
 
-@dataclass(frozen=True, slots=True)
-class Placed:
+class Placed(NamedTuple):
     """Tensors that are placed alike: the tuples by axis, bytes by state, and how many elements of
     some units they are."""
 

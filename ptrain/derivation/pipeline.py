@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import chain
+from typing import NamedTuple
 
 from ptrain.axes.context.cost import own_kept
 from ptrain.axes.context.cost import sent as sent_over_context
@@ -96,8 +97,7 @@ def stage_plan(plan: Plan, stage: Stage, ends: Ends = ENDS) -> Plan:
     return plan.having(replace(plan.tensor, roles=roles))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageParts:
+class StageParts(NamedTuple):
     """One stage: the plan as it sees it, its facts, and what the ranks of tp have of it, each part
     in its wrapping, with their places; where these were traced, the passes of each place, and as
     formulas of where tokens go where that changes them. `like`:
@@ -163,7 +163,7 @@ def staged(spec: Spec, plan: Plan, facts: ModelFacts) -> tuple[StageParts, ...]:
                 passes=passes,
                 formulas=facts.stage_rows[stage.index] if facts.stage_rows else (),
             )
-        all_parts.append(replace(first[kind], stage=stage))
+        all_parts.append(first[kind]._replace(stage=stage))
     return tuple(all_parts)
 
 

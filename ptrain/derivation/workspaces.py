@@ -19,7 +19,7 @@ confirmed them. Offloaded activations return on streams of their own there
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ptrain.derivation.attention import (
     attention_of,
@@ -155,8 +155,7 @@ _BLOCK, _WARP, _FEWEST, _MOST, _RESIDENT = 512, 32, 16, 256, 2048
 _PROCESSORS = 132  # of an H100; other numbers matter to sums of thousands of columns alone
 
 
-@dataclass(frozen=True, slots=True)
-class Workspace:
+class Workspace(NamedTuple):
     """`device_bytes` is None where nobody knows them."""
 
     what: str

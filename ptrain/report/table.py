@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import IntEnum
 from operator import attrgetter
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from ptrain.by_rank import distinct
 from ptrain.cost import TIERS, Footprint, Phase, Traffic, TrafficKey, lower_bytes
@@ -36,8 +36,7 @@ class Importance(IntEnum):
     NAME = 4  # the subject of the row; it always stays
 
 
-@dataclass(frozen=True, slots=True)
-class TableColumn:
+class TableColumn(NamedTuple):
     """A column of a table: its title, a cell for each row, and how important it is. Text stands on
     the `left`, numbers on the right."""
 
@@ -83,7 +82,7 @@ def difference_columns(
 def make_columns(rows: Iterable[Sequence[str]], *heads: TableColumn) -> list[TableColumn]:
     """Return the columns of rows that have a cell for each of `heads`."""
     lines = list(rows)
-    return [replace(head, cells=[row[at] for row in lines]) for at, head in enumerate(heads)]
+    return [head._replace(cells=[row[at] for row in lines]) for at, head in enumerate(heads)]
 
 
 def render(columns: Sequence[TableColumn], width: int | None = None) -> str:

@@ -4,7 +4,8 @@ from predictions, before anything is built, and so alike on every rank."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 from ptrain.algebra.legality import Located, is_sound, require
 from ptrain.derivation.estimate import derive
@@ -27,18 +28,32 @@ _TEMPORARY = 0.001  # an offload copies through the device: a share of the peak 
 _SPARSE = (4, 3, 2)  # every n-th block, before every one
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChosenDocument:
+class ChosenDocument(NamedTuple):
     """A document's spec with what was chosen for it; its faults stand where the document's do."""
 
     spec: Spec
     locate: Callable[[Fault], Fault]
 
 
-def settled(document: Located) -> Spec:
-    """The document's spec, legal and with its micro-batch and its policy chosen. Raises SpecError
-    where it is not legal or does not run, where nobody knows which micro-batch fits, and where
-    nothing keeps its budget."""
+def resolve_auto(document: Located) -> Spec:
+    """Return a legal spec whose `auto` micro-batch and recompute policy are resolved.
+
+    Args:
+        document: A loaded document (`ptrain.load`).
+
+    Returns:
+        The spec. The micro-batch is the largest that is predicted to fit the cluster's devices,
+        the policy the one that recomputes least within `recompute.budget`.
+
+    Raises:
+        SpecError: The spec is illegal or not supported, or no value satisfies the memory limit.
+
+    Example:
+        >>> import ptrain
+        >>> document = ptrain.load("8b-zero3", ["batch.micro=auto", "batch.global=64"])
+        >>> ptrain.resolve_auto(document).batch.micro
+        2
+    """
     if document.spec.batch.micro_is_open:  # which of them are legal is seen once one is chosen
         document = ChosenDocument(spec=with_largest_micro(document.spec), locate=document.locate)
     spec = require(document)
@@ -158,7 +173,7 @@ def _plain(factor: Factor) -> Factor:
     is_m = factor.placement.activations.distribution is M.distribution
     if factor.axis not in DATA_AXES or not is_m:
         return factor
-    return replace(factor, placement=replace(factor.placement, activations=R))
+    return factor._replace(placement=replace(factor.placement, activations=R))
 
 
 def _name(spec: Spec) -> str:

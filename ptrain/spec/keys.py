@@ -33,7 +33,7 @@ from ptrain.spec.leaf import Choice, Dial, Either, Leaf, Numbers, Size, Text, Tr
 from ptrain.spec.offload import Offload
 from ptrain.spec.pipeline import PipelineSpec
 from ptrain.spec.routing import Routing, RoutingText, plain_routing, read_routing
-from ptrain.spec.section import Section, keys, section
+from ptrain.spec.section import Section, keys
 from ptrain.spec.tensor import TensorSpec
 from ptrain.spec.text import flow
 
@@ -57,7 +57,7 @@ def _bucket(size: int) -> object:
     return {1: "per-tensor", WHOLE_BUCKET: "whole"}.get(size, size)
 
 
-@section
+@dataclass(frozen=True, kw_only=True, init=False, eq=False, repr=False)
 class Keys:
     """What a file says of a spec as ptrain reads it."""
 

@@ -54,13 +54,18 @@ def test_two_agents_that_pose_as_two_nodes_give_the_same_losses(tmp_path, losses
     addresses: set[str] = set()
     with ExitStack() as stack:
         agents = [
-            stack.enter_context(jobs.job(words, cwd=tmp_path, module=module)) for _ in range(2)
+            stack.enter_context(
+                jobs.job(words, cwd=tmp_path, module=module, is_forked=module == "ptrain")
+            )
+            for _ in range(2)
         ]
         while any(job.process.poll() is None for job in agents):
             addresses = addresses.union(*(jobs.listening(job.process.pid) for job in agents))
             time.sleep(0.5)
         codes = [job.wait() for job in agents]
         assert codes == [0, 0], [job.error for job in agents]
+    said = "".join(job.output for job in agents)
+    assert said.count("rank 1 of 2 run") == 1 and said.count("verdict: ") == 1
     assert module == TORCHRUN or addresses == {"127.0.0.1"}
     assert jobs.losses(tmp_path / "run") == losses
     assert {path.name for path in Path(tmp_path / "run" / "logs").iterdir()} == {

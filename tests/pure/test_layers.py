@@ -76,6 +76,9 @@ LAZY = {
     "ptrain.cli.main",
     "ptrain.cli.predict",
     "ptrain.cli.progress",  # rich, where a command takes longer than two seconds
+    "ptrain.derivation.archive",
+    "ptrain.derivation.estimate",
+    "ptrain.spec.resolve_sections",
     "ptrain.spec.slips",
     "ptrain",
     "ptrain.models.external",
