@@ -144,8 +144,8 @@ def run(args: Namespace) -> int:
     else:
         from ptrain.report.differences import pair
 
-        words = shlex.join(["ptrain", "plan", *sources, *overrides])
-        show(pair(*predictions, explain=args.explain), "", next_line(words, "ptrain plan --help"))
+        command = shlex.join(["ptrain", "plan", *sources, *overrides])
+        show(pair(*predictions, explain=args.explain), "", next_line(command, "ptrain plan --help"))
     return 0
 
 

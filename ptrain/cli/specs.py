@@ -18,7 +18,6 @@ from ptrain.spec.text import read
 
 Row = dict[str, object]
 _PRESETS = ("models", "clusters")
-_INDENTED: dict[str, str] = {"initial_indent": "  ", "subsequent_indent": "  "}
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -55,8 +54,9 @@ def _list(*, as_json: bool) -> None:
         of_folder = [row for row in rows if row["folder"] == folder]
         if of_folder:
             print(_table(folder, of_folder))
-    aliases = [f"{alias} = {name}" for alias, name in known.aliases.items()]
-    print("aliases:", *textwrap.wrap(", ".join(aliases), screen_width(), **_INDENTED), sep="\n")
+    aliases = ", ".join(f"{alias} = {name}" for alias, name in known.aliases.items())
+    wrapped = textwrap.wrap(aliases, screen_width() - 2)
+    print("aliases:", textwrap.indent("\n".join(wrapped), "  "), sep="\n")
     show("", next_line("ptrain specs show zero3"))
 
 

@@ -45,7 +45,7 @@ def run(args: Namespace) -> int:
     ]
     for source, choice in jobs:
         _require_steady_step(source, choice)
-    runs = []
+    runs: list[Run] = []
     for source, choice in jobs:
         with progress(f"running four steps of {_title(source, choice)}") as step:
             step(len(runs), len(jobs))

@@ -51,8 +51,8 @@ class TableColumn(NamedTuple):
 
     def cut(self, width: int) -> TableColumn:
         """Return the column with its title and longer cells cut at a width."""
-        cells = [_cut(cell, width) for cell in self.cells]
-        return replace(self, title=_cut(self.title, width), cells=cells)
+        title, *cells = (_cut(cell, width) for cell in (self.title, *self.cells))
+        return TableColumn(title, self.importance, cells, self.left)
 
     def padded(self) -> list[str]:
         """Return title and cells, as wide as the widest of them."""
