@@ -126,8 +126,7 @@ def main() -> int:
             lines += [f"`{mistake.shown}`", "", "```text", before, "```", "", "```text", after]
             lines += ["```", ""]
     total = f"Characters: {characters[0]:,} before, {characters[1]:,} after."
-    lines.insert(1, f"{total} In each case the first message is the one before.
-")
+    lines.insert(1, f"{total} In each case the first message is the one before.\n")
     return conclude(
         "mistakes",
         lines,
