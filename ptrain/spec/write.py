@@ -5,6 +5,8 @@ rerun. Keys at their default are left out.
 from __future__ import annotations
 
 import re
+from dataclasses import Field
+from functools import cache
 from typing import Any
 
 import yaml
@@ -183,30 +185,36 @@ def _tuples(factor: Factor) -> dict[str, object]:
 def section(values: object) -> dict[str, object]:
     """A section as a mapping that loads to it. A key is left out where it is None and the file says
     so by leaving it out, and where nothing executes it yet."""
-    kind: type = type(values)
+    fields = (
+        (key, holds, getattr(values, spot.name), may_be_unsaid)
+        for key, spot, holds, may_be_unsaid in _said_keys(type(values))
+    )
     return {
-        key: _value(holds, getattr(values, spot.name))
-        for key, (spot, holds) in keys(kind).items()
-        if not _is_unsaid(holds, spot.default, getattr(values, spot.name))
+        key: _value(holds, value)
+        for key, holds, value, may_be_unsaid in fields
+        if value is not None or not may_be_unsaid
     }
 
 
 def _value(holds: Leaf | Section, value: object) -> object:
     if isinstance(holds, Leaf):
         return holds.say(value)
-    spots = {key: spot for key, (spot, _) in keys(holds.kind).items()}
-    return {
-        key: said
-        for key, said in section(value).items()
-        if not holds.is_sparse or getattr(value, spots[key].name) != spots[key].default
-    }
+    said = section(value)
+    if holds.is_sparse:
+        for key, spot, _, _ in _said_keys(holds.kind):
+            if getattr(value, spot.name) == spot.default:
+                said.pop(key, None)
+    return said
 
 
-def _is_unsaid(holds: Leaf | Section, default: object, value: object) -> bool:
-    if isinstance(holds, Leaf) and holds.executed is not None:
-        return True
-    takes_null = getattr(holds, "null", False)
-    return value is None and (default is None or not takes_null)
+@cache
+def _said_keys(kind: type) -> list[tuple[str, Field[Any], Leaf | Section, bool]]:
+    """Return the keys of a section that are executed, and whether each is left out for None."""
+    return [
+        (key, spot, holds, spot.default is None or not getattr(holds, "null", False))
+        for key, (spot, holds) in keys(kind).items()
+        if getattr(holds, "executed", None) is None
+    ]
 
 
 def _precision(precision: Precision) -> dict[str, object]:
