@@ -28,7 +28,7 @@ BUDGETS: dict[str, int] = {
     "ptrain/activations": 360,
     "ptrain/algebra": 290,
     "ptrain/axes": 140,
-    "ptrain/axes/context": 1280,
+    "ptrain/axes/context": 1270,
     "ptrain/axes/data": 2350,
     "ptrain/axes/expert": 600,
     "ptrain/axes/pipeline": 1730,
@@ -57,7 +57,7 @@ BUDGETS: dict[str, int] = {
     "ptrain/train": 3150,
     "ptrain/verification": 9470,
 }
-ONE_IMPORTER = 113  # modules that exactly one other imports
+ONE_IMPORTER = 112  # modules that exactly one other imports
 SMALL_MODULES = 114  # modules with fewer lines than SMALL
 # end
 

@@ -65,18 +65,18 @@ def kept(spec: Spec) -> dict[str, object]:
     return {
         key: value
         for key, value in said.items()
-        if value is not None and (value != UNWRITTEN.get(key) or _has_its_own(key, spec.model))
+        # without the key a class of transformers has its own attention
+        if value is not None
+        and (
+            value != UNWRITTEN.get(key)
+            or (key == "attention" and isinstance(spec.model, HuggingFaceModel))
+        )
     }
 
 
 def _attention(model: ModelSpec) -> str | None:
     kind = None if isinstance(model, ExternalModel) else model.attention
     return kind.value if kind else None
-
-
-def _has_its_own(key: str, model: ModelSpec) -> bool:
-    """Whether leaving the key out means what a class of transformers has by default."""
-    return key == "attention" and isinstance(model, HuggingFaceModel)
 
 
 def _is_in_a_tuple(spec: Spec) -> bool:
@@ -152,8 +152,8 @@ def to_mapping(spec: Spec, *, sync_is_written: bool) -> dict[str, object]:
     for name, is_said in (
         ("offload", _says_offload(spec)),
         ("frozen", spec.frozen.is_written),
-        ("tensor", _says_tensor(spec)),
-        ("pipeline", _says_pipeline(spec)),
+        ("tensor", spec.degree(Axis.TP) > 1 or spec.tensor != TensorSpec()),
+        ("pipeline", spec.degree(Axis.PP) > 1 or spec.pipeline != PipelineSpec()),
     ):
         if not is_said:
             del said[name]
@@ -185,14 +185,11 @@ def _tuples(factor: Factor) -> dict[str, object]:
 def section(values: object) -> dict[str, object]:
     """A section as a mapping that loads to it. A key is left out where it is None and the file says
     so by leaving it out, and where nothing executes it yet."""
-    fields = (
-        (key, holds, getattr(values, spot.name), may_be_unsaid)
-        for key, spot, holds, may_be_unsaid in _said_keys(type(values))
-    )
+    kind: type = type(values)
     return {
         key: _value(holds, value)
-        for key, holds, value, may_be_unsaid in fields
-        if value is not None or not may_be_unsaid
+        for key, spot, holds, may_be_unsaid in _said_keys(kind)
+        if (value := getattr(values, spot.name)) is not None or not may_be_unsaid
     }
 
 
@@ -300,14 +297,6 @@ def unwritten() -> dict[str, object]:
         "pipeline": section(PipelineSpec()),
         **UNWRITTEN,
     }
-
-
-def _says_tensor(spec: Spec) -> bool:
-    return spec.degree(Axis.TP) > 1 or spec.tensor != TensorSpec()
-
-
-def _says_pipeline(spec: Spec) -> bool:
-    return spec.degree(Axis.PP) > 1 or spec.pipeline != PipelineSpec()
 
 
 class _Dumper(yaml.SafeDumper):

@@ -16,8 +16,8 @@ from ptrain.derivation.estimate import derive
 from ptrain.errors import SpecError
 from ptrain.selection.choose import select
 from ptrain.selection.fit import fit
-from ptrain.selection.micro import with_largest_micro
 from ptrain.selection.preflight import require_fit
+from ptrain.selection.recompute import with_largest_micro
 from ptrain.spec.cluster import Cluster
 from ptrain.spec.load import load
 from ptrain.spec.names import listing
