@@ -124,6 +124,7 @@ def _parse(verb: str, module: ModuleType, arguments: Sequence[str]) -> Namespace
 
     parser = ArgumentParser(prog=f"ptrain {verb}", description=f"{verb}: {VERBS[verb]}")
     module.add_arguments(parser)
+    parser.set_defaults(typed=("ptrain", verb, *arguments))
     return parser.parse_intermixed_args(list(_as_overrides(arguments)))
 
 
