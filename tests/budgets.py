@@ -24,7 +24,7 @@ SMALL = 80  # lines
 
 # begin
 BUDGETS: dict[str, int] = {
-    "ptrain": 56590,
+    "ptrain": 56550,
     "ptrain/activations": 360,
     "ptrain/algebra": 290,
     "ptrain/axes": 140,
@@ -38,7 +38,7 @@ BUDGETS: dict[str, int] = {
     "ptrain/cli": 1480,
     "ptrain/convert": 450,
     "ptrain/data": 1130,
-    "ptrain/derivation": 5280,
+    "ptrain/derivation": 5260,
     "ptrain/facts": 700,
     "ptrain/internals": 350,
     "ptrain/interpreter": 1070,
@@ -49,16 +49,16 @@ BUDGETS: dict[str, int] = {
     "ptrain/rates": 360,
     "ptrain/report": 2190,
     "ptrain/rooms": 990,
-    "ptrain/selection": 4130,
+    "ptrain/selection": 4120,
     "ptrain/simulation": 1080,
-    "ptrain/spec": 4520,
+    "ptrain/spec": 4510,
     "ptrain/steps": 460,
     "ptrain/traces": 2250,
     "ptrain/train": 3110,
     "ptrain/verification": 9290,
 }
-ONE_IMPORTER = 84  # modules that exactly one other imports
-SMALL_MODULES = 100  # modules with fewer lines than SMALL
+ONE_IMPORTER = 83  # modules that exactly one other imports
+SMALL_MODULES = 101  # modules with fewer lines than SMALL
 # end
 
 

@@ -77,7 +77,7 @@ def as_record(spec: Spec, derivation: Derivation) -> dict[str, object]:
         "spec": spec.name,
         "steps": steps,
         "units": ["+".join(modules) for modules in plan.units],
-        "conditions": [asdict(condition) for condition in all_conditions(spec, plan)],
+        "conditions": [condition._asdict() for condition in all_conditions(spec, plan)],
         "balance": balance_rows(plan.context) if plan.context else [],
         "warnings": list(derivation.exact.warnings),
     }

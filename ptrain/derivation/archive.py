@@ -11,11 +11,8 @@ from collections.abc import Mapping
 from enum import StrEnum
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from zipimport import zipimporter  # of every interpreter; `zipfile` takes as long as ten tables
-
-if TYPE_CHECKING:
-    from zipfile import ZipInfo
 
 PATH = Path(__file__).with_name("traces.zip")
 _WRITTEN = (1980, 1, 1, 0, 0, 0)  # every time, so that equal tables are equal bytes
@@ -60,22 +57,15 @@ def tables() -> dict[tuple[TablePart, str], Table]:
 
 def write(content: Mapping[tuple[TablePart, str], Table], path: Path = PATH) -> None:
     """Put these tables, and no others, into an archive: whole, or not at all."""
-    from zipfile import ZipFile
+    from zipfile import ZIP_DEFLATED, ZipFile, ZipInfo
 
     new = path.with_suffix(".new")
     with ZipFile(new, "w") as archive:
         for (part, name), of_setting in sorted(content.items()):
             text = json.dumps(of_setting, separators=(",", ":"))
-            archive.writestr(_member(f"{part}/{name}"), text, compresslevel=9)
+            member = ZipInfo(f"{part}/{name}", date_time=_WRITTEN)
+            archive.writestr(member, text, ZIP_DEFLATED, compresslevel=9)
     new.replace(path)
-
-
-def _member(name: str) -> ZipInfo:
-    from zipfile import ZIP_DEFLATED, ZipInfo
-
-    member = ZipInfo(name, date_time=_WRITTEN)
-    member.compress_type = ZIP_DEFLATED
-    return member
 
 
 def _members() -> list[tuple[TablePart, str]]:

@@ -238,16 +238,11 @@ def _replaced(
     more = then + (freed if is_forward else -freed)
     mark, *within = _shifted(of_other, of_base, of_plain)
     return [
-        *(*before, mark, *_marks_of_others(of_base), *within),
+        # of a stage that ends with the block the gradient of its output is that of the block's
+        *(*before, mark, *filter(_is_mark_of_others, of_base), *within),
         *([Run(max(more, 0), more)] if more else []),
         *after,
     ]
-
-
-def _marks_of_others(items: Sequence[Any]) -> Iterator[Any]:
-    """Of a stage that ends with the block: the gradient of its output is that of the block's, and
-    its own backward begins there."""
-    return filter(_is_mark_of_others, items)
 
 
 def _is_mark_of_others(item: Any) -> bool:

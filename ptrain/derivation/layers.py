@@ -35,7 +35,6 @@ from ptrain.derivation.tables import (
 from ptrain.facts.model import Passes, UnitFacts, of_first_stage, of_later_stage
 from ptrain.facts.stages import Stage
 from ptrain.spec.activations import PLAIN, Kept
-from ptrain.spec.batch import Batch
 from ptrain.spec.dials import UnitKind
 from ptrain.spec.model import Attention, ModelShape
 from ptrain.spec.placement import Axis
@@ -74,7 +73,7 @@ def represent(
     places = turns(kinds, reach + 1)
     times_of = {blocks[place]: times for place, times in places}
     gone = {*blocks} - times_of.keys()
-    played = [(unit, _block(unit)) for unit in units]
+    played = [(unit, ".".join(unit.modules[0].split(".")[:2])) for unit in units]
     return Representatives(
         places,
         tuple(unit for unit, block in played if block not in gone),
@@ -109,11 +108,6 @@ def turns(kinds: Sequence[Hashable], apart: int) -> Turns:
             places += [(start + place, 1) for place in range(number - apart, number)]
         start += number
     return tuple(places)
-
-
-def _block(unit: UnitFacts) -> str:
-    """The block that a unit of a built-in model is of: `blocks.7` of `blocks.7.attention`."""
-    return ".".join(unit.modules[0].split(".")[:2])
 
 
 Units = tuple[tuple[str, ...], ...]
@@ -386,7 +380,9 @@ def is_tabulated(spec: Spec) -> bool:
     shape = spec.model
     if not isinstance(shape, ModelShape) or shape.tabulated is None:
         return False
-    if _is_column(spec.batch) or drops_in_parts(spec) or is_by_operators(spec):
+    # each sample of several has one target: a loss need not copy what it copies in the tables
+    is_column = spec.batch.sequence == 1 and spec.batch.micro > 1
+    if is_column or drops_in_parts(spec) or is_by_operators(spec):
         return False
     if spec.loss.user_function is not None:
         return False
@@ -425,9 +421,3 @@ def _are_slices_known(spec: Spec, shape: ModelShape) -> bool:
         return False
     setting = setting_of(spec, RankCut(context=part_at(step, 0)))
     return setting.name(TablePart.CONTEXT) in archive.names(TablePart.CONTEXT)
-
-
-def _is_column(batch: Batch) -> bool:
-    """Whether each sample of several has one target: these are contiguous, and what a loss copies
-    in the tables is not copied."""
-    return batch.sequence == 1 and batch.micro > 1

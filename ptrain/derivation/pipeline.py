@@ -275,7 +275,11 @@ def accounts(
                 *over_boundaries(spec, plan, (t for t in crossing if t.rank == rank), model),
                 *norm(ghost),
                 *summed(spec, plan, [stages[s].facts for s in step.stages_of(rank)]),
-                *(row for s in step.stages_of(rank) for row in _at(of_stage[s][index], shard)),
+                *(
+                    row
+                    for s in step.stages_of(rank)
+                    for row in of_stage[s][index][shard if len(of_stage[s][index]) > 1 else 0]
+                ),
                 *sent_to_experts(
                     spec,
                     plan,
@@ -314,10 +318,6 @@ def _places(
     shards = plan.differing_axes if is_uneven else ()
     axes = (step.axis,), cut, shards, spec.routing_axes if loads else ()
     return list(zip(*(positions(spec, names) for names in axes), strict=True))
-
-
-def _at(shards: Sequence[Rows], shard: int) -> Rows:
-    return shards[shard] if len(shards) > 1 else shards[0]
 
 
 def over_boundaries(

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache
 from operator import attrgetter
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 from ptrain.spec import slips
 from ptrain.spec.context import ContextSpec
@@ -306,8 +306,7 @@ class Keys:
 AnyKeys = TypeVar("AnyKeys", bound=Keys)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DialKey:
+class DialKey(NamedTuple):
     """A key that the wrapper of units obeys, and not every one: where it stands in a file (`place`)
     and in a spec (`path`, names of fields), and its default."""
 

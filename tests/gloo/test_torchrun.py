@@ -54,10 +54,7 @@ def test_two_agents_that_pose_as_two_nodes_give_the_same_losses(tmp_path, losses
     addresses: set[str] = set()
     with ExitStack() as stack:
         agents = [
-            stack.enter_context(
-                jobs.job(words, cwd=tmp_path, module=module, is_forked=module == "ptrain")
-            )
-            for _ in range(2)
+            stack.enter_context(jobs.job(words, cwd=tmp_path, module=module)) for _ in range(2)
         ]
         while any(job.process.poll() is None for job in agents):
             addresses = addresses.union(*(jobs.listening(job.process.pid) for job in agents))
