@@ -50,17 +50,24 @@ ROWS = (Role.ROW, Role.TRANSPOSED_ROW)
 
 # What a plan of the user's own may say, and what each word means.
 GIVEN = {
-    Role.COLUMN: "a linear layer, its output features cut",
-    Role.FUSED_COLUMN: "the same of several projections in one: each of them is cut",
-    Role.ROW: "a linear layer, its input features cut; its outputs are summed over the ranks",
-    Role.VOCABULARY: "an embedding, its rows cut",
-    Role.HEAD: "the linear layer to the vocabulary, its outputs cut",
-    Role.WHOLE_INPUT: "a module whose column layers share its input: its gradient is summed once",
-    Role.SHARED: "whole on every rank, but used between column and row layers: gradients summed",
-    Role.NORM: "between the sub-blocks, on the rank's tokens where these are cut",
-    Role.LAST_NORM: "the norm in front of the head: on all tokens",
-    Role.COUNT: "an integer attribute of a module, its number of features or heads: the rank's",
-    Role.EXPERTS: "on ep, the module of all experts of a layer: the rank's; on tp whole",
+    Role.COLUMN: "linear layer, output features sharded",
+    Role.FUSED_COLUMN: (
+        "several projections in one linear layer: output features of each are sharded"
+    ),
+    Role.ROW: "linear layer, input features sharded; outputs are summed over the ranks",
+    Role.VOCABULARY: "embedding, rows sharded",
+    Role.HEAD: "output head, vocabulary sharded",
+    Role.WHOLE_INPUT: (
+        "module whose column layers share their input: the input gradient is reduced once"
+    ),
+    Role.SHARED: "replicated, but used between column and row layers: gradients are summed",
+    Role.NORM: "between the sub-blocks: computes the local tokens under sequence parallelism",
+    Role.LAST_NORM: "norm before the head: computes all tokens",
+    Role.COUNT: (
+        "integer attribute of a module (number of features or heads): replaced by "
+        "the per-rank value"
+    ),
+    Role.EXPERTS: "module with all experts of a layer: sharded on ep, replicated on tp",
 }
 
 
