@@ -149,7 +149,7 @@ class ScheduleText(Choice):
         if word in _ASYNCHRONOUS:
             return (
                 "asynchronous pipelines compute gradients with outdated parameters and do "
-                "not equal a single device (Theorem 3). Use `1f1b`, the same schedule with a "
+                "not equal a single device [Theorem 3]. Use `1f1b`, the same schedule with a "
                 "flush after each step."
             )
         return super().meant(value)

@@ -19,12 +19,12 @@ Config = Mapping[str, Any]
 _REFUSED = {
     "auto_map": (
         "it refers to code that comes with the weights, which ptrain never runs",
-        "Remove `auto_map` from config.json if transformers itself has this class; "
-        "else name another model.",
+        "Remove `auto_map` from config.json if Transformers has this class; "
+        "otherwise use another model.",
     ),
     "quantization_config": (
         "its weights are quantized; training needs unquantized weights",
-        "Name a folder of weights that are not quantized.",
+        "Use a folder with unquantized weights.",
     ),
 }
 _ID = ("_token_id", "_token_index")  # ends of names of tokens
@@ -111,8 +111,8 @@ _Write = Callable[[Keys], Keys]
 
 _SCALINGS = {"default": "none", "linear": "linear", "llama3": "llama3"}
 _PARTIAL = "partial_rotary_factor"
-ANOTHER = "Name another model's folder."
-WHOLE = "Name a folder whose config.json is complete."
+ANOTHER = "Use the folder of another model."
+WHOLE = "Use a folder with a complete config.json."
 _OF_LLAMA3 = {
     "low_freq_factor": "rope_low_factor",
     "high_freq_factor": "rope_high_factor",
@@ -276,7 +276,7 @@ def read_config(config: Config, written: Container[str] = ()) -> PublishedModel:
     if kind is None:
         finding = f"model_type {name!r} is not a built-in model"
         remedy = f"Built-in kinds: {', '.join(kinds())}. For another causal language model of "
-        remedy += "transformers add `model.hf`, its class."
+        remedy += "Transformers, add `model.hf`, its class."
         return PublishedModel(keys={}, faults=(*faults, FieldFault("", finding, remedy)))
     known = {*kind.sizes, *kind.demands, *kind.fields, "layer_types"}
     known |= {other for name, other in _IMPLIED.items() if name in known}

@@ -244,7 +244,7 @@ def _batch(raw: BatchRaw, micro: int, data_degree: int, report: Report) -> Batch
         "batch.global",
         f"global={samples} {relation} {product} = {step}",
         f"Use `batch.global={'` or `batch.global='.join(map(str, valid))}`"
-        + _other_accumulate(raw, samples, unit),
+        + f"{_other_accumulate(raw, samples, unit)}.",
     )
     return None
 

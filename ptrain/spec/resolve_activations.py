@@ -63,14 +63,15 @@ def resolve_activations(raw: SpecRaw, tree: Tree, report: Report) -> ActivationS
         place = next((place for place, _ in _of_tuples(raw, tree)), "activations")
         report.add(
             "recompute",
-            "policy none contradicts activations M: they would be neither saved nor recomputed",
+            "policy none contradicts activations M: activations would be neither saved nor "
+            "recomputed",
             f"Use `recompute=full`, `recompute=selective` or `{place}=R`.",
         )
     elif policy is not None and raw.recompute is not None and not recomputes:
         report.add(
             "recompute",
             f"recompute has no effect: no block has activations M, but {_words(ranges)}",
-            'Use `activations=M`, or `activations={"0-7": M}` for some blocks; or remove '
+            'Use `activations=M`, or `activations={"0-1": M}` for some blocks. Or remove '
             "`recompute`.",
         )
     kept = tuple((first, last, _kept(mode, policy)) for (first, last), mode in ranges.items())
@@ -101,7 +102,7 @@ def _modes(raw: SpecRaw, tree: Tree, report: Report) -> _Ranges | None:
         if said is not None and said != {_ALL: mode}:
             report.add(
                 "activations",
-                f"{_words(said)} here contradicts {mode} in {place}",
+                f"{_words(said)}, but {place} is {mode}",
                 f"Remove `activations`, or use `{place}=R`.",
             )
         return {_ALL: mode}  # that two tuples say the same is the algebra's rule
@@ -122,8 +123,9 @@ def _said(raw: SpecRaw, tree: Tree, report: Report) -> _Ranges | None:
                 "activations",
                 f"{mode}{where}: activations can only be sharded on a named axis, because "
                 "its ranks must hold the same tokens",
-                "Use `R`, `M` or `O` here"
-                + f", or `placement.tp=S,S,S,{mode.distribution}`" * bool(tree.at(("mesh", "tp"))),
+                "Use `R`, `M` or `O`"
+                + f", or `placement.tp=S,S,S,{mode.distribution}`" * bool(tree.at(("mesh", "tp")))
+                + ".",
             )
             continue
         word = text.get(blocks) if isinstance(text, dict) else text

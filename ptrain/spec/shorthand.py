@@ -129,7 +129,8 @@ def _sits_right(mesh: object, name: str, axes: tuple[str, ...], fault: Report) -
     is_tuple = len(axes) == 1 and axes[0] in _DATA and {*wrong} <= {*EXPERT_AXES}
     fault(
         ("placement",),
-        f"{name} needs the axes {' and '.join(axes)}; the mesh has {', '.join(present)}",
+        f"{name} needs the {'axis' if len(axes) == 1 else 'axes'} {' and '.join(axes)}; the mesh "
+        f"has {', '.join(present)}",
         f"Use `mesh: {{{mesh_text}}}`, or "
         + (f"`placement: {{{by_axis}}}`." if is_tuple else "one placement per axis."),
     )
@@ -192,7 +193,7 @@ def _reshard(tree: Tree, root: Mapping, fault: Report) -> None:
         shown = str(written).lower()
         fault(
             ("reshard",),
-            f"contradicts sync.reshard_after_forward: {shown}, of which it is an alias",
+            f"alias of sync.reshard_after_forward, which is {shown}",
             "Remove one of the two.",
         )
         return

@@ -13,7 +13,7 @@ TIER_SLIPS = {
 _LAYERS = (
     "experts in some layers only; ptrain puts them in all layers after the first dense_layers",
     (
-        "Use `model.dense_layers=N` if the first N layers are dense; remove the key if it has no "
+        "Use `model.dense_layers=N` if the first N layers are dense. Remove the key if it has no "
         "effect."
     ),
 )
@@ -22,7 +22,7 @@ _FOLDED = (
         "a separate tp degree for experts; ptrain shards experts over the same tp ranks, or "
         "keeps them full"
     ),
-    "Remove it if it equals the tp degree; for 1 use `tensor.experts=folded`.",
+    "Remove it if it equals the tp degree. For 1, use `tensor.experts=folded`.",
 )
 _DISPATCH = "other dispatch methods; ptrain sorts rows by expert and computes one grouped product"
 # What others say of a model, or of its mesh, and blocks here have not: (what waits, the remedy).
@@ -127,12 +127,10 @@ def small_size(value: object, size: int | None, low: int, words: Iterable[str]) 
     if size is None or not 0 <= size < low:
         return ""
     number = re.fullmatch(r"([1-9][0-9]*)(\.0)? *B?", str(value).strip())
-    other = "".join(f" or {word}" for word in words)
-    return (
-        f"Did you mean `{number[1]} MiB`?{other}"
-        if number
-        else (f"Use at least {low} bytes{other}.")
-    )
+    other = " or ".join(f"`{word}`" for word in words)
+    if number:
+        return f"Did you mean `{number[1]} MiB`?" + (f" Or use {other}." if other else "")
+    return f"Use at least {low} bytes{other and f' or {other}'}."
 
 
 def unquote(value: object) -> str:
@@ -141,9 +139,7 @@ def unquote(value: object) -> str:
         plain = value.replace("_", "")
         return f"Use `{plain}` without quotes or underscores." if ":" not in plain else ""
     if isinstance(value, str) and re.fullmatch(r"[0-9.]+( *, *[0-9.]+)+", value):
-        return (
-            "Use one number. Only `ptrain predict` and `ptrain validate` accept a list `a.b=1,2`."
-        )
+        return "Use one number. Only `ptrain predict` and `ptrain validate` accept several: `1,2`."
     return ""
 
 

@@ -38,9 +38,9 @@ def fault_of_experts(placement: Placement) -> tuple[str, str] | None:
     broken = next((state for state in PLACED if placement[state] != S), None)
     if broken is None:
         return None
-    remedy = f"Use `experts: [{', '.join(usual_modes(EXPERTS))}]`"
+    remedy = f"Use `placement.ep.experts={','.join(usual_modes(EXPERTS))}`."
     if placement.parameters.distribution is not S.distribution:
-        remedy += "; if all ranks hold all experts, use dp_shard instead of ep"
+        remedy += " If all ranks hold all experts, use dp_shard instead of ep."
     return f"({placement}) for experts: {_WHY_SLICES[broken]}", remedy
 
 
@@ -248,7 +248,7 @@ def _written_out(strategy: Mapping, at: str = "") -> str:
     ]
     sections = (key for key in POLICIES if key in strategy)
     parts += [f"{section}: {flow(policy_of(strategy, section))}" for section in sections]
-    return " and ".join(parts)
+    return "` and `".join(parts)
 
 
 def modes_of(written: Mapping) -> list[str]:

@@ -61,7 +61,7 @@ def test_where_nothing_is_recomputed_every_block_is_like_the_others():
 
 def test_heads_near_to_those_that_were_written_are_offered():
     shape = {"layers": 1, "hidden": 256, "heads": 100, "ffn": 3, "vocab": 259}
-    assert faults(model=shape)["model.heads"].remedy == "choose from 4, 8, 16, 32, 64, 128"
+    assert faults(model=shape)["model.heads"].remedy == "Use one of 4, 8, 16, 32, 64, 128."
 
 
 def test_a_tuple_of_two_modes_is_refused_at_its_axis():
@@ -125,13 +125,13 @@ def test_an_editor_offers_the_schedules_by_name_a_file_and_its_rows():
 @pytest.mark.parametrize("word", ["DualPipe", "dual pipe", "dual_pipe", "dual-pipe"])
 def test_dualpipe_is_understood_however_it_is_written(word):
     fault = faults(pipeline={"schedule": word})["pipeline.schedule"]
-    assert "two copies of Θ" in fault.remedy
+    assert "two copies of parameters" in fault.remedy
 
 
 def test_slices_of_activations_that_name_no_axis_are_refused():
-    assert "no axis is named" in faults(activations="S")["activations"].finding
+    assert "only be sharded on a named axis" in faults(activations="S")["activations"].finding
     both = faults(activations="M", placement={"dp_shard": "S*,S,S,O"})
-    assert "M here and O in placement.dp_shard" in both["activations"].finding
+    assert "M, but placement.dp_shard.activations is O" in both["activations"].finding
 
 
 def test_tokens_become_the_nearest_number_of_micro_batches():
@@ -144,12 +144,12 @@ def test_tokens_become_the_nearest_number_of_micro_batches():
 
 def test_a_strategy_refuses_a_mesh_with_one_axis_more():
     fault = faults(mesh={"dp_shard": 2, "pp": 2}, placement="zero3")["placement"]
-    assert fault.finding == "zero3 sits on dp_shard; the mesh has dp_shard, pp"
+    assert fault.finding == "zero3 needs the axis dp_shard; the mesh has dp_shard, pp"
 
 
 def test_reshard_and_what_it_stands_for_cannot_say_two_things():
     both = faults(reshard=True, sync={"reshard_after_forward": False})
-    assert "which says false" in both["reshard"].finding
+    assert "which is false" in both["reshard"].finding
     assert loaded(reshard=False).sync == loaded(sync={"reshard_after_forward": False}).sync
 
 
@@ -166,7 +166,7 @@ def test_a_list_of_words_is_of_words_that_are_known_and_of_each_once():
     wrong = faults(recompute={"keep": ["softmax", "soft"]}, **kept)
     assert "soft" in str(wrong)
     twice = faults(recompute={"keep": ["softmax", "softmax"]}, **kept)["recompute.keep"]
-    assert twice.finding == "softmax is given twice"
+    assert twice.finding == "softmax is listed twice"
 
 
 def test_a_bucket_is_written_as_the_word_that_says_it_or_in_bytes():
@@ -197,9 +197,8 @@ def test_an_override_without_a_value_is_shown_up_to_sixty_letters_and_its_key_ma
 def test_a_loss_that_has_all_logits_has_no_chunks_and_no_fused_kernel():
     for key, value in (("chunk", 8), ("fused", True)):
         loss = {"kind": "cross-entropy", key: value}
-        assert (
-            faults(loss=loss)[f"loss.{key}"].remedy == f"remove {key}, or write loss.kind=chunked"
-        )
+        remedy = f"Remove `{key}`, or use `loss.kind=chunked`."
+        assert faults(loss=loss)[f"loss.{key}"].remedy == remedy
 
 
 def test_a_preset_may_be_a_file_beside_the_spec_with_either_ending(tmp_path):
@@ -229,7 +228,7 @@ def test_a_preset_may_be_a_file_where_the_command_runs_and_one_beside_the_spec_c
 
 def test_a_mesh_that_lacks_an_axis_of_its_strategy_is_offered_one_of_two_ranks():
     fault = faults(mesh={"dp_shard": 4}, placement="hsdp")["placement"]
-    assert "write mesh: {dp_replicate: 2, dp_shard: 4}" in fault.remedy
+    assert "Use `mesh: {dp_replicate: 2, dp_shard: 4}`" in fault.remedy
 
 
 def test_a_checkpoint_at_the_end_is_a_word():
@@ -239,20 +238,25 @@ def test_a_checkpoint_at_the_end_is_a_word():
 
 def test_a_schedule_file_that_is_not_there_says_what_to_name():
     fault = faults(mesh={"pp": 2}, pipeline={"schedule": "none.csv"})["pipeline.schedule"]
-    assert fault.remedy == "name a file in torch's CSV format of compute actions, or a schedule"
+    assert fault.remedy == (
+        "Use a file in torch's CSV format of compute actions, or a schedule name."
+    )
 
 
 def test_a_spec_that_is_not_there_says_where_the_built_in_ones_are():
     with pytest.raises(SpecError) as caught:
         text.read(Path("none.yaml"))
-    assert caught.value.faults[0].remedy == "`ptrain specs` lists the built-in specs"
+    assert caught.value.faults[0].remedy == "Run `ptrain specs` to list the built-in specs."
 
 
 def test_a_list_with_a_tag_in_it_is_at_fault_for_both():
     with pytest.raises(SpecError) as caught:
         text.parse("- !!str a\n", "a.yaml")
     findings = [fault.finding for fault in caught.value.faults]
-    assert findings == ["tags (!!str) are not allowed in specs", "a spec is a mapping; got a list"]
+    assert findings == [
+        "tags (!!str) are not allowed in specs",
+        ("a spec must be a mapping; got a list"),
+    ]
 
 
 def test_what_tp_and_pp_say_is_written_from_two_ranks_on():

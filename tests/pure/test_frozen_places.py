@@ -64,9 +64,15 @@ def test_o_is_where_the_offload_says() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["frozen=S"], "frozen.dp_shard: must be a mode of Θ.*did you mean S\\*"),
-        (["frozen=M"], "frozen.dp_shard: M is made of a master copy.*write S\\*, R or O"),
-        (["frozen=S*,S,S,R"], "frozen.dp_shard: .* has several modes; .* no Ω, no G.*write S\\*"),
+        (["frozen=S"], "frozen.dp_shard: must be a mode of Θ.*Did you mean `S\\*`"),
+        (
+            ["frozen=M"],
+            "frozen.dp_shard: M is cast from the master copy.*Use `S\\*`, `R` or `O`\\.",
+        ),
+        (
+            ["frozen=S*,S,S,R"],
+            "frozen.dp_shard: .* has several modes; .* no optimizer state.*Use `S\\*`\\.",
+        ),
         (["frozen.dp=R"], "frozen.dp: unknown key"),
     ],
 )

@@ -127,24 +127,31 @@ def test_a_file_of_the_command_line_stands_where_that_is(tmp_path, monkeypatch, 
         ("0F0,0B0\n1F0,1B0\n", "the list's micro-batches are 0 to 0, and a step has 2"),
         (
             "0F0,0SEND_F0\n1RECV_F0,1F0\n",
-            "own.csv: row 1, cell 2: 0SEND_F0 is communication (SEND_F), which follows from the "
-            "order of the passes",
+            (
+                "own.csv: row 1, cell 2: 0SEND_F0 is communication (SEND_F), which ptrain "
+                "derives from the order of the passes"
+            ),
         ),
         (
             "0UNSHARD,0F0\n1F0\n",
-            "own.csv: row 1, cell 1: 0UNSHARD (UNSHARD) moves parameters or gradients, which sync "
-            "decides",
+            (
+                "own.csv: row 1, cell 1: 0UNSHARD (UNSHARD) moves parameters or gradients, which "
+                "`sync` controls"
+            ),
         ),
-        ("0F0,0B0\n1F0,what\n", "own.csv: row 2, cell 2: 'what' is no pass"),
+        ("0F0,0B0\n1F0,what\n", "own.csv: row 2, cell 2: 'what' is not a pass"),
         (
             "0F0,(0B0;0F1)OVERLAP_F_B\n1F0\n",
-            "own.csv: row 1, cell 2: (0B0;0F1)OVERLAP_F_B is no forward beside a whole backward",
+            (
+                "own.csv: row 1, cell 2: (0B0;0F1)OVERLAP_F_B does not pair a forward with a "
+                "full backward"
+            ),
         ),
         ("", "own.csv: a list of 1 to 1,000,000 passes; got 0 rows"),
-        (",,\n1F0\n", "own.csv: row 1 is empty, and every rank computes something"),
+        (",,\n1F0\n", "own.csv: row 1 is empty; every rank needs at least one pass"),
         (
             '0F0,"' + 140_000 * "0" + "\n1F0\n",
-            "own.csv: no rows of a CSV file: field larger than field limit (131072)",
+            "own.csv: it is not a CSV file: field larger than field limit (131072)",
         ),
     ],
     ids=lambda value: value[:40].strip(),
@@ -180,6 +187,6 @@ def test_dualpipe_as_published_is_refused_with_its_two_copies_and_their_bytes(tm
     with pytest.raises(SpecError) as caught:
         load(tmp_path / "spec.yaml")
     (fault,) = caught.value.faults
-    assert "two copies of Θ" in fault.remedy
-    copies = f"{2 * 671e9 * 2 / 16 / 1e9:.1f} GB of Θ a rank, one is {671e9 * 2 / 16 / 1e9:.1f} GB"
-    assert copies in fault.remedy
+    assert "two copies of parameters" in fault.remedy
+    two, one = (f"{copies * 671e9 * 2 / 16 / 1e9:.1f} GB" for copies in (2, 1))
+    assert f"{two} of parameters per rank instead of {one}" in fault.remedy
