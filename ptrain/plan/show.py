@@ -64,7 +64,7 @@ def show(spec: Spec, plan: Plan) -> str:
     lines += token_lines(spec, plan.context) if plan.context else ()
     lines += _experts(spec, plan)
     lines += _stages(spec, plan)
-    whose = "of the whole model, of which each stage has its own and a root: "
+    whose = "of the full model, divided over the stages (each has a root): "
     lines.append(f"units    {whose if plan.pipeline else ''}{_units(plan.units)}")
     if plan.tensor and not isinstance(spec.model, ModelShape):
         lines += _roles(plan.tensor.roles)
@@ -105,7 +105,7 @@ def _step(step: Step, *, stateless: bool) -> str:
         case ChunkedLoss():
             return loss_text(step)
         case LocalGradients():
-            return "leave the units as they are: no data axis, nothing to reduce"
+            return "do not wrap units: there is no data axis"
         case Replicate():
             return _replicate(step)
         case FullyShard():
@@ -134,13 +134,13 @@ def _mesh(step: CreateMesh) -> str:
 def _pipeline(step: Pipeline) -> str:
     ranks = max(step.rank_of) + 1
     text = (
-        f"cut the model over {step.axis} into {counted(step.stages, 'stage')}, "
-        f"{step.stages // ranks} a rank: Θ, Ω and G of its own layers; micro-batches in the order "
-        f"of {step.schedule}"
+        f"split the model over {step.axis} into {counted(step.stages, 'stage')}, "
+        f"{step.stages // ranks} per rank, each with Θ, Ω and G of its layers; micro-batches "
+        f"in {step.schedule} order"
     )
     if step.shared:
         shared = ", ".join(name for name, _ in step.shared)
-        text += f"; first and last stage both have {shared}, gradients summed"
+        text += f"; the first and last stage share {shared} and sum its gradients"
     return text
 
 
@@ -151,7 +151,7 @@ def _stages(spec: Spec, plan: Plan) -> Iterator[str]:
     if step is None or schedule is None:
         return
     for stage, (rank, layers) in enumerate(zip(step.rank_of, step.layers, strict=True)):
-        ends = ["what is in front"] * (stage == 0), ["what is behind"] * (stage == step.stages - 1)
+        ends = ["input modules"] * (stage == 0), ["output modules"] * (stage == step.stages - 1)
         names = ", ".join([*ends[0], _shortened(list(layers)), *ends[1]])
         most = counted(most_held_of(schedule, stage), "micro-batch")
         yield f"stage    {stage} on {step.axis} {rank}: {names}; up to {most} in flight"
@@ -172,33 +172,33 @@ def _schedule(spec: Spec) -> Schedule | None:
 
 
 def _parallelize(step: Parallelize) -> str:
-    pairs = "each column operator by itself" if step.is_naive else "column and row in pairs"
-    between = "whole"
+    pairs = "separate column operators" if step.is_naive else ("paired column and row operators")
+    between = "full"
     if step.is_sequence:
-        between = "slices of the tokens"
-    saved = ", saved so and gathered again in backward" if step.is_saved_cut else ""
+        between = "sharded by tokens"
+    saved = ", saved as shards and all-gathered again in backward" if step.is_saved_cut else ""
     return (
-        f"cut operators over {step.axis}: {pairs}; activations between them {between}{saved}; "
-        f"logits {_logits(step)}"
+        f"shard operators over {step.axis}: {pairs}; activations between them "
+        f"{between}{saved}; logits {_logits(step)}"
     )
 
 
 def _logits(step: Parallelize) -> str:
     """A tied head has no role of its own in a built-in model: the norm before it has one."""
     if not any(role in (Role.HEAD, Role.LAST_NORM) for _, role in step.roles):
-        return "whole, since no head is cut"
-    return "cut over the vocabulary" if step.loss_parallel else "gathered"
+        return "full, because the head is not sharded"
+    return "sharded over the vocabulary" if step.loss_parallel else "all-gathered"
 
 
 def _replicate(step: Replicate) -> str:
-    backward = "the last micro-batch's backward"
-    when = f"beside {backward}" if step.overlaps else f"when {backward} is over"
+    backward = "backward of the last micro-batch"
+    when = f"overlapping {backward}" if step.overlaps else f"after {backward}"
     text = (
-        f"replicate over {_names(step.axes)}: DistributedDataParallel, {_bucket(step)} summed "
-        f"once, {when}"
+        f"replicate over {_names(step.axes)}: DistributedDataParallel, {_bucket(step)} "
+        f"reduced once, {when}"
     )
     if step.zero_redundancy:
-        text += "; Ω spread as whole tensors, whose owners update and broadcast them"
+        text += "; Ω sharded by full tensors, whose owners update and broadcast parameters"
     return text
 
 
@@ -213,19 +213,19 @@ def _bucket(step: Replicate) -> str:
 
 
 def _fully_shard(step: FullyShard) -> str:
-    theta = "Θ M (gathered units are casts of the master shards)" if step.materialized else "Θ S*"
+    theta = "Θ M (gathered units are cast from the master shards)" if step.materialized else "Θ S*"
     text = f"fully_shard each unit over {_names(step.shard_axes)}: {theta}, Ω S, G S"
     if step.replicate_axes:
         text += f"; replicate over {_names(step.replicate_axes)}"
     if not step.overlaps:
-        text += "; reductions awaited, nothing gathered ahead"
+        text += "; reductions exposed, no prefetch"
     elif step.prefetch is not None:
         text += f"; {_ahead(step.prefetch)}"
     return text + _via(step.reduce_scatter)
 
 
 def _ahead(num: int) -> str:
-    return f"{counted(num, 'unit')} gathered ahead" if num else "nothing gathered ahead"
+    return f"{counted(num, 'unit')} prefetched" if num else "no prefetch"
 
 
 def _flat(step: FlatUnits, *, stateless: bool) -> str:
@@ -233,26 +233,26 @@ def _flat(step: FlatUnits, *, stateless: bool) -> str:
     optimizer = "Ω none" if stateless else _flat_optimizer(step)
     states = ", ".join((_flat_parameters(step), optimizer, _flat_gradients(step)))
     if step.frozen is not None:
-        states += f"; of what is frozen {_flat_parameters(step.of_frozen)}"
-    return "; ".join([f"keep each unit in a flat buffer{over}: {states}", *_flat_dials(step)]) + (
+        states += f"; frozen {_flat_parameters(step.of_frozen)}"
+    return "; ".join([f"store each unit in a flat buffer{over}: {states}", *_flat_dials(step)]) + (
         _via(step.reduce_scatter)
     )
 
 
 def _flat_parameters(step: FlatUnits) -> str:
     if step.materialized:
-        return "Θ made by unit of the masters in Ω"
+        return "Θ cast by unit from the master weights in Ω"
     stored = _stored("Θ", step.parameters, step.parameters_tier)
     if step.parameters:
-        return f"{stored} and gathered for use"
-    return stored if step.parameters_tier is Tier.DEVICE else f"{stored} and brought for use"
+        return f"{stored} and all-gathered for use"
+    return stored if step.parameters_tier is Tier.DEVICE else f"{stored} and loaded for use"
 
 
 def _flat_optimizer(step: FlatUnits) -> str:
     stored = _stored("Ω", step.optimizer, step.optimizer_tier)
     gathered = [axis for axis in step.optimizer if axis not in step.updated]
     if gathered:
-        stored += f" and gathered over {_names(gathered)} for the update"
+        stored += f" and all-gathered over {_names(gathered)} for the update"
     if step.optimizer_tier is Tier.DEVICE:
         return stored
     return f"{stored}, updated on the {step.update_tier}"
@@ -260,39 +260,41 @@ def _flat_optimizer(step: FlatUnits) -> str:
 
 def _flat_gradients(step: FlatUnits) -> str:
     if step.consumed:
-        return "G used up: each unit is reduced and updated within backward"
+        return "G consumed: each unit is reduced and updated within backward"
     stored = _stored("G", step.gradients, step.gradients_tier)
     if step.gathered_gradients:
-        stored += f" and gathered over {_names(step.gathered_gradients)} for the update"
+        stored += f" and all-gathered over {_names(step.gathered_gradients)} for the update"
     return stored
 
 
 def _stored(letter: str, axes: Sequence[Axis], tier: Tier) -> str:
     """`Ω cut over dp_shard on the host`."""
     where = {Tier.DEVICE: "", Tier.HOST: " on the host", Tier.FILE: " in files"}[tier]
-    return f"{letter} {'cut over ' + _names(axes) if axes else 'whole'}{where}"
+    return f"{letter} {'sharded over ' + _names(axes) if axes else 'full'}{where}"
 
 
 def _flat_dials(step: FlatUnits) -> Iterator[str]:
     if step.path is not None:
         yield f"files in {step.path}"
     if step.bucket_bytes:
-        yield f"neighbours in one, up to {format_bytes(step.bucket_bytes)} of gradients"
+        yield f"neighbouring units merged, up to {format_bytes(step.bucket_bytes)} of gradients"
     if step.overlaps:
-        yield "reductions run beside backward"
+        yield "reductions overlap backward"
     if step.prefetch:
         yield _ahead(step.prefetch)
     if any(axis not in step.parameters for axis in step.updated):
         when = {
-            GatherAfterUpdate.BLOCKING: "gathered after each unit's update",
-            GatherAfterUpdate.DURING_UPDATE: "gathered while other units are updated",
-            GatherAfterUpdate.NEXT_FORWARD: "gathered when they are used next",
+            GatherAfterUpdate.BLOCKING: "all-gathered after the update of each unit",
+            GatherAfterUpdate.DURING_UPDATE: "all-gathered while other units are updated",
+            GatherAfterUpdate.NEXT_FORWARD: "all-gathered at their next use",
         }[step.gather_after_update]
-        yield f"updated parts {when}"
+        yield f"updated shards {when}"
 
 
 def _via(via: ReduceScatterVia) -> str:
-    return "" if via is ReduceScatterVia.NATIVE else "; reduce-scatter as all-to-all and a sum"
+    return (
+        "" if via is ReduceScatterVia.NATIVE else ("; reduce-scatter as all-to-all and local sum")
+    )
 
 
 def _clip(step: Clip) -> str:
@@ -303,25 +305,25 @@ def _clip(step: Clip) -> str:
 
 def _update(step: Update) -> str:
     remainder = OPTIMIZERS[step.optimizer].remainder
-    rest = f" ({remainder} for all but the blocks' matrices)" if remainder else ""
+    rest = f" ({remainder} for all tensors except the matrices of blocks)" if remainder else ""
     text = f"update with {step.optimizer}{rest}, {_layout(step.layout)}"
     if step.layout.scales_loss:
         over = f" over {_names(step.scale_axes)}" if step.scale_axes else ""
-        text += f"; the loss is scaled, and a step whose gradients overflow{over} is skipped"
+        text += f"; the loss is scaled, and steps with overflowing gradients{over} are skipped"
     return text
 
 
 def _balance(step: BalanceExperts) -> str:
     over = f", an all-reduce over {' × '.join(step.axes)}" if step.axes else ""
     return (
-        f"move each expert's bias by {step.rate:g} towards the mean of {step.choices} choices a "
-        f"layer{over}"
+        f"move the bias of each expert by {step.rate:g} towards the mean of {step.choices} "
+        f"choices per layer{over}"
     )
 
 
 def _layout(layout: Layout) -> str:
     sent = "" if layout.reduced is layout.gradients else f" reduced in {layout.reduced}"
-    both = " beside each micro-batch's own" if layout.keeps_both else ""
+    both = " plus those of the micro-batch" if layout.keeps_both else ""
     master = f", master {layout.master}" if layout.master else ""
     return (
         f"layout {layout.name} (Θ {layout.parameters}, G {layout.gradients}{sent}{both}{master}, "
@@ -365,12 +367,16 @@ def _sync(sync: SyncPolicy, *, gathers: bool) -> str:
         return f"gradients {when}"
     match sync.reshard_after_forward:
         case bool() as freed:
-            forward = "freed after forward" if freed else "kept after forward"
+            forward = "freed after forward" if freed else "not freed after forward"
         case Reshard.NON_ROOT:
-            forward = "freed after forward (the root's kept)"
+            forward = "freed after forward (except the root)"
         case shards:
-            forward = f"kept in {shards} shards after forward"
-    backward = "freed after backward" if sync.reshard_after_backward else "kept until the last"
+            forward = f"resharded over {shards} ranks after forward"
+    backward = (
+        "freed after backward"
+        if sync.reshard_after_backward
+        else ("not freed until the last backward")
+    )
     return f"gradients {when}; gathered parameters {forward}, {backward}"
 
 
@@ -416,22 +422,22 @@ def keep_text(step: Keep) -> str:
 
 
 def loss_text(step: ChunkedLoss) -> str:
-    how = "by torch's linear_cross_entropy" if step.fused else "again in backward"
+    how = "with torch's linear_cross_entropy" if step.fused else "recomputed in backward"
     tokens = f"{step.tokens} token{'' if step.tokens == 1 else 's'}"
-    return f"compute logits and loss of {tokens} at a time, {how}"
+    return f"compute logits and loss for {tokens} at a time, {how}"
 
 
 def _alike(kept: Kept, blocks: str) -> str:
     if kept.policy is None:
         to = _TO[kept.tier]
-        return f"offload the saved tensors of {blocks} {to}, and bring them back for backward"
+        return f"offload the saved tensors of {blocks} {to} and load them for backward"
     what = blocks
     if kept.policy.scope is Scope.ATTENTION:
         what = f"the scores and softmax of {blocks}"
     inputs = f"inputs{_ON[kept.tier]}"
     results = [_RESULTS[kind] for kind in kept.policy.keep]
     too = f" and the results of {_and(results)}" if results else ""
-    return f"recompute {what}, keeping {inputs}{too}"
+    return f"recompute {what}; save {inputs}{too}"
 
 
 def _and(words: Sequence[str]) -> str:

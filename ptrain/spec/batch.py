@@ -14,7 +14,7 @@ from ptrain.units import parse_count
 
 MAX_SAMPLES = 2**31 - 1
 AUTO = "auto"
-PADDED = ", or batch.pad=true, which adds ignored targets"  # a remedy beside others
+PADDED = ", or `batch.pad=true`, which adds ignored targets"  # a remedy beside others
 
 
 class Rounding(StrEnum):

@@ -39,8 +39,8 @@ def test_layers_without_experts_have_none_to_give():
     assert plan_of(spec()).experts.modules == ("blocks.1.mlp.experts", "blocks.2.mlp.experts")
     (step,) = lines(spec(), "  2. ")
     assert step == (
-        "  2. give each rank of ep some of the experts of 2 layers, whole: Θ, Ω and G of its own; "
-        "rows of tokens travel to them and back"
+        "  2. shard the experts of 2 layers over ep: each rank holds full experts with their "
+        "Θ, Ω and G; tokens travel to their experts and back"
     )
 
 
@@ -62,34 +62,35 @@ def test_rows_that_travel_are_as_many_as_are_routed_and_places_as_there_are():
     """2 samples of 16 tokens that go to 2 experts: 64 rows of 42 fp32 features. With a capacity
     each of 6 experts takes 1.5 x 2 x 16 / 6 tokens of a sample: 96 places."""
     (routed,) = lines(spec(3), "travels")
-    assert routed.startswith("travels  64 rows of 42 features there and back, in forward and in b")
-    assert "10.75 kB of which 2/3 leave the rank where each expert is chosen as often" in routed
+    assert routed.startswith("travels  64 rows of 42 features each way, in forward and backward")
+    assert "10.75 kB, of which 2/3 leave the rank with balanced routing" in routed
     (placed,) = lines(spec(3, model=FULL), "travels")
-    assert placed.startswith("travels  96 places of 42 features there and back")
-    assert placed.endswith("16.13 kB of which 2/3 leave the rank, whatever is routed")
+    assert placed.startswith("travels  96 places of 42 features each way")
+    assert placed.endswith("16.13 kB, of which 2/3 leave the rank, independent of the routing")
 
 
 @pytest.mark.parametrize(
     ("made", "summed", "wrapped"),
     [
-        (spec(), "over no other rank, since all their tokens are there; those of all else over ep",
-         "keep each unit in a flat buffer: Θ whole"),
+        (spec(), "over no other rank, because all of their tokens are local; all "
+         "other gradients over ep",
+         "store each unit in a flat buffer: Θ full"),
         (spec(around=SHARDS, placement=GATHERED),
-         "over dp_shard; those of all else over dp_shard × ep",
+         "over dp_shard; all other gradients over dp_shard × ep",
          "fully_shard each unit over dp_shard: Θ S*, Ω S, G S"),
         (spec(around=REPLICAS | SHARDS),
-         "over dp_replicate × dp_shard; those of all else over dp_replicate × dp_shard × ep",
-         "keep each unit in a flat buffer over dp_replicate × dp_shard: Θ cut over dp_shard"),
+         "over dp_replicate × dp_shard; all other gradients over dp_replicate × dp_shard × ep",
+         "store each unit in a flat buffer over dp_replicate × dp_shard: Θ sharded over dp_shard"),
         (spec(around={Axis.CP: (2, tuple_of("R,R,R,S"))}),
-         "over cp; those of all else over cp × ep",
-         "keep each unit in a flat buffer over cp: Θ whole"),
-        (spec(placement=GATHERED), "over no other rank, since all their tokens are there; those of "
-         "all else over ep", "leave the units as they are: no data axis"),
+         "over cp; all other gradients over cp × ep",
+         "store each unit in a flat buffer over cp: Θ full"),
+        (spec(placement=GATHERED), "over no other rank, because all of their tokens are local; all "
+         "other gradients over ep", "do not wrap units: there is no data axis"),
     ],
     ids=["ep", "zero3", "hsdp", "cp", "alone"],
 )  # fmt: skip
 def test_experts_are_summed_and_wrapped_over_the_other_axes(made, summed, wrapped):
-    assert lines(made, "summed") == [f"summed   experts' gradients {summed}"]
+    assert lines(made, "summed") == [f"summed   gradients of experts {summed}"]
     (line,) = lines(made, "wrapped")
     assert line.startswith(f"wrapped  experts: {wrapped}")
 
@@ -138,6 +139,6 @@ def test_an_expert_that_is_summed_over_ep_fails_and_so_does_a_rest_that_is_not()
 def test_conditions_of_ep_stand_under_a_heading_of_their_own():
     made = spec(around=SHARDS, placement=GATHERED, inside={Axis.TP: (3, tuple_of("S,S,S,R"))})
     assert [heading for heading, _ in compositions(made, plan_of(made))] == [
-        "why ep computes what one device does",
+        "why ep computes the same as a single device",
         "why tp and data axes compose",
     ]

@@ -66,9 +66,13 @@ def test_ep_is_known_by_the_names_that_others_give_it(key):
 @pytest.mark.parametrize(
     ("width", "tp", "remedy"),
     [
-        (97, 2, "choose tp from 1, or write model.expert_ffn=96 or 98"),
-        (90, 4, "choose tp from 1, 2, or write model.expert_ffn=88 or 92"),
-        (1, 2, "choose tp from 1, or write model.expert_ffn=2"),
+        (97, 2, "Use one of 1 for `mesh.tp`, or `model.expert_ffn=96` or `model.expert_ffn=98`."),
+        (
+            90,
+            4,
+            ("Use one of 1, 2 for `mesh.tp`, or `model.expert_ffn=88` or `model.expert_ffn=92`."),
+        ),
+        (1, 2, "Use one of 1 for `mesh.tp`, or `model.expert_ffn=2`."),
     ],
 )
 def test_experts_that_tp_does_not_cut_are_refused_with_other_widths(width, tp, remedy):

@@ -334,7 +334,7 @@ def test_shown_is_what_the_placement_obeys_and_the_rest_is_said(name, has, lacks
     assert not lacks & set(found.mapping)
     assert any(said in line for line in found.left_out)
     assert any("unit, overlap, prefetch, gather_after_update" in line for line in found.left_out)
-    obeyed = [line for line in found.left_out if "obeys" in line]
+    obeyed = [line for line in found.left_out if "no effect" in line]
     assert all(place in obeyed[0] for place in lacks)
 
 
@@ -345,7 +345,7 @@ def test_what_tp_alone_does_not_obey_is_left_out_and_named():
     found = shown(load("tp").spec)
     assert not {"sync", *by_itself, *sections} & set(found.mapping)
     places = ["sync.gradients", *by_itself, *resharding, *sections]
-    assert found.left_out == (f"nothing in this placement obeys {', '.join(places)}",)
+    assert found.left_out == (f"no effect with this placement: {', '.join(places)}",)
 
 
 def test_a_written_dial_is_shown_as_it_is_written():

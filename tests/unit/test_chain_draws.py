@@ -19,7 +19,7 @@ def drawing(kind: str) -> Spec:
 
 
 REFUSED = {
-    "trainsalong": "more than hidden states goes from layer to layer (numbers without a gradient)",
+    "trainsalong": "layers pass more than hidden states to each other (tensors without gradients)",
     "trainsalongdropping": "more than hidden states goes from layer to layer (numbers without",
     "masked": "what h.0 is given depends on what was drawn before",
     "locked": "is given depends on what was drawn before, and random numbers are drawn outside",

@@ -144,7 +144,7 @@ def test_a_published_config_is_taken_whole(kind):
 
 def test_fields_without_effect_are_named_and_silent_ones_are_not():
     ignored = ignored_fields(HuggingFaceModel(hf="gemma2", config=PUBLISHED["gemma2"]))
-    assert ignored == ("hidden_act (nothing reads it)", "sliding_window_size (nothing reads it)")
+    assert ignored == ("hidden_act (ignored)", "sliding_window_size (ignored)")
     eager = PUBLISHED["llama"] | {"attn_implementation": "eager"}
     ignored = ignored_fields(HuggingFaceModel(hf="llama", config=eager))
     assert ignored == ("attn_implementation (attention says it)",)
@@ -166,12 +166,12 @@ DEEPSEEK = {
 def test_a_field_that_a_class_declares_and_never_reads_is_named():
     ignored = ignored_fields(HuggingFaceModel(hf="DeepseekV3ForCausalLM", config=DEEPSEEK))
     assert ignored == (
-        "num_nextn_predict_layers (nothing reads it)",
-        "scoring_func (nothing reads it)",
+        "num_nextn_predict_layers (ignored)",
+        "scoring_func (ignored)",
     )
     off = DEEPSEEK | {"num_nextn_predict_layers": 0, "auto_map": {}}
     ignored = ignored_fields(HuggingFaceModel(hf="DeepseekV3ForCausalLM", config=off))
-    assert ignored == ("scoring_func (nothing reads it)",)
+    assert ignored == ("scoring_func (ignored)",)
 
 
 @pytest.mark.parametrize("empty", [{}, None])

@@ -130,7 +130,7 @@ def test_a_model_without_positions_needs_none() -> None:
 @pytest.mark.parametrize(
     ("model", "words"),
     [
-        (own("counting"), "the forward of tests.models_sliced:counting takes no positions"),
+        (own("counting"), "the forward of tests.models_sliced:counting accepts no positions"),
         (own("deaf"), "does not go by the positions that it is given"),
         (own("late"), "gives other logits than given all of them"),
         (own("by_length"), "gives other logits than given all of them"),

@@ -18,21 +18,24 @@ def step_text(step: ContextParallel) -> str:
     is_alone = step.is_balanced and step.ulysses == 1
     kind = "an early and a late chunk" if is_alone else "a slice"
     return (
-        f"give each rank of {step.axis} {kind} of the tokens of every sample: "
-        f"{step.sequence // (step.ulysses * step.ring)} of {step.sequence}; {_exchange(step)}"
+        f"shard tokens over {step.axis}: each rank gets {kind} of every sample "
+        f"({step.sequence // (step.ulysses * step.ring)} of {step.sequence} tokens); "
+        f"{_exchange(step)}"
     )
 
 
 def _exchange(step: ContextParallel) -> str:
     ways = []
     if step.ulysses > 1:
-        ways.append(f"{step.ulysses} neighbours exchange tokens for heads (Ulysses)")
+        ways.append(f"{step.ulysses} neighbouring ranks exchange tokens for heads (Ulysses)")
     if step.gathers:
-        ways.append("keys and values are gathered, and kept until backward")
+        ways.append("keys and values are all-gathered and saved for backward")
     elif step.ring > 1:
         groups = "such groups" if step.ulysses > 1 else "ranks"
-        of = ", each with early and late chunks" if step.ulysses > 1 and step.is_balanced else ""
-        ways.append(f"keys and values go round a ring of {step.ring} {groups}{of}")
+        of = (
+            ", with an early and a late chunk each" if step.ulysses > 1 and step.is_balanced else ""
+        )
+        ways.append(f"keys and values travel around a ring of {step.ring} {groups}{of}")
     return ", ".join(ways)
 
 
@@ -51,11 +54,11 @@ def balance_text(step: ContextParallel) -> str:
     of_mean = balance(step)
     most, least = max(of_mean), min(of_mean)
     if most == least:
-        return f"each rank of {step.axis} computes as many scores under the causal mask"
+        return f"all ranks of {step.axis} compute the same number of causal attention scores"
     first, last = of_mean.index(most), of_mean.index(least)
     return (
-        f"under the causal mask {step.axis} {first} computes {float(most):.3g} times the mean of "
-        f"scores, {step.axis} {last} {float(least):.3g}"
+        f"with the causal mask, {step.axis} {first} computes {float(most):.3g} times the "
+        f"mean number of scores, {step.axis} {last} {float(least):.3g} times"
     )
 
 

@@ -30,7 +30,7 @@ class TorchCore(nn.Module):
     def forward(
         self, q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, mask_TT: Tensor | None = None
     ) -> Tensor:
-        assert mask_TT is None, "attention over cp is plainly causal"
+        assert mask_TT is None, "attention over cp is plain causal"
         return F.scaled_dot_product_attention(
             q_BHTD, k_BGTD, v_BGTD, is_causal=True, scale=self.scale, enable_gqa=self.is_grouped
         )
@@ -47,8 +47,10 @@ class _Cores:
         """Return what the queries of a call attend to. `attend` is torch's own function. Raises
         SpecError for a call that is not plainly causal."""
         if call.fault:
-            finding = f"attention {call.fault}, which it did not on a few tokens"
-            raise refused("model", finding, "let it be plainly causal always, or write no cp")
+            finding = f"attention {call.fault}, unlike with a few tokens"
+            raise refused(
+                "model", finding, "Use plain causal attention for all lengths, or remove `mesh.cp`."
+            )
         key = call.scale, call.is_grouped
         if key not in self._known:
             inner = TorchCore(call.scale, is_grouped=call.is_grouped)

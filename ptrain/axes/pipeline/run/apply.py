@@ -182,9 +182,9 @@ class Pipelined:
         shape = list(batch.tensors[0].shape)
         if shape != wanted:
             raise RankFailed(
-                f"{self._own_stages()}: the batch has {shape} tokens, and the "
-                f"stages wait for {count} micro-batches of {self.micro}: {wanted}\n"
-                "  remedy: give every rank of pp the batch of the spec"
+                f"{self._own_stages()}: the batch has {shape} tokens, but the stages expect "
+                f"{count} micro-batches of {self.micro}: {wanted}\n  remedy: Pass the batch "
+                "of the spec to every rank of pp."
             )
 
 

@@ -265,8 +265,8 @@ class BoundaryTensor:
         bytes for what they are not."""
         if (tuple(output.shape), output.dtype) != (self.shape, self.dtype):
             raise RankFailed(
-                f"stage {stage}, micro-batch {micro_batch}: hidden states of "
-                f"{list(output.shape)} in {output.dtype}, and the next stage waits for "
+                f"stage {stage}, micro-batch {micro_batch}: hidden states are "
+                f"{list(output.shape)} in {output.dtype}, but the next stage expects "
                 f"{list(self.shape)} in {self.dtype}"
             )
 

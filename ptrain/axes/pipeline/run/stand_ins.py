@@ -125,7 +125,7 @@ class InFront(nn.Identity):
             return output
         if not output.is_floating_point():
             kind = str(output.dtype).removeprefix("torch.")
-            raise TypeError(f"a module in front of the layers gives {kind} {list(output.shape)}")
+            raise TypeError(f"a module before the layers returns {kind} {list(output.shape)}")
         return self._crossing.shaped(output.shape)
 
 
