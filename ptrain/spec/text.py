@@ -52,7 +52,7 @@ class Sources(Leaf):
 
     def check(self, value: Any) -> object:
         if not isinstance(value, list) or not value:
-            got = "the list is empty" if value == [] else describe(value)
+            got = "an empty list" if value == [] else describe(value)
             refuse(f"must be {self.takes()}; got {got}", "Use `[{path: a.npy, weight: 2}, …]`.")
         sources = [_source(number, source) for number, source in enumerate(value, 1)]
         numbers: dict[str, int] = {}

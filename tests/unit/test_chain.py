@@ -354,7 +354,7 @@ def test_more_stages_than_layers_are_refused():
     spec = spec_of(MODELS["pairs"], pipeline={"stages": 4, "schedule": "interleaved"})
     place, finding, _ = refused(spec)
     assert place == "pipeline.stages"
-    assert "4 stages and 3 layers" in finding
+    assert "4 stages need at least one layer each; the model has 3" in finding
 
 
 def test_a_model_is_left_as_it_was():

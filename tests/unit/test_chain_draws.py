@@ -20,7 +20,7 @@ def drawing(kind: str) -> Spec:
 
 REFUSED = {
     "trainsalong": "layers pass more than hidden states to each other (tensors without gradients)",
-    "trainsalongdropping": "more than hidden states goes from layer to layer (numbers without",
+    "trainsalongdropping": "layers pass more than hidden states to each other (tensors without",
     "masked": "what h.0 is given depends on what was drawn before",
     "locked": "is given depends on what was drawn before, and random numbers are drawn outside",
     "lockedbymodule": "the model's output depends on what it drew before",

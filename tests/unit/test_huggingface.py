@@ -33,8 +33,8 @@ CONFIG: dict[str, Any] = {
 }
 NEOX = {key: value for key, value in CONFIG.items() if key != "num_key_value_heads"}
 FAULTS = [
-    ("lama", {}, "model.hf", "no causal language model 'lama'", "did you mean 'llama'"),
-    ("BertModel", {}, "model.hf", "'BertModel'", "did you mean"),
+    ("lama", {}, "model.hf", "no causal language model 'lama'", "Did you mean 'llama'"),
+    ("BertModel", {}, "model.hf", "'BertModel'", "Did you mean"),
     ("nothing-like-it-at-all", {}, "model.hf", "no causal", "LlamaForCausalLM"),
     ("llama", {"hiden_size": 3}, "model.config.hiden_size", "no field", "mean 'hidden_size'"),
     ("llama", {"blue": 3}, "model.config.blue", "no field 'blue'", "hidden_size"),
@@ -199,7 +199,7 @@ def test_all_faults_of_a_config_come_at_once():
 @pytest.mark.parametrize(
     ("fields", "place", "finding"),
     [
-        ({"auto_map": {"AutoModel": "x--y"}}, "model.config.auto_map", "it never runs"),
+        ({"auto_map": {"AutoModel": "x--y"}}, "model.config.auto_map", "never runs"),
         (
             {"vision_config": {"depth": 2}},
             "model.config.vision_config",
