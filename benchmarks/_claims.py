@@ -13,7 +13,7 @@ from enum import StrEnum
 import yaml
 from _machine import ROOT
 
-from ptrain.costs import Collective, Estimate, State
+from ptrain.cost import Collective, Estimate, State
 from ptrain.facts.model import ModelFacts
 from ptrain.spec.model import ModelShape
 from ptrain.spec.spec import Spec

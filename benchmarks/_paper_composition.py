@@ -15,7 +15,7 @@ from ptrain.axes.pipeline.catalogue import schedule
 from ptrain.axes.pipeline.schedule import PipelineShape
 from ptrain.axes.pipeline.simulate import Simulation, simulate
 from ptrain.axes.pipeline.stage_facts import most_held
-from ptrain.costs import State
+from ptrain.cost import State
 from ptrain.derivation.estimate import Derivation, derive
 from ptrain.derivation.interconnect import link
 from ptrain.plan.composition import Condition, theorem_6, theorem_7

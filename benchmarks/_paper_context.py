@@ -13,7 +13,7 @@ from _paper_seconds import HIDDEN
 
 from ptrain.algebra.legality import require
 from ptrain.axes.context.attention import balance, blocks_of, context_of
-from ptrain.costs import Collective, Phase, State
+from ptrain.cost import Collective, Phase, State
 from ptrain.derivation.clock import messages_of
 from ptrain.facts.model import InnerCollective, Operator
 from ptrain.rates.measured import pace_of

@@ -10,7 +10,7 @@ from _claims import Said, claim
 from _paper_composition import part
 
 from ptrain.algebra.legality import require
-from ptrain.costs import Estimate, State
+from ptrain.cost import Estimate, State
 from ptrain.derivation.estimate import derive
 from ptrain.spec.load import load
 

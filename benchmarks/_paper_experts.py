@@ -13,7 +13,7 @@ from _paper_digest import exact
 
 from ptrain.algebra.legality import require
 from ptrain.axes.expert.rules import EXPERT
-from ptrain.costs import PLACED, Collective, Estimate, Phase, State, Traffic
+from ptrain.cost import PLACED, Collective, Estimate, Phase, State, Traffic
 from ptrain.facts.model import Operator
 from ptrain.plan.lower import own_facts
 from ptrain.rates.measured import pace_of

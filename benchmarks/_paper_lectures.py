@@ -14,7 +14,7 @@ from ptrain.axes.pipeline.catalogue import schedule
 from ptrain.axes.pipeline.schedule import PipelineShape
 from ptrain.axes.pipeline.simulate import Simulation, simulate
 from ptrain.axes.pipeline.stage_facts import most_held
-from ptrain.costs import Collective, Estimate, Phase, State
+from ptrain.cost import Collective, Estimate, Phase, State
 from ptrain.spec.load import load
 from ptrain.spec.pipeline import ScheduleName
 

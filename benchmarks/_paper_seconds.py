@@ -10,7 +10,7 @@ from _claims import Said, claim
 from _paper_composition import part
 from _paper_digest import exact, is_near
 
-from ptrain.costs import Phase, Spent, StepTime
+from ptrain.cost import Phase, Spent, StepTime
 
 HIDDEN = 0.05  # of a step: what waits for less of it is hidden, or nearly free
 _EIGHT_NODES = ("mesh.dp_shard=64", "cluster.preset=h100-64", "batch.global=512")

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from ptrain.costs import Estimate, Footprint, Operations, Peak, State, Traffic
+from ptrain.cost import Estimate, Footprint, Operations, Peak, State, Traffic
 from ptrain.derivation.estimate import derive
 from ptrain.spec.spec import Spec
 

@@ -24,7 +24,7 @@ def program_steps(spec: Spec, world: World | None = None) -> Callable[[], float]
     there, or of a world of fake ones, which count nothing."""
     from ptrain.data.corpus import corpus
     from ptrain.interpreter.program import interpret
-    from ptrain.meters.counter import Counter
+    from ptrain.meters.traffic import Counter
     from ptrain.rooms.world import World
     from ptrain.train.loop import local_batch
     from ptrain.train.schedule import learning_rate

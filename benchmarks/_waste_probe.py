@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ptrain.algebra.legality import check, executed
-from ptrain.costs import Estimate
+from ptrain.cost import Estimate
 from ptrain.derivation.estimate import derive
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec

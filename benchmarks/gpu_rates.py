@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from _script import Script, table_head, table_row
 
-from ptrain.costs import Column
+from ptrain.cost import Column
 
 SCRIPT = Script("gpu_rates")
 MIB = 2**20

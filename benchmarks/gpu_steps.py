@@ -16,8 +16,7 @@ from torch import nn
 from torch.distributed import GradBucket
 
 from ptrain.models.initialize import build, initialize
-from ptrain.rooms.fake import fake_world
-from ptrain.rooms.world import World
+from ptrain.rooms.world import World, fake_world
 from ptrain.spec.spec import Spec
 
 SCRIPT = Script("gpu_steps")

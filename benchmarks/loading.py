@@ -221,7 +221,7 @@ def load_rank(case: Case) -> Loaded:
 
 def kept_of(program: Program) -> int:
     """Return the bytes of parameters that a rank has."""
-    from ptrain.costs import State
+    from ptrain.cost import State
     from ptrain.models.ledger import storage_of
 
     held = (storage_of(x) for state, x in program.storages() if state is State.PARAMETERS)

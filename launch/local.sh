@@ -15,7 +15,7 @@ case ${LAUNCHER:-ptrain} in
     exec python -m ptrain train "$@"
     ;;
   torchrun)
-    # The agent's store is otherwise handed from a dead attempt to the next one (launch/README.md).
+    # The agent's store is otherwise handed from a dead attempt to the next one (docs/howto/launch.md).
     export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=${TORCH_DISABLE_SHARE_RDZV_TCP_STORE:-1}
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
     exec torchrun --standalone --nproc-per-node "${NPROC:?set NPROC to the number of ranks}" \

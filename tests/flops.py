@@ -17,7 +17,7 @@ from torch.utils.flop_counter import (
     sdpa_flop_count,
 )
 
-from ptrain.costs import Phase
+from ptrain.cost import Phase
 from ptrain.data.sampler import LocalBatch
 from ptrain.interpreter.program import Program
 from ptrain.models.objective import can_fuse

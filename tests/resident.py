@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ptrain.costs import State
+from ptrain.cost import State
 from ptrain.meters.memory import Metered
 from ptrain.models.ledger import storage_of
 from ptrain.models.tags import tier_of

@@ -1,1 +1,1 @@
-"""What a rank keeps for backward: recomputed or offloaded, by block."""
+"""Activations saved for backward: recomputation and offload, per block."""

@@ -1,1 +1,1 @@
-"""The product of the axes: is it legal?"""
+"""Legality of a product of axes."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import reduce
 from typing import assert_never
 
-from ptrain.costs import PLACED, State
+from ptrain.cost import PLACED, State
 from ptrain.spec.placement import TIER_DISTANCE, Distribution, Factor, Mode, Tier
 from ptrain.units import ceil_div
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from ptrain.algebra.legality import check
 from ptrain.axes.data.form import data_factors, frozen_factors, tier_of
-from ptrain.costs import PLACED, State
+from ptrain.cost import PLACED, State
 from ptrain.spec.keys import dials
 from ptrain.spec.placement import Tier
 from ptrain.spec.spec import Spec

@@ -1,1 +1,1 @@
-"""What all axes share: the form of a rule, and the bytes of a ring."""
+"""Code that all axes share: the form of a rule, and ring traffic."""

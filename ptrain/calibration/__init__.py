@@ -1,1 +1,1 @@
-"""What a machine takes for the parts of a training, measured on ranks that all compute at once."""
+"""Calibration: measures a machine's rates with all ranks computing at once."""

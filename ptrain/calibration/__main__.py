@@ -15,8 +15,8 @@ if __name__ == "__main__":
     die_with_agent()  # importing torch takes seconds, in which the agent may be killed
     leave_without_torch()
 
-from ptrain.calibration.options import parse
 from ptrain.calibration.session import run
+from ptrain.calibration.write import parse
 from ptrain.train.rank_exit import live
 
 if __name__ == "__main__":

@@ -12,15 +12,28 @@ import torch
 import torch.distributed as dist
 
 from ptrain.calibration.bench import BRIEF, GPUS, PROCESSORS, Bench, RateSheet
-from ptrain.calibration.collectives import collectives, copies, lateness, peers_of
-from ptrain.calibration.hooks import hooks
-from ptrain.calibration.host import host
-from ptrain.calibration.operators import attention, memory_bound, products, updates
-from ptrain.calibration.options import SECONDS, CalibrationOptions
-from ptrain.calibration.write import MeasuredPart, base_of, conclude, require_writable
+from ptrain.calibration.host import hooks, host
+from ptrain.calibration.operators import (
+    attention,
+    collectives,
+    copies,
+    lateness,
+    memory_bound,
+    peers_of,
+    products,
+    updates,
+)
+from ptrain.calibration.write import (
+    SECONDS,
+    CalibrationOptions,
+    MeasuredPart,
+    base_of,
+    conclude,
+    require_writable,
+)
 from ptrain.codec import encode
 from ptrain.processor import cores
-from ptrain.rooms.heap import keep_freed_memory
+from ptrain.rooms.queue import keep_freed_memory
 from ptrain.rooms.world import World
 from ptrain.train import environment
 from ptrain.train.folder import write_json

@@ -1,23 +1,31 @@
-"""Write a cluster's file and a table from what ranks measured, with what is known of the machine
-and whether others are using it. Torch-free.
+"""Run the ranks of a calibration on this machine, first so many at once and then so many, and write
+a cluster's file and a table from their measurements. Torch-free.
+
+The file names the machine and whether other processes use it. The options of `ptrain calibrate` set
+how much is measured, and of which machine.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
+import math
 import os
 import platform
+import re
+import shutil
+import tempfile
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ptrain.calibration.options import CalibrationOptions
-from ptrain.costs import Collective
+from ptrain.codec import decode
+from ptrain.cost import Collective
 from ptrain.errors import SpecError, refused
 from ptrain.installed import versions
-from ptrain.processor import cores, physical_memory
+from ptrain.processor import cores, gpus, physical_memory
 from ptrain.rates.pace import bus_factor
 from ptrain.spec.cluster import Cluster
 from ptrain.spec.leaf import Leaf
@@ -27,7 +35,105 @@ from ptrain.spec.section import keys
 from ptrain.spec.text import read
 from ptrain.spec.write import section, to_yaml
 from ptrain.train import environment
-from ptrain.train.folder import write_text
+from ptrain.train.folder import RunFolder, write_text
+from ptrain.train.launch import launch
+
+SECONDS = 100.0
+MOST_RANKS = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CalibrationOptions:
+    """`ranks`: how many compute at once, in turn; none: 1, 2 and 4 on processors, on GPUs one for
+    each. `cluster`: whose fields the file has beside the rates; none: this machine's. `part`: where
+    a rank of ours leaves what it measured, for the command that started it, and `until` when it is
+    to end (seconds of the system's clock)."""
+
+    cluster: str | None = None
+    ranks: tuple[int, ...] = ()
+    out: Path = Path("cluster.yaml")
+    seconds: float = SECONDS
+    device: str = "auto"
+    brief: bool = False
+    force: bool = False
+    json: bool = False
+    part: Path | None = None
+    until: float | None = None
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "cluster",
+        nargs="?",
+        metavar="CLUSTER",
+        help="a name of specs/clusters or a file: its fields beside the rates; without: this "
+        "machine's, as far as they can be known",
+    )
+    parser.add_argument(
+        "--ranks", default="", metavar="N,N", help="ranks that compute at once, one after the other"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("cluster.yaml"), metavar="FILE", help="what is written"
+    )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=SECONDS,
+        help=f"in which all of it is to end ({SECONDS:g}): of each table the largest points are "
+        "left out; with more, wrapped modules and processors' collectives are measured more often",
+    )
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--brief", action="store_true", help="few points: to see that it works")
+    parser.add_argument("--force", action="store_true", help="on a busy machine, and over any file")
+    parser.add_argument("--json", action="store_true", help="print the rates as JSON, only that")
+    parser.add_argument("--part", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
+
+
+def from_arguments(arguments: argparse.Namespace) -> CalibrationOptions:
+    """Raises SpecError for numbers that are none."""
+    if not 0 < arguments.seconds < math.inf:
+        raise refused("--seconds", f"{arguments.seconds:g} is no time", "write 100, say")
+    fields = vars(arguments) | {"ranks": _ranks(arguments.ranks)}
+    return CalibrationOptions(
+        **{name: fields[name] for name in CalibrationOptions.__dataclass_fields__}
+    )
+
+
+def parse(argv: Sequence[str]) -> CalibrationOptions:
+    parser = argparse.ArgumentParser(prog="ptrain calibrate")
+    add_arguments(parser)
+    return from_arguments(parser.parse_args(argv))
+
+
+def to_argv(options: CalibrationOptions) -> list[str]:
+    """What `parse` reads as these options."""
+    words = [options.cluster] if options.cluster else []
+    if options.ranks:
+        words += ["--ranks", ",".join(map(str, options.ranks))]
+    words += ["--out", str(options.out), "--seconds", str(options.seconds)]
+    words += ["--device", options.device]
+    for name in ("brief", "force", "json"):
+        words += [f"--{name}"] * getattr(options, name)
+    for name in ("part", "until"):
+        value = getattr(options, name)
+        words += [] if value is None else [f"--{name}", str(value)]
+    return words
+
+
+def _ranks(text: str) -> tuple[int, ...]:
+    if not text:
+        return ()
+    words = text.split(",")
+    if not all(re.fullmatch(r"[1-9]\d{0,3}", word.strip()) for word in words):
+        remedy = f"write numbers in 1..{MOST_RANKS}: --ranks 1,2,4"
+        raise refused("--ranks", f"{text!r} is no list of numbers", remedy)
+    ranks = tuple(sorted({int(word) for word in words}))
+    if ranks[-1] > MOST_RANKS:
+        remedy = f"at most {MOST_RANKS} start on one machine"
+        raise refused("--ranks", f"{ranks[-1]} ranks", remedy)
+    return ranks
+
 
 _LOOK = 0.5  # seconds
 _STAT = Path("/proc/stat")
@@ -279,3 +385,65 @@ def _table(parts: Sequence[MeasuredPart], rates: Rates) -> Iterable[str]:
             for row in rows:
                 cells = (f"{taken:.3e}" if taken is not None else "-" for taken in row[-number:])
                 yield f"  {' '.join(map(str, row[:-number])):<40} " + "  ".join(cells)
+
+
+_BUSY = 0.15  # of the cores, by others
+_SENDING = 1.5  # times as long as one rank
+_PROCESSORS = (1, 2, 4)
+_ENDING = 2.0  # seconds in which ranks write, leave and are seen to have left
+
+
+def calibrate(options: CalibrationOptions) -> int:
+    """Measure, print and write; return the exit code. Raises SpecError for a file that cannot be
+    used or a machine that is busy, RankFailed where a rank fails."""
+    require_writable(options)
+    base = base_of(options)
+    if base is not None and options.device == "auto" and base.kind is not None:
+        options = replace(options, device=base.kind)
+    if not options.force:
+        _require_quiet()
+    folder = Path(tempfile.mkdtemp(prefix="ptrain-"))  # stays, with its logs, when a rank fails
+    parts: list[MeasuredPart] = []
+    numbers = options.ranks or _numbers(options)
+    until = time.time() + options.seconds
+    for place, number in enumerate(numbers):
+        part = folder / str(number) / "part.json"
+        (part.parent / "logs").mkdir(mode=0o700, parents=True)
+        code = launch(
+            to_argv(
+                replace(options, part=part, until=_until(numbers[place:], until), cluster=None)
+            ),
+            num_ranks=number,
+            folder=RunFolder(part.parent),
+            module="ptrain.calibration",
+        )
+        if code:
+            shutil.rmtree(folder)
+            return code
+        parts.append(decode(json.loads(part.read_text(encoding="utf-8")), MeasuredPart))
+    shutil.rmtree(folder)
+    return conclude(parts, options)
+
+
+def _numbers(options: CalibrationOptions) -> tuple[int, ...]:
+    """One rank for each GPU; of processors a few numbers."""
+    number = gpus() if options.device != "cpu" else 0
+    return (number,) if number else _PROCESSORS
+
+
+def _until(numbers: tuple[int, ...], end: float) -> float:
+    """When the first of the numbers of ranks that are left is to be done: one rank sends nothing,
+    those that share cores need longer for the same, and every one needs time to start and to
+    end."""
+    weights = [max(1.0 if number == 1 else _SENDING, number / cores()) for number in numbers]
+    now = time.time()
+    return now + (end - now) * weights[0] / sum(weights) - _ENDING
+
+
+def _require_quiet() -> None:
+    busy, available = busy_cores(), cores()
+    if busy > _BUSY * available:
+        finding = (
+            f"{busy:.1f} of {available} cores are busy with something else: nothing is measured"
+        )
+        raise refused("calibrate", finding, "wait until the machine is quiet, or --force")

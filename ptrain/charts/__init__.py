@@ -1,1 +1,1 @@
-"""A schedule, a step's memory, or where tokens go, as a picture (the extra `report`)."""
+"""Matplotlib charts of schedules, memory and token shards (extra `report`)."""

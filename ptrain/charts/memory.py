@@ -10,13 +10,13 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 from ptrain.charts.canvas import Format, painted
-from ptrain.charts.sheet import BLACK, GREY, LIGHT, LINE, WHITE, Label, Rectangle, Sheet
-from ptrain.costs import Phase, State
+from ptrain.charts.sheet import GREY, LIGHT, LINE, WHITE, Label, Rectangle, Sheet
+from ptrain.cost import Phase, State
 from ptrain.report.composition import MemoryHistory, MemorySample
-from ptrain.units import format_bytes
+from ptrain.units import format_memory
 
 # Okabe and Ito's colours (2008), which the colour-blind tell apart; grey for what is no state.
-_COLOURS = {
+STATE_COLOURS = {
     State.PARAMETERS: "#0072b2",
     State.OPTIMIZER: "#56b4e9",
     State.GRADIENTS: "#d55e00",
@@ -45,7 +45,7 @@ def course_sheet(course: MemoryHistory) -> Sheet:
         [
             Label(text=title, x=_EDGE, y=0, size=_TITLE, is_bold=True),
             Label(
-                text=f"peak {format_bytes(peak.total)} in {peak.phase}, micro-batch "
+                text=f"peak {format_memory(peak.total)} in {peak.phase}, micro-batch "
                 f"{peak.micro_batch}, after {peak.event} of {len(course.moments) - 1} births and "
                 "deaths of storages",
                 x=_EDGE,
@@ -62,12 +62,12 @@ def course_sheet(course: MemoryHistory) -> Sheet:
     sheet.texts += _numbers(peak.total, top)
     columns = list(_columns(course.moments))
     width = _WIDTH / len(columns)
-    for place, moment in enumerate(columns):
-        sheet.rectangles += _stack(moment, _LEFT + place * width, width, top + _HEIGHT, scale)
+    sheet.rectangles += _bars(columns, width, top + _HEIGHT, scale)
     sheet.rectangles += _boundaries(columns, width, top)
     sheet.texts += _phases(columns, width, top)
     sheet.height += _HEIGHT + _SMALL * LINE
-    _add_legend(sheet)
+    names = {colour: str(state) for state, colour in STATE_COLOURS.items()}
+    sheet.add_legend(_LEFT, names, _SMALL)
     sheet.height += _EDGE
     return sheet
 
@@ -83,13 +83,24 @@ def _columns(moments: Sequence[MemorySample]) -> Iterator[MemorySample]:
         yield max(alike, key=lambda moment: moment.total)
 
 
-def _stack(
-    moment: MemorySample, x: float, width: float, bottom: float, scale: float
+def _bars(
+    columns: Sequence[MemorySample], width: float, bottom: float, scale: float
 ) -> Iterator[Rectangle]:
-    for state, size in zip(State, moment.device_bytes, strict=True):
-        if size > 0:
-            bottom -= size * scale
-            yield Rectangle(x=x, y=bottom, width=width, height=size * scale, colour=_COLOURS[state])
+    """Yield the bars of each state, neighbours of the same place and height as one."""
+    for index, state in enumerate(State):
+        sizes = [(sum(m.device_bytes[:index]), m.device_bytes[index]) for m in columns]
+        place = 0
+        for (below, size), equal in groupby(sizes):
+            number = len(list(equal))
+            if size > 0:
+                yield Rectangle(
+                    x=_LEFT + place * width,
+                    y=bottom - (below + size) * scale,
+                    width=number * width,
+                    height=size * scale,
+                    colour=STATE_COLOURS[state],
+                )
+            place += number
 
 
 def _ticks(top: float) -> Iterator[Rectangle]:
@@ -102,7 +113,7 @@ def _ticks(top: float) -> Iterator[Rectangle]:
 def _numbers(peak: int, top: float) -> Iterator[Label]:
     for part in range(_TICKS + 1):
         yield Label(
-            text=format_bytes(peak * part / _TICKS),
+            text=format_memory(peak * part / _TICKS),
             x=_LEFT - 4,
             y=top + _HEIGHT * (1 - part / _TICKS),
             size=_SMALL,
@@ -143,15 +154,3 @@ def _phases(columns: Sequence[MemorySample], width: float, top: float) -> Iterat
             if word.width <= number * width:
                 yield word
                 break
-
-
-def _add_legend(sheet: Sheet) -> None:
-    x, y = _LEFT, sheet.height + _SMALL * LINE / 2
-    for state, colour in _COLOURS.items():
-        sheet.rectangles.append(
-            Rectangle(x=x, y=y - _SMALL / 2, width=_SMALL, height=_SMALL, colour=colour)
-        )
-        word = Label(text=str(state), x=x + _SMALL + 4, y=y, size=_SMALL, colour=BLACK)
-        sheet.texts.append(word)
-        x = word.x + word.width + 12
-    sheet.height += _SMALL * LINE

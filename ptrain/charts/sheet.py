@@ -13,7 +13,7 @@ colours are once white is mixed in.
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Literal
@@ -77,6 +77,25 @@ class Sheet:
         self.rectangles += [replace(r, y=r.y + below) for r in other.rectangles]
         self.texts += [replace(text, y=text.y + below) for text in other.texts]
         self.width, self.height = max(self.width, other.width), below + other.height
+
+    def add_legend(self, x: float, names: Mapping[str, str], size: float) -> None:
+        """Add one line at the lower end: a square of each colour with its name."""
+        y = self.height + size * LINE / 2
+        for colour, name in names.items():
+            box = Rectangle(
+                x=x,
+                y=y - size / 2,
+                width=size,
+                height=size,
+                colour=colour,
+                edge=LIGHT,
+                edge_width=0.5,
+            )
+            word = Label(text=name, x=x + size + 4, y=y, size=size)
+            self.rectangles.append(box)
+            self.texts.append(word)
+            x = word.x + word.width + 12
+        self.height += size * LINE
 
     def write(self, lines: Iterable[Label]) -> None:
         """Line under line at the lower end, as many as each needs."""

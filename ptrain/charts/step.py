@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 
-from ptrain.charts.sheet import GREY, LIGHT, WHITE, Label, Rectangle, Sheet, ink_on, width_of
-from ptrain.costs import Collective, Phase, Spent, TimeKey
+from ptrain.charts.sheet import GREY, LIGHT, WHITE, Label, Rectangle, Sheet, width_of
+from ptrain.cost import Collective, Phase, Spent, TimeKey
 from ptrain.derivation.clock import LaneSpan
 from ptrain.units import format_seconds
 
@@ -129,16 +129,7 @@ def _add_axis(sheet: Sheet, left: float, end: float) -> None:
 
 
 def _add_legend(sheet: Sheet, spans: Sequence[LaneSpan]) -> None:
-    used = {_meaning(span) for span in spans}
-    x, y, wide, high = _EDGE, sheet.height, 14.0, 9.0
-    for meaning, colour in {**_MEANINGS, "waiting": WHITE}.items():
-        if meaning not in used and meaning != "waiting":
-            continue
-        edge = LIGHT if colour == WHITE else ink_on(colour)
-        sheet.rectangles.append(
-            Rectangle(x=x, y=y, width=wide, height=high, colour=colour, edge=edge, edge_width=0.3)
-        )
-        label = Label(text=meaning, x=x + wide + 4, y=y + high / 2, size=_SMALL)
-        sheet.texts.append(label)
-        x += wide + 4 + label.width + 16
-    sheet.height += high + _SMALL
+    used = {_meaning(span) for span in spans} | {"waiting"}
+    meanings = {**_MEANINGS, "waiting": WHITE}
+    names = {colour: meaning for meaning, colour in meanings.items() if meaning in used}
+    sheet.add_legend(_EDGE, names, _SMALL)

@@ -11,21 +11,21 @@ import os
 import sys
 from argparse import ArgumentParser, Namespace
 
-from ptrain.calibration import options
-from ptrain.calibration.job import calibrate
+from ptrain.calibration import write
+from ptrain.calibration.write import calibrate
 from ptrain.installed import require_torch
 from ptrain.train import environment
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    options.add_arguments(parser)
+    write.add_arguments(parser)
 
 
 def run(args: Namespace) -> int:
-    choices = options.from_arguments(args)
+    choices = write.from_arguments(args)
     require_torch()
     if environment.launched():
         sys.stdout.flush()
-        words = [sys.executable, "-P", "-m", "ptrain.calibration", *options.to_argv(choices)]
+        words = [sys.executable, "-P", "-m", "ptrain.calibration", *write.to_argv(choices)]
         os.execve(sys.executable, words, environment.of_ptrain())
     return calibrate(choices)

@@ -27,8 +27,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(args: Namespace) -> int:
     """Write the folder, and say what is in it."""
     require_torch()
-    from ptrain.convert.adapters import Adapters
-    from ptrain.convert.export import export
+    from ptrain.convert.export import Adapters, export
 
     exported = export(
         Path(args.run),

@@ -1,8 +1,8 @@
 """`ptrain help`: the topics of the pages that stand beside what they describe; `ptrain help TOPIC`:
 the section of that name, as text; `ptrain help KEY`: what the table of keys has of a spec's key.
 
-A topic is a section's anchor, so that `specs/README.md#dials` and `ptrain help dials` are the same
-text. A wheel carries the pages of `specs/` as `ptrain/_specs`, of `launch/` as `ptrain/_launch` …
+A topic is a section's anchor: `docs/writing-a-spec.md#options` and `ptrain help options` are the
+same text. A wheel carries the pages of `docs/` as `ptrain/_docs`, of `specs/` as `ptrain/_specs`.
 Pages are Markdown, which rich renders; of the comments in it those that mark a generated block are
 left out, and a link's target is written as the topic that it leads to.
 """
@@ -31,23 +31,49 @@ from ptrain.report.table import TableColumn, name_column, render
 from ptrain.spec.leaf import nearest
 from ptrain.spec.reference import reference
 
-# In the order of reading; README says what stands in which.
+# In reading order. README links to each page.
 PAGES = (
+    "docs/tour.md",
+    "docs/concepts.md",
+    "docs/coming-from.md",
+    "docs/writing-a-spec.md",
+    "docs/howto/fit-a-model.md",
+    "docs/howto/choose-a-placement.md",
+    "docs/howto/your-model.md",
+    "docs/howto/your-data.md",
+    "docs/howto/your-loss.md",
+    "docs/howto/lora.md",
+    "docs/howto/launch.md",
+    "docs/howto/resume-and-restart.md",
+    "docs/howto/watch-a-run.md",
+    "docs/howto/security.md",
+    "docs/howto/published-weights.md",
+    "docs/howto/chats.md",
+    "docs/howto/verify-a-spec.md",
+    "docs/howto/verify-a-loop.md",
+    "docs/howto/python.md",
+    "docs/howto/gate-a-pull-request.md",
     "specs/README.md",
     "specs/keys.md",
-    "specs/axes.md",
-    "specs/strategies.md",
-    "specs/predictions.md",
-    "launch/README.md",
-    "launch/verification.md",
-    "launch/loops.md",
-    "benchmarks/README.md",
-    "ptrain/README.md",
+    "docs/axes/README.md",
+    "docs/axes/data.md",
+    "docs/axes/tensor.md",
+    "docs/axes/context.md",
+    "docs/axes/expert.md",
+    "docs/axes/pipeline.md",
+    "docs/activations.md",
+    "docs/strategies.md",
+    "docs/predictions.md",
+    "docs/troubleshooting.md",
+    "docs/what-is-verified.md",
+    "docs/glossary.md",
+    "docs/internals.md",
 )
 _PACKAGE = Path(__file__).resolve().parents[1]
 _WIDEST = 100  # columns: longer lines are hard to read
 _FENCE = "```"
 _COMMENT = re.compile(r"<!-- .*? -->\n?")
+_PICTURE = re.compile(r"!\[([^\]]*)\]\([^)\s]+\)")
 _LINK = re.compile(r"\[([^\]]+)\]\(([^)\s]+)\)")
 
 
@@ -133,7 +159,8 @@ def as_text(markdown: str, width: int) -> str:
     """Return the text for a standard output of so many columns: with colours on a terminal, where
     NO_COLOR does not forbid them, and plain elsewhere. Code keeps its lines."""
     console = Console(width=width, theme=Theme({"markdown.code": "bold cyan"}))
-    page = _Page(_LINK.sub(_linked, _COMMENT.sub("", markdown)), hyperlinks=False)
+    text = _PICTURE.sub(r"\\[picture: \1]", _COMMENT.sub("", markdown))
+    page = _Page(_LINK.sub(_linked, text), hyperlinks=False)
     with console.capture() as capture:
         console.print(page, crop=False)
     lines = map(str.rstrip, capture.get().splitlines())

@@ -55,8 +55,8 @@ def run(args: Namespace) -> int:
     require_torch()
     import torch
 
-    from ptrain.convert.writer import Writer
-    from ptrain.data.documents import text_of
+    from ptrain.convert.saved import Writer
+    from ptrain.data.tokenized import text_of
 
     if args.chat and args.score is not None:
         raise refused("--chat", "a text is scored as it is", "leave out one of --chat and --score")

@@ -1,1 +1,1 @@
-"""What a training leaves: a folder that others load, and texts that its model would write."""
+"""Export to Transformers folders, and text generation."""

@@ -3,6 +3,9 @@ tokenizer files that the model came with. A user's own model is exported as safe
 own names.
 
 At most one file's tensors are in memory at a time, and the folder appears complete or not at all.
+
+A model with peft's adapters is exported with the adapters merged into their layers, as a folder of
+transformers, or as the adapters alone, as one of peft.
 """
 
 from __future__ import annotations
@@ -13,26 +16,20 @@ import secrets
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
+from enum import StrEnum
 from functools import partial
 from pathlib import Path
 from typing import Any, assert_never
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from ptrain.convert.adapters import Adapters, write_adapters
 from ptrain.convert.saved import SavedModel
 from ptrain.convert.vocabulary import token_origin
-from ptrain.errors import PtrainError, refused
-from ptrain.models.huggingface import config_of_class, unreal
-from ptrain.models.initialize import (
-    StoredParts,
-    holds_buffers,
-    kept_buffers,
-    stored_rows,
-)
-from ptrain.models.pretrained import INDEX, WHOLE, PretrainedFolder
+from ptrain.errors import PtrainError, SpecError, refused
+from ptrain.models.initialize import StoredParts, holds_buffers, kept_buffers, stored_rows
+from ptrain.models.pretrained import INDEX, WHOLE, PretrainedFolder, config_of_class, unreal
 from ptrain.models.published_config import StoredTensor, stored
 from ptrain.report.heading import model_name
 from ptrain.spec.block import BlockOptions
@@ -41,6 +38,79 @@ from ptrain.spec.published import config_of, kinds, read_config
 from ptrain.spec.resolve_sections import ARCHITECTURES, CONFIG, shape_of
 from ptrain.spec.spec import Spec
 from ptrain.spec.write import keys_of_shape
+
+_CONFIG = "peft_config"  # peft leaves it on the module that it puts adapters into
+_ADAPTER = "default"  # its name of the adapter where nobody gives one
+_WEIGHTS, _PREFIX = "adapter_model.safetensors", "base_model.model."  # as PeftModel saves them
+
+
+class Adapters(StrEnum):
+    MERGED = "merged"
+    ALONE = "alone"
+
+
+def write_adapters(
+    saved: SavedModel, to: Path, how: Adapters, *, allow_import: bool
+) -> tuple[str, int, int, str]:
+    """Write a checkpoint's model to the folder `to`, which is there; return the class that its
+    adapters were put into, how many tensors were written, and of how many bytes, and the folder or
+    hub name that the class was loaded from, if any. The whole model is in memory. Raises SpecError
+    for a model without adapters, and what `SavedModel.built` raises."""
+    module, _ = saved.built(allow_import=allow_import)
+    module.load_state_dict(saved.load(saved.parameters), strict=False)
+    adapted = _adapted(module)
+    write = _write_merged if how is Adapters.MERGED else _write_alone
+    tensors = [*write(adapted, to)]
+    size = sum(tensor.nbytes for tensor in tensors)
+    base = getattr(adapted, "name_or_path", None)  # what transformers' from_pretrained was given
+    return type(adapted).__name__, len(tensors), size, str(base or "")
+
+
+def _adapted(module: nn.Module) -> nn.Module:
+    """Return what peft put adapters into."""
+    for part in module.modules():
+        if isinstance(getattr(part, _CONFIG, None), dict):
+            return part
+    raise _refused(f"{type(module).__name__} has no adapters of peft")
+
+
+@torch.no_grad()
+def _write_merged(adapted: Any, to: Path) -> Iterator[torch.Tensor]:
+    """Write the class, in whose layers the adapters are; yield its parameters."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    if not hasattr(adapted, "save_pretrained"):
+        raise _refused(f"{type(adapted).__name__} is no class of transformers")
+    for name, layer in list(adapted.named_modules()):
+        if isinstance(layer, BaseTunerLayer):
+            layer.merge()
+            path, _, attribute = name.rpartition(".")
+            setattr(adapted.get_submodule(path), attribute, layer.get_base_layer())
+    delattr(adapted, _CONFIG)
+    adapted.save_pretrained(to)
+    yield from adapted.parameters()
+
+
+def _write_alone(adapted: Any, to: Path) -> Iterator[torch.Tensor]:
+    """Write the adapters and their config; yield their tensors."""
+    from peft import get_peft_model_state_dict
+    from safetensors.torch import save_file
+
+    config = getattr(adapted, _CONFIG)
+    if set(config) != {_ADAPTER}:
+        raise _refused(f"there are the adapters {', '.join(config)}")
+    tensors = {
+        f"{_PREFIX}{name}": tensor.detach().contiguous()
+        for name, tensor in get_peft_model_state_dict(adapted).items()
+    }
+    save_file(tensors, to / _WEIGHTS, metadata={"format": "pt"})
+    config[_ADAPTER].save_pretrained(to)
+    yield from tensors.values()
+
+
+def _refused(finding: str) -> SpecError:
+    return refused("--adapters", finding, "leave it out: all parameters are written then")
+
 
 # What a training does beside what the model computes afterwards, in the words of a shape.
 _OF_TRAINING = ("aux_loss", "z_loss", "capacity_factor", "document_start", "document_end")

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from ptrain.data.chat_rows import ChatTemplate
-from ptrain.data.origin import TokenOrigin, read_origin
+from ptrain.data.tokenized import TokenOrigin, read_origin
 from ptrain.data.vocabulary import FILE, ByteVocabulary, FileVocabulary, Vocabulary, file_of
 from ptrain.errors import refused
 from ptrain.spec.job import DataSpec

@@ -1,1 +1,1 @@
-"""What is read: a corpus, a file of tokens or samples of one's own, and which rank gets which."""
+"""Data: built-in text, token files, custom datasets, and each rank's samples."""

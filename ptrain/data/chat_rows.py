@@ -26,14 +26,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ptrain.data.documents import OF_CHATS, has_rows, is_encodable, lacking, rows
 from ptrain.data.tokenized import (
+    OF_CHATS,
     Encoded,
     Tell,
     TokenFiles,
     TokenizingProgress,
     batches,
+    has_rows,
+    is_encodable,
+    lacking,
     requested,
+    rows,
     token_dtype,
 )
 from ptrain.data.tokens import INPUT, START, TARGET, mask_beside

@@ -26,9 +26,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ptrain.data.origin import TokenOrigin, read_origin, require_one_tokenizer, require_tokenizer
-from ptrain.data.sampler import DatasetBatch, LocalBatch, local_batch
-from ptrain.data.source import SampleSource, Split
+from ptrain.data.sampler import DatasetBatch, LocalBatch, SampleSource, Split, local_batch
+from ptrain.data.tokenized import TokenOrigin, read_origin, require_one_tokenizer, require_tokenizer
 from ptrain.data.tokens import START, TARGET, VOCAB, encode, mask_beside, open_mask, open_tokens
 from ptrain.errors import Fault, SpecError, refused
 from ptrain.models.dataset import dataset_of

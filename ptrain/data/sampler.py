@@ -1,5 +1,5 @@
-"""Which rank trains on which text: a pure function of (seed, step, position), so that no sample is
-missing or doubled on any mesh, and a resumed run continues where it stopped without stored state.
+"""Choose each rank's samples by a pure function of (seed, step, position), so that no sample is
+missing or doubled on any mesh, and a resumed run continues without stored state.
 
 A sample of tokens is a window of sequence + 1; windows overlap by one token, so that every token
 but the first is predicted once per epoch. A sample of a dataset is one of its items. The global
@@ -8,21 +8,22 @@ an order of its own. Micro-batch k of data rank d takes positions k·m·D + d·m
 samples per micro-batch, D data ranks), so that micro-batch k of all ranks together is the same text
 on every mesh with the same m·D.
 
-Which sample stands where in the endless stream, the source says, by a permutation of an epoch.
+Samples come from a source: a corpus of tokens, or a dataset of the user's own. The source decides
+by a permutation of an epoch which sample has which position in the endless stream.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from enum import StrEnum
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import keystr, tree_leaves_with_path
 
-from ptrain.data.source import SampleSource, Split
 from ptrain.errors import SpecError, refused
 from ptrain.models.described import kind_of
 from ptrain.models.launch import sent_to
@@ -36,6 +37,47 @@ from ptrain.models.objective import (
 )
 from ptrain.spec.batch import Batch
 from ptrain.spec.spec import Spec
+
+
+class Split(StrEnum):
+    TRAIN = "train"
+    HELD_OUT = "held_out"
+
+
+class SampleSource(Protocol):
+    """Numbered samples, in two splits. Whatever refuses something raises SpecError."""
+
+    @property
+    def name(self) -> str: ...
+
+    def num_samples(self, sequence: int, split: Split) -> int:
+        """Return the samples of an epoch; refuses a split that has none."""
+        ...
+
+    def sample_at(self, index: int, *, seed: int, sequence: int, split: Split) -> int:
+        """Return the sample at this index of the endless stream, as epoch · samples + its place in
+        the split; a seed orders it."""
+        ...
+
+    def read(
+        self, places: Sequence[int], sample_ids: tuple[int, ...], spec: Spec, split: Split
+    ) -> StepBatch:
+        """Return the samples at these places of a split, which are called so, on the processor."""
+        ...
+
+    def num_targets(self, places: Sequence[int], spec: Spec, split: Split) -> int:
+        """Return how many targets of the samples at these places count."""
+        ...
+
+    def require_known(self, spec: Spec, logits: int | None) -> None:
+        """Refuse samples that the spec's model cannot be given; `logits` of a token, where its own
+        code says how many."""
+        ...
+
+    def digest(self) -> str | None:
+        """Return a digest of what is trained on, for the run folder; None where only a name is
+        kept."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

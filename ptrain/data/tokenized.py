@@ -1,14 +1,22 @@
-"""Documents become a token file, once: a batch of them after the other, so that no more is in
-memory, and one that was broken off goes on where it stopped."""
+"""Turn documents into a token file, batch by batch, so that memory holds one batch and an
+interrupted run continues where it stopped.
+
+A text file is one document; JSON lines and Parquet have one document per row.
+
+A record next to the token file names its tokenizer: the same numbers are other words to another
+tokenizer, and a file of numbers does not show that.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
@@ -18,10 +26,243 @@ from numpy.lib import format as npy
 from numpy.typing import DTypeLike, NDArray
 
 from ptrain.codec import decode, encode
-from ptrain.data.documents import documents
-from ptrain.data.origin import origin_of, record_beside, write_origin
-from ptrain.data.vocabulary import Vocabulary
-from ptrain.errors import PtrainError, refused
+from ptrain.data.vocabulary import FILE, Vocabulary
+from ptrain.errors import Fault, PtrainError, refused
+from ptrain.models.boundary import boundary
+from ptrain.spec.leaf import describe
+from ptrain.spec.model import ModelShape, ModelSpec
+
+_UTF8 = "utf-8-sig"  # the mark that some editors put before a text is no part of it
+_PARQUET, _LINES = ".parquet", (".jsonl", ".ndjson", ".json")
+OF_CHATS = ("messages", "conversations")  # fields that have the messages of a chat
+_PACKED = (".gz", ".zst", ".bz2", ".xz", ".zip")
+_OBJECTS = "give a JSON object on every line"
+_OF_A_LIST = f"{_OBJECTS}, as jq -c '.[]' makes them of a list"
+
+
+def documents(path: Path, field: str) -> Iterator[str]:
+    """Yield the documents of a file; of rows what stands in their `field`. Raises SpecError, with
+    the line, for what is no such file."""
+    if not has_rows(path):
+        yield text_of(path)
+        return
+    for place, row in rows(path, [field], []):
+        yield _of_row(row, field, place)
+
+
+def text_of(path: Path) -> str:
+    """Return what stands in a text. Raises SpecError for a file that is none."""
+    try:
+        return path.read_text(encoding=_UTF8)
+    except (OSError, UnicodeDecodeError) as error:
+        raise _unreadable(path, error) from error
+
+
+def has_rows(path: Path) -> bool:
+    """Return whether a file of this name holds rows, and is no text."""
+    return path.suffix.lower() in (_PARQUET, *_LINES)
+
+
+def rows(path: Path, fields: Sequence[str], others: Sequence[str]) -> Iterator[tuple[str, object]]:
+    """Yield the rows of a file of JSON lines or Parquet, with the place where each stands. Of a row
+    of Parquet it is those of `fields`, one of which must be a column, and of `others`."""
+    is_parquet = path.suffix.lower() == _PARQUET
+    yield from _of_parquet(path, fields, others) if is_parquet else _of_lines(path)
+
+
+def lacking(row: object, field: str, wanted: str) -> str:
+    """Return what a row has whose field is not what is wanted."""
+    finding = f"there is no {wanted} in the field {field!r}"
+    if not isinstance(row, dict):
+        return f"{finding}: the row is {describe(row)}"
+    if field in row:
+        return f"{finding}, but {describe(row[field])}"
+    return f"{finding}; the row has {', '.join(map(str, row)) or 'no field'}"
+
+
+def is_encodable(text: str) -> bool:
+    r"""Return whether there are bytes for a text: half a character ("\ud83d" in JSON) has none."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _of_lines(path: Path) -> Iterator[tuple[str, object]]:
+    try:
+        with path.open(encoding=_UTF8) as lines:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    yield f"{path}:{number}", _parsed(line, path, number)
+    except (OSError, UnicodeDecodeError) as error:
+        raise _unreadable(path, error) from error
+
+
+def _parsed(line: str, path: Path, number: int) -> object:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        is_list = number == 1 and line.lstrip().startswith("[")
+        remedy = _OF_A_LIST if is_list else _OBJECTS
+        raise refused(f"{path}:{number}", f"is no JSON: {error}", remedy) from error
+    if isinstance(row, list):
+        raise refused(f"{path}:{number}", "is a list, and rows are objects", _OF_A_LIST)
+    return row
+
+
+def _of_row(row: object, field: str, place: str) -> str:
+    text = row.get(field) if isinstance(row, dict) else None
+    if not isinstance(text, str):
+        remedy = "name the field that has the text: --field NAME"
+        if isinstance(row, dict) and not set(OF_CHATS).isdisjoint(row):
+            remedy += ", or, of chats, write --chat"
+        raise refused(place, lacking(row, field, "text"), remedy)
+    if not is_encodable(text):
+        raise refused(place, "the text has half a character, which UTF-8 has not", "mend it")
+    return text
+
+
+def _of_parquet(
+    path: Path, fields: Sequence[str], others: Sequence[str]
+) -> Iterator[tuple[str, object]]:
+    try:
+        import pyarrow.parquet as parquet
+    except ImportError as error:
+        finding = "Parquet is read by pyarrow, which is not installed"
+        raise refused(str(path), finding, "pip install pyarrow") from error
+    number = 0
+    with boundary(lambda error: _no_parquet(path, error)):
+        file: Any = parquet.ParquetFile(path)
+        columns = file.schema_arrow.names
+    if set(fields).isdisjoint(columns):
+        finding = f"there is no column {fields[0]!r}; it has {', '.join(columns)}"
+        raise refused(str(path), finding, "name the one that is meant: --field NAME")
+    batches = file.iter_batches(columns=[field for field in (*fields, *others) if field in columns])
+    while True:
+        with boundary(lambda error: _no_parquet(path, error)):
+            batch = next(batches, None)
+            values = [] if batch is None else batch.to_pylist()
+        if batch is None:
+            return
+        for row in values:
+            number += 1
+            yield f"{path}, row {number}", row
+
+
+def _no_parquet(path: Path, error: BaseException) -> Fault:
+    finding = f"is no sound Parquet file: {error}"
+    return Fault(place=str(path), finding=finding, remedy="give another")
+
+
+def _unreadable(path: Path, error: OSError | UnicodeDecodeError) -> PtrainError:
+    if isinstance(error, UnicodeDecodeError):
+        finding = f"is not UTF-8 text (byte {error.start})"
+        is_packed = path.suffix.lower() in _PACKED
+        return refused(str(path), finding, "unpack it" if is_packed else "convert it to UTF-8")
+    return refused(str(path), error.strerror or str(error), "give a file that can be read")
+
+
+_BYTES = "bytes"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenOrigin:
+    """What made the tokens of a file: the `tokenizer` as it was named, or bytes, and a digest of
+    the words that its numbers mean."""
+
+    tokenizer: str
+    digest: str
+
+    @property
+    def is_of_bytes(self) -> bool:
+        return self.digest == _BYTES
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether the tokenizer is gone, or gives other words to the same numbers now."""
+        now = origin_of(Path(self.tokenizer))
+        return now is None or now.digest != self.digest
+
+    def differs(self, tokenizer: Path) -> bool:
+        """Return whether a tokenizer.json is known to give other words to the same numbers."""
+        other = origin_of(tokenizer)
+        return other is not None and other.digest != self.digest
+
+
+def origin_of(tokenizer: Path | None) -> TokenOrigin | None:
+    """Return the origin of tokens that a tokenizer.json makes, or, of None, bytes; None of a file
+    whose words cannot be read."""
+    if tokenizer is None:
+        return TokenOrigin(tokenizer=_BYTES, digest=_BYTES)
+    try:
+        digest = _digest(tokenizer, tokenizer.stat().st_mtime_ns)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
+    return TokenOrigin(tokenizer=str(tokenizer), digest=digest)
+
+
+def record_beside(path: Path) -> Path:
+    """Return where the origin of a token file stands."""
+    return path.with_suffix(".tokenizer.json")
+
+
+def write_origin(path: Path, origin: TokenOrigin) -> None:
+    record_beside(path).write_text(f"{json.dumps(encode(origin))}\n", encoding="utf-8")
+
+
+def read_origin(path: Path) -> TokenOrigin | None:
+    """Return the origin of a token file; None where nothing beside it says so."""
+    try:
+        plain = json.loads(record_beside(path).read_text(encoding="utf-8"))
+        origin: TokenOrigin = decode(plain, TokenOrigin)
+    except (OSError, ValueError):
+        return None
+    return origin
+
+
+def require_tokenizer(name: str, origin: TokenOrigin | None, model: ModelSpec) -> None:
+    """Raises SpecError where a model begins with a folder whose tokenizer gives other words to the
+    numbers in the file of this name."""
+    if origin is None or not isinstance(model, ModelShape) or model.pretrained is None:
+        return
+    own = Path(model.pretrained) / FILE
+    if origin.differs(own):
+        finding = f"{name} has tokens of {origin.tokenizer}, and the model's are of {own}"
+        remedy = f"make it with: ptrain tokenize TEXT... --tokenizer {model.pretrained}; or, where "
+        remedy += f"that is meant, remove {record_beside(Path(name))}"
+        raise refused("data", finding, remedy)
+
+
+def require_one_tokenizer(origins: Sequence[tuple[str, TokenOrigin | None]]) -> None:
+    """Raises SpecError where two files, each with its name, are of tokenizers that give other words
+    to the same numbers."""
+    known = [(name, origin) for name, origin in origins if origin is not None]
+    for name, origin in known[1:]:
+        first, before = known[0]
+        if origin.digest != before.digest:
+            finding = f"{first} has tokens of {before.tokenizer}, and {name} of {origin.tokenizer}"
+            raise refused(
+                "data.sources", finding, "make them with one: ptrain tokenize --tokenizer"
+            )
+
+
+@lru_cache(maxsize=4)
+def _digest(tokenizer: Path, changed: int) -> str:
+    """Return a digest of the words and their numbers, of a file that was `changed` then; how texts
+    are split may differ."""
+    words = sorted(_words(json.loads(tokenizer.read_text(encoding="utf-8"))).items())
+    return hashlib.blake2b(json.dumps(words).encode(), digest_size=8).hexdigest()
+
+
+def _words(content: Any) -> dict[str, int]:
+    """Return the number of each word: of models with probabilities its place in a list."""
+    vocab = content["model"]["vocab"]
+    if isinstance(vocab, list):
+        vocab = {word: number for number, (word, _) in enumerate(vocab)}
+    added = content.get("added_tokens") or ()
+    return {**vocab, **{token["content"]: token["id"] for token in added}}
+
 
 DOCUMENTS = 1024  # encoded at once
 _WORDS = 2**16  # of which two bytes tell one

@@ -1,1 +1,1 @@
-"""What a plan costs: the paper's columns and the exact ones."""
+"""Prediction of a plan's memory, traffic and time (columns `paper` and `exact`)."""

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from ptrain.axes.ring import Calls, Group
-from ptrain.costs import Collective, Footprint, Phase, State, Traffic, TrafficKey
+from ptrain.cost import Collective, Footprint, Phase, State, Traffic, TrafficKey
 from ptrain.spec.placement import Tier
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import Plan

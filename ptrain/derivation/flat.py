@@ -17,7 +17,7 @@ from ptrain.axes.data.cuts import Axes, Cuts
 from ptrain.axes.data.theta import Parameters
 from ptrain.axes.data.units import ModelLife, U, UnitLife, UnitParts, buckets_of
 from ptrain.axes.data.update import ShardTarget, TensorsUpdate, TensorTarget, UnitState
-from ptrain.costs import Collective, State
+from ptrain.cost import Collective, State
 from ptrain.derivation.ghosts import autograd
 from ptrain.derivation.tape import Scene
 from ptrain.facts.model import TensorFacts, UnitFacts

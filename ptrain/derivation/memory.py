@@ -14,7 +14,7 @@ from collections.abc import Hashable, Iterable, Iterator
 from ptrain.axes.context.attention import held_buffers, held_tokens
 from ptrain.axes.ring import Calls, group_over
 from ptrain.by_rank import ByRank
-from ptrain.costs import Collective, Footprint, Phase, State, Traffic
+from ptrain.cost import Collective, Footprint, Phase, State, Traffic
 from ptrain.derivation.ghosts.wrapping import Wrapping
 from ptrain.derivation.tape import Tape
 from ptrain.facts.model import ModelFacts

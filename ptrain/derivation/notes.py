@@ -9,7 +9,7 @@ from ptrain.axes.data.cost import reductions
 from ptrain.axes.pipeline.schedule import Schedule
 from ptrain.axes.pipeline.stage_facts import stage_gathers
 from ptrain.axes.tensor.cost import cut_dims
-from ptrain.costs import Collective, Phase, Traffic
+from ptrain.cost import Collective, Phase, Traffic
 from ptrain.derivation.ghosts.table import wrapping
 from ptrain.derivation.paper import itemsizes
 from ptrain.facts.model import ModelFacts

@@ -14,7 +14,7 @@ from dataclasses import replace
 from ptrain.axes.context.attention import multiplied
 from ptrain.axes.pipeline.catalogue import schedule_of
 from ptrain.by_rank import rows_by_rank
-from ptrain.costs import Operations
+from ptrain.cost import Operations
 from ptrain.derivation import blocks
 from ptrain.derivation.attention import is_by_operators
 from ptrain.derivation.tables import Setting, setting_of

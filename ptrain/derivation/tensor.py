@@ -16,7 +16,7 @@ from ptrain.axes.expert.form import with_own_experts
 from ptrain.axes.pipeline.catalogue import schedule_of
 from ptrain.axes.ring import Calls, Group
 from ptrain.axes.tensor.cost import Cut, ModuleRoles, cut_dims, slices
-from ptrain.costs import Collective, Phase, State, Traffic
+from ptrain.cost import Collective, Phase, State, Traffic
 from ptrain.derivation import layers as layer_tables
 from ptrain.derivation.tables import RankCut
 from ptrain.facts.model import ModelFacts, TensorFacts, UnitFacts, prefixes
@@ -166,7 +166,7 @@ def _local_units(
         if dim is None:
             return tensor
         own = (*shape[:dim], length[shape[dim]], *shape[dim + 1 :])
-        return replace(tensor, shape=own, cut_over=(*tensor.cut_over, axis))
+        return tensor._replace(shape=own, cut_over=(*tensor.cut_over, axis))
 
     return tuple(
         UnitFacts(modules=unit.modules, tensors=tuple(map(local, unit.tensors)))

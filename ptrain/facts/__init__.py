@@ -1,1 +1,1 @@
-"""What is known of a model without torch: names, parameters, stages and roles."""
+"""Model metadata (names, shapes, stages, roles) without torch."""

@@ -1,1 +1,1 @@
-"""What torch calls private and is used all the same, by part of torch and by version."""
+"""Private torch APIs, by torch component and version."""

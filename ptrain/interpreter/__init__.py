@@ -1,1 +1,1 @@
-"""The way from a plan to a program: the executor of each step, and the program."""
+"""Execution of a plan: one executor per step, and the program."""

@@ -23,18 +23,16 @@ from torch import Tensor, nn
 from ptrain.axes.context.run.apply import ContextGroups
 from ptrain.axes.context.run.rehearsal import require_slices
 from ptrain.axes.data.run.flat import OwnUpdate, WrappedModel
-from ptrain.axes.pipeline.run.apply import Pipelined
 from ptrain.axes.pipeline.run.cut import part_of, require_alike
-from ptrain.axes.pipeline.run.stage import LocalStage, PassCallbacks, Staged
+from ptrain.axes.pipeline.run.stage import LocalStage, PassCallbacks, Pipelined, Staged
 from ptrain.axes.pipeline.stage_facts import chain_of, stage_roles, stages_of
-from ptrain.axes.tensor.run.fused import FusedOrder
-from ptrain.costs import State
+from ptrain.axes.tensor.run.apply import FusedOrder
+from ptrain.cost import State
 from ptrain.errors import refused
 from ptrain.facts.model import Attending, ModelFacts
 from ptrain.facts.stages import Chain, Stage
 from ptrain.internals.fakes import detect_fake_mode
-from ptrain.interpreter.clip import Clipping, LossScale
-from ptrain.interpreter.loss import Enter, Loss, PassRunner, StepLoss
+from ptrain.interpreter.loss import Clipping, Enter, Loss, LossScale, PassRunner, StepLoss
 from ptrain.models.drawn import DrawnWeights
 from ptrain.models.initialize import InitialValues, ModuleWeights, cast, keeps_its_weights
 from ptrain.models.moe import Gate
@@ -42,7 +40,7 @@ from ptrain.models.numerics import TORCH_DTYPES
 from ptrain.models.objective import LossInside, StepBatch
 from ptrain.models.units import ROOT
 from ptrain.optimizers.update import TargetsUpdate
-from ptrain.rooms.mesh import Mesh
+from ptrain.rooms.comm import Mesh
 from ptrain.rooms.world import World
 from ptrain.spec.spec import Spec
 from ptrain.steps.kind import Ran

@@ -13,24 +13,28 @@ from typing import Any
 
 from ptrain.activations.run.apply import keep
 from ptrain.axes.context.run.apply import ContextGroups, own_tokens, parallelize_context
-from ptrain.axes.context.run.randomness import MicroBatchCut
+from ptrain.axes.context.run.slices import MicroBatchCut
 from ptrain.axes.data.form import require_any
 from ptrain.axes.data.run.apply import apply
 from ptrain.axes.data.run.flat import parameters_by_unit
 from ptrain.axes.expert.run.apply import parallelize_experts
-from ptrain.axes.tensor.run.apply import loss_inside, micro_batch, parallelize, require_rows
-from ptrain.axes.tensor.run.fused import FusedOrder
+from ptrain.axes.tensor.run.apply import (
+    FusedOrder,
+    loss_inside,
+    micro_batch,
+    parallelize,
+    require_rows,
+)
 from ptrain.errors import BrokenPlan
-from ptrain.interpreter.clip import Clipping, LossScale
 from ptrain.interpreter.construction import Balancing, Construction, Workpiece, cut_into_stages
 from ptrain.interpreter.look import Filling
-from ptrain.interpreter.loss import Enter, InTurn, Loss, StepLoss
-from ptrain.models.balance import scale_losses
+from ptrain.interpreter.loss import Clipping, Enter, InTurn, Loss, LossScale, StepLoss
+from ptrain.models.moe import scale_losses
 from ptrain.models.numerics import TORCH_DTYPES
 from ptrain.models.units import ROOT
-from ptrain.optimizers.torch import TorchRules
+from ptrain.optimizers.build import TorchRules
 from ptrain.optimizers.update import TargetsUpdate
-from ptrain.rooms.mesh import Mesh
+from ptrain.rooms.comm import Mesh
 from ptrain.rooms.torch import Tiers, TorchRoom
 from ptrain.steps.experts import ExpertParallel
 from ptrain.steps.kind import PlanStep, Ran

@@ -22,14 +22,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ptrain.axes.data.run.members import RowWriter
+from ptrain.axes.data.run.flat_target import RowWriter
 from ptrain.axes.data.run.target import Parameter, whole_parameter, window_of
-from ptrain.axes.tensor.run.fused import FusedOrder
+from ptrain.axes.tensor.run.apply import FusedOrder
 from ptrain.errors import Fault, PtrainError, SpecError
 from ptrain.facts.model import ModelFacts
 from ptrain.internals.fakes import detect_fake_mode
 from ptrain.interpreter.construction import Stages, stages_of_module
-from ptrain.models.balance import weigh
 from ptrain.models.boundary import boundary, said
 from ptrain.models.drawn import DrawnWeights, LookedWeights, build_drawn
 from ptrain.models.facts import head_of, untraced_facts
@@ -44,6 +43,7 @@ from ptrain.models.initialize import (
 )
 from ptrain.models.ledger import local
 from ptrain.models.meta import NeedsValues, hollow
+from ptrain.models.moe import weigh
 from ptrain.models.numerics import TORCH_DTYPES
 from ptrain.models.units import ROOT
 from ptrain.models.window import Window, overlaps, rows

@@ -1,43 +1,171 @@
-"""Build the program of a plan: the wrapped parts, ready to train, behind one interface.
+"""Build the program of a plan: the wrapped parts, ready to train, with one interface.
 
 Nothing reads a value off a tensor between forward and update, so the same code runs on gloo, NCCL
 and fake ranks with fake tensors.
+
+Before anything is wrapped, ranks must agree on the names, shapes and dtypes of all parameters, on
+the layout, and on samples of the user's own dataset. Otherwise collectives of different sizes would
+hang or mix numbers up; with the check, every rank ends with the same message.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from ptrain.algebra.legality import check, executed
 from ptrain.axes.data.run.target import Named
-from ptrain.costs import Phase, State
+from ptrain.codec import decode, encode
+from ptrain.cost import Phase, State
 from ptrain.data.corpus import corpus
-from ptrain.data.sampler import batch, part_of
-from ptrain.data.source import SampleSource
-from ptrain.errors import PtrainError, SpecError
-from ptrain.interpreter.agreement import require_equal_models, require_equal_samples
+from ptrain.data.sampler import SampleSource, batch, part_of
+from ptrain.errors import Fault, PtrainError, SpecError, refused
 from ptrain.interpreter.construction import Construction
 from ptrain.interpreter.execute import execute
 from ptrain.interpreter.look import look_at, look_at_built
 from ptrain.interpreter.loss import Loss, StepLoss
 from ptrain.models.attention import require_trainable
-from ptrain.models.given import accept
-from ptrain.models.initialize import keeps_its_weights
+from ptrain.models.dataset import dataset_of
+from ptrain.models.initialize import accept, keeps_its_weights
 from ptrain.models.ledger import tensors_of
 from ptrain.models.numerics import TORCH_DTYPES
 from ptrain.models.objective import StepBatch, objective_of
 from ptrain.optimizers.update import MASTER, TargetsUpdate
 from ptrain.plan.show import show
-from ptrain.rooms.registry import Registry
+from ptrain.rooms.comm import Registry
 from ptrain.rooms.world import World
 from ptrain.spec.extras import require_leave_of
+from ptrain.spec.function import UserFunction
+from ptrain.spec.precision import Layout
 from ptrain.spec.spec import Spec
+
+_REMEDY = "give every rank the same spec, the same model and the same code"
+_SAMPLES_REMEDY = (
+    "let samples follow from their indices alone: what is drawn, from a generator with a seed of "
+    "its own (np.random.default_rng(0)); what is read, from the same files on every rank"
+)
+
+
+def require_equal_models(
+    module: nn.Module, layout: Layout, world: World, *, are_given: bool = False
+) -> None:
+    """Raises SpecError on every rank if any two differ; names the first tensor that does. Costs
+    two all-gathers of less than 100 bytes a rank where they agree. `are_given`: the weights are a
+    user's, who may have drawn others on each rank; they are read once."""
+    if world.size == 1 or world.backend == "fake":
+        return
+    tensors = [
+        [
+            name,
+            list(parameter.shape),
+            str(parameter.dtype).removeprefix("torch."),
+            _sum(parameter) if are_given else "",
+            parameter.requires_grad,
+        ]
+        for name, parameter in module.named_parameters()
+    ]
+    mine = {"layout": encode(layout), "tensors": tensors}
+    digest = hashlib.sha256(json.dumps(mine).encode()).hexdigest()
+    if len(set(gather(digest, world.size, world.device))) == 1:
+        return
+    everyone = gather(mine, world.size, world.device)
+    for rank, other in enumerate(everyone):
+        if difference := _difference(everyone[0], other, rank):
+            raise SpecError(difference)
+
+
+def require_equal_samples(function: UserFunction | None, world: World) -> None:
+    """Raises SpecError on every rank if the dataset that `function` gives has another size, first
+    or last sample on any two. None: the samples are tokens."""
+    if function is None or world.size == 1 or world.backend == "fake":
+        return
+    dataset = dataset_of(function)
+    mine = {"size": dataset.size, "digests": [*dataset.digests().items()]}
+    first, *others = gather(mine, world.size, world.device)
+    for rank, other in enumerate(others, 1):
+        if finding := _difference_of_samples(first, other, rank):
+            raise refused(function.place, finding, _SAMPLES_REMEDY)
+
+
+def _difference_of_samples(first: dict[str, Any], other: dict[str, Any], rank: int) -> str:
+    if other["size"] != first["size"]:
+        return f"it has {other['size']} samples on rank {rank} and {first['size']} on rank 0"
+    for (index, digest), (_, its_digest) in zip(first["digests"], other["digests"], strict=True):
+        if digest != its_digest:
+            return f"sample {index} has other values on rank {rank} than on rank 0"
+    return ""
+
+
+@torch.no_grad()
+def _sum(parameter: Tensor) -> str:
+    """Return the exact sum in fp64 of a tensor's values, as text."""
+    return float(parameter.sum(dtype=torch.float64)).hex()
+
+
+def gather(
+    value: Any,
+    size: int,
+    device: torch.device,
+    group: dist.ProcessGroup | None = None,
+    kind: Any = Any,
+) -> list[Any]:
+    """Return every rank's value of this type, in the order of the `size` ranks. JSON travels."""
+    body = json.dumps(encode(value, kind)).encode()
+    mine = torch.tensor([len(body)], device=device)
+    sizes = [torch.zeros_like(mine) for _ in range(size)]
+    dist.all_gather(sizes, mine, group=group)
+    lengths = [int(length) for length in sizes]
+    padded = torch.zeros(max(lengths), dtype=torch.uint8)
+    padded[: len(body)] = torch.frombuffer(bytearray(body), dtype=torch.uint8)
+    padded = padded.to(device)
+    rows = [torch.zeros_like(padded) for _ in lengths]
+    dist.all_gather(rows, padded, group=group)
+    return [
+        decode(json.loads(row[:length].cpu().numpy().tobytes()), kind)
+        for row, length in zip(rows, lengths, strict=True)
+    ]
+
+
+def _difference(first: dict[str, Any], other: dict[str, Any], rank: int) -> Fault | None:
+    """Return how `rank` differs from rank 0, None where it does not."""
+    for own, its in zip(first["tensors"], other["tensors"], strict=False):
+        name, shape, dtype, total, is_trained = own
+        its_name, its_shape, its_dtype, its_total, is_its_trained = its
+        if name != its_name:
+            return _fault(name, f"rank 0 has {name} where rank {rank} has {its_name}")
+        if dtype != its_dtype:
+            return _fault(name, f"rank 0 has it in {dtype}, rank {rank} in {its_dtype}")
+        if shape != its_shape:
+            return _fault(name, f"its shape is {shape} on rank 0, {its_shape} on rank {rank}")
+        if is_trained != is_its_trained:
+            trains, freezes = (0, rank) if is_trained else (rank, 0)
+            return _fault(name, f"rank {trains} trains it, rank {freezes} has it frozen")
+        if total != its_total:
+            finding = f"rank {rank} has other weights in it than rank 0"
+            remedy = (
+                "build the model after torch.manual_seed with one number on every rank, or load"
+            )
+            return Fault(place=name, finding=finding, remedy=f"{remedy} the same weights")
+    counts = len(first["tensors"]), len(other["tensors"])
+    if counts[0] != counts[1]:
+        return _fault("model", f"rank 0 has {counts[0]} tensors, rank {rank} has {counts[1]}")
+    for key, value in first["layout"].items():
+        if value != other["layout"][key]:
+            finding = f"{key} is {value} on rank 0, {other['layout'][key]} on rank {rank}"
+            return _fault("precision.layout", finding)
+    return None
+
+
+def _fault(place: str, finding: str) -> Fault:
+    return Fault(place=place, finding=finding, remedy=_REMEDY)
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,12 +479,23 @@ def interpret(
     *,
     allow_import: bool = False,
 ) -> Program:
-    """The program of a legal spec on this rank: the steps of its plan, executed.
+    """Build the training program of a legal spec on this rank.
 
-    `model`, if given, is wrapped instead of the spec's (`models/given.py`): any module with its own
-    weights, equal on all ranks. Raises SpecError for a spec that is not legal, if the mesh needs
-    other ranks than the world has, and on every rank if the ranks' models, weights, layouts or
-    samples differ.
+    Args:
+        spec: The spec (`ptrain.load(...).spec`).
+        model: An unwrapped module to use instead of the spec's, with identical weights on every
+            rank.
+        world: The ranks. Default: those that the launcher started; without a launcher, one rank.
+        allow_import: Allow the spec to import your code.
+
+    Returns:
+        The program: `forward_backward(samples)` runs one step's passes, `step(lr)` the update.
+
+    Raises:
+        SpecError: The spec is not legal, the mesh needs another number of ranks, or models,
+            weights, layouts or samples differ between ranks. Every rank raises it.
+
+    Example: see `ptrain.measure`.
     """
     if faults := (*check(spec), *executed(spec)):
         raise SpecError(*faults)

@@ -1,1 +1,1 @@
-"""What is measured: memory by state, traffic by call; a meter knows no prediction."""
+"""Memory and traffic measurement. Never imports predictions."""

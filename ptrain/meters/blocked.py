@@ -23,7 +23,7 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
-from ptrain.costs import Blocked
+from ptrain.cost import Blocked
 from ptrain.internals import process_groups
 from ptrain.internals.autograd import at_end_of_backward, is_in_backward
 from ptrain.meters.traffic import SILENT, group_of

@@ -16,13 +16,17 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ptrain.axes.data.cuts import Cuts
-from ptrain.axes.data.run.flat_target import FlatTarget, FlatTensorTarget, FrozenTarget
-from ptrain.axes.data.run.spread import ZeroRedundancyUpdate
+from ptrain.axes.data.run.flat_target import (
+    FlatTarget,
+    FlatTensorTarget,
+    FrozenTarget,
+    ZeroRedundancyUpdate,
+)
 from ptrain.axes.data.run.target import LocalPart, NamedTarget, Parameter, ParameterTarget
 from ptrain.facts.parameters import OF_TOKENS
 from ptrain.interpreter.program import Program
 from ptrain.models.ledger import local
-from ptrain.optimizers.torch import TorchOptimizer
+from ptrain.optimizers.build import TorchOptimizer
 from ptrain.optimizers.update import COUNTER, MASTER, TargetsUpdate
 from ptrain.report.finding import Subject
 from ptrain.spec.placement import Axis

@@ -21,10 +21,10 @@ from typing import Any, Protocol, Self
 import torch
 from torch.utils._pytree import tree_leaves
 
-from ptrain.costs import Footprint, Peak, Phase, State
+from ptrain.cost import Footprint, Peak, Phase, State
 from ptrain.models.ledger import Ledger, storage_of
 from ptrain.models.tags import is_tagged, tier_of
-from ptrain.rooms.registry import Registry
+from ptrain.rooms.comm import Registry
 from ptrain.spec.placement import Tier
 
 # gloo's threads let go of the buffers of a finished collective a little late, and at random: the

@@ -27,7 +27,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils._pytree import tree_iter
 
-from ptrain.costs import State
+from ptrain.cost import State
 from ptrain.models.ledger import Ledger, storage_of
 from ptrain.units import format_bytes
 

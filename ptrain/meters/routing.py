@@ -21,11 +21,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ptrain.costs import Phase
+from ptrain.cost import Phase
 from ptrain.internals.dispatch import without_modes
 from ptrain.interpreter.program import Program
-from ptrain.models.dropless import RoutedRows
-from ptrain.models.moe import ExpertPlaces, Gate
+from ptrain.models.moe import ExpertPlaces, Gate, RoutedRows
 from ptrain.models.recomputing import runs_again
 from ptrain.report.routing import LayerRouting
 from ptrain.spec.placement import without

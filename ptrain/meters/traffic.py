@@ -1,27 +1,57 @@
 """The traffic meter: every collective that ran, by axes, collective, state and phase; and every
-copy of a state between memory tiers, which is between no ranks and sends nothing.
+copy of a state between memory tiers, which belongs to no group and sends nothing.
 
 It watches the operators that reach the backend, whoever issued them: DDP's C++ reducer, FSDP2,
 DTensor or this project. It knows the mesh's dimension names by process group and the registry of
-storages, which says where calls are the parts of another one: that is counted, in the bytes of the
+storages, which shows where calls are the parts of another one: that is counted, in the bytes of the
 calls. It never knows the plan, a degree or an expected count. `sent` is the ring model applied to
 what was seen, in this module alone: the predictor has its own.
+
+The ledger of collectives checks that every rank of a group called the same, in order, and received
+the same. It waits for each call: the output of an all-reduce, an all-gather and a broadcast is
+equal on every rank of its group, so its digest is. At the end of a step one exchange compares a
+digest of the full ledger per group; only if these differ are the entries sent, and the first
+difference is named. Entries hold details that torch's debug mode cannot see: the operator of a
+reduction, the dtype, and the state of the tensor sent, which distinguishes two calls of one shape
+in swapped order.
+
+The always-on counter reads c10d's flight recorder: the collectives since the last look. The
+recorder runs anyway and keeps the last 2000 collectives (TORCH_FR_BUFFER_SIZE enlarges it). A step
+costs a microsecond; a look costs some 20 us for each collective kept, 40 ms once the ring is full.
+So an optional look waits until it costs at most a hundredth of the time since the last one. A
+necessary look comes before another step might overwrite unseen entries: the groups count their
+collectives, which shows this for free. Limits: gloo's send and receive are absent, and there is
+neither state nor phase. The recorder shows what is executed: a reduce-scatter on gloo as an
+all-reduce, between two ranks as an exchange, of which every rank is taken to keep its share, an
+all-gather of a large tensor as a broadcast of every part. The meters of `measure` know the intended
+collective.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+import json
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_leaves
 
-from ptrain.costs import Collective, Phase, State, Traffic, TrafficKey, add_traffic
+from ptrain.cost import Collective, Phase, State, Traffic, TrafficKey, add_traffic
 from ptrain.internals import process_groups
+from ptrain.internals.dispatch import without_modes
+from ptrain.interpreter.program import Program
+from ptrain.meters import holdings
+from ptrain.meters.replicas import SupportsGather, digests, of_bytes
 from ptrain.models.ledger import OperatorMode, storage_of
 from ptrain.models.tags import is_tagged, tier_of
-from ptrain.rooms.registry import Registry
+from ptrain.report.calls import Call, culprit, differing
+from ptrain.report.finding import Culprit, Departure, Moment
+from ptrain.rooms.comm import Registry
+from ptrain.rooms.world import flight_recorder_size
 from ptrain.spec.placement import EXPERT_AXES, TOKEN_AXES, Axis, Tier
 
 _OF_TOKENS = {axis.value for axis in (*TOKEN_AXES, *EXPERT_AXES)}
@@ -213,3 +243,304 @@ def group_of(tree: Any) -> dist.ProcessGroup:
         elif isinstance(leaf, str) and process_groups.is_name(leaf):
             return process_groups.named(leaf)
     raise AssertionError("a collective without a process group")
+
+
+_REDUCTIONS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM")
+# Between two ranks, each of which calls something else.
+_BETWEEN_TWO = ("send", "isend", "recv_", "irecv", "recv_any_source_", "batch_p2p_ops")
+# Operators by how c10d and the functional collectives begin their names.
+_OPERATORS = {
+    "allreduce": "all_reduce",
+    "all_reduce": "all_reduce",
+    "allgather": "all_gather",
+    "_allgather": "all_gather",
+    "all_gather": "all_gather",
+    "broadcast": "broadcast",
+    "_reduce_scatter": "reduce_scatter",
+    "reduce_scatter": "reduce_scatter",
+    "alltoall": "all_to_all",
+    "all_to_all": "all_to_all",
+}
+_ALIKE = ("all_reduce", "all_gather", "broadcast")  # all ranks get the same
+_MOMENTS = {
+    Phase.FORWARD: Moment.FORWARD,
+    Phase.BACKWARD: Moment.BACKWARD,
+    Phase.UPDATE: Moment.UPDATE,
+}
+_BESIDE = "all "  # begins the key of groups over the same axes
+_Work = process_groups.Work
+
+
+class CollectiveLedger(OperatorMode):
+    """Enter it around a step, then `check` on all ranks. Costs what overlap saves, a pass over
+    every output, and some 0.5 ms a call."""
+
+    def __init__(self, program: Program) -> None:
+        super().__init__()
+        self.program = program
+        self.calls: dict[str, list[Call]] = {}  # by group name
+        self._groups: dict[str, tuple[int, ...]] = {}
+        self._when, self._moment = "", Moment.START
+        for name in program.mesh.axes_by_group():
+            self._know(process_groups.named(name))
+
+    def phase(self, phase: Phase, micro_batch: int) -> None:
+        """The program enters `phase`."""
+        self._moment = _MOMENTS.get(phase, Moment.START)
+        of = "" if phase is Phase.UPDATE else f" of micro-batch {micro_batch}"
+        self._when = f"{phase}{of}"
+
+    def __enter__(self) -> Self:
+        self.program.observers.append(self)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        self.program.observers.remove(self)
+
+    def operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if function.namespace not in ("c10d", "_c10d_functional"):
+            return function(*args, **kwargs)
+        name = function._schema.name.partition("::")[2]
+        if name in SILENT or name in _BETWEEN_TWO:
+            return function(*args, **kwargs)
+        carries = self._carries((args, kwargs))  # before an output takes an input's place
+        result = function(*args, **kwargs)
+        group = group_of((args, kwargs))
+        self._know(group)
+        named = {a.name: value for a, value in zip(function._schema.arguments, args, strict=False)}
+        self.calls[group.group_name].append(
+            self._call(name, named | kwargs, result, carries or self._carries(result))
+        )
+        return result
+
+    def _know(self, group: dist.ProcessGroup) -> None:
+        if group.group_name not in self.calls:
+            self.calls[group.group_name] = []
+            self._groups[group.group_name] = tuple(dist.get_process_group_ranks(group))
+
+    def _call(self, name: str, named: dict[str, Any], result: Any, carries: str) -> Call:
+        begins = sorted((prefix for prefix in _OPERATORS if name.startswith(prefix)), key=len)
+        operator = _OPERATORS[begins[-1]] if begins else name.strip("_")
+        is_c10d = any(isinstance(leaf, torch.ScriptObject) for leaf in tree_leaves(result))
+        whole = _tensors_of(next(iter(named.values())) if is_c10d else result)
+        digest = ""
+        if operator in _ALIKE:
+            _wait(result, whole)
+            digest = of_bytes("".join(digests(whole)).encode())
+        sent = whole if operator in _ALIKE else _tensors_of(named)
+        meant = self.program.registry.executed
+        is_sum = meant is Collective.REDUCE_SCATTER
+        return Call(
+            operator=operator if meant is None else str(meant),
+            reduces="SUM" if is_sum else _reduction(named.get("reduce_op")),
+            dtype=str(sent[0].dtype).removeprefix("torch.") if sent else "",
+            numel=sum(tensor.numel() for tensor in sent),
+            carries=carries,
+            when=self._when,
+            result=digest,
+            moment=self._moment,
+        )
+
+    def _carries(self, tree: Any) -> str:
+        """`gradients blocks.1`: as the registry and the program's own tensors tell."""
+        tensors = _tensors_of(tree)
+        tags = [tag for tag in map(self.program.registry.of, tensors) if tag is not None]
+        state = str(tags[0].state) if tags else ""
+        name = self._known(tensors) or next((tag.name for tag in tags if tag.name), "")
+        return f"{state} {name}".strip()
+
+    def _known(self, tensors: Sequence[torch.Tensor]) -> str:
+        """Return the names of all whose storage one of these tensors has."""
+        storages = {storage_of(tensor)._cdata for tensor in tensors}
+        names: list[str] = []
+        for name, tensor in holdings.storages_by_name(self.program):
+            if storage_of(tensor)._cdata in storages and name not in names:
+                names.append(name)
+        return span(names)
+
+    def check(self, exchange: SupportsGather, step: int) -> tuple[Departure, ...]:
+        """Return where the ranks of a group first differ, of every group; else where groups over
+        the same axes do. The order is that of time, and the same on all ranks, all of which call
+        it. What was written is forgotten."""
+        ledgers = self._ledgers()
+        with without_modes():
+            digests = {key: of_bytes(repr(calls).encode()) for key, (_, calls) in ledgers.items()}
+            answers = exchange.gather(digests)
+            odd = sorted({key for key in set().union(*answers) if len(_values(answers, key)) > 1})
+            in_groups = [key for key in odd if not key.startswith(_BESIDE)]
+            departures: list[Departure] = []
+            if odd:
+                departures = _in_full(exchange, ledgers, in_groups or odd, step)
+        self.calls = {name: [] for name in self.calls}
+        return tuple(sorted(departures, key=lambda departure: departure.when))
+
+    def _ledgers(self) -> dict[str, tuple[str, list[Call]]]:
+        """Return axes and calls by a key that the ranks which must agree have in common. Of a group
+        these are all; of groups over the same axes in one stage they lack how much is sent, and
+        what comes of it."""
+        known = self.program.mesh.axes_by_group()
+        ledgers: dict[str, tuple[str, list[Call]]] = {}
+        for name, calls in self.calls.items():
+            axes, ranks = "+".join(known.get(name, (name,))), self._groups[name]
+            ledgers[f"{name} of {','.join(map(str, ranks))}"] = axes, calls
+            if name in known and Axis.PP not in known[name]:
+                beside = [replace(call, numel=0, result="") for call in calls]
+                ledgers[f"{_BESIDE}{axes} by {len(ranks)}{self._stage()}"] = axes, beside
+        return ledgers
+
+    def _stage(self) -> str:
+        mesh = self.program.mesh
+        return f" in {mesh.coordinate(Axis.PP)}" if Axis.PP in mesh.axes else ""
+
+    def culprit(self, departures: Sequence[Departure]) -> Culprit | None:
+        """Whose fault it is, of what `check` found; None where that is nothing."""
+        return culprit(departures)
+
+
+def _in_full(
+    exchange: SupportsGather,
+    ledgers: Mapping[str, tuple[str, Sequence[Call]]],
+    odd: Sequence[str],
+    step: int,
+) -> list[Departure]:
+    mine = {key: ledgers[key] for key in odd if key in ledgers}
+    answers = exchange.gather(mine, dict[str, tuple[str, list[Call]]])
+    departures: list[Departure] = []
+    for key in odd:
+        have = {rank: answer[key] for rank, answer in enumerate(answers) if key in answer}
+        axes = next(iter(have.values()))[0]
+        departures += differing(axes, {rank: calls for rank, (_, calls) in have.items()}, step)
+    return departures
+
+
+def span(names: Sequence[str]) -> str:
+    """Return the first name and the last as one text."""
+    return " … ".join(dict.fromkeys((*names[:1], *names[-1:])))
+
+
+def _values(answers: Sequence[dict[str, str]], key: str) -> set[str]:
+    return {answer[key] for answer in answers if key in answer}
+
+
+def _reduction(operator: Any) -> str:
+    """c10d has it as a number in a box, the functional collectives in words."""
+    if isinstance(operator, torch.ScriptObject):
+        number = int(operator.op())
+        return _REDUCTIONS[number] if number < len(_REDUCTIONS) else str(number)
+    return str(operator).upper() if operator else ""
+
+
+def _wait(result: Any, tensors: Sequence[torch.Tensor]) -> None:
+    works = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.ScriptObject)]
+    for work in works:
+        _Work.unbox(work).wait()
+    if not works:
+        for tensor in tensors:
+            torch.ops._c10d_functional.wait_tensor(tensor)
+
+
+def _tensors_of(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+_NAMES = {
+    "all_reduce": Collective.ALL_REDUCE,
+    "all_gather": Collective.ALL_GATHER,
+    "_all_gather_base": Collective.ALL_GATHER,
+    "all_gather_into_tensor_coalesced": Collective.ALL_GATHER,
+    "reduce_scatter": Collective.REDUCE_SCATTER,
+    "_reduce_scatter_base": Collective.REDUCE_SCATTER,
+    "all_to_all": Collective.ALL_TO_ALL,
+    "broadcast": Collective.BROADCAST,
+    "reduce": Collective.REDUCE,
+    "gather": Collective.GATHER,
+    "scatter": Collective.SCATTER,
+    "send": Collective.SEND,
+    "recv": Collective.RECV,
+}
+_ITEMSIZES = {
+    "Double": 8, "Long": 8, "Float": 4, "Int": 4, "Half": 2, "BFloat16": 2,
+    "Byte": 1, "Char": 1, "Bool": 1,
+}  # fmt: skip
+
+SHARE = 0.01  # of the time between two looks that the second may cost
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """Collectives of one rank since the last look. `missed` were overwritten before it."""
+
+    calls: int
+    sent_bytes: int
+    missed: int
+
+
+class Counter:
+    """Looks at the flight recorder from time to time; None where this torch build has none."""
+
+    def __init__(self) -> None:
+        recorder = process_groups.RECORDER
+        self._dump = getattr(recorder, "_dump_fr_trace_json", None)
+        self._ring = flight_recorder_size()
+        self._next = 0
+        self._issued = self._seen = _issued()
+        self._most = 0  # collectives between two questions, of those that the ring can hold
+        self._began = self._ended = 0.0  # of the last look
+        self.read()
+
+    def look(self, *, wanted: bool) -> Counted | None:
+        """`read` where it is wanted and cheap, or due; asked once a step."""
+        issued = _issued()
+        since, unseen = issued - self._issued, issued - self._seen
+        self._issued = issued
+        if since <= self._ring:
+            self._most = max(self._most, since)
+        cost, passed = self._ended - self._began, time.perf_counter() - self._ended
+        is_due = unseen <= self._ring < unseen + self._most
+        return self.read() if is_due or (wanted and cost <= SHARE * passed) else None
+
+    def read(self) -> Counted | None:
+        """Return what was issued since the last call of `read`; None where this torch build has no
+        recorder."""
+        if self._dump is None:
+            return None
+        self._began, issued = time.perf_counter(), _issued()
+        dump = json.loads(self._dump(True, False))
+        fresh = [entry for entry in dump.get("entries", ()) if entry["record_id"] >= self._next]
+        sizes = _group_sizes()
+        missed = fresh[0]["record_id"] - self._next if fresh else issued - self._seen
+        sent = sum(_sent(entry, sizes) for entry in fresh)
+        if fresh:
+            self._next = fresh[-1]["record_id"] + 1
+        self._seen, self._ended = issued, time.perf_counter()
+        return Counted(calls=len(fresh), sent_bytes=sent, missed=missed)
+
+
+def _issued() -> int:
+    """Collectives that this rank has issued, by the groups' own count; whether they were kept or
+    not."""
+    return process_groups.collectives(group for group in process_groups.names() if group)
+
+
+def _sent(entry: dict[str, Any], group_sizes: dict[str, int]) -> int:
+    collective = _NAMES.get(entry["profiling_name"].partition(":")[2])
+    ranks = group_sizes.get(entry["process_group"][0])
+    if collective is None or ranks is None:
+        return 0
+    side = "output" if collective in (Collective.ALL_GATHER, Collective.GATHER) else "input"
+    payload = sum(_nbytes(entry[f"{side}_sizes"], entry[f"{side}_dtypes"]))
+    return ring_bytes(collective, payload, ranks)
+
+
+def _nbytes(sizes: list[list[int]], dtypes: list[str]) -> Iterator[int]:
+    for position, size in enumerate(sizes):
+        dtype = dtypes[min(position, len(dtypes) - 1)]
+        yield math.prod(size) * _ITEMSIZES.get(dtype, 4)
+
+
+def _group_sizes() -> dict[str, int]:
+    """Ranks by name of process group; the recorder's own list leaves sub-groups empty."""
+    names = process_groups.names()
+    return {name: group.size() for group, name in names.items() if group is not None}

@@ -1,1 +1,1 @@
-"""llama, gpt, models of transformers and the user's own; they know no parallelism."""
+"""Llama, GPT, Transformers and custom models. No parallelism."""

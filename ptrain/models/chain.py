@@ -34,9 +34,8 @@ from ptrain.errors import refused
 from ptrain.facts.stages import ENDS, Chain, Ends, is_within
 from ptrain.models.arguments import is_real
 from ptrain.models.contract import outcome_of
-from ptrain.models.graph import uses_of_leaves
 from ptrain.models.modes import OutsideDraws, copied_buffers, forked, in_mode, reseed
-from ptrain.models.objective import SampleBatch, TokenPair, sample_batch
+from ptrain.models.objective import SampleBatch, TokenPair, sample_batch, uses_of_leaves
 from ptrain.models.roles import named_in_spec, plan_of_module
 from ptrain.models.transformer import Transformer
 from ptrain.models.units import blocks_of, unit_modules

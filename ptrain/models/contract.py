@@ -15,8 +15,14 @@ from ptrain.errors import Fault, SpecError, refused
 from ptrain.models.boundary import boundary, said
 from ptrain.models.described import kind_of
 from ptrain.models.external import raised
-from ptrain.models.graph import ModelCalls
-from ptrain.models.objective import AROUND_CALLS, Objective, SampleBatch, objective_of, sample_batch
+from ptrain.models.objective import (
+    AROUND_CALLS,
+    ModelCalls,
+    Objective,
+    SampleBatch,
+    objective_of,
+    sample_batch,
+)
 from ptrain.models.roles import named_in_spec
 from ptrain.spec.function import UserFunction
 from ptrain.spec.spec import Spec

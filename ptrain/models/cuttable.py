@@ -22,8 +22,7 @@ from ptrain.models.arguments import with_first
 from ptrain.models.boundary import boundary, said
 from ptrain.models.linear import features, is_linear
 from ptrain.models.modes import in_mode
-from ptrain.models.one_pass import OnePass
-from ptrain.models.other_samples import least_embeddings
+from ptrain.models.one_pass import OnePass, least_embeddings
 from ptrain.models.own_tokens import TokenSlices
 from ptrain.models.slices import follow
 from ptrain.models.sub_blocks import standing_alone

@@ -1,4 +1,4 @@
-"""Initial weights that depend on the seed and on a parameter's name, and on nothing else.
+"""Build a spec's model and initialize its weights from the seed and each parameter's name alone.
 
 Every tensor is drawn whole, in fp32 on the CPU, from a generator of its own, and cast afterwards:
 whatever the placement, the dtype or the rank, the model starts from the same numbers. A model
@@ -8,23 +8,26 @@ built on the meta device is made real by
     initialize(module, seed)        # fills both
 
 or, where a rank keeps only a part, part by part by `InitialValues` and then `reset_buffers`.
-A module with buffers says how to refill them in a method `reset_buffers(self) -> None`.
+A module with buffers defines how to refill them in a method `reset_buffers(self) -> None`.
 
 A built-in model whose spec names a published one's folder begins with the weights in it.
 
-A model that is not ptrain's keeps what its constructor gave (`keeps_its_weights`): `build` seeds
+A model that is not ptrain's keeps its constructor's values (`keeps_its_weights`): `build` seeds
 torch's generator before it constructs, so every rank has the same weights. `models.drawn` gives
-these tensor by tensor; a rank builds only a model whole that this cannot represent.
+these tensor by tensor; a rank builds a full model only if this cannot represent it.
 
-From a spec's model to a module, on the current default device (the meta device included).
-
-The weights that a model begins with which is not built in: a folder of safetensors under the
-module's own names. They are read some rows at a time: into what a rank keeps of a module without
-values, or into a whole module before anything cuts it.
+Initial weights of a model that is not built in may come from a folder of safetensors under the
+module's own names. They are read some rows at a time: into the part that a rank keeps of a module
+without values, or into a full module before it is sharded.
 
 A tied tensor has several names, and a file any of them. transformers keeps some tensors under other
 names than its files, and the experts of a layer stacked: its own conversion of a state of numbered
-rows says which rows of ours are which of theirs.
+rows shows which rows of ours are which of theirs.
+
+A module that the user built may replace the spec's model: any module with `forward(tokens) ->
+logits`, on the CPU or the rank's device, with its weights. A causal language model of transformers
+returns its logits inside an object. From here on it returns the logits alone, unless the spec's
+loss is a function of the user's.
 """
 
 from __future__ import annotations
@@ -41,14 +44,27 @@ from typing import NamedTuple, assert_never
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from ptrain.errors import SpecError, refused
 from ptrain.internals.fakes import detect_fake_mode, unset_fake_temporarily
 from ptrain.models.drawn import DrawnWeights
 from ptrain.models.external import build_external
-from ptrain.models.huggingface import as_saved, build_hugging_face, is_of_transformers
 from ptrain.models.meta import materialize_built_on_meta
-from ptrain.models.pretrained import PretrainedFolder, require_weights, weights_of
+from ptrain.models.numerics import TORCH_DTYPES
+from ptrain.models.pretrained import (
+    PretrainedFolder,
+    as_saved,
+    build_hugging_face,
+    gives_objects,
+    is_of_transformers,
+    require_weights,
+    to_logits,
+    weights_of,
+)
 from ptrain.models.published_config import StoredPiece
 from ptrain.models.transformer import Transformer
 from ptrain.models.window import Window, narrowed, whole
@@ -56,6 +72,7 @@ from ptrain.spec.block import Norm
 from ptrain.spec.extras import require_leave_of
 from ptrain.spec.misfits import misfits
 from ptrain.spec.model import ExternalModel, HuggingFaceModel, ModelShape, ModelSpec
+from ptrain.spec.spec import Spec
 
 _MATRIX = 2  # dimensions
 _MAY_LACK, _PASSED_OVER = "_keys_to_ignore_on_load_missing", "_keys_to_ignore_on_load_unexpected"
@@ -445,3 +462,63 @@ def _std(name: str, module: nn.Module) -> float:
 def _generator(seed: int, name: str) -> torch.Generator:
     digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
     return torch.Generator("cpu").manual_seed(int.from_bytes(digest, "big") >> 1)
+
+
+_PLACE = "model"
+_WRAPPERS = (DistributedDataParallel, FSDPModule, FSDP1)
+
+
+def accept(module: nn.Module, spec: Spec) -> Spec:
+    """Return the spec with `module` for its model. The module is changed in place: it is in
+    training mode, its parameters are in the spec's dtype, and one of transformers gives logits.
+    Raises SpecError for what is no module, is wrapped already or has no values."""
+    require_fresh(module)
+    if gives_objects(module) and spec.loss.user_function is None:
+        to_logits(module)
+    cast(module, TORCH_DTYPES[spec.precision.effective.parameters])
+    module.train()
+    return with_model(spec, module)
+
+
+def with_model(spec: Spec, module: nn.Module) -> Spec:
+    """Return the spec with what is known of a module for its model: the shape of one of ours; the
+    module's class, in the place of a shape that is none of its own."""
+    if not isinstance(spec.model, ModelShape):
+        return spec
+    if isinstance(module, Transformer):
+        shape = module.shape
+        return spec if shape == spec.model else replace(spec, model=shape)
+    kind = type(module)
+    return replace(spec, model=ExternalModel(target=f"{kind.__module__}:{kind.__qualname__}"))
+
+
+def require_fresh(module: nn.Module) -> None:
+    """Raises SpecError for what is no module, is wrapped already or has no values."""
+    if not isinstance(module, nn.Module):
+        finding = f"{type(module).__name__} is no torch.nn.Module"
+        raise refused(_PLACE, finding, "give the module itself, before anything wraps it")
+    name = type(module).__name__
+    for path, inner in module.named_modules():
+        if wrapper := next((kind for kind in _WRAPPERS if isinstance(inner, kind)), None):
+            finding = f"{path or name} is wrapped already: {wrapper.__name__}"
+            remedy = "give it as it was before, and it is wrapped as the spec says; one that you "
+            remedy += "wrap is measured: ptrain.measure(model, optimizer=optimizer)"
+            raise refused(_PLACE, finding, remedy)
+    for path, parameter in module.named_parameters():
+        if isinstance(parameter, DTensor):
+            finding = f"{path} of {name} is a DTensor, cut already"
+            raise refused(_PLACE, finding, "give the module with whole tensors, ptrain cuts them")
+    if keeps_its_weights(module):
+        _require_values(module)
+
+
+def _require_values(module: nn.Module) -> None:
+    tensors = (*module.named_parameters(), *module.named_buffers())
+    on_meta = [path for path, tensor in tensors if tensor.is_meta]
+    if on_meta:
+        finding = f"{on_meta[0]} of {type(module).__name__} is on meta, and has no values"
+        remedy = (
+            "build it on the CPU, after torch.manual_seed with one number on every rank, or "
+            "load its weights first (to_empty and load_state_dict)"
+        )
+        raise refused(_PLACE, finding, remedy)

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ptrain.models.attending import replaced_attention
+from ptrain.models.facts import replaced_attention
 from ptrain.models.ledger import OperatorMode, is_wrapper
 from ptrain.models.numerics import DTYPE_NAMES
 

@@ -1,30 +1,335 @@
 """Feed-forward layers: one for all tokens, or experts of which a router chooses some for every
 token.
 
-Legend of shape suffixes: B samples, T tokens, N tokens of all samples, C hidden, E experts, K
-experts of a token, G groups of e experts each, M = N·K rows, F features inside an expert, S places
-of all experts.
+Note: no size depends on the routing, except rows that travel to other ranks. With a capacity every
+expert has equally many places, some of which stay empty. Without one, all rows are sorted by
+expert, multiplied group by group and put back in order. torch's grouped product multiplies the
+groups where it exists; else (fp64, or rows that do not fill 16 bytes) one group after the other
+goes into one result.
 
-Note: no size depends on the routing. Without a capacity all rows are sorted by expert and
-multiplied group by group; with one every expert has equally many places, some of which stay empty.
+Experts of a model that is not built in may receive rows of other ranks: the module is given rows,
+each with its experts and weights, sorts them by expert, and gives each expert its own. For experts
+as transformers has them, torch's grouped product computes the rows, whatever their dtype. Any other
+module runs its own code on rows for one expert each, with weights of one.
+
+The balance losses of routers need counts of all tokens of the layer's samples.
+
+Legend of shape suffixes: B samples, T tokens, N tokens of all samples, C hidden, E experts, K
+experts of a token, G groups of e experts each (groups of the grouped product in its functions),
+M = N·K rows sorted by expert, F features inside an expert, S places of an expert or of all experts,
+I inputs, O outputs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache, partial
+from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ptrain.models.balance import Balance, SampleTokens, with_loss
-from ptrain.models.dropless import Journey, dropless, grouped_product
+from ptrain.errors import PtrainError
 from ptrain.models.numerics import widen
 from ptrain.models.recomputing import runs_again
 from ptrain.spec.block import Activation, Bias
 from ptrain.spec.experts import Router
 from ptrain.spec.model import ModelShape
+
+ALIGNED = 16  # bytes of a row that torch's grouped product takes
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def grouped_product(x_MI: Tensor, weights_EIO: Tensor, ends_E: Tensor) -> Tensor:
+    """Return what each row gives with the matrix of its group: [M, O]. `ends_E` (int32) are the
+    rows behind each group's last; a group may have none."""
+    y_MO: Tensor
+    if _is_torchs(x_MI, weights_EIO):
+        y_MO = F.grouped_mm(x_MI, weights_EIO, offs=ends_E)
+    else:
+        y_MO = _by_group(x_MI, weights_EIO, ends_E)
+    return y_MO
+
+
+def _is_torchs(x_MI: Tensor, weights_EIO: Tensor) -> bool:
+    is_even = all(width * x_MI.itemsize % ALIGNED == 0 for width in weights_EIO.shape[1:])
+    return is_even and x_MI.dtype in DTYPES
+
+
+# Arguments and meaning are those of aten::_grouped_mm: the second factor has the groups as its
+# first dimension, or the groups are of the inner one, as in a weight's gradient.
+@torch.library.custom_op("ptrain::_grouped_mm", mutates_args=())
+def _by_group(left: Tensor, right: Tensor, offs: Tensor) -> Tensor:
+    result = _empty(left, right, offs)
+    for group, (first, behind) in enumerate(pairwise([0, *offs.tolist()])):
+        if right.dim() == 3:
+            # into the result's own rows: a product allocates nothing beside it
+            torch.mm(left[first:behind], right[group], out=result[first:behind])
+        else:
+            torch.mm(left[:, first:behind], right[first:behind], out=result[group])
+    return result
+
+
+@_by_group.register_fake
+def _empty(left: Tensor, right: Tensor, offs: Tensor) -> Tensor:
+    groups = () if right.dim() == 3 else (offs.shape[0],)
+    return left.new_empty(*groups, left.shape[0], right.shape[-1])
+
+
+def _keep(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx: Any, gradient_MO: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    x_MI, weights_EIO, ends_E = ctx.saved_tensors
+    needs_x, needs_weights, _ = ctx.needs_input_grad
+    of_x = _by_group(gradient_MO, weights_EIO.mT, ends_E) if needs_x else None
+    # the transposed one is computed, so that a weight kept transposed has a contiguous gradient
+    of_weights = _by_group(gradient_MO.mT, x_MI, ends_E).mT if needs_weights else None
+    return of_x, of_weights, None
+
+
+_by_group.register_autograd(_backward, setup_context=_keep)
+
+
+class Journey:
+    """The way of one forward pass, where nothing travels."""
+
+    def __init__(self) -> None:
+        self._beside: Callable[[], Tensor] | None = None
+
+    def compute_beside(self, compute: Callable[[], Tensor]) -> None:
+        """Say what may be computed while rows travel, before they set out."""
+        self._beside = compute
+
+    def computed_beside(self) -> Tensor:
+        """Return what that gave, when rows are back."""
+        assert self._beside is not None, "there is something"
+        return self._beside()
+
+    def rows_there(self, x_MC: Tensor, ends_E: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the rows that this rank's experts get, and where those of each of these end."""
+        return x_MC, ends_E
+
+    def rows_back(self, y_MC: Tensor) -> Tensor:
+        """Return what the rows that set out have become, in their order."""
+        return y_MC
+
+    def places_there(self, x_ESC: Tensor) -> Tensor:
+        """Return the places that this rank's experts get."""
+        return x_ESC
+
+    def places_back(self, y_ESC: Tensor) -> Tensor:
+        """Return what the places that set out have become."""
+        return y_ESC
+
+
+OnRows = Callable[[Tensor, Tensor], Tensor]  # (rows [M, C], where each expert's end) -> [M, C]
+
+
+def dropless(
+    x_NC: Tensor, chosen_NK: Tensor, num_experts: int, journey: Journey, experts: OnRows
+) -> Tensor:
+    """Return what each token's experts give [N, K, C]."""
+    num_chosen, chosen_M = chosen_NK.shape[1], chosen_NK.flatten()
+    order_M = chosen_M.argsort(stable=True)
+    x_MC, ends_E = journey.rows_there(x_NC[order_M // num_chosen], ends_of(chosen_M, num_experts))
+    # handed on, so that what rows become is given back where they set out
+    y_MC = journey.rows_back(experts(x_MC, ends_E))
+    del x_MC, ends_E
+    return y_MC[order_M.argsort()].unflatten(0, (-1, num_chosen))
+
+
+def ends_of(chosen_M: Tensor, num_experts: int) -> Tensor:
+    """Return the rows behind the last of each expert, sorted by expert: int32, as torch's grouped
+    product takes them."""
+    counts_E = torch.zeros(num_experts, dtype=torch.int64, device=chosen_M.device)
+    counts_E = counts_E.scatter_add(0, chosen_M, torch.ones_like(chosen_M))
+    return counts_E.cumsum(0, dtype=torch.int32)
+
+
+NUMBER = "num_experts"  # an attribute of such a module, if it has it: how many a rank has
+
+_GATE = "_apply_gate"  # a method of every class of experts that transformers has
+_LOST = (
+    "of {name} no gradient would reach the ranks whose rows it got, nor its own tensors: run every "
+    "expert, also on no rows"
+)
+
+
+class RoutedRows(nn.Module):
+    """What is mixed into the class of such a module. `journey` makes what rows go through in a
+    forward pass, and `reading` what is around the use of its tensors; the layer has so many experts
+    (`num_all`), on all ranks together."""
+
+    journey: Callable[[], Journey]
+    reading: Callable[[nn.Module], AbstractContextManager[None]] | None = None
+    num_all: int
+
+    def forward(self, x_NC: Tensor, chosen_NK: Tensor, weights_NK: Tensor) -> Tensor:
+        """Return what each token's experts give, by weight [N, C]."""
+        rows_NKC = dropless(x_NC, chosen_NK, self.num_all, self.journey(), self._of_own)
+        return (rows_NKC * weights_NK[..., None]).sum(1).to(x_NC.dtype)
+
+    def _of_own(self, x_MC: Tensor, ends_E: Tensor) -> Tensor:
+        with self.reading(self) if self.reading else nullcontext():
+            return self.of_rows(x_MC, ends_E)
+
+    def of_rows(self, x_MC: Tensor, ends_E: Tensor) -> Tensor:
+        """Return what rows become, which are sorted by expert."""
+        chosen_M1 = _experts_of(x_MC, ends_E)[:, None]
+        y_MC: Tensor = super().forward(x_MC, chosen_M1, x_MC.new_ones(chosen_M1.shape))
+        if torch.is_grad_enabled() and not y_MC.requires_grad:
+            raise PtrainError(_LOST.format(name=type(self).__name__))
+        return y_MC
+
+
+class _TransformersRows(RoutedRows):
+    """The same of experts as transformers has them: two tensors of projections, of which the first
+    may be two in one."""
+
+    def of_rows(self, x_MC: Tensor, ends_E: Tensor) -> Tensor:
+        own: Any = self
+        first = "gate_up_proj" if own.has_gate else "up_proj"
+        h_MF = self._product(x_MC, first, ends_E)
+        h_MF = own._apply_gate(h_MF) if own.has_gate else own.act_fn(h_MF)
+        y_MC = self._product(h_MF, "down_proj", ends_E)
+        return own.post_expert_norm(y_MC) if own.has_post_expert_norm else y_MC
+
+    def _product(self, x_MI: Tensor, name: str, ends_E: Tensor) -> Tensor:
+        """Return what rows give with one of the projections of their experts [M, outputs]."""
+        own: Any = self
+        weight = getattr(own, name)
+        y_MO = grouped_product(x_MI, weight if own.is_transposed else weight.mT, ends_E)
+        if own.has_bias:
+            y_MO = y_MO + getattr(own, f"{name}_bias")[_experts_of(x_MI, ends_E)]
+        return y_MO
+
+
+def route(model: nn.Module, modules: Iterable[str], number: int) -> None:
+    """Let these modules of a model, each all of a layer's so many experts, sort their rows by
+    expert. They are changed in place, as torch's fully_shard changes what it wraps; their rows
+    travel nowhere as yet."""
+    for name in modules:
+        experts: Any = model.get_submodule(name)
+        if not isinstance(experts, RoutedRows):
+            kind: Any = type(experts)
+            experts.__class__ = _routed(kind)
+            experts.journey, experts.num_all = Journey, number
+
+
+@cache
+def _routed(kind: type) -> type:
+    """Return a class that routes rows, of a class of experts."""
+    mixin = _TransformersRows if hasattr(kind, _GATE) else RoutedRows
+    return type(kind.__name__, (mixin, kind), {"__module__": kind.__module__})
+
+
+def _experts_of(x_MC: Tensor, ends_E: Tensor) -> Tensor:
+    """Return the expert of each row."""
+    rows_M = torch.arange(len(x_MC), dtype=ends_E.dtype, device=ends_E.device)
+    return torch.searchsorted(ends_E, rows_M, right=True)
+
+
+class SampleTokens:
+    """The tokens of samples that a rank has: all. `slices` are those that a sample's are cut
+    into."""
+
+    slices = 1
+
+    def summed(self, counts_BE: Tensor) -> Tensor:
+        """Return the counts of all tokens, of those of the rank's own."""
+        return counts_BE
+
+    def before(self, before_BKT: Tensor, chosen_BKT: Tensor, *, num_experts: int) -> Tensor:
+        """Return how many choices of all tokens fall on a choice's expert before it, of those of
+        the rank's own that do: first choices come before second ones, earlier tokens before later
+        ones."""
+        return before_BKT
+
+
+class Balance(nn.Module):
+    """The losses of one router, summed over the samples of a micro-batch (0-d). Each sample's has
+    all of its tokens and no other's, so that it is the same wherever samples are computed, and
+    `weight`, one over the samples of the global batch, makes their mean of the sum; where several
+    ranks route the same tokens, or slices of a sample's, each adds its share of it."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.shape, self.weight = shape, 1.0
+        self.scale: Tensor | None = None  # 0-d: of the loss that backward begins with
+        self.tokens = SampleTokens()
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether there is such a loss."""
+        return bool(self.shape.aux_loss or self.shape.z_loss)
+
+    def forward(self, logits_BTE: Tensor, scores_BTE: Tensor, chosen_BTK: Tensor) -> Tensor:
+        """Return the sum of the samples' losses, in at least fp32."""
+        losses = []
+        if self.shape.aux_loss:
+            losses.append(self.shape.aux_loss * self._unevenness(scores_BTE, chosen_BTK))
+        if self.shape.z_loss:  # Zoph et al. 2022 (arXiv:2202.08906), equation 5
+            squares_BT = logits_BTE.logsumexp(-1).square()
+            losses.append(self.shape.z_loss * squares_BT.mean(1).sum())
+        return losses[0] if len(losses) == 1 else losses[0] + losses[1]
+
+    def _unevenness(self, scores_BTE: Tensor, chosen_BTK: Tensor) -> Tensor:
+        """The sum over experts of the share of choices that fell on one and its mean score, times
+        their number: 1 where both are even (Fedus et al. 2021, arXiv:2101.03961, equations 4 to 6;
+        sample by sample as DeepSeek-V3, arXiv:2412.19437, equations 17 to 20)."""
+        num_experts = scores_BTE.shape[-1]
+        if self.shape.router is Router.SIGMOID:  # of each by itself, whose sum may be anything
+            scores_BTE = scores_BTE / scores_BTE.sum(-1, keepdim=True)
+        chosen_BQ = chosen_BTK.flatten(1)
+        ones_BQ = torch.ones_like(chosen_BQ, dtype=scores_BTE.dtype)
+        counts_BE = ones_BQ.new_zeros(len(chosen_BQ), num_experts).scatter_add(
+            1, chosen_BQ, ones_BQ
+        )
+        choices = chosen_BQ.shape[1] * self.tokens.slices
+        shares_BE = self.tokens.summed(counts_BE) / choices
+        return num_experts * (shares_BE * scores_BTE.mean(1)).sum()
+
+
+def weigh(model: nn.Module, weight: float) -> None:
+    """Let the routers' losses of a model be multiplied by this too in a step's loss."""
+    for module in model.modules():
+        if isinstance(module, Balance):
+            module.weight *= weight
+
+
+def scale_losses(model: nn.Module, scale: Tensor) -> None:
+    """Let the routers' losses of a model be multiplied by a scale (0-d) as the step's loss is: by
+    what it is when a backward pass comes to them."""
+    for module in model.modules():
+        if isinstance(module, Balance):
+            module.scale = scale
+
+
+def with_loss(x: Tensor, loss: Tensor, weight: float, scale: Tensor | None = None) -> Tensor:
+    """Return `x`, in whose backward pass `loss` (0-d) has the gradient `weight` too, times
+    `scale`."""
+    y: Tensor = _WithLoss.apply(x, loss, weight, scale)
+    return y
+
+
+class _WithLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor, weight: float, scale: Tensor | None) -> Tensor:
+        ctx.weight, ctx.scale, ctx.dtype = weight, scale, loss.dtype
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        if ctx.scale is None:
+            of_loss = gradient.new_full((), ctx.weight, dtype=ctx.dtype)
+        else:
+            of_loss = ctx.scale.to(ctx.dtype) * ctx.weight
+        return gradient, of_loss, None, None
 
 
 class FeedForward(nn.Module):

@@ -1,22 +1,25 @@
-"""What is minimised: the loss of a micro-batch, of what a model returned, or of the model.
+"""The minimised value: the loss of a micro-batch, of a model's output, or of the model.
 
-What a spec's `loss:` or `step:` gives is the mean of a micro-batch's samples. Micro-batches are of
-one size, so that the mean of theirs is the global batch's (Theorem 3).
+A spec's `loss:` or `step:` returns the mean over a micro-batch's samples. Micro-batches have one
+size, so the mean over them is the global batch's (Theorem 3).
 
-Micro-batches as a model and its loss are given them, and one to look at a model with.
+Micro-batches as a model and its loss receive them, and one to inspect a model with.
 
 The loss: a sum over tokens; divided by a global count it cannot be mis-scaled (Theorem 3).
 
-The loss of a slice of the tokens at a time, inside the model's own forward pass: all logits are
-never there at once.
-
-While targets are given, whatever makes the logits gives their summed loss instead: a head, or the
-method `logits(x)` of a built-in model without one. It runs where it always ran, within the hooks of
-its module, so that whoever gathers its weights has gathered them. No model is edited: the head gets
-a class of its own under its old name, and the method is hidden by an attribute of the instance.
+The loss can be computed over a slice of the tokens at a time, inside the model's own forward pass,
+so that all logits never exist at once. While targets are given, the head, or the method `logits(x)`
+of a built-in model without one, returns the summed loss instead of logits. It runs where it always
+ran, within the hooks of its module, so its weights are all-gathered. No model is edited: the head
+gets another class under its old name, and an attribute of the instance hides the method.
 
 Note: fused, a token's loss has the compute dtype (torch's operator rounds it as a head rounds its
 logits); their sum is in at least fp32.
+
+autograd's graph of a loss shows which leaves it is computed from, and in which calls of the model.
+A step of the user's own must use parameters within calls of the model alone: there they are
+all-gathered, and there the hooks that reduce their gradients run. Nodes of the graph are numbered
+in the order in which the forward pass makes them, so a call is a span of numbers.
 """
 
 from __future__ import annotations
@@ -31,22 +34,89 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.autograd.graph import Node
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.utils._pytree import tree_iter, tree_map
 from torch.utils.checkpoint import checkpoint
 
 from ptrain.errors import refused
+from ptrain.internals.autograd import next_number, number_of
 from ptrain.models.dataset import dataset_of
 from ptrain.models.described import kind_of
 from ptrain.models.external import resolved
-from ptrain.models.graph import ModelCalls
 from ptrain.models.launch import sent_to
 from ptrain.models.numerics import TORCH_DTYPES, widen
 from ptrain.models.transformer import Transformer
 from ptrain.spec.function import UserFunction
 from ptrain.spec.spec import LossSpec, Spec
 from ptrain.steps.step import ChunkedLoss
+
+
+class ModelCalls:
+    """The calls of a model that return while it is watched."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._begun: list[int] = []
+        self._spans: list[range] = []
+
+    @property
+    def count(self) -> int:
+        return len(self._spans)
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """While entered, calls are noted. Nothing that the model gives is changed."""
+        handles = (
+            self._model.register_forward_pre_hook(self._begin, prepend=True),
+            self._model.register_forward_hook(self._end),
+        )
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def used_beside(self, loss: Tensor) -> list[str]:
+        """Return the names of the parameters of which the loss is computed outside any call."""
+        names = {id(parameter): name for name, parameter in self._model.named_parameters()}
+        beside = {
+            names[id(leaf)]
+            for leaf, user in uses_of_leaves(loss)
+            if id(leaf) in names and not self._is_within(user)
+        }
+        return [name for name in names.values() if name in beside]
+
+    def _is_within(self, node: Node | None) -> bool:
+        return node is not None and any(number_of(node) in span for span in self._spans)
+
+    def _begin(self, _: nn.Module, __: object) -> None:
+        self._begun.append(next_number())
+
+    def _end(self, _: nn.Module, __: object, ___: object) -> None:
+        self._spans.append(range(self._begun.pop(), next_number()))
+
+
+def uses_of_leaves(tensor: Tensor) -> Iterator[tuple[Tensor, Node | None]]:
+    """Yield the tensors that autograd would give gradients, if it began at `tensor`, with every
+    node that uses one; None where the tensor is one itself."""
+    if tensor.grad_fn is None:
+        if tensor.requires_grad:
+            yield tensor, None
+        return
+    seen, waiting = {tensor.grad_fn}, [tensor.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        for following, _ in node.next_functions:
+            if following is None:
+                continue
+            if (variable := getattr(following, "variable", None)) is not None:
+                yield variable, node
+            elif following not in seen:
+                seen.add(following)
+                waiting.append(following)
+
 
 IGNORED = -100  # a target that counts for nothing
 

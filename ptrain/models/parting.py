@@ -1,8 +1,10 @@
 """Find operations along features that a rank of tp cannot do on its slice: splitting or joining the
 features, or counting heads that it does not have all of.
 
-Also tells which dimension of a tensor holds sliced features, which operators work along it, and
+Also finds which dimension of a tensor holds sliced features, which operators work along it, and
 which linear layers are several projections in one.
+
+A backward pass has left a module when the gradients of its inputs are complete.
 """
 
 from __future__ import annotations
@@ -12,10 +14,43 @@ from itertools import zip_longest
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
 
 from ptrain.models.ledger import storage_of
 from ptrain.spec.role import in_any_block
+
+
+class _LeaveBackward(torch.autograd.Function):
+    """The identity; its backward runs when the gradients of a unit's inputs are complete. FSDP2
+    places its own hook in the same way."""
+
+    @staticmethod
+    def forward(ctx: Any, notify: Callable[[], None], *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.notify = notify
+        return inputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        ctx.notify()
+        return (None, *gradients)
+
+
+def when_left(inputs: Any, notify: Callable[[], None]) -> Any:
+    """Return a module's inputs, nested as they are. When a backward pass has the gradients of all
+    that have one, it calls `notify`; where none has, nobody does."""
+    tensors: list[Tensor] = []
+    tree_map(lambda x: tensors.append(x) if has_gradient(x) else None, inputs)
+    if not tensors:
+        return inputs
+    marked = iter(_LeaveBackward.apply(notify, *tensors))
+    return tree_map(lambda x: next(marked) if has_gradient(x) else x, inputs)
+
+
+def has_gradient(x: Any) -> bool:
+    """Return whether it is a tensor that autograd makes a gradient of."""
+    return isinstance(x, Tensor) and x.requires_grad
 
 
 class Projections:

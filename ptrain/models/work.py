@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ptrain.costs import Collective
+from ptrain.cost import Collective
 from ptrain.facts.model import InnerCollective, Operator
 from ptrain.internals import process_groups
 from ptrain.models.ledger import tensors_of

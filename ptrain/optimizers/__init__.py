@@ -1,1 +1,1 @@
-"""The update: torch's optimizers by name, and ours."""
+"""The optimizer update: torch's optimizers by name, and Lion and Muon."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
-from ptrain.costs import State
+from ptrain.cost import State
 from ptrain.rooms.room import Optimizer, OptimizerLeaf, Room, Rules, T
 from ptrain.spec.job import OptimizerSpec
 from ptrain.spec.optimizers import OPTIMIZERS

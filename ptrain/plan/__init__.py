@@ -1,1 +1,1 @@
-"""What will be done to the model, as data: steps, and the theorems that they obey."""
+"""The plan: the steps that will be applied to the model, as data."""

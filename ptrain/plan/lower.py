@@ -27,7 +27,7 @@ from ptrain.axes.data.form import (
 from ptrain.axes.expert.form import experts_of, loads_of
 from ptrain.axes.pipeline.catalogue import pipeline_of, schedule_of
 from ptrain.axes.pipeline.stage_facts import stages_of
-from ptrain.costs import State
+from ptrain.cost import State
 from ptrain.errors import SpecError, refused
 from ptrain.facts.model import ModelFacts
 from ptrain.facts.parameters import expert_layers, expert_modules
@@ -72,18 +72,24 @@ def own_facts(spec: Spec) -> ModelFacts:
 
 
 def lower(spec: Spec, facts: ModelFacts | None = None) -> Plan:
-    """Return the plan of a legal spec.
+    """Return the plan of a legal spec: the steps that wrap its model, in order.
 
     Args:
-        spec: what to run.
-        facts: what is known of its model; a built-in model needs none, any other model's are read
-            off the model itself (`read_facts`).
+        spec: The spec to run.
+        facts: The facts of its model. Built-in models need none; for any other model, read them
+            with `ptrain.read_facts`.
+
+    Returns:
+        The plan. Printed, it lists the PyTorch parts that wrap the model.
 
     Raises:
-        SpecError: the model's layers do not fit the spec, or something in it is not chosen yet.
+        SpecError: The model's layers do not fit the spec, or a value is still `auto`.
 
     Example:
-        >>> print(ptrain.lower(ptrain.load("zero3").spec))
+        >>> import ptrain
+        >>> plan = ptrain.lower(ptrain.load("zero3").spec)
+        >>> plan.spec.name
+        'zero3'
     """
     facts = own_facts(spec) if facts is None else facts
     spec = spec if facts.model is None else replace(spec, model=facts.model)
@@ -219,7 +225,7 @@ def _pipeline(spec: Spec, stages: tuple[Stage, ...]) -> Pipeline | None:
 def _accumulate(spec: Spec) -> Accumulate:
     if spec.batch.micro_is_open:  # a call from Python: commands have chosen
         finding = "auto is not resolved to a micro-batch size yet"
-        raise refused("batch.micro", finding, "pass ptrain.settled(ptrain.load(...))")
+        raise refused("batch.micro", finding, "pass ptrain.resolve_auto(ptrain.load(...))")
     return Accumulate(micro_batches=spec.batch.accumulate)
 
 
@@ -228,7 +234,7 @@ def _keep(spec: Spec, blocks: tuple[str, ...]) -> Keep | None:
     as the model calls them; those of a built-in one are known."""
     if spec.activations.is_open:  # a call from Python: commands have chosen
         finding = "the recompute policy is not selected yet"
-        raise refused("recompute.budget", finding, "pass ptrain.settled(ptrain.load(...))")
+        raise refused("recompute.budget", finding, "pass ptrain.resolve_auto(ptrain.load(...))")
     if isinstance(spec.model, ModelShape):
         blocks = tuple(f"blocks.{index}" for index in range(spec.model.layers))
     if outside := tuple(blocks_outside(spec, len(blocks))):

@@ -1,1 +1,1 @@
-"""What a machine does in a second: how long operators, collectives and wrappers take on it."""
+"""The cost model: time of operators, collectives and wrappers on a machine."""

@@ -13,7 +13,7 @@ from functools import lru_cache
 from itertools import chain
 from typing import Any
 
-from ptrain.costs import Collective
+from ptrain.cost import Collective
 from ptrain.facts.model import Operator
 from ptrain.rates.pace import LinkRate, Pace, UnknownRate, link_seconds
 from ptrain.spec.cluster import Cluster

@@ -1,1 +1,1 @@
-"""What the reader sees: records, tables and differences."""
+"""Output: records, tables and differences."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ptrain.costs import Phase, State
+from ptrain.cost import Phase, State
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ptrain.by_rank import unranked
-from ptrain.costs import Estimate, Peak, State, lower_bytes
+from ptrain.cost import Estimate, Peak, State, lower_bytes
 from ptrain.plan.composition import ranks_text
 from ptrain.report.table import (
     Importance,

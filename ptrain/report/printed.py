@@ -7,7 +7,7 @@ estimate as the column that it is.
 from __future__ import annotations
 
 from ptrain.algebra.obeyed import shown
-from ptrain.costs import Estimate
+from ptrain.cost import Estimate
 from ptrain.derivation.estimate import Derivation
 from ptrain.plan.show import show
 from ptrain.report.predict import account, one, prediction_of

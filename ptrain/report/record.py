@@ -13,7 +13,7 @@ from itertools import takewhile, zip_longest
 
 from ptrain.by_rank import of_ranks
 from ptrain.codec import RARE, encode
-from ptrain.costs import (
+from ptrain.cost import (
     OPERATIONS,
     TIERS,
     Column,

@@ -14,7 +14,7 @@ from typing import Any
 
 from ptrain.by_rank import distinct
 from ptrain.codec import Malformed, decode
-from ptrain.costs import Column, Estimate, Phase, State, busiest
+from ptrain.cost import Column, Estimate, Phase, State, busiest
 from ptrain.derivation.wire import WireRow
 from ptrain.errors import refused
 from ptrain.report.finding import Culprit

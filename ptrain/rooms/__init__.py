@@ -1,1 +1,1 @@
-"""What a program happens in: ranks, mesh, tiers and collectives, of tensors or of ghosts."""
+"""Runtime backends: ranks, mesh, memory tiers and collectives, for real and fake tensors."""

@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from ptrain.costs import Collective, State
+from ptrain.cost import Collective, State
 from ptrain.rooms.room import Axes, Move, Shape, Work
 from ptrain.spec.dials import ReduceScatterVia
 from ptrain.spec.placement import Axis, Tier

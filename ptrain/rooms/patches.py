@@ -27,7 +27,7 @@ from ptrain.internals import (
 from ptrain.internals.dispatch import without_modes
 from ptrain.internals.dtensor import TRACERS, ShardingPropagator, forget_shapes
 from ptrain.internals.fakes import FakeTensor
-from ptrain.models.huggingface import PACKED, masks, never_packed
+from ptrain.models.pretrained import PACKED, masks, never_packed
 from ptrain.spec.model import HuggingFaceModel, ModelSpec
 from ptrain.version import REFERENCE_TORCH, TESTED_TORCH, is_tested
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Generic, Protocol, TypeVar
 
-from ptrain.costs import State
+from ptrain.cost import State
 from ptrain.spec.dials import ReduceScatterVia
 from ptrain.spec.job import OptimizerSpec
 from ptrain.spec.placement import Axis, Tier

@@ -19,13 +19,11 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from ptrain.costs import State
+from ptrain.cost import State
 from ptrain.internals.fakes import detect_fake_mode
 from ptrain.models.numerics import DTYPE_NAMES, TORCH_DTYPES
 from ptrain.models.tags import is_tagged, tag, tier_of
-from ptrain.rooms.comm import all_gather, all_reduce, reduce_scatter
-from ptrain.rooms.mesh import Mesh
-from ptrain.rooms.registry import Registry
+from ptrain.rooms.comm import Mesh, Registry, all_gather, all_reduce, reduce_scatter
 from ptrain.rooms.room import Axes, Move, Shape, Work
 from ptrain.spec.dials import ReduceScatterVia
 from ptrain.spec.file_tier import unusable

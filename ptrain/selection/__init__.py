@@ -1,1 +1,1 @@
-"""Whether a spec fits its cluster, what would, and what a memory budget recomputes."""
+"""Search: whether a spec fits, changes that fit, the best placement, recomputation budgets."""

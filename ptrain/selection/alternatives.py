@@ -10,7 +10,7 @@ from functools import cache
 from math import prod
 
 from ptrain.axes.data.rules import DATA
-from ptrain.costs import PLACED
+from ptrain.cost import PLACED
 from ptrain.errors import Fault
 from ptrain.spec.dials import GradientSync
 from ptrain.spec.keys import dials

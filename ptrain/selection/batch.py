@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from ptrain.costs import Collective
+from ptrain.cost import Collective
 from ptrain.selection.arrays import Array, Columns, numpy
 from ptrain.selection.flows import BoundedPeaks, CandidateBlock, FlowGroup, InnerCut, PipelineFlows
 from ptrain.selection.peaks import TOGETHER, together

@@ -8,7 +8,7 @@ from itertools import product
 from math import prod
 from typing import Protocol
 
-from ptrain.costs import Collective, State
+from ptrain.cost import Collective, State
 from ptrain.selection.arrays import Array, by_value, numpy
 from ptrain.selection.profile import Wires
 from ptrain.spec.rates import Hook

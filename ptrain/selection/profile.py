@@ -12,7 +12,7 @@ from math import prod
 
 from ptrain.axes.expert.cost import rows_bytes
 from ptrain.axes.pipeline.stage_facts import chain_of
-from ptrain.costs import Collective
+from ptrain.cost import Collective
 from ptrain.derivation import layers as layer_tables
 from ptrain.derivation.activation_moves import COPIES
 from ptrain.derivation.clock import Clock

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from ptrain.axes.candidates import NOTHING, AxisChoice, Written, chosen
-from ptrain.costs import Collective, Estimate, Phase, StepTime, Traffic
+from ptrain.cost import Collective, Estimate, Phase, StepTime, Traffic
 from ptrain.derivation.estimate import Derivation
 from ptrain.derivation.interconnect import Network
 from ptrain.derivation.throughput import Throughput, throughput

@@ -20,7 +20,7 @@ from ptrain.axes.data.form import (
     tier_of,
     when_gathered,
 )
-from ptrain.costs import State
+from ptrain.cost import State
 from ptrain.selection.arrays import Array, Columns, by_value, distinct, numpy
 from ptrain.selection.moves import PartedMoves, UnitMoves, inside
 from ptrain.selection.profile import Sizes, Wires

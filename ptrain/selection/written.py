@@ -7,7 +7,7 @@ from dataclasses import fields
 from typing import Any
 
 from ptrain.axes.candidates import Written
-from ptrain.costs import State
+from ptrain.cost import State
 from ptrain.errors import refused
 from ptrain.selection.space import SEARCHED_AXES, ways_to_keep
 from ptrain.spec.activations import Kept

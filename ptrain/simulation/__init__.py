@@ -1,1 +1,1 @@
-"""The program that trains, played by one process on fake ranks and fake tensors."""
+"""Simulation: runs the training program in one process on fake ranks and tensors."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from ptrain.costs import Estimate
+from ptrain.cost import Estimate
 from ptrain.errors import refused
 from ptrain.spec.placement import Axis
 from ptrain.spec.spec import Spec, positions

@@ -31,8 +31,8 @@ from ptrain.facts.model import ModelFacts
 from ptrain.models.contract import forward_once
 from ptrain.models.facts import untraced_facts
 from ptrain.models.fake_values import READ
-from ptrain.models.huggingface import layers_of, with_layers
 from ptrain.models.ledger import OperatorMode
+from ptrain.models.pretrained import layers_of, with_layers
 from ptrain.plan.lower import lower, own_facts
 from ptrain.spec.dials import UnitKind
 from ptrain.spec.model import ExternalModel, HuggingFaceModel, ModelShape, ModelSpec

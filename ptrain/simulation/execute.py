@@ -1,23 +1,31 @@
-"""One rank of a job on fake ranks: the program that trains, from its wrapping to a steady step.
+"""Run one rank of a job on fake ranks: the program that trains, from its wrapping to a steady step.
 
 With fake tensors nothing is allocated and nothing computed; with real ones (a rehearsal) one device
 does all that the rank would do, and only the other ranks are missing. Either way collectives move
-nothing, so that values are garbage: bytes, operations and the order of things are what is true.
+nothing, so values are garbage; bytes, operations and their order are true.
+
+Floating-point operations are those of the operators that a rank runs on its own tensors, by torch's
+own formulas (`torch.utils.flop_counter`), forward, backward and recomputed. torch's counter itself
+works above DTensor, where operators have the global shapes, and does not know fused attention on a
+CPU, nor the fused loss; this one works below and does.
 """
 
 from __future__ import annotations
 
 import gc
+import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
+from torch.utils.flop_counter import flop_registry
 
 from ptrain.axes.expert.run.apply import StatedRouting
-from ptrain.costs import Column, Estimate, add_traffic
+from ptrain.cost import Column, Estimate, Operations, Phase, add_traffic
 from ptrain.data.sampler import blank_batch
 from ptrain.derivation.allocator import AllocatedStep, AllocatorEvent, Reserved, reserved
 from ptrain.derivation.workspaces import products
@@ -25,16 +33,17 @@ from ptrain.errors import RankFailed, refused
 from ptrain.interpreter.program import Observer, Program, interpret
 from ptrain.meters.traffic import TrafficMeter
 from ptrain.models.fake_values import READ
+from ptrain.models.ledger import OperatorMode
 from ptrain.models.objective import StepBatch
+from ptrain.models.recomputing import runs_again
+from ptrain.models.work import products as product_sizes
 from ptrain.report.composition import MemoryHistory
 from ptrain.rooms import pretence
-from ptrain.rooms.fake import fake_tensors, fake_world
 from ptrain.rooms.patches import patched
-from ptrain.rooms.world import World
+from ptrain.rooms.world import World, fake_tensors, fake_world
 from ptrain.simulation.choice import require_ranks
 from ptrain.simulation.equal_blocks import FEWEST, LEAST, EqualBlocks, equal_blocks
 from ptrain.simulation.living import LivingMeter, Modules
-from ptrain.simulation.operations import OperationsMeter
 from ptrain.simulation.replay import StepRecord, replayed
 from ptrain.spec.model import HuggingFaceModel, ModelShape
 from ptrain.spec.routing import Histogram
@@ -42,6 +51,95 @@ from ptrain.spec.spec import Spec
 from ptrain.steps.experts import token_places
 from ptrain.traces.attention_kernels import kernels_for
 from ptrain.train.probe import FIRST_STEADY, set_up
+
+_aten = torch.ops.aten
+# An operator of processors -> the one whose formula counts it.
+_ALIKE = {
+    _aten._scaled_dot_product_flash_attention_for_cpu: _aten._scaled_dot_product_flash_attention,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+        _aten._scaled_dot_product_flash_attention_backward
+    ),
+    _aten.addmm_: _aten.addmm,  # the fused loss adds up its weight's gradient in place
+}
+_ATTENTION = "aten::_scaled_dot_product_"
+_GROUPED = "_grouped_mm"  # of torch, and of ours where torch has none
+_FUSED = "torch_nn::_linear_cross_entropy_batch_chunked_no_reduction"
+
+
+class OperationsMeter(OperatorMode):
+    """Counts while it is entered; the program tells it the phase."""
+
+    def __init__(self, *, rank: int) -> None:
+        super().__init__()
+        self._rank = rank
+        self._phase = Phase.FORWARD
+        self._forward = self._backward = self._again = 0
+        self._attention: dict[str, None] = {}
+
+    def phase(self, phase: Phase, micro_batch: int) -> None:
+        self._phase = phase
+
+    def operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = function(*args, **kwargs)
+        packet = getattr(function, "_overloadpacket", None)
+        formula = flop_registry.get(_ALIKE.get(packet, packet))
+        if self._phase is Phase.UPDATE:
+            return result
+        if _ATTENTION in function._schema.name and self._phase is Phase.FORWARD:
+            self._attention[function._schema.name.removeprefix(_ATTENTION)] = None
+        if formula is not None:
+            name, attends = function._schema.name, False
+            if _ATTENTION in name:
+                attends = "backward" not in name
+                args = _with_equal_heads(args, is_backward=not attends)
+            self._add(int(formula(*args, **kwargs, out_val=result)), attends=attends)
+        elif function._schema.name.endswith(f"::{_GROUPED}"):  # torch has no formula of it
+            self._add(2 * sum(map(math.prod, product_sizes(_GROUPED, args))))
+        elif function._schema.name == _FUSED:
+            self._add_logits(args[0], args[1])
+        return result
+
+    def _add_logits(self, x_NC: torch.Tensor, weight_VC: torch.Tensor) -> None:
+        """Of a fused loss: its forward pass shows no operator inside, and its backward pass
+        computes the logits again among operators of its own."""
+        number = 2 * x_NC.numel() * weight_VC.shape[0]
+        self._add(number)
+        self._again += number
+        self._backward -= number
+
+    def _add(self, number: int, *, attends: bool = False) -> None:
+        """`attends`: by a forward kernel of attention."""
+        if runs_again() and (attends or torch.is_grad_enabled()):
+            # A recomputation records its graph; the operators of a backward pass record none, nor
+            # do those in a function with a backward pass of its own, as attention over cp is. Of a
+            # chunk of the loss no module's hooks run again, so that modules cannot tell.
+            self._again += number
+        elif self._phase is Phase.FORWARD:
+            self._forward += number
+        else:
+            self._backward += number
+
+    def attention(self) -> tuple[str, ...]:
+        """Return which kernels of attention ran: `cudnn_attention`; none of what is computed
+        operator by operator."""
+        return tuple(self._attention)
+
+    def row(self) -> Operations:
+        """Return the operations of the steps that it saw."""
+        return Operations(
+            rank=self._rank, forward=self._forward, backward=self._backward, again=self._again
+        )
+
+
+def _with_equal_heads(args: tuple[Any, ...], *, is_backward: bool) -> tuple[Any, ...]:
+    """Shapes of keys and values of as many heads as the queries have, each of which meets its own:
+    torch's formula asks for them up to 2.11."""
+    first = 1 if is_backward else 0
+    query, *others = args[first : first + 3]
+    heads = query.shape[1]
+    shapes = (torch.Size((len(x), heads, *x.shape[2:])) for x in others)
+    return (*args[:first], query, *shapes, *args[first + 3 :])
+
 
 SEGMENTS = {"default segments": False, "segments that expand": True}
 _LR = 1e-3

@@ -22,8 +22,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.hooks import RemovableHandle
 
-from ptrain.axes.data.run.fully_sharded import allocating_streams, stream_key
-from ptrain.costs import Phase, State
+from ptrain.axes.data.run.apply import allocating_streams, stream_key
+from ptrain.cost import Phase, State
 from ptrain.derivation.allocator import COMPUTING
 from ptrain.derivation.attention import attention_of
 from ptrain.derivation.workspaces import attention_backward, sum_of_rows
@@ -32,8 +32,8 @@ from ptrain.interpreter.program import Program
 from ptrain.meters.memory import MemoryMeter
 from ptrain.models.ledger import storage_of
 from ptrain.optimizers.update import MASTER
-from ptrain.rooms.registry import Tag
-from ptrain.simulation.stream import Begin, Change, MemoryStream, StorageKind
+from ptrain.rooms.comm import Tag
+from ptrain.simulation.replay import Begin, Change, MemoryStream, StorageKind
 from ptrain.spec.spec import Spec
 
 LOGITS = "logits"

@@ -1,1 +1,1 @@
-"""What the user said: a spec's grammar, its reader and writer, faults, and which rank is where."""
+"""The spec: grammar, reader, writer, error messages, and the layout of ranks."""

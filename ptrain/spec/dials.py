@@ -109,7 +109,7 @@ class UnitKind(Word):
 
     BLOCK = "block"
     SUB_BLOCK = "sub-block"  # a block's children that have children; the block keeps the rest
-    BLOCKS = "Number of transformer blocks."  # n neighbouring blocks
+    BLOCKS = "blocks"  # n neighbouring blocks
     MODEL = "model"
 
 

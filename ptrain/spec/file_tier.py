@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 
-from ptrain.costs import PLACED
+from ptrain.cost import PLACED
 from ptrain.errors import SpecError, refused
 from ptrain.spec.placement import Tier
 from ptrain.spec.spec import Spec

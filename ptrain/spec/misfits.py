@@ -106,7 +106,7 @@ def _groups(shape: ModelShape, experts: int, groups: int) -> Iterator[Fault]:
         yield Fault(
             place="model.expert_groups",
             finding=f"{finding}two or more",
-            remedy=f"Use one of {choices}." if choices else "remove it",
+            remedy=f"Use one of {choices}." if choices else "Remove it.",
         )
     elif of_token >= groups:
         yield Fault(

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import field
 from typing import Annotated, Any, NamedTuple
 
-from ptrain.costs import Collective
+from ptrain.cost import Collective
 from ptrain.spec.leaf import (
     Choice,
     Leaf,

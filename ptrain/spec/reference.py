@@ -78,7 +78,8 @@ def _example(place: str, leaf: Leaf, default: object) -> str:
     if place in _examples():
         value = _examples()[place]
     elif isinstance(leaf, Choice):
-        value = next(word for word in leaf.executed or leaf.words if word != leaf.say(default))
+        words = leaf.executed or leaf.words
+        value = str(next(word for word in words if word != leaf.say(default)))
     elif isinstance(leaf, Truth) and leaf.executed is None:
         value = "false" if default is True else "true"
     elif isinstance(leaf, Size):

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from ptrain.costs import State
+from ptrain.cost import State
 from ptrain.spec.activations import (
     ATTENTION_ONLY,
     FULL,

@@ -50,24 +50,17 @@ ROWS = (Role.ROW, Role.TRANSPOSED_ROW)
 
 # What a plan of the user's own may say, and what each word means.
 GIVEN = {
-    Role.COLUMN: "linear layer, output features sharded",
-    Role.FUSED_COLUMN: (
-        "several projections in one linear layer: output features of each are sharded"
-    ),
-    Role.ROW: "linear layer, input features sharded; outputs are summed over the ranks",
-    Role.VOCABULARY: "embedding, rows sharded",
-    Role.HEAD: "output head, vocabulary sharded",
-    Role.WHOLE_INPUT: (
-        "module whose column layers share their input: the input gradient is reduced once"
-    ),
-    Role.SHARED: "replicated, but used between column and row layers: gradients are summed",
-    Role.NORM: "between the sub-blocks: computes the local tokens under sequence parallelism",
-    Role.LAST_NORM: "norm before the head: computes all tokens",
-    Role.COUNT: (
-        "integer attribute of a module (number of features or heads): replaced by "
-        "the per-rank value"
-    ),
-    Role.EXPERTS: "module with all experts of a layer: sharded on ep, replicated on tp",
+    Role.COLUMN: "a linear layer, sharded by output features",
+    Role.FUSED_COLUMN: "a linear layer of several projections, each sharded by output features",
+    Role.ROW: "a linear layer, sharded by input features; its outputs are summed over the ranks",
+    Role.VOCABULARY: "an embedding, sharded by rows",
+    Role.HEAD: "the linear layer to the vocabulary, sharded by output features",
+    Role.WHOLE_INPUT: "a module whose column layers share one input; its gradient is summed once",
+    Role.SHARED: "replicated, used between column and row layers; its gradients are summed",
+    Role.NORM: "replicated, between the sub-blocks; takes the tokens of the rank if A is S or S*",
+    Role.LAST_NORM: "the norm before the head; takes all tokens",
+    Role.COUNT: "an integer attribute of a module, as its number of heads: the value of the rank",
+    Role.EXPERTS: "the module of all experts of a layer; sharded over ep, replicated on tp",
 }
 
 

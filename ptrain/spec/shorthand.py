@@ -11,7 +11,7 @@ import copy
 import os
 from pathlib import Path
 
-from ptrain.costs import PLACED
+from ptrain.cost import PLACED
 from ptrain.errors import Fault
 from ptrain.spec import routing, schedule_file, slips
 from ptrain.spec.dials import Reshard

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Self
 
-from ptrain.costs import State
+from ptrain.cost import State
 from ptrain.spec.activations import PLAIN, Kept
 from ptrain.spec.batch import Batch
 from ptrain.spec.cluster import Cluster

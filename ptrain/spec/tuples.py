@@ -7,7 +7,7 @@ import copy
 import itertools
 from collections.abc import Callable, Sequence
 
-from ptrain.costs import PLACED, State
+from ptrain.cost import PLACED, State
 from ptrain.spec.leaf import KEPT_MEANINGS
 from ptrain.spec.names import missing, strategy
 from ptrain.spec.placement import DATA_AXES, EXPERT_AXES, OF_EXPERTS, TOKEN_AXES, Axis, Placement, S

@@ -1,1 +1,1 @@
-"""What a plan is made of: its steps, and what each answers about itself."""
+"""The step classes of a plan, and their properties."""

@@ -1,1 +1,1 @@
-"""What a block, a stage or a loss allocates, recorded by running it once."""
+"""Allocations of a block, stage or loss, recorded by running it once."""

@@ -30,7 +30,7 @@ from ptrain.models.kernels import AttentionCall, UnknownKernels, kernels_of
 from ptrain.models.ledger import OperatorMode
 from ptrain.models.numerics import DTYPE_NAMES, TORCH_DTYPES
 from ptrain.rooms import pretence
-from ptrain.rooms.fake import fake_tensors
+from ptrain.rooms.world import fake_tensors
 from ptrain.spec.precision import DType
 from ptrain.spec.spec import Spec
 from ptrain.traces.settings import Make

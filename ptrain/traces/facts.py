@@ -1,18 +1,21 @@
-"""Facts of any model that a spec names: from the shape of a built-in model; read off the module and
-traced for any other, whole and, where it is cut into stages or over tp, as each rank has it.
+"""Derive the facts of any model that a spec names: from the shape of a built-in model; read from
+the module and traced for any other, whole and, if it is split into stages or over tp, per rank.
 
 A trace runs one micro-batch at the spec's shape and dtypes. The backward pass stops at modules
 whose inputs need no gradient.
+
+If allocations depend on data, a model whose operators select by data has the traces at both extents
+of the selection. A model that reads values and then branches on them has no prediction.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -33,12 +36,18 @@ from ptrain.models.contract import (
     loss_of,
     require_takes_tokens,
 )
-from ptrain.models.dropless import route
 from ptrain.models.facts import head_of, untraced_facts
 from ptrain.models.fake_values import READ
-from ptrain.models.given import accept, require_fresh, with_model
-from ptrain.models.initialize import build, cast, keeps_its_weights
+from ptrain.models.initialize import (
+    accept,
+    build,
+    cast,
+    keeps_its_weights,
+    require_fresh,
+    with_model,
+)
 from ptrain.models.kernels import UnknownKernels
+from ptrain.models.moe import route
 from ptrain.models.numerics import TORCH_DTYPES
 from ptrain.models.objective import (
     LossInside,
@@ -47,17 +56,17 @@ from ptrain.models.objective import (
     sample_batch,
     token_loss_sum,
 )
-from ptrain.models.other_samples import other_samples
-from ptrain.models.selection import Extent
+from ptrain.models.one_pass import other_samples
+from ptrain.models.trace import BOUNDS, Extent, Selected
 from ptrain.plan.lower import lower
-from ptrain.rooms.fake import fake_tensors
+from ptrain.rooms.world import fake_tensors
 from ptrain.spec.extras import require_leave
 from ptrain.spec.model import ExternalModel
 from ptrain.spec.placement import CUTTING_AXES, Axis
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import chunked_loss
+from ptrain.timeline import gradient_order
 from ptrain.traces.attention_kernels import kernels_for
-from ptrain.traces.by_data import extents_of, facts_by_data, without_bounds
 from ptrain.traces.rank_part import TracedLayers, only, running, running_units
 from ptrain.traces.record import record
 from ptrain.traces.stage_parts import stage_formulas, stage_passes, stage_rows, stage_works
@@ -73,6 +82,101 @@ from ptrain.traces.tensor_parts import (
     why_untraced,
     works_of,
 )
+
+_READS_VALUES = "its code reads values"
+
+
+class TraceSamples(Protocol):
+    """Traces a micro-batch of these samples."""
+
+    def __call__(self, samples: SampleBatch, extent: Extent = Extent.GIVEN) -> TracedLayers: ...
+
+
+def facts_by_data(
+    known: ModelFacts,
+    layers: TracedLayers,
+    traced: TraceSamples,
+    samples: SampleBatch,
+    further: Callable[[], Sequence[SampleBatch]],
+) -> ModelFacts:
+    """Return the facts of a whole model with what it allocates. `layers` is what it did with
+    these samples; `further` gives others, none where nobody knows which it takes."""
+    selected = layers.recording.selected
+    if selected.unbounded:
+        return _unknown(known, layers, f"{_who(selected)}, of which no bound is known")
+    if selected.operators:
+        facts, *others = (_with(known, traced(samples, extent)) for extent in BOUNDS)
+        unvisited = _unvisited(facts, _with(known, layers), traced, samples)
+        return replace(facts, by_data=_who(selected), others=tuple(others), unvisited=unvisited)
+    if selected.reads and (why := _doubt(layers, traced, further)):
+        return _unknown(known, layers, why)
+    return _with(known, layers)
+
+
+def without_bounds(facts: ModelFacts) -> ModelFacts:
+    """Return the facts of a model whose ranks have experts of their own. What these select is of
+    other ranks' tokens too, as many as these send: of how much nobody knows a bound."""
+    if not facts.by_data:
+        return facts
+    why = f"{facts.by_data}, and of other ranks' rows no bound is known"
+    return replace(facts, timeline=None, work=None, others=(), by_data="", untraced=why)
+
+
+def extents_of(facts: ModelFacts) -> Sequence[tuple[ModelFacts, Extent]]:
+    """Return the facts at each extent at which the model is to be traced."""
+    if not facts.others:
+        return [(facts, Extent.GIVEN)]
+    return list(zip((facts, *facts.others), BOUNDS, strict=True))
+
+
+def _with(known: ModelFacts, layers: TracedLayers) -> ModelFacts:
+    timeline = layers.timeline(known.blocks, known.unit_modules)
+    work = layers.work(known.blocks)
+    return replace(known, timeline=timeline, gradient_order=gradient_order(timeline), work=work)
+
+
+def _unknown(known: ModelFacts, layers: TracedLayers, why: str) -> ModelFacts:
+    return replace(_with(known, layers), timeline=None, work=None, untraced=why)
+
+
+def _unvisited(
+    facts: ModelFacts, given: ModelFacts, traced: TraceSamples, samples: SampleBatch
+) -> tuple[str, ...]:
+    """Return the parameters that have a gradient in some traces and in others none: in that of
+    samples that are alike, or where nothing but each module's first selection has an element."""
+    seen = [set(given.gradient_order)]
+    with suppress(CodeRaised, RuntimeError):  # code that does not run on nothing never has to
+        seen.append(set(_with(facts, traced(samples, Extent.FIRST)).gradient_order))
+    return tuple(name for name in facts.gradient_order if not all(name in names for names in seen))
+
+
+def _doubt(
+    layers: TracedLayers, traced: TraceSamples, further: Callable[[], Sequence[SampleBatch]]
+) -> str:
+    """Return why what the layers did does not say what the model allocates of other samples; empty
+    where it allocates the same of all that there are to try."""
+    samples = further()
+    if not samples:
+        return f"{_READS_VALUES}, and it has no nn.Embedding that says which other tokens to try"
+    expected = layers.own_timeline
+    try:
+        is_same = all(traced(other).own_timeline == expected for other in samples)
+    except CodeRaised as error:
+        return f"{_READS_VALUES}, and on other samples it ends: {error.faults[0].finding}"
+    except RuntimeError as error:  # in backward
+        return (
+            f"{_READS_VALUES}, and on other samples it ends: {' '.join(str(error).split())[:120]}"
+        )
+    return "" if is_same else f"{_READS_VALUES}, and does another thing with each"
+
+
+def _who(selected: Selected) -> str:
+    """Return `h.0.mlp and 3 modules more select by data (nonzero)`."""
+    first, *more = selected.modules
+    number = len(more)
+    others = f" and {number} module{'s' * (number > 1)} more" if more else ""
+    names = ", ".join(name.removeprefix("aten::") for name in selected.operators)
+    return f"{first or 'the model'}{others} select{'' if more else 's'} by data ({names})"
 
 
 @contextmanager
@@ -150,15 +254,33 @@ def read_facts(
     runs_fakes: bool = True,
     progress: Progress = lambda line: None,
 ) -> ModelFacts:
-    """Return the facts of the spec's model, which is built and traced: on fake tensors if real ones
-    take longer (`FakeModel.is_quick`). A model that fakes cannot run is traced on real tensors if
-    its weights take no more than a laptop copies within seconds. `progress` is called with a line
-    before a trace that may take minutes. Raises SpecError for one that does not make
-    logits of tokens. `runs_fakes`: whether a model may run on fakes in this process: its code may
-    keep one of them for the next time, so where it is to run on real ones afterwards it may not.
-    Raises SpecError where the spec names a function and its import is not allowed.
+    """Read the facts of a model: names, shapes and, by a trace, the tensors of a micro-batch.
 
-    `model`: a module in the place of the spec's, as `interpret` takes it; it stays as it is."""
+    Large models are traced on fake tensors. A model whose code cannot run on fake tensors is
+    traced on real ones if its weights can be copied within seconds.
+
+    Args:
+        spec: The spec of the model.
+        model: An unwrapped module to read instead of the spec's. It is not changed.
+        allow_import: Allow the spec to import your code.
+        share: Splits a global batch into the samples of a rank.
+        runs_fakes: Allow a trace on fake tensors in this process. Pass False if the model runs on
+            real tensors afterwards and its code may cache tensors.
+        progress: Is called with a line of text before a trace that may take minutes.
+
+    Returns:
+        The facts, which `ptrain.derive`, `ptrain.lower` and `ptrain.compare` take.
+
+    Raises:
+        SpecError: The model does not turn tokens into logits, or the spec names your code and
+            `allow_import` is False.
+
+    Example:
+        >>> import ptrain
+        >>> facts = ptrain.read_facts(ptrain.load("zero3").spec)
+        >>> facts.numel
+        804736
+    """
     if model is not None:
         return _facts_of_given(model, spec)
     require_leave(spec, allow_import=allow_import)
@@ -328,7 +450,7 @@ def module_facts(model: nn.Module, spec: Spec) -> ModelFacts:
     names = running(spec, known.blocks)
     units = running_units(known.unit_modules, known.blocks, names)
     samples = sample_batch(spec)
-    if not _is_cut(spec):
+    if not spec.is_cut_over((*CUTTING_AXES, Axis.PP)):
         keep_traced(model, lower(spec, known).keep)
     with (
         torch.random.fork_rng(devices=[]),
@@ -388,10 +510,6 @@ class _ChunkedLoss(_Loss):
         with self.inside.given(samples.targets), forward_of(self.model, inputs, self.spec):
             loss: Tensor = self.model(inputs)
         return loss
-
-
-def _is_cut(spec: Spec) -> bool:
-    return spec.is_cut_over((*CUTTING_AXES, Axis.PP))
 
 
 @contextmanager

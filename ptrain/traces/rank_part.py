@@ -25,8 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ptrain.activations.run.apply import keep_traced
 from ptrain.axes.context.run.apply import ContextGroups, parallelize_context
-from ptrain.axes.context.run.randomness import MicroBatchCut
-from ptrain.axes.context.run.slices import token_slices
+from ptrain.axes.context.run.slices import MicroBatchCut, token_slices
 from ptrain.axes.expert.form import is_by_routing
 from ptrain.axes.pipeline.run.cut import part_of
 from ptrain.axes.pipeline.stage_facts import stage_roles
@@ -36,11 +35,9 @@ from ptrain.facts.model import Attending, WorkByKind
 from ptrain.facts.stages import Chain, Stage, is_within
 from ptrain.interpreter.loss import Loss
 from ptrain.models.objective import SampleBatch, objective_of, of_tokens, sample_batch
-from ptrain.models.selection import Extent
-from ptrain.models.trace import Born, Event, Recording, sent_again, to_timeline
+from ptrain.models.trace import Born, Event, Extent, Recording, sent_again, to_timeline
 from ptrain.models.units import ROOT
-from ptrain.rooms.mesh import Mesh
-from ptrain.rooms.registry import Registry
+from ptrain.rooms.comm import Mesh, Registry
 from ptrain.spec.dials import ReduceScatterVia
 from ptrain.spec.model import ModelShape
 from ptrain.spec.placement import Tier
@@ -144,7 +141,7 @@ class TracedLayers:
         own = self._own_work
         if own is None:
             return None
-        return replace(own, order=tuple(_of_all(own.order, len(layers))))
+        return own._replace(order=tuple(_of_all(own.order, len(layers))))
 
     def timeline(self, layers: Names, units: tuple[tuple[str, ...], ...]) -> Timeline:
         """Return the timeline of the layers, in a model or stage of those units."""

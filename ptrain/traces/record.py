@@ -20,17 +20,15 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
 
-from ptrain.axes.pipeline.run.cut import apart
+from ptrain.axes.pipeline.run.cut import CalledOnce, apart, run_stage
 from ptrain.axes.pipeline.run.passes import backward, backward_input, backward_weight
-from ptrain.axes.pipeline.run.stand_ins import CalledOnce, run_stage
-from ptrain.costs import Collective
-from ptrain.models.leaving import has_gradient, when_left
+from ptrain.cost import Collective
 from ptrain.models.ledger import Ledger, local, storage_of, tensors_of
 from ptrain.models.objective import SampleBatch
+from ptrain.models.parting import has_gradient, when_left
 from ptrain.models.recomputing import runs_again
-from ptrain.models.selection import Extent, Selection
 from ptrain.models.tags import tier_of
-from ptrain.models.trace import Born, Completion, Died, Event, Recording, Works
+from ptrain.models.trace import Born, Completion, Died, Event, Extent, Recording, Selection, Works
 from ptrain.models.work import (
     VIEW,
     OperatorWork,

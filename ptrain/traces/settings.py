@@ -30,7 +30,7 @@ from ptrain.facts.roles import roles_of
 from ptrain.facts.stages import ENDS, Chain, Stage, cut, layers_of
 from ptrain.models.initialize import build, cast
 from ptrain.models.units import Units, unit_modules
-from ptrain.rooms.fake import fake_world
+from ptrain.rooms.world import fake_world
 from ptrain.spec.dials import UnitKind, UnitSize
 from ptrain.spec.model import Family, ModelShape
 from ptrain.spec.placement import Axis

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ptrain.axes.context.run.randomness import MicroBatchCut
+from ptrain.axes.context.run.slices import MicroBatchCut
 from ptrain.axes.expert.form import is_by_routing
 from ptrain.axes.expert.run.apply import assume, parallelize_experts
 from ptrain.axes.expert.run.exchange import heavier
@@ -40,12 +40,12 @@ from ptrain.facts.model import (
 )
 from ptrain.facts.stages import Stage, Units, is_within
 from ptrain.models.facts import head_of
-from ptrain.models.selection import Extent
 from ptrain.models.trace import (
     Born,
     Completion,
     Died,
     Event,
+    Extent,
     Recording,
     between_boundaries,
     completion,
@@ -54,7 +54,7 @@ from ptrain.models.trace import (
 )
 from ptrain.models.units import ROOT
 from ptrain.plan.lower import lower
-from ptrain.rooms.mesh import Mesh
+from ptrain.rooms.comm import Mesh
 from ptrain.spec.spec import Spec
 from ptrain.steps.experts import choices, layers_of
 from ptrain.steps.step import Plan
@@ -293,7 +293,7 @@ def _rows(traced: _StageTraces, stage: Stage, units: Units) -> dict[str, Any]:
     }
     if halves is not None:
         timeline = to_timeline(_of_halves(halves))
-        rows["halves"] = encode(replace(timeline, saved=()), Timeline)
+        rows["halves"] = encode(timeline._replace(saved=()), Timeline)
     return rows | traced.formulas()
 
 

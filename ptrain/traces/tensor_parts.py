@@ -11,6 +11,7 @@ rank. A trace reads sizes, births and deaths, which are the same on fake tensors
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import sys
@@ -41,12 +42,12 @@ from ptrain.models.facts import untraced_facts
 from ptrain.models.fake_values import READ
 from ptrain.models.initialize import build, cast
 from ptrain.models.numerics import TORCH_DTYPES
-from ptrain.models.selection import Extent
+from ptrain.models.trace import Extent
 from ptrain.plan.lower import lower
 from ptrain.processor import cores
-from ptrain.rooms.fake import fake_tensors, fake_world, new_fakes
-from ptrain.rooms.mesh import Mesh
+from ptrain.rooms.comm import Mesh
 from ptrain.rooms.patches import patched
+from ptrain.rooms.world import fake_tensors, fake_world, new_fakes
 from ptrain.spec.load import load
 from ptrain.spec.placement import CUTTING_AXES, EXPERT_AXES, TOKEN_AXES, Axis
 from ptrain.spec.spec import Spec, place_of, ranks_over
@@ -399,6 +400,7 @@ def main(questions: Sequence[str]) -> int:
     """Answers one question from standard input. What the model's code prints goes to the errors."""
     text, indices, allow_import, extent = json.loads("".join(questions))
     answers, sys.stdout = sys.stdout, sys.stderr
+    gc.freeze()  # each trace begins with a collection, which would visit all that was imported
     try:
         spec = load(json.loads(text)).spec
         fake = fake_model(spec, allow_import=allow_import)

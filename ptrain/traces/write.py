@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ptrain.derivation import archive
 from ptrain.derivation.archive import Table, TablePart
 from ptrain.derivation.tables import GROUPED, Setting
-from ptrain.traces import attention_kernels, block_tables, context_tables
+from ptrain.traces import attention_kernels, block_tables, work_tables
 from ptrain.traces.block_tables import BlockTable, LossTable
 from ptrain.traces.settings import Make, fake_mesh, settings
 from ptrain.traces.work_tables import BlockWorkTable, EndWorkTable, LossWorkTable, PassTable
@@ -61,7 +61,7 @@ def tables(mesh: DeviceMesh | None) -> Iterator[tuple[TablePart, str, Make]]:
             by_name.setdefault(setting.name(part), {})[setting.way(part)] = setting
         for name, ways in by_name.items():
             yield part, name, partial(_table_of, maker, ways, mesh)
-    for name, make in context_tables.tables():
+    for name, make in work_tables.tables():
         yield TablePart.CONTEXT, name, make
     for name, make in attention_kernels.tables():
         yield TablePart.KERNEL, name, make

@@ -1,1 +1,1 @@
-"""A training: its launcher, its loop, its checkpoints and its run folder."""
+"""Training: launcher, loop, checkpoints and run folder."""

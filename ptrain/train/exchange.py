@@ -24,7 +24,7 @@ import torch.distributed as dist
 from ptrain.codec import decode, encode
 from ptrain.internals.dispatch import without_modes
 from ptrain.internals.process_groups import all_gather_single
-from ptrain.interpreter import agreement
+from ptrain.interpreter import program
 from ptrain.rooms.world import World
 
 Gather: TypeAlias = "Callable[[Any], list[Any]]"  # every rank's value, on every rank
@@ -216,7 +216,7 @@ class Exchange:
         if self._host is not None:
             texts = self._host.gather(json.dumps(encode(value, kind)).encode())
             return [decode(json.loads(text), kind) for text in texts]
-        return agreement.gather(value, self.world.size, torch.device("cpu"), self.group, kind)
+        return program.gather(value, self.world.size, torch.device("cpu"), self.group, kind)
 
     def barrier(self) -> None:
         self.gather(None)

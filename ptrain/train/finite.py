@@ -1,26 +1,33 @@
-"""Nothing that is not finite is applied, saved or continued from: all ranks look, and agree.
+"""Stop before a value that is not finite is applied, saved or continued from: all ranks look and
+agree.
 
-Before an update that is one exchange of a few numbers, on the host or on the device. Each tensor
-is looked at only if something is not finite."""
+Before an update the ranks exchange a few numbers, on the host or on the device. Each tensor is
+inspected only if some value is not finite.
+
+Where the host runs ahead of its device, the last step is launched but not reported yet. Its report
+is written when its values have arrived.
+"""
 
 from __future__ import annotations
 
 import math
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Any
+from signal import Signals
+from types import TracebackType
+from typing import Any, Self
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ptrain.costs import Phase
+from ptrain.cost import Phase
 from ptrain.errors import TrainingStopped
 from ptrain.internals.dispatch import without_modes
 from ptrain.internals.functional_collectives import AsyncCollectiveTensor
@@ -30,9 +37,11 @@ from ptrain.meters.holdings import Holding
 from ptrain.models.ledger import local
 from ptrain.optimizers.update import COUNTER
 from ptrain.report.finding import Subject
-from ptrain.rooms.queue import DeviceQueue
+from ptrain.report.routing import LayerRouting
+from ptrain.rooms.queue import DeviceQueue, Milestone
 from ptrain.train.exchange import Exchange
 from ptrain.train.interrupt import Interrupts, strongest
+from ptrain.train.journal import Journal, StepReport
 from ptrain.train.look import DeviceSums, HostLook, Look, StepFigures, can_be_late
 
 _REMEDY = "a lower optimizer.lr, a longer optimizer.schedule.warmup, or optimizer.clip=1.0"
@@ -398,3 +407,78 @@ def _first(culprits: Iterable[Unsound], exchange: Exchange) -> str:
             ranks.setdefault(values, []).append(str(rank))
     places = "; ".join(f"{values} on rank {', '.join(ranks[values])}" for values in ranks)
     return f"{list(_STATES.values())[state]}: {f'{name}.{key}' if key else name} has {places}"
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A step (from 0) whose update is launched. The device does it between two marks; `seen` is
+    what `Journal.seen` gave."""
+
+    step: int
+    rate: float
+    look: Look
+    span: tuple[Milestone, Milestone]
+    routing: Sequence[LayerRouting]
+    seen: Mapping[str, float]
+
+
+class Reports:
+    """Of one training: each step is judged and written down once, in order, when its figures are
+    there. All ranks see the same figures, and so call the same at the same time."""
+
+    def __init__(
+        self,
+        guard: Guard,
+        journal: Journal,
+        judge: Callable[[int, float, float | None], None],
+        *,
+        most: int,
+    ) -> None:
+        """`most`: steps that may wait while the next one is launched."""
+        self._guard, self._journal, self._judge, self._most = guard, journal, judge, most
+        self._waiting: deque[Launched] = deque()
+        self.loss: float | None = None  # of the last step that was written down
+        self.interrupt: Signals | None = None  # that was seen so far
+
+    def add(self, launched: Launched) -> None:
+        """Take a step, and write down those before it that may not wait any longer, or it too.
+        Raises TrainingStopped, on all ranks alike, where one of them is not sound."""
+        self._waiting.append(launched)
+        self._write(self._most)
+
+    def settle(self) -> None:
+        """Wait for those that were launched, and write them down. Raises as `add` does."""
+        self._write(0)
+
+    def _write(self, left: int) -> None:
+        while len(self._waiting) > left:
+            launched = self._waiting.popleft()
+            figures = self._guard.figures(launched.step, launched.look)
+            self._write_down(launched, figures)
+            self._judge(launched.step, figures.loss, figures.gradient_norm)
+
+    def _write_down(self, launched: Launched, figures: StepFigures) -> None:
+        began, ended = launched.span
+        ended.wait()
+        seconds, known = ended.seconds_since(began), (launched.routing, launched.seen)
+        self._journal.step(StepReport(launched.step + 1, figures, launched.rate, seconds, *known))
+        self.loss = figures.loss
+        self.interrupt = self.interrupt or figures.interrupt
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Whatever ends a training, a sound step that the device was done with is written down;
+        where all ranks stop alike, the device is waited for."""
+        waits = isinstance(error, TrainingStopped)
+        with suppress(RuntimeError, OSError):  # of a device that is lost, of a disk that is full
+            while self._waiting and (waits or self._waiting[0].span[1].is_passed):
+                launched = self._waiting.popleft()
+                if (figures := launched.look.figures()).is_sound:
+                    self._write_down(launched, figures)

@@ -1,17 +1,22 @@
-"""The run folder: everything needed to rerun, resume and read a training. Torch-free.
+"""Lay out a run folder, lock it, and find the checkpoints to resume from. Torch-free.
 
 runs/<time>-<name>/ spec.resolved.yaml env.json command.txt metrics.jsonl summary.json
                     logs/rank0.log … trace/ routing/ trackers/ checkpoints/step-00000050/
-runs/latest         a link to the newest that began to train
+runs/latest         a link to the newest run that began to train
 
-Folders are 0700, files 0600. A JSON file appears whole or not at all.
+Folders are 0700, files 0600. A JSON file appears complete or not at all.
 
-`--resume PATH|auto`: which checkpoints a training may continue from, and why from none of them.
-Torch-free: the parent refuses here what needs no rank to be seen.
+One training at a time writes into a folder. The kernel releases the lock when the last process that
+holds it ends, however it ends. The launcher passes its lock to the ranks, so no rank outlives it.
+
+`--resume PATH|auto`: which checkpoints a training may continue from, and why a checkpoint is
+rejected. The parent rejects here everything that can be seen without starting a rank.
 """
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import platform
@@ -31,10 +36,74 @@ from ptrain.errors import PtrainError, SpecError, refused
 from ptrain.installed import versions
 from ptrain.processor import cores
 from ptrain.spec.spec import Spec
-from ptrain.train import environment, lineage, lock, manifest
-from ptrain.train.lock import Lock
+from ptrain.train import environment, manifest
 from ptrain.train.manifest import Manifest
 from ptrain.train.options import Options
+
+LOCK_NAME = ".lock"
+# file systems that keep no locks, of which nobody can tell whether somebody else writes there
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+
+
+@dataclass(slots=True)
+class Lock:
+    """`descriptor` is held open for as long as the lock is; -1 once it is released."""
+
+    file: Path
+    descriptor: int
+
+    def release(self) -> None:
+        """Nothing is left of it. It may be released again."""
+        if self.descriptor < 0:
+            return
+        with suppress(OSError):
+            if _is(self.file, self.descriptor):
+                self.file.unlink()
+        os.close(self.descriptor)
+        self.descriptor = -1
+
+
+def take_lock(folder: Path) -> Lock:
+    """Take the lock of `folder`. Raises SpecError where another training holds it, with its
+    process."""
+    file = folder / LOCK_NAME
+    while True:
+        descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(descriptor, 256, 0).decode(errors="replace").strip()
+            os.close(descriptor)
+            raise refused(
+                f"--run-dir {folder}",
+                f"another training writes there: {holder or 'its process is not known'}",
+                "wait for its end or stop it, or choose another folder",
+            ) from None
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                os.close(descriptor)
+                raise
+        if _is(file, descriptor):  # not one that its holder has just taken away
+            break
+        os.close(descriptor)
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, f"process {os.getpid()} on {platform.node()}\n".encode(), 0)
+    return Lock(file, descriptor)
+
+
+def require_free(folder: Path) -> None:
+    """Raises SpecError where a training holds the lock of `folder`; makes nothing."""
+    if (folder / LOCK_NAME).exists():
+        take_lock(folder).release()
+
+
+def _is(file: Path, descriptor: int) -> bool:
+    """Whether that is what the name leads to."""
+    try:
+        return os.path.samestat(os.stat(file), os.fstat(descriptor))
+    except OSError:
+        return False
+
 
 ROOT = Path("runs")
 _ELSEWHERE = "choose another with --run-dir DIR, or change into a folder you may write"
@@ -130,7 +199,7 @@ def open_run(spec: Spec, *, given: Path | None, resuming: bool, command: str) ->
     claim = None
     try:
         path = _given(wanted, resuming) if given else _fresh(ROOT, spec.name)
-        claim = _claim(path, new_folders if given else [path, *new_folders], lock.take(path))
+        claim = _claim(path, new_folders if given else [path, *new_folders], take_lock(path))
         _fill(claim.folder, spec, command)
     except OSError as error:
         if claim:
@@ -209,7 +278,9 @@ def _fill(folder: RunFolder, spec: Spec, command: str) -> None:
         (path / part).mkdir(mode=0o700, exist_ok=True)
     folder.summary.unlink(missing_ok=True)  # of the run that is continued
     recorded = {**_environment(spec.world_size), "checkpoints": _checkpoints_before(folder)}
-    write_text(folder.resolved, _resolved(spec))
+    write_text(
+        folder.resolved, yaml.safe_dump(dict(spec.resolved), sort_keys=False, allow_unicode=True)
+    )
     write_text(path / "command.txt", command + "\n")
     write_json(path / "env.json", recorded)
 
@@ -237,8 +308,8 @@ def _given(path: Path, resuming: bool) -> Path:
     if path.exists() and not path.is_dir():
         raise refused(place, "is a file, not a folder", "give a new folder, or an empty one")
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    lock.require_free(path)
-    if not resuming and any(entry.name != lock.NAME for entry in path.iterdir()):
+    require_free(path)
+    if not resuming and any(entry.name != LOCK_NAME for entry in path.iterdir()):
         remedy = "choose another, or continue this run with --resume auto"
         raise refused(place, "is not empty", remedy)
     return path.resolve()
@@ -293,10 +364,6 @@ def _point_latest(root: Path, name: str | None) -> None:
     temporary.unlink(missing_ok=True)
     temporary.symlink_to(name)
     temporary.replace(root / "latest")
-
-
-def _resolved(spec: Spec) -> str:
-    return yaml.safe_dump(dict(spec.resolved), sort_keys=False, allow_unicode=True)
 
 
 def _environment(num_ranks: int) -> Mapping[str, object]:
@@ -406,8 +473,8 @@ def require_fitting(spec: Spec, source: str, path: Path, checkpoint: Manifest) -
     if checkpoint.step >= spec.train.steps:
         finding = f"already at step {checkpoint.step} of {spec.train.steps}"
         raise refused(_place(source), finding, f"set train.steps above {checkpoint.step}")
-    if fault := lineage.other_model(checkpoint.trained, spec):
-        raise SpecError(replace(fault, source=f"checkpoint {shown(path)}"))
+    if fault := manifest.other_model(checkpoint.trained, spec):
+        raise SpecError(fault._replace(source=f"checkpoint {shown(path)}"))
 
 
 def none_sound(source: str, complaints: Sequence[str]) -> SpecError:

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 from ptrain.axes.data.form import tier_of
-from ptrain.costs import State
+from ptrain.cost import State
 from ptrain.internals.dispatch import without_modes
-from ptrain.interpreter.clip import LossScale, not_finite
+from ptrain.interpreter.loss import LossScale, not_finite
 from ptrain.interpreter.program import Program
 from ptrain.models.launch import sent_to
 from ptrain.rooms.queue import DeviceQueue, Milestone

@@ -6,16 +6,14 @@ from functools import partial
 
 import torch
 
-from ptrain.data.sampler import batch
-from ptrain.data.source import SampleSource, Split
+from ptrain.data.sampler import SampleSource, Split, batch
 from ptrain.interpreter.program import Program
 from ptrain.models.modes import seed_device, seed_of_step
 from ptrain.models.objective import StepBatch
 from ptrain.rooms.queue import DeviceQueue, Milestone
 from ptrain.spec.job import CheckpointSpec
-from ptrain.train.finite import Guard
+from ptrain.train.finite import Guard, Launched, Reports
 from ptrain.train.parts import Outcome, Parts
-from ptrain.train.reports import Launched, Reports
 from ptrain.train.schedule import learning_rate
 
 

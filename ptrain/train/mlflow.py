@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 
 from ptrain.spec.text import flow
-from ptrain.train.lineage import leaves
+from ptrain.train.manifest import leaves
 from ptrain.train.tracker import TrackedRun
 
 _MOST_PARAMETERS = 100  # of a request

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from signal import Signals
 
-from ptrain.data.source import SampleSource
+from ptrain.data.sampler import SampleSource
 from ptrain.report.routing import LayerRouting
 from ptrain.train.consistency import Consistency
 from ptrain.train.exchange import Exchange

@@ -1,10 +1,12 @@
 """Decide which steps are measured, timed and profiled.
 
-One steady step (the third) is always measured, and the one before it for what happens once: DDP
-rebuilds its buckets there, so its extra traffic is set-up. That step also finds states by their use
-and reports where the program declares otherwise. The step after a measured one is timed for the
-wait on collectives, which the other meters would distort. `profile: [steps]` writes a Chrome trace
-of each of these steps per rank, for Perfetto or HTA.
+The third step, a steady one, is always measured. The step before it is measured for what happens
+once: DDP rebuilds its buckets there, so its extra traffic is set-up. That step also finds states by
+their use and reports where the program declares otherwise. The step after a measured one is timed
+for the wait on collectives, which the other meters would distort.
+
+`profile: [steps]` writes a Chrome trace of each of these steps per rank, for Perfetto or HTA. A
+step that is measured is not traced, because its trace would show the meters.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from ptrain.costs import Estimate, Phase, Traffic, add_traffic
+from ptrain.cost import Estimate, Phase, Traffic, add_traffic
 from ptrain.interpreter.program import Program
 from ptrain.meters.blocked import Stopwatch
 from ptrain.meters.measure import Measurement, measure
@@ -27,7 +29,20 @@ from ptrain.spec.dials import GatherAfterUpdate
 from ptrain.spec.spec import Spec
 from ptrain.train.folder import RunFolder
 from ptrain.train.journal import LOG
-from ptrain.train.profiled_steps import announcement, moved
+
+
+def moved(spec: Spec, metered: tuple[int, ...]) -> dict[int, int]:
+    """The steps asked for that are metered -> the step that is traced instead."""
+    return {step: max(metered) + 1 for step in spec.profile if step in metered}
+
+
+def announcement(spec: Spec, metered: tuple[int, ...]) -> str:
+    """Return one line on what is moved, "" where nothing is."""
+    if not (moves := moved(spec, metered)):
+        return ""
+    steps, instead = " and ".join(map(str, moves)), max(metered) + 1
+    end = "is traced instead" if instead <= spec.train.steps else "would be traced instead"
+    return f"profile  step {steps} is metered; step {instead} of {spec.train.steps} {end}"
 
 
 @contextmanager

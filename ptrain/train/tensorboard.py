@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ptrain.spec.text import flow
-from ptrain.train.lineage import leaves
+from ptrain.train.manifest import leaves
 from ptrain.train.tracker import TrackedRun
 
 

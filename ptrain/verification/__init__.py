@@ -1,1 +1,1 @@
-"""The comparison of a run with one device: what departs, and why."""
+"""Comparison of a run with a single-device reference, and diagnosis of differences."""

@@ -17,7 +17,7 @@ if __name__ == "__main__":
 
 from ptrain.train.rank_exit import live
 from ptrain.verification.options import parse
-from ptrain.verification.session import run
+from ptrain.verification.protocol import run
 
 if __name__ == "__main__":
     live(lambda: run(parse(sys.argv[1:])))

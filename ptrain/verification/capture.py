@@ -1,9 +1,9 @@
-"""A step of a running program as the training loop takes it, without its journal, checkpoints and
-signals; and what it does, seen from outside: the outputs of its modules and their gradients, and
-every parameter's gradient as the optimizer is given it.
+"""Run a step of a program as the training loop does, without journal, checkpoints and signals, and
+record it from outside: the outputs of its modules, their gradients, and every parameter's gradient
+as the optimizer receives it.
 
-What a rank of tp has an addend of while layers with experts or with latent features run: it is
-summed behind them, once, and until then it is not what one device has.
+While layers with experts or latent features run, a rank of tp has only an addend of some values.
+The sum follows after these layers, once; until then the values differ from one device's.
 """
 
 from __future__ import annotations
@@ -11,29 +11,55 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
 from ptrain.axes.data.run.target import Named
-from ptrain.costs import Phase
-from ptrain.data.source import SampleSource
+from ptrain.cost import Phase
+from ptrain.data.sampler import SampleSource
 from ptrain.facts.model import prefixes
 from ptrain.facts.stages import is_within
 from ptrain.interpreter.program import Program
+from ptrain.models.arguments import first_real
 from ptrain.models.moe import MoE
-from ptrain.optimizers.torch import tensor_of
+from ptrain.optimizers.build import tensor_of
 from ptrain.spec.role import Role, Roles, fits
 from ptrain.spec.spec import Spec
 from ptrain.train.exchange import Exchange
 from ptrain.train.loop import local_batch, seed_dropout
 from ptrain.train.schedule import learning_rate
-from ptrain.verification.outputs import Key, Outputs
 from ptrain.verification.parts import whole
 from ptrain.verification.places import TokensOfRank
 from ptrain.verification.updates.repeat import UpdateRecorder, wholes
+
+Key: TypeAlias = tuple[str, int]  # a module's path and a micro-batch
+
+
+@dataclass(slots=True)
+class Outputs:
+    """Of modules by path and micro-batch, in the order in which they came. What a module returns
+    beside its first floating tensor is not kept."""
+
+    forward: dict[Key, torch.Tensor] = field(default_factory=dict)
+    backward: dict[Key, torch.Tensor] = field(default_factory=dict)
+
+    def keep(self, path: str, micro_batch: int, output: Any) -> None:
+        """Keep the first output that came: a block that is computed again comes a second time."""
+        key = path, micro_batch
+        first = first_real(output)
+        if first is None or key in self.forward:
+            return
+        self.forward[key] = first.detach().clone()
+        if first.requires_grad:
+            first.register_hook(partial(self._keep_gradient, key))
+
+    def _keep_gradient(self, key: Key, gradient: torch.Tensor) -> None:
+        self.backward[key] = gradient.detach().clone()
+
 
 Patterns = tuple[str, ...]
 

@@ -10,8 +10,8 @@ from typing import Protocol
 from torch import Tensor
 
 from ptrain.models.objective import StepBatch
-from ptrain.verification.outputs import Outputs
-from ptrain.verification.states import States
+from ptrain.verification.capture import Outputs
+from ptrain.verification.preconditions import States
 from ptrain.verification.updates.repeat import UpdateRecord
 
 

@@ -24,21 +24,18 @@ from ptrain.report.finding import Culprit, Departure, Moment, Subject, Way
 from ptrain.spec.placement import Axis
 from ptrain.train.exchange import Exchange
 from ptrain.train.schedule import learning_rate
-from ptrain.verification.capture import Capture, clipped_by, drive, watched
+from ptrain.verification.capture import Capture, Outputs, clipped_by, drive, watched
 from ptrain.verification.causes.activations import RULED_OUT as OUTPUTS_RULED_OUT
 from ptrain.verification.causes.activations import output_cause
 from ptrain.verification.causes.gradients import RULED_OUT as GRADIENTS_RULED_OUT
 from ptrain.verification.causes.gradients import given_samples, gradient_cause
-from ptrain.verification.causes.norms import norm_cause
-from ptrain.verification.causes.rerun import EXACT, Investigation, directly
-from ptrain.verification.causes.states import proven_update, state_cause
-from ptrain.verification.causes.targets import targets_cause
+from ptrain.verification.causes.rerun import EXACT, Investigation, directly, targets_cause
+from ptrain.verification.causes.states import norm_cause, proven_update, state_cause
 from ptrain.verification.compare import AllDifferences, Differences
 from ptrain.verification.evidence import Evidence, ProgramSide
 from ptrain.verification.jobs.evidence import untold
 from ptrain.verification.jobs.job import Ranks, ranks_of_spec
 from ptrain.verification.jobs.verdict import Verdict
-from ptrain.verification.outputs import Outputs
 from ptrain.verification.parts import (
     Magnitude,
     factor_text,
@@ -50,9 +47,14 @@ from ptrain.verification.parts import (
     without_masks,
 )
 from ptrain.verification.places import coordinates, data_place
-from ptrain.verification.reference import MicroBatch, Pass, ReferenceTraining
-from ptrain.verification.samples import OF_ITS_SAMPLES, sample_departures
-from ptrain.verification.states import States, of_program, of_reference
+from ptrain.verification.preconditions import States, of_program, of_reference
+from ptrain.verification.reference import (
+    OF_ITS_SAMPLES,
+    MicroBatch,
+    Pass,
+    ReferenceTraining,
+    sample_departures,
+)
 from ptrain.verification.updates.repeat import UpdateRecorder, wholes
 
 _LEDGER = {"missing": "missing", "duplicate": "twice"}  # samples, and the word that says so

@@ -18,7 +18,7 @@ if __name__ == "__main__":
 from ptrain.train.options import parse
 from ptrain.train.rank_exit import live
 from ptrain.train.session import run
-from ptrain.verification.beside import BesideOneDevice
+from ptrain.verification.trajectory import BesideOneDevice
 
 if __name__ == "__main__":
     live(lambda: run(parse(sys.argv[1:]), BesideOneDevice))

@@ -1,37 +1,69 @@
-"""The protocol: a spec on the ranks of its own mesh, against one device.
+"""Verify a spec on the ranks of its own mesh against one device, stage by stage.
 
     preconditions -> examination -> consistency -> trajectory in fp64 -> in the spec's own dtypes
                   -> invariance
 
-Each stage presupposes those before it: a trajectory that departs says nothing where the same run
-twice does, and what departs in step 1 is found in step 1. So the first stage that fails is the last
-that runs, and what was left out is said; but the examination explains preconditions.
+Each stage presupposes those before it: a trajectory that differs proves nothing if the same run
+twice differs, and a difference in step 1 is found in step 1. So the first stage that fails is the
+last that runs, and the stages left out are listed. The examination runs all the same, because it
+explains preconditions.
+
+Invariance: the gradient is a property of the global batch. It depends neither on the number of
+micro-batches nor on the mesh (Theorems 3 and 5). Programs are compared with each other in fp64,
+without a reference between them.
+
+`run` is one rank of `ptrain verify`: it reads the spec, meets the other ranks, verifies and
+reports.
 """
 
 from __future__ import annotations
 
 import gc
+import json
+import math
+import signal
+import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ptrain.data.corpus import corpus
+from ptrain.data.sampler import require as require_corpus
+from ptrain.errors import VerdictFailed
 from ptrain.interpreter.program import Program, interpret
+from ptrain.models.contract import forward_once
 from ptrain.report.record import Check
+from ptrain.report.screen import show
+from ptrain.report.verification import as_record, end_text, stage_text
 from ptrain.rooms.world import World
+from ptrain.selection.recompute import resolve_auto
+from ptrain.spec.extras import require_leave
+from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
+from ptrain.train import environment
 from ptrain.train.exchange import Exchange
-from ptrain.verification import invariance
-from ptrain.verification.consistency import Watch, consistency
+from ptrain.train.folder import RunFolder, write_json
+from ptrain.train.heading import announce_node, header
+from ptrain.train.session import device_name
+from ptrain.verification.capture import Capture, drive_and_add
+from ptrain.verification.compare import apart, at_most, gradient_check, worst_of
 from ptrain.verification.examine import examine
 from ptrain.verification.jobs.verdict import Verdict
-from ptrain.verification.preconditions import REPEATED, Make, preconditions
+from ptrain.verification.options import VerifyOptions
+from ptrain.verification.preconditions import REPEATED, Make, Watch, consistency, preconditions
 from ptrain.verification.progress import Progress
+from ptrain.verification.reference import ReferenceTraining
 from ptrain.verification.references import Ask, ReferenceRun, references
 from ptrain.verification.tolerances import (
+    FP64_GRADIENT,
     Allowed,
     ReferencePlan,
     fixed_in_fp32,
@@ -51,7 +83,82 @@ from ptrain.verification.trajectory import (
     of_dtypes,
     of_reference,
 )
-from ptrain.verification.variants import NOTE, dropping, exactly, undropped, without_dropout
+from ptrain.verification.variants import (
+    NOTE,
+    dropping,
+    exactly,
+    in_other_batches,
+    undropped,
+    without_dropout,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeshResult:
+    """What a run in fp64 leaves for a comparison with another mesh: the losses, and the `gradients`
+    of step 0 by name."""
+
+    name: str
+    losses: tuple[float, ...]
+    gradients: dict[str, Tensor]
+
+
+def in_micro_batches(
+    spec: Spec, run: ProgramRun, world: World, exchange: Exchange, make: Make
+) -> tuple[tuple[Check, ...], str]:
+    """The gradient of step 0 (of `spec`, in `run`) with another number of micro-batches; or no
+    check, and why."""
+    other, why = in_other_batches(spec)
+    if other is None:
+        return (), f"micro-batches: not checked: {why}"
+    program = make(other, world)
+    with Capture(program, set()) as capture:
+        _, norm = drive_and_add(program, corpus(spec.data), 0, exchange)
+    gradients = capture.unclipped(exchange, norm)
+    batch = spec.batch
+    name = f"{batch.accumulate} x {batch.micro} as {other.batch.accumulate} x {other.batch.micro}"
+    return (gradient_check(name, apart(run.gradients, gradients), FP64_GRADIENT),), ""
+
+
+def write(path: Path, spec: Spec, run: ProgramRun) -> None:
+    """One rank writes: `run` is alike on all."""
+    plain: dict[str, Any] = {
+        "name": spec.name,
+        "losses": run.trajectory.losses,
+        "gradients": {name: gradient.contiguous() for name, gradient in run.gradients.items()},
+    }
+    torch.save(plain, path)
+
+
+def read(path: Path) -> MeshResult:
+    return MeshResult(**torch.load(path, weights_only=True))
+
+
+def against(run: ProgramRun, other: MeshResult, allowed: Sequence[float]) -> tuple[Check, ...]:
+    """Compare gradient and losses of two meshes; `allowed` is that of one device's loss in each
+    step (absolute). Where each of two is off by as much, by chance, they are sqrt(2) times that
+    apart."""
+    title = f"against {other.name}"
+    most = [math.sqrt(2) * limit for limit in allowed]
+    between = apart(other.gradients, run.gradients)
+    return (
+        gradient_check(f"{title}: gradient of step 0", between, FP64_GRADIENT),
+        _losses(f"{title}: loss of every step", run.trajectory.losses, other, most),
+    )
+
+
+def _losses(name: str, losses: Sequence[float], other: MeshResult, most: Sequence[float]) -> Check:
+    """The step with the largest difference in units of what is allowed there."""
+    pairs = list(zip(losses, other.losses, strict=False))[: len(most)]
+    if len(pairs) < len(most):
+        why = f"{len(pairs)} of {len(most)} steps can be compared: verify {other.name} alone first"
+        return at_most(name, math.inf, most[0], why)
+    off = [abs(one - its) for one, its in pairs]
+    worst = worst_of(off, most)
+    one, its = pairs[worst]
+    why = f"step {worst}: the loss is {one:.12g}, and {its:.12g} on the other mesh"
+    return at_most(name, off[worst], most[worst], why)
+
 
 Steps: TypeAlias = dict[str, tuple[float, ...]]
 
@@ -175,7 +282,7 @@ def account_here(spec: Spec, world: World, exchange: Exchange, request: Request)
         within, watch = anywhere(request.steps), _watch(context, program)
         run = follow(program, exchange, within, watch, context.progress)
     if request.account is not None and world.is_first:
-        invariance.write(request.account, spec, run)
+        write(request.account, spec, run)
     exchange.barrier()
 
 
@@ -313,13 +420,13 @@ def _invariance(context: Context) -> Verdict:
     run, within, exchange = context.exact, context.within, context.exchange
     assert run is not None and within is not None, "the trajectory in fp64 comes before"
     spec = exactly(context.spec)
-    all_checks, note = invariance.in_micro_batches(spec, run, context.world, exchange, context.make)
+    all_checks, note = in_micro_batches(spec, run, context.world, exchange, context.make)
     notes = [note]
     if (path := context.request.against) is not None:
-        other = invariance.read(path) if exchange.world.is_first else None
+        other = read(path) if exchange.world.is_first else None
 
         def beside(allowed: Allowed) -> tuple[Check, ...]:
-            own = () if other is None else invariance.against(run, other, allowed.losses)
+            own = () if other is None else against(run, other, allowed.losses)
             return from_rank(0, list(own), exchange)
 
         said = within.allowed.explanation  # with the trajectory
@@ -337,5 +444,104 @@ STAGES: dict[str, Stage] = {
     "invariance": _invariance,
 }
 _OF_STEPS = ("preconditions", "examination", "consistency")  # single steps: what `quick` runs
+_HINT = "--every-collective"  # in a note that states no limit of the verdict
 _QUICK = "quick: no trajectory and no other micro-batches, which --full runs"
 _WITH_DROPOUT = ("preconditions", "consistency")  # stages that compare ranks, or a run with itself
+
+
+def run(options: VerifyOptions) -> int:
+    """Return the exit code, equal on all ranks."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing is half written: gone at once
+    size = dist.get_world_size() if dist.is_initialized() else environment.world_size()
+    spec = resolve_auto(load(options.spec, options.overrides, world_size=size))
+    require_leave(spec, allow_import=options.allow_import)
+    logits = _num_logits(spec)
+    with ExitStack() as stack:
+        world = World.join(spec.timeout, device=spec.device, backend=spec.backend)
+        stack.callback(world.close)
+        exchange = Exchange(world)
+        stack.callback(exchange.close)
+        require_corpus(corpus(spec.data), spec, logits)
+        request = Request(
+            steps=options.steps,
+            quick=options.quick,
+            every_collective=options.every_collective,
+            folder=options.references,
+            account=options.account,
+            against=options.compare,
+        )
+        if options.account is not None:
+            account_here(spec, world, exchange, request)
+            return 0
+        return _verify(spec, world, exchange, request, options)
+
+
+def _num_logits(spec: Spec) -> int | None:
+    """Of a token, by the user's own code, which runs here for the first time. Raises SpecError."""
+    if not spec.user_functions:
+        return None
+    model = ReferenceTraining(spec).module
+    with torch.random.fork_rng(devices=[]):
+        return forward_once(model, spec)
+
+
+def _verify(
+    spec: Spec, world: World, exchange: Exchange, request: Request, options: VerifyOptions
+) -> int:
+    heading = _heading(spec, world) if world.is_first else ""
+    speaks = world.is_first and not options.json
+    progress = Progress(sys.stderr if speaks else None)
+
+    def print_stage(name: str, checks: Sequence[Check], seconds: float) -> None:
+        progress.clear()
+        show(stage_text(name, checks, seconds, verbose=options.verbose))
+
+    if speaks:
+        show(heading)
+    elif not options.json:
+        announce_node(world.rank, world.size)
+    verification = verify_here(
+        spec, world, exchange, request, speak=print_stage if speaks else None, progress=progress
+    )
+    if world.is_first:
+        result = _record(spec, verification, world, request, heading)
+        if options.folder is not None:
+            write_json(RunFolder(options.folder).summary, result)
+        if options.json and options.folder is None:
+            print(json.dumps(result, indent=2, ensure_ascii=False))
+    if speaks:
+        show(_end(verification, verbose=options.verbose))
+    exchange.barrier()  # no rank ends with a failed verdict before the record says so
+    return 0 if verification.holds else VerdictFailed.exit_code
+
+
+def _heading(spec: Spec, world: World) -> str:
+    numel = sum(parameter.numel() for parameter in ReferenceTraining(spec).parameters.values())
+    return header(spec, numel=numel, backend=world.backend, device=world.device.type)
+
+
+def _end(verification: Verification, *, verbose: bool) -> str:
+    return end_text(
+        verification.checks,
+        torch=torch.__version__,
+        culprit=verification.culprit,
+        notes=[note for note in verification.notes if verbose or _HINT not in note],
+    )
+
+
+def _record(
+    spec: Spec, verification: Verification, world: World, request: Request, heading: str
+) -> dict[str, object]:
+    return as_record(
+        spec.name,
+        verification.checks,
+        culprit=verification.culprit,
+        departures=verification.departures,
+        world_size=world.size,
+        device=device_name(world),
+        heading=heading,
+        steps=request.steps,
+        seconds=verification.seconds,
+        trajectories=verification.trajectories,
+        notes=list(verification.notes),
+    )

@@ -1,8 +1,24 @@
-"""One-device runs for a whole verification, spread over the ranks by what they take: each rank has
-its share of them, and tells the others every few seconds that it lives.
+"""Spread the one-device runs of a verification over the ranks by duration: each rank has its share
+and tells the others every few seconds that it is alive.
 
-What a run gave stays on the rank that had it; losses go to all. With a folder, it is kept there
-under a name that is a digest of all that it depends on, for other specs of the same command.
+The result of a run stays on the rank that made it; losses go to all. If a folder is given, results
+are kept there under a digest of all their inputs, for other specs of the same command.
+
+How far apart correct runs of one layout end is found by references in other orders of summation.
+A placement changes no term of any sum. It changes the order, the groups, and the roundings between
+them: data ranks and micro-batches add one after the other or by rings, several ranks compute the
+columns of a matrix product, and tokens may have shapes that take another kernel. A permuted
+reference does the same. Its seed permutes
+
+- the micro-batches of a step, whose gradients are added in that order;
+- the contraction of every matrix product, forward, backward and in the update (Muon): its terms
+  are permuted and split into 2, 4 or 8 groups, whose partial sums are rounded to the product's
+  dtype and then added, as ranks of tp do;
+- sums and means over a dimension (norms, weights' gradients), and the rows of an embedding's
+  gradient.
+
+No placement splits the softmax or the core of attention of one head, so these stay.
+`tolerances` derives from these distances how close a run under test must be.
 """
 
 from __future__ import annotations
@@ -11,19 +27,129 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
+from ptrain.models.ledger import OperatorMode
 from ptrain.spec.spec import Spec
 from ptrain.train.exchange import Exchange
-from ptrain.verification.permuted import Permuted
 from ptrain.verification.progress import Progress
-from ptrain.verification.reference import OneDeviceRun, ReferenceTraining, Trajectory
+from ptrain.verification.reference import (
+    Around,
+    MicroBatch,
+    OneDeviceRun,
+    Pass,
+    ReferenceTraining,
+    Trajectory,
+    nothing,
+)
 from ptrain.verification.variants import on_one_device
+
+PARTS = (2, 4, 8)  # groups of a contraction: what degrees of tp make of it
+
+aten = torch.ops.aten
+Rule: TypeAlias = "Callable[..., Tensor]"
+Dims: TypeAlias = "Sequence[int] | None"
+
+
+class PermutedSums(OperatorMode):
+    """Every operator that adds up, in an order that `generator` draws anew for each call."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        super().__init__()
+        self.generator = generator
+        self.rules: dict[Any, Rule] = {
+            aten.mm.default: self._product,
+            aten.bmm.default: self._product,
+            aten.addmm.default: self._added_product,
+            aten.baddbmm.default: self._added_product,
+            aten.sum.dim_IntList: self._sum,
+            aten.mean.dim: self._mean,
+            aten.embedding_dense_backward.default: self._rows,
+        }
+
+    def operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        rule = self.rules.get(func)
+        if rule is None or not args[0].is_floating_point():
+            return func(*args, **kwargs)
+        return rule(*args, **kwargs)
+
+    def _drawn(self, size: int) -> tuple[Tensor, int]:
+        """An order of `size` terms, and in how many groups they are."""
+        choice = int(torch.randint(len(PARTS), (), generator=self.generator))
+        return torch.randperm(size, generator=self.generator), PARTS[choice]
+
+    def _product(self, left: Tensor, right: Tensor) -> Tensor:
+        (first, its), *others = self._factors(left, right)
+        total = first @ its
+        for columns, rows in others:
+            total.add_(columns @ rows)
+        return total
+
+    def _added_product(
+        self, added: Tensor, left: Tensor, right: Tensor, *, beta: float = 1, alpha: float = 1
+    ) -> Tensor:
+        """The first group takes the addend along, in one rounding, as a kernel's end does."""
+        add = torch.baddbmm if left.dim() == 3 else torch.addmm
+        (first, its), *others = self._factors(left, right)
+        total = add(added, first, its, beta=beta, alpha=alpha)
+        for columns, rows in others:
+            total.add_(columns @ rows, alpha=alpha)
+        return total
+
+    def _factors(self, left: Tensor, right: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
+        """Columns of the left and rows of the right that a partial sum is of."""
+        order, parts = self._drawn(left.shape[-1])
+        columns, rows = left.index_select(-1, order), right.index_select(-2, order)
+        return zip(columns.chunk(parts, -1), rows.chunk(parts, -2), strict=True)
+
+    def _sum(self, terms: Tensor, dims: Dims, keepdim: bool = False, **kwargs: Any) -> Tensor:
+        along = max(dims or range(terms.dim()), key=lambda dim: terms.shape[dim], default=None)
+        if along is None or terms.shape[along] < 2:
+            return aten.sum.dim_IntList(terms, dims, keepdim, **kwargs)
+        order, parts = self._drawn(terms.shape[along])
+        first, *others = terms.index_select(along, order).chunk(parts, along)
+        total = torch.sum(first, dims, keepdim, **kwargs)
+        for group in others:
+            total.add_(torch.sum(group, dims, keepdim, **kwargs))
+        return total
+
+    def _mean(self, terms: Tensor, dims: Dims, keepdim: bool = False, **kwargs: Any) -> Tensor:
+        total = self._sum(terms, dims, keepdim, **kwargs)
+        return total.div_(terms.numel() / total.numel())
+
+    def _rows(self, gradient: Tensor, indices: Tensor, *others: Any) -> Tensor:
+        """An embedding's gradient: rows that occur several times are added up."""
+        rows = gradient.reshape(-1, gradient.shape[-1])
+        order = torch.randperm(rows.shape[0], generator=self.generator)
+        return aten.embedding_dense_backward(rows[order], indices.reshape(-1)[order], *others)
+
+
+class Permuted(ReferenceTraining):
+    """The reference with all its sums in an order that `seed` draws."""
+
+    def __init__(self, spec: Spec, seed: int) -> None:
+        super().__init__(spec)
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def micro_batches(self, step: int) -> list[MicroBatch]:
+        batches = list(super().micro_batches(step))
+        order = torch.randperm(len(batches), generator=self.generator).tolist()
+        return [batches[place] for place in order]
+
+    def accumulate(self, step: int, around: Around = nothing) -> Pass:
+        with PermutedSums(self.generator):
+            return super().accumulate(step, around)
+
+    def update(self, step: int, sums: Mapping[str, Tensor]) -> float:
+        with PermutedSums(self.generator):
+            return super().update(step, sums)
+
 
 _SECONDS = 2.0  # that a rank works before it tells the others
 _PERMUTED = 2.3  # times what a run takes with its sums in the usual order, on a CPU in fp32

@@ -1,25 +1,27 @@
-"""The losses of many steps against one device's, step by step, and the gradient of the first.
+"""Compare the losses of many steps with one device's, step by step, and the gradient of the first.
 
-Theorem 5 says that they are the same; how near they must be is what `tolerances` allows. The first
-step that is off, or not finite, is the last that runs. Where no step explains why a trajectory
-fails, its checks alone do.
+Theorem 5 states that they are equal; `tolerances` defines how close they must be. The first step
+that is off, or not finite, is the last that runs. If no step explains why a trajectory fails, its
+checks are reported alone.
 
-The induction of Theorem 5: from a state that the run itself has come to, one device goes on as
-the run does.
+The induction of Theorem 5: one device continues from a state that the run itself has reached.
 
-Over a hundred steps training makes of one rounding what a fixed figure cannot tell from a fault
-(`tolerances`). From one and the same state there is nothing to grow from: loss and gradient of the
-next step, and the loss after its update, are one device's as closely at the end of a training as at
-its beginning. So every STATE_EVERY steps a reference takes the run's whole state and goes two steps
-beside it. In 16 bits, and where the update computes in them, how close that is follows from
-references that take the same state and add up in other orders.
+Over a hundred steps training grows a single rounding beyond any fixed figure that could tell it
+from a fault (`tolerances`). Two runs from the same state start with no difference: loss and
+gradient of the next step, and the loss after its update, agree as closely at the end of a training
+as at its beginning. So every STATE_EVERY steps a reference takes the run's full state and goes two
+steps with it. In 16 bits, and where the update computes in them, the tolerance follows from
+references that take the same state and add in other orders.
+
+`verify_every: n` makes the same induction every n steps of a training. A step that the meters
+measure, or after which they measure, is skipped for the next one: they would measure the reference.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import TypeAlias
@@ -28,12 +30,14 @@ import torch
 from torch import Tensor
 
 from ptrain.data.corpus import corpus
+from ptrain.errors import TrainingStopped, refused
 from ptrain.interpreter.program import Program
 from ptrain.models.modes import forked
 from ptrain.report.finding import Culprit, Subject
 from ptrain.report.record import Check
 from ptrain.spec.spec import Spec
 from ptrain.train.exchange import Exchange
+from ptrain.train.journal import LOG
 from ptrain.train.loop import local_batch
 from ptrain.verification.capture import Capture, drive_and_add
 from ptrain.verification.compare import (
@@ -48,12 +52,11 @@ from ptrain.verification.compare import (
     share_of,
     worst_of,
 )
-from ptrain.verification.consistency import EVERY, Watch
 from ptrain.verification.parts import whole
-from ptrain.verification.permuted import Permuted
+from ptrain.verification.preconditions import EVERY, Watch
 from ptrain.verification.progress import Progress
 from ptrain.verification.reference import ReferenceTraining, Trajectory, distance
-from ptrain.verification.references import ReferenceRun
+from ptrain.verification.references import Permuted, ReferenceRun
 from ptrain.verification.tolerances import (
     FP32_GRADIENT,
     FP32_LOSS,
@@ -62,7 +65,7 @@ from ptrain.verification.tolerances import (
     Allowed,
     from_permuted,
 )
-from ptrain.verification.variants import is_banded
+from ptrain.verification.variants import dropping, is_banded, without_dropout
 
 STATE_EVERY = 25  # steps between two states that a reference takes
 
@@ -423,3 +426,85 @@ def of_dtypes(
         "a state that is kept, reduced or cast in a coarser dtype than precision.layout says, and "
         "for what overflows.",
     ).unexplained("every sum, as in fp64 the same steps are one device's")
+
+
+class BesideOneDevice:
+    """Of one training. `resume()` is the command that continues from its last checkpoint, "" where
+    there is none. All ranks call all, for states are gathered."""
+
+    def __init__(
+        self,
+        program: Program,
+        exchange: Exchange,
+        is_measured: Callable[[int], bool],
+        resume: Callable[[], str],
+    ) -> None:
+        """Raises SpecError for a training that drops out, which draws other masks than one device
+        would."""
+        spec = program.spec
+        if without_dropout(spec) is not spec or dropping(spec, exchange):
+            finding = "the model drops out, and ranks may draw other masks than one device does"
+            raise refused("verify_every", finding, "set dropout to 0, or leave verify_every out")
+        self.every = spec.verify_every
+        self._program, self._exchange = program, exchange
+        self._is_measured, self._resume = is_measured, resume
+        self._is_owed = False
+        self._onward: Onward | None = None
+        self._capture: Capture | None = None
+
+    @contextmanager
+    def around(self, step: int, watch: AbstractContextManager[object]) -> Iterator[None]:
+        """A step's context (`step` counts from 0), with the state before it taken where it is
+        due."""
+        if not self._is_due(step):
+            with watch:
+                yield
+            return
+        self._is_owed = False
+        self._onward = Onward(self._program, self._exchange)
+        with forked():
+            self._onward.take(step)
+        self._capture = Capture(self._program, set())
+        with watch, self._capture:
+            yield
+
+    def _is_due(self, step: int) -> bool:
+        """Step 0 has a state that nothing has come to, which `ptrain verify` looks at; after the
+        last there is none to compare."""
+        self._is_owed |= step > 0 and step % self.every == 0
+        is_metered = self._is_measured(step) or self._is_measured(step + 1)
+        is_last = step + 1 == self._program.spec.train.steps
+        return self._is_owed and not (is_metered or is_last) and self._onward is None
+
+    def judge(self, step: int, loss: float, norm: float | None) -> None:
+        """Compare what is known after a step. Raises TrainingStopped on all ranks where it
+        departs."""
+        onward = self._onward
+        if onward is None:
+            return
+        is_first = self._capture is not None
+        if self._capture is not None:
+            onward.compare(loss, self._capture.unclipped(self._exchange, norm))
+            self._capture = None
+        else:
+            onward.compare_following(step, loss)
+        if onward.departs(step):
+            self._stop(onward, step)
+        if not is_first:
+            self._onward = None
+            LOG.debug("step %d  one device goes on as the run does", step + 1)
+
+    def _stop(self, onward: Onward, step: int) -> None:
+        departing = [
+            f"{check.name.removeprefix('from its own state: ')} is off by {check.measured:.3g}, "
+            f"{check.tolerance:.3g} is allowed"
+            for check in onward.checks()
+            if not check.holds
+        ]
+        words = self._exchange.first("; ".join(departing))
+        command = self._resume()
+        again = f"; then go on from the last checkpoint: {command}" if command else ""
+        raise TrainingStopped(
+            f"step {step + 1}: from the run's own state one device goes on otherwise\n  {words}\n"
+            f"  remedy: `ptrain verify` of this spec names the culprit{again}"
+        )

@@ -20,9 +20,8 @@ from torch import Tensor, nn
 
 from ptrain.algebra.legality import check, executed
 from ptrain.errors import refused
-from ptrain.models.attending import AttendingCall, attention_by
-from ptrain.models.dropout import SwitchedOff, switched_off
-from ptrain.models.modes import drawn_state, forked, reseed
+from ptrain.models.facts import AttendingCall, attention_by
+from ptrain.models.modes import SwitchedOff, drawn_state, forked, reseed, switched_off
 from ptrain.models.roles import named_in_spec
 from ptrain.selection.alternatives import with_micro
 from ptrain.spec.model import ModelShape

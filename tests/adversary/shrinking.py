@@ -9,7 +9,7 @@ import shlex
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from ptrain.costs import PLACED
+from ptrain.cost import PLACED
 from ptrain.errors import SpecError
 from ptrain.spec.load import load
 from ptrain.spec.text import flow

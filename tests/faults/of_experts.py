@@ -11,9 +11,7 @@ import torch
 from torch import Tensor
 
 from ptrain.interpreter.program import Program
-from ptrain.models.balance import Balance
-from ptrain.models.dropless import Journey, dropless
-from ptrain.models.moe import MoE
+from ptrain.models.moe import Balance, Journey, MoE, dropless
 from ptrain.report.finding import Subject
 from ptrain.spec.placement import Axis
 from ptrain.verification.capture import paths

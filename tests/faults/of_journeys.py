@@ -11,7 +11,7 @@ from torch import Tensor
 from ptrain.axes.expert.run import exchange
 from ptrain.axes.expert.run.exchange import JourneyOverRanks, Routed
 from ptrain.interpreter.program import Program
-from ptrain.models.dropless import Journey
+from ptrain.models.moe import Journey
 from ptrain.report.finding import Subject
 from tests.faults.fault import Fault
 from tests.faults.of_expert_ranks import EP, EP_DP, EP_PLACES, ONE_EACH

@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ptrain.axes.data.gradients import Gradients
-from ptrain.axes.data.run.fully_sharded import FullyShardedWrap
-from ptrain.axes.data.run.replicated import ReplicatedWrap
+from ptrain.axes.data.run.apply import FullyShardedWrap, ReplicatedWrap
 from ptrain.internals.fsdp2 import parameter_groups
 from ptrain.interpreter.program import Program
 from ptrain.report.finding import Subject

@@ -12,7 +12,7 @@ from torch import nn
 
 from ptrain.axes.context.attention import Span, context_of, spans_at
 from ptrain.axes.context.run.slices import SlicedTokens, sliced
-from ptrain.axes.data.run.fully_sharded import FullyShardedWrap
+from ptrain.axes.data.run.apply import FullyShardedWrap
 from ptrain.interpreter.program import Program
 from ptrain.report.finding import Subject
 from ptrain.spec.placement import Axis

@@ -12,7 +12,7 @@ from ptrain.interpreter.program import interpret
 from ptrain.report.finding import Certainty
 from ptrain.rooms.world import World
 from ptrain.train.exchange import Exchange
-from ptrain.verification.consistency import consistency
+from ptrain.verification.preconditions import consistency
 from tests.faults.alarms import EXPERTS, SEEDS, STRATEGIES, calm, layouts
 from tests.faults.catalogue import FAULTS
 from tests.faults.effects import changes

@@ -16,9 +16,8 @@ from ptrain.data.corpus import corpus
 from ptrain.errors import TrainingStopped
 from ptrain.interpreter.program import Program, interpret
 from ptrain.meters import holdings
-from ptrain.meters.collectives import CollectiveLedger
-from ptrain.meters.randomness import drawn
-from ptrain.meters.replicas import ReplicaMeter
+from ptrain.meters.replicas import ReplicaMeter, drawn
+from ptrain.meters.traffic import CollectiveLedger
 from ptrain.report.finding import Culprit, Departure, Moment
 from ptrain.rooms.world import World
 from ptrain.spec.placement import Axis

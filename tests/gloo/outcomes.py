@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from ptrain.costs import Estimate
+from ptrain.cost import Estimate
 from ptrain.derivation.estimate import derive
 from ptrain.meters.measure import join_estimates
 from ptrain.report.record import Check, compare

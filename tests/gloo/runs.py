@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from ptrain.costs import Estimate, Traffic
+from ptrain.cost import Estimate, Traffic
 from ptrain.data.corpus import corpus
 from ptrain.derivation.estimate import Derivation, by_counts
 from ptrain.interpreter.program import Program, interpret

@@ -14,9 +14,9 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from ptrain.axes.data.run.replicated import handing_over
+from ptrain.axes.data.run.apply import handing_over
 from ptrain.meters.blocked import Stopwatch
-from ptrain.rooms.registry import Registry
+from ptrain.rooms.comm import Registry
 from tests.ranks import Ranks
 
 pytestmark = pytest.mark.gloo

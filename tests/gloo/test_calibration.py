@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ptrain.costs import Collective
+from ptrain.cost import Collective
 from ptrain.facts.model import Operator
 from ptrain.rates.measured import pace_of
 from ptrain.spec.load import load

@@ -18,12 +18,12 @@ from ptrain.errors import PtrainError
 from ptrain.interpreter.program import Program, interpret
 from ptrain.rooms.world import World
 from ptrain.spec.load import load
-from ptrain.train import checkpoint, lineage, manifest
+from ptrain.train import checkpoint, manifest
+from ptrain.train.checkpoint import resume
 from ptrain.train.exchange import Exchange
 from ptrain.train.folder import RunFolder
 from ptrain.train.index import METADATA, IndexReader
 from ptrain.train.loop import local_batch
-from ptrain.train.resume import resume
 from tests.jobs import TINY
 
 STEPS = 2
@@ -195,7 +195,7 @@ def test_a_tensor_that_would_be_dropped_is_refused(tmp_path):
 
 
 def test_another_optimizer_text_seed_or_batch_is_said():
-    was = lineage.trained(alone().spec)
+    was = manifest.trained(alone().spec)
     other = alone(
         "optimizer.name=sgd",
         "optimizer.lr=0.5",
@@ -203,18 +203,18 @@ def test_another_optimizer_text_seed_or_batch_is_said():
         "train.seed=7",
         "batch.global=4",
     )
-    lines = dict(line.split(": ", 1) for line in lineage.warnings(was, other.spec))
+    lines = dict(line.split(": ", 1) for line in manifest.warnings(was, other.spec))
     assert lines["optimizer.lr"] == f"{alone().spec.optimizer.lr} in the checkpoint, 0.5 now"
     assert {"optimizer.name", "data.corpus", "train.seed", "batch.global"} < set(lines)
-    assert not list(lineage.warnings({}, other.spec))
+    assert not list(manifest.warnings({}, other.spec))
 
 
 def test_a_manifest_of_an_older_format_is_compared_in_what_it_kept():
     spec = alone("train.seed=7", "optimizer.lr=0.5").spec
-    was = {"optimizer.name": "sgd", "train.seed": 0, "data": lineage.trained(spec)["data"]}
-    places = [line.partition(":")[0] for line in lineage.warnings(was, spec)]
+    was = {"optimizer.name": "sgd", "train.seed": 0, "data": manifest.trained(spec)["data"]}
+    places = [line.partition(":")[0] for line in manifest.warnings(was, spec)]
     assert places == ["optimizer.name", "train.seed"]
-    assert lineage.is_other_optimizer(was, spec)
+    assert manifest.is_other_optimizer(was, spec)
 
 
 def test_a_training_that_is_done_is_not_continued(saved, tmp_path):

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from ptrain.algebra.legality import require
 from ptrain.data.corpus import corpus
-from ptrain.data.source import Split
+from ptrain.data.sampler import Split
 from ptrain.interpreter.program import interpret
 from ptrain.models.objective import can_fuse
 from ptrain.rooms.world import World

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ptrain.meters.counter import Counted, Counter
+from ptrain.meters.traffic import Counted, Counter
 from ptrain.rooms.world import flight_recorder_size
 from tests.ranks import Ranks
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from ptrain.axes.data.cost import spread
-from ptrain.costs import Collective, Phase, State
+from ptrain.cost import Collective, Phase, State
 from ptrain.data.corpus import corpus
-from ptrain.data.source import Split
+from ptrain.data.sampler import Split
 from ptrain.interpreter.program import interpret
 from ptrain.rooms.world import World
 from ptrain.spec.placement import Tier

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ptrain.costs import Estimate
+from ptrain.cost import Estimate
 from ptrain.data.sampler import LocalBatch
 from ptrain.derivation.estimate import derive
 from ptrain.errors import PtrainError

@@ -7,7 +7,7 @@ from itertools import permutations
 
 import pytest
 
-from ptrain.costs import Collective, Phase, State
+from ptrain.cost import Collective, Phase, State
 from ptrain.derivation.estimate import derive
 from ptrain.interpreter import look
 from ptrain.meters.measure import join_estimates

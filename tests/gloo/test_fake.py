@@ -6,13 +6,13 @@ from __future__ import annotations
 import pytest
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from ptrain.costs import Estimate
+from ptrain.cost import Estimate
 from ptrain.data.corpus import corpus
 from ptrain.data.sampler import LocalBatch, batch
 from ptrain.derivation.estimate import derive
 from ptrain.interpreter.program import interpret
 from ptrain.meters.measure import measure
-from ptrain.rooms.fake import fake_world
+from ptrain.rooms.world import fake_world
 from ptrain.spec.spec import Spec
 from tests.gloo.cases import named
 from tests.ranks import Ranks

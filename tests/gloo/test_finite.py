@@ -17,10 +17,10 @@ from ptrain.meters import holdings
 from ptrain.report.finding import Subject
 from ptrain.spec.load import load
 from ptrain.train import checkpoint, finite, manifest, session
+from ptrain.train.checkpoint import resume
 from ptrain.train.exchange import Exchange
 from ptrain.train.folder import RunFolder
 from ptrain.train.options import Options
-from ptrain.train.resume import resume
 from tests import jobs
 from tests.gloo.test_checkpoint import alone, program_of, step, whole
 from tests.models_poisoned import TENSOR

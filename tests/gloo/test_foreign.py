@@ -14,7 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from ptrain.algebra.legality import require
-from ptrain.costs import Estimate, Phase, State
+from ptrain.cost import Estimate, Phase, State
 from ptrain.meters.measure import Measurement, measure
 from ptrain.models.initialize import build, initialize
 from ptrain.report.record import Check

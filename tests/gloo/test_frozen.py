@@ -11,8 +11,7 @@ import pytest
 import torch
 
 import ptrain
-from ptrain.convert.adapters import Adapters
-from ptrain.convert.export import export
+from ptrain.convert.export import Adapters, export
 from ptrain.convert.saved import SavedModel
 from ptrain.errors import SpecError
 from ptrain.facts.model import ModelFacts

@@ -7,11 +7,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ptrain.costs import Collective, State, Traffic
+from ptrain.cost import Collective, State, Traffic
 from ptrain.meters.traffic import TrafficMeter
 from ptrain.rooms import comm
-from ptrain.rooms.comm import IN_PLACE_BYTES, TaggedAllGather, all_gather, reduce_scatter
-from ptrain.rooms.registry import Registry
+from ptrain.rooms.comm import IN_PLACE_BYTES, Registry, TaggedAllGather, all_gather, reduce_scatter
 from ptrain.spec.dials import ReduceScatterVia
 from tests.ranks import Ranks
 

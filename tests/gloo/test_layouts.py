@@ -14,9 +14,8 @@ from ptrain.algebra.legality import require
 from ptrain.data.corpus import corpus
 from ptrain.data.sampler import batch
 from ptrain.errors import PtrainError, SpecError
-from ptrain.interpreter.agreement import require_equal_models
 from ptrain.interpreter.look import build_module
-from ptrain.interpreter.program import Program, interpret
+from ptrain.interpreter.program import Program, interpret, require_equal_models
 from ptrain.models.initialize import initialize
 from ptrain.rooms.world import World
 from ptrain.spec.load import load

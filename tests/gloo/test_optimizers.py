@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ptrain.algebra.legality import require
-from ptrain.costs import Phase
+from ptrain.cost import Phase
 from ptrain.spec.load import load
 from ptrain.spec.optimizers import OPTIMIZERS
 from ptrain.spec.spec import Spec

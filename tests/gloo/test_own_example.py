@@ -32,7 +32,7 @@ optimizer = torch.optim.AdamW(wrapped.parameters())
 for batch in batches:
     train_step(wrapped, optimizer, batch.chunk(size)[rank])
 """
-# The like of it stands in launch/loops.md: it takes the place of the script's loop.
+# Replaces the script's loop, as in docs/howto/verify-a-loop.md.
 JUDGED = """\
 def job(model):  # the loop, on any model: with its optimizer and its step
     optimizer = torch.optim.AdamW(model.parameters())

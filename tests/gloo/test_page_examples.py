@@ -12,15 +12,15 @@ import pytest
 pytestmark = pytest.mark.gloo
 
 ROOT = Path(__file__).parents[2]
-LOOPS = "launch/loops.md"
+TOUR, VERIFY, PYTHON = "docs/tour.md", "docs/howto/verify-a-loop.md", "docs/howto/python.md"
 ROUNDING = re.compile(r"\d\.\d+e-\d\d")  # a processor's own
 EXAMPLES = [
-    (LOOPS, "measured.py"),
-    pytest.param("README.md", "loop.py", marks=pytest.mark.nightly),
-    pytest.param(LOOPS, "loop.py", marks=pytest.mark.nightly),
-    pytest.param(LOOPS, "check.py", marks=pytest.mark.nightly),
+    (VERIFY, "measured.py"),
+    pytest.param(TOUR, "broken.py", marks=pytest.mark.nightly),
+    pytest.param(PYTHON, "loop.py", marks=pytest.mark.nightly),
+    pytest.param(VERIFY, "check.py", marks=pytest.mark.nightly),
 ]
-RUN = {"loop.py", "measured.py", "check.py"}
+RUN = {"loop.py", "measured.py", "check.py", "broken.py"}
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def test_an_example_prints_what_its_page_says(examples: ModuleType, page: str, n
     assert ROUNDING.sub("ε", printed) in ROUNDING.sub("ε", text)
 
 
-@pytest.mark.parametrize("page", ["README.md", LOOPS])
+@pytest.mark.parametrize("page", [TOUR, PYTHON, VERIFY])
 def test_every_file_of_a_page_is_started_or_imported(examples: ModuleType, page: str) -> None:
     text = text_of(page)
     for name, code in examples.files(text).items():

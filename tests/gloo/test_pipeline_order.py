@@ -14,8 +14,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ptrain.axes.pipeline.catalogue import pipeline_of, schedule
-from ptrain.axes.pipeline.run.apply import Pipelined
-from ptrain.axes.pipeline.run.stage import StageRunner
+from ptrain.axes.pipeline.run.stage import Pipelined, StageRunner
 from ptrain.axes.pipeline.schedule import Action, Schedule
 from ptrain.axes.pipeline.stage_facts import held, most_held
 from ptrain.data.corpus import corpus

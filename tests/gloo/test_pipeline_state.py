@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ptrain.data.corpus import corpus
-from ptrain.data.sampler import batch
-from ptrain.data.source import Split
+from ptrain.data.sampler import Split, batch
 from ptrain.errors import PtrainError
 from ptrain.interpreter.program import Program, interpret
 from ptrain.models.initialize import build

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ptrain.convert.export import export
-from ptrain.costs import State
+from ptrain.cost import State
 from ptrain.derivation.estimate import derive
 from ptrain.interpreter import look
 from ptrain.interpreter.execute import execute

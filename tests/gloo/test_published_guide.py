@@ -17,19 +17,22 @@ from tests.published_folders import saved
 transformers = pytest.importorskip("transformers")
 pytestmark = [pytest.mark.gloo, pytest.mark.nightly]
 
-PAGE = ROOT / "launch" / "README.md"
+GUIDES = ROOT / "docs" / "howto"
 
 
-def commands(after: str) -> list[list[str]]:
-    """Return the words of the guide's commands in the first block behind these words."""
-    section = PAGE.read_text(encoding="utf-8").partition(after)[2]
+def commands(page: str, title: str) -> list[list[str]]:
+    """Return the words of the commands in the first block of a section of a guide."""
+    section = (GUIDES / page).read_text(encoding="utf-8").partition(f"## {title}\n")[2]
     block = re.search(r"```\n(.*?)```", section, re.DOTALL)
     assert block, "the guide has commands"
     return [shlex.split(line)[1:] for line in block[1].splitlines()]
 
 
 def test_the_guide_to_published_models_runs_as_it_is_printed(tmp_path: Path) -> None:
-    for words in (*commands("## Published models"), *commands("**Any other class.**")):
+    for words in (
+        *commands("published-weights.md", "Published models"),
+        *commands("published-weights.md", "Other model classes"),
+    ):
         code, job = run(words, cwd=tmp_path)
         assert code == 0, f"{words}: {job.output}{job.error}"
     first, second = (losses(tmp_path / "runs" / name) for name in ("first", "second"))
@@ -49,12 +52,13 @@ def test_the_guide_to_chats_runs_as_it_is_printed(tmp_path: Path) -> None:
     save_tokenizer(base)
     write_chats(tmp_path / "chats.jsonl", drawn_chats(400))
     printed = []
-    for words in commands("**Fine-tuning on chats.**"):
+    steps = commands("chats.md", "Fine-tuning on chats")
+    for words in steps:
         code, job = run(words, cwd=tmp_path)
         assert code == 0, f"{words}: {job.output}{job.error}"
         printed.append(job.output)
     keys = re.search(r"train on it with (.*)", printed[0])
-    assert keys and set(keys[1].split()) <= {*commands("**Fine-tuning on chats.**")[1]}
+    assert keys and set(keys[1].split()) <= {*steps[1]}
     text = (tmp_path / "runs" / "chats" / "metrics.jsonl").read_text(encoding="utf-8")
     held_out = [json.loads(line).get("held_out_loss") for line in text.splitlines()]
     first, *_, last = [loss for loss in held_out if loss is not None]

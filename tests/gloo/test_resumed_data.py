@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ptrain.train import loop, manifest, resume
-from ptrain.train.resume import file_print
+from ptrain.train import checkpoint, loop, manifest
+from ptrain.train.checkpoint import file_print
 from tests import jobs
 from tests.gloo import sessions
 from tests.ranks import Ranks
@@ -144,7 +144,7 @@ def test_a_dataset_of_another_length_is_refused(ranks: Ranks, tmp_path: Path) ->
 
 
 def test_a_large_file_is_sampled_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resume, "_BLOCK", 64)
+    monkeypatch.setattr(checkpoint, "_BLOCK", 64)
     path = tmp_path / "large"
     path.write_bytes(bytes(10_000))
     before = file_print(path, 4)

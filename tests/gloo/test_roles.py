@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ptrain.algebra.legality import require
-from ptrain.costs import State
+from ptrain.cost import State
 from ptrain.data.corpus import corpus
 from ptrain.interpreter.program import Program, interpret
 from ptrain.meters.roles import Finder, RoleRow

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ptrain.rooms.mesh import Mesh
+from ptrain.rooms.comm import Mesh
 from ptrain.rooms.world import World
 from ptrain.steps.step import CreateMesh
 from tests.ranks import Ranks

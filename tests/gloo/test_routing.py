@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from ptrain.costs import Estimate
+from ptrain.cost import Estimate
 from ptrain.interpreter.program import interpret
 from ptrain.meters.measure import measure
 from ptrain.meters.routing import Placed, RoutingMeter, Rows, histogram, summed

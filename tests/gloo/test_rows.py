@@ -9,7 +9,7 @@ from itertools import islice
 
 import pytest
 
-from ptrain.costs import Estimate
+from ptrain.cost import Estimate
 from ptrain.derivation.estimate import derive
 from ptrain.meters.measure import join_estimates
 from ptrain.report.record import compare

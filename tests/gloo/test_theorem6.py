@@ -12,7 +12,7 @@ import torch
 
 from ptrain.axes.data.run.target import cutting_axes
 from ptrain.axes.tensor.run.apply import micro_batch, parallelize
-from ptrain.costs import Phase, State, Traffic
+from ptrain.cost import Phase, State, Traffic
 from ptrain.data.corpus import corpus
 from ptrain.errors import BrokenPlan
 from ptrain.interpreter.execute import execute

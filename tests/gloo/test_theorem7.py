@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from ptrain.axes.pipeline.run.stage import Staged
-from ptrain.costs import Collective, State, Traffic
+from ptrain.cost import Collective, State, Traffic
 from ptrain.data.corpus import corpus
 from ptrain.derivation.estimate import derive
 from ptrain.interpreter.program import interpret

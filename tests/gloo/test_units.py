@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ptrain.costs import Collective, Phase
+from ptrain.cost import Collective, Phase
 from ptrain.verification.compare import FP64
 from tests.gloo.cases import LAYOUTS, Case, named
 from tests.gloo.outcomes import Outcome, Runs

@@ -8,12 +8,12 @@ import torch
 import torch.distributed as dist
 
 from ptrain.algebra.legality import require
-from ptrain.costs import Column, Estimate
+from ptrain.cost import Column, Estimate
 from ptrain.derivation.estimate import derive
 from ptrain.derivation.wire import TOLERANCE, wire_rows
 from ptrain.meters.measure import WireMeter, join_estimates
 from ptrain.report.record import compare, record
-from ptrain.rooms.mesh import Mesh
+from ptrain.rooms.comm import Mesh
 from ptrain.rooms.world import World
 from ptrain.spec.load import load
 from ptrain.spec.placement import Axis

@@ -23,7 +23,7 @@ from collections.abc import Iterator, Mapping
 from fractions import Fraction
 from math import lcm
 
-from ptrain.costs import Collective, Phase
+from ptrain.cost import Collective, Phase
 from ptrain.spec.model import ModelShape
 from ptrain.spec.placement import Axis
 from ptrain.spec.spec import Spec

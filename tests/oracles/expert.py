@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from fractions import Fraction
 from math import ceil
 
-from ptrain.costs import Collective, Phase
+from ptrain.cost import Collective, Phase
 from ptrain.spec.model import ModelShape
 from ptrain.spec.placement import TOKEN_AXES, Axis
 from ptrain.spec.spec import Spec

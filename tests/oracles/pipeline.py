@@ -20,7 +20,7 @@ from ptrain.axes.pipeline.cost import (
     forwards_first,
     round_size,
 )
-from ptrain.costs import Collective, Phase
+from ptrain.cost import Collective, Phase
 from ptrain.spec.model import ModelShape
 from ptrain.spec.pipeline import ScheduleName
 from ptrain.spec.placement import Axis

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from ptrain.costs import Collective, Phase, State
+from ptrain.cost import Collective, Phase, State
 from ptrain.spec.activations import FULL, Kept
 from ptrain.spec.block import Bias, Positions
 from ptrain.spec.model import ModelShape

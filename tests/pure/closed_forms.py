@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import cache
 from random import Random
 
-from ptrain.costs import State, Traffic
+from ptrain.cost import State, Traffic
 from ptrain.derivation.estimate import sent
 from ptrain.derivation.flat import joined
 from ptrain.derivation.ghosts.table import wrapping
@@ -92,7 +92,7 @@ def seeded(timeline: Timeline) -> Timeline:
     """With the 4 bytes that a trace's backward pass begins with. Of a scaled loss the life takes
     them off, since it begins with the scale; the closed forms know neither."""
     size = DType.FP32.itemsize
-    return replace(timeline, backward=(Run(size, size), *timeline.backward, Run(0, -size)))
+    return timeline._replace(backward=(Run(size, size), *timeline.backward, Run(0, -size)))
 
 
 def chain_of(plan: Plan, facts: ModelFacts, *, is_fresh: bool) -> UnitChain:

@@ -21,7 +21,7 @@ from functools import cache
 from itertools import product
 from pathlib import Path
 
-from ptrain.costs import Phase
+from ptrain.cost import Phase
 from ptrain.errors import PtrainError
 from ptrain.plan.lower import lower
 from ptrain.spec.dials import GatherAfterUpdate, GradientSync, ReduceScatterVia

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ptrain.costs import Footprint, Phase, Traffic, add_traffic
+from ptrain.cost import Footprint, Phase, Traffic, add_traffic
 from ptrain.derivation.flat import Flat
 from ptrain.derivation.ghosts.flat_units import flat_rows
 from ptrain.derivation.tape import Account, Scene, Tape, Wrap

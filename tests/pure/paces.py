@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from ptrain.costs import Collective
+from ptrain.cost import Collective
 from ptrain.facts.model import InnerCollective, LayerWork, ModelFacts, ModelWork, Operator, PassWork
 from ptrain.spec.precision import DType, Layout
 from ptrain.spec.rates import Hook, OperatorKind

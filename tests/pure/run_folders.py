@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ptrain.algebra.legality import require
 from ptrain.spec.load import load
-from ptrain.train import lineage, manifest
+from ptrain.train import manifest
 from ptrain.train.folder import Claim, open_run
 from ptrain.train.manifest import Manifest
 
@@ -24,7 +24,7 @@ def trained(run: Path, *steps: int, model: object = None) -> list[Path]:
         path.mkdir(parents=True)
         (path / "__0_0.distcp").write_bytes(bytes(64))
         files = manifest.digests(path, ["__0_0.distcp"])
-        was = lineage.trained(SPEC) | ({"model": model} if model else {})
+        was = manifest.trained(SPEC) | ({"model": model} if model else {})
         manifest.write(
             path,
             Manifest(step=step, spec="zero3", world_size=2, torch="2", files=files, trained=was),

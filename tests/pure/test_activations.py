@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from ptrain.costs import State
+from ptrain.cost import State
 from ptrain.derivation.estimate import derive, facts_from_shape
 from ptrain.derivation.layers import timeline
 from ptrain.spec.load import load

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ptrain.algebra.compose import IDENTITY, Product, compose, lift, product
-from ptrain.costs import PLACED, State
+from ptrain.cost import PLACED, State
 from ptrain.derivation.ghosts.table import wrapping
 from ptrain.derivation.memory import by_shard
 from ptrain.plan.lower import lower
@@ -35,7 +33,7 @@ def test_a_product_of_products_is_a_product(inner: Product, outer: Product):
 
 @given(factors, products)
 def test_an_axis_of_degree_1_is_the_identity(factor: Factor, other: Product):
-    alone = lift(replace(factor, degree=1))
+    alone = lift(factor._replace(degree=1))
     assert alone == IDENTITY
     assert compose(alone, other) == other == compose(other, alone)
 

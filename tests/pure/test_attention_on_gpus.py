@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from ptrain.costs import State
+from ptrain.cost import State
 from ptrain.derivation import archive
 from ptrain.derivation.attention import FusedAttention, Statistics, statistics_of
 from ptrain.derivation.estimate import derive, facts_from_shape

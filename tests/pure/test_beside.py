@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ptrain.costs import Collective, Spent
+from ptrain.cost import Collective, Spent
 from ptrain.derivation.clock import Clock, messages_of
 from ptrain.derivation.interconnect import Network
 from ptrain.facts.model import InnerCollective, PassWork

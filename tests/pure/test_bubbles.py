@@ -11,7 +11,7 @@ from ptrain.axes.pipeline.cost import Relation
 from ptrain.axes.pipeline.schedule import StageCost
 from ptrain.axes.pipeline.simulate import Costs, equal_stages, simulate
 from ptrain.axes.pipeline.stage_facts import held, most_held, most_held_of, transfers
-from ptrain.costs import Collective, Phase
+from ptrain.cost import Collective, Phase
 from ptrain.spec.pipeline import ScheduleName
 from tests.pure.pipelines import BY_NAME, ONE_STAGE, costs_of, pipeline, stages_per_rank
 

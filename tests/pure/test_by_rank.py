@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ptrain.by_rank import ByRank, distinct, largest, of_own, of_ranks, rows_by_rank, totals
-from ptrain.costs import Column, Estimate, Footprint, State
+from ptrain.cost import Column, Estimate, Footprint, State
 
 
 def row(state: State, rank: int, size: int, host: int = 0) -> Footprint:

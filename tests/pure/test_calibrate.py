@@ -8,12 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from ptrain.calibration import job, write
+from ptrain.calibration import write
 from ptrain.calibration.bench import GPUS, PROCESSORS, operations
-from ptrain.calibration.options import CalibrationOptions, parse, to_argv
-from ptrain.calibration.write import MeasuredPart, conclude
+from ptrain.calibration.write import CalibrationOptions, MeasuredPart, conclude, parse, to_argv
 from ptrain.cli.main import main
-from ptrain.costs import Collective
+from ptrain.cost import Collective
 from ptrain.errors import SpecError
 from ptrain.facts.model import Operator
 from ptrain.rates.measured import CALIBRATED, pace_of
@@ -87,7 +86,7 @@ def test_the_fields_of_a_cluster_stay(tmp_path, capsys):
 
 def refusal(options: CalibrationOptions, parts: list[MeasuredPart] | None = None) -> str:
     with pytest.raises(SpecError) as caught:
-        conclude(parts, options) if parts else job.calibrate(options)
+        conclude(parts, options) if parts else write.calibrate(options)
     return str(caught.value)
 
 
@@ -104,8 +103,8 @@ def test_measurements_that_are_far_apart_are_not_written(tmp_path, capsys):
 
 
 def test_a_busy_machine_is_not_measured(tmp_path, monkeypatch):
-    monkeypatch.setattr(job, "busy_cores", lambda: 1.2)
-    monkeypatch.setattr(job, "cores", lambda: 2)
+    monkeypatch.setattr(write, "busy_cores", lambda: 1.2)
+    monkeypatch.setattr(write, "cores", lambda: 2)
     assert refusal(CalibrationOptions(out=tmp_path / "out.yaml")) == (
         "error: calibrate: 1.2 of 2 cores are busy with something else: nothing is measured\n"
         "  remedy: wait until the machine is quiet, or --force"
@@ -175,16 +174,16 @@ def test_options_are_words_again():
 
 
 def test_ranks_that_share_cores_have_more_of_the_time_and_all_of_them_end_in_it(monkeypatch):
-    monkeypatch.setattr(job, "cores", lambda: 2)
+    monkeypatch.setattr(write, "cores", lambda: 2)
     clock = [1000.0]
-    monkeypatch.setattr(job.time, "time", lambda: clock[0])
+    monkeypatch.setattr(write.time, "time", lambda: clock[0])
     end, endings = 1090.0, []
     for place in range(3):
-        endings.append(job._until((1, 2, 4)[place:], end) + job._ENDING)
+        endings.append(write._until((1, 2, 4)[place:], end) + write._ENDING)
         clock[0] = endings[-1]
     assert endings == [1020.0, 1050.0, 1090.0]  # who shares needs more, and who sends at all
     clock[0] = 1070.0  # the first two took longer than they were to
-    assert job._until((4,), end) == end - job._ENDING
+    assert write._until((4,), end) == end - write._ENDING
 
 
 def test_the_tables_that_lie_farthest_apart_are_named(tmp_path, capsys):

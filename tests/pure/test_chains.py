@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from ptrain.axes.pipeline.stage_facts import stage_facts, stage_roles, stages_of
-from ptrain.costs import Collective, State, Traffic
+from ptrain.cost import Collective, State, Traffic
 from ptrain.derivation.estimate import derive
 from ptrain.facts.model import ModelFacts, TensorFacts, UnitFacts, of_first_stage, of_later_stage
 from ptrain.facts.stages import Chain, Ends, Stage

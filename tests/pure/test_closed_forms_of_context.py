@@ -14,7 +14,7 @@ import pytest
 from ptrain.axes.context.attention import all_spans, balance, blocks_of, context_of, multiplied
 from ptrain.axes.context.cost import sent
 from ptrain.axes.context.draw import balance_text
-from ptrain.costs import Collective, Phase
+from ptrain.cost import Collective, Phase
 from ptrain.facts.model import ModelFacts
 from ptrain.plan.lower import lower
 from ptrain.spec.activations import Kept, Operators, Policy

@@ -12,7 +12,7 @@ import pytest
 
 from ptrain import installed
 from ptrain.axes.data.fsdp2 import HABITS, habits
-from ptrain.costs import Phase, State
+from ptrain.cost import Phase, State
 from ptrain.facts.model import ModelFacts
 from ptrain.plan.lower import lower
 from ptrain.spec.dials import GradientSync, ReduceScatterVia, SyncPolicy

@@ -15,7 +15,7 @@ from ptrain.axes.context.attention import all_spans
 from ptrain.axes.expert.cost import rows_bytes as searched_rows
 from ptrain.axes.expert.cost import sent
 from ptrain.axes.expert.form import own_places, with_own_experts
-from ptrain.costs import Phase
+from ptrain.cost import Phase
 from ptrain.facts.model import ModelFacts
 from ptrain.facts.parameters import expert_modules, facts
 from ptrain.plan.lower import lower

@@ -12,7 +12,7 @@ from ptrain.axes.pipeline.catalogue import schedule, size_of
 from ptrain.axes.pipeline.cost import PipelineSize, chunks_in_flight, forwards_first, stages_of
 from ptrain.axes.pipeline.schedule import Action, Schedule
 from ptrain.axes.pipeline.stage_facts import most_held
-from ptrain.costs import Collective, Estimate, Phase, State
+from ptrain.cost import Collective, Estimate, Phase, State
 from ptrain.derivation.estimate import Derivation, derive
 from ptrain.spec.pipeline import ScheduleName
 from ptrain.spec.placement import Axis

@@ -9,7 +9,7 @@ from itertools import product
 
 import pytest
 
-from ptrain.costs import Collective, Estimate, Phase, State
+from ptrain.cost import Collective, Estimate, Phase, State
 from ptrain.derivation.estimate import Derivation, derive
 from ptrain.facts.parameters import facts
 from ptrain.spec.model import ExternalModel, ModelShape

@@ -10,7 +10,7 @@ import pytest
 
 from ptrain.algebra.legality import check, require
 from ptrain.cli.main import main
-from ptrain.costs import Collective
+from ptrain.cost import Collective
 from ptrain.derivation.estimate import derive
 from ptrain.derivation.interconnect import crossing, link
 from ptrain.errors import SpecError

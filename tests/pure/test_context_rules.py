@@ -332,7 +332,7 @@ def test_shards_over_data_and_cp_have_replicas_around_them():
 def test_a_plan_says_who_has_which_tokens_and_why():
     made = spec(2, around={Axis.DP_SHARD: (2, GATHERED)})
     text = show(made, plan_of(made))
-    assert "shard tokens over cp: each rank gets an early and a late chunk" in text
+    assert "tokens over cp: 16 of 32 per rank, an early and a late chunk" in text
     assert "context  zigzag: 32 tokens split into two chunks on each of 2 ranks" in text
     assert "tokens   cp 0: 0-7, 24-31\ntokens   cp 1: 8-15, 16-23\n" in text
     assert "composed Theorem 3 of samples holds" in text

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from ptrain.axes.context.attention import ContextPart, context_of, multiplied, part_at
-from ptrain.costs import Collective, Phase
+from ptrain.cost import Collective, Phase
 from ptrain.derivation import archive
 from ptrain.derivation.archive import TablePart
 from ptrain.derivation.estimate import derive

@@ -7,7 +7,7 @@ from fractions import Fraction
 from types import SimpleNamespace
 
 from ptrain.axes.data.cuts import Cuts
-from ptrain.costs import Collective, Column, Estimate, Phase, State, Traffic, TrafficKey
+from ptrain.cost import Collective, Column, Estimate, Phase, State, Traffic, TrafficKey
 from ptrain.derivation import wire
 from ptrain.derivation.estimate import derive, facts_from_shape
 from ptrain.derivation.ghosts.clipping import clipping

@@ -9,7 +9,7 @@ import pytest
 
 from ptrain.algebra.compose import compose, lift
 from ptrain.algebra.legality import BYTE_VOCAB, NOT_YET, RULES, check
-from ptrain.costs import State
+from ptrain.cost import State
 from ptrain.errors import Fault, SpecError
 from ptrain.spec import text
 from ptrain.spec.check import validate

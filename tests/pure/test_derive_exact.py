@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from ptrain.costs import Collective, Phase, State
+from ptrain.cost import Collective, Phase, State
 from ptrain.derivation.estimate import derive
 from ptrain.spec.dials import GradientSync, ReduceScatterVia, SyncPolicy
 from ptrain.spec.placement import Axis

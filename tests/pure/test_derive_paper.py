@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 
 from ptrain.algebra.legality import require
-from ptrain.costs import PLACED, Collective, Phase, State
+from ptrain.cost import PLACED, Collective, Phase, State
 from ptrain.derivation.estimate import derive
 from ptrain.derivation.paper import MODEL_STATES
 from ptrain.facts.model import ModelFacts

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ptrain.axes.data.cost import kept_ranks, padded_rows, spread
-from ptrain.costs import Collective, Estimate, Phase, State
+from ptrain.cost import Collective, Estimate, Phase, State
 from ptrain.derivation.estimate import derive
 from ptrain.facts.model import ModelFacts
 from ptrain.facts.parameters import facts

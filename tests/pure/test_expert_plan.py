@@ -39,8 +39,8 @@ def test_layers_without_experts_have_none_to_give():
     assert plan_of(spec()).experts.modules == ("blocks.1.mlp.experts", "blocks.2.mlp.experts")
     (step,) = lines(spec(), "  2. ")
     assert step == (
-        "  2. shard the experts of 2 layers over ep: each rank holds full experts with their "
-        "Θ, Ω and G; tokens travel to their experts and back"
+        "  2. distribute the experts of 2 layers over ep: each rank holds full experts with their "
+        "Θ, Ω and G; tokens are dispatched to them and combined"
     )
 
 
@@ -62,30 +62,29 @@ def test_rows_that_travel_are_as_many_as_are_routed_and_places_as_there_are():
     """2 samples of 16 tokens that go to 2 experts: 64 rows of 42 fp32 features. With a capacity
     each of 6 experts takes 1.5 x 2 x 16 / 6 tokens of a sample: 96 places."""
     (routed,) = lines(spec(3), "travels")
-    assert routed.startswith("travels  64 rows of 42 features each way, in forward and backward")
-    assert "10.75 kB, of which 2/3 leave the rank with balanced routing" in routed
+    assert routed.startswith("travels  64 rows of 42 features there and back, in forward and in b")
+    assert "10.75 kB of which 2/3 leave the rank where each expert is chosen as often" in routed
     (placed,) = lines(spec(3, model=FULL), "travels")
-    assert placed.startswith("travels  96 places of 42 features each way")
-    assert placed.endswith("16.13 kB, of which 2/3 leave the rank, independent of the routing")
+    assert placed.startswith("travels  96 places of 42 features there and back")
+    assert placed.endswith("16.13 kB of which 2/3 leave the rank, whatever is routed")
 
 
 @pytest.mark.parametrize(
     ("made", "summed", "wrapped"),
     [
-        (spec(), "over no other rank, because all of their tokens are local; all "
-         "other gradients over ep",
-         "store each unit in a flat buffer: Θ full"),
+        (spec(), "over no rank, since one rank has all their tokens; all others over ep",
+         "keep each unit in a flat buffer: Θ replicated"),
         (spec(around=SHARDS, placement=GATHERED),
-         "over dp_shard; all other gradients over dp_shard × ep",
+         "over dp_shard; all others over dp_shard × ep",
          "fully_shard each unit over dp_shard: Θ S*, Ω S, G S"),
         (spec(around=REPLICAS | SHARDS),
-         "over dp_replicate × dp_shard; all other gradients over dp_replicate × dp_shard × ep",
-         "store each unit in a flat buffer over dp_replicate × dp_shard: Θ sharded over dp_shard"),
+         "over dp_replicate × dp_shard; all others over dp_replicate × dp_shard × ep",
+         "keep each unit in a flat buffer over dp_replicate × dp_shard: Θ sharded over dp_shard"),
         (spec(around={Axis.CP: (2, tuple_of("R,R,R,S"))}),
-         "over cp; all other gradients over cp × ep",
-         "store each unit in a flat buffer over cp: Θ full"),
-        (spec(placement=GATHERED), "over no other rank, because all of their tokens are local; all "
-         "other gradients over ep", "do not wrap units: there is no data axis"),
+         "over cp; all others over cp × ep",
+         "keep each unit in a flat buffer over cp: Θ replicated"),
+        (spec(placement=GATHERED), "over no rank, since one rank has all their tokens; all "
+         "others over ep", "leave the units as they are: no data axis"),
     ],
     ids=["ep", "zero3", "hsdp", "cp", "alone"],
 )  # fmt: skip

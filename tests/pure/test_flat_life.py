@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ptrain.costs import Collective, Phase, State
+from ptrain.cost import Collective, Phase, State
 from ptrain.derivation.estimate import sent
 from ptrain.derivation.flat import Flat
 from ptrain.derivation.ghosts.flat_units import flat_rows

@@ -9,7 +9,7 @@ import pytest
 
 from ptrain.algebra.legality import check
 from ptrain.axes.data.form import form_of, frozen_factors
-from ptrain.costs import State
+from ptrain.cost import State
 from ptrain.derivation.estimate import derive
 from ptrain.derivation.paper import paper
 from ptrain.errors import SpecError
@@ -108,7 +108,7 @@ def test_another_place_is_that_of_a_second_buffer_of_flat_units() -> None:
     own = plan.wrap.of_frozen
     assert (own.parameters, own.parameters_tier) == ((Axis.DP_REPLICATE,), Tier.HOST)
     assert not (own.optimizer or own.gradients or own.updated or own.materialized)
-    assert "frozen Θ sharded over dp_replicate on the host" in show(spec, plan)
+    assert "frozen parameters: Θ sharded over dp_replicate on the host" in show(spec, plan)
     assert "frozen S*@host on dp_replicate" in placement(spec)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from ptrain.costs import Collective, State
+from ptrain.cost import Collective, State
 from ptrain.rooms.ghost import GhostRoom
 from ptrain.rooms.room import Shape
 from ptrain.spec.dials import ReduceScatterVia

@@ -17,7 +17,7 @@ from ptrain.axes.data.cost import (
     padded_rows,
     reductions,
 )
-from ptrain.costs import Collective, Phase, State, add_traffic
+from ptrain.cost import Collective, Phase, State, add_traffic
 from ptrain.derivation.estimate import sent
 from ptrain.derivation.ghosts.in_place import InPlace
 from ptrain.derivation.ghosts.table import wrapping

@@ -87,7 +87,7 @@ def test_every_key_of_a_spec_has_help(capsys):
     ("word", "hint"),
     [
         ("checkpont", "did you mean 'checkpoints'?"),
-        ("parallelism", "did you mean 'tensor-parallelism'?"),
+        ("parallelism", "did you mean 'data-parallelism'?"),
         ("specs", "its options: ptrain specs --help"),
         ("qqq", "is no topic\n"),
     ],
@@ -101,7 +101,7 @@ def test_an_unknown_topic_names_the_nearest_and_all(word, hint, capsys):
 
 @pytest.mark.parametrize(
     ("word", "topic"),
-    [("slurm", "starting-a-training"), ("NCCL", "what-is-verified-where"), ("gpus", "simulate")],
+    [("sbatch", "slurm"), ("NCCL", "not-verified"), ("gpus", "simulate")],
 )
 def test_a_word_that_is_no_topic_is_found_in_the_sections_that_say_it(word, topic, capsys):
     assert main(["help", word]) == 2
@@ -123,7 +123,6 @@ def test_a_wheel_carries_every_page(tmp_path, monkeypatch):
         (tmp_path / target).parent.mkdir(parents=True, exist_ok=True)
         copy = shutil.copytree if (ROOT / source).is_dir() else shutil.copyfile
         copy(ROOT / source, tmp_path / target)
-    shutil.copyfile(ROOT / "ptrain" / "README.md", tmp_path / "ptrain" / "README.md")
     in_checkout = {page: page_sections(page) for page in PAGES}
     monkeypatch.setattr(help, "_PACKAGE", tmp_path / "ptrain")
     assert {page: page_sections(page) for page in PAGES} == in_checkout

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from ptrain.costs import Phase, Spent
+from ptrain.cost import Phase, Spent
 from ptrain.derivation.estimate import derive
 from ptrain.spec.activations import SELECTIVE, Kept
 from ptrain.spec.load import load

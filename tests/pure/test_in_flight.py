@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 import pytest
 
-from ptrain.costs import Phase, State
+from ptrain.cost import Phase, State
 from ptrain.derivation import in_flight
 from ptrain.derivation.estimate import derive
 from ptrain.derivation.layers import everyone, passes

@@ -23,7 +23,7 @@ from ptrain.axes.pipeline.instructions import (
 from ptrain.axes.pipeline.schedule import Action, PipelineShape, Schedule, looped, v_shaped
 from ptrain.axes.pipeline.simulate import simulate
 from ptrain.axes.pipeline.stage_facts import transfers
-from ptrain.costs import Collective, Phase
+from ptrain.cost import Collective, Phase
 from ptrain.spec.pipeline import ScheduleName
 from ptrain.timeline import Kind
 from tests.pure.pipelines import BY_NAME, GRID, VEES, pipeline

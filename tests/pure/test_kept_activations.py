@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from ptrain.costs import Collective, Estimate, Phase, State
+from ptrain.cost import Collective, Estimate, Phase, State
 from ptrain.derivation.estimate import derive
 from ptrain.derivation.tables import Setting
 from ptrain.spec.activations import ATTENTION_ONLY, FULL, PLAIN, SELECTIVE, Kept

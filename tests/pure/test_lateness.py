@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ptrain.costs import Collective, Phase, Spent, StepTime
+from ptrain.cost import Collective, Phase, Spent, StepTime
 from ptrain.derivation import in_flight
 from ptrain.derivation.estimate import derive
 from ptrain.derivation.machine import Machine

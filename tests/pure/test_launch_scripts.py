@@ -135,6 +135,6 @@ def test_the_local_script_starts_torchrun_when_asked(shims):
 
 
 def test_every_variable_that_a_script_reads_or_sets_is_explained():
-    text = (LAUNCH / "README.md").read_text()
+    text = (ROOT / "docs" / "howto" / "launch.md").read_text(encoding="utf-8")
     for name in ("LAUNCHER", "NPROC", "MAX_RESTARTS", "RUN_DIR", "MASTER_PORT", "OMP_NUM_THREADS"):
         assert f"`{name}" in text, name

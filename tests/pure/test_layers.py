@@ -22,7 +22,7 @@ PACKAGE = ROOT / "ptrain"
 # One line a layer, read downwards; a pattern matches a whole module name.
 LAYERS = (
     r"ptrain\.version",
-    r"ptrain\.(errors|units|by_rank|costs|word|wording|timeline|import_path|installed|processor"
+    r"ptrain\.(errors|units|by_rank|cost|word|wording|timeline|import_path|installed|processor"
     r"|output|codec)",
     r"ptrain\.spec(\..*)?",
     r"ptrain\.facts(\..*)?",
@@ -75,15 +75,17 @@ FIRST_OPINION = (
 LAZY = {
     "ptrain.cli.main",
     "ptrain.cli.predict",
+    "ptrain.cli.progress",  # rich, where a command takes longer than two seconds
+    "ptrain.derivation.archive",
+    "ptrain.derivation.estimate",
+    "ptrain.spec.resolve_sections",
     "ptrain.spec.slips",
     "ptrain",
     "ptrain.models.external",
-    "ptrain.models.huggingface",
     "ptrain.models.pretrained",
-    "ptrain.convert.adapters",
     "ptrain.convert.export",
     "ptrain.data.vocabulary",
-    "ptrain.data.documents",
+    "ptrain.data.tokenized",
     "ptrain.data.chat_rows",
     "ptrain.cli.export",
     "ptrain.cli.sample",
@@ -102,6 +104,7 @@ ENVIRONMENT = {
     "ptrain.train.environment",
     "ptrain.import_path",
     "ptrain.facts.cache",
+    "ptrain.report.screen",  # COLUMNS, NO_COLOR and TERM
     "ptrain.rooms.pretence",  # of the process that it starts
 }
 
@@ -118,7 +121,7 @@ MUTUAL_IMPORTS: set[tuple[str, str]] = set()
 # Names that classes of two or more modules bear: one noun, one class. This list only shrinks too.
 REPEATED_CLASSES = {"Run"}
 # Where an axis is named: elsewhere a room is asked, or a notion that another axis may join.
-NAMING_CONTEXT = r"ptrain\.axes\.context\..*|ptrain\.spec\.placement|ptrain\.traces\.context_\w+"
+NAMING_CONTEXT = r"ptrain\.axes\.context\..*|ptrain\.spec\.placement|ptrain\.traces\.work_tables"
 FILLED = {"ptrain.report.finding"}  # `told` is a key of its record
 
 MAX_FILE, MAX_FUNCTION = 600, 60

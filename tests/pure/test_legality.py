@@ -202,9 +202,9 @@ def test_activations_are_given_once():
          "hidden / heads = 15 is odd; rotary embeddings need an even number",
          "Make hidden / heads even."),
         ({"own_head_dim": 9}, "model.head_dim",
-         "head_dim = 9 is odd; rotary embeddings need an even number", "Use an even number."),
+         "head_dim = 9 is odd; rotary embeddings need an even number", "Make it even."),
         ({"rotary": 0.25}, "model.rotary",
-         "0.25 of a head of 14 are 3 features, and rotary positions turn pairs",
+         "0.25 of a head of dimension 14 is 3 dimensions; rotary embeddings need an even number",
          "Use a fraction that gives an even number, 2 or more."),
         ({"kv_heads": 2}, "model.kv_heads", "kv_heads=2 does not divide heads=3",
          "Use one of 1, 3."),
@@ -376,7 +376,7 @@ class Document:
         self.spec = spec
 
     def locate(self, fault):
-        return replace(fault, source="mine.yaml", line=3, column=5)
+        return fault._replace(source="mine.yaml", line=3, column=5)
 
 
 def test_require_gives_the_spec_or_every_located_fault():

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ptrain.costs import State
+from ptrain.cost import State
 from ptrain.errors import Fault, SpecError
 from ptrain.spec.dials import (
     WHOLE_BUCKET,

@@ -7,7 +7,7 @@ import pytest
 
 from ptrain.axes.pipeline.cost import PipelineSize, chunks_between, round_size, stages_of
 from ptrain.axes.pipeline.instructions import Message, Receive, Release, Send, taken, training
-from ptrain.costs import Phase, State
+from ptrain.cost import Phase, State
 from ptrain.derivation.estimate import Derivation, derive
 from ptrain.spec.pipeline import ScheduleName
 from ptrain.timeline import Kind

@@ -14,7 +14,7 @@ from ptrain.report.differences import _settings
 from ptrain.spec.load import load
 from ptrain.spec.model import ExternalModel
 from ptrain.spec.write import to_yaml
-from ptrain.train.lineage import other_model, trained
+from ptrain.train.manifest import other_model, trained
 from ptrain.verification.same_training import common
 
 OWN: dict[str, Any] = {

@@ -59,7 +59,7 @@ FAULTS = [
         {"mesh": {"tp": 2, "pp": 2}, "placement": {"tp": "S,S,S,S", "pp": "S,S,S,R"}},
         "placement.tp.activations",
         "not supported yet",
-        "activations: R",
+        "placement.tp.activations=R",
     ),
     (
         {
@@ -116,7 +116,7 @@ def test_a_plan_that_is_shown_has_the_roles_of_a_model_that_is_not_built_in():
 @pytest.mark.parametrize(
     ("model", "tensor", "words"),
     [
-        (SPEC["model"], {"plan": PLAN}, "logits full, because the head is not sharded"),
+        (SPEC["model"], {"plan": PLAN}, "logits replicated, since no head is sharded"),
         (SPEC["model"], {"plan": PLAN | {"head": "head"}}, "logits sharded over the vocabulary"),
         (SPEC["model"], {"plan": {"a": "head"}, "loss_parallel": False}, "logits all-gathered"),
         ({"preset": "gpt-tiny"}, {}, "logits sharded over the vocabulary"),

@@ -17,7 +17,7 @@ import pytest
 import ptrain
 from ptrain.algebra.legality import check, executed, require
 from ptrain.axes.pipeline.catalogue import takes_any_stages
-from ptrain.cli.help import PAGES, anchor
+from ptrain.cli.help import PAGES, anchor, page_sections
 from ptrain.cli.main import VERBS, main
 from ptrain.spec.load import load, sweeps
 from ptrain.spec.names import SPEC_FOLDERS, listing, root
@@ -30,8 +30,10 @@ from ptrain.version import TESTED_TORCH
 from tests.pure.build import ODD_SHAPE, make_spec
 
 ROOT = Path(__file__).parents[2]
+NO_TOPICS = ("CONTRIBUTING.md", "launch/README.md", "benchmarks/README.md")  # of `ptrain help`
 TEXTS = {page: (ROOT / page).read_text(encoding="utf-8") for page in ("README.md", *PAGES)}
-AXES_PAGE, SPECS_PAGE = TEXTS["specs/axes.md"], TEXTS["specs/README.md"]
+SPECS_PAGE = TEXTS["docs/writing-a-spec.md"]
+TENSOR_PAGE, PIPELINE_PAGE = TEXTS["docs/axes/tensor.md"], TEXTS["docs/axes/pipeline.md"]
 FLAGS = read(root() / "flags.yaml").root
 assert isinstance(FLAGS, dict)
 WRITTEN = [tuple(row["spec"]) for row in FLAGS["placements"]]
@@ -91,7 +93,7 @@ def test_a_command_with_a_named_spec_takes_its_overrides(page):
 
 def test_the_blocks_are_what_their_commands_print():
     ended = subprocess.run(
-        [sys.executable, "benchmarks/pages.py", "--check"],
+        [sys.executable, "docs/tools/pages.py", "--check"],
         cwd=ROOT,
         env={"PATH": "", "PYTHONPATH": str(ROOT)},
         capture_output=True,
@@ -99,7 +101,7 @@ def test_the_blocks_are_what_their_commands_print():
         timeout=180,
         check=False,
     )
-    assert ended.returncode == 0, f"{ended.stdout}{ended.stderr}: run benchmarks/pages.py PAGE"
+    assert ended.returncode == 0, f"{ended.stdout}{ended.stderr}: run docs/tools/pages.py PAGE"
 
 
 def test_every_output_block_is_filled():
@@ -109,9 +111,10 @@ def test_every_output_block_is_filled():
             assert content.startswith(f"```\n$ {command}\n"), command
 
 
-@pytest.mark.parametrize("page", TEXTS)
+@pytest.mark.parametrize("page", [*TEXTS, *NO_TOPICS])
 def test_links_lead_somewhere(page):
-    for target in re.findall(r"\]\((?!http)([^)\s]+)\)", TEXTS[page]):
+    markdown = (ROOT / page).read_text(encoding="utf-8")
+    for target in re.findall(r"\]\((?!http)([^)\s]+)\)", markdown):
         path, _, fragment = target.partition("#")
         file = (ROOT / page).parent / path if path else ROOT / page
         assert file.exists(), target
@@ -120,6 +123,13 @@ def test_links_lead_somewhere(page):
             text = code.sub("", file.read_text(encoding="utf-8"))
             titles = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
             assert fragment in map(anchor, titles), target
+
+
+def test_a_drawing_of_tp_has_a_shard_of_every_matrix_for_each_rank(benchmark_module):
+    drawings = benchmark_module("_drawings")
+    matrices = [name for weights in drawings.spec_weights().values() for name, *_ in weights]
+    assert matrices == ["query", "key", "value", "output", "gate", "up", "down"]
+    assert len(drawings.tensor_sheet().rectangles) == 2 * len(matrices)
 
 
 @pytest.mark.parametrize("page", TEXTS)
@@ -182,7 +192,7 @@ def test_the_table_of_modes_has_what_runs_on_each_axis_and_nothing_else(axis):
 
 
 def test_the_rooms_are_all_there_and_so_are_the_folders_beside_them():
-    text = TEXTS["ptrain/README.md"]
+    text = TEXTS["docs/internals.md"]
     named = set(re.findall(r"^\| `(\w+)/` \|", text, re.MULTILINE))
     assert named == {path.parent.name for path in (ROOT / "ptrain").glob("*/__init__.py")}
     inner = set(re.findall(r"^\| `axes/(\w+)/` \|", text, re.MULTILINE))
@@ -192,7 +202,7 @@ def test_the_rooms_are_all_there_and_so_are_the_folders_beside_them():
 
 
 def test_exactness_is_claimed_for_the_versions_that_are_tested():
-    assert f"({', '.join(TESTED_TORCH)})" in TEXTS["specs/predictions.md"]
+    assert f"({', '.join(TESTED_TORCH)})" in TEXTS["docs/predictions.md"]
 
 
 @pytest.mark.parametrize("written", WRITTEN, ids=" ".join)
@@ -206,24 +216,35 @@ def test_every_strategy_is_in_the_table_of_flags():
     assert len(set(WRITTEN)) == len(WRITTEN)
 
 
+@pytest.mark.parametrize("tool", [*FLAGS["tools"], "axolotl"])
+def test_every_tool_has_a_section_with_its_settings_and_a_spec(tool):
+    (section,) = (
+        section
+        for section in page_sections("docs/coming-from.md")
+        if section.title.startswith(tool)
+    )
+    assert section.text.startswith("```") and "```yaml\n" in section.text
+    assert f"<!-- table: coming from {tool} -->" in section.text or tool == "axolotl"
+
+
 def test_no_tool_is_misspelled():
     for row in (*FLAGS["placements"], *FLAGS["dials"]):
         assert set(row) <= {"spec", "dial", *FLAGS["tools"]}
 
 
-def test_every_role_that_a_plan_may_give_is_said_to_mean_what_an_editor_shows():
+def test_the_page_describes_every_role_as_an_editor_does():
     for role, about in GIVEN.items():
-        assert f"| `{role}` | {about} |\n" in AXES_PAGE
+        assert f"| `{role}` | {about} |\n" in TENSOR_PAGE
 
 
-def test_every_schedule_is_said_to_have_the_stages_that_it_has():
+def test_the_page_gives_the_stages_of_every_schedule():
     for name in ScheduleName:
         stages = PipelineSpec(schedule=name).stages_over(4) // 4
         words = f"any, {stages}" if takes_any_stages(name) else str(stages)
-        (row,) = (line for line in AXES_PAGE.splitlines() if line.startswith(f"| `{name}` |"))
+        (row,) = (line for line in PIPELINE_PAGE.splitlines() if line.startswith(f"| `{name}` |"))
         assert row.split(" | ")[2] == words
-        assert f"| `pp-{name}` | {stages} | " in AXES_PAGE
-        (key,) = (line for line in AXES_PAGE.splitlines() if line.startswith("| `schedule` |"))
+        assert f"| `pp-{name}` | {stages} | " in PIPELINE_PAGE
+        (key,) = (line for line in PIPELINE_PAGE.splitlines() if line.startswith("| `schedule` |"))
         assert f"`{name}`" in key
 
 
@@ -232,7 +253,7 @@ def test_a_star_in_a_plan_is_a_blocks_number_and_nothing_else():
     assert not fits("layers.*", "layers.12.mlp") and not fits("layers.*", "layers.x")
 
 
-def test_what_is_said_to_be_gathered_is_a_vocabulary_that_tp_divides():
+def test_the_example_of_gathered_logits_is_legal():
     command = "ptrain predict tp model.vocab=260 tensor.loss_parallel=false"
-    assert f"`{command}`" in AXES_PAGE
+    assert f"`{command}`" in TENSOR_PAGE
     assert not require(load("tp", command.split()[3:])).tensor.loss_parallel

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from ptrain.axes.pipeline.stage_facts import stage_facts, stages_of
-from ptrain.costs import Collective, Phase, State, Traffic
+from ptrain.cost import Collective, Phase, State, Traffic
 from ptrain.derivation.estimate import Derivation, derive
 from ptrain.derivation.wire import predicted_bytes
 from ptrain.facts.model import ModelFacts

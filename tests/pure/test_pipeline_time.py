@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ptrain.axes.pipeline.catalogue import schedule_of
-from ptrain.costs import Collective, Phase, Spent, StepTime
+from ptrain.cost import Collective, Phase, Spent, StepTime
 from ptrain.derivation.estimate import derive
 from ptrain.derivation.interconnect import Network
 from ptrain.derivation.machine import Machine

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ptrain.costs import Estimate, Phase, State
+from ptrain.cost import Estimate, Phase, State
 from ptrain.derivation.estimate import derive
 from ptrain.spec.load import load
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 
 from ptrain.axes.data.update import TensorTarget
-from ptrain.costs import State
+from ptrain.cost import State
 from ptrain.derivation.flat import Flat, GhostScale
 from ptrain.derivation.tape import Scene, Tape
 from ptrain.optimizers.ghost import GhostFused

@@ -1,4 +1,4 @@
-"""The workflow of "In a pull request": its commands, as printed, in a repository of two commits."""
+"""The GitHub workflow runs as its page prints it, in a repository of two commits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ptrain.spec.names import find_spec
 from tests.pure.test_compare import verification, written
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "launch" / "verification.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "howto" / "gate-a-pull-request.md").read_text(encoding="utf-8")
 pytestmark = pytest.mark.skipif(
     shutil.which("bash") is None or shutil.which("git") is None, reason="needs bash and git"
 )

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ptrain.costs import Collective
+from ptrain.cost import Collective
 from ptrain.errors import SpecError
 from ptrain.facts.model import Operator
 from ptrain.rates.measured import Curve, Surface, lacking, pace_of, pace_while_others_wait

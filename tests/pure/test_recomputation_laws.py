@@ -13,7 +13,7 @@ import pytest
 
 from ptrain.algebra.legality import check, executed
 from ptrain.cli.main import main
-from ptrain.costs import Collective, Estimate, Phase, State
+from ptrain.cost import Collective, Estimate, Phase, State
 from ptrain.derivation.estimate import derive
 from ptrain.errors import SpecError
 from ptrain.plan.lower import own_facts

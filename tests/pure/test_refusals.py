@@ -15,7 +15,7 @@ from ptrain.errors import Fault, PtrainError, SpecError
 from ptrain.spec import extras
 from ptrain.spec.file_tier import require_file_tier, unusable
 from ptrain.spec.load import load
-from ptrain.train import lock, manifest
+from ptrain.train import folder, manifest
 from ptrain.train.folder import RunFolder, begin, candidates
 from tests.pure.run_folders import opened, trained
 
@@ -253,7 +253,7 @@ def test_a_second_training_in_a_run_folder_is_refused_with_the_process_of_the_fi
     claim.lock.release()
     claim.lock.release()
     opened(here / "run", resuming=True).withdraw()
-    assert not (here / "run" / lock.NAME).exists()
+    assert not (here / "run" / folder.LOCK_NAME).exists()
 
 
 # -- the file tier, options

@@ -13,7 +13,7 @@ import pytest
 from ptrain.cli import train
 from ptrain.cli.main import main
 from ptrain.errors import RankFailed, SpecError
-from ptrain.train import folder, launch, lock, options
+from ptrain.train import folder, launch, options
 from ptrain.train.folder import RunFolder, begin, continued, is_of_agent
 from ptrain.train.options import Options
 from tests.pure.run_folders import opened, trained
@@ -26,14 +26,14 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_lock_lasts_as_long_as_the_last_process_that_holds_it(tmp_path):
-    taken = lock.take(tmp_path)
+    taken = folder.take_lock(tmp_path)
     rank = subprocess.Popen(["sleep", "60"], pass_fds=[taken.descriptor])
     os.close(taken.descriptor)  # as if this process were killed
     with pytest.raises(SpecError, match="another training writes there"):
-        lock.take(tmp_path)
+        folder.take_lock(tmp_path)
     rank.kill()
     rank.wait()
-    lock.take(tmp_path).release()
+    folder.take_lock(tmp_path).release()
     assert not any(tmp_path.iterdir())
 
 
@@ -41,8 +41,8 @@ def test_a_file_system_without_locks_keeps_nobody_from_training(tmp_path, monkey
     def unsupported(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(lock.fcntl, "flock", unsupported)
-    lock.take(tmp_path).release()
+    monkeypatch.setattr(folder.fcntl, "flock", unsupported)
+    folder.take_lock(tmp_path).release()
     assert not any(tmp_path.iterdir())
 
 
@@ -158,4 +158,4 @@ def test_our_launcher_starts_failed_ranks_anew_and_nothing_else_does(here, monke
     assert main(["train", "zero3", "train.steps=9", "--max-restarts", "2", "--run-dir", "run"]) == 3
     assert resumed == [None, "auto", "auto"]
     assert "restart 2 of 2" in capsys.readouterr().err
-    assert not (here / "run" / lock.NAME).exists()
+    assert not (here / "run" / folder.LOCK_NAME).exists()

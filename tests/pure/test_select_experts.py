@@ -7,7 +7,7 @@ import pytest
 
 from ptrain.algebra.legality import is_sound
 from ptrain.axes.expert.cost import rows_bytes
-from ptrain.costs import Collective, State
+from ptrain.cost import Collective, State
 from ptrain.derivation.estimate import derive
 from ptrain.selection.choose import Chooser
 from ptrain.selection.job import block_size, dense, searched_job, stand_in

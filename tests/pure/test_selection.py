@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from ptrain.algebra.legality import check, executed, require
-from ptrain.costs import PLACED
+from ptrain.cost import PLACED
 from ptrain.derivation.estimate import derive
 from ptrain.errors import DoesNotFit
 from ptrain.report.selection import described

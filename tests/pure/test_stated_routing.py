@@ -14,7 +14,7 @@ import yaml
 
 from ptrain.algebra.legality import require
 from ptrain.axes.expert.cost import sent
-from ptrain.costs import Phase
+from ptrain.cost import Phase
 from ptrain.errors import SpecError
 from ptrain.facts.model import RowsSize, RowsTimeline, StorageEvent, StorageEvents
 from ptrain.plan.show import show

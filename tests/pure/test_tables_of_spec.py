@@ -237,7 +237,7 @@ def test_models_and_clusters_have_the_documented_defaults():
     said = {spot.name: spot.type.__metadata__[0].about for spot in fields(block.BlockOptions)}
     for name, value in options.items():
         word = str(value).lower().removesuffix(".0").replace("e-0", "e-")
-        assert f"; without: {word}" in said[name] or value is None, name
+        assert f"Default: {word}" in said[name] or value is None, name
     begun = {"blocks": None, "pretrained": None}
     assert defaults(model.ExternalModel) == {"arguments": {}, "folder": None, **begun}
     assert defaults(model.HuggingFaceModel) == {"config": {}, "attention": None, **begun}

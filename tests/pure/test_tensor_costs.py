@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ptrain.costs import Phase, State
+from ptrain.cost import Phase, State
 from ptrain.derivation.estimate import Estimate, derive
 from ptrain.spec.load import load
 

@@ -18,7 +18,7 @@ from ptrain.cli.train import checked
 from ptrain.errors import PtrainError
 from ptrain.spec.job import OptimizerSpec, ScheduleSpec
 from ptrain.spec.load import load
-from ptrain.train import failure, folder, interrupt, options, profiled_steps, tracker
+from ptrain.train import failure, folder, interrupt, options, probe, tracker
 from ptrain.train.failure import Failure
 from ptrain.train.heading import parts_of_ranks
 from ptrain.train.launch import LauncherSignals
@@ -136,16 +136,14 @@ def test_a_checkpoint_that_does_not_exist_is_refused_at_once(tmp_path):
 def test_a_profiled_step_beyond_the_last_is_refused_with_the_range():
     spec = require(load("ddp", ["profile=[9]", "train.steps=5"]))
     with pytest.raises(PtrainError, match=r"profile: there is no step 9\n.* from 1 to 5"):
-        profiled_steps.require_reachable(spec)
+        probe.require_reachable(spec)
 
 
 def test_a_metered_step_is_not_traced_but_the_one_after_the_meters():
     spec = require(load("ddp", ["profile=[1,2,3,5]", "train.steps=9"]))
-    assert profiled_steps.moved(spec, (2, 3)) == {2: 4, 3: 4}
-    assert "step 2 and 3 is metered; step 4 of 9 is traced" in profiled_steps.announcement(
-        spec, (2, 3)
-    )
-    assert profiled_steps.announcement(require(load("ddp", ["profile=[5]"])), (2, 3)) == ""
+    assert probe.moved(spec, (2, 3)) == {2: 4, 3: 4}
+    assert "step 2 and 3 is metered; step 4 of 9 is traced" in probe.announcement(spec, (2, 3))
+    assert probe.announcement(require(load("ddp", ["profile=[5]"])), (2, 3)) == ""
 
 
 # -- schedule

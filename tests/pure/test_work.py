@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ptrain.costs import Collective, Phase
+from ptrain.cost import Collective, Phase
 from ptrain.derivation.estimate import Derivation, derive
 from ptrain.derivation.work import model_work, why_unknown
 from ptrain.facts.model import (

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ptrain.cli.main import main
-from ptrain.costs import PLACED
+from ptrain.cost import PLACED
 from ptrain.errors import SpecError
 from ptrain.selection.choose import Chooser
 from ptrain.selection.job import searched_job

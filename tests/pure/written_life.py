@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ptrain.costs import Phase, State
+from ptrain.cost import Phase, State
 from ptrain.derivation.flat import Flat
 from ptrain.derivation.tape import Scene, Tape
 from ptrain.plan.lower import lower

@@ -14,12 +14,12 @@ from typing import Any, Protocol
 
 import torch
 
-from ptrain.costs import Collective, State
+from ptrain.cost import Collective, State
 from ptrain.meters.traffic import TrafficMeter
 from ptrain.models.ledger import Ledger
 from ptrain.models.tags import tier_of
+from ptrain.rooms.comm import Mesh
 from ptrain.rooms.ghost import Ghost, GhostRoom
-from ptrain.rooms.mesh import Mesh
 from ptrain.rooms.room import Axes, Room, Shape, T
 from ptrain.rooms.torch import TorchRoom
 from ptrain.spec.placement import Axis, Tier

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any, Generic
 
-from ptrain.costs import State
+from ptrain.cost import State
 from ptrain.rooms.room import Move, T
 from ptrain.spec.dials import ReduceScatterVia
 from ptrain.spec.placement import Axis, Tier

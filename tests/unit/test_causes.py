@@ -8,10 +8,16 @@ import torch
 from ptrain.report.copies import SHARED
 from ptrain.spec.placement import Axis
 from ptrain.steps.step import ContextParallel
-from ptrain.verification.causes.context import TokenLayout, _any_of, _hidden, under_other_strides
-from ptrain.verification.causes.targets import _other
-from ptrain.verification.causes.values import order_of_slices, positions_text
-from ptrain.verification.consistency import DIFFERENT, EVALUATES, UNLIKE, Seen, departing
+from ptrain.verification.causes.context import (
+    TokenLayout,
+    _any_of,
+    _hidden,
+    order_of_slices,
+    positions_text,
+    under_other_strides,
+)
+from ptrain.verification.causes.rerun import _other
+from ptrain.verification.preconditions import DIFFERENT, EVALUATES, UNLIKE, Seen, departing
 
 WHOLE = torch.randn(8, 6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from ptrain.axes.pipeline.run.cut import part_of
-from ptrain.axes.pipeline.run.stand_ins import CalledOnce, run_stage
+from ptrain.axes.pipeline.run.cut import CalledOnce, part_of, run_stage
 from ptrain.axes.pipeline.stage_facts import stage_facts, stages_of
 from ptrain.errors import SpecError
 from ptrain.facts.model import net

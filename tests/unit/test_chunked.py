@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ptrain.costs import Phase
+from ptrain.cost import Phase
 from ptrain.data.sampler import LocalBatch
 from ptrain.errors import SpecError
 from ptrain.interpreter.program import interpret

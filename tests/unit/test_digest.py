@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ptrain.meters.randomness import digests, kind
+from ptrain.meters.replicas import digests, kind
 
 DTYPES = (
     torch.float64,

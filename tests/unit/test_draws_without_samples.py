@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ptrain.verification.jobs.draws import RandomDraw
-from ptrain.verification.jobs.everyones_draws import EveryonesDraws, RankDraw
+from ptrain.verification.jobs.draws import EveryonesDraws, RandomDraw, RankDraw
 
 MASK = torch.tensor([[1.0, 0.0, 1.0], [0.0, 1.0, 1.0]])
 

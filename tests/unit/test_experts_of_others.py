@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from ptrain.errors import SpecError
 from ptrain.facts.model import ExpertLayers
-from ptrain.models.dropless import RoutedRows, route
 from ptrain.models.facts import expert_layers_of, untraced_facts
 from ptrain.models.initialize import build
+from ptrain.models.moe import RoutedRows, route
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
 from ptrain.traces.facts import facts_of

@@ -16,7 +16,7 @@ from ptrain.axes.expert.run.exchange import JourneyOverRanks, Travels
 from ptrain.models.moe import MoE
 from ptrain.models.trace import Born, Died, Recording
 from ptrain.models.work import OperatorSizes, SentTensor
-from ptrain.rooms.fake import fake_world
+from ptrain.rooms.world import fake_world
 from ptrain.spec.model import ModelShape
 from ptrain.spec.rates import OperatorKind
 from ptrain.traces.record import Recorder

@@ -9,7 +9,7 @@ from torch import nn
 
 import ptrain
 from ptrain.cli.main import main
-from ptrain.data.origin import origin_of, write_origin
+from ptrain.data.tokenized import origin_of, write_origin
 from tests.chat_folders import save_tokenizer
 from tests.models_frozen import lora
 from tests.unit.test_pretrained import run_of_spec

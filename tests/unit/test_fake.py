@@ -4,12 +4,12 @@ one process that allocates nothing."""
 import pytest
 import torch
 
-from ptrain.costs import Phase
+from ptrain.cost import Phase
 from ptrain.data.sampler import LocalBatch
 from ptrain.derivation.estimate import derive
 from ptrain.interpreter.program import interpret
 from ptrain.meters.measure import measure
-from ptrain.rooms.fake import fake_tensors, fake_world
+from ptrain.rooms.world import fake_tensors, fake_world
 from ptrain.spec.load import load
 
 ODD = [

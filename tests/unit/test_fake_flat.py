@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from ptrain.algebra.legality import require
-from ptrain.costs import Collective, Estimate, Phase, State
+from ptrain.cost import Collective, Estimate, Phase, State
 from ptrain.data.sampler import LocalBatch
 from ptrain.interpreter.program import interpret
 from ptrain.meters.measure import measure
-from ptrain.rooms.fake import fake_tensors, fake_world
+from ptrain.rooms.world import fake_tensors, fake_world
 from ptrain.spec.load import load
 from tests.gloo.cases import ODD
 

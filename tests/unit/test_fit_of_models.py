@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ptrain.installed import torch_minor
-from ptrain.models.dropout import drops_out
+from ptrain.models.modes import drops_out
 from ptrain.spec.load import load
 from ptrain.traces import tensor_parts
 from ptrain.traces.facts import facts_of

@@ -11,7 +11,7 @@ import torch
 
 from ptrain.axes.data.cuts import Cuts
 from ptrain.axes.data.theta import Parameters
-from ptrain.rooms.registry import Registry
+from ptrain.rooms.comm import Registry
 from ptrain.rooms.torch import TorchRoom
 from ptrain.spec.dials import ReduceScatterVia
 from ptrain.spec.placement import Axis

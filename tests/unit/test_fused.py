@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ptrain.algebra.legality import require
-from ptrain.axes.tensor.run.fused import held_order
+from ptrain.axes.tensor.run.apply import held_order
 from ptrain.errors import SpecError
 from ptrain.models.initialize import build
 from ptrain.models.parting import Projections

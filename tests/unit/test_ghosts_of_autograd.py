@@ -13,13 +13,13 @@ import pytest
 import torch
 from torch import nn
 
-from ptrain.axes.data.run.members import ParameterMembers
-from ptrain.costs import State
+from ptrain.axes.data.run.flat_target import ParameterMembers
+from ptrain.cost import State
 from ptrain.derivation.flat import GhostMembers
+from ptrain.optimizers.build import TorchRules
 from ptrain.optimizers.ghost import GhostRules
-from ptrain.optimizers.torch import TorchRules
 from ptrain.optimizers.update import moment_names
-from ptrain.rooms.mesh import Mesh
+from ptrain.rooms.comm import Mesh
 from ptrain.rooms.world import World
 from ptrain.spec.job import OptimizerSpec
 from ptrain.spec.optimizers import OPTIMIZERS
@@ -188,7 +188,7 @@ def test_members_of_ghosts_are_those_of_parameters():
     tensors = ParameterMembers([(t.name, nn.Parameter(torch.zeros(t.shape))) for t in unit.tensors])
     for name in ("names", "shapes", "are_cut", "cutting_axes"):
         assert list(getattr(ghosts, name)) == list(getattr(tensors, name)), name
-    tensors_of_tp = tuple(replace(tensor, cut_over=(Axis.TP,)) for tensor in unit.tensors)
+    tensors_of_tp = tuple(tensor._replace(cut_over=(Axis.TP,)) for tensor in unit.tensors)
     cut = GhostMembers(tensors_of_tp, GhostsWatched({}, {}))
     assert (cut.are_cut, cut.cutting_axes) == ([True, True], (Axis.TP,))
 

@@ -18,9 +18,9 @@ from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from ptrain.axes.data.cost import bucket_caps, bucket_sizes, local_rows, padded_rows, spread
-from ptrain.axes.data.run.fully_sharded import FullyShardedWrap
-from ptrain.axes.data.run.spread import ZeroRedundancyUpdate
-from ptrain.costs import Collective, Phase, State
+from ptrain.axes.data.run.apply import FullyShardedWrap
+from ptrain.axes.data.run.flat_target import ZeroRedundancyUpdate
+from ptrain.cost import Collective, Phase, State
 from ptrain.data.sampler import LocalBatch
 from ptrain.derivation import timeline
 from ptrain.derivation.ghosts import autograd
@@ -33,7 +33,7 @@ from ptrain.meters.memory import MemoryMeter
 from ptrain.meters.traffic import SILENT, TrafficMeter
 from ptrain.models.ledger import local
 from ptrain.plan.lower import lower
-from ptrain.rooms.fake import fake_world
+from ptrain.rooms.world import fake_world
 from ptrain.spec.dials import GradientSync, ReduceScatterVia, Reshard, SyncPolicy
 from ptrain.spec.placement import Axis, Tier
 from ptrain.spec.precision import FP32, ZERO16

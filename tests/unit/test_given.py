@@ -10,7 +10,7 @@ from torch import nn
 
 import ptrain
 from ptrain.errors import SpecError
-from ptrain.models.given import accept, with_model
+from ptrain.models.initialize import accept, with_model
 from ptrain.models.transformer import Transformer
 from ptrain.spec.model import ModelShape
 from ptrain.spec.spec import Spec

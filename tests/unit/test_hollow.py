@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ptrain.axes.tensor.run.fused import FusedOrder
+from ptrain.axes.tensor.run.apply import FusedOrder
 from ptrain.errors import SpecError
 from ptrain.interpreter import look
 from ptrain.interpreter.look import look_at_built, repeated_values

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ptrain.axes.context.run.documents import HopKernel, Kernel, kernel_of
+from ptrain.axes.context.run.slices import HopKernel, Kernel, kernel_of
 from ptrain.internals.context_parallel import merged
 from ptrain.models.documents import added_mask
 

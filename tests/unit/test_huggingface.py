@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from ptrain.errors import SpecError
-from ptrain.models.huggingface import ignored_fields
 from ptrain.models.initialize import build, keeps_its_weights
+from ptrain.models.pretrained import ignored_fields
 from ptrain.models.units import unit_modules
 from ptrain.spec.dials import UnitKind, UnitSize
 from ptrain.spec.extras import require_transformers

@@ -13,8 +13,7 @@ import torch.nn.functional as F
 from ptrain.axes.context.attention import all_spans, context_of
 from ptrain.axes.context.run.slices import sliced
 from ptrain.data.corpus import Corpus, corpus
-from ptrain.data.sampler import LocalBatch, batch, blank_batch, part_of, require
-from ptrain.data.source import Split
+from ptrain.data.sampler import LocalBatch, Split, batch, blank_batch, part_of, require
 from ptrain.errors import SpecError
 from ptrain.models.objective import IGNORED, NextToken
 from ptrain.spec.load import load

@@ -13,13 +13,13 @@ import torch
 
 from ptrain.interpreter.program import interpret
 from ptrain.rooms.world import World
-from ptrain.selection.recompute import settled
+from ptrain.selection.recompute import resolve_auto
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
 from ptrain.train.exchange import Exchange
 from ptrain.verification import trajectory
+from ptrain.verification.preconditions import of_reference
 from ptrain.verification.reference import ReferenceTraining
-from ptrain.verification.states import of_reference
 from ptrain.verification.tolerances import MANY
 from ptrain.verification.trajectory import LargestShare, Onward, ReferenceStep
 
@@ -30,7 +30,7 @@ TINY = (
 
 
 def spec(*changes: str) -> Spec:
-    return settled(load("zero2", (*TINY, *changes)))
+    return resolve_auto(load("zero2", (*TINY, *changes)))
 
 
 def states(device: ReferenceTraining) -> dict[str, dict[str, torch.Tensor]]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ptrain.report.record import Check
-from ptrain.verification.invariance import MeshResult, against
+from ptrain.verification.protocol import MeshResult, against
 from ptrain.verification.reference import Trajectory
 from ptrain.verification.trajectory import ProgramRun
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from ptrain.algebra.legality import require
-from ptrain.interpreter.clip import LossScale
-from ptrain.rooms.mesh import Mesh
+from ptrain.interpreter.loss import LossScale
+from ptrain.rooms.comm import Mesh
 from ptrain.rooms.queue import DeviceQueue
 from ptrain.rooms.world import World
 from ptrain.spec.load import load

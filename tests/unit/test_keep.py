@@ -19,7 +19,7 @@ from ptrain.models.initialize import build, initialize
 from ptrain.models.objective import token_loss_sum
 from ptrain.models.trace import to_timeline
 from ptrain.models.units import unit_modules
-from ptrain.rooms.registry import Registry
+from ptrain.rooms.comm import Registry
 from ptrain.rooms.torch import Tiers
 from ptrain.spec.activations import ATTENTION_ONLY, FULL, PLAIN, SELECTIVE, Kept, Operators, Policy
 from ptrain.spec.model import Attention, Family, ModelShape

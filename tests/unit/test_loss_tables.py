@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from ptrain.costs import Estimate
+from ptrain.cost import Estimate
 from ptrain.derivation.estimate import derive
 from ptrain.derivation.layers import is_tabulated
 from ptrain.models.objective import can_fuse

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from ptrain.errors import SpecError
-from ptrain.models.given import accept
-from ptrain.models.huggingface import _MORE_LOSS
-from ptrain.models.initialize import build
+from ptrain.models.initialize import accept, build
+from ptrain.models.pretrained import _MORE_LOSS
 from ptrain.spec.load import load
 from ptrain.spec.model import HuggingFaceModel
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from ptrain.costs import Collective, Column, Estimate, Phase, State, Traffic, TrafficKey
+from ptrain.cost import Collective, Column, Estimate, Phase, State, Traffic, TrafficKey
 from ptrain.errors import PtrainError
 from ptrain.meters.measure import join_estimates, measure
 from ptrain.report.record import compare

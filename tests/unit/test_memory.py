@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from ptrain.costs import Phase, State
+from ptrain.cost import Phase, State
 from ptrain.meters.memory import MemoryMeter
 from ptrain.models.tags import tag
-from ptrain.rooms.registry import Registry
+from ptrain.rooms.comm import Registry
 from ptrain.spec.placement import Tier
 
 

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 from ptrain.data.corpus import HELD_OUT_OF_FILE, corpus
-from ptrain.data.sampler import LocalBatch, batch, require
-from ptrain.data.source import SampleSource, Split
+from ptrain.data.sampler import LocalBatch, SampleSource, Split, batch, require
 from ptrain.errors import SpecError
 from ptrain.models.objective import IGNORED
 from ptrain.spec.load import load

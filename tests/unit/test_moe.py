@@ -11,10 +11,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ptrain.interpreter.construction import Balancing
-from ptrain.models.balance import Balance, weigh
-from ptrain.models.dropless import grouped_product
-from ptrain.models.moe import ExpertPlaces, Gate, MoE
-from ptrain.rooms.mesh import Mesh
+from ptrain.models.moe import Balance, ExpertPlaces, Gate, MoE, grouped_product, weigh
+from ptrain.rooms.comm import Mesh
 from ptrain.rooms.world import World
 from ptrain.spec.block import Activation
 from ptrain.spec.experts import Router

@@ -11,15 +11,14 @@ import pytest
 import torch
 
 from ptrain.algebra.legality import require
-from ptrain.costs import Phase
+from ptrain.cost import Phase
 from ptrain.data.sampler import LocalBatch, blank_batch
 from ptrain.derivation.estimate import derive
 from ptrain.derivation.operations import operations
 from ptrain.interpreter.program import interpret
 from ptrain.models.objective import can_fuse
 from ptrain.plan.lower import lower, own_facts
-from ptrain.rooms.fake import fake_world
-from ptrain.rooms.world import World
+from ptrain.rooms.world import World, fake_world
 from ptrain.simulation.execute import simulate
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec

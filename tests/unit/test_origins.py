@@ -13,8 +13,8 @@ import pytest
 from ptrain.cli.main import main
 from ptrain.convert.vocabulary import vocabulary_of
 from ptrain.data.corpus import corpus
-from ptrain.data.origin import record_beside
 from ptrain.data.sampler import require
+from ptrain.data.tokenized import record_beside
 from ptrain.data.vocabulary import ByteVocabulary, FileVocabulary
 from ptrain.errors import SpecError
 from ptrain.spec.load import load

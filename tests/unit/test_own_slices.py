@@ -11,9 +11,8 @@ import torch
 from ptrain.axes.context.run.rehearsal import require_slices
 from ptrain.errors import SpecError
 from ptrain.facts.model import Attending
-from ptrain.models.attending import attending_of
-from ptrain.models.given import accept
-from ptrain.models.initialize import build, cast
+from ptrain.models.facts import attending_of
+from ptrain.models.initialize import accept, build, cast
 from ptrain.spec.spec import Spec
 from tests.gloo.context_cases import HYBRID, spec_of
 

@@ -12,10 +12,17 @@ from ptrain.rooms.world import World
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
 from ptrain.train.exchange import Exchange
-from ptrain.verification.permuted import Permuted, PermutedSums
 from ptrain.verification.progress import Progress
 from ptrain.verification.reference import ReferenceTraining, Trajectory
-from ptrain.verification.references import Ask, ReferenceRun, Solo, _owners, references
+from ptrain.verification.references import (
+    Ask,
+    Permuted,
+    PermutedSums,
+    ReferenceRun,
+    Solo,
+    _owners,
+    references,
+)
 from ptrain.verification.tolerances import (
     FEW,
     MANY,

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from ptrain.convert.export import export
-from ptrain.convert.writer import Writer
+from ptrain.convert.saved import Writer
 from ptrain.data.vocabulary import ByteVocabulary
 from ptrain.errors import SpecError
 from ptrain.interpreter.look import build_hollow, build_module

@@ -12,11 +12,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from ptrain.axes.data.run.members import OwnRows, ParameterMembers
-from ptrain.axes.tensor.run.fused import FusedOrder
+from ptrain.axes.data.run.flat_target import OwnRows, ParameterMembers
+from ptrain.axes.tensor.run.apply import FusedOrder
 from ptrain.cli.main import main
 from ptrain.convert.export import export
-from ptrain.convert.writer import Writer
+from ptrain.convert.saved import Writer
 from ptrain.errors import SpecError
 from ptrain.interpreter.look import Filling, build_module
 from ptrain.models.initialize import InitialValues, ModuleWeights, build

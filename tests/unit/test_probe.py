@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ptrain.algebra.legality import require
-from ptrain.costs import State
+from ptrain.cost import State
 from ptrain.data.corpus import corpus
 from ptrain.data.sampler import batch
 from ptrain.interpreter.program import interpret

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ptrain.costs import Estimate
+from ptrain.cost import Estimate
 from ptrain.derivation.estimate import derive
 from ptrain.simulation.execute import simulate
 from ptrain.spec.load import load

@@ -9,10 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ptrain.costs import Collective, Phase, State, Traffic, TrafficKey
+from ptrain.cost import Collective, Phase, State, Traffic, TrafficKey
 from ptrain.derivation.allocator import reserved
-from ptrain.simulation.replay import repeated_calls, repeated_storages
-from ptrain.simulation.stream import Begin, Change, Event, MemoryStream, StorageKind
+from ptrain.simulation.replay import (
+    Begin,
+    Change,
+    Event,
+    MemoryStream,
+    StorageKind,
+    repeated_calls,
+    repeated_storages,
+)
 
 FEW = (3, 4, 5)
 SIZES = st.integers(1, 4).map(lambda size: size * 512)

@@ -10,13 +10,12 @@ from itertools import product
 import pytest
 import torch
 
-from ptrain.costs import State
+from ptrain.cost import State
 from ptrain.data.sampler import LocalBatch
 from ptrain.derivation.estimate import derive
 from ptrain.interpreter.program import Program, interpret
 from ptrain.meters.memory import MemoryMeter
-from ptrain.rooms.fake import fake_world
-from ptrain.rooms.world import World
+from ptrain.rooms.world import World, fake_world
 from ptrain.spec.dials import GradientSync, Overlap, ReduceScatterVia, Reshard, SyncPolicy
 from ptrain.spec.model import ExternalModel, Family, ModelShape
 from ptrain.spec.placement import Axis, Placement

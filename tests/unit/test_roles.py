@@ -93,7 +93,9 @@ def test_a_class_without_a_plan_needs_one():
 
 
 def test_heads_are_not_divided():
-    with pytest.raises(SpecError, match=r"num_key_value_heads: 2(.|\n)*Use one of 1, 2 for `mesh\.tp`"):
+    with pytest.raises(
+        SpecError, match=r"num_key_value_heads: 2(.|\n)*Use one of 1, 2 for `mesh\.tp`"
+    ):
         of_hugging_face("llama", CONFIG, tp=4)
 
 

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from ptrain.rooms.fake import fake_world
+from ptrain.rooms.comm import Mesh
 from ptrain.rooms.ghost import Ghost
-from ptrain.rooms.mesh import Mesh
 from ptrain.rooms.room import Room
+from ptrain.rooms.world import fake_world
 from ptrain.spec.precision import DType
 from ptrain.steps.step import CreateMesh
 from tests.unit.both_rooms import (

@@ -10,12 +10,10 @@ import torch
 from torch import Tensor
 
 from ptrain.axes.context.attention import all_spans
-from ptrain.axes.context.run import routing
-from ptrain.axes.context.run.routing import SampleSlices
-from ptrain.axes.context.run.slices import taken
-from ptrain.models.balance import Balance
-from ptrain.models.moe import ExpertPlaces
-from ptrain.rooms.registry import Registry
+from ptrain.axes.context.run import slices
+from ptrain.axes.context.run.slices import SampleSlices, taken
+from ptrain.models.moe import Balance, ExpertPlaces
+from ptrain.rooms.comm import Registry
 from ptrain.spec.experts import Router
 from ptrain.spec.placement import Axis
 from ptrain.steps.step import ContextParallel
@@ -78,8 +76,8 @@ def answered(monkeypatch):
                 said.append(own)
                 return sum(heard) if hear else own
 
-            monkeypatch.setattr(routing, "all_gathered", gathered)
-            monkeypatch.setattr(routing, "all_summed", summed)
+            monkeypatch.setattr(slices, "all_gathered", gathered)
+            monkeypatch.setattr(slices, "all_summed", summed)
             results = [compute() for compute in computations]
         return results
 

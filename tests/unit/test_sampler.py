@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ptrain.data.corpus import Corpus, corpus, sample
-from ptrain.data.sampler import LocalBatch, batch, part_of, positions, require
-from ptrain.data.source import Split
+from ptrain.data.sampler import LocalBatch, Split, batch, part_of, positions, require
 from ptrain.errors import PtrainError, SpecError
 from ptrain.spec.batch import Batch
 from ptrain.spec.job import DataSpec, EvalSpec, TrainSpec

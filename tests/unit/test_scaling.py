@@ -7,9 +7,9 @@ import random
 import pytest
 import torch
 
-from ptrain.interpreter.clip import LossScale, global_norm, scale_down
+from ptrain.interpreter.loss import LossScale, global_norm, scale_down
 from ptrain.models.tags import tag, tier_of
-from ptrain.rooms.mesh import Mesh
+from ptrain.rooms.comm import Mesh
 from ptrain.rooms.world import World
 from ptrain.spec.placement import Tier
 from ptrain.spec.precision import DType

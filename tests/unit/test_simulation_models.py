@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ptrain.costs import State
+from ptrain.cost import State
 from ptrain.derivation.estimate import derive
 from ptrain.errors import SpecError
 from ptrain.rooms import patches

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ptrain.axes.context.run.randomness import MicroBatchCut, SlicedMasks, masks_at
-from ptrain.models.dropout import dropout_by, switched_off
+from ptrain.axes.context.run.slices import MicroBatchCut, SlicedMasks, masks_at
+from ptrain.models.modes import dropout_by, switched_off
 from ptrain.spec.placement import Axis
 from ptrain.steps.step import ContextParallel
 

@@ -17,7 +17,7 @@ from ptrain.derivation.archive import TablePart
 from ptrain.derivation.tables import Place, Setting
 from ptrain.internals.dtensor import forget_shapes
 from ptrain.models.trace import Born, Completion, Died
-from ptrain.traces import context_tables, write
+from ptrain.traces import work_tables, write
 from ptrain.traces.work_tables import PassTable
 
 WHOLE = [
@@ -100,7 +100,7 @@ def test_the_committed_tables_of_operators_that_are_cut_are_what_the_command_wri
 
 def over_context() -> Iterator[Any]:
     """The smallest of them in every run, all at night."""
-    for name, make in context_tables.tables():
+    for name, make in work_tables.tables():
         marks = () if name == "llama-mha-bf16-one-ulysses" else pytest.mark.nightly
         yield pytest.param(name, make, id=name, marks=marks)
 

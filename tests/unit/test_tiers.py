@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ptrain.costs import State
+from ptrain.cost import State
 from ptrain.errors import SpecError
 from ptrain.models.tags import tier_of
-from ptrain.rooms.registry import Registry
+from ptrain.rooms.comm import Registry
 from ptrain.rooms.torch import Tiers, cast
 from ptrain.spec.placement import Tier
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from ptrain.verification.jobs import token_slices
+from ptrain.verification.jobs import modules
 from ptrain.verification.jobs.metamorphic import AskedTokens
+from ptrain.verification.jobs.modules import slice_of
 from ptrain.verification.jobs.record import ForwardCall
-from ptrain.verification.jobs.token_slices import slice_of
 
 
 def columns_of(whole: Tensor, own: Tensor) -> list[int] | None:
@@ -43,7 +43,7 @@ def test_an_unusual_cut_is_told_by_runs_of_tokens() -> None:
 def test_of_more_tokens_than_are_compared_an_unusual_cut_is_not_told(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(token_slices, "_MOST_PAIRS", 95)
+    monkeypatch.setattr(modules, "_MOST_PAIRS", 95)
     tokens = torch.arange(16).expand(2, 16)
     assert columns_of(tokens, tokens[:, [3, 4, 5, 12, 13, 0]]) is None
     assert columns_of(tokens, tokens[:, 8:]) is not None

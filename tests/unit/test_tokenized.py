@@ -13,7 +13,7 @@ import pytest
 
 from ptrain.cli.main import main
 from ptrain.data import tokenized
-from ptrain.data.documents import documents
+from ptrain.data.tokenized import documents
 from ptrain.data.tokens import decode, encode, open_tokens
 from ptrain.data.vocabulary import ByteVocabulary, FileVocabulary
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from ptrain.costs import Phase, State
+from ptrain.cost import Phase, State
 from ptrain.derivation.layers import timeline
 from ptrain.errors import SpecError
 from ptrain.facts.parameters import facts

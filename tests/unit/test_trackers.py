@@ -17,12 +17,11 @@ import pytest
 from ptrain.errors import SpecError
 from ptrain.spec.job import LogSpec
 from ptrain.spec.section import keys
+from ptrain.train import journal
 from ptrain.train import tracker as tracker_module
-from ptrain.train import tracking
 from ptrain.train.folder import RunFolder
-from ptrain.train.journal import LOG
+from ptrain.train.journal import LOG, TRACKERS, Trackers
 from ptrain.train.tracker import TrackedRun, identity_of, require_trackers
-from ptrain.train.tracking import TRACKERS, Trackers
 
 SPEC = {"name": "small", "train": {"steps": 2, "seed": 0}, "tensor": {"plan": {"blocks.*.up": "x"}}}
 ROWS = ((1, {"loss": 5.5, "lr": 1e-3}), (2, {"loss": 5.25}))
@@ -153,7 +152,7 @@ def test_a_tracker_that_hangs_is_left_when_its_time_is_over(tmp_path, monkeypatc
     release = threading.Event()
     hanging, sound = Recorded("log", release.wait), Recorded()
     use(monkeypatch, wandb=hanging, mlflow=sound)
-    monkeypatch.setattr(tracking, "PATIENCE", 0.2)
+    monkeypatch.setattr(journal, "PATIENCE", 0.2)
     follow({"wandb": tracked(tmp_path), "mlflow": tracked(tmp_path)})
     assert hanging.calls == ALL[:1] and sound.calls == ALL
     (line,) = warnings
@@ -164,7 +163,7 @@ def test_a_tracker_that_hangs_is_left_when_its_time_is_over(tmp_path, monkeypatc
 def test_rows_that_nobody_takes_do_not_fill_the_memory(tmp_path, monkeypatch, warnings):
     release = threading.Event()
     use(monkeypatch, wandb=Recorded("begin", release.wait))
-    monkeypatch.setattr(tracking, "MOST_CALLS", 4)
+    monkeypatch.setattr(journal, "MOST_CALLS", 4)
     with Trackers({"wandb": tracked(tmp_path)}) as trackers:
         for step in range(50):
             trackers.log(step, {})

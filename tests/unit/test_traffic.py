@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from ptrain.costs import Collective, Phase, State
+from ptrain.cost import Collective, Phase, State
 from ptrain.meters.traffic import TrafficMeter
 from ptrain.models.tags import tag
-from ptrain.rooms.registry import Registry
+from ptrain.rooms.comm import Registry
 from ptrain.spec.placement import Tier
 
 

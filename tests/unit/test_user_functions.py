@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_iter
 
 from ptrain.data.corpus import corpus
-from ptrain.data.sampler import batch, require
-from ptrain.data.source import Split
+from ptrain.data.sampler import Split, batch, require
 from ptrain.errors import Fault, SpecError
 from ptrain.interpreter.program import interpret
 from ptrain.models.dataset import MapDataset

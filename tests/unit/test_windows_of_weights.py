@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from ptrain.axes.data.run.members import OwnRows, ParameterMembers
+from ptrain.axes.data.run.flat_target import OwnRows, ParameterMembers
 from ptrain.models import pretrained
 from ptrain.models.initialize import InitialValues, build
 from ptrain.models.pretrained import weights_of

@@ -6,7 +6,7 @@ import torch
 from ptrain.derivation.workspaces import attention_backward, sum_of_rows
 from ptrain.simulation.execute import simulate
 from ptrain.simulation.living import within
-from ptrain.simulation.stream import Change
+from ptrain.simulation.replay import Change
 from ptrain.spec.load import load
 
 SMALL = (

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from ptrain.axes.context.run.cores import GatheredCore, RingCore
-from ptrain.costs import Collective
+from ptrain.cost import Collective
 from ptrain.derivation.estimate import derive
 from ptrain.derivation.work import model_work
 from ptrain.facts.model import (
@@ -29,8 +29,8 @@ from ptrain.facts.model import (
 )
 from ptrain.models.ledger import OperatorMode
 from ptrain.models.work import OperatorSizes, is_opaque, sizes_of
-from ptrain.rooms.fake import fake_world
-from ptrain.rooms.registry import Registry
+from ptrain.rooms.comm import Registry
+from ptrain.rooms.world import fake_world
 from ptrain.spec.dials import ReduceScatterVia
 from ptrain.spec.load import load
 from ptrain.spec.precision import DType

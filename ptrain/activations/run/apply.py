@@ -31,7 +31,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor, Placement
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from ptrain.costs import State
+from ptrain.cost import State
 from ptrain.errors import refused
 from ptrain.internals.checkpoint import checkpoint
 from ptrain.internals.dispatch import operator_names
@@ -40,7 +40,7 @@ from ptrain.models.ledger import storage_of
 from ptrain.models.recomputing import runs_again
 from ptrain.models.tags import is_tagged
 from ptrain.models.transformer import Transformer
-from ptrain.rooms.registry import Registry
+from ptrain.rooms.comm import Registry
 from ptrain.rooms.torch import Tiers
 from ptrain.spec.activations import Kept, Operators, Policy, Scope
 from ptrain.spec.placement import Tier

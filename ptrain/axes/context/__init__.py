@@ -1,1 +1,1 @@
-"""The context axis: slices of the tokens, and how attention reaches those of other ranks."""
+"""Context axis: sequence shards, and attention across ranks."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from ptrain.axes.context.attention import repeats
 from ptrain.axes.ring import Calls, Group
-from ptrain.costs import Collective, Phase, State, Traffic, TrafficKey
+from ptrain.cost import Collective, Phase, State, Traffic, TrafficKey
 from ptrain.facts.model import Attending, AttentionHeads
 from ptrain.facts.stages import is_within
 from ptrain.spec.activations import PLAIN, Kept, Operators, Scope

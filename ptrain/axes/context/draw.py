@@ -1,5 +1,4 @@
-"""Slices of the tokens as text: what the step of cp does, which rank has which tokens, and which of
-them has most to do."""
+"""Context parallelism as text: the step of cp, the tokens of each rank, and the balance."""
 
 from __future__ import annotations
 
@@ -14,12 +13,12 @@ _FEW_RANKS = 8
 
 
 def step_text(step: ContextParallel) -> str:
-    """Return what the step does, in one line of a plan."""
+    """Return the line of the step in a plan."""
     is_alone = step.is_balanced and step.ulysses == 1
-    kind = "an early and a late chunk" if is_alone else "a slice"
+    kind = "an early and a late chunk" if is_alone else "one slice"
     return (
-        f"shard tokens over {step.axis}: each rank gets {kind} of every sample "
-        f"({step.sequence // (step.ulysses * step.ring)} of {step.sequence} tokens); "
+        f"shard every sample's tokens over {step.axis}: "
+        f"{step.sequence // (step.ulysses * step.ring)} of {step.sequence} per rank, {kind}; "
         f"{_exchange(step)}"
     )
 
@@ -27,15 +26,13 @@ def step_text(step: ContextParallel) -> str:
 def _exchange(step: ContextParallel) -> str:
     ways = []
     if step.ulysses > 1:
-        ways.append(f"{step.ulysses} neighbouring ranks exchange tokens for heads (Ulysses)")
+        ways.append(f"{step.ulysses} neighbours exchange tokens for heads (Ulysses)")
     if step.gathers:
-        ways.append("keys and values are all-gathered and saved for backward")
+        ways.append("keys and values are all-gathered and kept until backward")
     elif step.ring > 1:
         groups = "such groups" if step.ulysses > 1 else "ranks"
-        of = (
-            ", with an early and a late chunk each" if step.ulysses > 1 and step.is_balanced else ""
-        )
-        ways.append(f"keys and values travel around a ring of {step.ring} {groups}{of}")
+        of = ", each with early and late chunks" if step.ulysses > 1 and step.is_balanced else ""
+        ways.append(f"keys and values circulate in a ring of {step.ring} {groups}{of}")
     return ", ".join(ways)
 
 
@@ -54,11 +51,11 @@ def balance_text(step: ContextParallel) -> str:
     of_mean = balance(step)
     most, least = max(of_mean), min(of_mean)
     if most == least:
-        return f"all ranks of {step.axis} compute the same number of causal attention scores"
+        return f"equal under the causal mask: each rank of {step.axis} computes as many scores"
     first, last = of_mean.index(most), of_mean.index(least)
     return (
-        f"with the causal mask, {step.axis} {first} computes {float(most):.3g} times the "
-        f"mean number of scores, {step.axis} {last} {float(least):.3g} times"
+        f"under the causal mask {step.axis} {first} computes {float(most):.3g} times the mean of "
+        f"scores, {step.axis} {last} {float(least):.3g}"
     )
 
 

@@ -1,1 +1,1 @@
-"""The data axes: which tuples are legal, what they cost, and the life of a flat unit."""
+"""Data axes: legal placements, costs, and the runtime of flat units."""

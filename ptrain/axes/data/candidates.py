@@ -13,7 +13,7 @@ from typing import Any
 from ptrain.axes.candidates import AxisChoice, AxisSpace, Way, Written, divisors
 from ptrain.axes.data.form import form_of, may_join_units
 from ptrain.axes.data.rules import DATA
-from ptrain.costs import PLACED
+from ptrain.cost import PLACED
 from ptrain.spec.dials import GradientSync, Overlap, SyncPolicy, UnitKind, UnitSize
 from ptrain.spec.placement import (
     DATA_AXES,

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Generic
 
 from ptrain.axes.data.cost import Run, in_memory, padded_flat, shard_runs, stretches
-from ptrain.costs import State
+from ptrain.cost import State
 from ptrain.rooms.room import Move, Room, T
 from ptrain.spec.dials import ReduceScatterVia
 from ptrain.spec.placement import Axis, Tier, without

@@ -19,7 +19,7 @@ from ptrain.axes.data.form import (
     whole_axes,
 )
 from ptrain.axes.rule import SpecRule
-from ptrain.costs import PLACED, State
+from ptrain.cost import PLACED, State
 from ptrain.errors import Fault
 from ptrain.spec.dials import (
     STOCK_BUCKET_BYTES,

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from ptrain.axes.data.cost import in_memory, lies_in_group_order
-from ptrain.costs import State
+from ptrain.cost import State
 from ptrain.errors import SpecError, refused
 from ptrain.facts.model import ModelFacts
 from ptrain.spec.dials import GatherAfterUpdate, Overlap, Reshard
@@ -128,7 +128,7 @@ def _of_frozen(spec: Spec, factor: Factor) -> Factor:
         mode = replace(S_STAR if is_cut else R, tier=placement.optimizer.tier)
     if mode is None:
         return factor
-    return replace(factor, placement=replace(placement, parameters=mode))
+    return factor._replace(placement=replace(placement, parameters=mode))
 
 
 def places_frozen(spec: Spec) -> bool:

@@ -8,7 +8,7 @@ from typing import Generic
 
 from ptrain.axes.data.cuts import Axes
 from ptrain.axes.data.theta import Parameters
-from ptrain.costs import State
+from ptrain.cost import State
 from ptrain.rooms.room import Move, T
 from ptrain.spec.placement import Tier, without
 from ptrain.steps.wraps import FlatUnits

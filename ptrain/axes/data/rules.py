@@ -18,7 +18,7 @@ from itertools import pairwise
 from ptrain.axes.data.dials import DIALS
 from ptrain.axes.data.form import data_factors, has
 from ptrain.axes.rule import AxisRules, SpecRule, TupleRule
-from ptrain.costs import State
+from ptrain.cost import State
 from ptrain.errors import Fault
 from ptrain.optimizers.update import moment_names
 from ptrain.spec.activations import belongs_to_rank

@@ -10,7 +10,7 @@ from typing import Generic
 from ptrain.axes.data.cost import Run
 from ptrain.axes.data.cuts import Axes, Cuts
 from ptrain.axes.data.route import Route
-from ptrain.costs import State
+from ptrain.cost import State
 from ptrain.rooms.room import Members, Move, T
 from ptrain.spec.dials import GatherAfterUpdate
 from ptrain.spec.placement import Axis, Tier

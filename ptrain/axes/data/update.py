@@ -15,7 +15,7 @@ from ptrain.axes.data.cuts import Cuts
 from ptrain.axes.data.gradients import Gradients
 from ptrain.axes.data.route import Route, RoutedSlot, TensorSlot
 from ptrain.axes.data.theta import Parameters
-from ptrain.costs import State
+from ptrain.cost import State
 from ptrain.optimizers.update import Resident, Slot
 from ptrain.rooms.room import Members, T
 from ptrain.spec.placement import Tier, without

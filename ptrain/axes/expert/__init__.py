@@ -1,1 +1,1 @@
-"""The expert axis: each rank has some of a layer's experts, and tokens travel to theirs."""
+"""Expert axis: experts sharded over ranks, and token dispatch."""

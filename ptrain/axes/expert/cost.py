@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from ptrain.axes.expert.form import own_places
 from ptrain.axes.ring import Calls, Group
-from ptrain.costs import Collective, Phase, State, Traffic, TrafficKey
+from ptrain.cost import Collective, Phase, State, Traffic, TrafficKey
 from ptrain.facts.stages import is_within
 from ptrain.spec.activations import Kept, Operators, Scope
 from ptrain.spec.model import ModelShape

@@ -18,13 +18,11 @@ _FEW_RANKS = 8
 def step_text(step: ExpertParallel) -> str:
     """Return what the step does, in one line of a plan."""
     layers = counted(len(step.modules), "layer")
-    slices = (
-        f"; each rank of {step.folded[0]} routes its shard of the tokens" if step.folded else ""
-    )
-    meanwhile = " while shared experts compute," if step.overlaps else ""
+    slices = f", of a slice of the tokens on each of {step.folded[0]}" if step.folded else ""
+    meanwhile = ", while shared experts compute," if step.overlaps else ""
     return (
-        f"shard the experts of {layers} over {_named(step)}: each rank holds full experts "
-        f"with their Θ, Ω and G; tokens travel to their experts{meanwhile} and back{slices}"
+        f"distribute the experts of {layers} over {_named(step)}: each rank holds full experts "
+        f"with their Θ, Ω and G; tokens are dispatched to them{meanwhile} and combined{slices}"
     )
 
 
@@ -58,19 +56,18 @@ def _travels(spec: Spec, step: ExpertParallel, ranks: int) -> str:
     """What two all-to-alls of forward and two of backward send, of each layer and micro-batch."""
     micro, size = spec.batch.micro, step.features * spec.precision.effective.parameters.itemsize
     away = f"{ranks - 1}/{ranks}"
-    often = "each way, in forward and backward, per layer and micro-batch"
+    often = "there and back, in forward and in backward of each of these layers and micro-batches"
     if step.places is not None:
         places = step.number * micro * step.places
         return (
-            f"{counted(places, 'place')} of {step.features} features {often}: "
-            f"{format_bytes(places * size)}, of which {away} leave the rank, independent of "
-            "the routing"
+            f"{counted(places, 'place')} of {step.features} features {often}, "
+            f"{format_bytes(places * size)} of which {away} leave the rank, whatever is routed"
         )
     rows = choices(spec, step)
     return (
-        f"{counted(rows, 'row')} of {step.features} features {often}: "
-        f"{format_bytes(rows * size)}, of which {away} leave the rank with balanced routing "
-        "(all or none with other `routing`); row counts are exchanged first"
+        f"{counted(rows, 'row')} of {step.features} features {often}, {format_bytes(rows * size)} "
+        f"of which {away} leave the rank where each expert is chosen as often, and all or none "
+        "where routing says so; counts of rows travel ahead of them"
     )
 
 
@@ -84,17 +81,10 @@ def _routing(spec: Spec, loads: Loads) -> str:
     }
     stated = "as counted" if isinstance(spec.routing, Histogram) else f"{spec.routing}"
     least, most = min(received), max(received)
-    return (
-        f"{stated}: the experts of a rank get {least} to {counted(most, 'row')} per layer "
-        "and micro-batch"
-    )
+    return f"{stated}: a rank's experts get {least} to {counted(most, 'row')} of a layer at a time"
 
 
 def _summed(plan: Plan, step: ExpertParallel) -> str:
     over = " × ".join(axis for axis in plan.summed_axes if axis is not step.axis)
-    experts = (
-        f"over {over}" if over else ("over no other rank, because all of their tokens are local")
-    )
-    return (
-        f"gradients of experts {experts}; all other gradients over {' × '.join(plan.summed_axes)}"
-    )
+    experts = f"over {over}" if over else "over no rank, since one rank has all their tokens"
+    return f"gradients of experts {experts}; all others over {' × '.join(plan.summed_axes)}"

@@ -1,1 +1,1 @@
-"""The pipeline axis: schedules, their proof and bubble, and how stages are run."""
+"""Pipeline axis: schedules, their proof and bubble, and stage execution."""

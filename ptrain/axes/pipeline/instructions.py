@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 from ptrain.axes.pipeline.schedule import Action, Schedule, Step, forward_only
 from ptrain.axes.pipeline.simulate import simulate
-from ptrain.costs import Phase
+from ptrain.cost import Phase
 from ptrain.timeline import Kind
 
 

@@ -1,1 +1,1 @@
-"""The tensor axis: which plans are legal, which sums they take, how operators are cut."""
+"""Tensor axis: legal plans, their all-reduces, and sharded operators."""

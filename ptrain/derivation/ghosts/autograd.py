@@ -12,7 +12,7 @@ too, as allocations; what they send is `derivation.tensor`'s.
 
 from __future__ import annotations
 
-from ptrain.costs import Spent
+from ptrain.cost import Spent
 from ptrain.derivation.tape import Tape
 from ptrain.spec.precision import DType
 from ptrain.spec.rates import OperatorKind

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 
 from ptrain.axes.ring import Calls, group_over
-from ptrain.costs import Collective, Phase, State, Traffic
+from ptrain.cost import Collective, Phase, State, Traffic
 from ptrain.derivation.ghosts.wrapping import Wrapping
 from ptrain.derivation.tape import Scene
 from ptrain.rates.pace import UnknownRate

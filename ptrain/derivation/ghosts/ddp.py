@@ -12,7 +12,7 @@ from collections.abc import Hashable, Iterator
 from functools import cached_property
 
 from ptrain.axes.data.cost import bucket_caps, bucket_sizes, spread
-from ptrain.costs import Collective, Footprint, Phase, State, Traffic
+from ptrain.cost import Collective, Footprint, Phase, State, Traffic
 from ptrain.derivation.clock import Arrival
 from ptrain.derivation.ghosts import autograd
 from ptrain.derivation.ghosts.in_place import InPlace, Local, Shapes

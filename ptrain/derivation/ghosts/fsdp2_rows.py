@@ -9,7 +9,7 @@ from enum import Enum, auto
 from functools import cached_property
 
 from ptrain.axes.data.cost import GatherCounts, local_rows, reductions
-from ptrain.costs import Footprint, Phase, Traffic
+from ptrain.cost import Footprint, Phase, Traffic
 from ptrain.derivation.ghosts.fsdp2 import FullySharded, UnitShards, index_over, shards_of
 from ptrain.derivation.ghosts.in_place import InPlace
 from ptrain.derivation.ghosts.wrapping import (

@@ -33,7 +33,7 @@ from ptrain.models.moe import MoE
 from ptrain.report.finding import Culprit, Moment
 from ptrain.spec.placement import REDUCED_AXES, Axis
 from ptrain.spec.spec import Spec, ranks_over
-from ptrain.verification.causes.context import Own, agreed
+from ptrain.verification.causes.context import Explanation, Own, agreed
 from ptrain.verification.causes.rerun import (
     EXACT,
     Hypothesis,
@@ -43,7 +43,6 @@ from ptrain.verification.causes.rerun import (
     own_part_of,
     proven,
 )
-from ptrain.verification.causes.values import Explanation
 from ptrain.verification.jobs.culprits import families
 from ptrain.verification.parts import (
     DegreeProduct,

@@ -22,6 +22,7 @@ from ptrain.report.copies import listed
 from ptrain.report.finding import Certainty, Culprit, Moment, Subject
 from ptrain.spec.placement import REDUCED_AXES, SAMPLE_AXES, Axis
 from ptrain.spec.spec import Spec
+from ptrain.verification.causes.activations import of_router_losses
 from ptrain.verification.causes.experts import of_experts
 from ptrain.verification.causes.rerun import (
     EXACT,
@@ -35,8 +36,8 @@ from ptrain.verification.causes.rerun import (
     own_part_of,
     proven,
 )
-from ptrain.verification.causes.routers import of_router_losses
 from ptrain.verification.jobs.culprits import families
+from ptrain.verification.jobs.diagnosis import by_given, explain_gradients, with_trial
 from ptrain.verification.jobs.evidence import (
     MOST,
     JobEvidence,
@@ -44,7 +45,6 @@ from ptrain.verification.jobs.evidence import (
     OwnGradients,
     sampled,
 )
-from ptrain.verification.jobs.explain import by_given, explain_gradients, with_trial
 from ptrain.verification.jobs.job import TOLERANCES
 from ptrain.verification.jobs.shards import ParameterShard
 from ptrain.verification.jobs.symptoms import SymptomKind

@@ -1,5 +1,7 @@
-"""Run the departing micro-batch again with one thing changed, and compare what that change would
-make of a module's output or gradient with what the ranks have.
+"""Rerun the micro-batch that differs with one thing changed, and compare the effect of the change
+on a module's output or gradient with the ranks' values.
+
+The gradient of the logits shows which targets a loss was computed with.
 """
 
 from __future__ import annotations
@@ -19,15 +21,16 @@ from torch.utils.hooks import RemovableHandle
 from ptrain.axes.context.attention import Span
 from ptrain.interpreter.program import Program
 from ptrain.models.attention import Core
+from ptrain.models.objective import IGNORED, SampleBatch, TokenPair
 from ptrain.report.finding import Culprit, Departure, Moment, Subject
 from ptrain.spec.placement import TOKEN_AXES, Axis
-from ptrain.verification.capture import as_held, clipped_by, watched
+from ptrain.verification.capture import Outputs, as_held, clipped_by, watched
 from ptrain.verification.evidence import Evidence
 from ptrain.verification.jobs.culprits import culprit
 from ptrain.verification.jobs.job import Ranks
+from ptrain.verification.jobs.metamorphic import targets_of
 from ptrain.verification.jobs.shards import ParameterShard, numbered
-from ptrain.verification.outputs import Outputs
-from ptrain.verification.parts import Magnitude, TensorBox, difference, held, part_of
+from ptrain.verification.parts import Magnitude, TensorBox, difference, held, part_of, relative
 from ptrain.verification.places import TokensOfRank, coordinates, data_place, line
 from ptrain.verification.reference import MicroBatch, ReferenceTraining
 
@@ -356,3 +359,81 @@ def _departing(scene: Investigation, at: tuple[int, int] | None = None) -> Itera
 
 def _mask(args: tuple[Any, ...]) -> Tensor | None:
     return args[3] if len(args) > 3 else None
+
+
+_MOST = 0.99  # of the tokens that agree, where the ends of rows may not
+
+
+def targets_cause(scene: Investigation) -> Culprit | None:
+    """The logits are right and the loss is not: it has other targets. Collective."""
+    answers = scene.ranks.gather(next(_said(scene), ["", True]))
+    everyone = [targets for targets, _ in answers]
+    counts = Counter(answer for answer in everyone if answer)
+    if not counts:
+        return None
+    targets = counts.most_common(1)[0][0]
+    ranks = [rank for rank, answer in enumerate(everyone) if answer == targets]
+    sentence = (
+        f"the logits are right, and the loss compares them with {targets}: look at the loader"
+    )
+    lacking = [rank for rank, answer in enumerate(everyone) if answer not in ("", targets)]
+    cause = scene.culprit(scene.axis_of(ranks), targets, sentence, place="loss")
+    if not all(is_made for _, is_made in answers):
+        tried = "nearly all positions are asked for these, as the gradient of the logits tells"
+        return replace(cause, tried=tried)
+    tried = "with these, the loss of one device's logits has the gradient that the ranks' has"
+    return directly(cause, tried, by_all=not lacking)
+
+
+def _said(scene: Investigation) -> Iterator[list[Any]]:
+    """Yield which targets the loss had, and whether one device's loss of these has the gradient
+    that is there."""
+    wanted = _targets(scene)
+    for (path, k), whole in scene.evidence.expected.outputs.forward.items():
+        gradient = scene.evidence.seen.outputs.backward.get((path, k))
+        vocabulary = scene.spec.model.vocabulary[0]
+        if gradient is None or whole.shape[-1] != vocabulary or k not in wanted:
+            continue
+        own = held(gradient)
+        if own.shape == whole.shape:
+            _, used = targets_of(own)
+            for targets in _other(used, wanted, k):
+                labels = used.where(wanted[k] != IGNORED, wanted[k])
+                yield [targets, _is_made(scene, k, (whole, own), labels)]
+
+
+def _is_made(scene: Investigation, k: int, sides: tuple[Tensor, Tensor], labels: Tensor) -> bool:
+    """Return whether the loss of one device's logits with these labels has the gradient that is
+    there. `sides`: these logits, and that gradient, of this rank's tokens."""
+    (micro_batch,) = (its for its in scene.own_micro_batches() if its.k == k)
+    inputs, _ = micro_batch.samples.data
+    own = TokensOfRank(scene.spec, scene.rank)
+    samples = SampleBatch(TokenPair(own.of_output(inputs), labels))
+    objective, logits = scene.reference.objective, sides[0].detach().requires_grad_()
+    loss = objective.of(logits, samples) / objective.divisor(micro_batch.batch, samples)
+    (gradient,) = torch.autograd.grad(loss * scene.evidence.scale, [logits])
+    return relative(sides[1], gradient) <= EXACT
+
+
+def _targets(scene: Investigation) -> dict[int, Tensor]:
+    """Return the targets of this rank's tokens, by micro-batch."""
+    own = TokensOfRank(scene.spec, scene.rank)
+    return {its.k: own.of_output(its.samples.targets) for its in scene.own_micro_batches()}
+
+
+def _other(used: Tensor, wanted: dict[int, Tensor], k: int) -> Iterator[str]:
+    """What `used` are, if not those of micro-batch k."""
+    if _same(used, wanted[k]):
+        return
+    for other, targets in wanted.items():
+        if other != k and _same(used, targets):
+            yield f"targets of micro-batch {other} for {k}"
+    for by in range(1, used.shape[1] // 2):
+        if _same(used[:, :-by], wanted[k][:, by:]):
+            yield f"targets shifted {by} too far"
+        if _same(used[:, by:], wanted[k][:, :-by]):
+            yield f"targets shifted {by} too little"
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    return float((one == other).double().mean()) >= _MOST

@@ -12,9 +12,9 @@ from torch.distributed.tensor import DTensor
 
 from ptrain.report.finding import Culprit, Departure, Moment, Subject
 from ptrain.verification.compare import Differences
-from ptrain.verification.jobs.compare import beside_way
 from ptrain.verification.jobs.culprits import culprit, families
 from ptrain.verification.jobs.job import Average, Job, Ranks, Tolerance
+from ptrain.verification.jobs.record import beside_way
 from ptrain.verification.jobs.shards import ParameterShard, shard_of
 from ptrain.verification.parts import canonical_name, difference, held, multiple, norm
 

@@ -21,12 +21,10 @@ import torch
 from torch import Tensor, nn
 
 from ptrain.report.finding import Certainty, Culprit, Departure, Moment, Subject
-from ptrain.verification.jobs.compare import digests
 from ptrain.verification.jobs.culprits import families, family, over_axis, proven
-from ptrain.verification.jobs.drawing import Drawing
-from ptrain.verification.jobs.everyones_draws import Key, drawn_again_otherwise
+from ptrain.verification.jobs.diagnosis import explain_gradients, of_own_samples
+from ptrain.verification.jobs.draws import Key, drawn_again_otherwise
 from ptrain.verification.jobs.evidence import JobEvidence, evidence, places_of, untold
-from ptrain.verification.jobs.explain import explain_gradients, of_own_samples
 from ptrain.verification.jobs.job import GlobalLoss, Ranks, Tolerance, number
 from ptrain.verification.jobs.modules import (
     Calls,
@@ -40,9 +38,9 @@ from ptrain.verification.jobs.modules import (
     untouched,
     violations,
 )
-from ptrain.verification.jobs.record import ForwardCall, StepRecorder, swapped
+from ptrain.verification.jobs.record import ForwardCall, StepRecorder, digests, swapped
 from ptrain.verification.jobs.slice_culprits import SliceInquiry
-from ptrain.verification.jobs.step import LoopPair, StepComparison
+from ptrain.verification.jobs.step import Drawing, LoopPair, StepComparison
 from ptrain.verification.parts import (
     Magnitude,
     canonical_modules,

@@ -23,7 +23,6 @@ from ptrain.report.finding import Culprit, Subject
 from ptrain.report.record import Check
 from ptrain.verification.compare import claim
 from ptrain.verification.jobs.culprits import families, proven
-from ptrain.verification.jobs.drawing import Drawing
 from ptrain.verification.jobs.job import Alone, Job, Tolerance
 from ptrain.verification.jobs.modules import (
     Calls,
@@ -31,10 +30,11 @@ from ptrain.verification.jobs.modules import (
     ModuleRecorder,
     autocast_of,
     is_within,
+    tokens_of,
 )
 from ptrain.verification.jobs.record import ForwardCall, ModelState, StepRecorder, seeded
 from ptrain.verification.jobs.shards import ParameterShard
-from ptrain.verification.jobs.token_slices import tokens_of
+from ptrain.verification.jobs.step import Drawing
 from ptrain.verification.parts import Magnitude, canonical_modules, difference, multiple, norm
 
 _MOST = 1 << 22  # logits that are looked at at once, in fp64

@@ -26,7 +26,6 @@ from ptrain.verification.compare import (
     claim,
 )
 from ptrain.verification.jobs.averages import explain_average, is_undecided
-from ptrain.verification.jobs.compare import at_start, digest, digests, replicas
 from ptrain.verification.jobs.culprits import (
     culprit,
     explain_in_use,
@@ -36,7 +35,7 @@ from ptrain.verification.jobs.culprits import (
     families,
     reference_not_finite,
 )
-from ptrain.verification.jobs.drawing import Drawing, RandomState
+from ptrain.verification.jobs.evidence import ledger_of, rows_of
 from ptrain.verification.jobs.inquiry import Inquiry
 from ptrain.verification.jobs.job import (
     TOLERANCES,
@@ -53,12 +52,13 @@ from ptrain.verification.jobs.job import (
     tolerance_of,
 )
 from ptrain.verification.jobs.metamorphic import Metamorphic, TriedRelation, of_both_sides
-from ptrain.verification.jobs.record import StepRecorder
-from ptrain.verification.jobs.rows import ledger_of, rows_of
+from ptrain.verification.jobs.record import StepRecorder, at_start, digest, digests, replicas
 from ptrain.verification.jobs.shards import ParameterShard, held_by, parameter_names, values_of
 from ptrain.verification.jobs.step import (
+    Drawing,
     History,
     LoopPair,
+    RandomState,
     StepComparison,
     both_losses,
     checksums,
@@ -67,7 +67,7 @@ from ptrain.verification.jobs.step import (
     run_step,
     travelled,
 )
-from ptrain.verification.jobs.verdict import OwnVerdict
+from ptrain.verification.jobs.verdict import LoopVerdict
 from ptrain.verification.parts import canonical_parameters, numbers_apart
 from ptrain.verification.updates.clip import clipping
 from ptrain.verification.updates.explain import explain_update
@@ -347,7 +347,7 @@ class Examiner:
 
     def run(
         self, batches: Sequence[Any], shares: Sequence[Any], again: Callable[[], Job] | None
-    ) -> OwnVerdict:
+    ) -> LoopVerdict:
         """Every step, and the first batch once more at the end."""
         self._begin()
         steps, self._count = 0, len(batches)
@@ -365,7 +365,7 @@ class Examiner:
         relations, notes = self._relations(batches[0]) if self.culprit is None else ([], [])
         self.culprit = next((r.culprit for r in relations if r.culprit), self.culprit)
         shared = [relation.check for relation in relations]
-        return OwnVerdict(
+        return LoopVerdict(
             checks=(*self._checks(life, repeats), *shared),
             notes=(*self.drawing.notes(), *self.notes, *notes),
             departures=tuple(self.departures),

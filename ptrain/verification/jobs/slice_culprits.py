@@ -25,9 +25,16 @@ from ptrain.models.arguments import first_real
 from ptrain.report.finding import Certainty, Culprit, Subject
 from ptrain.verification.jobs.culprits import families, family, proven
 from ptrain.verification.jobs.metamorphic import AskedTokens
-from ptrain.verification.jobs.modules import Calls, autocast_of, probed, untouched
+from ptrain.verification.jobs.modules import (
+    Calls,
+    TokenSlice,
+    autocast_of,
+    probed,
+    slice_of,
+    tokens_of,
+    untouched,
+)
 from ptrain.verification.jobs.record import ForwardCall
-from ptrain.verification.jobs.token_slices import TokenSlice, slice_of, tokens_of
 from ptrain.verification.parts import canonical_modules, multiple, relative
 
 _HIDDEN = -1e4  # what a mask adds to the scores that it hides, or less (-inf)

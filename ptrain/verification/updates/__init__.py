@@ -1,1 +1,1 @@
-"""Why an update is not one device's: it is repeated on what the optimizer was given."""
+"""Diagnosis of update mismatches, by replaying the update."""

@@ -19,9 +19,9 @@ from torch import Tensor
 from ptrain.report.finding import Certainty, Culprit, Departure, Moment, Subject
 from ptrain.verification.compare import Differences, ParameterMove
 from ptrain.verification.evidence import StepSide
-from ptrain.verification.jobs.compare import compare_states, compare_update, digest
 from ptrain.verification.jobs.culprits import culprit
 from ptrain.verification.jobs.job import Ranks, Tolerance
+from ptrain.verification.jobs.record import compare_states, compare_update, digest
 from ptrain.verification.jobs.shards import ParameterShard
 from ptrain.verification.parts import Magnitude, multiple, square
 from ptrain.verification.updates.repeat import Ingredients, UpdateOutcome, UpdateRecord, is_row

@@ -12,9 +12,9 @@ from itertools import chain
 import torch
 
 from ptrain.report.finding import Certainty, Culprit, Departure, Subject
-from ptrain.verification.jobs.compare import digest
 from ptrain.verification.jobs.culprits import culprit, families
 from ptrain.verification.jobs.job import Ranks
+from ptrain.verification.jobs.record import digest
 from ptrain.verification.updates.clip import BROKEN, Remainder, UpdateCase
 from ptrain.verification.updates.repeat import (
     CannotRepeat,
@@ -23,8 +23,16 @@ from ptrain.verification.updates.repeat import (
     piece_shape,
     repeat,
 )
-from ptrain.verification.updates.swaps import Ingredient, Swap, SwapSearch, differing, search
-from ptrain.verification.updates.wording import IngredientPair, differing_pairs, words
+from ptrain.verification.updates.swaps import (
+    Ingredient,
+    IngredientPair,
+    Swap,
+    SwapSearch,
+    differing,
+    differing_pairs,
+    search,
+    words,
+)
 
 
 def explain_replicas(departures: Sequence[Departure], case: UpdateCase, ranks: Ranks) -> Culprit:

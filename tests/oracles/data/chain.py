@@ -11,7 +11,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 
-from ptrain.costs import State
+from ptrain.cost import State
 from ptrain.spec.placement import Tier
 
 Shape = tuple[int, ...]

@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 
-from ptrain.costs import State
+from ptrain.cost import State
 from ptrain.spec.placement import Tier
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import Plan

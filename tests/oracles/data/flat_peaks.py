@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from ptrain.costs import Phase
+from ptrain.cost import Phase
 from ptrain.spec.placement import Tier
 from tests.oracles.data.chain import MicroBatchPlace, micro_batches
 from tests.oracles.data.flat import FlatUnit, FlatUnitsForm

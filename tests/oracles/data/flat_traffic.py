@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from ptrain.axes.data.cost import gathers, reductions
 from ptrain.axes.ring import Calls, Group
-from ptrain.costs import Collective, Phase, State, Traffic, TrafficKey
+from ptrain.cost import Collective, Phase, State, Traffic, TrafficKey
 from ptrain.spec.dials import GatherAfterUpdate, ReduceScatterVia
 from ptrain.spec.placement import Tier, without
 from ptrain.steps.wraps import FlatUnits

@@ -21,7 +21,7 @@ from itertools import accumulate
 
 from ptrain.axes.data.cost import gathers, kept_ranks, local_rows, padded_rows, reductions
 from ptrain.axes.ring import Calls, Group
-from ptrain.costs import Collective, Phase, State, Traffic
+from ptrain.cost import Collective, Phase, State, Traffic
 from ptrain.spec.dials import ReduceScatterVia
 from ptrain.spec.job import OptimizerSpec
 from ptrain.spec.placement import Axis, Tier

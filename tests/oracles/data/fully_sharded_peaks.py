@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from ptrain.axes.data.fsdp2 import Habits, habits
-from ptrain.costs import Phase
+from ptrain.cost import Phase
 from ptrain.spec.dials import GradientSync, ReduceScatterVia
 from ptrain.spec.precision import Layout
 from ptrain.steps.wraps import FullyShard

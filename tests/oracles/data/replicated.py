@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from ptrain.axes.data.cost import bucket_caps, bucket_sizes, spread
 from ptrain.axes.ring import Calls, Group
-from ptrain.costs import Collective, Phase, State, Traffic
+from ptrain.cost import Collective, Phase, State, Traffic
 from ptrain.spec.placement import Tier
 from ptrain.spec.precision import DType, Layout
 from ptrain.spec.spec import Spec

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ptrain.axes.ring import Calls, Group
-from ptrain.costs import Collective, Phase, State, Traffic, add_traffic
+from ptrain.cost import Collective, Phase, State, Traffic, add_traffic
 from ptrain.spec.precision import DType
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import Plan

@@ -19,18 +19,22 @@ from torch import Tensor, nn
 
 from ptrain.axes.context.attention import Span, all_spans, repeats, spans_at
 from ptrain.axes.context.run.cores import GatheredCore, RingCore
-from ptrain.axes.context.run.documents import SlicedDocuments
-from ptrain.axes.context.run.own_models import give_positions, reach
-from ptrain.axes.context.run.randomness import MicroBatchCut, masks_at
-from ptrain.axes.context.run.routing import SampleSlices, route_slices
-from ptrain.axes.context.run.slices import sliced
+from ptrain.axes.context.run.rehearsal import give_positions, reach
+from ptrain.axes.context.run.slices import (
+    MicroBatchCut,
+    SampleSlices,
+    SlicedDocuments,
+    masks_at,
+    route_slices,
+    sliced,
+)
 from ptrain.facts.model import Attending
 from ptrain.internals.functional_collectives import all_to_all_single_autograd, awaited
 from ptrain.models.attention import Core, repeated
-from ptrain.models.dropout import dropouts
+from ptrain.models.modes import dropouts
 from ptrain.models.objective import StepBatch
 from ptrain.models.transformer import Transformer
-from ptrain.rooms.mesh import Mesh
+from ptrain.rooms.comm import Mesh
 from ptrain.spec.dials import ReduceScatterVia
 from ptrain.steps.step import ContextParallel
 

@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ptrain.axes.context.run.documents import HopKernel, Kernel, kernel_of
-from ptrain.costs import Collective, State
+from ptrain.axes.context.run.slices import HopKernel, Kernel, kernel_of
+from ptrain.cost import Collective, State
 from ptrain.internals.context_parallel import merged, ring_backward, ring_forward
 from ptrain.internals.functional_collectives import all_gathered, exchanged, reduce_scattered
-from ptrain.rooms.registry import Registry
+from ptrain.rooms.comm import Registry
 from ptrain.spec.dials import ReduceScatterVia
 
 

@@ -24,8 +24,10 @@ from ptrain.axes.data.run.flat_target import (
     FlatTarget,
     FlatTensorTarget,
     FrozenTarget,
+    OwnRows,
+    ParameterMembers,
+    RowWriter,
 )
-from ptrain.axes.data.run.members import OwnRows, ParameterMembers, RowWriter
 from ptrain.axes.data.run.target import (
     Named,
     NamedTarget,
@@ -36,15 +38,14 @@ from ptrain.axes.data.run.target import (
 )
 from ptrain.axes.data.units import ModelLife, UnitLife, UnitParts, UnitUse, buckets_of
 from ptrain.axes.data.update import TensorsUpdate
-from ptrain.costs import State
+from ptrain.cost import State
 from ptrain.facts.stages import Units
 from ptrain.facts.stages import Units as UnitModules
-from ptrain.models.leaving import when_left
+from ptrain.models.parting import when_left
 from ptrain.models.recomputing import runs_again
 from ptrain.models.units import ROOT
 from ptrain.optimizers.update import Scale
-from ptrain.rooms.mesh import Mesh
-from ptrain.rooms.registry import Registry
+from ptrain.rooms.comm import Mesh, Registry
 from ptrain.rooms.room import OptimizerLeaf
 from ptrain.rooms.torch import TorchRoom
 from ptrain.spec.job import OptimizerSpec

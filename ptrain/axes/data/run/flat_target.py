@@ -1,26 +1,127 @@
-"""What the optimizer updates of a flat unit, as checkpoints and the norm see it: by the names of
-the tensors that it stands for."""
+"""The parts of flat units that the optimizer updates, as checkpoints and the norm see them: by the
+names of the tensors in a unit.
+
+The tensors of one flat unit appear as a module's parameters.
+
+An update can be spread over replicas: each rank updates whole tensors and sends them to the others
+(torch's ZeroRedundancyOptimizer). Ω is then S, in units of tensors.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
+import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ptrain.axes.data.cuts import Axes, Cuts
-from ptrain.axes.data.run.members import ParameterMembers
-from ptrain.axes.data.run.target import CutView, Named, part_of, whole_of
+from ptrain.axes.data.run.target import (
+    CutView,
+    Named,
+    Parameter,
+    ParameterTarget,
+    axes_of,
+    part_of,
+    whole_of,
+)
 from ptrain.axes.data.theta import Parameters
 from ptrain.axes.data.update import ShardTarget, TensorsUpdate, TensorTarget, UnitState
-from ptrain.costs import State
-from ptrain.optimizers.update import Slot
+from ptrain.cost import State
+from ptrain.internals import zero_redundancy
+from ptrain.optimizers.build import TorchLeaf, build_optimizer, initial_state
+from ptrain.optimizers.update import Scale, Slot
+from ptrain.rooms.comm import Registry
 from ptrain.rooms.torch import TorchRoom
-from ptrain.spec.placement import Tier
+from ptrain.spec.job import OptimizerSpec
+from ptrain.spec.placement import Axis, Tier
 from ptrain.spec.precision import Layout
 from ptrain.steps.wraps import FlatUnits
 from ptrain.units import ceil_div
+
+# Writes a parameter's rows, by its canonical name, from the `first` on to a tensor of their shape;
+# rows are those of the part of it that this rank stores.
+RowWriter = Callable[[str, Parameter, int, torch.Tensor], None]
+
+
+@dataclass(frozen=True, slots=True)
+class OwnRows:
+    """The values of parameters that have none yet: those in the `stretches` of a unit's whole
+    buffer, (start, end) of its elements, which are all that this rank keeps of it."""
+
+    write: RowWriter
+    stretches: Sequence[tuple[int, int]]
+
+    def fill(self, name: str, parameter: Parameter, start: int, piece: torch.Tensor) -> None:
+        """Write the rows that a stretch reaches to a parameter's `piece` of the buffer, in which it
+        starts there; others keep what they have. A piece without dimensions is one row."""
+        piece = torch.atleast_1d(piece)
+        row = max(1, math.prod(piece.shape[1:]))
+        for begin, end in self.stretches:
+            first = max(begin - start, 0) // row
+            behind = min(ceil_div(max(end - start, 0), row), len(piece))
+            if first < behind:
+                self.write(name, parameter, first, piece[first:behind])
+
+
+class ParameterMembers:
+    """`named` are parameters, or the parts of them that this rank stores, by canonical name;
+    `values` is what gives them values, where they have none and no memory yet."""
+
+    def __init__(self, named: Sequence[tuple[str, Parameter]]) -> None:
+        self.values: OwnRows | None = None
+        self.named = list(named)
+        self.names = [name for name, _ in named]
+        self.shapes = [tuple(parameter.shape) for _, parameter in named]
+        axes = {axes for _, parameter in named if (axes := axes_of(parameter))}
+        assert len(axes) <= 1, "what is cut over other axes is of another unit"
+        self.cutting_axes: tuple[Axis, ...] = next(iter(axes), ())
+        self.are_cut = [bool(axes_of(parameter)) for _, parameter in named]
+        self._starts = [0, *accumulate(map(math.prod, self.shapes))]
+        self._strides = [torch.empty(shape, device="meta").stride() for shape in self.shapes]
+
+    def pieces(self, whole: torch.Tensor) -> list[torch.Tensor]:
+        """The tensors as views of a unit's whole buffer."""
+        return [self._piece(whole, index) for index in range(len(self.named))]
+
+    def _piece(self, whole: torch.Tensor, index: int) -> torch.Tensor:
+        """One call, where a slice and then its view are two: this is called for every gradient."""
+        start = whole.storage_offset() + self._starts[index]
+        return whole.as_strided(self.shapes[index], self._strides[index], start)
+
+    def adopt(self, whole: torch.Tensor) -> None:
+        for index, (name, parameter) in enumerate(self.named):
+            piece = self._piece(whole, index)
+            if self.values is None:
+                piece.copy_(parameter.detach())
+            else:
+                self.values.fill(name, parameter, self._starts[index], piece)
+            parameter.data = piece
+
+    def write(self, index: int, whole: torch.Tensor, *, is_bound: bool) -> None:
+        _, parameter = self.named[index]
+        piece = self._piece(whole, index)
+        if parameter.grad is None:
+            piece.zero_()
+        else:
+            piece.copy_(parameter.grad)
+        parameter.grad = piece if is_bound else None
+
+    def collect(self, index: int, whole: torch.Tensor) -> None:
+        _, parameter = self.named[index]
+        if parameter.grad is not None:
+            self._piece(whole, index).add_(parameter.grad)
+            parameter.grad = None
+
+    def unbind(self) -> None:
+        for _, parameter in self.named:
+            parameter.grad = None
 
 
 class FlatTensors:
@@ -252,3 +353,88 @@ def distribute_rows(tensor: torch.Tensor, mesh: DeviceMesh) -> DTensor:
         shape=tensor.shape,
         stride=tensor.stride(),
     )
+
+
+class SpreadTarget(ParameterTarget):
+    """A whole parameter on every rank whose optimizer state is on one, `owner`."""
+
+    def __init__(self, name: str, parameter: nn.Parameter, owner: int, mesh: DeviceMesh) -> None:
+        super().__init__(name, parameter)
+        self.owner = owner
+        self.mesh = mesh
+
+    def split(self, part: torch.Tensor) -> Named:
+        """The owner's tensor, cut by rows over all ranks: one is whole here at a time."""
+        group = self.mesh.get_group()
+        whole = torch.empty_like(part, device=self.parameter.device) if part.is_meta else part
+        dist.broadcast(whole, src=dist.get_global_rank(group, self.owner), group=group)
+        return {self.name: distribute_rows(whole, self.mesh)}
+
+
+class ZeroRedundancyUpdate:
+    """ZeroRedundancyOptimizer over the targets' parameters, which become views of a bucket per
+    owner; each owner broadcasts its bucket after its update."""
+
+    def __init__(
+        self,
+        targets: Sequence[ParameterTarget],
+        spec: OptimizerSpec,
+        mesh: DeviceMesh,
+        registry: Registry,
+        *,
+        stands_in: bool,
+    ) -> None:
+        self.spec = spec
+        self.frozen = [target for target in targets if target.is_frozen]
+        targets = [target for target in targets if not target.is_frozen]
+        self.optimizer = ZeroRedundancyOptimizer(
+            [target.parameter for target in targets],
+            lambda parameters: build_optimizer(spec.name, parameters, spec, stands_in=stands_in),
+            process_group=mesh.get_group(),
+            parameters_as_bucket_view=True,
+        )
+        owners = zero_redundancy.owners(self.optimizer)
+        self.targets = [
+            SpreadTarget(target.name, target.parameter, owners[target.parameter], mesh)
+            for target in targets
+        ]
+        for bucket in self._buckets():
+            registry.tag(bucket, State.PARAMETERS)
+        for target in self.targets:  # as torch's first step would, so that it can be loaded into
+            if target.owner == mesh.get_local_rank():
+                self.optimizer.optim.state[target.parameter].update(self._initial(target))
+
+    def step(self, lr: float, scaling: Scale[torch.Tensor] | None = None) -> None:
+        for options in self.optimizer.param_groups:
+            options["lr"] = lr
+        own = self.optimizer.optim
+        scalars = scaling.beside(self.targets[0].value()) if scaling else (None, None)
+        own.grad_scale, own.found_inf = scalars  # where torch.amp.GradScaler leaves them
+        self.optimizer.step()
+
+    def tensors(self) -> Iterator[tuple[ParameterTarget, dict[str, torch.Tensor]]]:
+        """Every target on every rank; what another rank keeps is a tensor without data. Frozen ones
+        come last, with nothing."""
+        for target in self.targets:
+            held = self.optimizer.optim.state.get(target.parameter)
+            yield target, dict(held) if held else self._initial(target, torch.device("meta"))
+        for frozen in self.frozen:
+            yield frozen, {}
+
+    def leaves(self) -> Iterator[tuple[SpreadTarget, TorchLeaf]]:
+        for target in self.targets:
+            yield target, TorchLeaf(target.parameter)
+
+    def storages(self) -> Iterator[tuple[State, torch.Tensor]]:
+        """A rank that owns no tensor has a bucket of one element."""
+        for bucket in self._buckets():
+            yield State.PARAMETERS, bucket
+        for state in self.optimizer.optim.state.values():
+            for tensor in state.values():
+                yield State.OPTIMIZER, tensor
+
+    def _buckets(self) -> Iterator[torch.Tensor]:
+        return zero_redundancy.buckets(self.optimizer)
+
+    def _initial(self, target: ParameterTarget, device: torch.device | None = None) -> Named:
+        return initial_state(self.spec.name, self.spec, target.parameter.detach(), device)

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from ptrain.costs import State
-from ptrain.rooms.registry import Registry
+from ptrain.cost import State
+from ptrain.rooms.comm import Registry
 
 Hook = Callable[[object, dist.GradBucket], torch.futures.Future[torch.Tensor]]
 

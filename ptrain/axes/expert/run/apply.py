@@ -11,14 +11,13 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Placement, Shard
 
-from ptrain.axes.context.run.routing import SampleSlices, route_slices
+from ptrain.axes.context.run.slices import SampleSlices, route_slices
 from ptrain.axes.expert.run.exchange import Assumption, Counts, Routed, Travels
-from ptrain.axes.tensor.run.gradients import OwnSlices
-from ptrain.costs import Phase
+from ptrain.axes.tensor.run.styles import OwnSlices
+from ptrain.cost import Phase
 from ptrain.internals.dtensor import side_by_side
-from ptrain.models.dropless import NUMBER, RoutedRows, route
-from ptrain.models.moe import MoE
-from ptrain.rooms.mesh import Mesh
+from ptrain.models.moe import NUMBER, MoE, RoutedRows, route
+from ptrain.rooms.comm import Mesh
 from ptrain.spec.placement import Axis
 from ptrain.spec.routing import Choices
 from ptrain.steps.experts import ExpertParallel, Loads

@@ -26,7 +26,7 @@ from ptrain.internals.functional_collectives import (
     awaited,
     exchanged,
 )
-from ptrain.models.dropless import Journey
+from ptrain.models.moe import Journey
 
 # An exchange that is under way while something else is computed, in forward and in backward.
 #

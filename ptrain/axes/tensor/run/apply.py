@@ -2,18 +2,24 @@
 data axis wraps the module.
 
 Between sub-blocks a rank has all tokens (A = R) or its slice of them (A = S, S*: sequence
-parallelism). A sub-block's input is gathered once for all its column operators, so that their
+parallelism). A sub-block's input is all-gathered once for all its column operators, so that their
 gradients are summed once: Megatron's two sums forward and two backward per block.
 
-Three things that torch's styles lack: sub-blocks whose code counts features or heads by attributes
-or by the input's width see the rank's numbers; dropout inside a sub-block uses a mask per rank and
-one common mask outside; and layers whose weight is stored inputs by outputs (transformers' Conv1D).
+torch's styles lack three things. Sub-blocks whose code counts features or heads by attributes or by
+the input's width see the rank's numbers; dropout inside a sub-block uses a mask per rank and one
+common mask outside; and layers whose weight is stored inputs by outputs (transformers' Conv1D) are
+sharded.
+
+Several projections can be fused in one tensor, one after the other, and a rank has its slice of
+each. A DTensor knows slices of one piece only, so such a tensor is held with its rows in another
+order: the first rank's slices of all projections before the second rank's. Whoever takes it off a
+program gets it in the model's order.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -38,19 +44,20 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from ptrain.axes.tensor.cost import shards_differ, slices
-from ptrain.axes.tensor.run.fused import FusedOrder
-from ptrain.axes.tensor.run.gradients import GradientsAsKept, SummedGradients
+from ptrain.axes.data.run.target import Named, rows_of
+from ptrain.axes.tensor.cost import cut_dims, shards_differ, slices
 from ptrain.axes.tensor.run.styles import (
     SEQUENCE,
     Addends,
     AllTokens,
+    GradientsAsKept,
     HeadParallel,
     InnerSlices,
     LocalInput,
     OwnTokens,
     OwnWholeInput,
     ReplicateParallel,
+    SummedGradients,
     WholeInput,
     WholeOutput,
 )
@@ -58,12 +65,110 @@ from ptrain.errors import refused
 from ptrain.facts.stages import is_within
 from ptrain.internals.dtensor import RANDOM
 from ptrain.models.arguments import with_first
-from ptrain.models.dropout import drops_out
+from ptrain.models.modes import drops_out
 from ptrain.models.objective import LossInside, token_loss_sum
 from ptrain.models.sub_blocks import standing_alone
-from ptrain.rooms.registry import Registry
+from ptrain.models.window import Window
+from ptrain.rooms.comm import Registry
 from ptrain.spec.role import COLUMNS, ROWS, Role, fits
 from ptrain.steps.step import ChunkedLoss, Parallelize
+
+
+def held_order(lengths: Sequence[int], degree: int) -> list[int]:
+    """Return the features of projections of these lengths in the order in which `degree` ranks hold
+    them."""
+    return list(_places(lengths, degree))
+
+
+def _places(lengths: Sequence[int], degree: int) -> Iterator[int]:
+    for rank in range(degree):
+        start = 0
+        for length in lengths:
+            part = length // degree
+            yield from range(start + rank * part, start + (rank + 1) * part)
+            start += length
+
+
+def _consecutive(places: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yield the runs of numbers that follow one another: the first and how many."""
+    start = 0
+    for index in range(1, len(places) + 1):
+        if index == len(places) or places[index] != places[index - 1] + 1:
+            yield places[start], index - start
+            start = index
+
+
+class FusedOrder:
+    """The order in which the tensors of fused projections are held, by their names in the model."""
+
+    def __init__(self, step: Parallelize | None = None, degree: int = 1) -> None:
+        self.step = step
+        self.degree = degree
+
+    def canonical(self, named: Named) -> Named:
+        """Return tensors in the model's order, cut as they were. Collective over the ranks that
+        have parts of them."""
+        return {name: self._ordered(name, tensor, back=True) for name, tensor in named.items()}
+
+    def held(self, named: Mapping[str, torch.Tensor]) -> Named:
+        """Return what `canonical` was given. Collective too."""
+        return {name: self._ordered(name, tensor, back=False) for name, tensor in named.items()}
+
+    def held_features(self, path: str, whole: torch.Tensor) -> torch.Tensor:
+        """Return what a module gives, with the features of a fused projection in the order of the
+        ranks."""
+        lengths = self._lengths(f"{path}.weight")
+        if not lengths:
+            return whole
+        order = torch.tensor(held_order(lengths, self.degree), device=whole.device)
+        return whole.index_select(-1, order)
+
+    def pieces(
+        self, name: str, shape: Sequence[int], window: Window, part: torch.Tensor
+    ) -> Iterator[tuple[Window, torch.Tensor]]:
+        """Yield the windows in the model's order that make up a window of a tensor as it is held,
+        each with its place in `part`."""
+        lengths, place = self._lengths(name), 0
+        if not lengths or self.step is None or not shape:
+            yield window, part
+            return
+        dim = cut_dims(self.step, [(name, tuple(shape))])[name]
+        first, count = window[dim]
+        places = held_order(lengths, self.degree)[first : first + count]
+        for start, size in _consecutive(places):
+            yield (*window[:dim], (start, size), *window[dim + 1 :]), part.narrow(dim, place, size)
+            place += size
+
+    @torch.no_grad()
+    def reorder(self, path: str, module: nn.Module) -> None:
+        """Put the tensors of a fused projection, which are whole, into the order of the ranks."""
+        for name, parameter in module.named_parameters(prefix=path, recurse=False):
+            parameter.data = self._ordered(name, parameter.data, back=False)
+
+    def _ordered(self, name: str, tensor: torch.Tensor, *, back: bool) -> torch.Tensor:
+        lengths = self._lengths(name)
+        if not lengths or tensor.dim() == 0 or self.step is None:
+            return tensor
+        dim = cut_dims(self.step, [(name, tuple(tensor.shape))])[name]
+        order = torch.tensor(held_order(lengths, self.degree), device=tensor.device)
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        ordered = whole.index_select(dim, order.argsort() if back else order)
+        if not isinstance(tensor, DTensor):
+            return ordered
+        return DTensor.from_local(
+            rows_of(ordered, tensor).contiguous(),
+            tensor.device_mesh,
+            tensor.placements,
+            run_check=False,
+            shape=tensor.shape,
+            stride=tensor.stride(),
+        )
+
+    def _lengths(self, name: str) -> tuple[int, ...]:
+        module = name.rpartition(".")[0]
+        fusions = self.step.fusions if self.step else ()
+        return next((lengths for pattern, lengths in fusions if fits(pattern, module)), ())
+
 
 # Dropout within a sub-block whose heads or features are cut: a rank's slice has a mask of its own,
 # while what all ranks have alike, before and behind it, has one mask.

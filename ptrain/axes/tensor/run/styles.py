@@ -1,15 +1,19 @@
-"""Styles beside torch's for how a module's parameters, inputs and outputs are laid out over the
-tensor axis.
+"""Lay out a module's parameters, inputs and outputs over the tensor axis where torch has no style.
 
 A = S*: of the common input of the column operators, each rank saves its slice of the tokens and
-gathers it again for backward (Korthikanti et al. 2022, section 4.2.2).
+all-gathers it again for backward (Korthikanti et al. 2022, section 4.2.2).
+
+Several ranks may compute a part of one parameter's gradient. The module then reads the parameter
+through a function whose backward pass sums the parts.
 """
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import DeviceMesh
@@ -23,10 +27,117 @@ from torch.distributed.tensor import (
 )
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle
 
-from ptrain.axes.tensor.run.gradients import OwnSlices
+from ptrain.cost import State
 from ptrain.internals.autograd import Hooks, saving_hooks
 from ptrain.models.arguments import with_first
-from ptrain.models.balance import weigh
+from ptrain.models.moe import weigh
+from ptrain.rooms.comm import Registry
+
+
+class _ReadThrough(ParallelStyle):
+    """While a module runs, its own parameters are what `through` makes of them, whoever holds
+    them."""
+
+    @abstractmethod
+    def through(self, parameter: torch.Tensor, device_mesh: DeviceMesh) -> Any:
+        """`parameter` itself in a forward pass, with a backward pass of its own."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        return self.put_on(module, device_mesh)
+
+    def put_on(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        """Return the module, which reads its parameters so from now on."""
+        names = [name for name, _ in module.named_parameters(recurse=False)]
+
+        def enter(module: nn.Module, _: object) -> None:
+            for name in names:  # before nn.Module looks among its parameters, it looks here
+                held = module._parameters[name]
+                assert held is not None
+                module.__dict__[name] = self.through(held, device_mesh)
+
+        def leave(module: nn.Module, *_: object) -> None:
+            for name in names:
+                module.__dict__.pop(name, None)
+
+        module.register_forward_pre_hook(enter)
+        module.register_forward_hook(leave, always_call=True)
+        return module
+
+
+class OwnSlices(_ReadThrough):
+    """Of a tensor that is cut, for a module that computes with the rank's slice alone."""
+
+    def through(self, parameter: torch.Tensor, device_mesh: DeviceMesh) -> Any:
+        return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+class _Registering(_ReadThrough):
+    def __init__(self, registry: Registry) -> None:
+        super().__init__()
+        self.registry = registry
+
+
+class GradientsAsKept(_Registering):
+    """Of a tensor that is used on a rank's tokens, or cut while its gradient comes whole."""
+
+    def through(self, parameter: torch.Tensor, device_mesh: DeviceMesh) -> Any:
+        return _AsKept.apply(parameter, self.registry)
+
+
+class SummedGradients(_Registering):
+    """Of a tensor that every rank has whole and uses on its own slice of the features (a norm of
+    the heads within attention): what the ranks' gradients add up to is the gradient of each."""
+
+    def through(self, parameter: torch.Tensor, device_mesh: DeviceMesh) -> Any:
+        return _Summed.apply(parameter, device_mesh.get_group(), self.registry)
+
+
+class _AsKept(torch.autograd.Function):
+    """The identity; backward gives a gradient the cut of its parameter. What the ranks computed of
+    their tokens (of a norm) is summed here, once. An embedding's comes whole; this rank's rows are
+    all that stays of it."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: DTensor, registry: Registry) -> torch.Tensor:
+        ctx.placements, ctx.registry = parameter.placements, registry
+        return parameter.view_as(parameter)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: DTensor) -> tuple[torch.Tensor, None]:
+        if gradient.placements == ctx.placements:
+            return gradient, None
+        ctx.registry.tag(gradient._local_tensor, State.GRADIENTS)
+        kept = gradient.redistribute(placements=ctx.placements)
+        if isinstance(ctx.placements[0], Shard):
+            rows = kept.to_local()
+            kept = DTensor.from_local(
+                torch.empty_like(rows).copy_(rows),  # a slice alone would keep the whole alive
+                kept.device_mesh,
+                kept.placements,
+                run_check=False,
+                shape=kept.shape,
+                stride=kept.stride(),
+            )
+        return kept, None
+
+
+class _Summed(torch.autograd.Function):
+    """The identity; backward sums over the ranks."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, parameter: torch.Tensor, group: dist.ProcessGroup, registry: Registry
+    ) -> torch.Tensor:
+        ctx.group, ctx.registry = group, registry
+        return parameter.view_as(parameter)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        summed = gradient.clone()  # autograd may hold what it gives
+        ctx.registry.tag(summed, State.GRADIENTS)
+        dist.all_reduce(summed, group=ctx.group)
+        return summed, None, None
+
 
 # A = S*: what the column operators save of their common input is the slice of the tokens that this
 # rank had, gathered again for the backward pass (Korthikanti et al. 2022, section 4.2.2).
