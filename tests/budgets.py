@@ -51,7 +51,7 @@ BUDGETS: dict[str, int] = {
     "ptrain/rooms": 990,
     "ptrain/selection": 4120,
     "ptrain/simulation": 1080,
-    "ptrain/spec": 4510,
+    "ptrain/spec": 4520,
     "ptrain/steps": 460,
     "ptrain/traces": 2250,
     "ptrain/train": 3110,

@@ -331,7 +331,7 @@ def _pass(work: LayerWork, kind: Kind) -> PassWork:
 
 def _half(work: LayerWork, half: PassWork) -> PassWork:
     if work.backward and not (work.inputs or work.weights):
-        raise UnknownRate("nobody says what the halves of this model's backward passes compute")
+        raise UnknownRate("the work of the two backward halves of this model is unknown")
     return half
 
 

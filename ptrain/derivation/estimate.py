@@ -56,13 +56,17 @@ from ptrain.spec.spec import Spec
 from ptrain.steps.step import Plan
 from ptrain.wording import Worded
 
-_HOW_TO_TRACE = "`ptrain predict` traces the model; in Python, use `derive(spec, read_facts(spec))`"
+_HOW_TO_TRACE = (
+    "Run `ptrain predict`, which traces the model; in Python, use `derive(spec, read_facts(spec))`"
+)
 _NOT_TRACED_BY_STAGE = f"these facts have no trace of the stages' activations: {_HOW_TO_TRACE}"
 _NOT_TRACED = f"these facts have no trace of the model's activations: {_HOW_TO_TRACE}"
-_NO_PARTS_ON_GPUS = "no table holds what dropout keeps on GPUs where layers or operators are cut"
-_NOT_PLAYED = "its step is played along the model's activations, and these are unknown"
-_EVEN_TIME = "every expert is chosen as often: how long uneven rows take is not predicted"
-_NOT_ON_CPU = "torch's flex_attention has no backward pass on a processor, where a trace would run"
+_NO_PARTS_ON_GPUS = (
+    "no table has the saved tensors of dropout on GPUs with sharded layers or operators"
+)
+_NOT_PLAYED = "its step depends on the activations of the model, which are unknown"
+_EVEN_TIME = "balanced routing is assumed: the time of uneven routing is not predicted"
+_NOT_ON_CPU = "torch's flex_attention has no backward pass on CPUs, where a trace would run"
 
 
 _OfStep = Callable[[Spec, Plan, ModelFacts, Machine | None], Estimate]
@@ -200,9 +204,9 @@ def _require_gradients(spec: Spec, facts: ModelFacts) -> None:
     first, *others = facts.unvisited
     number = len(others)
     more = f" and {number} parameter{'s' * (number > 1)} more have" if others else " has"
-    finding = f"{first}{more} no gradient on a rank none of whose tokens is routed there, and "
-    finding += "the data ranks sum the gradients of all parameters"
-    remedy = "run every expert, also on no rows, or keep all experts in one tensor each"
+    finding = f"{first}{more} no gradient on ranks without tokens for it, but "
+    finding += "data-parallel ranks sum the gradients of all parameters"
+    remedy = "Call every expert, even with zero rows, or store all experts in stacked tensors."
     raise refused("model", finding, remedy)
 
 
@@ -426,8 +430,8 @@ def _with_passing(spec: Spec, memory: ByRank[Footprint], played: Replay) -> ByRa
 RowT = TypeVar("RowT", Footprint, Peak)
 
 _EXTENTS = (
-    "the bounds are for one element of each selection and for all of them, each by itself, and "
-    "hold if what is allocated grows with what is selected"
+    "the bounds assume one selected element and all elements; they hold if allocations grow "
+    "with the number of selected elements"
 )
 _OFF_DEVICE = attrgetter("state", "rank", "host_bytes", "file_bytes")
 _PASSING = (State.ACTIVATIONS, State.TRANSIENT)
@@ -437,7 +441,7 @@ def bounded(estimate: Estimate, others: Sequence[Estimate], who: str) -> Estimat
     """Return `estimate` with bounds of what differs in `others`, the same step at other extents;
     `who` selects by data. Where what is sent or leaves the device differs, nothing is said."""
     if any(_moved(other) != _moved(estimate) for other in others):
-        why = f"{who}, and what it selects is moved off the device or sent again"
+        why = f"{who}, and the selected elements are offloaded or communicated"
         undefined = dict.fromkeys(("activations", "peak", "traffic"), why)
         rows = tuple(row for row in estimate.memory if row.state not in _PASSING)
         return replace(estimate, memory=rows, peak=(), undefined=estimate.undefined | undefined)
@@ -511,7 +515,7 @@ def by_counts(derivation: Derivation, histogram: Histogram, step: int) -> Estima
         return None
     spec = derivation.spec.but(routing=histogram)
     exact = derive(spec, derivation.facts, is_timed=False).exact
-    why = f"by where the run's routers sent tokens in step {step}, counted on every rank"
+    why = f"from the token counts of the run's routers in step {step}, on every rank"
     return replace(
         exact,
         column=Column.COUNTED,

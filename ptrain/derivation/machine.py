@@ -23,7 +23,10 @@ from ptrain.spec.rates import Hook
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import Plan
 
-_NOBODY = "ranks that wait leave their cores to nobody: the cluster has no rates of fewer at once"
+_NOBODY = (
+    "waiting ranks are assumed to leave their cores idle: the cluster has no rates for "
+    "fewer active ranks"
+)
 
 
 class Machine(NamedTuple):

@@ -188,7 +188,9 @@ class Tape:
         if self.clock is None or not self.is_reading:
             return
         if tier is not Tier.DEVICE and self.clock.pace.overlaps:
-            raise UnknownRate("the update is the host's, whose pace no cluster's rates tell")
+            raise UnknownRate(
+                "the host computes the update, and the cluster has no rates for the host"
+            )
         self.clock.update(rule, _uncast(dtype), shapes)
 
 

@@ -153,7 +153,7 @@ def model_timeline(
         or not isinstance(spec.model, ModelShape)
         or not layer_tables.is_tabulated(spec)
     ):
-        raise PtrainError("model: its activations are known only from a trace of the model itself")
+        raise PtrainError("model: the activations of this model are known only from a trace")
     kept = spec.activations.of(spec.model.layers)
     return layer_tables.timeline(setting_of(spec, cut), played, kept)
 

@@ -149,7 +149,9 @@ def layers_of(
     assert not any(name.rpartition(".")[0] in names for name in names), "units of less than a block"
     ahead = tuple(tensor for tensor in root.tensors if is_within(tensor.name, front))
     behind = tuple(t for t in root.tensors if t not in ahead)
-    assert {*dict(tied)} <= {tensor.name for tensor in ahead}, f"{tied} are not all in front"
+    assert {*dict(tied)} <= {tensor.name for tensor in ahead}, (
+        f"{tied} are not all before the blocks"
+    )
     return Layers(layers=tuple(layers), front=ahead, behind=behind, tied=tuple(tied))
 
 
@@ -171,14 +173,14 @@ def unlike(counts: Sequence[int], layers: int) -> Iterator[Fault]:
     listed = ", ".join(map(str, counts))
     finding = ""
     if min(counts, default=0) < 1:
-        finding = f"[{listed}] has a stage without a layer"
+        finding = f"[{listed}] has a stage without layers"
     elif sum(counts) != layers:
-        finding = f"[{listed}] are {sum(counts)} layers, and the model has {layers}"
+        finding = f"[{listed}] has {sum(counts)} layers, but the model has {layers}"
     if finding:
-        remedy = f"write numbers from 1 whose sum is {layers}"
+        remedy = f"Use numbers of 1 or more with the sum {layers}"
         if 0 < len(counts) <= layers:
-            remedy += f": [{', '.join(map(str, evenly(layers, len(counts))))}]"
-        yield Fault(place="pipeline.split", finding=finding, remedy=remedy)
+            remedy += f": `pipeline.split=[{','.join(map(str, evenly(layers, len(counts))))}]`"
+        yield Fault(place="pipeline.split", finding=finding, remedy=f"{remedy}.")
 
 
 def evenly(layers: int, stages: int) -> tuple[int, ...]:
@@ -262,8 +264,8 @@ def _require_enough(layers: int, stages: int) -> None:
         raise SpecError(
             Fault(
                 place="pipeline.stages",
-                finding=f"{stages} stages and {layers} layers: every stage needs one",
-                remedy=f"choose at most {layers} stages, or a model with more layers",
+                finding=f"{stages} stages need at least one layer each; the model has {layers}",
+                remedy=f"Use at most {layers} stages, or a model with more layers.",
             )
         )
 

@@ -256,7 +256,9 @@ def _unequal_projections(lengths: dict[str, tuple[int, ...]], degree: int) -> It
             common = gcd(*its)
             choices = (str(divisor) for divisor in range(1, common + 1) if common % divisor == 0)
             yield Fault(
-                place="mesh.tp", finding=finding, remedy=f"choose tp from {', '.join(choices)}"
+                place="mesh.tp",
+                finding=finding,
+                remedy=f"Use one of {', '.join(choices)} for `mesh.tp`.",
             )
             return
 
@@ -333,7 +335,9 @@ def _sizes(module: nn.Module, roles: Roles, degree: int) -> Iterator[Fault]:
     for what, size in sizes.items():
         if size % degree:
             finding = f"tp={degree} does not divide {what}"
-            yield Fault(place="mesh.tp", finding=finding, remedy=f"choose tp from {choices}")
+            yield Fault(
+                place="mesh.tp", finding=finding, remedy=f"Use one of {choices} for `mesh.tp`."
+            )
 
 
 def _heads(module: nn.Module) -> dict[str, int]:

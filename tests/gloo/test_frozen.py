@@ -229,9 +229,9 @@ def test_operators_of_stages_are_cut_beside_what_is_frozen(ranks: Ranks, model: 
 
 
 REFUSED = {
-    "where tp saves slices of the tokens": ("tp-saved",),
-    "of a stage of which nothing is trained": ("pp-zero3", "model.arguments.without=2"),
-    "of a unit in front of all that is trained, .* after each pass of a stage": (
+    "with sequence-parallel activations that tp saves as shards": ("tp-saved",),
+    "in a pipeline stage without trained parameters": ("pp-zero3", "model.arguments.without=2"),
+    "in a unit before the first trained parameter, .* with freeing after each pass of a stage": (
         "pp-zero3",
         "model.arguments={without: 1, layers: 4}",
         "sync={reshard_after_forward: true, reshard_after_backward: true}",
@@ -243,7 +243,7 @@ REFUSED = {
 def test_what_takes_no_frozen_parameters_yet_says_so(where: str) -> None:
     strategy, *words = REFUSED[where]
     spec = spec_of(strategy, "adapted", *words)
-    with pytest.raises(SpecError, match=rf"not yet: frozen parameters {where}.*: [a-z]"):
+    with pytest.raises(SpecError, match=rf"not supported yet: frozen parameters {where}.*: [a-z]"):
         ptrain.derive(spec, ptrain.read_facts(spec, allow_import=True))
 
 

@@ -63,7 +63,7 @@ def test_the_nearest_power_of_two_is_the_nearest_by_difference(number, power):
 def test_a_rounding_of_samples_is_refused():
     place, text = refusal("batch.round=none")
     assert place == "batch.round"
-    assert "batch.global has none" in text
+    assert "batch.global is not given in tokens" in text
 
 
 @pytest.mark.parametrize("sequence", [2048, 8192])
@@ -101,11 +101,19 @@ def test_only_legal_micro_batches_are_tried():
 @pytest.mark.parametrize(
     ("overrides", "place", "text"),
     [
-        (("batch={micro: auto, sequence: 64}",), "batch.micro", "write batch.global too"),
-        (("batch.micro=auto", "batch.accumulate=4"), "batch.micro", "accumulate follows from it"),
+        (("batch={micro: auto, sequence: 64}",), "batch.micro", "Set `batch.global` too"),
+        (
+            ("batch.micro=auto", "batch.accumulate=4"),
+            "batch.micro",
+            ("auto determines batch.accumulate"),
+        ),
         (("batch.micro=auto", "cluster=null"), "batch.micro", "name a cluster"),
         (("batch.micro=auto", "recompute.budget=1 GiB", "activations=M"), "batch.micro", "not yet"),
-        (("batch.micro=auto", "batch.global=15"), "batch.global", "14 or 16"),
+        (
+            ("batch.micro=auto", "batch.global=15"),
+            "batch.global",
+            ("`batch.global=14` or `batch.global=16`."),
+        ),
         (("batch.micro=automatic",), "batch.micro", "or auto"),
     ],
 )
@@ -126,18 +134,25 @@ def lines_of(*overrides: str, name: str = "8b-zero3") -> list[str]:
 
 
 def test_what_became_of_tokens_is_said_aloud():
-    to_power = "batch.global: 4M tokens are 976 samples of 4096: 1024 to the nearest power of two"
-    assert lines_of("batch.global=4M tokens") == [f"{to_power} (+4.9%); batch.round: none does not"]
+    to_power = (
+        "batch.global: 4M tokens are 976 samples of 4096: rounded to 1024, the nearest power of two"
+    )
+    assert lines_of("batch.global=4M tokens") == [
+        f"{to_power} (+4.9%); `batch.round=none` disables this"
+    ]
     (nearest,) = lines_of("batch.global=4M tokens", "batch.round=none")
-    assert nearest.endswith("976 are taken")
+    assert nearest.endswith("using 976")
     (multiple,) = lines_of("batch.global=4M tokens", "batch.round=none", "batch.micro=6")
-    assert multiple.endswith("960 to the nearest multiple of 48 (-1.6%)")
+    assert multiple.endswith("rounded to 960, the nearest multiple of 48 (-1.6%)")
     (odd,) = lines_of("batch.global=4M tokens", "batch.micro=3")
     assert odd.endswith(
-        "984 to the nearest multiple of 24 (+0.8%); 1024 is none of 3 micro × 8 data"
+        "rounded to 984, the nearest multiple of 24 (+0.8%); "
+        "1024 is not a multiple of 3 micro × 8 data"
     )
     (few,) = lines_of("batch.global=100k tokens", "batch.micro=8")
-    assert few.endswith("24 samples of 4096: 64 are the fewest of 8 data ranks (+166.7%)")
+    assert few.endswith(
+        "24 samples of 4096: rounded up to 64, the minimum for 8 data-parallel ranks (+166.7%)"
+    )
     assert lines_of() == []
 
 
@@ -207,7 +222,9 @@ def test_what_a_step_waits_for_is_a_share_of_its_seconds_where_they_are_known():
 
 def test_a_plan_says_what_became_of_the_batch(ptrain):
     text = ptrain("plan", "zero3", "batch.global=2k tokens", "batch.micro=auto")
-    assert "batch.global: 2k tokens are 15 samples of 128: 16 to the nearest power of two" in text
+    assert (
+        "batch.global: 2k tokens are 15 samples of 128: rounded to 16, the nearest power of two"
+    ) in text
     assert "batch.micro: auto is 8, the largest whose predicted peak fits" in text
 
 

@@ -140,13 +140,13 @@ def test_a_cluster_that_cannot_be_used_is_one_message(tmp_path, capsys):
     file.write_text("devices: many\nrates: {hooks: [[ddp_bucket]]}\n", encoding="utf-8")
     assert main(["calibrate", str(file), "--out", str(tmp_path / "out.yaml")]) == 2
     error = capsys.readouterr().err
-    assert error.startswith("error: cluster.preset: the preset cannot be used: ")
+    assert error.startswith("error: cluster.preset: the preset is invalid: ")
     assert f"{file}:1:10: error: devices: must be an integer" in error
     assert "rates.hooks: row 1 must be [hook, seconds by ranks at once]" in error
     file.write_text("devices: 2\nrates: {hooks: [[tensor_sum, 1e-5]]}\n", encoding="utf-8")
     assert main(["calibrate", str(file), "--out", str(tmp_path / "out.yaml")]) == 2
     error = capsys.readouterr().err
-    assert "row 1, hook: must be one of" in error and "remedy: where another version" in error
+    assert "row 1, hook: must be one of" in error and "remedy: If another version" in error
     assert main(["calibrate", "h101", "--out", str(tmp_path / "out.yaml")]) == 2
     assert "there is no cluster named 'h101'" in capsys.readouterr().err
 

@@ -293,11 +293,12 @@ def refusal(rates: dict[str, Any]) -> str:
         ),
         (
             {"hooks": [["ddp_buckt", 1e-5]]},
-            "row 1, hook: must be one of fsdp2_gather, fsdp2_reduce, ddp_bucket, flat_gather, "
-            "flat_reduce, pipeline_pass, cut_product, forward_operator, backward_operator, "
-            "halves_operator, recomputed_operator, selected_operator, moved_operator; "
-            "got the text 'ddp_buckt'\n"
-            "  remedy: did you mean 'ddp_bucket'?",
+            (
+                "row 1, hook: must be one of fsdp2_gather, fsdp2_reduce, ddp_bucket, "
+                "flat_gather, flat_reduce, pipeline_pass, cut_product, forward_operator, "
+                "backward_operator, halves_operator, recomputed_operator, selected_operator, "
+                "moved_operator; got the string 'ddp_buckt'\n  remedy: Did you mean 'ddp_bucket'?"
+            ),
         ),
         (
             {"operators": [["product", "fp32", 8, 1e-5]]},
@@ -310,17 +311,19 @@ def refusal(rates: dict[str, Any]) -> str:
         ),
         (
             {"hooks": [["ddp_bucket", 1e-5], ["ddp_bucket", 2e-5]]},
-            "row 2 measures what row 1 does\n  remedy: keep one of the two",
+            "row 2 repeats row 1\n  remedy: Remove one of the two.",
         ),
         (
             {"at_once": [1, 2], "hooks": [["ddp_bucket", 1e-5]]},
-            "error: cluster.rates.hooks: row 1 has 1 figure, and the ranks at once are 1, 2\n"
-            "  remedy: write a figure for each, null where it was not measured; or at_once",
+            (
+                "error: cluster.rates.hooks: row 1 has 1 figure, but at_once has 1, 2\n  remedy: "
+                "Use one value per entry of `at_once`, or null if it was not measured."
+            ),
         ),
-        ({"at_once": [2, 1]}, "error: cluster.rates.at_once: [2, 1]: not in ascending order"),
+        ({"at_once": [2, 1]}, "error: cluster.rates.at_once: [2, 1] is not in ascending order"),
         (
             {"spread": [0.1, 0.2]},
-            "error: cluster.rates.spread: it has 2 figures, and the ranks at once are 1",
+            "error: cluster.rates.spread: it has 2 figures, but at_once has 1",
         ),
         (
             {"links": [["within", 1e-5, 1e-6]]},
@@ -329,17 +332,17 @@ def refusal(rates: dict[str, Any]) -> str:
         *(
             (
                 {"links": [row]},
-                "row 1 has a null: nothing else says",
+                "row 1 has a null; the times per call, hop and byte are required",
             )
             for row in (["within", 1e-5, 1e-6, None], ["between", None, 1e-6, 0.9])
         ),
         (
             {"hooks": "fast"},
-            "must be a list of rows [hook, seconds by ranks at once]; got the text",
+            "must be a list of rows [hook, seconds by ranks at once]; got the string",
         ),
-        ({"hoks": []}, "unknown key 'hoks'\n  remedy: did you mean 'hooks'?"),
+        ({"hoks": []}, "unknown key 'hoks'\n  remedy: Did you mean 'hooks'?"),
         ({"preset": "h101"}, "cluster.rates.preset: there is no table of rates named 'h101'"),
-        ({"date": "yesterday"}, "cluster.rates.date: must be a date, 2026-11-24; got the text"),
+        ({"date": "yesterday"}, "cluster.rates.date: must be a date, 2026-11-24; got the string"),
     ],
 )
 def test_a_row_that_is_no_measurement_is_refused_by_its_place(rates, text):

@@ -49,8 +49,8 @@ def test_only_a_class_of_transformers_needs_transformers(model, installed, monke
     assert caught.value.faults == (
         Fault(
             place="model.hf",
-            finding="LlamaForCausalLM is a class of transformers, which is not installed",
-            remedy="pip install 'transformers>=4.56,<6'",
+            finding="LlamaForCausalLM is a class of Transformers, which is not installed",
+            remedy="Run `pip install 'transformers>=4.56,<6'`.",
         ),
     )
 
@@ -59,10 +59,10 @@ def test_only_a_class_of_transformers_needs_transformers(model, installed, monke
     ("folder", "error", "finding"),
     [
         ("missing", FileNotFoundError(2, "No such file"), "no such folder"),
-        ("file", NotADirectoryError(20, "Not a directory"), "is no folder"),
-        ("", FileNotFoundError(2, "No such file"), "cannot be written to"),
-        ("", PermissionError(13, "Permission denied"), "cannot be written to: Permission denied"),
-        ("", RuntimeError("no room"), "cannot be written to: no room"),
+        ("file", NotADirectoryError(20, "Not a directory"), "is not a folder"),
+        ("", FileNotFoundError(2, "No such file"), "is not writable"),
+        ("", PermissionError(13, "Permission denied"), "is not writable: Permission denied"),
+        ("", RuntimeError("no room"), "is not writable: no room"),
     ],
 )
 def test_a_folder_that_takes_no_files_says_why(folder, error, finding, tmp_path):
@@ -70,7 +70,7 @@ def test_a_folder_that_takes_no_files_says_why(folder, error, finding, tmp_path)
     path = tmp_path / folder
     (fault,) = unusable(str(path), error).faults
     assert (fault.place, fault.finding) == ("offload.path", f"{path}: {finding}")
-    remedy = "give a folder that exists, can be written and has room for the file tier"
+    remedy = "Use an existing, writable folder with enough space for the file tier."
     assert fault.remedy == remedy
 
 
@@ -262,9 +262,9 @@ def test_a_second_training_in_a_run_folder_is_refused_with_the_process_of_the_fi
 def test_a_folder_that_takes_no_files_is_refused_before_a_rank_starts(here, capsys):
     (here / "file").touch()
     for path, finding in (
-        ("/proc", "cannot be written to"),
+        ("/proc", "is not writable"),
         ("nowhere", "no such folder"),
-        ("file", "is no folder"),
+        ("file", "is not a folder"),
     ):
         told = refusal(capsys, "nvme-offload", f"offload.path={path}")
         assert f"error: offload.path: {path}: {finding}" in told

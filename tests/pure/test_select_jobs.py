@@ -174,7 +174,7 @@ def test_what_cannot_be_searched_is_one_message(words, finding, capsys):
 
 
 def test_a_malformed_cluster_is_named(broken_cluster):
-    with pytest.raises(SpecError, match="the preset cannot be used"):
+    with pytest.raises(SpecError, match="the preset is invalid"):
         searched_job("llama3-8b", cluster=broken_cluster)
 
 

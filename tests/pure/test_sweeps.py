@@ -60,7 +60,7 @@ def test_a_point_that_cannot_be_is_a_row_with_its_reason(ptrain):
     assert lines[3].startswith(
         "rejected: mesh.dp_shard=5: batch.global: global=16 is not a multiple"
     )
-    assert "write batch.global=10 or 20" in lines[3]
+    assert "Use `batch.global=10` or `batch.global=20`." in lines[3]
 
 
 def refusal(capsys, *words: str) -> str:
@@ -148,7 +148,7 @@ def test_many_points_that_followed_the_mesh_are_a_range(ptrain):
 
 def test_a_single_spec_is_taken_as_it_is_written(capsys):
     words = ("70b-zero3", "mesh.dp_shard=16", "batch.global=16")
-    assert "h100-8 8 devices" in refusal(capsys, *words)
+    assert "h100-8 has 8 devices" in refusal(capsys, *words)
 
 
 def test_the_figures_to_sort_by_are_those_that_a_row_has():

@@ -54,7 +54,7 @@ def test_the_parent_of_a_verification_imports_no_torch():
         (["zero3", "--steps", "2"], r"--steps: a trajectory takes 3 steps at least; got 2"),
         (["zero3", "mesh.dp_shard=3"], "is not a multiple of micro=2 x data degree=3"),
         (["70b-zero3"], "8 references in fp64, one for each rank, need 20.37 TiB of memory"),
-        (["zero3", "model={target: tests.models_external:necks}"], "allow it with --allow-import"),
+        (["zero3", "model={target: tests.models_external:necks}"], "Add `--allow-import`"),
         (["zero3", "--against", "no-such-spec"], "there is no spec named"),
         (["zero3", "ddp", "--against", "70b-dp"], "this host has|--against 70b-dp: model is"),
         (["zero3", "train.seed=0,1", "--against", "ddp"], "train.seed is 0 there, and 1 here"),

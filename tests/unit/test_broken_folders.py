@@ -122,7 +122,10 @@ BROKEN: dict[str, tuple[Break, str]] = {
     "another activation": (field(hidden_act="relu"), "hidden_act is 'relu'"),
     "windows of some layers": (
         field(layer_types=["full_attention", "sliding_attention"]),
-        "layer_types: layer 1 is 'sliding_attention', and built here is 'full_attention'",
+        (
+            "layer_types: layer 1 is 'sliding_attention'; the built-in model supports "
+            "'full_attention'"
+        ),
     ),
     "heads that turn in part": (
         field(rope_parameters={"rope_theta": 1e4, "partial_rotary_factor": 0.5}),
@@ -135,7 +138,7 @@ BROKEN: dict[str, tuple[Break, str]] = {
     ),
     "rotations without a base": (
         field(rope_parameters={"rope_type": "linear", "rope_theta": 1e4}),
-        "the rotations lack factor",
+        "the rotary scaling has no factor",
     ),
     "negative layers": (field(num_hidden_layers=-2), "layers"),
     "layers in words": (field(num_hidden_layers="two"), "layers"),

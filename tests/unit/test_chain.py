@@ -243,8 +243,8 @@ ALONG = {
     "skips": "what h.1 is given depends on wpe.weight, past h.0",
     "ended": "wpe.weight is used in front of the layers, and behind them beside what these give",
     "relative": "h.0 is given [4, 16] beside its hidden states, and gradients flow into both",
-    "remembers": "more than hidden states goes from layer to layer (numbers without a gradient)",
-    "averages": "the forward pass writes into mean, and on stage 1 other numbers",
+    "remembers": "layers pass more than hidden states to each other (tensors without gradients)",
+    "averages": "the forward pass modifies mean, and stage 1 writes different values",
     "functional": "wte.weight is used in front of the layers, and behind them beside",
     "headfirst": "head.weight is the tensor of wte.weight, and comes before it in the model",
 }
@@ -353,7 +353,7 @@ def test_more_stages_than_layers_are_refused():
     spec = spec_of(MODELS["pairs"], pipeline={"stages": 4, "schedule": "interleaved"})
     place, finding, _ = refused(spec)
     assert place == "pipeline.stages"
-    assert "4 stages and 3 layers" in finding
+    assert "4 stages need at least one layer each; the model has 3" in finding
 
 
 def test_a_model_is_left_as_it_was():

@@ -19,8 +19,8 @@ def drawing(kind: str) -> Spec:
 
 
 REFUSED = {
-    "trainsalong": "more than hidden states goes from layer to layer (numbers without a gradient)",
-    "trainsalongdropping": "more than hidden states goes from layer to layer (numbers without",
+    "trainsalong": "layers pass more than hidden states to each other (tensors without gradients)",
+    "trainsalongdropping": "layers pass more than hidden states to each other (tensors without",
     "masked": "what h.0 is given depends on what was drawn before",
     "locked": "is given depends on what was drawn before, and random numbers are drawn outside",
     "lockedbymodule": "the model's output depends on what it drew before",

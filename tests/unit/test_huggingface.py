@@ -33,8 +33,8 @@ CONFIG: dict[str, Any] = {
 }
 NEOX = {key: value for key, value in CONFIG.items() if key != "num_key_value_heads"}
 FAULTS = [
-    ("lama", {}, "model.hf", "no causal language model 'lama'", "did you mean 'llama'"),
-    ("BertModel", {}, "model.hf", "'BertModel'", "did you mean"),
+    ("lama", {}, "model.hf", "no causal language model 'lama'", "Did you mean 'llama'"),
+    ("BertModel", {}, "model.hf", "'BertModel'", "Did you mean"),
     ("nothing-like-it-at-all", {}, "model.hf", "no causal", "LlamaForCausalLM"),
     ("llama", {"hiden_size": 3}, "model.config.hiden_size", "no field", "mean 'hidden_size'"),
     ("llama", {"blue": 3}, "model.config.blue", "no field 'blue'", "hidden_size"),
@@ -144,7 +144,7 @@ def test_a_published_config_is_taken_whole(kind):
 
 def test_fields_without_effect_are_named_and_silent_ones_are_not():
     ignored = ignored_fields(HuggingFaceModel(hf="gemma2", config=PUBLISHED["gemma2"]))
-    assert ignored == ("hidden_act (nothing reads it)", "sliding_window_size (nothing reads it)")
+    assert ignored == ("hidden_act (ignored)", "sliding_window_size (ignored)")
     eager = PUBLISHED["llama"] | {"attn_implementation": "eager"}
     ignored = ignored_fields(HuggingFaceModel(hf="llama", config=eager))
     assert ignored == ("attn_implementation (attention says it)",)
@@ -166,12 +166,12 @@ DEEPSEEK = {
 def test_a_field_that_a_class_declares_and_never_reads_is_named():
     ignored = ignored_fields(HuggingFaceModel(hf="DeepseekV3ForCausalLM", config=DEEPSEEK))
     assert ignored == (
-        "num_nextn_predict_layers (nothing reads it)",
-        "scoring_func (nothing reads it)",
+        "num_nextn_predict_layers (ignored)",
+        "scoring_func (ignored)",
     )
     off = DEEPSEEK | {"num_nextn_predict_layers": 0, "auto_map": {}}
     ignored = ignored_fields(HuggingFaceModel(hf="DeepseekV3ForCausalLM", config=off))
-    assert ignored == ("scoring_func (nothing reads it)",)
+    assert ignored == ("scoring_func (ignored)",)
 
 
 @pytest.mark.parametrize("empty", [{}, None])
@@ -199,7 +199,7 @@ def test_all_faults_of_a_config_come_at_once():
 @pytest.mark.parametrize(
     ("fields", "place", "finding"),
     [
-        ({"auto_map": {"AutoModel": "x--y"}}, "model.config.auto_map", "it never runs"),
+        ({"auto_map": {"AutoModel": "x--y"}}, "model.config.auto_map", "never runs"),
         (
             {"vision_config": {"depth": 2}},
             "model.config.vision_config",

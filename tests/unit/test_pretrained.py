@@ -175,7 +175,7 @@ def test_layers_by_turns_are_read_of_older_files_too(tmp_path: Path) -> None:
     assert spec_of(folder).model == expected
     config["rope_parameters"]["sliding_attention"] |= {"rope_type": "linear", "factor": 2.0}
     path.write_text(json.dumps(config))
-    with pytest.raises(SpecError, match="rotations of layers with windows are scaled"):
+    with pytest.raises(SpecError, match="rotary scaling of sliding-window layers is not supported"):
         spec_of(folder)
 
 

@@ -61,7 +61,7 @@ def test_all_state_of_ones_own_is_read_and_exported(
     run = run_of(tmp_path / "in", tmp_path / "run", beside=MARKED)
     words = ["export", str(run), "--to", str(tmp_path / "out")]
     assert main(words) == 2, "which of it are buffers, code of the user's says"
-    assert "allow it with --allow-import" in capsys.readouterr().err
+    assert "Add `--allow-import`" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
     assert main([*words, "--allow-import"]) == 0
     after = tensors(tmp_path / "out")

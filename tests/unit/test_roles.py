@@ -93,7 +93,9 @@ def test_a_class_without_a_plan_needs_one():
 
 
 def test_heads_are_not_divided():
-    with pytest.raises(SpecError, match=r"num_key_value_heads: 2(.|\n)*choose tp from 1, 2"):
+    with pytest.raises(
+        SpecError, match=r"num_key_value_heads: 2(.|\n)*Use one of 1, 2 for `mesh\.tp`"
+    ):
         of_hugging_face("llama", CONFIG, tp=4)
 
 
@@ -153,7 +155,7 @@ def test_a_degree_that_does_not_divide_is_refused_once_with_those_that_divide_ev
     with pytest.raises(SpecError) as caught:
         roles_of_module(pairs(hidden=12), spec_of(tp=5))
     found = [(fault.place, fault.finding, fault.remedy) for fault in caught.value.faults]
-    choices = "choose tp from 1, 2, 3, 4, 6, 12"
+    choices = "Use one of 1, 2, 3, 4, 6, 12 for `mesh.tp`."
     assert found == [
         ("mesh.tp", "tp=5 does not divide the 12 outputs of layers.0.mixing.query", choices),
         ("mesh.tp", "tp=5 does not divide the 24 outputs of layers.0.up", choices),
@@ -164,7 +166,7 @@ def test_heads_and_layers_are_divided_by_the_same_degrees():
     with pytest.raises(SpecError) as caught:
         of_hugging_face("llama", CONFIG, tp=3)
     findings = [fault.finding for fault in caught.value.faults]
-    assert {fault.remedy for fault in caught.value.faults} == {"choose tp from 1, 2"}
+    assert {fault.remedy for fault in caught.value.faults} == {"Use one of 1, 2 for `mesh.tp`."}
     assert findings[:2] == [
         "tp=3 does not divide num_attention_heads: 4",
         "tp=3 does not divide num_key_value_heads: 2",

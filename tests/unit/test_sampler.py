@@ -241,5 +241,5 @@ def test_a_token_outside_the_vocabulary_is_refused_with_the_size_that_fits():
 def test_a_built_in_corpus_needs_the_vocabulary_of_its_tokenizer():
     source = corpus(DataSpec())
     require(source, make_spec(vocab=259))
-    with pytest.raises(PtrainError, match=r"write model.vocab=259"):
+    with pytest.raises(PtrainError, match=r"Use `model\.vocab=259`"):
         require(source, make_spec(vocab=258))
