@@ -157,8 +157,8 @@ def room_text(memory_fit: Fit) -> str:
 def usable_text(device_memory: int, reserve: int) -> str:
     """Return one line on the memory that a peak may fill."""
     return (
-        f"a peak may fill {format_bytes(device_memory - reserve)} of a device: "
-        f"{format_bytes(device_memory)} less a reserve of {format_bytes(reserve)}"
+        f"usable device memory: {format_bytes(device_memory - reserve)} "
+        f"({format_bytes(device_memory)} minus a reserve of {format_bytes(reserve)})"
     )
 
 

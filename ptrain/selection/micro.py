@@ -19,7 +19,7 @@ from ptrain.spec.model import ModelShape
 from ptrain.spec.spec import Spec
 
 _PLACE = "batch.micro"
-_NUMBER = "write batch.micro as a number"
+_NUMBER = "Set `batch.micro` to a number."
 
 
 def with_largest_micro(spec: Spec) -> Spec:
@@ -27,21 +27,28 @@ def with_largest_micro(spec: Spec) -> Spec:
     that is legal, so that what does not fit is told like any other spec. The spec itself, whose
     faults say why, where none is legal. Raises SpecError where nobody knows what fits."""
     if spec.cluster is None:
-        finding = "auto: how much memory a device has nobody says"
-        raise refused(_PLACE, finding, f"name a cluster (cluster.preset=h100-8), or {_NUMBER}")
+        finding = "auto: the device memory is unknown"
+        raise refused(
+            _PLACE, finding, f"{_NUMBER} Or name a cluster, for example `cluster.preset=h100-8`."
+        )
     if not isinstance(spec.model, ModelShape):
-        finding = "not yet: auto, of a model whose peaks are known once it is traced"
+        finding = "not supported yet: auto for a model whose peaks need a trace"
         raise refused(_PLACE, finding, _NUMBER)
     if spec.activations.budget is not None:
-        finding = "not yet: auto beside recompute.budget, which is chosen by a peak too"
-        raise refused(_PLACE, finding, f"{_NUMBER}, or recompute=selective or recompute=full")
+        finding = (
+            "not supported yet: auto together with recompute.budget, which is also "
+            "chosen by the peak"
+        )
+        raise refused(
+            _PLACE, finding, f"{_NUMBER} Or use `recompute=selective` or `recompute=full`."
+        )
     smallest = spec
     for candidate in _candidates(spec):
         memory_fit = _fit(candidate)
         # offloaded states on a host of unknown memory are the same for all micro-batches
         if memory_fit.fits_device and memory_fit.fits is not False:
-            return _because(candidate, f"the largest whose predicted peak fits{_tries(spec)}")
-        smallest = _because(candidate, "the smallest there is: none fits")
+            return _because(candidate, f"the largest with a predicted peak that fits{_tries(spec)}")
+        smallest = _because(candidate, "the smallest; none fits")
     return smallest
 
 
@@ -68,7 +75,7 @@ def _chosen(spec: Spec, micro: int) -> Spec:
 
 def _tries(spec: Spec) -> str:
     """Where a GPU can be asked, how."""
-    return "; ptrain simulate SPEC --rehearse runs it on a GPU" if spec.is_for_cuda else ""
+    return "; `ptrain simulate SPEC --rehearse` runs it on a GPU" if spec.is_for_cuda else ""
 
 
 def _because(spec: Spec, choice: str) -> Spec:
@@ -79,5 +86,5 @@ def _fit(spec: Spec) -> Fit:
     """Raises SpecError where the peak is not known."""
     memory_fit = fit(spec, derive(spec).exact)
     if memory_fit.unknown and not memory_fit.fits_device:
-        raise refused(_PLACE, f"auto: the peaks that decide are unknown: {memory_fit.why}", _NUMBER)
+        raise refused(_PLACE, f"auto: the peaks are unknown: {memory_fit.why}", _NUMBER)
     return memory_fit

@@ -59,7 +59,10 @@ def useless_modes(spec: Spec, peak: int | None) -> tuple[str, ...]:
     if least is None or peak <= least * (1 + _TEMPORARY * (spec.activations.tiers != _DEVICE)):
         return ()
     rise = f"raises the peak from {format_bytes(least)} to {format_bytes(peak)}"
-    why = "the peak is in the backward pass of one block, which has all its activations again"
+    why = (
+        "the peak is in the backward pass of one block, when all its activations are on "
+        "the device again"
+    )
     return (f"activations: recomputation or offloading {rise}: {why}. Use `activations=R`.",)
 
 
@@ -78,32 +81,35 @@ def _within(spec: Spec, budget: int) -> Spec:
             return candidate
         reached.setdefault(peak, candidate)
     if not reached:
-        finding = "not yet: a policy that follows from a budget, where peaks are known once traced"
+        finding = "not supported yet: choosing a policy from a budget if the peaks need a trace"
         raise refused(
-            _PLACE, finding, "write activations=M with recompute=selective or recompute=full"
+            _PLACE, finding, "Use `activations=M` with `recompute=selective` or `recompute=full`."
         )
     smallest = min(reached)
     name = _name(reached[smallest])
     if not spec.activations.is_open:
         raise refused(
             _PLACE,
-            f"{format_bytes(budget)}, and the policy beside it, {name}, has a peak of "
+            f"{format_bytes(budget)}: the given policy, {name}, has a peak of "
             f"{format_bytes(smallest)}",
-            f"write recompute={{budget: {budget}}} alone, to have one chosen, or a larger budget",
+            f"Use `recompute={{budget: {budget}}}` without a policy, or a larger budget.",
         )
     raise refused(
         _PLACE,
         f"{format_bytes(budget)}: the smallest peak that recomputation reaches is "
         f"{format_bytes(smallest)}, with {name}",
-        f"write a budget of {smallest} bytes or more, a smaller batch.micro, or activations=O",
+        f"Use a budget of {smallest} bytes or more, a smaller `batch.micro`, or `activations=O`.",
     )
 
 
 def _require_claimed(spec: Spec) -> None:
     """Raises SpecError where the peaks that decide are not claimed of the spec's device."""
     if why := unclaimed(spec, own_facts(spec)).get("peak"):
-        remedy = "write activations=M with recompute=selective or recompute=full; or device=cpu"
-        raise refused(_PLACE, f"the peaks that decide are not claimed: {why}", remedy)
+        remedy = (
+            "Use `activations=M` with `recompute=selective` or `recompute=full`, or use "
+            "`device=cpu`."
+        )
+        raise refused(_PLACE, f"the peaks are not claimed: {why}", remedy)
 
 
 def ladder(spec: Spec) -> list[Spec]:

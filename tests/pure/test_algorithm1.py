@@ -54,9 +54,9 @@ def test_70b_on_8_devices_of_80_gb_has_no_answer():
     assert "line 5: 16P/N = 140 GB < 0.7 M_d = 56 GB: no" in text
     assert "line 8: a layer = 1.71 GB > 0.3 M_d = 24 GB" in text
     assert "no answer: line 11" in text
-    assert "140 GB is above the memory itself: more devices" in text
+    assert "140 GB exceeds the device memory; more devices" in text
     close = "\n".join(lines(algorithm1(replace(SEVENTY_BILLION, devices=16))))
-    assert "70 GB is below the memory itself, and leaves 10 GB" in close
+    assert "70 GB is less than the device memory; 10 GB remain" in close
 
 
 def test_states_below_seven_tenths_are_data_parallelism_and_at_it_no_more():
@@ -117,7 +117,7 @@ def test_what_tp_is_added_to_has_the_nodes_and_the_share_that_was_refused():
         (Axis.DP_SHARD, 2),
         (Axis.TP, 8),
     ]
-    assert "stays 70 GB, which line 5 has refused" in "\n".join(lines(answer))
+    assert "stays 70 GB, which line 5 rejected" in "\n".join(lines(answer))
 
 
 @pytest.mark.parametrize(
