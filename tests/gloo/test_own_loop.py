@@ -260,7 +260,7 @@ def test_no_batch_and_a_wrong_number_of_shares_are_refused() -> None:
     ("terms", "message"),
     [
         ({"steps": 0}, "Terms.steps: 0 steps compare nothing"),
-        ({"examined": -1}, "Terms.examined: -1 is no number"),
+        ({"examined": -1}, "Terms.examined: -1 is not a number"),
         ({"dtype": torch.int8}, "Terms.dtype: the rounding of torch.int8 is unknown"),
         ({"loss": "average"}, "Terms.loss: 'average' is not a way to combine losses"),
     ],
