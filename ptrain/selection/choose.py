@@ -73,7 +73,7 @@ def _fit_reason(derivation: Derivation, memory_fit: Fit) -> str:
     if memory_fit.peak_bytes is None or memory_fit.device_memory is None:
         return f"fit: unknown; model states are {states} per rank"
     word = {True: "fits", False: "does not fit", None: f"unknown: {memory_fit.unknown}"}
-    tight = " (tight)" if memory_fit.is_tight else ""
+    tight = ", but tight" if memory_fit.is_tight else ""
     host = f", {host_text(memory_fit)}" if host_text(memory_fit) else ""
     return (
         f"fit: {word[memory_fit.fits]}{tight}: peak "
