@@ -100,7 +100,7 @@ def test_predict_prints_the_reserve_and_records_it(ptrain):
     peak = derive(require(load("8b-zero3"))).exact.peak_bytes()
     memory = f"cluster.device_memory={peak + 4 * GIB + peak // 40}"
     tight = ptrain("predict", "8b-zero3", memory)
-    assert "fits, but tight: peak " in tight and " + reserve 4." in tight
+    assert "fits, but is tight: peak " in tight and " + reserve 4." in tight
     assert " + reserve " not in ptrain("predict", "8b-zero3", memory, "cluster.reserve=0")
     record = json.loads(ptrain("predict", "8b-zero3", memory, "--json"))["fit"]
     assert record["fits"] is True and record["tight"] is True
