@@ -48,7 +48,7 @@ Reload = Callable[[Overrides], Located]
 
 
 _TRIED = (
-    "recomputation, a loss in chunks, another precision layout, smaller micro-batches, other "
+    "recomputation, chunked loss, other precision layouts, smaller micro-batches, other "
     "shardings, more ranks, and states on the host"
 )
 
@@ -101,7 +101,7 @@ class FitAdvice(NamedTuple):
     def lines(self) -> list[str]:
         """The lines to print below the finding that a spec does not fit."""
         lines = [variant.line for variant in self.variants]
-        lines = lines or [f"  nothing that was tried fits or needs less: {_TRIED}"]
+        lines = lines or [f"  no change fits or reduces the peak; tried: {_TRIED}"]
         if self.untraced:
             lines.append(f"  not tried, because each needs a trace: {', '.join(self.untraced)}")
         return lines
@@ -133,17 +133,17 @@ def require_fit(
             f"{spec.name} does not fit by {format_memory(memory_fit.host_short_bytes)}: its ranks "
             f"need {host_text(memory_fit)}"
         ]
-    instead = "use a smaller model or sequence"
+    instead = "Use a smaller model or sequence"
     if memory_fit.usable_memory is not None and memory_fit.usable_memory <= 0:
-        instead = "the reserve leaves no memory: set `cluster.reserve` and `cluster.device_memory`"
+        instead = "The reserve leaves no memory. Set `cluster.reserve` and `cluster.device_memory`"
     if is_known:
         advice = find_changes(spec, facts, exact, reload)
         lines += advice.lines
         if any(variant.fit.fits for variant in advice.variants):
-            instead = "add one of these overrides"
+            instead = "Add one of these overrides"
         elif advice.untraced:
-            instead = "try the changes above with `ptrain predict`"
-    raise DoesNotFit("\n".join([*lines, f"  remedy: {instead}, or train it anyway with --force"]))
+            instead = "Try the changes above with `ptrain predict`"
+    raise DoesNotFit("\n".join([*lines, f"  remedy: {instead}, or train anyway with `--force`."]))
 
 
 def find_changes(

@@ -51,16 +51,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     depth.add_argument(
         "--quick",
         action="store_true",
-        help="preconditions, examination and consistency alone, without trajectories",
+        help="run preconditions, examination and consistency only, without trajectories",
     )
     depth.add_argument(
-        "--full", dest="quick", action="store_false", help="every stage (the default)"
+        "--full", dest="quick", action="store_false", help="run every stage (the default)"
     )
     parser.set_defaults(quick=False)
     add(
         "--every-collective",
         action="store_true",
-        help="hash what every collective leaves, over its group",
+        help="hash the result of every collective, over its group",
     )
     add("-v", "--verbose", action="store_true", help="Print the checks that hold, too.")
 
@@ -68,8 +68,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def require_steps(steps: int) -> None:
     """Raises SpecError for a trajectory that shows nothing."""
     if steps < LEAST_STEPS:
-        finding = f"a trajectory takes {LEAST_STEPS} steps at least; got {steps}"
-        raise refused("--steps", finding, f"write --steps {STEPS}, or leave it out")
+        finding = f"a trajectory needs at least {LEAST_STEPS} steps; got {steps}"
+        raise refused("--steps", finding, f"Use `--steps {STEPS}`, or omit the option.")
 
 
 def source_of(spec: str) -> str:
@@ -86,15 +86,17 @@ def parse(argv: Sequence[str]) -> VerifyOptions:
         description="Verify SPEC on the ranks that torchrun started.",
     )
     parser.add_argument("words", nargs="*", metavar="SPEC a.b=c")
-    parser.add_argument("--json", action="store_true", help="print the result as JSON, only that")
-    parser.add_argument("--allow-import", action="store_true", help="let `target:` import code")
+    parser.add_argument("--json", action="store_true", help="print only the result, as JSON")
+    parser.add_argument(
+        "--allow-import", action="store_true", help="allow `target:` to import code"
+    )
     add_arguments(parser)
     for name in _PATHS:
         parser.add_argument(f"--{name}", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_intermixed_args(dotlist(argv))
     specs, overrides = split_arguments(options.words)
     if len(specs) > 1:
-        remedy = "`ptrain verify` takes several, and starts the ranks of each"
+        remedy = "Use `ptrain verify`, which takes several specs and starts the ranks of each."
         raise refused("", f"these ranks verify one SPEC; got {' and '.join(specs)}", remedy)
     rest = {name: value for name, value in vars(options).items() if name != "words"}
     require_steps(options.steps)

@@ -151,7 +151,7 @@ def _losses(name: str, losses: Sequence[float], other: MeshResult, most: Sequenc
     """The step with the largest difference in units of what is allowed there."""
     pairs = list(zip(losses, other.losses, strict=False))[: len(most)]
     if len(pairs) < len(most):
-        why = f"{len(pairs)} of {len(most)} steps can be compared: verify {other.name} alone first"
+        why = f"{len(pairs)} of {len(most)} steps can be compared. Verify {other.name} alone first"
         return at_most(name, math.inf, most[0], why)
     off = [abs(one - its) for one, its in pairs]
     worst = worst_of(off, most)
@@ -324,10 +324,10 @@ def _consistency(context: Context) -> Verdict:
     every = request.every_collective
     outcome = _watched(consistency(program, context.exchange, every_collective=every))
     if context.world.size == 1:
-        return replace(outcome, notes=("consistency: one rank shares nothing",))
+        return replace(outcome, notes=("consistency: a single rank shares nothing",))
     if every:
         return outcome
-    note = "what each collective leaves is not hashed: --every-collective does"
+    note = "the results of collectives are not hashed; use `--every-collective`"
     return replace(outcome, notes=(note,))
 
 
@@ -445,7 +445,7 @@ STAGES: dict[str, Stage] = {
 }
 _OF_STEPS = ("preconditions", "examination", "consistency")  # single steps: what `quick` runs
 _HINT = "--every-collective"  # in a note that states no limit of the verdict
-_QUICK = "quick: no trajectory and no other micro-batches, which --full runs"
+_QUICK = "quick: no trajectory and no other micro-batches; use `--full` to run them"
 _WITH_DROPOUT = ("preconditions", "consistency")  # stages that compare ranks, or a run with itself
 
 

@@ -137,7 +137,7 @@ def test_documents_of_one_name_in_a_file_are_one_training(printed, tmp_path):
     text = printed("compare", base, head, "--fail-on", "peak=0,verdict", code=1)
     row = next(line for line in text.splitlines() if line.startswith("verdict: "))
     assert row.split("  ")[-1] == "holds → fails" and "holds (1 of 1)" in row
-    assert "head: culprit: gradients · axis dp_shard · x 2 · blocks.0" in text
+    assert "head: root cause: gradients · axis dp_shard · x 2 · blocks.0" in text
     assert "\nexceeded: zero3: trains like one device: fails (0 of 1)\n" in text
 
 

@@ -244,7 +244,7 @@ def test_a_bar_stacks_the_states_and_the_temporary_tensors_up_to_the_peak():
 
 def test_a_chart_goes_to_a_picture_or_is_refused_before_anything_is_derived(capsys):
     text = refusal(capsys, "no-such-spec", "batch.micro=1,2", "--chart", "x.txt")
-    assert "name a file that ends in .png or .svg" in text
+    assert "Use a file name that ends in .png or .svg." in text
 
 
 def test_a_chart_is_written(ptrain, tmp_path):
@@ -277,7 +277,7 @@ def test_a_step_has_its_seconds_in_a_row_or_a_dash_with_the_reason_below():
     assert [figures(row)["step_seconds"] for row in rows] == [2.5, 0.25, None]
     assert ordered(rows, "time") == [rows[1], rows[0], rows[2]]
     texts = [label.text for label in sweep_sheet(rows).texts]
-    assert any(text.endswith("250 ms a step") for text in texts)
+    assert any(text.endswith("250 ms per step") for text in texts)
 
 
 def test_the_point_that_fits_and_gives_most_is_named_and_so_is_that_none_fits():
