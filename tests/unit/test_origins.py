@@ -138,12 +138,12 @@ def test_texts_of_a_model_are_in_the_words_of_its_token_file(base: Path, tmp_pat
     words = vocabulary_of(spec, None)
     assert isinstance(words, FileVocabulary) and words.path == own / "tokenizer.json"
     assert vocabulary_of(spec, base).tokens("red") == words.tokens("red")
-    with pytest.raises(SpecError, match=r"was trained on tokens of .*own/tokenizer.json"):
+    with pytest.raises(SpecError, match=r"was trained with tokens of .*own/tokenizer.json"):
         vocabulary_of(spec, different)
     shutil.rmtree(own)
-    with pytest.raises(SpecError, match="nobody says what they mean"):
+    with pytest.raises(SpecError, match="its tokenizer is unknown"):
         vocabulary_of(spec, None)
     spec = spec_of(model=model, data={"sources": [{"path": str(of_bytes)}]})
     assert isinstance(vocabulary_of(spec, None), ByteVocabulary)
-    with pytest.raises(SpecError, match="was trained on tokens of bytes"):
+    with pytest.raises(SpecError, match="was trained with tokens of bytes"):
         vocabulary_of(spec, base)

@@ -43,7 +43,7 @@ def test_with_a_gpu_for_each_every_rank_takes_its_own_and_nccl(rank):
 
 
 def test_a_gpu_that_is_asked_for_and_not_there_is_refused(rank):
-    with pytest.raises(SpecError, match="1 found, local rank 1"):
+    with pytest.raises(SpecError, match="found 1, but this is local rank 1"):
         rank(1, num_local=2, num_gpus=1, device="cuda")
 
 
