@@ -115,7 +115,7 @@ def _same(value: Any) -> Any:
 def _scalar(kind: type, plain: Any) -> Any:
     """A whole number is a float too: JSON has both."""
     if type(plain) is not kind and not (kind is float and type(plain) is int):
-        raise ValueError(f"{plain!r:.60} is not a {kind.__name__}")
+        raise ValueError(f"{plain!r:.60} is not of type {kind.__name__}")
     return plain
 
 

@@ -38,8 +38,8 @@ def require_reachable(spec: Spec) -> None:
     if beyond := [step for step in spec.profile if not 1 <= step <= steps]:
         fault = Fault(
             place="profile",
-            finding=f"there is no step {beyond[0]}",
-            remedy=f"choose from 1 to {steps}, or raise train.steps",
+            finding=f"step {beyond[0]} does not exist",
+            remedy=f"Use steps from 1 to {steps}, or a larger `train.steps`.",
         )
         raise SpecError(fault)
 
@@ -55,7 +55,7 @@ def announcement(spec: Spec, metered: tuple[int, ...]) -> str:
         return ""
     steps, instead = " and ".join(map(str, moves)), max(metered) + 1
     end = "is traced instead" if instead <= spec.train.steps else "would be traced instead"
-    return f"profile  step {steps} is metered; step {instead} of {spec.train.steps} {end}"
+    return f"profile  step {steps} is measured; step {instead} of {spec.train.steps} {end}"
 
 
 @contextmanager

@@ -94,8 +94,8 @@ def test_measurements_that_are_far_apart_are_not_written(tmp_path, capsys):
     options = CalibrationOptions(out=tmp_path / "out.yaml")
     assert refusal(options, [part(1, spread=0.3)]) == (
         "error: calibrate: repeated measurements differ by 30% in the median, more than 25%: "
-        "something else "
-        "runs on this machine; nothing is written\n  remedy: wait until it is quiet, or --force"
+        "other processes use this machine; no file was written\n"
+        "  remedy: Stop the other processes, or add `--force`."
     )
     assert not options.out.exists()
     forced = CalibrationOptions(out=options.out, force=True)
@@ -107,7 +107,7 @@ def test_a_busy_machine_is_not_measured(tmp_path, monkeypatch):
     monkeypatch.setattr(write, "cores", lambda: 2)
     assert refusal(CalibrationOptions(out=tmp_path / "out.yaml")) == (
         "error: calibrate: other processes use 1.2 of 2 cores; nothing was measured\n"
-        "  remedy: wait until the machine is quiet, or --force"
+        "  remedy: Stop the other processes, or add `--force`."
     )
 
 
@@ -126,11 +126,11 @@ def test_a_file_that_no_calibration_wrote_is_not_overwritten(tmp_path):
         file.write_bytes(content)
         assert refusal(CalibrationOptions(out=file)) == (
             f"error: --out: {file} exists and was not written by a calibration\n"
-            "  remedy: choose another file, or --force"
+            "  remedy: Use another file, or add `--force`."
         )
     folder = refusal(CalibrationOptions(out=tmp_path / "none" / "out.yaml"))
     assert folder.endswith(
-        "there is no folder " + str(tmp_path / "none") + "\n  remedy: make it first"
+        f"the folder {tmp_path / 'none'} does not exist\n  remedy: Run `mkdir -p {tmp_path / 'none'}` first."
     )
     assert "is a folder" in refusal(CalibrationOptions(out=tmp_path))
 
@@ -191,13 +191,15 @@ def test_the_tables_that_lie_farthest_apart_are_named(tmp_path, capsys):
     measured = replace(part(1), spreads=spreads, left_out=3)
     assert conclude([measured], CalibrationOptions(out=tmp_path / "out.yaml")) == 0
     text = capsys.readouterr().out
-    assert "ranks at once: 1 (spread 2.0%, most collectives 40.0%, updates 20.0%)" in text
+    assert (
+        "ranks at the same time: 1 (spread 2.0%, largest collectives 40.0%, updates 20.0%)" in text
+    )
     assert "the largest points of some tables were not measured" in text
 
 
 def test_a_calibration_that_is_replaced_is_said_to_be(tmp_path, capsys):
     out = tmp_path / "out.yaml"
-    for word in ("wrote", "replaced the one of 2"):
+    for word in ("wrote", "replaced the rates of 2"):
         assert conclude([part(1)], CalibrationOptions(out=out)) == 0
         assert f"\n{word}" in capsys.readouterr().out
     out.write_bytes(b"mine")

@@ -26,7 +26,7 @@ from ptrain.version import REFERENCE_TORCH, TESTED_TORCH, TORCH_RANGE
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-REMEDY = f"pip install 'torch{TORCH_RANGE}'"
+REMEDY = f"Run `pip install 'torch{TORCH_RANGE}'`."
 UNSUPPORTED = "2.16.0+cpu"
 MESSAGE = (
     f"error: torch: {UNSUPPORTED} is installed; ptrain needs {TORCH_RANGE}\n  remedy: {REMEDY}\n"

@@ -154,7 +154,7 @@ def test_samples_of_a_loop_of_ones_own_are_masked_alike() -> None:
     with pytest.raises(SpecError, match=r"write data.ignored"):
         part_of((tokens, labels), replace(spec, data=replace(spec.data, ignored=None)), 1)
     masked = replace(spec, data=replace(spec.data, ignored=None, loss_mask="mask.npy"))
-    with pytest.raises(SpecError, match=r"hand over \(tokens, labels\)"):
+    with pytest.raises(SpecError, match=r"Pass `\(tokens, labels\)`"):
         part_of(tokens, masked, 1)
 
 

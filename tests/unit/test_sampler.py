@@ -217,7 +217,8 @@ def test_the_held_out_split_has_windows_of_its_own():
 
 def test_a_corpus_shorter_than_a_sample_is_refused():
     with pytest.raises(
-        PtrainError, match=r"has 4 tokens, one sample takes 5\n  remedy: lower batch.sequence"
+        PtrainError,
+        match=r"has 4 tokens, but a sample needs 5\n  remedy: Use a smaller `batch.sequence`",
     ):
         require(counted(SEQUENCE), make_spec())
 

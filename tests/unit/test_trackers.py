@@ -136,7 +136,7 @@ def test_a_tracker_that_fails_is_one_warning_and_the_others_go_on(
     follow({"wandb": tracked(tmp_path), "mlflow": tracked(tmp_path)})
     assert sound.calls == ALL
     (line,) = warnings
-    assert line.startswith("warning: wandb has failed, and is left out from here on: ")
+    assert line.startswith("warning: wandb failed and is disabled: ")
 
 
 @pytest.mark.parametrize("password", ["canary", "p@canary", "p:@@canary"])

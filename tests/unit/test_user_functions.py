@@ -213,7 +213,7 @@ def test_the_last_twentieth_is_held_out():
     held_out = batch(source, spec=spec, step=0, split=Split.HELD_OUT)
     assert {int(row.inputs[0, 0]) for row in held_out.micro_batches(1)} == {38, 39}
     few = spec_of(data=function("items", count=19), loss=function("plain"), eval={"every": 1})
-    assert "the last twentieth of them is held out: none" in fault_of(few).finding
+    assert "too few to hold out one in 20" in fault_of(few).finding
 
 
 def test_real_numbers_come_in_the_dtype_that_the_model_computes_in():

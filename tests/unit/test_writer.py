@@ -104,9 +104,9 @@ def test_tokens_are_those_of_the_tokenizer_that_is_named(run: Path, tmp_path: Pa
     ("words", "finding"),
     [
         (("--score", "nowhere"), "nowhere: No such file or directory"),
-        (("--tokenizer", "nowhere"), "nowhere is no tokenizer"),
+        (("--tokenizer", "nowhere"), "nowhere is not a tokenizer"),
         (("--chat",), "no chat template is known"),
-        (("--chat", "--tokenizer", "nowhere"), "nowhere is no tokenizer"),
+        (("--chat", "--tokenizer", "nowhere"), "nowhere is not a tokenizer"),
         (("--chat", "--score", "nowhere"), "a text is scored as it is"),
         (("--step", "9"), "has not a checkpoint of step 9; it has 1"),
     ],
