@@ -130,7 +130,8 @@ def test_a_file_that_no_calibration_wrote_is_not_overwritten(tmp_path):
         )
     folder = refusal(CalibrationOptions(out=tmp_path / "none" / "out.yaml"))
     assert folder.endswith(
-        f"the folder {tmp_path / 'none'} does not exist\n  remedy: Run `mkdir -p {tmp_path / 'none'}` first."
+        f"the folder {tmp_path / 'none'} does not exist\n"
+        f"  remedy: Run `mkdir -p {tmp_path / 'none'}` first."
     )
     assert "is a folder" in refusal(CalibrationOptions(out=tmp_path))
 

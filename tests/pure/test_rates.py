@@ -191,8 +191,8 @@ def test_what_was_not_measured_is_unknown_and_says_who_measures_it():
         lambda: two.collective_seconds(Collective.ALL_GATHER, ranks=4, nodes=2, payload=8)
     )
     assert across == (
-        f"{lacks} all_gather over 4 ranks on 2 nodes. Run `torchrun --nnodes 2 --nproc-per-node 2 -m "
-        "ptrain.calibration` on each node."
+        f"{lacks} all_gather over 4 ranks on 2 nodes. Run `torchrun --nnodes 2 "
+        "--nproc-per-node 2 -m ptrain.calibration` on each node."
     )
     double = product(1, 8, 8, 8, dtype=DType.FP64)
     nothing = "No calibration measures it yet."

@@ -242,7 +242,7 @@ ALONG = {
     "balanced": "the output of the model depends on the input of h.2 directly",
     "skips": "the input of h.1 depends on wpe.weight directly, not only through h.0",
     "ended": "wpe.weight is used before the layers, and again after them next to the output",
-    "relative": "h.0 receives a second tensor [4, 16] with its hidden states, and both need gradients",
+    "relative": "h.0 receives a second tensor [4, 16] with its hidden states, and both need",
     "remembers": "more than hidden states goes from layer to layer (numbers without a gradient)",
     "averages": "the forward pass writes into mean, and on stage 1 other numbers",
     "functional": "wte.weight is used before the layers, and again after them next to",
@@ -339,7 +339,7 @@ WRONG = {
     "one tensor in two layers": (shared, "are the same tensor, but belong to two stages"),
     "past the layers": (
         lambda: planned(Carriers(10, 3, 259), "table", "layers", "head"),
-        "layers.1 receives a second tensor [1, 4, 10] with its hidden states, and both need gradients",
+        "layers.1 receives a second tensor [1, 4, 10] with its hidden states, and both need",
     ),
 }
 
