@@ -24,7 +24,7 @@ SMALL = 80  # lines
 
 # begin
 BUDGETS: dict[str, int] = {
-    "ptrain": 56260,
+    "ptrain": 56550,
     "ptrain/activations": 360,
     "ptrain/algebra": 290,
     "ptrain/axes": 140,
@@ -35,7 +35,7 @@ BUDGETS: dict[str, int] = {
     "ptrain/axes/tensor": 740,
     "ptrain/calibration": 1110,
     "ptrain/charts": 860,
-    "ptrain/cli": 1400,
+    "ptrain/cli": 1480,
     "ptrain/convert": 450,
     "ptrain/data": 1130,
     "ptrain/derivation": 5260,
@@ -47,17 +47,17 @@ BUDGETS: dict[str, int] = {
     "ptrain/optimizers": 540,
     "ptrain/plan": 510,
     "ptrain/rates": 360,
-    "ptrain/report": 2030,
+    "ptrain/report": 2180,
     "ptrain/rooms": 990,
     "ptrain/selection": 4120,
     "ptrain/simulation": 1080,
     "ptrain/spec": 4510,
     "ptrain/steps": 460,
     "ptrain/traces": 2250,
-    "ptrain/train": 3090,
-    "ptrain/verification": 9260,
+    "ptrain/train": 3110,
+    "ptrain/verification": 9290,
 }
-ONE_IMPORTER = 84  # modules that exactly one other imports
+ONE_IMPORTER = 83  # modules that exactly one other imports
 SMALL_MODULES = 101  # modules with fewer lines than SMALL
 # end
 

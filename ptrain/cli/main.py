@@ -124,6 +124,7 @@ def _parse(verb: str, module: ModuleType, arguments: Sequence[str]) -> Namespace
 
     parser = ArgumentParser(prog=f"ptrain {verb}", description=f"{verb}: {VERBS[verb]}")
     module.add_arguments(parser)
+    parser.set_defaults(typed=("ptrain", verb, *arguments))
     return parser.parse_intermixed_args(list(_as_overrides(arguments)))
 
 
@@ -172,10 +173,7 @@ def _refuse(error: PtrainError, *, as_json: bool) -> int:
         record = {
             "error": str(error),
             "exit_code": code,
-            "faults": [
-                {name: getattr(fault, name) for name in fault.__dataclass_fields__}
-                for fault in faults
-            ],
+            "faults": [fault._asdict() for fault in faults],
         }
         print(json.dumps(record))
     return code

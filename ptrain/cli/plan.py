@@ -3,6 +3,7 @@ Torch-free for built-in models."""
 
 from __future__ import annotations
 
+import shlex
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -20,8 +21,9 @@ from ptrain.derivation.estimate import Derivation, derive
 from ptrain.errors import PtrainError, refused
 from ptrain.plan.composition import all_conditions
 from ptrain.plan.lower import own_facts
-from ptrain.plan.show import show
-from ptrain.selection.recompute import settled
+from ptrain.plan.show import show as plan_text
+from ptrain.report.screen import next_line, show
+from ptrain.selection.recompute import resolve_auto
 from ptrain.spec.batch import batch_lines
 from ptrain.spec.load import load, split_arguments
 from ptrain.spec.model import ModelShape
@@ -54,7 +56,9 @@ def run(args: Namespace) -> int:
         print_json(records if len(records) > 1 else records[0])
     else:
         texts = [as_text(spec, derivation) for spec, derivation in plans]
-        print("\n\n".join([*texts, f"chart    {args.chart}"] if form else texts))
+        drawn = [f"chart    {args.chart}"] if form else []
+        words = shlex.join(["ptrain", "predict", *sources, *overrides])
+        show("\n\n".join([*texts, *drawn, next_line(words, "ptrain predict --help")]))
     return 0
 
 
@@ -62,7 +66,7 @@ def as_text(spec: Spec, derivation: Derivation) -> str:
     """The plan, and what to know before it runs."""
     warnings = [f"warning: {warning}" for warning in derivation.exact.warnings]
     lines = batch_lines(spec.batch, spec.data_degree)
-    return "\n".join([show(spec, derivation.plan), *lines, *warnings])
+    return "\n".join([plan_text(spec, derivation.plan), *lines, *warnings])
 
 
 def as_record(spec: Spec, derivation: Derivation) -> dict[str, object]:
@@ -73,7 +77,7 @@ def as_record(spec: Spec, derivation: Derivation) -> dict[str, object]:
         "spec": spec.name,
         "steps": steps,
         "units": ["+".join(modules) for modules in plan.units],
-        "conditions": [asdict(condition) for condition in all_conditions(spec, plan)],
+        "conditions": [condition._asdict() for condition in all_conditions(spec, plan)],
         "balance": balance_rows(plan.context) if plan.context else [],
         "warnings": list(derivation.exact.warnings),
     }
@@ -110,7 +114,7 @@ def _sheets(spec: Spec, plan: Plan) -> Iterator[Sheet]:
 
 def _derived(source: str, overrides: list[str], allow_import: bool) -> tuple[Spec, Derivation]:
     """A plan of a built-in model is of its shape: what its ranks allocate is not traced for it."""
-    spec = settled(load(source, overrides))
+    spec = resolve_auto(load(source, overrides))
     is_of_shape = isinstance(spec.model, ModelShape) and spec.data.function is None
     facts = own_facts(spec) if is_of_shape else facts_of(spec, allow_import=allow_import)
     return spec, derive(spec, facts, is_timed=False)

@@ -5,6 +5,7 @@ What only several specs or a record need is imported there: half of a prediction
 
 from __future__ import annotations
 
+import shlex
 import sys
 from argparse import ArgumentParser, Namespace
 from dataclasses import replace
@@ -20,8 +21,16 @@ from ptrain.derivation.throughput import step_tokens
 from ptrain.errors import PtrainError, refused
 from ptrain.facts.model import ModelFacts
 from ptrain.plan.composition import all_conditions
-from ptrain.report.predict import Prediction, Reserving, one, prediction_of, require_cuda
-from ptrain.selection.recompute import settled, useless_modes
+from ptrain.report.predict import (
+    Prediction,
+    Reserving,
+    next_commands,
+    one,
+    prediction_of,
+    require_cuda,
+)
+from ptrain.report.screen import next_line, show
+from ptrain.selection.recompute import resolve_auto, useless_modes
 from ptrain.spec.load import load, split_arguments, sweeps
 from ptrain.spec.spec import Spec
 
@@ -33,6 +42,11 @@ def add_arguments(parser: ArgumentParser) -> None:
         action="store_true",
         help="what CUDA's allocator would reserve, too: simulates one rank of each spec for GPUs, "
         "the first of those predicted to need most, which takes seconds and torch",
+    )
+    parser.add_argument(
+        "--explain",
+        action="store_true",
+        help="Add the figures of the paper, why they differ, and the theorems.",
     )
     parser.add_argument(
         "--sort",
@@ -86,7 +100,7 @@ def _reserved(label: str, derivation: Derivation, spec: Spec, *, allow_import: b
 
 
 def run(args: Namespace) -> int:
-    """One spec: all of it. Two: only what differs. More of them, or lists: a row each."""
+    """Print the screen of one spec, the differences of two, or a row for each of several."""
     sources, overrides = split_arguments(args.arguments)
     if not sources:
         raise PtrainError("ptrain predict: name a SPEC; `ptrain specs` lists them")
@@ -122,13 +136,16 @@ def run(args: Namespace) -> int:
         records = [as_record(prediction) for prediction in predictions]
         print_json(records if len(records) > 1 else records[0])
     elif len(predictions) == 1:
-        print(one(predictions[0]))
-        if args.timeline:
-            print(f"timeline {args.timeline}")
+        drawn = [f"timeline {args.timeline}"] if args.timeline else []
+        (prediction,) = predictions
+        show(
+            one(prediction, explain=args.explain), *drawn, "", next_line(*next_commands(prediction))
+        )
     else:
         from ptrain.report.differences import pair
 
-        print(pair(*predictions))
+        command = shlex.join(["ptrain", "plan", *sources, *overrides])
+        show(pair(*predictions, explain=args.explain), "", next_line(command, "ptrain plan --help"))
     return 0
 
 
@@ -216,7 +233,7 @@ def predicted(
     """The prediction of what `words` make of a source; its label is the spec's name where there is
     no other. `offer`: with what would fit, where it does not. `with_reserved`: what CUDA's
     allocator would reserve is found by a simulation. `is_quiet` as of `facts_of`."""
-    spec = settled(load(source, words))
+    spec = resolve_auto(load(source, words))
     label = label or spec.name
     derivation = derive(spec, facts_of(spec, allow_import=allow_import, is_quiet=is_quiet))
     if offer:

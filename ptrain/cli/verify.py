@@ -7,6 +7,7 @@ itself; under a launcher it becomes a rank.
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import sys
 import tempfile
@@ -20,7 +21,8 @@ from ptrain.cli.arguments import add_spec_arguments, print_json
 from ptrain.errors import VerdictFailed, refused
 from ptrain.installed import require_torch
 from ptrain.plan.lower import own_facts
-from ptrain.selection.recompute import settled
+from ptrain.report.screen import next_line, show
+from ptrain.selection.recompute import resolve_auto
 from ptrain.spec.extras import require_leave, require_transformers
 from ptrain.spec.file_tier import require_file_tier
 from ptrain.spec.load import load, parse_override, split_arguments, sweeps
@@ -80,6 +82,9 @@ def run(args: Namespace) -> int:
     if args.json:
         print_json(records if len(records) > 1 else records[0])
     holds = all(record["verdict"] == "holds" for record in records)
+    if not args.json:
+        words = ["ptrain", "train", *args.arguments] if holds else [*args.typed, "--verbose"]
+        show(next_line(shlex.join(words), "ptrain verify --help"))
     return 0 if holds else VerdictFailed.exit_code
 
 
@@ -92,6 +97,7 @@ def _started(
         steps=args.steps,
         quick=args.quick,
         every_collective=args.every_collective,
+        verbose=args.verbose,
         json=args.json,
         allow_import=args.allow_import,
         references=folder / "references",
@@ -111,7 +117,7 @@ def _started(
 
 def _checked(source: str, overrides: tuple[str, ...], *, allow_import: bool) -> TitledSpec:
     """Raises what is wrong with the spec, before any rank starts and anything is written."""
-    spec = settled(load(source_of(source), overrides))
+    spec = resolve_auto(load(source_of(source), overrides))
     require_leave(spec, allow_import=allow_import)
     require_transformers(spec.model)
     require_file_tier(spec)
@@ -147,7 +153,7 @@ def _become_rank(args: Namespace) -> None:
         finding = "the other spec has ranks of its own, and these are started already"
         raise refused("--against", finding, "start `ptrain verify` without torchrun")
     words = [*args.arguments, "--steps", str(args.steps)]
-    for flag in ("quick", "every_collective", "json", "allow_import"):
+    for flag in ("quick", "every_collective", "verbose", "json", "allow_import"):
         words += ["--" + flag.replace("_", "-")] if getattr(args, flag) else []
     sys.stdout.flush()
     words = [sys.executable, "-P", "-m", "ptrain.verification", *words]

@@ -28,6 +28,7 @@ class VerifyOptions:
     steps: int = STEPS
     quick: bool = False
     every_collective: bool = False
+    verbose: bool = False
     json: bool = False
     allow_import: bool = False
     folder: Path | None = None
@@ -61,6 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="hash what every collective leaves, over its group",
     )
+    add("-v", "--verbose", action="store_true", help="Print the checks that hold, too.")
 
 
 def require_steps(steps: int) -> None:
@@ -108,7 +110,7 @@ def to_argv(options: VerifyOptions) -> list[str]:
 
 def _said(options: VerifyOptions) -> Iterator[str]:
     yield from ("--steps", str(options.steps))
-    for flag in ("quick", "every_collective", "json", "allow_import"):
+    for flag in ("quick", "every_collective", "verbose", "json", "allow_import"):
         if getattr(options, flag):
             yield "--" + flag.replace("_", "-")
     for name in _PATHS:

@@ -75,6 +75,10 @@ FIRST_OPINION = (
 LAZY = {
     "ptrain.cli.main",
     "ptrain.cli.predict",
+    "ptrain.cli.progress",  # rich, where a command takes longer than two seconds
+    "ptrain.derivation.archive",
+    "ptrain.derivation.estimate",
+    "ptrain.spec.resolve_sections",
     "ptrain.spec.slips",
     "ptrain",
     "ptrain.models.external",
@@ -100,6 +104,7 @@ ENVIRONMENT = {
     "ptrain.train.environment",
     "ptrain.import_path",
     "ptrain.facts.cache",
+    "ptrain.report.screen",  # COLUMNS, NO_COLOR and TERM
     "ptrain.rooms.pretence",  # of the process that it starts
 }
 
