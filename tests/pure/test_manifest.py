@@ -126,7 +126,7 @@ def test_a_manifest_that_cannot_be_read_is_refused(checkpoint, text):
 )
 def test_a_sealed_manifest_is_held_to_its_schema(checkpoint, change, place):
     rewrite(checkpoint, content_of(checkpoint) | change)
-    with pytest.raises(PtrainError, match=f"no readable manifest.json: {place}: "):
+    with pytest.raises(PtrainError, match=f"manifest.json is not readable: {place}: "):
         manifest.read(checkpoint)
 
 
