@@ -48,7 +48,7 @@ def test_missing_short_and_linked_files_are_found(checkpoint):
     file, outside = checkpoint / "__0_0.distcp", checkpoint.parent / "outside"
     content = file.read_bytes()
     file.write_bytes(content[:-1])
-    assert damage(checkpoint) == ["__0_0.distcp: has 2047 bytes, 2048 were written"]
+    assert damage(checkpoint) == ["__0_0.distcp: has 2047 bytes, but 2048 were written"]
     outside.write_bytes(content)
     file.unlink()
     assert damage(checkpoint) == ["__0_0.distcp: missing"]

@@ -180,7 +180,7 @@ def test_a_run_folder_that_cannot_be_one_is_refused_with_what_it_is(here, capsys
         ("link", "is a symbolic link"),
     ):
         assert f"error: --run-dir {name}: {finding}" in refusal(capsys, "--run-dir", name)
-    assert "cannot write" in refusal(capsys, "--run-dir", "file/run")
+    assert "is not writable" in refusal(capsys, "--run-dir", "file/run")
 
 
 # -- --resume
@@ -220,7 +220,7 @@ def test_a_damaged_checkpoint_is_said_once_and_not_to_be_missing(here, capsys):
     (path,) = trained(here / "runs" / "a", 4)
     (path / "__0_0.distcp").write_bytes(bytes(10))
     told = refusal(capsys, "zero3", "--resume", "runs/a")
-    assert told.count("__0_0.distcp: has 10 bytes, 64 were written") == 1
+    assert told.count("__0_0.distcp: has 10 bytes, but 64 were written") == 1
     assert "its only checkpoint cannot be used" in told
     assert "checkpoint.every" not in told
     trained(here / "runs" / "a", 8)

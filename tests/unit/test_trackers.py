@@ -193,7 +193,7 @@ def test_a_package_that_is_not_installed_is_refused_with_the_remedy(monkeypatch)
     monkeypatch.setattr(tracker_module, "find_spec", specs.get)
     require_trackers(["wandb"])
     with pytest.raises(
-        SpecError, match=r"mlflow needs .*\n  remedy: pip install 'ptrain\[mlflow"
+        SpecError, match=r"mlflow needs .*\n  remedy: Run `pip install 'ptrain\[mlflow"
     ) as e:
         require_trackers(["wandb", "mlflow", "tensorboard"])
     assert len(e.value.faults) == 2 and e.value.exit_code == 2
