@@ -232,7 +232,9 @@ def test_a_training_that_is_done_is_not_continued(saved, tmp_path):
 def test_a_run_that_saved_nothing_is_said_to_hold_no_checkpoint(tmp_path):
     program, run = alone(), RunFolder(tmp_path / "run")
     (tmp_path / "other" / "checkpoints").mkdir(parents=True)
-    with pytest.raises(PtrainError, match=r"^error: --resume .*: contains no checkpoint\n  remedy: "):
+    with pytest.raises(
+        PtrainError, match=r"^error: --resume .*: contains no checkpoint\n  remedy: "
+    ):
         resume(program, run, str(tmp_path / "other"), Exchange(program.world))
 
 

@@ -113,7 +113,9 @@ def test_a_tracker_that_is_not_installed_is_refused_before_anything_is_written(
 ):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(tracker, "find_spec", lambda name: None)
-    said = r"log\.trackers: tensorboard needs .*\n  remedy: Run `pip install 'ptrain\[tensorboard\]'`"
+    said = (
+        r"log\.trackers: tensorboard needs .*\n  remedy: Run `pip install 'ptrain\[tensorboard\]'`"
+    )
     with pytest.raises(PtrainError, match=said):
         checked(options.parse(["zero1", *words]))
     assert not [*tmp_path.iterdir()]

@@ -161,7 +161,7 @@ READING: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         LOSS,
         "allocates differently for each sample",
     ),
-    "tokens that nobody knows": (own("one_hot"), LOSS, "no nn.Embedding"),
+    "tokens that nobody knows": (own("one_hot"), LOSS, "without an nn.Embedding"),
     "lengths in data of one's own": (
         own("padded"),
         trimming(),
