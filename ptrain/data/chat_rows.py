@@ -102,11 +102,11 @@ def _message(message: object, place: str) -> dict[str, Any]:
     """Return a message without the fields that a column has and this one has not."""
     message = _of_speaker(message, place)
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise _no_message(place, lacking(message, "role", "text"))
+        raise _no_message(place, lacking(message, "role", "string"))
     said = {key: value for key, value in message.items() if value is not None}
     content = said.get("content")
     if content is None and not said.get("tool_calls"):
-        raise _no_message(place, lacking(message, "content", "text"))
+        raise _no_message(place, lacking(message, "content", "string"))
     if isinstance(content, str) and not is_encodable(content):
         raise refused(
             place,

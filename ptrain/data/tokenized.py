@@ -117,7 +117,7 @@ def _of_row(row: object, field: str, place: str) -> str:
         remedy = "Add `--field NAME`, the field of the text."
         if isinstance(row, dict) and not set(OF_CHATS).isdisjoint(row):
             remedy += " For chats, add `--chat`."
-        raise refused(place, lacking(row, field, "text"), remedy)
+        raise refused(place, lacking(row, field, "string"), remedy)
     if not is_encodable(text):
         raise refused(
             place,

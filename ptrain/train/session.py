@@ -184,7 +184,9 @@ def run(options: Options, guarded: MakeGuard | None = None) -> int:
     spec = resolve_auto(load(options.spec, options.overrides, world_size=size))
     require_reachable(spec)
     if spec.verify_every and guarded is None:
-        raise refused("verify_every", _UNGUARDED, f"Use `-m {GUARDED}` instead of `-m ptrain.train`.")
+        raise refused(
+            "verify_every", _UNGUARDED, f"Use `-m {GUARDED}` instead of `-m ptrain.train`."
+        )
     make_guard = guarded if spec.verify_every and guarded else Unguarded
     with interrupt.caught() as interrupts, ExitStack() as stack:
         world = World.join(spec.timeout, device=spec.device, backend=spec.backend)

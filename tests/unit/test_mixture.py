@@ -223,5 +223,5 @@ def test_all_files_that_cannot_be_read_are_named_at_once(folder: Path):
     with pytest.raises(SpecError, match=r"small.npy has 3 tokens, but a sample needs 5"):
         require(corpus(spec.data), spec)
     spec = spec_of(folder, sources=[{"path": str(folder / "large.npy")}, gone[1]])
-    with pytest.raises(SpecError, match=r"large.npy holds token 5000, but model.vocab is 4000"):
+    with pytest.raises(SpecError, match=r"large.npy contains token 5000, but model.vocab is 4000"):
         require(corpus(spec.data), spec)

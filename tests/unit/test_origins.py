@@ -111,7 +111,9 @@ def test_files_of_two_tokenizers_are_not_mixed(base: Path, tmp_path: Path):
         sources = [{"path": str(path)} for path in paths]
         spec = spec_of(model=model, data={"sources": sources})
         if is_refused:
-            with pytest.raises(SpecError, match=r"data.sources: .*a.npy has tokens of .*b.npy of"):
+            with pytest.raises(
+                SpecError, match=r"data.sources: .*a.npy has tokens of .*b.npy has tokens of"
+            ):
                 require(corpus(spec.data), spec)
         else:
             require(corpus(spec.data), spec)

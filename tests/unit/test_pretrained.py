@@ -194,7 +194,7 @@ SHAPE = ("model.layers=2", "model.hidden=32", "model.heads=4", "model.ffn=48", "
     ("words", "finding"),
     [
         (("--to there already",), "already exists"),
-        (("step 7",), "has not a checkpoint of step 7; it has 1"),
+        (("step 7",), "does not have a checkpoint of step 7; .*: 1"),
         (("no run",), "is not a run folder"),
         (("run too long",), "is not a run folder"),
         (("model.residual_scale=0.5",), "no class of Transformers"),

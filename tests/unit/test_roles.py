@@ -128,7 +128,7 @@ MISTAKES = [
         {key: word for key, word in PAIRS_PLAN.items() if not key.endswith("scale")},
         "tensor.plan",
         "layers.0.mixing.scale.weight is used on a shard",
-        "layers.*.mixing.scale is shared",
+        "layers.*.mixing.scale the role `shared`",
     ),
     (
         {"layers.*.up": "head", "layers.*.down": "row"},

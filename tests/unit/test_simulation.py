@@ -149,7 +149,7 @@ def test_every_distinct_rank_of_every_strategy_does(strategy: str) -> None:
 
 @pytest.mark.parametrize("rank", [2, -1])
 def test_a_rank_that_is_none_is_refused_from_python_too(rank: int) -> None:
-    with pytest.raises(SpecError, match="no rank of a mesh of 2"):
+    with pytest.raises(SpecError, match="not a rank of a mesh with 2"):
         simulate(small("ddp"), rank)
 
 
@@ -179,7 +179,7 @@ def test_a_peak_is_told_by_units_modules_and_temporaries() -> None:
         (Life(None, Phase.FORWARD), "loss"),
         (Life("", Phase.FORWARD), "the model itself"),
         (Life("layers.3.fc1", Phase.FORWARD), "layers.*.fc1"),
-        (Life("layers.3.fc1", Phase.BACKWARD), "layers.*.fc1, again"),
+        (Life("layers.3.fc1", Phase.BACKWARD), "layers.*.fc1, recomputed"),
         (Life(None, Phase.BACKWARD), "temporaries of backward"),
         (Life(None, Phase.UPDATE), "temporaries of the optimizer"),
         (Life(None, Phase.BACKWARD, unit="blocks.7"), "unsharded blocks.*"),
@@ -256,7 +256,7 @@ def test_without_a_rank_the_first_is_simulated_and_the_one_that_needs_most() -> 
 @pytest.mark.parametrize("asked", [["0", "all-distinct"], ["all-distinct", "all-distinct"]])
 def test_all_distinct_stands_alone(asked: list[str]) -> None:
     spec = small("zero3")
-    with pytest.raises(SpecError, match="or all-distinct alone"):
+    with pytest.raises(SpecError, match="or `--rank all-distinct` alone"):
         chosen(spec, derive(spec).exact, asked)
 
 
@@ -265,7 +265,7 @@ def test_what_is_no_rank_of_the_mesh_is_refused(wrong: str) -> None:
     spec = small("zero3")
     with pytest.raises(SpecError, match="is not a rank of a mesh with 2 ranks") as refusal:
         chosen(spec, derive(spec).exact, [wrong])
-    assert "from 0 to 1, or all-distinct" in str(refusal.value)
+    assert "from 0 to 1, or `all-distinct`" in str(refusal.value)
 
 
 def test_the_command_prints_both_columns_the_peak_and_that_values_are_garbage(capsys) -> None:

@@ -168,7 +168,7 @@ def test_rows_that_nobody_takes_do_not_fill_the_memory(tmp_path, monkeypatch, wa
         for step in range(50):
             trackers.log(step, {})
     (line,) = warnings
-    assert "4 rows wait" in line
+    assert "4 rows are waiting" in line
     release.set()
 
 

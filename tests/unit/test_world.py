@@ -52,5 +52,5 @@ def test_an_environment_that_holds_no_number_is_refused_by_name(monkeypatch, nam
     good = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_PORT": "29500"}
     for each, value in {**good, name: "one"}.items():
         monkeypatch.setenv(each, value)
-    with pytest.raises(SpecError, match=f"{name}: got 'one'"):
+    with pytest.raises(SpecError, match=f"{name}: must be an integer; got 'one'"):
         World.join()

@@ -108,7 +108,7 @@ def test_tokens_are_those_of_the_tokenizer_that_is_named(run: Path, tmp_path: Pa
         (("--chat",), "no chat template is known"),
         (("--chat", "--tokenizer", "nowhere"), "nowhere is not a tokenizer"),
         (("--chat", "--score", "nowhere"), "a text is scored as it is"),
-        (("--step", "9"), "has not a checkpoint of step 9; it has 1"),
+        (("--step", "9"), "does not have a checkpoint of step 9; steps with a checkpoint: 1"),
     ],
     ids=str,
 )
