@@ -45,7 +45,7 @@ def test_adapters_bring_the_tokenizer_of_the_folder_of_their_base(
     run = run_of_spec(ptrain.load("zero3", [model, *SMALL]).spec, tmp_path / "run")
     files = exported(run, "--adapters", how)
     assert FILES & files == (FILES if has_tokenizer else set())
-    report = f"without a tokenizer: {tmp_path / 'base'}, the folder of the pretrained weights"
+    report = f"without a tokenizer: {tmp_path / 'base'}, the source of the pretrained weights"
     assert (report in capsys.readouterr().out) is not has_tokenizer
 
 
