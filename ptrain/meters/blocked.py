@@ -185,7 +185,7 @@ def _why_absent(axes_by_group: Mapping[str, Axes]) -> str:
     for name in axes_by_group:
         group = process_groups.named(name)
         if (backend := dist.get_backend(group)) != "gloo":
-            return f"{backend} does not block the host; see the trace of `profile`"
+            return f"{backend} does not block the host. See the trace that `profile` writes."
     return ""
 
 

@@ -67,7 +67,7 @@ class Run:
         account = read(self.record)
         measured = account.estimates.get(Column.MEASURED)
         if measured is None:
-            return "no verdict: a steady step is the third of a run"
+            return "no verdict: a run needs at least three steps"
         return summary(
             account.predicted,
             measured,
@@ -147,8 +147,8 @@ def load_trainable(
 def _require_no_launcher() -> None:
     """Raises SpecError in one of several ranks, each of which would start a training."""
     if (started := environment.world_size()) > 1:
-        finding = f"a launcher started {started} ranks, and a training as a call starts its own"
-        remedy = "start it without a launcher; under one `ptrain train SPEC --strict` has a verdict"
+        finding = f"a launcher started {started} ranks, but this training starts its own ranks"
+        remedy = "Start it without a launcher. Under a launcher, use `ptrain train SPEC --strict`."
         raise refused("WORLD_SIZE", finding, remedy)
 
 
@@ -175,4 +175,4 @@ def _train(file: Path, *, run_dir: Path | None, allow_import: bool) -> Run:
 def _error(code: int, message: str) -> PtrainError:
     if "does not fit" in message:
         return DoesNotFit(message)
-    return _ERRORS.get(code, RankFailed)(message or f"the training ended with status {code}")
+    return _ERRORS.get(code, RankFailed)(message or f"the training ended with exit code {code}")

@@ -18,7 +18,7 @@ from ptrain.spec.names import names
 from ptrain.spec.spec import Spec
 
 _UNGUESSED = 16
-_RESUME = "give a run folder such as runs/latest, one of its checkpoints/step-N, or auto"
+_RESUME = "Use a run folder such as `runs/latest`, one of its `checkpoints/step-N`, or `auto`."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,26 +108,26 @@ def from_arguments(arguments: argparse.Namespace) -> Options:
     if len(specs) > 1:
         raise refused(
             "",
-            f"a training takes one SPEC; got {' and '.join(specs)}",
-            "train them one by one; an override is a.b=c, without blanks",
+            f"expected one SPEC; got {' and '.join(specs)}",
+            "Train the specs one after the other. Overrides have the form `a.b=c`, without spaces.",
         )
     if arguments.nnodes > 1 and not arguments.rdzv_endpoint:
         raise refused(
             f"--nnodes {arguments.nnodes}",
-            "the nodes have no place to meet",
-            "give every node the same --rdzv-endpoint HOST:PORT, HOST being one of them",
+            "several nodes need a rendezvous endpoint",
+            "Add the same `--rdzv-endpoint HOST:PORT` on every node; HOST is one of the nodes.",
         )
     if arguments.nnodes > 1 and len(arguments.rdzv_id) < _UNGUESSED:
         raise refused(
             f"--rdzv-id {arguments.rdzv_id}".rstrip(),
-            f"an id of under {_UNGUESSED} characters is guessed by who wants the job",
-            f"give every node the same random one, such as --rdzv-id {secrets.token_hex(16)}",
+            f"an id with fewer than {_UNGUESSED} characters can be guessed",
+            f"Add the same random id on every node, such as `--rdzv-id {secrets.token_hex(16)}`.",
         )
     if arguments.resume == "auto" and not arguments.run_dir:
         raise refused(
             "--resume auto",
-            "names no run: auto continues the run of --run-dir, and a new one has no checkpoint",
-            "add --run-dir DIR, or name the run to continue: --resume runs/latest",
+            "auto continues the run in --run-dir, which is not set",
+            "Add `--run-dir DIR`, or continue a run with `--resume runs/latest`.",
         )
     if arguments.device:
         overrides.append(f"device={arguments.device}")
@@ -146,7 +146,7 @@ def _resolved(resume: str | None) -> str | None:
     if resume in (None, "auto"):
         return resume
     if resume == "":
-        raise refused("--resume", "no folder is named", _RESUME)
+        raise refused("--resume", "the path is empty", _RESUME)
     path = Path(resume).resolve()
     if not path.is_dir():
         finding = "is a file, not a folder" if path.exists() else "no such folder"

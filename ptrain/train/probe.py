@@ -42,7 +42,7 @@ def announcement(spec: Spec, metered: tuple[int, ...]) -> str:
         return ""
     steps, instead = " and ".join(map(str, moves)), max(metered) + 1
     end = "is traced instead" if instead <= spec.train.steps else "would be traced instead"
-    return f"profile  step {steps} is metered; step {instead} of {spec.train.steps} {end}"
+    return f"profile  step {steps} is measured; step {instead} of {spec.train.steps} {end}"
 
 
 @contextmanager

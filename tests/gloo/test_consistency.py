@@ -149,7 +149,7 @@ def test_the_axis_is_named_along_which_a_tensor_has_copies(
         (
             faults.a_stale_copy,
             Subject.PARAMETERS,
-            "is not the bfloat16 copy of its float32 master",
+            "differs from the bfloat16 cast of its float32 master copy",
             ("precision.layout=zero16",),
         ),
         (faults.one_seed, Subject.RANDOM, SHARED, (GPT,)),

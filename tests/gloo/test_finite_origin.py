@@ -147,5 +147,5 @@ def test_a_step_that_fails_when_it_is_computed_again_is_not_blamed_on_a_device(
     for end in ranks.run(2, planted, words, 5, 8):  # the second step of four micro-batches
         assert end.code == 4
         assert "step 2: the loss is nan\n  the loss is not finite on rank 1; " in end.error
-        assert "computing the step again failed on rank " in end.error
+        assert "recomputing the step failed on rank " in end.error
         assert ": ValueError: no call more\n" in end.error and "a device may" not in end.error

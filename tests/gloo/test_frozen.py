@@ -332,6 +332,6 @@ def test_a_model_without_adapters_is_not_exported_as_one(ranks: Ranks, tmp_path:
     one = ("ddp", "mesh.dp_replicate=1", *words)
     (end,) = sessions.train(ranks, 1, *one, folder=tmp_path / "run")
     assert end.code == 0, end.error
-    with pytest.raises(SpecError, match="Transformer has no adapters of peft"):
+    with pytest.raises(SpecError, match="Transformer has no PEFT adapters"):
         export(tmp_path / "run", tmp_path / "out", adapters=Adapters.MERGED)
     assert not (tmp_path / "out").exists()

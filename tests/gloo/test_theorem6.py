@@ -180,7 +180,7 @@ def test_units_that_would_be_wrapped_before_their_operators_are_cut_are_refused(
 ) -> None:
     axis = "dp_replicate" if placement == "ddp" else "dp_shard"
     for message in ranks.run(4, refused, spec_of(data={axis: placement})):
-        assert "Parallelize cannot run where it stands" in message and "Theorem 6.2" in message
+        assert "Parallelize cannot run at this position" in message and "Theorem 6.2" in message
 
 
 def test_what_is_refused_would_learn_nothing_in_cut_operators(ranks: Ranks) -> None:

@@ -27,7 +27,7 @@ from ptrain.spec.spec import Spec
 from ptrain.train.heading import preflight_lines
 from tests.pure.build import setting
 
-WHO = "h.0.moe and 1 module more select by data (nonzero)"
+WHO = "h.0.moe and 1 more module select by data (nonzero)"
 SPEC = require(load("zero3", ["model={preset: llama-tiny}"]))
 
 

@@ -164,7 +164,7 @@ def test_a_sheet_says_which_schedule_of_what_and_its_bubble_in_both_conventions(
     texts = texts_of(sheet_of(ScheduleName.ONE_F_ONE_B, pipeline(8, 1, 32), "my-spec"))
     assert texts[0] == "my-spec"
     assert texts[1] == "1f1b · ranks: 8 · stages: 8, 1 per rank · micro-batches: 32"
-    assert texts[2].startswith("bubble 17.9% of the step, 21.9% of the ideal time, if")
+    assert texts[2].startswith("bubble 17.9% of the step, 21.9% of the ideal time, for")
     assert [text for text in texts if text.startswith("rank ")] == [f"rank {r}" for r in range(8)]
     assert "time in units of one forward pass (F = 1, B = 2)" in texts
     assert texts[-4:-1] == ["F forward", "B backward", "idle"]

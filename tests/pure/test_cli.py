@@ -200,7 +200,7 @@ def test_every_error_has_its_exit_code(error, code, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("words", "finding"),
     [
-        (["validate", "zero3"], "a launcher started 2 ranks, and a training as a call starts its"),
+        (["validate", "zero3"], "a launcher started 2 ranks, but this training starts its"),
         (["verify", "zero3", "--steps", "0"], "a trajectory needs at least 3 steps"),
         (["predict", "no-such-spec"], "no spec named"),
     ],

@@ -174,33 +174,33 @@ def unknown(act: Any) -> str:
 
 def test_what_was_not_measured_is_unknown_and_says_who_measures_it():
     two = pace(2)
-    measures = "`ptrain calibrate --ranks 2` measures it"
-    lacks = "the cluster's rates lack"
+    measures = "Run `ptrain calibrate --ranks 2`."
+    lacks = "the cluster has no rate for"
 
     def gather() -> float:
         return two.collective_seconds(Collective.ALL_GATHER, ranks=2, nodes=1, payload=8)
 
-    assert unknown(gather) == f"{lacks} all_gather of 2 ranks on one node: {measures}"
+    assert unknown(gather) == f"{lacks} all_gather over 2 ranks on one node. {measures}"
     assert (
         unknown(lambda: two.collective_seconds(Collective.ALL_GATHER, ranks=3, nodes=1, payload=8))
-        == f"{lacks} all_gather of 3 ranks on one node: nothing measures it yet"
+        == f"{lacks} all_gather over 3 ranks on one node. No calibration measures it yet."
     )
     half = product(1, 8, 8, 8, dtype=DType.BF16)
-    assert unknown(lambda: two.operator_seconds(half)) == f"{lacks} product in bf16: {measures}"
+    assert unknown(lambda: two.operator_seconds(half)) == f"{lacks} product in bf16. {measures}"
     across = unknown(
         lambda: two.collective_seconds(Collective.ALL_GATHER, ranks=4, nodes=2, payload=8)
     )
     assert across == (
-        f"{lacks} all_gather of 4 ranks on 2 nodes: `torchrun --nnodes 2 --nproc-per-node 2 -m "
-        "ptrain.calibration` on each node measures it"
+        f"{lacks} all_gather over 4 ranks on 2 nodes. Run `torchrun --nnodes 2 "
+        "--nproc-per-node 2 -m ptrain.calibration` on each node."
     )
     double = product(1, 8, 8, 8, dtype=DType.FP64)
-    nothing = "nothing measures it yet"
-    assert unknown(lambda: two.operator_seconds(double)) == f"{lacks} product in fp64: {nothing}"
+    nothing = "No calibration measures it yet."
+    assert unknown(lambda: two.operator_seconds(double)) == f"{lacks} product in fp64. {nothing}"
     hook = unknown(lambda: two.hook_seconds(Hook.FLAT_GATHER))
-    assert hook == f"{lacks} the hook flat_gather: {measures}"
+    assert hook == f"{lacks} the hook flat_gather. {measures}"
     muon = unknown(lambda: two.update_seconds("muon", FP32, elements=8, tensors=1))
-    assert muon == f"{lacks} an update by muon in fp32: {nothing}"
+    assert muon == f"{lacks} the muon update in fp32. {nothing}"
 
 
 def test_a_collective_of_one_rank_takes_no_time():
@@ -219,20 +219,20 @@ def test_while_others_wait_a_rank_has_the_rates_of_as_many_threads_and_no_others
 def test_rates_are_of_as_many_ranks_as_compute_at_once():
     assert pace_of(cluster(), 4) is None
     assert lacking(cluster(), 4) == (
-        "4 ranks of a node compute at once, and the rates of cluster are of 1, 2: "
-        "`ptrain calibrate --ranks 1,2,4`"
+        "4 ranks of a node compute at the same time, but the rates of cluster are measured for "
+        "1, 2. Run `ptrain calibrate --ranks 1,2,4`."
     )
     assert pace_of(cluster(devices_per_node=2), 4) is not None, "two nodes of two ranks"
     assert lacking(cluster(devices_per_node=4, devices=16), 8).endswith(
-        "`torchrun --nnodes 2 --nproc-per-node 4 -m ptrain.calibration` on each node"
+        "`torchrun --nnodes 2 --nproc-per-node 4 -m ptrain.calibration` on each node."
     )
     assert pace_of(None, 1) is None
     assert lacking(None, 1) == (
-        "no cluster says how fast its devices are: cluster.preset=h100-8, say"
+        "the spec has no cluster. Add `cluster.preset=h100-8`, for example."
     )
     bare = Cluster(devices=1, device_memory=1, intra_node_bandwidth=1.0, name="bare")
     assert lacking(bare, 1) == (
-        "the cluster bare has no rates: `ptrain calibrate` measures those of this machine"
+        "the cluster bare has no rates. Run `ptrain calibrate` to measure this machine."
     )
 
 

@@ -218,7 +218,7 @@ def test_an_optimizer_whose_update_nobody_measured_leaves_time_unknown(capsys):
     words = [*SMALL, "optimizer.name=muon", "--cluster", "a100-8", "--devices", "8", "--exact", "9"]
     assert main([*words, "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
-    assert "lack an update by muon" in record["time_unknown"] and record["ranking"]
+    assert "no rate for the muon update" in record["time_unknown"] and record["ranking"]
 
 
 def test_a_model_with_dropout_is_searched_on_gpus(capsys):

@@ -20,7 +20,7 @@ from ptrain.traces.attention_kernels import kernels_for
 from ptrain.traces.record import Recorder
 from tests.torch_release import is_since
 
-BY_OPERATORS = "head_dim 8 in fp32, operator by operator on a processor"
+BY_OPERATORS = "head_dim 8 in fp32, operator by operator on the CPU"
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def test_attention_that_is_no_kernel_there_goes_operator_by_operator_here():
     recorder = Recorder(torch.nn.Identity(), ())
     with kernels_of(is_for_cuda=True, keeping=Keeping()) as unknown, recorder:
         F.scaled_dot_product_attention(query, key, key, is_causal=True, enable_gqa=True)
-    assert [*unknown.attention] == ["head_dim 8 in fp32, fewer heads of keys"]
+    assert [*unknown.attention] == ["head_dim 8 in fp32, fewer key heads"]
     assert 2 * 4 * 3 * 3 * 4 in recorder.recording().sizes.values()  # scores
 
 
@@ -78,7 +78,7 @@ def test_what_attention_with_a_mask_is_there_nobody_knows():
     mask = torch.zeros(3, 3)
     with kernels_of(is_for_cuda=True, keeping=Keeping()) as unknown:
         F.scaled_dot_product_attention(query, key, key, mask, enable_gqa=True)
-    assert [*unknown.attention] == ["head_dim 8 in fp32, a mask and fewer heads of keys"]
+    assert [*unknown.attention] == ["head_dim 8 in fp32, a mask and fewer key heads"]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

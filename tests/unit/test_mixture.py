@@ -220,8 +220,8 @@ def test_all_files_that_cannot_be_read_are_named_at_once(folder: Path):
     for fault, name in zip(faults, ("gone.npy", "lost.npy"), strict=True):
         assert fault.finding == f"{folder / name}: No such file or directory"
     spec = spec_of(folder, sources=[{"path": str(folder / "small.npy")}, gone[1]])
-    with pytest.raises(SpecError, match=r"small.npy has 3 tokens, one sample takes 5"):
+    with pytest.raises(SpecError, match=r"small.npy has 3 tokens, but a sample needs 5"):
         require(corpus(spec.data), spec)
     spec = spec_of(folder, sources=[{"path": str(folder / "large.npy")}, gone[1]])
-    with pytest.raises(SpecError, match=r"large.npy holds token 5000, but model.vocab is 4000"):
+    with pytest.raises(SpecError, match=r"large.npy contains token 5000, but model.vocab is 4000"):
         require(corpus(spec.data), spec)

@@ -84,16 +84,16 @@ def test_other_families_do_too(name: str, config: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("name", "config", "words"),
     [
-        ("gemma2", TINY | {"head_dim": 8}, "no module of gemma2 attends by torch.nn.functional."),
-        ("gpt2", GPT2, "transformer.h.0.attn drops out 0.1 of its scores"),
-        ("falcon", MASKED, "transformer.h.0.self_attention is given a mask"),
-        ("mistral", TINY | {"sliding_window": 8}, "sliding_window of mistral is 8, and a sample"),
-        ("llama", TINY | {"max_position_embeddings": 8}, "max_position_embeddings is 8, and a"),
+        ("gemma2", TINY | {"head_dim": 8}, "no module of gemma2 calls torch.nn.functional."),
+        ("gpt2", GPT2, "transformer.h.0.attn uses dropout 0.1"),
+        ("falcon", MASKED, "transformer.h.0.self_attention uses a mask"),
+        ("mistral", TINY | {"sliding_window": 8}, "sliding_window of mistral is 8, but a sample"),
+        ("llama", TINY | {"max_position_embeddings": 8}, "max_position_embeddings is 8, but a"),
         (
             "llama",
             TINY | {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4,
                                         "original_max_position_embeddings": 8}},
-            "rotations of llama are dynamic",
+            "rotary embeddings of llama (dynamic)",
         ),
     ],
 )  # fmt: skip
@@ -136,9 +136,12 @@ def test_a_model_without_positions_needs_none() -> None:
         (own("with_attention", kind="shifted"), "layers.0.mixing, given only tokens 8-15 of 16"),
         (own("with_attention", kind="bound"), "no module of tests.models_sliced:with_attention"),
         (own("with_attention", kind="open"), "layers.0.mixing is not causal"),
-        (own("with_attention", kind="dropping"), "layers.0.mixing drops out 0.1 of its scores"),
-        (own("with_attention", kind="twice"), "layers.0.mixing attends twice in a forward pass"),
-        (own("with_attention", kind="windowed"), "layers.0.mixing is given a mask"),
+        (own("with_attention", kind="dropping"), "layers.0.mixing uses dropout 0.1"),
+        (
+            own("with_attention", kind="twice"),
+            "layers.0.mixing calls attention twice per forward pass",
+        ),
+        (own("with_attention", kind="windowed"), "layers.0.mixing uses a mask"),
     ],
 )
 def test_a_users_model_that_is_another_on_slices_is_refused_by_name(
