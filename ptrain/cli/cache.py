@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 
 from ptrain.cli.arguments import print_json
 from ptrain.errors import PtrainError
 from ptrain.facts import cache
 from ptrain.units import format_bytes
-
-
-def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("--clear", action="store_true", help="remove them all")
-    parser.add_argument("--json", action="store_true", help="as a record")
 
 
 def run(args: Namespace) -> int:

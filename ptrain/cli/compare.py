@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from functools import partial
 from pathlib import Path
 
-from ptrain.cli.arguments import add_spec_arguments, print_json
+from ptrain.cli.arguments import print_json
 from ptrain.cli.predict import as_record as predicted_record
 from ptrain.cli.predict import predicted
 from ptrain.errors import VerdictFailed, refused
@@ -26,23 +26,6 @@ from ptrain.train.folder import RunFolder
 
 _SPECS = (".yaml", ".yml")
 _SIDES = "a run folder, a JSON file that a command printed, or a spec"
-
-
-def add_arguments(parser: ArgumentParser) -> None:
-    add_spec_arguments(parser)
-    parser.add_argument("--markdown", action="store_true", help="a table for a pull request")
-    parser.add_argument("--all", action="store_true", help="rows that are equal, too")
-    parser.add_argument(
-        "--fail-on",
-        type=str,
-        metavar="LIMITS",
-        help="exit 1 where HEAD is beyond them: peak=1%%,bytes=0,verdict (also memory, calls, "
-        "time, loss)",
-    )
-    parser.epilog = (
-        f"BASE and HEAD are each {_SIDES}, which is predicted; of a file with several "
-        "JSON documents, those of one name are taken together. a.b=c is for both specs."
-    )
 
 
 def run(args: Namespace) -> int:

@@ -3,7 +3,7 @@ Torch-free for built-in models."""
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -14,7 +14,7 @@ from ptrain.charts.canvas import Format, painted, require_writable, write_whole
 from ptrain.charts.schedule import Heading, schedule_sheet
 from ptrain.charts.sheet import Sheet
 from ptrain.charts.tokens import tokens_sheet
-from ptrain.cli.arguments import add_spec_arguments, print_json
+from ptrain.cli.arguments import print_json
 from ptrain.cli.predict import facts_of
 from ptrain.derivation.estimate import Derivation, derive
 from ptrain.errors import PtrainError, refused
@@ -27,16 +27,6 @@ from ptrain.spec.load import load, split_arguments
 from ptrain.spec.model import ModelShape
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import Plan
-
-
-def add_arguments(parser: ArgumentParser) -> None:
-    add_spec_arguments(parser)
-    parser.add_argument(
-        "--chart",
-        type=Path,
-        metavar="FILE",
-        help="draw a pipeline's schedule, and who has which tokens over cp, as .png or .svg",
-    )
 
 
 def run(args: Namespace) -> int:

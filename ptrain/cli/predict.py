@@ -5,15 +5,15 @@ What only several specs or a record need is imported there: half of a prediction
 
 from __future__ import annotations
 
+import shlex
 import sys
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import ptrain
 from ptrain.axes.context.draw import balance_rows
-from ptrain.cli.arguments import add_spec_arguments, print_json
+from ptrain.cli.arguments import print_json
 from ptrain.codec import encode
 from ptrain.derivation.estimate import Derivation, derive, facts_from_shape
 from ptrain.derivation.throughput import step_tokens
@@ -23,37 +23,13 @@ from ptrain.plan.composition import all_conditions
 from ptrain.report.predict import Prediction, Reserving, one, prediction_of, require_cuda
 from ptrain.selection.recompute import settled, useless_modes
 from ptrain.spec.load import load, split_arguments, sweeps
+from ptrain.spec.names import listing
 from ptrain.spec.spec import Spec
 
-
-def add_arguments(parser: ArgumentParser) -> None:
-    add_spec_arguments(parser)
-    parser.add_argument(
-        "--reserved",
-        action="store_true",
-        help="what CUDA's allocator would reserve, too: simulates one rank of each spec for GPUs, "
-        "the first of those predicted to need most, which takes seconds and torch",
-    )
-    parser.add_argument(
-        "--sort",
-        choices=("states", "peak", "sent", "calls", "time"),
-        help="rows by a figure, least first",
-    )
-    parser.add_argument(
-        "--csv", action="store_true", help="a line per spec, with commas, only that"
-    )
-    parser.add_argument(
-        "--chart",
-        type=Path,
-        metavar="FILE",
-        help="draw peaks as rows beside what devices have, as .png or .svg",
-    )
-    parser.add_argument(
-        "--timeline",
-        type=Path,
-        metavar="FILE",
-        help="draw what a step of one spec does when, as .png or .svg",
-    )
+# The job that a model name stands for: FSDP2 with bf16 mixed precision, no recomputation, and about
+# as many tokens per step as `ptrain select` assumes.
+_SPEC_OF_MODELS = "fsdp-mixed"
+_JOB = ("batch.sequence=4096", "batch.micro=1", "batch.global=4M tokens")
 
 
 def _reserved(label: str, derivation: Derivation, spec: Spec, *, allow_import: bool) -> Reserving:
@@ -89,7 +65,17 @@ def run(args: Namespace) -> int:
     """One spec: all of it. Two: only what differs. More of them, or lists: a row each."""
     sources, overrides = split_arguments(args.arguments)
     if not sources:
-        raise PtrainError("ptrain predict: name a SPEC; `ptrain specs` lists them")
+        raise PtrainError(
+            "ptrain predict: SPEC is missing. Name one from `ptrain specs`, or a file."
+        )
+    model = sources[0] if _is_model(sources[0], args) else ""
+    if model:
+        sources, overrides = _job_of_model(sources, overrides, args)
+    elif args.devices is not None:
+        remedy = f"Set the mesh of the spec: `mesh.dp_shard={args.devices}`."
+        raise refused("--devices", "needs a MODEL; the ranks of a SPEC are its mesh", remedy)
+    elif args.cluster is not None:
+        overrides = [f"cluster.preset={args.cluster}", *overrides]
     is_sweep = len(list(sweeps(overrides))) > 1
     is_table = bool(args.csv or args.chart or args.sort)
     if args.timeline and is_table:
@@ -118,6 +104,9 @@ def run(args: Namespace) -> int:
         from ptrain.cli.step_chart import draw_step
 
         draw_step(predictions[0].derivation, args.timeline)
+    if model and not args.json:
+        job = shlex.join(["ptrain", "predict", *sources, *overrides])
+        print(f"Assumed: fully sharded data parallel, bf16 mixed precision. Same as `{job}`.\n")
     if args.json:
         records = [as_record(prediction) for prediction in predictions]
         print_json(records if len(records) > 1 else records[0])
@@ -125,11 +114,48 @@ def run(args: Namespace) -> int:
         print(one(predictions[0]))
         if args.timeline:
             print(f"timeline {args.timeline}")
+        if model:
+            devices = predictions[0].spec.world_size
+            words = ["select", model, "--cluster", args.cluster, "--devices", str(devices)]
+            print(f"\nNext: {shlex.join(['ptrain', *words])}")
     else:
         from ptrain.report.differences import pair
 
         print(pair(*predictions))
     return 0
+
+
+def _is_model(source: str, args: Namespace) -> bool:
+    """Return True if a word names a model, as `ptrain select` takes it. Files are read only if
+    --cluster is given."""
+    if args.cluster is None:
+        return source in listing("models")
+    from ptrain.selection.job import is_model
+
+    return is_model(source)
+
+
+def _job_of_model(
+    sources: list[str], overrides: list[str], args: Namespace
+) -> tuple[list[str], list[str]]:
+    """Return the spec and the overrides that stand for a model name: fully sharded, about as many
+    tokens per step as in a search. Raises SpecError without a cluster, or with further specs."""
+    model = sources[0]
+    if args.cluster is None:
+        remedy = f"Use `ptrain predict {model} --cluster h100-8`."
+        raise refused("--cluster", f"{model} is a model, and its cluster is missing", remedy)
+    if len(sources) > 1:
+        remedy = f"Use `ptrain predict {model} --cluster {args.cluster}`."
+        raise refused(sources[1], "a MODEL is predicted alone", remedy)
+    written = {override.partition("=")[0] for override in overrides}
+    words = [f"model.preset={model}", f"cluster.preset={args.cluster}", *_JOB]
+    if (devices := args.devices) is None:
+        cluster = load(_SPEC_OF_MODELS, words).spec.cluster
+        assert cluster is not None, "a preset is a cluster"
+        devices = cluster.devices
+    words.append(f"mesh.dp_shard={devices}")
+    kept = [word for word in words if word.partition("=")[0] not in written]
+    return [_SPEC_OF_MODELS], [*kept, *overrides]
 
 
 def facts_of(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import resource
 import sys
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import Any
 
 from ptrain.charts.canvas import Format, require_writable, write_whole
 from ptrain.charts.memory import painted_course
-from ptrain.cli.arguments import add_spec_arguments, print_json
+from ptrain.cli.arguments import print_json
 from ptrain.cli.predict import facts_of
 from ptrain.codec import encode
 from ptrain.cost import State
@@ -27,7 +27,7 @@ from ptrain.report.simulation import GARBAGE, RankReport, one
 from ptrain.rooms import pretence
 from ptrain.rooms.patches import require_supported
 from ptrain.selection.recompute import settled
-from ptrain.simulation.choice import ALL_DISTINCT, chosen, classes, require_ranks
+from ptrain.simulation.choice import chosen, classes, require_ranks
 from ptrain.simulation.execute import Simulated, rehearsal_device, simulate
 from ptrain.spec.batch import batch_lines
 from ptrain.spec.load import load, split_arguments, sweeps
@@ -35,33 +35,6 @@ from ptrain.spec.spec import Spec
 from ptrain.units import format_bytes
 
 _CONFIRMED = ("90", "2.11")  # by an H100 (benchmarks/results, gpu): capability, torch
-
-
-def add_arguments(parser: ArgumentParser) -> None:
-    add_spec_arguments(parser)
-    parser.add_argument(
-        "--rank",
-        action="append",
-        default=[],
-        metavar="N",
-        help=f"a rank to simulate (may be repeated), or {ALL_DISTINCT}: one of each kind; "
-        "default: the first, and the one that is predicted to need most",
-    )
-    parser.add_argument(
-        "--rehearse",
-        action="store_true",
-        help="with real tensors on one device (a GPU where there is one): all that the rank does, "
-        "without the other ranks",
-    )
-    parser.add_argument(
-        "--every-block",
-        action="store_true",
-        help="run every block of the model; without it a few of many equal blocks run, and what "
-        "repeats with them stands for the others",
-    )
-    parser.add_argument(
-        "--chart", type=Path, metavar="FILE", help="memory over the step as FILE.png or FILE.svg"
-    )
 
 
 def run(args: Namespace) -> int:

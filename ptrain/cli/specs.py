@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import textwrap
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from pathlib import Path
 
 from ptrain.algebra.obeyed import shown
@@ -17,16 +17,6 @@ from ptrain.spec.text import read
 
 Row = dict[str, object]
 _PRESETS = ("models", "clusters")
-
-
-def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument(
-        "words",
-        nargs="*",
-        metavar="show NAME [a.b=c ...]",
-        help="a name from the list or a file, and overrides",
-    )
-    parser.add_argument("--json", action="store_true", help="for machines")
 
 
 def run(args: Namespace) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import sys
 import time
-from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,47 +20,6 @@ from ptrain.spec.resolve_sections import CONFIG
 
 _SECONDS = 5.0  # between two lines of progress
 _OF_CHATS = ("sequence", "alone", "separator")
-
-
-def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument(
-        "texts", nargs="+", metavar="TEXT", help=".txt, .jsonl or .parquet; others are texts"
-    )
-    parser.add_argument("--out", required=True, metavar="FILE.npy", help="the token file")
-    parser.add_argument(
-        "--tokenizer",
-        metavar="FILE",
-        help="a tokenizer.json, or the folder that has it; without: a token for each byte",
-    )
-    parser.add_argument(
-        "--field",
-        metavar="NAME",
-        help="of rows; default: text, and of chats messages or conversations",
-    )
-    parser.add_argument(
-        "--end",
-        metavar="TOKEN",
-        help="behind every document; default: what tokenizer_config.json calls eos_token",
-    )
-    parser.add_argument(
-        "--chat",
-        action="store_true",
-        help="rows are chats, by the template of the tokenizer's folder; answers are learned",
-    )
-    parser.add_argument("--sequence", type=_length, metavar="N", help="tokens of a row of chats")
-    parser.add_argument("--alone", action="store_true", help="a chat a row; else as many as fit")
-    parser.add_argument(
-        "--separator",
-        metavar="TOKEN",
-        help="behind every chat, and in none; default: a special token that is in none",
-    )
-    parser.add_argument("--json", action="store_true", help="as a record")
-
-
-def _length(written: str) -> int:
-    if not written.isdecimal() or not 1 <= int(written) <= 10**8:
-        raise ArgumentTypeError(f"{written!r} is no number of tokens")
-    return int(written)
 
 
 def run(args: Namespace) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import count
@@ -40,16 +40,6 @@ from ptrain.train.launch import launch
 from ptrain.train.options import Options
 from ptrain.train.probe import require_reachable
 from ptrain.train.tracker import names_of_trackers, require_trackers
-
-
-def add_arguments(parser: ArgumentParser) -> None:
-    options.add_arguments(parser)
-    parser.add_argument(
-        "--chart",
-        type=Path,
-        metavar="FILE",
-        help="tokens per expert over the steps as FILE.png or FILE.svg (a model with experts)",
-    )
 
 
 def run(arguments: Namespace) -> int:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from contextlib import suppress
 from pathlib import Path
 
-from ptrain.cli.arguments import add_spec_arguments, print_json
+from ptrain.cli.arguments import print_json
 from ptrain.errors import VerdictFailed, refused
 from ptrain.installed import require_torch
 from ptrain.spec.load import split_arguments, sweeps
@@ -25,10 +25,6 @@ _BRIEFLY = (
     "checkpoint.every=0",
     "profile=[]",
 )
-
-
-def add_arguments(parser: ArgumentParser) -> None:
-    add_spec_arguments(parser)
 
 
 def run(args: Namespace) -> int:

@@ -10,13 +10,13 @@ import os
 import shutil
 import sys
 import tempfile
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ptrain.cli.arguments import add_spec_arguments, print_json
+from ptrain.cli.arguments import print_json
 from ptrain.errors import VerdictFailed, refused
 from ptrain.installed import require_torch
 from ptrain.plan.lower import own_facts
@@ -44,17 +44,6 @@ class TitledSpec:
 
     title: str
     spec: Spec
-
-
-def add_arguments(parser: ArgumentParser) -> None:
-    add_spec_arguments(parser)
-    options.add_arguments(parser)
-    parser.add_argument(
-        "--against",
-        metavar="SPEC",
-        help="compare directly with another mesh of the same training; overrides of model, "
-        "optimizer, data, batch.global, batch.sequence and train.seed are for both",
-    )
 
 
 def run(args: Namespace) -> int:
