@@ -154,7 +154,7 @@ COMMANDS = {
     ),
     "select": Command(
         usage=(
-            "MODEL --cluster NAME [--devices N] [key=value ...] [options]",
+            "MODEL --cluster NAME [key=value ...] [options]",
             "SPEC [key=value ...] [options]",
         ),
         details="With a SPEC, `auto` and unset keys are searched; all other keys stay as written.",
@@ -358,8 +358,8 @@ COMMANDS = {
     ),
     "compare": Command(
         usage=("BASE HEAD [key=value ...] [options]",),
-        details="Each of BASE and HEAD is a run folder, a file that a command printed with --json, "
-        "or a spec, which is predicted.",
+        details="BASE and HEAD are run folders, files that a command printed with --json, or\n"
+        "specs, which are predicted.",
         groups={
             "Arguments": (
                 value("arguments", "BASE HEAD", "Two run folders, JSON files or specs. Documents "

@@ -14,6 +14,7 @@ from ptrain.errors import PtrainError
 
 # Options of launchers and other tools whose value is the number of ranks.
 _RANKS = {"nproc", "nproc_per_node", "num_processes", "num_gpus", "gpus", "ranks", "world_size"}
+_ALMOST = 0.85  # similarity of an option and a slip of it, as --step and --steps
 
 
 class CommandParser(ArgumentParser):
@@ -41,20 +42,23 @@ class CommandParser(ArgumentParser):
     def read(self, words: Iterable[str]) -> Namespace:
         """Return the parsed arguments. Raises PtrainError for a mistake."""
         arguments = list(_as_overrides(words))
+        for word, following in zip(arguments, [*arguments[1:], ""], strict=False):
+            if word == "--":
+                break
+            name = word.partition("=")[0]
+            if name.startswith("--") and name not in self._option_string_actions:
+                self.error(f"unknown option {name}. {_hint(self.verb, word, following)}")
         try:
             parsed, unknown = self.parse_known_intermixed_args(arguments)
         except ArgumentError as error:
             self.error(self._explain(error))
         if unknown:
-            word = unknown[0]
-            later = arguments[arguments.index(word) + 1 :]
-            hint = _hint(self.verb, word, next(iter(later), ""))
-            kind = "option" if word.startswith("-") else "argument"
-            self.error(f"unknown {kind} {word.partition('=')[0]}. {hint}")
+            self.error(f"unknown argument {unknown[0]}")
         return parsed
 
     def error(self, message: str) -> NoReturn:
         """Raise PtrainError, in place of printing the usage and leaving."""
+        message = message.replace("the following arguments are required:", "missing")
         more = "" if message.endswith((".", "?")) else f". Run `{self.prog} --help`."
         raise PtrainError(f"{self.prog}: {message}{more}")
 
@@ -77,31 +81,35 @@ def options_of(verb: str) -> Iterator[str]:
 
 
 def _hint(verb: str, word: str, following: str) -> str:
-    """Return what to write in place of an unknown option or argument."""
-    from ptrain.spec.leaf import nearest
+    """Return what to write in place of an unknown option."""
     from ptrain.spec.reference import reference
-    from ptrain.spec.suggest import for_foreign
+    from ptrain.spec.slips import NEAR, close
+    from ptrain.spec.suggest import for_foreign, of_any_section
 
     name, _, value = word.partition("=")
     key = name.lstrip("-").replace("-", "_")
     value = value or ("" if following.startswith("-") else following)
     own = tuple(options_of(verb))
-    with_keys = "key=value" in COMMANDS[verb].usage[0]
+    if near := close(name, own, cutoff=_ALMOST):
+        return f"Did you mean `{near}`?"
+    with_keys = "key=value" in " ".join(COMMANDS[verb].usage)
     if with_keys and key in _RANKS:
         number = value if value.isdecimal() else "N"
         return f"The number of ranks is the mesh: use `mesh.dp_shard={number}`."
-    if with_keys and name.startswith("-"):
+    if with_keys:
         keys = [row.place for row in reference() if not row.is_section]
         meant = [place for place in keys if place in (f"{key}.preset", key)]
         meant = meant or [place for place in keys if place.rpartition(".")[2] == key]
-        if meant and name not in own:
+        if meant:
             shown = [f"`{place}={value or 'VALUE'}`" for place in meant[:3]]
             return f"Use the key {' or '.join(shown)}."
         route = tuple(key.split("."))
         number = int(value) if value.isdecimal() else value
         if answer := for_foreign(route, number, lambda place, text: f"{'.'.join(place)}={text}"):
             return answer
-    if near := nearest(name, own):
+        if answer := of_any_section(key):
+            return f"{answer[0].upper()}{answer[1:]}"
+    if near := close(name, own, cutoff=NEAR):
         return f"Did you mean `{near}`?"
     if others := [f"`ptrain {other}`" for other in COMMANDS if name in options_of(other)]:
         return f"{name} is an option of {', '.join(others)}."

@@ -18,7 +18,7 @@ def run(args: Namespace) -> int:
         for path in files if args.clear else ():
             path.unlink()
     except FileNotFoundError as error:
-        raise PtrainError(f"error: somebody else clears the cache: {error}") from error
+        raise PtrainError(f"error: another process clears the cache: {error}") from error
     except OSError as error:
         raise PtrainError(f"error: the cache cannot be read or cleared: {error}") from error
     if args.json:

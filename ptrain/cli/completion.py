@@ -115,7 +115,9 @@ def _rules() -> Iterator[Rule]:
     specs, models, clusters = (
         list(listing(*folders)) for folders in (SPEC_FOLDERS, ("models",), ("clusters",))
     )
-    pairs = dict(_keys(json.loads((root() / "ptrain.schema.json").read_text(encoding="utf-8"))))
+    pairs = dict(
+        keys_of_schema(json.loads((root() / "ptrain.schema.json").read_text(encoding="utf-8")))
+    )
     pairs |= {"model.preset": models, "cluster.preset": clusters}
     pairs |= {key: [*listing("strategies")] for key in pairs if _is_placement(key)}
     keys = [f"{key}=" for key in pairs]
@@ -163,7 +165,7 @@ def _choices(verb: str) -> Iterator[tuple[str, list[str]]]:
                         yield name, list(how.get("choices", ()))
 
 
-def _keys(schema: Mapping[str, Any]) -> Iterator[tuple[str, list[str]]]:
+def keys_of_schema(schema: Mapping[str, Any]) -> Iterator[tuple[str, list[str]]]:
     """Yield the keys of a spec that take a value, with the accepted words, from its schema."""
 
     def variants(node: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
@@ -176,9 +178,9 @@ def _keys(schema: Mapping[str, Any]) -> Iterator[tuple[str, list[str]]]:
     def walk(node: Mapping[str, Any], place: str) -> Iterator[tuple[str, list[str]]]:
         forms = list(variants(node))
         words = [str(form["const"]) for form in forms if "const" in form]
-        kinds = {form.get("type") for form in forms}
+        kinds = {form.get("type") for form in forms if "properties" not in form}
         words += ["true", "false"] * ("boolean" in kinds)
-        if place and (words or kinds - {None, "null", "object"}):
+        if place and (words or kinds - {None, "null"}):
             yield place, words
         for form in forms:
             for key, inner in form.get("properties", {}).items():

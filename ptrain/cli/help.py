@@ -190,7 +190,7 @@ def _hits(word: str, pages: Mapping[str, str], *, finds_titles_only: bool) -> di
     then the glossary, then by the number of mentions. Case and plural do not matter."""
     stems = [re.escape(part.removesuffix("s")) for part in word.split()]
     pattern = re.compile(rf"(?<!\w){'s?[ -]'.join(stems)}s?\d?(?!\w)", re.IGNORECASE)
-    found = []
+    ranked = []
     for page, text in pages.items():
         for section in sections(text):
             is_title = bool(pattern.search(section.title))
@@ -199,9 +199,9 @@ def _hits(word: str, pages: Mapping[str, str], *, finds_titles_only: bool) -> di
             mentions = [*filter(None, map(_without_markup, prose[:1])), *lines]
             order = 0 if is_title else 1 if page == _GLOSSARY else 2
             if mentions and (is_title or not finds_titles_only):
-                found.append((order, -len(mentions), section.anchor, mentions[0]))
-    found.sort(key=lambda hit: hit[:2])
-    return {name: line for _, _, name, line in found[:_MOST_HITS]}
+                ranked.append((order, -len(mentions), section.anchor, mentions[0]))
+    ranked.sort(key=lambda hit: hit[:2])
+    return {name: line for _, _, name, line in ranked[:_MOST_HITS]}
 
 
 def _mention(pattern: re.Pattern[str], line: str) -> str:

@@ -145,6 +145,8 @@ def _unknown_command(word: str) -> str:
 
     meant = _OTHER_WORDS.get(word) or nearest(word, tuple(VERBS))
     hint = f"Did you mean `{meant}`?" if meant else "`ptrain --help` lists the commands."
+    if word.startswith("-"):
+        hint = f"Options follow the command: `ptrain COMMAND {word}`."
     return f"ptrain: unknown command {word!r}. {hint}"
 
 

@@ -62,26 +62,16 @@ def _reserved(label: str, derivation: Derivation, spec: Spec, *, allow_import: b
 
 
 def run(args: Namespace) -> int:
-    """One spec: all of it. Two: only what differs. More of them, or lists: a row each."""
-    sources, overrides = split_arguments(args.arguments)
-    if not sources:
-        raise PtrainError(
-            "ptrain predict: SPEC is missing. Name one from `ptrain specs`, or a file."
-        )
-    model = sources[0] if _is_model(sources[0], args) else ""
-    if model:
-        sources, overrides = _job_of_model(sources, overrides, args)
-    elif args.devices is not None:
-        remedy = f"Set the mesh of the spec: `mesh.dp_shard={args.devices}`."
-        raise refused("--devices", "needs a MODEL; the ranks of a SPEC are its mesh", remedy)
-    elif args.cluster is not None:
-        overrides = [f"cluster.preset={args.cluster}", *overrides]
+    """Print the figures of one spec, the differences of two, or a row for each of several."""
+    sources, overrides, model = _job(args)
     is_sweep = len(list(sweeps(overrides))) > 1
     is_table = bool(args.csv or args.chart or args.sort)
     if args.timeline and is_table:
-        raise refused("--timeline", "is of one spec, and not of a table", "leave the others out")
+        raise refused(
+            "--timeline", "cannot be combined with --csv, --chart or --sort", "Remove them."
+        )
     if args.timeline and (is_sweep or len(sources) > 1):
-        raise refused("--timeline", "several specs, and one picture", "name one spec")
+        raise refused("--timeline", "draws one spec; got several", "Name one spec.")
     predict = partial(
         predicted,
         allow_import=args.allow_import,
@@ -94,14 +84,14 @@ def run(args: Namespace) -> int:
         return run_sweep(args, sources, overrides, predict=predict, as_record=as_record)
     words = tuple(overrides)
     if args.timeline:
-        from ptrain.cli.step_chart import require_drawable
+        from ptrain.cli.sweep import require_drawable
 
         require_drawable(args.timeline)
     predictions = [predict(source, words, offer=len(sources) == 1) for source in sources]
     if args.reserved:
         require_cuda(predictions)
     if args.timeline:
-        from ptrain.cli.step_chart import draw_step
+        from ptrain.cli.sweep import draw_step
 
         draw_step(predictions[0].derivation, args.timeline)
     if model and not args.json:
@@ -135,27 +125,40 @@ def _is_model(source: str, args: Namespace) -> bool:
     return is_model(source)
 
 
-def _job_of_model(
-    sources: list[str], overrides: list[str], args: Namespace
-) -> tuple[list[str], list[str]]:
-    """Return the spec and the overrides that stand for a model name: fully sharded, about as many
-    tokens per step as in a search. Raises SpecError without a cluster, or with further specs."""
-    model = sources[0]
-    if args.cluster is None:
+def _job(args: Namespace) -> tuple[list[str], list[str], str]:
+    """Return the specs, the overrides and the model name, if one is given. A model name stands for
+    a spec. Raises PtrainError if the arguments do not fit together."""
+    sources, overrides = split_arguments(args.arguments)
+    if not sources:
+        raise PtrainError("ptrain predict: SPEC is missing. `ptrain specs` lists the names.")
+    model = next((source for source in sources if _is_model(source, args)), "")
+    if model and args.cluster is None:
         remedy = f"Use `ptrain predict {model} --cluster h100-8`."
-        raise refused("--cluster", f"{model} is a model, and its cluster is missing", remedy)
-    if len(sources) > 1:
+        raise refused("--cluster", f"is missing: {model} is a model, not a spec", remedy)
+    if model and len(sources) > 1:
         remedy = f"Use `ptrain predict {model} --cluster {args.cluster}`."
-        raise refused(sources[1], "a MODEL is predicted alone", remedy)
+        raise refused(model, "is a model, which is predicted alone", remedy)
+    if model:
+        return [_SPEC_OF_MODELS], _overrides_of_model(model, overrides, args), model
+    if args.devices is not None:
+        finding = "needs a MODEL; the number of ranks of a SPEC is its mesh"
+        raise refused("--devices", finding, f"Use `mesh.dp_shard={args.devices}`.")
+    of_cluster = [] if args.cluster is None else [f"cluster.preset={args.cluster}"]
+    return sources, [*of_cluster, *overrides], ""
+
+
+def _overrides_of_model(model: str, overrides: list[str], args: Namespace) -> list[str]:
+    """Return the overrides that make a model's job, without keys that the user sets."""
     written = {override.partition("=")[0] for override in overrides}
     words = [f"model.preset={model}", f"cluster.preset={args.cluster}", *_JOB]
     if (devices := args.devices) is None:
-        cluster = load(_SPEC_OF_MODELS, words).spec.cluster
+        of_cluster = [word for word in (*words, *overrides) if word.startswith("cluster.")]
+        cluster = load(_SPEC_OF_MODELS, of_cluster).spec.cluster
         assert cluster is not None, "a preset is a cluster"
         devices = cluster.devices
     words.append(f"mesh.dp_shard={devices}")
     kept = [word for word in words if word.partition("=")[0] not in written]
-    return [_SPEC_OF_MODELS], [*kept, *overrides]
+    return [*kept, *overrides]
 
 
 def facts_of(

@@ -20,9 +20,11 @@ def run(args: Namespace) -> int:
     from ptrain.data.tokenized import text_of
 
     if args.chat and args.score is not None:
-        raise refused("--chat", "a text is scored as it is", "leave out one of --chat and --score")
+        raise refused("--chat", "cannot be combined with --score", "Remove one of them.")
     if args.chat and not args.prompt:
-        raise refused("PROMPT", "nothing is said to the model", "give what a user says")
+        raise refused(
+            "PROMPT", "is missing, and --chat needs a message", "Add the message of the user."
+        )
     text = None if args.score is None else text_of(Path(args.score))
     writer = Writer(
         Path(args.run),

@@ -39,13 +39,16 @@ def run(args: Namespace) -> int:
     """Exit code 2 where nothing fits."""
     sources, overrides = split_arguments(args.arguments)
     if len(sources) != 1:
-        raise PtrainError("ptrain select: name one MODEL or SPEC; specs/models has the presets")
+        number = f"takes one MODEL or SPEC; got {len(sources)}"
+        raise PtrainError(f"ptrain select: {number}. `ptrain specs` lists the names.")
     _require_uses(args)
     form = None if args.chart is None else require_writable(args.chart)
     if args.out is not None and not args.out.parent.is_dir():
-        raise refused("--out", f"there is no folder {args.out.parent}", "make it first")
+        raise refused(
+            "--out", f"there is no folder {args.out.parent}", f"Run `mkdir -p {args.out.parent}`."
+        )
     if args.out is not None and args.out.is_dir():
-        raise refused("--out", f"{args.out} is a folder", "name a file")
+        raise refused("--out", f"{args.out} is a folder", "Name a file.")
     with _without_collector():
         selection = select(
             sources[0],
@@ -97,9 +100,9 @@ def _require_uses(args: Namespace) -> None:
     is_of_devices = args.objective == SearchGoal.DEVICES
     for name in ("tokens", "deadline", "budget"):
         if getattr(args, name) is not None and not is_of_devices:
-            raise refused(f"--{name}", "is of the objective devices", "add --objective devices")
+            raise refused(f"--{name}", "needs the objective devices", "Add `--objective devices`.")
     if args.thresholds != _THRESHOLDS and args.by != "algorithm1":
-        raise refused("--thresholds", "are those of algorithm1", "add --by algorithm1")
+        raise refused("--thresholds", "needs the method algorithm1", "Add `--by algorithm1`.")
 
 
 def _advice(selection: PlacementRanking, args: Namespace) -> Answer:

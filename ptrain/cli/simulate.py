@@ -43,10 +43,10 @@ def run(args: Namespace) -> int:
     form = require_writable(args.chart) if args.chart else None
     sources, overrides = split_arguments(args.arguments)
     if not sources:
-        raise PtrainError("ptrain simulate: name a SPEC; `ptrain specs` lists them")
+        raise PtrainError("ptrain simulate: SPEC is missing. `ptrain specs` lists the names.")
     specs = [settled(load(source, choice)) for source in sources for choice in sweeps(overrides)]
     if form and len(specs) > 1:
-        raise refused("--chart", f"{len(specs)} specs, and one picture", "name one spec")
+        raise refused("--chart", f"draws one spec; got {len(specs)}", "Name one spec.")
     for spec in specs:
         require_ranks(spec, args.rank)
     lacking = pretence.lacking() or "specs for several kinds of GPU, or from a pipe: one file each"

@@ -26,9 +26,11 @@ def run(args: Namespace) -> int:
         case ["show", name, *overrides]:
             _show(name, overrides, as_json=args.json)
         case ["show"]:
-            raise PtrainError("ptrain specs show: needs a name; `ptrain specs` lists them")
+            raise PtrainError("ptrain specs show: NAME is missing. `ptrain specs` lists the names.")
         case [word, *_]:
-            raise PtrainError(f"ptrain specs: write `ptrain specs show {word}` to see one spec")
+            raise PtrainError(
+                f"ptrain specs: unknown argument {word!r}. Use `ptrain specs show {word}`."
+            )
     return 0
 
 

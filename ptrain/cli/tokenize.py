@@ -36,12 +36,16 @@ def _of_documents(args: Namespace) -> tuple[dict[str, Any], list[str]]:
     """Return what was made of texts, as a record and in words."""
     for option in _OF_CHATS:
         if getattr(args, option):
-            raise refused(f"--{option}", "it is of chats", "add --chat, or leave it out")
+            raise refused(f"--{option}", "applies to chats only", "Add `--chat`, or remove it.")
     vocabulary: Vocabulary
     if args.tokenizer is not None:
         vocabulary = FileVocabulary(Path(args.tokenizer), args.end)
     elif args.end is not None:
-        raise refused("--end", "bytes have an end of their own", "leave it out")
+        raise refused(
+            "--end",
+            "needs a tokenizer; byte tokens have a fixed end",
+            "Remove it, or add --tokenizer FILE.",
+        )
     else:
         vocabulary = ByteVocabulary()
     out, texts, teller = Path(args.out), [Path(text) for text in args.texts], _Teller(args)
@@ -57,13 +61,13 @@ def _of_documents(args: Namespace) -> tuple[dict[str, Any], list[str]]:
 def _of_chats(args: Namespace) -> tuple[dict[str, Any], list[str]]:
     """Return what was made of chats, as a record and in words."""
     if args.tokenizer is None:
-        remedy = "name the folder of a model that transformers loads: --tokenizer FOLDER"
-        raise refused("--chat", "chats are rendered by the template of a tokenizer", remedy)
+        remedy = "Add `--tokenizer FOLDER`, the folder of a Transformers model."
+        raise refused("--chat", "needs the chat template of a tokenizer", remedy)
     if args.sequence is None:
-        remedy = "write it as the training's batch.sequence: --sequence 4096"
-        raise refused("--chat", "of how many tokens a row is nobody says", remedy)
+        remedy = "Add `--sequence 4096`, the `batch.sequence` of the training."
+        raise refused("--chat", "the number of tokens per row is missing", remedy)
     if args.end is not None:
-        raise refused("--end", "where a chat ends its template says", "leave it out")
+        raise refused("--end", "the chat template ends a chat", "Remove it.")
     out, teller = Path(args.out), _Teller(args)
     template = ChatTemplate(Path(args.tokenizer))
     packing = ChatPacking(

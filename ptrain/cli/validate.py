@@ -59,8 +59,8 @@ def _require_steady_step(source: str, overrides: tuple[str, ...]) -> None:
     require_reachable(spec)
     steps = spec.train.steps
     if steps < _STEADY:
-        finding = f"a verdict is about a steady step, the third of a run; got {steps}"
-        raise refused("train.steps", finding, f"set at least {_STEADY}, or leave it out")
+        finding = f"validate measures the third step; got {steps} steps"
+        raise refused("train.steps", finding, f"Use `train.steps={_STEADY}` or more, or remove it.")
 
 
 def _validate(source: str, overrides: tuple[str, ...], *, allow_import: bool) -> Run:

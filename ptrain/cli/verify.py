@@ -133,8 +133,8 @@ def _other(args: Namespace, jobs: list[TitledSpec], overrides: Sequence[str]) ->
 
 def _become_rank(args: Namespace) -> None:
     if args.against is not None:
-        finding = "the other spec has ranks of its own, and these are started already"
-        raise refused("--against", finding, "start `ptrain verify` without torchrun")
+        finding = "starts the ranks of both specs, and torchrun has started ranks already"
+        raise refused("--against", finding, "Run `ptrain verify` without torchrun.")
     words = [*args.arguments, "--steps", str(args.steps)]
     for flag in ("quick", "every_collective", "json", "allow_import"):
         words += ["--" + flag.replace("_", "-")] if getattr(args, flag) else []

@@ -165,7 +165,7 @@ def broken_cluster(tmp_path: Path) -> Iterator[str]:
             "S,S,S,R and what the spec writes those of .*, and leave out ",
         ),
         (["tp-sp", "mesh.tp=auto", "--devices", "4"], "remedy: write mesh.pp=auto, or "),
-        ([], "name one MODEL or SPEC"),
+        ([], "takes one MODEL or SPEC; got 0"),
     ],
 )
 def test_what_cannot_be_searched_is_one_message(words, finding, capsys):

@@ -107,7 +107,7 @@ def test_tokens_are_those_of_the_tokenizer_that_is_named(run: Path, tmp_path: Pa
         (("--tokenizer", "nowhere"), "nowhere is no tokenizer"),
         (("--chat",), "nobody says how what a user says is rendered"),
         (("--chat", "--tokenizer", "nowhere"), "nowhere is no tokenizer"),
-        (("--chat", "--score", "nowhere"), "a text is scored as it is"),
+        (("--chat", "--score", "nowhere"), "cannot be combined with --score"),
         (("--step", "9"), "has not a checkpoint of step 9; it has 1"),
     ],
     ids=str,
@@ -121,7 +121,7 @@ def test_what_cannot_be_is_refused_in_one_message(
 
 def test_a_user_who_says_nothing_is_refused(run: Path, capsys: Any) -> None:
     assert main(["sample", str(run), "--chat"]) == 2
-    assert "PROMPT: nothing is said to the model" in capsys.readouterr().err
+    assert "PROMPT: is missing" in capsys.readouterr().err
 
 
 def test_a_text_without_a_target_is_refused(run: Path) -> None:
