@@ -12,6 +12,12 @@ from _machine import conclude, header, this_command
 _TEXTS = yaml.safe_load(Path(__file__).with_name("scripts.yaml").read_text(encoding="utf-8"))
 
 
+def table(columns: Sequence[str], rows: Iterator[Sequence[str]]) -> str:
+    """Return a table in Markdown; an empty cell becomes a dash."""
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "".join(f"| {' | '.join(cell or '–' for cell in line)} |\n" for line in lines)
+
+
 class Script:
     """A benchmark: its name, which begins the names of its pages, and the figures in its texts."""
 

@@ -15,8 +15,7 @@ from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported, here and in the ranks
 
-from _script import Script
-from _tables import table
+from _script import Script, table
 
 from tests.corpus.fault import FieldFault
 from tests.corpus.registry import FAULTS, SOUND, run

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ptrain.cost import Phase
 from ptrain.derivation.allocator import reserved
 from ptrain.rooms import pretence
-from ptrain.selection.recompute import settled
+from ptrain.selection.recompute import resolve_auto
 from ptrain.simulation.execute import simulate
 from ptrain.spec.load import load
 
@@ -85,7 +85,7 @@ def words_of(case: Case, *, is_dry: bool) -> list[str]:
 def peaks(case: Case, *, is_real: bool, is_dry: bool) -> dict[str, Any]:
     """Return by phase the bytes that live at most, and what the allocator reserves: as measured, or
     by its rules of segments as PYTORCH_CUDA_ALLOC_CONF leaves them."""
-    spec = settled(load(case[0], words_of(case, is_dry=is_dry)[1:]))
+    spec = resolve_auto(load(case[0], words_of(case, is_dry=is_dry)[1:]))
     on_gpu = is_real and not is_dry
     if on_gpu:
         torch.cuda.empty_cache()

@@ -13,7 +13,7 @@ from _predictions import Data, changes, predictions
 from _script import Script
 
 from ptrain.algebra.legality import require
-from ptrain.selection.recompute import settled
+from ptrain.selection.recompute import resolve_auto
 from ptrain.spec.load import load
 from tests.adversary.covering_specs import drawn
 
@@ -37,7 +37,7 @@ def named() -> dict[str, list[str]]:
 def predicted(name: str) -> Data:
     """Return the predictions of one spec of `named`."""
     path, *overrides = named()[name]
-    return predictions(settled(load(ROOT / path, overrides)))
+    return predictions(resolve_auto(load(ROOT / path, overrides)))
 
 
 def predicted_of_drawn(written: Mapping[str, Any]) -> Data:

@@ -44,8 +44,8 @@ class Claim:
 CLAIMS = (
     Claim("ptrain --version", ("--version",), "argparse", 1.5, 1.5),
     Claim("ptrain --help", ("--help",), "argparse", 1.5, 1.5),
-    Claim("ptrain predict 70b-zero3", ("predict", "70b-zero3"), "yaml", 7, 16),
-    Claim("ptrain predict 405b-4096", ("predict", *WIDE["405b-4096"]), "yaml", 15, 28),
+    Claim("ptrain predict 70b-zero3", ("predict", "70b-zero3"), "yaml", 7, 11.5),
+    Claim("ptrain predict 405b-4096", ("predict", *WIDE["405b-4096"]), "yaml", 15, 19),
 )
 
 

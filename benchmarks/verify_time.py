@@ -9,8 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from _script import Script
-from _tables import table
+from _script import Script, table
 from start_up import seconds
 
 from ptrain.spec.names import listing

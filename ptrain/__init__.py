@@ -1,6 +1,6 @@
 """ptrain: distributed training from a placement spec, predicted to the byte and measured.
 
-`load`, `expand`, `settled`, `derive`, `lower`, `select` are pure; `interpret`, `measure`,
+`load`, `expand`, `resolve_auto`, `derive`, `lower`, `select` are pure; `interpret`, `measure`,
 `compare`, `run`, `verify` need torch. All are imported on first use, so that `import ptrain` costs
 nothing. What they return prints as the command line prints it (`report/printed.py`).
 """
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ptrain.meters.measure import measure as measure
     from ptrain.plan.lower import lower as lower
     from ptrain.selection.choose import select as select
-    from ptrain.selection.recompute import settled as settled
+    from ptrain.selection.recompute import resolve_auto as resolve_auto
     from ptrain.spec.load import expand as expand
     from ptrain.spec.load import load as load
     from ptrain.traces.facts import read_facts as read_facts
@@ -37,7 +37,7 @@ _HOMES = {
     "read_facts": "ptrain.traces.facts",
     "run": "ptrain.train.notebook",
     "select": "ptrain.selection.choose",
-    "settled": "ptrain.selection.recompute",
+    "resolve_auto": "ptrain.selection.recompute",
     "verify": "ptrain.verification.user_loop",
     "Job": "ptrain.verification.jobs.job",
     "Terms": "ptrain.verification.jobs.job",
@@ -56,9 +56,9 @@ __all__ = [
     "lower",
     "measure",
     "read_facts",
+    "resolve_auto",
     "run",
     "select",
-    "settled",
     "verify",
 ]
 

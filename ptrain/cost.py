@@ -189,8 +189,7 @@ def busiest(rows: Iterable[Traffic]) -> tuple[Traffic, ...]:
     return tuple(most.values())
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wire:
+class Wire(NamedTuple):
     """What the kernel says that one rank's sockets of the group over `axes` sent in a steady step:
     payload, headers of the backend included, retransmissions not."""
 
@@ -199,8 +198,7 @@ class Wire:
     sent_bytes: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Blocked:
+class Blocked(NamedTuple):
     """How long one rank's main thread waited for the collectives over `axes` in a step: seconds,
     waiting for a slower rank included."""
 
@@ -259,8 +257,7 @@ class TimeRow:
     moving: float = 0.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepTime:
+class StepTime(NamedTuple):
     """The time of one steady step, on the rank that decides it. Each of its seconds is in one of
     the rows. `assumed` are sentences on what the machine's rates do not say."""
 

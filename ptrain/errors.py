@@ -12,11 +12,10 @@ TrainingStopped    4  a check stopped the training
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fault:
+class Fault(NamedTuple):
     """One fault in a spec: where it stands, what was found and what would be right.
 
     `place` is the dotted key (`mesh.dp_shard`). `line` and `column` count from 1; 0 means

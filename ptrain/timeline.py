@@ -7,8 +7,8 @@ gradient completes; `derivation.timeline` interleaves the two.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
 from ptrain.word import Word
 
@@ -31,16 +31,14 @@ class Kind(Word):
     WEIGHT = "W"  # gradients of the weights alone: nobody waits for them
 
 
-@dataclass(frozen=True, slots=True)
-class Boundary:
+class Boundary(NamedTuple):
     """`unit` is an index into the wrap units, inner before outer, the root last."""
 
     mark: Mark
     unit: int
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
+class Run(NamedTuple):
     """Allocations and frees between two boundaries: `net` bytes are left, and in between up to
     `rise` bytes more than before were alive."""
 
@@ -52,8 +50,7 @@ class Run:
         return Run(max(self.rise, self.net + other.rise), self.net + other.net)
 
 
-@dataclass(frozen=True, slots=True)
-class Complete:
+class Complete(NamedTuple):
     """A parameter's gradient is complete: `size` bytes that stand alive, unless `cloned`: then
     they are allocated here where the gradient is kept, and not where it is added to another.
     `beside`: bytes that lived while the copy was made and are gone here, as what it is made of."""
@@ -64,8 +61,7 @@ class Complete:
     beside: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Repeated:
+class Repeated(NamedTuple):
     """Items that come `times` times, one after the other, each time as the time before: those of
     one block, which stands for the equal ones behind it."""
 
@@ -76,8 +72,7 @@ class Repeated:
 Item = Boundary | Run | Complete | Repeated
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Timeline:
+class Timeline(NamedTuple):
     """One micro-batch. `saved` are the bytes by operator that forward leaves for backward, `moved`
     what it takes off the device, (tier, bytes) of each storage, and backward brings back, and
     `repeated` the collectives of forward that backward runs again, with the whole tensor's bytes.

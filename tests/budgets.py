@@ -24,7 +24,7 @@ SMALL = 80  # lines
 
 # begin
 BUDGETS: dict[str, int] = {
-    "ptrain": 56260,
+    "ptrain": 56400,
     "ptrain/activations": 360,
     "ptrain/algebra": 290,
     "ptrain/axes": 140,
@@ -33,9 +33,9 @@ BUDGETS: dict[str, int] = {
     "ptrain/axes/expert": 600,
     "ptrain/axes/pipeline": 1710,
     "ptrain/axes/tensor": 740,
-    "ptrain/calibration": 1110,
+    "ptrain/calibration": 1100,
     "ptrain/charts": 860,
-    "ptrain/cli": 1400,
+    "ptrain/cli": 1530,
     "ptrain/convert": 450,
     "ptrain/data": 1130,
     "ptrain/derivation": 5260,
@@ -54,10 +54,10 @@ BUDGETS: dict[str, int] = {
     "ptrain/spec": 4510,
     "ptrain/steps": 460,
     "ptrain/traces": 2250,
-    "ptrain/train": 3090,
-    "ptrain/verification": 9260,
+    "ptrain/train": 3060,
+    "ptrain/verification": 9250,
 }
-ONE_IMPORTER = 84  # modules that exactly one other imports
+ONE_IMPORTER = 81  # modules that exactly one other imports
 SMALL_MODULES = 101  # modules with fewer lines than SMALL
 # end
 

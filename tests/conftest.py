@@ -82,12 +82,14 @@ def _earlier_objects_are_not_collected() -> None:
 
 @pytest.fixture(scope="module")
 def benchmark_module() -> Iterator[Callable[[str], ModuleType]]:
-    """`benchmark_module("house")` -> a module of benchmarks/, where they import one another as
-    programs do that were started there."""
-    folder = str(Path(__file__).parents[1] / "benchmarks")
-    sys.path.insert(0, folder)
+    """Yield the function that imports a module of benchmarks/ or docs/tools/ by name. Modules of
+    these folders import each other as scripts."""
+    root = Path(__file__).parents[1]
+    folders = [str(root / "benchmarks"), str(root / "docs" / "tools")]
+    sys.path[:0] = folders
     yield import_module
-    sys.path.remove(folder)
+    for folder in folders:
+        sys.path.remove(folder)
 
 
 @pytest.fixture

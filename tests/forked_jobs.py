@@ -8,6 +8,7 @@ is a started job's alone.
 
 from __future__ import annotations
 
+import gc
 import os
 import runpy
 import signal
@@ -80,6 +81,7 @@ def _live(
 ) -> None:
     """Be `python -m MODULE ARGUMENTS` in this process."""
     die_with(os.getppid())
+    gc.freeze()  # what the fork server imported: no collection need visit it
     os.chdir(cwd)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     _write_to(output.fileno(), errors.fileno())

@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
-FOLDERS = ("ptrain", "tests", "benchmarks", "launch")  # that hold Python
+FOLDERS = ("ptrain", "tests", "benchmarks", "docs", "launch")  # that hold Python
 BASE = "base"  # the room of the modules beside the packages, which stands below all others
 AXES, TORCH_HALF = "axes", "run"
 USERS = {"ptrain", "ptrain.__main__", "ptrain.testing"}  # entries: they are in no room
@@ -110,9 +110,13 @@ class SourceTree:
                 yield submodule if submodule in known else node.module
 
     def functions(self, path: Path) -> Iterator[tuple[str, int]]:
-        """The name and the number of lines of every function of a file."""
+        """Yield the name of every function of a file and its number of lines without docstring."""
         for node in self.nodes(path, ast.FunctionDef, ast.AsyncFunctionDef):
-            yield node.name, (node.end_lineno or node.lineno) - node.lineno + 1
+            lines = (node.end_lineno or node.lineno) - node.lineno + 1
+            if ast.get_docstring(node, clean=False) is not None:
+                text = node.body[0]
+                lines -= (text.end_lineno or text.lineno) - text.lineno + 1
+            yield node.name, lines
 
     def statements(self, path: Path) -> int:
         """The number of statements of a file. Docstrings and other constants that stand alone are

@@ -107,7 +107,7 @@ class AxisChoice:
         """Yield its factors, where it `follows` with these states."""
         for factor in self.factors:
             own = replace(states, activations=factor.placement.activations)
-            yield replace(factor, placement=own) if self.follows else factor
+            yield factor._replace(placement=own) if self.follows else factor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ptrain.cost import Collective, Phase, State, Traffic, TrafficKey
 from ptrain.spec.placement import Axis
@@ -44,8 +45,7 @@ def sent_bytes(collective: Collective, payload: int, ranks: int) -> int:
             raise AssertionError(f"the ring model does not cover {collective}")
 
 
-@dataclass(frozen=True, slots=True)
-class Calls:
+class Calls(NamedTuple):
     """Equal calls in one step: of which collective, for which state, when, how many times."""
 
     collective: Collective

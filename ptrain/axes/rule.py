@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ptrain.errors import Fault
 from ptrain.spec.job import OptimizerSpec
@@ -11,8 +11,7 @@ from ptrain.spec.placement import Axis, Factor, Placement
 from ptrain.spec.spec import Spec
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TupleRule:
+class TupleRule(NamedTuple):
     """About one factor's tuple. `theorem` names the condition that a broken rule would break."""
 
     name: str
@@ -22,8 +21,7 @@ class TupleRule:
     nearest: Callable[[Placement], Placement]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SpecRule:
+class SpecRule(NamedTuple):
     """About a spec as a whole; `faults` yields what is wrong with it, remedy included."""
 
     name: str
@@ -31,8 +29,7 @@ class SpecRule:
     faults: Callable[[Spec], Iterable[Fault]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AxisRules:
+class AxisRules(NamedTuple):
     """What one room contributes to the table."""
 
     axes: tuple[Axis, ...]

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from contextlib import suppress
-from dataclasses import replace
 from enum import StrEnum
 from importlib.util import find_spec
 from io import BytesIO
@@ -35,7 +34,7 @@ class Format(StrEnum):
 def require_canvas(option: str = MISSING.place) -> None:
     """Before anything is computed for a picture, which an `option` asks for."""
     if find_spec("matplotlib") is None:
-        raise SpecError(replace(MISSING, place=option))
+        raise SpecError(MISSING._replace(place=option))
 
 
 def painted(sheet: Sheet, form: Format) -> bytes:

@@ -104,8 +104,8 @@ def _hint(verb: str, word: str, following: str) -> str:
             shown = [f"`{place}={value or 'VALUE'}`" for place in meant[:3]]
             return f"Use the key {' or '.join(shown)}."
         route = tuple(key.split("."))
-        number = int(value) if value.isdecimal() else value
-        if answer := for_foreign(route, number, lambda place, text: f"{'.'.join(place)}={text}"):
+        typed = int(value) if value.isdecimal() else value
+        if answer := for_foreign(route, typed, lambda place, text: f"{'.'.join(place)}={text}"):
             return answer
         if answer := of_any_section(key):
             return f"{answer[0].upper()}{answer[1:]}"

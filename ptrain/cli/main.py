@@ -185,10 +185,7 @@ def _refuse(error: PtrainError, *, as_json: bool) -> int:
         record = {
             "error": str(error),
             "exit_code": code,
-            "faults": [
-                {name: getattr(fault, name) for name in fault.__dataclass_fields__}
-                for fault in faults
-            ],
+            "faults": [fault._asdict() for fault in faults],
         }
         print(json.dumps(record))
     return code

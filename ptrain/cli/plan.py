@@ -21,7 +21,7 @@ from ptrain.errors import PtrainError, refused
 from ptrain.plan.composition import all_conditions
 from ptrain.plan.lower import own_facts
 from ptrain.plan.show import show
-from ptrain.selection.recompute import settled
+from ptrain.selection.recompute import resolve_auto
 from ptrain.spec.batch import batch_lines
 from ptrain.spec.load import load, split_arguments
 from ptrain.spec.model import ModelShape
@@ -63,7 +63,7 @@ def as_record(spec: Spec, derivation: Derivation) -> dict[str, object]:
         "spec": spec.name,
         "steps": steps,
         "units": ["+".join(modules) for modules in plan.units],
-        "conditions": [asdict(condition) for condition in all_conditions(spec, plan)],
+        "conditions": [condition._asdict() for condition in all_conditions(spec, plan)],
         "balance": balance_rows(plan.context) if plan.context else [],
         "warnings": list(derivation.exact.warnings),
     }
@@ -102,7 +102,7 @@ def _sheets(spec: Spec, plan: Plan) -> Iterator[Sheet]:
 
 def _derived(source: str, overrides: list[str], allow_import: bool) -> tuple[Spec, Derivation]:
     """A plan of a built-in model is of its shape: what its ranks allocate is not traced for it."""
-    spec = settled(load(source, overrides))
+    spec = resolve_auto(load(source, overrides))
     is_of_shape = isinstance(spec.model, ModelShape) and spec.data.function is None
     facts = own_facts(spec) if is_of_shape else facts_of(spec, allow_import=allow_import)
     return spec, derive(spec, facts, is_timed=False)

@@ -21,7 +21,7 @@ from ptrain.errors import PtrainError, refused
 from ptrain.facts.model import ModelFacts
 from ptrain.plan.composition import all_conditions
 from ptrain.report.predict import Prediction, Reserving, one, prediction_of, require_cuda
-from ptrain.selection.recompute import settled, useless_modes
+from ptrain.selection.recompute import resolve_auto, useless_modes
 from ptrain.spec.load import load, split_arguments, sweeps
 from ptrain.spec.names import listing
 from ptrain.spec.spec import Spec
@@ -106,8 +106,8 @@ def run(args: Namespace) -> int:
             print(f"timeline {args.timeline}")
         if model:
             devices = predictions[0].spec.world_size
-            words = ["select", model, "--cluster", args.cluster, "--devices", str(devices)]
-            print(f"\nNext: {shlex.join(['ptrain', *words])}")
+            search = ["select", model, "--cluster", args.cluster, "--devices", str(devices)]
+            print(f"\nNext: {shlex.join(['ptrain', *search])}")
     else:
         from ptrain.report.differences import pair
 
@@ -245,7 +245,7 @@ def predicted(
     """The prediction of what `words` make of a source; its label is the spec's name where there is
     no other. `offer`: with what would fit, where it does not. `with_reserved`: what CUDA's
     allocator would reserve is found by a simulation. `is_quiet` as of `facts_of`."""
-    spec = settled(load(source, words))
+    spec = resolve_auto(load(source, words))
     label = label or spec.name
     derivation = derive(spec, facts_of(spec, allow_import=allow_import, is_quiet=is_quiet))
     if offer:

@@ -26,7 +26,7 @@ from ptrain.report.record import record, rows_of
 from ptrain.report.simulation import GARBAGE, RankReport, one
 from ptrain.rooms import pretence
 from ptrain.rooms.patches import require_supported
-from ptrain.selection.recompute import settled
+from ptrain.selection.recompute import resolve_auto
 from ptrain.simulation.choice import chosen, classes, require_ranks
 from ptrain.simulation.execute import Simulated, rehearsal_device, simulate
 from ptrain.spec.batch import batch_lines
@@ -44,7 +44,9 @@ def run(args: Namespace) -> int:
     sources, overrides = split_arguments(args.arguments)
     if not sources:
         raise PtrainError("ptrain simulate: SPEC is missing. `ptrain specs` lists the names.")
-    specs = [settled(load(source, choice)) for source in sources for choice in sweeps(overrides)]
+    specs = [
+        resolve_auto(load(source, choice)) for source in sources for choice in sweeps(overrides)
+    ]
     if form and len(specs) > 1:
         raise refused("--chart", f"draws one spec; got {len(specs)}", "Name one spec.")
     for spec in specs:

@@ -24,7 +24,7 @@ from ptrain.errors import PtrainError, RankFailed, refused
 from ptrain.installed import require_torch
 from ptrain.report.routing import routes
 from ptrain.selection.preflight import require_fit
-from ptrain.selection.recompute import settled
+from ptrain.selection.recompute import resolve_auto
 from ptrain.spec.batch import chosen_lines
 from ptrain.spec.extras import require_leave, require_transformers
 from ptrain.spec.file_tier import require_file_tier
@@ -91,7 +91,7 @@ def checked(choices: Options) -> Spec:
     """Return the spec that will run. Raises what is wrong with it, or with the options, before any
     rank starts and anything is written."""
     require_torch()
-    spec = settled(load(choices.spec, choices.overrides))
+    spec = resolve_auto(load(choices.spec, choices.overrides))
     require_reachable(spec)
     require_trackers(names_of_trackers(spec, choices))
     require_leave(spec, allow_import=choices.allow_import)

@@ -20,7 +20,7 @@ from ptrain.cli.arguments import print_json
 from ptrain.errors import VerdictFailed, refused
 from ptrain.installed import require_torch
 from ptrain.plan.lower import own_facts
-from ptrain.selection.recompute import settled
+from ptrain.selection.recompute import resolve_auto
 from ptrain.spec.extras import require_leave, require_transformers
 from ptrain.spec.file_tier import require_file_tier
 from ptrain.spec.load import load, parse_override, split_arguments, sweeps
@@ -100,7 +100,7 @@ def _started(
 
 def _checked(source: str, overrides: tuple[str, ...], *, allow_import: bool) -> TitledSpec:
     """Raises what is wrong with the spec, before any rank starts and anything is written."""
-    spec = settled(load(source_of(source), overrides))
+    spec = resolve_auto(load(source_of(source), overrides))
     require_leave(spec, allow_import=allow_import)
     require_transformers(spec.model)
     require_file_tier(spec)

@@ -10,10 +10,9 @@ import json
 from collections.abc import Mapping
 from enum import StrEnum
 from functools import cache
-from io import BytesIO
 from pathlib import Path
 from typing import Any
-from zipfile import ZIP_DEFLATED, ZipFile, ZipInfo
+from zipimport import zipimporter  # of every interpreter; `zipfile` takes as long as ten tables
 
 PATH = Path(__file__).with_name("traces.zip")
 _WRITTEN = (1980, 1, 1, 0, 0, 0)  # every time, so that equal tables are equal bytes
@@ -38,10 +37,14 @@ Table = dict[str, Any]
 @cache
 def table(part: TablePart, name: str) -> Table:
     """Return the table of this name. Raises KeyError where there is none."""
-    read: Table = json.loads(_archive().read(f"{part}/{name}"))
+    try:
+        read: Table = json.loads(zipimporter(str(PATH)).get_data(f"{part}/{name}"))
+    except OSError:
+        raise KeyError(name) from None
     return read
 
 
+@cache
 def names(part: TablePart) -> set[str]:
     """Return the names of all tables of a part."""
     return {name for of, name in _members() if of == part}
@@ -54,25 +57,20 @@ def tables() -> dict[tuple[TablePart, str], Table]:
 
 def write(content: Mapping[tuple[TablePart, str], Table], path: Path = PATH) -> None:
     """Put these tables, and no others, into an archive: whole, or not at all."""
+    from zipfile import ZIP_DEFLATED, ZipFile, ZipInfo
+
     new = path.with_suffix(".new")
     with ZipFile(new, "w") as archive:
         for (part, name), of_setting in sorted(content.items()):
             text = json.dumps(of_setting, separators=(",", ":"))
-            archive.writestr(_member(f"{part}/{name}"), text, compresslevel=9)
+            member = ZipInfo(f"{part}/{name}", date_time=_WRITTEN)
+            archive.writestr(member, text, ZIP_DEFLATED, compresslevel=9)
     new.replace(path)
 
 
-def _member(name: str) -> ZipInfo:
-    member = ZipInfo(name, date_time=_WRITTEN)
-    member.compress_type = ZIP_DEFLATED
-    return member
-
-
-@cache
-def _archive() -> ZipFile:
-    return ZipFile(BytesIO(PATH.read_bytes()))  # a forked process would share a file's place
-
-
 def _members() -> list[tuple[TablePart, str]]:
-    paths = (name.split("/") for name in _archive().namelist())
+    from zipfile import ZipFile
+
+    with ZipFile(PATH) as archive:
+        paths = [name.split("/") for name in archive.namelist()]
     return [(TablePart(part), name) for part, name in paths]

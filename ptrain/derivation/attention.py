@@ -6,9 +6,8 @@ the version of torch, which `traces.attention_kernels` asks.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from ptrain.derivation import archive
 from ptrain.derivation.archive import TablePart
@@ -23,8 +22,7 @@ from ptrain.version import REFERENCE_TORCH
 HEAD_DIM_MULTIPLE = 8  # kernels take no other
 
 
-@dataclass(frozen=True, slots=True)
-class Statistics:
+class Statistics(NamedTuple):
     """What a kernel keeps: statistics of a multiple of `rows`, of `sequence` tokens, and `beside`
     so many bytes."""
 
@@ -38,8 +36,7 @@ class Statistics:
         return size // self.sequence * padded + self.beside
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FusedAttention:
+class FusedAttention(NamedTuple):
     """A call of torch's fused attention: what decides which kernel computes it. `is_grouped`: keys
     have fewer heads than queries."""
 
@@ -170,4 +167,4 @@ def statistics_of(spec: Spec, tokens: int) -> Statistics | None:
     attention = attention_of(spec)
     if attention is None:
         return None
-    return replace(attention, sequence=tokens).statistics(capability(spec))
+    return attention._replace(sequence=tokens).statistics(capability(spec))

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import starmap
-from typing import Any
+from typing import Any, NamedTuple
 
 from ptrain.axes.context.attention import ContextPart
 from ptrain.cost import Collective
@@ -73,8 +73,7 @@ class BlockPasses:
         return self._parts[is_forward]
 
 
-@dataclass(frozen=True, slots=True)
-class BlockPart:
+class BlockPart(NamedTuple):
     """A block's pass from boundary to boundary, what is allocated and freed behind each of its
     items, and the bytes that are left of what follows."""
 
@@ -239,20 +238,15 @@ def _replaced(
     more = then + (freed if is_forward else -freed)
     mark, *within = _shifted(of_other, of_base, of_plain)
     return [
-        *(*before, mark, *_marks_of_others(of_base), *within),
+        # of a stage that ends with the block the gradient of its output is that of the block's
+        *(*before, mark, *filter(_is_mark_of_others, of_base), *within),
         *([Run(max(more, 0), more)] if more else []),
         *after,
     ]
 
 
-def _marks_of_others(items: Sequence[Any]) -> Iterator[Any]:
-    """Of a stage that ends with the block: the gradient of its output is that of the block's, and
-    its own backward begins there."""
-    return filter(_is_mark_of_others, items)
-
-
 def _is_mark_of_others(item: Any) -> bool:
-    return isinstance(item, tuple) and len(item) == 2 and not item[1].startswith(_BLOCK)
+    return type(item) is tuple and len(item) == 2 and not item[1].startswith(_BLOCK)
 
 
 def _shifted(block: BlockPart, base: Sequence[Any], plain: BlockPart) -> Iterator[Any]:

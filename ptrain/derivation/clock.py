@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain
+from typing import NamedTuple
 
 from ptrain.cost import Collective, Phase, Spent, StepTime, TimeKey, TimeRow
 from ptrain.derivation.interconnect import Network
@@ -41,8 +42,7 @@ from ptrain.spec.rates import Hook, OperatorKind
 Seconds = dict[TimeKey, float]
 
 
-@dataclass(frozen=True, slots=True)
-class LaneSpan:
+class LaneSpan(NamedTuple):
     """Something on a lane, from when to when; None is the lane of the rank itself."""
 
     lane: Hashable
@@ -51,8 +51,7 @@ class LaneSpan:
     end: float
 
 
-@dataclass(frozen=True, slots=True)
-class Arrival:
+class Arrival(NamedTuple):
     """Something that is on its way, and there `at` a moment, until which somebody may wait."""
 
     spend_until: Callable[[TimeKey, float], None]
@@ -64,8 +63,7 @@ class Arrival:
         self.spend_until(self.key, self.at)
 
 
-@dataclass(frozen=True, slots=True)
-class ClockState:
+class ClockState(NamedTuple):
     """A clock's state, to which it can go back; `met`: its own seconds at the last collective."""
 
     now: float
@@ -87,8 +85,7 @@ class ClockState:
 Sent = tuple[str, Collective]  # over an axis
 
 
-@dataclass(frozen=True, slots=True)
-class Messages:
+class Messages(NamedTuple):
     """Messages of a kind: how long they are on their way, and how long the rank waits for them;
     `spare` is how much later the first could set out without a wait."""
 
@@ -101,8 +98,7 @@ class Messages:
         return Messages(self.moving + other.moving, self.waited + other.waited, self.spare)
 
 
-@dataclass(frozen=True, slots=True)
-class PassSeconds:
+class PassSeconds(NamedTuple):
     """What a pass takes of a layer's operators, of the collectives between them that are awaited at
     once, by axis, and of the hooks of these. `messages`: those that are awaited later. `launches`:
     in which the host issues the operators, where a device computes beside it."""
@@ -520,7 +516,7 @@ class Clock:
         of_kind: dict[Sent, Messages] = {}
         for item, message in messages_of(work, self._operator_seconds, inner):
             if not self.pace.overlaps:
-                message = replace(message, waited=message.moving)
+                message = message._replace(waited=message.moving)
             sent = self._sent(item)
             of_kind[sent] = of_kind[sent].and_then(message) if sent in of_kind else message
         return tuple(of_kind.items())

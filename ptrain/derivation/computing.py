@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from ptrain.cost import Collective
 from ptrain.derivation.activation_moves import COPIES
@@ -54,8 +55,7 @@ class PlayedWork:
     moved: Mapping[str, Moved] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Timing:
+class Timing(NamedTuple):
     """What a step's time is made of: a clock, and the work of a micro-batch. `plays_all`: every
     block by itself, whatever stands for it else."""
 
@@ -134,8 +134,7 @@ def scores(
     return {kind: score(clock, kind, items, units, layers) for kind, items in passes.items()}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PassScore:
+class PassScore(NamedTuple):
     """What is computed in one kind of pass: `first` and `last` behind its first mark and ahead of
     its last one, `at_unit` as a unit's part begins, `at_gradient` ahead of a gradient; `moved` goes
     off the device as a unit's forward ends, and is back ahead of its backward."""

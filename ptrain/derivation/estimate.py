@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from math import inf
 from operator import attrgetter
 from typing import TypeVar
 
@@ -33,7 +34,6 @@ from ptrain.derivation.clock import LaneSpan
 from ptrain.derivation.ghosts.clipping import norm
 from ptrain.derivation.ghosts.table import wrapping
 from ptrain.derivation.ghosts.wrapping import Wrapping
-from ptrain.derivation.in_flight import fullest_of, in_flight
 from ptrain.derivation.interconnect import warnings
 from ptrain.derivation.layers import drops_in_parts, is_tabulated
 from ptrain.derivation.machine import Machine, machine_of
@@ -91,9 +91,27 @@ def derive(
     *,
     is_timed: bool = True,
 ) -> Derivation:
-    """Return the costs of a legal spec. A built-in model needs no `facts`; any other model's are
-    read off the model itself (`read_facts`). `machine` stands for that of the spec's cluster. A
-    step's time is left out unless it `is_timed`."""
+    """Predict memory, traffic and step time of a legal spec.
+
+    Args:
+        spec: The spec (`ptrain.load(...).spec`).
+        facts: Names, shapes and traces of the model. Built-in models need none; for any other
+            model, read them with `ptrain.read_facts`.
+        machine: Speeds to use instead of those of the spec's cluster.
+        is_timed: Predict the step time too.
+
+    Returns:
+        The derivation: `exact` (the figures ptrain stands for), `paper` (the figures of the
+        paper's formulas) and `plan`. Sizes are bytes per rank, times are seconds per step.
+
+    Raises:
+        SpecError: The model does not fit the spec, or a value is still `auto`.
+
+    Example:
+        >>> import ptrain
+        >>> ptrain.derive(ptrain.load("zero3").spec).exact.peak_bytes()
+        20408040
+    """
     facts = own_facts(spec) if facts is None else facts
     plan, estimate = _estimated(spec, facts, machine, _timed if is_timed else _exact)
     spec = plan.spec
@@ -111,11 +129,13 @@ def derive(
     return Derivation(paper=paper(spec, facts), exact=estimate, plan=plan, facts=facts)
 
 
-def fullest_alone(spec: Spec, facts: ModelFacts) -> Estimate:
+def fullest_alone(spec: Spec, facts: ModelFacts, limit: float = inf) -> Estimate:
     """Return of a legal spec's derivation what is exact of memory, in a fraction of its time, for
     who asks of many specs whether they fit: without traffic, operations, words and a step's time,
-    and of the ranks of a pipeline others stand for those that are no fuller."""
-    return _estimated(spec, facts, None, partial(_exact, is_fullest=True))[1]
+    and of the ranks of a pipeline others stand for those that are no fuller. Raises TooLarge
+    once the peak is above `limit`."""
+    limit = inf if facts.others else limit  # of several peaks the least decides
+    return _estimated(spec, facts, None, partial(_exact, limit=limit))[1]
 
 
 def step_seconds(spec: Spec, facts: ModelFacts) -> float | None:
@@ -168,7 +188,7 @@ def _with_step(spec: Spec, plan: Plan, facts: ModelFacts, machine: Machine | Non
         return _exact(spec, plan, facts, machine)
     even = spec.but(routing=None), replace(plan, loads=None)
     step = _exact(*even, facts, machine).step
-    step = step and replace(step, assumed=(*step.assumed, _EVEN_TIME))
+    step = step and step._replace(assumed=(*step.assumed, _EVEN_TIME))
     return replace(_exact(spec, plan, facts, None), step=step)
 
 
@@ -192,11 +212,11 @@ def _exact(
     facts: ModelFacts,
     machine: Machine | None,
     *,
-    is_fullest: bool = False,
+    limit: float | None = None,
 ) -> Estimate:
     """Where sizes depend on data, their bounds."""
-    estimate = exact(spec, plan, facts, machine, is_fullest=is_fullest)
-    others = [exact(spec, plan, other, is_fullest=is_fullest) for other in facts.others]
+    estimate = exact(spec, plan, facts, machine, limit=limit)
+    others = [exact(spec, plan, other, limit=limit) for other in facts.others]
     return bounded(estimate, others, facts.by_data) if others else estimate
 
 
@@ -239,17 +259,17 @@ def exact(
     facts: ModelFacts,
     machine: Machine | None = None,
     *,
-    is_fullest: bool = False,
+    limit: float | None = None,
 ) -> Estimate:
     """Memory per state and rank, peaks per phase, traffic per axes x collective x state x phase.
-    Of a `machine` the step's time, too. `is_fullest`: the memory of the fullest ranks is asked
-    about, and nothing else."""
+    Of a `machine` the step's time, too. With a `limit` the memory of the fullest ranks is asked
+    about, and nothing else; raises TooLarge for a peak above it."""
     if plan.pipeline is not None:
-        return _exact_stages(spec, plan, facts, machine, is_fullest=is_fullest)
+        return _exact_stages(spec, plan, facts, machine, limit=limit)
     ranks = parts_of_ranks(spec, plan, facts)
-    of_part = partial(_exact_part, spec, plan, machine=machine, is_fullest=is_fullest)
+    of_part = partial(_exact_part, spec, plan, machine=machine, limit=limit)
     estimate = joined(spec, ranks, [*map(of_part, ranks.parts)])
-    if is_fullest:
+    if limit is not None:
         return estimate
     operators = add_traffic(
         (
@@ -293,10 +313,13 @@ def _exact_stages(
     facts: ModelFacts,
     machine: Machine | None,
     *,
-    is_fullest: bool,
+    limit: float | None,
 ) -> Estimate:
     """Each rank's rows from its stages; of traffic a row for each account, where they differ."""
+    from ptrain.derivation.in_flight import fullest_of, in_flight
+
     stages = pipeline.staged(spec, plan, facts)
+    most = inf if limit is None else limit
     schedule = schedule_of(spec)
     memory = pipeline.resident(spec, plan, stages)
     peaks: Sequence[Peak] = ()
@@ -305,9 +328,9 @@ def _exact_stages(
     is_counted = plan.loads is None or bool(facts.stage_rows)
     if is_tabulated(spec) or (facts.stage_passes and is_counted):
         timing = machine.of_pipeline(spec, plan, facts, schedule) if machine else None
-        is_all = not is_fullest or spec.activations.tiers != {Tier.DEVICE}  # a host counts all
+        is_all = limit is None or spec.activations.tiers != {Tier.DEVICE}  # a host counts all
         stands_for = None if is_all else fullest_of(schedule, stages)
-        flight = in_flight(spec, schedule, stages, memory, timing, stands_for)
+        flight = in_flight(spec, schedule, stages, memory, timing, stands_for, most)
         step = flight.step
         memory, peaks = memory.and_then(flight.memory), flight.peaks
     else:
@@ -320,7 +343,7 @@ def _exact_stages(
         undefined=undefined,
         step=step,
     )
-    if is_fullest:
+    if limit is not None:
         return estimate
     accounts, account_of = pipeline.accounts(spec, plan, facts, stages, schedule)
     keys = dict.fromkeys(row.key for rows in accounts for row in rows)
@@ -342,11 +365,12 @@ def _of_key(key: TrafficKey, rows: Iterable[Traffic]) -> Traffic:
 
 
 def _exact_part(
-    spec: Spec, plan: Plan, part: RanksPart, machine: Machine | None, *, is_fullest: bool
+    spec: Spec, plan: Plan, part: RanksPart, machine: Machine | None, *, limit: float | None
 ) -> Estimate:
     """Of the ranks that have this part of the model, without what its operators send but to
     experts."""
     facts, index = part.facts, part.index
+    most = inf if limit is None else limit
     ghost = wrapping(spec, plan, facts)
     memory = resident(ghost)
     estimate = Estimate(column=Column.EXACT, world_size=spec.world_size, memory=memory)
@@ -355,10 +379,10 @@ def _exact_part(
         estimate = replace(estimate, undefined=_untold(spec, facts, _NOT_TRACED))
     else:
         timing = machine.of_part(spec, plan, index) if machine else None
-        played = replay(ghost, memory, tensor.cut_of(spec, plan, index), timing)
+        played = replay(ghost, memory, tensor.cut_of(spec, plan, index), timing, most)
         memory = _with_passing(spec, memory, played)
         estimate = replace(estimate, memory=memory, peak=played.peaks, step=played.step)
-    if is_fullest:
+    if limit is not None:
         return estimate
     to_experts = add_traffic(sent_to_experts(spec, plan, loads=part.loads))
     traffic = _with(sent(ghost), to_experts)
@@ -472,7 +496,7 @@ def step_lanes(derivation: Derivation) -> tuple[LaneSpan, ...]:
     spec, facts = derivation.spec, derivation.facts
     spans: list[LaneSpan] = []
     machine = machine_of(spec, derivation.plan, facts)
-    derive(spec, facts, replace(machine, plays_all=True, spans=spans))
+    derive(spec, facts, machine._replace(plays_all=True, spans=spans))
     return tuple(spans)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import inf
 from typing import NamedTuple
 
 from ptrain.axes.pipeline.instructions import Instruction, Message, Receive, Release, Send, training
@@ -19,7 +20,14 @@ from ptrain.derivation.layers import Representatives, passes, represent
 from ptrain.derivation.pipeline import StageParts
 from ptrain.derivation.pipeline_time import PipelineTiming, RankTime, pipeline_time
 from ptrain.derivation.tape import Scene, Tape, Wrap
-from ptrain.derivation.timeline import always, peaks, play_pass, play_update, seed_bytes
+from ptrain.derivation.timeline import (
+    always,
+    least_above,
+    peaks,
+    play_pass,
+    play_update,
+    seed_bytes,
+)
 from ptrain.facts.model import ModelFacts, Passes, net
 from ptrain.spec.placement import Axis
 from ptrain.spec.rates import Hook
@@ -118,9 +126,11 @@ def play_rank(
     instructions: Iterable[Instruction],
     is_last: int,
     clock: Clock | None = None,
+    most: float = inf,
 ) -> Played:
-    """`instructions` of one step; `is_last` is the index of the model's last stage."""
-    rank = _RankStep(spec, parts, is_last, clock)
+    """`instructions` of one step; `is_last` is the index of the model's last stage. Raises TooLarge
+    for a peak above `most`."""
+    rank = _RankStep(spec, parts, is_last, Tape(clock=clock, most=most))
     for instruction in instructions:
         match instruction:
             case Action():
@@ -186,8 +196,8 @@ class _Stage:
 
 
 class _RankStep:
-    def __init__(self, spec: Spec, parts: Sequence[Part], last: int, clock: Clock | None) -> None:
-        self.tape, self.last = Tape(clock=clock), last
+    def __init__(self, spec: Spec, parts: Sequence[Part], last: int, tape: Tape) -> None:
+        self.tape, self.last = tape, last
         self.seconds: dict[Action, float] = {}
         self.tails: dict[Action, float] = {}
         self.stages = {part.index: _stage(spec, part, self.tape) for part in parts}
@@ -381,8 +391,7 @@ class _Boundaries:
 Place = tuple[int, int, int]  # along pp, along tp, and of a rank's tokens where these differ
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Flight:
+class Flight(NamedTuple):
     """Rows of activations and of gathered units, and the peaks, by rank."""
 
     memory: ByRank[Footprint]
@@ -397,9 +406,12 @@ def in_flight(
     base: ByRank[Footprint],
     timing: PipelineTiming | None = None,
     stands_for: Mapping[int, int] | None = None,
+    limit: float = inf,
 ) -> Flight:
     """`base` are the resident rows; where `timing` is given clocks go along. `stands_for`: which
-    place along pp is played for each, itself where nothing is said."""
+    place along pp is played for each, itself where nothing is said. Raises TooLarge for a peak
+    above `limit`."""
+    most = least_above(base, limit)
     played: dict[Place, _Rank] = {}
     like: dict[Place, Place] = {}
     first: dict[Hashable, Place] = {}
@@ -417,7 +429,9 @@ def in_flight(
         if key not in played:
             of_rank = [parts.of(stage, index, rows) for stage in own]
             clock = timing.clock.another() if timing else None
-            step = play_rank(spec, of_rank, instructions[stand_in], schedule.stages - 1, clock)
+            step = play_rank(
+                spec, of_rank, instructions[stand_in], schedule.stages - 1, clock, most
+            )
             sums = [row for stage in own for row in stages[stage].tied(index)] if clock else []
             played[key] = _Rank(spec, step, sums)
     ranks = [like[place] for place in places]

@@ -9,9 +9,10 @@ send is one hop. Nothing is hidden behind a computation.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from itertools import product
+from typing import NamedTuple
 
 from ptrain.cost import Collective, Phase, Traffic, busiest
 from ptrain.spec.placement import Axis
@@ -98,8 +99,7 @@ def _nodes(
 _FEW_RANKS = 8
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Link:
+class Link(NamedTuple):
     """What a step of one rank of `axis` sends through the slowest link of its groups, which is that
     between their `nodes` nodes, or within the one that each group is in: `calls` collectives of
     together `hops` hops, and `sent_bytes`, which in a ring is what each link carries."""

@@ -15,10 +15,9 @@ by themselves.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 from ptrain.axes.context.attention import context_of, part_at
 from ptrain.derivation import archive, blocks, tables
@@ -36,7 +35,6 @@ from ptrain.derivation.tables import (
 from ptrain.facts.model import Passes, UnitFacts, of_first_stage, of_later_stage
 from ptrain.facts.stages import Stage
 from ptrain.spec.activations import PLAIN, Kept
-from ptrain.spec.batch import Batch
 from ptrain.spec.dials import UnitKind
 from ptrain.spec.model import Attention, ModelShape
 from ptrain.spec.placement import Axis
@@ -46,8 +44,7 @@ from ptrain.timeline import Boundary, Complete, Item, Kind, Mark, Repeated, Run,
 Turns = tuple[tuple[int, int], ...]  # places of blocks, and how many each stands for
 
 
-@dataclass(frozen=True, slots=True)
-class Representatives:
+class Representatives(NamedTuple):
     """Who is played: `turns` by block, `units` and their `times`."""
 
     turns: Turns
@@ -76,7 +73,7 @@ def represent(
     places = turns(kinds, reach + 1)
     times_of = {blocks[place]: times for place, times in places}
     gone = {*blocks} - times_of.keys()
-    played = [(unit, _block(unit)) for unit in units]
+    played = [(unit, ".".join(unit.modules[0].split(".")[:2])) for unit in units]
     return Representatives(
         places,
         tuple(unit for unit, block in played if block not in gone),
@@ -113,11 +110,6 @@ def turns(kinds: Sequence[Hashable], apart: int) -> Turns:
     return tuple(places)
 
 
-def _block(unit: UnitFacts) -> str:
-    """The block that a unit of a built-in model is of: `blocks.7` of `blocks.7.attention`."""
-    return ".".join(unit.modules[0].split(".")[:2])
-
-
 Units = tuple[tuple[str, ...], ...]
 Places = dict[tuple[Mark, str], int]
 Pairs = tuple[tuple[str, int], ...]
@@ -133,8 +125,7 @@ _PASSES = {
 _HALVES = (Kind.INPUT, Kind.WEIGHT)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerPasses:
+class LayerPasses(NamedTuple):
     """Layers, first to last: their numbers in the model, and how their activations are kept.
     `held`: bytes of the first one's input, where it is another stage's; `head`: a loss in chunks
     behind them."""
@@ -299,7 +290,7 @@ def _passes(layers: LayerPasses, items: Mapping[Kind, tuple[Item, ...]]) -> Pass
     else:
         hidden = _hidden_bytes(layers.setting)
         of_stage = of_later_stage(items, output=layers.output(), hidden=hidden)
-    return replace(of_stage, moved=layers.moved, repeated=layers.repeated)
+    return of_stage._replace(moved=layers.moved, repeated=layers.repeated)
 
 
 def moved_and_repeated(spec: Spec, stage: Stage, cut: RankCut) -> tuple[Pairs, Pairs]:
@@ -347,7 +338,7 @@ def _head(setting: Setting, layers: int) -> LossHead | None:
         return head
     if not blocks.block(setting.without_context, PLAIN, Attention.SDPA).frees_input:
         return head
-    return replace(head, forward=(Run(0, -_hidden_bytes(setting)), *head.forward))
+    return head._replace(forward=(Run(0, -_hidden_bytes(setting)), *head.forward))
 
 
 def timeline(
@@ -389,7 +380,9 @@ def is_tabulated(spec: Spec) -> bool:
     shape = spec.model
     if not isinstance(shape, ModelShape) or shape.tabulated is None:
         return False
-    if _is_column(spec.batch) or drops_in_parts(spec) or is_by_operators(spec):
+    # each sample of several has one target: a loss need not copy what it copies in the tables
+    is_column = spec.batch.sequence == 1 and spec.batch.micro > 1
+    if is_column or drops_in_parts(spec) or is_by_operators(spec):
         return False
     if spec.loss.user_function is not None:
         return False
@@ -428,9 +421,3 @@ def _are_slices_known(spec: Spec, shape: ModelShape) -> bool:
         return False
     setting = setting_of(spec, RankCut(context=part_at(step, 0)))
     return setting.name(TablePart.CONTEXT) in archive.names(TablePart.CONTEXT)
-
-
-def _is_column(batch: Batch) -> bool:
-    """Whether each sample of several has one target: these are contiguous, and what a loss copies
-    in the tables is not copied."""
-    return batch.sequence == 1 and batch.micro > 1

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from functools import cache, partial
+from typing import NamedTuple
 
 from ptrain.axes.pipeline.schedule import Schedule
 from ptrain.axes.pipeline.stage_facts import chain_of
@@ -26,8 +26,7 @@ from ptrain.steps.step import Plan
 _NOBODY = "ranks that wait leave their cores to nobody: the cluster has no rates of fewer at once"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
+class Machine(NamedTuple):
     """The `pace` of a rank, and the `work` of a micro-batch of the whole model by its place along
     tp. `plays_all`: every block by itself, whatever stands for it else. `fewer` is the pace while
     so many ranks of the job compute at once and the others wait, if it is known. `spans` is filled

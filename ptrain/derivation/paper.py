@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from math import prod
-from typing import assert_never
+from typing import NamedTuple, assert_never
 
-from ptrain.algebra.compose import IDENTITY, Product, compose, lift, product
+from ptrain.algebra.compose import IDENTITY, compose, lift, product
 from ptrain.axes.context.attention import left_to_others
 from ptrain.axes.data.form import frozen_factors, places_frozen
 from ptrain.axes.ring import Calls, Group
@@ -70,8 +69,7 @@ def paper(spec: Spec, facts: ModelFacts) -> Estimate:
 NumelOf = Callable[[UnitFacts | ModelFacts], int]
 
 
-@dataclass(frozen=True, slots=True)
-class Placed:
+class Placed(NamedTuple):
     """Tensors that are placed alike: the tuples by axis, bytes by state, and how many elements of
     some units they are."""
 
@@ -147,17 +145,13 @@ def _memory(spec: Spec, placed: Sequence[Placed], facts: ModelFacts) -> ByRank[F
     for part in placed:
         shares = product(part.factors)
         for state, size in part.sizes.items():
-            held[state].update(_tiers(shares, state, size))
+            held[state].update({f"{tier}_bytes": shares[state].on(tier, size) for tier in Tier})
             if shares[state].needs_unit:
                 unit = ceil_div(reconstruction_unit(facts, part.numel_of), ranks)
                 whole_units += unit * itemsizes(spec)[state]
     rows = [*held.items(), (State.TRANSIENT, Counter({"device_bytes": whole_units}))]
     alike = [Footprint(state=state, rank=0, **tiers) for state, tiers in rows]
     return ByRank(([alike], [0] * spec.world_size))
-
-
-def _tiers(placed: Product, state: State, size: int) -> dict[str, int]:
-    return {f"{tier}_bytes": placed[state].on(tier, size) for tier in Tier}
 
 
 def _traffic(factors: Sequence[Factor], sizes: dict[State, int]) -> Iterator[Traffic]:

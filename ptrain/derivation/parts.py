@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from ptrain.by_rank import of_own
 from ptrain.cost import Estimate
@@ -30,8 +31,7 @@ class RanksPart:
     loads: ByLayer | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RanksParts:
+class RanksParts(NamedTuple):
     """The parts, with the `axes` along which places are counted."""
 
     axes: tuple[Axis, ...]

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import chain
+from typing import NamedTuple
 
 from ptrain.axes.context.cost import own_kept
 from ptrain.axes.context.cost import sent as sent_over_context
@@ -96,8 +97,7 @@ def stage_plan(plan: Plan, stage: Stage, ends: Ends = ENDS) -> Plan:
     return plan.having(replace(plan.tensor, roles=roles))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageParts:
+class StageParts(NamedTuple):
     """One stage: the plan as it sees it, its facts, and what the ranks of tp have of it, each part
     in its wrapping, with their places; where these were traced, the passes of each place, and as
     formulas of where tokens go where that changes them. `like`:
@@ -163,7 +163,7 @@ def staged(spec: Spec, plan: Plan, facts: ModelFacts) -> tuple[StageParts, ...]:
                 passes=passes,
                 formulas=facts.stage_rows[stage.index] if facts.stage_rows else (),
             )
-        all_parts.append(replace(first[kind], stage=stage))
+        all_parts.append(first[kind]._replace(stage=stage))
     return tuple(all_parts)
 
 
@@ -275,7 +275,11 @@ def accounts(
                 *over_boundaries(spec, plan, (t for t in crossing if t.rank == rank), model),
                 *norm(ghost),
                 *summed(spec, plan, [stages[s].facts for s in step.stages_of(rank)]),
-                *(row for s in step.stages_of(rank) for row in _at(of_stage[s][index], shard)),
+                *(
+                    row
+                    for s in step.stages_of(rank)
+                    for row in of_stage[s][index][shard if len(of_stage[s][index]) > 1 else 0]
+                ),
                 *sent_to_experts(
                     spec,
                     plan,
@@ -314,10 +318,6 @@ def _places(
     shards = plan.differing_axes if is_uneven else ()
     axes = (step.axis,), cut, shards, spec.routing_axes if loads else ()
     return list(zip(*(positions(spec, names) for names in axes), strict=True))
-
-
-def _at(shards: Sequence[Rows], shard: int) -> Rows:
-    return shards[shard] if len(shards) > 1 else shards[0]
 
 
 def over_boundaries(

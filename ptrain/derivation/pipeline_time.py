@@ -10,7 +10,8 @@ them updates, so that updates begin when the last rank's passes are over.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 from ptrain.axes.pipeline.instructions import given
 from ptrain.axes.pipeline.schedule import Action, Schedule
@@ -26,8 +27,7 @@ from ptrain.spec.spec import Spec
 from ptrain.timeline import Kind
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PipelineTiming:
+class PipelineTiming(NamedTuple):
     """What the time of a pipeline's step is made of: a clock, the work of a micro-batch by place
     along tp, the names of the model's blocks, the schedule, and a message's bytes. `speed`: how
     much faster ranks are of so many places alone, where they share cores; `assumed` is what is said
@@ -80,7 +80,7 @@ class PipelineTiming:
         kinds = _kinds(self.schedule, stage.index)
         items = {kind: items for kind, items in passes.items.items() if kind in kinds}
         ends = stage.index == 0, stage.index == self.schedule.stages - 1
-        own = replace(passes, items=items)
+        own = passes._replace(items=items)
         return timing.of_stage(self.spec, stage, ends, played, units, own, self.blocks)
 
 
@@ -92,8 +92,7 @@ def _kinds(schedule: Schedule, stage: int) -> set[Kind]:
     return {action.kind for action in actions if action.stage == stage}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankTime:
+class RankTime(NamedTuple):
     """Of a rank at one `place` along pp: the seconds of each of its actions, of these the `tails`
     since the last collective, those of all its passes, and its clock when the step is over."""
 

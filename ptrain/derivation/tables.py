@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from functools import cache, cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from ptrain.axes.context.attention import ContextPart
 from ptrain.axes.tensor.cost import Cut
@@ -142,8 +142,7 @@ class Setting:
                 return kind
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankCut:
+class RankCut(NamedTuple):
     """What a rank has of a layer, and of a sample: `tensor` of its operators, `context` of its
     tokens; None of all of them."""
 
@@ -169,8 +168,7 @@ def setting_of(spec: Spec, cut: RankCut) -> Setting:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Monomial:
+class Monomial(NamedTuple):
     """`coefficient · Π symbol^exponent`, in elements of the compute dtype or in bytes.
     `is_statistics`: it is what attention keeps beside its output, which depends on its kernel."""
 
@@ -318,8 +316,7 @@ SYMBOLS = ("hidden", "tokens", "chunk", "rest", "vocab_all", "vocab", "tp")
 _BLOCK = "blocks.*"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LossHead:
+class LossHead(NamedTuple):
     """As `tables.merged` gives it: what follows the last block in forward and precedes it in
     backward; `output`, bytes of what a stage hands on."""
 
@@ -334,8 +331,7 @@ class LossHead:
         return [*self.backward, *last[last.index((Mark.PRE_BACKWARD, _BLOCK)) :]]
 
 
-@dataclass(frozen=True, slots=True)
-class Pieces:
+class Pieces(NamedTuple):
     """Events of `least` chunks or more: `every` and `later` are there once more for each chunk that
     is more."""
 
@@ -360,7 +356,7 @@ class Pieces:
         behind = _without(self.behind[::-1], self.later[::-1])
         if front is None or behind is None:
             return None
-        return replace(self, least=self.least - 1, front=front, behind=behind[::-1])
+        return self._replace(least=self.least - 1, front=front, behind=behind[::-1])
 
 
 def has_own_tables(kind: str) -> bool:

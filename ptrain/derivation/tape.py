@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from math import inf
+from typing import NamedTuple, Protocol
 
 from ptrain.axes.ring import Calls, Group, group_over
 from ptrain.cost import Collective, Phase, Spent, State, Traffic, TrafficKey
@@ -61,12 +62,16 @@ class Account:
         self.rows.append(Traffic(key=key, calls=times, payload_bytes=times * size, sent_bytes=0))
 
 
+class TooLarge(Exception):
+    """The peak of a step is above the limit up to which it is played."""
+
+
 @dataclass(slots=True)
 class Tape:
     """A rank's step as it happens. Of device memory: bytes above what lives for the whole step, and
     their maximum by phase. Of what is sent: where there is an `account`; of time, where there is a
     `clock`. `hooks` are what a room's collectives take of the host. Nothing is read unless
-    `is_reading`."""
+    `is_reading`. A peak above `most` ends the step."""
 
     level: int = 0
     peak: int = 0
@@ -76,9 +81,13 @@ class Tape:
     is_reading: bool = True
     clock: Clock | None = None
     hooks: dict[Collective, Hook] = field(default_factory=dict)
+    most: float = inf
 
     def enter(self, phase: Phase) -> None:
-        """What follows counts for `phase`, what lives already included."""
+        """What follows counts for `phase`, what lives already included. Raises TooLarge for a peak
+        above `most`."""
+        if self.peak > self.most:
+            raise TooLarge
         self.peaks[self.phase] = max(self.peaks.get(self.phase, 0), self.peak)
         self.phase, self.peak = phase, self.level
         if self.clock is not None:
@@ -195,8 +204,7 @@ def _uncast(dtype: DType) -> Layout:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Scene:
+class Scene(NamedTuple):
     """What every wrap is made from: the tape it writes to, and what it may read."""
 
     tape: Tape

@@ -166,7 +166,7 @@ def _local_units(
         if dim is None:
             return tensor
         own = (*shape[:dim], length[shape[dim]], *shape[dim + 1 :])
-        return replace(tensor, shape=own, cut_over=(*tensor.cut_over, axis))
+        return tensor._replace(shape=own, cut_over=(*tensor.cut_over, axis))
 
     return tuple(
         UnitFacts(modules=unit.modules, tensors=tuple(map(local, unit.tensors)))

@@ -10,7 +10,7 @@ What is recomputed does not count.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ptrain.cost import StepTime
 from ptrain.facts.model import ModelFacts
@@ -21,8 +21,7 @@ from ptrain.spec.spec import Spec
 _OF_A_PARAMETER, _FULL, _CAUSAL = 6, 12, 6
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Throughput:
+class Throughput(NamedTuple):
     """Tokens per second of the whole job. `mfu_full` and `mfu_causal`: None where the cluster says
     no `flops`, or the model's shape is not known."""
 

@@ -5,9 +5,9 @@ allocations, and what of it is activations and gathered units.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import assert_never
+from math import inf
+from typing import NamedTuple, assert_never
 
 from ptrain.by_rank import ByRank, KeyT, rows_by_rank
 from ptrain.cost import Footprint, Peak, Phase, State, StepTime
@@ -19,7 +19,7 @@ from ptrain.derivation.ghosts.wrapping import Wrapping, micro_batches
 from ptrain.derivation.layers import Representatives, represent
 from ptrain.derivation.memory import resident, sum_in_time
 from ptrain.derivation.tables import RankCut, setting_of
-from ptrain.derivation.tape import Marks, Scene, Tape, Wrap
+from ptrain.derivation.tape import Marks, Scene, Tape, TooLarge, Wrap
 from ptrain.errors import PtrainError
 from ptrain.facts.model import ModelFacts
 from ptrain.spec.model import ModelShape
@@ -59,8 +59,7 @@ class Slowest:
             self._clock.back_to(self._end)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Replay:
+class Replay(NamedTuple):
     """`saved` and `transient_bytes` at the end of a forward pass, alike on all ranks: that of the
     micro-batch that leaves most, and of the last one; `peaks` by phase and rank; `timelines` is
     what was played, by micro-batch where these differ; `step` is the step's time, where a clock
@@ -78,11 +77,15 @@ def replay(
     base: ByRank[Footprint] | None = None,
     cut: RankCut = _WHOLE,
     timing: Timing | None = None,
+    limit: float = inf,
 ) -> Replay:
     """One steady step. `base` are the resident rows, if they are known already; `cut` is how the
-    layers of a built-in model are; where `timing` is given its clock goes along."""
+    layers of a built-in model are; where `timing` is given its clock goes along. Raises TooLarge
+    for a peak above `limit`."""
     spec, facts, plan = ghost.wrapped.spec, ghost.wrapped.facts, ghost.wrapped.plan
-    tape = Tape(clock=timing.clock if timing else None)
+    base = resident(ghost) if base is None else base
+    clock = timing.clock if timing else None
+    tape = Tape(clock=clock, most=least_above(base, limit))
     reach = None if timing and timing.plays_all else ghost.reach
     played = _represent(spec, facts, reach)
     timeline = model_timeline(spec, facts, played, cut)
@@ -113,7 +116,7 @@ def replay(
         for is_first, is_last, times in micro_batches(plan.accumulate.micro_batches):
             tape.in_time(times, partial(micro_batch, timeline, is_first=is_first, is_last=is_last))
     tape.enter(Phase.UPDATE)
-    peaks = _peaks(scene, wrap, resident(ghost) if base is None else base)
+    peaks = _peaks(scene, wrap, base)
     return Replay(
         timelines=timelines,
         saved=max(reversed(timelines), key=lambda own: own.saved_bytes),
@@ -226,6 +229,17 @@ def play_update(wraps: Sequence[Wrap], shards: Iterable[int]) -> dict[int, int]:
 def always(base: ByRank[Footprint]) -> list[int]:
     """Return by rank the device bytes that live for the whole step."""
     return base.totals(lambda row: row.device_bytes if row.state in _BASE else 0)
+
+
+def least_above(base: ByRank[Footprint], limit: float) -> float:
+    """Return how many bytes above what lives always are too many on every rank. Raises TooLarge if
+    on some rank that alone is."""
+    if limit == inf:
+        return inf
+    lives = always(base)
+    if max(lives) > limit:
+        raise TooLarge
+    return limit - min(lives)
 
 
 def peaks(lives: Sequence[int], keys: Sequence[KeyT], above: Mapping[KeyT, Phases]) -> ByRank[Peak]:

@@ -42,7 +42,10 @@ def wire_rows(exact: Estimate, measured: Estimate) -> tuple[WireRow, ...]:
         WireRow(
             axes=axes,
             predicted_bytes=predicted_bytes(exact, axes),
-            measured_bytes=_mean(measured, axes),
+            measured_bytes=round(
+                sum(row.sent_bytes for row in measured.wire if row.axes == axes)
+                / measured.world_size
+            ),
             factor=_factor(exact, axes),
         )
         for axes in dict.fromkeys(known)
@@ -69,12 +72,6 @@ def factor(row: Traffic) -> Fraction:
 def _steady(rows: Iterable[Traffic]) -> Iterator[Traffic]:
     """Calls between ranks (copies between tiers have no axes), those of every step."""
     return (row for row in rows if row.key.axes and row.key.phase is not Phase.SETUP)
-
-
-def _mean(measured: Estimate, axes: tuple[str, ...]) -> int:
-    return round(
-        sum(row.sent_bytes for row in measured.wire if row.axes == axes) / measured.world_size
-    )
 
 
 def _factor(exact: Estimate, axes: tuple[str, ...]) -> str:

@@ -7,10 +7,10 @@ Layers that are alike share one work, so that who adds up times adds up by kind 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 from ptrain.axes.context.attention import ContextKind, ContextPart
 from ptrain.cost import Collective
@@ -86,8 +86,7 @@ def _traced(plan: Plan, facts: ModelFacts, index: int) -> WorkByKind | None:
     return None if is_cut else facts.work
 
 
-@dataclass(frozen=True, slots=True)
-class _Listed:
+class _Listed(NamedTuple):
     """An operator or a collective as a table has it: `sizes` are numbers; no dtype means that in
     which the model computes; `axis` and `is_whole` as of these."""
 
@@ -106,8 +105,7 @@ class _Listed:
         return Operator(self.kind, self.dtype or compute, dimensions, is_whole=self.is_whole)
 
 
-@dataclass(frozen=True, slots=True)
-class _WorkTable:
+class _WorkTable(NamedTuple):
     """A way of a table; `passes` are lists of operators by their numbers."""
 
     content: Mapping[str, Any]
@@ -172,7 +170,7 @@ class _Evaluated:
             if isinstance(what, Operator):
                 return self._times(what, times)
             own = ranks if what.collective is not Collective.SEND else 0
-            return replace(what, times=times, beside=beside, ranks=own)
+            return what._replace(times=times, beside=beside, ranks=own)
 
         return tuple([entry(*group) for group in groups])
 
@@ -190,7 +188,7 @@ class _Evaluated:
             return operator
         key = id(operator), times
         if key not in self._repeated:
-            self._repeated[key] = replace(operator, times=times)
+            self._repeated[key] = operator._replace(times=times)
         return self._repeated[key]
 
 
@@ -245,11 +243,11 @@ def _each_by_itself(work: LayerWork, setting: Setting) -> LayerWork:
     three, and the gate beside the MLP's first."""
     more = 2 + setting.shape.activation.is_gated
     (hidden,) = {
-        replace(item, times=1) for item in work.forward if isinstance(item, InnerCollective)
+        item._replace(times=1) for item in work.forward if isinstance(item, InnerCollective)
     }
-    sums = (replace(hidden, times=more),)
+    sums = (hidden._replace(times=more),)
     inputs = work.inputs + sums if work.inputs else ()
-    return replace(work, backward=work.backward + sums, inputs=inputs)
+    return work._replace(backward=work.backward + sums, inputs=inputs)
 
 
 @cache

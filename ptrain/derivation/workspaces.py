@@ -19,7 +19,7 @@ confirmed them. Offloaded activations return on streams of their own there
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ptrain.derivation.attention import (
     attention_of,
@@ -155,8 +155,7 @@ _BLOCK, _WARP, _FEWEST, _MOST, _RESIDENT = 512, 32, 16, 256, 2048
 _PROCESSORS = 132  # of an H100; other numbers matter to sums of thousands of columns alone
 
 
-@dataclass(frozen=True, slots=True)
-class Workspace:
+class Workspace(NamedTuple):
     """`device_bytes` is None where nobody knows them."""
 
     what: str
@@ -214,7 +213,9 @@ def sum_of_rows(rows: int, columns: int) -> int:
     are so many rows that several blocks of threads sum a column."""
     vector = next(width for width in (4, 2, 1) if columns % width == 0)
     threads = _BLOCK // vector
-    across, down = (min(_power_below(n), threads) for n in (columns // vector, rows))
+    across, down = (
+        min(1 << max(n, 1).bit_length() - 1, threads) for n in (columns // vector, rows)
+    )
     wide = min(across, _WARP)
     high = min(down, threads // wide)
     wide = min(across, threads // high)
@@ -229,10 +230,6 @@ def sum_of_rows(rows: int, columns: int) -> int:
     enough = min(ceil_div(target, grid), ceil_div(values, _FEWEST))
     blocks = max(enough, ceil_div(values, _MOST))
     return _FP32 * columns * blocks * wide * vector if blocks > 1 else 0
-
-
-def _power_below(number: int) -> int:
-    return 1 << (max(number, 1).bit_length() - 1)
 
 
 def _of_gpus(spec: Spec) -> Iterator[Workspace]:

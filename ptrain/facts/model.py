@@ -16,7 +16,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import Self
+from typing import NamedTuple, Self
 
 from ptrain.cost import Collective
 from ptrain.facts.stages import Chain, Units
@@ -30,8 +30,7 @@ from ptrain.timeline import Boundary, Complete, Item, Kind, Repeated, Run, Timel
 NO_LAYER = -1
 
 
-@dataclass(frozen=True, slots=True)
-class RowsSize:
+class RowsSize(NamedTuple):
     """`number` bytes, or as many of each row that the experts of a layer get: one of those that
     have experts, first to last."""
 
@@ -43,16 +42,14 @@ class RowsSize:
         return self.number if self.layer == NO_LAYER else self.number * rows[self.layer]
 
 
-@dataclass(frozen=True, slots=True)
-class StorageEvent:
+class StorageEvent(NamedTuple):
     """A storage is allocated, or `is_freed`."""
 
     size: RowsSize
     is_freed: bool
 
 
-@dataclass(frozen=True, slots=True)
-class StorageEvents:
+class StorageEvents(NamedTuple):
     """What is allocated and freed between two boundaries, in order."""
 
     events: tuple[StorageEvent, ...]
@@ -68,8 +65,7 @@ class StorageEvents:
 RowsItem = Boundary | Complete | StorageEvents
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RowsTimeline:
+class RowsTimeline(NamedTuple):
     """One micro-batch, as a `Timeline`."""
 
     forward: tuple[RowsItem, ...]
@@ -97,8 +93,7 @@ def _at(items: Sequence[RowsItem], rows: Sequence[int]) -> Iterator[Item]:
 Items = tuple[Item, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Passes:
+class Passes(NamedTuple):
     """Of one micro-batch on one stage: the items of each kind of pass; bytes of what it hands on
     (hidden states, or logits) and of hidden states. `moved` and `repeated` as a timeline's."""
 
@@ -131,11 +126,10 @@ def passes_of(
         if halves is not None:
             items |= {Kind.INPUT: halves.forward, Kind.WEIGHT: halves.backward}
         passes = of_later_stage(items, output=output, hidden=hidden)
-    return replace(passes, moved=whole.moved, repeated=whole.repeated)
+    return passes._replace(moved=whole.moved, repeated=whole.repeated)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RowsPasses:
+class RowsPasses(NamedTuple):
     """The same as a formula of the rows that the experts of its `layers` get."""
 
     layers: tuple[str, ...]
@@ -193,8 +187,7 @@ def net(item: Item) -> int:
             return 0
 
 
-@dataclass(frozen=True, slots=True)
-class Operator:
+class Operator(NamedTuple):
     """`times` operators of one kind, dtype and size: `dimensions` are its kind's. `is_whole`: of
     fused attention, no mask leaves out half of the scores."""
 
@@ -220,8 +213,7 @@ class Operator:
                 return 0
 
 
-@dataclass(frozen=True, slots=True)
-class InnerCollective:
+class InnerCollective(NamedTuple):
     """A collective within a pass, over the axis that cuts operators or over one that is named, of
     so many neighbouring `ranks` of it (0: of all): bytes of the whole tensor. `beside`: how many
     entries of the pass behind it run before it is awaited."""
@@ -237,8 +229,7 @@ class InnerCollective:
 PassWork = tuple[Operator | InnerCollective, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerWork:
+class LayerWork(NamedTuple):
     """What one layer, or what stands in front of the layers or behind them, computes of one
     micro-batch. `backward` holds what it computes again of forward; `inputs` and `weights` are its
     halves, where these are computed apart."""
@@ -258,8 +249,7 @@ class LayerWork:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelWork:
+class ModelWork(NamedTuple):
     """What a rank computes of one micro-batch, by layer (of all layers of the model, in their
     order). `front` is the embedding; `behind` the last norm, the head and the loss."""
 
@@ -268,8 +258,7 @@ class ModelWork:
     behind: LayerWork
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkByKind:
+class WorkByKind(NamedTuple):
     """A model's work with each kind of layer once: `order` says of which kind each layer is."""
 
     front: LayerWork
@@ -294,8 +283,7 @@ class WorkByKind:
 # Attention of a model that is not built in: the modules that compute it, and of what heads.
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionHeads:
+class AttentionHeads(NamedTuple):
     """Heads of queries, heads of keys and values, and the features of a head."""
 
     heads: int
@@ -303,16 +291,14 @@ class AttentionHeads:
     head_dim: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttendingModule:
+class AttendingModule(NamedTuple):
     """A module whose own code attends, once in a forward pass; by its name in the model."""
 
     name: str
     heads: AttentionHeads
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Attending:
+class Attending(NamedTuple):
     """What slices of the tokens need of a model: its modules that attend, in the order of a forward
     pass, and the argument by which its forward takes the tokens' positions, int64 [1, T]; "" where
     it takes none. `dropping`: the modules whose own code drops out something, outside of attention.
@@ -331,8 +317,7 @@ class Attending:
 # What is known of a model's layers with experts, of which ranks may have some each.
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExpertLayers:
+class ExpertLayers(NamedTuple):
     """All layers with experts of a model, which are alike: `modules` hold those of a layer, first
     to last, a `number` of them; of these a token chooses so many (`chosen`), each of which gets a
     row of `features` elements."""
@@ -343,8 +328,7 @@ class ExpertLayers:
     features: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorFacts:
+class TensorFacts(NamedTuple):
     """A parameter or buffer: canonical dotted name and shape in elements. `cut_over`: it is one
     rank's slice of it along these axes; `is_copy`: a stage's own copy of what another stage has;
     `is_frozen`: it is trained by nobody, so that it has neither a gradient nor optimizer state."""

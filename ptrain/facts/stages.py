@@ -10,15 +10,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from ptrain.errors import Fault, SpecError
 
 Units = tuple[tuple[str, ...], ...]  # the modules of each, as a plan has them
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ends:
+class Ends(NamedTuple):
     """A model's modules in front of its layers and behind them, and parameters that belong to none
     of them."""
 
@@ -26,8 +25,7 @@ class Ends:
     behind: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Chain:
+class Chain(NamedTuple):
     """A model as stages are cut from it: its layers' names, first to last, what surrounds them, and
     `hidden`, the features of what goes from layer to layer. `tied`: tensors in front that are used
     behind too, each with its name there. A layer gives hidden states alone, or `returns` things in
@@ -91,8 +89,7 @@ class Unit(Protocol):
     def numel(self) -> int: ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Layers:
+class Layers(NamedTuple):
     """What is cut: layers first to last, and the tensors in front of them and behind them.
     `tied`: those in front that the last stage uses too, each with the name of the copy that it has
     of them."""

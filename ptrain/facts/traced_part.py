@@ -49,7 +49,7 @@ def _cut(factor: Factor) -> Factor:
     if factor.axis not in (*TOKEN_AXES, *EXPERT_AXES):
         return factor
     placement = replace(factor.placement, parameters=R, optimizer=R, gradients=R)
-    return replace(factor, placement=placement)
+    return factor._replace(placement=placement)
 
 
 def _gpus(cluster: Cluster, ranks: int) -> Cluster:

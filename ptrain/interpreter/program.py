@@ -479,12 +479,23 @@ def interpret(
     *,
     allow_import: bool = False,
 ) -> Program:
-    """The program of a legal spec on this rank: the steps of its plan, executed.
+    """Build the training program of a legal spec on this rank.
 
-    `model`, if given, is wrapped instead of the spec's (`models.initialize`): any module with
-    its own weights, equal on all ranks. Raises SpecError for a spec that is not legal, if the
-    mesh needs other ranks than the world has, and on every rank if the ranks' models, weights,
-    layouts or samples differ.
+    Args:
+        spec: The spec (`ptrain.load(...).spec`).
+        model: An unwrapped module to use instead of the spec's, with identical weights on every
+            rank.
+        world: The ranks. Default: those that the launcher started; without a launcher, one rank.
+        allow_import: Allow the spec to import your code.
+
+    Returns:
+        The program: `forward_backward(samples)` runs one step's passes, `step(lr)` the update.
+
+    Raises:
+        SpecError: The spec is not legal, the mesh needs another number of ranks, or models,
+            weights, layouts or samples differ between ranks. Every rank raises it.
+
+    Example: see `ptrain.measure`.
     """
     if faults := (*check(spec), *executed(spec)):
         raise SpecError(*faults)

@@ -313,7 +313,7 @@ def _rejected(kind: type, error: BaseException, fields: Mapping[str, object]) ->
     named = _FIELD.search(_line(error))
     if named is None or named[1] not in fields:
         return fault
-    return replace(fault, place=f"{fault.place}.{named[1]}")
+    return fault._replace(place=f"{fault.place}.{named[1]}")
 
 
 def _experts(given: object) -> dict[str, object]:

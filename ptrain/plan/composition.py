@@ -8,7 +8,7 @@ plan and to those that a meter saw.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ptrain.axes.context.attention import is_partition
 from ptrain.spec.placement import SAMPLE_AXES
@@ -21,8 +21,7 @@ _FEW_GROUPS = 2
 _FEW_RANKS = 8
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Condition:
+class Condition(NamedTuple):
     """One of a theorem's conditions, whether a plan obeys it, and what that was read off."""
 
     name: str

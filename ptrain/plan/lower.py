@@ -72,18 +72,24 @@ def own_facts(spec: Spec) -> ModelFacts:
 
 
 def lower(spec: Spec, facts: ModelFacts | None = None) -> Plan:
-    """Return the plan of a legal spec.
+    """Return the plan of a legal spec: the steps that wrap its model, in order.
 
     Args:
-        spec: what to run.
-        facts: what is known of its model; a built-in model needs none, any other model's are read
-            off the model itself (`read_facts`).
+        spec: The spec to run.
+        facts: The facts of its model. Built-in models need none; for any other model, read them
+            with `ptrain.read_facts`.
+
+    Returns:
+        The plan. Printed, it lists the PyTorch parts that wrap the model.
 
     Raises:
-        SpecError: the model's layers do not fit the spec, or something in it is not chosen yet.
+        SpecError: The model's layers do not fit the spec, or a value is still `auto`.
 
     Example:
-        >>> print(ptrain.lower(ptrain.load("zero3").spec))
+        >>> import ptrain
+        >>> plan = ptrain.lower(ptrain.load("zero3").spec)
+        >>> plan.spec.name
+        'zero3'
     """
     facts = own_facts(spec) if facts is None else facts
     spec = spec if facts.model is None else replace(spec, model=facts.model)
@@ -219,7 +225,7 @@ def _pipeline(spec: Spec, stages: tuple[Stage, ...]) -> Pipeline | None:
 def _accumulate(spec: Spec) -> Accumulate:
     if spec.batch.micro_is_open:  # a call from Python: commands have chosen
         finding = "auto: how large a micro-batch is, is not chosen yet"
-        raise refused("batch.micro", finding, "pass ptrain.settled(ptrain.load(...))")
+        raise refused("batch.micro", finding, "pass ptrain.resolve_auto(ptrain.load(...))")
     return Accumulate(micro_batches=spec.batch.accumulate)
 
 
@@ -228,7 +234,7 @@ def _keep(spec: Spec, blocks: tuple[str, ...]) -> Keep | None:
     as the model calls them; those of a built-in one are known."""
     if spec.activations.is_open:  # a call from Python: commands have chosen
         finding = "what it recomputes is not chosen yet"
-        raise refused("recompute.budget", finding, "pass ptrain.settled(ptrain.load(...))")
+        raise refused("recompute.budget", finding, "pass ptrain.resolve_auto(ptrain.load(...))")
     if isinstance(spec.model, ModelShape):
         blocks = tuple(f"blocks.{index}" for index in range(spec.model.layers))
     if outside := tuple(blocks_outside(spec, len(blocks))):

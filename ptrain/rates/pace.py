@@ -10,8 +10,7 @@ send through as many network cards as they have ranks on a node.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from ptrain.cost import Collective
 from ptrain.facts.model import Operator, PassWork
@@ -22,8 +21,7 @@ from ptrain.spec.rates import Hook, LinkTier, OperatorKind
 from ptrain.timeline import Kind
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LinkRate:
+class LinkRate(NamedTuple):
     """Seconds of any call, seconds of a hop, and bytes per second of one device."""
 
     call: float

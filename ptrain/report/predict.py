@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 from ptrain.axes.context.draw import balance_text
 from ptrain.by_rank import distinct
@@ -67,8 +67,7 @@ MODEL_STATES = (State.PARAMETERS, State.OPTIMIZER, State.GRADIENTS)
 _BAR = 24  # columns of the longest bar
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reserving:
+class Reserving(NamedTuple):
     """What CUDA's allocator would reserve on a rank: as text, and as a record by kind of segments;
     None of a spec that is not for GPUs."""
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import IntEnum
 from operator import attrgetter
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from ptrain.by_rank import distinct
 from ptrain.cost import TIERS, Footprint, Phase, Traffic, TrafficKey, lower_bytes
@@ -35,8 +35,7 @@ class Importance(IntEnum):
     NAME = 4  # what the row is about; it always stays
 
 
-@dataclass(frozen=True, slots=True)
-class TableColumn:
+class TableColumn(NamedTuple):
     """A column of a table: its title, a cell for each row, and how important it is. Text stands on
     the `left`, numbers on the right."""
 
@@ -77,7 +76,7 @@ def difference_columns(
 def make_columns(rows: Iterable[Sequence[str]], *heads: TableColumn) -> list[TableColumn]:
     """Return the columns of rows that have a cell for each of `heads`."""
     lines = list(rows)
-    return [replace(head, cells=[row[at] for row in lines]) for at, head in enumerate(heads)]
+    return [head._replace(cells=[row[at] for row in lines]) for at, head in enumerate(heads)]
 
 
 def render(columns: Sequence[TableColumn], width: int | None = None) -> str:

@@ -262,11 +262,34 @@ def select(
     budget: float | None = None,
     read: ReadFacts = read_or_kept,
 ) -> PlacementRanking:
-    """Return the ranking of all legal placements of a model, or of a spec with `auto` in it, on so
-    many devices of a cluster; `count` of them are derived exactly: 100, and 6 of a model that no
-    table tells of, whose facts `read` gives. With the objective `devices` on the fewest on which
-    `tokens` are trained within a `deadline` (30d) or a `budget`, with `cost` on as many as take
-    least for a token. Raises SpecError for a job that cannot be searched."""
+    """Search all legal placements of a model on a cluster, the best first.
+
+    Args:
+        source: A model name or file, or a spec in which `auto` or missing values are searched.
+        overrides: Overrides as on the command line; what they set is not searched.
+        cluster: The name or file of a cluster. Default: the cluster of the spec.
+        devices: The number of devices. Default: all devices of the cluster.
+        objective: `time` per step, `memory`, `traffic`, `devices` or `cost`.
+        where: Conditions on figures that a placement must satisfy.
+        count: How many candidates to predict exactly. Default: 100, or 6 for a model that must be
+            traced.
+        tokens: With the objectives `devices` and `cost`: the length of the training (`15T`).
+        deadline: With the objective `devices`: the time limit (`30d`).
+        budget: With the objective `devices`: the limit of the price, in the cluster's currency.
+        read: Reads the facts of models that must be traced.
+
+    Returns:
+        The ranking; `best` is its first row, and `spec` the best placement as a spec.
+
+    Raises:
+        SpecError: The job cannot be searched, or no number of devices satisfies the demand.
+
+    Example:
+        >>> import ptrain
+        >>> ranking = ptrain.select("llama-tiny", cluster="laptop", devices=2, objective="memory")
+        >>> ranking.spec.world_size
+        2
+    """
     job = searched_job(source, overrides, cluster=cluster, devices=devices, where=where)
     usual = BEST if job.stand_in is None else _BEST_TRACED
     chooser = Chooser(job, SearchGoal(objective), count=count or usual, read=read)

@@ -260,7 +260,7 @@ class Deriver:
             machine = self._machine(spec)
         except UnknownRate:
             return None
-        return replace(machine, work=lambda index: self._work(spec, machine, index))
+        return machine._replace(work=lambda index: self._work(spec, machine, index))
 
     def _fitting(self, scored: Iterable[Scored], count: int) -> Iterator[Ranked]:
         """The first so many that fit, of those that are tried."""

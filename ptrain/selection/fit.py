@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ptrain.by_rank import largest
 from ptrain.cost import Estimate, Footprint, State
@@ -32,8 +32,7 @@ HOST_UNKNOWN = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fit:
+class Fit(NamedTuple):
     """The figures that decide whether a spec fits, and the answer.
 
     `peak_bytes` None: no peak is known for the device that runs the spec, and `why` gives the

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from math import gcd, log
 from pathlib import Path
 from typing import Any
@@ -111,11 +111,7 @@ def with_heads(work: ModelWork, shape: ModelShape, like: ModelShape) -> ModelWor
 
 
 def _layer_with_heads(layer: LayerWork, shape: ModelShape, like: ModelShape) -> LayerWork:
-    passes = {
-        spot.name: tuple(_with_heads(item, shape, like) for item in getattr(layer, spot.name))
-        for spot in fields(layer)
-    }
-    return LayerWork(**passes)
+    return LayerWork(*(tuple(_with_heads(item, shape, like) for item in work) for work in layer))
 
 
 def _with_heads(
@@ -125,7 +121,7 @@ def _with_heads(
         return item
     samples, heads, queries, keys, _ = item.dimensions
     of_rank = max(1, heads * shape.heads // like.heads)
-    return replace(item, dimensions=(samples, of_rank, queries, keys, shape.head_dim))
+    return item._replace(dimensions=(samples, of_rank, queries, keys, shape.head_dim))
 
 
 _TOKENS, _SEQUENCE = 4e6, 4096  # of a step and of a sample, where nothing is written

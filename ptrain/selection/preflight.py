@@ -14,10 +14,12 @@ from functools import partial
 from itertools import combinations
 from math import inf
 from operator import attrgetter
+from typing import NamedTuple
 
 from ptrain.algebra.legality import Located
 from ptrain.cost import Estimate
 from ptrain.derivation.estimate import facts_from_shape, fullest_alone, step_seconds
+from ptrain.derivation.tape import TooLarge
 from ptrain.errors import DoesNotFit, SpecError
 from ptrain.facts.model import ModelFacts
 from ptrain.facts.traced_part import traced_part
@@ -32,7 +34,7 @@ from ptrain.selection.alternatives import (
     reset_overrides,
 )
 from ptrain.selection.fit import Fit, fit, host_text, room_text
-from ptrain.selection.recompute import ChosenDocument, settled
+from ptrain.selection.recompute import ChosenDocument, resolve_auto
 from ptrain.spec.load import load
 from ptrain.spec.placement import DATA_AXES
 from ptrain.spec.spec import Spec
@@ -51,8 +53,7 @@ _TRIED = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Variant:
+class Variant(NamedTuple):
     """A changed spec of the same job, with the overrides that make it and its derived costs.
     `seconds` is None where no step time is predicted."""
 
@@ -89,8 +90,7 @@ class Variant:
         return f"  {claim}{ranks}: {self.command} → step time {time}, {peak}{host}, {spare}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FitAdvice:
+class FitAdvice(NamedTuple):
     """Changes that fit, best first, or else the closest one. `untraced` are changes that were not
     derived, because the model would have to be traced for each of them."""
 
@@ -186,21 +186,23 @@ def _shorten(variant: Variant, reload: Reload) -> Variant:
     for override in variant.overrides:
         fewer = tuple(said for said in variant.overrides if said != override)
         with suppress(SpecError):
-            if settled(reload(fewer)).but(resolved={}) == variant.spec.but(resolved={}):
-                variant = replace(variant, overrides=fewer)
+            if resolve_auto(reload(fewer)).but(resolved={}) == variant.spec.but(resolved={}):
+                variant = variant._replace(overrides=fewer)
     return variant
 
 
 @dataclass(slots=True, kw_only=True)
 class _Search:
     """The search for changes of the spec as it is `now`. `tried` are all changes that were derived,
-    None where one is refused or no better; `untraced` the first of each kind that were not."""
+    None where one is refused or no better; `untraced` the first of each kind that were not.
+    `fits_alone`: a single change on the device fits."""
 
     now: Variant
     facts: ModelFacts
     reload: Reload
     tried: dict[Overrides, Variant | None] = field(default_factory=dict)
     untraced: dict[tuple[ChangeKind, ...], str] = field(default_factory=dict)
+    fits_alone: bool = False
 
     def run(self) -> tuple[Variant, ...]:
         """Try single changes on the device; if none fits, combined ones and more ranks. If fewer
@@ -244,6 +246,7 @@ class _Search:
         for said in choices:
             variant = self._try((kind,), said)
             is_fitting |= variant is not None and variant.fit.fits is True
+            self.fits_alone |= is_fitting and kind is not ChangeKind.OFFLOAD
             if is_fitting and kind is ChangeKind.MICRO:
                 break  # a smaller one is slower
         return is_fitting
@@ -269,22 +272,31 @@ class _Search:
             if facts is None:
                 self.untraced[kinds] = shlex.join(said)  # the last is the smallest of its kind
                 return None
-            memory_fit = fit(after, fullest_alone(after, facts))
-        except SpecError:
+            memory_fit = fit(after, fullest_alone(after, facts, self._limit(after)))
+        except (SpecError, TooLarge):
             return None
         variant = Variant(spec=after, overrides=said, kinds=kinds, fit=memory_fit)
         is_better = memory_fit.fits is not False or variant.missing_bytes < now.missing_bytes
         return variant if is_better and memory_fit.peak_bytes is not None else None
 
+    def _limit(self, after: Spec) -> float:
+        """Return a peak above which a changed spec is no better than the spec as it is now, or than
+        a single change on the device that fits: then only others that fit are of interest."""
+        cluster = after.cluster
+        if cluster is None or cluster.device_memory is None:
+            return inf
+        short = 0 if self.fits_alone else max(0, self.now.missing_bytes)
+        return cluster.device_memory - cluster.reserved_bytes + short
+
     def _load(self, said: Overrides) -> tuple[Spec, Overrides]:
         """Load the typed spec with these overrides. Dials that refuse them are set back."""
         try:
-            return settled(self.reload(said)), said
+            return resolve_auto(self.reload(said)), said
         except SpecError as error:
             if not (more := reset_overrides(error.faults)):
                 raise
             said = (*said, *more)
-            return settled(self.reload(said)), said
+            return resolve_auto(self.reload(said)), said
 
     def _facts_of(self, after: Spec) -> ModelFacts | None:
         """Return the facts of a changed spec; None where only another trace has them."""
@@ -295,7 +307,7 @@ class _Search:
         """Add the time of a step, which takes longer to derive than the peak."""
         facts = self._facts_of(variant.spec)
         assert facts is not None, "its peak was derived from them"
-        return replace(variant, seconds=step_seconds(variant.spec, facts))
+        return variant._replace(seconds=step_seconds(variant.spec, facts))
 
     def _combine(self, kinds: Iterable[ChangeKind]) -> None:
         """Add up the changes that need least of each kind, as long as each lowers the peak. If the

@@ -1,10 +1,17 @@
-"""`recompute: {budget: SIZE}`: the policy that computes least again and fits. Pure: it is chosen
-from predictions, before anything is built, and so alike on every rank."""
+"""`recompute: {budget: SIZE}`: the policy that computes least again and fits; `batch.micro: auto`:
+the largest micro-batch that does. Both are chosen from predictions, before anything is built, and
+so alike on every rank.
+
+The micro-batch is step 4 of the notes' recipe, which raises it on a device until that runs out of
+memory; `ptrain simulate --rehearse` runs the predicted one on a device. What a step accumulates
+follows (Theorem 3: the global batch stays what it is).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 from ptrain.algebra.legality import Located, is_sound, require
 from ptrain.derivation.estimate import derive
@@ -13,7 +20,8 @@ from ptrain.derivation.operations import operations
 from ptrain.derivation.workspaces import unclaimed
 from ptrain.errors import Fault, refused
 from ptrain.plan.lower import lower, own_facts
-from ptrain.selection.micro import with_largest_micro
+from ptrain.selection.alternatives import with_micro
+from ptrain.selection.fit import Fit, fit
 from ptrain.spec.activations import ATTENTION_ONLY, FULL, PLAIN, SELECTIVE, Kept, Policy
 from ptrain.spec.model import Attention, ModelShape
 from ptrain.spec.placement import DATA_AXES, Factor, M, R, Tier
@@ -22,23 +30,39 @@ from ptrain.spec.write import to_mapping
 from ptrain.units import format_bytes
 
 _PLACE = "recompute.budget"
+_MICRO = "batch.micro"
+_NUMBER = "write batch.micro as a number"
 _DEVICE = frozenset({Tier.DEVICE})
 _TEMPORARY = 0.001  # an offload copies through the device: a share of the peak that is no finding
 _SPARSE = (4, 3, 2)  # every n-th block, before every one
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChosenDocument:
+class ChosenDocument(NamedTuple):
     """A document's spec with what was chosen for it; its faults stand where the document's do."""
 
     spec: Spec
     locate: Callable[[Fault], Fault]
 
 
-def settled(document: Located) -> Spec:
-    """The document's spec, legal and with its micro-batch and its policy chosen. Raises SpecError
-    where it is not legal or does not run, where nobody knows which micro-batch fits, and where
-    nothing keeps its budget."""
+def resolve_auto(document: Located) -> Spec:
+    """Return a legal spec whose `auto` micro-batch and recompute policy are resolved.
+
+    Args:
+        document: A loaded document (`ptrain.load`).
+
+    Returns:
+        The spec. The micro-batch is the largest that is predicted to fit the cluster's devices,
+        the policy the one that recomputes least within `recompute.budget`.
+
+    Raises:
+        SpecError: The spec is illegal or not supported, or no value satisfies the memory limit.
+
+    Example:
+        >>> import ptrain
+        >>> document = ptrain.load("8b-zero3", ["batch.micro=auto", "batch.global=64"])
+        >>> ptrain.resolve_auto(document).batch.micro
+        2
+    """
     if document.spec.batch.micro_is_open:  # which of them are legal is seen once one is chosen
         document = ChosenDocument(spec=with_largest_micro(document.spec), locate=document.locate)
     spec = require(document)
@@ -158,7 +182,7 @@ def _plain(factor: Factor) -> Factor:
     is_m = factor.placement.activations.distribution is M.distribution
     if factor.axis not in DATA_AXES or not is_m:
         return factor
-    return replace(factor, placement=replace(factor.placement, activations=R))
+    return factor._replace(placement=replace(factor.placement, activations=R))
 
 
 def _name(spec: Spec) -> str:
@@ -168,3 +192,64 @@ def _name(spec: Spec) -> str:
     every = words.get("every", 1)
     name = str(words.get("policy") or f"keep: {words.get('keep')}")
     return name if every == 1 else f"{name} for every {every} blocks"
+
+
+def with_largest_micro(spec: Spec) -> Spec:
+    """Return the spec with the largest micro-batch that fits; where none does, with the smallest
+    that is legal, so that what does not fit is told like any other spec. The spec itself, whose
+    faults say why, where none is legal. Raises SpecError where nobody knows what fits."""
+    if spec.cluster is None:
+        finding = "auto: how much memory a device has nobody says"
+        raise refused(_MICRO, finding, f"name a cluster (cluster.preset=h100-8), or {_NUMBER}")
+    if not isinstance(spec.model, ModelShape):
+        finding = "not yet: auto, of a model whose peaks are known once it is traced"
+        raise refused(_MICRO, finding, _NUMBER)
+    if spec.activations.budget is not None:
+        finding = "not yet: auto beside recompute.budget, which is chosen by a peak too"
+        raise refused(_MICRO, finding, f"{_NUMBER}, or recompute=selective or recompute=full")
+    smallest = spec
+    for candidate in _candidates(spec):
+        memory_fit = _fit(candidate)
+        # offloaded states on a host of unknown memory are the same for all micro-batches
+        if memory_fit.fits_device and memory_fit.fits is not False:
+            return _because(candidate, f"the largest whose predicted peak fits{_tries(spec)}")
+        smallest = _because(candidate, "the smallest there is: none fits")
+    return smallest
+
+
+def _candidates(spec: Spec) -> Iterator[Spec]:
+    """Yield the legal specs of the same global batch, the largest micro-batch first."""
+    samples = spec.batch.global_samples // spec.data_degree
+    for micro in range(samples, 0, -1):
+        if samples % micro == 0:
+            candidate = _chosen(spec, micro)
+            if is_sound(candidate):
+                yield candidate
+
+
+def _chosen(spec: Spec, micro: int) -> Spec:
+    """Return the spec with a micro-batch that is written, in what it resolves to as well."""
+    variant = with_micro(spec, micro)
+    batch = replace(variant.batch, micro_is_open=False)
+    said = spec.resolved["batch"]
+    assert isinstance(said, dict), "a section"
+    return replace(
+        variant, batch=batch, resolved=spec.resolved | {"batch": said | {"micro": micro}}
+    )
+
+
+def _tries(spec: Spec) -> str:
+    """Where a GPU can be asked, how."""
+    return "; ptrain simulate SPEC --rehearse runs it on a GPU" if spec.is_for_cuda else ""
+
+
+def _because(spec: Spec, choice: str) -> Spec:
+    return replace(spec, batch=replace(spec.batch, micro_choice=choice))
+
+
+def _fit(spec: Spec) -> Fit:
+    """Raises SpecError where the peak is not known."""
+    memory_fit = fit(spec, derive(spec).exact)
+    if memory_fit.unknown and not memory_fit.fits_device:
+        raise refused(_MICRO, f"auto: the peaks that decide are unknown: {memory_fit.why}", _NUMBER)
+    return memory_fit

@@ -71,7 +71,7 @@ class Ways:
         """Return a choice with its degrees."""
         way = self.ways[index].choice
         factors = zip(way.factors, degrees, strict=True)
-        return replace(way, factors=tuple(replace(f, degree=d) for f, d in factors))
+        return replace(way, factors=tuple(f._replace(degree=d) for f, d in factors))
 
     def of_units(self, units: frozenset[UnitSize | None]) -> Array:
         """Return which of them move one of these units."""

@@ -417,7 +417,7 @@ class Search:
         if first is None:
             return False
         factors = zip(first.factors, degrees, strict=True)
-        sized = replace(first, factors=tuple(replace(f, degree=d) for f, d in factors))
+        sized = replace(first, factors=tuple(f._replace(degree=d) for f, d in factors))
         return self.task.where.admits(Aspect.RANKS, chosen(self.task.base, (sized,)))
 
     def _columns(

@@ -231,7 +231,7 @@ class Legality:
         by its rows."""
         if shards == 1:
             return True
-        factor = replace(_GATHERED.factors[0], degree=shards)
+        factor = _GATHERED.factors[0]._replace(degree=shards)
         by_rows = AxisChoice(factors=(factor,))
         return self._is_legal(
             ("shards", choices, shards), lambda: self._tall((by_rows, *choices), 1)

@@ -5,7 +5,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 from ptrain.spec.context import ContextAttention, ContextSpec, Hybrid
 from ptrain.spec.leaf import Choice, Either, Text, Truth, Whole, declared
@@ -24,8 +24,7 @@ class Rounding(StrEnum):
     NONE = "none"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WrittenTokens:
+class WrittenTokens(NamedTuple):
     """A global batch as it was written: `text` with its unit, and the `samples` that its tokens
     make up, of which there is no part."""
 

@@ -75,7 +75,7 @@ _RATE = (0.0, 0.99)
 _ABOVE_0 = (0.0, 1e6)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, init=False, eq=False, repr=False)
 class BlockOptions(ExpertOptions):
     """What a model and its blocks are composed of; `own_head_dim` is the file's `head_dim`."""
 

@@ -7,7 +7,7 @@ from typing import Annotated
 from ptrain.spec.leaf import Choice, Real, Truth, Whole
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, init=False, eq=False, repr=False)
 class LatentOptions:
     """Of blocks whose queries, keys and values are made of few features, the latent ones, which all
     heads share (MLA; DeepSeek-V2, arXiv:2405.04434, section 2.1)."""
@@ -63,7 +63,7 @@ class Router(StrEnum):
     SIGMOID = "sigmoid"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, init=False, eq=False, repr=False)
 class ExpertOptions(LatentOptions):
     """Of blocks whose feed-forward part is several, of which a router chooses some for a token."""
 

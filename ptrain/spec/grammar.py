@@ -5,7 +5,7 @@ All keys are reserved from the start, so that the schema only ever grows; `ptrai
 refuses those that nothing executes yet. `ptrain.spec.resolve` makes the `Spec` of them.
 """
 
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Annotated, Any
 
@@ -30,7 +30,7 @@ from ptrain.spec.leaf import (
 from ptrain.spec.model import ModelRaw
 from ptrain.spec.placement import Mode, S
 from ptrain.spec.precision import PrecisionRaw
-from ptrain.spec.section import Section, section
+from ptrain.spec.section import Section
 
 MAX_DEGREE = 2**17
 _TUPLE_TEXTS = (
@@ -188,7 +188,7 @@ class PlacementRaw:
     dp: Annotated[TupleRaw | None, DP_TUPLE] = None
 
 
-@section
+@dataclass(frozen=True, kw_only=True, init=False, eq=False, repr=False)
 class _Head:
     """What comes first in a file, and is resolved to something else."""
 
@@ -228,7 +228,7 @@ class _Head:
     ]
 
 
-@section
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class SpecRaw(Keys, _Head):
     """A spec: the model, the mesh of ranks and how each state is placed on it."""
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache
 from operator import attrgetter
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 from ptrain.spec import slips
 from ptrain.spec.context import ContextSpec
@@ -33,7 +33,7 @@ from ptrain.spec.leaf import Choice, Dial, Either, Leaf, Numbers, Size, Text, Tr
 from ptrain.spec.offload import Offload
 from ptrain.spec.pipeline import PipelineSpec
 from ptrain.spec.routing import Routing, RoutingText, plain_routing, read_routing
-from ptrain.spec.section import Section, keys, section
+from ptrain.spec.section import Section, keys
 from ptrain.spec.tensor import TensorSpec
 from ptrain.spec.text import flow
 
@@ -57,7 +57,7 @@ def _bucket(size: int) -> object:
     return {1: "per-tensor", WHOLE_BUCKET: "whole"}.get(size, size)
 
 
-@section
+@dataclass(frozen=True, kw_only=True, init=False, eq=False, repr=False)
 class Keys:
     """What a file says of a spec as ptrain reads it."""
 
@@ -306,8 +306,7 @@ class Keys:
 AnyKeys = TypeVar("AnyKeys", bound=Keys)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DialKey:
+class DialKey(NamedTuple):
     """A key that the wrapper of units obeys, and not every one: where it stands in a file (`place`)
     and in a spec (`path`, names of fields), and its default."""
 

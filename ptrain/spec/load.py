@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 from ptrain.errors import Fault, SpecError
 from ptrain.spec import slips
@@ -58,8 +59,7 @@ _INSTEAD: dict[Route, tuple[Route, ...]] = {
 _EXAMPLE = "write key=value, for example mesh.dp_shard=4"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Override:
+class Override(NamedTuple):
     """One `a.b=c`: the route of the key and the text of the value."""
 
     route: Route
@@ -299,11 +299,27 @@ def load(
     world_size: int | None = None,
     without: Sequence[str] = (),
 ) -> Document:
-    """Raises SpecError with all faults. Without a source the default spec is loaded, and any is
-    loaded as if the keys in `without` were not written.
+    """Load a spec from a name, file or mapping and resolve its defaults.
 
-    `world_size`, the number of ranks that were started, solves an `auto` degree and is checked
-    against the mesh.
+    Args:
+        source: A name that `ptrain specs` lists, the path of a YAML file, or a mapping with the
+            keys of a file. None loads the default spec.
+        overrides: Overrides as on the command line, `key=value` each.
+        world_size: The number of ranks that were started. It resolves an `auto` mesh axis and is
+            checked against the mesh.
+        without: Dotted keys to load the spec without, as if they were not written.
+
+    Returns:
+        The document: its `spec`, and `locate`, which finds the place of a fault in the file.
+
+    Raises:
+        SpecError: The spec is wrong. The error holds every fault that was found.
+
+    Example:
+        >>> import ptrain
+        >>> spec = ptrain.load("zero3", ["mesh.dp_shard=4"]).spec
+        >>> spec.world_size
+        4
     """
     tree, name = _tree(source)
     faults = dict(tree.faults)
@@ -350,7 +366,23 @@ def written(source: Source, overrides: Sequence[str]) -> Tree:
 
 
 def expand(source: Source = None, overrides: Sequence[str] = ()) -> list[Document]:
-    """One document per element of the product of all sweeps (`mesh.dp_shard=1,2,4`)."""
+    """Load one spec for each combination of the values of a sweep.
+
+    Args:
+        source: A name, path or mapping, as for `load`.
+        overrides: Overrides as on the command line. A value with commas is a sweep.
+
+    Returns:
+        The documents in the order of the values; the last sweep varies fastest.
+
+    Raises:
+        SpecError: One of the specs is wrong.
+
+    Example:
+        >>> import ptrain
+        >>> [document.spec.world_size for document in ptrain.expand("zero3", ["mesh.dp_shard=2,4"])]
+        [2, 4]
+    """
     return [load(source, chosen) for chosen in sweeps(overrides)]
 
 

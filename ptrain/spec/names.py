@@ -7,9 +7,9 @@ strategy's name. A wheel carries the folder as `ptrain/_specs`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 from ptrain.errors import SpecError
 from ptrain.spec.leaf import nearest
@@ -19,8 +19,7 @@ SPEC_FOLDERS = ("strategies", "experts", "paper", "node")
 _HERE = Path(__file__).resolve()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Names:
+class Names(NamedTuple):
     """`specs/names.yaml`: the default spec, and other tools' names."""
 
     default: str

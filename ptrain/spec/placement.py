@@ -6,6 +6,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
 
 from ptrain.cost import State
 from ptrain.word import Word
@@ -104,8 +106,7 @@ REDUCED_AXES = (*DATA_AXES, *TOKEN_AXES, *EXPERT_AXES)
 CUTTING_AXES = (*TOKEN_AXES, *EXPERT_AXES, Axis.TP)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Factor:
+class Factor(NamedTuple):
     """One factor of the product: axis, number of ranks along it, placement on it."""
 
     axis: Axis
@@ -113,6 +114,7 @@ class Factor:
     placement: Placement
 
 
+@cache
 def axes_named(group: str) -> tuple[str, ...]:
     """Return the axes that a mesh's group of one or several cutting axes is named by: `ep`, or
     `ep_tp`. Any other name is its own."""

@@ -431,14 +431,14 @@ def _mode(raw: SpecRaw, axis: Axis, state: State, tree: Tree) -> Mode:
     return on_tier(mode, tree.at(route), raw)
 
 
-def _is_short(tree: Tree, axis: Axis, state: State) -> bool:
-    return tree.at((*route_of(axis), state.value)) == "O"
-
-
 def _obeys_offload(raw: SpecRaw, factors: Sequence[Factor], findings: Findings) -> None:
     if raw.offload.tier is None or not factors:  # one rank may be any mesh
         return
-    short = any(_is_short(findings.tree, f.axis, state) for f in factors for state in PLACED)
+    short = any(
+        findings.tree.at((*route_of(f.axis), state.value)) == "O"
+        for f in factors
+        for state in PLACED
+    )
     short |= any(findings.tree.at(("frozen", f.axis.value)) == "O" for f in factors)
     if not short and not says_offloaded(findings.tree):
         finding = f"tier {raw.offload.tier} says where O is, and no state is O"

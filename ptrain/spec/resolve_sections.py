@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ptrain.errors import Fault, SpecError
 from ptrain.spec.block import UNSAID, BlockOptions
@@ -32,9 +32,11 @@ from ptrain.spec.model import (
 )
 from ptrain.spec.names import file_of_preset, listing, missing, unusable
 from ptrain.spec.precision import FP32, LAYOUTS, DType, Precision, PrecisionRaw, custom
-from ptrain.spec.published import WHOLE, FieldFault, find_refused, read_config
 from ptrain.spec.rates import Rates, misshapen
 from ptrain.spec.text import Tree, read
+
+if TYPE_CHECKING:
+    from ptrain.spec.published import FieldFault
 
 _FOLDER, _PLACE = "rates", "cluster.rates"
 
@@ -211,6 +213,8 @@ def _begun(
     raw: ModelRaw, folder: str, attention: Attention | None, report: Report
 ) -> ModelShape | None:
     """The model of a published folder, which stands for a preset."""
+    from ptrain.spec.published import WHOLE, read_config
+
     path = Path(folder) / CONFIG
     config = _published(path, report)
     if config is None:
@@ -261,6 +265,8 @@ def _hugging_face_model(
     raw: ModelRaw, attention: Attention | None, report: Report
 ) -> HuggingFaceModel | None:
     """None, with a fault, where the config cannot be read or nobody says of which class it is."""
+    from ptrain.spec.published import find_refused
+
     config = raw.config if isinstance(raw.config, dict) else {}
     if isinstance(raw.config, str):
         read_config = _json(report.folder / raw.config)

@@ -45,6 +45,7 @@ def keys(kind: type) -> Mapping[str, tuple[Field[Any], Leaf | Section]]:
     return {leaf.key or spot.name: (spot, leaf) for spot, leaf in holds.items()}
 
 
+@cache
 def is_required(spot: Field[Any]) -> bool:
     """Return whether there is no section without this field."""
     return spot.default is MISSING and spot.default_factory is MISSING

@@ -27,8 +27,7 @@ from ptrain.spec.leaf import Leaf, Real, Refused, Text, declared, describe, refu
 CYCLE = 2**16  # samples, at most, in which every source has its share
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DataSource:
+class DataSource(NamedTuple):
     """A token file, and the share of samples that it has, over the sum of all weights."""
 
     path: str

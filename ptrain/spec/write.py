@@ -5,6 +5,8 @@ rerun. Keys at their default are left out.
 from __future__ import annotations
 
 import re
+from dataclasses import Field
+from functools import cache
 from typing import Any
 
 import yaml
@@ -63,18 +65,18 @@ def kept(spec: Spec) -> dict[str, object]:
     return {
         key: value
         for key, value in said.items()
-        if value is not None and (value != UNWRITTEN.get(key) or _has_its_own(key, spec.model))
+        # without the key a class of transformers has its own attention
+        if value is not None
+        and (
+            value != UNWRITTEN.get(key)
+            or (key == "attention" and isinstance(spec.model, HuggingFaceModel))
+        )
     }
 
 
 def _attention(model: ModelSpec) -> str | None:
     kind = None if isinstance(model, ExternalModel) else model.attention
     return kind.value if kind else None
-
-
-def _has_its_own(key: str, model: ModelSpec) -> bool:
-    """Whether leaving the key out means what a class of transformers has by default."""
-    return key == "attention" and isinstance(model, HuggingFaceModel)
 
 
 def _is_in_a_tuple(spec: Spec) -> bool:
@@ -150,8 +152,8 @@ def to_mapping(spec: Spec, *, sync_is_written: bool) -> dict[str, object]:
     for name, is_said in (
         ("offload", _says_offload(spec)),
         ("frozen", spec.frozen.is_written),
-        ("tensor", _says_tensor(spec)),
-        ("pipeline", _says_pipeline(spec)),
+        ("tensor", spec.degree(Axis.TP) > 1 or spec.tensor != TensorSpec()),
+        ("pipeline", spec.degree(Axis.PP) > 1 or spec.pipeline != PipelineSpec()),
     ):
         if not is_said:
             del said[name]
@@ -185,28 +187,31 @@ def section(values: object) -> dict[str, object]:
     so by leaving it out, and where nothing executes it yet."""
     kind: type = type(values)
     return {
-        key: _value(holds, getattr(values, spot.name))
-        for key, (spot, holds) in keys(kind).items()
-        if not _is_unsaid(holds, spot.default, getattr(values, spot.name))
+        key: _value(holds, value)
+        for key, spot, holds, may_be_unsaid in _said_keys(kind)
+        if (value := getattr(values, spot.name)) is not None or not may_be_unsaid
     }
 
 
 def _value(holds: Leaf | Section, value: object) -> object:
     if isinstance(holds, Leaf):
         return holds.say(value)
-    spots = {key: spot for key, (spot, _) in keys(holds.kind).items()}
-    return {
-        key: said
-        for key, said in section(value).items()
-        if not holds.is_sparse or getattr(value, spots[key].name) != spots[key].default
-    }
+    said = section(value)
+    if holds.is_sparse:
+        for key, spot, _, _ in _said_keys(holds.kind):
+            if getattr(value, spot.name) == spot.default:
+                said.pop(key, None)
+    return said
 
 
-def _is_unsaid(holds: Leaf | Section, default: object, value: object) -> bool:
-    if isinstance(holds, Leaf) and holds.executed is not None:
-        return True
-    takes_null = getattr(holds, "null", False)
-    return value is None and (default is None or not takes_null)
+@cache
+def _said_keys(kind: type) -> list[tuple[str, Field[Any], Leaf | Section, bool]]:
+    """Return the keys of a section that are executed, and whether each is left out for None."""
+    return [
+        (key, spot, holds, spot.default is None or not getattr(holds, "null", False))
+        for key, (spot, holds) in keys(kind).items()
+        if getattr(holds, "executed", None) is None
+    ]
 
 
 def _precision(precision: Precision) -> dict[str, object]:
@@ -292,14 +297,6 @@ def unwritten() -> dict[str, object]:
         "pipeline": section(PipelineSpec()),
         **UNWRITTEN,
     }
-
-
-def _says_tensor(spec: Spec) -> bool:
-    return spec.degree(Axis.TP) > 1 or spec.tensor != TensorSpec()
-
-
-def _says_pipeline(spec: Spec) -> bool:
-    return spec.degree(Axis.PP) > 1 or spec.pipeline != PipelineSpec()
 
 
 class _Dumper(yaml.SafeDumper):

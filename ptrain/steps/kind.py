@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ptrain.spec.dials import SyncPolicy
 from ptrain.spec.placement import Axis
@@ -120,8 +120,7 @@ class WrapStep(PlanStep):
         return ()
 
 
-@dataclass(frozen=True, slots=True)
-class Ran:
+class Ran(NamedTuple):
     """A step that was executed: of the whole rank, or (`piece`) of the stage with this number; a
     model that is not cut is piece 0."""
 

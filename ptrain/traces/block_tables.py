@@ -502,19 +502,22 @@ def _works(trace: CodedTrace) -> Iterator[list[OperatorWork]]:
     """Of each block, between its boundaries in forward and in backward."""
     for block in range(LAYERS):
         unit = trace.units.index((f"blocks.{block}",))
+        bounds = {
+            "forward": _bounds(trace, "forward", Mark.ENTER, Mark.LEAVE, unit),
+            "backward": _bounds(trace, "backward", Mark.PRE_BACKWARD, Mark.POST_BACKWARD, unit),
+        }
         yield [
             work
-            for name, first, last in (
-                ("forward", Mark.ENTER, Mark.LEAVE),
-                ("backward", Mark.PRE_BACKWARD, Mark.POST_BACKWARD),
-            )
+            for name, (first, last) in bounds.items()
             for place, work in trace.recording.works[name]
-            if _place(trace, name, first, unit) < place <= _place(trace, name, last, unit)
+            if first < place <= last
         ]
 
 
-def _place(trace: CodedTrace, name: str, mark: Mark, unit: int) -> int:
-    return trace.recording.passes[name].index(Boundary(mark, unit))
+def _bounds(trace: CodedTrace, name: str, first: Mark, last: Mark, unit: int) -> tuple[int, int]:
+    """The places in a pass where a unit is entered and left."""
+    events = trace.recording.passes[name]
+    return events.index(Boundary(first, unit)), events.index(Boundary(last, unit))
 
 
 def _moved(trace: CodedTrace) -> Coded:

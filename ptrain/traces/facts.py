@@ -254,15 +254,33 @@ def read_facts(
     runs_fakes: bool = True,
     progress: Progress = lambda line: None,
 ) -> ModelFacts:
-    """Return the facts of the spec's model, which is built and traced: on fake tensors if real ones
-    take longer (`FakeModel.is_quick`). A model that fakes cannot run is traced on real tensors if
-    its weights take no more than a laptop copies within seconds. `progress` is called with a line
-    before a trace that may take minutes. Raises SpecError for one that does not make
-    logits of tokens. `runs_fakes`: whether a model may run on fakes in this process: its code may
-    keep one of them for the next time, so where it is to run on real ones afterwards it may not.
-    Raises SpecError where the spec names a function and its import is not allowed.
+    """Read the facts of a model: names, shapes and, by a trace, the tensors of a micro-batch.
 
-    `model`: a module in the place of the spec's, as `interpret` takes it; it stays as it is."""
+    Large models are traced on fake tensors. A model whose code cannot run on fake tensors is
+    traced on real ones if its weights can be copied within seconds.
+
+    Args:
+        spec: The spec of the model.
+        model: An unwrapped module to read instead of the spec's. It is not changed.
+        allow_import: Allow the spec to import your code.
+        share: Splits a global batch into the samples of a rank.
+        runs_fakes: Allow a trace on fake tensors in this process. Pass False if the model runs on
+            real tensors afterwards and its code may cache tensors.
+        progress: Is called with a line of text before a trace that may take minutes.
+
+    Returns:
+        The facts, which `ptrain.derive`, `ptrain.lower` and `ptrain.compare` take.
+
+    Raises:
+        SpecError: The model does not turn tokens into logits, or the spec names your code and
+            `allow_import` is False.
+
+    Example:
+        >>> import ptrain
+        >>> facts = ptrain.read_facts(ptrain.load("zero3").spec)
+        >>> facts.numel
+        804736
+    """
     if model is not None:
         return _facts_of_given(model, spec)
     require_leave(spec, allow_import=allow_import)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import accumulate, groupby
 
 from ptrain.facts.model import (
@@ -119,8 +119,8 @@ def pass_work(computed: Computed) -> PassWork:
     def entry(group: WorkGroup) -> Operator | InnerCollective:
         operator = group.what.operator
         if isinstance(operator, InnerCollective) and group.beside:
-            return replace(operator, beside=group.beside)
-        return replace(operator, times=group.times)
+            return operator._replace(beside=group.beside)
+        return operator._replace(times=group.times)
 
     return tuple([entry(group) for group in grouped(computed)])
 

@@ -141,7 +141,7 @@ class TracedLayers:
         own = self._own_work
         if own is None:
             return None
-        return replace(own, order=tuple(_of_all(own.order, len(layers))))
+        return own._replace(order=tuple(_of_all(own.order, len(layers))))
 
     def timeline(self, layers: Names, units: tuple[tuple[str, ...], ...]) -> Timeline:
         """Return the timeline of the layers, in a model or stage of those units."""

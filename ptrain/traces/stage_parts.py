@@ -293,7 +293,7 @@ def _rows(traced: _StageTraces, stage: Stage, units: Units) -> dict[str, Any]:
     }
     if halves is not None:
         timeline = to_timeline(_of_halves(halves))
-        rows["halves"] = encode(replace(timeline, saved=()), Timeline)
+        rows["halves"] = encode(timeline._replace(saved=()), Timeline)
     return rows | traced.formulas()
 
 

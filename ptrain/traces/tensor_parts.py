@@ -11,6 +11,7 @@ rank. A trace reads sizes, births and deaths, which are the same on fake tensors
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import sys
@@ -399,6 +400,7 @@ def main(questions: Sequence[str]) -> int:
     """Answers one question from standard input. What the model's code prints goes to the errors."""
     text, indices, allow_import, extent = json.loads("".join(questions))
     answers, sys.stdout = sys.stdout, sys.stderr
+    gc.freeze()  # each trace begins with a collection, which would visit all that was imported
     try:
         spec = load(json.loads(text)).spec
         fake = fake_model(spec, allow_import=allow_import)

@@ -302,7 +302,7 @@ def _pieces(less: Coded, more: Coded, view: object) -> Pieces:
     of_chunk = (more.count(view) - less.count(view)) // (CHUNKS[1] - CHUNKS[0])
     once = less.count(view) - of_chunk * (CHUNKS[0] - pieces.least)
     front, every = pieces.front + [view] * once, pieces.every + [view] * of_chunk
-    return replace(pieces, front=front, every=every)
+    return pieces._replace(front=front, every=every)
 
 
 class EndWorkTable:

@@ -18,7 +18,6 @@ import shutil
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +79,7 @@ def load(program: Program, folder: Path, verified: Manifest, exchange: Exchange)
     Raises PtrainError, before a tensor is touched, for a checkpoint of another model.
     """
     if fault := manifest.other_model(verified.trained, program.spec):
-        raise SpecError(replace(fault, source=f"checkpoint {shown(folder)}"))
+        raise SpecError(fault._replace(source=f"checkpoint {shown(folder)}"))
     reader = IndexReader(folder, listed=frozenset(verified.files))
     state = program.state_dict()
     metadata = reader.read_metadata()

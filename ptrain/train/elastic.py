@@ -30,7 +30,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from ptrain.errors import Fault, PtrainError, RankFailed, SpecError, refused
 from ptrain.rooms.world import listener
-from ptrain.selection.recompute import settled
+from ptrain.selection.recompute import resolve_auto
 from ptrain.spec.load import load
 from ptrain.train import environment, options
 from ptrain.train.failure import is_victim
@@ -117,7 +117,7 @@ def main(argv: Sequence[str]) -> int:
 def launch(settings: Options) -> int:
     """Run torch's agent of this node and return the exit code. Raises RankFailed with the root
     cause that the agent found."""
-    spec = settled(load(settings.spec, settings.overrides))
+    spec = resolve_auto(load(settings.spec, settings.overrides))
     config = LaunchConfig(
         min_nodes=settings.nnodes,
         max_nodes=settings.nnodes,

@@ -474,7 +474,7 @@ def require_fitting(spec: Spec, source: str, path: Path, checkpoint: Manifest) -
         finding = f"already at step {checkpoint.step} of {spec.train.steps}"
         raise refused(_place(source), finding, f"set train.steps above {checkpoint.step}")
     if fault := manifest.other_model(checkpoint.trained, spec):
-        raise SpecError(replace(fault, source=f"checkpoint {shown(path)}"))
+        raise SpecError(fault._replace(source=f"checkpoint {shown(path)}"))
 
 
 def none_sound(source: str, complaints: Sequence[str]) -> SpecError:

@@ -24,7 +24,7 @@ from ptrain.errors import DoesNotFit, PtrainError, RankFailed, TrainingStopped, 
 from ptrain.installed import require_torch
 from ptrain.report.recorded import read
 from ptrain.report.summary import summary
-from ptrain.selection.recompute import settled
+from ptrain.selection.recompute import resolve_auto
 from ptrain.spec.load import load
 from ptrain.spec.model import ModelShape
 from ptrain.spec.spec import Spec
@@ -86,10 +86,33 @@ def run(
     run_dir: Path | None = None,
     allow_import: bool = False,
 ) -> Run:
-    """Train `spec` on `nproc` ranks of this machine (None: as many as its mesh has).
+    """Train a spec in subprocesses of this machine and return the result.
 
-    Raises SpecError (of a torch that ptrain does not run with, and of a launcher's rank, too) or
-    DoesNotFit before anything starts, RankFailed or TrainingStopped after.
+    It works in scripts and notebooks. Under a launcher such as torchrun, use `ptrain train`
+    instead.
+
+    Args:
+        spec: A name, a path, a mapping or a loaded spec.
+        overrides: Overrides as on the command line.
+        nproc: The number of ranks. Default: as many as the mesh has.
+        run_dir: The folder of the run. Default: a new folder below `runs/`.
+        allow_import: Allow the spec to import your code.
+
+    Returns:
+        The run: its folder, its record and its metrics. Printed, it is the table of predicted and
+        measured figures.
+
+    Raises:
+        SpecError: The spec is wrong, or this torch version is not supported.
+        DoesNotFit: The predicted peak exceeds the memory of a device.
+        RankFailed: A rank raised an error, died or hung.
+        TrainingStopped: A check stopped the training.
+
+    Example:
+        >>> import ptrain
+        >>> result = ptrain.run("zero3", ["train.steps=4"], nproc=2)  # doctest: +SKIP
+        >>> result.holds  # doctest: +SKIP
+        True
     """
     require_torch()
     _require_no_launcher()
@@ -113,7 +136,7 @@ def load_trainable(
         SpecError: the spec is wrong, or its ranks need more memory than this host has.
     """
     written = source.resolved if isinstance(source, Spec) else source
-    spec = settled(load(written, overrides, world_size=nproc))
+    spec = resolve_auto(load(written, overrides, world_size=nproc))
     if isinstance(spec.model, ModelShape):  # any other model's sizes are known to its code only
         name = str(source) if isinstance(source, str | Path) else spec.name
         words = words or shlex.join([name, *overrides])

@@ -39,7 +39,7 @@ from ptrain.report.summary import summary
 from ptrain.rooms.queue import keep_freed_memory
 from ptrain.rooms.world import World
 from ptrain.selection.preflight import require_fit
-from ptrain.selection.recompute import settled
+from ptrain.selection.recompute import resolve_auto
 from ptrain.spec.load import load
 from ptrain.spec.precision import DType
 from ptrain.spec.routing import Histogram
@@ -180,7 +180,7 @@ def run(options: Options, guarded: MakeGuard | None = None) -> int:
     """Train on this rank; the exit code. A process group is destroyed only if it was made here.
     `guarded` makes what looks at steps where the spec has `verify_every`."""
     size = dist.get_world_size() if dist.is_initialized() else environment.world_size()
-    spec = settled(load(options.spec, options.overrides, world_size=size))
+    spec = resolve_auto(load(options.spec, options.overrides, world_size=size))
     require_reachable(spec)
     if spec.verify_every and guarded is None:
         raise refused("verify_every", _UNGUARDED, f"start -m {GUARDED} in its place")

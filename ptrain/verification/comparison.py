@@ -116,7 +116,7 @@ def _placements(spec: Spec) -> Iterator[Otherwise]:
         if all(factor.placement == placement for factor in factors):
             continue
         placed = tuple(
-            replace(factor, placement=placement) if factor in factors else factor
+            factor._replace(placement=placement) if factor in factors else factor
             for factor in spec.factors
         )
         words = ", ".join(f"{factor.axis}: [{placement}]" for factor in factors)
@@ -178,8 +178,23 @@ class Comparison:
 
 
 def compare(spec: Spec, measurement: Measurement, facts: ModelFacts | None = None) -> Comparison:
-    """Compare what a spec predicts with this rank's measured step. `facts` are the model's, where
-    the spec does not build it: `ptrain.read_facts(spec, model)`, before it is wrapped."""
+    """Compare the prediction of a spec with this rank's measured step.
+
+    Args:
+        spec: The spec that predicts. For a wrapper of your own, the spec that it should equal.
+        measurement: What `ptrain.measure` measured.
+        facts: The facts of a model that the spec does not build: `ptrain.read_facts(spec, model)`,
+            read before the model is wrapped.
+
+    Returns:
+        The comparison: its checks, `holds` and `verdict`. Printed, it is the table of predicted
+        and measured figures. A comparison that fails names a cause if one explains the difference.
+
+    Raises:
+        SpecError: The model does not fit the spec.
+
+    Example: see `ptrain.measure`.
+    """
     spec = replace(spec, device=measurement.device)  # whose kernels computed
     facts = facts or facts_of(spec)
     exact = _of_a_step(derive(spec, facts).exact.of_rank(measurement.rank))

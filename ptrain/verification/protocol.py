@@ -43,7 +43,7 @@ from ptrain.models.contract import forward_once
 from ptrain.report.record import Check
 from ptrain.report.verification import as_record, end_text, stage_text
 from ptrain.rooms.world import World
-from ptrain.selection.recompute import settled
+from ptrain.selection.recompute import resolve_auto
 from ptrain.spec.extras import require_leave
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
@@ -451,7 +451,7 @@ def run(options: VerifyOptions) -> int:
     """Return the exit code, equal on all ranks."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing is half written: gone at once
     size = dist.get_world_size() if dist.is_initialized() else environment.world_size()
-    spec = settled(load(options.spec, options.overrides, world_size=size))
+    spec = resolve_auto(load(options.spec, options.overrides, world_size=size))
     require_leave(spec, allow_import=options.allow_import)
     logits = _num_logits(spec)
     with ExitStack() as stack:

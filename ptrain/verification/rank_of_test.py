@@ -18,7 +18,7 @@ from ptrain.errors import refused
 from ptrain.rooms.world import World
 from ptrain.train.folder import write_json
 from ptrain.train.rank_exit import live
-from ptrain.verification.jobs.verdict import OwnVerdict
+from ptrain.verification.jobs.verdict import LoopVerdict
 
 
 def run(words: Sequence[str]) -> int:
@@ -43,7 +43,7 @@ def _function(target: str) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, OwnVerdict):
+    if isinstance(value, LoopVerdict):
         return {"holds": value.holds, "text": str(value), "culprit": encode(value.culprit)}
     return value
 

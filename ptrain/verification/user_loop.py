@@ -20,7 +20,7 @@ from ptrain.verification.jobs.culprits import families
 from ptrain.verification.jobs.job import Job, Terms
 from ptrain.verification.jobs.run import Examiner
 from ptrain.verification.jobs.step import DrawsLater, Unattributed
-from ptrain.verification.jobs.verdict import OwnVerdict
+from ptrain.verification.jobs.verdict import LoopVerdict
 
 Make = Job | Callable[[], Job]
 
@@ -32,19 +32,43 @@ def verify(
     *,
     share: Callable[[Any], Any] | Sequence[Any] | None = None,
     terms: Terms | None = None,
-) -> OwnVerdict:
-    """Judge a training loop. Every rank calls it, and gets the same verdict.
+) -> LoopVerdict:
+    """Compare a distributed training loop with the same loop on a single device.
 
-    reference: the loop on one device: the plain module, a step on the whole global batch.
-    distributed: the loop as it is, a step on this rank's share.
-        Of both a job, or a function that makes one; then the loop runs twice from its start, and
-        must do the same bit by bit.
-    batches: global batches, the same on every rank.
-    share: what this rank's step is given of each: a function of the global batch, or the batches
-        themselves. None: all of it (tensor parallelism alone).
+    Call it on every rank. It works with any wrapper, and every rank gets the same verdict.
 
-    Raises PtrainError for jobs that cannot be compared (a reference that communicates, no
-    batch); a loop that is wrong is told by the verdict.
+    Args:
+        reference: The loop on a single device: the plain module, and a step on the global batch.
+        distributed: The loop as it is: a step on this rank's share. Both are a `Job`, or a
+            function that makes one; with functions the loop runs twice from its start, and both
+            runs must be identical to the bit.
+        batches: The global batches, identical on every rank.
+        share: What this rank's step gets of each batch: a function of the global batch, or a list
+            of this rank's batches. None: the full batch (tensor parallelism only).
+        terms: Number of steps, tolerance, and how losses are averaged (`Terms`).
+
+    Returns:
+        The verdict: `holds`, and printed, what differs first and its root cause if one was found.
+
+    Raises:
+        PtrainError: The loops cannot be compared, for example because the reference communicates
+            or there is no batch.
+
+    Example:
+        >>> import copy, torch, ptrain
+        >>> plain = torch.nn.Linear(4, 1)
+        >>> def job(model):
+        ...     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        ...     def step(batch):
+        ...         optimizer.zero_grad()
+        ...         loss = model(batch).square().mean()
+        ...         loss.backward()
+        ...         optimizer.step()
+        ...         return loss
+        ...     return ptrain.Job(model=model, step=step)
+        >>> batches = list(torch.randn(3, 8, 4))
+        >>> ptrain.verify(job(copy.deepcopy(plain)), job(plain), batches).holds
+        True
     """
     terms = terms or Terms()
     whole = list(batches)
@@ -57,12 +81,12 @@ def verify(
 
     is_built = not (isinstance(reference, Job) or isinstance(distributed, Job))
 
-    def run(still: tuple[str, ...], lasts: bool) -> OwnVerdict:
+    def run(still: tuple[str, ...], lasts: bool) -> LoopVerdict:
         again = distributed if not isinstance(distributed, Job) else None
         examiner = Examiner(_built(reference), _built(distributed), terms, still, lasts=lasts)
         return examiner.run(steps, own, again)
 
-    def recorded(still: tuple[str, ...]) -> OwnVerdict:
+    def recorded(still: tuple[str, ...]) -> LoopVerdict:
         try:
             return run(still, lasts=not is_built)
         except DrawsLater:

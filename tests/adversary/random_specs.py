@@ -2,7 +2,7 @@
 
 A draw begins with a small model on a mesh of up to 4096 ranks, whose tuples are modes at random
 that break no rule of their axis, or a strategy by its name. Then keys are given values, one
-after the other, and the product's own reader and law (`settled`) say which stay. A draw is a
+after the other, and the product's own reader and law (`resolve_auto`) say which stay. A draw is a
 function of its seed.
 """
 
@@ -20,7 +20,7 @@ from typing import Any
 from ptrain.algebra.legality import ROOMS
 from ptrain.cost import PLACED
 from ptrain.errors import SpecError
-from ptrain.selection.recompute import settled
+from ptrain.selection.recompute import resolve_auto
 from ptrain.spec.job import OptimizerSpec
 from ptrain.spec.load import load
 from ptrain.spec.model import ModelShape
@@ -71,7 +71,7 @@ def drawn(seed: int, most_ranks: int = MOST_RANKS) -> Drawn:
 
 def accepted(written: Written) -> Spec:
     """Return the spec as ptrain reads it. Raises SpecError where it is refused, and TooLarge."""
-    spec = settled(load(copy.deepcopy(written)))
+    spec = resolve_auto(load(copy.deepcopy(written)))
     assert isinstance(spec.model, ModelShape), "others are left out"
     passes = spec.batch.accumulate * -(-spec.model.layers // spec.degree(Axis.PP))
     sizes = {f"model.{key}": getattr(spec.model, key) for key in (*SMALL, "kv_heads")}

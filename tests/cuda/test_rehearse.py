@@ -7,7 +7,7 @@ import torch
 
 from ptrain.cost import Phase
 from ptrain.derivation.estimate import derive
-from ptrain.selection.recompute import settled
+from ptrain.selection.recompute import resolve_auto
 from ptrain.simulation.execute import Simulated, simulate
 from ptrain.spec.load import load
 
@@ -30,14 +30,14 @@ def peaks(found: Simulated) -> dict[Phase, tuple[int, int]]:
 def test_the_allocators_peak_is_what_lives_but_for_its_rounding(
     strategy: str, record_property: Callable[[str, object], None]
 ) -> None:
-    spec = settled(load(strategy, (*SHAPE, MESHES[strategy])))
+    spec = resolve_auto(load(strategy, (*SHAPE, MESHES[strategy])))
     for phase, (lives, held) in peaks(simulate(spec, rehearse=True)).items():
         record_property(f"{strategy} {phase}", f"{held - lives:+d} of {lives}")
         assert lives <= held <= lives * (1 + ROUNDING) + WORKSPACES, phase
 
 
 def test_the_rank_before_leaves_nothing_to_the_next() -> None:
-    spec = settled(load("zero3", (*SHAPE, MESHES["zero3"])))
+    spec = resolve_auto(load("zero3", (*SHAPE, MESHES["zero3"])))
     simulate(spec, 0, rehearse=True)
     assert torch.cuda.memory_allocated() <= WORKSPACES
 
@@ -48,7 +48,7 @@ def test_what_lives_is_to_the_byte_what_was_derived(strategy: str, layout: str) 
     major, minor = torch.cuda.get_device_capability()
     cluster = f"cluster={{preset: h100-8, sm: {10 * major + minor}}}"
     words = (*SHAPE, MESHES[strategy], cluster, f"precision.layout={layout}")
-    spec = settled(load(strategy, words))
+    spec = resolve_auto(load(strategy, words))
     derived = {row.phase: row.device_bytes for row in derive(spec).exact.of_rank(0).peak}
     rehearsed = peaks(simulate(spec, rehearse=True))
     assert {phase: lives for phase, (lives, _) in rehearsed.items()} == derived

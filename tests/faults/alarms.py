@@ -11,7 +11,7 @@ from pathlib import Path
 from ptrain.errors import SpecError
 from ptrain.report.record import Check
 from ptrain.rooms.world import World
-from ptrain.selection.recompute import settled
+from ptrain.selection.recompute import resolve_auto
 from ptrain.spec.load import Document, load
 from ptrain.spec.spec import Spec
 from ptrain.train.exchange import Exchange
@@ -69,7 +69,7 @@ def legal(strategy: str, layout: str, seed: int) -> Spec | None:
     for accumulated in ACCUMULATED:
         batch = f"batch.global={accumulated * data}"
         try:
-            return settled(as_written(strategy, (*SMALL, batch, *own, f"train.seed={seed}")))
+            return resolve_auto(as_written(strategy, (*SMALL, batch, *own, f"train.seed={seed}")))
         except SpecError:
             continue
     return None

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ptrain
 from ptrain.codec import encode
-from ptrain.verification.jobs.verdict import OwnVerdict
+from ptrain.verification.jobs.verdict import LoopVerdict
 
 WORDS, WIDTH, LENGTH, ROWS = 17, 8, 9, 8  # 9 rows of the head on one of two ranks, 8 on the other
 
@@ -222,7 +222,7 @@ def part_of(way: str) -> Callable[[Tensor], Tensor] | None:
 
 def judged(
     way: str, fault: str = "", dtype: torch.dtype = torch.float64, num_batches: int = 3
-) -> OwnVerdict:
+) -> LoopVerdict:
     """A loop with a fault (the name of a function of own_faults, or none) against the sound one on
     the plain module."""
     from tests.gloo import own_faults

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import ptrain
 from ptrain.codec import encode
-from ptrain.verification.jobs.verdict import OwnVerdict
+from ptrain.verification.jobs.verdict import LoopVerdict
 from tests.gloo.own_loops import WIDTH, Net, batches, built, mean_loss, whole_batch
 
 MICRO = 2
@@ -70,7 +70,7 @@ def staged(fault: str = "") -> ptrain.Job:
     return ptrain.Job(model=model, step=step)
 
 
-def judged(fault: str = "") -> OwnVerdict:
+def judged(fault: str = "") -> LoopVerdict:
     def reference() -> ptrain.Job:
         net = built()
         return whole_batch(net, lambda tokens: mean_loss(net, tokens))

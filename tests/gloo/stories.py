@@ -1,7 +1,7 @@
 """Failures that were reported in the field, and scripts on somebody else's wrapping, each with the
 cure beside it. Nothing of ptrain is in a loop; `verify` is called around it.
 
-Every story is a function (fault: bool) -> OwnVerdict, run on two ranks.
+Every story is a function (fault: bool) -> LoopVerdict, run on two ranks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ptrain
 from ptrain.codec import encode
-from ptrain.verification.jobs.verdict import OwnVerdict
+from ptrain.verification.jobs.verdict import LoopVerdict
 from tests.gloo.context_loop import attentive, over_context
 from tests.gloo.expert_loop import of_experts, over_experts, routed, unevenness
 from tests.gloo.own_loops import batches, built, mean_loss, whole_batch
@@ -59,7 +59,7 @@ def counted(batch: dict[str, Tensor]) -> int:
     return int((batch["labels"] != MASKED).sum())
 
 
-def accumulation(fault: bool) -> OwnVerdict:
+def accumulation(fault: bool) -> LoopVerdict:
     """Fine-tuning with masked prompts under DDP and accumulation. The fault: every micro-batch's
     loss is the mean over its own tokens, and these means are averaged
     (transformers#34191, mlx-lm#1413, prime-rl#583). The cure divides sums by the tokens of the
@@ -109,7 +109,7 @@ def on_one_device(model: nn.Module, clip: float | None = None) -> ptrain.Job:
     return whole_batch(model, partial(mean_loss, model), between=clipped)
 
 
-def sequence_parallelism(fault: bool) -> OwnVerdict:
+def sequence_parallelism(fault: bool) -> LoopVerdict:
     """Tensor parallelism by hand, with norms on pieces of the sequence. A norm's weights are the
     same on all ranks, and each rank's gradient of them comes from its own piece. The fault: nobody
     adds these up (Megatron-LM#1446, NeMo-RL#3716). The cure is one all-reduce over tp after
@@ -135,7 +135,7 @@ def _sharded(model: nn.Module) -> nn.Module:
     return fully_shard(model, mesh=mesh)
 
 
-def _fsdp2(fault: str) -> OwnVerdict:
+def _fsdp2(fault: str) -> LoopVerdict:
     """FSDP2 as its tutorial has it: units per block, accumulation without synchronisation, torch's
     clip_grad_norm_ over DTensors."""
     plain = built()
@@ -174,26 +174,26 @@ def _fsdp2(fault: str) -> OwnVerdict:
     )  # fmt: skip
 
 
-def fsdp2_clip(fault: bool) -> OwnVerdict:
+def fsdp2_clip(fault: bool) -> LoopVerdict:
     """A hand-written FSDP2 loop. The fault: it clips by the norm of the shard that a rank has
     (pytorch#72548, LoongForge#152)."""
     return _fsdp2("clip" if fault else "")
 
 
-def fsdp2_twice(fault: bool) -> OwnVerdict:
+def fsdp2_twice(fault: bool) -> LoopVerdict:
     """The same loop. The fault: gradients that FSDP2 has averaged are divided by the number of
     ranks again, as DDP by hand needs it."""
     return _fsdp2("twice" if fault else "")
 
 
-def fsdp2_optimizer(fault: bool) -> OwnVerdict:
+def fsdp2_optimizer(fault: bool) -> LoopVerdict:
     """The same loop. The fault: the optimizer is made before fully_shard, and keeps the tensors
     that the shards have replaced (dlrover#584, accelerate#3209): it trains nothing, and no error
     says so."""
     return _fsdp2("optimizer" if fault else "")
 
 
-def accelerated(fault: bool) -> OwnVerdict:
+def accelerated(fault: bool) -> LoopVerdict:
     """A plain accelerate script. The fault: it divides the loss by the number of micro-batches, as
     one does by hand; `accelerator.backward` has done that already."""
     from accelerate import Accelerator
@@ -221,7 +221,7 @@ def accelerated(fault: bool) -> OwnVerdict:
     )  # fmt: skip
 
 
-def gathered_context(fault: bool) -> OwnVerdict:
+def gathered_context(fault: bool) -> LoopVerdict:
     """Context parallelism by hand: keys and values are gathered by
     torch.distributed.nn.functional.all_gather, gradients summed over cp. The fault is torch's: on
     gloo its backward pass takes gradients for contiguous, and those of fused attention have the
@@ -247,7 +247,7 @@ def gathered_context(fault: bool) -> OwnVerdict:
     return ptrain.verify(on_one_device(plain), job, batches(), terms=terms)
 
 
-def _experts(between: Callable[[nn.Module], None], balance: Balance | None = None) -> OwnVerdict:
+def _experts(between: Callable[[nn.Module], None], balance: Balance | None = None) -> LoopVerdict:
     """A rank has half of the experts and half of the samples; gradients of all else are averaged,
     as DDP does it. `balance`: the loss of each layer's router over the ranks."""
     plain = routed()
@@ -287,7 +287,7 @@ def _divided(model: nn.Module) -> None:
         parameter.grad /= dist.get_world_size()
 
 
-def experts_averaged(fault: bool) -> OwnVerdict:
+def experts_averaged(fault: bool) -> LoopVerdict:
     """Expert parallelism by hand, gradients averaged over the data ranks. The fault: those of
     experts have seen the tokens of all ranks already, and are averaged over the ranks that have
     the same experts, of which there is one (pytorch#160285, Megatron-LM#5956). The cure divides
@@ -295,7 +295,7 @@ def experts_averaged(fault: bool) -> OwnVerdict:
     return _experts((lambda _: None) if fault else _divided)
 
 
-def balance_per_rank(fault: bool) -> OwnVerdict:
+def balance_per_rank(fault: bool) -> LoopVerdict:
     """The same with a loss that balances the experts. The fault: each rank balances its own tokens
     (Megatron-LM#3768, #1652). The cure counts those of all ranks; the scores are averaged as the
     gradients are."""
@@ -306,7 +306,7 @@ def balance_per_rank(fault: bool) -> OwnVerdict:
     return _experts(_divided, balance)
 
 
-def counts_overwritten(fault: bool) -> OwnVerdict:
+def counts_overwritten(fault: bool) -> LoopVerdict:
     """The same; a rank's part of the loss counts by its own tokens, which it takes from the counts.
     The fault: these were all-reduced in place, so that the number is that of all ranks and the
     router's gradient of it as many times too large (Megatron-LM#7452). The cure reduces a copy."""
@@ -348,7 +348,7 @@ class AsLaunched:
             del os.environ[name]
 
 
-Story = Callable[[bool], OwnVerdict]
+Story = Callable[[bool], LoopVerdict]
 STORIES: dict[str, Story] = {
     each.__name__: each
     for each in (

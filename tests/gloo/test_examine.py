@@ -8,7 +8,7 @@ import pytest
 
 from ptrain.interpreter.program import interpret
 from ptrain.rooms.world import World
-from ptrain.selection.recompute import settled
+from ptrain.selection.recompute import resolve_auto
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
 from ptrain.train.exchange import Exchange
@@ -78,7 +78,7 @@ def test_rows_of_other_ranks_are_not_taken_for_as_many_of_ones_own(ranks: Ranks)
     ],
 )
 def test_nothing_of_a_step_departs_from_one_device(ranks: Ranks, strategy: str) -> None:
-    spec = settled(load(strategy, SMALL))
+    spec = resolve_auto(load(strategy, SMALL))
     everyone = ranks.run(spec.world_size, examined, spec, 3)
     assert all(part == everyone[0] for part in everyone)
     (found, *_) = everyone

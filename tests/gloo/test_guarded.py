@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from ptrain.cli.main import main
 from ptrain.errors import SpecError
 from ptrain.train import session
 from ptrain.train.options import Options
@@ -80,12 +79,12 @@ def test_the_command_starts_ranks_that_look(tmp_path: Path) -> None:
     assert log.count("one device goes on as the run does") == 1
 
 
-def test_a_model_that_drops_out_is_refused_and_leaves_nothing(tmp_path: Path, capfd) -> None:
+def test_a_model_that_drops_out_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
     model = "model={family: gpt, layers: 2, hidden: 24, heads: 4, vocab: 260, dropout: 0.1}"
     words = ["ddp", *TWO, model, "--run-dir", str(tmp_path / "run")]
-    assert main(["train", *words]) == 2
-    said = capfd.readouterr().err
-    assert "verify_every: the model drops out" in said and "Traceback" not in said
+    code, job = jobs.run(["train", *words], cwd=tmp_path, is_forked=True)
+    assert code == 2
+    assert "verify_every: the model drops out" in job.error and "Traceback" not in job.error
     assert not (tmp_path / "run").exists()
 
 

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ptrain
 from ptrain.codec import encode
-from ptrain.verification.jobs.verdict import OwnVerdict
+from ptrain.verification.jobs.verdict import LoopVerdict
 from tests.gloo import own_loops
 from tests.gloo.own_loops import (
     Net,
@@ -43,32 +43,32 @@ class Tied(Net):
         self.head.weight = self.embed.weight
 
 
-def _against(plain: nn.Module, job: ptrain.Job, **terms: Any) -> OwnVerdict:
+def _against(plain: nn.Module, job: ptrain.Job, **terms: Any) -> LoopVerdict:
     return ptrain.verify(
         loop(plain), job, batches(), share=part_of("ddp"), terms=ptrain.Terms(**terms)
     )
 
 
-def tied_ddp() -> OwnVerdict:
+def tied_ddp() -> LoopVerdict:
     return _tied(DistributedDataParallel)
 
 
-def tied_fsdp2() -> OwnVerdict:
+def tied_fsdp2() -> LoopVerdict:
     return _tied(fully_shard)
 
 
-def tied_fsdp1() -> OwnVerdict:
+def tied_fsdp1() -> LoopVerdict:
     return _tied(fsdp1)
 
 
-def _tied(wrap: Callable[[nn.Module], nn.Module]) -> OwnVerdict:
+def _tied(wrap: Callable[[nn.Module], nn.Module]) -> LoopVerdict:
     torch.manual_seed(0)
     model = Tied().double()
     plain = copy.deepcopy(model)
     return _against(plain, loop(wrap(model)))
 
 
-def zero1() -> OwnVerdict:
+def zero1() -> LoopVerdict:
     plain = built()
     model = DistributedDataParallel(copy.deepcopy(plain))
     optimizer = ZeroRedundancyOptimizer(
@@ -77,32 +77,32 @@ def zero1() -> OwnVerdict:
     return _against(plain, whole_batch(model, partial(mean_loss, model), optimizer=optimizer))
 
 
-def checkpointed() -> OwnVerdict:
+def checkpointed() -> LoopVerdict:
     plain = built()
     model = copy.deepcopy(plain)
     model.blocks = nn.ModuleList(checkpoint_wrapper(block) for block in model.blocks)
     return _against(plain, loop(DistributedDataParallel(model)))
 
 
-def compiled() -> OwnVerdict:
+def compiled() -> LoopVerdict:
     plain = built()
     model = DistributedDataParallel(copy.deepcopy(plain))
     return _against(plain, loop(torch.compile(model, backend="eager")))
 
 
-def mixed_precision_said() -> OwnVerdict:
+def mixed_precision_said() -> LoopVerdict:
     return _mixed(MixedPrecisionPolicy(param_dtype=torch.bfloat16), dtype=torch.bfloat16)
 
 
-def mixed_precision() -> OwnVerdict:
+def mixed_precision() -> LoopVerdict:
     return _mixed(MixedPrecisionPolicy(param_dtype=torch.bfloat16))
 
 
-def reduced_in_16_bits() -> OwnVerdict:
+def reduced_in_16_bits() -> LoopVerdict:
     return _mixed(MixedPrecisionPolicy(reduce_dtype=torch.bfloat16))
 
 
-def _mixed(policy: MixedPrecisionPolicy, **terms: Any) -> OwnVerdict:
+def _mixed(policy: MixedPrecisionPolicy, **terms: Any) -> LoopVerdict:
     plain = built(torch.float32)
     model = copy.deepcopy(plain)
     for block in model.blocks:
@@ -110,13 +110,13 @@ def _mixed(policy: MixedPrecisionPolicy, **terms: Any) -> OwnVerdict:
     return _against(plain, loop(fully_shard(model, mp_policy=policy)), **terms)
 
 
-def a_hundred_steps() -> OwnVerdict:
+def a_hundred_steps() -> LoopVerdict:
     plain = built(torch.float32)
     sharded = fsdp2(copy.deepcopy(plain))
     return ptrain.verify(loop(plain), loop(sharded), batches(100), share=part_of("ddp"))
 
 
-def transformers_own_loss() -> OwnVerdict:
+def transformers_own_loss() -> LoopVerdict:
     """A model that returns its loss beside the logits, and computes it in fp32."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -143,7 +143,7 @@ class Normed(nn.Module):
         return self.out(self.norm(self.into(x)))
 
 
-def batch_norms() -> OwnVerdict:
+def batch_norms() -> LoopVerdict:
     torch.manual_seed(0)
     plain = Normed().double()
     model = DistributedDataParallel(copy.deepcopy(plain))

@@ -13,7 +13,7 @@ from ptrain.interpreter.program import interpret
 from ptrain.meters.measure import measure
 from ptrain.report.record import compare
 from ptrain.rooms.world import World
-from ptrain.selection.recompute import settled
+from ptrain.selection.recompute import resolve_auto
 from ptrain.simulation.execute import simulate
 from ptrain.spec.load import load
 from ptrain.spec.names import listing
@@ -73,7 +73,7 @@ def test_the_last_rank_on_fake_ranks_does_what_was_derived(case: str) -> None:
 def short(strategy: str, *shorter: str) -> Spec:
     spec = load(strategy).spec
     consumes = any(factor.placement.gradients == M for factor in spec.factors)
-    return settled(load(strategy, (*(ONCE if consumes else SHORT), *shorter)))
+    return resolve_auto(load(strategy, (*(ONCE if consumes else SHORT), *shorter)))
 
 
 def steady(spec: Spec) -> Estimate:

@@ -15,7 +15,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import ptrain
 from ptrain.codec import encode
-from ptrain.verification.jobs.verdict import OwnVerdict
+from ptrain.verification.jobs.verdict import LoopVerdict
 from tests.gloo.own_loops import MICRO_BATCHES, WRAPPERS, batches, built, mean_loss, part_of
 
 CLIP = 0.05  # far below the norm of the first gradients
@@ -301,7 +301,7 @@ APART = {
 }
 
 
-def judged(way: str, name: str) -> OwnVerdict:
+def judged(way: str, name: str) -> LoopVerdict:
     case = (CASES | APART)[name]
     model = built(case.dtype)
     plain = copy.deepcopy(model)

@@ -92,7 +92,7 @@ def seeded(timeline: Timeline) -> Timeline:
     """With the 4 bytes that a trace's backward pass begins with. Of a scaled loss the life takes
     them off, since it begins with the scale; the closed forms know neither."""
     size = DType.FP32.itemsize
-    return replace(timeline, backward=(Run(size, size), *timeline.backward, Run(0, -size)))
+    return timeline._replace(backward=(Run(size, size), *timeline.backward, Run(0, -size)))
 
 
 def chain_of(plan: Plan, facts: ModelFacts, *, is_fresh: bool) -> UnitChain:

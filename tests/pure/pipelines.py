@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from ptrain.axes.pipeline.catalogue import faults, size_of
 from ptrain.axes.pipeline.cost import PipelineSize
 from ptrain.axes.pipeline.schedule import PipelineShape, Schedule, StageCost
@@ -44,4 +42,4 @@ def size_of_step(step: Pipeline, microbatches: int) -> PipelineSize:
 
 
 def costs_of(made: Schedule, cost: StageCost, **more: float) -> Costs:
-    return replace(equal_stages(made, cost), **more)
+    return equal_stages(made, cost)._replace(**more)

@@ -29,7 +29,7 @@ def test_what_is_written_is_read_whatever_the_order(tmp_path: Path, monkeypatch)
     archive.write(dict(reversed(TABLES.items())), other)
     assert one.read_bytes() == other.read_bytes()
     assert [path.name for path in tmp_path.iterdir() if path.suffix == ".new"] == []
-    monkeypatch.setattr(archive, "_archive", lambda: zipfile.ZipFile(one))
+    monkeypatch.setattr(archive, "PATH", one)
     monkeypatch.setattr(archive, "table", archive.table.__wrapped__)
     assert archive.tables() == TABLES
 

@@ -12,7 +12,7 @@ from ptrain.derivation.estimate import derive
 from ptrain.errors import SpecError
 from ptrain.selection.choose import axis_reasons, reasons
 from ptrain.selection.fit import fit
-from ptrain.selection.recompute import settled
+from ptrain.selection.recompute import resolve_auto
 from ptrain.spec.batch import Batch, batch_lines, nearest_power_of_two
 from ptrain.spec.load import load
 
@@ -25,7 +25,7 @@ def batch_of(*overrides: str, name: str = "zero3") -> Batch:
 
 def refusal(*overrides: str, name: str = "zero3") -> tuple[str, str]:
     with pytest.raises(SpecError) as caught:
-        settled(load(name, overrides))
+        resolve_auto(load(name, overrides))
     (fault,) = caught.value.faults
     return fault.place, f"{fault.finding}; {fault.remedy}"
 
@@ -69,7 +69,7 @@ def test_a_rounding_of_samples_is_refused():
 @pytest.mark.parametrize("sequence", [2048, 8192])
 def test_the_largest_micro_batch_that_fits_is_chosen_and_the_next_one_does_not_fit(sequence):
     words = ["batch.micro=auto", f"batch.sequence={sequence}", "batch.global=64"]
-    spec = settled(load("8b-zero3", words))
+    spec = resolve_auto(load("8b-zero3", words))
     micro = spec.batch.micro
     assert spec.batch.accumulate == 8 // micro > 0
     assert fit(spec, derive(spec).exact).fits
@@ -81,20 +81,20 @@ def test_what_is_chosen_is_what_runs_again_from_the_resolved_spec():
     document = load("8b-zero3", ["batch.micro=auto"])
     assert document.spec.resolved["batch"] == {"global": 64, "micro": "auto", "sequence": 4096}
     assert load(document.spec.resolved).spec == document.spec
-    spec = settled(document)
+    spec = resolve_auto(document)
     assert spec.resolved["batch"] == {"global": 64, "micro": spec.batch.micro, "sequence": 4096}
     assert load(spec.resolved).spec == spec
 
 
 def test_the_smallest_micro_batch_stands_where_none_fits():
-    spec = settled(load("70b-dp", ["batch.micro=auto", "batch.global=64"]))
+    spec = resolve_auto(load("70b-dp", ["batch.micro=auto", "batch.global=64"]))
     assert (spec.batch.micro, spec.batch.accumulate) == (1, 8)
 
 
 def test_only_legal_micro_batches_are_tried():
-    spec = settled(load("pp-1f1b", ["batch.micro=auto", "batch.global=16"]))
+    spec = resolve_auto(load("pp-1f1b", ["batch.micro=auto", "batch.global=16"]))
     assert (spec.batch.micro, spec.batch.accumulate) == (8, 2)  # as many as stages
-    consumed = settled(load("optimizer-in-backward", ["batch.micro=auto", "batch.global=16"]))
+    consumed = resolve_auto(load("optimizer-in-backward", ["batch.micro=auto", "batch.global=16"]))
     assert consumed.batch.accumulate == 1  # G = M
 
 
@@ -116,12 +116,12 @@ def test_a_micro_batch_that_nobody_can_choose_is_refused(overrides, place, text)
 
 
 def test_a_micro_batch_that_python_has_not_chosen_is_not_derived():
-    with pytest.raises(SpecError, match=r"ptrain\.settled"):
+    with pytest.raises(SpecError, match=r"ptrain\.resolve_auto"):
         derive(load("zero3", ["batch.micro=auto"]).spec)
 
 
 def lines_of(*overrides: str, name: str = "8b-zero3") -> list[str]:
-    spec = settled(load(name, overrides))
+    spec = resolve_auto(load(name, overrides))
     return batch_lines(spec.batch, spec.data_degree)
 
 

@@ -90,7 +90,7 @@ def test_what_is_moved_off_the_device_by_data_is_not_predicted():
     facts = routed()
     (other,) = facts.others
     assert other.timeline is not None
-    moved = replace(other, timeline=replace(other.timeline, moved=(("host", 64),)))
+    moved = replace(other, timeline=other.timeline._replace(moved=(("host", 64),)))
     exact = derive(SPEC, replace(facts, others=(moved,))).exact
     assert {"activations", "peak", "traffic"} <= set(exact.undefined)
     assert not exact.peak and not exact.by_data

@@ -52,7 +52,7 @@ def step(spec: Spec, pace: HandPace, blocks: int = BLOCKS) -> StepTime:
     if spec.activations.tiers != {Tier.DEVICE}:
         (tier,) = spec.activations.tiers
         moved = ((tier.value, MOVED),) * blocks
-        facts = replace(facts, timeline=replace(facts.timeline, moved=moved))
+        facts = replace(facts, timeline=facts.timeline._replace(moved=moved))
     plan = lower(spec, facts)
     work = model(FORWARD, BACKWARD, layers=blocks, front=FRONT, behind=BEHIND)
     timing = Timing(clock=Clock(pace, Network(spec)), work=work)
@@ -383,7 +383,7 @@ def test_muon_takes_what_its_iterations_multiply_and_adamw_the_rest():
     facts = make_facts(((6, 4), (3,)), ((5, 2),))
     timeline = chain(1, 1).timeline
     names = tuple(Complete(t.name, 4 * t.numel) for t in reversed(facts.tensors))
-    facts = replace(facts, timeline=replace(timeline, backward=names), blocks=("blocks.0",))
+    facts = replace(facts, timeline=timeline._replace(backward=names), blocks=("blocks.0",))
     muon = make_spec({}, clip=None, model=BY_HAND, optimizer="muon")
     timing = Timing(
         clock=Clock(HandPace(element=1000.0), Network(muon)), work=model(4, 4, layers=1)

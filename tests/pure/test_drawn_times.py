@@ -47,7 +47,7 @@ def test_a_clock_changes_no_byte_and_blocks_that_stand_for_others_take_their_tim
             assert bytes_of(exact) == bytes_of(known.exact), words
             if exact.step is None:
                 continue
-            whole = derive(spec, facts, replace(machine, plays_all=True)).exact.step
+            whole = derive(spec, facts, machine._replace(plays_all=True)).exact.step
             assert exact.step.seconds == pytest.approx(whole.seconds), words
             timed += 1
     assert timed > 25

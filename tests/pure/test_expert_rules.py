@@ -242,7 +242,7 @@ def test_what_is_read_off_a_model_must_fit_the_spec():
     assert step is not None and (step.number, step.chosen, step.features) == (6, 2, 8)
     assert step.modules == LAYERS.modules and step.places is None
     with pytest.raises(SpecError, match="2 ranks do not divide 3 experts"):
-        experts_of(spec, (), replace(LAYERS, number=3))
+        experts_of(spec, (), LAYERS._replace(number=3))
     counts = histogram({"h.1.mlp": [[[1] * 6]]})
     with pytest.raises(SpecError, match=r"routing: no counts of h\.0\.mlp"):
         experts_of(spec.but(routing=counts), (), LAYERS)

@@ -15,7 +15,7 @@ from ptrain.derivation.estimate import derive
 from ptrain.errors import DoesNotFit, SpecError
 from ptrain.selection.fit import Fit, fit, resident_bytes
 from ptrain.selection.preflight import find_changes, require_fit
-from ptrain.selection.recompute import settled
+from ptrain.selection.recompute import resolve_auto
 from ptrain.spec.load import load
 from ptrain.spec.names import listing
 from ptrain.spec.spec import Spec
@@ -239,7 +239,7 @@ def test_a_training_is_not_refused_for_a_fit_that_is_unknown_and_says_so():
 
 def test_no_policy_is_chosen_for_a_budget_by_peaks_of_another_device():
     said = ("activations=M", "recompute={budget: 60 GiB}")
-    settled(load("zero3", [*ON_A100, *said]))
-    settled(load("zero3", [*ON_A100, *said, DROPS, "device=cpu"]))
+    resolve_auto(load("zero3", [*ON_A100, *said]))
+    resolve_auto(load("zero3", [*ON_A100, *said, DROPS, "device=cpu"]))
     with pytest.raises(SpecError, match=r"recompute\.budget: .*dropout"):
-        settled(load("zero3", [*ON_A100, *said, DROPS]))
+        resolve_auto(load("zero3", [*ON_A100, *said, DROPS]))

@@ -369,7 +369,7 @@ class Document:
         self.spec = spec
 
     def locate(self, fault):
-        return replace(fault, source="mine.yaml", line=3, column=5)
+        return fault._replace(source="mine.yaml", line=3, column=5)
 
 
 def test_require_gives_the_spec_or_every_located_fault():

@@ -16,8 +16,8 @@ from ptrain.derivation.estimate import derive
 from ptrain.errors import SpecError
 from ptrain.selection.choose import select
 from ptrain.selection.fit import fit
-from ptrain.selection.micro import with_largest_micro
 from ptrain.selection.preflight import require_fit
+from ptrain.selection.recompute import with_largest_micro
 from ptrain.spec.cluster import Cluster
 from ptrain.spec.load import load
 from ptrain.spec.names import listing
@@ -78,10 +78,10 @@ def test_a_peak_that_leaves_no_room_for_the_runtime_does_not_fit(peak):
     """Both fit 85.9 GB, as 80 GiB were taken for."""
     spec = load("8b-zero3").spec
     exact = derive(spec).exact
-    found = replace(fit(spec, exact), peak_bytes=peak)
+    found = fit(spec, exact)._replace(peak_bytes=peak)
     assert found.fits is False
     assert found.short_bytes == peak + cluster_of(spec).reserved_bytes - found.device_memory
-    bare = replace(found, reserve_bytes=0)
+    bare = found._replace(reserve_bytes=0)
     assert bare.fits is True and bare.is_tight
 
 
@@ -90,10 +90,10 @@ def test_a_fit_is_tight_if_less_than_a_twentieth_is_left():
     found = fit(spec, derive(spec).exact)
     assert found.fits is True and not found.is_tight
     left = found.device_memory // 20
-    assert not replace(found, peak_bytes=found.usable_memory - left - 1).is_tight
-    tight = replace(found, peak_bytes=found.usable_memory - left + 1)
+    assert not found._replace(peak_bytes=found.usable_memory - left - 1).is_tight
+    tight = found._replace(peak_bytes=found.usable_memory - left + 1)
     assert tight.fits is True and tight.is_tight
-    assert not replace(found, peak_bytes=found.usable_memory + 1).is_tight
+    assert not found._replace(peak_bytes=found.usable_memory + 1).is_tight
 
 
 def test_predict_prints_the_reserve_and_records_it(ptrain):

@@ -93,7 +93,7 @@ def test_a_command_with_a_named_spec_takes_its_overrides(page):
 
 def test_the_blocks_are_what_their_commands_print():
     ended = subprocess.run(
-        [sys.executable, "benchmarks/pages.py", "--check"],
+        [sys.executable, "docs/tools/pages.py", "--check"],
         cwd=ROOT,
         env={"PATH": "", "PYTHONPATH": str(ROOT)},
         capture_output=True,
@@ -101,7 +101,7 @@ def test_the_blocks_are_what_their_commands_print():
         timeout=180,
         check=False,
     )
-    assert ended.returncode == 0, f"{ended.stdout}{ended.stderr}: run benchmarks/pages.py PAGE"
+    assert ended.returncode == 0, f"{ended.stdout}{ended.stderr}: run docs/tools/pages.py PAGE"
 
 
 def test_every_output_block_is_filled():

@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from ptrain.selection.recompute import settled
+from ptrain.selection.recompute import resolve_auto
 from ptrain.spec.leaf import Leaf, Text
 from ptrain.spec.load import load
 from tests.adversary import key_values as keys
@@ -53,7 +53,7 @@ def test_a_key_of_which_nobody_knows_a_text_is_named():
 @pytest.mark.parametrize("seed", SEEDS)
 def test_what_is_drawn_is_legal_and_a_function_of_its_seed(seed):
     draw = drawn(seed)
-    spec = settled(load(dict(draw.written)))
+    spec = resolve_auto(load(dict(draw.written)))
     assert draw.ranks[0] == 0 and draw.ranks[-1] == spec.world_size - 1
     assert draw == drawn(seed)
 

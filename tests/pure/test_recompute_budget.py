@@ -10,7 +10,7 @@ from ptrain.cost import Column, Estimate, Peak, Phase
 from ptrain.derivation.estimate import derive
 from ptrain.errors import SpecError
 from ptrain.selection import recompute
-from ptrain.selection.recompute import ladder, settled
+from ptrain.selection.recompute import ladder, resolve_auto
 from ptrain.spec.activations import PLAIN
 from ptrain.spec.load import load
 
@@ -90,12 +90,12 @@ def test_every_rung_is_chosen_and_loads_from_what_it_resolves_to(peaks):
         for spec in ladder(document(**changes).spec):
             assert not spec.activations.is_open
             assert load(spec.resolved).spec == spec
-            assert settled(SimpleNamespace(spec=spec, locate=None)) == spec
+            assert resolve_auto(SimpleNamespace(spec=spec, locate=None)) == spec
 
 
 @pytest.mark.parametrize(("budget", "number"), [(200, 0), (100, 0), (99, 1), (79, 3), (50, 5)])
 def test_the_first_that_fits_is_taken(peaks, budget, number):
-    found = settled(document(recompute={"budget": f"{budget} MiB"}))
+    found = resolve_auto(document(recompute={"budget": f"{budget} MiB"}))
     assert said(found) == LADDER[number]
     assert found.activations.budget == budget * 2**20
     assert (found.activations.of(8) == (PLAIN,) * 8) is (number == 0)
@@ -103,11 +103,11 @@ def test_the_first_that_fits_is_taken(peaks, budget, number):
 
 def test_a_rung_that_is_known_by_its_trace_alone_is_left_out(peaks):
     del peaks["none"]
-    assert said(settled(document())) == "selective"
+    assert said(resolve_auto(document())) == "selective"
 
 
 def test_blocks_that_are_not_m_stay_as_they_are(peaks):
-    spec = settled(document(activations={"0-3": "M", "4-": "O"}))
+    spec = resolve_auto(document(activations={"0-3": "M", "4-": "O"}))
     assert said(spec) == "none"
     assert spec.resolved["activations"] == {"0-3": "R", "4-": "O"}
 
@@ -122,7 +122,7 @@ EVERY = {"budget": "1 GiB", "every": 5}
 
 def refusal(**changes):
     with pytest.raises(SpecError) as caught:
-        settled(document(**changes))
+        resolve_auto(document(**changes))
     (fault,) = caught.value.faults
     return fault.place, fault.finding, fault.remedy
 
@@ -146,7 +146,7 @@ def test_a_policy_beside_its_budget_keeps_it(peaks):
         "write recompute={budget: 62914560} alone, to have one chosen, or a larger budget",
     )
     peaks["selective"] = 60
-    assert said(settled(document(activations="M", recompute=written))) == "selective"
+    assert said(resolve_auto(document(activations="M", recompute=written))) == "selective"
 
 
 def test_peaks_that_no_table_tells_are_no_ground_for_a_choice(peaks):
@@ -160,5 +160,5 @@ def test_peaks_that_no_table_tells_are_no_ground_for_a_choice(peaks):
 def test_a_chosen_policy_has_the_peak_that_is_predicted():
     for spec in ladder(document().spec):
         peak = derive(spec).exact.peak_bytes()
-        found = settled(document(recompute={"budget": peak}))
+        found = resolve_auto(document(recompute={"budget": peak}))
         assert derive(found).exact.peak_bytes() <= peak

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from ptrain.cost import Spent
@@ -56,7 +54,7 @@ def chooser(*where: str, times: float) -> Chooser:
 
     def issued(spec: Spec, plan: Plan, facts: ModelFacts) -> Machine:
         known = machine_of(spec, plan, facts)
-        return replace(known, pace=IssuedPace(known.pace, times))
+        return known._replace(pace=IssuedPace(known.pace, times))
 
     words = ("batch.sequence=1024", "batch.global=16")
     job = searched_job("gpt3-125m", words, cluster="h100-8", devices=8, where=where)

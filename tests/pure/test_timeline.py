@@ -125,7 +125,7 @@ def test_a_gathered_unit_is_a_buffer_and_a_copy_beside_the_root_and_the_buffer_b
     spec = make_spec({Axis.DP_SHARD: (2, GATHERED)}, clip=None, model=BY_HAND)
     facts = small()
     assert facts.timeline is not None
-    facts = replace(facts, timeline=replace(facts.timeline, forward=_quiet(facts)))
+    facts = replace(facts, timeline=facts.timeline._replace(forward=_quiet(facts)))
     assert peaks(spec, facts)[Phase.FORWARD] == 4 * 400
 
 

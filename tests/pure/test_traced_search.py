@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from ptrain.errors import SpecError, refused
@@ -63,7 +61,7 @@ def test_attention_of_what_stands_in_is_over_the_models_own_heads():
     attention = Operator(OperatorKind.ATTENTION, DType.BF16, (1, 20, 32768, 32768, 128))
     layer = LayerWork(forward=(product, attention), backward=(attention, product))
     work = ModelWork(front=layer, layers=(layer,), behind=layer)
-    cut = replace(attention, dimensions=(1, 32, 32768, 32768, 128))
+    cut = attention._replace(dimensions=(1, 32, 32768, 32768, 128))
     changed = with_heads(work, shape, like)
     assert changed.layers == (LayerWork(forward=(product, cut), backward=(cut, product)),)
     assert (changed.front, changed.behind) == (layer, layer)

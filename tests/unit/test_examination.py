@@ -11,7 +11,7 @@ import torch
 from ptrain.data.sampler import LocalBatch
 from ptrain.interpreter.program import Program, interpret
 from ptrain.rooms.world import World
-from ptrain.selection.recompute import settled
+from ptrain.selection.recompute import resolve_auto
 from ptrain.spec.load import load
 from ptrain.train.exchange import Exchange
 from ptrain.verification import examine as examination
@@ -34,7 +34,7 @@ TINY = (
 
 
 def program(*more: str) -> Program:
-    return interpret(settled(load("zero2", (*TINY, *more))), world=World())
+    return interpret(resolve_auto(load("zero2", (*TINY, *more))), world=World())
 
 
 def test_micro_batches_in_another_order_fail_the_ledger_though_every_sum_is_right() -> None:
@@ -81,7 +81,7 @@ def test_beside_the_mask_of_documents_activations_are_judged(factor: float) -> N
 
 @pytest.mark.parametrize("name", ["window_TT", "cos_TK"])
 def test_a_table_that_departs_is_seen_beside_the_mask_of_a_window_which_does_not(name) -> None:
-    windowed = interpret(settled(load("zero2", (*TINY, "model.window=4"))), world=World())
+    windowed = interpret(resolve_auto(load("zero2", (*TINY, "model.window=4"))), world=World())
     assert examine(windowed, Exchange(World()), 1).culprit is None
     (model,) = modules(windowed)
     model.get_buffer(name)[1, 1] += 0.01
@@ -92,7 +92,7 @@ def test_a_table_that_departs_is_seen_beside_the_mask_of_a_window_which_does_not
 def test_a_mask_of_documents_departs_where_it_hides_others_and_not_where_it_hides_the_same() -> (
     None
 ):
-    spec = settled(load("zero2", (*TINY, "model.document_end=32")))
+    spec = resolve_auto(load("zero2", (*TINY, "model.document_end=32")))
     assert examine(interpret(spec, world=World()), Exchange(World()), 1).culprit is None
     packed = interpret(spec, world=World())
     (model,) = modules(packed)

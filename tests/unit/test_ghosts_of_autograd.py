@@ -188,7 +188,7 @@ def test_members_of_ghosts_are_those_of_parameters():
     tensors = ParameterMembers([(t.name, nn.Parameter(torch.zeros(t.shape))) for t in unit.tensors])
     for name in ("names", "shapes", "are_cut", "cutting_axes"):
         assert list(getattr(ghosts, name)) == list(getattr(tensors, name)), name
-    tensors_of_tp = tuple(replace(tensor, cut_over=(Axis.TP,)) for tensor in unit.tensors)
+    tensors_of_tp = tuple(tensor._replace(cut_over=(Axis.TP,)) for tensor in unit.tensors)
     cut = GhostMembers(tensors_of_tp, GhostsWatched({}, {}))
     assert (cut.are_cut, cut.cutting_axes) == ([True, True], (Axis.TP,))
 

@@ -13,7 +13,7 @@ import torch
 
 from ptrain.interpreter.program import interpret
 from ptrain.rooms.world import World
-from ptrain.selection.recompute import settled
+from ptrain.selection.recompute import resolve_auto
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
 from ptrain.train.exchange import Exchange
@@ -30,7 +30,7 @@ TINY = (
 
 
 def spec(*changes: str) -> Spec:
-    return settled(load("zero2", (*TINY, *changes)))
+    return resolve_auto(load("zero2", (*TINY, *changes)))
 
 
 def states(device: ReferenceTraining) -> dict[str, dict[str, torch.Tensor]]:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import ptrain
-from ptrain.verification.jobs.verdict import OwnVerdict
+from ptrain.verification.jobs.verdict import LoopVerdict
 from ptrain.verification.parts import Magnitude, difference
 
 ROWS = list(torch.randn(3, 6, 4, generator=torch.Generator().manual_seed(1)).double())
@@ -91,7 +91,7 @@ class Ends(nn.Module):
         return self.last(self.first(x))
 
 
-def held(verdict: OwnVerdict) -> None:
+def held(verdict: LoopVerdict) -> None:
     assert verdict.holds, verdict
 
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import ptrain
-from ptrain.verification.jobs.verdict import OwnVerdict
+from ptrain.verification.jobs.verdict import LoopVerdict
 
 END, WORDS = 0, 11
 
@@ -33,7 +33,7 @@ class Writer(nn.Module):
         return self.head(weights.double() @ self.embed(tokens))
 
 
-def judged(*, across: bool, stays: bool = True, end: int | None = END) -> OwnVerdict:
+def judged(*, across: bool, stays: bool = True, end: int | None = END) -> LoopVerdict:
     tokens = torch.randint(1, WORDS, (3, 6, 13), generator=torch.Generator().manual_seed(2))
     tokens[:, :, 5] = END
 

@@ -20,7 +20,7 @@ from ptrain.installed import torch_minor
 from ptrain.rooms import patches
 from ptrain.rooms.patches import PATCHES, Chunks, patched
 from ptrain.rooms.world import fake_tensors, new_fakes
-from ptrain.selection.recompute import settled
+from ptrain.selection.recompute import resolve_auto
 from ptrain.simulation.execute import Simulated, simulate
 from ptrain.spec.load import load
 from tests.unit.test_simulation import SMALL, small
@@ -62,7 +62,7 @@ def test_without_its_patch_functional_collectives_are_awaited_at_once(monkeypatc
 def test_without_its_patch_the_result_of_a_collective_is_there_twice(monkeypatch) -> None:
     """On the first stage the highest moment of forward is a sum over tp."""
     both = ("mesh={pp: 2, tp: 2}", "placement={pp: [S, S, S, R], tp: tp}")
-    spec = settled(load("tp", (*SMALL, *both, "batch.global=2")))
+    spec = resolve_auto(load("tp", (*SMALL, *both, "batch.global=2")))
     right = in_forward(simulate(spec).estimate)
     assert right == in_forward(derive(spec).exact.of_rank(0))
     without(monkeypatch, "results of functional collectives")

@@ -8,7 +8,7 @@ import pytest
 
 from ptrain.interpreter.program import Program, interpret
 from ptrain.rooms.world import World
-from ptrain.selection.recompute import settled
+from ptrain.selection.recompute import resolve_auto
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
 from ptrain.train.exchange import Exchange
@@ -56,7 +56,7 @@ def test_a_step_that_breaks_off_is_a_check_that_fails(error: type[Exception]) ->
         program.step = once
         return program
 
-    spec = settled(load("zero2", TINY))
+    spec = resolve_auto(load("zero2", TINY))
     checks = preconditions(spec, World(), Exchange(World()), make)
     (broken,) = [check for check in checks if not check.holds]
     assert (broken.predicted, broken.measured) == (3, 1)

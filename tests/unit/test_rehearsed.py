@@ -5,7 +5,7 @@ import gc
 import pytest
 import torch
 
-from ptrain.selection.recompute import settled
+from ptrain.selection.recompute import resolve_auto
 from ptrain.simulation.execute import simulate
 from ptrain.spec.load import load
 
@@ -20,5 +20,5 @@ def num_parameters() -> int:
 @pytest.mark.parametrize("strategy", ["zero1", "ep"])
 def test_no_parameter_of_a_flat_unit_is_kept_by_its_own_hook(strategy: str) -> None:
     before = num_parameters()
-    simulate(settled(load(strategy, BRIEF)), rehearse=True)
+    simulate(resolve_auto(load(strategy, BRIEF)), rehearse=True)
     assert num_parameters() == before

@@ -10,7 +10,7 @@ from torch import Tensor
 from ptrain.data.sampler import LocalBatch
 from ptrain.report.finding import Subject
 from ptrain.rooms.world import World
-from ptrain.selection.recompute import settled
+from ptrain.selection.recompute import resolve_auto
 from ptrain.spec.load import load
 from ptrain.train.exchange import Exchange
 from ptrain.verification.reference import MicroBatch, ReferenceTraining, sample_departures
@@ -22,7 +22,7 @@ class Reference(ReferenceTraining):
     """One device of which only the samples are asked."""
 
     def __init__(self) -> None:
-        self.spec = settled(load("zero2", ("mesh={dp_shard: 1}",)))
+        self.spec = resolve_auto(load("zero2", ("mesh={dp_shard: 1}",)))
 
     def micro_batches_of(self, index: int, step: int) -> Iterator[MicroBatch]:
         batch = LocalBatch(tokens=ROWS, global_tokens=8, sample_ids=(0, 1, 2, 3))

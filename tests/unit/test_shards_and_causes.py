@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from ptrain.selection.recompute import settled
+from ptrain.selection.recompute import resolve_auto
 from ptrain.spec.load import load
 from ptrain.spec.placement import Axis
 from ptrain.spec.spec import Spec
@@ -25,7 +25,7 @@ from ptrain.verification.places import coordinates, data_place, line
 
 def _spec() -> Spec:
     axes = ("mesh={dp_replicate: 2, dp_shard: 2, tp: 2}", "placement.dp_replicate=ddp")
-    return settled(load("tp-zero3", axes))
+    return resolve_auto(load("tp-zero3", axes))
 
 
 def test_a_rank_is_at_its_row_major_place() -> None:

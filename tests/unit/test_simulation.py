@@ -18,7 +18,7 @@ from ptrain.models.objective import can_fuse
 from ptrain.report.simulation import GARBAGE
 from ptrain.rooms import pretence
 from ptrain.rooms.comm import Tag
-from ptrain.selection.recompute import settled
+from ptrain.selection.recompute import resolve_auto
 from ptrain.simulation.choice import chosen, classes
 from ptrain.simulation.execute import Simulated, rehearsal_device, simulate
 from ptrain.simulation.living import Life, what
@@ -43,7 +43,7 @@ WITHOUT = {"tp": ("batch.global=1",), "tp-sp": ("batch.global=1",)}  # accumulat
 
 
 def small(strategy: str, *changes: str) -> Spec:
-    return settled(load(strategy, (*SMALL, *WITHOUT.get(strategy, ()), *changes)))
+    return resolve_auto(load(strategy, (*SMALL, *WITHOUT.get(strategy, ()), *changes)))
 
 
 @cache
@@ -142,7 +142,7 @@ def test_what_muon_works_with_on_the_host_is_nothing_on_the_device() -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_every_distinct_rank_of_every_strategy_does(strategy: str) -> None:
-    spec = settled(load(strategy))
+    spec = resolve_auto(load(strategy))
     for rank in chosen(spec, derive(spec).exact, ["all-distinct"]):
         assert_equal(spec, simulate(spec, rank))
 

@@ -18,11 +18,10 @@ each more (`traces.work_tables` checks that).
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
 from math import gcd
-from typing import assert_never
+from typing import NamedTuple, assert_never
 
 from ptrain.facts.parameters import OF_TOKENS
 from ptrain.spec.context import ContextAttention, Hybrid
@@ -65,8 +64,7 @@ def _within(whole: tuple[Span, ...], start: int, end: int) -> Iterator[Span]:
         passed += behind - first
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MetBlock:
+class MetBlock(NamedTuple):
     """A stretch of queries of one of the ring's places meets a stretch of keys of `source`, behind
     `hop` hops. A block on the diagonal is causal, any other one whole."""
 
@@ -297,8 +295,7 @@ class ContextKind(StrEnum):
 EXCHANGING = (ContextKind.ULYSSES, ContextKind.HYBRID)  # tokens for heads
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ContextPart:
+class ContextPart(NamedTuple):
     """The rank at one of the ring's places. `before`: places whose tokens are before its own, or
     whose early chunks are; `behind`: the others. `ulysses` neighbours share its heads."""
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, groupby, product
+from typing import NamedTuple
 
 from ptrain.spec.dials import STOCK_BUCKET_BYTES, GradientSync, SyncPolicy
 from ptrain.spec.placement import REDUCED_AXES, Axis, without
@@ -121,8 +121,7 @@ def _merged(runs: Iterable[Run]) -> Iterator[Run]:
         yield members[0][0], members[-1][1], flag
 
 
-@dataclass(frozen=True, slots=True)
-class GatherCounts:
+class GatherCounts(NamedTuple):
     """How often one unit is gathered in a step."""
 
     forward: int

@@ -128,7 +128,7 @@ def _of_frozen(spec: Spec, factor: Factor) -> Factor:
         mode = replace(S_STAR if is_cut else R, tier=placement.optimizer.tier)
     if mode is None:
         return factor
-    return replace(factor, placement=replace(placement, parameters=mode))
+    return factor._replace(placement=replace(placement, parameters=mode))
 
 
 def places_frozen(spec: Spec) -> bool:

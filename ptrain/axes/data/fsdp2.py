@@ -9,13 +9,12 @@ which a name ends sooner (`release_all_gather_state_for_comm_reuse`,
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from ptrain.installed import counted_torch
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Habits:
+class Habits(NamedTuple):
     """How long FSDP2 names what it needs no more, and who casts gradients.
 
     `holds_buffer`: in forward the buffer of the gather before lives until the parameters of the
@@ -39,9 +38,9 @@ _FIRST = Habits(
     casts_on_arrival=False,
     waits_without_gradients=False,
 )
-_SINCE_2_12 = replace(_FIRST, waits_without_gradients=True)
-_SINCE_2_15 = replace(
-    _SINCE_2_12, holds_buffer=False, names_last_gradient=False, casts_on_arrival=True
+_SINCE_2_12 = _FIRST._replace(waits_without_gradients=True)
+_SINCE_2_15 = _SINCE_2_12._replace(
+    holds_buffer=False, names_last_gradient=False, casts_on_arrival=True
 )
 
 HABITS = {

@@ -4,8 +4,7 @@ copy that Theta is materialized from."""
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Generic
+from typing import Generic, NamedTuple
 
 from ptrain.axes.data.cuts import Axes, Cuts
 from ptrain.cost import State
@@ -13,8 +12,7 @@ from ptrain.rooms.room import T
 from ptrain.spec.placement import Tier, without
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Route(Generic[T]):
+class Route(NamedTuple, Generic[T]):
     """Between what is kept over the axes `kept` on `tier` and what the update works on, over the
     axes `updated` of them on `update_tier`. Where they differ by axes, the update is on the device:
     collectives are."""

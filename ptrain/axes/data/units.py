@@ -4,9 +4,8 @@ unit's gradients are complete."""
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from ptrain.axes.data.gradients import Gradients
 from ptrain.axes.data.theta import Parameters, UnitTheta
@@ -120,8 +119,7 @@ class OverlappedReduction(Generic[T]):
         self._under_way = gradients
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UnitParts(Generic[T]):
+class UnitParts(NamedTuple, Generic[T]):
     """What there is of a unit: Theta, Omega and G of what is trained, and Theta of what is frozen.
     One of the two there always is."""
 

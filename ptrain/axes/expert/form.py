@@ -27,7 +27,7 @@ def with_own_experts(facts: ModelFacts, step: ExpertParallel, ranks: int) -> Mod
     def own(tensor: TensorFacts) -> TensorFacts:
         experts, *rest = tensor.shape
         assert experts % ranks == 0, "a rule: ranks have as many"
-        return replace(tensor, shape=(experts // ranks, *rest), cut_over=step.axes)
+        return tensor._replace(shape=(experts // ranks, *rest), cut_over=step.axes)
 
     units = tuple(
         replace(unit, tensors=tuple(map(own, unit.tensors))) if step.has(unit.modules) else unit

@@ -13,10 +13,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import count
-from typing import assert_never
+from typing import NamedTuple, assert_never
 
 from ptrain.axes.pipeline import cost, loops, vees
 from ptrain.axes.pipeline.cost import PipelineSize, ScheduleCost
@@ -193,8 +192,7 @@ def _is_of(action: object, step: Step) -> bool:
 Need = Callable[[ScheduleName, PipelineShape], Iterator[Fault]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScheduleRow:
+class ScheduleRow(NamedTuple):
     """A schedule: the order of a rank, what it costs, and what it needs.
 
     `stages` is the only number of stages that a rank may have, None where it may have any;

@@ -41,8 +41,7 @@ class Relation(StrEnum):
     AT_MOST = "<="
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClosedForm:
+class ClosedForm(NamedTuple):
     """`idle`: what the rank that waits most waits in a step. `ideal`: what each rank computes,
     m*v*(F+B), nothing of it hidden by pairs."""
 
@@ -56,8 +55,7 @@ class ClosedForm:
         return self.idle / self.ideal
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class ScheduleCost:
+class ScheduleCost(NamedTuple):
     """The closed forms of a schedule, of a pipeline's shape.
 
     `bubble` gives the wait with these costs of a stage, and a pair hiding so much of its halves;

@@ -27,8 +27,7 @@ class Action(NamedTuple):
         return f"{self.stage}{self.kind}{self.microbatch}"
 
 
-@dataclass(frozen=True, slots=True)
-class Pair:
+class Pair(NamedTuple):
     """A forward and a backward of two micro-batches, computed beside each other on one rank: each
     one's communication is hidden behind the other's work (DeepSeek-V3, section 3.2.1)."""
 
@@ -60,8 +59,7 @@ class PipelineShape:
         return self.ranks * self.stages_per_rank
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageCost:
+class StageCost(NamedTuple):
     """Of one micro-batch on one stage, in any one unit of time. A whole backward is input and
     weight. The first stage computes both in its weight step: nobody waits for its inputs."""
 

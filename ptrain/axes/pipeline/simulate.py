@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple, Protocol
 
@@ -35,8 +34,7 @@ class Durations(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ActionCosts:
+class ActionCosts(NamedTuple):
     """What each action takes by itself; a pair is one after the other."""
 
     seconds: Mapping[Action, float]
@@ -52,8 +50,7 @@ class ActionCosts:
         return sum(self.seconds[part] for part in step.parts)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Costs:
+class Costs(NamedTuple):
     """`communication` is per micro-batch and boundary between ranks; `hidden` is what a pair takes
     less than its halves one after the other."""
 
@@ -82,8 +79,7 @@ class Span(NamedTuple):
     end: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Simulation:
+class Simulation(NamedTuple):
     """`timeline` holds the spans of each rank, in order."""
 
     timeline: tuple[tuple[Span, ...], ...]

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
+from typing import NamedTuple
 
 from ptrain.axes.data.cost import GatherCounts
 from ptrain.axes.pipeline.catalogue import stages_of as cut_as_said
@@ -55,8 +56,7 @@ def most_held_of(schedule: Schedule, stage: int) -> int:
     return max(counts[stage] for counts in held(schedule, schedule.rank_of[stage]))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Transfer:
+class Transfer(NamedTuple):
     """What one rank sends or receives over a boundary in a step: activations forward, gradients
     backward, one call a micro-batch. Boundary b is between the stages b and b + 1."""
 
@@ -199,7 +199,7 @@ def stage_facts(spec: Spec, facts: ModelFacts, stage: Stage) -> ModelFacts:
 def _stage_facts(facts: ModelFacts, chain: Chain, stage: Stage) -> ModelFacts:
     tensors = {tensor.name: tensor for tensor in facts.tensors}
     for name, copy in stage.copied:
-        tensors[copy] = replace(tensors[name], name=copy, is_copy=True)
+        tensors[copy] = tensors[name]._replace(name=copy, is_copy=True)
     modules_of = stage.units(facts.unit_modules)
     first: dict[str, int] = {}  # the unit that a module begins with, inner before outer
     for index, modules in enumerate(modules_of):

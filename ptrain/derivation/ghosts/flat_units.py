@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator
-from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from ptrain.axes.data.cost import padded_flat
 from ptrain.cost import Collective, Footprint, Phase, State, Traffic, TrafficKey
@@ -30,8 +30,7 @@ _NOTHING = Timeline(forward=(), backward=())  # what a unit sends depends on no 
 _STATES = (State.PARAMETERS, State.OPTIMIZER, State.GRADIENTS)
 
 
-@dataclass(frozen=True, slots=True)
-class FlatRows:
+class FlatRows(NamedTuple):
     """What flat units keep on rank 0, and so on every rank, for flat buffers are cut alike for all;
     and what they send and copy between tiers."""
 

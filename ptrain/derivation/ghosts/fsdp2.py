@@ -8,9 +8,9 @@ the reduction. What torch's versions do otherwise is `axes.data.fsdp2`.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
+from typing import NamedTuple
 
 from ptrain.axes.data.cost import kept_ranks, local_rows, padded_rows
 from ptrain.axes.data.fsdp2 import habits, listed
@@ -33,8 +33,7 @@ from ptrain.timeline import Complete, Kind, Mark, boundaries
 # have the same ones.
 
 
-@dataclass(frozen=True, slots=True)
-class UnitShards:
+class UnitShards(NamedTuple):
     """A unit's `ranks` over `axes`, of which each has rows of every tensor, and `replicas` around
     them. Without axes nothing wraps the unit, and it is one shard."""
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 from ptrain.cost import Footprint, State, Traffic
 from ptrain.derivation.ghosts import autograd
@@ -28,8 +28,7 @@ from ptrain.timeline import Complete, Kind
 Shapes = tuple[Shape, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Cost:
+class Cost(NamedTuple):
     """Of one update: bytes of Omega that are kept, and those that come and go."""
 
     kept: int

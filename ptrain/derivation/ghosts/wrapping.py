@@ -8,8 +8,7 @@ which are ours; `ghosts.table` has them by step of a plan. Nobody else tells one
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from ptrain.axes.data.cost import GatherCounts, gathers, reductions
 from ptrain.cost import Footprint, State, Traffic
@@ -35,8 +34,7 @@ class Times(Protocol):
     def __call__(self, sync: SyncPolicy, *, is_root: bool) -> GatherCounts: ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wrapped:
+class Wrapped(NamedTuple):
     """A model, and the plan that wraps it."""
 
     spec: Spec

@@ -178,11 +178,18 @@ Losses: TypeAlias = Known | Callable[[Sequence[float]], float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A model as the loop has it (wrapped, or plain for the reference), and one step of the loop:
-    forward, backward and update on a batch. It returns the loss, as a number or a tensor, or None
-    where nobody computes it. `average`: a moving average of the parameters, if the loop keeps one:
-    a module (torch.optim.swa_utils.AveragedModel) or tensors by the parameters' names, the same
-    object in every step; None on ranks that keep none."""
+    """A model and one step of its training loop.
+
+    Args:
+        model: The module as the loop uses it: wrapped, or plain for the reference.
+        step: Runs forward, backward and update on a batch. Returns the loss as a number or a
+            tensor, or None on ranks that do not compute it.
+        average: A moving average of the parameters, if the loop keeps one: a module
+            (torch.optim.swa_utils.AveragedModel) or tensors by parameter name, the same object in
+            every step; None on ranks that keep none.
+
+    Example: see `ptrain.verify`.
+    """
 
     model: nn.Module
     step: Callable[[Any], Any]
@@ -218,19 +225,30 @@ TOLERANCES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """How a loop is compared with one device. Raises PtrainError for terms that are none.
+    """Options of `ptrain.verify`.
 
-    steps: updates (None: one for each batch); beyond the batches these begin again.
-    examined: of these the first so many are compared tensor by tensor, the rest by their losses
-        alone (None: all are).
-    dtype: the coarsest that the loop computes in (None: the reference's); it sets the tolerance.
-    loss: what the ranks' losses make up the global one: their mean, their sum, each has it (same),
-        or a function of all ranks' losses.
-    mesh: the ranks' axes, where no DTensor tells them.
-    document_end: the token that ends a document, where samples have several: nothing is asked of it
-        then, as the next one is another document's.
-    part: (name, whole tensor) -> this rank's piece of it, for tensors that are cut in a way that
-        neither a DTensor nor their shape tells.
+    Args:
+        steps: Number of updates. Default: one per batch. Beyond the batches, they repeat.
+        examined: Number of leading steps that are compared tensor by tensor; later steps are
+            compared by their losses. Default: all.
+        dtype: The coarsest dtype in which the loop computes, which sets the tolerance. Default:
+            the reference's.
+        tolerance: Tolerances to use instead of those of `dtype`.
+        loss: How the ranks' losses make up the global loss: `mean`, `sum`, `same` (every rank has
+            the global loss), or a function of all ranks' losses.
+        mesh: The device mesh of the ranks, if no DTensor refers to it.
+        part: Returns this rank's shard, given a name and the full tensor, for tensors that are
+            sharded in a way that neither a DTensor nor their shape shows.
+        document_end: The token that ends a document, if samples contain several. Tokens after it
+            belong to another document and are not expected to depend on it.
+
+    Raises:
+        PtrainError: An option is invalid.
+
+    Example:
+        >>> import ptrain
+        >>> ptrain.Terms(steps=10, loss="sum").steps
+        10
     """
 
     steps: int | None = None

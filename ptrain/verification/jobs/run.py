@@ -67,7 +67,7 @@ from ptrain.verification.jobs.step import (
     run_step,
     travelled,
 )
-from ptrain.verification.jobs.verdict import OwnVerdict
+from ptrain.verification.jobs.verdict import LoopVerdict
 from ptrain.verification.parts import canonical_parameters, numbers_apart
 from ptrain.verification.updates.clip import clipping
 from ptrain.verification.updates.explain import explain_update
@@ -347,7 +347,7 @@ class Examiner:
 
     def run(
         self, batches: Sequence[Any], shares: Sequence[Any], again: Callable[[], Job] | None
-    ) -> OwnVerdict:
+    ) -> LoopVerdict:
         """Every step, and the first batch once more at the end."""
         self._begin()
         steps, self._count = 0, len(batches)
@@ -365,7 +365,7 @@ class Examiner:
         relations, notes = self._relations(batches[0]) if self.culprit is None else ([], [])
         self.culprit = next((r.culprit for r in relations if r.culprit), self.culprit)
         shared = [relation.check for relation in relations]
-        return OwnVerdict(
+        return LoopVerdict(
             checks=(*self._checks(life, repeats), *shared),
             notes=(*self.drawing.notes(), *self.notes, *notes),
             departures=tuple(self.departures),

@@ -29,7 +29,7 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OwnVerdict(Verdict):
+class LoopVerdict(Verdict):
     """Printable. `losses` are the reference's and the loop's, as far as the run went."""
 
     losses: tuple[tuple[float, ...], tuple[float, ...]] = ((), ())

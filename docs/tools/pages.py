@@ -1,4 +1,4 @@
-"""Rewrite the generated blocks of the pages: `python benchmarks/pages.py [PAGE ...]`.
+"""Rewrite the generated blocks of the pages: `python docs/tools/pages.py [PAGE ...]`.
 
 The pages are README.md and those of `ptrain help`. A block starts with a comment and ends with
 `<!-- end -->`; everything else is written by hand. Four comments start a block:
@@ -22,6 +22,9 @@ import re
 import sys
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))  # _machine, _script
 
 import _axes
 import _costs

@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator, Sequence
 
 from _machine import ROOT
-from _tables import table
+from _script import table
 
 from tests.source_tree import SourceTree
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 from _machine import ROOT
-from _tables import table
+from _script import table
 
 from ptrain.algebra.legality import require
 from ptrain.cost import Collective, Phase, State

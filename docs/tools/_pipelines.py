@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from _tables import table
+from _script import table
 
 from ptrain.algebra.legality import require
 from ptrain.axes.pipeline.catalogue import SCHEDULES, schedule

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from _tables import families, on_ranks, table, tuples
+from _script import table
+from _tables import families, on_ranks, tuples
 
 from ptrain.cost import TIERS, Estimate, State
 from ptrain.derivation.estimate import derive

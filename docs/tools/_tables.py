@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from _machine import ROOT
+from _script import table
 
 from ptrain.algebra.legality import require
 from ptrain.cost import Estimate, State
 from ptrain.derivation.estimate import derive
 from ptrain.report.table import size
-from ptrain.selection.recompute import settled
+from ptrain.selection.recompute import resolve_auto
 from ptrain.spec.load import load
 from ptrain.spec.placement import DATA_AXES, Axis
 from ptrain.spec.reference import KeyRow, reference
@@ -33,12 +34,6 @@ MODEL = ("model.kv_heads=4", "model.layers=8")
 # In one micro-batch: the paper knows no accumulation; what that repeats `sync` says. A pipeline has
 # as many as the longest of its schedules needs.
 SAMPLES, MICROBATCHES = 16, 8
-
-
-def table(columns: Sequence[str], rows: Iterator[Sequence[str]]) -> str:
-    """A table in Markdown."""
-    lines = [columns, ["---"] * len(columns), *rows]
-    return "".join(f"| {' | '.join(cell or '–' for cell in line)} |\n" for line in lines)
 
 
 @cache
@@ -97,7 +92,7 @@ def modes() -> str:
 
 def _exact(written: Sequence[str], attention: str) -> Estimate:
     name, *overrides = BASE
-    return derive(settled(load(name, [*overrides, f"attention={attention}", *written]))).exact
+    return derive(resolve_auto(load(name, [*overrides, f"attention={attention}", *written]))).exact
 
 
 def _off(exact: Estimate) -> int:

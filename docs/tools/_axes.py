@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from _tables import on_ranks, table
+from _script import table
+from _tables import on_ranks
 
 from ptrain.algebra.legality import check, executed, require
 from ptrain.cost import Collective, Estimate, Phase, State, busiest
