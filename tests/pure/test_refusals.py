@@ -298,4 +298,4 @@ def test_a_verdict_needs_three_steps(here, capsys, steps):
     told = capsys.readouterr()
     assert told.out == ""
     assert told.err.startswith("error: train.steps: validate measures the third step")
-    assert told.err.endswith("\n  remedy: set at least 3, or leave it out\n")
+    assert told.err.endswith("\n  remedy: Use `train.steps=3` or more, or remove it.\n")
