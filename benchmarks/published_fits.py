@@ -11,7 +11,7 @@ from _script import Script, table_head, table_row
 
 from ptrain.cli.predict import predicted
 from ptrain.selection.fit import Fit
-from ptrain.units import format_bytes
+from ptrain.units import format_memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,8 +61,12 @@ def table(fits: Sequence[Fit]) -> Iterator[str]:
     for job, fit in zip(JOBS, fits, strict=True):
         outcome = "trained" if job.trained else "out of memory"
         published = f"{outcome}, {job.published}" if job.published else outcome
-        headroom = f"{'−' if fit.spare_bytes < 0 else ''}{format_bytes(abs(fit.spare_bytes))}"
-        sizes = (format_bytes(fit.peak_bytes or 0), format_bytes(fit.usable_memory or 0), headroom)
+        headroom = f"{'−' if fit.spare_bytes < 0 else ''}{format_memory(abs(fit.spare_bytes))}"
+        sizes = (
+            format_memory(fit.peak_bytes or 0),
+            format_memory(fit.usable_memory or 0),
+            headroom,
+        )
         yield table_row(job.name, job.source, published, answer(fit), *sizes)
 
 

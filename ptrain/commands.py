@@ -133,6 +133,7 @@ COMMANDS = {
             "Figures": (
                 flag("--reserved", "Add the memory that the CUDA allocator would reserve. "
                     "Simulates one rank of each spec, which takes seconds and needs torch."),
+                flag("--explain", "Add the paper's figures, why they differ, and the theorems."),
                 value("--sort", "FIGURE", "Sort rows by this figure, ascending. One of states, "
                     "peak, sent, calls, time. Default: the order of the command line.",
                     choices=("states", "peak", "sent", "calls", "time")),
@@ -346,7 +347,12 @@ COMMANDS = {
                     "training. Overrides of model, optimizer, data, batch.global, batch.sequence "
                     "and train.seed apply to both. Default: no other mesh."),
             ),
-            "Options": (_ALLOW_IMPORT, _JSON),
+            "Options": (
+                _ALLOW_IMPORT,
+                option("-v", "--verbose", action="store_true",
+                    help="Print the checks that hold, too."),
+                _JSON,
+            ),
         },
         examples=(
             "ptrain verify zero3",

@@ -33,9 +33,17 @@ def parse_count(text: str | int) -> int:
 
 
 def format_bytes(size: int | float) -> str:
-    """Decimal units as the literature uses them: 1120 GB, 61.3 MB, 512 B."""
+    """Return traffic, or the size of a file, in decimal units: 1120 GB, 61.3 MB, 512 B."""
     for unit, scale in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
         if abs(size) >= (10 * scale if unit == "TB" else scale):
+            return f"{size / scale:.4g} {unit}"
+    return f"{int(size)} B"
+
+
+def format_memory(size: int | float) -> str:
+    """Return memory of a device or a host in binary units: 79.1 GiB, 61.3 MiB, 512 B."""
+    for unit, scale in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if abs(size) >= (10 * scale if unit == "TiB" else scale):
             return f"{size / scale:.4g} {unit}"
     return f"{int(size)} B"
 

@@ -24,7 +24,7 @@ SMALL = 80  # lines
 
 # begin
 BUDGETS: dict[str, int] = {
-    "ptrain": 56400,
+    "ptrain": 56690,
     "ptrain/activations": 360,
     "ptrain/algebra": 290,
     "ptrain/axes": 140,
@@ -35,7 +35,7 @@ BUDGETS: dict[str, int] = {
     "ptrain/axes/tensor": 740,
     "ptrain/calibration": 1100,
     "ptrain/charts": 860,
-    "ptrain/cli": 1530,
+    "ptrain/cli": 1610,
     "ptrain/convert": 450,
     "ptrain/data": 1130,
     "ptrain/derivation": 5260,
@@ -47,18 +47,18 @@ BUDGETS: dict[str, int] = {
     "ptrain/optimizers": 540,
     "ptrain/plan": 510,
     "ptrain/rates": 360,
-    "ptrain/report": 2030,
+    "ptrain/report": 2180,
     "ptrain/rooms": 990,
     "ptrain/selection": 4120,
     "ptrain/simulation": 1080,
     "ptrain/spec": 4510,
     "ptrain/steps": 460,
     "ptrain/traces": 2250,
-    "ptrain/train": 3060,
-    "ptrain/verification": 9250,
+    "ptrain/train": 3080,
+    "ptrain/verification": 9280,
 }
 ONE_IMPORTER = 81  # modules that exactly one other imports
-SMALL_MODULES = 101  # modules with fewer lines than SMALL
+SMALL_MODULES = 100  # modules with fewer lines than SMALL
 # end
 
 

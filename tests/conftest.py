@@ -8,6 +8,7 @@ import os
 import random
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported, here and in the ranks
+os.environ["COLUMNS"] = "400"  # tables keep all of their columns, and sentences are not folded
 # of the cases that are drawn: another one in each run, one for all of its workers
 os.environ["PTRAIN_SEED"] = os.environ.get("PTRAIN_SEED") or str(random.randrange(10_000))
 

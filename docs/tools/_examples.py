@@ -15,6 +15,8 @@ from pathlib import Path
 
 from _machine import environment
 
+from ptrain.report.screen import PIPE_WIDTH
+
 _FILE = re.compile(r"^```python\n(# (\w+\.py)\n.*?)^```", re.DOTALL | re.MULTILINE)
 _LAUNCHED = re.compile(r"torchrun[^`\n]*? (\w+\.py)")
 PROGRAMS = {"ptrain": "ptrain", "torchrun": "torch.distributed.run"}
@@ -45,7 +47,7 @@ def run(words: Sequence[str], folder: str | Path) -> str:
     ended = subprocess.run(
         [sys.executable, "-m", PROGRAMS[program], *arguments],
         cwd=folder,
-        env=environment(),
+        env=environment() | {"COLUMNS": str(PIPE_WIDTH)},
         capture_output=True,
         text=True,
         check=True,

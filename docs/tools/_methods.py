@@ -10,7 +10,7 @@ from _tables import families, on_ranks, tuples
 from ptrain.cost import TIERS, Estimate, State
 from ptrain.derivation.estimate import derive
 from ptrain.report.predict import sent_bytes
-from ptrain.report.table import largest, size
+from ptrain.report.table import largest, size, traffic_size
 from ptrain.spec.activations import belongs_to_rank
 from ptrain.spec.names import listing
 from ptrain.spec.placement import Distribution, Mode, Tier
@@ -77,9 +77,9 @@ def methods() -> str:
                 f"`{name}`",
                 *(_by_tier(exact, state) for state in STATES),
                 size(exact.peak_bytes()),
-                f"{size(sent_bytes(exact))} ({size(sent_bytes(derivation.paper))})",
+                f"{traffic_size(sent_bytes(exact))} ({traffic_size(sent_bytes(derivation.paper))})",
                 f"{exact.sent_bytes() / base.sent_bytes():.3g}×",
-                size(copied) if copied else "",
+                traffic_size(copied) if copied else "",
             ]
 
     columns = ["strategy", *STATES.values(), "peak", "sent per step (paper)", f"sent, `{BASE}` = 1"]

@@ -9,7 +9,7 @@ from ptrain.charts.sheet import GREY, LIGHT, Label, Rectangle, Sheet
 from ptrain.report.selection import described
 from ptrain.selection.ranking import PlacementRanking
 from ptrain.selection.task import Ranked
-from ptrain.units import format_bytes
+from ptrain.units import format_memory
 
 _WIDTH, _HEIGHT, _MARGIN, _DOT = 620.0, 300.0, 60.0, 5.0
 _SIZE, _TITLE = 8.0, 11.0
@@ -39,7 +39,7 @@ def front_sheet(selection: PlacementRanking) -> Sheet:
     sheet.height = top + _HEIGHT + 2 * _TITLE
     sheet.write(
         Label(
-            text=f"{_seconds(row):.3g} s, {format_bytes(row.peak_bytes)}: {described(row.spec)}",
+            text=f"{_seconds(row):.3g} s, {format_memory(row.peak_bytes)}: {described(row.spec)}",
             x=_MARGIN,
             y=0,
             size=_SIZE,
@@ -76,7 +76,7 @@ class _Plane:
             self._fill(_MARGIN, self.y(part * self.slowest), _WIDTH, line / 2, LIGHT)
             self._text(f"{part * self.slowest:.3g} s", _MARGIN - 4, self.y(part * self.slowest))
             self._text(
-                format_bytes(part * self.most),
+                format_memory(part * self.most),
                 self.x(part * self.most),
                 bottom + _SIZE,
             )

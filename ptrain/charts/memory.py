@@ -13,7 +13,7 @@ from ptrain.charts.canvas import Format, painted
 from ptrain.charts.sheet import GREY, LIGHT, LINE, WHITE, Label, Rectangle, Sheet
 from ptrain.cost import Phase, State
 from ptrain.report.composition import MemoryHistory, MemorySample
-from ptrain.units import format_bytes
+from ptrain.units import format_memory
 
 # Okabe and Ito's colours (2008), which the colour-blind tell apart; grey for what is no state.
 STATE_COLOURS = {
@@ -45,7 +45,7 @@ def course_sheet(course: MemoryHistory) -> Sheet:
         [
             Label(text=title, x=_EDGE, y=0, size=_TITLE, is_bold=True),
             Label(
-                text=f"peak {format_bytes(peak.total)} in {peak.phase}, micro-batch "
+                text=f"peak {format_memory(peak.total)} in {peak.phase}, micro-batch "
                 f"{peak.micro_batch}, after {peak.event} of {len(course.moments) - 1} births and "
                 "deaths of storages",
                 x=_EDGE,
@@ -113,7 +113,7 @@ def _ticks(top: float) -> Iterator[Rectangle]:
 def _numbers(peak: int, top: float) -> Iterator[Label]:
     for part in range(_TICKS + 1):
         yield Label(
-            text=format_bytes(peak * part / _TICKS),
+            text=format_memory(peak * part / _TICKS),
             x=_LEFT - 4,
             y=top + _HEIGHT * (1 - part / _TICKS),
             size=_SMALL,

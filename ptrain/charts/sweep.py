@@ -9,7 +9,7 @@ from ptrain.charts.sheet import BLACK, GREY, LIGHT, LINE, Label, Rectangle, Shee
 from ptrain.cost import PLACED, State
 from ptrain.report.predict import Prediction
 from ptrain.report.sweep import SweepPoint, step_seconds
-from ptrain.units import format_bytes, format_seconds
+from ptrain.units import format_memory, format_seconds
 
 _MEANINGS = {True: "fits", False: "does not fit", None: "fit unknown"}
 _LEGEND = {
@@ -53,7 +53,7 @@ def sweep_sheet(points: Sequence[SweepPoint]) -> Sheet:
         )
         sheet.texts.append(
             Label(
-                text=f"usable memory {format_bytes(capacity)}",
+                text=f"usable memory {format_memory(capacity)}",
                 x=first + capacity * scale,
                 y=top - (number + 0.5) * _SMALL * LINE,
                 size=_SMALL,
@@ -110,7 +110,7 @@ def _words(point: SweepPoint) -> str:
 
 def _figures(prediction: Prediction) -> Iterator[str]:
     peak = prediction.fit.peak_bytes
-    yield "peak unknown" if peak is None else format_bytes(peak)
+    yield "peak unknown" if peak is None else format_memory(peak)
     if peak is not None:
         yield _MEANINGS[prediction.fit.fits]
     if (seconds := step_seconds(prediction.derivation.exact)) is not None:

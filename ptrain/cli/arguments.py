@@ -40,8 +40,10 @@ class CommandParser(ArgumentParser):
         self.verb = verb
 
     def read(self, words: Iterable[str]) -> Namespace:
-        """Return the parsed arguments. Raises PtrainError for a mistake."""
-        arguments = list(_as_overrides(words))
+        """Return the parsed arguments, with the command as typed. Raises PtrainError for a
+        mistake."""
+        typed = ("ptrain", self.verb, *words)
+        arguments = list(_as_overrides(typed[2:]))
         for word, following in zip(arguments, [*arguments[1:], ""], strict=False):
             if word == "--":
                 break
@@ -54,6 +56,7 @@ class CommandParser(ArgumentParser):
             self.error(self._explain(error))
         if unknown:
             self.error(f"unknown argument {unknown[0]}")
+        parsed.typed = typed
         return parsed
 
     def error(self, message: str) -> NoReturn:

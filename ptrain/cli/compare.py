@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from argparse import Namespace
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ from ptrain.report.comparison import (
     limits,
 )
 from ptrain.report.recorded import Recorded, recorded
+from ptrain.report.screen import next_line, show
 from ptrain.spec.load import split_arguments
 from ptrain.spec.names import SPEC_FOLDERS, listing
 from ptrain.train.folder import RunFolder
@@ -46,10 +48,12 @@ def run(args: Namespace) -> int:
     if args.json:
         print_json(as_record(comparison, failures))
     else:
-        form = as_markdown if args.markdown else as_text
-        print(form(comparison, shows_all=args.all))
-        if failures:
-            print("", *(f"exceeded: {failure}" for failure in failures), sep="\n")
+        exceeding = ["", *(f"exceeded: {failure}" for failure in failures)] if failures else []
+        if args.markdown:
+            print(as_markdown(comparison, shows_all=args.all), *exceeding, sep="\n")
+        else:
+            command = next_line(shlex.join([*args.typed, "--all"]), "ptrain compare --help")
+            show(as_text(comparison, shows_all=args.all), *exceeding, "", command)
     return VerdictFailed.exit_code if failures else 0
 
 

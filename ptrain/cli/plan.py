@@ -3,6 +3,7 @@ Torch-free for built-in models."""
 
 from __future__ import annotations
 
+import shlex
 from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -20,7 +21,8 @@ from ptrain.derivation.estimate import Derivation, derive
 from ptrain.errors import PtrainError, refused
 from ptrain.plan.composition import all_conditions
 from ptrain.plan.lower import own_facts
-from ptrain.plan.show import show
+from ptrain.plan.show import show as plan_text
+from ptrain.report.screen import next_line, show
 from ptrain.selection.recompute import resolve_auto
 from ptrain.spec.batch import batch_lines
 from ptrain.spec.load import load, split_arguments
@@ -44,7 +46,9 @@ def run(args: Namespace) -> int:
         print_json(records if len(records) > 1 else records[0])
     else:
         texts = [as_text(spec, derivation) for spec, derivation in plans]
-        print("\n\n".join([*texts, f"chart    {args.chart}"] if form else texts))
+        drawn = [f"chart    {args.chart}"] if form else []
+        words = shlex.join(["ptrain", "predict", *sources, *overrides])
+        show("\n\n".join([*texts, *drawn, next_line(words, "ptrain predict --help")]))
     return 0
 
 
@@ -52,7 +56,7 @@ def as_text(spec: Spec, derivation: Derivation) -> str:
     """The plan, and what to know before it runs."""
     warnings = [f"warning: {warning}" for warning in derivation.exact.warnings]
     lines = batch_lines(spec.batch, spec.data_degree)
-    return "\n".join([show(spec, derivation.plan), *lines, *warnings])
+    return "\n".join([plan_text(spec, derivation.plan), *lines, *warnings])
 
 
 def as_record(spec: Spec, derivation: Derivation) -> dict[str, object]:

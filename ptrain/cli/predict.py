@@ -20,7 +20,15 @@ from ptrain.derivation.throughput import step_tokens
 from ptrain.errors import PtrainError, refused
 from ptrain.facts.model import ModelFacts
 from ptrain.plan.composition import all_conditions
-from ptrain.report.predict import Prediction, Reserving, one, prediction_of, require_cuda
+from ptrain.report.predict import (
+    Prediction,
+    Reserving,
+    next_commands,
+    one,
+    prediction_of,
+    require_cuda,
+)
+from ptrain.report.screen import next_line, show
 from ptrain.selection.recompute import resolve_auto, useless_modes
 from ptrain.spec.load import load, split_arguments, sweeps
 from ptrain.spec.names import listing
@@ -94,24 +102,25 @@ def run(args: Namespace) -> int:
         from ptrain.cli.sweep import draw_step
 
         draw_step(predictions[0].derivation, args.timeline)
-    if model and not args.json:
-        job = shlex.join(["ptrain", "predict", *sources, *overrides])
-        print(f"Assumed: fully sharded data parallel, bf16 mixed precision. Same as `{job}`.\n")
     if args.json:
         records = [as_record(prediction) for prediction in predictions]
         print_json(records if len(records) > 1 else records[0])
     elif len(predictions) == 1:
-        print(one(predictions[0]))
-        if args.timeline:
-            print(f"timeline {args.timeline}")
+        drawn = [f"timeline {args.timeline}"] if args.timeline else []
+        (prediction,) = predictions
+        commands = next_commands(prediction)
         if model:
-            devices = predictions[0].spec.world_size
-            search = ["select", model, "--cluster", args.cluster, "--devices", str(devices)]
-            print(f"\nNext: {shlex.join(['ptrain', *search])}")
+            devices = str(prediction.spec.world_size)
+            search = ["select", model, "--cluster", args.cluster, "--devices", devices]
+            commands = [shlex.join(["ptrain", *search])]
+            job = shlex.join(["ptrain", "predict", *sources, *overrides])
+            drawn.append(f"Assumed: fully sharded, bf16 mixed precision, as in `{job}`.")
+        show(one(prediction, explain=args.explain), *drawn, "", next_line(*commands))
     else:
         from ptrain.report.differences import pair
 
-        print(pair(*predictions))
+        command = shlex.join(["ptrain", "plan", *sources, *overrides])
+        show(pair(*predictions, explain=args.explain), "", next_line(command, "ptrain plan --help"))
     return 0
 
 

@@ -4,6 +4,7 @@ Torch-free."""
 from __future__ import annotations
 
 import gc
+import shlex
 import sys
 from argparse import Namespace
 from collections.abc import Iterator
@@ -13,10 +14,12 @@ from ptrain.charts.canvas import Format, painted, require_writable, write_whole
 from ptrain.charts.front import front_sheet
 from ptrain.cli.arguments import print_json
 from ptrain.cli.predict import facts_of
+from ptrain.cli.progress import progress
 from ptrain.errors import PtrainError, refused
 from ptrain.facts.model import ModelFacts
 from ptrain.plan.lower import own_facts
-from ptrain.report.selection import TOP, as_csv, as_record, as_spec, described, selection_text
+from ptrain.report.screen import next_line, show
+from ptrain.report.selection import TOP, as_csv, as_record, as_spec, placement_text, selection_text
 from ptrain.selection.algorithm1 import (
     Answer,
     algorithm1,
@@ -49,7 +52,7 @@ def run(args: Namespace) -> int:
         )
     if args.out is not None and args.out.is_dir():
         raise refused("--out", f"{args.out} is a folder", "Name a file.")
-    with _without_collector():
+    with _without_collector(), progress("searching placements") as step:
         selection = select(
             sources[0],
             overrides,
@@ -62,6 +65,7 @@ def run(args: Namespace) -> int:
             deadline=args.deadline,
             budget=args.budget,
             read=_read,
+            watch=lambda done, count: step(done, count, "deriving the best candidates"),
         )
     advice = _advice(selection, args) if args.by == "algorithm1" else None
     files = list(_written(selection, args, form))
@@ -72,14 +76,23 @@ def run(args: Namespace) -> int:
         print(as_csv(selection, args.top), end="")
     else:
         said = [] if advice is None else [*lines(advice), ""]
-        print("\n".join([*said, selection_text(selection, args.top or TOP), *files]))
+        text = selection_text(selection, args.top or TOP)
+        show(*said, text, *files, "", next_line(*_next_commands(selection, args)))
     return 0 if selection.best else _NOTHING_FITS
+
+
+def _next_commands(selection: PlacementRanking, args: Namespace) -> list[str]:
+    """Return the commands that write and train the best, the shortest last."""
+    if selection.best is None or args.out is not None:
+        return [f"ptrain train {args.out}" if selection.best else "ptrain select --help"]
+    command = f"{shlex.join(args.typed)} --out best.yaml"
+    return [f"{command} && ptrain train best.yaml", command, "ptrain select --help"]
 
 
 @contextmanager
 def _without_collector() -> Iterator[None]:
-    """A search makes millions of values, which go without it, and next to no cycles: to look for
-    these takes up to a third of its time."""
+    """Temporarily disable garbage collection: a search makes millions of values and few cycles,
+    and looking for cycles takes up to a third of its time."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -91,7 +104,7 @@ def _without_collector() -> Iterator[None]:
 
 def _read(spec: Spec) -> ModelFacts:
     """The facts of a model that no table tells of: said beforehand, for it takes seconds."""
-    print(f"tracing {spec.name} as in {described(spec)}", file=sys.stderr, flush=True)
+    print(f"tracing {spec.name} as in {placement_text(spec)}", file=sys.stderr, flush=True)
     return facts_of(spec, allow_import=False)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import shlex
 import sys
 from argparse import Namespace
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from ptrain.charts.canvas import Format, require_writable, write_whole
 from ptrain.charts.memory import painted_course
 from ptrain.cli.arguments import print_json
 from ptrain.cli.predict import facts_of
+from ptrain.cli.progress import progress
 from ptrain.codec import encode
 from ptrain.cost import State
 from ptrain.derivation.estimate import Derivation, derive
@@ -23,6 +25,7 @@ from ptrain.installed import torch_minor
 from ptrain.meters.measure import join_estimates
 from ptrain.report.heading import heading
 from ptrain.report.record import record, rows_of
+from ptrain.report.screen import next_line, show
 from ptrain.report.simulation import GARBAGE, RankReport, one
 from ptrain.rooms import pretence
 from ptrain.rooms.patches import require_supported
@@ -32,7 +35,7 @@ from ptrain.simulation.execute import Simulated, rehearsal_device, simulate
 from ptrain.spec.batch import batch_lines
 from ptrain.spec.load import load, split_arguments, sweeps
 from ptrain.spec.spec import Spec
-from ptrain.units import format_bytes
+from ptrain.units import format_memory
 
 _CONFIRMED = ("90", "2.11")  # by an H100 (benchmarks/results, gpu): capability, torch
 
@@ -64,9 +67,12 @@ def run(args: Namespace) -> int:
         records.append(as_record(spec, simulations))
         drawn = [_draw(simulations, args.chart, form)] if form else []
         if not args.json:
-            print(*drawn, _host(), GARBAGE, *[""] * (len(specs) > 1), sep="\n", flush=True)
+            show(*drawn, _host(), GARBAGE, *[""] * (len(specs) > 1))
     if args.json:
         print_json(records if len(records) > 1 else records[0])
+    else:
+        words = shlex.join(["ptrain", "verify", *args.arguments])
+        show("", next_line(words, "ptrain verify --help"))
     return 0
 
 
@@ -130,15 +136,18 @@ def _of_spec(spec: Spec, args: Namespace, lacking: str) -> Iterator[tuple[Deriva
     alike = {rank: ranks for ranks in classes(spec, derivation.exact) for rank in ranks}
     if not args.json:
         lines = batch_lines(spec.batch, spec.data_degree)
-        print(heading(spec, facts.numel), *lines, sep="\n", flush=True)
-    for rank in chosen(spec, derivation.exact, args.rank):
-        simulated = simulate(
-            spec,
-            rank,
-            rehearse=args.rehearse,
-            allow_import=args.allow_import,
-            every_block=args.every_block,
-        )
+        show(heading(spec, facts.numel), *lines)
+    ranks = chosen(spec, derivation.exact, args.rank)
+    for number, rank in enumerate(ranks):
+        with progress(f"simulating rank {rank} of {spec.world_size}") as step:
+            step(number, len(ranks))
+            simulated = simulate(
+                spec,
+                rank,
+                rehearse=args.rehearse,
+                allow_import=args.allow_import,
+                every_block=args.every_block,
+            )
         report = RankReport(
             rank=rank,
             device=simulated.device if args.rehearse else "",
@@ -153,7 +162,7 @@ def _of_spec(spec: Spec, args: Namespace, lacking: str) -> Iterator[tuple[Deriva
             workspaces=workspaces(spec) if not args.rehearse else (),
         )
         if not args.json:
-            print("", one(report, spec.name), "", sep="\n", flush=True)
+            show("", one(report, spec.name), "")
         yield derivation, report
 
 
@@ -220,4 +229,4 @@ def host_bytes() -> int:
 
 
 def _host() -> str:
-    return f"this process needed {format_bytes(host_bytes())} of memory"
+    return f"host memory of this process: {format_memory(host_bytes())}"

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from ptrain.algebra.obeyed import shown
 from ptrain.errors import PtrainError
+from ptrain.report.screen import next_line, screen_width, show
 from ptrain.report.table import Importance, TableColumn, name_column, render
 from ptrain.spec.load import expand, load
 from ptrain.spec.names import SPEC_FOLDERS, listing, names
@@ -45,8 +46,10 @@ def _list(*, as_json: bool) -> None:
         of_folder = [row for row in rows if row["folder"] == folder]
         if of_folder:
             print(_table(folder, of_folder))
-    print(_wrapped("aliases", [f"{alias} = {name}" for alias, name in known.aliases.items()]))
-    print("`ptrain specs show NAME` prints one; SPEC is a name of the first four, or a file")
+    aliases = ", ".join(f"{alias} = {name}" for alias, name in known.aliases.items())
+    wrapped = textwrap.wrap(aliases, screen_width() - 2)
+    print("aliases:", textwrap.indent("\n".join(wrapped), "  "), sep="\n")
+    show("", next_line("ptrain specs show zero3"))
 
 
 def _files(folder: str) -> list[Path]:
@@ -80,26 +83,16 @@ def _table(folder: str, rows: list[Row]) -> str:
     if folder in SPEC_FOLDERS:
         ranks = [f"{row['ranks']} ranks" for row in rows]
         columns.append(TableColumn("", cells=ranks, left=True))
-        columns.append(TableColumn("", Importance.RESULT, [*map(_placed, rows)], left=True))
+        columns.append(TableColumn("", cells=[*map(_placed, rows)], left=True))
     about = [str(row["about"]) for row in rows]
-    columns.append(TableColumn("", Importance.DETAIL, about, left=True))
-    return f"{folder}:\n{textwrap.indent(render(columns), '  ')}"
+    columns.append(TableColumn("", Importance.RESULT, about, left=True))
+    return f"{folder}:\n{textwrap.indent(render(columns, screen_width() - 2), '  ')}"
 
 
 def _placed(row: Row) -> str:
     placement = row["placement"]
     assert isinstance(placement, dict), "a spec's row says where its states are"
     return " ⊗ ".join(f"{axis}: {modes}" for axis, modes in placement.items())
-
-
-def _wrapped(title: str, words: list[str]) -> str:
-    lines, line = [f"{title}:"], " "
-    for word in words:
-        if len(line) + len(word) > 98:
-            lines.append(line)
-            line = " "
-        line += f" {word},"
-    return "\n".join([*lines, line.rstrip(",")])
 
 
 def _show(name: str, overrides: list[str], *, as_json: bool) -> None:

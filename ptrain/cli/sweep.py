@@ -6,6 +6,7 @@ In a sweep, batch and cluster follow the mesh, and an invalid point is a row wit
 
 from __future__ import annotations
 
+import shlex
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -16,16 +17,19 @@ from ptrain.charts.canvas import Format, painted, require_writable, write_whole
 from ptrain.charts.step import step_sheet
 from ptrain.charts.sweep import sweep_sheet
 from ptrain.cli.arguments import print_json
+from ptrain.cli.progress import progress
 from ptrain.codec import encode
 from ptrain.derivation.estimate import Derivation, step_lanes
 from ptrain.errors import Fault, PtrainError, SpecError, refused
 from ptrain.report.predict import Prediction, require_cuda
+from ptrain.report.screen import next_line, show
 from ptrain.report.step_time import critical_path
-from ptrain.report.sweep import SweepPoint, as_csv, ordered, table
+from ptrain.report.sweep import SweepPoint, as_csv, fastest_that_fits, ordered, table
 from ptrain.spec.follow import followers
 from ptrain.spec.load import sweeps
 
 _OPTION = "--timeline"
+_LISTS = "ptrain specs"
 AsRecord = Callable[[Prediction], Mapping[str, object]]
 
 
@@ -48,11 +52,13 @@ def run_sweep(
     """Print a row for each point, and draw them where a file is named. Raises SpecError with all
     faults where no point can be."""
     form = None if args.chart is None else require_writable(args.chart)
-    points = [
-        point
-        for source in sources
-        for point in _points(source, overrides, predict, is_named=len(sources) > 1)
-    ]
+    choices = len(list(sweeps(overrides))) * len(sources)
+    points: list[SweepPoint] = []
+    with progress("predicting") as step:
+        for source in sources:
+            for point in _points(source, overrides, predict, is_named=len(sources) > 1):
+                points.append(point)
+                step(len(points), choices, f"predicting {point.label}")
     predictions = [point.prediction for point in points if point.prediction is not None]
     if not predictions:
         raise SpecError(*dict.fromkeys(fault for point in points for fault in point.faults))
@@ -66,9 +72,10 @@ def run_sweep(
     elif args.csv:
         print(as_csv(points))
     else:
-        print(table(points))
-        if form is not None:
-            print(f"chart    {args.chart}")
+        drawn = [f"chart    {args.chart}"] if form is not None else []
+        chosen = fastest_that_fits(predictions) or predictions[0]
+        words = shlex.join(["ptrain", "predict", *chosen.words])
+        show(table(points, explain=args.explain), *drawn, "", next_line(words, _LISTS))
     return 0
 
 

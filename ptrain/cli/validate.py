@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import tempfile
 from argparse import Namespace
@@ -9,8 +10,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from ptrain.cli.arguments import print_json
+from ptrain.cli.progress import progress
 from ptrain.errors import VerdictFailed, refused
 from ptrain.installed import require_torch
+from ptrain.report.screen import next_line, show
 from ptrain.spec.load import split_arguments, sweeps
 from ptrain.spec.names import names
 from ptrain.train.notebook import Run, load_trainable
@@ -38,17 +41,22 @@ def run(args: Namespace) -> int:
     ]
     for source, choice in jobs:
         _require_steady_step(source, choice)
-    runs = []
+    runs: list[Run] = []
     for source, choice in jobs:
-        runs.append(_validate(source, choice, allow_import=args.allow_import))
+        with progress(f"running four steps of {_title(source, choice)}") as step:
+            step(len(runs), len(jobs))
+            runs.append(_validate(source, choice, allow_import=args.allow_import))
         if not args.json:
             title = [_title(source, choice)] if len(jobs) > 1 else []
             between = [""] if len(runs) > 1 else []
             head = (runs[-1].heading, runs[-1].preflight)
-            print(*between, *title, *head, runs[-1], sep="\n", flush=True)
+            show(*between, *title, *head, str(runs[-1]))
     if args.json:
         records = [validation.record for validation in runs]
         print_json(records if len(records) > 1 else records[0])
+    else:
+        words = shlex.join(["ptrain", "verify", *args.arguments])
+        show("", next_line(words, "ptrain verify --help"))
     return 0 if all(validation.holds for validation in runs) else VerdictFailed.exit_code
 
 

@@ -7,6 +7,7 @@ itself; under a launcher it becomes a rank.
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import sys
 import tempfile
@@ -20,6 +21,7 @@ from ptrain.cli.arguments import print_json
 from ptrain.errors import VerdictFailed, refused
 from ptrain.installed import require_torch
 from ptrain.plan.lower import own_facts
+from ptrain.report.screen import next_line, show
 from ptrain.selection.recompute import resolve_auto
 from ptrain.spec.extras import require_leave, require_transformers
 from ptrain.spec.file_tier import require_file_tier
@@ -69,6 +71,9 @@ def run(args: Namespace) -> int:
     if args.json:
         print_json(records if len(records) > 1 else records[0])
     holds = all(record["verdict"] == "holds" for record in records)
+    if not args.json:
+        words = ["ptrain", "train", *args.arguments] if holds else [*args.typed, "--verbose"]
+        show(next_line(shlex.join(words), "ptrain verify --help"))
     return 0 if holds else VerdictFailed.exit_code
 
 
@@ -81,6 +86,7 @@ def _started(
         steps=args.steps,
         quick=args.quick,
         every_collective=args.every_collective,
+        verbose=args.verbose,
         json=args.json,
         allow_import=args.allow_import,
         references=folder / "references",
@@ -136,7 +142,7 @@ def _become_rank(args: Namespace) -> None:
         finding = "starts the ranks of both specs, and torchrun has started ranks already"
         raise refused("--against", finding, "Run `ptrain verify` without torchrun.")
     words = [*args.arguments, "--steps", str(args.steps)]
-    for flag in ("quick", "every_collective", "json", "allow_import"):
+    for flag in ("quick", "every_collective", "verbose", "json", "allow_import"):
         words += ["--" + flag.replace("_", "-")] if getattr(args, flag) else []
     sys.stdout.flush()
     words = [sys.executable, "-P", "-m", "ptrain.verification", *words]

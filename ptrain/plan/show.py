@@ -49,7 +49,7 @@ from ptrain.steps.step import (
     Update,
 )
 from ptrain.steps.wraps import FlatUnits, FullyShard, LocalGradients, Replicate
-from ptrain.units import counted, format_bytes
+from ptrain.units import counted, format_memory
 
 _FEW_GROUPS = 8
 
@@ -64,7 +64,7 @@ def show(spec: Spec, plan: Plan) -> str:
     lines += token_lines(spec, plan.context) if plan.context else ()
     lines += _experts(spec, plan)
     lines += _stages(spec, plan)
-    whose = "of the whole model, of which each stage has its own and a root: "
+    whose = "of the full model; each stage has its units and a root: "
     lines.append(f"units    {whose if plan.pipeline else ''}{_units(plan.units)}")
     if plan.tensor and not isinstance(spec.model, ModelShape):
         lines += _roles(plan.tensor.roles)
@@ -73,7 +73,7 @@ def show(spec: Spec, plan: Plan) -> str:
 
 
 def _roles(roles: Roles) -> Iterator[str]:
-    """What its plan says of a model that is not built in."""
+    """Yield the roles of modules in the plan of a model that is not built in."""
     for role in dict.fromkeys(role for _, role in roles):
         names = ", ".join(pattern for pattern, has in roles if has is role)
         yield f"roles    {role}: {names}"
@@ -134,13 +134,13 @@ def _mesh(step: CreateMesh) -> str:
 def _pipeline(step: Pipeline) -> str:
     ranks = max(step.rank_of) + 1
     text = (
-        f"cut the model over {step.axis} into {counted(step.stages, 'stage')}, "
-        f"{step.stages // ranks} a rank: Θ, Ω and G of its own layers; micro-batches in the order "
-        f"of {step.schedule}"
+        f"split the model over {step.axis} into {counted(step.stages, 'stage')}, "
+        f"{step.stages // ranks} per rank; each stage holds Θ, Ω and G of its layers; schedule "
+        f"{step.schedule}"
     )
     if step.shared:
         shared = ", ".join(name for name, _ in step.shared)
-        text += f"; first and last stage both have {shared}, gradients summed"
+        text += f"; first and last stage share {shared}; its gradients are summed"
     return text
 
 
@@ -151,7 +151,7 @@ def _stages(spec: Spec, plan: Plan) -> Iterator[str]:
     if step is None or schedule is None:
         return
     for stage, (rank, layers) in enumerate(zip(step.rank_of, step.layers, strict=True)):
-        ends = ["what is in front"] * (stage == 0), ["what is behind"] * (stage == step.stages - 1)
+        ends = ["input modules"] * (stage == 0), ["output modules"] * (stage == step.stages - 1)
         names = ", ".join([*ends[0], _shortened(list(layers)), *ends[1]])
         most = counted(most_held_of(schedule, stage), "micro-batch")
         yield f"stage    {stage} on {step.axis} {rank}: {names}; up to {most} in flight"
@@ -172,13 +172,13 @@ def _schedule(spec: Spec) -> Schedule | None:
 
 
 def _parallelize(step: Parallelize) -> str:
-    pairs = "each column operator by itself" if step.is_naive else "column and row in pairs"
-    between = "whole"
+    pairs = "column-wise, one by one" if step.is_naive else "column- and row-wise in pairs"
+    between = "replicated"
     if step.is_sequence:
-        between = "slices of the tokens"
-    saved = ", saved so and gathered again in backward" if step.is_saved_cut else ""
+        between = "sharded by tokens"
+    saved = ", saved as shards and all-gathered again in backward" if step.is_saved_cut else ""
     return (
-        f"cut operators over {step.axis}: {pairs}; activations between them {between}{saved}; "
+        f"shard operators over {step.axis}: {pairs}; activations between them {between}{saved}; "
         f"logits {_logits(step)}"
     )
 
@@ -186,19 +186,19 @@ def _parallelize(step: Parallelize) -> str:
 def _logits(step: Parallelize) -> str:
     """A tied head has no role of its own in a built-in model: the norm before it has one."""
     if not any(role in (Role.HEAD, Role.LAST_NORM) for _, role in step.roles):
-        return "whole, since no head is cut"
-    return "cut over the vocabulary" if step.loss_parallel else "gathered"
+        return "replicated, since no head is sharded"
+    return "sharded over the vocabulary" if step.loss_parallel else "all-gathered"
 
 
 def _replicate(step: Replicate) -> str:
     backward = "the last micro-batch's backward"
-    when = f"beside {backward}" if step.overlaps else f"when {backward} is over"
+    when = f"overlapped with {backward}" if step.overlaps else f"after {backward}"
     text = (
-        f"replicate over {_names(step.axes)}: DistributedDataParallel, {_bucket(step)} summed "
+        f"replicate over {_names(step.axes)}: DistributedDataParallel, {_bucket(step)} reduced "
         f"once, {when}"
     )
     if step.zero_redundancy:
-        text += "; Ω spread as whole tensors, whose owners update and broadcast them"
+        text += "; each tensor of Ω on a single rank, which updates and broadcasts it"
     return text
 
 
@@ -209,23 +209,23 @@ def _bucket(step: Replicate) -> str:
         case size if size >= WHOLE_BUCKET:
             return "all gradients in one bucket"
         case size:
-            return f"buckets of {format_bytes(size)}"
+            return f"buckets of {format_memory(size)}"
 
 
 def _fully_shard(step: FullyShard) -> str:
-    theta = "Θ M (gathered units are casts of the master shards)" if step.materialized else "Θ S*"
+    theta = "Θ M (all-gathered as casts of the master shards)" if step.materialized else "Θ S*"
     text = f"fully_shard each unit over {_names(step.shard_axes)}: {theta}, Ω S, G S"
     if step.replicate_axes:
         text += f"; replicate over {_names(step.replicate_axes)}"
     if not step.overlaps:
-        text += "; reductions awaited, nothing gathered ahead"
+        text += "; no overlap, no prefetch"
     elif step.prefetch is not None:
         text += f"; {_ahead(step.prefetch)}"
     return text + _via(step.reduce_scatter)
 
 
 def _ahead(num: int) -> str:
-    return f"{counted(num, 'unit')} gathered ahead" if num else "nothing gathered ahead"
+    return f"prefetch {counted(num, 'unit')}" if num else "no prefetch"
 
 
 def _flat(step: FlatUnits, *, stateless: bool) -> str:
@@ -233,7 +233,7 @@ def _flat(step: FlatUnits, *, stateless: bool) -> str:
     optimizer = "Ω none" if stateless else _flat_optimizer(step)
     states = ", ".join((_flat_parameters(step), optimizer, _flat_gradients(step)))
     if step.frozen is not None:
-        states += f"; of what is frozen {_flat_parameters(step.of_frozen)}"
+        states += f"; frozen parameters: {_flat_parameters(step.of_frozen)}"
     return "; ".join([f"keep each unit in a flat buffer{over}: {states}", *_flat_dials(step)]) + (
         _via(step.reduce_scatter)
     )
@@ -241,18 +241,18 @@ def _flat(step: FlatUnits, *, stateless: bool) -> str:
 
 def _flat_parameters(step: FlatUnits) -> str:
     if step.materialized:
-        return "Θ made by unit of the masters in Ω"
+        return "Θ made unit by unit from the masters in Ω"
     stored = _stored("Θ", step.parameters, step.parameters_tier)
     if step.parameters:
-        return f"{stored} and gathered for use"
-    return stored if step.parameters_tier is Tier.DEVICE else f"{stored} and brought for use"
+        return f"{stored}, all-gathered for use"
+    return stored if step.parameters_tier is Tier.DEVICE else f"{stored}, copied for use"
 
 
 def _flat_optimizer(step: FlatUnits) -> str:
     stored = _stored("Ω", step.optimizer, step.optimizer_tier)
     gathered = [axis for axis in step.optimizer if axis not in step.updated]
     if gathered:
-        stored += f" and gathered over {_names(gathered)} for the update"
+        stored += f", all-gathered over {_names(gathered)} for the update"
     if step.optimizer_tier is Tier.DEVICE:
         return stored
     return f"{stored}, updated on the {step.update_tier}"
@@ -260,35 +260,35 @@ def _flat_optimizer(step: FlatUnits) -> str:
 
 def _flat_gradients(step: FlatUnits) -> str:
     if step.consumed:
-        return "G used up: each unit is reduced and updated within backward"
+        return "G freed: each unit is reduced and updated within backward"
     stored = _stored("G", step.gradients, step.gradients_tier)
     if step.gathered_gradients:
-        stored += f" and gathered over {_names(step.gathered_gradients)} for the update"
+        stored += f", all-gathered over {_names(step.gathered_gradients)} for the update"
     return stored
 
 
 def _stored(letter: str, axes: Sequence[Axis], tier: Tier) -> str:
-    """`Ω cut over dp_shard on the host`."""
+    """Return `Ω sharded over dp_shard on the host`."""
     where = {Tier.DEVICE: "", Tier.HOST: " on the host", Tier.FILE: " in files"}[tier]
-    return f"{letter} {'cut over ' + _names(axes) if axes else 'whole'}{where}"
+    return f"{letter} {'sharded over ' + _names(axes) if axes else 'replicated'}{where}"
 
 
 def _flat_dials(step: FlatUnits) -> Iterator[str]:
     if step.path is not None:
         yield f"files in {step.path}"
     if step.bucket_bytes:
-        yield f"neighbours in one, up to {format_bytes(step.bucket_bytes)} of gradients"
+        yield f"buckets of up to {format_memory(step.bucket_bytes)} of gradients"
     if step.overlaps:
-        yield "reductions run beside backward"
+        yield "reductions overlapped with backward"
     if step.prefetch:
         yield _ahead(step.prefetch)
     if any(axis not in step.parameters for axis in step.updated):
         when = {
-            GatherAfterUpdate.BLOCKING: "gathered after each unit's update",
-            GatherAfterUpdate.DURING_UPDATE: "gathered while other units are updated",
-            GatherAfterUpdate.NEXT_FORWARD: "gathered when they are used next",
+            GatherAfterUpdate.BLOCKING: "after each unit's update",
+            GatherAfterUpdate.DURING_UPDATE: "while other units are updated",
+            GatherAfterUpdate.NEXT_FORWARD: "in the next forward",
         }[step.gather_after_update]
-        yield f"updated parts {when}"
+        yield f"updated shards all-gathered {when}"
 
 
 def _via(via: ReduceScatterVia) -> str:
@@ -314,14 +314,14 @@ def _update(step: Update) -> str:
 def _balance(step: BalanceExperts) -> str:
     over = f", an all-reduce over {' × '.join(step.axes)}" if step.axes else ""
     return (
-        f"move each expert's bias by {step.rate:g} towards the mean of {step.choices} choices a "
+        f"move each expert's bias by {step.rate:g} towards the mean of {step.choices} choices per "
         f"layer{over}"
     )
 
 
 def _layout(layout: Layout) -> str:
     sent = "" if layout.reduced is layout.gradients else f" reduced in {layout.reduced}"
-    both = " beside each micro-batch's own" if layout.keeps_both else ""
+    both = " next to each micro-batch's gradients" if layout.keeps_both else ""
     master = f", master {layout.master}" if layout.master else ""
     return (
         f"layout {layout.name} (Θ {layout.parameters}, G {layout.gradients}{sent}{both}{master}, "
@@ -352,7 +352,7 @@ def _composition(spec: Spec, plan: Plan) -> Iterator[str]:
 
 def _policy(plan: Plan) -> Iterator[str]:
     if plan.wrap.is_updated_in_backward:
-        yield "sync     gradients unit by unit, as soon as they are complete"
+        yield "sync     gradients reduced unit by unit, during backward"
     elif (policy := plan.wrap.policy) is not None:
         yield f"sync     {_sync(policy, gathers=plan.wrap.gathers_parameters)}"
 
@@ -365,13 +365,13 @@ def _sync(sync: SyncPolicy, *, gathers: bool) -> str:
         return f"gradients {when}"
     match sync.reshard_after_forward:
         case bool() as freed:
-            forward = "freed after forward" if freed else "kept after forward"
+            forward = "resharded after forward" if freed else "kept after forward"
         case Reshard.NON_ROOT:
-            forward = "freed after forward (the root's kept)"
+            forward = "resharded after forward (except the root unit)"
         case shards:
             forward = f"kept in {shards} shards after forward"
-    backward = "freed after backward" if sync.reshard_after_backward else "kept until the last"
-    return f"gradients {when}; gathered parameters {forward}, {backward}"
+    backward = "after backward" if sync.reshard_after_backward else "after the last micro-batch"
+    return f"gradients {when}; parameters {forward} and {backward}"
 
 
 def _units(units: Units) -> str:

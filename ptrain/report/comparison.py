@@ -13,7 +13,7 @@ from ptrain.codec import encode
 from ptrain.errors import refused
 from ptrain.report.recorded import MEASURED, FigureGroup, FigureKind, Figures, Recorded, sources
 from ptrain.report.table import TableColumn, difference_columns, make_columns, or_missing, render
-from ptrain.units import counted, format_bytes, format_count, format_seconds
+from ptrain.units import counted, format_bytes, format_count, format_memory, format_seconds
 
 _LIMITED = tuple(kind for kind in FigureKind if kind not in (FigureKind.SIZE, FigureKind.TOKENS))
 VERDICT = "verdict"
@@ -236,7 +236,11 @@ def _is_beyond(row: ComparedFigure, growth: float) -> bool:
     return not head <= base + growth * abs(base)
 
 
-_BYTES = (FigureKind.MEMORY, FigureKind.PEAK, FigureKind.BYTES)
+_SIZES = {
+    FigureKind.MEMORY: format_memory,
+    FigureKind.PEAK: format_memory,
+    FigureKind.BYTES: format_bytes,
+}
 _NO_VERDICT = "no verdict"
 Cells = tuple[str, str, str, str]
 
@@ -332,8 +336,8 @@ def _value(row: ComparedFigure, value: int | float | None) -> str:
 def _written(kind: FigureKind, value: int | float) -> str:
     if not math.isfinite(value):
         return str(value)
-    if kind in _BYTES:
-        return format_bytes(value)
+    if kind in _SIZES:
+        return _SIZES[kind](value)
     if kind is FigureKind.TIME:
         return format_seconds(value)
     if kind is FigureKind.LOSS:
@@ -344,7 +348,7 @@ def _written(kind: FigureKind, value: int | float) -> str:
 def _difference(row: ComparedFigure) -> str:
     """Return `+1.2 MB (+3.4%)`, or which side alone has the row or does not know it."""
     if not row.is_known:
-        return f"not known at {'base' if row.base is None else 'head'}"
+        return f"unknown at {'base' if row.base is None else 'head'}"
     if row.base is None or row.head is None:
         return f"only at {'base' if row.head is None else 'head'}"
     by = row.difference
@@ -366,7 +370,7 @@ def _remarks(training: ComparedTraining, *, shows_all: bool) -> Iterator[str]:
         yield f"{equal}{more} {'is' if equal == 1 else 'are'} equal"
     for side, groups in (("base", training.only_base), ("head", training.only_head)):
         if groups:
-            yield f"only {side} says: {sources(groups)}"
+            yield f"only in {side}: {sources(groups)}"
     for side, culprit in (("base", training.base.culprit), ("head", training.head.culprit)):
         if culprit:
             yield f"{side}: {culprit}"

@@ -1,12 +1,19 @@
-"""What `ptrain predict` prints of two specs: only what differs, with ratios."""
+"""The screen of `ptrain predict` for two specs: the answers, then the differences and ratios."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from ptrain.cost import PLACED, State
 from ptrain.report.heading import placement
-from ptrain.report.predict import MODEL_STATES, Prediction, model_state_bytes, sent_bytes
+from ptrain.report.predict import (
+    MODEL_STATES,
+    MODEL_STATES_LABEL,
+    Prediction,
+    answer_line,
+    model_state_bytes,
+    sent_bytes,
+)
 from ptrain.report.sweep import SweepPoint, remarks
 from ptrain.report.table import (
     Importance,
@@ -16,32 +23,39 @@ from ptrain.report.table import (
     on_tiers,
     render,
     size,
+    traffic_size,
 )
 from ptrain.spec.spec import Spec
 from ptrain.spec.write import unwritten
 
 _UNSAID = "–"
+_TRAFFIC = ("traffic", "copied between tiers")
 _SHOWN_ELSEWHERE = ("name", "mesh", "placement")
 _SAME_MODEL = "model.folder"  # wherever it lies
 Figure = tuple[str, int | None, int | None]
 
 
-def pair(first: Prediction, second: Prediction) -> str:
-    """Settings that differ as `before → after`, then the figures that differ with their ratio; and
-    what is said of each."""
-    differing = [row for row in _figures(first, second) if row[1] != row[2]]
+def pair(first: Prediction, second: Prediction, *, explain: bool = False) -> str:
+    """Return the answers for both, settings that differ as `before → after`, figures that differ
+    with their ratio, and remarks. `explain` adds the figures of the paper."""
+    sides, estimates = (first, second), ("paper", "exact") if explain else ("exact",)
+    differing = [row for row in _figures(first, second, estimates) if row[1] != row[2]]
     names, before, after = zip(*differing, strict=True) if differing else ((), (), ())
     columns = [
         name_column("per rank and step", names),
-        TableColumn(first.label, cells=[*map(size, before)]),
-        TableColumn(second.label, cells=[*map(size, after)]),
+        TableColumn(first.label, cells=[*map(_written, names, before)]),
+        TableColumn(second.label, cells=[*map(_written, names, after)]),
         TableColumn("ratio", Importance.RESULT, [*map(ratio, before, after)]),
     ]
-    points = [SweepPoint(label=side.label, prediction=side) for side in (first, second)]
-    settings = _settings(first.spec, second.spec)
-    return "\n".join(
-        [f"{first.label} → {second.label}", *settings, "", render(columns), *remarks(points)]
-    )
+    points = [SweepPoint(label=side.label, prediction=side) for side in sides]
+    answers = [f"{side.label}: {answer_line(side)}" for side in sides]
+    lines = [f"{first.label} → {second.label}", *answers, "", *_settings(first.spec, second.spec)]
+    return "\n".join([*lines, "", render(columns), *remarks(points)])
+
+
+def _written(name: str, number: int | None) -> str:
+    """Return memory in binary units, and traffic in decimal ones."""
+    return (traffic_size if name.startswith(_TRAFFIC) else size)(number)
 
 
 def ratio(before: int | None, after: int | None) -> str:
@@ -54,21 +68,22 @@ def ratio(before: int | None, after: int | None) -> str:
     return f"{max(before, after) / min(before, after):.3g}× {'more' if more else 'less'}"
 
 
-def _figures(first: Prediction, second: Prediction) -> Iterator[Figure]:
-    for column in ("paper", "exact"):
+def _figures(first: Prediction, second: Prediction, estimates: Sequence[str]) -> Iterator[Figure]:
+    for column in estimates:
         left, right = getattr(first.derivation, column), getattr(second.derivation, column)
         states = State if column == "exact" else MODEL_STATES
+        suffix = f", {column}" if len(estimates) > 1 else ""
         most, others = largest(left.memory), largest(right.memory)
         for state in states:
             for tier, label in on_tiers(state):
-                yield f"{label}, {column}", most.get((state, tier)), others.get((state, tier))
-        for tier, label in on_tiers("Θ + Ω + G"):
+                yield f"{label}{suffix}", most.get((state, tier)), others.get((state, tier))
+        for tier, label in on_tiers(MODEL_STATES_LABEL):
             sums = model_state_bytes(left, tier), model_state_bytes(right, tier)
-            yield f"{label}, {column}", *sums
+            yield f"{label}{suffix}", *sums
         if column == "exact":
-            yield "peak, exact", first.fit.peak_bytes, second.fit.peak_bytes
-        yield f"sent per step, {column}", sent_bytes(left), sent_bytes(right)
-        yield f"copied per step, {column}", left.copied_bytes(), right.copied_bytes()
+            yield f"peak{suffix}", first.fit.peak_bytes, second.fit.peak_bytes
+        yield f"{_TRAFFIC[0]}{suffix}", sent_bytes(left), sent_bytes(right)
+        yield f"{_TRAFFIC[1]}{suffix}", left.copied_bytes(), right.copied_bytes()
 
 
 def _settings(before: Spec, after: Spec) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""The one line that says what a spec is: model, ranks, placement, layout, batch."""
+"""The heading of a spec, in one line: model, ranks, placement, layout and batch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ptrain.units import format_count
 
 
 def heading(spec: Spec, num_parameters: int) -> str:
-    """`zero3 · llama 0.92M · dp_shard 2 (S*,S,S,R) · fp32 · batch 16 = 2 micro × …`."""
+    """Return `zero3 · llama 0.92M · dp_shard 2 (S*,S,S,R) · fp32 · batch 16 = 2 micro × …`."""
     return " · ".join(
         [
             spec.name,

@@ -1,8 +1,8 @@
-"""What `ptrain predict` prints of one spec: memory and traffic, `paper` beside `exact`, whether it
-fits, and why the two columns differ."""
+"""The screen of `ptrain predict` for one spec: the answer, then memory, traffic and time."""
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
@@ -28,7 +28,8 @@ from ptrain.errors import refused
 from ptrain.plan.composition import compositions, condition_lines
 from ptrain.report.heading import by_data_lines, heading
 from ptrain.report.places import by_place
-from ptrain.report.step_time import time_lines
+from ptrain.report.screen import fold, screen_width
+from ptrain.report.step_time import device_name, job_pace, pace_parts, time_lines
 from ptrain.report.table import (
     MISSING,
     Importance,
@@ -40,11 +41,13 @@ from ptrain.report.table import (
     moved_bytes,
     name_column,
     on_tiers,
+    or_missing,
     render,
     size,
     span,
     traffic_label,
     traffic_order,
+    traffic_size,
 )
 from ptrain.selection.fit import (
     HOST_UNKNOWN,
@@ -53,17 +56,18 @@ from ptrain.selection.fit import (
     host_text,
     needs_gpu,
     peak_text,
-    room_text,
     telling,
+    usable_text,
 )
 from ptrain.selection.preflight import FitAdvice, Reload, find_changes
 from ptrain.spec.batch import batch_lines
 from ptrain.spec.model import ModelShape
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import Plan
-from ptrain.units import format_bytes, format_operations
+from ptrain.units import format_bytes, format_operations, format_seconds
 
 MODEL_STATES = (State.PARAMETERS, State.OPTIMIZER, State.GRADIENTS)
+MODEL_STATES_LABEL = "model states"  # parameters, optimizer state and gradients together
 _BAR = 24  # columns of the longest bar
 
 
@@ -100,32 +104,41 @@ class Prediction:
         return telling(self.spec, exact, self.words, allow_import=self.allow_import)
 
 
-def one(prediction: Prediction) -> str:
-    """Return the full account of one spec."""
+def one(prediction: Prediction, *, explain: bool = False) -> str:
+    """Return the screen of one spec; the answer is its second line.
+
+    Args:
+        explain: add the column `paper`, the reasons why the columns differ, and the theorems.
+    """
     paper, exact = prediction.derivation.paper, prediction.derivation.exact
+    estimates = (paper, exact) if explain else (exact,)
+    column = "exact" if explain else "predicted"
     places = by_place(prediction.spec, prediction.derivation.plan, exact)
+    title, *rest = fold(heading(prediction.spec, prediction.num_parameters), screen_width())
     return "\n".join(
         [
-            heading(prediction.spec, prediction.num_parameters),
+            title,
+            *fold(answer_line(prediction), screen_width()),
+            *rest,
             *batch_lines(prediction.spec.batch, prediction.spec.data_degree),
+            *advice_lines(prediction),
             "",
-            _memory(paper, exact),
+            _memory(*estimates, title=column),
+            *fit_lines(prediction),
+            *startup_lines(prediction),
+            *(prediction.reserving.lines if prediction.reserving else ()),
             "",
             *([places, ""] if places else []),
-            _traffic(paper, exact),
+            _traffic(*estimates, title=column),
             "",
             *time_lines(prediction.derivation),
             *operations_lines(exact),
             *_balance(prediction.derivation.plan),
-            *fit_lines(prediction),
-            *startup_lines(prediction),
-            *(prediction.reserving.lines if prediction.reserving else ()),
             *by_data_lines(exact),
             *(f"warning: {warning}" for warning in exact.warnings),
-            *notes(paper, exact),
-            *composition(prediction),
+            *(explanation(prediction) if explain else ()),
         ]
-    )
+    ).rstrip("\n")
 
 
 def prediction_of(
@@ -160,16 +173,16 @@ def require_cuda(predictions: Sequence[Prediction]) -> None:
 
 
 def account(estimate: Estimate) -> str:
-    """Return what one column says, a measured one too: the tables of `one` without the other."""
+    """Return the tables of a single estimate, predicted or measured."""
     column = str(estimate.column)
     wire = [
-        name_column("sent on the wire", ["+".join(row.axes) for row in estimate.wire]),
-        TableColumn(column, cells=[size(row.sent_bytes) for row in estimate.wire]),
+        name_column("bytes on the wire", ["+".join(row.axes) for row in estimate.wire]),
+        TableColumn(column, cells=[traffic_size(row.sent_bytes) for row in estimate.wire]),
     ]
     undefined = [f"{column} has no {kind}: {why}" for kind, why in estimate.undefined.items()]
     parts = [
-        _memory(estimate),
-        _traffic(estimate),
+        _memory(estimate, title=column),
+        _traffic(estimate, title=column),
         *([render(wire)] if estimate.wire else []),
         *(["\n".join(lines)] if (lines := [*operations_lines(estimate), *undefined]) else []),
     ]
@@ -192,7 +205,7 @@ def sent_bytes(estimate: Estimate) -> int | None:
 
 
 def operations_lines(estimate: Estimate) -> list[str]:
-    """Return what the rank with most to compute computes in a step; none where no table tells."""
+    """Return the operations of the rank that computes most; nothing if they are not predicted."""
     if not estimate.operations:
         return []
     rows = distinct(estimate.operations)
@@ -200,7 +213,7 @@ def operations_lines(estimate: Estimate) -> list[str]:
     products = (
         f"{format_operations(most.forward)} forward, {format_operations(most.backward)} backward"
     )
-    again = f", {format_operations(most.again)} of forward again" if most.again else ""
+    again = f", {format_operations(most.again)} recomputed" if most.again else ""
     return [f"matrix products per rank and step: {products}{again}"]
 
 
@@ -209,27 +222,100 @@ def _balance(plan: Plan) -> list[str]:
     return [f"balance: {balance_text(plan.context)}"] if plan.context else []
 
 
-def fit_lines(prediction: Prediction) -> list[str]:
-    """Fits, does not fit or unknown: by how much, what would be cheaper, what tells."""
-    fitting = prediction.fit
-    is_known = fitting.peak_bytes is not None
-    measure = "peak" if is_known else "resident, without activations:"
-    measure += f" {peak_text(fitting)}{room_text(fitting)} per rank"
-    measure += f", {host_text(fitting)}" if host_text(fitting) else ""
-    if fitting.fits is False:
-        return _misfit_lines(fitting, measure, prediction.advice)
-    if not is_known:
-        exact = prediction.derivation.exact
-        where = " on a GPU" if needs_gpu(prediction.spec, exact) else ""
-        return [f"unknown: {fitting.why}; {measure}; what tells{where}:", f"  {prediction.telling}"]
-    if fitting.device_memory is None:
-        return [f"{measure}; name a cluster to see whether it fits: cluster.preset=h100-8, say"]
+def answer_line(prediction: Prediction) -> str:
+    """Return `Fits: 39.5 GiB of 74.12 GiB per GPU · 3.69 s/step · 71k tokens/s · …`."""
+    seconds = None if (step := prediction.derivation.exact.step) is None else step.seconds
+    pace = pace_parts(prediction.spec, seconds, job_pace(prediction.derivation))
+    return " · ".join([_fit_answer(prediction), *pace])
+
+
+def _fit_answer(prediction: Prediction) -> str:
+    fitting, device = prediction.fit, device_name(prediction.spec)
+    used = peak_text(fitting) + " without activations" * (fitting.peak_bytes is None)
+    if fitting.usable_memory is None:
+        return f"Peak {used} per {device}; no cluster to compare it with"
+    measure = f"{used} of {size(fitting.usable_memory)} per {device}"
     if fitting.fits is None:
-        why = "data decides" if fitting.is_open else fitting.unknown
+        return f"Unknown whether it fits: {measure}"
+    if fitting.fits:
+        return f"{'Fits, but tight' if fitting.is_tight else 'Fits'}: {measure}"
+    short = size(max(fitting.short_bytes, fitting.host_short_bytes))
+    is_least = fitting.peak_bytes is None or fitting.lower_bytes is not None
+    host = f", {host_text(fitting)}" if fitting.host_short_bytes > 0 else ""
+    return f"Does not fit by {short}{' or more' * is_least}: {measure}{host}"
+
+
+def advice_lines(prediction: Prediction) -> list[str]:
+    """Return why the answer is unknown, or the changes with which a spec fits."""
+    fitting = prediction.fit
+    if fitting.fits is False:
+        return [] if fitting.peak_bytes is None else _changes(prediction.advice)
+    if fitting.peak_bytes is None:
+        where = " on a GPU" if needs_gpu(prediction.spec, prediction.derivation.exact) else ""
+        return [f"  {fitting.why}", f"  to measure the peak{where}: {prediction.telling}"]
+    if fitting.device_memory is None:
+        return ["  Name a cluster to see whether it fits, for example cluster.preset=h100-8."]
+    if fitting.fits is None:
         remedy = () if fitting.is_open else (f"  {HOST_UNKNOWN[1]}",)
-        return [f"unknown: {why}: {measure}", *remedy]
-    word = "fits, but is tight" if fitting.is_tight else "fits"
-    return [f"{word}: {measure}, {size(fitting.spare_bytes)} to spare{_at_least(fitting)}"]
+        return [f"  {fitting.unknown}", *remedy]
+    return []
+
+
+def _changes(advice: FitAdvice) -> list[str]:
+    """Return a table of the changes that fit, or else of the closest one."""
+    if not advice.variants:
+        return advice.lines
+    rows = [
+        (
+            variant.command,
+            {True: "yes", False: "no", None: "unknown"}[variant.fit.fits],
+            or_missing(variant.seconds, format_seconds),
+            size(variant.fit.peak_bytes),
+            size(variant.fit.spare_bytes) if variant.fit.fits else MISSING,
+        )
+        for variant in advice.variants
+    ]
+    is_fitting = advice.variants[0].fit.fits is not False
+    columns = make_columns(
+        rows,
+        name_column("changes that fit" if is_fitting else "closest change"),
+        TableColumn("fits", Importance.RESULT),
+        TableColumn("step time"),
+        TableColumn("peak"),
+        TableColumn("to spare", Importance.DETAIL),
+    )
+    untraced = f"not tried, because each needs a trace: {', '.join(advice.untraced)}"
+    return ["", render(columns), *([untraced] if advice.untraced else [])]
+
+
+def fit_lines(prediction: Prediction) -> list[str]:
+    """Return the memory that a peak may fill and the room that is left, and the host's memory."""
+    fitting, host = prediction.fit, host_text(prediction.fit)
+    least = " or more" * (fitting.lower_bytes is not None)
+    spare = f"; {size(fitting.spare_bytes)} to spare{least}" if fitting.fits else ""
+    return [
+        *(
+            [usable_text(fitting.device_memory, fitting.reserve_bytes) + spare]
+            if fitting.device_memory
+            else []
+        ),
+        *([f"host memory: {host}"] if host else []),
+    ]
+
+
+def next_commands(prediction: Prediction) -> list[str]:
+    """Return the commands to go on with, the shortest last."""
+    words, fitting, verb = prediction.words, prediction.fit, "train"
+    changes = next((v.overrides for v in prediction.advice.variants if v.fit.fits), ())
+    if fitting.fits is False:
+        verb = "predict" if changes else "select"
+    elif fitting.device_memory is None:
+        verb, changes = "predict", ("cluster.preset=h100-8",)
+    elif prediction.spec.is_for_cuda:
+        verb = "simulate"
+    command = shlex.join(["ptrain", verb, *words, *changes])
+    is_told = fitting.peak_bytes is None and fitting.fits is None
+    return [prediction.telling if is_told else command, f"ptrain {verb} --help"]
 
 
 def startup_lines(prediction: Prediction) -> list[str]:
@@ -251,31 +337,21 @@ def startup_lines(prediction: Prediction) -> list[str]:
     return [f"host memory at start-up: {needed} of {room} per node ({way})"]
 
 
-def _at_least(fitting: Fit) -> str:
-    return "" if fitting.lower_bytes is None else " or more"
-
-
-def _misfit_lines(fitting: Fit, measure: str, advice: FitAdvice) -> list[str]:
-    short = size(max(fitting.short_bytes, fitting.host_short_bytes)) + _at_least(fitting)
-    if fitting.peak_bytes is None:
-        return [f"does not fit by {short} or more: {measure}"]
-    return [f"does not fit by {short}: {measure}", *advice.lines]
-
-
-def notes(paper: Estimate, exact: Estimate) -> list[str]:
-    """Why the columns differ, and what the paper leaves undefined."""
-    lines = []
+def explanation(prediction: Prediction) -> list[str]:
+    """Return why the columns differ, the figures that one of them lacks, and the theorems."""
+    paper, exact = prediction.derivation.paper, prediction.derivation.exact
+    lines = [""]
     if exact.notes:
         lines += ["why exact is not paper", *(f"  {note}" for note in exact.notes)]
     missing = [
         f"  {estimate.column}, {kind}: {reason}"
         for estimate in (paper, exact)
         for kind, reason in estimate.undefined.items()
-        if kind != "step_seconds"  # which stands where the time would
+        if kind != "step_seconds"  # it has its line in the block of times
     ]
     if missing:
-        lines += ["what a column does not define", *missing]
-    return lines
+        lines += ["figures that a column does not define", *missing]
+    return lines + composition(prediction)
 
 
 def composition(prediction: Prediction) -> list[str]:
@@ -286,9 +362,9 @@ def composition(prediction: Prediction) -> list[str]:
     return lines
 
 
-def _memory(*estimates: Estimate) -> str:
-    """A row for each state and tier, and each phase's peak; a column for each estimate, and a bar
-    for the last one's."""
+def _memory(*estimates: Estimate, title: str) -> str:
+    """Return a table with a row for each state and tier and each phase's peak, a column for each
+    estimate, and a bar for the last one's."""
     held = [largest(estimate.memory) for estimate in estimates]
     last = estimates[-1]
     lowers = least(last.memory) if last.by_data else {}
@@ -300,7 +376,7 @@ def _memory(*estimates: Estimate) -> str:
     ]
     bars = [numbers[-1] or 0 for _, numbers, _ in rows]
     longest = max((number or 0 for _, numbers, _ in rows for number in numbers), default=0)
-    for tier, label in on_tiers("Θ + Ω + G"):
+    for tier, label in on_tiers(MODEL_STATES_LABEL):
         sums = [_model_states(most, tier) for most in held]
         if tier == TIERS[0] or any(sums):
             rows.append((label, sums, None))
@@ -316,7 +392,7 @@ def _memory(*estimates: Estimate) -> str:
             for at, estimate in enumerate(estimates[:-1])
         ),
         TableColumn(
-            str(last.column),
+            title,
             Importance.RESULT,
             [span(lower, numbers[-1]) for _, numbers, lower in rows],
         ),
@@ -331,23 +407,24 @@ def _peak(
     return max((of(row) for row in distinct(estimate.peak) if row.phase is phase), default=None)
 
 
-def _traffic(*estimates: Estimate) -> str:
-    """Rows by kind of call; what happens once, at set-up, stands below the sum of a step. Calls and
-    payload are the last estimate's, and so is what is copied."""
+def _traffic(*estimates: Estimate, title: str) -> str:
+    """Return a table with a row for each kind of call; those of the set-up, which run once, are
+    below the sum of a step. Calls, payload and copies are the last estimate's."""
     *others, last = estimates
     accounts = [_by_key(estimate.traffic) for estimate in estimates]
     keys = sorted({key for account in accounts for key in account}, key=traffic_order)
     steady = [key for key in keys if key.phase is not Phase.SETUP]
     rows = [_traffic_row(key, accounts) for key in steady]
-    rows.append(("sent per step", *(size(sent_bytes(estimate)) for estimate in estimates), "", ""))
+    sums = (traffic_size(sent_bytes(estimate)) for estimate in estimates)
+    rows.append(("total", *sums, "", ""))
     if copied := last.copied_bytes():
         dashes = [MISSING] * len(others)
-        rows.append(("copied between tiers per step", *dashes, size(copied), "", ""))
+        rows.append(("copied between tiers", *dashes, traffic_size(copied), "", ""))
     rows += [_traffic_row(key, accounts) for key in keys if key not in steady]
     heads = [
         name_column("traffic per rank and step"),
         *(TableColumn(str(estimate.column), Importance.DETAIL) for estimate in others),
-        TableColumn(str(last.column), Importance.RESULT),
+        TableColumn(title, Importance.RESULT),
         TableColumn("calls"),
         TableColumn("payload", Importance.DETAIL),
     ]
@@ -365,7 +442,7 @@ def _traffic_row(
     last = rows[-1]
     return (
         traffic_label(key),
-        *(size(moved_bytes(row)) if row else MISSING for row in rows),
+        *(traffic_size(moved_bytes(row)) if row else MISSING for row in rows),
         str(last.calls) if last else MISSING,
         format_bytes(last.payload_bytes) if last else MISSING,
     )

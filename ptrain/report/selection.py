@@ -5,13 +5,15 @@ from __future__ import annotations
 import csv
 import io
 import shlex
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from math import isfinite
 
 from ptrain.axes.candidates import Written
 from ptrain.axes.context.attention import written_attention
 from ptrain.axes.data.form import form_of, joins_units
 from ptrain.codec import encode
+from ptrain.report.step_time import device_name, pace_parts
 from ptrain.report.table import (
     MISSING,
     Importance,
@@ -29,25 +31,25 @@ from ptrain.selection.task import Ranked, Scored, SearchGoal
 from ptrain.selection.words import words_of
 from ptrain.spec.activations import PLAIN
 from ptrain.spec.dials import Overlap
+from ptrain.spec.load import load
 from ptrain.spec.model import ModelShape
+from ptrain.spec.names import listing
 from ptrain.spec.placement import DATA_AXES, Axis
 from ptrain.spec.spec import Spec
 from ptrain.spec.write import to_yaml
-from ptrain.units import format_bytes, format_count
+from ptrain.units import format_bytes, format_count, format_memory, format_seconds
 
-_OVER_CONTEXT = (
-    "peaks over cp are those of a processor's kernels: no GPU has shown them, and none is claimed"
-)
+_OVER_CONTEXT = "peaks with cp are those of CPU kernels and have not been confirmed on a GPU"
 TOP, _BILLION = 10, 10**9
 _MARKED = {
-    SearchGoal.DEVICES: "the fewest devices that meet the demand",
-    SearchGoal.COST: "where a token takes least of a device's time",
+    SearchGoal.DEVICES: "* marks the fewest devices that meet the demand",
+    SearchGoal.COST: "* marks the least device time per token",
 }
 
 
 def selection_text(selection: PlacementRanking, top: int = TOP) -> str:
-    """Return the table of the best, the front, why well-known choices lost, and the winner's
-    command; where nothing fits what would."""
+    """Return the screen of a ranking: the best, the ranking, the Pareto front, well-known choices
+    and the reasons; if nothing fits, the changes with which something does."""
     return "\n".join([*_heading(selection), "", *_body(selection, top)])
 
 
@@ -60,34 +62,50 @@ def _heading(selection: PlacementRanking) -> Iterator[str]:
         f"batch {base.batch.global_samples} × {base.batch.sequence} tokens = "
         f"{format_count(base.batch.tokens)}"
     )
+    yield from _answer(selection)
     least = "least memory" if _is_by_memory(selection) else "fastest"
     yield (
-        f"{counts.scored} legal candidates scored in closed form, {counts.fitting} of them fit; "
-        f"{selection.derived} derived exactly, {least} first"
+        f"{counts.scored} legal candidates · {counts.fitting} fit · {selection.derived} derived "
+        f"exactly · {least} first"
     )
     if reserve := cluster.reserved_bytes:
         yield usable_text(cluster.device_memory, reserve)
     if job.stand_in is not None:
         yield (
-            f"scored as a {job.stand_in.family}'s blocks of about as many parameters; the "
-            f"{selection.derived} derived with the model itself, traced"
+            f"scored as blocks of a {job.stand_in.family} with about as many parameters; the "
+            f"{selection.derived} exact ones are derived from traces of the model"
         )
     if job.where.constraints:
-        yield f"where {', '.join(rule.text for rule in job.where.constraints)}"
+        yield f"constraints: {', '.join(rule.text for rule in job.where.constraints)}"
     if stays := written_texts(job.written):
-        yield f"as written {', '.join(stays)}"
+        yield f"fixed by the spec: {', '.join(stays)}"
     if selection.unknown:
         yield f"time is unknown: {selection.unknown}"
         yield _order(selection)
 
 
+def _answer(selection: PlacementRanking) -> Iterator[str]:
+    """Yield the best placement and its figures."""
+    best = selection.best
+    if best is None:
+        return
+    spec, memory = best.spec, best.memory
+    usable, device = memory.usable_memory or 0, device_name(spec)
+    parts = [
+        f"peak {format_memory(best.peak_bytes)} of {format_memory(usable)} per {device}",
+        *pace_parts(spec, best.seconds, best.throughput),
+    ]
+    yield f"Best: {' · '.join(filter(None, _cells(spec)))}"
+    yield f"Fits{', but tight' * memory.is_tight}: {' · '.join(parts)}"
+
+
 def _order(selection: PlacementRanking) -> str:
-    """What rows without a time are ordered by."""
+    """Return the order of rows without a time."""
     if _is_by_memory(selection):
-        return "the order is that of memory"
+        return "rows are ordered by memory"
     cluster = selection.job.base.cluster
     counted = "operations and bytes" if cluster is not None and cluster.flops else "bytes alone"
-    return f"the order is that of nominal seconds, {counted} over what the cluster's file declares"
+    return f"rows are ordered by nominal seconds: {counted} over the rates of the cluster's file"
 
 
 def _is_by_memory(selection: PlacementRanking) -> bool:
@@ -98,33 +116,33 @@ def _is_by_memory(selection: PlacementRanking) -> bool:
 
 
 def _body(selection: PlacementRanking, top: int) -> Iterator[str]:
-    best = selection.best
-    if best is None:
+    if selection.best is None:
         yield from _nothing_fits(selection)
         return
     yield from _by_number(selection)
-    shown = selection.ranking[:top]
-    yield _table(shown, selection)
-    yield from _untimed(selection, top)
+    distinct: dict[tuple[str, ...], tuple[int, Ranked]] = {}
+    for number, row in enumerate(selection.ranking, 1):  # many differ in dials alone
+        distinct.setdefault(_cells(row.spec)[:3], (number, row))
+    numbered = dict([*distinct.values()][:top])
+    shown = list(numbered.values())
+    yield _table(shown, selection, [*map(str, numbered)])
+    yield from _untimed(selection, numbered)
     if any(row.spec.has_token_slices and row.spec.is_for_cuda for row in shown):
         yield _OVER_CONTEXT
-    if len(selection.front) > 1:
+    if front := [row for row in selection.front if row not in shown]:
         yield ""
-        yield "no other is faster and needs less memory:"
-        yield _table(selection.front, selection)
+        yield "Pareto front of time and memory, without the rows above:"
+        yield _table(front, selection, [""] * len(front))
     if selection.lost:
         yield ""
-        yield "well-known choices, each with the best of all else:"
         yield from _lost(selection)
     yield ""
-    yield "why the best one is as it is:"
+    yield "reasons for the best:"
     yield from (f"  {line}" for line in selection.reasons)
-    yield ""
-    yield f"best: {command(selection, best)}"
 
 
 def _by_number(selection: PlacementRanking) -> Iterator[str]:
-    """What a training, or a billion tokens, takes on each number of devices that was tried."""
+    """Yield the cost of a training, or of a billion tokens, for each number of devices."""
     if not selection.by_number:
         return
     demand = selection.demand or Demand(tokens=_BILLION)
@@ -132,32 +150,32 @@ def _by_number(selection: PlacementRanking) -> Iterator[str]:
     table = [
         (
             f"{'*' * (number == selection.job.devices)}{number}",
-            described(row.spec),
+            placement_text(row.spec),
             _seconds(row),
             *demand.figures(row),
         )
         for number, row in selection.by_number
     ]
     yield (
-        f"{_MARKED[selection.objective]} is marked, {demand.text}:"
+        f"{_MARKED[selection.objective]}, {demand.text}:"
         if selection.demand
-        else (f"{_MARKED[selection.objective]} is marked:")
+        else (f"{_MARKED[selection.objective]}:")
     )
     heads = (
         TableColumn("devices", Importance.NAME),
-        name_column("its best"),
-        TableColumn("time"),
-        TableColumn(f"{tokens} tokens take", Importance.RESULT),
+        name_column("best placement"),
+        TableColumn("step time"),
+        TableColumn(f"time for {tokens} tokens", Importance.RESULT),
         TableColumn("money", Importance.RESULT),
     )
     yield render(make_columns(table, *heads))
     yield ""
 
 
-def _untimed(selection: PlacementRanking, top: int) -> Iterator[str]:
-    """Why rows have no time, a line for each reason."""
+def _untimed(selection: PlacementRanking, numbered: Mapping[int, Ranked]) -> Iterator[str]:
+    """Yield a line for each reason why rows have no time."""
     rows: dict[str, list[str]] = {}
-    for number, row in enumerate(selection.ranking[:top], 1):
+    for number, row in numbered.items():
         if row.seconds is None and row.why_untimed != selection.unknown:
             rows.setdefault(row.why_untimed, []).append(str(number))
     for why, numbers in rows.items():
@@ -167,25 +185,25 @@ def _untimed(selection: PlacementRanking, top: int) -> Iterator[str]:
 def _lost(selection: PlacementRanking) -> Iterator[str]:
     rows = [(lost.name, *_figures(selection, lost), lost.why) for lost in selection.lost]
     heads = (
-        name_column("choice"),
-        TableColumn("its best", left=True),
-        TableColumn("time", Importance.RESULT),
+        name_column("well-known choice"),
+        TableColumn("best placement", Importance.DETAIL, left=True),
+        TableColumn("step time", Importance.RESULT),
         TableColumn("peak", Importance.RESULT),
-        TableColumn("", Importance.DETAIL, left=True),
+        TableColumn("against the best", Importance.RESULT, left=True),
     )
     yield render(make_columns(rows, *heads))
 
 
 def _figures(selection: PlacementRanking, lost: Lost) -> tuple[str, str, str]:
-    """What a choice is at its best, its time and its peak."""
+    """Return the best placement of a choice, its time and its peak."""
     if lost.best is not None:
         row = lost.best
-        return described(row.spec), _seconds(row), format_bytes(row.peak_bytes)
+        return placement_text(row.spec), _seconds(row), format_memory(row.peak_bytes)
     if lost.closed is None:
         return "", MISSING, MISSING
     spec, closed = lost.closed
     time = or_missing(closed_seconds(selection, closed), "about {:.3g} s".format)
-    return described(spec), time, f"about {format_bytes(closed.peak)}"
+    return placement_text(spec), time, f"about {format_memory(closed.peak)}"
 
 
 def closed_seconds(selection: PlacementRanking, closed: Scored) -> float | None:
@@ -195,64 +213,108 @@ def closed_seconds(selection: PlacementRanking, closed: Scored) -> float | None:
 
 def _nothing_fits(selection: PlacementRanking) -> Iterator[str]:
     job, least = selection.job, selection.least
-    room = format_bytes(job.base.cluster.usable_memory if job.base.cluster else 0)
+    room = format_memory(job.base.cluster.usable_memory if job.base.cluster else 0)
     if least is None:
-        yield f"nothing fits {room} per device"
+        yield f"Nothing fits {room} per device."
         return
     short = max(least.memory.short_bytes, least.memory.host_short_bytes)
     if short > 0:
-        why = f"too much by {format_bytes(short)}"
+        why = f"too much by {format_memory(short)}"
     elif least.memory.unknown:
         why = f"unknown whether it fits: {least.memory.unknown}"
     else:
-        why = "which fits, and not under all constraints"
+        why = "which fits, but violates a constraint"
+    yield f"Nothing fits {room} per device."
     yield (
-        f"nothing fits {room} per device. Least memory has {described(least.spec)}: peak "
-        f"{format_bytes(least.peak_bytes)}, {why}"
+        f"least memory: {placement_text(least.spec)}: peak {format_memory(least.peak_bytes)}, {why}"
     )
     for remedy in selection.remedies:
         row = remedy.fitting
-        yield (
-            f"  fits {remedy.change}: {described(row.spec)}, peak {format_bytes(row.peak_bytes)}"
-        )
+        peak = format_memory(row.peak_bytes)
+        yield f"  fits {remedy.change}: {placement_text(row.spec)}, peak {peak}"
     if not selection.remedies:
-        yield "  neither more devices nor a constraint less would do: a smaller model or sequence"
+        yield "  Neither more devices nor fewer constraints help. Use a smaller model or sequence."
 
 
-def _table(rows: Sequence[Ranked], selection: PlacementRanking) -> str:
+def _table(rows: Sequence[Ranked], selection: PlacementRanking, numbers: Sequence[str]) -> str:
     """Return a table of rows. It has a column for the host if a row offloads states."""
-    alike = [f" (and {row.alike} alike)" if row.alike else "" for row in rows]
-    placements = [described(row.spec) + more for row, more in zip(rows, alike, strict=True)]
+    placements, batches, kept, dials = zip(*(_cells(row.spec) for row in rows), strict=True)
+    device = device_name(rows[0].spec)
+    paces = [row.tokens_per_second for row in rows]
+    per_device = [pace and pace / selection.job.devices for pace in paces]
     columns = [
-        TableColumn("", Importance.NAME, [str(number) for number, _ in enumerate(rows, 1)]),
+        TableColumn("rank" if any(numbers) else "", Importance.NAME, numbers),
         name_column("placement", placements),
-        TableColumn("time", Importance.RESULT, [_seconds(row) for row in rows]),
+        TableColumn("micro×accum", cells=batches, left=True),
+        TableColumn("recompute", cells=kept, left=True),
+        TableColumn("step time", Importance.RESULT, [_seconds(row) for row in rows]),
+        TableColumn("tokens/s", cells=[or_missing(pace, format_count) for pace in paces]),
         TableColumn(
-            "tokens/s", cells=[or_missing(row.tokens_per_second, format_count) for row in rows]
+            f"tokens/s/{device}",
+            Importance.DETAIL,
+            [or_missing(pace, format_count) for pace in per_device],
         ),
-        TableColumn("MFU", cells=[or_missing(row.mfu, "{:.1%}".format) for row in rows]),
-        TableColumn("peak", Importance.RESULT, [format_bytes(row.peak_bytes) for row in rows]),
         TableColumn(
-            "on a host", cells=[format_bytes(row.memory.host_needed_bytes) for row in rows]
+            "MFU", Importance.DETAIL, [or_missing(row.mfu, "{:.1%}".format) for row in rows]
         ),
+        TableColumn("peak", Importance.RESULT, [format_memory(row.peak_bytes) for row in rows]),
+        TableColumn(
+            "host memory", cells=[format_memory(row.memory.host_needed_bytes) for row in rows]
+        ),
+        TableColumn("dials", cells=dials, left=True),
         TableColumn(
             "between nodes", Importance.DETAIL, [format_bytes(row.tiers.between) for row in rows]
         ),
-        TableColumn("within", Importance.DETAIL, [format_bytes(row.tiers.within) for row in rows]),
+        TableColumn(
+            "within nodes", Importance.DETAIL, [format_bytes(row.tiers.within) for row in rows]
+        ),
         TableColumn(
             "per 1B tokens", cells=[or_missing(row.price, "{:.0f}".format) for row in rows]
         ),
     ]
-    unused = set()
+    unused = {column.title for column in columns if not any(column.cells)}
     if not any(row.memory.host_bytes for row in rows):
-        unused.add("on a host")
+        unused.add("host memory")
     if not any(row.price is not None for row in selection.ranking):
         unused.add("per 1B tokens")
     return render([column for column in columns if column.title not in unused])
 
 
 def _seconds(row: Ranked) -> str:
-    return or_missing(row.seconds, "{:.3g} s".format)
+    return or_missing(row.seconds, format_seconds)
+
+
+def placement_text(spec: Spec) -> str:
+    """Return the chosen placement for a screen, by the names that tuples have:
+    `dp_shard=8 fsdp-mixed, 1×128, last, overlap`."""
+    return ", ".join(filter(None, _cells(spec)))
+
+
+def _cells(spec: Spec) -> tuple[str, str, str, str]:
+    """Return axes with their placements, the micro-batches, recomputation, and other dials."""
+    words = [_axis(spec, axis, named=True) for axis in Axis if spec.degree(axis) > 1]
+    if (attention := written_attention(spec)) is not None:
+        words.append(str(attention))
+    kept = recompute_of(spec) if spec.activations.default != PLAIN else ""
+    has_data_axis = any(f.axis in DATA_AXES for f in spec.factors)
+    dials = ", ".join(_dials(spec)) if has_data_axis else ""
+    batch = f"{spec.batch.micro}×{spec.batch.accumulate}"
+    return " ".join(words) or "one device", batch, kept, dials
+
+
+@cache
+def _names() -> dict[tuple[Axis, str], str]:
+    """Return the strategies that are a tuple on one axis and nothing else, by axis and tuple."""
+    names: dict[tuple[Axis, str], str] = {}
+    usual = load(None).spec.resolved
+    for name in sorted(listing("strategies"), key=len):
+        spec = load(name).spec
+        changed = {
+            key for key in {*usual, *spec.resolved} if usual.get(key) != spec.resolved.get(key)
+        }
+        if len(spec.factors) == 1 and changed <= {"name", "mesh", "placement", "precision"}:
+            names.setdefault((spec.factors[0].axis, str(spec.factors[0].placement)), name)
+    return names
 
 
 def written_texts(written: Written) -> tuple[str, ...]:
@@ -275,8 +337,10 @@ def described(spec: Spec) -> str:
     return " ".join(words)
 
 
-def _axis(spec: Spec, axis: Axis) -> str:
+def _axis(spec: Spec, axis: Axis, *, named: bool = False) -> str:
     factor = next(f for f in spec.factors if f.axis is axis)
+    if named and (name := _names().get((axis, str(factor.placement)))):
+        return f"{axis}={factor.degree} {name}"
     if axis is not Axis.PP:
         return f"{axis}={factor.degree}({factor.placement})"
     per_rank = spec.pipeline.stages_over(factor.degree) // factor.degree
@@ -296,20 +360,15 @@ def _dials(spec: Spec) -> Iterator[str]:
         yield f"prefetch {spec.prefetch}"
 
 
-def command(selection: PlacementRanking, row: Ranked) -> str:
-    """Return a shell line that trains a candidate."""
-    return shlex.join(["ptrain", "train", *words_of(selection.job, row.spec)])
-
-
 def as_spec(selection: PlacementRanking, row: Ranked) -> str:
-    """Return a candidate's spec as a file, with the figures that it was chosen for."""
+    """Return a candidate's spec as a file, with its predicted figures as comments."""
     job, cluster = selection.job, selection.job.base.cluster
     assert cluster is not None, "a job that is searched for has a cluster"
     lines = [
-        f"chosen by ptrain select of {selection.counts.scored} candidates for {job.devices} "
+        f"chosen by ptrain select from {selection.counts.scored} candidates for {job.devices} "
         f"devices of {cluster.name}",
-        f"predicted: peak {format_bytes(row.peak_bytes)}{room_text(row.memory)}, "
-        f"{format_bytes(row.tiers.between)} sent between nodes and "
+        f"predicted: peak {format_memory(row.peak_bytes)}{room_text(row.memory)}, traffic "
+        f"{format_bytes(row.tiers.between)} between nodes and "
         f"{format_bytes(row.tiers.within)} within one, per rank and step",
     ]
     if row.seconds is not None and row.tokens_per_second is not None:

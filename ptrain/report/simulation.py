@@ -1,5 +1,5 @@
-"""What `ptrain simulate` prints of a rank: the execution on fake ranks beside what was derived,
-what its peak is made of, and what all this does not say."""
+"""The screen of `ptrain simulate` for a rank: predicted and simulated figures, and the contents of
+the peak."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from ptrain.report.summary import end_table
 from ptrain.report.table import Importance, TableColumn, make_columns, name_column, render, size
 
 GARBAGE = (
-    "values are garbage, for collectives moved nothing: this says nothing of whether the training "
-    "is right, `ptrain verify` does"
+    "values are garbage, because collectives moved nothing; `ptrain verify` checks whether the "
+    "training is correct"
 )
 _MOST = 20  # kinds of a peak that are listed
 
@@ -62,7 +62,7 @@ def one(report: RankReport, name: str) -> str:
         [
             heading(report, name),
             "",
-            end_table(report.exact, report.simulated, ("exact", "simulated")),
+            end_table(report.exact, report.simulated, ("predicted", "simulated")),
             "",
             *([] if report.exact.operations else operations_lines(report.simulated)),
             agreement(report),
@@ -89,13 +89,13 @@ def heading(report: RankReport, name: str) -> str:
 
 
 def agreement(report: RankReport) -> str:
-    """Return in how many figures the two columns agree, and of what nothing is predicted."""
+    """Return how many figures are equal, and the kinds of figures that are not predicted."""
     every = len(compare(report.exact, report.simulated))
     equal = every - len(report.differing)
     untold = sorted(report.exact.undefined.keys() & {"activations", "peak", "traffic"})
     besides = f" · not predicted: {', '.join(untold)}" if untold else ""
-    within = ", or within bounds," if report.exact.by_data else ""
-    return f"exact and simulated are equal{within} in {equal} of {every} figures{besides}"
+    within = " or within bounds" if report.exact.by_data else ""
+    return f"{equal} of {every} figures are equal{within}{besides}"
 
 
 def replay_lines(report: RankReport) -> list[str]:
@@ -103,17 +103,17 @@ def replay_lines(report: RankReport) -> list[str]:
     if report.replayed is None:
         return []
     return [
-        f"of {report.replayed} equal blocks a few ran, and what repeats with them stands for the "
-        "others; --every-block runs all"
+        f"a few of {report.replayed} equal blocks ran and stand for the others; --every-block runs "
+        "all"
     ]
 
 
 def foreign(report: RankReport) -> list[str]:
-    """Why `exact` claims no peak for the spec's device, unless a GPU rehearsed it."""
+    """Return why no peak is predicted for the spec's device, unless a GPU rehearsed it."""
     why = report.exact.unclaimed.get("peak")
     if why is None or report.device.startswith("cuda"):
         return []
-    return [f"warning: on cuda no peak is claimed: {why}; --rehearse on a GPU tells"]
+    return [f"warning: the peak on a GPU is not predicted: {why}; measure it there with --rehearse"]
 
 
 def by_phase(course: MemoryHistory) -> str:
@@ -124,7 +124,7 @@ def by_phase(course: MemoryHistory) -> str:
         for place, state in enumerate(State)
         if any(moment.device_bytes[place] for moment in highest.values())
     }
-    columns = [name_column("when a phase needs most", [*states, "all"])]
+    columns = [name_column("memory at each phase's peak", [*states, "all"])]
     for phase, moment in highest.items():
         figures = [*(moment.device_bytes[place] for place in states.values()), moment.total]
         columns.append(TableColumn(str(phase), cells=[*map(size, figures)]))
@@ -132,7 +132,7 @@ def by_phase(course: MemoryHistory) -> str:
 
 
 def peak(course: MemoryHistory) -> str:
-    """Return the peak and a table of what lives then, the largest first."""
+    """Return the peak and a table of its contents, the largest first."""
     rows = [
         (row.what, str(row.state), size(row.device_bytes), str(row.tensors))
         for row in course.held[:_MOST]
@@ -140,11 +140,11 @@ def peak(course: MemoryHistory) -> str:
     rest = course.held[_MOST:]
     if rest:
         left, tensors = sum(row.device_bytes for row in rest), sum(row.tensors for row in rest)
-        rows.append((f"{len(rest)} kinds more", "", size(left), str(tensors)))
+        rows.append((f"{len(rest)} more kinds", "", size(left), str(tensors)))
     when = f"{course.peak.phase}, micro-batch {course.peak.micro_batch}"
     columns = make_columns(
         rows,
-        name_column("what lives then"),
+        name_column("memory at the peak"),
         TableColumn("state", left=True),
         TableColumn("bytes", Importance.RESULT),
         TableColumn("tensors", Importance.DETAIL),

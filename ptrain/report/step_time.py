@@ -1,4 +1,4 @@
-"""The time of a step as text: its parts as bars, and what it waits for in a sentence."""
+"""The time of a step as text: its parts as bars, and its largest overheads in a sentence."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from ptrain.codec import encode
 from ptrain.cost import Collective, Column, Estimate, Phase, Spent, StepTime
 from ptrain.derivation.estimate import Derivation
-from ptrain.derivation.throughput import throughput
+from ptrain.derivation.throughput import Throughput, throughput
 from ptrain.report.table import (
     Importance,
     TableColumn,
@@ -17,60 +17,81 @@ from ptrain.report.table import (
     or_missing,
     render,
 )
+from ptrain.spec.spec import Spec
 from ptrain.units import format_count, format_seconds
 
 _BAR = 24  # columns of the longest bar
 _PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.UPDATE)
 _NAMED = 2  # parts that a sentence names
 
-_MOVES = {
-    Collective.ALL_GATHER: "gathers",
-    Collective.REDUCE_SCATTER: "reductions",
-    Collective.ALL_REDUCE: "sums",
-    Collective.ALL_TO_ALL: "exchanges",
+_CALLS = {
+    Collective.ALL_GATHER: "all-gathers",
+    Collective.REDUCE_SCATTER: "reduce-scatters",
+    Collective.ALL_REDUCE: "all-reduces",
+    Collective.ALL_TO_ALL: "all-to-alls",
     Collective.BROADCAST: "broadcasts",
-    Collective.SEND: "messages",
+    Collective.SEND: "sends",
 }
 
-Part = tuple[str, float, float]  # what, seconds of the step, seconds that it moves
+Part = tuple[str, float, float]  # name, seconds of the step, seconds of communication
 
 
 def time_lines(derivation: Derivation) -> list[str]:
-    """Return the block of a prediction: parts, phases, what is waited for, tokens per second; or
-    why there is none, where a cluster is named."""
+    """Return the block of times: parts, phases, overheads and assumptions. If a cluster is named
+    and no time is predicted, return why."""
     step, why = derivation.exact.step, untimed(derivation)
     if step is None:
         return [f"no step time: {why}", ""] if why else []
     return [
         _table(step),
-        "",
-        f"{critical_path(step)}{_pace(derivation, step)}",
+        critical_path(step),
+        *_mfu_lines(derivation),
         *(f"assumed: {sentence}" for sentence in step.assumed),
         "",
     ]
 
 
 def untimed(derivation: Derivation) -> str:
-    """Return why a step's time is not predicted; empty where it is, or where no cluster is named:
-    then nobody asks."""
+    """Return why a step's time is not predicted; empty if it is, or if no cluster is named."""
     has_cluster = derivation.spec.cluster is not None
     return derivation.exact.undefined.get("step_seconds", "") if has_cluster else ""
 
 
 def critical_path(step: StepTime) -> str:
-    """Return what a step consists of beside what is computed: `0.31 s of 1.20 s wait for dp_shard's
-    gathers`."""
+    """Return the largest parts of a step besides computing: `overhead in 1.20 s: 310 ms exposed
+    dp_shard all-gathers`."""
     whole = format_seconds(step.seconds)
-    parts = sorted(_phrases(step), key=lambda part: -part[1])
+    parts = sorted(_overheads(step), key=lambda part: -part[1])
     large = [part for part in parts if part[1] >= 0.005 * step.seconds][:_NAMED]
-    if not large:
-        moving = [row for row in step.rows if row.moving and row.key.spent is not Spent.LAUNCHES]
-        hidden = sum(row.moving - row.seconds for row in moving)
-        beside = f", {format_seconds(hidden)} of what moves is hidden" if hidden > 0 else ""
-        return f"all of {whole} is computed{beside}"
-    (phrase, seconds), *others = large
-    more = "".join(f", {format_seconds(taken)} {other}" for other, taken in others)
-    return f"{format_seconds(seconds)} of {whole} {phrase}{more}"
+    if large:
+        named = ", ".join(f"{format_seconds(seconds)} {name}" for name, seconds in large)
+        return f"overhead in {whole}: {named}"
+    moving = [row for row in step.rows if row.moving and row.key.spent is not Spent.LAUNCHES]
+    overlapped = sum(row.moving - row.seconds for row in moving)
+    rest = f"; {format_seconds(overlapped)} of communication overlaps" if overlapped > 0 else ""
+    return f"all of {whole} is computing{rest}"
+
+
+def pace_parts(spec: Spec, seconds: float | None, pace: Throughput | None) -> list[str]:
+    """Return `3.69 s/step`, `71k tokens/s`, `8.88k tokens/s/GPU`, `MFU 46.2%`: those predicted."""
+    parts = [] if seconds is None else [f"{format_seconds(seconds)}/step"]
+    if pace is not None:
+        per_device = format_count(pace.tokens_per_second / spec.world_size)
+        parts.append(f"{format_count(pace.tokens_per_second)} tokens/s")
+        parts.append(f"{per_device} tokens/s/{device_name(spec)}")
+        parts += [f"MFU {pace.mfu_full:.1%}"] if pace.mfu_full is not None else []
+    return parts
+
+
+def job_pace(derivation: Derivation) -> Throughput | None:
+    """Return tokens per second of the job, and the MFU; None if no time is predicted."""
+    step = derivation.exact.step
+    return None if step is None else throughput(derivation.spec, derivation.facts, step)
+
+
+def device_name(spec: Spec) -> str:
+    """Return `GPU`, or `rank` for a spec that does not run on GPUs."""
+    return "GPU" if spec.is_for_cuda else "rank"
 
 
 def time_row(column: Column, step: StepTime) -> dict[str, object]:
@@ -88,9 +109,9 @@ def time_row(column: Column, step: StepTime) -> dict[str, object]:
 
 
 def time_table(exact: Estimate, measured: Estimate, step_seconds: float | None) -> str:
-    """Return predicted beside measured seconds: of the step, and of the waiting for each axes'
-    collectives, a bubble included; empty where no time is predicted. Measured is the one that
-    waits most."""
+    """Return a table of predicted and measured seconds: the step, and the exposed communication
+    over each axis, a bubble included. It is empty if no time is predicted; measured is the rank
+    that waits longest."""
     step = exact.step
     if step is None:
         return ""
@@ -100,7 +121,7 @@ def time_table(exact: Estimate, measured: Estimate, step_seconds: float | None) 
     exposed = step.exposed(idle=True)
     rows = [_compared("step", step.seconds, step_seconds)]
     rows += [
-        _compared(f"waits for {'+'.join(axes)}", exposed.get(axes), waits.get(axes))
+        _compared(f"exposed {'+'.join(axes)}", exposed.get(axes), waits.get(axes))
         for axes in sorted({*exposed, *waits})
     ]
     return render(make_columns(rows, *difference_columns("time per step")))
@@ -117,29 +138,29 @@ def _table(step: StepTime) -> str:
     longest = max((seconds for _, seconds, _ in parts), default=0.0)
     rows = [*parts, ("step", step.seconds, 0.0)]
     rows += [(f"in {phase}", taken, 0.0) for phase in _PHASES if (taken := step.of_phase(phase))]
-    hidden = [
-        f"and {format_seconds(moving - seconds)} hidden" if moving > seconds * 1.0005 else ""
+    overlapped = [
+        format_seconds(moving - seconds) if moving > seconds * 1.0005 else ""
         for _, seconds, moving in rows
     ]
     bars = ["█" * round(_BAR * seconds / longest) if longest else "" for _, seconds, _ in parts]
     columns = [
         name_column("time per step", [name for name, _, _ in rows]),
         TableColumn(
-            "exact", Importance.RESULT, [format_seconds(seconds) for _, seconds, _ in rows]
+            "predicted", Importance.RESULT, [format_seconds(seconds) for _, seconds, _ in rows]
         ),
-        TableColumn("", Importance.DETAIL, hidden),
+        TableColumn("overlapped" if any(overlapped) else "", Importance.DETAIL, overlapped),
         TableColumn("", Importance.PICTURE, bars + [""] * (len(rows) - len(parts)), left=True),
     ]
     return render(columns)
 
 
 def _parts(step: StepTime) -> Iterator[Part]:
-    """Yield what takes time, the model's operators first; what moves by axes."""
+    """Yield the parts of a step, computing first; communication by axes."""
     yield "compute", step.spent(Spent.COMPUTE), 0.0
     moved: dict[str, tuple[float, float]] = {}
     for row in step.rows:
         if row.key.spent in (Spent.COLLECTIVES, Spent.COPIES):
-            name = f"waits for {'+'.join(row.key.axes)}" if row.key.axes else "waits for copies"
+            name = f"exposed {'+'.join(row.key.axes)}" if row.key.axes else "exposed copies"
             seconds, moving = moved.get(name, (0.0, 0.0))
             moved[name] = seconds + row.seconds, moving + row.moving
     for name, (seconds, moving) in moved.items():
@@ -152,27 +173,27 @@ def _parts(step: StepTime) -> Iterator[Part]:
             yield str(spent), seconds, moving
 
 
-def _phrases(step: StepTime) -> Iterator[tuple[str, float]]:
-    """Yield what the step does but compute, as the end of a sentence."""
-    waits: dict[str, float] = {}
+def _overheads(step: StepTime) -> Iterator[tuple[str, float]]:
+    """Yield the parts of a step besides computing."""
+    exposed: dict[str, float] = {}
     for row in step.rows:
         if row.key.spent is Spent.COLLECTIVES and row.key.collective is not None:
-            whose = f"{'+'.join(row.key.axes)}'s {_MOVES.get(row.key.collective, 'collectives')}"
-            waits[f"wait for {whose}"] = waits.get(f"wait for {whose}", 0.0) + row.seconds
-    yield from waits.items()
-    yield "wait for copies between tiers", step.spent(Spent.COPIES)
-    yield "go to the wrappers' own work", step.spent(Spent.WRAPPERS)
-    yield "wait for the host's launches", step.spent(Spent.LAUNCHES)
-    yield "go to the update", step.spent(Spent.UPDATE)
-    yield "are the pipeline's bubble", step.spent(Spent.BUBBLE)
+            calls = _CALLS.get(row.key.collective, "collectives")
+            name = f"exposed {'+'.join(row.key.axes)} {calls}"
+            exposed[name] = exposed.get(name, 0.0) + row.seconds
+    yield from exposed.items()
+    yield "exposed copies between tiers", step.spent(Spent.COPIES)
+    yield "wrappers", step.spent(Spent.WRAPPERS)
+    yield "host launches", step.spent(Spent.LAUNCHES)
+    yield "optimizer update", step.spent(Spent.UPDATE)
+    yield "pipeline bubble", step.spent(Spent.BUBBLE)
 
 
-def _pace(derivation: Derivation, step: StepTime) -> str:
-    """`; 52,000 tokens/s, MFU 41.2 % (causal: 36.0 %)`."""
-    pace = throughput(derivation.spec, derivation.facts, step)
-    if pace is None:
-        return ""
-    text = f"; {format_count(pace.tokens_per_second)} tokens/s"
-    if pace.mfu_full is not None and pace.mfu_causal is not None:
-        text += f", MFU {pace.mfu_full:.1%} with whole attention, {pace.mfu_causal:.1%} causal"
-    return text
+def _mfu_lines(derivation: Derivation) -> list[str]:
+    """Return both conventions of the MFU: a causal mask halves the operations of attention."""
+    pace = job_pace(derivation)
+    if pace is None or pace.mfu_full is None or pace.mfu_causal is None:
+        return []
+    return [
+        f"MFU {pace.mfu_full:.1%} counts full attention; with a causal mask {pace.mfu_causal:.1%}"
+    ]

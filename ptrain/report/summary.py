@@ -1,4 +1,4 @@
-"""What ends a training: predicted | measured | difference, always with units, and the verdict."""
+"""The end of a training's screen: predicted | measured | difference, then the verdict."""
 
 from __future__ import annotations
 
@@ -35,8 +35,9 @@ from ptrain.report.table import (
     span,
     traffic_label,
     traffic_order,
+    traffic_size,
 )
-from ptrain.units import format_bytes, format_operations
+from ptrain.units import format_bytes, format_memory, format_operations
 
 Row = tuple[str, str, str, str]
 
@@ -44,9 +45,9 @@ Row = tuple[str, str, str, str]
 def end_table(
     exact: Estimate, measured: Estimate, names: tuple[str, str] = ("predicted", "measured")
 ) -> str:
-    """The table that ends a training: a row per state, per kind of call, per phase's peak and per
-    pass whose operations both sides count; of the ranks, the one in which the two are farthest
-    apart, else the largest. `names` head the two columns."""
+    """Return the table that ends a training, with a row per state, per kind of call, per phase's
+    peak, and per pass whose operations both sides count. A row shows the rank whose figures differ
+    most, else the largest. `names` are the titles of the two columns."""
     rows = [*_memory_rows(exact, measured), *_peak_rows(exact, measured)]
     rows += [*_traffic_rows(exact, measured), *_operations_rows(exact, measured)]
     return render(make_columns(rows, *difference_columns("per rank and step", *names)))
@@ -61,9 +62,12 @@ def summary(
     wire: Sequence[WireRow] | None = None,
     step_seconds: float | None = None,
 ) -> str:
-    """The tables, the checks that fail, what was checked, the verdict. `wire`: rows that a record
-    has; None: made from the two accounts. `step_seconds` were measured; they are shown beside what
-    was predicted, and no part of the verdict."""
+    """Return the tables, the checks that fail, the kinds of checks, and the verdict.
+
+    Args:
+        wire: rows of a record; by default they are made from the two estimates.
+        step_seconds: the measured time, shown next to the predicted one; the verdict ignores it.
+    """
     wire = wire_rows(exact, measured) if wire is None else wire
     failing = [
         f"fails: {check.name}: {check.why} (tolerance {check.tolerance:.0%})"
@@ -87,9 +91,9 @@ def summary(
 
 
 def difference(
-    predicted: int | None, measured: int | None, text: Callable[[int], str] = format_bytes
+    predicted: int | None, measured: int | None, text: Callable[[int], str] = format_memory
 ) -> str:
-    """`0`, or bytes and percent: `+32 B (+0.1 %)`; `text` writes other units."""
+    """Return `0`, or bytes and percent: `+32 B (+0.1 %)`; `text` writes other units."""
     if predicted is None or measured is None:
         return "missing"
     delta = measured - predicted
@@ -100,8 +104,8 @@ def difference(
 
 
 def worst(left: Mapping[KeyT, int], right: Mapping[KeyT, int]) -> tuple[int | None, int | None]:
-    """Return both sides' figure of the rank in which they are farthest apart, a missing one before
-    all; of equally far ones the largest."""
+    """Return both figures of the rank in which they differ most; a missing one counts as the
+    largest difference, and of equal differences the largest figure is taken."""
     pairs = [(left.get(rank), right.get(rank)) for rank in {**left, **right}]
 
     def apart(pair: tuple[int | None, int | None]) -> tuple[float, int]:
@@ -114,7 +118,7 @@ def worst(left: Mapping[KeyT, int], right: Mapping[KeyT, int]) -> tuple[int | No
 
 
 def _named(label: str, kind: str, exact: Estimate) -> str:
-    """Return a row's name, which says where its prediction was derived from what a run counted."""
+    """Return a row's name, marked if its prediction uses counts of the run."""
     return f"{label}, counted" if kind in exact.counted else label
 
 
@@ -151,15 +155,15 @@ def _peak_rows(exact: Estimate, measured: Estimate) -> Iterable[Row]:
 
 
 def _lowers(rows: Iterable[Footprint | Peak]) -> dict[int, int]:
-    """The lower bounds by rank, of ranks that have any."""
+    """Return the lower bounds of ranks that have any."""
     return {row.rank: row.lower_bytes for row in rows if row.lower_bytes is not None}
 
 
 def _cells(
     left: Mapping[int, int], right: Mapping[int, int], lowers: Mapping[int, int]
 ) -> tuple[str, str, str]:
-    """Both sides of the rank in which they are farthest apart, and how far: beyond the bounds,
-    where one side has some."""
+    """Return both sides of the rank whose figures differ most, and their difference; if one side
+    has bounds, the distance from these."""
     if not lowers:
         before, after = worst(left, right)
         return size(before), size(after), difference(before, after)
@@ -176,7 +180,7 @@ def _cells(
 
 
 def _operations_rows(exact: Estimate, measured: Estimate) -> Iterable[Row]:
-    """Rows of the passes, where both sides count operations."""
+    """Yield a row for each pass, if both sides count operations."""
     if not exact.operations or not measured.operations:
         return
     ranks = compared_ranks(exact, measured)
@@ -197,8 +201,8 @@ def _operations_rows(exact: Estimate, measured: Estimate) -> Iterable[Row]:
 
 
 def _traffic_rows(exact: Estimate, measured: Estimate) -> Iterable[Row]:
-    """Rows of the kinds of call; where ranks' accounts differ from those derived, of the
-    busiest that does."""
+    """Yield a row for each kind of call: the busiest rank, or the busiest that differs from its
+    prediction."""
     left, right = _by_key(exact.traffic), _by_key(measured.traffic)
     for key in sorted({*left, *right}, key=traffic_order):
         before, after = _unequal(left.get(key, set()), right.get(key, set()))
@@ -207,7 +211,7 @@ def _traffic_rows(exact: Estimate, measured: Estimate) -> Iterable[Row]:
 
 
 def _unequal(left: set[Traffic], right: set[Traffic]) -> tuple[Traffic | None, Traffic | None]:
-    """Return the busiest accounts that one side lacks, or where none does the busiest of both."""
+    """Return the busiest rows that one side lacks; if neither lacks any, the busiest of both."""
     if left == right:
         (most,) = busiest(left)
         return most, most
@@ -218,38 +222,37 @@ def _unequal(left: set[Traffic], right: set[Traffic]) -> tuple[Traffic | None, T
 
 
 def _sent_difference(before: Traffic | None, after: Traffic | None) -> str:
-    """Bytes that move; where these are equal the payload, or the number of calls."""
+    """Return the difference of moved bytes; if these are equal, of payloads or of calls."""
     if before is None or after is None:
         return "missing"
-    bytes_off = difference(moved_bytes(before), moved_bytes(after))
+    bytes_off = difference(moved_bytes(before), moved_bytes(after), format_bytes)
     if bytes_off != "0":
         return bytes_off
     if before.payload_bytes != after.payload_bytes:
-        return f"payload {difference(before.payload_bytes, after.payload_bytes)}"
+        return f"payload {difference(before.payload_bytes, after.payload_bytes, format_bytes)}"
     calls = after.calls - before.calls
     return f"{calls:+d} call{'s' * (abs(calls) != 1)}" if calls else "0"
 
 
 def wire_table(wire: Sequence[WireRow]) -> str:
-    """Bytes that the ranks' sockets counted, against sent x the backend's factor; empty where no
-    socket was read."""
+    """Return the bytes that the ranks' sockets counted against the predicted traffic times the
+    backend's factor; empty if no socket was read."""
     rows = [
         (
             "+".join(row.axes),
-            size(row.predicted_bytes),
-            size(row.measured_bytes),
+            traffic_size(row.predicted_bytes),
+            traffic_size(row.measured_bytes),
             f"{row.measured_bytes / row.predicted_bytes - 1:+.3%}" if row.predicted_bytes else "",
             row.factor,
         )
         for row in wire
     ]
-    factor = TableColumn("sent by the backend", Importance.DETAIL, left=True)
+    factor = TableColumn("backend", Importance.DETAIL, left=True)
     return render(make_columns(rows, *difference_columns("on the wire"), factor)) if rows else ""
 
 
 def blocked_table(measured: Estimate) -> str:
-    """Seconds of the observed steps in which a rank waited for others; empty where none were
-    timed."""
+    """Return the seconds per step in which a rank waited for others; empty if none were timed."""
     seconds: dict[tuple[str, ...], list[float]] = {}
     for row in measured.blocked:
         seconds.setdefault(row.axes, []).append(row.seconds)
@@ -257,8 +260,8 @@ def blocked_table(measured: Estimate) -> str:
         ("+".join(axes), f"{min(waits):.3f} s", f"{max(waits):.3f} s")
         for axes, waits in seconds.items()
     ]
-    heads = TableColumn("least", Importance.DETAIL), TableColumn("most of the ranks")
-    return render(make_columns(rows, name_column("blocked per step"), *heads)) if rows else ""
+    heads = TableColumn("min over ranks", Importance.DETAIL), TableColumn("max over ranks")
+    return render(make_columns(rows, name_column("wait per step"), *heads)) if rows else ""
 
 
 def _by_key(rows: Iterable[Traffic]) -> dict[TrafficKey, set[Traffic]]:

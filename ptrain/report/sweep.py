@@ -1,5 +1,5 @@
-"""What `ptrain predict` prints of a sweep, or of more specs than two: a row each, with whether it
-fits and how long a step takes; what is refused is a row as well, with its reason below."""
+"""The screen of `ptrain predict` for a sweep or several specs: the fastest that fits, then a row
+for each. A rejected spec has a row as well, and its reason below the table."""
 
 from __future__ import annotations
 
@@ -7,13 +7,18 @@ import csv
 import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from ptrain.cost import Estimate, Phase, busiest
-from ptrain.derivation.throughput import throughput
 from ptrain.errors import Fault
 from ptrain.report.heading import by_data_lines
-from ptrain.report.predict import Prediction, model_state_bytes, sent_bytes
-from ptrain.report.step_time import untimed
+from ptrain.report.predict import (
+    MODEL_STATES_LABEL,
+    Prediction,
+    model_state_bytes,
+    sent_bytes,
+)
+from ptrain.report.step_time import device_name, job_pace, untimed
 from ptrain.report.table import (
     MISSING,
     Importance,
@@ -22,12 +27,13 @@ from ptrain.report.table import (
     or_missing,
     render,
     size,
+    traffic_size,
 )
 from ptrain.selection.fit import HOST_UNKNOWN, usable_text
 from ptrain.spec.batch import batch_lines
 from ptrain.spec.follow import MeshFollower
 from ptrain.spec.load import parse_override
-from ptrain.units import format_count
+from ptrain.units import format_count, format_seconds
 
 _NAMED_POINTS = 6  # of what followed the mesh; more of them are not named
 
@@ -67,10 +73,8 @@ def step_seconds(exact: Estimate) -> float | None:
 
 
 def device_pace(prediction: Prediction) -> float | None:
-    """Return tokens per second of one device; None where no rates say it, or samples are none."""
-    derivation = prediction.derivation
-    step = derivation.exact.step
-    pace = None if step is None else throughput(derivation.spec, derivation.facts, step)
+    """Return tokens per second of one device; None if no time is predicted."""
+    pace = job_pace(prediction.derivation)
     return None if pace is None else pace.tokens_per_second / prediction.spec.world_size
 
 
@@ -84,6 +88,8 @@ def collectives(exact: Estimate) -> int:
 
 
 _Figure = Callable[[Prediction], float | None]
+_Cell = Callable[[Prediction | None], str]
+_PAPER = ", paper"  # the end of titles
 SORTS: Mapping[str, _Figure] = {
     "states": lambda prediction: model_state_bytes(prediction.derivation.exact),
     "peak": lambda prediction: prediction.fit.peak_bytes,
@@ -107,66 +113,73 @@ def ordered(points: Sequence[SweepPoint], sort: str | None) -> list[SweepPoint]:
     return sorted(points, key=place)
 
 
-def table(points: Sequence[SweepPoint]) -> str:
-    """A row per point, with bytes per parameter, ratios to the first one that is not refused, the
-    capacity that decides whether it fits, tokens per second of a device, and below it what is said
-    of some of them."""
-    predictions = [point.prediction for point in points if point.prediction]
-    assert predictions, "a sweep of which nothing is left is refused as a whole"
-    usable = {prediction.fit.usable_memory for prediction in predictions}
-    room = usable.pop() if len(usable) == 1 else None
-    is_timed = any(
-        step_seconds(prediction.derivation.exact) is not None or untimed(prediction.derivation)
-        for prediction in predictions
-    )
+def table(points: Sequence[SweepPoint], *, explain: bool = False) -> str:
+    """Return the fastest point that fits, a table with a row per point, and remarks.
 
-    def column(
-        title: str, importance: Importance, of: Callable[[Prediction], str], refused: str = MISSING
-    ) -> TableColumn:
-        cells = [of(point.prediction) if point.prediction else refused for point in points]
-        return TableColumn(title, importance, cells)
-
-    def ratio(figure: _Figure) -> TableColumn:
-        base = figure(predictions[0])
-        return column("ratio", Importance.DETAIL, lambda one: _relative(figure(one), base))
-
+    Ratios are to the first point that is not rejected. `explain` adds the figures of the paper."""
+    named = [(point.label, point.prediction) for point in points if point.prediction]
+    assert named, "a sweep of which nothing is left is refused as a whole"
     columns = [
-        name_column("per rank", [point.label for point in points]),
-        column(
-            "Θ+Ω+G paper",
-            Importance.DETAIL,
-            lambda one: size(model_state_bytes(one.derivation.paper)),
-        ),
-        column(
-            "exact", Importance.FIGURE, lambda one: size(model_state_bytes(one.derivation.exact))
-        ),
-        column("B/param", Importance.DETAIL, _bytes_per_parameter),
-        ratio(SORTS["states"]),
-        column(
-            f"peak of {size(room)}" if room else "peak",
-            Importance.RESULT,
-            lambda one: size(one.fit.peak_bytes),
-        ),
-        column("fits", Importance.RESULT, fits_word, "refused"),
-        column("on a host", Importance.FIGURE, lambda one: size(one.fit.host_needed_bytes)),
-        column(
-            "step s", Importance.RESULT, lambda one: or_missing(SORTS["time"](one), "{:.3g}".format)
-        ),
-        column(
-            "tokens/s per device",
-            Importance.FIGURE,
-            lambda one: or_missing(device_pace(one), format_count),
-        ),
-        column("sent paper", Importance.DETAIL, lambda one: size(sent_bytes(one.derivation.paper))),
-        column("exact", Importance.FIGURE, lambda one: size(sent_bytes(one.derivation.exact))),
-        ratio(SORTS["sent"]),
-        column("calls", Importance.FIGURE, lambda one: str(collectives(one.derivation.exact))),
+        TableColumn(title, importance, [text(point.prediction) for point in points])
+        for title, importance, text in _columns([prediction for _, prediction in named])
+        if explain or not title.endswith(_PAPER)
     ]
-    unused = set() if is_timed else {"step s", "tokens/s per device"}
-    if not any(prediction.fit.host_bytes for prediction in predictions):
-        unused.add("on a host")
-    used = [figure for figure in columns if figure.title not in unused]
-    return "\n".join([render(used), *remarks(points)])
+    shown = [name_column("spec", [point.label for point in points]), *columns]
+    return "\n".join([*_decision(named), render(shown), *remarks(points)])
+
+
+def _columns(predictions: Sequence[Prediction]) -> list[tuple[str, Importance, _Cell]]:
+    """Return title, importance and cell of each column that has figures."""
+    detail, figure, result = Importance.DETAIL, Importance.FIGURE, Importance.RESULT
+    usable = {prediction.fit.usable_memory for prediction in predictions}
+    room = f" (of {size(*usable)})" if len(usable) == 1 and None not in usable else ""
+    first, device, seconds = predictions[0], device_name(predictions[0].spec), SORTS["time"]
+    has_host = any(one.fit.host_bytes for one in predictions)
+    is_timed = any(seconds(one) is not None or untimed(one.derivation) for one in predictions)
+    host = ("host memory", figure, _cell(lambda one: size(one.fit.host_needed_bytes)))
+    paces = [
+        ("step time", result, _cell(lambda one: or_missing(seconds(one), format_seconds))),
+        ("tokens/s", figure, _cell(partial(_of_pace, "tokens_per_second", format_count))),
+        (
+            f"tokens/s/{device}",
+            figure,
+            _cell(lambda one: or_missing(device_pace(one), format_count)),
+        ),
+        ("MFU", detail, _cell(partial(_of_pace, "mfu_full", "{:.1%}".format))),
+    ]
+    states, ratio = MODEL_STATES_LABEL, partial(_ratio, first)
+    return [
+        ("fits", result, _cell(fits_word, "rejected")),
+        (f"peak{room}", result, _cell(lambda one: size(one.fit.peak_bytes))),
+        *([host] if has_host else []),
+        *(paces if is_timed else []),
+        (states, detail, _cell(lambda one: size(model_state_bytes(one.derivation.exact)))),
+        (
+            f"{states}{_PAPER}",
+            detail,
+            _cell(lambda one: size(model_state_bytes(one.derivation.paper))),
+        ),
+        ("bytes/parameter", detail, _cell(_bytes_per_parameter)),
+        ("states ratio", detail, _cell(partial(ratio, "states"))),
+        ("traffic", figure, _cell(lambda one: traffic_size(sent_bytes(one.derivation.exact)))),
+        (
+            f"traffic{_PAPER}",
+            detail,
+            _cell(lambda one: traffic_size(sent_bytes(one.derivation.paper))),
+        ),
+        ("traffic ratio", detail, _cell(partial(ratio, "sent"))),
+        ("calls", detail, _cell(lambda one: str(collectives(one.derivation.exact)))),
+    ]
+
+
+def _cell(text: Callable[[Prediction], str], rejected: str = MISSING) -> _Cell:
+    """Return the function that writes a column's cell, `rejected` for a point without figures."""
+    return lambda prediction: text(prediction) if prediction else rejected
+
+
+def _of_pace(name: str, text: Callable[[float], str], prediction: Prediction) -> str:
+    """Return a figure of the job's throughput, or a dash if it is not predicted."""
+    return or_missing(getattr(job_pace(prediction.derivation), name, None), text)
 
 
 def _bytes_per_parameter(prediction: Prediction) -> str:
@@ -183,28 +196,28 @@ def fits_word(prediction: Prediction) -> str:
     return "yes" if prediction.fit.fits else "no"
 
 
-def _relative(number: float | None, base: float | None) -> str:
+def _ratio(first: Prediction, name: str, prediction: Prediction) -> str:
+    number, base = SORTS[name](prediction), SORTS[name](first)
     return f"{number / base:.3g}×" if number is not None and base else ""
 
 
 def remarks(points: Sequence[SweepPoint]) -> Iterator[str]:
-    """Yield what is said of points: what is refused, what followed the mesh, which is best, which
-    batch it is, why a figure is missing or a bound, what is reserved, and warnings."""
-    refused: dict[str, list[str]] = {}
+    """Yield remarks on points: rejected ones, keys that followed the mesh, the batch, why a figure
+    is missing or a bound, the reserved memory, and warnings."""
+    rejected: dict[str, list[str]] = {}
     for point in points:
         if point.refusal:
-            refused.setdefault(point.refusal, []).append(point.label)
-    yield from (f"refused: {', '.join(labels)}: {why}" for why, labels in refused.items())
+            rejected.setdefault(point.refusal, []).append(point.label)
+    yield from (f"rejected: {', '.join(labels)}: {why}" for why, labels in rejected.items())
     yield from _followed(points)
     named = [(point.label, point.prediction) for point in points if point.prediction]
-    yield from _decision(named)
     yield from _gathered(named, _usable)
     yield from _gathered(named, _batch_lines)
     yield from _gathered(named, _missing_time)
     yield from _gathered(named, _unknown_host)
     for label, prediction in named:
         if prediction.fit.peak_bytes is None:
-            yield f"peak unknown: {label}: {prediction.fit.why}; {prediction.telling} tells"
+            yield f"peak unknown: {label}: {prediction.fit.why}. Run: {prediction.telling}"
     for label, prediction in named:
         for line in by_data_lines(prediction.derivation.exact):
             yield f"upper bounds: {label}: {line}"
@@ -217,23 +230,30 @@ def remarks(points: Sequence[SweepPoint]) -> Iterator[str]:
 
 
 def _decision(named: Sequence[tuple[str, Prediction]]) -> Iterator[str]:
-    """Yield the point that fits and gives most, where seconds are known, or that none fits. What is
-    compared is of a device: batches and meshes may differ."""
+    """Yield the fastest point that fits, or that none fits. Points are compared by the throughput
+    of a device, since batches and meshes may differ."""
     if all(prediction.fit.fits is False for _, prediction in named):
         label, least = min(named, key=lambda entry: entry[1].fit.least_bytes)
-        yield f"none fits: {label} needs least, {size(least.fit.least_bytes)}"
+        yield f"None fits: {label} needs the least memory, {size(least.fit.least_bytes)}"
+    if fastest := fastest_that_fits([prediction for _, prediction in named]):
+        label = next(label for label, prediction in named if prediction is fastest)
+        device, pace = device_name(fastest.spec), device_pace(fastest)
+        yield f"Fastest that fits: {label}, {or_missing(pace, format_count)} tokens/s/{device}"
+
+
+def fastest_that_fits(predictions: Sequence[Prediction]) -> Prediction | None:
+    """Return the prediction with the highest throughput of a device; None if fewer than two of
+    those that fit have one."""
     paced = [
-        (pace, label)
-        for label, prediction in named
+        (pace, -number)
+        for number, prediction in enumerate(predictions)
         if prediction.fit.fits and (pace := device_pace(prediction)) is not None
     ]
-    if len(paced) > 1:
-        pace, label = max(paced)
-        yield f"of those that fit {label} gives most: {pace:,.0f} tokens/s per device"
+    return predictions[-max(paced)[1]] if len(paced) > 1 else None
 
 
 def _followed(points: Sequence[SweepPoint]) -> Iterator[str]:
-    """Yield a line for each key that followed the mesh, with what it became where."""
+    """Yield a line for each key that followed the mesh, with its values by point."""
     became: dict[tuple[str, int], dict[int, list[str]]] = {}
     for point in points:
         for follower in point.follows:
@@ -241,7 +261,7 @@ def _followed(points: Sequence[SweepPoint]) -> Iterator[str]:
             labels.setdefault(follower.after, []).append(point.label)
     for (key, before), labels in became.items():
         section, _, name = key.partition(".")
-        yield f"{section} follows the mesh: {name} {before} → {_became(labels)}; {key}=N pins it"
+        yield f"{section} follows the mesh: {name} {before} → {_became(labels)}; {key}=N fixes it"
 
 
 def _became(labels: Mapping[int, Sequence[str]]) -> str:

@@ -1,7 +1,6 @@
-"""Tables as lists of columns, printed as plain text, and what their rows are called.
+"""Tables as lists of columns, printed as plain text, and the labels of their rows.
 
-The text has no colour, so a file, a log and a terminal show the same. Laid out here: rich, which
-draws a training's bar, takes as long to be imported as a small spec to be derived.
+Tables are laid out here: importing rich takes as long as deriving a small spec.
 """
 
 from __future__ import annotations
@@ -15,24 +14,26 @@ from typing import NamedTuple, TypeVar
 
 from ptrain.by_rank import distinct
 from ptrain.cost import TIERS, Footprint, Phase, Traffic, TrafficKey, lower_bytes
-from ptrain.units import counted, format_bytes
+from ptrain.report.screen import screen_width
+from ptrain.units import counted, format_bytes, format_memory
 
 MISSING = "–"
 NumberT = TypeVar("NumberT", bound=float)
 Largest = Mapping[tuple[str, str], int]  # bytes by state and tier
 _SIZES = attrgetter("state", *TIERS)
 _BETWEEN = "  "
+_SHORTEST = 24  # columns that a cut name keeps
 _TWO_WIDE = ("W", "F")  # Unicode's East Asian width of what takes two columns of a terminal
 
 
 class Importance(IntEnum):
     """How long a column stays in a table that is too wide: the least important goes first."""
 
-    PICTURE = 0  # bars: a figure that stands beside them, drawn
-    DETAIL = 1  # what follows from other columns, or explains them
+    PICTURE = 0  # bars: another column's figures, drawn
+    DETAIL = 1  # follows from other columns, or explains them
     FIGURE = 2
-    RESULT = 3  # what the table is read for: a difference, a peak, whether it fits
-    NAME = 4  # what the row is about; it always stays
+    RESULT = 3  # the reason to read the table: a difference, a peak, whether it fits
+    NAME = 4  # the subject of the row; it always stays
 
 
 class TableColumn(NamedTuple):
@@ -47,6 +48,11 @@ class TableColumn(NamedTuple):
     @property
     def width(self) -> int:
         return max(map(_width, (self.title, *self.cells)))
+
+    def cut(self, width: int) -> TableColumn:
+        """Return the column with its title and longer cells cut at a width."""
+        title, *cells = (_cut(cell, width) for cell in (self.title, *self.cells))
+        return TableColumn(title, self.importance, cells, self.left)
 
     def padded(self) -> list[str]:
         """Return title and cells, as wide as the widest of them."""
@@ -83,9 +89,10 @@ def render(columns: Sequence[TableColumn], width: int | None = None) -> str:
     """Write a table as text, without frames and with two blanks between its columns.
 
     Args:
-        columns: from left to right. Where none has a title, the table has no line of titles.
-        width: of the terminal; the least important columns are left out until the table fits, of
-            equally important ones the last, and a line below the table names them. None: all stay.
+        columns: from left to right. If none has a title, the table has no line of titles.
+        width: of the terminal, by default the screen's. The least important columns are left out
+            until the table fits, of equally important ones the last, and a line below the table
+            names them. Long names are cut before a result is left out.
 
     Returns:
         The lines, without blanks at their ends.
@@ -95,21 +102,34 @@ def render(columns: Sequence[TableColumn], width: int | None = None) -> str:
         state  bytes
         theta   12 B
     """
+    room = (width or screen_width()) + len(_BETWEEN)
     kept = list(columns)
-    while width is not None and sum(column.width + len(_BETWEEN) for column in kept) > width + 2:
+    while (excess := sum(column.width + len(_BETWEEN) for column in kept) - room) > 0:
         least = min(reversed(kept), key=attrgetter("importance"))
-        if least.importance is Importance.NAME:
+        longest = max((column for column in kept if column.left), key=attrgetter("width"))
+        shorter = max(longest.width - excess, _SHORTEST)
+        if least.importance >= Importance.RESULT and shorter < longest.width:
+            kept = [longest.cut(shorter) if column is longest else column for column in kept]
+        elif least.importance is Importance.NAME:
             break
-        kept = [column for column in kept if column is not least]
+        else:
+            kept = [column for column in kept if column is not least]
     lines = [
         _BETWEEN.join(cells).rstrip() for cells in zip(*map(TableColumn.padded, kept), strict=True)
     ]
     if len(kept) < len(columns):
-        stays = {id(column) for column in kept}  # columns may be equal
-        lost = [column.title for column in columns if id(column) not in stays]
-        titles = ", ".join(filter(None, lost))
-        lines.append(f"{counted(len(lost), 'column')} left out{titles and f': {titles}'}")
+        stays = {column.title for column in kept}
+        lost = [column.title for column in columns if column.title not in {"", *stays}]
+        lines += [f"{counted(len(lost), 'column')} left out: {', '.join(lost)}"] if lost else []
     return "\n".join(lines if any(column.title for column in kept) else lines[1:])
+
+
+def _cut(cell: str, width: int) -> str:
+    if _width(cell) <= width:
+        return cell
+    while _width(cell) >= width:
+        cell = cell[:-1]
+    return f"{cell.rstrip()}…"
 
 
 def _width(text: str) -> int:
@@ -131,12 +151,17 @@ def or_missing(number: NumberT | None, text: Callable[[NumberT], str]) -> str:
 
 
 def size(number: int | None) -> str:
-    """Bytes to four digits, or a dash where a column has no such row."""
+    """Return memory to four digits, or a dash if a column has no such row."""
+    return or_missing(number, format_memory)
+
+
+def traffic_size(number: int | None) -> str:
+    """Return traffic to four digits, or a dash if a column has no such row."""
     return or_missing(number, format_bytes)
 
 
 def span(lower: int | None, upper: int | None) -> str:
-    """`1.2 MB … 3.4 MB` of a figure that lies between two, else as `size`."""
+    """Return memory between two bounds, `1.2 MiB … 3.4 MiB`, or as `size` if these are equal."""
     if lower is None or lower == upper:
         return size(upper)
     return f"{size(lower)} … {size(upper)}"

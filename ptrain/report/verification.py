@@ -1,4 +1,4 @@
-"""What a verification found, as a record and as text."""
+"""The result of a verification, as a record and as text."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ptrain.codec import encode
 from ptrain.report.finding import Culprit, Departure
 from ptrain.report.record import Check, record, verdict_line
 
-_MOST = 20  # departures that a record tells of; the first explain the others
+_MOST = 20  # departures in a record; the first explain the others
 _WIDTH = 46  # of a check's name
 
 
@@ -21,7 +21,8 @@ def as_record(
     departures: Sequence[Departure] = (),
     **more: object,
 ) -> dict[str, object]:
-    """The result record (`report.record`), with the culprit, what departs first and `more`."""
+    """Return the result record (`report.record`) with the root cause, the first departures and
+    `more`."""
     return record(name, (), checks=checks) | {
         "culprit": encode(culprit),
         "departures": encode(departures[:_MOST]),
@@ -30,14 +31,22 @@ def as_record(
     }
 
 
-def stage_text(name: str, checks: Sequence[Check], seconds: float) -> str:
-    """A line for the stage and one for each check that compares; those that only ask whether a run
-    is alive are one line, unless they fail."""
+def stage_text(name: str, checks: Sequence[Check], seconds: float, *, verbose: bool = False) -> str:
+    """Return a line for the stage, and one for each check that fails.
+
+    Args:
+        verbose: add the checks that hold. Those without a prediction (is a run finite, does it
+            learn) share one line.
+    """
     held = sum(check.holds for check in checks)
-    lines = [f"{name:<{_WIDTH + 2}}{f'{held} of {len(checks)}':>14}{seconds:>28.1f} s"]
-    lines += [_line(check) for check in checks if check.predicted is not None or not check.holds]
+    lines = [f"{name:<{_WIDTH + 2}}{f'{held} of {len(checks)} hold':>14}{seconds:>12.1f} s"]
+    lines += [
+        _line(check)
+        for check in checks
+        if not check.holds or (verbose and check.predicted is not None)
+    ]
     alive = [check for check in checks if check.predicted is None and check.holds]
-    if alive:
+    if alive and verbose:
         lines.append(_cells("reference and run finite, moving and learning", f"{len(alive)} hold"))
     return "\n".join(lines)
 
@@ -45,7 +54,7 @@ def stage_text(name: str, checks: Sequence[Check], seconds: float) -> str:
 def end_text(
     checks: Sequence[Check], *, torch: str, culprit: Culprit | None, notes: Sequence[str]
 ) -> str:
-    """Notes, the verdict, and whose fault it is."""
+    """Return the notes, the verdict, and the root cause if it fails."""
     lines = [f"note: {note}" for note in notes]
     lines.append(verdict_line(checks, torch=torch))
     if culprit is not None:

@@ -18,7 +18,7 @@ from ptrain.errors import refused
 from ptrain.facts.model import ModelFacts
 from ptrain.spec.cluster import Cluster
 from ptrain.spec.placement import S_STAR, Axis, Placement, R, S
-from ptrain.units import format_bytes, format_count
+from ptrain.units import format_count, format_memory
 
 STATE_BYTES = 16  # a parameter's: 2 of parameters, 2 of gradients, 12 of Adam and its master
 LAYER_BYTES = 2  # a parameter's, gathered for use: s_unit is one of parameters
@@ -138,18 +138,18 @@ def _tests(
     return (
         ThresholdTest(
             line=2,
-            text=f"16P = {format_bytes(states)} < {limits.states:g} M_d = {format_bytes(room)}",
+            text=f"16P = {format_memory(states)} < {limits.states:g} M_d = {format_memory(room)}",
             is_true=states < room,
         ),
         ThresholdTest(
             line=5,
-            text=f"16P/N = {format_bytes(share)} < {limits.states:g} M_d = {format_bytes(room)}",
+            text=f"16P/N = {format_memory(share)} < {limits.states:g} M_d = {format_memory(room)}",
             is_true=share < room,
         ),
         ThresholdTest(
             line=8,
-            text=f"a layer = {format_bytes(layer)} > {limits.layer:g} M_d = {format_bytes(most)}, "
-            f"and the links in a node of {required.devices_per_node} {fast}",
+            text=f"a layer = {format_memory(layer)} > {limits.layer:g} M_d = "
+            f"{format_memory(most)}, and the links in a node of {required.devices_per_node} {fast}",
             is_true=layer > most and required.has_fast_links and required.devices_per_node > 1,
         ),
     )
@@ -162,7 +162,7 @@ def lines(answer: Answer) -> list[str]:
     head = (
         f"Algorithm 1, thresholds {answer.thresholds.states:g} and {answer.thresholds.layer:g}: "
         f"P = {format_count(required.parameters)}, N = {required.devices}, "
-        f"M_d = {format_bytes(required.device_memory)}"
+        f"M_d = {format_memory(required.device_memory)}"
     )
     conditions = [
         f"  line {test.line}: {test.text}: {'yes' if test.is_true else 'no'}"
@@ -195,10 +195,10 @@ def _remarks(answer: Answer) -> list[str]:
     """What a reader would else take for said: activations, and what a second axis changes."""
     required = answer.requirements
     share = STATE_BYTES * required.parameters / required.devices
-    whole = format_bytes(share)
+    whole = format_memory(share)
     if answer.advice is Advice.NONE:
         if share < required.device_memory:
-            rest = format_bytes(required.device_memory - share)
+            rest = format_memory(required.device_memory - share)
             return [f"  a share of {whole} is below the memory itself, and leaves {rest} beside it"]
         return [
             f"  a share of {whole} is above the memory itself: more devices, fewer bytes a "
@@ -212,7 +212,7 @@ def _remarks(answer: Answer) -> list[str]:
         ]
     return [
         "  activations are in no condition: the threshold leaves them "
-        f"{format_bytes((1 - answer.thresholds.states) * required.device_memory)}"
+        f"{format_memory((1 - answer.thresholds.states) * required.device_memory)}"
     ]
 
 

@@ -10,7 +10,7 @@ nodes, then cp for sequences and ep for experts.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from ptrain.algebra.legality import is_sound
@@ -46,7 +46,7 @@ from ptrain.spec.batch import batch_lines
 from ptrain.spec.cluster import Cluster
 from ptrain.spec.placement import DATA_AXES, REDUCED_AXES, TOKEN_AXES, Axis, Factor, R
 from ptrain.spec.spec import Spec
-from ptrain.units import format_bytes
+from ptrain.units import format_bytes, format_memory
 
 DATA_LIMIT = 512  # data ranks, about which the notes see throughput per device fall
 _SHARDING = (Axis.DP_SHARD, *TOKEN_AXES)
@@ -76,7 +76,7 @@ def _fit_reason(derivation: Derivation, memory_fit: Fit) -> str:
     tight = ", but is tight" if memory_fit.is_tight else ""
     host = f", {host_text(memory_fit)}" if host_text(memory_fit) else ""
     return (
-        f"fit: {word[memory_fit.fits]}{tight}: peak {format_bytes(memory_fit.peak_bytes)}"
+        f"fit: {word[memory_fit.fits]}{tight}: peak {format_memory(memory_fit.peak_bytes)}"
         f"{room_text(memory_fit)}{host}; a rank's states are {states}"
     )
 
@@ -133,7 +133,7 @@ def axis_reasons(derivation: Derivation) -> list[str]:
 def _sharding_reason(derivation: Derivation) -> str:
     spec = derivation.spec
     whole = sum(state_sizes(spec, derivation.facts).values())
-    states = f"states of {format_bytes(whole)}"
+    states = f"states of {format_memory(whole)}"
     sent = _sent(derivation, *REDUCED_AXES, of_activations=False)
     over = [f"{f.axis} {f.degree}" for f in spec.factors if f.axis in _SHARDING and _cuts(f)]
     if over:
@@ -143,7 +143,7 @@ def _sharding_reason(derivation: Derivation) -> str:
         )
     room = spec.cluster.usable_memory if spec.cluster else 0
     if whole < room:
-        usable = f"the usable {format_bytes(room)} of a device"
+        usable = f"the usable {format_memory(room)} of a device"
         return f"1. no dp_shard: {states} are below {usable}; {sent}"
     return f"1. no dp_shard, the first to reach for: it would cut {states}; {sent}"
 
@@ -151,15 +151,15 @@ def _sharding_reason(derivation: Derivation) -> str:
 def _states(derivation: Derivation) -> str:
     """Return what a rank has of Θ, Ω and G on its device, and of what is on a host its share."""
     exact = derivation.exact
-    device = format_bytes(sum(exact.bytes_of(state) for state in _MODEL_STATES))
+    device = format_memory(sum(exact.bytes_of(state) for state in _MODEL_STATES))
     hosted = host_bytes(exact, 1)
-    return f"{device} and {format_bytes(hosted)} on the host" if hosted else device
+    return f"{device} and {format_memory(hosted)} on the host" if hosted else device
 
 
 def _tensor_reason(derivation: Derivation) -> str:
     cluster, ranks = derivation.spec.cluster, derivation.spec.degree(Axis.TP)
     size = 2 * reconstruction_unit(derivation.facts)
-    layer = f"a layer is {format_bytes(size)} in 16 bits"
+    layer = f"a layer is {format_memory(size)} in 16 bits"
     if ranks == 1:
         share = f", {size / cluster.device_memory:.1%} of a device" if cluster else ""
         return f"2. no tp: {layer}{share}, and its sums would be on the critical path"
@@ -261,6 +261,7 @@ def select(
     deadline: str | None = None,
     budget: float | None = None,
     read: ReadFacts = read_or_kept,
+    watch: Callable[[int, int], None] | None = None,
 ) -> PlacementRanking:
     """Search all legal placements of a model on a cluster, the best first.
 
@@ -277,6 +278,7 @@ def select(
         deadline: With the objective `devices`: the time limit (`30d`).
         budget: With the objective `devices`: the limit of the price, in the cluster's currency.
         read: Reads the facts of models that must be traced.
+        watch: Called with the number of candidates that are derived and of those that are wanted.
 
     Returns:
         The ranking; `best` is its first row, and `spec` the best placement as a spec.
@@ -293,6 +295,7 @@ def select(
     job = searched_job(source, overrides, cluster=cluster, devices=devices, where=where)
     usual = BEST if job.stand_in is None else _BEST_TRACED
     chooser = Chooser(job, SearchGoal(objective), count=count or usual, read=read)
+    chooser.watch = watch or chooser.watch
     return answer(chooser, demand_of(tokens, deadline, budget))
 
 
@@ -359,7 +362,9 @@ class Chooser(Deriver):
         job = replace(self.job, base=on_more(self.job.base, devices), devices=devices)
         by_time = self.objective not in (SearchGoal.TIME, SearchGoal.MEMORY)
         goal = SearchGoal.TIME if by_time else self.objective
-        return Chooser(job, goal, machine=self.machine, count=self.count, read=self.read)
+        return Chooser(
+            job, goal, machine=self.machine, count=self.count, read=self.read, watch=self.watch
+        )
 
     def first(self) -> Ranked | None:
         """Return the best that fits by closed form, exactly."""
@@ -394,7 +399,7 @@ class Chooser(Deriver):
             raise refused(
                 "cluster.host_memory",
                 "no candidate fits: those that fit a device need "
-                f"{format_bytes(self.least_on_host)} or more of a node's host",
+                f"{format_memory(self.least_on_host)} or more of a node's host",
                 "Search more devices: `--devices N`; or write the memory of a larger host.",
             )
         if not rows and result.counts.fitting:

@@ -82,6 +82,11 @@ _TRIED = 2  # times as many, at most, where some of them do not fit
 _PER_CUT = 3  # candidates that are wanted, for each cut of a model that is traced
 _OUTSIDE = (Axis.PP, Axis.DP_REPLICATE, Axis.DP_SHARD)
 
+
+def _unwatched(done: int, count: int) -> None:
+    """Show no progress."""
+
+
 MachineOf = Callable[[Spec, Plan, ModelFacts], Machine]
 
 
@@ -100,6 +105,7 @@ class Deriver:
     works: dict[tuple[object, ...], ModelWork] = field(default_factory=dict)
     rows: dict[Candidate, Ranked] = field(default_factory=dict)
     exceeding: dict[Candidate, bool] = field(default_factory=dict)
+    watch: Callable[[int, int], None] = _unwatched
     derived: int = 0
     is_host_unknown: bool = False  # of a candidate that was derived
     least_on_host: int = 0  # of those that fit a device, and whose node's host is too small
@@ -264,9 +270,11 @@ class Deriver:
 
     def _fitting(self, scored: Iterable[Scored], count: int) -> Iterator[Ranked]:
         """The first so many that fit, of those that are tried."""
+        wanted = count
         for candidate in self._tried(scored):
             if not count:
                 return
+            self.watch(wanted - count, wanted)
             if self._exceeds(candidate):
                 self.derived += 1
                 continue

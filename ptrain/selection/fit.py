@@ -21,7 +21,7 @@ from ptrain.derivation.memory import ranks_per_node
 from ptrain.spec.model import Attention, ExternalModel, ModelShape
 from ptrain.spec.placement import Axis
 from ptrain.spec.spec import Spec
-from ptrain.units import format_bytes
+from ptrain.units import format_memory
 
 _PASSING = (State.ACTIVATIONS, State.TRANSIENT)  # not there at every moment of a step
 _ON_CUDA = "device=cuda"
@@ -134,30 +134,30 @@ class Fit(NamedTuple):
 
 
 def peak_text(memory_fit: Fit) -> str:
-    """Return the peak, its bounds where it depends on data, or what it is at least: `61.3 MB`, `1.2
-    MB … 3.4 MB`."""
+    """Return the peak, its bounds where it depends on data, or what it is at least: `58.5 MiB`,
+    `1.2 MiB … 3.4 MiB`."""
     if memory_fit.lower_bytes is None or memory_fit.peak_bytes is None:
-        return format_bytes(memory_fit.least_bytes)
-    return f"{format_bytes(memory_fit.lower_bytes)} … {format_bytes(memory_fit.peak_bytes)}"
+        return format_memory(memory_fit.least_bytes)
+    return f"{format_memory(memory_fit.lower_bytes)} … {format_memory(memory_fit.peak_bytes)}"
 
 
 def room_text(memory_fit: Fit) -> str:
-    """Return the reserve and the device memory, to follow a peak: ` + reserve 5.34 GB of 84.9 GB`;
+    """Return the reserve and the device memory, to follow a peak: ` + reserve 5 GiB of 79 GiB`;
     empty without a cluster."""
     if memory_fit.device_memory is None:
         return ""
     reserve = memory_fit.reserve_bytes
     return (
-        f" + reserve {format_bytes(reserve)}" * bool(reserve)
-        + f" of {format_bytes(memory_fit.device_memory)}"
+        f" + reserve {format_memory(reserve)}" * bool(reserve)
+        + f" of {format_memory(memory_fit.device_memory)}"
     )
 
 
 def usable_text(device_memory: int, reserve: int) -> str:
     """Return one line on the memory that a peak may fill."""
     return (
-        f"a peak may fill {format_bytes(device_memory - reserve)} of a device: "
-        f"{format_bytes(device_memory)} less a reserve of {format_bytes(reserve)}"
+        f"usable memory per device: {format_memory(device_memory - reserve)} "
+        f"({format_memory(device_memory)} less a reserve of {format_memory(reserve)})"
     )
 
 
@@ -166,10 +166,10 @@ def host_text(memory_fit: Fit) -> str:
     too small; else empty."""
     if not (memory_fit.host_bytes or memory_fit.host_short_bytes > 0):
         return ""
-    memory, needed = memory_fit.host_memory, format_bytes(memory_fit.host_needed_bytes)
+    memory, needed = memory_fit.host_memory, format_memory(memory_fit.host_needed_bytes)
     if memory is None:
         return f"{needed} on a node's host (memory unknown)"
-    return f"{needed} of {format_bytes(memory)} on a node's host"
+    return f"{needed} of {format_memory(memory)} on a node's host"
 
 
 def resident_bytes(estimate: Estimate) -> int:

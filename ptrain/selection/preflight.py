@@ -39,7 +39,7 @@ from ptrain.spec.load import load
 from ptrain.spec.placement import DATA_AXES
 from ptrain.spec.spec import Spec
 from ptrain.spec.write import to_mapping
-from ptrain.units import format_bytes, format_seconds
+from ptrain.units import format_memory, format_seconds
 
 _OFFERED = 3
 
@@ -77,14 +77,14 @@ class Variant(NamedTuple):
     def line(self) -> str:
         """One line with the overrides, the step time, the peak and the headroom."""
         ranks = f" on {self.spec.world_size} ranks" if ChangeKind.RANKS in self.kinds else ""
-        peak = f"peak {format_bytes(self.fit.peak_bytes or 0)}"
+        peak = f"peak {format_memory(self.fit.peak_bytes or 0)}"
         if self.fit.fits is False:
-            missing = format_bytes(self.missing_bytes)
+            missing = format_memory(self.missing_bytes)
             host = f", {host_text(self.fit)}" if self.fit.host_short_bytes > 0 else ""
             return f"  closest{ranks}: {self.command} → {peak}{host}, still {missing} too large"
         claim = "fits" if self.fit.fits else "may fit"
         time = "unknown" if self.seconds is None else format_seconds(self.seconds)
-        spare = f"{format_bytes(self.fit.spare_bytes)} to spare{' (tight)' * self.fit.is_tight}"
+        spare = f"{format_memory(self.fit.spare_bytes)} to spare{' (tight)' * self.fit.is_tight}"
         spare = spare if self.fit.fits else f"unknown: {self.fit.unknown}"
         host = f", {host_text(self.fit)}" if host_text(self.fit) else ""
         return f"  {claim}{ranks}: {self.command} → step time {time}, {peak}{host}, {spare}"
@@ -125,12 +125,12 @@ def require_fit(
         what += " at least" if is_bound else ""
         more = "" if is_known and not is_bound else " or more"
         lines = [
-            f"{spec.name} does not fit by {format_bytes(memory_fit.short_bytes)}{more}: {what} "
-            f"{format_bytes(memory_fit.least_bytes)}{room_text(memory_fit)} per rank"
+            f"{spec.name} does not fit by {format_memory(memory_fit.short_bytes)}{more}: {what} "
+            f"{format_memory(memory_fit.least_bytes)}{room_text(memory_fit)} per rank"
         ]
     else:
         lines = [
-            f"{spec.name} does not fit by {format_bytes(memory_fit.host_short_bytes)}: its ranks "
+            f"{spec.name} does not fit by {format_memory(memory_fit.host_short_bytes)}: its ranks "
             f"need {host_text(memory_fit)}"
         ]
     instead = "use a smaller model or sequence"

@@ -11,7 +11,7 @@ from ptrain.selection.demand import Demand
 from ptrain.selection.job import SearchedJob
 from ptrain.selection.task import Ranked, Scored, SearchCount, SearchGoal
 from ptrain.spec.spec import Spec
-from ptrain.units import format_bytes
+from ptrain.units import format_bytes, format_memory
 from ptrain.wording import Worded
 
 _WHOLE, _ALL_SHARDED = "R,R,R,R", "S*,S,S,R"
@@ -77,15 +77,15 @@ def reason(row: Ranked | None, best: Ranked, objective: SearchGoal) -> str:
         return "its peak is not known"
     memory = row.memory
     if memory.short_bytes > 0:
-        return f"does not fit by {format_bytes(memory.short_bytes)}"
+        return f"does not fit by {format_memory(memory.short_bytes)}"
     if memory.host_short_bytes > 0:
-        return f"its host has {format_bytes(memory.host_short_bytes)} too little"
+        return f"its host has {format_memory(memory.host_short_bytes)} too little"
     if not memory.fits:
         return "whether it fits is unknown"
     if row.figures == best.figures:
         return "is the best"
     if objective is SearchGoal.MEMORY:
-        return f"needs {format_bytes(row.peak_bytes - best.peak_bytes)} more"
+        return f"needs {format_memory(row.peak_bytes - best.peak_bytes)} more"
     if best.step is None:
         return _of_bytes(row, best)
     if row.step is None:
@@ -99,9 +99,9 @@ def about(closed: Scored, best: Ranked, objective: SearchGoal) -> str:
     cluster = best.spec.cluster
     short = closed.peak - cluster.usable_memory if cluster else 0.0
     if short > 0:
-        return f"does not fit by about {format_bytes(short)}"
+        return f"does not fit by about {format_memory(short)}"
     if objective is SearchGoal.MEMORY:
-        return f"needs about {format_bytes(closed.peak - best.closed.peak)} more"
+        return f"needs about {format_memory(closed.peak - best.closed.peak)} more"
     if best.step is None or closed.seconds == float("inf"):
         return "is not derived"
     return f"about {closed.seconds / best.closed.seconds - 1:+.1%}, and not derived"

@@ -27,7 +27,7 @@ from ptrain.spec.model import Attention, ModelShape
 from ptrain.spec.placement import DATA_AXES, Factor, M, R, Tier
 from ptrain.spec.spec import ActivationSpec, Spec
 from ptrain.spec.write import to_mapping
-from ptrain.units import format_bytes
+from ptrain.units import format_memory
 
 _PLACE = "recompute.budget"
 _MICRO = "batch.micro"
@@ -82,7 +82,7 @@ def useless_modes(spec: Spec, peak: int | None) -> tuple[str, ...]:
     least = derive(plain, is_timed=False).exact.peak_bytes()
     if least is None or peak <= least * (1 + _TEMPORARY * (spec.activations.tiers != _DEVICE)):
         return ()
-    rise = f"raises the peak from {format_bytes(least)} to {format_bytes(peak)}"
+    rise = f"raises the peak from {format_memory(least)} to {format_memory(peak)}"
     why = "the peak is in the backward pass of one block, which has all its activations again"
     return (f"activations: recomputation or offloading {rise}: {why}. Use `activations=R`.",)
 
@@ -111,14 +111,14 @@ def _within(spec: Spec, budget: int) -> Spec:
     if not spec.activations.is_open:
         raise refused(
             _PLACE,
-            f"{format_bytes(budget)}, and the policy beside it, {name}, has a peak of "
-            f"{format_bytes(smallest)}",
+            f"{format_memory(budget)}, and the policy beside it, {name}, has a peak of "
+            f"{format_memory(smallest)}",
             f"write recompute={{budget: {budget}}} alone, to have one chosen, or a larger budget",
         )
     raise refused(
         _PLACE,
-        f"{format_bytes(budget)}: the smallest peak that recomputation reaches is "
-        f"{format_bytes(smallest)}, with {name}",
+        f"{format_memory(budget)}: the smallest peak that recomputation reaches is "
+        f"{format_memory(smallest)}, with {name}",
         f"write a budget of {smallest} bytes or more, a smaller batch.micro, or activations=O",
     )
 

@@ -1,4 +1,4 @@
-"""The first two lines of a training: what runs, and what it is predicted to take. Torch-free."""
+"""The first two lines of a training: the job and its prediction. Torch-free."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from ptrain.selection.fit import (
 from ptrain.spec.batch import batch_lines
 from ptrain.spec.placement import Axis
 from ptrain.spec.spec import Spec, coordinates
+from ptrain.train import environment
 from ptrain.units import format_bytes, format_count
 
 
@@ -33,6 +34,14 @@ def header(spec: Spec, *, numel: int, backend: str, device: str) -> str:
             batch(spec),
         )
     )
+
+
+def announce_node(rank: int, size: int) -> None:
+    """Print on the first rank of each node but rank 0's that this node runs its ranks."""
+    if rank and environment.is_first_of_node():
+        last = rank + max(1, environment.ranks_of_node()) - 1
+        ranks = f"ranks {rank} to {last}" if last > rank else f"rank {rank}"
+        print(f"{ranks} of {size} run on this node; rank 0 prints the results", flush=True)
 
 
 def parts_of_ranks(spec: Spec) -> tuple[str, ...]:
@@ -54,15 +63,15 @@ def preflight_lines(
     if memory_fit.peak_bytes is None:
         command = telling(spec, exact, words, allow_import=allow_import)
         where = " on a GPU" if needs_gpu(spec, exact) else ""
-        lines.append(f"unknown: {memory_fit.why}; what tells{where}: {command}")
+        lines.append(f"unknown: {memory_fit.why}. Run{where}: {command}")
     elif memory_fit.is_host_unknown and memory_fit.fits is None:
         lines.append(f"unknown: {'. '.join(HOST_UNKNOWN)}")
     return [*lines, *by_data_lines(exact)]
 
 
 def preflight_line(spec: Spec, exact: Estimate) -> str:
-    """Return `preflight  peak 61.3 MB of 12.9 GB per rank · 14.2 MB sent per step`, and what is
-    copied between tiers where anything is; without what is not predicted."""
+    """Return `preflight  peak 58.5 MiB of 12 GiB per rank · traffic 14.2 MB per step`, with the
+    bytes copied between tiers, if any, and without figures that are not predicted."""
     copied = exact.copied_bytes()
     memory_fit = fit(spec, exact)
     is_known = memory_fit.peak_bytes is not None
@@ -71,6 +80,6 @@ def preflight_line(spec: Spec, exact: Estimate) -> str:
     return (
         f"preflight  {what} {peak_text(memory_fit)}{room_text(memory_fit)} per rank"
         + (f", {host_text(memory_fit)}" if host_text(memory_fit) else "")
-        + (f" · {format_bytes(exact.sent_bytes())} sent per step" if is_told else "")
+        + (f" · traffic {format_bytes(exact.sent_bytes())} per step" if is_told else "")
         + (f" · {format_bytes(copied)} copied between tiers" if copied and is_told else "")
     )

@@ -11,7 +11,7 @@ from ptrain.processor import gpus, physical_memory
 from ptrain.selection.fit import resident_bytes
 from ptrain.spec.cluster import PROCESS_BYTES
 from ptrain.spec.spec import Spec
-from ptrain.units import format_bytes
+from ptrain.units import format_memory
 
 
 def require_host_memory(needed: int, what: str, remedy: str) -> None:
@@ -27,8 +27,8 @@ def require_host_memory(needed: int, what: str, remedy: str) -> None:
     """
     here = physical_memory()
     if needed > here:
-        finding = f"{what} need {format_bytes(needed)} of memory, and this host has "
-        raise refused("host memory", finding + format_bytes(here), remedy)
+        finding = f"{what} need {format_memory(needed)} of memory, and this host has "
+        raise refused("host memory", finding + format_memory(here), remedy)
 
 
 def require_host_holds(spec: Spec, exact: Estimate, words: str, *, nodes: int = 1) -> None:

@@ -31,6 +31,7 @@ from ptrain.meters.traffic import Counter
 from ptrain.models.boundary import CodeRaised, boundary, said
 from ptrain.report import routing
 from ptrain.report.routing import LayerRouting
+from ptrain.report.screen import show
 from ptrain.spec.spec import Spec
 from ptrain.train.folder import RunFolder, write_text
 from ptrain.train.look import StepFigures
@@ -39,7 +40,7 @@ from ptrain.train.options import Options
 from ptrain.train.tensorboard import TensorBoard
 from ptrain.train.tracker import TrackedRun, Tracker, identity_of, names_of_trackers
 from ptrain.train.wandb import WeightsAndBiases
-from ptrain.units import format_bytes
+from ptrain.units import format_bytes, format_memory
 
 LOG = logging.getLogger("ptrain")
 _ROW = re.compile(r'^\{"step": (\d+), .*\}\n', re.MULTILINE)
@@ -219,9 +220,10 @@ class Journal:
             parts.append(routing.words(figures))
         if figures.get("skipped_steps"):
             parts.append(f"{figures['skipped_steps']:g} skipped")
-        for name in ("peak_bytes", "sent_bytes"):
-            if name in figures:
-                parts.append(format_bytes(figures[name]))
+        if "peak_bytes" in figures:
+            parts.append(f"peak {format_memory(figures['peak_bytes'])}")
+        if "sent_bytes" in figures:
+            parts.append(f"traffic {format_bytes(figures['sent_bytes'])}")
         return "  ".join(parts)
 
 
@@ -256,7 +258,7 @@ class _Console(logging.Handler):
         if _Console.progress is not None:
             _Console.progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
         else:
-            print(text, flush=True)
+            show(text)
 
 
 def _progress(steps: int) -> Progress | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import signal
 import socket
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -88,6 +89,8 @@ def _live(
     inherited: Sequence[int],
 ) -> int:
     """The ranks, from their start until none is left."""
+    if sys.stderr.isatty() and "--json" not in words:
+        print(f"starting {num_ranks} ranks; importing torch takes seconds", file=sys.stderr)
     with socket.socket() as listener, standard_output() as output:
         listener.bind(("127.0.0.1", 0))
         listener.listen(num_ranks + 16)

@@ -8,6 +8,7 @@ import time
 
 from ptrain.errors import PtrainError
 from ptrain.installed import require_torch
+from ptrain.report.screen import paint
 from ptrain.train import environment
 
 _LET_RANK_0_SPEAK = 2.0  # seconds: torchrun ends all ranks as soon as one has gone
@@ -17,7 +18,7 @@ def code_of(error: PtrainError) -> int:
     """Return the exit code of what the user got wrong, once it is printed: by the first rank of a
     node, which may lack a file that others have."""
     if environment.is_first_of_node():
-        print(error, file=sys.stderr, flush=True)
+        print(paint(str(error), sys.stderr), file=sys.stderr, flush=True)
     else:
         time.sleep(_LET_RANK_0_SPEAK)
     return error.exit_code

@@ -35,6 +35,7 @@ from ptrain.meters.routing import RoutingMeter, histogram, summed
 from ptrain.processor import cores
 from ptrain.report.record import Check, compare, record, verdict
 from ptrain.report.routing import LayerRouting, routes, rows
+from ptrain.report.screen import next_line
 from ptrain.report.summary import summary
 from ptrain.rooms.queue import keep_freed_memory
 from ptrain.rooms.world import World
@@ -61,7 +62,7 @@ from ptrain.train.folder import (
     write_text,
 )
 from ptrain.train.guard import GUARDED, MakeGuard, Unguarded
-from ptrain.train.heading import header, preflight_line, preflight_lines
+from ptrain.train.heading import announce_node, header, preflight_line, preflight_lines
 from ptrain.train.journal import LOG, Journal, Trackers, is_shown, set_up_logging, trackers_of
 from ptrain.train.loop import train
 from ptrain.train.options import Options
@@ -204,6 +205,8 @@ def run(options: Options, guarded: MakeGuard | None = None) -> int:
             folder=folder,
         )
         set_up_logging(folder, rank=world.rank, speaks=world.is_first and not options.json)
+        if not options.json:
+            announce_node(world.rank, world.size)
         exchange.barrier()  # from here on rank 0 may take the folder away: no rank writes into it
         stack.push(_log_failure)  # runs first: leaving the group may hang, or this rank be ended
         return _run(session, interrupts, make_guard)
@@ -447,10 +450,10 @@ def _verdict(checks: Sequence[Check]) -> str:
 
 
 def _end(session: Session) -> str:
-    """What follows the verdict on its line: where the run is, and what to do next."""
+    """Return the run folder, which follows the verdict, and the command to go on with."""
     path = shown(session.folder.path)
     allowed = " --allow-import" if session.options.allow_import else ""
-    return f" · {path} · next: ptrain verify {path}{allowed}"
+    return f" · {path}\n\n{next_line(f'ptrain verify {path}{allowed}')}"
 
 
 def _run_figures(session: Session, outcome: Outcome, derivation: Derivation) -> dict[str, object]:

@@ -29,6 +29,7 @@ class VerifyOptions:
     steps: int = STEPS
     quick: bool = False
     every_collective: bool = False
+    verbose: bool = False
     json: bool = False
     allow_import: bool = False
     folder: Path | None = None
@@ -80,7 +81,7 @@ def to_argv(options: VerifyOptions) -> list[str]:
 
 def _said(options: VerifyOptions) -> Iterator[str]:
     yield from ("--steps", str(options.steps))
-    for flag in ("quick", "every_collective", "json", "allow_import"):
+    for flag in ("quick", "every_collective", "verbose", "json", "allow_import"):
         if getattr(options, flag):
             yield "--" + flag.replace("_", "-")
     for name in _PATHS:

@@ -41,6 +41,7 @@ from ptrain.errors import VerdictFailed
 from ptrain.interpreter.program import Program, interpret
 from ptrain.models.contract import forward_once
 from ptrain.report.record import Check
+from ptrain.report.screen import show
 from ptrain.report.verification import as_record, end_text, stage_text
 from ptrain.rooms.world import World
 from ptrain.selection.recompute import resolve_auto
@@ -50,7 +51,7 @@ from ptrain.spec.spec import Spec
 from ptrain.train import environment
 from ptrain.train.exchange import Exchange
 from ptrain.train.folder import RunFolder, write_json
-from ptrain.train.heading import header
+from ptrain.train.heading import announce_node, header
 from ptrain.train.session import device_name
 from ptrain.verification.capture import Capture, drive_and_add
 from ptrain.verification.compare import apart, at_most, gradient_check, worst_of
@@ -488,12 +489,19 @@ def _verify(
 ) -> int:
     heading = _heading(spec, world) if world.is_first else ""
     speaks = world.is_first and not options.json
+    progress = Progress(sys.stderr if speaks else None)
+
+    def print_stage(name: str, checks: Sequence[Check], seconds: float) -> None:
+        progress.clear()
+        show(stage_text(name, checks, seconds, verbose=options.verbose))
+
     if speaks:
-        print(heading, flush=True)
+        show(heading)
+    elif not options.json:
+        announce_node(world.rank, world.size)
     verification = verify_here(
-        spec, world, exchange, request, speak=_stage if speaks else None,
-        progress=Progress(sys.stderr if speaks else None),
-    )  # fmt: skip
+        spec, world, exchange, request, speak=print_stage if speaks else None, progress=progress
+    )
     if world.is_first:
         result = _record(spec, verification, world, request, heading)
         if options.folder is not None:
@@ -501,7 +509,7 @@ def _verify(
         if options.json and options.folder is None:
             print(json.dumps(result, indent=2, ensure_ascii=False))
     if speaks:
-        print(_end(verification), flush=True)
+        show(_end(verification))
     exchange.barrier()  # no rank ends with a failed verdict before the record says so
     return 0 if verification.holds else VerdictFailed.exit_code
 
@@ -509,10 +517,6 @@ def _verify(
 def _heading(spec: Spec, world: World) -> str:
     numel = sum(parameter.numel() for parameter in ReferenceTraining(spec).parameters.values())
     return header(spec, numel=numel, backend=world.backend, device=world.device.type)
-
-
-def _stage(name: str, checks: Sequence[Check], seconds: float) -> None:
-    print(stage_text(name, checks, seconds), flush=True)
 
 
 def _end(verification: Verification) -> str:

@@ -61,6 +61,8 @@ def test_two_agents_that_pose_as_two_nodes_give_the_same_losses(tmp_path, losses
             time.sleep(0.5)
         codes = [job.wait() for job in agents]
         assert codes == [0, 0], [job.error for job in agents]
+    said = "".join(job.output for job in agents)
+    assert said.count("rank 1 of 2 run") == 1 and said.count("verdict: ") == 1
     assert module == TORCHRUN or addresses == {"127.0.0.1"}
     assert jobs.losses(tmp_path / "run") == losses
     assert {path.name for path in Path(tmp_path / "run" / "logs").iterdir()} == {

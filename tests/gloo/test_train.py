@@ -86,9 +86,8 @@ def test_a_training_prints_what_runs_what_it_will_take_and_every_logged_step(fin
 def test_a_training_ends_with_predicted_measured_and_a_verdict(finished):
     lines = finished.job.output.splitlines()
     assert any("predicted" in line and "measured" in line for line in lines)
-    assert lines[-1].startswith("verdict: holds ")
-    assert "runs/latest" in lines[-1]
-    assert "next: ptrain " in lines[-1]
+    assert lines[-3].startswith("verdict: holds ") and lines[-3].endswith(" · runs/latest")
+    assert lines[-1] == "Next: ptrain verify runs/latest"
 
 
 def test_the_loss_falls(finished):

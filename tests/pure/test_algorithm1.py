@@ -50,13 +50,13 @@ def test_70b_on_8_devices_of_80_gb_has_no_answer():
     answer = algorithm1(SEVENTY_BILLION)
     assert answer.advice is Advice.NONE and answer.degrees == () == answer.overrides
     text = "\n".join(lines(answer))
-    assert "line 2: 16P = 1120 GB < 0.7 M_d = 56 GB: no" in text
-    assert "line 5: 16P/N = 140 GB < 0.7 M_d = 56 GB: no" in text
-    assert "line 8: a layer = 1.71 GB > 0.3 M_d = 24 GB" in text
+    assert "line 2: 16P = 1043 GiB < 0.7 M_d = 52.15 GiB: no" in text
+    assert "line 5: 16P/N = 130.4 GiB < 0.7 M_d = 52.15 GiB: no" in text
+    assert "line 8: a layer = 1.593 GiB > 0.3 M_d = 22.35 GiB" in text
     assert "no answer: line 11" in text
-    assert "140 GB is above the memory itself: more devices" in text
+    assert "130.4 GiB is above the memory itself: more devices" in text
     close = "\n".join(lines(algorithm1(replace(SEVENTY_BILLION, devices=16))))
-    assert "70 GB is below the memory itself, and leaves 10 GB" in close
+    assert "65.19 GiB is below the memory itself, and leaves 9.313 GiB" in close
 
 
 def test_states_below_seven_tenths_are_data_parallelism_and_at_it_no_more():
@@ -108,7 +108,7 @@ def test_thresholds_are_arguments():
     )
     answer = algorithm1(replace(SEVENTY_BILLION, devices=16), Thresholds(states=0.9))
     assert answer.advice is Advice.FULLY_SHARDED
-    assert "16P/N = 70 GB < 0.9 M_d = 72 GB: yes" in "\n".join(lines(answer))
+    assert "16P/N = 65.19 GiB < 0.9 M_d = 67.06 GiB: yes" in "\n".join(lines(answer))
 
 
 def test_what_tp_is_added_to_has_the_nodes_and_the_share_that_was_refused():
@@ -117,7 +117,7 @@ def test_what_tp_is_added_to_has_the_nodes_and_the_share_that_was_refused():
         (Axis.DP_SHARD, 2),
         (Axis.TP, 8),
     ]
-    assert "stays 70 GB, which line 5 has refused" in "\n".join(lines(answer))
+    assert "stays 65.19 GiB, which line 5 has refused" in "\n".join(lines(answer))
 
 
 @pytest.mark.parametrize(

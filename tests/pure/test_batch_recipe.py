@@ -160,7 +160,7 @@ def test_the_reasons_are_fit_then_batch_then_throughput_then_axes_in_the_order_t
     assert starts[:3] == ["fit", "batch", "throughput"]
     assert [start[:2] for start in starts[3:]] == ["1.", "2.", "3."]
     assert "1f1b on 4 ranks waits 15.8% of the step with 16 micro-batches" in text
-    assert "tp 8: a layer is 1.711 GB in 16 bits, cut by 8" in text
+    assert "tp 8: a layer is 1.594 GiB in 16 bits, cut by 8" in text
     assert "within a node at 450 GB/s" in text and "over 4 nodes at 50 GB/s" in text
 
 
@@ -180,11 +180,11 @@ def test_data_ranks_beyond_512_are_said_to_be_many(ranks, is_said):
 
 def test_an_axis_that_is_not_there_says_why_it_need_not_be():
     text = reasons_of("8b-zero3", "cluster.preset=h100-8")
-    assert "2. no tp: a layer is 436.2 MB in 16 bits, 0.5% of a device" in text
+    assert "2. no tp: a layer is 416 MiB in 16 bits, 0.5% of a device" in text
     assert "3. no pp: one node is enough" in text
     small = reasons_of("ddp")
-    assert "1. no dp_shard: states of 12.88 MB are below the usable 12.57 GB of a device" in small
-    assert "first to reach for: it would cut states of 64.24 GB" in reasons_of(
+    assert "1. no dp_shard: states of 12.28 MiB are below the usable 11.71 GiB of a device" in small
+    assert "first to reach for: it would cut states of 59.83 GiB" in reasons_of(
         "8b-ddp", "cluster.device_memory=40 GiB"
     )
 
@@ -213,5 +213,5 @@ def test_a_plan_says_what_became_of_the_batch(ptrain):
 
 def test_states_on_a_host_are_counted_beside_the_devices():
     (first, *_), (plain, *_) = (reasons_of(name).splitlines() for name in ("zero-offload", "zero3"))
-    assert first.endswith("a rank's states are 1.609 MB and 4.828 MB on the host")
-    assert plain.endswith("a rank's states are 6.44 MB")
+    assert first.endswith("a rank's states are 1.535 MiB and 4.605 MiB on the host")
+    assert plain.endswith("a rank's states are 6.142 MiB")

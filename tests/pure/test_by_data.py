@@ -181,9 +181,9 @@ def test_every_page_says_that_sizes_depend_on_data():
     assert lower is not None and upper is not None
     text = one(prediction(with_memory(upper + 10**6)))
     assert " … " in next(line for line in text.splitlines() if line.startswith("activations"))
-    assert "1 MB to spare or more" in text
+    assert "976.6 KiB to spare or more" in text
     assert f"sizes depend on data: {WHO}" in text
-    assert "unknown: data decides: peak" in one(prediction(with_memory(upper - 1)))
+    assert "Unknown whether it fits: " in one(prediction(with_memory(upper - 1)))
     assert "upper bounds: routed: sizes depend on data" in pair(prediction(SPEC), prediction(SPEC))
     first, *others = preflight_lines(SPEC, EXACT)
     assert " … " in first and f"sizes depend on data: {WHO}" in others[0]

@@ -256,10 +256,10 @@ def test_predict_takes_a_model_as_select_does(capsys):
     record = json.loads(capsys.readouterr().out)
     assert (record["spec"], record["world_size"]) == ("fsdp-mixed", 4)
     assert main([*words, "batch.sequence=8192"]) == 0
-    first, *_, last = capsys.readouterr().out.splitlines()
+    *_, assumed, _, last = capsys.readouterr().out.splitlines()
     assert last == "Next: ptrain select llama3-8b --cluster h100-8 --devices 8"
-    command = shlex.split(first.partition("`")[2].rpartition("`")[0])
-    assert first.startswith("Assumed: fully sharded data parallel, bf16 mixed precision.")
+    command = shlex.split(assumed.partition("`")[2].rpartition("`")[0])
+    assert assumed.startswith("Assumed: fully sharded, bf16 mixed precision, as in `ptrain predict")
     assert "batch.sequence=8192" in command and "batch.sequence=4096" not in command
     assert main(command[1:]) == 0
 

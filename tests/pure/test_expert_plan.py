@@ -39,8 +39,8 @@ def test_layers_without_experts_have_none_to_give():
     assert plan_of(spec()).experts.modules == ("blocks.1.mlp.experts", "blocks.2.mlp.experts")
     (step,) = lines(spec(), "  2. ")
     assert step == (
-        "  2. give each rank of ep some of the experts of 2 layers, whole: Θ, Ω and G of its own; "
-        "rows of tokens travel to them and back"
+        "  2. distribute the experts of 2 layers over ep: each rank holds full experts with their "
+        "Θ, Ω and G; tokens are dispatched to them and combined"
     )
 
 
@@ -72,24 +72,24 @@ def test_rows_that_travel_are_as_many_as_are_routed_and_places_as_there_are():
 @pytest.mark.parametrize(
     ("made", "summed", "wrapped"),
     [
-        (spec(), "over no other rank, since all their tokens are there; those of all else over ep",
-         "keep each unit in a flat buffer: Θ whole"),
+        (spec(), "over no rank, since one rank has all their tokens; all others over ep",
+         "keep each unit in a flat buffer: Θ replicated"),
         (spec(around=SHARDS, placement=GATHERED),
-         "over dp_shard; those of all else over dp_shard × ep",
+         "over dp_shard; all others over dp_shard × ep",
          "fully_shard each unit over dp_shard: Θ S*, Ω S, G S"),
         (spec(around=REPLICAS | SHARDS),
-         "over dp_replicate × dp_shard; those of all else over dp_replicate × dp_shard × ep",
-         "keep each unit in a flat buffer over dp_replicate × dp_shard: Θ cut over dp_shard"),
+         "over dp_replicate × dp_shard; all others over dp_replicate × dp_shard × ep",
+         "keep each unit in a flat buffer over dp_replicate × dp_shard: Θ sharded over dp_shard"),
         (spec(around={Axis.CP: (2, tuple_of("R,R,R,S"))}),
-         "over cp; those of all else over cp × ep",
-         "keep each unit in a flat buffer over cp: Θ whole"),
-        (spec(placement=GATHERED), "over no other rank, since all their tokens are there; those of "
-         "all else over ep", "leave the units as they are: no data axis"),
+         "over cp; all others over cp × ep",
+         "keep each unit in a flat buffer over cp: Θ replicated"),
+        (spec(placement=GATHERED), "over no rank, since one rank has all their tokens; all "
+         "others over ep", "leave the units as they are: no data axis"),
     ],
     ids=["ep", "zero3", "hsdp", "cp", "alone"],
 )  # fmt: skip
 def test_experts_are_summed_and_wrapped_over_the_other_axes(made, summed, wrapped):
-    assert lines(made, "summed") == [f"summed   experts' gradients {summed}"]
+    assert lines(made, "summed") == [f"summed   gradients of experts {summed}"]
     (line,) = lines(made, "wrapped")
     assert line.startswith(f"wrapped  experts: {wrapped}")
 

@@ -76,6 +76,7 @@ LAZY = {
     "ptrain.cli.main",
     "ptrain.cli.arguments",
     "ptrain.cli.predict",
+    "ptrain.cli.progress",  # rich, where a command takes longer than two seconds
     "ptrain.derivation.archive",
     "ptrain.derivation.estimate",
     "ptrain.spec.resolve_sections",
@@ -104,6 +105,7 @@ ENVIRONMENT = {
     "ptrain.train.environment",
     "ptrain.import_path",
     "ptrain.facts.cache",
+    "ptrain.report.screen",  # COLUMNS, NO_COLOR and TERM
     "ptrain.rooms.pretence",  # of the process that it starts
 }
 

@@ -106,11 +106,11 @@ def test_a_plan_that_is_shown_has_the_roles_of_a_model_that_is_not_built_in():
 @pytest.mark.parametrize(
     ("model", "tensor", "words"),
     [
-        (SPEC["model"], {"plan": PLAN}, "logits whole, since no head is cut"),
-        (SPEC["model"], {"plan": PLAN | {"head": "head"}}, "logits cut over the vocabulary"),
-        (SPEC["model"], {"plan": {"a": "head"}, "loss_parallel": False}, "logits gathered"),
-        ({"preset": "gpt-tiny"}, {}, "logits cut over the vocabulary"),
-        ({"preset": "llama-tiny"}, {}, "logits cut over the vocabulary"),
+        (SPEC["model"], {"plan": PLAN}, "logits replicated, since no head is sharded"),
+        (SPEC["model"], {"plan": PLAN | {"head": "head"}}, "logits sharded over the vocabulary"),
+        (SPEC["model"], {"plan": {"a": "head"}, "loss_parallel": False}, "logits all-gathered"),
+        ({"preset": "gpt-tiny"}, {}, "logits sharded over the vocabulary"),
+        ({"preset": "llama-tiny"}, {}, "logits sharded over the vocabulary"),
     ],
 )
 def test_a_plan_says_of_the_logits_what_its_head_is(model, tensor, words):

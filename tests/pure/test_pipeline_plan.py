@@ -135,10 +135,10 @@ def test_a_policy_for_one_pass_costs_what_the_order_makes_of_it(name, after_forw
 def test_the_plan_is_shown_with_its_stages_and_the_drawn_schedule():
     spec = legal({"pp": 2, "dp_shard": 2}, {"schedule": "gpipe", "split": [1, 7]})
     lines = show(spec, planned(spec)).splitlines()
-    assert any("cut the model over pp into 2 stages, 1 a rank" in line for line in lines)
+    assert any("split the model over pp into 2 stages, 1 per rank" in line for line in lines)
     in_flight = "up to 8 micro-batches in flight"
-    assert f"stage    0 on pp 0: what is in front, blocks.0; {in_flight}" in lines
-    assert f"stage    1 on pp 1: blocks.1 … blocks.7, what is behind; {in_flight}" in lines
+    assert f"stage    0 on pp 0: input modules, blocks.0; {in_flight}" in lines
+    assert f"stage    1 on pp 1: blocks.1 … blocks.7, output modules; {in_flight}" in lines
     assert "accumulate 8 micro-batches" in " ".join(lines)
     at = lines.index("")
     drawn = lines[len(lines) - 3 :]

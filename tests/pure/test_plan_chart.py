@@ -74,7 +74,7 @@ def test_the_schedule_of_the_spec_is_drawn_into_the_file(spec, drawn, folder, en
     assert [path.name for path in folder.iterdir()] == [chart.name]
     out = capsys.readouterr().out
     assert "plan of piped" in out
-    assert out.endswith(f"\nchart    {chart}\n")
+    assert f"\nchart    {chart}\n\nNext: ptrain predict " in out
 
 
 def test_picture_and_text_give_the_same_bubble(spec, drawn, folder, capsys):

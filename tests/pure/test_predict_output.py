@@ -12,8 +12,7 @@ from ptrain.derivation.estimate import derive
 from ptrain.report.heading import placement
 from ptrain.spec.load import load
 from ptrain.train.heading import preflight_line
-
-GB = 10**9
+from ptrain.units import parse_bytes
 
 
 def row(text: str, name: str) -> list[str]:
@@ -36,22 +35,22 @@ def test_the_heading_says_how_activations_are_kept_where_no_tuple_does():
 @pytest.mark.parametrize(
     ("spec", "memory", "sent"),
     [
-        ("70b-dp", "1120 GB", "245 GB"),
-        ("70b-zero1", "385 GB", "245 GB"),
-        ("70b-zero2", "262.5 GB", "122.5 GB"),
-        ("70b-zero3", "140 GB", "367.5 GB"),
+        ("70b-dp", "1043 GiB", "245 GB"),
+        ("70b-zero1", "358.6 GiB", "245 GB"),
+        ("70b-zero2", "244.5 GiB", "122.5 GB"),
+        ("70b-zero3", "130.4 GiB", "367.5 GB"),
     ],
 )
 def test_the_papers_figures_of_70b_on_8_devices_are_printed(ptrain, spec, memory, sent):
-    text = ptrain("predict", spec)
-    assert row(text, "Θ + Ω + G")[0] == memory
-    assert row(text, "sent per step")[0] == sent
+    text = ptrain("predict", spec, "--explain")
+    assert row(text, "model states")[0] == memory
+    assert row(text, "total")[0] == sent
 
 
 @pytest.mark.parametrize("spec", ["70b-zero1", "70b-zero2"])
 def test_exact_sends_245_gb_for_stages_1_and_2_and_says_why(ptrain, spec):
-    text = ptrain("predict", spec)
-    assert row(text, "sent per step")[1] == "245 GB"
+    text = ptrain("predict", spec, "--explain")
+    assert row(text, "total")[1] == "245 GB"
     assert "why exact is not paper" in text
     assert "updated parameters must be gathered" in text
 
@@ -65,24 +64,28 @@ def test_exact_sends_245_gb_for_stages_1_and_2_and_says_why(ptrain, spec):
     ],
 )
 def test_micro_batches_are_a_reason_with_their_factor(ptrain, spec, factors):
-    assert f"{factors}\n" in ptrain("predict", *spec)
-    assert "micro-batches make a step" not in ptrain("predict", *spec, "batch.global=4")
+    assert f"{factors}\n" in ptrain("predict", *spec, "--explain")
+    assert "micro-batches make a step" not in ptrain("predict", *spec)
+    alone = ptrain("predict", *spec, "batch.global=4", "--explain")
+    assert "micro-batches make a step" not in alone
 
 
 def test_dp_against_zero3_prints_8_and_1_5_times(ptrain):
-    text = ptrain("predict", "70b-dp", "70b-zero3")
-    assert row(text, "Θ + Ω + G, paper") == ["1120 GB", "140 GB", "8× less"]
-    assert row(text, "Θ + Ω + G, exact")[2] == "8× less"
-    assert row(text, "sent per step, paper") == ["245 GB", "367.5 GB", "1.5× more"]
-    assert row(text, "sent per step, exact")[2] == "1.5× more"
+    text = ptrain("predict", "70b-dp", "70b-zero3", "--explain")
+    assert row(text, "model states, paper") == ["1043 GiB", "130.4 GiB", "8× less"]
+    assert row(text, "model states, exact")[2] == "8× less"
+    assert row(text, "traffic, paper") == ["245 GB", "367.5 GB", "1.5× more"]
+    assert row(text, "traffic, exact")[2] == "1.5× more"
+    assert "paper" not in ptrain("predict", "70b-dp", "70b-zero3")
 
 
 def test_zero2_against_zero3_differs_in_one_mode(ptrain):
-    text = ptrain("predict", "70b-zero2", "70b-zero3")
-    settings = text.split("\n\n")[0].splitlines()
-    assert settings == ["70b-zero2 → 70b-zero3", "  parameters: R → S*"]
-    assert row(text, "sent per step, paper")[2] == "3× more"
-    assert row(text, "sent per step, exact")[2] == "1.5× more"
+    text = ptrain("predict", "70b-zero2", "70b-zero3", "--explain")
+    answers, settings, *_ = text.split("\n\n")
+    assert answers.startswith("70b-zero2 → 70b-zero3\n70b-zero2: Does not fit by ")
+    assert settings == "  parameters: R → S*"
+    assert row(text, "traffic, paper")[2] == "3× more"
+    assert row(text, "traffic, exact")[2] == "1.5× more"
     assert "gradients, exact" not in text  # what is equal is not printed
 
 
@@ -94,14 +97,15 @@ def test_a_spec_without_a_cluster_is_told_how_to_name_one(ptrain, tmp_path):
         encoding="utf-8",
     )
     text = ptrain("predict", str(file))
-    (advice,) = re.findall(r"name a cluster to see whether it fits: (\S+), say", text)
-    assert "\nfits: " in ptrain("predict", str(file), advice)
+    (advice,) = re.findall(r"Name a cluster to see whether it fits, for example (\S+)\.\n", text)
+    assert "\nFits: " in ptrain("predict", str(file), advice)
+    assert text.splitlines()[1].startswith("Peak ") and text.endswith(f" {advice}\n")
 
 
 def test_three_specs_are_rows(ptrain):
     lines = ptrain("predict", "70b-zero1", "70b-zero2", "70b-zero3").splitlines()
-    assert [line.split()[0] for line in lines[1:4]] == ["70b-zero1", "70b-zero2", "70b-zero3"]
-    assert lines[4].startswith("none fits: 70b-zero3 needs least")
+    assert lines[0].startswith("None fits: 70b-zero3 needs the least memory")
+    assert [line.split()[0] for line in lines[2:5]] == ["70b-zero1", "70b-zero2", "70b-zero3"]
 
 
 def test_a_list_sweeps_one_row_per_value(ptrain):
@@ -120,7 +124,7 @@ def test_a_sweep_counts_the_collectives_of_each_row(ptrain):
     assert calls == sorted(set(calls), reverse=True)
     one = ptrain("predict", "zero3", "unit=model").splitlines()
     table = one[next(i for i, line in enumerate(one) if line.startswith("traffic")) + 1 :]
-    rows = table[: next(i for i, line in enumerate(table) if line.startswith("sent"))]
+    rows = table[: next(i for i, line in enumerate(table) if line.startswith("total"))]
     assert calls[-1] == sum(int(line.split()[-3]) for line in rows)
 
 
@@ -161,9 +165,7 @@ def test_bytes_per_parameter_go_to_16_4_2_and_0_in_a_sweep(ptrain, spec, limit):
 
 def test_what_does_not_fit_says_by_how_much_and_offers_up_to_three_that_fit(ptrain):
     text = ptrain("predict", "70b-dp")
-    assert re.search(
-        r"does not fit by \d+.* GB: peak .* \+ reserve 5.3\d+ GB of 84.93 GB per rank", text
-    )
+    assert re.search(r"^Does not fit by \d+ GiB: \d+ GiB of 74.12 GiB per GPU", text, re.MULTILINE)
     record = json.loads(ptrain("predict", "70b-dp", "--json"))
     assert record["fit"]["fits"] is False
     assert 0 < len(record["cheaper"]) <= 3
@@ -183,7 +185,8 @@ def test_a_spec_that_fits_offers_nothing(ptrain):
     record = json.loads(ptrain("predict", "zero3", "--json"))
     assert record["fit"]["fits"] is True
     assert record["cheaper"] == []
-    assert ptrain("predict", "zero3").splitlines()[0].startswith("zero3 · ")
+    title, answer, *_ = ptrain("predict", "zero3").splitlines()
+    assert title.startswith("zero3 · ") and answer.startswith("Fits: ")
 
 
 def test_predict_gives_one_record_for_one_spec_and_a_list_for_several(ptrain):
@@ -195,9 +198,9 @@ def test_predict_gives_one_record_for_one_spec_and_a_list_for_several(ptrain):
 
 
 def test_what_a_pair_of_specs_differs_in_is_said_without_defaults_and_in_yamls_words(ptrain):
-    before = ptrain("predict", "zero3", "tp-zero3").split("\n\n")[0]
+    before = ptrain("predict", "zero3", "tp-zero3").split("\n\n")[1]
     assert "placement: " in before and "tensor" not in before
-    assert "offload." not in ptrain("predict", "zero2", "zero-offload").split("\n\n")[0]
+    assert "offload." not in ptrain("predict", "zero2", "zero-offload").split("\n\n")[1]
     assert "tensor.plan: – → naive" in ptrain("predict", "zero3", "tp-naive")
     keeps = ptrain("predict", "zero3", "zero3-keep")
     assert "sync.reshard_after_forward: true → false" in keeps
@@ -212,17 +215,18 @@ def test_a_pipelines_ranks_are_told_one_by_one(ptrain):
     assert [cells[:2] for cells in told] == [[str(place), "20"] for place in range(4)]
     layer = 8192 * (2 * 8192 + 2 * 1024 + 3 * 28672 + 2)
     end = 94464 * 8192
-    middle, first = (2 * numel / 32 / GB for numel in (20 * layer, 20 * layer + end))
-    held = [float(cells[2].removesuffix(" GB")) for cells in told]
+    middle, first = (2 * numel / 32 / 2**30 for numel in (20 * layer, 20 * layer + end))
+    held = [float_of(cells[2]) for cells in told]
     assert held == pytest.approx([first, middle, middle, first], rel=1e-3)
-    in_flight = [float(cells[5].removesuffix(" GB")) for cells in told]
+    in_flight = [float_of(cells[5]) for cells in told]
     assert in_flight == sorted(in_flight, reverse=True)
     assert in_flight[1] / in_flight[2] == pytest.approx(3 / 2, rel=0.01)
-    assert max((cells[-1] for cells in told), key=float_of) == row(text, "peak backward")[1]
+    assert max((cells[-1] for cells in told), key=float_of) == row(text, "peak backward")[0]
 
 
 def float_of(text: str) -> float:
-    return float(text.removesuffix(" GB"))
+    """Return a size in GiB."""
+    return parse_bytes(text) / 2**30
 
 
 def test_a_pipelines_record_has_every_state_of_every_rank(ptrain):
@@ -244,7 +248,7 @@ def test_what_is_computed_is_printed_with_what_runs_again(ptrain):
     line = "matrix products per rank and step: 1.846 GFLOP forward, 3.827 GFLOP backward"
     plain, again = ptrain("predict", "zero3"), ptrain("predict", "checkpoint-full")
     assert f"{line}\n" in plain
-    assert f"{line}, 1.409 GFLOP of forward again\n" in again
+    assert f"{line}, 1.409 GFLOP recomputed\n" in again
 
 
 @pytest.mark.parametrize("name", ["zero3", "tp", "pp-1f1b"])
@@ -252,10 +256,10 @@ def test_of_attention_that_a_processor_cannot_train_all_but_activations_is_said(
     ptrain, monkeypatch, name
 ):
     monkeypatch.setitem(vars(package), "read_facts", None)  # would trace it
-    text = ptrain("predict", name, "attention=flex", "device=cuda")
+    text = ptrain("predict", name, "attention=flex", "device=cuda", "--explain")
     reason = "torch's flex_attention has no backward pass on a processor, where a trace would run"
     assert f"exact, activations: {reason}" in text and f"exact, peak: {reason}" in text
-    assert "resident, without activations: 6.4" in text
+    assert " MiB without activations of " in text
 
 
 def test_a_training_announces_no_peak_and_no_traffic_that_nobody_predicts():
@@ -264,5 +268,5 @@ def test_a_training_announces_no_peak_and_no_traffic_that_nobody_predicts():
     plain, again = load(flex).spec, load(flex | {"activations": "M"}).spec
     line = preflight_line(plain, derive(plain).exact)
     assert line.startswith("preflight  peak unknown, resident without activations: ")
-    assert "sent" in line
-    assert "sent" not in preflight_line(again, derive(again).exact)
+    assert "traffic" in line
+    assert "traffic" not in preflight_line(again, derive(again).exact)

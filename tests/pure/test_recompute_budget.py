@@ -130,19 +130,19 @@ def refusal(**changes):
 def test_a_budget_that_nothing_keeps_is_refused_with_the_smallest_peak(peaks):
     assert refusal(recompute={"budget": "40 MiB"}) == (
         "recompute.budget",
-        "41.94 MB: the smallest peak that recomputation reaches is 52.43 MB, with full",
+        "40 MiB: the smallest peak that recomputation reaches is 50 MiB, with full",
         "write a budget of 52428800 bytes or more, a smaller batch.micro, or activations=O",
     )
     peaks["full"] = 90
     finding = refusal(recompute={"budget": "40 MiB"})[1]
-    assert finding.endswith("is 62.91 MB, with full for every 2 blocks")
+    assert finding.endswith("is 60 MiB, with full for every 2 blocks")
 
 
 def test_a_policy_beside_its_budget_keeps_it(peaks):
     written = {"budget": "60 MiB", "policy": "selective"}
     assert refusal(activations="M", recompute=written) == (
         "recompute.budget",
-        "62.91 MB, and the policy beside it, selective, has a peak of 94.37 MB",
+        "60 MiB, and the policy beside it, selective, has a peak of 90 MiB",
         "write recompute={budget: 62914560} alone, to have one chosen, or a larger budget",
     )
     peaks["selective"] = 60

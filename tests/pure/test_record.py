@@ -272,6 +272,6 @@ def test_what_was_on_the_wire_and_who_waited_read_back_and_are_shown_again():
     assert account.estimates == {Column.EXACT: EXACT, Column.MEASURED: timed}
     assert account.wire == wire_rows(EXACT, measured)
     said = summary(EXACT, measured, checks, torch="2.13.0")
-    assert "on the wire" in said and "blocked per step" in said
+    assert "on the wire" in said and "wait per step" in said
     written["versions"]["torch"] = "2.13.0"
     assert str(Run(Path(), written)) == said

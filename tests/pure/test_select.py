@@ -322,7 +322,8 @@ def test_a_winner_is_what_its_words_and_its_file_load_to(best_of_eight, tmp_path
 
 def test_a_ranking_prints_and_is_plain_data(best_of_eight):
     text = selection_text(best_of_eight, top=2)
-    assert "llama3-8b on 8 devices of h100-8" in text and "best: ptrain train" in text
+    assert "llama3-8b on 8 devices of h100-8" in text and "\nBest: dp_" in text
+    assert "\nFits" in text and "ptrain train" not in text
     record = json.loads(json.dumps(as_record(best_of_eight, top=2)))
     assert len(record["ranking"]) == 2 and record["time_unknown"] is None
     whole = as_record(best_of_eight)
@@ -361,7 +362,7 @@ def test_where_nothing_fits_nothing_is_ranked_and_something_would():
     assert ranking.least.memory.short_bytes > 0
     assert {remedy.change for remedy in ranking.remedies} >= {"without recompute==none"}
     assert all(remedy.fitting.memory.fits for remedy in ranking.remedies)
-    assert "nothing fits" in selection_text(ranking)
+    assert "Nothing fits" in selection_text(ranking)
     rows = {row["choice"]: row for row in csv.DictReader(io.StringIO(as_csv(ranking)))}
     assert rows["least memory"]["fits"] == "False"
     assert rows["without recompute==none"]["fits"] == "True"

@@ -191,7 +191,7 @@ def test_without_rates_the_least_memory_is_not_said_to_be_the_least_nominal_seco
     words += ["--devices", "2", "--where", "tp=1", "--objective", "memory", "--exact", "2"]
     assert main(words) == 0
     text = capsys.readouterr().out
-    assert "least memory first" in text and "the order is that of memory" in text
+    assert "least memory first" in text and "rows are ordered by memory" in text
     assert "nominal" not in text
 
 
@@ -206,7 +206,7 @@ def test_a_cluster_that_declares_no_operations_orders_by_bytes(tmp_path, capsys)
     )
     assert main([*SMALL, "--cluster", str(file), "--devices", "4", "--exact", "9"]) == 0
     text = capsys.readouterr().out
-    assert "the order is that of nominal seconds, bytes alone" in text
+    assert "rows are ordered by nominal seconds: bytes alone" in text
     ranked = [line.split()[1] for line in text.splitlines() if line.lstrip().startswith("1 ")]
     assert ranked and ranked[0].startswith("pp=4")  # which sends least
 
@@ -276,7 +276,7 @@ def test_the_fewest_devices_meet_a_deadline_and_half_of_them_do_not():
     assert [number for number, _ in ranking.by_number][-1] == 4
     assert ranking.by_number[-1][1] == ranking.best
     text = selection_text(ranking)
-    assert "the fewest devices that meet the demand is marked" in text
+    assert "* marks the fewest devices that meet the demand" in text
     assert f"{ranking.best.seconds / 86400:.3g} days" in text
     record = as_record(ranking)
     assert (record["objective"], record["ranking"][0]["training_seconds"]) == (

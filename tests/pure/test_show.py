@@ -30,34 +30,46 @@ def shown(placement: str, **changes: object) -> str:
 @pytest.mark.parametrize(
     ("placement", "changes", "words"),
     [
-        (DDP, {}, "beside the last micro-batch's backward"),
-        (DDP, {"overlap": "none"}, "when the last micro-batch's backward is over"),
+        (DDP, {}, "overlapped with the last micro-batch's backward"),
+        (DDP, {"overlap": "none"}, "after the last micro-batch's backward"),
         (DDP, {"bucket": "per-tensor"}, "gradients one by one"),
         (DDP, {"bucket": "whole"}, "all gradients in one bucket"),
-        (FULLY, {"prefetch": 2}, "2 units gathered ahead"),
-        (FULLY, {"prefetch": 0}, "nothing gathered ahead"),
-        (FULLY, {"overlap": "none"}, "reductions awaited, nothing gathered ahead"),
+        (FULLY, {"prefetch": 2}, "prefetch 2 units"),
+        (FULLY, {"prefetch": 0}, "no prefetch"),
+        (FULLY, {"overlap": "none"}, "no overlap, no prefetch"),
         (FULLY, {"reshard": 2}, "kept in 2 shards after forward"),
-        (FULLY, {"reshard": "non-root"}, "freed after forward (the root's kept), freed after back"),
+        (
+            FULLY,
+            {"reshard": "non-root"},
+            "resharded after forward (except the root unit) and after back",
+        ),
         (FULLY, {"unit": "2 blocks"}, "blocks.0+blocks.1, blocks.2+blocks.3, the root"),
-        ("M,S,S,R", {"precision": {"layout": "fsdp-mixed"}}, "Θ M (gathered units are casts"),
-        ("M,O,S,R", {"precision": {"layout": "zero16"}}, "Θ made by unit of the masters in Ω"),
-        ("R@host,S,S,R", {}, "Θ whole on the host and brought for use"),
-        ("S*@file,S,S,R", {}, "Θ cut over dp_shard in files and gathered for use"),
-        ("R,O,O,R", {}, "Ω cut over dp_shard on the host, updated on the host"),
+        ("M,S,S,R", {"precision": {"layout": "fsdp-mixed"}}, "Θ M (all-gathered as casts"),
+        (
+            "M,O,S,R",
+            {"precision": {"layout": "zero16"}},
+            "Θ made unit by unit from the masters in Ω",
+        ),
+        ("R@host,S,S,R", {}, "Θ replicated on the host, copied for use"),
+        ("S*@file,S,S,R", {}, "Θ sharded over dp_shard in files, all-gathered for use"),
+        ("R,O,O,R", {}, "Ω sharded over dp_shard on the host, updated on the host"),
         ("R,O,O,R", {"offload": {"update": "device"}}, "on the host, updated on the device"),
         ("R,S@file,S,R", {"offload": {"path": "/x"}}, "files in /x"),
-        ("R,S*,S*,R", {}, "G cut over dp_shard and gathered over dp_shard for the update"),
-        ("S*,M,S,R", {"optimizer": {"name": "sgd"}}, "gathered for use, Ω none, G cut"),
-        ("R,S,S,R", {"optimizer": {"name": "sgd", "momentum": 0.9}}, "Ω cut over dp_shard, G"),
-        ("R,S,S,R", SGD_ON_MASTERS, "Ω cut over dp_shard, G"),
-        ("R,S,S,R", {"overlap": "backward"}, "reductions run beside backward"),
-        ("R,S,S,R", {"gather_after_update": "next-forward"}, "gathered when they are used next"),
+        ("R,S*,S*,R", {}, "G sharded over dp_shard, all-gathered over dp_shard for the update"),
+        ("S*,M,S,R", {"optimizer": {"name": "sgd"}}, "all-gathered for use, Ω none, G sharded"),
+        ("R,S,S,R", {"optimizer": {"name": "sgd", "momentum": 0.9}}, "Ω sharded over dp_shard, G"),
+        ("R,S,S,R", SGD_ON_MASTERS, "Ω sharded over dp_shard, G"),
+        ("R,S,S,R", {"overlap": "backward"}, "reductions overlapped with backward"),
+        ("R,S,S,R", {"gather_after_update": "next-forward"}, "all-gathered in the next forward"),
         ("R,S,S,R", {"gather_after_update": "during-update"}, "while other units are updated"),
-        ("R,R,M,R", {}, "G used up: each unit is reduced and updated within backward"),
-        ("R,R,M,R", {}, "gradients unit by unit, as soon as they are complete"),
+        ("R,R,M,R", {}, "G freed: each unit is reduced and updated within backward"),
+        ("R,R,M,R", {}, "gradients reduced unit by unit, during backward"),
         ("R,S,S,R", {"precision": {"layout": "fp16"}}, "gradients overflow over dp_shard is skip"),
-        ("R,S,S,R", {"precision": {"layout": "zero20"}}, "reduced in bf16 beside each micro-batch"),
+        (
+            "R,S,S,R",
+            {"precision": {"layout": "zero20"}},
+            "reduced in bf16 next to each micro-batch",
+        ),
         ("R,S*,S*,R", {"optimizer": {"name": "muon"}}, "adamw for all but the blocks' matrices"),
     ],
 )
@@ -70,12 +82,12 @@ def test_nothing_runs_beside_backward_where_a_unit_is_updated_within_it():
     words = ["placement.dp_replicate=R,S,M,R", "placement.dp_shard=R,S,S,R"]
     spec = load("hsdp", [*words, "optimizer.clip=null", "batch.micro=4"]).spec
     text = show(spec, derive(spec).plan)
-    assert "G used up" in text and "beside backward" not in text
+    assert "G freed" in text and "overlapped with backward" not in text
 
 
 def test_owners_broadcast_where_torch_spreads_the_update():
     spec = load("ddp-zero-redundancy").spec
-    assert "whose owners update and broadcast them" in show(spec, derive(spec).plan)
+    assert "which updates and broadcasts it" in show(spec, derive(spec).plan)
 
 
 @pytest.mark.parametrize(

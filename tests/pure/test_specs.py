@@ -242,12 +242,13 @@ def run(*words: str) -> int:
     return verb.run(parser.parse_intermixed_args(list(words)))
 
 
-def test_specs_lists_every_name(capsys):
+def test_specs_lists_every_name(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
     assert run() == 0
     out = capsys.readouterr().out
     for name in [*listing(*SPEC_FOLDERS, "models", "clusters"), *names().aliases]:
         assert name in out
-    assert max(map(len, out.splitlines())) <= 160
+    assert max(map(len, out.splitlines())) <= 80
 
 
 def test_specs_lists_for_machines(capsys):

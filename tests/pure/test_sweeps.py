@@ -29,31 +29,36 @@ from ptrain.spec.placement import DATA_AXES
 SWEEP = ("predict", "8b-zero3", "batch.sequence=4096,16384")
 
 
-def cells(line: str) -> list[str]:
-    return [cell for cell in line.split("  ") if cell]
+def rows_of(text: str) -> list[dict[str, str]]:
+    """Return the rows of a table by the titles of its columns."""
+    lines = text.splitlines()
+    lines = lines[next(at for at, line in enumerate(lines) if line.startswith("spec ")) :]
+    titles = re.split(r"  +", lines[0])
+    rows = [re.split(r"  +", line) for line in lines[1:]]
+    return [dict(zip(titles, row, strict=True)) for row in rows if len(row) == len(titles)]
 
 
 def test_a_sweep_says_what_fits_and_how_much_a_device_has(ptrain):
-    head, first, second, *_ = ptrain(*SWEEP).splitlines()
-    assert "peak of 79.59 GB  fits" in head
-    assert "yes" in cells(first)[6] and "no" in cells(second)[6]
+    first, second = rows_of(ptrain(*SWEEP))
+    assert "peak (of 74.12 GiB)" in first
+    assert (first["fits"], second["fits"]) == ("yes", "no")
 
 
 def test_where_devices_differ_no_capacity_stands_at_the_head(ptrain):
-    head = ptrain("predict", "8b-zero3", "cluster.device_memory=40 GiB,80 GiB").splitlines()[0]
-    assert " of " not in head
+    text = ptrain("predict", "8b-zero3", "cluster.device_memory=40 GiB,80 GiB")
+    assert "peak" in rows_of(text)[0]
 
 
 def test_without_a_cluster_nothing_is_said_to_fit(ptrain):
-    _, line, *_ = ptrain("predict", "8b-zero3", "cluster=null", "batch.micro=1,2").splitlines()
-    assert cells(line)[6].strip() == "–"
+    first, *_ = rows_of(ptrain("predict", "8b-zero3", "cluster=null", "batch.micro=1,2"))
+    assert first["fits"] == "–"
 
 
 def test_a_point_that_cannot_be_is_a_row_with_its_reason(ptrain):
     lines = ptrain("predict", "zero3", "mesh.dp_shard=2,5", "batch.global=16").splitlines()
-    assert "refused" in lines[2]
+    assert "rejected" in lines[2]
     assert lines[3].startswith(
-        "refused: mesh.dp_shard=5: batch.global: global=16 is not a multiple"
+        "rejected: mesh.dp_shard=5: batch.global: global=16 is not a multiple"
     )
     assert "write batch.global=10 or 20" in lines[3]
 
@@ -72,8 +77,8 @@ def test_a_list_of_passes_that_cannot_run_is_a_row_too(ptrain, tmp_path):
     bad.write_text("0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n", encoding="utf-8")
     words = (f"pipeline.schedule={good},{bad}", "batch.global=2", "batch.micro=1")
     lines = ptrain("predict", "pp-1f1b", *words).splitlines()
-    assert "refused" not in lines[1] and "refused" in lines[2]
-    assert any(line.startswith(f"refused: pipeline.schedule={bad}: ") for line in lines)
+    assert "rejected" not in lines[1] and "rejected" in lines[2]
+    assert any(line.startswith(f"rejected: pipeline.schedule={bad}: ") for line in lines)
 
 
 def test_a_sweep_of_which_nothing_is_left_is_refused(capsys):
@@ -132,13 +137,13 @@ def test_what_followed_the_mesh_is_said_with_its_points(ptrain):
     text = ptrain("predict", "70b-zero3", "mesh.dp_shard=8,512,1024")
     assert "batch follows the mesh: global 8 → 512 (mesh.dp_shard=512), 1024 (mesh.d" in text
     assert "cluster follows the mesh: devices 8 → 512 (mesh.dp_shard=512), 1024" in text
-    assert "cluster.devices=N pins it" in text
+    assert "cluster.devices=N fixes it" in text
 
 
 def test_many_points_that_followed_the_mesh_are_a_range(ptrain):
     ranks = ",".join(map(str, range(9, 17)))
     text = ptrain("predict", "70b-zero3", f"mesh.dp_shard={ranks}")
-    assert "global 8 → 9 … 16 at 8 points (--csv lists them); batch.global=N pins it" in text
+    assert "global 8 → 9 … 16 at 8 points (--csv lists them); batch.global=N fixes it" in text
 
 
 def test_a_single_spec_is_taken_as_it_is_written(capsys):
@@ -216,7 +221,7 @@ def points() -> list[SweepPoint]:
 def test_a_chart_has_a_bar_for_each_peak_a_line_for_the_capacity_and_words_for_the_refused():
     sheet = sweep_sheet(points())
     words = [label.text for label in sheet.texts]
-    assert "usable memory 79.59 GB" in words and "refused" in words
+    assert "usable memory 74.12 GiB" in words and "refused" in words
     assert any(", fits, " in text for text in words)
     assert any(", does not fit, " in text for text in words)
     ticks = [box for box in sheet.rectangles if box.width == 2.0 and box.height > 14]
@@ -246,7 +251,7 @@ def test_a_chart_is_written(ptrain, tmp_path):
     pytest.importorskip("matplotlib")
     path = tmp_path / "sweep.svg"
     text = ptrain("predict", "zero3", "batch.micro=1,2", "--chart", str(path))
-    assert text.splitlines()[-1] == f"chart    {path}"
+    assert text.splitlines()[-3] == f"chart    {path}"
     assert "<svg" in path.read_text(encoding="utf-8")
 
 
@@ -266,9 +271,8 @@ def test_a_step_has_its_seconds_in_a_row_or_a_dash_with_the_reason_below():
     slow, fast, _ = points()
     rows = [timed(slow, 2.5), timed(fast, 0.25), timed(fast, None, "no rates")]
     lines = table(rows).splitlines()
-    assert "step s" in lines[0]
-    assert [cells(line)[7].strip() for line in lines[1:4]] == ["2.5", "0.25", "–"]
-    usable = "a peak may fill 79.59 GB of a device: 84.93 GB less a reserve of 5.345 GB"
+    assert [row["step time"] for row in rows_of(table(rows))] == ["2.50 s", "250 ms", "–"]
+    usable = "usable memory per device: 74.12 GiB (79.1 GiB less a reserve of 4.977 GiB)"
     assert lines[4:] == [usable, f"{fast.label}: no step time: no rates"]  # only the slow one fits
     assert [figures(row)["step_seconds"] for row in rows] == [2.5, 0.25, None]
     assert ordered(rows, "time") == [rows[1], rows[0], rows[2]]
@@ -280,11 +284,12 @@ def test_the_point_that_fits_and_gives_most_is_named_and_so_is_that_none_fits():
     fits, large, refused = points()
     slow = replace(timed(fits, 2.5), label="slow")
     rows = [timed(large, 0.25), slow, timed(fits, 0.5), refused]
-    best = f"of those that fit {fits.label} gives most: 65,536 tokens/s per device"
-    assert best in table(rows)  # 64 samples of 4096 on 8 devices
-    assert "none fits" not in table(rows)
+    best = f"Fastest that fits: {fits.label}, 65.5k tokens/s/GPU\n"
+    assert table(rows).startswith(best)  # 64 samples of 4096 on 8 devices
+    assert "None fits" not in table(rows)
     none = table([large, refused])
-    assert f"none fits: {large.label} needs least, " in none and "gives most" not in none
+    assert none.startswith(f"None fits: {large.label} needs the least memory, ")
+    assert "Fastest" not in none
 
 
 def test_seconds_that_nobody_predicts_are_none_and_their_order_is_that_of_the_sweep():
@@ -297,8 +302,8 @@ def test_seconds_that_nobody_predicts_are_none_and_their_order_is_that_of_the_sw
 
 def test_the_first_row_that_is_not_refused_is_what_ratios_are_of():
     first, second, refused = points()
-    text = table([refused, second, first]).splitlines()
-    assert cells(text[2])[4].strip() == "1×"
+    _, of_second, _ = rows_of(table([refused, second, first]))
+    assert of_second["states ratio"] == "1×"
 
 
 def test_a_spec_error_carries_its_faults_into_the_row():
@@ -309,6 +314,6 @@ def test_a_spec_error_carries_its_faults_into_the_row():
 
 def test_figures_of_a_device_have_another_label_than_those_of_the_job(ptrain):
     alone = ptrain("predict", "8b-zero3")
-    assert re.search(r"; [\d.]+[kM]? tokens/s, MFU", alone) and "per device" not in alone
-    header, *_ = ptrain("predict", "8b-zero3", "mesh.dp_shard=4,8").splitlines()
-    assert "  tokens/s per device  " in header
+    assert re.search(r" · [\d.]+[kM]? tokens/s · [\d.]+[kM]? tokens/s/GPU · MFU", alone)
+    first, *_ = rows_of(ptrain("predict", "8b-zero3", "mesh.dp_shard=4,8"))
+    assert {"tokens/s", "tokens/s/GPU"} <= first.keys()

@@ -59,12 +59,12 @@ def test_a_table_that_is_too_wide_loses_its_least_important_columns_and_says_whi
     assert render(columns, 23).splitlines() == [
         "what       paper  exact",
         "gradients   12 B   13 B",
-        "2 columns left out: calls",
+        "1 column left out: calls",
     ]
     assert render(columns, 1).splitlines() == [
         "what",
         "gradients",
-        "4 columns left out: paper, exact, calls",
+        "3 columns left out: paper, exact, calls",
     ]
 
 

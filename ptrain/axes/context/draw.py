@@ -1,5 +1,4 @@
-"""Slices of the tokens as text: what the step of cp does, which rank has which tokens, and which of
-them has most to do."""
+"""Context parallelism as text: the step of cp, the tokens of each rank, and the balance."""
 
 from __future__ import annotations
 
@@ -14,12 +13,13 @@ _FEW_RANKS = 8
 
 
 def step_text(step: ContextParallel) -> str:
-    """Return what the step does, in one line of a plan."""
+    """Return the line of the step in a plan."""
     is_alone = step.is_balanced and step.ulysses == 1
-    kind = "an early and a late chunk" if is_alone else "a slice"
+    kind = "an early and a late chunk" if is_alone else "one slice"
     return (
-        f"give each rank of {step.axis} {kind} of the tokens of every sample: "
-        f"{step.sequence // (step.ulysses * step.ring)} of {step.sequence}; {_exchange(step)}"
+        f"shard every sample's tokens over {step.axis}: "
+        f"{step.sequence // (step.ulysses * step.ring)} of {step.sequence} per rank, {kind}; "
+        f"{_exchange(step)}"
     )
 
 
@@ -28,11 +28,11 @@ def _exchange(step: ContextParallel) -> str:
     if step.ulysses > 1:
         ways.append(f"{step.ulysses} neighbours exchange tokens for heads (Ulysses)")
     if step.gathers:
-        ways.append("keys and values are gathered, and kept until backward")
+        ways.append("keys and values are all-gathered and kept until backward")
     elif step.ring > 1:
         groups = "such groups" if step.ulysses > 1 else "ranks"
         of = ", each with early and late chunks" if step.ulysses > 1 and step.is_balanced else ""
-        ways.append(f"keys and values go round a ring of {step.ring} {groups}{of}")
+        ways.append(f"keys and values circulate in a ring of {step.ring} {groups}{of}")
     return ", ".join(ways)
 
 
@@ -51,7 +51,7 @@ def balance_text(step: ContextParallel) -> str:
     of_mean = balance(step)
     most, least = max(of_mean), min(of_mean)
     if most == least:
-        return f"each rank of {step.axis} computes as many scores under the causal mask"
+        return f"equal under the causal mask: each rank of {step.axis} computes as many scores"
     first, last = of_mean.index(most), of_mean.index(least)
     return (
         f"under the causal mask {step.axis} {first} computes {float(most):.3g} times the mean of "

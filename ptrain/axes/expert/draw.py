@@ -21,8 +21,8 @@ def step_text(step: ExpertParallel) -> str:
     slices = f", of a slice of the tokens on each of {step.folded[0]}" if step.folded else ""
     meanwhile = ", while shared experts compute," if step.overlaps else ""
     return (
-        f"give each rank of {_named(step)} some of the experts of {layers}, whole: Θ, Ω and G of "
-        f"its own; rows of tokens travel to them{meanwhile} and back{slices}"
+        f"distribute the experts of {layers} over {_named(step)}: each rank holds full experts "
+        f"with their Θ, Ω and G; tokens are dispatched to them{meanwhile} and combined{slices}"
     )
 
 
@@ -86,5 +86,5 @@ def _routing(spec: Spec, loads: Loads) -> str:
 
 def _summed(plan: Plan, step: ExpertParallel) -> str:
     over = " × ".join(axis for axis in plan.summed_axes if axis is not step.axis)
-    experts = f"over {over}" if over else "over no other rank, since all their tokens are there"
-    return f"experts' gradients {experts}; those of all else over {' × '.join(plan.summed_axes)}"
+    experts = f"over {over}" if over else "over no rank, since one rank has all their tokens"
+    return f"gradients of experts {experts}; all others over {' × '.join(plan.summed_axes)}"
