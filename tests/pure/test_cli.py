@@ -154,7 +154,8 @@ def test_every_verb_has_a_module_and_a_help_text(verb, capsys):
     assert f"usage: ptrain {verb}" in capsys.readouterr().out
 
 
-def test_the_help_of_a_command_has_groups_examples_and_topics(capsys):
+def test_the_help_of_a_command_has_groups_examples_and_topics(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
     for verb, command in COMMANDS.items():
         with pytest.raises(SystemExit):
             main([verb, "--help"])
