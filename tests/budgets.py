@@ -47,7 +47,7 @@ BUDGETS: dict[str, int] = {
     "ptrain/optimizers": 540,
     "ptrain/plan": 510,
     "ptrain/rates": 360,
-    "ptrain/report": 2180,
+    "ptrain/report": 2190,
     "ptrain/rooms": 990,
     "ptrain/selection": 4120,
     "ptrain/simulation": 1080,

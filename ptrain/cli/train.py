@@ -37,8 +37,7 @@ from ptrain.train.guard import module_of
 from ptrain.train.heading import parts_of_ranks
 from ptrain.train.host_memory import require_host_holds
 from ptrain.train.launch import launch
-from ptrain.train.options import Options
-from ptrain.train.probe import require_reachable
+from ptrain.train.options import Options, require_reachable
 from ptrain.train.tracker import names_of_trackers, require_trackers
 
 

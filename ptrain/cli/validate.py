@@ -18,7 +18,7 @@ from ptrain.spec.load import split_arguments, sweeps
 from ptrain.spec.names import names
 from ptrain.train.notebook import Run, load_trainable
 from ptrain.train.notebook import run as train
-from ptrain.train.probe import require_reachable
+from ptrain.train.options import require_reachable
 
 _STEADY = 3  # two steps settle (buckets, optimizer state), the third is measured
 _BRIEFLY = (

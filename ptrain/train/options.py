@@ -16,6 +16,7 @@ from ptrain.commands import add_arguments
 from ptrain.errors import refused
 from ptrain.spec.load import split_arguments
 from ptrain.spec.names import names
+from ptrain.spec.spec import Spec
 
 _UNGUESSED = 16
 _RESUME = "give a run folder such as runs/latest, one of its checkpoints/step-N, or auto"
@@ -142,3 +143,11 @@ def elastic_argv(options: Options) -> list[str]:
     if options.rdzv_endpoint:
         argv += ["--rdzv-endpoint", options.rdzv_endpoint]
     return [*argv, "--rdzv-id", options.rdzv_id] if options.rdzv_id else argv
+
+
+def require_reachable(spec: Spec) -> None:
+    """Raise SpecError if a step to profile is not a step of the training."""
+    steps = spec.train.steps
+    if beyond := [step for step in spec.profile if not 1 <= step <= steps]:
+        remedy = f"Use steps from 1 to {steps}, or raise `train.steps`."
+        raise refused("profile", f"there is no step {beyond[0]}", remedy)

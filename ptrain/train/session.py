@@ -65,9 +65,9 @@ from ptrain.train.guard import GUARDED, MakeGuard, Unguarded
 from ptrain.train.heading import announce_node, header, preflight_line, preflight_lines
 from ptrain.train.journal import LOG, Journal, Trackers, is_shown, set_up_logging, trackers_of
 from ptrain.train.loop import train
-from ptrain.train.options import Options
+from ptrain.train.options import Options, require_reachable
 from ptrain.train.parts import Outcome, Parts
-from ptrain.train.probe import Probe, require_reachable
+from ptrain.train.probe import Probe
 from ptrain.train.tracker import names_of_trackers, require_trackers
 
 

@@ -444,6 +444,7 @@ STAGES: dict[str, Stage] = {
     "invariance": _invariance,
 }
 _OF_STEPS = ("preconditions", "examination", "consistency")  # single steps: what `quick` runs
+_HINT = "--every-collective"  # in a note that states no limit of the verdict
 _QUICK = "quick: no trajectory and no other micro-batches, which --full runs"
 _WITH_DROPOUT = ("preconditions", "consistency")  # stages that compare ranks, or a run with itself
 
@@ -509,7 +510,7 @@ def _verify(
         if options.json and options.folder is None:
             print(json.dumps(result, indent=2, ensure_ascii=False))
     if speaks:
-        show(_end(verification))
+        show(_end(verification, verbose=options.verbose))
     exchange.barrier()  # no rank ends with a failed verdict before the record says so
     return 0 if verification.holds else VerdictFailed.exit_code
 
@@ -519,12 +520,12 @@ def _heading(spec: Spec, world: World) -> str:
     return header(spec, numel=numel, backend=world.backend, device=world.device.type)
 
 
-def _end(verification: Verification) -> str:
+def _end(verification: Verification, *, verbose: bool) -> str:
     return end_text(
         verification.checks,
         torch=torch.__version__,
         culprit=verification.culprit,
-        notes=verification.notes,
+        notes=[note for note in verification.notes if verbose or _HINT not in note],
     )
 
 
