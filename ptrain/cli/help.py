@@ -30,7 +30,6 @@ from rich.theme import Theme
 from ptrain.cli.arguments import CommandParser
 from ptrain.cli.main import VERBS
 from ptrain.errors import PtrainError
-from ptrain.report.table import TableColumn, name_column, render
 from ptrain.spec.reference import reference
 
 # In reading order. README links to each page.
@@ -281,14 +280,21 @@ def read_page(page: str) -> str:
 
 
 def _listing() -> str:
-    listed = {page: [section.anchor for section in page_sections(page)] for page in PAGES}
-    topics = TableColumn("", cells=[", ".join(anchors) for anchors in listed.values()], left=True)
+    width = min(shutil.get_terminal_size().columns, _WIDEST)
+    lines = ["Usage: ptrain help TOPIC", "", "Pages and their topics:"]
+    for page in PAGES:
+        topics = ", ".join(section.anchor for section in page_sections(page))
+        lines.append(f"  {page}")
+        lines += textwrap.wrap(
+            topics,
+            width,
+            initial_indent="    ",
+            subsequent_indent="    ",
+            break_on_hyphens=False,
+        )
     return "\n".join(
         [
-            "Usage: ptrain help TOPIC",
-            "",
-            "Pages and their topics:",
-            textwrap.indent(render([name_column("", [*listed]), topics]), "  "),
+            *lines,
             "",
             "A page is a topic (ptrain help launch), and so is a key (ptrain help optimizer.clip).",
             "Any other word is looked for in all pages: ptrain help gradient accumulation",

@@ -49,12 +49,16 @@ def test_a_topic_is_of_one_page_only():
     assert {topic for topic, times in topics.items() if times > 1} == set()
 
 
-def test_without_a_topic_all_of_them_are_listed_by_page(capsys):
+@pytest.mark.parametrize("columns", ["80", "200"])
+def test_without_a_topic_all_of_them_are_listed_by_page(columns, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", columns)
     assert main(["help"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    for topic, page in TOPICS.items():
-        (row,) = (line for line in lines if line.startswith(f"  {page} "))
-        assert topic in row.removeprefix(f"  {page}").strip().split(", ")
+    listing = capsys.readouterr().out.partition("\n\n")[2].partition("\n\n")[0]
+    for part in re.split(r"\n  (?=\S)", listing)[1:]:
+        page, *topics = part.replace(",", "").split()
+        assert topics == [section.anchor for section in page_sections(page)]
+    assert max(map(len, listing.splitlines())) <= 100
+    assert all(f"\n  {page}\n" in listing for page in PAGES)
 
 
 @pytest.mark.parametrize("topic", TOPICS)
