@@ -24,7 +24,7 @@ SMALL = 80  # lines
 
 # begin
 BUDGETS: dict[str, int] = {
-    "ptrain": 56550,
+    "ptrain": 56690,
     "ptrain/activations": 360,
     "ptrain/algebra": 290,
     "ptrain/axes": 140,
@@ -33,9 +33,9 @@ BUDGETS: dict[str, int] = {
     "ptrain/axes/expert": 600,
     "ptrain/axes/pipeline": 1710,
     "ptrain/axes/tensor": 740,
-    "ptrain/calibration": 1110,
+    "ptrain/calibration": 1100,
     "ptrain/charts": 860,
-    "ptrain/cli": 1480,
+    "ptrain/cli": 1610,
     "ptrain/convert": 450,
     "ptrain/data": 1130,
     "ptrain/derivation": 5260,
@@ -54,11 +54,11 @@ BUDGETS: dict[str, int] = {
     "ptrain/spec": 4520,
     "ptrain/steps": 460,
     "ptrain/traces": 2250,
-    "ptrain/train": 3110,
-    "ptrain/verification": 9290,
+    "ptrain/train": 3080,
+    "ptrain/verification": 9280,
 }
-ONE_IMPORTER = 83  # modules that exactly one other imports
-SMALL_MODULES = 101  # modules with fewer lines than SMALL
+ONE_IMPORTER = 81  # modules that exactly one other imports
+SMALL_MODULES = 100  # modules with fewer lines than SMALL
 # end
 
 

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from ptrain.codec import decode
+from ptrain.commands import add_arguments
 from ptrain.cost import Collective
 from ptrain.errors import SpecError, refused
 from ptrain.installed import versions
@@ -61,35 +62,6 @@ class CalibrationOptions:
     until: float | None = None
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "cluster",
-        nargs="?",
-        metavar="CLUSTER",
-        help="a name of specs/clusters or a file: its fields beside the rates; without: this "
-        "machine's, as far as they can be known",
-    )
-    parser.add_argument(
-        "--ranks", default="", metavar="N,N", help="ranks that compute at once, one after the other"
-    )
-    parser.add_argument(
-        "--out", type=Path, default=Path("cluster.yaml"), metavar="FILE", help="what is written"
-    )
-    parser.add_argument(
-        "--seconds",
-        type=float,
-        default=SECONDS,
-        help=f"in which all of it is to end ({SECONDS:g}): of each table the largest points are "
-        "left out; with more, wrapped modules and processors' collectives are measured more often",
-    )
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--brief", action="store_true", help="few points: to see that it works")
-    parser.add_argument("--force", action="store_true", help="on a busy machine, and over any file")
-    parser.add_argument("--json", action="store_true", help="print the rates as JSON, only that")
-    parser.add_argument("--part", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
-
-
 def from_arguments(arguments: argparse.Namespace) -> CalibrationOptions:
     """Raises SpecError for numbers that are none."""
     if not 0 < arguments.seconds < math.inf:
@@ -105,8 +77,8 @@ def from_arguments(arguments: argparse.Namespace) -> CalibrationOptions:
 
 
 def parse(argv: Sequence[str]) -> CalibrationOptions:
-    parser = argparse.ArgumentParser(prog="ptrain calibrate")
-    add_arguments(parser)
+    parser = argparse.ArgumentParser(prog="ptrain calibrate", allow_abbrev=False)
+    add_arguments(parser, "calibrate")
     return from_arguments(parser.parse_args(argv))
 
 

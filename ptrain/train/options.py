@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ptrain.commands import add_arguments
 from ptrain.errors import refused
 from ptrain.spec.load import split_arguments
 from ptrain.spec.names import names
@@ -50,56 +51,6 @@ class Options:
         """Whether torch's elastic launcher is needed: for several nodes alone. Restarts on this
         machine are our own launcher's, which nobody outside can reach."""
         return self.nnodes > 1
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """All options; `from_arguments` reads the result."""
-    add = parser.add_argument
-    add(
-        "words",
-        nargs="*",
-        metavar="SPEC a.b=c",
-        help=f"a spec's name or file (without one: {names().default}), then overrides",
-    )
-    add(
-        "--resume",
-        metavar="PATH|auto",
-        help="continue from a checkpoint or a run folder; auto: from --run-dir's own, if any",
-    )
-    add("--accept-data", action="store_true", help="resume although the training data changed")
-    add("--run-dir", type=Path, metavar="DIR", help="the run folder (default: a new one in runs/)")
-    add("--json", action="store_true", help="print only the result record, as JSON")
-    add("--strict", action="store_true", help="exit 1 when predicted and measured differ")
-    add(
-        "--force",
-        action="store_true",
-        help="train even if the prediction does not fit, or the ranks are those of several nodes",
-    )
-    add("--device", choices=("auto", "cpu", "cuda"), help="short for device=…")
-    add("--allow-import", action="store_true", help="let the spec's `target:` import code")
-    add("--quiet", action="store_true", help="no lines per step")
-    add("--tensorboard", action="store_true", help="also write TensorBoard events")
-    add(
-        "--measure", type=_count, default=0, metavar="N", help="full meters every N steps (0: none)"
-    )
-    add("--nnodes", type=_nodes, default=1, help="nodes (torch's elastic launcher)")
-    add("--max-restarts", type=_count, default=0, help="start failed ranks anew so often")
-    add("--rdzv-endpoint", default="", metavar="HOST:PORT", help="where nodes meet")
-    add("--rdzv-id", default="", metavar="ID", help="a random id, equal on all nodes")
-    add("--prepared", action="store_true", help=argparse.SUPPRESS)
-
-
-def _count(text: str) -> int:
-    number = int(text)
-    if number < 0:
-        raise argparse.ArgumentTypeError(f"must be 0 or more; got {number}")
-    return number
-
-
-def _nodes(text: str) -> int:
-    if (number := _count(text)) == 0:
-        raise argparse.ArgumentTypeError("must be 1 or more; got 0")
-    return number
 
 
 def from_arguments(arguments: argparse.Namespace) -> Options:
@@ -155,11 +106,13 @@ def _resolved(resume: str | None) -> str | None:
 
 
 def parse(argv: Sequence[str]) -> Options:
-    """Options of `python -m ptrain.train`; leaves by SystemExit(2) for what it does not know."""
+    """Read the options of `python -m ptrain.train`. Raises SystemExit(2) for an unknown option."""
     parser = argparse.ArgumentParser(
-        prog="python -m ptrain.train", description="Train SPEC on the ranks that torchrun started."
+        prog="python -m ptrain.train",
+        description="Train SPEC on the ranks that torchrun started.",
+        allow_abbrev=False,
     )
-    add_arguments(parser)
+    add_arguments(parser, "train", without=("--chart",))
     return from_arguments(parser.parse_intermixed_args(dotlist(argv)))
 
 

@@ -135,14 +135,14 @@ def test_a_file_that_cannot_be_is_refused(name, finding, remedy, spec, drawn, tm
 
 def test_one_file_for_several_specs_is_refused(spec, drawn, folder, capsys):
     message = refusal([spec, spec, "--chart", str(folder / "a.png")], capsys)
-    assert "one file for the schedules of 2 specs" in message
-    assert "remedy: name one SPEC" in message
+    assert "draws one spec; got 2" in message
+    assert "remedy: Run `ptrain plan` once for each spec." in message
 
 
 def test_a_spec_without_a_pipeline_is_refused(drawn, folder, capsys):
     message = refusal(["zero3", "--chart", str(folder / "a.png")], capsys)
-    assert "zero3 has no pipeline" in message
-    assert "remedy: leave --chart out" in message
+    assert "zero3 has no `pp` and no `cp` axis" in message
+    assert "remedy: Remove it" in message
     assert not list(folder.iterdir())
 
 

@@ -301,5 +301,5 @@ def test_a_verdict_needs_three_steps(here, capsys, steps):
     assert main(["validate", "ddp", "zero3", f"train.steps=4,{steps}"]) == 2
     told = capsys.readouterr()
     assert told.out == ""
-    assert told.err.startswith("error: train.steps: a verdict is about a steady step")
-    assert told.err.endswith("\n  remedy: set at least 3, or leave it out\n")
+    assert told.err.startswith("error: train.steps: validate measures the third step")
+    assert told.err.endswith("\n  remedy: Use `train.steps=3` or more, or remove it.\n")

@@ -168,7 +168,7 @@ def broken_cluster(tmp_path: Path) -> Iterator[str]:
             "S,S,S,R and the values in the spec, the activations .* Also: Remove ",
         ),
         (["tp-sp", "mesh.tp=auto", "--devices", "4"], "remedy: Use `mesh.pp=auto`. Or: "),
-        ([], "name one MODEL or SPEC"),
+        ([], "takes one MODEL or SPEC; got 0"),
     ],
 )
 def test_what_cannot_be_searched_is_one_message(words, finding, capsys):

@@ -13,6 +13,7 @@ from ptrain.algebra.legality import check, executed, require
 from ptrain.algebra.obeyed import shown
 from ptrain.axes.pipeline.catalogue import pipeline_of
 from ptrain.cli import specs as verb
+from ptrain.commands import add_arguments
 from ptrain.cost import State
 from ptrain.derivation.estimate import derive
 from ptrain.errors import PtrainError, SpecError
@@ -239,7 +240,7 @@ def test_the_readme_of_the_specs_names_every_folder():
 
 def run(*words: str) -> int:
     parser = ArgumentParser()
-    verb.add_arguments(parser)
+    add_arguments(parser, "specs")
     return verb.run(parser.parse_intermixed_args(list(words)))
 
 
@@ -369,7 +370,7 @@ def test_show_prints_models_and_clusters_as_they_stand(name, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["show"], "needs a name"),
+        (["show"], "NAME is missing"),
         (["zero3"], "specs show zero3"),
         (["show", "zero4"], "Did you mean 'zero3'"),
         (["show", "llama3-8b", "train.steps=3"], "model.preset=llama3-8b"),

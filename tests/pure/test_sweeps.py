@@ -15,7 +15,7 @@ import pytest
 from ptrain.algebra.legality import check
 from ptrain.charts.sweep import sweep_sheet
 from ptrain.cli.main import main
-from ptrain.cli.predict import add_arguments
+from ptrain.commands import add_arguments
 from ptrain.cost import PLACED, Column, Estimate, Phase, Spent, StepTime, TimeKey, TimeRow
 from ptrain.derivation.estimate import derive
 from ptrain.errors import Fault, SpecError
@@ -153,7 +153,7 @@ def test_a_single_spec_is_taken_as_it_is_written(capsys):
 
 def test_the_figures_to_sort_by_are_those_that_a_row_has():
     parser = ArgumentParser()
-    add_arguments(parser)
+    add_arguments(parser, "predict")
     (option,) = (action for action in parser._actions if action.dest == "sort")
     assert option.choices == tuple(SORTS)
 

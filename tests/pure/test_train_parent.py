@@ -137,8 +137,8 @@ def test_a_checkpoint_that_does_not_exist_is_refused_at_once(tmp_path):
 
 def test_a_profiled_step_beyond_the_last_is_refused_with_the_range():
     spec = require(load("ddp", ["profile=[9]", "train.steps=5"]))
-    with pytest.raises(PtrainError, match=r"profile: step 9 does not exist\n.* from 1 to 5"):
-        probe.require_reachable(spec)
+    with pytest.raises(PtrainError, match=r"profile: there is no step 9\n.* from 1 to 5"):
+        options.require_reachable(spec)
 
 
 def test_a_metered_step_is_not_traced_but_the_one_after_the_meters():

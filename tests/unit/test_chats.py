@@ -184,7 +184,7 @@ def test_chats_in_columns_are_chats(tmp_path: Path):
             (),
             "the chat template rejects it: SecurityError",
         ),
-        (lambda chat_folder: None, ("--end", "!"), "where a chat ends its template says"),
+        (lambda chat_folder: None, ("--end", "!"), "the chat template ends a chat"),
     ],
     ids=["no template", "broken", "none", "no jinja", "hostile", "end"],
 )

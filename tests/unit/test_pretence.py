@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from ptrain.cli import simulate
+from ptrain.commands import add_arguments
 from ptrain.derivation import archive
 from ptrain.derivation.archive import TablePart
 from ptrain.rooms import pretence
@@ -39,7 +40,7 @@ BF16 = "precision.layout=fsdp-mixed"
 
 def parsed(*words: str) -> Any:
     parser = ArgumentParser()
-    simulate.add_arguments(parser)
+    add_arguments(parser, "simulate")
     return parser.parse_intermixed_args(list(words))
 
 

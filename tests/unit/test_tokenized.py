@@ -165,7 +165,7 @@ def test_a_vocabulary_without_an_end_is_refused(tmp_path: Path, capsys: Any):
     assert main([*words, "--tokenizer", str(path), "--end", "<end>"]) == 2
     assert "has no token '<end>'" in capsys.readouterr().err
     assert main([*words, "--end", "</s>"]) == 2
-    assert "bytes have an end of their own" in capsys.readouterr().err
+    assert "needs a tokenizer; byte tokens have a fixed end" in capsys.readouterr().err
     assert FileVocabulary(path, "</s>").end == 1
 
 

@@ -107,7 +107,7 @@ def test_tokens_are_those_of_the_tokenizer_that_is_named(run: Path, tmp_path: Pa
         (("--tokenizer", "nowhere"), "nowhere is not a tokenizer"),
         (("--chat",), "no chat template is known"),
         (("--chat", "--tokenizer", "nowhere"), "nowhere is not a tokenizer"),
-        (("--chat", "--score", "nowhere"), "a text is scored as it is"),
+        (("--chat", "--score", "nowhere"), "cannot be combined with --score"),
         (("--step", "9"), "does not have a checkpoint of step 9; steps with a checkpoint: 1"),
     ],
     ids=str,
@@ -121,7 +121,7 @@ def test_what_cannot_be_is_refused_in_one_message(
 
 def test_a_user_who_says_nothing_is_refused(run: Path, capsys: Any) -> None:
     assert main(["sample", str(run), "--chat"]) == 2
-    assert "PROMPT: nothing is said to the model" in capsys.readouterr().err
+    assert "PROMPT: is missing" in capsys.readouterr().err
 
 
 def test_a_text_without_a_target_is_refused(run: Path) -> None:
