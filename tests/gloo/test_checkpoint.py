@@ -205,7 +205,7 @@ def test_another_optimizer_text_seed_or_batch_is_said():
         "optimizer.lr=0.5",
         "data.corpus=synthetic",
         "train.seed=7",
-        "batch.global=4",
+        "batch.global=8",
     )
     lines = dict(line.split(": ", 1) for line in manifest.warnings(was, other.spec))
     assert lines["optimizer.lr"] == f"{alone().spec.optimizer.lr} in the checkpoint, 0.5 now"

@@ -28,7 +28,7 @@ from tests.ranks import Ranks
 
 pytestmark = pytest.mark.gloo
 
-MICRO = 4  # micro-batches a step of the specs with batches of 8
+MICRO = 2  # micro-batches a step of the specs with batches of 4
 NAN = float("nan")
 
 
@@ -111,7 +111,7 @@ def saved_steps(folder: Path) -> list[str]:
 
 
 UNCLIPPED = "optimizer.clip=null"
-SMALL = ("batch.sequence=32", "batch.global=8", "batch.micro=1")
+SMALL = ("batch.sequence=32", "batch.global=4", "batch.micro=1")
 WHOLE = ("batch.sequence=32", "batch.global=8", "batch.micro=4")
 nightly = pytest.mark.nightly
 

@@ -63,7 +63,7 @@ def test_what_all_ranks_do_wrong_alike_stops_the_training_and_names_step_and_fig
 def test_a_sound_training_goes_on_to_its_end(
     ranks: Ranks, tmp_path: Path, spec: str, more: tuple[str, ...]
 ) -> None:
-    overrides, folder = (*JOB, *more), tmp_path / "run"
+    overrides, folder = (*JOB, *more, "train.steps=7"), tmp_path / "run"  # looks at 5 and 7
     ended = ranks.run(2, trained, overrides, folder, faults.nothing, spec, BesideOneDevice)
     assert ended == [(0, ""), (0, "")]
     log = (folder / "logs" / "rank0.log").read_text()

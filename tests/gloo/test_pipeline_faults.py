@@ -260,7 +260,7 @@ def test_a_pipeline_that_is_interrupted_ends_its_step_and_saves_once(tmp_path):
     assert again in job.output
     folder = tmp_path / "runs" / "latest"
     whole = format_count(own_facts(load(folder / "spec.resolved.yaml").spec).numel)
-    batch_of_all = "2 ranks gloo/cpu · batch 8 = 1 micro × 8 accumulated × 1 data"
+    batch_of_all = "2 ranks gloo/cpu · batch 4 = 1 micro × 4 accumulated × 1 data"
     assert job.lines[0].startswith(f"zero3 · llama {whole} · {batch_of_all}")
     (saved,) = (folder / "checkpoints").iterdir()
     assert saved.name.startswith("step-")

@@ -287,7 +287,9 @@ def test_what_is_read_by_parts_trains_as_what_is_read_whole(
     ranks: Ranks, case: str, placement: str, tmp_path: Path
 ) -> None:
     _, model = folder_and_model(case, tmp_path / "in")
-    spec = load(placement, (model, "batch={global: 8, micro: 1, sequence: 16}")).spec
+    accumulate = 4 if "pp" in placement or placement == "3d" else 2
+    batch = f"batch={{accumulate: {accumulate}, micro: 1, sequence: 16}}"
+    spec = load(placement, (model, batch)).spec
     for by_parts, whole in ranks.run(spec.world_size, trained_both_ways, spec):
         assert by_parts == whole and len({*whole}) == 3
 

@@ -27,7 +27,7 @@ STRATEGIES = sorted(path.stem for path in Path("specs/strategies").glob("*.yaml"
 
 
 def tiny(name: str, *overrides: str) -> Spec:
-    return require(load(name, (*TINY, *overrides)))
+    return require(load(name, (*TINY, "batch.global=8", *overrides)))
 
 
 def of_stages(checks) -> list[str]:
