@@ -30,7 +30,7 @@ from ptrain.axes.pipeline.stage_facts import (
     transfers,
 )
 from ptrain.axes.ring import Calls, Group, group_over
-from ptrain.by_rank import ByRank, rows_by_rank
+from ptrain.by_rank import ByRank
 from ptrain.cost import Collective, Footprint, Phase, State, Traffic, add_traffic
 from ptrain.derivation import blocks, tensor
 from ptrain.derivation.activation_moves import kept_traffic
@@ -204,22 +204,27 @@ def resident(spec: Spec, plan: Plan, stages: Sequence[StageParts]) -> ByRank[Foo
             numbers = of_part[taken.like, indices[0]]
             of_part |= {(taken.stage.index, index): numbers for index in indices}
     stages_of = [step.stages_of(place) for place in range(spec.degree(step.axis))]
-    places_within = range(ranks_over(spec, cut))
-    held_by = [
-        [
-            [(place, *numbers) for numbers in zip(*(of_part[s, i] for s in own), strict=True)]
-            for i in places_within
-        ]
-        for place, own in enumerate(stages_of)
-    ]
+    number_of: dict[tuple[int, ...], int] = {}
+    of_lists: dict[tuple[int, ...], list[int]] = {}  # by shard a kind of rank, of equal lists once
+    kinds_at: list[list[list[int]]] = []
+    for place, own in enumerate(stages_of):
+        kinds_at.append([])
+        for index in range(ranks_over(spec, cut)):
+            lists = [of_part[stage, index] for stage in own]
+            key = (place, *map(id, lists))
+            if key not in of_lists:
+                held = [(place, *numbers) for numbers in zip(*lists, strict=True)]
+                of_lists[key] = [number_of.setdefault(kind, len(number_of)) for kind in held]
+            kinds_at[place].append(of_lists[key])
     places = zip(
         *(positions(spec, axes) for axes in ((step.axis,), cut, plan.differing_axes)),
         strict=True,
     )
-    return rows_by_rank(
-        (held_by[place][index][shard] for place, index, shard in places),
-        lambda key: _rows(spec, stages, stages_of[key[0]], [rows[number] for number in key[1:]]),
-    )
+    kinds = [
+        _rows(spec, stages, stages_of[place], [rows[number] for number in numbers])
+        for place, *numbers in number_of
+    ]
+    return ByRank((kinds, [kinds_at[place][index][shard] for place, index, shard in places]))
 
 
 def _rows(

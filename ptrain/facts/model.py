@@ -374,11 +374,13 @@ class UnitFacts:
     @property
     def trained_numel(self) -> int:
         """Elements of what has gradients and optimizer state."""
-        return sum(map(math.prod, self.trained_shapes))
+        return sum(map(math.prod, self.trained_shapes)) if self.frozen else self.numel
 
     @property
     def frozen(self) -> tuple[TensorFacts, ...]:
         """Its tensors that nobody trains."""
+        if len(self.trained) == len(self.tensors):
+            return ()
         return tuple([tensor for tensor in self.tensors if tensor.is_frozen])
 
     @property

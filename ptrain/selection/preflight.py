@@ -7,7 +7,7 @@ engine of `ptrain predict`: a change that is printed as fitting also fits when i
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -168,7 +168,8 @@ def find_changes(
     search = _Search(now=now, facts=facts, reload=reload or partial(_load_resolved, spec))
     variants = search.run()
     if reload is not None:
-        variants = tuple(_shorten(variant, reload) for variant in variants)
+        known = {(): spec, **{one.overrides: one.spec for one in search.tried.values() if one}}
+        variants = tuple(_shorten(variant, reload, known) for variant in variants)
     return FitAdvice(variants=variants, untraced=tuple(search.untraced.values()))
 
 
@@ -181,12 +182,13 @@ def _load_resolved(spec: Spec, more: Overrides) -> Located:
     return ChosenDocument(spec=changed, locate=document.locate)
 
 
-def _shorten(variant: Variant, reload: Reload) -> Variant:
-    """Leave out the overrides that follow from what was typed."""
+def _shorten(variant: Variant, reload: Reload, known: Mapping[Overrides, Spec]) -> Variant:
+    """Leave out the overrides that follow from what was typed. `known` are specs by overrides."""
     for override in variant.overrides:
         fewer = tuple(said for said in variant.overrides if said != override)
         with suppress(SpecError):
-            if resolve_auto(reload(fewer)).but(resolved={}) == variant.spec.but(resolved={}):
+            shorter = known.get(fewer) or resolve_auto(reload(fewer))
+            if shorter.but(resolved={}) == variant.spec.but(resolved={}):
                 variant = variant._replace(overrides=fewer)
     return variant
 
