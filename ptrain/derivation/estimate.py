@@ -28,7 +28,7 @@ from ptrain.cost import (
     TrafficKey,
     add_traffic,
 )
-from ptrain.derivation import blocks, memory, pipeline, tensor
+from ptrain.derivation import blocks, memory, tensor
 from ptrain.derivation.activation_moves import activation_row, kept_traffic
 from ptrain.derivation.clock import LaneSpan
 from ptrain.derivation.ghosts.clipping import norm
@@ -323,6 +323,7 @@ def _exact_stages(
     limit: float | None,
 ) -> Estimate:
     """Each rank's rows from its stages; of traffic a row for each account, where they differ."""
+    from ptrain.derivation import pipeline
     from ptrain.derivation.in_flight import fullest_of, in_flight
 
     stages = pipeline.staged(spec, plan, facts)
