@@ -165,7 +165,9 @@ def find_changes(
     if memory_fit.peak_bytes is None or (memory_fit.usable_memory or 1) <= 0:
         return FitAdvice()
     now = Variant(spec=spec, overrides=(), kinds=(), fit=memory_fit)
-    search = _Search(now=now, facts=facts, reload=reload or partial(_load_resolved, spec))
+    search = _Search(
+        now=now, traced=traced_part(spec), facts=facts, reload=reload or partial(_load_resolved, spec)
+    )
     variants = search.run()
     if reload is not None:
         known = {(): spec, **{one.overrides: one.spec for one in search.tried.values() if one}}
@@ -195,11 +197,13 @@ def _shorten(variant: Variant, reload: Reload, known: Mapping[Overrides, Spec]) 
 
 @dataclass(slots=True, kw_only=True)
 class _Search:
-    """The search for changes of the spec as it is `now`. `tried` are all changes that were derived,
+    """The search for changes of the spec as it is `now`; `traced` is the part of it that a trace
+    depends on, `facts` are those of its model. `tried` are all changes that were derived,
     None where one is refused or no better; `untraced` the first of each kind that were not.
     `fits_alone`: a single change on the device fits."""
 
     now: Variant
+    traced: Spec
     facts: ModelFacts
     reload: Reload
     tried: dict[Overrides, Variant | None] = field(default_factory=dict)
@@ -302,8 +306,7 @@ class _Search:
 
     def _facts_of(self, after: Spec) -> ModelFacts | None:
         """Return the facts of a changed spec; None where only another trace has them."""
-        is_traced_alike = traced_part(after) == traced_part(self.now.spec)
-        return self.facts if is_traced_alike else facts_from_shape(after)
+        return self.facts if traced_part(after) == self.traced else facts_from_shape(after)
 
     def _timed(self, variant: Variant) -> Variant:
         """Add the time of a step, which takes longer to derive than the peak."""
