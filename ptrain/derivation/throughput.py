@@ -66,7 +66,7 @@ def token_operations(
 
 def _scores(shape: ModelShape, sequence: int) -> int:
     """Return the products of queries with keys of one token, over all layers and their width."""
-    return shape.layers * (shape.query_width + shape.value_width) // 2 * sequence
+    return shape.layers * ((shape.query_width + shape.value_width) // 2) * sequence
 
 
 def _is_looked_up(shape: ModelShape, name: str) -> bool:
