@@ -362,6 +362,8 @@ class UnitFacts:
     numel: int = field(init=False, repr=False, compare=False)
     trained: tuple[TensorFacts, ...] = field(init=False, repr=False, compare=False)
     trained_shapes: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
+    # elements of what has gradients and optimizer state
+    trained_numel: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         shapes = tuple([tensor.shape for tensor in self.tensors])
@@ -370,11 +372,8 @@ class UnitFacts:
         trained = tuple([tensor for tensor in self.tensors if not tensor.is_frozen])
         object.__setattr__(self, "trained", trained)
         object.__setattr__(self, "trained_shapes", tuple([tensor.shape for tensor in trained]))
-
-    @property
-    def trained_numel(self) -> int:
-        """Elements of what has gradients and optimizer state."""
-        return sum(map(math.prod, self.trained_shapes)) if self.frozen else self.numel
+        numel = sum(map(math.prod, self.trained_shapes)) if self.frozen else self.numel
+        object.__setattr__(self, "trained_numel", numel)
 
     @property
     def frozen(self) -> tuple[TensorFacts, ...]:

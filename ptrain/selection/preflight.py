@@ -195,7 +195,7 @@ def _shorten(variant: Variant, reload: Reload, known: Mapping[Overrides, Spec]) 
     return variant
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(eq=False, repr=False, slots=True, kw_only=True)
 class _Search:
     """The search for changes of the spec as it is `now`; `traced` is the part of it that a trace
     depends on, `facts` are those of its model. `tried` are all changes that were derived,
