@@ -205,17 +205,19 @@ def resident(spec: Spec, plan: Plan, stages: Sequence[StageParts]) -> ByRank[Foo
             of_part |= {(taken.stage.index, index): numbers for index in indices}
     stages_of = [step.stages_of(place) for place in range(spec.degree(step.axis))]
     number_of: dict[tuple[int, ...], int] = {}
-    of_lists: dict[tuple[int, ...], list[int]] = {}  # by shard a kind of rank, of equal lists once
-    kinds_at: list[list[list[int]]] = []
-    for place, own in enumerate(stages_of):
-        kinds_at.append([])
-        for index in range(ranks_over(spec, cut)):
-            lists = [of_part[stage, index] for stage in own]
-            key = (place, *map(id, lists))
-            if key not in of_lists:
-                held = [(place, *numbers) for numbers in zip(*lists, strict=True)]
-                of_lists[key] = [number_of.setdefault(kind, len(number_of)) for kind in held]
-            kinds_at[place].append(of_lists[key])
+    lists_at = [
+        [[of_part[stage, index] for stage in own] for index in range(ranks_over(spec, cut))]
+        for own in stages_of
+    ]
+    unlike = {(place, *map(id, own)): own for place, at in enumerate(lists_at) for own in at}
+    kinds_of = {  # by shard a kind of rank
+        key: [
+            number_of.setdefault((key[0], *numbers), len(number_of))
+            for numbers in zip(*lists, strict=True)
+        ]
+        for key, lists in unlike.items()
+    }
+    kinds_at = [[kinds_of[place, *map(id, own)] for own in at] for place, at in enumerate(lists_at)]
     places = zip(
         *(positions(spec, axes) for axes in ((step.axis,), cut, plan.differing_axes)),
         strict=True,

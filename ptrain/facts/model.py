@@ -372,8 +372,7 @@ class UnitFacts:
         trained = tuple([tensor for tensor in self.tensors if not tensor.is_frozen])
         object.__setattr__(self, "trained", trained)
         object.__setattr__(self, "trained_shapes", tuple([tensor.shape for tensor in trained]))
-        numel = sum(map(math.prod, self.trained_shapes)) if self.frozen else self.numel
-        object.__setattr__(self, "trained_numel", numel)
+        object.__setattr__(self, "trained_numel", sum(map(math.prod, self.trained_shapes)))
 
     @property
     def frozen(self) -> tuple[TensorFacts, ...]:

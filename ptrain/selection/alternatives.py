@@ -187,8 +187,8 @@ def _names(axis: str) -> dict[str, str]:
     others = (*(f"\n{key}:" for key in POLICIES), *(f"\n  {a}: {{" for a in Axis if a != axis))
     for name, path in listing("strategies").items():
         text = path.read_text(encoding="utf-8")
-        is_so = f"{axis}:" in text and not any(other in text for other in others)
-        tree = strategy(name) if is_so else None
+        is_other = f"{axis}:" not in text or any(other in text for other in others)
+        tree = None if is_other else strategy(name)
         if tree and isinstance(tree.root, dict) and not {*POLICIES} & {*tree.root}:
             own = tree.root["placement"]
             if own.keys() == {axis}:
