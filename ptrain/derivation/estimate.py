@@ -28,7 +28,7 @@ from ptrain.cost import (
     TrafficKey,
     add_traffic,
 )
-from ptrain.derivation import blocks, memory, pipeline, tensor
+from ptrain.derivation import blocks, memory, tensor
 from ptrain.derivation.activation_moves import activation_row, kept_traffic
 from ptrain.derivation.clock import LaneSpan
 from ptrain.derivation.ghosts.clipping import norm
@@ -145,7 +145,7 @@ def fullest_alone(spec: Spec, facts: ModelFacts, limit: float = inf) -> Estimate
 def step_seconds(spec: Spec, facts: ModelFacts) -> float | None:
     """Return of a legal spec's derivation the time of a step alone; None where it is unknown."""
     with suppress(UnknownRate):
-        step = _estimated(spec, facts, None, _with_step)[1].step
+        step = _estimated(spec, facts, None, partial(_with_step, limit=inf))[1].step
         return step.seconds if step else None
     return None
 
@@ -185,15 +185,22 @@ def _timed(
     return replace(estimate, undefined={**estimate.undefined, "step_seconds": why})
 
 
-def _with_step(spec: Spec, plan: Plan, facts: ModelFacts, machine: Machine | None) -> Estimate:
-    """Raises UnknownRate where a rate is missing."""
+def _with_step(
+    spec: Spec,
+    plan: Plan,
+    facts: ModelFacts,
+    machine: Machine | None,
+    *,
+    limit: float | None = None,
+) -> Estimate:
+    """With a `limit` without traffic. Raises UnknownRate where a rate is missing."""
     machine = machine_of(spec, plan, facts) if machine is None else machine
     if plan.loads is None:
-        return _exact(spec, plan, facts, machine)
+        return _exact(spec, plan, facts, machine, limit=limit)
     even = spec.but(routing=None), replace(plan, loads=None)
-    step = _exact(*even, facts, machine).step
+    step = _exact(*even, facts, machine, limit=limit).step
     step = step and step._replace(assumed=(*step.assumed, _EVEN_TIME))
-    return replace(_exact(spec, plan, facts, None), step=step)
+    return replace(_exact(spec, plan, facts, None, limit=limit), step=step)
 
 
 def _require_gradients(spec: Spec, facts: ModelFacts) -> None:
@@ -320,6 +327,7 @@ def _exact_stages(
     limit: float | None,
 ) -> Estimate:
     """Each rank's rows from its stages; of traffic a row for each account, where they differ."""
+    from ptrain.derivation import pipeline
     from ptrain.derivation.in_flight import fullest_of, in_flight
 
     stages = pipeline.staged(spec, plan, facts)
@@ -332,7 +340,8 @@ def _exact_stages(
     is_counted = plan.loads is None or bool(facts.stage_rows)
     if is_tabulated(spec) or (facts.stage_passes and is_counted):
         timing = machine.of_pipeline(spec, plan, facts, schedule) if machine else None
-        is_all = limit is None or spec.activations.tiers != {Tier.DEVICE}  # a host counts all
+        # a host counts all, and the time of a step depends on all
+        is_all = limit is None or timing or spec.activations.tiers != {Tier.DEVICE}
         stands_for = None if is_all else fullest_of(schedule, stages)
         flight = in_flight(spec, schedule, stages, memory, timing, stands_for, most)
         step = flight.step

@@ -30,7 +30,7 @@ from ptrain.axes.pipeline.stage_facts import (
     transfers,
 )
 from ptrain.axes.ring import Calls, Group, group_over
-from ptrain.by_rank import ByRank, rows_by_rank
+from ptrain.by_rank import ByRank
 from ptrain.cost import Collective, Footprint, Phase, State, Traffic, add_traffic
 from ptrain.derivation import blocks, tensor
 from ptrain.derivation.activation_moves import kept_traffic
@@ -204,22 +204,29 @@ def resident(spec: Spec, plan: Plan, stages: Sequence[StageParts]) -> ByRank[Foo
             numbers = of_part[taken.like, indices[0]]
             of_part |= {(taken.stage.index, index): numbers for index in indices}
     stages_of = [step.stages_of(place) for place in range(spec.degree(step.axis))]
-    places_within = range(ranks_over(spec, cut))
-    held_by = [
-        [
-            [(place, *numbers) for numbers in zip(*(of_part[s, i] for s in own), strict=True)]
-            for i in places_within
-        ]
-        for place, own in enumerate(stages_of)
+    number_of: dict[tuple[int, ...], int] = {}
+    lists_at = [
+        [[of_part[stage, index] for stage in own] for index in range(ranks_over(spec, cut))]
+        for own in stages_of
     ]
+    unlike = {(place, *map(id, own)): own for place, at in enumerate(lists_at) for own in at}
+    kinds_of = {  # by shard a kind of rank
+        key: [
+            number_of.setdefault((key[0], *numbers), len(number_of))
+            for numbers in zip(*lists, strict=True)
+        ]
+        for key, lists in unlike.items()
+    }
+    kinds_at = [[kinds_of[place, *map(id, own)] for own in at] for place, at in enumerate(lists_at)]
     places = zip(
         *(positions(spec, axes) for axes in ((step.axis,), cut, plan.differing_axes)),
         strict=True,
     )
-    return rows_by_rank(
-        (held_by[place][index][shard] for place, index, shard in places),
-        lambda key: _rows(spec, stages, stages_of[key[0]], [rows[number] for number in key[1:]]),
-    )
+    kinds = [
+        _rows(spec, stages, stages_of[place], [rows[number] for number in numbers])
+        for place, *numbers in number_of
+    ]
+    return ByRank((kinds, [kinds_at[place][index][shard] for place, index, shard in places]))
 
 
 def _rows(

@@ -247,7 +247,7 @@ def peaks(lives: Sequence[int], keys: Sequence[KeyT], above: Mapping[KeyT, Phase
     first: dict[Hashable, KeyT] = {}
     like = {key: first.setdefault(tuple(phases.items()), key) for key, phases in above.items()}
     return rows_by_rank(
-        ((life, like[key]) for life, key in zip(lives, keys, strict=True)),
+        zip(lives, map(like.__getitem__, keys), strict=True),
         lambda pair: [
             Peak(phase=phase, rank=0, device_bytes=pair[0] + more)
             for phase, more in above[pair[1]].items()

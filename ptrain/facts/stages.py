@@ -275,19 +275,21 @@ def _stage(model: Layers, position: tuple[int, int], layers: Sequence[Unit]) -> 
     index, stages = position
     is_first, is_last = index == 0, index == stages - 1
     tied = dict(model.tied) if stages > 1 else {}
-    named = [(tensor.name, tensor.numel) for layer in layers for tensor in layer.tensors]
-    in_front = [(tensor.name, tensor.numel) for tensor in model.front]
+    names = [tensor.name for layer in layers for tensor in layer.tensors]
+    numel = sum(layer.numel for layer in layers)
     if is_last:
-        copies = [(tied[name], numel) for name, numel in in_front if name in tied]
-        named += [*copies, *((tensor.name, tensor.numel) for tensor in model.behind)]
+        after = [*(tensor for tensor in model.front if tensor.name in tied), *model.behind]
+        names += [tied.get(tensor.name, tensor.name) for tensor in after]
+        numel += sum(tensor.numel for tensor in after)
     if is_first:
-        named = [*in_front, *named]
+        names = [*(tensor.name for tensor in model.front), *names]
+        numel += sum(tensor.numel for tensor in model.front)
     shared = tied if is_first else tied.values() if is_last else ()
     return Stage(
         index=index,
         layers=tuple(layer.name for layer in layers),
-        tensors=tuple(name for name, _ in named),
+        tensors=tuple(names),
         shared=tuple(shared),
-        numel=sum(numel for _, numel in named),
+        numel=numel,
         copied=tuple(tied.items()) if is_last else (),
     )

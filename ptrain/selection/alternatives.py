@@ -183,8 +183,12 @@ def _placed(spec: Spec, tuples: Iterable[str], degree: int) -> Iterator[Override
 def _names(axis: str) -> dict[str, str]:
     """Return by tuple the strategies that are one tuple of this axis and nothing more."""
     names: dict[str, str] = {}
+    # a line of a strategy with other axes or sections, whose file need not be parsed
+    others = (*(f"\n{key}:" for key in POLICIES), *(f"\n  {a}: {{" for a in Axis if a != axis))
     for name, path in listing("strategies").items():
-        tree = strategy(name) if f"{axis}:" in path.read_text(encoding="utf-8") else None
+        text = path.read_text(encoding="utf-8")
+        is_other = f"{axis}:" not in text or any(other in text for other in others)
+        tree = None if is_other else strategy(name)
         if tree and isinstance(tree.root, dict) and not {*POLICIES} & {*tree.root}:
             own = tree.root["placement"]
             if own.keys() == {axis}:

@@ -7,7 +7,7 @@ engine of `ptrain predict`: a change that is printed as fitting also fits when i
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -165,10 +165,13 @@ def find_changes(
     if memory_fit.peak_bytes is None or (memory_fit.usable_memory or 1) <= 0:
         return FitAdvice()
     now = Variant(spec=spec, overrides=(), kinds=(), fit=memory_fit)
-    search = _Search(now=now, facts=facts, reload=reload or partial(_load_resolved, spec))
+    search = _Search(
+        now=now, traced=traced_part(spec), facts=facts, reload=reload or partial(_load_resolved, spec)
+    )
     variants = search.run()
     if reload is not None:
-        variants = tuple(_shorten(variant, reload) for variant in variants)
+        known = {(): spec, **{one.overrides: one.spec for one in search.tried.values() if one}}
+        variants = tuple(_shorten(variant, reload, known) for variant in variants)
     return FitAdvice(variants=variants, untraced=tuple(search.untraced.values()))
 
 
@@ -181,23 +184,26 @@ def _load_resolved(spec: Spec, more: Overrides) -> Located:
     return ChosenDocument(spec=changed, locate=document.locate)
 
 
-def _shorten(variant: Variant, reload: Reload) -> Variant:
-    """Leave out the overrides that follow from what was typed."""
+def _shorten(variant: Variant, reload: Reload, known: Mapping[Overrides, Spec]) -> Variant:
+    """Leave out the overrides that follow from what was typed. `known` are specs by overrides."""
     for override in variant.overrides:
         fewer = tuple(said for said in variant.overrides if said != override)
         with suppress(SpecError):
-            if resolve_auto(reload(fewer)).but(resolved={}) == variant.spec.but(resolved={}):
+            shorter = known.get(fewer) or resolve_auto(reload(fewer))
+            if shorter.but(resolved={}) == variant.spec.but(resolved={}):
                 variant = variant._replace(overrides=fewer)
     return variant
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(eq=False, repr=False, slots=True, kw_only=True)
 class _Search:
-    """The search for changes of the spec as it is `now`. `tried` are all changes that were derived,
+    """The search for changes of the spec as it is `now`; `traced` is the part of it that a trace
+    depends on, `facts` are those of its model. `tried` are all changes that were derived,
     None where one is refused or no better; `untraced` the first of each kind that were not.
     `fits_alone`: a single change on the device fits."""
 
     now: Variant
+    traced: Spec
     facts: ModelFacts
     reload: Reload
     tried: dict[Overrides, Variant | None] = field(default_factory=dict)
@@ -300,8 +306,7 @@ class _Search:
 
     def _facts_of(self, after: Spec) -> ModelFacts | None:
         """Return the facts of a changed spec; None where only another trace has them."""
-        is_traced_alike = traced_part(after) == traced_part(self.now.spec)
-        return self.facts if is_traced_alike else facts_from_shape(after)
+        return self.facts if traced_part(after) == self.traced else facts_from_shape(after)
 
     def _timed(self, variant: Variant) -> Variant:
         """Add the time of a step, which takes longer to derive than the peak."""

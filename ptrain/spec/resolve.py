@@ -278,7 +278,7 @@ def _global(raw: BatchRaw, written: WrittenTokens | None, step: int, report: Rep
     return None
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(eq=False, repr=False, slots=True, kw_only=True)
 class Findings:
     """Collects faults while sections are resolved. `world_size`: the ranks that were started."""
 

@@ -206,11 +206,12 @@ def resolve_model(raw: ModelRaw, attention: Attention | None, report: Report) ->
     preset = _preset(raw.preset, ModelRaw, "model", report)
     if preset is None:
         return None
-    shape = _shape(preset, _said(raw), report)
+    said = _said(raw)
+    shape = _shape(preset, said, report)
     if shape is None:
         return None
     name = raw.preset or ""
-    if name and (_lacking(preset) or _composed(preset) != shape):
+    if name and len(said) > 1 and (_lacking(preset) or _composed(preset) != shape):
         name = ""  # another shape by now
     return replace(shape, attention=attention or Attention.SDPA, preset=name)
 

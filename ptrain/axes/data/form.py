@@ -226,8 +226,8 @@ def _has_torch_s_spread_update(spec: Spec, factors: tuple[Factor, ...]) -> bool:
 def require_executed(spec: Spec, plan: Plan, facts: ModelFacts) -> None:
     """Raises SpecError for frozen parameters where nothing executes them, or where what is held and
     sent for them is not derived."""
-    require_any(spec, any(tensor.is_frozen for tensor in facts.tensors))
-    frozen = [tensor.name for tensor in facts.tensors if tensor.is_frozen]
+    frozen = [tensor.name for unit in facts.units for tensor in unit.frozen]
+    require_any(spec, bool(frozen))
     if not frozen:
         return
     for where, names, remedy in (*_cut(plan, frozen), *_idle(plan, facts)):

@@ -87,7 +87,10 @@ class Sharded(InPlace):
     def _shard_kinds(self) -> list[tuple[int, ...]]:
         """By shard the rows that it has of tensors of each height."""
         rows = (
-            [local_rows(height, own.ranks, self._index(own, n)) for n in range(self.ranks)]
+            [
+                local_rows(height, own.ranks, n if own.ranks == self.ranks else self._index(own, n))
+                for n in range(self.ranks)
+            ]
             for height, own in self._heights
         )
         return list(zip(*rows, strict=True)) or [()] * self.ranks
