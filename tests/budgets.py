@@ -24,7 +24,7 @@ SMALL = 80  # lines
 
 # begin
 BUDGETS: dict[str, int] = {
-    "ptrain": 56690,
+    "ptrain": 56710,
     "ptrain/activations": 360,
     "ptrain/algebra": 290,
     "ptrain/axes": 140,
@@ -38,8 +38,8 @@ BUDGETS: dict[str, int] = {
     "ptrain/cli": 1610,
     "ptrain/convert": 450,
     "ptrain/data": 1130,
-    "ptrain/derivation": 5260,
-    "ptrain/facts": 700,
+    "ptrain/derivation": 5270,
+    "ptrain/facts": 710,
     "ptrain/internals": 350,
     "ptrain/interpreter": 1070,
     "ptrain/meters": 1550,
@@ -49,7 +49,7 @@ BUDGETS: dict[str, int] = {
     "ptrain/rates": 360,
     "ptrain/report": 2190,
     "ptrain/rooms": 990,
-    "ptrain/selection": 4120,
+    "ptrain/selection": 4130,
     "ptrain/simulation": 1080,
     "ptrain/spec": 4520,
     "ptrain/steps": 460,

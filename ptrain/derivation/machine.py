@@ -21,17 +21,13 @@ from ptrain.spec.rates import Hook
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import Plan
 
-<<<<<<< HEAD
+if TYPE_CHECKING:
+    from ptrain.derivation.pipeline_time import PipelineTiming
+
 _NOBODY = (
     "waiting ranks are assumed to leave their cores idle: the cluster has no rates for "
     "fewer active ranks"
 )
-=======
-if TYPE_CHECKING:
-    from ptrain.derivation.pipeline_time import PipelineTiming
-
-_NOBODY = "ranks that wait leave their cores to nobody: the cluster has no rates of fewer at once"
->>>>>>> startup2
 
 
 class Machine(NamedTuple):

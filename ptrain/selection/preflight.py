@@ -166,7 +166,10 @@ def find_changes(
         return FitAdvice()
     now = Variant(spec=spec, overrides=(), kinds=(), fit=memory_fit)
     search = _Search(
-        now=now, traced=traced_part(spec), facts=facts, reload=reload or partial(_load_resolved, spec)
+        now=now,
+        traced=traced_part(spec),
+        facts=facts,
+        reload=reload or partial(_load_resolved, spec),
     )
     variants = search.run()
     if reload is not None:
