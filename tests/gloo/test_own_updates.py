@@ -17,20 +17,16 @@ pytestmark = pytest.mark.gloo
 # What is named: state, axis (ranks of DDP, dp of FSDP2), factor, step, ranks, and what was tried.
 ALL, ONE = [0, 1], [1]
 NAMED = {
-<<<<<<< HEAD
-    "resumed": ("optimizer", False, "moments lost", 3, ALL, "exp_avg_sq and step 3 for none"),
-    "moments of zeros": ("optimizer", True, "moments lost", 3, ONE, "reference's exp_avg matches"),
-    "step lost": ("step counter", False, "Adam's step lost: 0 for 3", 3, ALL, "with step 3 for 0"),
-=======
     "resumed": (
         "optimizer", False, "moments lost", LATE, ALL, f"exp_avg_sq and step {LATE} for none",
     ),
-    "moments of zeros": ("optimizer", True, "moments lost", LATE, ONE, "one device's exp_avg is"),
+    "moments of zeros": (
+        "optimizer", True, "moments lost", LATE, ONE, "reference's exp_avg matches",
+    ),
     "step lost": (
         "step counter", False, f"Adam's step lost: 0 for {LATE}", LATE, ALL,
         f"with step {LATE} for 0",
     ),
->>>>>>> gate2
     "swapped": ("optimizer", False, "decay groups swapped", 0, ALL, "with weight_decay 0.1 for 0"),
     "swapped late": (
         "optimizer", False, "decay groups swapped", LATE, ALL, "weight_decay 0.1 for 0",
@@ -39,11 +35,7 @@ NAMED = {
         "gradient norm", False, "clip per group", 0, ALL, "each group clipped separately",
     ),
     "clip per group late": (
-<<<<<<< HEAD
-        "gradient norm", False, "clip per group", 3, ALL, "each group clipped separately",
-=======
-        "gradient norm", False, "clip per group", LATE, ALL, "each group clipped by its own norm",
->>>>>>> gate2
+        "gradient norm", False, "clip per group", LATE, ALL, "each group clipped separately",
     ),
     "clip on one rank": (
         "gradient norm", True, "clip on one rank only", 0, ONE, "take on rank 1",
@@ -55,11 +47,7 @@ NAMED = {
         "gradient norm", False, "not clipped", 0, ALL, "before clipping equals the gradients",
     ),
     "rebuilt masters": (
-<<<<<<< HEAD
-        "optimizer", False, "masters rebuilt from bf16", 3, ALL, "with the reference's value",
-=======
-        "optimizer", False, "masters rebuilt from bf16", LATE, ALL, "with one device's value",
->>>>>>> gate2
+        "optimizer", False, "masters rebuilt from bf16", LATE, ALL, "with the reference's value",
     ),
     "added in bf16": (
         "gradients", False, "accumulated in bfloat16", 0, ALL, "without rounding",
@@ -68,11 +56,7 @@ NAMED = {
         "learning rate", True, "× 2", 0, ONE, "with lr 0.01 for 0.02 matches the",
     ),
     "written after": (
-<<<<<<< HEAD
-        "parameters", True, "written after the update", 3, ONE, "the optimizers' own results",
-=======
-        "parameters", True, "written after the update", LATE, ONE, "the optimizers themselves left",
->>>>>>> gate2
+        "parameters", True, "written after the update", LATE, ONE, "the optimizers' own results",
     ),
 }  # fmt: skip
 AXES = {"ddp": "ranks", "fsdp2": "dp"}
