@@ -399,8 +399,16 @@ def _exact_part(
         return estimate
     to_experts = add_traffic(sent_to_experts(spec, plan, loads=part.loads))
     traffic = _with(sent(ghost), to_experts)
-    more = _of_kept(spec, plan, played) if played else _of_untraced_blocks(spec, plan, index)
-    return replace(estimate, traffic=add_traffic((*traffic, *more)))
+    return replace(
+        estimate,
+        traffic=add_traffic(
+            (
+                *traffic,
+                *(_of_kept(spec, plan, played) if played else ()),
+                *(() if played else _of_untraced_blocks(spec, plan, index)),
+            )
+        ),
+    )
 
 
 def _of_kept(spec: Spec, plan: Plan, played: Replay) -> Iterator[Traffic]:

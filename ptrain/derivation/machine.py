@@ -52,18 +52,17 @@ class Machine(NamedTuple):
         self, spec: Spec, plan: Plan, facts: ModelFacts, schedule: Schedule
     ) -> PipelineTiming:
         """Return what times the ranks of a pipeline."""
-        from ptrain.derivation.pipeline import message_bytes
-        from ptrain.derivation.pipeline_time import PipelineTiming
+        from ptrain.derivation import pipeline, pipeline_time
 
         work = cache(self.work)  # of the few places along tp that are played
         speed, assumed = (None, ()) if self.pace.overlaps else self._sharing(spec, work(0))
-        return PipelineTiming(
+        return pipeline_time.PipelineTiming(
             spec=spec,
             clock=self._clock(spec, plan),
             work=work,
             blocks=block_names(facts.blocks, work(0)),
             schedule=schedule,
-            message=message_bytes(spec, plan, chain_of(spec, facts)),
+            message=pipeline.message_bytes(spec, plan, chain_of(spec, facts)),
             speed=speed,
             assumed=assumed,
             spans=self.spans,

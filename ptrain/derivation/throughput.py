@@ -58,10 +58,12 @@ def token_operations(
     shape: ModelShape, facts: ModelFacts, sequence: int, *, is_causal: bool
 ) -> int:
     """Return the operations of one token, forward and backward."""
-    tensors = [tensor for tensor in facts.tensors if not _is_looked_up(shape, tensor.name)]
-    elements = sum(elements_met(shape, tensor.name, tensor.numel) for tensor in tensors)
-    times = _CAUSAL if is_causal else _FULL
-    return _OF_A_PARAMETER * elements + times * _scores(shape, sequence)
+    elements = sum(
+        elements_met(shape, tensor.name, tensor.numel)
+        for tensor in facts.tensors
+        if not _is_looked_up(shape, tensor.name)
+    )
+    return _OF_A_PARAMETER * elements + (_CAUSAL if is_causal else _FULL) * _scores(shape, sequence)
 
 
 def _scores(shape: ModelShape, sequence: int) -> int:

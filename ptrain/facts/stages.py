@@ -275,8 +275,7 @@ def _stage(model: Layers, position: tuple[int, int], layers: Sequence[Unit]) -> 
     index, stages = position
     is_first, is_last = index == 0, index == stages - 1
     tied = dict(model.tied) if stages > 1 else {}
-    names = [tensor.name for layer in layers for tensor in layer.tensors]
-    numel = sum(layer.numel for layer in layers)
+    names, numel = [t.name for own in layers for t in own.tensors], sum(o.numel for o in layers)
     if is_last:
         after = [*(tensor for tensor in model.front if tensor.name in tied), *model.behind]
         names += [tied.get(tensor.name, tensor.name) for tensor in after]

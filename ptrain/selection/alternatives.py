@@ -186,9 +186,8 @@ def _names(axis: str) -> dict[str, str]:
     # a line of a strategy with other axes or sections, whose file need not be parsed
     others = (*(f"\n{key}:" for key in POLICIES), *(f"\n  {a}: {{" for a in Axis if a != axis))
     for name, path in listing("strategies").items():
-        text = path.read_text(encoding="utf-8")
-        is_other = f"{axis}:" not in text or any(other in text for other in others)
-        tree = None if is_other else strategy(name)
+        is_named = f"{axis}:" in (text := path.read_text(encoding="utf-8"))
+        tree = strategy(name) if is_named and not any(o in text for o in others) else None
         if tree and isinstance(tree.root, dict) and not {*POLICIES} & {*tree.root}:
             own = tree.root["placement"]
             if own.keys() == {axis}:

@@ -173,8 +173,8 @@ def find_changes(
     )
     variants = search.run()
     if reload is not None:
-        known = {(): spec, **{one.overrides: one.spec for one in search.tried.values() if one}}
-        variants = tuple(_shorten(variant, reload, known) for variant in variants)
+        tried = {**search.tried, (): now}
+        variants = tuple(_shorten(variant, reload, tried) for variant in variants)
     return FitAdvice(variants=variants, untraced=tuple(search.untraced.values()))
 
 
@@ -187,12 +187,15 @@ def _load_resolved(spec: Spec, more: Overrides) -> Located:
     return ChosenDocument(spec=changed, locate=document.locate)
 
 
-def _shorten(variant: Variant, reload: Reload, known: Mapping[Overrides, Spec]) -> Variant:
-    """Leave out the overrides that follow from what was typed. `known` are specs by overrides."""
+def _shorten(
+    variant: Variant, reload: Reload, tried: Mapping[Overrides, Variant | None]
+) -> Variant:
+    """Leave out the overrides that follow from what was typed. What was `tried` is loaded."""
     for override in variant.overrides:
         fewer = tuple(said for said in variant.overrides if said != override)
         with suppress(SpecError):
-            shorter = known.get(fewer) or resolve_auto(reload(fewer))
+            one = tried.get(fewer) or variant
+            shorter = one.spec if one.overrides == fewer else resolve_auto(reload(fewer))
             if shorter.but(resolved={}) == variant.spec.but(resolved={}):
                 variant = variant._replace(overrides=fewer)
     return variant
@@ -223,11 +226,11 @@ class _Search:
         is_on_device = self._has_fit()
         if not is_on_device:
             self._widen()
-        if sum(variant.fit.fits is True for variant in self._better()) < _OFFERED:
-            is_on_host = self._try_all(ChangeKind.OFFLOAD, host_overrides(self.now.spec))
-            if not is_on_device and not is_on_host:
-                kinds = (*ON_DEVICE, ChangeKind.OFFLOAD)
-                self._combine(kind for kind in kinds if kind is not ChangeKind.SHARDING)
+        if sum(variant.fit.fits is True for variant in self._better()) < _OFFERED and not (
+            self._try_all(ChangeKind.OFFLOAD, host_overrides(self.now.spec)) or is_on_device
+        ):
+            kinds = (*ON_DEVICE, ChangeKind.OFFLOAD)
+            self._combine(kind for kind in kinds if kind is not ChangeKind.SHARDING)
         return self._best()
 
     def _best(self) -> tuple[Variant, ...]:
@@ -239,8 +242,9 @@ class _Search:
         usable = [variant for variant in usable if not _is_needless(variant, usable)]
         usable.sort(key=_rank)
         first = {variant.kinds: variant for variant in reversed(usable)}.values()
-        others = (variant for variant in usable if variant not in first)
-        chosen = [*sorted(first, key=_rank), *others][:_OFFERED]
+        chosen = [*sorted(first, key=_rank), *(one for one in usable if one not in first)][
+            :_OFFERED
+        ]
         return tuple(sorted(chosen, key=_rank))
 
     def _better(self) -> list[Variant]:
@@ -294,8 +298,11 @@ class _Search:
         cluster = after.cluster
         if cluster is None or cluster.device_memory is None:
             return inf
-        short = 0 if self.fits_alone else max(0, self.now.missing_bytes)
-        return cluster.device_memory - cluster.reserved_bytes + short
+        return (
+            cluster.device_memory
+            - cluster.reserved_bytes
+            + (0 if self.fits_alone else max(0, self.now.missing_bytes))
+        )
 
     def _load(self, said: Overrides) -> tuple[Spec, Overrides]:
         """Load the typed spec with these overrides. Dials that refuse them are set back."""
@@ -342,8 +349,9 @@ class _Search:
         for narrow in (self.now, *sorted(self._better(), key=_missing)[:1]):
             kinds = (*narrow.kinds, ChangeKind.RANKS)
             for axis in DATA_AXES:
-                choices = ranks_overrides(narrow.spec, axis)
-                wider = [merged(narrow.overrides, said) for said in choices]
+                wider = [
+                    *map(partial(merged, narrow.overrides), ranks_overrides(narrow.spec, axis))
+                ]
                 most = self._derive(kinds, wider[-1]) if wider else None
                 if most is not None and not most.fit.fits:
                     continue  # then fewer do not fit either

@@ -206,8 +206,7 @@ def resolve_model(raw: ModelRaw, attention: Attention | None, report: Report) ->
     preset = _preset(raw.preset, ModelRaw, "model", report)
     if preset is None:
         return None
-    said = _said(raw)
-    shape = _shape(preset, said, report)
+    shape = _shape(preset, said := _said(raw), report)
     if shape is None:
         return None
     name = raw.preset or ""

@@ -6,6 +6,7 @@ counted from 0; kinds are F, B, I and W. `(0F1;1B0)OVERLAP_F_B` is a forward bes
 
 from __future__ import annotations
 
+import csv
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -60,8 +61,6 @@ class ListedSchedule:
 def listed(lines: Sequence[str]) -> ListedSchedule:
     """The schedule of lines in which `slip` finds none. Empty cells, torch's idle slots, go: when
     a pass begins follows from what it needs."""
-    import csv
-
     rows = csv.reader(lines)
     return ListedSchedule(
         tuple(tuple(cell.replace(" ", "") for cell in row if cell.strip()) for row in rows)
@@ -73,8 +72,6 @@ def slip(lines: Sequence[str]) -> tuple[str, str] | None:
     None where all are passes."""
     if not lines or sum(line.count(",") + 1 for line in lines) > MAX_CELLS:
         return f"a list of 1 to {MAX_CELLS:,} passes; got {len(lines)} rows", _REMEDY
-    import csv
-
     try:
         rows = list(csv.reader(lines))
     except csv.Error as error:  # a quote that nobody closes, a cell without an end
