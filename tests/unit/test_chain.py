@@ -243,8 +243,8 @@ ALONG = {
     "skips": "the input of h.1 depends on wpe.weight directly, not only through h.0",
     "ended": "wpe.weight is used before the layers, and again after them next to the output",
     "relative": "h.0 receives a second tensor [4, 16] with its hidden states, and both need",
-    "remembers": "more than hidden states goes from layer to layer (numbers without a gradient)",
-    "averages": "the forward pass writes into mean, and on stage 1 other numbers",
+    "remembers": "layers pass more than hidden states to each other (tensors without gradients)",
+    "averages": "the forward pass modifies mean, and stage 1 writes different values",
     "functional": "wte.weight is used before the layers, and again after them next to",
     "headfirst": "head.weight is tied to wte.weight, but is defined before it in the model",
 }

@@ -19,8 +19,8 @@ def drawing(kind: str) -> Spec:
 
 
 REFUSED = {
-    "trainsalong": "more than hidden states goes from layer to layer (numbers without a gradient)",
-    "trainsalongdropping": "more than hidden states goes from layer to layer (numbers without",
+    "trainsalong": "layers pass more than hidden states to each other (tensors without gradients)",
+    "trainsalongdropping": "layers pass more than hidden states to each other (tensors without",
     "masked": "the input of h.0 depends on earlier random numbers",
     "locked": "depends on earlier random numbers, and random numbers are drawn outside",
     "lockedbymodule": "the output of the model depends on earlier random numbers",
