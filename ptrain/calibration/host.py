@@ -68,8 +68,7 @@ _PASSES = 2  # forward and backward
 def pipeline_pass(bench: Bench, rounds: int) -> float:
     """Seconds of one pass beside those of what it computes."""
     device = bench.device
-    spec = _stages_spec(_STAGES)
-    runner, layer = _runner(spec, device), _layer(device)
+    runner, layer = _runner(_stages_spec(_STAGES), device), _layer(device)
     x = torch.ones((_HOOK_SAMPLES, _HOOK_TOKENS, _FEATURES), device=device)
     tokens = torch.zeros((_HOOK_SAMPLES, _HOOK_TOKENS), dtype=torch.int64, device=device)
     samples = SampleBatch(TokenPair(tokens, tokens))
@@ -180,8 +179,7 @@ def hooks(bench: Bench, sheet: RateSheet, points: Points) -> None:
         return
     for placement, (dials, gather, reduction) in _DATA.items():
         axis, _, modes = placement.partition(": ")
-        spec = _placed_spec(bench, axis, modes, dials)
-        wrapped, mesh = _wrapped(spec, bench, points)
+        wrapped, mesh = _wrapped(_placed_spec(bench, axis, modes, dials), bench, points)
         plain = ParameterWrap(_stack(bench, points.units), _units(points))
         _note_data(bench, sheet, points, (wrapped, plain), mesh, (gather, reduction))
     _cut_product(bench, sheet, points)
@@ -353,10 +351,9 @@ def _cut_product(bench: Bench, sheet: RateSheet, points: Points) -> None:
     plan = lower(spec, ModelFacts.of_units(((ROOT,),), roles))
     assert plan.tensor is not None, "a plan that cuts"
     mesh = Mesh(plan.mesh, bench.world)
-    ranks = bench.world.size
     cut, plain = (
         nn.Sequential(*(_SubBlock(width) for _ in range(points.units))).to(bench.device)
-        for width in (_WIDTH * ranks, _WIDTH)
+        for width in (_WIDTH * bench.world.size, _WIDTH)
     )
     parallelize(cut, plan.tensor, mesh.submesh((Axis.TP,)), mesh.registry)
     models = ParameterWrap(cut, ((ROOT,),)), ParameterWrap(plain, ((ROOT,),))

@@ -178,8 +178,7 @@ class ActivationMoves:
             if tier is Tier.FILE:
                 self.clock.copy(COPIES[tier][1], size).wait()
         if unit != self.order[-1]:
-            following = self.order[self.order.index(unit) + 1]
-            self.coming = self._set_out(following, None)
+            self.coming = self._set_out(self.order[self.order.index(unit) + 1], None)
 
     def _set_out(self, unit: int, since: float | None) -> list[Arrival]:
         away = None if since is None else max(since, self.clock.now)

@@ -384,8 +384,7 @@ def _exact_part(
         estimate = replace(estimate, memory=memory, peak=played.peaks, step=played.step)
     if limit is not None:
         return estimate
-    to_experts = add_traffic(sent_to_experts(spec, plan, loads=part.loads))
-    traffic = _with(sent(ghost), to_experts)
+    traffic = _with(sent(ghost), add_traffic(sent_to_experts(spec, plan, loads=part.loads)))
     more = _of_kept(spec, plan, played) if played else _of_untraced_blocks(spec, plan, index)
     return replace(estimate, traffic=add_traffic((*traffic, *more)))
 

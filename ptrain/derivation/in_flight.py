@@ -287,13 +287,12 @@ class _RankStep:
 
 
 def _stage(spec: Spec, part: Part, tape: Tape) -> _Stage:
-    passes = part.passes
     scene = Scene(
         tape=tape,
         spec=spec,
         facts=part.facts,
         plan=part.plan,
-        timeline=passes.timeline,
+        timeline=part.passes.timeline,
         representatives=part.representatives,
     )
     stage = _Stage(

@@ -305,8 +305,7 @@ def _layers(spec: Spec, stage: Stage, cut: RankCut, place: Place) -> LayerPasses
     assert isinstance(shape, ModelShape), "a built-in model"
     kept = spec.activations.of(shape.layers)
     numbers = [layer.rpartition(".")[2] for layer in stage.layers]
-    own = [kept[int(number)] for number in numbers]
-    return _layers_at(setting, place, numbers, own)
+    return _layers_at(setting, place, numbers, [kept[int(number)] for number in numbers])
 
 
 def _layers_at(

@@ -104,8 +104,7 @@ def _unequal(facts: ModelFacts, stages: Sequence[Stage], schedule: Schedule) -> 
         sum(stages[index].numel for index in schedule.stages_of(r)) for r in range(schedule.ranks)
     ]
     if len(set(held)) > 1:
-        most = max(held)
-        more = most * schedule.ranks / facts.numel - 1
+        more = max(held) * schedule.ranks / facts.numel - 1
         yield (
             f"the ranks of pp have {' '.join(f'{numel:,}' for numel in held)} parameters: the "
             f"fullest {more:.1%} more than the equal parts of the theorem"

@@ -84,8 +84,7 @@ def replay(
     for a peak above `limit`."""
     spec, facts, plan = ghost.wrapped.spec, ghost.wrapped.facts, ghost.wrapped.plan
     base = resident(ghost) if base is None else base
-    clock = timing.clock if timing else None
-    tape = Tape(clock=clock, most=least_above(base, limit))
+    tape = Tape(clock=timing.clock if timing else None, most=least_above(base, limit))
     reach = None if timing and timing.plays_all else ghost.reach
     played = _represent(spec, facts, reach)
     timeline = model_timeline(spec, facts, played, cut)
@@ -116,12 +115,11 @@ def replay(
         for is_first, is_last, times in micro_batches(plan.accumulate.micro_batches):
             tape.in_time(times, partial(micro_batch, timeline, is_first=is_first, is_last=is_last))
     tape.enter(Phase.UPDATE)
-    peaks = _peaks(scene, wrap, base)
     return Replay(
         timelines=timelines,
         saved=max(reversed(timelines), key=lambda own: own.saved_bytes),
         transient_bytes=transient,
-        peaks=peaks,
+        peaks=_peaks(scene, wrap, base),
         step=tape.clock.step_time() if tape.clock else None,
     )
 

@@ -183,8 +183,7 @@ class Stopwatch(OperatorMode):
 
 def _why_absent(axes_by_group: Mapping[str, Axes]) -> str:
     for name in axes_by_group:
-        group = process_groups.named(name)
-        if (backend := dist.get_backend(group)) != "gloo":
+        if (backend := dist.get_backend(process_groups.named(name))) != "gloo":
             return f"{backend} does not block the host; see the trace of `profile`"
     return ""
 

@@ -118,8 +118,7 @@ def _axes_by_socket(axes_by_group: Mapping[str, tuple[str, ...]]) -> dict[str, t
                 raise _CannotTell("this kernel does not count the bytes sent on a connection")
     axes_of: dict[str, tuple[str, ...]] = {}
     for group_name, axes in axes_by_group.items():
-        group = process_groups.named(group_name)
-        axes_of |= dict.fromkeys(_sockets(group, ends), axes)
+        axes_of |= dict.fromkeys(_sockets(process_groups.named(group_name), ends), axes)
     return axes_of
 
 

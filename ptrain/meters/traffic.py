@@ -481,8 +481,7 @@ class Counter:
     """Looks at the flight recorder from time to time; None where this torch build has none."""
 
     def __init__(self) -> None:
-        recorder = process_groups.RECORDER
-        self._dump = getattr(recorder, "_dump_fr_trace_json", None)
+        self._dump = getattr(process_groups.RECORDER, "_dump_fr_trace_json", None)
         self._ring = flight_recorder_size()
         self._next = 0
         self._issued = self._seen = _issued()

@@ -272,8 +272,7 @@ class FlowWatch:
         def hook(_: nn.Module, __: Any, output: Any) -> None:
             self._outside.leave()
             self._outside.leave_layer()
-            is_tuple = isinstance(output, tuple | list)
-            self.flow.returns.append(len(output) if is_tuple else 0)
+            self.flow.returns.append(len(output) if isinstance(output, tuple | list) else 0)
             self._watch_writes(output)
 
         return hook

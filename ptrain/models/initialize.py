@@ -170,8 +170,7 @@ class ModuleWeights:
 
     def __init__(self, module: nn.Module, folder: str) -> None:
         prefix = getattr(module, "base_model_prefix", "")
-        prefixes = (f"{prefix}.",) if prefix else ()
-        self._folder = PretrainedFolder(Path(folder), prefixes)
+        self._folder = PretrainedFolder(Path(folder), (f"{prefix}.",) if prefix else ())
         stored, tensors = stored_rows(module), named_tensors(module)
         self._rows: dict[str, list[StoredRows]] = {}
         self._dtypes: dict[str, torch.dtype] = {}
@@ -388,8 +387,7 @@ class InitialValues:
         if self.weights is not None:
             self.weights.read_window(name, shape, window, part, self.dtype)
         elif self._is_read:
-            weights = weights_of(self.module.shape)
-            weights.read(name, shape, window, part, self.dtype)
+            weights_of(self.module.shape).read(name, shape, window, part, self.dtype)
         else:
             drawn = initial(name, shape, self.seed, self.module)
             part.copy_(narrowed(drawn, window).to(self.dtype))

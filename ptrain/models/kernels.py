@@ -143,8 +143,7 @@ class _Kernels(OperatorMode):
         kept_by = self.keeping(call)
         if kept_by is None or is_masked:
             words = ("a mask" * is_masked, "fewer heads of keys" * call.is_grouped)
-            what = " and ".join(filter(None, words))
-            self._note(query, what)
+            self._note(query, " and ".join(filter(None, words)))
             return result
         return y, _in_more(kept, kept_by(kept.nbytes))
 

@@ -205,10 +205,9 @@ def materialize_built_on_meta(module: nn.Module, function: UserFunction) -> None
     given = ", whose model was built on meta and initialized itself,"
     with boundary(lambda error: raised(function, error, given)), WrittenStorages() as seen:
         way = _run_own_initialization(module, device)
-    named = (*module.named_parameters(), *module.named_buffers())
     unset = [
         name
-        for name, tensor in named
+        for name, tensor in (*module.named_parameters(), *module.named_buffers())
         if (key := storage_key(tensor)) in empty and key not in seen.keys and tensor.numel()
     ]
     if unset:

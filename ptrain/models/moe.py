@@ -193,8 +193,7 @@ class _TransformersRows(RoutedRows):
 
     def of_rows(self, x_MC: Tensor, ends_E: Tensor) -> Tensor:
         own: Any = self
-        first = "gate_up_proj" if own.has_gate else "up_proj"
-        h_MF = self._product(x_MC, first, ends_E)
+        h_MF = self._product(x_MC, "gate_up_proj" if own.has_gate else "up_proj", ends_E)
         h_MF = own._apply_gate(h_MF) if own.has_gate else own.act_fn(h_MF)
         y_MC = self._product(h_MF, "down_proj", ends_E)
         return own.post_expert_norm(y_MC) if own.has_post_expert_norm else y_MC

@@ -34,8 +34,7 @@ def other_samples(module: nn.Module, spec: Spec, vocabulary: int | None) -> list
         return []
     rows, function = spec.batch.micro, spec.data.function
     if function is not None:
-        dataset = dataset_of(function)
-        return [in_dtype_of(spec, data) for data in _of_dataset(dataset, rows)]
+        return [in_dtype_of(spec, data) for data in _of_dataset(dataset_of(function), rows)]
     count = least_embeddings(module) if vocabulary is None else vocabulary
     if count is None or count < 2:
         return []

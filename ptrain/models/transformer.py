@@ -279,8 +279,7 @@ class Block(nn.Module):
         self.attention = attention(shape, layer)
         self.attention_post_norm = norm_of(shape, shape.hidden) if shape.post_norm else None
         self.mlp_norm = None if shape.parallel else norm_of(shape, shape.hidden)
-        has_experts = shape.has_experts(layer)
-        self.mlp = MoE(shape) if has_experts else FeedForward(shape, shape.ffn)
+        self.mlp = MoE(shape) if shape.has_experts(layer) else FeedForward(shape, shape.ffn)
         self.mlp_post_norm = norm_of(shape, shape.hidden) if shape.post_norm else None
 
     def forward(self, x_BTC: Tensor, *given: Tensor | None) -> Tensor:
@@ -377,8 +376,7 @@ class Transformer(nn.Module):
         own = dict(self.named_buffers(recurse=False))
         for prefix in ("", LOCAL):
             if (cos_TK := own.get(f"{prefix}cos_TK")) is not None:
-                sin_TK = own[f"{prefix}sin_TK"]
-                angles = cos_TK, sin_TK
+                angles = cos_TK, own[f"{prefix}sin_TK"]
                 fill_tables(self.shape, *angles, spans=self.spans, is_local=prefix == LOCAL)
         if (mask_TT := own.get(f"{LOCAL}TT")) is not None:
             assert self.shape.window is not None, "somebody has a window"

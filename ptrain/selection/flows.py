@@ -216,8 +216,7 @@ class PipelineFlows:
             own = stages_of_rank(flow.size(1), rank)
             layers = sum(counts[stage] for stage in own)
             rows.append((layers, 0 in own, len(counts) - 1 in own, flow.per_rank))
-        slowest = max(rows[1:-1] or rows[:1])
-        return [rows[0], slowest, rows[-1]]
+        return [rows[0], max(rows[1:-1] or rows[:1]), rows[-1]]
 
     def moments(self, flows: Sequence[PipelineFlow], micro_batches: int) -> FlowMoments:
         """Return when the ranks may be fullest, flow by flow."""
@@ -238,8 +237,7 @@ class PipelineFlows:
     def _counts(self, flow: PipelineFlow) -> tuple[int, ...]:
         stages = flow.ranks * flow.per_rank
         if stages not in self.cuts:
-            spec = chosen(self.base, (flow.choice,))
-            cut = stages_of(spec, self._layers)
+            cut = stages_of(chosen(self.base, (flow.choice,)), self._layers)
             self.cuts[stages] = tuple(len(stage.layers) for stage in cut)
         return self.cuts[stages]
 
@@ -410,8 +408,7 @@ class BoundedPeaks:
             self._known = np.full(self.bounds.shape, np.inf, dtype=np.float32)
         self._known[self._open] = peaks
         self._bound = max(before, min(self.least, float(peaks.min())))
-        is_open = (self.bounds <= self._bound) & (self.bounds > before)
-        self._open = np.nonzero(is_open)
+        self._open = np.nonzero((self.bounds <= self._bound) & (self.bounds > before))
 
     @property
     def peaks(self) -> Any:

@@ -319,10 +319,9 @@ class Search:
         key = (id(moments), inner.key)  # `flows` keeps them
         if key not in self.parts:
             self.parts[key] = MomentParameters.of(moments.at, inner.sizes)
-        activity = self._activity(inner, micro, kept)
         ranks = RankPeaks(
             moments=moments,
-            act=activity,
+            act=self._activity(inner, micro, kept),
             parts=self.parts[key],
             block=inner.sizes.block,
             is_many=group.micro_batches > 1,

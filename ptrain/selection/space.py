@@ -231,8 +231,7 @@ class Legality:
         by its rows."""
         if shards == 1:
             return True
-        factor = _GATHERED.factors[0]._replace(degree=shards)
-        by_rows = AxisChoice(factors=(factor,))
+        by_rows = AxisChoice(factors=(_GATHERED.factors[0]._replace(degree=shards),))
         return self._is_legal(
             ("shards", choices, shards), lambda: self._tall((by_rows, *choices), 1)
         )

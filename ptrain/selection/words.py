@@ -17,11 +17,9 @@ def words_of(job: SearchedJob, spec: Spec) -> tuple[str, ...]:
     the default spec's. `spec` has the mapping that loads to it."""
     if is_model(job.source):
         source, said = names().default, said_in(None)
-        before = load(None).spec.resolved
-        return (source, *_changes(before, spec.resolved, said))
+        return (source, *_changes(load(None).spec.resolved, spec.resolved, said))
     said = said_in(job.source, job.overrides)
-    changes = _changes(job.base.resolved, spec.resolved, said)
-    return (job.source, *job.overrides, *changes)
+    return (job.source, *job.overrides, *_changes(job.base.resolved, spec.resolved, said))
 
 
 def _changes(

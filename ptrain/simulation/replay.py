@@ -146,8 +146,7 @@ class MemoryStream:
             older.append(AllocatorEvent(change.key, change.size))
         for event in self.events:
             if isinstance(event, Change):
-                stream = event.kind.stream
-                step.events.append(AllocatorEvent(event.key, event.size, stream))
+                step.events.append(AllocatorEvent(event.key, event.size, event.kind.stream))
             elif event.phase is Phase.UPDATE:
                 step.update = len(step.events)
         return step

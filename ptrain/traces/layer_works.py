@@ -145,8 +145,7 @@ def grouped(computed: Computed) -> list[WorkGroup]:
         place, what = entry
         return what.operator, awaited.get(place), bisect_right(edges, place)
 
-    entries = enumerate(views_last(computed))
-    groups = [[*group] for _, group in groupby(entries, key=alike)]
+    groups = [[*group] for _, group in groupby(enumerate(views_last(computed)), key=alike)]
     number_of = {place: number for number, group in enumerate(groups) for place, _ in group}
 
     def merged(number: int) -> WorkGroup:

@@ -370,9 +370,8 @@ def _part_of(
         changes = [uneven.assume] if uneven else []
         first, *others = part.traces(own, units, alike_of(spec, names), *changes)
         layers = TracedLayers(first, names, units)
-    timeline = layers.timeline(facts.blocks, facts.unit_modules)
     return [
-        encode(timeline, Timeline),
+        encode(layers.timeline(facts.blocks, facts.unit_modules), Timeline),
         encode(layers.work(facts.blocks), WorkByKind | None),
         encode(uneven.formula(first, *others) if uneven else None, RowsTimeline | None),
     ]

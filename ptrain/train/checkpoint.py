@@ -264,8 +264,7 @@ def _flat(state: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
 
 def _reason(error: BaseException) -> str:
     if isinstance(error, CheckpointException):
-        first = next(iter(error.failures.values()))
-        return str(first[0])
+        return str(next(iter(error.failures.values()))[0])
     return str(error)
 
 

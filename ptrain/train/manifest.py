@@ -183,8 +183,7 @@ def digests(folder: Path, names: Iterable[str]) -> dict[str, tuple[int, str]]:
 
 def write(folder: Path, manifest: Manifest) -> None:
     """Flushed to the disk together with the folder's entries."""
-    path = folder / NAME
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    descriptor = os.open(folder / NAME, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "wb") as file:
         file.write(sealed(asdict(manifest)))
         file.flush()

@@ -413,10 +413,9 @@ def _conclude(
         measured = join_estimates(gather_estimates(session.world, estimate))
     checks = compare(predictions.judged, measured) if measured else ()
     if session.world.is_first:
-        estimates = [*predictions.columns, *([measured] if measured else [])]
         result = record(
             session.spec.name,
-            estimates,
+            [*predictions.columns, *([measured] if measured else [])],
             checks=checks,
             device=device_name(session.world),
             step_seconds={"measured": seconds} if seconds else None,

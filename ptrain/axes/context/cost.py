@@ -36,8 +36,7 @@ def sent(
     for heads, mode in zip(own or (_heads_of(spec),) * len(kept), kept, strict=True):
         alike.setdefault(heads, []).append(mode)
     for heads, modes in alike.items():
-        exchange = _Exchange(spec, plan, step, heads)
-        yield from _of_layers(exchange, times, modes)
+        yield from _of_layers(_Exchange(spec, plan, step, heads), times, modes)
 
 
 def _documents(spec: Spec, step: ContextParallel, times: int) -> Iterator[Traffic]:

@@ -181,13 +181,12 @@ def uncut_heads(spec: Spec, heads: int, whose: str = "") -> Iterator[Fault]:
     if isinstance(attention, Hybrid):
         place, remedy = "context.attention", _one_of(ranks, divisors(gcd(heads, ranks)))
     rings = (ring for ring in _RINGS if sequence % (_chunks(ring) * ranks) == 0)
-    other = next((f", or context.attention={ring}" for ring in rings), "")
     yield Fault(
         place=place,
         finding=f"ulysses over {ulysses} ranks does not divide {counted(heads, 'head')}"
         f"{f' of {whose}' if whose else ''}"
         f"{' that tp leaves a rank' if spec.degree(Axis.TP) > 1 else ''}",
-        remedy=remedy + other,
+        remedy=remedy + next((f", or context.attention={ring}" for ring in rings), ""),
     )
 
 

@@ -139,8 +139,7 @@ def _dials(placements: tuple[Placement, ...]) -> Iterator[Changes]:
     """What else may be said beside these tuples; where it is not obeyed legality says so."""
     is_whole = all(p.gradients.distribution is Distribution.REPLICATED for p in placements)
     is_gathered = any(p.parameters != R for p in placements)
-    times = (GradientSync.LAST,) if is_whole else tuple(GradientSync)
-    for when in times:
+    for when in (GradientSync.LAST,) if is_whole else tuple(GradientSync):
         for after_forward, after_backward in _GIVEN_BACK[when] if is_gathered else ((True, True),):
             sync = SyncPolicy(
                 gradients=when,

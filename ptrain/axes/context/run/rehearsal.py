@@ -414,8 +414,7 @@ class _Rehearsal:
         attend: Callable[[str, AttendingCall], Tensor],
         around: Around = _nothing,
     ) -> Tensor:
-        device = next(self.model.parameters()).device
-        positions = positions_of(spans, device)
+        positions = positions_of(spans, next(self.model.parameters()).device)
         watch = AttentionWatch(self.model, attend)
         with watch.watching(), around(watch):
             return logits_at(self.model, positions, self.positions, self.spec).detach()
@@ -426,8 +425,7 @@ class _Rehearsal:
         return output
 
     def _require_rank(self, spans: Spans, whole: Tensor, around: Around = _nothing) -> None:
-        attend = partial(self._replayed, spans)
-        logits = self._run(spans, attend, around)
+        logits = self._run(spans, partial(self._replayed, spans), around)
         if not _is_alike(logits, _taken(whole, spans, _TOKENS)):
             raise self._departs(spans, self.name, "gives other logits")
 
