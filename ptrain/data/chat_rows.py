@@ -328,8 +328,7 @@ def tokenize_chats(
     def encoded(done: TokenizingProgress) -> Iterator[Encoded]:
         for batch, after in batches(texts, lambda path: chats(path, field), done):
             samples = [template.samples(chat) for chat in batch]
-            token = done.separator
-            if token is None:
+            if (token := done.separator) is None:
                 token = _separator(template, samples, packing) if named is None else named
             kept = [_fitting(several, width, token, packing) for several in samples]
             fates = Counter(map(_fate, samples, kept))
@@ -361,8 +360,7 @@ def _named(template: ChatTemplate, packing: ChatPacking) -> int | None:
     """Return the token that is to stand between two chats, if one is named."""
     if packing.separator is None:
         return None
-    token = template.token(packing.separator)
-    if token is None:
+    if (token := template.token(packing.separator)) is None:
         finding = f"the tokenizer has no token {packing.separator!r}"
         raise refused("--separator", finding, "name one that it has")
     return token

@@ -91,8 +91,7 @@ def require_edges(name: str, tokens: Rows, marks: Rows, model: ModelSpec) -> Non
         alone = "make the file with --alone, a document a row"
         remedy = f"{remedy}, or {alone}" if isinstance(model, ModelShape) else alone
         raise refused("data.path", finding, remedy)
-    row = _differs(tokens, marks, model)
-    if row is not None:
+    if (row := _differs(tokens, marks, model)) is not None:
         key = model.document_key
         if is_packed and key == "document_start":
             remedy = f"remove it, and {remedy}"

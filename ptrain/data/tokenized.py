@@ -371,8 +371,7 @@ def tokenize(
     """Write the tokens of all documents to `out`, behind each the token that ends a text; return
     how many there are. Raises SpecError for what cannot be read or written, and for a vocabulary
     that says no end."""
-    end = vocabulary.end
-    if end is None:
+    if (end := vocabulary.end) is None:
         finding = "where a document ends nobody says: its tokenizer_config.json has no eos_token"
         raise refused("--end", finding, "name the token: --end '</s>'")
     dtype = token_dtype(vocabulary.size)

@@ -287,8 +287,7 @@ def _shares(
     sizes = [t.numel if len(t.shape) > 1 else 0 for t, _ in own]
     if not any(sizes):
         sizes = [t.numel for t, _ in own]
-    total = sum(sizes)
-    if not total:
+    if not (total := sum(sizes)):
         yield "", -1, 1.0
     for (tensor, unit), size in zip(own, sizes, strict=True):
         if size:

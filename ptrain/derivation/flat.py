@@ -172,8 +172,7 @@ class GhostMembers:
             self._bound[index] = whole
 
     def collect(self, index: int, whole: Ghost) -> None:
-        gradient = self._gradients.pop(index, None)
-        if gradient is not None:
+        if (gradient := self._gradients.pop(index, None)) is not None:
             size = gradient.size + math.prod(self.shapes[index]) * whole.dtype.itemsize
             self._reader.computed(OperatorKind.COPY, whole.dtype, size)
 
@@ -342,18 +341,15 @@ class Flat:
         self.units.end_half(kind, is_last=self.is_last and kind is Kind.WEIGHT)
 
     def enter(self, unit: int) -> None:
-        number = self._played[unit]
-        if number is not None:
+        if (number := self._played[unit]) is not None:
             self.units.all[number].before_forward()
 
     def leave(self, unit: int) -> None:
-        number = self._played[unit]
-        if number is not None:
+        if (number := self._played[unit]) is not None:
             self.units.all[number].after_forward()
 
     def before_backward(self, unit: int) -> None:
-        number = self._played[unit]
-        if number is not None:
+        if (number := self._played[unit]) is not None:
             self.units.all[number].before_backward()
 
     def complete(self, gradient: Complete) -> None:
@@ -365,8 +361,7 @@ class Flat:
 
     def after_backward(self, unit: int) -> None:
         """End the micro-batch when the root's backward is over, unless it is one in halves."""
-        number = self._played[unit]
-        if number is not None:
+        if (number := self._played[unit]) is not None:
             self.units.all[number].after_backward()
         if unit == self._root and self.half is None:
             self.end()

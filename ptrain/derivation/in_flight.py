@@ -252,8 +252,7 @@ class _RankStep:
     def _play(self, stage: _Stage, kind: Kind, passes: Passes) -> float:
         """Return the seconds that it takes."""
         before, clock = stage.state, self.tape.clock
-        known = self.known(stage, (kind, id(passes), before))
-        if known is not None:
+        if (known := self.known(stage, (kind, id(passes), before))) is not None:
             self.tape.spike(known.run.rise)
             self.tape.add(known.run.net)
             if clock is not None:

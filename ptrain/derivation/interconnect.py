@@ -35,8 +35,7 @@ class Network:
 
     def ordered(self, axes: Sequence[Axis]) -> tuple[str, ...]:
         """Return the names of axes, in the order of the mesh."""
-        key = tuple(axes)
-        if key not in self._names:
+        if (key := tuple(axes)) not in self._names:
             self._names[key] = tuple(name for name, _ in self._degrees if name in key)
         return self._names[key]
 

@@ -257,8 +257,7 @@ def instantiate(template: Iterable[Any], number: str, places: Places) -> Iterato
             yield item
         elif len(item) == 2:
             mark, pattern = item
-            unit = places.get((mark, pattern.replace("*", number)))
-            if unit is not None:
+            if (unit := places.get((mark, pattern.replace("*", number)))) is not None:
                 yield Boundary(mark, unit)
         else:
             pattern, *sizes = item
@@ -332,8 +331,7 @@ def _head(setting: Setting, layers: int) -> LossHead | None:
     """What a loss in chunks does behind a last stage's layers, None of whole logits. The tables are
     of one layer, whose input is the schedule's: that of the last of several goes with its forward
     pass, where nothing saves it."""
-    head = tables.head_of(setting, Place.LAST)
-    if head is None or layers == 1:
+    if (head := tables.head_of(setting, Place.LAST)) is None or layers == 1:
         return head
     if not blocks.block(setting.without_context, PLAIN, Attention.SDPA).frees_input:
         return head

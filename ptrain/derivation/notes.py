@@ -31,8 +31,7 @@ def notes(spec: Spec, plan: Plan, facts: ModelFacts, traffic: Iterable[Traffic])
 
 def _whole_beside_slices(plan: Plan, facts: ModelFacts, per_element: int) -> Iterator[str]:
     """What tp leaves whole, where Theorem 1 divides all of |Θ|, |Ω| and |G|."""
-    step = plan.tensor
-    if step is None:
+    if (step := plan.tensor) is None:
         return
     cut = cut_dims(step, ((tensor.name, tensor.shape) for tensor in facts.tensors))
     apart = plan.experts.modules if plan.experts and plan.experts.folded else ()
@@ -141,8 +140,7 @@ def _gathered(plan: Plan, schedule: Schedule) -> Iterator[str]:
 
 def _reduced(plan: Plan, stages: Sequence[Stage], schedule: Schedule) -> Iterator[str]:
     """Say what slices of gradients on a data axis cost: Theorem 2 has one reduction."""
-    sync = plan.wrap.policy
-    if sync is None or not plan.wrap.reduced_by_unit:
+    if (sync := plan.wrap.policy) is None or not plan.wrap.reduced_by_unit:
         return
     num = reductions(sync, schedule.microbatches)
     if sync.gradients is GradientSync.EVERY and num > 1:

@@ -252,8 +252,7 @@ def merged(events: Iterable[Any], sizes: Sequence[int]) -> Iterator[Any]:
 
 
 def _flush(deltas: list[int]) -> Iterator[Run]:
-    combined = run(deltas)
-    if combined:
+    if combined := run(deltas):
         yield combined
 
 

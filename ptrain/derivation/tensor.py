@@ -60,8 +60,7 @@ def _before(spec: Spec, plan: Plan, place: int) -> int:
 def context_part(spec: Spec, plan: Plan, index: int) -> ContextPart | None:
     """Return what the rank at this place along the cutting axes does in attention over cp; None
     without slices of the tokens."""
-    step = plan.context
-    if step is None:
+    if (step := plan.context) is None:
         return None
     return part_at(step, place_of(spec, plan.cutting_axes, index)[step.axis])
 
@@ -177,8 +176,7 @@ def _local_units(
 def sent(spec: Spec, plan: Plan, facts: ModelFacts) -> Iterator[Traffic]:
     """Yield what the operators of `facts`, the whole model, send in a step: activations, their
     gradients and the sums of what the ranks computed of their own tokens."""
-    step = plan.tensor
-    if step is None:
+    if (step := plan.tensor) is None:
         return
     group = Group((step.axis,), spec.degree(step.axis))
     times = plan.accumulate.micro_batches
@@ -235,8 +233,7 @@ def _calls(spec: Spec, plan: Plan, step: Parallelize, facts: ModelFacts) -> Iter
 def _of_loss(spec: Spec, plan: Plan, step: Parallelize, facts: ModelFacts) -> Iterator[_Row]:
     """Of logits that are cut. In chunks everything is sent once more in backward, which computes
     them again."""
-    vocab = _operators(step, facts).vocab
-    if vocab is None:
+    if (vocab := _operators(step, facts).vocab) is None:
         return
     tokens, ranks = spec.batch.micro * plan.tokens, spec.degree(step.axis)
     itemsize = spec.precision.effective.parameters.itemsize

@@ -249,8 +249,7 @@ class ReplicaMeter:
 
 def coordinates(program: Program) -> dict[int, dict[str, int]]:
     """Return every rank's place along every axis."""
-    mesh = program.mesh.device_mesh
-    if mesh is None:
+    if (mesh := program.mesh.device_mesh) is None:
         return {0: {}}
     places = torch.cartesian_prod(*(torch.arange(size) for size in mesh.mesh.shape))
     rows = places.view(-1, mesh.mesh.dim()).tolist()

@@ -180,8 +180,7 @@ class Finder(Ledger):
 
     def _number(self, tensor: torch.Tensor) -> int:
         self.watch(tensor)
-        key = storage_of(tensor)._cdata
-        if key not in self._numbers:
+        if (key := storage_of(tensor)._cdata) not in self._numbers:
             self._count += 1
             self._numbers[key] = self._count
         number = self._numbers[key]
@@ -193,8 +192,7 @@ class Finder(Ledger):
 
     def operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = super().operator(function, args, kwargs)
-        ends = _ends(function, args, kwargs, result)
-        if ends is not None:
+        if (ends := _ends(function, args, kwargs, result)) is not None:
             read = {self._number(tensor) for tensor in ends[0]}
             for tensor in ends[1]:
                 number = self._number(tensor)

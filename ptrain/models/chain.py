@@ -391,8 +391,7 @@ def _layers_of(module: nn.Module, spec: Spec) -> _Layers:
         names = tuple(_their_names(module)) if is_theirs else _names(getattr(module, "pp_plan", ()))
     if names:
         return _at_the_list(module, names, place, f"the pp_plan of {name}")
-    blocks = tuple(blocks_of(module, spec.model.blocks))
-    if not blocks:
+    if not (blocks := tuple(blocks_of(module, spec.model.blocks))):
         finding = f"{name} has no list of layers that stages could be cut from"
         raise refused("mesh.pp", finding, f"give the module an attribute {_ATTRIBUTE}; or no pp")
     return _Layers(place, f"the blocks of {name}", blocks)

@@ -299,8 +299,7 @@ def _buffers(module: nn.Module) -> list[NamedTensor]:
 def kept_buffers(module: nn.Module, folder: str) -> dict[str, Tensor]:
     """Return the buffers that a folder has of a module, by name, whether the module has values or
     not. They are given to the module. Raises SpecError as ModuleWeights."""
-    buffers = _buffers(module)
-    if not buffers:
+    if not (buffers := _buffers(module)):
         return {}
     for (name, *_), tensor in buffers:
         owner, _, leaf = name.rpartition(".")

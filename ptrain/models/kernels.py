@@ -140,8 +140,7 @@ class _Kernels(OperatorMode):
         query, key = args[:2]
         call = _call(query, key, drops=self.drops)
         is_masked = kwargs.get("attn_mask") is not None
-        kept_by = self.keeping(call)
-        if kept_by is None or is_masked:
+        if (kept_by := self.keeping(call)) is None or is_masked:
             words = ("a mask" * is_masked, "fewer heads of keys" * call.is_grouped)
             self._note(query, " and ".join(filter(None, words)))
             return result

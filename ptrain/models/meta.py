@@ -199,8 +199,7 @@ def materialize_built_on_meta(module: nn.Module, function: UserFunction) -> None
         SpecError: The initialization raises, or leaves a tensor without values.
     """
     device = torch.get_default_device()
-    empty = _allocate_meta_tensors(module, device)
-    if not empty:
+    if not (empty := _allocate_meta_tensors(module, device)):
         return
     given = ", whose model was built on meta and initialized itself,"
     with boundary(lambda error: raised(function, error, given)), WrittenStorages() as seen:

@@ -88,8 +88,7 @@ def cutting_of_module(module: nn.Module, spec: Spec) -> tuple[Roles, Fusions]:
 
 
 def _blocks(module: nn.Module, place: str, spec: Spec) -> list[str]:
-    names = blocks_of(module, spec.model.blocks)
-    if not names:
+    if not (names := blocks_of(module, spec.model.blocks)):
         finding = "it has no list of blocks, between which a rank would have its tokens alone"
         raise refused(place, finding, "write model.blocks, or placement.tp.activations=R")
     return names

@@ -216,8 +216,7 @@ def sizes_of(function: Any, args: Any, kwargs: Any, result: Any) -> list[Operato
         return [OperatorSizes(OperatorKind.PRODUCT, dtype, dims) for dims in of_products]
     if name.startswith(_ATTENTION) and "attention" in name:
         return [_attention(function, name, args, kwargs)]
-    moved = [*_moved(function, name, args, kwargs, result)]
-    if not moved:
+    if not (moved := [*_moved(function, name, args, kwargs, result)]):
         return [VIEW]
     is_drawn = torch.Tag.nondeterministic_seeded in function.tags
     kind = OperatorKind.DRAW if is_drawn else kind_of(name)

@@ -108,8 +108,7 @@ def _throughput_reasons(derivation: Derivation) -> Iterator[str]:
 
 def _bubble(spec: Spec) -> str:
     """Return how long a pipeline waits if stages are equal; empty without one."""
-    pipeline = pipeline_of(spec)
-    if pipeline is None:
+    if (pipeline := pipeline_of(spec)) is None:
         return ""
     simulation = simulate(schedule_of(spec))
     return (
@@ -219,8 +218,7 @@ def _cuts(factor: Factor) -> bool:
 def _waits(derivation: Derivation, *axes: Axis, is_of_states: bool = False) -> str:
     """Return how much of a step waits for what moves over the axes; empty where no rates say it.
     What moves over axes of tokens alone is attention's more than that of states."""
-    step = derivation.exact.step
-    if step is None:
+    if (step := derivation.exact.step) is None:
         return ""
     names = {axis.value for axis in axes}
     waited = sum(
@@ -345,8 +343,7 @@ def _on_number(
 def _by_number(chooser: Chooser) -> Iterator[tuple[int, Ranked]]:
     """The best on each number of devices on which something fits."""
     for number in numbers(chooser.job.devices):
-        row = chooser.on(number).first()
-        if row is not None:
+        if (row := chooser.on(number).first()) is not None:
             yield number, row
 
 
@@ -480,16 +477,14 @@ class Chooser(Deriver):
 
     def _lost(self, best: Ranked) -> Iterator[Lost]:
         for known in KNOWN:
-            where = known.where(self.job.devices)
-            if where is None:
+            if (where := known.where(self.job.devices)) is None:
                 continue
             yield self._like(known.name, where, best)
         yield self._by_algorithm1(best)
 
     def _least(self, result: SearchResult) -> Ranked | None:
         """The exact figures of what needs least by closed form."""
-        least = result.counts.least
-        if least is None:
+        if (least := result.counts.least) is None:
             return None
         peak, candidate = least
         return self.exactly(Scored(candidate=candidate, peak=peak, seconds=0.0))
@@ -507,8 +502,7 @@ class Chooser(Deriver):
                 yield Remedy(change=rule.change, fitting=row)
         devices = 2 * self.job.devices
         while devices <= _MOST_DEVICES:
-            row = self.on(devices).first()
-            if row is not None:
+            if (row := self.on(devices).first()) is not None:
                 yield Remedy(change=f"--devices {devices}", fitting=row)
                 return
             devices *= 2

@@ -236,8 +236,7 @@ def _ends(place: Place, passes: Passes, block: int, half: int) -> EndsActivity:
         begun=head.net,
         end_rise=end.rise,
     )
-    inputs = passes.items.get(Kind.INPUT)
-    if not inputs:
+    if not (inputs := passes.items.get(Kind.INPUT)):
         return ends
     begun, _, _ = _parted(inputs, Kind.INPUT)
     given = -passes.output if place is Place.LAST else passes.output
@@ -430,8 +429,7 @@ def _seconds(clock: Clock, work: PassWork, hook: Hook) -> float:
 
 def nodes_of(spec: Spec, ranks: int, stride: int = 1) -> int:
     """Return on how many nodes a group of so many ranks is, each `stride` behind the one before."""
-    cluster = spec.cluster
-    if cluster is None:
+    if (cluster := spec.cluster) is None:
         return 1
     on_node = max(1, cluster.devices_per_node // stride)
     return max(1, -(-ranks // on_node))

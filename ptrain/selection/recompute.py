@@ -95,8 +95,7 @@ def _within(spec: Spec, budget: int) -> Spec:
         if not (is_tabulated(candidate) and is_sound(candidate)):
             continue
         _require_claimed(candidate)
-        peak = derive(candidate).exact.peak_bytes()
-        if peak is None:
+        if (peak := derive(candidate).exact.peak_bytes()) is None:
             continue
         if peak <= budget:
             return candidate

@@ -412,8 +412,7 @@ class Search:
 
     def _are_admitted(self, axes: tuple[Axis, ...], degrees: tuple[int, ...]) -> bool:
         """Whether degrees obey what is asked of ranks, whatever is done with them."""
-        first = next(iter(self.choices[axes]), None)
-        if first is None:
+        if (first := next(iter(self.choices[axes]), None)) is None:
             return False
         factors = zip(first.factors, degrees, strict=True)
         sized = replace(first, factors=tuple(f._replace(degree=d) for f, d in factors))

@@ -155,8 +155,7 @@ class Legality:
         """Of a schedule with so many micro-batches, of whole layers and no copies."""
         batch = _batch(self.base, micro_batches, 1)
         kind = ("pipeline", choice.factors, choice.changes)
-        opened = self.open_specs.get(kind)
-        if opened is None:
+        if (opened := self.open_specs.get(kind)) is None:
             opened = OpenSpec.of(chosen(self.base, (choice,), batch), _NUMBERS)
             self.open_specs[kind] = opened
         return opened.is_sound(batch=batch)
@@ -167,8 +166,7 @@ class Legality:
         """Of how blocks are cut and kept, of one sample or `several`; false too where no table
         tells what that allocates on the devices."""
         kind = ("within", choices, through)
-        opened = self.open_specs.get(kind)
-        if opened is None:
+        if (opened := self.open_specs.get(kind)) is None:
             tall = self._tall((THROUGH[through], *choices), _ENOUGH)
             opened = OpenSpec.of(tall, ("activations", *_NUMBERS))
             self.open_specs[kind] = opened

@@ -72,8 +72,7 @@ class Constraint:
 
 def parse(text: str) -> Constraint:
     """Return the constraint that is written. Raises SpecError for what is none."""
-    match = _FORM.fullmatch(text)
-    if match is None:
+    if (match := _FORM.fullmatch(text)) is None:
         raise refused(FLAG, f"{text!r} is no constraint", "write NAME<=VALUE, as in tp<=8")
     name, compare, bound = match.groups()
     name = NAMES.get(name, name)

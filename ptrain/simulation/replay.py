@@ -238,8 +238,7 @@ class ThreeRuns(Generic[Token]):
     def _next(self, places: _Places) -> Iterator[Piece]:
         """What may come next: as long as all go on alike, all of that; else what repeats, or one
         event that grows."""
-        common = self._common(places)
-        if common:
+        if common := self._common(places):
             yield Piece(places, common, repeats=False)
             return
         (first, second, third), (here, there, beyond) = self.words, places
@@ -303,8 +302,7 @@ def repeated_calls(
         is_by_the_rule = all(call.sent_bytes == sent(call) for call in calls)
         return is_one_kind and is_by_the_rule and _is_even([call.payload_bytes for call in calls])
 
-    pieces = ThreeRuns(runs, grows).pieces()
-    if pieces is None:
+    if (pieces := ThreeRuns(runs, grows).pieces()) is None:
         return None
     calls = []
     for (run, place), (later, there), *_ in _written(pieces, times):
@@ -343,8 +341,7 @@ def repeated_storages(streams: Sequence[MemoryStream], times: int) -> MemoryStre
     """Return what comes and goes in a run with `times` blocks more than the first of three; None
     where no piece that repeats explains these, or nobody can say which storage goes when."""
     runs = _nameless([(*stream.resident, _STEP_BEGINS, *stream.events) for stream in streams])
-    pieces = ThreeRuns(runs, _grows).pieces()
-    if pieces is None:
+    if (pieces := ThreeRuns(runs, _grows).pieces()) is None:
         return None
     seen = ([runs[run][place] for run, place in places] for places in _written(pieces, times))
     try:

@@ -155,8 +155,7 @@ def _doubt(
 ) -> str:
     """Return why what the layers did does not say what the model allocates of other samples; empty
     where it allocates the same of all that there are to try."""
-    samples = further()
-    if not samples:
+    if not (samples := further()):
         return f"{_READS_VALUES}, and it has no nn.Embedding that says which other tokens to try"
     expected = layers.own_timeline
     try:
@@ -514,8 +513,7 @@ class _ChunkedLoss(_Loss):
 
 @contextmanager
 def _loss_of(model: nn.Module, spec: Spec) -> Iterator[_Loss]:
-    step = chunked_loss(spec)
-    if step is None:
+    if (step := chunked_loss(spec)) is None:
         yield (_UserLoss if spec.loss.user_function else _Loss)(model, spec)
         return
     inside, head = LossInside(step), head_of(model, spec)

@@ -138,8 +138,7 @@ class TracedLayers:
 
     def work(self, layers: Names) -> WorkByKind | None:
         """Return what the layers compute, as `work_of` does."""
-        own = self._own_work
-        if own is None:
+        if (own := self._own_work) is None:
             return None
         return own._replace(order=tuple(_of_all(own.order, len(layers))))
 

@@ -146,8 +146,7 @@ class Recorder(Ledger):
         tensors is awaited at once, and not where a run awaits it: there the first operator tells
         that reads it."""
         for key in [storage_of(tensor)._cdata for tensor in tensors_of(given)]:
-            number = self._under_way.get(key)
-            if number is None:
+            if (number := self._under_way.get(key)) is None:
                 continue
             beside = len(self._works) - 1 - number
             place, work = self._works[number]

@@ -218,8 +218,7 @@ def _unsealed(folder: Path) -> tuple[bytes, bool]:
         text = (folder / NAME).read_bytes()
     except OSError as error:
         raise PtrainError(f"checkpoint {folder}: no readable {NAME}: {error}") from error
-    parts = _SEALED.fullmatch(text)
-    if parts is None:
+    if (parts := _SEALED.fullmatch(text)) is None:
         return text, False
     content, seal = parts[1] + b"\n}", parts[2].decode()
     if _seal(content) != seal:

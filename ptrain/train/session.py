@@ -309,8 +309,7 @@ class Predictions:
 
 
 def _of_run(derivation: Derivation, probe: Probe, routing: RoutingLog) -> Predictions:
-    histogram = routing.counted.get(probe.steady)
-    if histogram is None:
+    if (histogram := routing.counted.get(probe.steady)) is None:
         return Predictions(derivation=derivation)
     counted = by_counts(derivation, histogram, probe.steady + 1)
     return Predictions(derivation=derivation, counted=counted)

@@ -27,8 +27,7 @@ _SECTION = "context"
 
 
 def _sizes(spec: Spec, devices: int, written: Written) -> Iterator[int]:
-    degree = written.degree(Axis.CP)
-    if degree is not None:
+    if (degree := written.degree(Axis.CP)) is not None:
         yield from (degree,) if devices % degree == 0 else ()
         return
     tokens = spec.batch.sequence

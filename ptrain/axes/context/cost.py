@@ -27,8 +27,7 @@ def sent(
     """Yield what layers whose activations are `kept` so send over cp in a step; one that is
     computed again sends again, but for what arrived and is kept. `own`: the heads of each, of a
     model that is not built in."""
-    step = plan.context
-    if step is None:
+    if (step := plan.context) is None:
         return
     times = plan.accumulate.micro_batches
     yield from _documents(spec, step, times)

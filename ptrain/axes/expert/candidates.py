@@ -20,8 +20,7 @@ _COPIES = Placement(parameters=R, optimizer=R, gradients=R)
 
 
 def _sizes(spec: Spec, devices: int, written: Written) -> Iterator[int]:
-    degree = written.degree(Axis.EP)
-    if degree is not None:
+    if (degree := written.degree(Axis.EP)) is not None:
         yield from (degree,) if devices % degree == 0 else ()
         return
     shape = spec.model

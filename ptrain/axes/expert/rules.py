@@ -138,8 +138,7 @@ def _by_groups(spec: Spec) -> Iterator[Fault]:
     model = spec.model
     if factor_of(spec) is None or not isinstance(model, HuggingFaceModel):
         return
-    written = model.config.get(_IMPLEMENTATION)
-    if written not in (None, _GROUPED):
+    if (written := model.config.get(_IMPLEMENTATION)) not in (None, _GROUPED):
         yield Fault(
             place=f"model.config.{_IMPLEMENTATION}",
             finding=f"{written}: on ep the rows that a rank's experts get are multiplied group by "

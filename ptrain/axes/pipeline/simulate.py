@@ -149,8 +149,7 @@ class _Simulation:
             step = order[len(spans)]
             start = spans[-1].end if spans else 0
             for need in needs_of(step):
-                arrival = self._arrival(need, rank)
-                if arrival is None:
+                if (arrival := self._arrival(need, rank)) is None:
                     waiting[need].append(rank)
                     return woken
                 start = max(arrival, start)

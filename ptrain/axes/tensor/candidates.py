@@ -21,8 +21,7 @@ _TUPLES = tuple(
 def _sizes(spec: Spec, devices: int, written: Written) -> Iterator[int]:
     """Those within a node: every operator of a block waits for what they send. More where it is
     written."""
-    degree = written.degree(Axis.TP)
-    if degree is not None:
+    if (degree := written.degree(Axis.TP)) is not None:
         yield from (degree,) if devices % degree == 0 else ()
         return
     cluster, shape = spec.cluster, spec.model

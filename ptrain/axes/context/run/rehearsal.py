@@ -282,8 +282,7 @@ def require_slices(model: nn.Module, spec: Spec, attending: Attending | None) ->
     """Raises SpecError for a model that is not on slices of the tokens what it is on all, and for
     heads that Ulysses cannot divide. Costs forward passes of a few tokens: two of the whole, and
     one for each of two ranks. On fake tensors, which have no values, nothing is compared."""
-    step = context_of(spec)
-    if step is None or attending is None:
+    if (step := context_of(spec)) is None or attending is None:
         return
     _require_heads(spec, attending)
     _require_plain(model, spec, attending)
@@ -430,8 +429,7 @@ class _Rehearsal:
             raise self._departs(spans, self.name, "gives other logits")
 
     def _replayed(self, spans: Spans, module: str, call: AttendingCall) -> Tensor:
-        before = self.whole.get(module)
-        if before is None or call.fault:
+        if (before := self.whole.get(module)) is None or call.fault:
             raise self._departs(spans, module, call.fault or "attends, which it did not")
         for what in ("query", "key", "value"):
             given = _taken(getattr(before.call, what), spans, _OF_HEADS)

@@ -144,8 +144,7 @@ class FlatTensors:
 
     def rows(self, tensor: torch.Tensor) -> torch.Tensor:
         """A whole tensor as a checkpoint wants it: cut over the ranks that keep shards of it."""
-        axes = self.buffer_cuts.axes
-        if not axes:
+        if not (axes := self.buffer_cuts.axes):
             return tensor.clone()
         return distribute_rows(tensor, self.mesh.submesh(axes))
 
@@ -218,8 +217,7 @@ class FlatTarget(ShardTarget[torch.Tensor]):
 
     def views(self) -> Iterable[CutView]:
         gradients, cutting = self.unit.gradients, self.unit.cutting_axes
-        held = gradients.kept
-        if held is None:
+        if (held := gradients.kept) is None:
             return []
         runs = self.unit.parameters.cut_runs(gradients.now)
         return [(cutting if is_cut else (), held[start:end]) for start, end, is_cut in runs]

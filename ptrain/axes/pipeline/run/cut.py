@@ -348,7 +348,8 @@ def require_alike(model: nn.Module, stages: Sequence[Stage], chain: Chain, spec:
     samples = probe(model, spec)
     forward = partial(objective_of(spec.loss).forward, samples=samples)
     with torch.no_grad(), forked(), without_dropout(model):
-        with in_mode(model, training=not _draws(model, forward)):
+        draws = _draws(model, forward)
+        with in_mode(model, training=not draws):
             with copied_buffers(model):
                 whole = forward(model)
                 written = {name: buffer.clone() for name, buffer in model.named_buffers()}

@@ -117,8 +117,7 @@ class FusedOrder:
     def held_features(self, path: str, whole: torch.Tensor) -> torch.Tensor:
         """Return what a module gives, with the features of a fused projection in the order of the
         ranks."""
-        lengths = self._lengths(f"{path}.weight")
-        if not lengths:
+        if not (lengths := self._lengths(f"{path}.weight")):
             return whole
         order = torch.tensor(held_order(lengths, self.degree), device=whole.device)
         return whole.index_select(-1, order)
