@@ -359,8 +359,7 @@ def _cut_product(bench: Bench, sheet: RateSheet, points: Points) -> None:
     models = ParameterWrap(cut, ((ROOT,),)), ParameterWrap(plain, ((ROOT,),))
     _warm_up(bench, models)
     excess = sum(_excess(bench, points.rounds, models, mesh).values())
-    products = points.units * _LINEARS * _PRODUCTS
-    sheet.note("hooks", Hook.CUT_PRODUCT, seconds=excess / products)
+    sheet.note("hooks", Hook.CUT_PRODUCT, seconds=excess / (points.units * _LINEARS * _PRODUCTS))
 
 
 _HIDDEN = 16  # so few features that operators compute next to nothing

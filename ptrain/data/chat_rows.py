@@ -218,9 +218,8 @@ class ChatTemplate:
 
     def _rendered(self, chat: Chat, number: int, *, is_ready: bool = False) -> str:
         """Return the text of the first messages; if it `is_ready`, for an answer."""
-        messages = chat.messages[:number]
         text: str = self._tokenizer.apply_chat_template(
-            messages, tools=chat.tools, tokenize=False, add_generation_prompt=is_ready
+            chat.messages[:number], tools=chat.tools, tokenize=False, add_generation_prompt=is_ready
         )
         return text
 
@@ -352,8 +351,7 @@ def tokenize_chats(
     how = [packing.sequence, packing.is_packed, named]
     request = [*requested(texts, out, template.path), template.text, how, field]
     arrays = {out: ((width,), dtype), mask_beside(out): ((width,), np.uint8)}
-    files = TokenFiles(arrays=arrays, request=request, tokenizer=template.path)
-    return files.write(encoded, tell)
+    return TokenFiles(arrays=arrays, request=request, tokenizer=template.path).write(encoded, tell)
 
 
 def _named(template: ChatTemplate, packing: ChatPacking) -> int | None:
@@ -430,8 +428,7 @@ def _nothing(place: str, done: TokenizingProgress) -> PtrainError:
         finding = f"none of {done.documents} chats has an answer that fits"
         return refused(place, finding, "write a longer --sequence")
     finding = f"none of {done.documents} chats has a message of {ANSWERS!r} behind another"
-    remedy = f"give chats in which the role of who answers is {ANSWERS!r}"
-    return refused(place, finding, remedy)
+    return refused(place, finding, f"give chats in which the role of who answers is {ANSWERS!r}")
 
 
 def _rows(

@@ -304,9 +304,8 @@ class UserSamples:
     ) -> DatasetBatch:
         """Return the items at these places, collated."""
         first = 0 if split is Split.TRAIN else self._num_train
-        samples = self._dataset.read([first + place for place in places])
         return DatasetBatch(
-            samples=in_dtype_of(spec, samples),
+            samples=in_dtype_of(spec, self._dataset.read([first + place for place in places])),
             global_samples=spec.batch.global_samples,
             sample_ids=sample_ids,
         )

@@ -341,8 +341,7 @@ class TokenFiles:
             if origin := origin_of(self.tokenizer):
                 write_origin(out, origin)
         except OSError as error:
-            remedy = "choose another --out"
-            raise refused(str(out), error.strerror or str(error), remedy) from error
+            raise refused(str(out), error.strerror or str(error), "choose another --out") from error
         except PtrainError:  # other texts will be given: nothing of these can be gone on with
             for path in (*parts, notes):
                 path.unlink(missing_ok=True)
@@ -425,8 +424,7 @@ def batches(
         remaining = islice(read(text), first, None)
         while batch := [*islice(remaining, DOCUMENTS)]:
             first += len(batch)
-            documents_done = done.documents + len(batch)
-            done = replace(done, files=number, in_file=first, documents=documents_done)
+            done = replace(done, files=number, in_file=first, documents=done.documents + len(batch))
             yield batch, done
     if not done.documents:
         raise refused(str(texts[0]), "there is no document", "give files that have some")

@@ -99,8 +99,7 @@ def size_of(words: Mapping[str, int]) -> int:
 
 
 def _unread(path: Path, error: BaseException) -> Fault:
-    finding = f"{path} is no tokenizer: {error}"
-    return Fault(place=_PLACE, finding=finding, remedy=f"name a {FILE}")
+    return Fault(place=_PLACE, finding=f"{path} is no tokenizer: {error}", remedy=f"name a {FILE}")
 
 
 def _end_beside(path: Path) -> str | None:

@@ -459,8 +459,7 @@ class Clock:
 
     def step_time(self) -> StepTime:
         """Return a step that is over."""
-        rows = self.rows()
-        return StepTime(rows=with_launches(rows, self.launches), assumed=self.assumed)
+        return StepTime(rows=with_launches(self.rows(), self.launches), assumed=self.assumed)
 
     def rows(self) -> tuple[TimeRow, ...]:
         """Return what was spent up to now, as if the host had been ahead of it."""

@@ -508,8 +508,7 @@ def by_counts(derivation: Derivation, histogram: Histogram, step: int) -> Estima
     assumes; None where it assumes nothing of where tokens go."""
     if not derivation.exact.assumed:
         return None
-    spec = derivation.spec.but(routing=histogram)
-    exact = derive(spec, derivation.facts, is_timed=False).exact
+    exact = derive(derivation.spec.but(routing=histogram), derivation.facts, is_timed=False).exact
     why = f"by where the run's routers sent tokens in step {step}, counted on every rank"
     return replace(
         exact,

@@ -421,8 +421,7 @@ class Flat:
             return [[ghost.numel for ghost, times in kept if ghost for _ in range(times)]]
         step = self.scene.plan.clip
         if step is not None and step.axes:
-            size = max(SCALE_BYTES, self.scene.plan.update.layout.gradients.itemsize)
-            self.tape.spike(size)
+            self.tape.spike(max(SCALE_BYTES, self.scene.plan.update.layout.gradients.itemsize))
         return None
 
     def _counted(self) -> Iterator[tuple[UnitState[Ghost], int]]:

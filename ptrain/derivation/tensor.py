@@ -343,8 +343,7 @@ class _Operators:
             if name == "weight":
                 for role in self._modules.roles(module):
                     stored = _STORED.get(role, role)
-                    shape = tensor.shape if stored is role else tensor.shape[::-1]
-                    weights[stored][module] = shape
+                    weights[stored][module] = tensor.shape if stored is role else tensor.shape[::-1]
         return weights
 
     def _alone(self, columns: dict[str, int], inputs: dict[str, int]) -> dict[str, int]:

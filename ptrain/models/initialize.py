@@ -99,8 +99,7 @@ class StoredRows:
         if tensor.shape == self.shape:
             return tensor
         count = math.prod(self.shape[:-1])
-        rows = tensor.view(-1, tensor.shape[-1])[self.first : self.first + count]
-        return rows.view(self.shape)
+        return tensor.view(-1, tensor.shape[-1])[self.first : self.first + count].view(self.shape)
 
     def pieces(self, shape: Sequence[int], window: Window, part: Tensor) -> Iterator[StoredPiece]:
         """Yield what `part`, this window of ours in a `shape`, takes of theirs."""
@@ -292,8 +291,7 @@ def holds_buffers(module: nn.Module) -> bool:
 
 
 def _buffers(module: nn.Module) -> list[NamedTensor]:
-    tensors = named_tensors(module)
-    return [named for named in tensors if not isinstance(named.tensor, nn.Parameter)]
+    return [named for named in named_tensors(module) if not isinstance(named.tensor, nn.Parameter)]
 
 
 def kept_buffers(module: nn.Module, folder: str) -> dict[str, Tensor]:

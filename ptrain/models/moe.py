@@ -273,8 +273,7 @@ class Balance(nn.Module):
         if self.shape.aux_loss:
             losses.append(self.shape.aux_loss * self._unevenness(scores_BTE, chosen_BTK))
         if self.shape.z_loss:  # Zoph et al. 2022 (arXiv:2202.08906), equation 5
-            squares_BT = logits_BTE.logsumexp(-1).square()
-            losses.append(self.shape.z_loss * squares_BT.mean(1).sum())
+            losses.append(self.shape.z_loss * logits_BTE.logsumexp(-1).square().mean(1).sum())
         return losses[0] if len(losses) == 1 else losses[0] + losses[1]
 
     def _unevenness(self, scores_BTE: Tensor, chosen_BTK: Tensor) -> Tensor:
@@ -547,8 +546,7 @@ class MoE(nn.Module):
         if (shared := self.shared) is not None:
             journey.compute_beside(lambda: shared(x_BTC))
         if self.places is None:
-            num_experts = self.experts.num_experts
-            rows_NKC = dropless(x_NC, chosen_NK, num_experts, journey, self.experts)
+            rows_NKC = dropless(x_NC, chosen_NK, self.experts.num_experts, journey, self.experts)
         else:
             places_NK = self.places(chosen_NK.unflatten(0, x_BTC.shape[:2]))
             num_places = self.places.number(*x_BTC.shape[:2])

@@ -78,8 +78,7 @@ class OnePass:
         buffers are left as they were."""
         copies = {name: buffer.clone() for name, buffer in self._module.named_buffers()}
         if self._spec.loss.step is None:
-            call = torch.func.functional_call
-            yield partial(call, self._module, copies, (self.samples.inputs,))
+            yield partial(torch.func.functional_call, self._module, copies, (self.samples.inputs,))
             return
         try:
             yield partial(objective_of(self._spec.loss).run, self._module, self.samples)

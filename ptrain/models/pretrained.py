@@ -515,8 +515,7 @@ class PretrainedWeights:
         there = self._folder.shapes.get(name, expected)
         if there[1:] == expected[1:] and there[0] < expected[0]:
             finding = f"it has {there[0]} positions, and a sample {expected[0]} tokens"
-            remedy = f"write batch.sequence={there[0]} or less"
-            raise _wrong(self._folder.folder, finding, remedy)
+            raise _wrong(self._folder.folder, finding, f"write batch.sequence={there[0]} or less")
         return (*there[:1], *expected[1:])
 
 
@@ -537,8 +536,7 @@ def weights_of(shape: ModelShape) -> PretrainedWeights:
 
 def require_weights(module: nn.Module, shape: ModelShape) -> None:
     """Raises SpecError unless a shape's folder has what `module` needs, and nothing else."""
-    parameters = {name: tuple(p.shape) for name, p in module.named_parameters()}
-    weights_of(shape).require(parameters)
+    weights_of(shape).require({name: tuple(p.shape) for name, p in module.named_parameters()})
 
 
 def _safetensors() -> Any:

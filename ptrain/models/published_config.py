@@ -347,8 +347,7 @@ def _unknown(kind: Any, known: tuple[str, ...], fields: Iterable[str]) -> Iterat
             yield _fault(field, f"{field} is given by {by}, not by the config", remedy)
         elif field not in known and field != EXPERTS:
             near = near_word(field, known)
-            finding = f"{kind.__name__} has no field {field!r}"
-            yield _fault(field, finding, near or _some(known))
+            yield _fault(field, f"{kind.__name__} has no field {field!r}", near or _some(known))
 
 
 def _fault(field: str, finding: str, remedy: str) -> Fault:

@@ -254,8 +254,7 @@ def _head(module: nn.Module) -> nn.Module | None:
 def _shown(module: nn.Module) -> str:
     """The names of its layers, once for all blocks."""
     names = [name for name, child in module.named_modules() if isinstance(child, _LAYERS)]
-    patterns = dict.fromkeys(map(in_any_block, names))
-    return ", ".join(patterns) or "no linear layer and no embedding"
+    return ", ".join(dict.fromkeys(map(in_any_block, names))) or "no linear layer and no embedding"
 
 
 _LAYERS = (nn.Linear, nn.Embedding)

@@ -339,8 +339,7 @@ class Follower(Ledger):
                 finding += f"whole, in the forward of {where or 'the model'}: "
                 finding += "no row stands between"
                 column = in_any_block(slices[0])
-                remedy = f"give the layer behind {column} the role row, or {column} none"
-                self._say(finding, remedy)
+                self._say(finding, f"give the layer behind {column} the role row, or {column} none")
 
     def _judge_count(self, read: list[int]) -> None:
         """What a module is given that counts features is narrower than that on a rank."""

@@ -358,8 +358,7 @@ class Transformer(nn.Module):
         self.norm = norm_of(shape, shape.hidden)
         self.head = None if shape.tied else self.new_head()
         for name, sizes in tables_of(shape, sequence).items():
-            empty = torch.empty(*sizes, dtype=torch.float32)
-            self.register_buffer(name, empty, persistent=False)
+            self.register_buffer(name, torch.empty(*sizes, dtype=torch.float32), persistent=False)
         self.reset_buffers()
 
     def new_head(self, **where: Any) -> nn.Linear:

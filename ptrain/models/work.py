@@ -300,8 +300,7 @@ def _written(function: Any, args: Any, kwargs: Any) -> list[Tensor]:
     written: list[Tensor] = []
     for place, argument in enumerate(function._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[place] if place < len(args) else kwargs.get(argument.name)
-            written += tensors_of(value)
+            written += tensors_of(args[place] if place < len(args) else kwargs.get(argument.name))
     return written
 
 

@@ -306,8 +306,7 @@ class Deriver:
                 yield candidate
 
     def _is_within(self, closed: Scored) -> bool:
-        room = self.search.task.room
-        return closed.peak <= room and self._holds(closed.peak, closed.seconds)
+        return closed.peak <= self.search.task.room and self._holds(closed.peak, closed.seconds)
 
     def _obeys(self, row: Ranked) -> bool:
         return self._holds(float(row.peak_bytes), row.seconds)
@@ -326,5 +325,4 @@ def played_as(candidate: Candidate, spec: Spec) -> Candidate:
         return candidate
     sync = replace(spec.sync, gradients=GradientSync.EVERY)
     others = [change for change in candidate.data.changes if change[0] != "sync"]
-    data = replace(candidate.data, changes=(*others, ("sync", sync)))
-    return replace(candidate, data=data)
+    return replace(candidate, data=replace(candidate.data, changes=(*others, ("sync", sync))))

@@ -199,8 +199,7 @@ class PipelineFlows:
 
     def places(self, flows: Sequence[PipelineFlow]) -> Array:
         """Return what the ranks have, flow by flow: of each field of `Places` an array."""
-        table = numpy().array([self._rows(flow) for flow in flows], dtype=float)
-        return table.transpose(2, 0, 1)
+        return numpy().array([self._rows(flow) for flow in flows], dtype=float).transpose(2, 0, 1)
 
     def _rows(self, flow: PipelineFlow) -> list[Row]:
         if flow.shape not in self.rows:

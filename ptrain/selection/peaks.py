@@ -67,8 +67,7 @@ class MomentRow(NamedTuple):
         """Return its fields in a row, with those that have a number for each place."""
         fields: tuple[Any, ...] = self
         at = _FIRST_BY_PLACE
-        after = fields[at + len(_BY_PLACE) :]
-        return [*fields[:at], *self.chunks, *self.waiting, *self.on, *after]
+        return [*fields[:at], *self.chunks, *self.waiting, *self.on, *fields[at + len(_BY_PLACE) :]]
 
     @property
     def kind(self) -> tuple[object, ...]:

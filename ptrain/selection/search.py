@@ -302,8 +302,7 @@ class Search:
         several."""
         key = (inner.number, id(kept), through, several)
         if key not in self.cuttable:
-            within = self.legality.within(inner.within, kept, through, several=several)
-            self.cuttable[key] = within
+            self.cuttable[key] = self.legality.within(inner.within, kept, through, several=several)
         return self.cuttable[key]
 
     @property
@@ -405,8 +404,7 @@ class Search:
                 ways = self._ways(axes, inner, through, many=many)
                 indices = self._indices(ways, degrees, inner, units)
                 if len(indices):
-                    columns = self._columns(ways, degrees, inner, layers)
-                    parts.append((ways, own, indices, columns))
+                    parts.append((ways, own, indices, self._columns(ways, degrees, inner, layers)))
         self.tables[key] = DataTable(parts)
         return self.tables[key]
 

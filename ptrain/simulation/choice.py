@@ -67,5 +67,4 @@ def _rank(text: str, world_size: int) -> int:
     if text.isascii() and text.isdigit() and int(text) < world_size:
         return int(text)
     finding = f"{text!r} is no rank of a mesh of {world_size}"
-    remedy = f"give a number from 0 to {world_size - 1}, or {ALL_DISTINCT}"
-    raise refused("--rank", finding, remedy)
+    raise refused("--rank", finding, f"give a number from 0 to {world_size - 1}, or {ALL_DISTINCT}")

@@ -152,8 +152,7 @@ def grouped(computed: Computed) -> list[WorkGroup]:
         place, what = groups[number][0]
         if place not in awaited:
             return WorkGroup(what, times=len(groups[number]))
-        behind = number_of.get(awaited[place], len(groups))
-        return WorkGroup(what, beside=behind - number - 1)
+        return WorkGroup(what, beside=number_of.get(awaited[place], len(groups)) - number - 1)
 
     return [merged(number) for number in range(len(groups))]
 

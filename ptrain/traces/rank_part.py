@@ -354,8 +354,7 @@ class RankPart:
             for halves in (False, True) if in_halves else (False,):
                 run = partial(record_stage, stage, in_halves=halves)
                 learn = partial(record_stage, short, in_halves=halves)
-                few = partial(only, part, alike, taught)
-                recordings.append(self._when_learnt(run, learn, few))
+                recordings.append(self._when_learnt(run, learn, partial(only, part, alike, taught)))
                 runs.append(run)
             for change in changes:
                 change(part)

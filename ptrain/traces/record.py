@@ -154,8 +154,7 @@ class Recorder(Ledger):
             if is_awaited and not beside and work.what.is_hop:
                 self._under_way |= {storage_of(own)._cdata: number for own in tensors_of(result)}
                 continue
-            what = replace(work.what, beside=beside)
-            self._works[number] = place, replace(work, what=what)
+            self._works[number] = place, replace(work, what=replace(work.what, beside=beside))
             self._under_way = {own: n for own, n in self._under_way.items() if n != number}
 
     def _when(self) -> When:
@@ -318,8 +317,7 @@ class Marker:
         for name, parameter in model.named_parameters():
             if not parameter.requires_grad:
                 continue
-            hook = parameter.register_post_accumulate_grad_hook(self._complete(name))
-            self._handles.append(hook)
+            self._handles.append(parameter.register_post_accumulate_grad_hook(self._complete(name)))
 
     def remove(self) -> None:
         """Takes the hooks off the model."""
@@ -489,8 +487,7 @@ class _MicroBatch:
 
     def forward(self) -> None:
         with self.stage.around():
-            is_last = self.stage.loss is not None
-            model = CalledOnce(self.stage.module, self.hidden, is_last=is_last)
+            model = CalledOnce(self.stage.module, self.hidden, is_last=self.stage.loss is not None)
             self.output = apart(run_stage(model, self.stage.forward))
         if self.stage.loss is not None:
             self.loss = self.stage.loss(self.output)

@@ -289,8 +289,7 @@ def _rows(traced: _StageTraces, stage: Stage, units: Units) -> dict[str, Any]:
         "work": encode(layers.work(stage.layers), WorkByKind | None),
     }
     if halves is not None:
-        timeline = to_timeline(_of_halves(halves))
-        rows["halves"] = encode(timeline._replace(saved=()), Timeline)
+        rows["halves"] = encode(to_timeline(_of_halves(halves))._replace(saved=()), Timeline)
     return rows | traced.formulas()
 
 
@@ -360,8 +359,7 @@ def _joined(stages: Sequence[WorkByKind]) -> WorkByKind:
         if place < len(stages) - 1:
             of_stage[-1] = of_stage[-1].then(model.behind)
         layers += of_stage
-    joined = ModelWork(front=first.front, layers=tuple(layers), behind=last.behind)
-    return WorkByKind.of(joined)
+    return WorkByKind.of(ModelWork(front=first.front, layers=tuple(layers), behind=last.behind))
 
 
 def _passes(rows: Mapping[str, Any], index: int, hidden: int) -> Passes:

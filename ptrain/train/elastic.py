@@ -63,8 +63,7 @@ def local_address(endpoint: str) -> str:
         try:
             probe.connect((address, port))
         except OSError as error:
-            finding = f"there is no way to it: {error.strerror or error}"
-            raise _refused(endpoint, finding) from error
+            raise _refused(endpoint, f"there is no way to it: {error.strerror or error}") from error
         return str(probe.getsockname()[0])
 
 

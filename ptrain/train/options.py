@@ -136,8 +136,7 @@ def from_arguments(arguments: argparse.Namespace) -> Options:
         if name in Options.__dataclass_fields__ and name not in ("spec", "overrides")
     }
     rest["resume"] = _resolved(arguments.resume)
-    spec = specs[0] if specs else names().default
-    return Options(spec=spec, overrides=tuple(overrides), **rest)
+    return Options(spec=specs[0] if specs else names().default, overrides=tuple(overrides), **rest)
 
 
 def _resolved(resume: str | None) -> str | None:

@@ -110,8 +110,7 @@ class Probe:
     def _watching(self, step: int) -> Iterator[None]:
         with ExitStack() as stack:
             if step + 1 in self._traced:
-                world = self._program.world
-                stack.enter_context(traced(self._folder.trace, step + 1, world))
+                stack.enter_context(traced(self._folder.trace, step + 1, self._program.world))
             measurement = (
                 stack.enter_context(measure(self._program)) if self.is_measured(step) else None
             )
@@ -157,8 +156,7 @@ class Probe:
     def _take_time(self, step: int, stopwatch: Stopwatch) -> None:
         rows = stopwatch.rows()
         for row in rows:
-            axes = "+".join(row.axes)
-            LOG.debug("step %d  waited for %s %.4f s", step + 1, axes, row.seconds)
+            LOG.debug("step %d  waited for %s %.4f s", step + 1, "+".join(row.axes), row.seconds)
         if step != self.steady + 1 or self.estimate is None:
             return
         undefined = dict(self.estimate.undefined)

@@ -144,8 +144,7 @@ class Sharded(InPlace):
             if times is None:
                 player.in_turn(self.wrapped.plan.accumulate.micro_batches)
             else:
-                gathers = times(self.step.sync, is_root=unit.is_root)
-                player.by_count(gathers, self._reductions)
+                player.by_count(times(self.step.sync, is_root=unit.is_root), self._reductions)
             yield from account.rows
 
     @property
@@ -212,6 +211,5 @@ class _Alone:
 
     def _reduce(self) -> None:
         for tensor in self.unit.trained:
-            size = tensor.numel * self.player.e_parameters
-            self.player.complete(Complete(tensor.name, size))
+            self.player.complete(Complete(tensor.name, tensor.numel * self.player.e_parameters))
         self.player.after_backward(0)

@@ -329,8 +329,7 @@ class Prefetch:
                 modules[-1].register_forward_hook(partial(_note, self._left, module)),
             ]
         if count:
-            root = members[-1][0]
-            self._hooks.append(root.register_forward_hook(lambda *_: self._settle()))
+            self._hooks.append(members[-1][0].register_forward_hook(lambda *_: self._settle()))
 
     def _settle(self) -> None:
         """The first forward pass is over."""

@@ -133,8 +133,7 @@ class FusedOrder:
             return
         dim = cut_dims(self.step, [(name, tuple(shape))])[name]
         first, count = window[dim]
-        places = held_order(lengths, self.degree)[first : first + count]
-        for start, size in _consecutive(places):
+        for start, size in _consecutive(held_order(lengths, self.degree)[first : first + count]):
             yield (*window[:dim], (start, size), *window[dim + 1 :]), part.narrow(dim, place, size)
             place += size
 
@@ -527,8 +526,7 @@ def _tie_again(model: nn.Module, tied: list[list[str]]) -> None:
         kept = model.get_parameter(first)
         for name in others:
             path, _, attribute = name.rpartition(".")
-            parameter = model.get_parameter(name)
-            is_cut = isinstance(parameter, DTensor), isinstance(kept, DTensor)
+            is_cut = isinstance(model.get_parameter(name), DTensor), isinstance(kept, DTensor)
             assert is_cut[0] is is_cut[1], f"{first} and {name} are one tensor, and one is cut"
             model.get_submodule(path).register_parameter(attribute, kept)
 
