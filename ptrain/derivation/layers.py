@@ -219,8 +219,7 @@ def _kept_part(part: int, setting: Setting, kind: Kind, kept: Kept, held: int) -
 def _kept(
     base: Sequence[Any], setting: Setting, kind: Kind, kept: Kept, held: int
 ) -> Sequence[Any]:
-    make_part = blocks.forward_part if kind is Kind.FORWARD else blocks.backward_part
-    return make_part(base, setting, kept, held=held)
+    return blocks.part_with(base, setting, kept, is_forward=kind is Kind.FORWARD, held=held)
 
 
 @cache

@@ -309,7 +309,7 @@ class PhaseWatch(OperatorMode):
         self._hook.remove()
 
     def _begins(self, module: nn.Module, args: object) -> None:
-        if not _is_backward():
+        if not is_in_backward():
             self._micro_batch += 1
             self._enter(Phase.FORWARD)
 
@@ -319,16 +319,12 @@ class PhaseWatch(OperatorMode):
             observer.phase(phase, 0 if phase is Phase.UPDATE else self._micro_batch)
 
     def operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if _is_backward():
+        if is_in_backward():
             if self._phase is Phase.FORWARD:
                 self._enter(Phase.BACKWARD)
         elif self._phase is Phase.BACKWARD:
             self._enter(Phase.UPDATE)
         return function(*args, **kwargs)
-
-
-def _is_backward() -> bool:
-    return is_in_backward()
 
 
 @contextmanager

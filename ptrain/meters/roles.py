@@ -131,19 +131,16 @@ class Finder(Ledger):
     def _roles(self) -> dict[int, State]:
         """Gradients last: what is given to an optimizer as one is one, whatever else it is."""
         of_parameters = self._origins(set(self._used))
+        computed = set().union(*self._used.values())  # a master has another dtype
         masters = {
             number
             for number in of_parameters | self._origins(self._updated)
-            if self._is_master(number)
+            if self._dtypes[number] not in computed
         }
         roles = dict.fromkeys(of_parameters - masters, State.PARAMETERS)
         roles |= dict.fromkeys(masters | self._origins(self._held), State.OPTIMIZER)
         roles |= dict.fromkeys(self._origins(self._given), State.GRADIENTS)
         return roles
-
-    def _is_master(self, number: int) -> bool:
-        """Whether it has values of parameters in another dtype than they are computed with."""
-        return self._dtypes[number] not in set().union(*self._used.values())
 
     def _origins(self, numbers: set[int]) -> set[int]:
         """These, and all that they were copied from."""

@@ -83,7 +83,9 @@ def cutting_of_module(module: nn.Module, spec: Spec) -> tuple[Roles, Fusions]:
         is_whole = all(f.placement.activations == R for f in spec.factors if f.axis is Axis.TP)
         blocks = [] if is_whole else _blocks(module, place, spec)
     shared, fusions = cutting(module, roles, blocks, place, spec)
-    cut = tuple((pattern, _as_cut(role)) for pattern, role in roles)
+    cut = tuple(  # the lengths of a fused projection tell that it is several
+        (pattern, Role.COLUMN if role is Role.FUSED_COLUMN else role) for pattern, role in roles
+    )
     return (*cut, *shared, *_ends(blocks)), fusions
 
 
@@ -100,11 +102,6 @@ def _ends(blocks: list[str]) -> Iterator[tuple[str, Role]]:
         yield from ((pattern, Role.BLOCK) for pattern in dict.fromkeys(map(in_any_block, blocks)))
         yield blocks[0], Role.FIRST_BLOCK
         yield blocks[-1], Role.LAST_BLOCK
-
-
-def _as_cut(role: Role) -> Role:
-    """Return the role of what is cut: where a fused projection is several, its lengths say."""
-    return Role.COLUMN if role is Role.FUSED_COLUMN else role
 
 
 def _planned(module: nn.Module, spec: Spec) -> tuple[str, Roles]:

@@ -308,7 +308,11 @@ def answer(chooser: Chooser, demand: Demand | None) -> PlacementRanking:
     if goal is SearchGoal.COST:
         best = cheapest(numbered := tuple(_by_number(chooser)))
         if best is None:
-            raise refused("--objective", f"cost: {_no_time(chooser)}", "write --objective memory")
+            raise refused(
+                "--objective",
+                f"cost: {chooser.unknown or 'nothing fits'}",
+                "write --objective memory",
+            )
         return _on_number(chooser, best[0], numbered)
     if goal is not SearchGoal.DEVICES:
         return chooser.choose()
@@ -345,10 +349,6 @@ def _by_number(chooser: Chooser) -> Iterator[tuple[int, Ranked]]:
     for number in numbers(chooser.job.devices):
         if (row := chooser.on(number).first()) is not None:
             yield number, row
-
-
-def _no_time(chooser: Chooser) -> str:
-    return chooser.unknown or "nothing fits"
 
 
 class Chooser(Deriver):
@@ -407,7 +407,8 @@ class Chooser(Deriver):
                 "write a larger --exact, or --objective memory",
             )
         if not rows:
-            return self._without_fit(selection, result)
+            least, remedies = self._least(result), tuple(self._remedies())
+            return replace(selection, least=least, remedies=remedies)
         best = rows[0].spec
         derivation = derive(best, self._facts(best), self._timing(best))
         return replace(
@@ -489,16 +490,12 @@ class Chooser(Deriver):
         peak, candidate = least
         return self.exactly(Scored(candidate=candidate, peak=peak, seconds=0.0))
 
-    def _without_fit(self, selection: PlacementRanking, result: SearchResult) -> PlacementRanking:
-        return replace(selection, least=self._least(result), remedies=tuple(self._remedies()))
-
     def _remedies(self) -> Iterator[Remedy]:
         """Each constraint left out; then the fewest devices, twice as many each time."""
         constraints = self.job.where.constraints
         for rule in constraints:
             others = Where(tuple(other for other in constraints if other is not rule))
-            row = next(self._fitting(self.search.run(others).best, 1), None)
-            if row is not None:
+            if (row := next(self._fitting(self.search.run(others).best, 1), None)) is not None:
                 yield Remedy(change=rule.change, fitting=row)
         devices = 2 * self.job.devices
         while devices <= _MOST_DEVICES:

@@ -199,14 +199,14 @@ class Legality:
             opened = OpenSpec.of(spec, names)
             if opened.rules is None:
                 continue
-            claims = [Memo(self._says_more, names), *memos(opened.rules, names)]
+            claims = [
+                Memo(lambda spec: not is_left_out(spec, self.written), names),
+                *memos(opened.rules, names),
+            ]
             for choice in (first, *alike):
                 values = dict(choice.changes)
                 if all(claim.holds_of(opened.spec, values) for claim in claims):
                     yield choice
-
-    def _says_more(self, spec: Spec) -> bool:
-        return not is_left_out(spec, self.written)
 
     def unit(self, choices: tuple[AxisChoice, ...], unit: UnitSize | None, kept: Kept) -> bool:
         """Of what is gathered together beside how blocks are kept: false where a rule says of it

@@ -206,7 +206,9 @@ def read(folder: Path) -> Manifest:
         raise PtrainError(f"checkpoint {folder}: {NAME} has lost its seal")
     if is_name(folder.name) and manifest.step != step_of(folder):
         raise PtrainError(f"checkpoint {folder}: {NAME} is of step {manifest.step}")
-    if strange := [name for name in manifest.files if not _is_bare(name)]:
+    if strange := [
+        name for name in manifest.files if not _FILE.fullmatch(name) or name in (".", "..")
+    ]:
         raise PtrainError(f"checkpoint {folder}: {NAME} lists {strange[0]!r}, not a bare file name")
     return manifest
 
@@ -268,10 +270,6 @@ def _taken(leaves: Mapping[Any, Leaf], values: Mapping[Any, object]) -> dict[Any
 
 def _seal(text: bytes) -> str:
     return hashlib.sha256(text).hexdigest()
-
-
-def _is_bare(name: str) -> bool:
-    return bool(_FILE.fullmatch(name)) and name not in (".", "..")
 
 
 def problems(folder: Path, manifest: Manifest, names: Iterable[str]) -> list[str]:

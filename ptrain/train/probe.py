@@ -114,7 +114,8 @@ class Probe:
             measurement = (
                 stack.enter_context(measure(self._program)) if self.is_measured(step) else None
             )
-            finder = stack.enter_context(self._finder()) if step == self.steady - 1 else None
+            is_before = step == self.steady - 1  # the memory of this step nobody reads
+            finder = stack.enter_context(Finder(self._program)) if is_before else None
             stopwatch = stack.enter_context(self._stopwatch()) if self._is_timed(step) else None
             yield
         if finder is not None:
@@ -133,10 +134,6 @@ class Probe:
 
     def _is_timed(self, step: int) -> bool:
         return self.is_measured(step - 1) and not self.is_measured(step)
-
-    def _finder(self) -> Finder:
-        """In the step before the steady one, whose memory nobody reads."""
-        return Finder(self._program)
 
     def _stopwatch(self) -> Stopwatch:
         return Stopwatch(self._program.mesh.axes_by_group(), rank=self._program.world.rank)
