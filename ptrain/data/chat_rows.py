@@ -74,8 +74,7 @@ def chats(path: Path, field: str | None) -> Iterator[Chat]:
         remedy = "give .jsonl or .parquet, or leave out --chat"
         raise refused(str(path), "chats are rows of JSON lines or of Parquet", remedy)
     fields = OF_CHATS if field is None else (field,)
-    for place, row in rows(path, fields, [_TOOLS]):
-        yield _of_row(row, fields, place)
+    yield from (_of_row(row, fields, place) for place, row in rows(path, fields, [_TOOLS]))
 
 
 def _of_row(row: object, fields: Sequence[str], place: str) -> Chat:

@@ -46,8 +46,7 @@ def documents(path: Path, field: str) -> Iterator[str]:
     if not has_rows(path):
         yield text_of(path)
         return
-    for place, row in rows(path, [field], []):
-        yield _of_row(row, field, place)
+    yield from (_of_row(row, field, place) for place, row in rows(path, [field], []))
 
 
 def text_of(path: Path) -> str:
@@ -92,9 +91,11 @@ def is_encodable(text: str) -> bool:
 def _of_lines(path: Path) -> Iterator[tuple[str, object]]:
     try:
         with path.open(encoding=_UTF8) as lines:
-            for number, line in enumerate(lines, 1):
-                if line.strip():
-                    yield f"{path}:{number}", _parsed(line, path, number)
+            yield from (
+                (f"{path}:{number}", _parsed(line, path, number))
+                for number, line in enumerate(lines, 1)
+                if line.strip()
+            )
     except (OSError, UnicodeDecodeError) as error:
         raise _unreadable(path, error) from error
 

@@ -289,9 +289,11 @@ def _shares(
         sizes = [t.numel for t, _ in own]
     if not (total := sum(sizes)):
         yield "", -1, 1.0
-    for (tensor, unit), size in zip(own, sizes, strict=True):
-        if size:
-            yield tensor.name, unit, size / total
+    yield from (
+        (tensor.name, unit, size / total)
+        for (tensor, unit), size in zip(own, sizes, strict=True)
+        if size
+    )
 
 
 def _moved(

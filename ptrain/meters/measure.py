@@ -208,15 +208,18 @@ class Foreign:
         kept = [parameter for parameter in self._parameters if id(parameter) not in away]
         for parameter in (*shards, *kept):
             yield State.PARAMETERS, local(parameter.detach())
-        for parameter in (*shards, *kept, *gathered):
-            if parameter.grad is not None:
-                yield State.GRADIENTS, local(parameter.grad)
+        yield from (
+            (State.GRADIENTS, local(parameter.grad))
+            for parameter in (*shards, *kept, *gathered)
+            if parameter.grad is not None
+        )
         for values in getattr(self._optimizer, "state", {}).values():
-            for value in values.values():
-                if isinstance(value, torch.Tensor):
-                    yield State.OPTIMIZER, local(value)
-        for buffer in self.module.buffers():
-            yield State.OTHER, local(buffer)
+            yield from (
+                (State.OPTIMIZER, local(value))
+                for value in values.values()
+                if isinstance(value, torch.Tensor)
+            )
+        yield from ((State.OTHER, local(buffer)) for buffer in self.module.buffers())
 
     def _sharded(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """FSDP2's shards, and the gathered parameters that stand in for them while in use."""
@@ -363,9 +366,11 @@ def _innermost(optimizer: object | None) -> object | None:
 
 def _groups() -> Iterator[dist.ProcessGroup]:
     if dist.is_initialized():
-        for group in list(process_groups.names()):
-            if group is not None and group.rank() >= 0:
-                yield group
+        yield from (
+            group
+            for group in list(process_groups.names())
+            if group is not None and group.rank() >= 0
+        )
 
 
 def ranks_by_axes(

@@ -346,9 +346,11 @@ def _on_number(
 
 def _by_number(chooser: Chooser) -> Iterator[tuple[int, Ranked]]:
     """The best on each number of devices on which something fits."""
-    for number in numbers(chooser.job.devices):
-        if (row := chooser.on(number).first()) is not None:
-            yield number, row
+    yield from (
+        (number, row)
+        for number in numbers(chooser.job.devices)
+        if (row := chooser.on(number).first()) is not None
+    )
 
 
 class Chooser(Deriver):

@@ -143,9 +143,11 @@ def _rungs(spec: Spec) -> Iterator[Spec]:
     if isinstance(spec.model, ModelShape) and spec.model.attention is Attention.EAGER:
         yield _with(spec, ATTENTION_ONLY)
     if said.every == 1:
-        for every in _SPARSE:
-            if isinstance(spec.model, ModelShape) and every < spec.model.layers:
-                yield _with(spec, FULL, every=every)
+        yield from (
+            _with(spec, FULL, every=every)
+            for every in _SPARSE
+            if isinstance(spec.model, ModelShape) and every < spec.model.layers
+        )
     yield _with(spec, FULL)
 
 

@@ -253,9 +253,11 @@ class Search:
     def _batches(self, data_ranks: int) -> Iterator[tuple[int, int]]:
         """The micro-batches that obey constraints."""
         base, where = self.task.base, self.task.where
-        for micro, number in micro_batches(base, data_ranks):
-            if where.admits(Aspect.BATCH, batched(base, micro, number)):
-                yield micro, number
+        yield from (
+            (micro, number)
+            for micro, number in micro_batches(base, data_ranks)
+            if where.admits(Aspect.BATCH, batched(base, micro, number))
+        )
 
     def _flows(self, choices: Sequence[AxisChoice]) -> list[PipelineFlow]:
         base, where = self.task.base, self.task.where

@@ -116,9 +116,7 @@ def micro_batches(base: Spec, data_ranks: int) -> Iterator[tuple[int, int]]:
     samples, left = divmod(base.batch.global_samples, data_ranks)
     if left or not samples:
         return
-    for micro in divisors(samples):
-        if micro <= _MOST_MICRO:
-            yield micro, samples // micro
+    yield from ((micro, samples // micro) for micro in divisors(samples) if micro <= _MOST_MICRO)
 
 
 def apart(batches: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:

@@ -31,9 +31,11 @@ def _changes(
         is_said = key in of_candidates and said.get(key) not in (None, value)
         if before.get(key) != value or is_said:
             yield f"{key}={flow(value)}"
-    for key in of_candidates:
-        if key in said and key not in after:
-            yield f"{key}={_UNSAID.get(key, '{}')}"
+    yield from (
+        f"{key}={_UNSAID.get(key, '{}')}"
+        for key in of_candidates
+        if key in said and key not in after
+    )
 
 
 _UNSAID = {

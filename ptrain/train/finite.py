@@ -377,9 +377,11 @@ def _unsound(program: Program, held: Iterable[Holding]) -> Iterator[Unsound]:
         state = list(_STATES).index(part.subject)
         parts.setdefault((state, stage, tensor, part.name, part.key), []).append(part.tensor)
     with torch.no_grad(), without_modes():
-        for place in sorted(parts):
-            if not _is_finite(parts[place]):
-                yield Unsound(place, _counted(parts[place]))
+        yield from (
+            Unsound(place, _counted(parts[place]))
+            for place in sorted(parts)
+            if not _is_finite(parts[place])
+        )
 
 
 def _counted(tensors: Sequence[torch.Tensor]) -> str:

@@ -372,6 +372,4 @@ def parts_told_apart(kind: ContextKind) -> Iterator[tuple[int, int]]:
         yield 0, 0
         return
     for before in range(_TOLD_APART + 1):
-        for behind in range(_TOLD_APART + 1):
-            if before or behind:
-                yield before, behind
+        yield from ((before, behind) for behind in range(_TOLD_APART + 1) if before or behind)

@@ -31,9 +31,11 @@ def _sizes(spec: Spec, devices: int, written: Written) -> Iterator[int]:
         yield from (degree,) if devices % degree == 0 else ()
         return
     tokens = spec.batch.sequence
-    for size in divisors(devices):
-        if size == 1 or (tokens % size == 0 and tokens // size >= LEAST_TOKENS):
-            yield size
+    yield from (
+        size
+        for size in divisors(devices)
+        if size == 1 or (tokens % size == 0 and tokens // size >= LEAST_TOKENS)
+    )
 
 
 def _choices(spec: Spec, ranks: int, written: Written) -> Iterator[AxisChoice]:

@@ -86,8 +86,7 @@ def _choices(spec: Spec, ranks: int, written: Written) -> Iterator[AxisChoice]:
                 Factor(axis=axis, degree=degrees[DATA_AXES.index(axis)], placement=placement)
                 for axis, placement in zip(axes, placements, strict=True)
             )
-            for _, changes in alike:
-                yield AxisChoice(factors=factors, changes=changes)
+            yield from (AxisChoice(factors=factors, changes=changes) for _, changes in alike)
 
 
 _STOCK: Changes = (("sync", SyncPolicy(gradients=GradientSync.LAST)),)

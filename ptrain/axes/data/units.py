@@ -232,8 +232,7 @@ class UnitLife(UnitUse[T]):
 
     def storages(self) -> Iterator[tuple[State, T]]:
         yield self.parameters.state, self.parameters.stored
-        for held in self.gradients.held():
-            yield State.GRADIENTS, held
+        yield from ((State.GRADIENTS, held) for held in self.gradients.held())
         yield from super().storages()
 
     def signature(self) -> Hashable:

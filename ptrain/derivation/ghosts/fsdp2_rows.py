@@ -130,8 +130,7 @@ class Sharded(InPlace):
         return rows(parameters, optimizer, self.stored_gradients() * layout.gradients.itemsize)
 
     def kept_gradients(self, unit: UnitFacts) -> Iterator[int]:
-        for shard in range(self.ranks):
-            yield sum(map(math.prod, self.updated(unit, shard)))
+        yield from (sum(map(math.prod, self.updated(unit, shard))) for shard in range(self.ranks))
 
     def sent(self, times: Times | None) -> Iterator[Traffic]:
         """A unit of each kind counts for all of its kind."""

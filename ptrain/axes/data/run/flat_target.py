@@ -416,20 +416,16 @@ class ZeroRedundancyUpdate:
         for target in self.targets:
             held = self.optimizer.optim.state.get(target.parameter)
             yield target, dict(held) if held else self._initial(target, torch.device("meta"))
-        for frozen in self.frozen:
-            yield frozen, {}
+        yield from ((frozen, {}) for frozen in self.frozen)
 
     def leaves(self) -> Iterator[tuple[SpreadTarget, TorchLeaf]]:
-        for target in self.targets:
-            yield target, TorchLeaf(target.parameter)
+        yield from ((target, TorchLeaf(target.parameter)) for target in self.targets)
 
     def storages(self) -> Iterator[tuple[State, torch.Tensor]]:
         """A rank that owns no tensor has a bucket of one element."""
-        for bucket in self._buckets():
-            yield State.PARAMETERS, bucket
+        yield from ((State.PARAMETERS, bucket) for bucket in self._buckets())
         for state in self.optimizer.optim.state.values():
-            for tensor in state.values():
-                yield State.OPTIMIZER, tensor
+            yield from ((State.OPTIMIZER, tensor) for tensor in state.values())
 
     def _buckets(self) -> Iterator[torch.Tensor]:
         return zero_redundancy.buckets(self.optimizer)

@@ -361,8 +361,7 @@ def parallelize(
 def _named(model: nn.Module, step: Parallelize) -> Iterator[tuple[str, Role]]:
     """Yield the modules that have roles."""
     for pattern, role in step.roles:
-        for name in _matching(model, pattern):
-            yield name, role
+        yield from ((name, role) for name in _matching(model, pattern))
 
 
 def _columns(model: nn.Module, step: Parallelize, path: str) -> list[nn.Module]:
