@@ -424,9 +424,7 @@ _HELD_OUT_EVERY = 10  # every tenth document is held out
 
 def corpus(data: DataSpec) -> SampleSource:
     """Open what a spec's `data` names."""
-    if data.function is not None:
-        return UserSamples(data.function)
-    return _tokens_of(data)
+    return UserSamples(data.function) if data.function is not None else _tokens_of(data)
 
 
 def _tokens_of(data: DataSpec) -> Corpus | Mixture:

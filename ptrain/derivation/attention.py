@@ -118,9 +118,7 @@ def attention_of(spec: Spec) -> FusedAttention | None:
     """Return the call that a built-in model's blocks make on a spec's GPUs; None where they make
     none."""
     shape = spec.model
-    if not spec.is_for_cuda or not isinstance(shape, ModelShape):
-        return None
-    if not shape.is_fused:
+    if not spec.is_for_cuda or not isinstance(shape, ModelShape) or not shape.is_fused:
         return None
     return FusedAttention(
         dtype=spec.precision.effective.parameters,

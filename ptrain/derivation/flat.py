@@ -404,9 +404,7 @@ class Flat:
 
     def kind_of_shard(self, shard: int) -> Hashable:
         """The pieces of tensors in its shards: all else is alike."""
-        if self.step.consumed or not self._is_by_view:
-            return 0
-        return self.kinds[shard]
+        return self.kinds[shard] if self._is_by_view and not self.step.consumed else 0
 
     def clipped(self, shard: int) -> list[list[int]] | None:
         """On the gradients' tier, but for the scalar that is reduced."""

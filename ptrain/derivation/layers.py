@@ -378,9 +378,7 @@ def is_tabulated(spec: Spec) -> bool:
         return False
     # each sample of several has one target: a loss need not copy what it copies in the tables
     is_column = spec.batch.sequence == 1 and spec.batch.micro > 1
-    if is_column or drops_in_parts(spec) or is_by_operators(spec):
-        return False
-    if spec.loss.user_function is not None:
+    if is_column or drops_in_parts(spec) or is_by_operators(spec) or spec.loss.user_function:
         return False
     if spec.has_token_slices and not _are_slices_known(spec, shape):
         return False

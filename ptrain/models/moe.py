@@ -459,9 +459,8 @@ class ExpertProjections(nn.Module):
     def forward(self, x: Tensor, ends_E: Tensor | None = None) -> Tensor:
         """Return what rows give with the matrices of their experts: sorted by expert, with where
         each one's rows end; or as many of each [E, S, inputs]."""
-        if ends_E is None:
-            return x @ self.weight.mT
-        return grouped_product(x, self.weight.mT, ends_E)
+        matrices = self.weight.mT
+        return x @ matrices if ends_E is None else grouped_product(x, matrices, ends_E)
 
 
 class Experts(nn.Module):

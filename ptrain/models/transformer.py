@@ -256,9 +256,7 @@ class SelfAttention(nn.Module):
 
         def placed(x_BTHD: Tensor, norm: nn.Module | None) -> Tensor:
             x_BTHD = x_BTHD if norm is None else norm(x_BTHD)
-            if cos_TK is None or sin_TK is None:
-                return x_BTHD
-            return rotate(x_BTHD, cos_TK, sin_TK)
+            return x_BTHD if cos_TK is None or sin_TK is None else rotate(x_BTHD, cos_TK, sin_TK)
 
         return (
             placed(self._split(self.query(x_BTC)), self.query_norm).transpose(1, 2),

@@ -414,9 +414,8 @@ def _grows(seen: Sequence[Nameless]) -> bool:
     is_alike = len({(token.end, token.place) for token in seen}) == 1
     if len(changes) < len(seen) or len({change.kind for change in changes}) > 1 or not is_alike:
         return False
-    if any(change.kind.state in _IN_BUCKETS for change in changes):
-        return False
-    return _is_even([change.size for change in changes])
+    is_in_bucket = any(change.kind.state in _IN_BUCKETS for change in changes)
+    return not is_in_bucket and _is_even([change.size for change in changes])
 
 
 def _sized(seen: Sequence[Nameless], times: int) -> Nameless:

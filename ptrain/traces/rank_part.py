@@ -395,9 +395,7 @@ class RankPart:
     def _samples(self) -> SampleBatch:
         if self.context is not None:
             return token_slices(of_tokens(self._tokens()), self.context.spans)
-        if self.spec is not None:
-            return sample_batch(self.spec)
-        return of_tokens(self._tokens())
+        return of_tokens(self._tokens()) if self.spec is None else sample_batch(self.spec)
 
     def _tokens(self) -> Tensor:
         return torch.zeros(self.batch, self.sequence + 1, dtype=torch.int64)

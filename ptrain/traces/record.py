@@ -513,9 +513,7 @@ class _MicroBatch:
         self.recorder.end("weight")
 
     def _root(self) -> tuple[Tensor, Tensor | None]:
-        if self.loss is not None:
-            return self.loss, None
-        return self.output, self.gradient
+        return (self.output, self.gradient) if self.loss is None else (self.loss, None)
 
     def _hand_on(self) -> None:
         """What is left of the output is its bytes."""

@@ -8,7 +8,7 @@ made longer. A degree that is written is tried whatever it leaves.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from math import gcd
 from typing import Any
 
@@ -26,16 +26,14 @@ _SLICES, _GATHERED = (
 _SECTION = "context"
 
 
-def _sizes(spec: Spec, devices: int, written: Written) -> Iterator[int]:
-    if (degree := written.degree(Axis.CP)) is not None:
-        yield from (degree,) if devices % degree == 0 else ()
-        return
+def _sizes(spec: Spec, devices: int, written: Written) -> Iterable[int]:
     tokens = spec.batch.sequence
-    yield from (
+    offered = (
         size
         for size in divisors(devices)
         if size == 1 or (tokens % size == 0 and tokens // size >= LEAST_TOKENS)
     )
+    return written.sizes(Axis.CP, devices, offered)
 
 
 def _choices(spec: Spec, ranks: int, written: Written) -> Iterator[AxisChoice]:
