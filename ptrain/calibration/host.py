@@ -58,6 +58,7 @@ from ptrain.spec.role import Role
 from ptrain.spec.spec import ActivationSpec, Spec
 from ptrain.steps.step import Keep
 from ptrain.timeline import Kind
+from ptrain.units import grouped
 
 _HOOK_SAMPLES, _HOOK_TOKENS, _FEATURES = 1, 4, 16
 _STAGES = 3
@@ -408,10 +409,11 @@ class _Called(OperatorMode):
 def host(bench: Bench, sheet: RateSheet, _: Points) -> None:
     """Of both families the mean."""
     seconds_of = issuing_seconds if bench.device.type == "cuda" else excess_seconds
-    seconds: dict[Hook, list[float]] = {}
-    for shape in _SHAPES:
-        for passes in host_passes(shape, bench.device):
-            seconds.setdefault(passes.hook, []).append(seconds_of(bench, passes))
+    seconds = grouped(
+        (passes.hook, seconds_of(bench, passes))
+        for shape in _SHAPES
+        for passes in host_passes(shape, bench.device)
+    )
     for hook, taken in seconds.items():
         sheet.note("hooks", hook, seconds=statistics.fmean(taken))
 

@@ -35,6 +35,7 @@ from ptrain.spec.spec import Spec, positions, ranks_over
 from ptrain.steps.experts import ByLayer
 from ptrain.steps.step import Plan
 from ptrain.timeline import Kind, Run
+from ptrain.units import grouped
 
 # What a rank of a pipeline allocates in a step: its instructions, replayed, with what crosses the
 # boundaries of its stages and what each stage's wrap does.
@@ -447,10 +448,10 @@ def fullest_of(schedule: Schedule, stages: Sequence[StageParts]) -> dict[int, in
     """Return by place along pp who stands for it where the fullest rank is asked for: of those
     with equal stages the first and the last, since from rank to rank there is more in flight, or
     less."""
-    groups: dict[Hashable, list[int]] = {}
-    for place in range(schedule.ranks):
-        equal = tuple(stages[stage].like for stage in schedule.stages_of(place))
-        groups.setdefault(equal, []).append(place)
+    groups = grouped(
+        (tuple(stages[stage].like for stage in schedule.stages_of(place)), place)
+        for place in range(schedule.ranks)
+    )
     return {
         place: place if place == group[-1] else group[0]
         for group in groups.values()

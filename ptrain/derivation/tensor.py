@@ -26,7 +26,7 @@ from ptrain.spec.role import Role
 from ptrain.spec.spec import Spec, place_of, ranks_over
 from ptrain.steps.step import Parallelize, Plan
 from ptrain.timeline import gradient_order
-from ptrain.units import ceil_div
+from ptrain.units import ceil_div, grouped
 
 Units = tuple[UnitFacts, ...]
 
@@ -89,9 +89,7 @@ def alike_in_context(spec: Spec, plan: Plan, indices: tuple[int, ...]) -> Iterat
     if plan.context is None:
         yield indices
         return
-    by_name: dict[str, list[int]] = {}
-    for index in reversed(indices):
-        by_name.setdefault(_context_name(spec, plan, index), []).append(index)
+    by_name = grouped((_context_name(spec, plan, index), index) for index in reversed(indices))
     yield from map(tuple, reversed(by_name.values()))
 
 
@@ -142,9 +140,9 @@ def _units_by_ranks(facts: ModelFacts, step: Parallelize, degree: int) -> UnitsB
     dims = cut_dims(step, ((tensor.name, tensor.shape) for tensor in facts.tensors))
     lengths = {tensor.shape[dims[tensor.name]] for tensor in facts.tensors if tensor.name in dims}
     by_length = {length: slices(length, degree) for length in lengths}
-    alike: dict[tuple[int, ...], list[int]] = {}
-    for index in range(degree):
-        alike.setdefault(tuple(cut[index] for cut in by_length.values()), []).append(index)
+    alike = grouped(
+        (tuple(cut[index] for cut in by_length.values()), index) for index in range(degree)
+    )
     return tuple(
         (
             _local_units(facts, step.axis, dims, dict(zip(by_length, profile, strict=True))),

@@ -370,9 +370,7 @@ class CollectiveLedger(OperatorMode):
             answers = exchange.gather(digests)
             odd = sorted({key for key in set().union(*answers) if len(_values(answers, key)) > 1})
             in_groups = [key for key in odd if not key.startswith(_BESIDE)]
-            departures: list[Departure] = []
-            if odd:
-                departures = _in_full(exchange, ledgers, in_groups or odd, step)
+            departures = _in_full(exchange, ledgers, in_groups or odd, step) if odd else []
         self.calls = {name: [] for name in self.calls}
         return tuple(sorted(departures, key=lambda departure: departure.when))
 

@@ -27,6 +27,7 @@ from ptrain.spec.model import ExternalModel, HuggingFaceModel, ModelShape
 from ptrain.spec.placement import Axis, R
 from ptrain.spec.role import COLUMNS, GIVEN, Fusions, Role, Roles, fits, in_any_block
 from ptrain.spec.spec import Spec
+from ptrain.units import grouped
 
 KNOWN_PLANS: Mapping[str, Mapping[str, str]] = {
     "gpt2": {
@@ -272,10 +273,11 @@ def _whole_inputs(module: nn.Module, roles: Roles) -> Iterator[tuple[str, Role]]
 
 def _tied(module: nn.Module, roles: Roles) -> Iterator[tuple[str, Role]]:
     """What shares its weight with a module that is cut is cut alike."""
-    owners: dict[int, list[str]] = {}
-    for name, child in module.named_modules():
-        if isinstance(child, _LAYERS):
-            owners.setdefault(id(child.weight), []).append(name)
+    owners = grouped(
+        (id(child.weight), name)
+        for name, child in module.named_modules()
+        if isinstance(child, _LAYERS)
+    )
     cut = {
         name
         for pattern, role in roles

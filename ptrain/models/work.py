@@ -4,6 +4,7 @@ on, and the kind of a torch operator by its name.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
@@ -306,10 +307,9 @@ def _written(function: Any, args: Any, kwargs: Any) -> list[Tensor]:
 
 def _whole(tensor: Tensor) -> _Moved:
     """Bytes of a tensor, of elements that are repeated without a copy once, and its dtype."""
-    size = tensor.itemsize
-    for length, stride in zip(tensor.shape, tensor.stride(), strict=True):
-        size *= length if stride or not length else 1
-    return size, _DTYPES.get(tensor.dtype)
+    sides = zip(tensor.shape, tensor.stride(), strict=True)
+    elements = math.prod(length if stride or not length else 1 for length, stride in sides)
+    return elements * tensor.itemsize, _DTYPES.get(tensor.dtype)
 
 
 # Axes whose collectives within a layer are told by name from those of the operators' own, tp.

@@ -65,6 +65,7 @@ from ptrain.selection.where import Constraint, Where
 from ptrain.spec.activations import Kept
 from ptrain.spec.dials import UnitSize
 from ptrain.spec.placement import Axis
+from ptrain.units import grouped
 
 _KEPT = 1024  # candidates that are remembered between blocks
 _BANDS = 24  # of memory, the fastest of each of which is remembered for a front
@@ -289,10 +290,11 @@ class Search:
         """The flows over so many ranks that take so many micro-batches."""
         key = (stages, number)
         if key not in self.running:
-            by_through: dict[Through, list[PipelineFlow]] = {}
-            for flow in self.staged[stages]:
-                if self.legality.pipeline(flow.choice, number):
-                    by_through.setdefault(through_of(flow.choice), []).append(flow)
+            by_through = grouped(
+                (through_of(flow.choice), flow)
+                for flow in self.staged[stages]
+                if self.legality.pipeline(flow.choice, number)
+            )
             self.running[key] = {
                 through: FlowGroup(self.flows, flows, number)
                 for through, flows in by_through.items()

@@ -45,6 +45,7 @@ from ptrain.spec.placement import (
     Tier,
 )
 from ptrain.spec.spec import ActivationSpec, Spec
+from ptrain.units import grouped
 
 # Rooms whose axes cut what a block computes; whatever they choose, a block's bytes and operators
 # are derived with it, and the search knows nothing of it.
@@ -335,13 +336,12 @@ def data_choices(
     base: Spec, written: Written = NOTHING
 ) -> dict[tuple[Axis, ...], list[AxisChoice]]:
     """Return the choices of the data axes by the axes that they have, two ranks on each."""
-    by_axes: dict[tuple[Axis, ...], list[AxisChoice]] = {}
-    for power in range(len(DATA_SPACE.axes) + 1):
-        for choice in DATA_SPACE.choices(base, 2**power, written):
-            if all(factor.degree == 2 for factor in choice.factors):
-                axes = tuple(factor.axis for factor in choice.factors)
-                by_axes.setdefault(axes, []).append(choice)
-    return by_axes
+    return grouped(
+        (tuple(factor.axis for factor in choice.factors), choice)
+        for power in range(len(DATA_SPACE.axes) + 1)
+        for choice in DATA_SPACE.choices(base, 2**power, written)
+        if all(factor.degree == 2 for factor in choice.factors)
+    )
 
 
 def alone(base: Spec, ranks: int) -> Iterator[tuple[AxisChoice, ...]]:

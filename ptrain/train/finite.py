@@ -43,6 +43,7 @@ from ptrain.train.exchange import Exchange
 from ptrain.train.interrupt import Interrupts, strongest
 from ptrain.train.journal import Journal, StepReport
 from ptrain.train.look import DeviceSums, HostLook, Look, StepFigures, can_be_late
+from ptrain.units import grouped
 
 _REMEDY = "a lower optimizer.lr, a longer optimizer.schedule.warmup, or optimizer.clip=1.0"
 _UNKNOWN = "the rank that made the first value that is not finite is unknown"
@@ -403,10 +404,11 @@ def _first(culprits: Iterable[Unsound], exchange: Exchange) -> str:
         return ""
     state, *_, name, key = min(firsts)
     same = [u.values for u in here if (u.place[0], *u.place[3:]) == (state, name, key)]
-    ranks: dict[str, list[str]] = {}
-    for rank, of_rank in enumerate(exchange.gather(same)):
-        for values in of_rank:
-            ranks.setdefault(values, []).append(str(rank))
+    ranks = grouped(
+        (values, str(rank))
+        for rank, of_rank in enumerate(exchange.gather(same))
+        for values in of_rank
+    )
     places = "; ".join(f"{values} on rank {', '.join(ranks[values])}" for values in ranks)
     return f"{list(_STATES.values())[state]}: {f'{name}.{key}' if key else name} has {places}"
 

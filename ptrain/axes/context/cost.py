@@ -128,10 +128,9 @@ class _Exchange:
     ) -> Iterator[Traffic]:
         if not times or ranks == 1:
             return
-        is_exchanged = self.via is not ReduceScatterVia.NATIVE
-        via = None
-        if collective is Collective.REDUCE_SCATTER and is_exchanged:
-            via = Collective.ALL_TO_ALL.value
+        is_reduced = collective is Collective.REDUCE_SCATTER
+        is_exchanged = is_reduced and self.via is not ReduceScatterVia.NATIVE
+        via = Collective.ALL_TO_ALL.value if is_exchanged else None
         calls = Calls(collective, _ACTIVATIONS, phase, times, via)
         yield calls.over(Group((self.step.axis,), ranks), payload)
 

@@ -23,9 +23,7 @@ def _sizes(spec: Spec, devices: int, written: Written) -> Iterable[int]:
     ones must be written."""
     cluster, shape = spec.cluster, spec.model
     most = min(devices, cluster.devices_per_node) if cluster else devices
-    common = most
-    if isinstance(shape, ModelShape):
-        common = gcd(*cut_sizes(shape).values())
+    common = gcd(*cut_sizes(shape).values()) if isinstance(shape, ModelShape) else most
     within = (size for size in divisors(common) if size <= most and devices % size == 0)
     return written.sizes(Axis.TP, devices, within)
 
