@@ -434,19 +434,15 @@ def issuing_seconds(bench: Bench, passes: HostPass) -> float:
 
 def host_passes(fields: dict[str, object], device: torch.device) -> Iterator[HostPass]:
     """Yield all kinds of passes of a model."""
-    spec = _spec(fields)
-    yield from _passes(spec, device)
-    for kept in (Kept(policy=FULL), Kept(policy=SELECTIVE), Kept(tier=Tier.HOST)):
-        yield _kept(spec, kept, device)
-
-
-def _spec(fields: dict[str, object]) -> Spec:
     written: dict[str, object] = {
         "model": {**fields, "vocab": _VOCAB, "tied": False},
         "mesh": {},
         "batch": {"micro": _SAMPLES, "sequence": _TOKENS},
     }
-    return load(written).spec
+    spec = load(written).spec
+    yield from _passes(spec, device)
+    for kept in (Kept(policy=FULL), Kept(policy=SELECTIVE), Kept(tier=Tier.HOST)):
+        yield _kept(spec, kept, device)
 
 
 def _model(spec: Spec, device: torch.device) -> nn.Module:

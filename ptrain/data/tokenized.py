@@ -384,12 +384,11 @@ def tokenize(
             done = replace(after, tokens=number, entries=number)
             yield (added,), done
 
-    files = TokenFiles(
+    return TokenFiles(
         arrays={out: ((), dtype)},
         request=[*requested(texts, out, vocabulary.path), end, field],
         tokenizer=vocabulary.path,
-    )
-    return files.write(encoded, tell)
+    ).write(encoded, tell)
 
 
 def _ended(tokens: list[int], end: int) -> list[int]:

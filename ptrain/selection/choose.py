@@ -427,11 +427,7 @@ class Chooser(Deriver):
         if not rows:
             least = self._least(result)
             self.derived += least is not None
-            rows = (
-                [least]
-                if least and least.memory.fits and self._holds(least.peak_bytes, least.seconds)
-                else []
-            )
+            rows = [least] if least and least.memory.fits and self._obeys(least) else []
         if not self.derived and self.cuts.refusals:
             raise next(iter(self.cuts.refusals.values()))
         if rows:

@@ -282,7 +282,7 @@ class Deriver:
             if row is not None and row.memory.fits_device and row.memory.host_short_bytes > 0:
                 needed = row.memory.host_needed_bytes
                 self.least_on_host = min(self.least_on_host or needed, needed)
-            if row is not None and row.memory.fits and self._holds(row.peak_bytes, row.seconds):
+            if row is not None and row.memory.fits and self._obeys(row):
                 count -= 1
                 yield row
 
@@ -307,6 +307,9 @@ class Deriver:
 
     def _is_within(self, closed: Scored) -> bool:
         return closed.peak <= self.search.task.room and self._holds(closed.peak, closed.seconds)
+
+    def _obeys(self, row: Ranked) -> bool:
+        return self._holds(float(row.peak_bytes), row.seconds)
 
     def _holds(self, peak: float, seconds: float | None) -> bool:
         where = self.job.where

@@ -65,6 +65,7 @@ from ptrain.errors import refused
 from ptrain.facts.stages import is_within
 from ptrain.internals.dtensor import RANDOM
 from ptrain.models.arguments import with_first
+from ptrain.models.chain import names_of_parameters
 from ptrain.models.modes import drops_out
 from ptrain.models.objective import LossInside, token_loss_sum
 from ptrain.models.sub_blocks import standing_alone
@@ -513,10 +514,7 @@ def _matching(model: nn.Module, pattern: str) -> Iterator[str]:
 
 def _tied(model: nn.Module) -> list[list[str]]:
     """Return the names of each parameter that has several."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    return [aliases for aliases in names.values() if len(aliases) > 1]
+    return [names for names in names_of_parameters(model) if len(names) > 1]
 
 
 def _tie_again(model: nn.Module, tied: list[list[str]]) -> None:
