@@ -26,6 +26,7 @@ from ptrain.spec.model import ModelShape
 from ptrain.spec.precision import DType, Layout
 from ptrain.spec.spec import Spec, positions
 from ptrain.timeline import Boundary, Complete, Item, Kind, Mark, Repeated, Run, Timeline
+from ptrain.units import grouped
 
 Phases = Mapping[Phase, int]
 
@@ -195,11 +196,9 @@ def play_update(wraps: Sequence[Wrap], shards: Iterable[int]) -> dict[int, int]:
     tape = scene.tape
     for wrap in wraps:
         wrap.reduce()
-    alike: dict[Hashable, list[int]] = {}
     shards = [*shards]
     kinds = zip(*(map(wrap.kind_of_shard, shards) for wrap in wraps), strict=True)
-    for shard, kind in zip(shards, kinds, strict=True):
-        alike.setdefault(kind, []).append(shard)
+    alike = grouped(zip(kinds, shards, strict=True))
     clipped = {shard: [wrap.clipped(shard) for wrap in wraps] for shard, *_ in alike.values()}
     clips = {shard: norm_bytes(scene, groups) for shard, groups in clipped.items()}
     before, reduced = tape.level, tape.peak

@@ -73,6 +73,7 @@ from ptrain.spec.extras import require_leave_of
 from ptrain.spec.misfits import misfits
 from ptrain.spec.model import ExternalModel, HuggingFaceModel, ModelShape, ModelSpec
 from ptrain.spec.spec import Spec
+from ptrain.units import grouped
 
 _MATRIX = 2  # dimensions
 _MAY_LACK, _PASSED_OVER = "_keys_to_ignore_on_load_missing", "_keys_to_ignore_on_load_unexpected"
@@ -247,11 +248,13 @@ def _says(module: nn.Module, attribute: str, name: str) -> bool:
 
 def named_tensors(module: nn.Module) -> list[NamedTensor]:
     """Return the tensors of a module's state: parameters, and buffers that are kept."""
-    by_tensor: dict[int, list[tuple[str, Tensor]]] = {}
-    for name, tensor in module.state_dict(keep_vars=True).items():
-        is_extra = name.rpartition(".")[2] == "_extra_state"  # which a module makes when asked
-        if isinstance(tensor, Tensor) and not is_extra:
-            by_tensor.setdefault(id(tensor), []).append((name, tensor))
+    state = module.state_dict(keep_vars=True)
+    by_tensor = grouped(
+        (id(tensor), (name, tensor))
+        for name, tensor in state.items()
+        if isinstance(tensor, Tensor)
+        and name.rpartition(".")[2] != "_extra_state"  # which a module makes when asked
+    )
     return [
         NamedTensor(tuple(name for name, _ in named), named[0][1]) for named in by_tensor.values()
     ]

@@ -331,9 +331,8 @@ def _slips(kind: Any, known: tuple[str, ...], config: Mapping[str, object]) -> I
     """Yield the fields of a whole file that are nearly a field of the class which is missing."""
     missing = [name for name in known if name not in config]
     for field in config:
-        if field in (*known, *_OF_FILE, *_SAID_BY, EXPERTS):
-            continue
-        if near := ask(close(field, missing, cutoff=_TYPO)):
+        is_known = field in (*known, *_OF_FILE, *_SAID_BY, EXPERTS)
+        if not is_known and (near := ask(close(field, missing, cutoff=_TYPO))):
             yield _fault(field, f"{kind.__name__} has no field {field!r}", near)
 
 

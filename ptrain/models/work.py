@@ -59,10 +59,8 @@ def kind_of(name: str) -> OperatorKind:
     """Return the kind of an operator whose time depends on bytes, its gradient's too: whatever is
     in no list goes element by element."""
     plain = name.removesuffix("_")
-    for known in (plain, plain.removesuffix("_data").removesuffix("_backward")):
-        if known in _KIND_OF:
-            return _KIND_OF[known]
-    return OperatorKind.POINTWISE
+    names = (plain, plain.removesuffix("_data").removesuffix("_backward"))
+    return next((_KIND_OF[known] for known in names if known in _KIND_OF), OperatorKind.POINTWISE)
 
 
 class When(StrEnum):

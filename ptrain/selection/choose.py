@@ -480,9 +480,8 @@ class Chooser(Deriver):
 
     def _lost(self, best: Ranked) -> Iterator[Lost]:
         for known in KNOWN:
-            if (where := known.where(self.job.devices)) is None:
-                continue
-            yield self._like(known.name, where, best)
+            if (where := known.where(self.job.devices)) is not None:
+                yield self._like(known.name, where, best)
         yield self._by_algorithm1(best)
 
     def _least(self, result: SearchResult) -> Ranked | None:

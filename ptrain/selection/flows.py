@@ -274,10 +274,7 @@ class PipelineFlows:
         number = min(size.microbatches, _ROUNDS * size.ranks)
         key = (name, size.ranks, size.stages_per_rank, number)
         if key not in self.waits:
-            shape = PipelineShape(
-                ranks=size.ranks, stages_per_rank=size.stages_per_rank, microbatches=number
-            )
-            planned = schedule(name, shape)
+            planned = schedule(name, replace(size, microbatches=number))
             makespan = simulate(planned, equal_stages(planned)).makespan
             self.waits[key] = makespan - 3 * number * size.stages_per_rank
         return self.waits[key]

@@ -315,9 +315,9 @@ class Marker:
                 last.register_forward_hook(self._leave(index)),
             ]
         for name, parameter in model.named_parameters():
-            if not parameter.requires_grad:
-                continue
-            self._handles.append(parameter.register_post_accumulate_grad_hook(self._complete(name)))
+            if parameter.requires_grad:
+                completed = self._complete(name)
+                self._handles.append(parameter.register_post_accumulate_grad_hook(completed))
 
     def remove(self) -> None:
         """Takes the hooks off the model."""

@@ -170,9 +170,8 @@ def to_argv(options: Options) -> list[str]:
     """The command line that gives these options to a rank."""
     argv = [options.spec, *options.overrides]
     switches = ("json", "strict", "force", "allow_import", "accept_data", "quiet", "tensorboard")
-    for flag in (*switches, "prepared"):
-        if getattr(options, flag):
-            argv.append("--" + flag.replace("_", "-"))
+    named = (flag for flag in (*switches, "prepared") if getattr(options, flag))
+    argv += ["--" + flag.replace("_", "-") for flag in named]
     if options.resume is not None:
         argv += ["--resume", options.resume]
     if options.run_dir is not None:

@@ -17,6 +17,7 @@ from ptrain.spec.placement import Axis
 from ptrain.spec.precision import DType
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import ContextParallel, Plan
+from ptrain.units import grouped
 
 _ACTIVATIONS = State.ACTIVATIONS
 
@@ -31,9 +32,7 @@ def sent(
         return
     times = plan.accumulate.micro_batches
     yield from _documents(spec, step, times)
-    alike: dict[AttentionHeads, list[Kept]] = {}
-    for heads, mode in zip(own or (_heads_of(spec),) * len(kept), kept, strict=True):
-        alike.setdefault(heads, []).append(mode)
+    alike = grouped(zip(own or (_heads_of(spec),) * len(kept), kept, strict=True))
     for heads, modes in alike.items():
         yield from _of_layers(_Exchange(spec, plan, step, heads), times, modes)
 

@@ -119,9 +119,8 @@ def _of_axes(
     ways = []
     for combination in combinations:
         placements = tuple(DATA.nearest(_on(away, p), optimizer) for p in combination)
-        if not has_master and any(placement.parameters == M for placement in placements):
-            continue
-        ways += [(placements, changes) for changes in _dials(placements)]
+        if has_master or all(placement.parameters != M for placement in placements):
+            ways += [(placements, changes) for changes in _dials(placements)]
     return tuple(dict.fromkeys(ways))
 
 

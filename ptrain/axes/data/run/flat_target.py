@@ -144,9 +144,8 @@ class FlatTensors:
 
     def rows(self, tensor: torch.Tensor) -> torch.Tensor:
         """A whole tensor as a checkpoint wants it: cut over the ranks that keep shards of it."""
-        if not (axes := self.buffer_cuts.axes):
-            return tensor.clone()
-        return distribute_rows(tensor, self.mesh.submesh(axes))
+        axes = self.buffer_cuts.axes
+        return distribute_rows(tensor, self.mesh.submesh(axes)) if axes else tensor.clone()
 
     def split(self, part: torch.Tensor, cut: Axes) -> Named:
         """Rows of the named tensors: gathers the buffer, keeps this rank's share of each of
