@@ -65,10 +65,8 @@ def _attentions(spec: Spec, ranks: int) -> Iterator[ContextAttention | Hybrid]:
     shape = spec.model
     common = gcd(shape.heads, shape.kv_heads) if isinstance(shape, ModelShape) else 1
     for ulysses in divisors(gcd(common, ranks))[1:]:
-        if ulysses == ranks:
-            yield ContextAttention.ULYSSES
-        else:
-            yield Hybrid(ulysses=ulysses, ring=ranks // ulysses)
+        hybrid = Hybrid(ulysses=ulysses, ring=ranks // ulysses)
+        yield ContextAttention.ULYSSES if ulysses == ranks else hybrid
 
 
 SPACE = AxisSpace(
