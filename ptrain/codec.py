@@ -93,7 +93,7 @@ def _codec(kind: Any) -> _Codec:
         return _union(arguments)
     base = origin or kind
     if not isinstance(base, type):
-        raise TypeError(f"{kind} has no plain form")
+        raise TypeError(f"{kind} cannot be converted to JSON")
     if issubclass(base, Enum):
         return _Codec(attrgetter("value"), base)
     if is_dataclass(base) or hasattr(base, "_fields"):
@@ -105,7 +105,7 @@ def _codec(kind: Any) -> _Codec:
     if issubclass(base, Sequence):
         items = arguments if base is tuple and arguments else (*(arguments or (Any,)), ...)
         return _sequence(list if issubclass(base, list) else tuple, items)
-    raise TypeError(f"{kind} has no plain form")
+    raise TypeError(f"{kind} cannot be converted to JSON")
 
 
 def _same(value: Any) -> Any:
@@ -115,7 +115,7 @@ def _same(value: Any) -> Any:
 def _scalar(kind: type, plain: Any) -> Any:
     """A whole number is a float too: JSON has both."""
     if type(plain) is not kind and not (kind is float and type(plain) is int):
-        raise ValueError(f"{plain!r:.60} is no {kind.__name__}")
+        raise ValueError(f"{plain!r:.60} is not of type {kind.__name__}")
     return plain
 
 
@@ -139,9 +139,9 @@ def _sequence(container: type, kinds: tuple[Any, ...]) -> _Codec:
 
     def decode_items(plain: Any) -> Any:
         if not isinstance(plain, list | tuple):
-            raise ValueError(f"{plain!r:.60} is no list")
+            raise ValueError(f"{plain!r:.60} is not a list")
         if is_fixed and len(plain) != len(codecs):
-            raise ValueError(f"{plain!r:.60} is no list of {len(codecs)}")
+            raise ValueError(f"{plain!r:.60} is not a list of {len(codecs)}")
         return container(_at(at, its.decode, item) for at, (its, item) in enumerate(paired(plain)))
 
     return _Codec(lambda items: [its.encode(item) for its, item in paired(items)], decode_items)
@@ -166,7 +166,7 @@ def _mapping(key_kind: Any, item_kind: Any) -> _Codec:
 
 def _object(plain: Any) -> Mapping[str, Any]:
     if not isinstance(plain, Mapping):
-        raise ValueError(f"{plain!r:.60} is no object")
+        raise ValueError(f"{plain!r:.60} is not an object")
     return plain
 
 
@@ -190,7 +190,7 @@ def _union(kinds: Sequence[Any]) -> _Codec:
         if only:
             return only.decode(plain)
         if not isinstance(plain, list) or len(plain) != 2 or plain[0] not in codecs:
-            raise ValueError(f"{plain!r:.60} is none of {', '.join(map(str, kinds))}")
+            raise ValueError(f"{plain!r:.60} is not one of {', '.join(map(str, kinds))}")
         return codecs[plain[0]].decode(plain[1])
 
     return _Codec(encode_union, decode_union)
@@ -232,5 +232,5 @@ def _decode_fields(kind: Any, plain: Any) -> Any:
         elif key in _object(plain):
             values[name] = _at(key, codec.decode, plain[key])
         elif its.default is MISSING and its.default_factory is MISSING:
-            raise ValueError(f"it lacks {key}")
+            raise ValueError(f"the key {key} is missing")
     return kind(**values)

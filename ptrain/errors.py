@@ -80,8 +80,8 @@ class BrokenPlan(PtrainError):
 
     def __init__(self, step: object, reason: str) -> None:
         super().__init__(
-            f"plan: {type(step).__name__} cannot run where it stands: {reason}\n"
-            "  remedy: give the steps in the order in which `ptrain plan` prints them"
+            f"plan: {type(step).__name__} cannot run at this position: {reason}\n  remedy: "
+            "Use the order of steps that `ptrain plan` prints."
         )
 
 

@@ -46,8 +46,8 @@ def assert_trains_like_one_device(
     ):
         if not (isinstance(verdict, Mapping) and "holds" in verdict and "text" in verdict):
             raise PtrainError(
-                f"{_name(function)} returned {verdict!r:.60} on rank {rank}\n"
-                "  remedy: return what ptrain.verify(...) returns"
+                f"{_name(function)} returned {verdict!r:.60} on rank {rank}\n  remedy: "
+                "Return the result of `ptrain.verify(...)`."
             )
         if not verdict["holds"]:
             raise AssertionError(f"{_name(function)} on {num_ranks} ranks: {verdict['text']}")
@@ -90,7 +90,9 @@ def assert_verified(
     words += ["--allow-import"] * allow_import
     ended = _run(words, timeout, " ".join([str(spec), *overrides]))
     if ended.returncode == VerdictFailed.exit_code:
-        raise AssertionError(f"{spec} does not train like one device\n{ended.stdout}".rstrip())
+        raise AssertionError(
+            f"{spec} differs from the single-device reference\n{ended.stdout}".rstrip()
+        )
     if ended.returncode:
         raise _error(ended)
 
@@ -101,8 +103,9 @@ def _name(function: Callable[..., Any]) -> str:
     if not module or module == "__main__" or not name.isidentifier():
         raise refused(
             "function",
-            f"a rank cannot import {name or function!r} of {module or 'nowhere'}",
-            "define it at the top of a module that can be imported (no lambda, no inner function)",
+            f"a rank cannot import {name or function!r} from {module or 'this program'}",
+            "Define the function at the top level of an importable module (no lambda, no "
+            "inner function).",
         )
     return f"{module}:{name}"
 
@@ -139,7 +142,7 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 def _error(ended: subprocess.CompletedProcess[str]) -> PtrainError:
-    said = ended.stderr.strip() or f"ended with status {ended.returncode}"
+    said = ended.stderr.strip() or f"ended with exit code {ended.returncode}"
     kind = RankFailed if ended.returncode != PtrainError.exit_code else PtrainError
     return kind(said)
 

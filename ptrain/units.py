@@ -23,7 +23,9 @@ def parse_bytes(text: str | int) -> int:
         return text
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
     if not match or (match[2] or "B") not in _BYTES:
-        raise ValueError(f"{text!r} is not a size; write for example 80 GiB or 16 GB")
+        raise ValueError(
+            f"{text!r} is not a size. Use a number with a unit, such as `80 GiB` or `16 GB`."
+        )
     return round(float(match[1]) * _BYTES[match[2] or "B"])
 
 
@@ -33,7 +35,7 @@ def parse_count(text: str | int) -> int:
         return text
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kKMBT]?)\s*", text)
     if not match:
-        raise ValueError(f"{text!r} is not a count; write for example 4M")
+        raise ValueError(f"{text!r} is not a count. Use a number, such as `4M`.")
     return round(float(match[1]) * _COUNTS[match[2]])
 
 

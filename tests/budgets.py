@@ -24,7 +24,7 @@ SMALL = 80  # lines
 
 # begin
 BUDGETS: dict[str, int] = {
-    "ptrain": 56150,
+    "ptrain": 56310,
     "ptrain/activations": 360,
     "ptrain/algebra": 290,
     "ptrain/axes": 150,
@@ -33,9 +33,9 @@ BUDGETS: dict[str, int] = {
     "ptrain/axes/expert": 590,
     "ptrain/axes/pipeline": 1700,
     "ptrain/axes/tensor": 730,
-    "ptrain/calibration": 1090,
+    "ptrain/calibration": 1080,
     "ptrain/charts": 860,
-    "ptrain/cli": 1480,
+    "ptrain/cli": 1610,
     "ptrain/convert": 450,
     "ptrain/data": 1110,
     "ptrain/derivation": 5190,
@@ -47,18 +47,18 @@ BUDGETS: dict[str, int] = {
     "ptrain/optimizers": 540,
     "ptrain/plan": 510,
     "ptrain/rates": 360,
-    "ptrain/report": 2180,
+    "ptrain/report": 2190,
     "ptrain/rooms": 990,
     "ptrain/selection": 4040,
     "ptrain/simulation": 1080,
-    "ptrain/spec": 4510,
+    "ptrain/spec": 4520,
     "ptrain/steps": 460,
     "ptrain/traces": 2230,
-    "ptrain/train": 3080,
-    "ptrain/verification": 9290,
+    "ptrain/train": 3060,
+    "ptrain/verification": 9280,
 }
-ONE_IMPORTER = 83  # modules that exactly one other imports
-SMALL_MODULES = 103  # modules with fewer lines than SMALL
+ONE_IMPORTER = 81  # modules that exactly one other imports
+SMALL_MODULES = 102  # modules with fewer lines than SMALL
 # end
 
 

@@ -8,7 +8,6 @@ import os
 import random
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported, here and in the ranks
-os.environ["COLUMNS"] = "400"  # tables keep all of their columns, and sentences are not folded
 # of the cases that are drawn: another one in each run, one for all of its workers
 os.environ["PTRAIN_SEED"] = os.environ.get("PTRAIN_SEED") or str(random.randrange(10_000))
 
@@ -91,6 +90,18 @@ def benchmark_module() -> Iterator[Callable[[str], ModuleType]]:
     yield import_module
     for folder in folders:
         sys.path.remove(folder)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def wide_screens() -> Iterator[None]:
+    """Widen all screens: tables keep all columns, and sentences are not folded."""
+    before = os.environ.get("COLUMNS")
+    os.environ["COLUMNS"] = "400"
+    yield
+    if before is None:
+        del os.environ["COLUMNS"]
+    else:
+        os.environ["COLUMNS"] = before
 
 
 @pytest.fixture

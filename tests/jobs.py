@@ -28,7 +28,7 @@ TINY = (
     "model.kv_heads=1",
     "model.ffn=64",
     "batch.sequence=32",
-    "batch.global=8",
+    "batch.global=4",
     "batch.micro=1",
     "log.every=1",
 )

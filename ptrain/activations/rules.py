@@ -18,7 +18,7 @@ from ptrain.spec.model import Attention, ExternalModel, ModelShape
 from ptrain.spec.placement import Axis, R, Tier
 from ptrain.spec.spec import Spec
 
-_ONCE = "Theorem 3 (gradient integrity)"
+_ONCE = "Theorem 3, gradient integrity"
 
 
 def modes(spec: Spec) -> tuple[Kept, ...]:
@@ -50,8 +50,8 @@ def blocks_outside(spec: Spec, num_blocks: int) -> Iterator[Fault]:
     if not num_blocks and modes(spec):
         yield Fault(
             place="activations",
-            finding="they are kept by block, and no blocks are found in the model",
-            remedy="name them: model.blocks=layers.*",
+            finding="modes by block need blocks, and none were found in the model",
+            remedy="Set `model.blocks`, for example `model.blocks=layers.*`.",
         )
         return
     for first, last, _ in spec.activations.by_block:
@@ -61,8 +61,8 @@ def blocks_outside(spec: Spec, num_blocks: int) -> Iterator[Fault]:
         end = num_blocks - 1
         yield Fault(
             place="activations",
-            finding=f"{shown}, and the model has {num_blocks}, from 0 to {end}",
-            remedy=f'write ranges within 0-{end}; "{min(first, end)}-" is to the last one',
+            finding=f"{shown}, but the model has {num_blocks}, from 0 to {end}",
+            remedy=f'Use ranges within 0-{end}; "{min(first, end)}-" ends at the last block.',
         )
 
 
@@ -80,10 +80,14 @@ def _whole_backward(spec: Spec) -> Iterator[Fault]:
         return
     yield Fault(
         place="pipeline.schedule",
-        finding=f"{spec.pipeline.schedule} has backward passes in halves, for inputs and for "
-        "weights, and each of them would compute blocks that are M again",
-        remedy="write a schedule with whole backward passes: 1f1b or interleaved; or "
-        f"{_place(spec)}=R",
+        finding=(
+            f"{spec.pipeline.schedule} splits backward passes into inputs and weights, "
+            "and both would recompute blocks with activations M"
+        ),
+        remedy=(
+            "Use a schedule with full backward passes, `pipeline.schedule=1f1b` or "
+            f"`pipeline.schedule=interleaved`, or `{_place(spec)}=R`."
+        ),
     )
 
 
@@ -94,9 +98,8 @@ def _no_dropout_in_flex(spec: Spec) -> Iterator[Fault]:
     if rate := shape.dropouts.attention:
         yield Fault(
             place="attention",
-            finding=f"flex: torch's flex_attention drops nothing, and the model has dropout: "
-            f"{rate:g}",
-            remedy="write attention=sdpa or attention=eager, or model.attention_dropout=0",
+            finding=f"torch's flex_attention does not support dropout; the model has {rate:g}",
+            remedy="Use `attention=sdpa` or `attention=eager`, or `model.attention_dropout=0`.",
         )
 
 
@@ -106,8 +109,8 @@ def _flex_on_a_processor(spec: Spec) -> Iterator[Fault]:
     if is_flex and spec.device == "cpu":
         yield Fault(
             place="attention",
-            finding="flex: torch's flex_attention has no backward pass on a processor",
-            remedy="write attention=sdpa or attention=eager, or device=cuda",
+            finding="torch's flex_attention has no backward pass on CPUs",
+            remedy="Use `attention=sdpa` or `attention=eager`, or `device=cuda`.",
         )
 
 
@@ -118,10 +121,14 @@ def _offloaded_halves(spec: Spec) -> Iterator[Fault]:
         return
     yield Fault(
         place="pipeline.schedule",
-        finding=f"not yet: with {spec.pipeline.schedule} both halves of a backward pass take what "
-        "was saved, and what is offloaded is brought back once",
-        remedy="write a schedule with whole backward passes: 1f1b or interleaved; or "
-        f"{_place(spec)}=R",
+        finding=(
+            f"not supported yet: offloaded activations with {spec.pipeline.schedule}, "
+            "whose two backward halves would both load them"
+        ),
+        remedy=(
+            "Use a schedule with full backward passes, `pipeline.schedule=1f1b` or "
+            f"`pipeline.schedule=interleaved`, or `{_place(spec)}=R`."
+        ),
     )
 
 
@@ -131,9 +138,11 @@ def _core_of_others(spec: Spec) -> Iterator[Fault]:
     if any(kept.policy and kept.policy.scope is Scope.ATTENTION for kept in modes(spec)):
         yield Fault(
             place="recompute",
-            finding="not yet: attention, of a model that is not built in: which of its modules "
-            "computes scores and softmax alone nobody says",
-            remedy="write recompute.keep=[matmul], or recompute=selective",
+            finding=(
+                "not supported yet: policy attention for custom models, whose attention "
+                "module is unknown"
+            ),
+            remedy="Use `recompute.keep=[matmul]`, or `recompute=selective`.",
         )
 
 
@@ -142,10 +151,14 @@ def _budget_of_others(spec: Spec) -> Iterator[Fault]:
         return
     yield Fault(
         place="recompute.budget",
-        finding="not yet: a policy that follows from a budget, of a model that is not built in: "
-        "its peak is known once it is traced with one",
-        remedy="write activations=M with recompute=selective or recompute=full; `ptrain predict` "
-        "derives each",
+        finding=(
+            "not supported yet: recompute.budget for custom models, whose peak is known "
+            "only after a trace"
+        ),
+        remedy=(
+            "Use `activations=M` with `recompute=selective` or `recompute=full`; `ptrain "
+            "predict` derives each."
+        ),
     )
 
 
@@ -153,9 +166,11 @@ def _parts_of_blocks(spec: Spec) -> Iterator[Fault]:
     if spec.unit_size.kind is UnitKind.SUB_BLOCK and data_factors(spec) and recomputes(spec):
         yield Fault(
             place="unit",
-            finding="not yet: sub-block, with blocks that are computed again: their parts would "
-            "be gathered once more for it",
-            remedy="write unit=block",
+            finding=(
+                "not supported yet: unit=sub-block with recomputed blocks, whose parts "
+                "would be gathered again"
+            ),
+            remedy="Use `unit=block`.",
         )
 
 
@@ -163,8 +178,8 @@ def _naive_blocks(spec: Spec) -> Iterator[Fault]:
     if spec.degree(Axis.TP) > 1 and spec.tensor.is_naive and modes(spec):
         yield Fault(
             place="tensor.plan",
-            finding="not yet: naive, with blocks whose activations are recomputed or offloaded",
-            remedy=f"write tensor.plan=paired, or {_place(spec)}=R",
+            finding="not supported yet: naive with recomputed or offloaded activations",
+            remedy=f"Use `tensor.plan=paired`, or `{_place(spec)}=R`.",
         )
 
 
@@ -173,15 +188,15 @@ def _rule(name: str, theorem: str, faults: Callable[[Spec], Iterator[Fault]]) ->
 
 
 RULES = (
-    _rule("blocks are the model's", "Definition 1", _blocks),
-    _rule("a block is computed again once", _ONCE, _whole_backward),
-    _rule("attention drops what the model says", "Definition 1", _no_dropout_in_flex),
+    _rule("blocks exist in the model", "Definition 1", _blocks),
+    _rule("a block is recomputed once", _ONCE, _whole_backward),
+    _rule("attention supports the model's dropout", "Definition 1", _no_dropout_in_flex),
     _rule("attention has a backward pass", _ONCE, _flex_on_a_processor),
 )
 NOT_YET = (
-    _rule("what is brought back is used once", "", _offloaded_halves),
-    _rule("attention has a module of its own", "", _core_of_others),
+    _rule("offloaded activations are used once", "", _offloaded_halves),
+    _rule("attention is a separate module", "", _core_of_others),
     _rule("a budget's peaks are predicted", "", _budget_of_others),
-    _rule("what is recomputed is gathered", "", _parts_of_blocks),
-    _rule("the naive plan keeps what it saves", "", _naive_blocks),
+    _rule("recomputed units are gathered", "", _parts_of_blocks),
+    _rule("the naive plan keeps saved activations", "", _naive_blocks),
 )

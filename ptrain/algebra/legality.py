@@ -94,17 +94,9 @@ def _broken(room: AxisRules, factor: Factor, optimizer: OptimizerSpec) -> Iterat
     for rule in room.broken(factor.placement, optimizer):
         yield Fault(
             place=f"placement.{factor.axis}",
-            finding=f"({factor.placement}) on {factor.axis}: {rule.message}; "
-            f"it breaks {rule.theorem}",
-            remedy=f"nearest legal: {as_yaml(factor, nearest)}",
+            finding=f"({factor.placement}) on {factor.axis}: {rule.message} [{rule.theorem}]",
+            remedy=f"Use `placement.{factor.axis}={nearest}`.",
         )
-
-
-def as_yaml(factor: Factor, placement: object) -> str:
-    """A factor's tuple as a user writes it."""
-    names = ("parameters", "optimizer", "gradients", "activations")
-    modes = zip(names, str(placement).split(","), strict=True)
-    return f"{factor.axis}: {{{', '.join(f'{name}: {mode}' for name, mode in modes)}}}"
 
 
 def _shape_faults(spec: Spec) -> Iterator[Fault]:
@@ -117,9 +109,11 @@ def _fused_faults(spec: Spec) -> Iterator[Fault]:
     if isinstance(shape, ModelShape) and shape.logit_soft_cap is not None and spec.loss.fused:
         yield Fault(
             place="loss.fused",
-            finding="torch's linear_cross_entropy bounds no logits, and the model has "
-            f"logit_soft_cap: {shape.logit_soft_cap:g}",
-            remedy="remove fused: chunks of logits are bound too",
+            finding=(
+                "torch's linear_cross_entropy does not support logit_soft_cap: "
+                f"{shape.logit_soft_cap:g}"
+            ),
+            remedy="Remove `loss.fused`: a chunked loss applies the soft cap.",
         )
 
 
@@ -131,16 +125,18 @@ def _vocabulary_faults(spec: Spec) -> Iterator[Fault]:
     if of_no_token:
         yield Fault(
             place="data.ignored",
-            finding=f"no token is {' or '.join(of_no_token)}, of a vocabulary of {size}",
-            remedy=f"write ids below {size}",
+            finding=(
+                f"token ids {' and '.join(of_no_token)} are outside the vocabulary of {size} tokens"
+            ),
+            remedy=f"Use ids below {size}.",
         )
     if data.is_of_files:
         return
     if data.tokenizer == "bytes" and size < BYTE_VOCAB:
         yield Fault(
             place=key,
-            finding=f"{size} is smaller than the byte tokenizer's vocabulary",
-            remedy=f"write {key}={BYTE_VOCAB} or more",
+            finding=f"{size} is smaller than the vocabulary of the byte tokenizer",
+            remedy=f"Use `{key}={BYTE_VOCAB}` or more.",
         )
 
 
@@ -155,10 +151,14 @@ def _ignored_faults(spec: Spec) -> Iterator[Fault]:
         section, key = "batch", "pad"
     yield Fault(
         place=f"{section}.{key}",
-        finding=f"{function.target} gives the mean of a micro-batch, of whose targets not as many "
-        "count as of another's: the mean of such means is not that of the global batch",
-        remedy=f"remove {function.section}, whose place the built-in cross entropy takes, or "
-        f"remove {key}",
+        finding=(
+            f"{function.target} returns the mean over a micro-batch, but micro-batches "
+            "have different numbers of targets: the mean of these means is not the mean "
+            "over the global batch"
+        ),
+        remedy=(
+            f"Remove `{function.section}` to use the built-in cross entropy, or remove `{key}`."
+        ),
     )
 
 
@@ -170,14 +170,17 @@ def _padding_faults(spec: Spec) -> Iterator[Fault]:
     if token_multiple(spec.factors, None) == 1 and spec.world_size > 1:
         yield Fault(
             place="batch.pad",
-            finding="nothing obeys it: no axis cuts the tokens of a sample",
-            remedy="remove it",
+            finding="has no effect: no axis shards the tokens of a sample",
+            remedy="Remove it.",
         )
     elif isinstance(spec.model, ExternalModel):
         yield Fault(
             place="batch.pad",
-            finding=f"{spec.model.target}: nothing says that its tokens attend to none behind them",
-            remedy="write a sequence that divides",
+            finding=(
+                "padding needs causal attention, and it is unknown whether "
+                f"{spec.model.target} is causal"
+            ),
+            remedy="Use a `batch.sequence` that the axes divide evenly.",
         )
 
 
@@ -187,9 +190,12 @@ def _batch_faults(spec: Spec) -> Iterator[Fault]:
     if batch.global_samples != product:
         yield Fault(
             place="batch.global",
-            finding=f"{batch.global_samples} samples are not micro {batch.micro} x accumulated "
-            f"{batch.accumulate} x data ranks {spec.data_degree} = {product}",
-            remedy=f"write batch.global={product}, or leave batch.accumulate out",
+            finding=(
+                f"global={batch.global_samples} is not micro={batch.micro} x "
+                f"accumulate={batch.accumulate} x data degree={spec.data_degree} = "
+                f"{product}"
+            ),
+            remedy=f"Use `batch.global={product}`, or remove `batch.accumulate`.",
         )
 
 
@@ -198,8 +204,8 @@ def _capability_faults(spec: Spec) -> Iterator[Fault]:
     if cluster is not None and cluster.kind == "cpu" and cluster.sm is not None:
         yield Fault(
             place="cluster.sm",
-            finding=f"{cluster.sm}: a compute capability, and the cluster's devices are processors",
-            remedy="remove it, or write cluster.kind=cuda",
+            finding=f"compute capability {cluster.sm} needs GPUs, but the cluster has CPUs",
+            remedy="Remove `cluster.sm`, or use `cluster.kind=cuda`.",
         )
 
 
@@ -208,30 +214,38 @@ def _cluster_faults(spec: Spec) -> Iterator[Fault]:
     if cluster is not None and spec.world_size > cluster.devices:
         yield Fault(
             place="mesh",
-            finding=f"the mesh has {spec.world_size} ranks, the cluster {cluster.name} "
-            f"{cluster.devices} devices",
-            remedy=f"choose degrees whose product is at most {cluster.devices}, or write "
-            f"cluster.devices={spec.world_size}",
+            finding=(
+                f"the mesh has {spec.world_size} ranks, but the cluster {cluster.name} "
+                f"has {cluster.devices} devices"
+            ),
+            remedy=(
+                f"Use a mesh with at most {cluster.devices} ranks, or "
+                f"`cluster.devices={spec.world_size}`."
+            ),
         )
 
 
 _PRODUCT_RULES = (
     SpecRule(name="heads divide", theorem="Definition 1", faults=_shape_faults),
-    SpecRule(name="an operator knows the logits", theorem="Definition 1", faults=_fused_faults),
-    SpecRule(name="every token has a row", theorem="Definition 1", faults=_vocabulary_faults),
     SpecRule(
-        name="the loss is a mean over all targets that count",
-        theorem="Theorem 3 (gradient integrity)",
+        name="the loss kernel supports the logits", theorem="Definition 1", faults=_fused_faults
+    ),
+    SpecRule(
+        name="every token has an embedding row", theorem="Definition 1", faults=_vocabulary_faults
+    ),
+    SpecRule(
+        name="the loss is a mean over all counted targets",
+        theorem="Theorem 3, gradient integrity",
         faults=_ignored_faults,
     ),
     SpecRule(
-        name="padding counts for nothing",
-        theorem="Theorem 3 (gradient integrity)",
+        name="padding has no effect",
+        theorem="Theorem 3, gradient integrity",
         faults=_padding_faults,
     ),
     SpecRule(
         name="the batch is the sum of its parts",
-        theorem="Theorem 3 (gradient integrity)",
+        theorem="Theorem 3, gradient integrity",
         faults=_batch_faults,
     ),
     SpecRule(name="the mesh fits the cluster", theorem="Definition 5", faults=_cluster_faults),

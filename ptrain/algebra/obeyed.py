@@ -59,15 +59,15 @@ def _left_out(spec: Spec, unheard: list[str]) -> Iterator[str]:
     sync, factors = spec.resolved.get("sync"), data_factors(spec)
     has_wrapper = bool(factors) or spec.world_size == 1
     if has_wrapper and isinstance(sync, dict) and "gradients" not in sync:
-        yield f"sync.gradients: {spec.sync.gradients}, as the placement has it"
+        yield f"sync.gradients: {spec.sync.gradients} (from the placement)"
     by_itself = [key for key in _BY_ITSELF if getattr(spec, key) is None]
     if has_wrapper and by_itself:
-        yield f"{', '.join(by_itself)}: as the wrapper does by itself"
+        yield f"{', '.join(by_itself)}: default of the wrapper"
     if not has_wrapper:
         unheard = ["sync.gradients", *by_itself, *unheard]
     tiers = {tier_of(factors, state) for state in PLACED} | spec.activations.tiers
     tiers.add(tier_of(frozen_factors(spec), State.PARAMETERS))
     if spec.offload.path is None and Tier.FILE in tiers:
-        yield "offload.path: the system's temporary folder"
+        yield "offload.path: system temporary folder"
     if unheard:
-        yield f"nothing in this placement obeys {', '.join(unheard)}"
+        yield f"no effect with this placement: {', '.join(unheard)}"

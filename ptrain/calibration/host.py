@@ -113,7 +113,7 @@ def _stages_spec(layers: int) -> Spec:
 
 
 def _built(spec: Spec) -> nn.Module:
-    assert isinstance(spec.model, ModelShape), "a built-in model"
+    assert isinstance(spec.model, ModelShape), "only built-in models"
     model = build(spec.model, sequence=_HOOK_TOKENS)
     initialize(model, seed=0)
     return model
@@ -136,7 +136,7 @@ def _runner(spec: Spec, device: torch.device) -> StageRunner:
         return output
 
     def unused(*_: object) -> Any:
-        raise AssertionError("a stage in the middle has no loss")
+        raise AssertionError("a middle stage has no loss")
 
     return StageRunner(
         LocalStage(_MIDDLE, part, ParameterWrap(part, ((ROOT,),))),
@@ -350,7 +350,7 @@ def _cut_product(bench: Bench, sheet: RateSheet, points: Points) -> None:
         ("*.down", Role.ROW),
     )
     plan = lower(spec, ModelFacts.of_units(((ROOT,),), roles))
-    assert plan.tensor is not None, "a plan that cuts"
+    assert plan.tensor is not None, "the plan shards nothing"
     mesh = Mesh(plan.mesh, bench.world)
     cut, plain = (
         nn.Sequential(*(_SubBlock(width) for _ in range(points.units))).to(bench.device)
@@ -447,7 +447,7 @@ def host_passes(fields: dict[str, object], device: torch.device) -> Iterator[Hos
 
 def _model(spec: Spec, device: torch.device) -> nn.Module:
     """Its layers, and nothing around them: given and giving hidden states."""
-    assert isinstance(spec.model, ModelShape), "a built-in model"
+    assert isinstance(spec.model, ModelShape), "only built-in models"
     model = build(spec.model, sequence=_TOKENS)
     initialize(model, seed=0)
     model.embed, model.norm, model.head = nn.Identity(), nn.Identity(), nn.Identity()
@@ -519,7 +519,7 @@ def _operators(spec: Spec, kept: Kept, part: Callable[[LayerWork], PassWork]) ->
     """How many operators of all layers a clock counts in a part of their work."""
     derivation = derive(spec.but(activations=ActivationSpec(default=kept)), is_timed=False)
     work = model_work(derivation.spec, derivation.plan, derivation.facts)
-    assert work is not None, "a table has the layers of built-in models"
+    assert work is not None, "only built-in models have layers in tables"
     items = (item for layer in work.layers for item in part(layer))
     return sum(item.times for item in items if isinstance(item, Operator))
 

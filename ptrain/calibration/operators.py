@@ -216,7 +216,7 @@ def _messages(peers: Peers, numel: int, device: torch.device) -> Iterator[Work]:
     def wait(left: int) -> None:
         while len(pending) > left:
             work, _ = pending.popleft()
-            assert work is not None, "a rank of the group"
+            assert work is not None, "the rank is in the group"
             work.wait()
 
     def work() -> None:

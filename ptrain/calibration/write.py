@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from ptrain.codec import decode
+from ptrain.commands import add_arguments
 from ptrain.cost import Collective
 from ptrain.errors import SpecError, refused
 from ptrain.installed import versions
@@ -61,39 +62,14 @@ class CalibrationOptions:
     until: float | None = None
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "cluster",
-        nargs="?",
-        metavar="CLUSTER",
-        help="a name of specs/clusters or a file: its fields beside the rates; without: this "
-        "machine's, as far as they can be known",
-    )
-    parser.add_argument(
-        "--ranks", default="", metavar="N,N", help="ranks that compute at once, one after the other"
-    )
-    parser.add_argument(
-        "--out", type=Path, default=Path("cluster.yaml"), metavar="FILE", help="what is written"
-    )
-    parser.add_argument(
-        "--seconds",
-        type=float,
-        default=SECONDS,
-        help=f"in which all of it is to end ({SECONDS:g}): of each table the largest points are "
-        "left out; with more, wrapped modules and processors' collectives are measured more often",
-    )
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--brief", action="store_true", help="few points: to see that it works")
-    parser.add_argument("--force", action="store_true", help="on a busy machine, and over any file")
-    parser.add_argument("--json", action="store_true", help="print the rates as JSON, only that")
-    parser.add_argument("--part", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
-
-
 def from_arguments(arguments: argparse.Namespace) -> CalibrationOptions:
     """Raises SpecError for numbers that are none."""
     if not 0 < arguments.seconds < math.inf:
-        raise refused("--seconds", f"{arguments.seconds:g} is no time", "write 100, say")
+        raise refused(
+            "--seconds",
+            f"must be greater than 0; got {arguments.seconds:g}",
+            "Use `--seconds 100`.",
+        )
     fields = vars(arguments) | {"ranks": _ranks(arguments.ranks)}
     return CalibrationOptions(
         **{name: fields[name] for name in CalibrationOptions.__dataclass_fields__}
@@ -101,8 +77,8 @@ def from_arguments(arguments: argparse.Namespace) -> CalibrationOptions:
 
 
 def parse(argv: Sequence[str]) -> CalibrationOptions:
-    parser = argparse.ArgumentParser(prog="ptrain calibrate")
-    add_arguments(parser)
+    parser = argparse.ArgumentParser(prog="ptrain calibrate", allow_abbrev=False)
+    add_arguments(parser, "calibrate")
     return from_arguments(parser.parse_args(argv))
 
 
@@ -126,11 +102,11 @@ def _ranks(text: str) -> tuple[int, ...]:
         return ()
     words = text.split(",")
     if not all(re.fullmatch(r"[1-9]\d{0,3}", word.strip()) for word in words):
-        remedy = f"write numbers in 1..{MOST_RANKS}: --ranks 1,2,4"
-        raise refused("--ranks", f"{text!r} is no list of numbers", remedy)
+        remedy = f"Use numbers from 1 to {MOST_RANKS}, such as `--ranks 1,2,4`."
+        raise refused("--ranks", f"{text!r} is not a list of numbers", remedy)
     ranks = tuple(sorted({int(word) for word in words}))
     if ranks[-1] > MOST_RANKS:
-        remedy = f"at most {MOST_RANKS} start on one machine"
+        remedy = f"Use at most {MOST_RANKS}, the limit of ranks on one machine."
         raise refused("--ranks", f"{ranks[-1]} ranks", remedy)
     return ranks
 
@@ -200,14 +176,18 @@ def require_writable(options: CalibrationOptions) -> None:
     """Raises SpecError where the file cannot be written, or is one that no calibration wrote."""
     out = options.out
     if not out.parent.is_dir():
-        raise refused("--out", f"{out}: there is no folder {out.parent}", "make it first")
+        raise refused(
+            "--out",
+            f"{out}: the folder {out.parent} does not exist",
+            f"Run `mkdir -p {out.parent}` first.",
+        )
     if out.is_dir():
-        raise refused("--out", f"{out} is a folder", "name a file in it")
+        raise refused("--out", f"{out} is a folder", "Use a file in this folder.")
     if not os.access(out.parent, os.W_OK):
-        raise refused("--out", f"{out}: nothing can be written there", "choose another file")
+        raise refused("--out", f"{out} is not writable", "Use another file.")
     if out.exists() and not options.force and not _source(out).startswith(SOURCE):
-        finding = f"{out} is there, and no calibration wrote it"
-        raise refused("--out", finding, "choose another file, or --force")
+        finding = f"{out} exists and was not written by a calibration"
+        raise refused("--out", finding, "Use another file, or add `--force`.")
 
 
 def _source(path: Path) -> str:
@@ -226,7 +206,7 @@ def _dated(path: Path) -> str:
         date = read(path).at(("rates", "date"))
     except SpecError:
         date = None
-    return f"the one of {date} in" if date else "what was in"
+    return f"the rates of {date} in" if date else "the content of"
 
 
 def base_of(options: CalibrationOptions) -> Cluster | None:
@@ -246,7 +226,7 @@ def base_of(options: CalibrationOptions) -> Cluster | None:
 def conclude(parts: Sequence[MeasuredPart], options: CalibrationOptions) -> int:
     """Print the rates, and write them unless the measurements were too far apart."""
     cluster = cluster_of(parts, options)
-    assert cluster.rates is not None, "they were measured"
+    assert cluster.rates is not None, "the rates are missing"
     # ranks beyond the cores take turns, and what they measure lies apart on a quiet machine too
     counted = [part for part in parts if part.ranks <= cores()] or parts
     widest = max(part.spread for part in counted)
@@ -260,12 +240,12 @@ def conclude(parts: Sequence[MeasuredPart], options: CalibrationOptions) -> int:
         print(*_table(parts, cluster.rates), sep="\n")
     if not is_written:
         finding = (
-            f"measurements of one thing are {widest:.0%} apart in the median, more than "
-            f"{MOST_SPREAD:.0%}: something else runs on this machine; nothing is written"
+            f"repeated measurements differ by {widest:.0%} in the median, more than "
+            f"{MOST_SPREAD:.0%}: other processes use this machine; no file was written"
         )
-        raise refused("calibrate", finding, "wait until it is quiet, or --force")
+        raise refused("calibrate", finding, "Stop the other processes, or add `--force`.")
     if not options.json:
-        print(f"{replaced} {options.out}: cluster.preset={options.out} in a spec")
+        print(f"{replaced} {options.out}. To use it in a spec: cluster.preset={options.out}")
     return 0
 
 
@@ -275,7 +255,7 @@ def write(cluster: Cluster, path: Path) -> None:
     try:
         write_text(path, head + to_yaml(section(cluster)))
     except OSError as error:
-        raise refused("--out", f"{path}: cannot write: {error.strerror}") from None
+        raise refused("--out", f"{path} is not writable: {error.strerror}") from None
 
 
 def cluster_of(parts: Sequence[MeasuredPart], options: CalibrationOptions) -> Cluster:
@@ -308,7 +288,7 @@ def rates_of(parts: Sequence[MeasuredPart], options: CalibrationOptions) -> Rate
     checked: dict[str, Any] = {}
     for key, value in written.items():
         leaf = keys(Rates)[key][1]
-        assert isinstance(leaf, Leaf), "a table or a word"
+        assert isinstance(leaf, Leaf), "the value is a table or a string"
         checked[key] = leaf.take(value)
     return Rates(**checked)
 
@@ -368,15 +348,19 @@ def _spread(part: MeasuredPart) -> str:
     """Of all measurements, and of the tables whose measurements lie farthest apart."""
     worst = sorted(part.spreads.items(), key=lambda table: -table[1])[:_WORST]
     said = ", ".join(f"{table} {spread:.1%}" for table, spread in worst)
-    return f"spread {part.spread:.1%}{f', most {said}' if said else ''}"
+    return f"spread {part.spread:.1%}{f', largest {said}' if said else ''}"
 
 
 def _table(parts: Sequence[MeasuredPart], rates: Rates) -> Iterable[str]:
     """The rows of all tables, seconds by ranks at once."""
     yield f"{rates.machine}, torch {rates.torch}, {rates.date}"
-    yield "ranks at once: " + ", ".join(f"{part.ranks} ({_spread(part)})" for part in parts)
+    yield "ranks at the same time: " + ", ".join(
+        f"{part.ranks} ({_spread(part)})" for part in parts
+    )
     if any(part.left_out for part in parts):
-        yield "for want of time the largest points of some tables are left out: --seconds"
+        yield (
+            "the largest points of some tables were not measured for lack of time; raise --seconds"
+        )
     for key, rows in section(rates).items():
         if isinstance(rows, list) and rows and isinstance(rows[0], list):
             yield f"\n{key}"
@@ -442,7 +426,5 @@ def _until(numbers: tuple[int, ...], end: float) -> float:
 def _require_quiet() -> None:
     busy, available = busy_cores(), cores()
     if busy > _BUSY * available:
-        finding = (
-            f"{busy:.1f} of {available} cores are busy with something else: nothing is measured"
-        )
-        raise refused("calibrate", finding, "wait until the machine is quiet, or --force")
+        finding = f"other processes use {busy:.1f} of {available} cores; nothing was measured"
+        raise refused("calibrate", finding, "Stop the other processes, or add `--force`.")

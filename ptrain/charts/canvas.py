@@ -21,7 +21,7 @@ from ptrain.errors import Fault, PtrainError, SpecError, refused
 MISSING = Fault(
     place="--chart",
     finding="needs matplotlib, which is not installed",
-    remedy="pip install 'ptrain[report]'",
+    remedy="Run `pip install 'ptrain[report]'`.",
 )
 _POINTS, _DOTS = 72, 150  # an inch
 
@@ -106,17 +106,17 @@ def require_writable(path: Path, option: str = "--chart") -> Format:
     ending = path.suffix.lower().removeprefix(".")
     if ending not in list(Format):
         ends = f"ends in .{ending}" if ending else "has no ending"
-        raise refused(option, f"{path} {ends}", "name a file that ends in .png or .svg")
+        raise refused(option, f"{path} {ends}", "Use a file name that ends in .png or .svg.")
     try:
         if not path.parent.is_dir():
-            finding = f"there is no folder {path.parent}"
-            raise refused(option, finding, "make it first, or choose another")
+            finding = f"the folder {path.parent} does not exist"
+            raise refused(option, finding, "Create the folder, or use another path.")
         if path.is_dir():
-            raise refused(option, f"{path} is a folder", "name a file in it")
+            raise refused(option, f"{path} is a folder", "Add a file name to the path.")
     except OSError as error:
         raise _cannot(path, error, option) from None
     if not os.access(path.parent, os.W_OK | os.X_OK):
-        raise refused(option, f"the folder {path.parent} may not be written", "choose another")
+        raise refused(option, f"the folder {path.parent} is not writable", "Use another folder.")
     require_canvas(option)
     return Format(ending)
 
@@ -135,4 +135,4 @@ def write_whole(path: Path, content: bytes, option: str = "--chart") -> None:
 
 
 def _cannot(path: Path, error: OSError, option: str = "--chart") -> PtrainError:
-    return refused(option, f"{path}: cannot write: {error.strerror}", "choose another file")
+    return refused(option, f"{path}: cannot write: {error.strerror}", "Use another file.")

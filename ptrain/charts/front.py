@@ -21,11 +21,11 @@ def front_sheet(selection: PlacementRanking) -> Sheet:
     """Return the picture; of an unknown time nominal seconds."""
     job, cluster = selection.job, selection.job.base.cluster
     sheet = Sheet(title=f"{job.base.name} on {job.devices} devices", width=_WIDTH + 2 * _MARGIN)
-    what = "nominal seconds (time is unknown)" if selection.unknown else "seconds a step"
+    what = "nominal seconds (time is unknown)" if selection.unknown else "seconds per step"
     sheet.write(
         [
             Label(text=sheet.title, x=_MARGIN, y=0, size=_TITLE, is_bold=True),
-            Label(text=f"{what} over peak bytes per device", x=_MARGIN, y=0, size=_SIZE),
+            Label(text=f"{what} versus peak memory per device", x=_MARGIN, y=0, size=_SIZE),
         ]
     )
     top = sheet.height + _TITLE
@@ -82,7 +82,7 @@ class _Plane:
             )
         if room:
             self._fill(self.x(room), self.top, line, _HEIGHT, _ROOM)
-            self._text("a peak may fill", self.x(room) - 3, self.top + _SIZE)
+            self._text("usable memory", self.x(room) - 3, self.top + _SIZE)
 
     def dots(self, rows: Iterable[Ranked] | Sequence[Ranked], colour: str) -> None:
         for row in rows:

@@ -46,8 +46,8 @@ def course_sheet(course: MemoryHistory) -> Sheet:
             Label(text=title, x=_EDGE, y=0, size=_TITLE, is_bold=True),
             Label(
                 text=f"peak {format_memory(peak.total)} in {peak.phase}, micro-batch "
-                f"{peak.micro_batch}, after {peak.event} of {len(course.moments) - 1} births and "
-                "deaths of storages",
+                f"{peak.micro_batch}, after {peak.event} of {len(course.moments) - 1} "
+                "allocations and frees of storages",
                 x=_EDGE,
                 y=0,
                 size=_SMALL,

@@ -35,7 +35,10 @@ def routing_sheet(name: str, steps: Steps) -> Sheet:
     if not steps:
         return sheet
     first, last = min(steps), max(steps)
-    what = f"one column a logged step, {first} to {last}; one row an expert; over the layer's mean"
+    what = (
+        f"one column per logged step, {first} to {last}; one row per expert; relative to "
+        "the layer's mean"
+    )
     sheet.write([Label(text=what, x=_EDGE, y=0, size=_SMALL, colour=GREY)])
     _add_legend(sheet)
     for start in range(0, len(layers), _COLUMNS):

@@ -152,7 +152,7 @@ def _heading(heading: Heading, schedule: Schedule, simulation: Simulation) -> It
     sizes = (
         heading.schedule,
         f"ranks: {schedule.ranks}",
-        f"stages: {schedule.stages}, {schedule.stages // schedule.ranks} a rank",
+        f"stages: {schedule.stages}, {schedule.stages // schedule.ranks} per rank",
         f"micro-batches: {schedule.microbatches}",
     )
     yield Label(text=" · ".join(sizes), x=_EDGE, y=0, size=_HEAD)
@@ -267,7 +267,7 @@ def _add_axis(sheet: Sheet, scale: _Scale, makespan: float, kinds: Sequence[Kind
     cost = StageCost()
     units = ", ".join(f"{kind} = {cost.of(kind):g}" for kind in kinds)
     sheet.write(
-        [Label(text=f"time in units of one forward ({units})", x=scale.left, y=0, size=_HEAD)]
+        [Label(text=f"time in units of one forward pass ({units})", x=scale.left, y=0, size=_HEAD)]
     )
     sheet.height += _SMALL
 
@@ -315,8 +315,8 @@ def _add_legend(sheet: Sheet, scale: _Scale, every: Sequence[Box]) -> None:
 def _notes(sheet: Sheet, scale: _Scale, every: Sequence[Box]) -> Iterator[str]:
     yield "number: micro-batch"
     if scale.several:
-        yield "s: stage, the rank's later ones lighter"
+        yield "s: stage; later stages of a rank are lighter"
     if any(box.is_half for box in every):
         yield "two in one box: side by side"
     if not all(any(_numbers(box, scale, 0)) for box in every):
-        yield "narrow boxes without a number"
+        yield "narrow boxes have no number"

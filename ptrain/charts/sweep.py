@@ -114,4 +114,4 @@ def _figures(prediction: Prediction) -> Iterator[str]:
     if peak is not None:
         yield _MEANINGS[prediction.fit.fits]
     if (seconds := step_seconds(prediction.derivation.exact)) is not None:
-        yield f"{format_seconds(seconds)} a step"
+        yield f"{format_seconds(seconds)} per step"

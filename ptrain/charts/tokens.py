@@ -67,7 +67,7 @@ def _add_part(sheet: Sheet, text: str) -> None:
 def _add_tokens(sheet: Sheet, step: ContextParallel, left: float) -> None:
     """All heads of the tokens that a rank has; where they are exchanged, then those of its heads of
     the tokens of its group."""
-    _add_part(sheet, "who has which tokens: outside attention, all heads of its own")
+    _add_part(sheet, "tokens per rank outside attention, for all heads")
     own = [*all_spans(step)]
     for rank, spans in enumerate(own):
         for span in spans:
@@ -76,7 +76,7 @@ def _add_tokens(sheet: Sheet, step: ContextParallel, left: float) -> None:
     _add_ticks(sheet, step, left)
     if step.ulysses == 1:
         return
-    _add_part(sheet, "within attention: all tokens of its group, of its own heads")
+    _add_part(sheet, "tokens per rank within attention: all tokens of its group, for its heads")
     for member in range(step.ulysses):
         name = f"heads {member + 1}/{step.ulysses}"
         _name(sheet, name, left, sheet.height + _BAND / 2)
@@ -126,7 +126,7 @@ def _add_ticks(sheet: Sheet, step: ContextParallel, left: float) -> None:
 def _add_scores(sheet: Sheet, step: ContextParallel, left: float) -> None:
     has_hops = step.ring > 1 and not step.gathers
     whose = "group of ranks" if step.ulysses > 1 else "rank"
-    _add_part(sheet, f"which {whose} computes which scores: queries downwards, keys to the right")
+    _add_part(sheet, f"scores computed per {whose}: queries downwards, keys to the right")
     unit = _SQUARE / step.sequence
     top = sheet.height
     sheet.rectangles.append(
@@ -142,8 +142,8 @@ def _add_scores(sheet: Sheet, step: ContextParallel, left: float) -> None:
     for place in range(step.ring):
         _name_rows(sheet, step, place, left, top)
     sheet.height += _SQUARE + 4
-    notes = ["number: hops that the keys have come"] if has_hops else []
-    notes += ["each rank of a group: of its own heads"] if step.ulysses > 1 else []
+    notes = ["number: hops of the keys"] if has_hops else []
+    notes += ["each rank of a group: only its heads"] if step.ulysses > 1 else []
     note = " · ".join(notes)
     sheet.write([Label(text=note, x=left, y=0, size=_SMALL, colour=GREY)] if notes else [])
 
@@ -201,7 +201,7 @@ def _name_rows(sheet: Sheet, step: ContextParallel, place: int, left: float, top
 def _add_hops(sheet: Sheet, step: ContextParallel, left: float) -> None:
     """A row for each place of the ring, a column for each hop: whose keys and values it has, and
     what it computes with them, as a part of the most that any does."""
-    _add_part(sheet, "whose keys and values are met, and how many scores (filled) are computed")
+    _add_part(sheet, "keys and values per hop, and the share of scores computed (filled)")
     hops = 1 if step.gathers else step.ring
     row = min(_ROW, max(_LEAST_ROW, _TALLEST / step.ring))
     scores = [_by_source(step, place) for place in range(step.ring)]
@@ -248,7 +248,7 @@ def _add_cell(
         Rectangle(x=x, y=y + height * (1 - share), width=width, height=height * share,
                   colour=colour, edge=LIGHT, edge_width=0.6),
     ]  # fmt: skip
-    text, high = f"of {_place_name(step, source)}", height * max(share, 1 - share)
+    text, high = f"from {_place_name(step, source)}", height * max(share, 1 - share)
     if width_of(text, _SMALL) + _AIR <= width and high >= _SMALL * 1.2:
         is_within = share >= 0.5  # the larger part has the text
         label = Label(

@@ -1,34 +1,136 @@
-"""What verbs share: SPEC and a.b=c in any order on the command line, --json and --allow-import."""
+"""The parser of a command: its help screen, and one message for a mistake in the arguments."""
 
 from __future__ import annotations
 
 import json
-from argparse import ArgumentParser, ArgumentTypeError
-from collections.abc import Mapping
+import re
+from argparse import SUPPRESS, ArgumentError, ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NoReturn
+
+from ptrain.cli.main import VERBS
+from ptrain.commands import COMMANDS, add_arguments
+from ptrain.errors import PtrainError
+
+# Options of launchers and other tools whose value is the number of ranks.
+_RANKS = {"nproc", "nproc_per_node", "num_processes", "num_gpus", "gpus", "ranks", "world_size"}
+_ALMOST = 0.85  # similarity of an option and a slip of it, as --step and --steps
 
 
-def add_spec_arguments(parser: ArgumentParser) -> None:
-    """One list, `arguments`, of specs and overrides; `spec.load.split_arguments` tells them
-    apart."""
-    parser.add_argument(
-        "arguments",
-        nargs="*",
-        metavar="SPEC",
-        help="a YAML file or a name from `ptrain specs`; a.b=c overrides a key, as in a file",
-    )
-    parser.add_argument("--json", action="store_true", help="print the result as JSON, only that")
-    parser.add_argument(
-        "--allow-import", action="store_true", help="let the spec's `target:` import code"
-    )
+class CommandParser(ArgumentParser):
+    """The parser of one command. A mistake is a PtrainError with one message."""
+
+    def __init__(self, verb: str) -> None:
+        command = COMMANDS[verb]
+        examples = [f"  {example}" for example in command.examples]
+        topics = [f"`ptrain help {topic}`" for topic in command.topics]
+        super().__init__(
+            prog=f"ptrain {verb}",
+            usage=f"\n{' ' * 7}".join(f"ptrain {verb} {form}" for form in command.usage),
+            description="\n".join(filter(None, [f"{VERBS[verb]}.", command.details])),
+            epilog="\n".join(["Examples:", *examples, "", f"See also: {', '.join(topics)}"]),
+            formatter_class=RawDescriptionHelpFormatter,
+            add_help=False,
+            allow_abbrev=False,
+            exit_on_error=False,
+        )
+        add_arguments(self, verb)
+        about = "Print this help and exit."
+        self.add_argument_group("Help").add_argument("-h", "--help", action="help", help=about)
+        self.verb = verb
+
+    def read(self, words: Iterable[str]) -> Namespace:
+        """Return the parsed arguments, with the command as typed. Raises PtrainError for a
+        mistake."""
+        typed = ("ptrain", self.verb, *words)
+        arguments = list(_as_overrides(typed[2:]))
+        for word, following in zip(arguments, [*arguments[1:], ""], strict=False):
+            if word == "--":
+                break
+            name = word.partition("=")[0]
+            if name.startswith("--") and name not in self._option_string_actions:
+                self.error(f"unknown option {name}. {_hint(self.verb, word, following)}")
+        try:
+            parsed, unknown = self.parse_known_intermixed_args(arguments)
+        except ArgumentError as error:
+            self.error(self._explain(error))
+        if unknown:
+            self.error(f"unknown argument {unknown[0]}")
+        parsed.typed = typed
+        return parsed
+
+    def error(self, message: str) -> NoReturn:
+        """Raise PtrainError, in place of printing the usage and leaving."""
+        message = message.replace("the following arguments are required:", "missing")
+        more = "" if message.endswith((".", "?")) else f". Run `{self.prog} --help`."
+        raise PtrainError(f"{self.prog}: {message}{more}")
+
+    def _explain(self, error: ArgumentError) -> str:
+        """Return the message for a wrong value, with the accepted values."""
+        for action in self._actions:
+            names = "/".join(action.option_strings) or action.metavar
+            if action.choices and names == error.argument_name:
+                return f"{names} takes one of {', '.join(map(str, action.choices))}."
+        return f"{error.argument_name}: {error.message}" if error.argument_name else error.message
 
 
-def print_json(record: Mapping[str, object] | list[dict[str, object]]) -> None:
-    """A record, or a list of them when several specs were asked for."""
+def options_of(verb: str) -> Iterator[str]:
+    """Yield the names of a command's options, without hidden ones."""
+    for options in COMMANDS[verb].groups.values():
+        for item in options:
+            for names, how in item if isinstance(item, list) else (item,):
+                if names[0].startswith("-") and how["help"] != SUPPRESS:
+                    yield from names
+
+
+def _hint(verb: str, word: str, following: str) -> str:
+    """Return what to write in place of an unknown option."""
+    from ptrain.spec.reference import reference
+    from ptrain.spec.slips import NEAR, close
+    from ptrain.spec.suggest import for_foreign, of_any_section
+
+    name, _, value = word.partition("=")
+    key = name.lstrip("-").replace("-", "_")
+    value = value or ("" if following.startswith("-") else following)
+    own = tuple(options_of(verb))
+    if near := close(name, own, cutoff=_ALMOST):
+        return f"Did you mean `{near}`?"
+    with_keys = "key=value" in " ".join(COMMANDS[verb].usage)
+    if with_keys and key in _RANKS:
+        number = value if value.isdecimal() else "N"
+        return f"The number of ranks is the mesh: use `mesh.dp_shard={number}`."
+    if with_keys:
+        keys = [row.place for row in reference() if not row.is_section]
+        meant = [place for place in keys if place in (f"{key}.preset", key)]
+        meant = meant or [place for place in keys if place.rpartition(".")[2] == key]
+        if meant:
+            shown = [f"`{place}={value or 'VALUE'}`" for place in meant[:3]]
+            return f"Use the key {' or '.join(shown)}."
+        route = tuple(key.split("."))
+        typed = int(value) if value.isdecimal() else value
+        if answer := for_foreign(route, typed, lambda place, text: f"{'.'.join(place)}={text}"):
+            return answer
+        if answer := of_any_section(key):
+            return f"{answer[0].upper()}{answer[1:]}"
+    if near := close(name, own, cutoff=NEAR):
+        return f"Did you mean `{near}`?"
+    if others := [f"`ptrain {other}`" for other in COMMANDS if name in options_of(other)]:
+        return f"{name} is an option of {', '.join(others)}."
+    return f"Run `ptrain {verb} --help`."
+
+
+def _as_overrides(arguments: Iterable[str]) -> Iterator[str]:
+    """Yield `mesh.dp_shard=4` for `--mesh.dp_shard=4` and `--mesh.dp_shard 4`."""
+    remaining = iter(arguments)
+    for argument in remaining:
+        if not re.match(r"--\w+(\.[\w-]+)+(=|$)", argument):
+            yield argument
+        elif "=" in argument:
+            yield argument[2:]
+        else:
+            yield f"{argument[2:]}={next(remaining, '')}"
+
+
+def print_json(record: Mapping[str, object] | Sequence[Mapping[str, object]]) -> None:
+    """Print a record, or a list of records if several specs were given."""
     print(json.dumps(record, indent=2, ensure_ascii=False, allow_nan=False))
-
-
-def positive(text: str) -> int:
-    """Return a whole number above 0, which an option is given."""
-    if not text.isdecimal() or not int(text):
-        raise ArgumentTypeError(f"must be a whole number above 0; got {text!r}")
-    return int(text)

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 
 from ptrain.cli.arguments import print_json
 from ptrain.errors import PtrainError
 from ptrain.facts import cache
 from ptrain.units import format_bytes
-
-
-def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("--clear", action="store_true", help="remove them all")
-    parser.add_argument("--json", action="store_true", help="as a record")
 
 
 def run(args: Namespace) -> int:
@@ -23,7 +18,7 @@ def run(args: Namespace) -> int:
         for path in files if args.clear else ():
             path.unlink()
     except FileNotFoundError as error:
-        raise PtrainError(f"error: somebody else clears the cache: {error}") from error
+        raise PtrainError(f"error: another process clears the cache: {error}") from error
     except OSError as error:
         raise PtrainError(f"error: the cache cannot be read or cleared: {error}") from error
     if args.json:

@@ -9,16 +9,12 @@ from __future__ import annotations
 
 import os
 import sys
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 
 from ptrain.calibration import write
 from ptrain.calibration.write import calibrate
 from ptrain.installed import require_torch
 from ptrain.train import environment
-
-
-def add_arguments(parser: ArgumentParser) -> None:
-    write.add_arguments(parser)
 
 
 def run(args: Namespace) -> int:

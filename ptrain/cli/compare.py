@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import shlex
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from functools import partial
 from pathlib import Path
 
-from ptrain.cli.arguments import add_spec_arguments, print_json
+from ptrain.cli.arguments import print_json
 from ptrain.cli.predict import as_record as predicted_record
 from ptrain.cli.predict import predicted
 from ptrain.errors import VerdictFailed, refused
@@ -30,35 +30,18 @@ _SPECS = (".yaml", ".yml")
 _SIDES = "a run folder, a JSON file that a command printed, or a spec"
 
 
-def add_arguments(parser: ArgumentParser) -> None:
-    add_spec_arguments(parser)
-    parser.add_argument("--markdown", action="store_true", help="a table for a pull request")
-    parser.add_argument("--all", action="store_true", help="rows that are equal, too")
-    parser.add_argument(
-        "--fail-on",
-        type=str,
-        metavar="LIMITS",
-        help="exit 1 where HEAD is beyond them: peak=1%%,bytes=0,verdict (also memory, calls, "
-        "time, loss)",
-    )
-    parser.epilog = (
-        f"BASE and HEAD are each {_SIDES}, which is predicted; of a file with several "
-        "JSON documents, those of one name are taken together. a.b=c is for both specs."
-    )
-
-
 def run(args: Namespace) -> int:
     """Return 0, or 1 where a limit is exceeded."""
     sides, overrides = split_arguments(args.arguments)
     if len(sides) != 2:
-        finding = f"takes BASE and HEAD; got {len(sides)} of them"
-        raise refused("ptrain compare", finding, f"name two: each {_SIDES}")
+        finding = f"takes two records, BASE and HEAD; got {len(sides)}"
+        raise refused("ptrain compare", finding, f"Name two, each {_SIDES}.")
     if args.markdown and args.json:
-        raise refused("--markdown", "and --json are two forms", "leave one of them out")
+        raise refused("--markdown", "cannot be combined with --json", "Remove one of them.")
     allowed = limits(args.fail_on) if args.fail_on is not None else ()
     if overrides and all(_records_of(side) for side in sides):
-        finding = "is an override, and neither side is a spec"
-        raise refused(overrides[0], finding, "leave it out, or name a spec")
+        finding = "overrides apply to specs, and neither BASE nor HEAD is a spec"
+        raise refused(overrides[0], finding, "Remove it, or name a spec.")
     read = partial(_side, words=tuple(overrides), allow_import=args.allow_import)
     comparison = compare_records(*map(read, sides), names=(sides[0], sides[1]))
     failures = exceeded(comparison, allowed) if allowed else []
@@ -91,11 +74,11 @@ def _records_of(source: str) -> Path | None:
         if summary.is_file():
             return summary
         if source not in listing(*SPEC_FOLDERS):
-            finding = f"is no folder of a run that has ended: it has no {summary.name}"
-            raise refused(source, finding, f"name {_SIDES}")
+            finding = f"the folder has no {summary.name}, so it is not a finished run"
+            raise refused(source, finding, f"Name {_SIDES}.")
         return None
     if path.suffix == ".json" and not path.is_file():
-        raise refused(source, "no such file", f"name {_SIDES}")
+        raise refused(source, "no such file", f"Name {_SIDES}.")
     is_spec = path.suffix in _SPECS or source in listing(*SPEC_FOLDERS)
     return path if path.exists() and not is_spec else None  # a pipe of the shell's too
 
@@ -105,14 +88,15 @@ def _documents(file: Path, place: str) -> list[object]:
     try:
         text = file.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise refused(place, f"cannot be read: {error}", f"name {_SIDES}") from None
+        raise refused(place, f"cannot be read: {error}", f"Name {_SIDES}.") from None
     decoder, documents = json.JSONDecoder(), []
     while text:
         try:
             document, end = decoder.raw_decode(text)
         except (ValueError, RecursionError) as error:
-            finding = f"is no JSON: {error}"
-            raise refused(place, finding, "give what a command printed with --json") from None
+            finding = f"is not JSON: {error}"
+            remedy = "Name a file that a command printed with --json."
+            raise refused(place, finding, remedy) from None
         documents += document if isinstance(document, list) else [document]
         text = text[end:].lstrip()
     return documents

@@ -2,26 +2,13 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from pathlib import Path
 
 from ptrain.cli.arguments import print_json
 from ptrain.codec import encode
 from ptrain.installed import require_torch
 from ptrain.units import format_bytes
-
-
-def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("run", metavar="RUN", help="a run folder, like runs/latest")
-    parser.add_argument("--to", metavar="FOLDER", required=True, help="a folder that is not there")
-    parser.add_argument("--step", type=int, metavar="N", help="default: the newest checkpoint")
-    parser.add_argument(
-        "--adapters",
-        choices=("merged", "alone"),
-        help="of a model with adapters of peft: its class with them in its layers, or them alone",
-    )
-    parser.add_argument("--allow-import", action="store_true", help="run the model's own code")
-    parser.add_argument("--json", action="store_true", help="as a record")
 
 
 def run(args: Namespace) -> int:

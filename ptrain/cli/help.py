@@ -1,8 +1,9 @@
-"""`ptrain help`: the topics of the pages that stand beside what they describe; `ptrain help TOPIC`:
-the section of that name, as text; `ptrain help KEY`: what the table of keys has of a spec's key.
+"""`ptrain help`: list the topics of the docs. `ptrain help TOPIC`: print a section, a page or a key
+of a spec, or the lines that mention a word.
 
 A topic is a section's anchor: `docs/writing-a-spec.md#options` and `ptrain help options` are the
-same text. A wheel carries the pages of `docs/` as `ptrain/_docs`, of `specs/` as `ptrain/_specs`.
+same text. A page's file name and title are topics, too. A wheel carries the pages of `docs/` as
+`ptrain/_docs`, of `specs/` as `ptrain/_specs`.
 Pages are Markdown, which rich renders; of the comments in it those that mark a generated block are
 left out, and a link's target is written as the topic that it leads to.
 """
@@ -12,9 +13,10 @@ from __future__ import annotations
 import re
 import shutil
 import textwrap
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 
 from rich.cells import cell_len
@@ -25,10 +27,9 @@ from rich.table import Table
 from rich.text import Text
 from rich.theme import Theme
 
+from ptrain.cli.arguments import CommandParser
 from ptrain.cli.main import VERBS
 from ptrain.errors import PtrainError
-from ptrain.report.table import TableColumn, name_column, render
-from ptrain.spec.leaf import nearest
 from ptrain.spec.reference import reference
 
 # In reading order. README links to each page.
@@ -70,8 +71,10 @@ PAGES = (
     "docs/internals.md",
 )
 _PACKAGE = Path(__file__).resolve().parents[1]
+_GLOSSARY, _MOST_HITS = "docs/glossary.md", 10
 _WIDEST = 100  # columns: longer lines are hard to read
 _FENCE = "```"
+_CODE = re.compile(r"(```|<!--).*?(```|-->)\s*|^\|.*\n", re.DOTALL)
 _COMMENT = re.compile(r"<!-- .*? -->\n?")
 _PICTURE = re.compile(r"!\[([^\]]*)\]\([^)\s]+\)")
 _LINK = re.compile(r"\[([^\]]+)\]\(([^)\s]+)\)")
@@ -134,25 +137,88 @@ class _Page(Markdown):
     elements = Markdown.elements | {"fence": _Code, "table_open": _Table}
 
 
-def add_arguments(parser: ArgumentParser) -> None:
-    about = "a name that `ptrain help` lists, or a key of a spec: optimizer.clip"
-    parser.add_argument("topic", nargs="?", metavar="TOPIC", help=about)
-
-
 def run(args: Namespace) -> int:
-    if args.topic is None:
-        print(_listing())
-        return 0
-    known = {section.anchor: section for page in PAGES for section in page_sections(page)}
-    topic = "-".join(args.topic.lower().split())
-    title = known[topic].title if topic in known else args.topic
-    texts = (known[topic].text if topic in known else "", _of_key(args.topic, known["keys"]))
-    text = "\n\n".join(filter(None, texts))
-    if not text:
-        raise PtrainError(_unknown(args.topic, topic, known))
-    width = min(shutil.get_terminal_size().columns, _WIDEST)
-    print(f"{title}\n\n{as_text(text, width)}")
+    """Print what a word names: a section, a page, a key or a command; else where it is mentioned.
+    Raises PtrainError for a word that no page mentions."""
+    word = " ".join(args.topic).strip()
+    print(_answer(word) if word else _listing())
     return 0
+
+
+def _answer(word: str) -> str:
+    pages = {page: read_page(page) for page in PAGES}
+    topic = "-".join(word.lower().split())
+    topics = _topics(pages)
+    width = min(shutil.get_terminal_size().columns, _WIDEST)
+    section = topics.get(topic)
+    rows = _of_key(word, topics["keys"])
+    parts = [section.title if section else word]
+    parts += [as_text(text, width) for text in (section.text if section else "", rows) if text]
+    if topic in VERBS:
+        if not section:
+            return CommandParser(topic).format_help().rstrip()
+        parts.append(f"Next: ptrain {topic} --help")
+    if not section:
+        hits = _hits(word, pages, finds_titles_only=bool(rows))
+        if not (hits or rows):
+            raise PtrainError(_unknown(word, (*topics, *(row.place for row in reference()))))
+        size = max(map(len, hits), default=0)
+        room = width - size - 4
+        lines = [
+            f"  {name:<{size}}  {textwrap.shorten(line, room, placeholder=' …')}"
+            for name, line in hits.items()
+        ]
+        parts += ["\n".join(lines), f"Next: ptrain help {next(iter(hits))}"] if hits else []
+    return "\n\n".join(parts)
+
+
+def _topics(pages: Mapping[str, str]) -> dict[str, PageSection]:
+    """Return all sections by anchor, and all pages by file name and by title. Sections win."""
+    topics = {}
+    for page, text in pages.items():
+        title, _, rest = text.removeprefix("# ").partition("\n")
+        for name in {Path(page).stem.lower(), anchor(title)} - {"readme"}:
+            topics[name] = PageSection(title, rest.strip() + "\n")
+    return topics | {
+        section.anchor: section for text in pages.values() for section in sections(text)
+    }
+
+
+def _hits(word: str, pages: Mapping[str, str], *, finds_titles_only: bool) -> dict[str, str]:
+    """Return the topics that mention a word or phrase, each with the line that does: titles first,
+    then the glossary, then by the number of mentions. Case and plural do not matter."""
+    stems = [re.escape(part.removesuffix("s")) for part in word.split()]
+    pattern = re.compile(rf"(?<!\w){'s?[ -]'.join(stems)}s?\d?(?!\w)", re.IGNORECASE)
+    ranked = []
+    for page, text in pages.items():
+        for section in sections(text):
+            is_title = bool(pattern.search(section.title))
+            prose = _CODE.sub("", section.text).splitlines() if is_title else []
+            lines = filter(None, (_mention(pattern, line) for line in section.text.splitlines()))
+            mentions = [*filter(None, map(_without_markup, prose[:1])), *lines]
+            order = 0 if is_title else 1 if page == _GLOSSARY else 2
+            if mentions and (is_title or not finds_titles_only):
+                ranked.append((order, -len(mentions), section.anchor, mentions[0]))
+    ranked.sort(key=lambda hit: hit[:2])
+    return {name: line for _, _, name, line in ranked[:_MOST_HITS]}
+
+
+def _mention(pattern: re.Pattern[str], line: str) -> str:
+    """Return the part of a line that begins shortly before the word; of a table's row the first
+    cell and the cell with the word. Return "" for a line without the word."""
+    first, *cells = (_without_markup(cell) for cell in line.strip("| ").split("|"))
+    cell = next(filter(pattern.search, (first, *cells)), "")
+    if not (match := pattern.search(cell)):
+        return ""
+    start = cell.rfind(" ", 0, max(0, match.start() - 30)) + 1
+    part = f"… {cell[start:]}" if start else cell
+    return part if cell is first else f"{first}: {part}"
+
+
+def _without_markup(line: str) -> str:
+    """Return a line of Markdown as plain words."""
+    text = _LINK.sub(r"\1", _COMMENT.sub("", f"{line}\n")).replace("\\", "")
+    return " ".join(re.sub(r"[`*#]|^\s*[-–>]+ |-{3,}|<.*?>", "", text).split())
 
 
 def as_text(markdown: str, width: int) -> str:
@@ -201,51 +267,43 @@ def _of_key(key: str, table: PageSection) -> str:
 
 
 def page_sections(page: str) -> list[PageSection]:
-    """The sections of a page, in the wheel or in the checkout."""
+    """Return the sections of a page, in the wheel or in the checkout."""
+    return sections(read_page(page))
+
+
+def read_page(page: str) -> str:
+    """Return the text of a page, in the wheel or in the checkout."""
     folder, _, name = page.partition("/")
     packed = _PACKAGE / f"_{folder}" / name
     path = packed if packed.is_file() else _PACKAGE.parent / page
-    return sections(path.read_text(encoding="utf-8"))
+    return path.read_text(encoding="utf-8")
 
 
 def _listing() -> str:
-    listed = {page: [section.anchor for section in page_sections(page)] for page in PAGES}
-    topics = TableColumn("", cells=[", ".join(anchors) for anchors in listed.values()], left=True)
+    width = min(shutil.get_terminal_size().columns, _WIDEST)
+    lines = ["Usage: ptrain help TOPIC", "", "Pages and their topics:"]
+    for page in PAGES:
+        topics = ", ".join(section.anchor for section in page_sections(page))
+        lines.append(f"  {page}")
+        lines += textwrap.wrap(
+            topics,
+            width,
+            initial_indent="    ",
+            subsequent_indent="    ",
+            break_on_hyphens=False,
+        )
     return "\n".join(
         [
-            "usage: ptrain help TOPIC",
+            *lines,
             "",
-            "prints a section of these pages; in brackets are topics that it refers to:",
-            textwrap.indent(render([name_column("", [*listed]), topics]), "  "),
-            "",
-            "A key of a spec is a topic too: ptrain help optimizer.clip",
-            "`ptrain --help` lists the commands, `ptrain COMMAND --help` the options of one.",
+            "A page is a topic (ptrain help launch), and so is a key (ptrain help optimizer.clip).",
+            "Any other word is looked for in all pages: ptrain help gradient accumulation",
+            "Next: ptrain help quick-tour",
         ]
     )
 
 
-def _unknown(written: str, topic: str, known: Mapping[str, PageSection]) -> str:
-    keys = tuple(row.place for row in reference())
-    near = (nearest(topic, tuple(known)), *(key for key in keys if key.rpartition(".")[2] == topic))
-    guess = next(filter(None, near), "") if topic else ""
-    if topic in VERBS:
-        hint = f"; its options: ptrain {topic} --help"
-    else:
-        hint = f"; did you mean {guess!r}?" if guess else ""
-    spoken = _sections_with(written, known)
-    lines = [
-        f"ptrain help: {written!r} is no topic{hint}",
-        *([f"  the word stands in: {', '.join(spoken)}"] if spoken else []),
-        f"  topics: {', '.join(known)}",
-    ]
-    return "\n".join(lines)
-
-
-def _sections_with(words: str, known: Mapping[str, PageSection]) -> list[str]:
-    """The topics that say it as a whole word, the plural of it or its singular; small letters and
-    capitals are the same."""
-    text = words.strip().removesuffix("s")
-    if not text:
-        return []
-    pattern = re.compile(rf"(?<!\w){re.escape(text)}s?(?!\w)", re.IGNORECASE)
-    return [anchor for anchor, section in known.items() if pattern.search(section.text)]
+def _unknown(word: str, known: Sequence[str]) -> str:
+    near = get_close_matches(word.lower(), known, cutoff=0.6)
+    hint = f"Nearest topics: {', '.join(near)}." if near else "`ptrain help` lists the topics."
+    return f"ptrain help: no page mentions {word!r}. {hint}"

@@ -1,7 +1,7 @@
 """The command line: one module per verb, imported when its verb is called.
 
-A verb's module has `add_arguments(parser)` and `run(args) -> int`. What a verb raises for its
-user (`PtrainError`) ends as its message on standard error and its exit code.
+A verb's module has `run(args) -> int`; its options are in `ptrain.commands`. A `PtrainError` ends
+as its message on standard error and its exit code.
 """
 
 from __future__ import annotations
@@ -15,36 +15,56 @@ from ptrain.version import VERSION
 
 TYPE_CHECKING = False  # not typing's: what neither `--version` nor `--help` needs is imported below
 if TYPE_CHECKING:
-    from argparse import Namespace
-    from collections.abc import Iterable, Sequence
-    from types import ModuleType
+    from collections.abc import Sequence
 
     from ptrain.errors import PtrainError
 
-VERBS = {
-    "train": "train a spec, with predicted and measured figures at the end",
-    "predict": "memory and traffic of specs, before anything runs",
-    "plan": "the steps that will wrap the model, as text",
-    "validate": "run a few steps and compare what was predicted with what was measured",
-    "verify": "run against one device: gradients, state, trajectory, and whose fault it is",
-    "select": "which placement of a model on so many devices: all legal ones, ranked",
-    "compare": "two runs, predictions or verifications side by side, as for a pull request",
-    "simulate": "the program that trains on fake ranks: memory and traffic at any size",
-    "calibrate": "what operators, collectives and updates take on this machine: a cluster's rates",
-    "tokenize": "texts, JSON lines or Parquet as the token file that a training reads",
-    "export": "a checkpoint as a folder that transformers loads",
-    "sample": "what a trained model writes, and how well it foresees a text",
-    "cache": "the traces of models that predictions keep: where, how many; clear them",
-    "specs": "list the named specs, or show one",
-    "schema": "the JSON Schema of specs, for editors",
-    "help": "a section of the pages by its topic, or a key of a spec; else the topics",
+GROUPS = {
+    "Plan": {
+        "predict": "Predict memory, traffic and step time without running anything",
+        "select": "Find the fastest placement of a model on a cluster",
+        "plan": "Show how a spec wraps the model, step by step",
+        "simulate": "Run one rank of a job of any size on fake tensors",
+    },
+    "Run": {
+        "train": "Train a spec and compare the prediction with the measurement",
+        "validate": "Run four steps and check memory and traffic only",
+        "verify": "Compare gradients, optimizer state and losses with one device",
+        "compare": "Compare two runs, predictions or verifications",
+    },
+    "Data and models": {
+        "tokenize": "Turn text, JSON lines or Parquet into a token file",
+        "export": "Write a checkpoint as a Transformers folder",
+        "sample": "Generate text from a checkpoint, or score a text",
+    },
+    "Reference": {
+        "specs": "List or show the built-in specs",
+        "help": "Show a topic or explain a spec key",
+        "calibrate": "Measure this machine's operator and collective speeds",
+        "schema": "Print the JSON Schema for editors",
+        "cache": "Show or clear cached model traces",
+        "completion": "Print the completion script of a shell",
+    },
+}
+VERBS = {verb: about for commands in GROUPS.values() for verb, about in commands.items()}
+# Words of other tools, and the command that is meant.
+_OTHER_WORDS = {
+    "convert": "export",
+    "estimate": "predict",
+    "generate": "sample",
+    "launch": "train",
+    "list": "specs",
+    "profile": "calibrate",
+    "run": "train",
+    "search": "select",
+    "show": "specs",
+    "test": "verify",
 }
 OF_TORCH = (
     "simulate",
     "tokenize",
 )  # verbs whose module imports it; the others that need it do when they run
 PURE = ("predict", "select")  # verbs without tensors, whose objects form few cycles
-NOT_YET = ("convert", "report", "doctor", "launch")
 WRONG_INPUT, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
 
 
@@ -93,21 +113,22 @@ def _answer(arguments: list[str], *, is_process: bool) -> int:
 def _dispatch(verb: str, *arguments: str, is_process: bool) -> int:
     from ptrain.errors import PtrainError
 
-    if verb in NOT_YET:
-        raise PtrainError(f"ptrain {verb}: not yet; what works: {', '.join(VERBS)}")
     if verb not in VERBS:
-        raise PtrainError(f"ptrain: {verb!r} is no command; choose from {', '.join(VERBS)}")
-    if verb in OF_TORCH:
-        _require_torch()
+        raise PtrainError(_unknown_command(verb))
     if is_process:
         gc.disable()  # nothing that is imported is garbage
+    from ptrain.cli.arguments import CommandParser
+
+    args = CommandParser(verb).read(arguments)
+    if verb in OF_TORCH:
+        _require_torch()
     module = import_module(f"ptrain.cli.{verb}")
     if is_process:
         gc.freeze()  # a tenth of predict: collections would visit all that was imported
         gc.enable()
         if verb in PURE:
             gc.set_threshold(100_000)  # objects, in place of 700
-    code = int(module.run(_parse(verb, module, arguments)))
+    code = int(module.run(args))
     if is_process and verb in PURE:
         gc.freeze()  # the interpreter's end collects once more
     return code
@@ -119,42 +140,33 @@ def _require_torch() -> None:
     require_torch()
 
 
-def _parse(verb: str, module: ModuleType, arguments: Sequence[str]) -> Namespace:
-    from argparse import ArgumentParser
+def _unknown_command(word: str) -> str:
+    from ptrain.spec.leaf import nearest
 
-    parser = ArgumentParser(prog=f"ptrain {verb}", description=f"{verb}: {VERBS[verb]}")
-    module.add_arguments(parser)
-    parser.set_defaults(typed=("ptrain", verb, *arguments))
-    return parser.parse_intermixed_args(list(_as_overrides(arguments)))
-
-
-def _as_overrides(arguments: Iterable[str]) -> Iterable[str]:
-    """`--mesh.dp_shard=4` and `--mesh.dp_shard 4` are `mesh.dp_shard=4`."""
-    import re
-
-    remaining = iter(arguments)
-    for argument in remaining:
-        if not re.match(r"--\w+(\.[\w-]+)+(=|$)", argument):
-            yield argument
-        elif "=" in argument:
-            yield argument[2:]
-        else:
-            yield f"{argument[2:]}={next(remaining, '')}"
+    meant = _OTHER_WORDS.get(word) or nearest(word, tuple(VERBS))
+    hint = f"Did you mean `{meant}`?" if meant else "`ptrain --help` lists the commands."
+    if word.startswith("-"):
+        hint = f"Options follow the command: `ptrain COMMAND {word}`."
+    return f"ptrain: unknown command {word!r}. {hint}"
 
 
 def _usage() -> str:
     width = max(map(len, VERBS))
-    lines = [f"  {verb:<{width}}  {help_text}" for verb, help_text in VERBS.items()]
+    lines = []
+    for title, commands in GROUPS.items():
+        lines.append(title)
+        lines += [f"  {verb:<{width}}  {about}" for verb, about in commands.items()]
     return "\n".join(
         [
-            "usage: ptrain COMMAND [SPEC ...] [a.b=c ...] [options]",
+            "ptrain — predict, run and verify distributed PyTorch training from a placement spec",
             "",
-            "A SPEC is a YAML file or a name from `ptrain specs`; a.b=c overrides one of its keys.",
+            "Usage: ptrain COMMAND [SPEC ...] [key=value ...] [options]",
             "",
             *lines,
             "",
-            "`ptrain COMMAND --help` says more, and `ptrain help` what can be read.",
-            "Start with: ptrain train",
+            "SPEC is a YAML file or a name from `ptrain specs`.",
+            "Run `ptrain COMMAND --help` for options, `ptrain help` for topics.",
+            "New here? Run `ptrain train` (one minute, CPU only).",
         ]
     )
 

@@ -4,7 +4,7 @@ Torch-free for built-in models."""
 from __future__ import annotations
 
 import shlex
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -15,7 +15,7 @@ from ptrain.charts.canvas import Format, painted, require_writable, write_whole
 from ptrain.charts.schedule import Heading, schedule_sheet
 from ptrain.charts.sheet import Sheet
 from ptrain.charts.tokens import tokens_sheet
-from ptrain.cli.arguments import add_spec_arguments, print_json
+from ptrain.cli.arguments import print_json
 from ptrain.cli.predict import facts_of
 from ptrain.derivation.estimate import Derivation, derive
 from ptrain.errors import PtrainError, refused
@@ -31,21 +31,11 @@ from ptrain.spec.spec import Spec
 from ptrain.steps.step import Plan
 
 
-def add_arguments(parser: ArgumentParser) -> None:
-    add_spec_arguments(parser)
-    parser.add_argument(
-        "--chart",
-        type=Path,
-        metavar="FILE",
-        help="draw a pipeline's schedule, and who has which tokens over cp, as .png or .svg",
-    )
-
-
 def run(args: Namespace) -> int:
     """The steps of every SPEC, in the order of execution."""
     sources, overrides = split_arguments(args.arguments)
     if not sources:
-        raise PtrainError("ptrain plan: name a SPEC; `ptrain specs` lists them")
+        raise PtrainError("ptrain plan: SPEC is missing. `ptrain specs` lists the names.")
     form = _form_of_chart(args.chart, sources)
     plans = [_derived(source, overrides, args.allow_import) for source in sources]
     if form:
@@ -88,16 +78,18 @@ def _form_of_chart(path: Path | None, sources: list[str]) -> Format | None:
     if path is None:
         return None
     if len(sources) > 1:
-        finding = f"one file for the schedules of {len(sources)} specs"
-        raise refused("--chart", finding, "name one SPEC, or call ptrain plan once for each")
+        finding = f"draws one spec; got {len(sources)}"
+        raise refused("--chart", finding, "Run `ptrain plan` once for each spec.")
     return require_writable(path)
 
 
 def _draw(spec: Spec, derivation: Derivation, path: Path, form: Format) -> None:
     sheets = [*_sheets(spec, derivation.plan)]
     if not sheets:
-        finding = f"{spec.name} has no pipeline, so there is no schedule to draw, and no cp"
-        raise refused("--chart", finding, "leave --chart out, or give the mesh pp or cp of 2 ranks")
+        finding = (
+            f"draws pipelines and context parallelism, and {spec.name} has no `pp` and no `cp` axis"
+        )
+        raise refused("--chart", finding, "Remove it, or draw another spec, such as pp-1f1b.")
     first, *others = sheets
     for sheet in others:
         first.add_below(sheet)

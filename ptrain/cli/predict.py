@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import shlex
 import sys
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import ptrain
 from ptrain.axes.context.draw import balance_rows
-from ptrain.cli.arguments import add_spec_arguments, print_json
+from ptrain.cli.arguments import print_json
 from ptrain.codec import encode
 from ptrain.derivation.estimate import Derivation, derive, facts_from_shape
 from ptrain.derivation.throughput import step_tokens
@@ -32,42 +31,13 @@ from ptrain.report.predict import (
 from ptrain.report.screen import next_line, show
 from ptrain.selection.recompute import resolve_auto, useless_modes
 from ptrain.spec.load import load, split_arguments, sweeps
+from ptrain.spec.names import listing
 from ptrain.spec.spec import Spec
 
-
-def add_arguments(parser: ArgumentParser) -> None:
-    add_spec_arguments(parser)
-    parser.add_argument(
-        "--reserved",
-        action="store_true",
-        help="what CUDA's allocator would reserve, too: simulates one rank of each spec for GPUs, "
-        "the first of those predicted to need most, which takes seconds and torch",
-    )
-    parser.add_argument(
-        "--explain",
-        action="store_true",
-        help="Add the figures of the paper, why they differ, and the theorems.",
-    )
-    parser.add_argument(
-        "--sort",
-        choices=("states", "peak", "sent", "calls", "time"),
-        help="rows by a figure, least first",
-    )
-    parser.add_argument(
-        "--csv", action="store_true", help="a line per spec, with commas, only that"
-    )
-    parser.add_argument(
-        "--chart",
-        type=Path,
-        metavar="FILE",
-        help="draw peaks as rows beside what devices have, as .png or .svg",
-    )
-    parser.add_argument(
-        "--timeline",
-        type=Path,
-        metavar="FILE",
-        help="draw what a step of one spec does when, as .png or .svg",
-    )
+# The job that a model name stands for: FSDP2 with bf16 mixed precision, no recomputation, and about
+# as many tokens per step as `ptrain select` assumes.
+_SPEC_OF_MODELS = "fsdp-mixed"
+_JOB = ("batch.sequence=4096", "batch.micro=1", "batch.global=4M tokens")
 
 
 def _reserved(label: str, derivation: Derivation, spec: Spec, *, allow_import: bool) -> Reserving:
@@ -100,16 +70,16 @@ def _reserved(label: str, derivation: Derivation, spec: Spec, *, allow_import: b
 
 
 def run(args: Namespace) -> int:
-    """Print the screen of one spec, the differences of two, or a row for each of several."""
-    sources, overrides = split_arguments(args.arguments)
-    if not sources:
-        raise PtrainError("ptrain predict: name a SPEC; `ptrain specs` lists them")
+    """Print the figures of one spec, the differences of two, or a row for each of several."""
+    sources, overrides, model = _job(args)
     is_sweep = len(list(sweeps(overrides))) > 1
     is_table = bool(args.csv or args.chart or args.sort)
     if args.timeline and is_table:
-        raise refused("--timeline", "is of one spec, and not of a table", "leave the others out")
+        raise refused(
+            "--timeline", "cannot be combined with --csv, --chart or --sort", "Remove them."
+        )
     if args.timeline and (is_sweep or len(sources) > 1):
-        raise refused("--timeline", "several specs, and one picture", "name one spec")
+        raise refused("--timeline", "draws one spec; got several", "Name one spec.")
     predict = partial(
         predicted,
         allow_import=args.allow_import,
@@ -122,14 +92,14 @@ def run(args: Namespace) -> int:
         return run_sweep(args, sources, overrides, predict=predict, as_record=as_record)
     words = tuple(overrides)
     if args.timeline:
-        from ptrain.cli.step_chart import require_drawable
+        from ptrain.cli.sweep import require_drawable
 
         require_drawable(args.timeline)
     predictions = [predict(source, words, offer=len(sources) == 1) for source in sources]
     if args.reserved:
         require_cuda(predictions)
     if args.timeline:
-        from ptrain.cli.step_chart import draw_step
+        from ptrain.cli.sweep import draw_step
 
         draw_step(predictions[0].derivation, args.timeline)
     if args.json:
@@ -138,15 +108,66 @@ def run(args: Namespace) -> int:
     elif len(predictions) == 1:
         drawn = [f"timeline {args.timeline}"] if args.timeline else []
         (prediction,) = predictions
-        show(
-            one(prediction, explain=args.explain), *drawn, "", next_line(*next_commands(prediction))
-        )
+        commands = next_commands(prediction)
+        if model:
+            devices = str(prediction.spec.world_size)
+            search = ["select", model, "--cluster", args.cluster, "--devices", devices]
+            commands = [shlex.join(["ptrain", *search])]
+            job = shlex.join(["ptrain", "predict", *sources, *overrides])
+            drawn.append(f"Assumed: fully sharded, bf16 mixed precision, as in `{job}`.")
+        show(one(prediction, explain=args.explain), *drawn, "", next_line(*commands))
     else:
         from ptrain.report.differences import pair
 
         command = shlex.join(["ptrain", "plan", *sources, *overrides])
         show(pair(*predictions, explain=args.explain), "", next_line(command, "ptrain plan --help"))
     return 0
+
+
+def _is_model(source: str, args: Namespace) -> bool:
+    """Return True if a word names a model, as `ptrain select` takes it. Files are read only if
+    --cluster is given."""
+    if args.cluster is None:
+        return source in listing("models")
+    from ptrain.selection.job import is_model
+
+    return is_model(source)
+
+
+def _job(args: Namespace) -> tuple[list[str], list[str], str]:
+    """Return the specs, the overrides and the model name, if one is given. A model name stands for
+    a spec. Raises PtrainError if the arguments do not fit together."""
+    sources, overrides = split_arguments(args.arguments)
+    if not sources:
+        raise PtrainError("ptrain predict: SPEC is missing. `ptrain specs` lists the names.")
+    model = next((source for source in sources if _is_model(source, args)), "")
+    if model and args.cluster is None:
+        remedy = f"Use `ptrain predict {model} --cluster h100-8`."
+        raise refused("--cluster", f"is missing: {model} is a model, not a spec", remedy)
+    if model and len(sources) > 1:
+        remedy = f"Use `ptrain predict {model} --cluster {args.cluster}`."
+        raise refused(model, "is a model, which is predicted alone", remedy)
+    if model:
+        return [_SPEC_OF_MODELS], _overrides_of_model(model, overrides, args), model
+    if args.devices is not None:
+        finding = "needs a MODEL; the number of ranks of a SPEC is its mesh"
+        raise refused("--devices", finding, f"Use `mesh.dp_shard={args.devices}`.")
+    of_cluster = [] if args.cluster is None else [f"cluster.preset={args.cluster}"]
+    return sources, [*of_cluster, *overrides], ""
+
+
+def _overrides_of_model(model: str, overrides: list[str], args: Namespace) -> list[str]:
+    """Return the overrides that make a model's job, without keys that the user sets."""
+    written = {override.partition("=")[0] for override in overrides}
+    words = [f"model.preset={model}", f"cluster.preset={args.cluster}", *_JOB]
+    if (devices := args.devices) is None:
+        of_cluster = [word for word in (*words, *overrides) if word.startswith("cluster.")]
+        cluster = load(_SPEC_OF_MODELS, of_cluster).spec.cluster
+        assert cluster is not None, "a preset is a cluster"
+        devices = cluster.devices
+    words.append(f"mesh.dp_shard={devices}")
+    kept = [word for word in words if word.partition("=")[0] not in written]
+    return [*kept, *overrides]
 
 
 def facts_of(

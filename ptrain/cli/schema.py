@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, Namespace
-from pathlib import Path
+from argparse import Namespace
 
 from ptrain.errors import PtrainError
 from ptrain.spec.schema import schema_text
-
-
-def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write it there instead")
-    parser.add_argument(
-        "--json", action="store_true", help="accepted for uniformity: a schema is JSON"
-    )
 
 
 def run(args: Namespace) -> int:

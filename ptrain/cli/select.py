@@ -6,14 +6,13 @@ from __future__ import annotations
 import gc
 import shlex
 import sys
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 from ptrain.charts.canvas import Format, painted, require_writable, write_whole
 from ptrain.charts.front import front_sheet
-from ptrain.cli.arguments import positive, print_json
+from ptrain.cli.arguments import print_json
 from ptrain.cli.predict import facts_of
 from ptrain.cli.progress import progress
 from ptrain.errors import PtrainError, refused
@@ -39,99 +38,20 @@ _NOTHING_FITS = 2
 _THRESHOLDS = "0.7,0.3"  # the paper's
 
 
-def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument(
-        "arguments",
-        nargs="*",
-        metavar="MODEL",
-        help="a preset of specs/models, a file of its fields, or a SPEC: what it writes stays, and "
-        "what is auto (mesh, placement, batch.micro, dials) or not written is searched; a.b=c says "
-        "more of the job (batch.sequence=32768)",
-    )
-    parser.add_argument("--cluster", metavar="NAME", help="a preset of specs/clusters, or a file")
-    parser.add_argument(
-        "--devices",
-        type=positive,
-        metavar="N",
-        help="how many devices; without: all of the cluster",
-    )
-    parser.add_argument(
-        "--objective",
-        choices=[objective.value for objective in SearchGoal],
-        default=SearchGoal.TIME.value,
-        help="what the best has least of",
-    )
-    parser.add_argument(
-        "--where",
-        "--constraint",
-        action="append",
-        default=[],
-        metavar="COND",
-        help="only candidates of which it is true: tp<=8, micro>=2, recompute=none, memory<=70 GB",
-    )
-    _add_demand(parser)
-    parser.add_argument(
-        "--exact",
-        type=positive,
-        metavar="K",
-        help="candidates that are derived exactly; without: 100, of a model to be traced 6",
-    )
-    parser.add_argument(
-        "--by",
-        choices=["search", "algorithm1"],
-        default="search",
-        help="algorithm1: what the paper's selection says, and what the search says beside it",
-    )
-    parser.add_argument(
-        "--thresholds",
-        default=_THRESHOLDS,
-        metavar="A,B",
-        help="of algorithm1: shares of a device's memory for states and for a layer",
-    )
-    _add_outputs(parser)
-
-
-def _add_outputs(parser: ArgumentParser) -> None:
-    parser.add_argument(
-        "--top",
-        type=positive,
-        metavar="K",
-        help=f"rows to show; without: {TOP}, and of --json and --csv all",
-    )
-    parser.add_argument("--json", action="store_true", help="print the result as JSON, only that")
-    parser.add_argument("--csv", action="store_true", help="print the ranking as CSV, only that")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write the best one's spec")
-    parser.add_argument(
-        "--chart",
-        type=Path,
-        metavar="FILE",
-        help="draw memory and time of all that were derived, as .png or .svg",
-    )
-
-
-def _add_demand(parser: ArgumentParser) -> None:
-    parser.add_argument("--tokens", metavar="T", help="tokens of the whole training: 1T")
-    parser.add_argument(
-        "--deadline",
-        metavar="TIME",
-        help="with --objective devices: the fewest that train so many tokens within 30d",
-    )
-    parser.add_argument(
-        "--budget", type=float, metavar="MONEY", help="the same, at the cluster's price"
-    )
-
-
 def run(args: Namespace) -> int:
     """Exit code 2 where nothing fits."""
     sources, overrides = split_arguments(args.arguments)
     if len(sources) != 1:
-        raise PtrainError("ptrain select: name one MODEL or SPEC; specs/models has the presets")
+        number = f"takes one MODEL or SPEC; got {len(sources)}"
+        raise PtrainError(f"ptrain select: {number}. `ptrain specs` lists the names.")
     _require_uses(args)
     form = None if args.chart is None else require_writable(args.chart)
     if args.out is not None and not args.out.parent.is_dir():
-        raise refused("--out", f"there is no folder {args.out.parent}", "make it first")
+        raise refused(
+            "--out", f"there is no folder {args.out.parent}", f"Run `mkdir -p {args.out.parent}`."
+        )
     if args.out is not None and args.out.is_dir():
-        raise refused("--out", f"{args.out} is a folder", "name a file")
+        raise refused("--out", f"{args.out} is a folder", "Name a file.")
     with _without_collector(), progress("searching placements") as step:
         selection = select(
             sources[0],
@@ -193,9 +113,9 @@ def _require_uses(args: Namespace) -> None:
     is_of_devices = args.objective == SearchGoal.DEVICES
     for name in ("tokens", "deadline", "budget"):
         if getattr(args, name) is not None and not is_of_devices:
-            raise refused(f"--{name}", "is of the objective devices", "add --objective devices")
+            raise refused(f"--{name}", "needs the objective devices", "Add `--objective devices`.")
     if args.thresholds != _THRESHOLDS and args.by != "algorithm1":
-        raise refused("--thresholds", "are those of algorithm1", "add --by algorithm1")
+        raise refused("--thresholds", "needs the method algorithm1", "Add `--by algorithm1`.")
 
 
 def _advice(selection: PlacementRanking, args: Namespace) -> Answer:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import resource
 import shlex
 import sys
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import Any
 
 from ptrain.charts.canvas import Format, require_writable, write_whole
 from ptrain.charts.memory import painted_course
-from ptrain.cli.arguments import add_spec_arguments, print_json
+from ptrain.cli.arguments import print_json
 from ptrain.cli.predict import facts_of
 from ptrain.cli.progress import progress
 from ptrain.codec import encode
@@ -30,7 +30,7 @@ from ptrain.report.simulation import GARBAGE, RankReport, one
 from ptrain.rooms import pretence
 from ptrain.rooms.patches import require_supported
 from ptrain.selection.recompute import resolve_auto
-from ptrain.simulation.choice import ALL_DISTINCT, chosen, classes, require_ranks
+from ptrain.simulation.choice import chosen, classes, require_ranks
 from ptrain.simulation.execute import Simulated, rehearsal_device, simulate
 from ptrain.spec.batch import batch_lines
 from ptrain.spec.load import load, split_arguments, sweeps
@@ -40,45 +40,18 @@ from ptrain.units import format_memory
 _CONFIRMED = ("90", "2.11")  # by an H100 (benchmarks/results, gpu): capability, torch
 
 
-def add_arguments(parser: ArgumentParser) -> None:
-    add_spec_arguments(parser)
-    parser.add_argument(
-        "--rank",
-        action="append",
-        default=[],
-        metavar="N",
-        help=f"a rank to simulate (may be repeated), or {ALL_DISTINCT}: one of each kind; "
-        "default: the first, and the one that is predicted to need most",
-    )
-    parser.add_argument(
-        "--rehearse",
-        action="store_true",
-        help="with real tensors on one device (a GPU where there is one): all that the rank does, "
-        "without the other ranks",
-    )
-    parser.add_argument(
-        "--every-block",
-        action="store_true",
-        help="run every block of the model; without it a few of many equal blocks run, and what "
-        "repeats with them stands for the others",
-    )
-    parser.add_argument(
-        "--chart", type=Path, metavar="FILE", help="memory over the step as FILE.png or FILE.svg"
-    )
-
-
 def run(args: Namespace) -> int:
     """0 when all was simulated: it is no verdict."""
     require_supported()
     form = require_writable(args.chart) if args.chart else None
     sources, overrides = split_arguments(args.arguments)
     if not sources:
-        raise PtrainError("ptrain simulate: name a SPEC; `ptrain specs` lists them")
+        raise PtrainError("ptrain simulate: SPEC is missing. `ptrain specs` lists the names.")
     specs = [
         resolve_auto(load(source, choice)) for source in sources for choice in sweeps(overrides)
     ]
     if form and len(specs) > 1:
-        raise refused("--chart", f"{len(specs)} specs, and one picture", "name one spec")
+        raise refused("--chart", f"draws one spec; got {len(specs)}", "Name one spec.")
     for spec in specs:
         require_ranks(spec, args.rank)
     lacking = pretence.lacking() or "specs for several kinds of GPU, or from a pipe: one file each"

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import textwrap
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from pathlib import Path
 
 from ptrain.algebra.obeyed import shown
@@ -20,16 +20,6 @@ Row = dict[str, object]
 _PRESETS = ("models", "clusters")
 
 
-def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument(
-        "words",
-        nargs="*",
-        metavar="show NAME [a.b=c ...]",
-        help="a name from the list or a file, and overrides",
-    )
-    parser.add_argument("--json", action="store_true", help="for machines")
-
-
 def run(args: Namespace) -> int:
     match args.words:
         case []:
@@ -37,9 +27,11 @@ def run(args: Namespace) -> int:
         case ["show", name, *overrides]:
             _show(name, overrides, as_json=args.json)
         case ["show"]:
-            raise PtrainError("ptrain specs show: needs a name; `ptrain specs` lists them")
+            raise PtrainError("ptrain specs show: NAME is missing. `ptrain specs` lists the names.")
         case [word, *_]:
-            raise PtrainError(f"ptrain specs: write `ptrain specs show {word}` to see one spec")
+            raise PtrainError(
+                f"ptrain specs: unknown argument {word!r}. Use `ptrain specs show {word}`."
+            )
     return 0
 
 

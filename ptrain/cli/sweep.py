@@ -1,6 +1,7 @@
-"""The rows of `ptrain predict`: of a sweep, or of several specs, as a table, CSV, JSON or a chart.
+"""The rows of `ptrain predict`, for a sweep or several specs: a table, CSV, JSON or a chart; and
+the picture of a step.
 
-Of a sweep, batch and cluster follow the mesh, and what cannot be is a row as well.
+In a sweep, batch and cluster follow the mesh, and an invalid point is a row with its reason.
 """
 
 from __future__ import annotations
@@ -13,17 +14,21 @@ from pathlib import Path
 from typing import Protocol
 
 from ptrain.charts.canvas import Format, painted, require_writable, write_whole
+from ptrain.charts.step import step_sheet
 from ptrain.charts.sweep import sweep_sheet
 from ptrain.cli.arguments import print_json
 from ptrain.cli.progress import progress
 from ptrain.codec import encode
-from ptrain.errors import Fault, PtrainError, SpecError
+from ptrain.derivation.estimate import Derivation, step_lanes
+from ptrain.errors import Fault, PtrainError, SpecError, refused
 from ptrain.report.predict import Prediction, require_cuda
 from ptrain.report.screen import next_line, show
+from ptrain.report.step_time import critical_path
 from ptrain.report.sweep import SweepPoint, as_csv, fastest_that_fits, ordered, table
 from ptrain.spec.follow import followers
 from ptrain.spec.load import sweeps
 
+_OPTION = "--timeline"
 _LISTS = "ptrain specs"
 AsRecord = Callable[[Prediction], Mapping[str, object]]
 
@@ -114,3 +119,31 @@ def _record(point: SweepPoint, as_record: AsRecord) -> dict[str, object]:
     if point.prediction is None:
         return {"spec": point.label, **settings, "faults": encode(point.faults)}
     return {**as_record(point.prediction), **settings}
+
+
+def require_drawable(path: Path) -> None:
+    """Raises SpecError for a file that cannot be written, before anything is derived."""
+    require_writable(path, _OPTION)
+
+
+def draw_step(derivation: Derivation, path: Path) -> None:
+    """Draw the lanes of a step. Raises SpecError where its time is not predicted."""
+    step, spec = derivation.exact.step, derivation.spec
+    if step is None:
+        why = derivation.exact.undefined["step_seconds"]
+        raise refused(
+            _OPTION,
+            f"the step time is unknown: {why}",
+            "Remove it, or set `cluster.preset=h100-8`.",
+        )
+    sheet = step_sheet(spec.name, _note(derivation), step_lanes(derivation))
+    write_whole(path, painted(sheet, require_writable(path, _OPTION)))
+
+
+def _note(derivation: Derivation) -> str:
+    step, spec = derivation.exact.step, derivation.spec
+    assert step is not None
+    number = spec.batch.accumulate
+    is_short = derivation.plan.pipeline is None and number > 3
+    alike = f"; of {number} micro-batches those between the first and the last once" * is_short
+    return f"{critical_path(step)}{alike}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import sys
 import time
-from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,47 +22,6 @@ _SECONDS = 5.0  # between two lines of progress
 _OF_CHATS = ("sequence", "alone", "separator")
 
 
-def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument(
-        "texts", nargs="+", metavar="TEXT", help=".txt, .jsonl or .parquet; others are texts"
-    )
-    parser.add_argument("--out", required=True, metavar="FILE.npy", help="the token file")
-    parser.add_argument(
-        "--tokenizer",
-        metavar="FILE",
-        help="a tokenizer.json, or the folder that has it; without: a token for each byte",
-    )
-    parser.add_argument(
-        "--field",
-        metavar="NAME",
-        help="of rows; default: text, and of chats messages or conversations",
-    )
-    parser.add_argument(
-        "--end",
-        metavar="TOKEN",
-        help="behind every document; default: what tokenizer_config.json calls eos_token",
-    )
-    parser.add_argument(
-        "--chat",
-        action="store_true",
-        help="rows are chats, by the template of the tokenizer's folder; answers are learned",
-    )
-    parser.add_argument("--sequence", type=_length, metavar="N", help="tokens of a row of chats")
-    parser.add_argument("--alone", action="store_true", help="a chat a row; else as many as fit")
-    parser.add_argument(
-        "--separator",
-        metavar="TOKEN",
-        help="behind every chat, and in none; default: a special token that is in none",
-    )
-    parser.add_argument("--json", action="store_true", help="as a record")
-
-
-def _length(written: str) -> int:
-    if not written.isdecimal() or not 1 <= int(written) <= 10**8:
-        raise ArgumentTypeError(f"{written!r} is no number of tokens")
-    return int(written)
-
-
 def run(args: Namespace) -> int:
     """Write the file, and say what is in it."""
     record, lines = _of_chats(args) if args.chat else _of_documents(args)
@@ -77,12 +36,16 @@ def _of_documents(args: Namespace) -> tuple[dict[str, Any], list[str]]:
     """Return what was made of texts, as a record and in words."""
     for option in _OF_CHATS:
         if getattr(args, option):
-            raise refused(f"--{option}", "it is of chats", "add --chat, or leave it out")
+            raise refused(f"--{option}", "applies to chats only", "Add `--chat`, or remove it.")
     vocabulary: Vocabulary
     if args.tokenizer is not None:
         vocabulary = FileVocabulary(Path(args.tokenizer), args.end)
     elif args.end is not None:
-        raise refused("--end", "bytes have an end of their own", "leave it out")
+        raise refused(
+            "--end",
+            "needs a tokenizer; byte tokens have a fixed end",
+            "Remove it, or add --tokenizer FILE.",
+        )
     else:
         vocabulary = ByteVocabulary()
     out, texts, teller = Path(args.out), [Path(text) for text in args.texts], _Teller(args)
@@ -98,13 +61,13 @@ def _of_documents(args: Namespace) -> tuple[dict[str, Any], list[str]]:
 def _of_chats(args: Namespace) -> tuple[dict[str, Any], list[str]]:
     """Return what was made of chats, as a record and in words."""
     if args.tokenizer is None:
-        remedy = "name the folder of a model that transformers loads: --tokenizer FOLDER"
-        raise refused("--chat", "chats are rendered by the template of a tokenizer", remedy)
+        remedy = "Add `--tokenizer FOLDER`, the folder of a Transformers model."
+        raise refused("--chat", "needs the chat template of a tokenizer", remedy)
     if args.sequence is None:
-        remedy = "write it as the training's batch.sequence: --sequence 4096"
-        raise refused("--chat", "of how many tokens a row is nobody says", remedy)
+        remedy = "Add `--sequence 4096`, the `batch.sequence` of the training."
+        raise refused("--chat", "the number of tokens per row is missing", remedy)
     if args.end is not None:
-        raise refused("--end", "where a chat ends its template says", "leave it out")
+        raise refused("--end", "the chat template ends a chat", "Remove it.")
     out, teller = Path(args.out), _Teller(args)
     template = ChatTemplate(Path(args.tokenizer))
     packing = ChatPacking(

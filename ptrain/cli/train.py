@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import count
@@ -37,19 +37,8 @@ from ptrain.train.guard import module_of
 from ptrain.train.heading import parts_of_ranks
 from ptrain.train.host_memory import require_host_holds
 from ptrain.train.launch import launch
-from ptrain.train.options import Options
-from ptrain.train.probe import require_reachable
+from ptrain.train.options import Options, require_reachable
 from ptrain.train.tracker import names_of_trackers, require_trackers
-
-
-def add_arguments(parser: ArgumentParser) -> None:
-    options.add_arguments(parser)
-    parser.add_argument(
-        "--chart",
-        type=Path,
-        metavar="FILE",
-        help="tokens per expert over the steps as FILE.png or FILE.svg (a model with experts)",
-    )
 
 
 def run(arguments: Namespace) -> int:
@@ -74,15 +63,15 @@ def run(arguments: Namespace) -> int:
 def _require_own_ranks(chart: Path | None) -> None:
     """Raises SpecError where somebody else starts the ranks, and this process is one of them."""
     if chart is not None:
-        finding = "the ranks are another launcher's, which ends with them"
-        raise refused("--chart", finding, "draw with ptrain train on one machine, or leave it out")
+        finding = "is not supported if another launcher starts the ranks"
+        raise refused("--chart", finding, "Remove it, or train on one machine.")
 
 
 def _form_of_chart(chart: Path, spec: Spec) -> Format:
     """Raises SpecError for a model of which nothing is logged that could be drawn."""
     if not routes(spec):
-        finding = "it draws tokens per expert, and the model has no experts that are watched"
-        raise refused("--chart", finding, "leave it out, or choose a built-in model with experts")
+        finding = "draws tokens per expert, and this model logs none"
+        raise refused("--chart", finding, "Remove it, or train a built-in model with experts.")
     return require_writable(chart)
 
 
@@ -128,12 +117,13 @@ def _require_one_node(spec: Spec) -> None:
         fewest = -(-size // cluster.devices_per_node)
         nodes = next(nodes for nodes in range(fewest, size + 1) if size % nodes == 0)
         finding = (
-            f"{size} ranks on nodes of {cluster.devices_per_node} GPUs ({cluster.name}), and all "
-            "of them would start on this machine"
+            f"{size} ranks would start on this machine; a node of {cluster.name} has "
+            f"{cluster.devices_per_node} GPUs"
         )
         remedy = (
-            f"on each of {nodes} nodes: --nnodes {nodes} --rdzv-endpoint HOST:PORT --rdzv-id ID "
-            "(ptrain help several-nodes); or device=cpu, or --force, to start them here"
+            f"Add `--nnodes {nodes} --rdzv-endpoint HOST:PORT --rdzv-id ID` and run the command on "
+            f"each of {nodes} nodes (`ptrain help several-nodes`). To start all ranks here, add "
+            "`device=cpu` or `--force`."
         )
         raise refused("mesh", finding, remedy)
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import shlex
 import shutil
 import tempfile
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from contextlib import suppress
 from pathlib import Path
 
-from ptrain.cli.arguments import add_spec_arguments, print_json
+from ptrain.cli.arguments import print_json
 from ptrain.cli.progress import progress
 from ptrain.errors import VerdictFailed, refused
 from ptrain.installed import require_torch
@@ -18,7 +18,7 @@ from ptrain.spec.load import split_arguments, sweeps
 from ptrain.spec.names import names
 from ptrain.train.notebook import Run, load_trainable
 from ptrain.train.notebook import run as train
-from ptrain.train.probe import require_reachable
+from ptrain.train.options import require_reachable
 
 _STEADY = 3  # two steps settle (buckets, optimizer state), the third is measured
 _BRIEFLY = (
@@ -28,10 +28,6 @@ _BRIEFLY = (
     "checkpoint.every=0",
     "profile=[]",
 )
-
-
-def add_arguments(parser: ArgumentParser) -> None:
-    add_spec_arguments(parser)
 
 
 def run(args: Namespace) -> int:
@@ -71,8 +67,8 @@ def _require_steady_step(source: str, overrides: tuple[str, ...]) -> None:
     require_reachable(spec)
     steps = spec.train.steps
     if steps < _STEADY:
-        finding = f"a verdict is about a steady step, the third of a run; got {steps}"
-        raise refused("train.steps", finding, f"set at least {_STEADY}, or leave it out")
+        finding = f"validate measures the third step; got {steps} steps"
+        raise refused("train.steps", finding, f"Use `train.steps={_STEADY}` or more, or remove it.")
 
 
 def _validate(source: str, overrides: tuple[str, ...], *, allow_import: bool) -> Run:

@@ -11,13 +11,13 @@ import shlex
 import shutil
 import sys
 import tempfile
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ptrain.cli.arguments import add_spec_arguments, print_json
+from ptrain.cli.arguments import print_json
 from ptrain.errors import VerdictFailed, refused
 from ptrain.installed import require_torch
 from ptrain.plan.lower import own_facts
@@ -46,17 +46,6 @@ class TitledSpec:
 
     title: str
     spec: Spec
-
-
-def add_arguments(parser: ArgumentParser) -> None:
-    add_spec_arguments(parser)
-    options.add_arguments(parser)
-    parser.add_argument(
-        "--against",
-        metavar="SPEC",
-        help="compare directly with another mesh of the same training; overrides of model, "
-        "optimizer, data, batch.global, batch.sequence and train.seed are for both",
-    )
 
 
 def run(args: Namespace) -> int:
@@ -150,8 +139,8 @@ def _other(args: Namespace, jobs: list[TitledSpec], overrides: Sequence[str]) ->
 
 def _become_rank(args: Namespace) -> None:
     if args.against is not None:
-        finding = "the other spec has ranks of its own, and these are started already"
-        raise refused("--against", finding, "start `ptrain verify` without torchrun")
+        finding = "starts the ranks of both specs, and torchrun has started ranks already"
+        raise refused("--against", finding, "Run `ptrain verify` without torchrun.")
     words = [*args.arguments, "--steps", str(args.steps)]
     for flag in ("quick", "every_collective", "verbose", "json", "allow_import"):
         words += ["--" + flag.replace("_", "-")] if getattr(args, flag) else []

@@ -71,7 +71,7 @@ def _adapted(module: nn.Module) -> nn.Module:
     for part in module.modules():
         if isinstance(getattr(part, _CONFIG, None), dict):
             return part
-    raise _refused(f"{type(module).__name__} has no adapters of peft")
+    raise _refused(f"{type(module).__name__} has no PEFT adapters")
 
 
 @torch.no_grad()
@@ -80,7 +80,7 @@ def _write_merged(adapted: Any, to: Path) -> Iterator[torch.Tensor]:
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     if not hasattr(adapted, "save_pretrained"):
-        raise _refused(f"{type(adapted).__name__} is no class of transformers")
+        raise _refused(f"{type(adapted).__name__} is not a class of Transformers")
     for name, layer in list(adapted.named_modules()):
         if isinstance(layer, BaseTunerLayer):
             layer.merge()
@@ -98,7 +98,10 @@ def _write_alone(adapted: Any, to: Path) -> Iterator[torch.Tensor]:
 
     config = getattr(adapted, _CONFIG)
     if set(config) != {_ADAPTER}:
-        raise _refused(f"there are the adapters {', '.join(config)}")
+        raise _refused(
+            f"the model has the adapters {', '.join(config)}; only one named "
+            f"{_ADAPTER} is supported"
+        )
     tensors = {
         f"{_PREFIX}{name}": tensor.detach().contiguous()
         for name, tensor in get_peft_model_state_dict(adapted).items()
@@ -109,7 +112,7 @@ def _write_alone(adapted: Any, to: Path) -> Iterator[torch.Tensor]:
 
 
 def _refused(finding: str) -> SpecError:
-    return refused("--adapters", finding, "leave it out: all parameters are written then")
+    return refused("--adapters", finding, "Remove `--adapters` to write all parameters.")
 
 
 # What a training does beside what the model computes afterwards, in the words of a shape.
@@ -142,8 +145,8 @@ def published_config(model: ModelShape, *, sequence: int) -> PublishedConfig:
             config[size] = max(sequence, longest)
             unsaid = tuple(name for name in _OF_TRAINING[2:] if getattr(model, name) is not None)
             return PublishedConfig(kind=kind, config=config, unsaid=unsaid)
-    finding = "no class of transformers that is known here computes what this model does"
-    raise refused("model", finding, f"what is known: models as {', '.join(kinds())} have them")
+    finding = "no class of Transformers known to ptrain matches this model"
+    raise refused("model", finding, f"Supported: models like {', '.join(kinds())}.")
 
 
 def _is_same(config: dict[str, Any], shape: ModelShape) -> bool:
@@ -177,7 +180,7 @@ def _before(shape: ModelShape) -> dict[str, Any]:
     try:
         config = json.loads((Path(shape.pretrained) / CONFIG).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise PtrainError(f"error: {shape.pretrained} cannot be read any more: {error}") from error
+        raise PtrainError(f"error: {shape.pretrained} is no longer readable: {error}") from error
     return {name: value for name, value in config.items() if name != "rope_parameters"}
 
 
@@ -295,7 +298,7 @@ def export(
     PtrainError for a run without one that is sound, for a folder that is there already, where it
     cannot be written, and for a model whose code must run first, without leave."""
     if os.path.lexists(to):
-        raise refused("--to", f"{to} is there already", "name a folder that is not")
+        raise refused("--to", f"{to} already exists", "Use the name of a new folder.")
     saved = SavedModel(run, step)
     spec = saved.spec
     unsaid: tuple[str, ...] = ()
@@ -311,7 +314,7 @@ def export(
         copied = tuple(_copy_tokenizer(spec, base, unfinished))
         unfinished.rename(to)
     except OSError as error:
-        raise refused("--to", f"{to} cannot be written: {error}", "name another folder") from error
+        raise refused("--to", f"{to} cannot be written: {error}", "Use another folder.") from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     return Exported(
@@ -330,10 +333,10 @@ def export(
 def _reason(gone: Path | None, base: str) -> str:
     """Return the reason why no tokenizer was copied."""
     if gone is not None:
-        return f"{gone}, which the model began with, is there no more"
+        return f"{gone}, the folder of the pretrained weights, does not exist any more"
     if base:
-        return f"{base}, which the model began with, is no folder with tokenizer files"
-    return "the run names no folder with tokenizer files"
+        return f"{base}, the source of the pretrained weights, is not a folder with tokenizer files"
+    return "the spec of the run has no folder with tokenizer files"
 
 
 def _write_model(saved: SavedModel, form: FileForm, to: Path) -> tuple[str, int, int, str]:
@@ -437,6 +440,6 @@ def _safetensors() -> Any:
     try:
         import safetensors.torch
     except ImportError as error:
-        finding = "the folder's files are safetensors, and the library is not installed"
-        raise refused("ptrain export", finding, "pip install safetensors") from error
+        finding = "writing the files needs the safetensors library, which is not installed"
+        raise refused("ptrain export", finding, "Run `pip install safetensors`.") from error
     return safetensors

@@ -70,11 +70,16 @@ class SavedModel:
         """Raises SpecError where a model needs the folder that it began with, which is gone."""
         if not needed or self.gone is None:
             return
-        finding = f"{self.gone} is gone, and the model has tensors of it that are not trained"
-        remedy = "put it back: no checkpoint has them"
+        finding = f"{self.gone} does not exist any more, but the model needs its untrained tensors"
+        remedy = "Restore the folder: checkpoints do not contain these tensors."
         if isinstance(self.spec.model, ExternalModel):  # whose folder may lack them
-            finding = f"{self.gone} is gone, and the model has buffers, which may be of it"
-            remedy += f"; if it had none, take model.pretrained out of {shown(self._resolved)}"
+            finding = (
+                f"{self.gone} does not exist any more, but the model has buffers that "
+                "may come from it"
+            )
+            remedy += (
+                f" If it contained none, remove `model.pretrained` from {shown(self._resolved)}."
+            )
         raise refused("model.pretrained", finding, remedy)
 
     @property
@@ -102,8 +107,8 @@ def _spec_of(run: Path) -> tuple[Spec, Path | None]:
     checkpoint has all weights."""
     resolved = RunFolder(run).resolved
     if not os.path.isfile(resolved):  # nor of a name that no file can have
-        finding = f"{shown(run)} is no run folder: it has no {resolved.name}"
-        raise refused("RUN", finding, "name a folder of runs/, like runs/latest")
+        finding = f"{shown(run)} is not a run folder: it has no {resolved.name}"
+        raise refused("RUN", finding, "Use a run folder, such as `runs/latest`.")
     begun = read(resolved).at(("model", "pretrained"))
     gone = None if begun is None or Path(str(begun)).exists() else Path(str(begun))
     return load(str(resolved), ["model.pretrained=null"] if gone else []).spec, gone
@@ -115,11 +120,15 @@ def _checkpoint(run: Path, step: int | None) -> tuple[Path, Manifest]:
     if not wanted:
         has = ", ".join(str(manifest.step_of(path)) for path in complete) or "none"
         what = "a checkpoint" if step is None else f"a checkpoint of step {step}"
-        finding = f"{shown(run)} has not {what}; it has {has}"
-        raise refused("RUN", finding, "train with checkpoint.at_end=true, or name a step it has")
+        finding = f"{shown(run)} does not have {what}; steps with a checkpoint: {has}"
+        raise refused(
+            "RUN",
+            finding,
+            "Train with `checkpoint.at_end=true`, or use a step that has a checkpoint.",
+        )
     path, sound, complaints = checkpoint.newest(wanted, Exchange(World()))
     if path is None or sound is None:
-        remedy = "take it from where it is whole, name another --step, or train anew"
+        remedy = "Restore it from a backup, use another `--step`, or train again."
         raise refused("RUN", complaints[0], remedy)
     return path, sound
 
@@ -168,7 +177,7 @@ class Writer:
         `temperature`, the most probable at 0."""
         begun = self.vocabulary.tokens(prompt)
         if not begun:
-            raise refused("PROMPT", "the text has no token", "give a text to begin with")
+            raise refused("PROMPT", "the prompt has no tokens", "Use a longer prompt.")
         self._require_known(begun)
         new: list[int] = []
         while len(new) < tokens:
@@ -184,7 +193,7 @@ class Writer:
         than two tokens."""
         tokens = self.vocabulary.tokens(text)
         if len(tokens) < 2:
-            raise refused("--score", "there is nothing to foresee in it", "give a longer text")
+            raise refused("--score", "the text has fewer than two tokens", "Use a longer text.")
         self._require_known(tokens)
         sums = sum(self._losses(tokens))
         number, size = len(tokens) - 1, len(text.encode())
@@ -206,9 +215,9 @@ class Writer:
     def _require_known(self, tokens: Sequence[int]) -> None:
         size, key = self.spec.model.vocabulary
         if size is not None and (largest := max(tokens)) >= size:
-            finding = f"it makes token {largest}, and {key} is {size}"
+            finding = f"it produces token {largest}, but {key} is {size}"
             raise refused(
-                "--tokenizer", finding, "name the tokenizer that the model was trained on"
+                "--tokenizer", finding, "Use the tokenizer that the model was trained with."
             )
 
 

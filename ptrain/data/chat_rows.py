@@ -71,8 +71,8 @@ def chats(path: Path, field: str | None) -> Iterator[Chat]:
     None: in `messages`, or else in `conversations`. Raises SpecError, with the row, for what is
     none."""
     if not has_rows(path):
-        remedy = "give .jsonl or .parquet, or leave out --chat"
-        raise refused(str(path), "chats are rows of JSON lines or of Parquet", remedy)
+        remedy = "Use a .jsonl or .parquet file, or remove `--chat`."
+        raise refused(str(path), "chats must be in JSON lines or Parquet", remedy)
     fields = OF_CHATS if field is None else (field,)
     yield from (_of_row(row, fields, place) for place, row in rows(path, fields, [_TOOLS]))
 
@@ -82,13 +82,13 @@ def _of_row(row: object, fields: Sequence[str], place: str) -> Chat:
     field = next((name for name in fields if said.get(name) is not None), fields[0])
     messages = said.get(field)
     if messages == []:
-        raise refused(place, f"the list in the field {field!r} is empty", "leave the row out")
+        raise refused(place, f"the list in the field {field!r} is empty", "Remove the row.")
     if not isinstance(messages, list):
-        remedy = "name the field that has them: --field NAME"
+        remedy = "Add `--field NAME`, the field of the messages."
         raise refused(place, lacking(row, field, "list of messages"), remedy)
     tools = said.get(_TOOLS) or None
     if tools is not None and not isinstance(tools, list):
-        raise refused(place, "its tools are no list", "give a list, as templates take them")
+        raise refused(place, "its tools are not a list", "Use a list, as chat templates expect.")
     numbered = enumerate(messages, 1)
     return Chat(
         messages=[_message(message, f"{place}, message {number}") for number, message in numbered],
@@ -101,13 +101,17 @@ def _message(message: object, place: str) -> dict[str, Any]:
     """Return a message without the fields that a column has and this one has not."""
     message = _of_speaker(message, place)
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise _no_message(place, lacking(message, "role", "text"))
+        raise _no_message(place, lacking(message, "role", "string"))
     said = {key: value for key, value in message.items() if value is not None}
     content = said.get("content")
     if content is None and not said.get("tool_calls"):
-        raise _no_message(place, lacking(message, "content", "text"))
+        raise _no_message(place, lacking(message, "content", "string"))
     if isinstance(content, str) and not is_encodable(content):
-        raise refused(place, "the text has half a character, which UTF-8 has not", "mend it")
+        raise refused(
+            place,
+            "the text contains half a surrogate pair, which has no UTF-8 form",
+            "Correct the text.",
+        )
     return {"content": None, **said}  # as templates have it beside a call of tools
 
 
@@ -117,13 +121,15 @@ def _of_speaker(message: object, place: str) -> object:
         return message
     role = _ROLES.get(message["from"]) if isinstance(message["from"], str) else None
     if role is None:
-        finding = f"nobody is known as {message['from']!r}"
-        raise refused(place, finding, f"those who speak are {', '.join(map(str, _ROLES))}")
+        finding = f"unknown role {message['from']!r}"
+        raise refused(place, finding, f"Use one of {', '.join(map(str, _ROLES))}.")
     return {"role": role, "content": message.get("value")}
 
 
 def _no_message(place: str, finding: str) -> PtrainError:
-    remedy = 'messages are [{"role": "user", "content": "…"}, {"role": "assistant", …}]'
+    remedy = (
+        'Use messages of the form `[{"role": "user", "content": "…"}, {"role": "assistant", …}]`.'
+    )
     return refused(place, finding, remedy)
 
 
@@ -157,12 +163,12 @@ class ChatTemplate:
         try:
             import transformers
         except ImportError as error:
-            finding = "chats are rendered by transformers, which is not installed"
-            raise refused("--chat", finding, "pip install transformers") from error
+            finding = "rendering chats needs Transformers, which is not installed"
+            raise refused("--chat", finding, "Run `pip install transformers`.") from error
         folder = folder.parent if folder.name == FILE else folder
         if not (folder / FILE).is_file():
-            finding = f"{folder} is no folder with a {FILE}"
-            raise refused(_PLACE, finding, "name the folder of a model that transformers loads")
+            finding = f"{folder} is not a folder with a {FILE}"
+            raise refused(_PLACE, finding, "Use the folder of a model that Transformers loads.")
         self.folder, self.path = folder, folder / FILE
         transformers.utils.logging.set_verbosity_error()
         with boundary(lambda error: _unread(folder, error)):
@@ -240,9 +246,13 @@ class ChatTemplate:
         ready = self._rendered(chat, number - 1, is_ready=True)
         begin = _num_shared(ready, text)
         if begin < len(ready) and begin < len(self._rendered(chat, number - 1).rstrip()):
-            finding = f"the template shows what is before answer {number} in another way behind it"
+            finding = (
+                f"the template renders the messages before answer {number} differently "
+                "once the answer follows"
+            )
             remedy = (
-                "mark what the model says in the template: {% generation %}…{% endgeneration %}"
+                "Mark the answers of the model in the template: "
+                "`{% generation %}…{% endgeneration %}`."
             )
             raise refused(chat.place, finding, remedy)
         return begin
@@ -284,16 +294,18 @@ def _num_shared(first: str, second: str) -> int:
 
 def _unread(folder: Path, error: BaseException) -> Fault:
     lacks = "chat_template" in str(error)
-    finding = f"{folder} has no chat template" if lacks else f"{folder} is no tokenizer: {error}"
-    remedy = "put a chat_template.jinja into it, as models for chats have one"
+    finding = (
+        f"{folder} has no chat template" if lacks else (f"{folder} is not a tokenizer: {error}")
+    )
+    remedy = "Add a chat_template.jinja to the folder, for example that of a chat model."
     return Fault(
-        place=_PLACE, finding=finding, remedy=remedy if lacks else f"name a folder with a {FILE}"
+        place=_PLACE, finding=finding, remedy=remedy if lacks else f"Use a folder with a {FILE}."
     )
 
 
 def _unrendered(chat: Chat, error: BaseException) -> Fault:
-    finding = f"the chat template refuses it: {type(error).__name__}: {error}"
-    return Fault(place=chat.place, finding=finding, remedy="mend it, or leave it out")
+    finding = f"the chat template rejects it: {type(error).__name__}: {error}"
+    return Fault(place=chat.place, finding=finding, remedy="Correct the chat, or remove it.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -359,7 +371,7 @@ def _named(template: ChatTemplate, packing: ChatPacking) -> int | None:
         return None
     if (token := template.token(packing.separator)) is None:
         finding = f"the tokenizer has no token {packing.separator!r}"
-        raise refused("--separator", finding, "name one that it has")
+        raise refused("--separator", finding, "Use a token of the tokenizer.")
     return token
 
 
@@ -371,8 +383,11 @@ def _separator(
     free = [token for token in template.special_tokens() if token not in known]
     if free or not packing.is_packed:  # what pads a chat behind its end may be any
         return [*free, 0][0]
-    finding = "every special token of the tokenizer stands in chats, and none can tell them apart"
-    remedy = "name a token that stands in none: --separator TOKEN; or --alone, a chat a row"
+    finding = "every special token of the tokenizer occurs in chats, so none can separate chats"
+    remedy = (
+        "Add `--separator TOKEN`, a token that occurs in no chat; or `--alone` for one "
+        "chat per row."
+    )
     raise refused("--separator", finding, remedy)
 
 
@@ -421,13 +436,16 @@ def _fate(samples: Sequence[ChatSample], fitting: _Fitting) -> _Fate:
 def _nothing(place: str, done: TokenizingProgress) -> PtrainError:
     """What is wrong with chats of which none is in a row."""
     if done.divided:
-        finding = f"{done.divided} of {done.documents} chats have the separator within them"
-        return refused("--separator", finding, "name a token that stands in none, or write --alone")
+        finding = f"{done.divided} of {done.documents} chats contain the separator"
+        return refused(
+            "--separator", finding, "Use a token that occurs in no chat, or add `--alone`."
+        )
     if done.too_long:
         finding = f"none of {done.documents} chats has an answer that fits"
-        return refused(place, finding, "write a longer --sequence")
-    finding = f"none of {done.documents} chats has a message of {ANSWERS!r} behind another"
-    return refused(place, finding, f"give chats in which the role of who answers is {ANSWERS!r}")
+        return refused(place, finding, "Use a larger `--sequence`.")
+    finding = f"none of {done.documents} chats has a message of {ANSWERS!r} after another message"
+    remedy = f"Use chats in which answers have the role {ANSWERS!r}."
+    return refused(place, finding, remedy)
 
 
 def _rows(

@@ -82,20 +82,23 @@ def require_edges(name: str, tokens: Rows, marks: Rows, model: ModelSpec) -> Non
         return
     before = tokens[:, :-1][begins[:, 1:]]
     if len(np.unique(before)) > 1:
-        finding = f"its mask is not of {name}: by it documents begin behind tokens of several kinds"
-        remedy = "write the one that was made with it, or make both anew with ptrain tokenize"
+        finding = (
+            f"the mask does not belong to {name}: documents would start after different tokens"
+        )
+        remedy = "Use the mask that was written with the file, or run `ptrain tokenize` again."
         raise refused("data.loss_mask", finding, remedy)
-    remedy = f"write model.document_end={before[0]}" if is_packed else "remove it"
+    remedy = f"Use `model.document_end={before[0]}`." if is_packed else "Remove the key."
     if not isinstance(model, ModelShape) or not model.has_documents:
-        finding = f"{name} has rows of several documents, which would attend to one another"
-        alone = "make the file with --alone, a document a row"
-        remedy = f"{remedy}, or {alone}" if isinstance(model, ModelShape) else alone
+        finding = f"{name} has rows with several documents, which would attend to each other"
+        alone = "the file with `ptrain tokenize --alone`, one document per row."
+        is_ours = isinstance(model, ModelShape)
+        remedy = f"{remedy} Or write {alone}" if is_ours else f"Write {alone}"
         raise refused("data.path", finding, remedy)
     if (row := _differs(tokens, marks, model)) is not None:
         key = model.document_key
         if is_packed and key == "document_start":
-            remedy = f"remove it, and {remedy}"
-        finding = f"row {row} of {name} has not its documents where model.{key} says"
+            remedy = f"Remove `model.{key}`. {remedy}"
+        finding = f"the documents of row {row} of {name} do not match model.{key}"
         raise refused(f"model.{key}", finding, remedy)
 
 
@@ -152,24 +155,25 @@ class Corpus:
         windows = (num_tokens - 1) // sequence
         if windows < 1:
             finding = (
-                f"the {split.value} split of {self.name} has {num_tokens} tokens, one sample takes "
-                f"{sequence + 1}"
+                f"the {split.value} split of {self.name} has {num_tokens} tokens, but a "
+                f"sample needs {sequence + 1}"
             )
-            raise refused("data", finding, "lower batch.sequence or give more text")
+            raise refused("data", finding, "Use a smaller `batch.sequence`, or more text.")
         return windows
 
     def _num_rows(self, sequence: int, split: Split) -> int:
         rows, width = self.split(split).shape
         if width != sequence + 1:
-            finding = f"{self.name} has rows of {width - 1} tokens, and samples are of {sequence}"
+            finding = f"{self.name} has rows of {width - 1} tokens, but samples have {sequence}"
             remedy = (
-                f"write batch.sequence={width - 1}, or make the file with --sequence {sequence}"
+                f"Use `batch.sequence={width - 1}`, or write the file with `ptrain tokenize "
+                f"--sequence {sequence}`."
             )
             raise refused("batch.sequence", finding, remedy)
         if rows < 1:
-            finding = f"the {split.value} split of {self.name} has no row: the last of "
-            finding += f"{HELD_OUT_OF_FILE} are held out"
-            raise refused("data", finding, "write eval.every=0, or give more chats")
+            finding = f"the {split.value} split of {self.name} has no rows: one row of "
+            finding += f"{HELD_OUT_OF_FILE} is held out"
+            raise refused("data", finding, "Use `eval.every=0`, or more chats.")
         return int(rows)
 
     def sample_at(self, index: int, *, seed: int, sequence: int, split: Split) -> int:
@@ -220,8 +224,11 @@ class Corpus:
         self._require_vocab(spec, largest)
         if logits is not None and largest >= logits:
             name = spec.model.target if isinstance(spec.model, ExternalModel) else "the model"
-            finding = f"{self.name} holds token {largest}, but {name} gives each {logits} logits"
-            remedy = f"let it have a vocabulary of {self.vocab or largest + 1} or more"
+            finding = (
+                f"{self.name} contains token {largest}, but {name} returns {logits} "
+                "logits per token"
+            )
+            remedy = f"Use a model with a vocabulary of {self.vocab or largest + 1} or more."
             raise refused("data", finding, remedy)
         require_tokenizer(self.name, self.origin, spec.model)
         if self.masks is not None:
@@ -235,16 +242,16 @@ class Corpus:
             _are_targets(part, of_rows=part.ndim == 2).any()
             for part in (mask[:num_looked_at], mask)
         ):
-            finding = f"by its mask no token of the train split of {self.name} is learned"
-            raise refused("data", finding, "write a mask that is true for tokens that are learned")
+            finding = f"the mask excludes every token of the train split of {self.name}"
+            raise refused("data", finding, "Use a mask that is true for target tokens.")
 
     def _require_vocab(self, spec: Spec, largest: int) -> None:
         size, key = spec.model.vocabulary
         if size is not None and largest >= size:
             raise refused(
                 "data",
-                f"{self.name} holds token {largest}, but {key} is {size}",
-                f"write {key}={self.vocab or largest + 1} or more",
+                f"{self.name} contains token {largest}, but {key} is {size}",
+                f"Use `{key}={self.vocab or largest + 1}` or more.",
             )
 
     def digest(self) -> str | None:
@@ -290,9 +297,9 @@ class UserSamples:
         is_train = split is Split.TRAIN
         size = self._num_train if is_train else self._dataset.size - self._num_train
         if size < 1:
-            finding = f"{self.name} gives {self._dataset.size} samples, and the last twentieth of "
-            remedy = f"write eval.every=0, or give {HELD_OUT} samples or more"
-            raise refused("data.target", f"{finding}them is held out: none", remedy)
+            finding = f"{self.name} has {self._dataset.size} samples, too few to hold out "
+            remedy = f"Use `eval.every=0`, or a dataset with {HELD_OUT} samples or more."
+            raise refused("data.target", f"{finding}one in {HELD_OUT}", remedy)
         return size
 
     def sample_at(self, index: int, *, seed: int, sequence: int, split: Split) -> int:
@@ -438,15 +445,25 @@ def _tokens_of(data: DataSpec) -> Corpus | Mixture:
         weights = [source.weight for source in data.sources]
         return Mixture(files=tuple(files), quotas=quotas(weights))
     if data.tokenizer != "bytes":
-        raise refused("data.tokenizer", f"{data.tokenizer!r} is not known", "write bytes")
+        raise refused(
+            "data.tokenizer",
+            f"unknown tokenizer {data.tokenizer!r}",
+            "Use "
+            "`data.tokenizer=bytes`. "
+            "For another "
+            "tokenizer, run "
+            "`ptrain "
+            "tokenize` and "
+            "set `data.path`.",
+        )
     match data.corpus:
         case "python-docs":
             return _from_documents("python-docs", _python_docs())
         case "synthetic":
             return _from_documents("synthetic", _synthetic())
         case name:
-            remedy = "choose python-docs or synthetic, or give data.path=FILE, a token file"
-            raise refused("data.corpus", f"{name!r} is not known", remedy)
+            remedy = "Use python-docs or synthetic, or set `data.path=FILE`, a token file."
+            raise refused("data.corpus", f"unknown corpus {name!r}", remedy)
 
 
 def _from_file(source: DataSource, place: str, *, has_ignored: bool) -> Corpus:
@@ -460,8 +477,8 @@ def _from_file(source: DataSource, place: str, *, has_ignored: bool) -> Corpus:
         mask = open_mask(Path(source.loss_mask), tokens, of_mask)
         masks = mask[:num_train], mask[num_train:]
     elif not has_ignored and beside.is_file():
-        finding = f"{beside} says which tokens of {source.path} are learned, and nobody reads it"
-        remedy = f"write data.loss_mask={beside}; or data.ignored=[], where all of them are"
+        finding = f"{beside} is the loss mask of {source.path}, but the spec does not use it"
+        remedy = f"Use `data.loss_mask={beside}`, or `data.ignored=[]` to train on all tokens."
         raise refused(of_mask, finding, remedy)
     return Corpus(
         name=source.path,

@@ -135,7 +135,7 @@ def local_batch(
     """Return a share of tokens and labels [rows, window + 1], padded behind them. What is added is
     token 0, which stands in every vocabulary, and to which no token before it attends."""
     if batch.padding:
-        assert labels is not None, "what is added is no target"
+        assert labels is not None, "padding needs labels"
         tokens = F.pad(tokens, (0, batch.padding))
         labels = F.pad(labels, (0, batch.padding), value=IGNORED)
     every = batch.global_samples * batch.sequence
@@ -217,11 +217,15 @@ def part_of(samples: Any, spec: Spec, data_index: int) -> StepBatch:
             wanted = f"[batch.global, sequence + 1] = {[size, sequence + 1]}"
             raise _not_as_said(f"tokens {list(tensor.shape)}", wanted)
     if others and not spec.data.ignores_targets:
-        finding = "got tokens and labels, and by the spec all targets count"
-        raise refused("batch", finding, "write data.ignored=[], or the ids that do not")
+        finding = "got tokens and labels, but the spec ignores no targets"
+        raise refused(
+            "batch", finding, "Use `data.ignored=[]`, or a list of the ignored token ids."
+        )
     if not others and spec.data.is_masked:
-        finding = "got tokens alone, and data.loss_mask is of those of the spec's own file"
-        raise refused("batch", finding, "hand over (tokens, labels), -100 where none is learnt")
+        finding = "got tokens only, but data.loss_mask applies only to the file of the spec"
+        raise refused(
+            "batch", finding, "Pass `(tokens, labels)`, with label -100 for ignored targets."
+        )
     own = tokens[list(ids)].long()
     if not spec.ignores_targets:
         return local_batch(own, None, ids, spec.batch)
@@ -238,7 +242,7 @@ def _labels(tokens: Tensor, spec: Spec) -> Tensor:
 
 def _require_samples(samples: Any, size: int) -> None:
     """Raises SpecError unless each leaf is a tensor with `size` samples in dimension 0."""
-    wanted = f"samples, collated: tensors of batch.global = {size} rows"
+    wanted = f"collated samples, tensors with batch.global = {size} rows"
     if not (leaves := tree_leaves_with_path(samples)):
         raise _not_as_said(f"{type(samples).__name__} without tensors", wanted)
     for path, leaf in leaves:
@@ -248,7 +252,9 @@ def _require_samples(samples: Any, size: int) -> None:
 
 
 def _not_as_said(finding: str, wanted: str) -> SpecError:
-    return refused("batch", f"got {finding}", f"give every rank the whole global batch: {wanted}")
+    return refused(
+        "batch", f"got {finding}", f"Pass the full global batch on every rank: {wanted}."
+    )
 
 
 def blank_batch(spec: Spec) -> StepBatch:
@@ -266,7 +272,9 @@ def blank_batch(spec: Spec) -> StepBatch:
 def positions(spec: Spec, *, data_index: int, data_degree: int) -> Iterator[int]:
     """The places in the global batch that one data rank takes, micro-batch by micro-batch."""
     micro, stride = spec.batch.micro, spec.batch.micro * data_degree
-    assert spec.batch.global_samples % stride == 0, "the batch is a whole number of micro-batches"
+    assert spec.batch.global_samples % stride == 0, (
+        "the batch is not a multiple of the micro-batches"
+    )
     for start in range(data_index * micro, spec.batch.global_samples, stride):
         yield from range(start, start + micro)
 

@@ -36,8 +36,8 @@ _UTF8 = "utf-8-sig"  # the mark that some editors put before a text is no part o
 _PARQUET, _LINES = ".parquet", (".jsonl", ".ndjson", ".json")
 OF_CHATS = ("messages", "conversations")  # fields that have the messages of a chat
 _PACKED = (".gz", ".zst", ".bz2", ".xz", ".zip")
-_OBJECTS = "give a JSON object on every line"
-_OF_A_LIST = f"{_OBJECTS}, as jq -c '.[]' makes them of a list"
+_OBJECTS = "Use one JSON object per line."
+_OF_A_LIST = f"{_OBJECTS} To convert a list, run `jq -c '.[]'`."
 
 
 def documents(path: Path, field: str) -> Iterator[str]:
@@ -71,11 +71,11 @@ def rows(path: Path, fields: Sequence[str], others: Sequence[str]) -> Iterator[t
 
 def lacking(row: object, field: str, wanted: str) -> str:
     """Return what a row has whose field is not what is wanted."""
-    finding = f"there is no {wanted} in the field {field!r}"
+    finding = f"the field {field!r} must be a {wanted}"
     if not isinstance(row, dict):
-        return f"{finding}: the row is {describe(row)}"
+        return f"{finding}; the row is {describe(row)}"
     if field in row:
-        return f"{finding}, but {describe(row[field])}"
+        return f"{finding}; got {describe(row[field])}"
     return f"{finding}; the row has {', '.join(map(str, row)) or 'no field'}"
 
 
@@ -106,21 +106,25 @@ def _parsed(line: str, path: Path, number: int) -> object:
     except (ValueError, RecursionError) as error:
         is_list = number == 1 and line.lstrip().startswith("[")
         remedy = _OF_A_LIST if is_list else _OBJECTS
-        raise refused(f"{path}:{number}", f"is no JSON: {error}", remedy) from error
+        raise refused(f"{path}:{number}", f"is not valid JSON: {error}", remedy) from error
     if isinstance(row, list):
-        raise refused(f"{path}:{number}", "is a list, and rows are objects", _OF_A_LIST)
+        raise refused(f"{path}:{number}", "is a list; rows must be objects", _OF_A_LIST)
     return row
 
 
 def _of_row(row: object, field: str, place: str) -> str:
     text = row.get(field) if isinstance(row, dict) else None
     if not isinstance(text, str):
-        remedy = "name the field that has the text: --field NAME"
+        remedy = "Add `--field NAME`, the field of the text."
         if isinstance(row, dict) and not set(OF_CHATS).isdisjoint(row):
-            remedy += ", or, of chats, write --chat"
-        raise refused(place, lacking(row, field, "text"), remedy)
+            remedy += " For chats, add `--chat`."
+        raise refused(place, lacking(row, field, "string"), remedy)
     if not is_encodable(text):
-        raise refused(place, "the text has half a character, which UTF-8 has not", "mend it")
+        raise refused(
+            place,
+            "the text contains half a surrogate pair, which has no UTF-8 form",
+            "Correct the text.",
+        )
     return text
 
 
@@ -130,15 +134,15 @@ def _of_parquet(
     try:
         import pyarrow.parquet as parquet
     except ImportError as error:
-        finding = "Parquet is read by pyarrow, which is not installed"
-        raise refused(str(path), finding, "pip install pyarrow") from error
+        finding = "reading Parquet needs pyarrow, which is not installed"
+        raise refused(str(path), finding, "Run `pip install pyarrow`.") from error
     number = 0
     with boundary(lambda error: _no_parquet(path, error)):
         file: Any = parquet.ParquetFile(path)
         columns = file.schema_arrow.names
     if set(fields).isdisjoint(columns):
-        finding = f"there is no column {fields[0]!r}; it has {', '.join(columns)}"
-        raise refused(str(path), finding, "name the one that is meant: --field NAME")
+        finding = f"the file has no column {fields[0]!r}; columns: {', '.join(columns)}"
+        raise refused(str(path), finding, "Add `--field NAME`.")
     batches = file.iter_batches(columns=[field for field in (*fields, *others) if field in columns])
     while True:
         with boundary(lambda error: _no_parquet(path, error)):
@@ -152,16 +156,20 @@ def _of_parquet(
 
 
 def _no_parquet(path: Path, error: BaseException) -> Fault:
-    finding = f"is no sound Parquet file: {error}"
-    return Fault(place=str(path), finding=finding, remedy="give another")
+    finding = f"is not a valid Parquet file: {error}"
+    return Fault(place=str(path), finding=finding, remedy="Use another file.")
 
 
 def _unreadable(path: Path, error: OSError | UnicodeDecodeError) -> PtrainError:
     if isinstance(error, UnicodeDecodeError):
         finding = f"is not UTF-8 text (byte {error.start})"
         is_packed = path.suffix.lower() in _PACKED
-        return refused(str(path), finding, "unpack it" if is_packed else "convert it to UTF-8")
-    return refused(str(path), error.strerror or str(error), "give a file that can be read")
+        return refused(
+            str(path),
+            finding,
+            "Decompress the file." if is_packed else ("Convert the file to UTF-8."),
+        )
+    return refused(str(path), error.strerror or str(error), "Use a readable file.")
 
 
 _BYTES = "bytes"
@@ -229,9 +237,9 @@ def require_tokenizer(name: str, origin: TokenOrigin | None, model: ModelSpec) -
         return
     own = Path(model.pretrained) / FILE
     if origin.differs(own):
-        finding = f"{name} has tokens of {origin.tokenizer}, and the model's are of {own}"
-        remedy = f"make it with: ptrain tokenize TEXT... --tokenizer {model.pretrained}; or, where "
-        remedy += f"that is meant, remove {record_beside(Path(name))}"
+        finding = f"{name} has tokens of {origin.tokenizer}, but the model has the tokenizer {own}"
+        remedy = f"Run `ptrain tokenize TEXT... --tokenizer {model.pretrained}` to write it again. "
+        remedy += f"If this is intended, remove {record_beside(Path(name))}."
         raise refused("data", finding, remedy)
 
 
@@ -242,9 +250,14 @@ def require_one_tokenizer(origins: Sequence[tuple[str, TokenOrigin | None]]) -> 
     for name, origin in known[1:]:
         first, before = known[0]
         if origin.digest != before.digest:
-            finding = f"{first} has tokens of {before.tokenizer}, and {name} of {origin.tokenizer}"
+            finding = (
+                f"{first} has tokens of {before.tokenizer}, but {name} has tokens of "
+                f"{origin.tokenizer}"
+            )
             raise refused(
-                "data.sources", finding, "make them with one: ptrain tokenize --tokenizer"
+                "data.sources",
+                finding,
+                "Write all files with the same `ptrain tokenize --tokenizer FOLDER`.",
             )
 
 
@@ -342,7 +355,8 @@ class TokenFiles:
             if origin := origin_of(self.tokenizer):
                 write_origin(out, origin)
         except OSError as error:
-            raise refused(str(out), error.strerror or str(error), "choose another --out") from error
+            remedy = "Use another `--out`."
+            raise refused(str(out), error.strerror or str(error), remedy) from error
         except PtrainError:  # other texts will be given: nothing of these can be gone on with
             for path in (*parts, notes):
                 path.unlink(missing_ok=True)
@@ -372,8 +386,8 @@ def tokenize(
     how many there are. Raises SpecError for what cannot be read or written, and for a vocabulary
     that says no end."""
     if (end := vocabulary.end) is None:
-        finding = "where a document ends nobody says: its tokenizer_config.json has no eos_token"
-        raise refused("--end", finding, "name the token: --end '</s>'")
+        finding = "the end-of-document token is unknown: tokenizer_config.json has no eos_token"
+        raise refused("--end", finding, "Add the token, such as `--end '</s>'`.")
     dtype = token_dtype(vocabulary.size)
 
     def encoded(done: TokenizingProgress) -> Iterator[Encoded]:
@@ -404,7 +418,11 @@ def requested(texts: Sequence[Path], out: Path, tokenizer: Path | None) -> list[
     """Return what is known of texts and tokenizer before they are read. Raises SpecError for an
     `out` that is no name of a token file."""
     if out.suffix != _SUFFIX or out.is_dir():
-        raise refused("--out", f"{out} is no name of a token file", f"name a FILE{_SUFFIX}")
+        raise refused(
+            "--out",
+            f"{out} is not the name of a token file",
+            f"Use a name that ends with {_SUFFIX}.",
+        )
     files = [*texts, *([] if tokenizer is None else [tokenizer])]
     there = [(file, file.stat() if file.exists() else None) for file in files]
     return [[str(text), *([s.st_size, s.st_mtime_ns] if s else [])] for text, s in there]
@@ -427,7 +445,7 @@ def batches(
             done = replace(done, files=number, in_file=first, documents=done.documents + len(batch))
             yield batch, done
     if not done.documents:
-        raise refused(str(texts[0]), "there is no document", "give files that have some")
+        raise refused(str(texts[0]), "the files contain no documents", "Use files with text.")
 
 
 class GrowingArray:

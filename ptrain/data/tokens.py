@@ -31,7 +31,7 @@ def decode(tokens: Iterable[int]) -> str:
 
 
 INPUT, TARGET, START = 0, 1, 2  # what a token of a row is: START, with which a document begins
-_MAKE = "make one with: ptrain tokenize TEXT... --out FILE.npy"
+_MAKE = "Run `ptrain tokenize TEXT... --out FILE.npy` to write a token file."
 
 
 def open_tokens(path: Path, place: str = "data.path") -> NDArray[np.unsignedinteger]:
@@ -41,21 +41,21 @@ def open_tokens(path: Path, place: str = "data.path") -> NDArray[np.unsignedinte
     if tokens.ndim not in (1, 2) or tokens.dtype not in (np.uint8, np.uint16, np.uint32):
         raise refused(
             place,
-            f"{path} holds {tokens.dtype} of shape {tokens.shape}; token ids are one-dimensional, "
-            "or rows of them, in uint16 or uint32",
-            "write them with numpy.save(path, ids.astype(numpy.uint16))",
+            f"{path} contains {tokens.dtype} of shape {tokens.shape}; token ids must be "
+            "uint16 or uint32 with one or two dimensions",
+            "Write them with `numpy.save(path, ids.astype(numpy.uint16))`.",
         )
     return tokens
 
 
 def open_mask(path: Path, tokens: NDArray[Any], place: str) -> NDArray[Any]:
     """Map the file that says which of these tokens are targets."""
-    remedy = "write it with numpy.save(path, mask.astype(bool)), a value for each token of path"
+    remedy = "Write it with `numpy.save(path, mask.astype(bool))`, one value per token."
     mask = _mapped(path, place, remedy)
     is_alike = mask.shape == tokens.shape
     if mask.dtype not in (np.bool_, np.uint8) or (mask.size == tokens.size and not is_alike):
-        finding = f"{path} holds {mask.dtype} of shape {mask.shape}; a mask is bool"
-        raise refused(place, f"{finding}, of the shape of its tokens", remedy)
+        finding = f"{path} contains {mask.dtype} of shape {mask.shape}; a mask must be bool"
+        raise refused(place, f"{finding} with the shape of its tokens", remedy)
     if not is_alike:
         finding = f"{path} has {mask.size} values for {tokens.size} tokens"
         raise refused(place, finding, remedy)
@@ -74,7 +74,7 @@ def _mapped(path: Path, place: str, remedy: str) -> NDArray[Any]:
         reason = error.strerror or "not a readable file"
         raise refused(place, f"{path}: {reason}", remedy) from error
     except (ValueError, EOFError) as error:
-        raise refused(place, f"{path} is not a whole .npy array", remedy) from error
+        raise refused(place, f"{path} is not a complete .npy array", remedy) from error
     if not isinstance(values, np.ndarray):  # an .npz archive loads as a mapping
-        raise refused(place, f"{path} is an archive, not one .npy array", remedy)
+        raise refused(place, f"{path} is an archive, not a .npy array", remedy)
     return values

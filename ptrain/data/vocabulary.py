@@ -62,8 +62,8 @@ class FileVocabulary:
         try:
             import tokenizers
         except ImportError as error:
-            finding = f"{path} is read by the library tokenizers, which is not installed"
-            raise refused(_PLACE, finding, "pip install tokenizers") from error
+            finding = f"reading {path} needs the tokenizers library, which is not installed"
+            raise refused(_PLACE, finding, "Run `pip install tokenizers`.") from error
         path = file_of(path)
         self.path: Path | None = path
         with boundary(lambda error: _unread(path, error)):  # the library raises plain Exceptions
@@ -74,7 +74,7 @@ class FileVocabulary:
         word = end if end is not None else _end_beside(path)
         self.end: int | None = None if word is None else self._of_file.token_to_id(word)
         if end is not None and self.end is None:
-            raise refused("--end", f"{path} has no token {end!r}", "name one that it has")
+            raise refused("--end", f"{path} has no token {end!r}", "Use a token of this tokenizer.")
 
     def tokens(self, text: str) -> list[int]:
         tokens: list[int] = self._of_file.encode(text).ids
@@ -99,7 +99,8 @@ def size_of(words: Mapping[str, int]) -> int:
 
 
 def _unread(path: Path, error: BaseException) -> Fault:
-    return Fault(place=_PLACE, finding=f"{path} is no tokenizer: {error}", remedy=f"name a {FILE}")
+    finding = f"{path} is not a tokenizer: {error}"
+    return Fault(place=_PLACE, finding=finding, remedy=f"Use a {FILE}.")
 
 
 def _end_beside(path: Path) -> str | None:

@@ -46,7 +46,7 @@ _BOUNDARIES = {
 _TOKENS = "sequence"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class BlockPasses:
     """The passes of one block of a setting: `forward` and `backward` are what `tables.merged`
     gives, from boundary to boundary and what follows; `moved` the bytes of each storage that

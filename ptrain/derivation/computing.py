@@ -42,7 +42,7 @@ _ENDS = Mark.ENTER, Mark.LEAVE
 _BACKWARD_ENDS = Mark.PRE_BACKWARD, Mark.POST_BACKWARD
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, eq=False, repr=False, slots=True, kw_only=True)
 class PlayedWork:
     """The work of those layers of a model, or of a stage of it, that are played, by name; `front`
     and `behind` are None where another stage has them. `kept`: how the layers' activations are
@@ -331,7 +331,7 @@ def _pass(work: LayerWork, kind: Kind) -> PassWork:
 
 def _half(work: LayerWork, half: PassWork) -> PassWork:
     if work.backward and not (work.inputs or work.weights):
-        raise UnknownRate("nobody says what the halves of this model's backward passes compute")
+        raise UnknownRate("the work of the two backward halves of this model is unknown")
     return half
 
 

@@ -28,7 +28,7 @@ from ptrain.cost import (
     TrafficKey,
     add_traffic,
 )
-from ptrain.derivation import blocks, memory, pipeline, tensor
+from ptrain.derivation import blocks, memory, tensor
 from ptrain.derivation.activation_moves import activation_row, kept_traffic
 from ptrain.derivation.clock import LaneSpan
 from ptrain.derivation.ghosts.clipping import norm
@@ -56,13 +56,17 @@ from ptrain.spec.spec import Spec
 from ptrain.steps.step import Plan
 from ptrain.wording import Worded
 
-_HOW_TO_TRACE = "`ptrain predict` traces the model; in Python, use `derive(spec, read_facts(spec))`"
+_HOW_TO_TRACE = (
+    "Run `ptrain predict`, which traces the model; in Python, use `derive(spec, read_facts(spec))`"
+)
 _NOT_TRACED_BY_STAGE = f"these facts have no trace of the stages' activations: {_HOW_TO_TRACE}"
 _NOT_TRACED = f"these facts have no trace of the model's activations: {_HOW_TO_TRACE}"
-_NO_PARTS_ON_GPUS = "no table holds what dropout keeps on GPUs where layers or operators are cut"
-_NOT_PLAYED = "its step is played along the model's activations, and these are unknown"
-_EVEN_TIME = "every expert is chosen as often: how long uneven rows take is not predicted"
-_NOT_ON_CPU = "torch's flex_attention has no backward pass on a processor, where a trace would run"
+_NO_PARTS_ON_GPUS = (
+    "no table has the saved tensors of dropout on GPUs with sharded layers or operators"
+)
+_NOT_PLAYED = "its step depends on the activations of the model, which are unknown"
+_EVEN_TIME = "balanced routing is assumed: the time of uneven routing is not predicted"
+_NOT_ON_CPU = "torch's flex_attention has no backward pass on CPUs, where a trace would run"
 
 
 _OfStep = Callable[[Spec, Plan, ModelFacts, Machine | None], Estimate]
@@ -141,7 +145,7 @@ def fullest_alone(spec: Spec, facts: ModelFacts, limit: float = inf) -> Estimate
 def step_seconds(spec: Spec, facts: ModelFacts) -> float | None:
     """Return of a legal spec's derivation the time of a step alone; None where it is unknown."""
     with suppress(UnknownRate):
-        step = _estimated(spec, facts, None, _with_step)[1].step
+        step = _estimated(spec, facts, None, partial(_with_step, limit=inf))[1].step
         return step.seconds if step else None
     return None
 
@@ -181,15 +185,22 @@ def _timed(
     return replace(estimate, undefined={**estimate.undefined, "step_seconds": why})
 
 
-def _with_step(spec: Spec, plan: Plan, facts: ModelFacts, machine: Machine | None) -> Estimate:
-    """Raises UnknownRate where a rate is missing."""
+def _with_step(
+    spec: Spec,
+    plan: Plan,
+    facts: ModelFacts,
+    machine: Machine | None,
+    *,
+    limit: float | None = None,
+) -> Estimate:
+    """With a `limit` without traffic. Raises UnknownRate where a rate is missing."""
     machine = machine_of(spec, plan, facts) if machine is None else machine
     if plan.loads is None:
-        return _exact(spec, plan, facts, machine)
+        return _exact(spec, plan, facts, machine, limit=limit)
     even = spec.but(routing=None), replace(plan, loads=None)
-    step = _exact(*even, facts, machine).step
+    step = _exact(*even, facts, machine, limit=limit).step
     step = step and step._replace(assumed=(*step.assumed, _EVEN_TIME))
-    return replace(_exact(spec, plan, facts, None), step=step)
+    return replace(_exact(spec, plan, facts, None, limit=limit), step=step)
 
 
 def _require_gradients(spec: Spec, facts: ModelFacts) -> None:
@@ -200,9 +211,9 @@ def _require_gradients(spec: Spec, facts: ModelFacts) -> None:
     first, *others = facts.unvisited
     number = len(others)
     more = f" and {number} parameter{'s' * (number > 1)} more have" if others else " has"
-    finding = f"{first}{more} no gradient on a rank none of whose tokens is routed there, and "
-    finding += "the data ranks sum the gradients of all parameters"
-    remedy = "run every expert, also on no rows, or keep all experts in one tensor each"
+    finding = f"{first}{more} no gradient on ranks without tokens for it, but "
+    finding += "data-parallel ranks sum the gradients of all parameters"
+    remedy = "Call every expert, even with zero rows, or store all experts in stacked tensors."
     raise refused("model", finding, remedy)
 
 
@@ -316,6 +327,7 @@ def _exact_stages(
     limit: float | None,
 ) -> Estimate:
     """Each rank's rows from its stages; of traffic a row for each account, where they differ."""
+    from ptrain.derivation import pipeline
     from ptrain.derivation.in_flight import fullest_of, in_flight
 
     stages = pipeline.staged(spec, plan, facts)
@@ -328,7 +340,8 @@ def _exact_stages(
     is_counted = plan.loads is None or bool(facts.stage_rows)
     if is_tabulated(spec) or (facts.stage_passes and is_counted):
         timing = machine.of_pipeline(spec, plan, facts, schedule) if machine else None
-        is_all = limit is None or spec.activations.tiers != {Tier.DEVICE}  # a host counts all
+        # a host counts all, and the time of a step depends on all
+        is_all = limit is None or timing or spec.activations.tiers != {Tier.DEVICE}
         stands_for = None if is_all else fullest_of(schedule, stages)
         flight = in_flight(spec, schedule, stages, memory, timing, stands_for, most)
         step = flight.step
@@ -425,8 +438,8 @@ def _with_passing(spec: Spec, memory: ByRank[Footprint], played: Replay) -> ByRa
 RowT = TypeVar("RowT", Footprint, Peak)
 
 _EXTENTS = (
-    "the bounds are for one element of each selection and for all of them, each by itself, and "
-    "hold if what is allocated grows with what is selected"
+    "the bounds assume one selected element and all elements; they hold if allocations grow "
+    "with the number of selected elements"
 )
 _OFF_DEVICE = attrgetter("state", "rank", "host_bytes", "file_bytes")
 _PASSING = (State.ACTIVATIONS, State.TRANSIENT)
@@ -436,7 +449,7 @@ def bounded(estimate: Estimate, others: Sequence[Estimate], who: str) -> Estimat
     """Return `estimate` with bounds of what differs in `others`, the same step at other extents;
     `who` selects by data. Where what is sent or leaves the device differs, nothing is said."""
     if any(_moved(other) != _moved(estimate) for other in others):
-        why = f"{who}, and what it selects is moved off the device or sent again"
+        why = f"{who}, and the selected elements are offloaded or communicated"
         undefined = dict.fromkeys(("activations", "peak", "traffic"), why)
         rows = tuple(row for row in estimate.memory if row.state not in _PASSING)
         return replace(estimate, memory=rows, peak=(), undefined=estimate.undefined | undefined)
@@ -509,7 +522,7 @@ def by_counts(derivation: Derivation, histogram: Histogram, step: int) -> Estima
     if not derivation.exact.assumed:
         return None
     exact = derive(derivation.spec.but(routing=histogram), derivation.facts, is_timed=False).exact
-    why = f"by where the run's routers sent tokens in step {step}, counted on every rank"
+    why = f"from the token counts of the run's routers in step {step}, on every rank"
     return replace(
         exact,
         column=Column.COUNTED,

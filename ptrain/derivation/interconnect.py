@@ -17,7 +17,7 @@ from typing import NamedTuple
 from ptrain.cost import Collective, Phase, Traffic, busiest
 from ptrain.spec.placement import Axis
 from ptrain.spec.spec import Spec, groups
-from ptrain.units import format_bytes
+from ptrain.units import counted, format_bytes
 
 Degrees = tuple[tuple[str, int], ...]  # of the mesh, outermost axis first
 
@@ -148,12 +148,12 @@ def warnings(spec: Spec, traffic: Iterable[Traffic]) -> Iterator[str]:
     if tp_link is None or cluster is None:
         return
     yield (
-        f"{tp_link.axis} spans {tp_link.nodes} nodes (Proposition 1): in a step its "
-        f"{tp_link.calls} collectives wait {tp_link.latency_seconds:.4g} s for the link between "
-        f"them ({tp_link.hops} hops of {cluster.inter_node_latency:.4g} s), and "
-        f"{format_bytes(tp_link.sent_bytes)} cross it, {tp_link.transfer_seconds:.4g} s at "
-        f"{format_bytes(cluster.inter_node_bandwidth)}/s; a divisor of the "
-        f"{cluster.devices_per_node} devices of a node stays within one"
+        f"{tp_link.axis} spans {tp_link.nodes} nodes: per step, its {tp_link.calls} "
+        f"collectives wait {tp_link.latency_seconds:.4g} s for the latency between nodes "
+        f"({tp_link.hops} hops of {cluster.inter_node_latency:.4g} s) and send "
+        f"{format_bytes(tp_link.sent_bytes)} between nodes, {tp_link.transfer_seconds:.4g} s "
+        f"at {format_bytes(cluster.inter_node_bandwidth)}/s; a divisor of the "
+        f"{cluster.devices_per_node} devices per node stays within a node [Proposition 1]"
     )
 
 
@@ -167,17 +167,17 @@ def _scattered(spec: Spec, traffic: Sequence[Traffic]) -> Iterator[str]:
     last = sorted(spec.factors, key=lambda factor: factor.axis is Axis.TP)
     mesh = ", ".join(f"{factor.axis}: {factor.degree}" for factor in last)
     text = (
-        f"tp is not innermost: ranks {_shown(first)} share operators, where Theorem 6.1 asks for "
-        f"consecutive ones, and in a step {sum(row.calls for row in rows)} collectives of tp send "
-        f"{format_bytes(sum(row.sent_bytes for row in rows))} from rank to rank; with tp last, "
-        f"mesh: {{{mesh}}}, these are neighbours"
+        f"tp is not innermost: ranks {_shown(first)} share operators, but Theorem 6.1 needs "
+        f"consecutive ranks; per step, {sum(row.calls for row in rows)} tp collectives send "
+        f"{format_bytes(sum(row.sent_bytes for row in rows))} between ranks. With tp last, "
+        f"`mesh: {{{mesh}}}`, these ranks are neighbours"
     )
     here = link(spec, traffic, Axis.TP)
     there = link(replace(spec, factors=tuple(last)), traffic, Axis.TP)
     if here and there and here.nodes > there.nodes:
         text += (
-            f": a group then spans {there.nodes} of the cluster's nodes in place of {here.nodes}, "
-            f"and waits {_seconds(there):.4g} s in place of {_seconds(here):.4g} s"
+            f": a group then spans {counted(there.nodes, 'node')} instead of {here.nodes} and "
+            f"waits {_seconds(there):.4g} s instead of {_seconds(here):.4g} s"
         )
     yield text
 

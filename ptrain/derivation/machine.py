@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import cache, partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ptrain.axes.pipeline.schedule import Schedule
 from ptrain.axes.pipeline.stage_facts import chain_of
@@ -12,8 +12,6 @@ from ptrain.cost import StepTime
 from ptrain.derivation.clock import Clock, LaneSpan
 from ptrain.derivation.computing import Timing, block_names
 from ptrain.derivation.interconnect import Network
-from ptrain.derivation.pipeline import message_bytes
-from ptrain.derivation.pipeline_time import PipelineTiming
 from ptrain.derivation.work import model_work, why_unknown
 from ptrain.facts.model import ModelFacts, ModelWork
 from ptrain.rates.measured import lacking, pace_of, pace_while_others_wait
@@ -23,7 +21,13 @@ from ptrain.spec.rates import Hook
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import Plan
 
-_NOBODY = "ranks that wait leave their cores to nobody: the cluster has no rates of fewer at once"
+if TYPE_CHECKING:
+    from ptrain.derivation.pipeline_time import PipelineTiming
+
+_NOBODY = (
+    "waiting ranks are assumed to leave their cores idle: the cluster has no rates for "
+    "fewer active ranks"
+)
 
 
 class Machine(NamedTuple):
@@ -48,15 +52,17 @@ class Machine(NamedTuple):
         self, spec: Spec, plan: Plan, facts: ModelFacts, schedule: Schedule
     ) -> PipelineTiming:
         """Return what times the ranks of a pipeline."""
+        from ptrain.derivation import pipeline, pipeline_time
+
         work = cache(self.work)  # of the few places along tp that are played
         speed, assumed = (None, ()) if self.pace.overlaps else self._sharing(spec, work(0))
-        return PipelineTiming(
+        return pipeline_time.PipelineTiming(
             spec=spec,
             clock=self._clock(spec, plan),
             work=work,
             blocks=block_names(facts.blocks, work(0)),
             schedule=schedule,
-            message=message_bytes(spec, plan, chain_of(spec, facts)),
+            message=pipeline.message_bytes(spec, plan, chain_of(spec, facts)),
             speed=speed,
             assumed=assumed,
             spans=self.spans,

@@ -9,7 +9,7 @@ At start-up a rank makes its part of the initial parameters on the host (`startu
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 
 from ptrain.axes.context.attention import held_buffers, held_tokens
 from ptrain.axes.ring import Calls, group_over
@@ -42,14 +42,10 @@ def by_shard(ghost: Wrapping) -> tuple[list[Rows], list[int]]:
     """The rows of each kind of rank, and by a rank's place along `differing_axes` its kind."""
     spec, plan, facts = ghost.wrapped.spec, ghost.wrapped.plan, ghost.wrapped.facts
     other = Footprint(state=State.OTHER, rank=0, device_bytes=other_bytes(spec, facts))
-    kinds: dict[Hashable, int] = {}
-    rows: list[Rows] = []
-    kind_of = []
-    for shard in range(ranks_over(spec, plan.differing_axes)):
-        kind_of.append(kinds.setdefault(ghost.kind_of_shard(shard), len(kinds)))
-        if len(rows) < len(kinds):
-            rows.append((*ghost.footprints(shard), other))
-    return rows, kind_of
+    kinds = [*map(ghost.kind_of_shard, range(ranks_over(spec, plan.differing_axes)))]
+    numbers = {kind: number for number, kind in enumerate(dict.fromkeys(kinds))}
+    rows = [(*ghost.footprints(kinds.index(kind)), other) for kind in numbers]
+    return rows, [*map(numbers.__getitem__, kinds)]
 
 
 def other_bytes(spec: Spec, facts: ModelFacts) -> int:

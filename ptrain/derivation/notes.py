@@ -39,9 +39,9 @@ def _whole_beside_slices(plan: Plan, facts: ModelFacts, per_element: int) -> Ite
     whole = sum(tensor.numel for tensor in own if tensor.name not in cut)
     if whole:
         yield (
-            f"{whole:,} of {facts.numel:,} parameters belong to no operator that is cut, and every "
-            f"rank of {step.axis} has them whole: {format_bytes(whole * per_element)} of Θ, Ω and "
-            "G before the data axes divide them, of which the theorem counts a slice"
+            f"{whole:,} of {facts.numel:,} parameters belong to no sharded operator and are "
+            f"replicated over {step.axis}: {format_bytes(whole * per_element)} of Θ, Ω and G "
+            "before data-parallel sharding, of which the theorem counts one shard"
         )
 
 
@@ -60,9 +60,9 @@ def _fewer_moments(spec: Spec, plan: Plan, facts: ModelFacts) -> Iterator[str]:
     if hidden:
         size = hidden * (usual - fewer) * layout.moments.itemsize
         yield (
-            f"{spec.optimizer.name} keeps {fewer} moment of each matrix of the blocks, "
-            f"{hidden:,} of {facts.numel:,} elements, and the theorems' |Ω| counts {usual} of "
-            f"every element: {format_bytes(size)} less in all"
+            f"{spec.optimizer.name} stores {fewer} moment per element of block matrices "
+            f"({hidden:,} of {facts.numel:,} elements), but |Ω| of the theorems has {usual} "
+            f"per element: {format_bytes(size)} less in total"
         )
 
 
@@ -82,7 +82,7 @@ def _copies(traffic: Iterable[Traffic]) -> Iterator[str]:
             totals[words] = totals.get(words, 0) + row.payload_bytes
     if totals:
         copies = ", ".join(f"{format_bytes(size)} {words}" for words, size in totals.items())
-        yield f"a rank copies between its tiers, which no theorem counts: {copies} in a step"
+        yield f"copies between memory tiers, which no theorem counts: {copies} per step and rank"
 
 
 # What a pipeline has and no theorem counts: a sentence each.
@@ -105,16 +105,16 @@ def _unequal(facts: ModelFacts, stages: Sequence[Stage], schedule: Schedule) -> 
     if len(set(held)) > 1:
         more = max(held) * schedule.ranks / facts.numel - 1
         yield (
-            f"the ranks of pp have {' '.join(f'{numel:,}' for numel in held)} parameters: the "
-            f"fullest {more:.1%} more than the equal parts of the theorem"
+            f"the ranks of pp have {' '.join(f'{numel:,}' for numel in held)} parameters: "
+            f"the largest has {more:.1%} more than the equal shares of the theorem"
         )
 
 
 def _tied(facts: ModelFacts, stages: Sequence[Stage]) -> Iterator[str]:
     for name in stages[0].shared:
         tensor = next(tensor for tensor in facts.tensors if tensor.name == name)
-        where = f"{name} is on the first stage and on the last, {tensor.numel:,} parameters twice"
-        summed = ", and its gradients are summed over the two"
+        where = f"{name} is on the first and the last stage, {tensor.numel:,} parameters twice"
+        summed = ", and the two sum its gradients"
         yield where if tensor.is_frozen else f"{where}{summed}"
 
 
@@ -131,10 +131,13 @@ def _gathered(plan: Plan, schedule: Schedule) -> Iterator[str]:
         )
     }
     if times != {(1, 0)}:
-        counts = " or ".join(f"{ahead} times forward, {back} backward" for ahead, back in times)
+        counts = " or ".join(
+            f"{ahead} times in forward and {back} times in backward" for ahead, back in times
+        )
         yield (
-            f"{schedule.microbatches} micro-batches make a step, and by `sync` a unit is gathered "
-            f"{counts}; with both reshard_after_forward and reshard_after_backward false, once"
+            f"a step has {schedule.microbatches} micro-batches; with this `sync`, a unit is "
+            f"all-gathered {counts}; with reshard_after_forward and reshard_after_backward "
+            "both false, once"
         )
 
 
@@ -145,9 +148,9 @@ def _reduced(plan: Plan, stages: Sequence[Stage], schedule: Schedule) -> Iterato
     num = reductions(sync, schedule.microbatches)
     if sync.gradients is GradientSync.EVERY and num > 1:
         yield (
-            f"gradients are slices after each of {num} micro-batches: a reduction of each, "
-            f"{num}r|G| of the stage; with sync.gradients: last, one, and until then every rank "
-            "holds the whole gradients of its stages"
+            f"gradients are reduced after each of {num} micro-batches, {num}r|G| of the "
+            "stage; with sync.gradients=last, they are reduced once, and until then every "
+            "rank holds the full gradients of its stages"
         )
     elif num != schedule.microbatches:
         itemsize = plan.update.layout.reduced.itemsize
@@ -156,6 +159,7 @@ def _reduced(plan: Plan, stages: Sequence[Stage], schedule: Schedule) -> Iterato
             for rank in range(schedule.ranks)
         )
         yield (
-            "sync.gradients: last makes gradients R until the last micro-batch is reduced: a rank "
-            f"holds the whole sum of its stages' own, up to {format_bytes(most * itemsize)}"
+            "with sync.gradients=last, gradients are R until the last micro-batch is "
+            "reduced: a rank holds the full sum for its stages, up to "
+            f"{format_bytes(most * itemsize)}"
         )

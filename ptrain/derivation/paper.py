@@ -38,8 +38,8 @@ from ptrain.units import ceil_div
 
 MODEL_STATES = (State.PARAMETERS, State.OPTIMIZER, State.GRADIENTS)
 
-_NO_ACTIVATIONS = "the theorems take |A| as given and the text derives no value for it"
-_NO_PEAK = "Theorem 1 adds the states up; it does not say which of them live at the same time"
+_NO_ACTIVATIONS = "the theorems take |A| as given, and the paper derives no value for it"
+_NO_PEAK = "Theorem 1 sums the states and does not model which of them exist at the same time"
 
 
 def paper(spec: Spec, facts: ModelFacts) -> Estimate:
@@ -224,5 +224,5 @@ def _memory_is_undefined(spec: Spec) -> str:
         for state in MODEL_STATES:
             mode = factor.placement[state]
             if mode.tier is not Tier.DEVICE and mode.distribution is not Distribution.SHARDED:
-                return f"Definition 2 has no mode {mode} ({state}): there, O is a slice"
+                return f"Definition 2 has no mode {mode} ({state}): its O is sharded"
     return ""

@@ -19,7 +19,7 @@ from ptrain.steps.step import Plan
 from ptrain.timeline import Timeline
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, eq=False, repr=False, slots=True, kw_only=True)
 class RanksPart:
     """What ranks at these `places` have of a model, as facts; the first of them stands at `index`
     along the cutting axes. `loads` are the rows that they send and get, None where these are even.

@@ -30,7 +30,7 @@ from ptrain.axes.pipeline.stage_facts import (
     transfers,
 )
 from ptrain.axes.ring import Calls, Group, group_over
-from ptrain.by_rank import ByRank, rows_by_rank
+from ptrain.by_rank import ByRank
 from ptrain.cost import Collective, Footprint, Phase, State, Traffic, add_traffic
 from ptrain.derivation import blocks, tensor
 from ptrain.derivation.activation_moves import kept_traffic
@@ -191,7 +191,6 @@ def resident(spec: Spec, plan: Plan, stages: Sequence[StageParts]) -> ByRank[Foo
     """Rows of parameters, optimizer state, gradients and the rest, rank by rank."""
     step = plan.pipeline
     assert step is not None
-    cut = plan.cutting_axes
     rows: list[tuple[Footprint, ...]] = []
     of_part: dict[tuple[int, int], list[int]] = {}  # by shard an index into the rows
     for taken in stages:
@@ -203,22 +202,30 @@ def resident(spec: Spec, plan: Plan, stages: Sequence[StageParts]) -> ByRank[Foo
             numbers = of_part[taken.like, indices[0]]
             of_part |= {(taken.stage.index, index): numbers for index in indices}
     stages_of = [step.stages_of(place) for place in range(spec.degree(step.axis))]
-    places_within = range(ranks_over(spec, cut))
-    held_by = [
+    number_of: dict[tuple[int, ...], int] = {}
+    lists_at = [
         [
-            [(place, *numbers) for numbers in zip(*(of_part[s, i] for s in own), strict=True)]
-            for i in places_within
+            [of_part[stage, index] for stage in own]
+            for index in range(ranks_over(spec, plan.cutting_axes))
         ]
-        for place, own in enumerate(stages_of)
+        for own in stages_of
     ]
-    places = zip(
-        *(positions(spec, axes) for axes in ((step.axis,), cut, plan.differing_axes)),
-        strict=True,
-    )
-    return rows_by_rank(
-        (held_by[place][index][shard] for place, index, shard in places),
-        lambda key: _rows(spec, stages, stages_of[key[0]], [rows[number] for number in key[1:]]),
-    )
+    unlike = {(place, *map(id, own)): own for place, at in enumerate(lists_at) for own in at}
+    kinds_of = {  # by shard a kind of rank
+        key: [
+            number_of.setdefault((key[0], *numbers), len(number_of))
+            for numbers in zip(*lists, strict=True)
+        ]
+        for key, lists in unlike.items()
+    }
+    kinds_at = [[kinds_of[place, *map(id, own)] for own in at] for place, at in enumerate(lists_at)]
+    places = map(partial(positions, spec), ((step.axis,), plan.cutting_axes, plan.differing_axes))
+    kind_of = [kinds_at[p][index][shard] for p, index, shard in zip(*places, strict=True)]
+    kinds = [
+        _rows(spec, stages, stages_of[place], [rows[number] for number in numbers])
+        for place, *numbers in number_of
+    ]
+    return ByRank((kinds, kind_of))
 
 
 def _rows(
@@ -229,10 +236,12 @@ def _rows(
 ) -> tuple[Footprint, ...]:
     """The rows of a rank that has these stages, of each of which it holds so much."""
     buffers = tuple(row for stage in own for row in stages[stage].facts.buffers)
-    size = other_bytes(spec, replace(stages[0].facts, buffers=buffers))
-    other = Footprint(state=State.OTHER, rank=0, device_bytes=size)
+    other = other_bytes(spec, replace(stages[0].facts, buffers=buffers))
     rows = list(chain.from_iterable(held))
-    return (*(_sum(state, rows) for state in _PLACED), other)
+    return (
+        *(_sum(state, rows) for state in _PLACED),
+        Footprint(state=State.OTHER, rank=0, device_bytes=other),
+    )
 
 
 def _sum(state: State, rows: Iterable[Footprint]) -> Footprint:
@@ -335,8 +344,7 @@ def over_boundaries(
 def message_bytes(spec: Spec, plan: Plan, model: Chain) -> int:
     """Return the bytes of what a stage gives to the next one, of a micro-batch."""
     shape = model.sample_shape(spec.batch.sequence, plan.boundary_slices)
-    states = spec.batch.micro * math.prod(shape)
-    return states * spec.precision.effective.parameters.itemsize
+    return spec.batch.micro * math.prod(shape) * spec.precision.effective.parameters.itemsize
 
 
 def _of_stage(spec: Spec, schedule: Schedule, stage_parts: StageParts) -> list[list[Rows]]:

@@ -257,7 +257,7 @@ def _flush(deltas: list[int]) -> Iterator[Run]:
         yield combined
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False, repr=False, slots=True)
 class EvaluatedTable:
     """A table and the bytes of each of its sizes."""
 

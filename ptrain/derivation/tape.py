@@ -30,7 +30,7 @@ _COPIES = {
 }
 
 
-@dataclass(slots=True)
+@dataclass(eq=False, repr=False, slots=True)
 class Account:
     """Calls and copies of one step, for `times` units that do the same."""
 
@@ -66,7 +66,7 @@ class TooLarge(Exception):
     """The peak of a step is above the limit up to which it is played."""
 
 
-@dataclass(slots=True)
+@dataclass(eq=False, repr=False, slots=True)
 class Tape:
     """A rank's step as it happens. Of device memory: bytes above what lives for the whole step, and
     their maximum by phase. Of what is sent: where there is an `account`; of time, where there is a
@@ -188,7 +188,9 @@ class Tape:
         if self.clock is None or not self.is_reading:
             return
         if tier is not Tier.DEVICE and self.clock.pace.overlaps:
-            raise UnknownRate("the update is the host's, whose pace no cluster's rates tell")
+            raise UnknownRate(
+                "the host computes the update, and the cluster has no rates for the host"
+            )
         self.clock.update(rule, _uncast(dtype), shapes)
 
 

@@ -39,10 +39,8 @@ def throughput(spec: Spec, facts: ModelFacts, step: StepTime) -> Throughput | No
     flops = spec.cluster.flops * spec.world_size if spec.cluster else 0.0
     if not flops or not isinstance(spec.model, ModelShape):
         return Throughput(tokens_per_second=tokens)
-    full, causal = (
-        token_operations(spec.model, facts, spec.batch.sequence, is_causal=is_causal)
-        for is_causal in (False, True)
-    )
+    full = token_operations(spec.model, facts, spec.batch.sequence, is_causal=False)
+    causal = full + (_CAUSAL - _FULL) * _scores(spec.model, spec.batch.sequence)
     return Throughput(
         tokens_per_second=tokens,
         mfu_full=tokens * full / flops,
@@ -59,11 +57,17 @@ def token_operations(
     shape: ModelShape, facts: ModelFacts, sequence: int, *, is_causal: bool
 ) -> int:
     """Return the operations of one token, forward and backward."""
-    tensors = [tensor for tensor in facts.tensors if not _is_looked_up(shape, tensor.name)]
-    elements = sum(elements_met(shape, tensor.name, tensor.numel) for tensor in tensors)
-    width = (shape.query_width + shape.value_width) // 2
-    scores = (_CAUSAL if is_causal else _FULL) * shape.layers * width * sequence
-    return _OF_A_PARAMETER * elements + scores
+    elements = sum(
+        elements_met(shape, tensor.name, tensor.numel)
+        for tensor in facts.tensors
+        if not _is_looked_up(shape, tensor.name)
+    )
+    return _OF_A_PARAMETER * elements + (_CAUSAL if is_causal else _FULL) * _scores(shape, sequence)
+
+
+def _scores(shape: ModelShape, sequence: int) -> int:
+    """Return the products of queries with keys of one token, over all layers and their width."""
+    return shape.layers * ((shape.query_width + shape.value_width) // 2) * sequence
 
 
 def _is_looked_up(shape: ModelShape, name: str) -> bool:

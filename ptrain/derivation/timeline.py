@@ -152,7 +152,7 @@ def model_timeline(
         or not isinstance(spec.model, ModelShape)
         or not layer_tables.is_tabulated(spec)
     ):
-        raise PtrainError("model: its activations are known only from a trace of the model itself")
+        raise PtrainError("model: the activations of this model are known only from a trace")
     kept = spec.activations.of(spec.model.layers)
     return layer_tables.timeline(setting_of(spec, cut), played, kept)
 
@@ -244,7 +244,7 @@ def peaks(lives: Sequence[int], keys: Sequence[KeyT], above: Mapping[KeyT, Phase
     first: dict[Hashable, KeyT] = {}
     like = {key: first.setdefault(tuple(phases.items()), key) for key, phases in above.items()}
     return rows_by_rank(
-        ((life, like[key]) for life, key in zip(lives, keys, strict=True)),
+        zip(lives, map(like.__getitem__, keys), strict=True),
         lambda pair: [
             Peak(phase=phase, rank=0, device_bytes=pair[0] + more)
             for phase, more in above[pair[1]].items()

@@ -36,9 +36,9 @@ from ptrain.spec.spec import Spec
 from ptrain.steps.step import Plan
 
 _COLLECTIVES = {collective.value for collective in Collective}
-_DROPS_IN_PARTS = "no table holds what dropout computes on GPUs where operators are cut"
-_FUSED_LOSS = "torch's fused loss is one operator, and nothing says what is computed within it"
-_NO_TABLE = "no table and no trace says which operators the model runs"
+_DROPS_IN_PARTS = "no table has the work of dropout on GPUs with sharded operators"
+_FUSED_LOSS = "torch's fused loss is one operator, whose work is unknown"
+_NO_TABLE = "the operators of the model are unknown: there is no table and no trace"
 
 
 def model_work(spec: Spec, plan: Plan, facts: ModelFacts, index: int = 0) -> ModelWork | None:

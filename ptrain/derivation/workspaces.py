@@ -38,27 +38,23 @@ from ptrain.spec.precision import DType
 from ptrain.spec.spec import Spec
 from ptrain.units import ceil_div
 
-_WHY = "with dropout, what a CPU's kernels allocate is not what a GPU's do"
-_AHEAD = (
-    "a GPU brings offloaded activations back a module ahead of their use, a CPU when they are used"
-)
-_OVER_CONTEXT = "no GPU has shown what attention over cp keeps"
+_WHY = "with dropout, CPU and GPU kernels allocate different tensors"
+_AHEAD = "a GPU loads offloaded activations one module before their use, a CPU at their use"
+_OVER_CONTEXT = "the saved tensors of attention over cp have not been measured on a GPU"
 _OTHERWISE = (
-    "of {what} a GPU's attention is no kernel that is known: tensors are padded, or it goes "
+    "for {what} no known GPU attention kernel applies: tensors are padded, or attention runs "
     "operator by operator"
 )
-_LEFT = (
-    "what attention keeps for its dropout stays on the device where a GPU's activations leave it"
-)
+_LEFT = "on GPUs, the dropout state of attention stays on the device when activations are offloaded"
 _NOT_COUNTED = (
-    "{why}: the 16 or 24 bytes that attention keeps for seed and offset in a block, and in fp32 "
-    "its statistics' rows up to a multiple of 32, are not counted"
+    "{why}: not counted are the 16 or 24 bytes per block for the seed and offset of "
+    "attention, and in fp32 the padding of its statistics to a multiple of 32 rows"
 )
-_NO_SM = "no cluster.sm says which of CUDA's kernels compute attention (90: H100)"
-_OTHER_SM = "which of CUDA's kernels compute attention was not asked for sm {sm}, but for {known}"
+_NO_SM = "the CUDA attention kernels are unknown, because `cluster.sm` is not set (90: H100)"
+_OTHER_SM = "the CUDA attention kernels are known for sm {known}, not for sm {sm}"
 _NOT_CONFIRMED = (
-    "what dropout keeps is a GPU's by its kernels' signatures, and an H100 (sm 90) alone confirmed "
-    "it, of whole built-in models"
+    "the saved tensors of dropout follow from kernel signatures and are confirmed only on an "
+    "H100 (sm 90), for unsharded built-in models"
 )
 _H100 = 90  # compute capability
 
@@ -129,13 +125,12 @@ def kernel_warnings(
         yield _NOT_COUNTED.format(why=_OTHER_SM.format(sm=sm, known=known) if sm else _NO_SM)
     if "peak" in unclaimed and is_peak_known:
         why = unclaimed["peak"]
-        whose = "a trace on a CPU" if why == _NOT_CONFIRMED else "a CPU's kernels"
-        yield (
-            f"activations and peaks are those of {whose}: {why}, so that on cuda they are not "
-            "claimed"
-        )
+        whose = "a CPU trace" if why == _NOT_CONFIRMED else "CPU kernels"
+        yield (f"activations and peaks are those of {whose} and not claimed on CUDA: {why}")
     if "traffic" in unclaimed and "traffic" not in undefined:
-        yield f"what activations copy off the device is not claimed on cuda: {unclaimed['traffic']}"
+        yield (
+            f"the traffic of offloaded activations is not claimed on CUDA: {unclaimed['traffic']}"
+        )
 
 
 _KIB = 1024
@@ -232,16 +227,18 @@ def sum_of_rows(rows: int, columns: int) -> int:
 
 
 def _of_gpus(spec: Spec) -> Iterator[Workspace]:
-    yield Workspace("products (cuBLAS), all the time", sum(_without_bias(spec)) or None)
+    yield Workspace("products (cuBLAS), permanent", sum(_without_bias(spec)) or None)
     if (with_bias := _with_bias(spec)) != 0:
-        yield Workspace("products with a bias (cuBLASLt), all the time", with_bias)
+        yield Workspace("products with a bias (cuBLASLt), permanent", with_bias)
     if may_be_fused(spec):
         attention = attention_of(spec)
         kernel = attention.kernel(spec.sm) if attention else None
         name = f" ({kernel})" if kernel else ""
         size = _of_attention(spec, kernel)
-        yield Workspace(f"attention's backward pass{name}, while it runs", size)
-    yield Workspace("sums over tokens (gradients of norms, biases), while one runs", _of_sums(spec))
+        yield Workspace(f"backward pass of attention{name}, while it runs", size)
+    yield Workspace(
+        "sums over tokens (gradients of norms and biases), while they run", _of_sums(spec)
+    )
     if spec.world_size > 1:
         yield Workspace("collectives (NCCL)", None)
 

@@ -71,7 +71,7 @@ def files() -> list[Path]:
     try:
         listed = folder().glob(f"*{_SUFFIX}*")
     except RuntimeError as error:
-        raise PtrainError(f"error: no folder for the cache: {error}") from error
+        raise PtrainError(f"error: no cache folder: {error}") from error
     return [path for path in sorted(listed) if _OURS.fullmatch(path.name)]
 
 

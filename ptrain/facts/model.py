@@ -362,6 +362,8 @@ class UnitFacts:
     numel: int = field(init=False, repr=False, compare=False)
     trained: tuple[TensorFacts, ...] = field(init=False, repr=False, compare=False)
     trained_shapes: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
+    # elements of what has gradients and optimizer state
+    trained_numel: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         shapes = tuple([tensor.shape for tensor in self.tensors])
@@ -370,15 +372,13 @@ class UnitFacts:
         trained = tuple([tensor for tensor in self.tensors if not tensor.is_frozen])
         object.__setattr__(self, "trained", trained)
         object.__setattr__(self, "trained_shapes", tuple([tensor.shape for tensor in trained]))
-
-    @property
-    def trained_numel(self) -> int:
-        """Elements of what has gradients and optimizer state."""
-        return sum(map(math.prod, self.trained_shapes))
+        object.__setattr__(self, "trained_numel", sum(map(math.prod, self.trained_shapes)))
 
     @property
     def frozen(self) -> tuple[TensorFacts, ...]:
         """Its tensors that nobody trains."""
+        if len(self.trained) == len(self.tensors):
+            return ()
         return tuple([tensor for tensor in self.tensors if tensor.is_frozen])
 
     @property

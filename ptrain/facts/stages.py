@@ -149,7 +149,9 @@ def layers_of(
     assert not any(name.rpartition(".")[0] in names for name in names), "units of less than a block"
     ahead = tuple(tensor for tensor in root.tensors if is_within(tensor.name, front))
     behind = tuple(t for t in root.tensors if t not in ahead)
-    assert {*dict(tied)} <= {tensor.name for tensor in ahead}, f"{tied} are not all in front"
+    assert {*dict(tied)} <= {tensor.name for tensor in ahead}, (
+        f"{tied} are not all before the blocks"
+    )
     return Layers(layers=tuple(layers), front=ahead, behind=behind, tied=tuple(tied))
 
 
@@ -171,14 +173,14 @@ def unlike(counts: Sequence[int], layers: int) -> Iterator[Fault]:
     listed = ", ".join(map(str, counts))
     finding = ""
     if min(counts, default=0) < 1:
-        finding = f"[{listed}] has a stage without a layer"
+        finding = f"[{listed}] has a stage without layers"
     elif sum(counts) != layers:
-        finding = f"[{listed}] are {sum(counts)} layers, and the model has {layers}"
+        finding = f"[{listed}] has {sum(counts)} layers, but the model has {layers}"
     if finding:
-        remedy = f"write numbers from 1 whose sum is {layers}"
+        remedy = f"Use numbers of 1 or more with the sum {layers}"
         if 0 < len(counts) <= layers:
-            remedy += f": [{', '.join(map(str, evenly(layers, len(counts))))}]"
-        yield Fault(place="pipeline.split", finding=finding, remedy=remedy)
+            remedy += f": `pipeline.split=[{','.join(map(str, evenly(layers, len(counts))))}]`"
+        yield Fault(place="pipeline.split", finding=finding, remedy=f"{remedy}.")
 
 
 def evenly(layers: int, stages: int) -> tuple[int, ...]:
@@ -262,8 +264,8 @@ def _require_enough(layers: int, stages: int) -> None:
         raise SpecError(
             Fault(
                 place="pipeline.stages",
-                finding=f"{stages} stages and {layers} layers: every stage needs one",
-                remedy=f"choose at most {layers} stages, or a model with more layers",
+                finding=f"{stages} stages need at least one layer each; the model has {layers}",
+                remedy=f"Use at most {layers} stages, or a model with more layers.",
             )
         )
 
@@ -273,19 +275,20 @@ def _stage(model: Layers, position: tuple[int, int], layers: Sequence[Unit]) -> 
     index, stages = position
     is_first, is_last = index == 0, index == stages - 1
     tied = dict(model.tied) if stages > 1 else {}
-    named = [(tensor.name, tensor.numel) for layer in layers for tensor in layer.tensors]
-    in_front = [(tensor.name, tensor.numel) for tensor in model.front]
+    names, numel = [t.name for own in layers for t in own.tensors], sum(o.numel for o in layers)
     if is_last:
-        copies = [(tied[name], numel) for name, numel in in_front if name in tied]
-        named += [*copies, *((tensor.name, tensor.numel) for tensor in model.behind)]
+        after = [*(tensor for tensor in model.front if tensor.name in tied), *model.behind]
+        names += [tied.get(tensor.name, tensor.name) for tensor in after]
+        numel += sum(tensor.numel for tensor in after)
     if is_first:
-        named = [*in_front, *named]
+        names = [*(tensor.name for tensor in model.front), *names]
+        numel += sum(tensor.numel for tensor in model.front)
     shared = tied if is_first else tied.values() if is_last else ()
     return Stage(
         index=index,
         layers=tuple(layer.name for layer in layers),
-        tensors=tuple(name for name, _ in named),
+        tensors=tuple(names),
         shared=tuple(shared),
-        numel=sum(numel for _, numel in named),
+        numel=numel,
         copied=tuple(tied.items()) if is_last else (),
     )

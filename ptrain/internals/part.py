@@ -39,10 +39,10 @@ class PrivatePart:
         known += [(name, name in taken, "takes") for name in self.arguments]
         for name, is_there, verb in known:
             if is_due and not is_there:
-                yield f"{self.name} {verb} no {name} in torch {torch}"
+                yield f"{self.name} has no {name} in torch {torch}"
             if not is_due and is_there:
                 span = f"{self.since} to {self.until}"
-                yield f"{self.name} {verb} {name} in torch {torch} too: {span}"
+                yield f"{self.name} {verb} {name} in torch {torch} too; expected {span}"
 
 
 def _numbers(version: str) -> tuple[int, ...]:

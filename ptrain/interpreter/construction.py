@@ -171,7 +171,7 @@ class Construction:
 
     @property
     def mesh(self) -> Mesh:
-        assert self._mesh is not None, "a mesh is created first"
+        assert self._mesh is not None, "no mesh was created"
         return self._mesh
 
     @mesh.setter
@@ -220,7 +220,7 @@ class Construction:
 
     def _whole(self) -> tuple[WrappedModel, nn.Module]:
         if self._joined is None:
-            assert self.is_wrapped, "units are wrapped first"
+            assert self.is_wrapped, "the units are not wrapped"
             self._joined = self.join(self) if self.join else self._only_piece()
         return self._joined
 
@@ -248,7 +248,7 @@ def cut_into_stages(step: Pipeline, rank: Construction) -> None:
     schedule. Raises SpecError where the wrap cannot sum what two stages share."""
     _require_sums(step, rank.plan)
     stages = rank.stages
-    assert stages is not None, "a plan with stages is lowered from them"
+    assert stages is not None, "the plan has no stages"
     rank.cut = partial(_pieces, step, stages)
     rank.join = partial(_joined, step, stages)
     rank.passes_of = _passes
@@ -282,7 +282,7 @@ def _joined(step: Pipeline, stages: Stages, rank: Construction) -> tuple[Staged,
 
 def _passes(rank: Construction, loss: StepLoss, enter: Enter) -> Pipelined:
     staged = rank.wrapped
-    assert isinstance(staged, Staged), "what the stages were joined into"
+    assert isinstance(staged, Staged), "the model is not made of stages"
     callbacks = PassCallbacks(
         loss.forward, loss.given, loss.of_last_stage, loss.of_output, loss.seed, enter
     )
@@ -292,9 +292,14 @@ def _passes(rank: Construction, loss: StepLoss, enter: Enter) -> Pipelined:
 def _require_sums(step: Pipeline, plan: Plan) -> None:
     """Of a model that is not built in the algebra does not know whether its ends are tied."""
     if step.shared and not plan.wrap.keeps_gradients_on_device:
-        finding = "not yet: gradients of a tied head, whose two ends on the first and the last "
-        finding += "stage are summed on the device before the update"
-        raise refused("placement", finding, "give gradients R or S, or a model that is not tied")
+        finding = (
+            "not supported yet: sharded or offloaded gradients of a tied head, which "
+            "are summed between "
+        )
+        finding += "the first and the last stage on the device before the update"
+        raise refused(
+            "placement", finding, "Use gradients `R` or `S`, or a model without a tied head."
+        )
 
 
 def _stage_plan(plan: Plan, stages: Stages, index: int) -> Plan:

@@ -66,7 +66,7 @@ def execute(rank: Construction) -> None:
             for number in numbers:
                 _run_of_rank(steps[number], rank)
             continue
-        _require(rank.has_mesh, steps[numbers[0]], "there is no mesh yet")
+        _require(rank.has_mesh, steps[numbers[0]], "no mesh was created before")
         for piece in rank.placed_pieces():
             for number in numbers:
                 step = piece.plan.steps[number]
@@ -75,7 +75,7 @@ def execute(rank: Construction) -> None:
 
 
 def _run_of_rank(step: Step, rank: Construction) -> None:
-    _require(rank.has_mesh or isinstance(step, CreateMesh), step, "there is no mesh yet")
+    _require(rank.has_mesh or isinstance(step, CreateMesh), step, "no mesh was created before")
     OF_RANK[type(step)](step, rank)
     rank.ran.append(Ran(step))
 
@@ -86,22 +86,26 @@ def _require(is_so: bool, step: Step, otherwise: str) -> None:
 
 
 def _create_mesh(step: CreateMesh, rank: Construction) -> None:
-    _require(not rank.has_mesh, step, "there is a mesh already")
+    _require(not rank.has_mesh, step, "a mesh already exists")
     rank.mesh = Mesh(step, rank.world)
 
 
 def _cut_model(step: Pipeline, rank: Construction) -> None:
-    _require(not rank.pieces, step, "the whole model has been cut over another axis, or wrapped")
+    _require(not rank.pieces, step, "the model is already sharded over another axis, or wrapped")
     cut_into_stages(step, rank)
 
 
 def _cut_operators(step: Parallelize, piece: Workpiece, rank: Construction) -> None:
-    before = "units are wrapped already, whose gradients would be reduced before the sums over "
-    _require(piece.wrapped is None, step, f"{before}{step.axis} are there (Theorem 6.2)")
+    before = "units are already wrapped, so gradients would be reduced before the sums over "
+    _require(piece.wrapped is None, step, f"{before}{step.axis} exist (Theorem 6.2)")
     kept = any(
         isinstance(earlier.step, Keep) and earlier.piece == piece.index for earlier in rank.ran
     )
-    _require(not kept, step, "what blocks leave for backward is already that of whole operators")
+    _require(
+        not kept,
+        step,
+        "the activations saved for backward are already those of unsharded operators",
+    )
     parallelize(piece.module, step, rank.mesh.submesh((step.axis,)), rank.mesh.registry)
     require_rows(
         piece.module, rank.mesh.size((step.axis,)), rank.mesh.size(piece.plan.wrap.row_axes)
@@ -112,7 +116,9 @@ def _cut_operators(step: Parallelize, piece: Workpiece, rank: Construction) -> N
 
 
 def _slice_tokens(step: ContextParallel, piece: Workpiece, rank: Construction) -> None:
-    _require(piece.wrapped is None, step, "units are wrapped already, with cores of whole samples")
+    _require(
+        piece.wrapped is None, step, "units are already wrapped, with attention over full samples"
+    )
     if rank.context is None:
         slices, samples = rank.plan.boundary_slices, rank.spec.batch.micro
         cut = MicroBatchCut(samples=samples, slices=slices)
@@ -123,7 +129,7 @@ def _slice_tokens(step: ContextParallel, piece: Workpiece, rank: Construction) -
 
 
 def _give_experts(step: ExpertParallel, piece: Workpiece, rank: Construction) -> None:
-    before = "units are wrapped already, with the experts of all ranks"
+    before = "units are already wrapped, with the experts of all ranks"
     _require(piece.wrapped is None, step, before)
     parallelize_experts(piece.module, step, rank.mesh)
 
@@ -132,14 +138,13 @@ def _keep_less(step: Keep, piece: Workpiece, rank: Construction) -> None:
     _require(
         piece.wrapped is None,
         step,
-        "units are wrapped already: what is done before a block "
-        "runs would be done again in its backward pass",
+        "units are already wrapped, so recomputation in backward would repeat the hooks of a block",
     )
     keep(piece.module, step, Tiers(rank.world.device, rank.mesh.registry, step.path))
 
 
 def _wrap_units(step: Wrap, piece: Workpiece, rank: Construction) -> None:
-    _require(piece.wrapped is None, step, "its units are wrapped already")
+    _require(piece.wrapped is None, step, "its units are already wrapped")
     filling, write = None, None
     if piece.is_meta:
         values = rank.initial_values(piece.module)
@@ -154,7 +159,11 @@ def _wrap_units(step: Wrap, piece: Workpiece, rank: Construction) -> None:
 
 
 def _chunk_loss(step: ChunkedLoss, piece: Workpiece, rank: Construction) -> None:
-    _require(piece.wrapped is not None, step, "the head has no wrap yet, which gathers its weights")
+    _require(
+        piece.wrapped is not None,
+        step,
+        "the head is not wrapped yet, so its weights would not be all-gathered",
+    )
     if not rank.loss.is_inside:
         rank.loss = Loss(inside=rank.inside_of(step))
     if piece.has_logits:
@@ -162,7 +171,7 @@ def _chunk_loss(step: ChunkedLoss, piece: Workpiece, rank: Construction) -> None
 
 
 def _accumulate(step: Accumulate, rank: Construction) -> None:
-    _require(rank.is_wrapped, step, "no units are wrapped yet")
+    _require(rank.is_wrapped, step, "no units were wrapped before")
     if rank.passes_of is None:
         rank.passes_of = partial(_in_turn, step)
 
@@ -173,14 +182,16 @@ def _in_turn(step: Accumulate, rank: Construction, loss: StepLoss, enter: Enter)
 
 
 def _clip(step: Clip, rank: Construction) -> None:
-    _require(rank.passes_of is not None, step, "there are no gradients yet")
-    _require(rank.update is None, step, "the update has used up the gradients")
+    _require(rank.passes_of is not None, step, "no step before it computes gradients")
+    _require(rank.update is None, step, "the optimizer step has already used the gradients")
     dtype = TORCH_DTYPES[rank.plan.update.layout.gradients]
     rank.clipping = Clipping(step, rank.mesh, dtype)
 
 
 def _update(step: Update, rank: Construction) -> None:
-    _require(rank.is_wrapped and rank.passes_of is not None, step, "there are no gradients yet")
+    _require(
+        rank.is_wrapped and rank.passes_of is not None, step, "no step before it computes gradients"
+    )
     spec = rank.spec.optimizer
     matrices = None if spec.row.is_elementwise else _matrices(rank)
     room = TorchRoom(rank.mesh, rank.mesh.registry)
@@ -195,7 +206,7 @@ def _update(step: Update, rank: Construction) -> None:
 
 
 def _balance(step: BalanceExperts, rank: Construction) -> None:
-    _require(rank.update is not None, step, "there is no update that biases move after")
+    _require(rank.update is not None, step, "no optimizer step comes before it")
     rank.balancing = Balancing(step, [piece.module for piece in rank.pieces], rank.mesh)
 
 

@@ -339,7 +339,9 @@ def _look_without_values(spec: Spec, *, allow_import: bool, draws: bool = True) 
     module, weights = build_hollow(spec, allow_import=allow_import, draws=draws)
 
     def fault(error: BaseException) -> Fault:
-        return Fault(place="model", finding=said(error), remedy="build it with its weights")
+        return Fault(
+            place="model", finding=said(error), remedy=("Build the model with its weights.")
+        )
 
     try:
         looked_at = LookedWeights(weights) if isinstance(weights, DrawnWeights) else weights

@@ -386,7 +386,7 @@ class StepLoss:
         return self._loss.of_forward(output, samples) / self._divisor(samples)
 
     def _divisor(self, samples: SampleBatch) -> float:
-        assert self._batch is not None, "a step has begun"
+        assert self._batch is not None, "no step has started"
         return self._loss.objective.divisor(self._batch, samples)
 
 

@@ -47,10 +47,10 @@ from ptrain.spec.function import UserFunction
 from ptrain.spec.precision import Layout
 from ptrain.spec.spec import Spec
 
-_REMEDY = "give every rank the same spec, the same model and the same code"
+_REMEDY = "Use the same spec, model and code on every rank."
 _SAMPLES_REMEDY = (
-    "let samples follow from their indices alone: what is drawn, from a generator with a seed of "
-    "its own (np.random.default_rng(0)); what is read, from the same files on every rank"
+    "Compute samples from their index only: use a random generator with a fixed seed "
+    "(`np.random.default_rng(0)`), and read the same files on every rank."
 )
 
 
@@ -97,10 +97,10 @@ def require_equal_samples(function: UserFunction | None, world: World) -> None:
 
 def _difference_of_samples(first: dict[str, Any], other: dict[str, Any], rank: int) -> str:
     if other["size"] != first["size"]:
-        return f"it has {other['size']} samples on rank {rank} and {first['size']} on rank 0"
+        return f"it has {other['size']} samples on rank {rank}, but {first['size']} on rank 0"
     for (index, digest), (_, its_digest) in zip(first["digests"], other["digests"], strict=True):
         if digest != its_digest:
-            return f"sample {index} has other values on rank {rank} than on rank 0"
+            return f"sample {index} has different values on rank {rank} and rank 0"
     return ""
 
 
@@ -140,23 +140,24 @@ def _difference(first: dict[str, Any], other: dict[str, Any], rank: int) -> Faul
         name, shape, dtype, total, is_trained = own
         its_name, its_shape, its_dtype, its_total, is_its_trained = its
         if name != its_name:
-            return _fault(name, f"rank 0 has {name} where rank {rank} has {its_name}")
+            return _fault(name, f"rank 0 has {name}, but rank {rank} has {its_name} in its place")
         if dtype != its_dtype:
-            return _fault(name, f"rank 0 has it in {dtype}, rank {rank} in {its_dtype}")
+            return _fault(name, f"its dtype is {dtype} on rank 0, {its_dtype} on rank {rank}")
         if shape != its_shape:
             return _fault(name, f"its shape is {shape} on rank 0, {its_shape} on rank {rank}")
         if is_trained != is_its_trained:
             trains, freezes = (0, rank) if is_trained else (rank, 0)
-            return _fault(name, f"rank {trains} trains it, rank {freezes} has it frozen")
+            return _fault(name, f"it is trainable on rank {trains}, but frozen on rank {freezes}")
         if total != its_total:
-            finding = f"rank {rank} has other weights in it than rank 0"
+            finding = f"rank {rank} and rank 0 have different values"
             remedy = (
-                "build the model after torch.manual_seed with one number on every rank, or load"
+                "Build the model after `torch.manual_seed` with the same seed on every rank, "
+                "or load"
             )
-            return Fault(place=name, finding=finding, remedy=f"{remedy} the same weights")
+            return Fault(place=name, finding=finding, remedy=f"{remedy} the same weights.")
     counts = len(first["tensors"]), len(other["tensors"])
     if counts[0] != counts[1]:
-        return _fault("model", f"rank 0 has {counts[0]} tensors, rank {rank} has {counts[1]}")
+        return _fault("model", f"rank 0 has {counts[0]} tensors, but rank {rank} has {counts[1]}")
     for key, value in first["layout"].items():
         if value != other["layout"][key]:
             finding = f"{key} is {value} on rank 0, {other['layout'][key]} on rank {rank}"
@@ -177,7 +178,7 @@ class Halt:
 
     def beside(self, tensor: torch.Tensor) -> tuple[None, torch.Tensor]:
         """Return no scale, and the flag where `tensor` is updated: on the device."""
-        assert tensor.device == self.flag.device, "what is updated on the host is waited for"
+        assert tensor.device == self.flag.device, "the tensor is on another device"
         return None, self.flag
 
 
@@ -211,7 +212,7 @@ class Program:
 
     def __init__(self, rank: Construction) -> None:
         """`rank`: what the steps of its plan have left, all of them executed."""
-        assert rank.update is not None and rank.passes_of is not None, "a plan is executed first"
+        assert rank.update is not None and rank.passes_of is not None, "the plan is not executed"
         self.spec, self.plan, self.ran = rank.spec, rank.plan, tuple(rank.ran)
         self.mesh, self.world = rank.mesh, rank.world
         self.model, self.wrapped, self.pieces = rank.model, rank.wrapped, tuple(rank.pieces)
@@ -298,8 +299,9 @@ class Program:
         backward updates."""
         if lr is None and self.updates_in_backward:
             raise PtrainError(
-                "forward_backward: gradients are materialized (G = M), backward is the update\n"
-                "  remedy: give the learning rate, forward_backward(batch, lr)"
+                "forward_backward: gradients are materialized (M), so backward runs the "
+                "optimizer step\n  remedy: Pass the learning rate: `forward_backward(batch, "
+                "lr)`."
             )
         self._lr = lr
         self.batch = batch
@@ -364,7 +366,7 @@ class Program:
         if self.scaling is None:
             self.update.step(lr, None if halted is None else Halt(halted))
             return
-        assert isinstance(self.update, TargetsUpdate), "a scaled loss has master copies"
+        assert isinstance(self.update, TargetsUpdate), "a scaled loss needs master copies"
         if halted is not None:
             torch.maximum(self.scaling.found_inf, halted, out=self.scaling.found_inf)
         self.update.step(lr, self.scaling)
@@ -372,8 +374,8 @@ class Program:
 
     @torch.no_grad()
     def _update_unit(self, index: int) -> None:
-        assert self._lr is not None, "forward_backward asks for it"
-        assert isinstance(self.update, TargetsUpdate), "units are flat where backward updates"
+        assert self._lr is not None, "forward_backward needs a learning rate"
+        assert isinstance(self.update, TargetsUpdate), "backward updates flat units only"
         is_taken = self.admits is None or self.admits(index)
         self.update.step_group(index, self._lr, is_taken=is_taken)
 

@@ -183,8 +183,9 @@ class Stopwatch(OperatorMode):
 
 def _why_absent(axes_by_group: Mapping[str, Axes]) -> str:
     for name in axes_by_group:
-        if (backend := dist.get_backend(process_groups.named(name))) != "gloo":
-            return f"{backend} does not block the host; see the trace of `profile`"
+        group = process_groups.named(name)
+        if (backend := dist.get_backend(group)) != "gloo":
+            return f"{backend} does not block the host. See the trace that `profile` writes."
     return ""
 
 

@@ -120,7 +120,7 @@ def hyperparameters(program: Program) -> dict[str, list[float]]:
         case ZeroRedundancyUpdate():
             optimizers = [update.optimizer]
         case _:
-            raise AssertionError(f"of a {type(update).__name__} no optimizer is known")
+            raise AssertionError(f"unknown optimizer of {type(update).__name__}")
     numbers_of: dict[str, set[float]] = {}
     for optimizer in optimizers:
         for key, value in chain.from_iterable(group.items() for group in optimizer.param_groups):
@@ -157,7 +157,7 @@ def _parameter(target: NamedTarget) -> _Pieces:
             if (part := _cut(target.parameter)) is not None:
                 yield target.name, part, target.value()
         case _:
-            raise AssertionError(f"of a {type(target).__name__} no layout is known")
+            raise AssertionError(f"unknown layout of {type(target).__name__}")
 
 
 def _gradient(target: NamedTarget) -> _Pieces:
@@ -175,7 +175,7 @@ def _gradient(target: NamedTarget) -> _Pieces:
             if gradient is not None and (part := _cut(gradient)) is not None:
                 yield target.name, part, local(gradient)
         case _:
-            raise AssertionError(f"of a {type(target).__name__} no layout is known")
+            raise AssertionError(f"unknown layout of {type(target).__name__}")
 
 
 def _slot(target: NamedTarget, stored: torch.Tensor) -> _Pieces:
@@ -196,7 +196,7 @@ def _slot(target: NamedTarget, stored: torch.Tensor) -> _Pieces:
             if (part := _cut(target.parameter)) is not None:
                 yield target.name, part, local(stored)
         case _:
-            raise AssertionError(f"of a {type(target).__name__} no layout is known")
+            raise AssertionError(f"unknown layout of {type(target).__name__}")
 
 
 def _of_unit(
@@ -206,7 +206,7 @@ def _of_unit(
     stored: torch.Tensor,
 ) -> _Pieces:
     """The tensors of a flat shard over `cut`, each with the range of its elements that is there."""
-    assert stored.numel() == cuts.shard_numel(cut), "a shard that is cut otherwise"
+    assert stored.numel() == cuts.shard_numel(cut), "the shard has another size"
     sizes = [parameter.numel() for _, parameter in named]
     ends = list(accumulate(sizes))
     start = 0
@@ -227,7 +227,7 @@ def _own_part(parameter: Parameter) -> str:
     if not isinstance(parameter, LocalPart):
         return ""
     part = _cut(parameter.parameter)
-    assert part is not None, "a parameter is no sum"
+    assert part is not None, "the tensor is not a parameter"
     return part
 
 
@@ -253,7 +253,7 @@ def names_of(target: NamedTarget) -> list[str]:
         case FlatTensorTarget() | ParameterTarget():
             return [target.name]
         case _:
-            raise AssertionError(f"of a {type(target).__name__} no name is known")
+            raise AssertionError(f"unknown name of {type(target).__name__}")
 
 
 def stale_copies(program: Program) -> Iterator[tuple[str, str]]:
@@ -268,7 +268,7 @@ def stale_copies(program: Program) -> Iterator[tuple[str, str]]:
                 dtypes = [str(tensor.dtype).removeprefix("torch.") for tensor in (held, other)]
                 yield (
                     program.wrapped.canonical_name(name),
-                    f"is not the {dtypes[0]} copy of its {dtypes[1]} master",
+                    f"differs from the {dtypes[0]} cast of its {dtypes[1]} master copy",
                 )
 
 

@@ -109,7 +109,7 @@ class _CannotTell(Exception):
 
 def _axes_by_socket(axes_by_group: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
     if not sys.platform.startswith("linux"):
-        raise _CannotTell("the kernel's counters of a connection are read on Linux only")
+        raise _CannotTell("byte counters of connections exist on Linux only")
     ends = {}
     for name, connection in _connections():
         with suppress(OSError):  # a peer that is gone
@@ -127,14 +127,14 @@ def _sockets(group: dist.ProcessGroup, ends: Mapping[str, tuple[Address, Address
     if group.size() == 1:
         return []
     if (backend := dist.get_backend(group)) != "gloo":
-        raise _CannotTell(f"{backend} sends past the sockets whose counters could be read")
+        raise _CannotTell(f"{backend} does not use sockets with byte counters")
     listening = [_published(group, rank) for rank in range(group.size())]
     own = listening.pop(group.rank())
     names = [name for name, (here, there) in ends.items() if here == own or there in listening]
     if len(names) != len(listening):
         raise _CannotTell(
-            f"{len(listening)} connections were expected for the group {group.group_name}, "
-            f"{len(names)} found"
+            f"expected {len(listening)} connections of the group {group.group_name}, found "
+            f"{len(names)}"
         )
     return names
 
@@ -145,7 +145,7 @@ def _published(group: dist.ProcessGroup, rank: int) -> Address:
     store = process_groups.store_of(group)
     key = f"cpu//0/{rank}"
     if not store.check([key]):
-        raise _CannotTell("gloo's addresses are not in the store under the name of torch 2.13")
+        raise _CannotTell("the store has no gloo addresses under the key of torch 2.13")
     raw = bytes(store.get(key))
     raw = raw[_WORD + int.from_bytes(raw[:_WORD], sys.byteorder) + _WORD :]
     family = int.from_bytes(raw[:2], sys.byteorder)
@@ -154,7 +154,7 @@ def _published(group: dist.ProcessGroup, rank: int) -> Address:
         return socket.inet_ntop(family, raw[4:8]), port
     if family == socket.AF_INET6:
         return _address((socket.inet_ntop(family, raw[8:24]), port))
-    raise _CannotTell(f"gloo's ranks listen on an address of family {family}")
+    raise _CannotTell(f"gloo uses an unknown address family ({family})")
 
 
 def _address(name: tuple[str | int, ...]) -> Address:
@@ -269,15 +269,15 @@ def _meaning(policy: object) -> str:
         case MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=reduced):
             dtypes = f"param_dtype={gathered}, reduce_dtype={reduced}"
             return (
-                f"MixedPrecisionPolicy({dtypes}): units are gathered and gradients reduced so. The "
-                "shards have the dtype of the model: a spec with Θ = M counts them as master "
-                "copies, in the optimizer state. It reduces in bf16 with the layout fsdp-mixed and "
-                "in fp32 with megatron18"
+                f"MixedPrecisionPolicy({dtypes}): the dtypes in which units are all-gathered "
+                "and gradients reduced. The shards have the dtype of the model; a spec with "
+                "parameters M counts them as master copies in the optimizer state. A spec "
+                "reduces in bf16 with the layout fsdp-mixed and in fp32 with megatron18"
             )
         case CPUOffloadPolicy():
             return (
-                "CPUOffloadPolicy: all slices are on the host, as in the spec fsdp-offload, whose "
-                "tuple is S*@host,O,O,R"
+                "CPUOffloadPolicy: all shards are on the host, as in the spec fsdp-offload "
+                "(S*@host,O,O,R)"
             )
         case _:
             return ""
@@ -345,8 +345,8 @@ def one_step(optimizer: object | None) -> Iterator[None]:
         num_steps += 1
         if num_steps > 1:
             raise PtrainError(
-                "measure: a second step of the optimizer begins; one step is metered\n"
-                "  remedy: put one step inside, or open measure() anew for each"
+                "measure: the optimizer starts a second step, but measure() covers one "
+                "step\n  remedy: Run one step inside each `measure()`."
             )
 
     hook = own.register_step_pre_hook(count)

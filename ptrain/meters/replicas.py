@@ -324,5 +324,5 @@ def _missing(
                 rank=rank,
                 way=Way.MISSING,
                 between=tuple(sorted({*ranks, rank})),
-                told="is gone",
+                told="is missing",
             )

@@ -72,7 +72,7 @@ class RoleRow:
 
     def __str__(self) -> str:
         used = f"used as {self.role}" if self.role else "not used"
-        return f"{format_bytes(self.nbytes)} declared as {self.declared} are {used}"
+        return f"{format_bytes(self.nbytes)} declared as {self.declared}, but {used}"
 
 
 class Finder(Ledger):

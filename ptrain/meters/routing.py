@@ -139,7 +139,7 @@ def _of_layers(program: Program, kind: type[X]) -> Iterator[tuple[str, X]]:
 
 
 def _num_experts(gate: Gate) -> int:
-    assert gate.shape.experts is not None, "there is something to choose"
+    assert gate.shape.experts is not None, "the model has experts"
     return gate.shape.experts
 
 

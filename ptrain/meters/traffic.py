@@ -242,7 +242,7 @@ def group_of(tree: Any) -> dist.ProcessGroup:
                 return dist.ProcessGroup.unbox(leaf)
         elif isinstance(leaf, str) and process_groups.is_name(leaf):
             return process_groups.named(leaf)
-    raise AssertionError("a collective without a process group")
+    raise AssertionError("the collective has no process group")
 
 
 _REDUCTIONS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM")

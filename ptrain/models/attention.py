@@ -123,11 +123,11 @@ def attention_core(shape: ModelShape, layer: int) -> Core:
             return EagerCore(dropout, scores)
         case Attention.FLEX:
             if dropout:
-                finding = f"flex_attention drops nothing, and the model has dropout={dropout}"
+                finding = f"flex_attention has no dropout, but the model has dropout={dropout}"
                 raise refused(
                     "attention",
                     finding,
-                    "write attention=sdpa or attention=eager, or model.dropout=0",
+                    "Use `attention=sdpa`, `attention=eager` or `model.dropout=0`.",
                 )
             return FlexCore(scores=scores)
         case kind:
@@ -144,7 +144,11 @@ def require_trainable(model: ModelSpec, device: torch.device) -> None:
     """Raises SpecError for attention that has no backward pass on this device."""
     if not is_trainable(model, device):
         finding = f"torch's flex_attention has no backward pass on {device.type}"
-        raise refused("attention", finding, "train on cuda, or take sdpa or eager")
+        raise refused(
+            "attention",
+            finding,
+            "Use `attention=sdpa` or `attention=eager`, or train with `device=cuda`.",
+        )
 
 
 def repeated(x_BGTD: Tensor, repeats: int) -> Tensor:

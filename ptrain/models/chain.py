@@ -43,8 +43,8 @@ from ptrain.spec.placement import Axis
 from ptrain.spec.spec import Spec
 from ptrain.units import grouped
 
-_SKIPS = "the model skips some at random"
-_OWN = "random numbers are drawn outside of the layers: stages would draw others"
+_SKIPS = "the model skips some layers at random"
+_OWN = "random numbers are drawn outside of the layers, so stages would draw different ones"
 _FEW, _MANY = 2, 8  # runs; of those that skip layers many, since a layer is rarely skipped
 
 
@@ -68,7 +68,9 @@ class Redraws:
             output = self._pass()
             is_comparable = not self._fault and self._repeats(len(self._layers) - 1)
             if is_comparable and not _are_alike([first], [output]):
-                self._fault = f"the model's output depends on what it drew before, and {_OWN}"
+                self._fault = (
+                    f"the output of the model depends on earlier random numbers, and {_OWN}"
+                )
         return self._fault
 
     def _pass(self) -> Tensor:
@@ -104,7 +106,7 @@ class Redraws:
             if not self._number:
                 self._given[name] = given
             elif not self._fault and (name not in self._given or not self._is_alike(index, given)):
-                self._fault = f"what {name} is given depends on what was drawn before, and {_OWN}"
+                self._fault = f"the input of {name} depends on earlier random numbers, and {_OWN}"
 
         return hook
 
@@ -154,7 +156,7 @@ def _is_equal(one: object, other: object) -> bool:
     return type(one) is type(other)
 
 
-_DRAWS = "the forward pass draws random numbers of its own between its layers"
+_DRAWS = "the forward pass draws random numbers between its layers"
 
 
 @dataclass(slots=True)
@@ -215,7 +217,7 @@ class FlowWatch:
         flow.front, flow.behind = _outermost(flow.front), _outermost(flow.behind)
         last = flow.visited[-1:]
         for tensor in _differentiable(output):
-            self._require_from(last, tensor, "the model's output", flow.used_behind)
+            self._require_from(last, tensor, "the output of the model", flow.used_behind)
         return flow
 
     def _is_around_or_in_a_layer(self, name: str) -> bool:
@@ -245,7 +247,7 @@ class FlowWatch:
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             self._calls()
             if self._drew_between:
-                self.flow.faults.append(f"{_DRAWS}: stages would draw others")
+                self.flow.faults.append(f"{_DRAWS}: stages would draw different ones")
             self.flow.draws |= self._outside.enter_layer()
             before = self.flow.visited[-1:]
             self.flow.visited.append(layer)
@@ -254,10 +256,10 @@ class FlowWatch:
             self.flow.behind.clear()
             hidden = next((x for x in tree_iter((args, kwargs)) if is_real(x)), None)
             if hidden is None:
-                self.flow.faults.append(f"{layer} is given no tensor of real numbers")
+                self.flow.faults.append(f"{layer} receives no floating-point tensor")
                 return None
             self._require_alone(layer, hidden, (args, kwargs))
-            self._require_from(before, hidden, f"what {layer} is given", self.flow.used_in_front)
+            self._require_from(before, hidden, f"the input of {layer}", self.flow.used_in_front)
             self.flow.shapes.append(tuple(hidden.shape))
             leaf = hidden.detach().requires_grad_()
             self._leaves[id(leaf)] = layer
@@ -281,8 +283,11 @@ class FlowWatch:
     def _require_alone(self, layer: str, hidden: Tensor, given: Any) -> None:
         more = [tensor for tensor in _differentiable(given) if tensor is not hidden]
         for tensor in more[:1]:
-            finding = f"{layer} is given {list(tensor.shape)} beside its hidden states, and "
-            self.flow.faults.append(f"{finding}gradients flow into both")
+            finding = (
+                f"{layer} receives a second tensor {list(tensor.shape)} with its "
+                "hidden states, and "
+            )
+            self.flow.faults.append(f"{finding}both need gradients")
 
     def _require_from(
         self, before: Sequence[str], tensor: Tensor, what: str, used: set[str]
@@ -294,10 +299,13 @@ class FlowWatch:
             origin = self._leaves.get(id(leaf))
             name = self._names.get(id(leaf), "")
             if origin is not None and origin not in before:
-                self.flow.faults.append(f"{what} depends on what {origin} was given, past layers")
+                self.flow.faults.append(
+                    f"{what} depends on the input of {origin} directly, "
+                    "not only through the layers between"
+                )
             elif name and not is_within(name, before):
                 if before and not is_output:
-                    finding = f"{what} depends on {name}, past {before[0]}"
+                    finding = f"{what} depends on {name} directly, not only through {before[0]}"
                     self.flow.faults.append(finding)
                 used.add(name)
 
@@ -319,7 +327,9 @@ def _differentiable(values: Any) -> Iterator[Tensor]:
 
 TOKENS = 4  # of one sample, to look at: shapes and order do not depend on how many
 _BUILT_IN = ("embed.weight", "head.weight")  # what a tied head of ours takes
-_ATTRIBUTE = "pp_plan: its modules' names in forward order, one of them the ModuleList of layers"
+_ATTRIBUTE = (
+    "`pp_plan`: the names of its modules in forward order, one of them the ModuleList of layers"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -393,8 +403,10 @@ def _layers_of(module: nn.Module, spec: Spec) -> _Layers:
     if names:
         return _at_the_list(module, names, place, f"the pp_plan of {name}")
     if not (blocks := tuple(blocks_of(module, spec.model.blocks))):
-        finding = f"{name} has no list of layers that stages could be cut from"
-        raise refused("mesh.pp", finding, f"give the module an attribute {_ATTRIBUTE}; or no pp")
+        finding = f"{name} has no list of layers to split into stages"
+        raise refused(
+            "mesh.pp", finding, f"Give the module an attribute {_ATTRIBUTE}. Or use `mesh.pp=1`."
+        )
     return _Layers(place, f"the blocks of {name}", blocks)
 
 
@@ -421,13 +433,13 @@ def _their_names(module: nn.Module) -> Iterator[str]:
 def _at_the_list(module: nn.Module, names: Sequence[str], place: str, plan: str) -> _Layers:
     known = dict(module.named_modules())
     if missing := [name for name in names if name not in known]:
-        finding = f"{plan} names {missing[0]}, and the model has no such module"
-        raise refused(place, finding, "name modules that are there")
+        finding = f"{plan} has {missing[0]}, but the model has no such module"
+        raise refused(place, finding, "Use names of existing modules.")
     lists = [name for name in names if isinstance(known[name], nn.ModuleList)]
     if len(lists) != 1:
         named = ", ".join(lists) or "none"
-        finding = f"{plan} must name one ModuleList, the layers; it names {named}"
-        raise refused(place, finding, f"write {_ATTRIBUTE}")
+        finding = f"{plan} must contain one ModuleList, the layers; it contains {named}"
+        raise refused(place, finding, f"Set {_ATTRIBUTE}.")
     at = names.index(lists[0])
     return _Layers(
         place,
@@ -442,8 +454,8 @@ def _require_whole_units(module: nn.Module, layers: _Layers, spec: Spec) -> None
     for modules in unit_modules(module, spec.unit, spec.model.blocks)[:-1]:
         for name in modules:
             if not is_within(name, layers.names):
-                finding = f"{name} is a unit of the model, and no layer of {layers.plan}"
-                raise refused(layers.place, finding, "name the list of its blocks in the plan")
+                finding = f"{name} is a wrap unit, but not a layer of {layers.plan}"
+                raise refused(layers.place, finding, "Add the list of its blocks to the plan.")
 
 
 def _flow(module: nn.Module, layers: _Layers, samples: SampleBatch, spec: Spec) -> Flow:
@@ -459,35 +471,39 @@ def _flow(module: nn.Module, layers: _Layers, samples: SampleBatch, spec: Spec) 
         if flow.draws:
             redraws = Redraws(module, layers.names, partial(outcome_of, module, samples, spec))
             if fault := redraws.fault(draws_itself=flow.draws_itself):
-                finding = f"{layers.plan} cannot be on several stages: {fault}"
-                raise refused(layers.place, finding, "write no pp")
+                finding = f"{layers.plan} cannot be split into stages: {fault}"
+                raise refused(layers.place, finding, "Use `mesh.pp=1`.")
     return flow
 
 
 def _require_flow(flow: Flow, layers: _Layers) -> None:
     if flow.visited != [*layers.names]:
-        finding = f"a forward pass does not go through the layers of {layers.plan} one by one"
-        raise refused(layers.place, finding, "write no pp")
+        finding = f"the forward pass does not call the layers of {layers.plan} one after the other"
+        raise refused(layers.place, finding, "Use `mesh.pp=1`.")
     if flow.faults:
-        finding = f"{layers.plan} cannot be on several stages: {flow.faults[0]}"
-        raise refused(layers.place, finding, "write no pp")
+        finding = f"{layers.plan} cannot be split into stages: {flow.faults[0]}"
+        raise refused(layers.place, finding, "Use `mesh.pp=1`.")
 
 
 def _hidden_states(flow: Flow, layers: _Layers, samples: SampleBatch) -> tuple[int, ...]:
     """Return the shape of what goes from layer to layer: samples first, features last, and of
     tokens these between."""
     if len({*flow.returns}) > 1:
-        finding = f"the layers of {layers.plan} return unlike things"
-        raise refused(layers.place, finding, "let each return the same, or write no pp")
+        finding = f"the layers of {layers.plan} return different numbers of values"
+        raise refused(
+            layers.place,
+            finding,
+            "Let each layer return the same number of values, or use `mesh.pp=1`.",
+        )
     (shape, *others) = sorted({*(flow.shapes[1:] or flow.shapes)})  # the first is no boundary
     is_of_tokens = isinstance(samples.data, TokenPair)
     wanted = tuple(samples.inputs.shape) if is_of_tokens else (samples.rows,)
     is_unlike = len(shape) != 3 if is_of_tokens else len(shape) < 2
     if others or is_unlike or shape[: len(wanted)] != wanted:
         shapes = " or ".join(map(str, map(list, (shape, *others))))
-        finding = f"a layer is given {shapes} of {_counted(samples)}, and the next stage waits for "
+        finding = f"a layer receives {shapes} for {_counted(samples)}; a stage can only pass on "
         finding += "hidden states"
-        raise refused(layers.place, finding, "write no pp")
+        raise refused(layers.place, finding, "Use `mesh.pp=1`.")
     return shape
 
 
@@ -512,8 +528,8 @@ def _ends(module: nn.Module, layers: _Layers, flow: Flow) -> Ends:
         elif name in flow.used_behind or is_within(name, layers.behind or ()):
             behind.append(name)
         else:
-            finding = f"{name} belongs to no module of {layers.plan}: every stage would have it"
-            raise refused(layers.place, finding, "name its module in the plan, or write no pp")
+            finding = f"{name} belongs to no module of {layers.plan}, so every stage would hold it"
+            raise refused(layers.place, finding, "Add its module to the plan, or use `mesh.pp=1`.")
     ends = Ends(front=tuple(front), behind=tuple(behind))
     _require_as_planned(module, layers, ends)
     _require_at_one_end(module, layers, ends, flow)
@@ -529,14 +545,16 @@ def _is_there_alone(module: nn.Module, name: str) -> bool:
 def _require_as_planned(module: nn.Module, layers: _Layers, ends: Ends) -> None:
     """A plan is its author's word: what is used at an end is named there."""
     for named, used, place in (
-        (layers.front, ends.front, "in front of"),
-        (layers.behind, ends.behind, "behind"),
+        (layers.front, ends.front, "before"),
+        (layers.behind, ends.behind, "after"),
     ):
         for name, _ in module.named_parameters(remove_duplicate=False):
             if named is not None and is_within(name, used) and not is_within(name, named):
-                finding = f"{name} is used {place} the layers, and {layers.plan} does not name it "
-                finding += "there: every stage would have it"
-                raise refused(layers.place, finding, "name its module in the plan, or write no pp")
+                finding = f"{name} is used {place} the layers, but {layers.plan} does not list it "
+                finding += "there, so every stage would hold it"
+                raise refused(
+                    layers.place, finding, "Add its module to the plan, or use `mesh.pp=1`."
+                )
 
 
 def _require_at_one_end(module: nn.Module, layers: _Layers, ends: Ends, flow: Flow) -> None:
@@ -545,10 +563,13 @@ def _require_at_one_end(module: nn.Module, layers: _Layers, ends: Ends, flow: Fl
     for name in sorted(flow.used_in_front & flow.used_behind):
         if not any(is_within(alias, ends.behind) for alias in names[name]):
             finding = (
-                f"{name} is used in front of the layers, and behind them beside what these give"
+                f"{name} is used before the layers, and again after them next to the output "
+                "of the layers"
             )
-            remedy = "if a head uses it, let that be a module that has it (head.weight = "
-            raise refused(layers.place, finding, f"{remedy}embed.weight); or write no pp")
+            remedy = (
+                "If the output head uses it, make the head a module that holds it (`head.weight = "
+            )
+            raise refused(layers.place, finding, f"{remedy}embed.weight`). Or use `mesh.pp=1`.")
 
 
 def _tied(module: nn.Module, layers: _Layers, ends: Ends) -> Iterator[tuple[str, str]]:
@@ -559,11 +580,11 @@ def _tied(module: nn.Module, layers: _Layers, ends: Ends) -> Iterator[tuple[str,
             if is_within(first, ends.front) and is_within(other, ends.behind):
                 yield first, other
             elif is_within(first, ends.behind) and is_within(other, ends.front):
-                finding = f"{first} is the tensor of {other}, and comes before it in the model"
-                raise refused(layers.place, finding, "let the model define the embedding first")
+                finding = f"{first} is tied to {other}, but is defined before it in the model"
+                raise refused(layers.place, finding, "Define the embedding first.")
             elif not any(is_within(first, at) and is_within(other, at) for at in places):
-                finding = f"{first} and {other} are one tensor, and would be on two stages"
-                raise refused(layers.place, finding, "write no pp")
+                finding = f"{first} and {other} are the same tensor, but belong to two stages"
+                raise refused(layers.place, finding, "Use `mesh.pp=1`.")
 
 
 def names_of_parameters(module: nn.Module) -> list[list[str]]:

@@ -28,14 +28,17 @@ from ptrain.spec.function import UserFunction
 from ptrain.spec.spec import Spec
 
 NEEDED = (
-    "forward(tokens: int64 [batch, sequence]) -> logits [batch, sequence, vocabulary], one tensor "
-    "of real numbers"
+    "`forward(tokens: int64 [batch, sequence]) -> logits [batch, sequence, vocabulary]`, one "
+    "floating-point tensor"
 )
-_OTHERWISE = "; for another output write loss: {target: package.module:function}, which is given it"
-_OTHER_INPUTS = "let it take what the data give, or write step: {target: …}, which calls it"
+_OTHERWISE = " For another output, set `loss.target=package.module:function`, which receives it."
+_OTHER_INPUTS = (
+    "Accept the inputs of the dataset in `forward`, or set "
+    "`step.target=package.module:function`, which calls the model."
+)
 _WITHIN = (
-    "compute it within the model's forward, which may return it too (or, where it is to keep "
-    "weights small, write optimizer.weight_decay)"
+    "Compute it in the `forward` of the model, which may return it too (for weight decay, "
+    "use `optimizer.weight_decay`)"
 )
 
 
@@ -55,7 +58,7 @@ def forward_of(model: nn.Module, inputs: Any, spec: Spec) -> AbstractContextMana
     def fault(error: BaseException) -> Fault:
         given = f"given {'tokens ' * is_of_tokens}{kind_of(inputs)}, raised"
         finding = f"{type(model).__name__}.forward of {name}, {given} {said(error)}"
-        remedy = f"what is needed: {NEEDED}" if is_of_tokens else _OTHER_INPUTS
+        remedy = f"The model must define {NEEDED}." if is_of_tokens else _OTHER_INPUTS
         return Fault(place=place, finding=finding, remedy=remedy)
 
     return boundary(fault)
@@ -65,7 +68,7 @@ def require_logits(output: Any, model: nn.Module, tokens_BT: Tensor, spec: Spec)
     """Raises SpecError for what is not the logits of these tokens."""
     if isinstance(output, Tensor) and _is_of(output, tokens_BT):
         if torch.is_grad_enabled() and not output.requires_grad:
-            raise _refused(model, spec, "logits on which no trainable parameter has an influence")
+            raise _refused(model, spec, "logits that depend on no trainable parameter")
         return output
     raise _refused(model, spec, kind_of(output), f", given tokens {kind_of(tokens_BT)},")
 
@@ -79,8 +82,8 @@ def require_takes_tokens(model: nn.Module, spec: Spec) -> None:
         pass  # a builtin may have no signature to compare with
     except TypeError as error:
         place, name = named_in_spec(model, spec)
-        finding = f"{type(model).__name__}.forward of {name}, called with tokens alone: {error}"
-        raise refused(place, finding, f"what is needed: {NEEDED}") from error
+        finding = f"{type(model).__name__}.forward of {name}, called with tokens only: {error}"
+        raise refused(place, finding, f"The model must define {NEEDED}.") from error
 
 
 def _is_of(output: Tensor, tokens_BT: Tensor) -> bool:
@@ -90,8 +93,8 @@ def _is_of(output: Tensor, tokens_BT: Tensor) -> bool:
 
 def _refused(model: nn.Module, spec: Spec, output: str, given: str = "") -> SpecError:
     place, name = named_in_spec(model, spec)
-    finding = f"{type(model).__name__}.forward of {name}{given} gave {output}"
-    return refused(place, finding, f"what is needed: {NEEDED}{_OTHERWISE}")
+    finding = f"{type(model).__name__}.forward of {name}{given} returned {output}"
+    return refused(place, finding, f"The model must define {NEEDED}.{_OTHERWISE}")
 
 
 def outcome_of(model: nn.Module, samples: SampleBatch, spec: Spec) -> Tensor:
@@ -116,7 +119,7 @@ def loss_of(model: nn.Module, samples: SampleBatch, objective: Objective, spec: 
     """Return the loss that a function of the user's gives of a micro-batch. Raises SpecError where
     the model's code or the function raises, and where what it gives is no loss."""
     function = spec.loss.user_function
-    assert function is not None, "other losses are of logits"
+    assert function is not None, "other losses are computed from logits"
     if spec.loss.step is not None:
         return _loss_of_step(model, samples, objective, function)
     inputs = samples.inputs  # which the data may not say
@@ -138,7 +141,7 @@ def _loss_of_step(
         loss = objective.run(model, samples)
     if names := calls.used_beside(loss):
         more = f" and {len(names) - 1} more" if names[1:] else ""
-        finding = f"{function.target} uses {names[0]}{more} beside the model's call"
+        finding = f"{function.target} uses {names[0]}{more} outside of the model call"
         raise refused(function.place, finding, f"{_WITHIN}: {AROUND_CALLS}")
     return loss
 
@@ -152,8 +155,8 @@ def _without_backward(model: nn.Module, function: UserFunction) -> Iterator[None
     def require_none() -> None:
         for (name, parameter), grad in zip(model.named_parameters(), before, strict=True):
             if parameter.grad is not grad:
-                finding = f"{function.target} runs backward: {name} has a gradient after it"
-                raise refused(function.place, finding, "return the loss: training runs backward")
+                finding = f"{function.target} runs backward: {name} has a gradient afterwards"
+                raise refused(function.place, finding, "Return the loss; ptrain runs backward.")
 
     try:
         yield

@@ -35,7 +35,7 @@ from ptrain.spec.spec import Spec
 
 Named = Mapping[str, Role]
 _STRIDE = 7  # so that a token is not its place
-_REMEDY = "write placement.tp.activations=R"
+_REMEDY = "Use `placement.tp.activations=R`."
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +75,12 @@ class _Part:
         self.calls[at] = number + 1
         whole = self.whole.tensors[at][number]
         if not self.problem and not _is_alike(tensor, whole[:, self.tokens]):
-            verb = "is given" if at.of_input else "gives"
-            self.problem = f"what {at.name} {verb} of a slice of the tokens is not what it {verb} "
-            self.problem += "of all: a forward between the sub-blocks does not take each by itself"
+            verb = "receives" if at.of_input else "returns"
+            self.problem = f"{at.name} {verb} other values for a shard of the tokens than "
+            self.problem += (
+                "for all tokens: a module between the sub-blocks does not "
+                "compute each token independently"
+            )
         return whole
 
 
@@ -99,7 +102,7 @@ def require_alike(
     ]
 
     def fault(error: BaseException) -> Fault:
-        finding = f"it cannot run on a slice of the tokens: {said(error)}"
+        finding = f"the model cannot run on a shard of the tokens: {said(error)}"
         return Fault(place=place, finding=finding, remedy=_REMEDY)
 
     with torch.no_grad(), in_mode(module, training=False), boundary(fault):
@@ -214,8 +217,10 @@ def cutting(
 
 def _require_used_once(modules: set[str], place: str) -> None:
     if modules:
-        finding = f"the parameters of {min(modules)} are used on a slice of the tokens and on all"
-        raise refused(place, finding, "write placement.tp.activations=R")
+        finding = (
+            f"the parameters of {min(modules)} are used on a shard of the tokens and on all tokens"
+        )
+        raise refused(place, finding, "Use `placement.tp.activations=R`.")
 
 
 def _shared(module: nn.Module, names: set[str]) -> Iterator[tuple[str, Role]]:
@@ -243,9 +248,9 @@ def _by_pattern(
 def _require_fused(named: dict[str, Role], lengths: dict[str, tuple[int, ...]], place: str) -> None:
     for name, role in named.items():
         if role is Role.FUSED_COLUMN and not lengths[name]:
-            finding = f"{name} is a fused column, and what it gives is not taken apart into "
-            finding += "projections, one behind the other"
-            raise refused(place, finding, "give it the role column, or none")
+            finding = f"{name} has the role fused column, but its output is not split into "
+            finding += "consecutive projections"
+            raise refused(place, finding, "Give it the role `column`, or no role.")
 
 
 def _unequal_projections(lengths: dict[str, tuple[int, ...]], degree: int) -> Iterator[Fault]:
@@ -256,7 +261,9 @@ def _unequal_projections(lengths: dict[str, tuple[int, ...]], degree: int) -> It
             common = gcd(*its)
             choices = (str(divisor) for divisor in range(1, common + 1) if common % divisor == 0)
             yield Fault(
-                place="mesh.tp", finding=finding, remedy=f"choose tp from {', '.join(choices)}"
+                place="mesh.tp",
+                finding=finding,
+                remedy=f"Use one of {', '.join(choices)} for `mesh.tp`.",
             )
             return
 
@@ -274,9 +281,9 @@ def _require_counted(once: OnePass, module: nn.Module, spec: Spec) -> None:
         return
     count = once.vectors(blocks[0])
     if count is not None and count != spec.batch.sequence:
-        finding = f"{spec.batch.sequence}, and {blocks[0]} gives {count} vectors of a sample, "
-        finding += "which operators that are cut over tp send"
-        raise refused("batch.sequence", finding, f"write batch.sequence={count}")
+        finding = f"{spec.batch.sequence}, but {blocks[0]} returns {count} vectors per sample, "
+        finding += "and tensor-parallel traffic is counted by batch.sequence"
+        raise refused("batch.sequence", finding, f"Use `batch.sequence={count}`.")
 
 
 def _require_one_role(module: nn.Module, roles: Roles, place: str) -> None:
@@ -285,7 +292,7 @@ def _require_one_role(module: nn.Module, roles: Roles, place: str) -> None:
         for name in _meant(module, pattern, role):
             if name in seen:
                 finding = f"{name} has two roles, {seen[name]} and {role}"
-                raise refused(place, finding, "give it one")
+                raise refused(place, finding, "Give it one role.")
             seen[name] = role
 
 
@@ -300,15 +307,15 @@ def _meant(module: nn.Module, pattern: str, role: Role) -> Iterator[str]:
 def _require_something_cut(named: dict[str, Role], place: str) -> None:
     if not set(_KINDS) & set(named.values()):
         words = ", ".join(_KINDS)
-        finding = f"the plan cuts nothing: it gives no module a role that cuts ({words})"
-        raise refused(place, finding, "give roles to the layers, or write no tp")
+        finding = f"the plan shards nothing: no module has one of the roles {words}"
+        raise refused(place, finding, "Give roles to the layers, or use `mesh.tp=1`.")
 
 
 def _require_one_head(named: dict[str, Role], place: str) -> None:
     heads = [name for name, role in named.items() if role is Role.HEAD]
     if len(heads) > 1:
-        finding = f"{heads[0]} and {heads[1]} are head; the layer to the vocabulary is one"
-        raise refused(place, finding, "give the others column, or another role")
+        finding = f"{heads[0]} and {heads[1]} both have the role head; a model has one output head"
+        raise refused(place, finding, "Give the others the role `column`, or another role.")
 
 
 def _kinds(module: nn.Module, roles: Roles, place: str) -> Iterator[Fault]:
@@ -319,8 +326,10 @@ def _kinds(module: nn.Module, roles: Roles, place: str) -> Iterator[Fault]:
             is_fitting = is_linear(child) if role in _LINEAR else kind and isinstance(child, kind)
             if kind is not None and not is_fitting:
                 actual = slips.a(type(child).__name__)
-                finding = f"{name} is {actual}; {role} is a role of {kind.__name__}"
-                yield Fault(place=place, finding=finding, remedy="give it no role, or another one")
+                finding = f"{name} is {actual}; the role {role} needs {kind.__name__}"
+                yield Fault(
+                    place=place, finding=finding, remedy=("Remove its role, or use another one.")
+                )
                 break
 
 
@@ -333,7 +342,9 @@ def _sizes(module: nn.Module, roles: Roles, degree: int) -> Iterator[Fault]:
     for what, size in sizes.items():
         if size % degree:
             finding = f"tp={degree} does not divide {what}"
-            yield Fault(place="mesh.tp", finding=finding, remedy=f"choose tp from {choices}")
+            yield Fault(
+                place="mesh.tp", finding=finding, remedy=f"Use one of {choices} for `mesh.tp`."
+            )
 
 
 def _heads(module: nn.Module) -> dict[str, int]:
@@ -381,6 +392,12 @@ def _unequal(module: nn.Module, named: dict[str, Role], spec: Spec) -> Iterator[
         if is_head and child.out_features % degree and not spec.tensor.loss_parallel:
             yield Fault(
                 place="tensor.loss_parallel",
-                finding=f"false: the {child.out_features} outputs of {name} are cut unequally",
-                remedy=f"write true, or a vocabulary that is a multiple of {degree}",
+                finding=(
+                    f"false: the {child.out_features} outputs of {name} are not a "
+                    f"multiple of tp={degree}"
+                ),
+                remedy=(
+                    "Use `tensor.loss_parallel=true`, or a vocabulary that is a multiple "
+                    f"of {degree}."
+                ),
             )

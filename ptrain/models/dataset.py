@@ -27,8 +27,8 @@ from ptrain.models.external import called
 from ptrain.spec.function import UserFunction
 
 _NEEDED = (
-    "what is needed: __len__() and __getitem__(index), which gives a tensor, or a tuple or a "
-    "dictionary of tensors, of the same shapes each time"
+    "The dataset needs `__len__()` and `__getitem__(index)`, which returns a tensor, or a "
+    "tuple or a dictionary of tensors, with the same shapes for every index."
 )
 
 
@@ -50,9 +50,10 @@ class MapDataset:
         self._form: tuple[str, ...] = ()  # of sample 0, which is read first
         self.first = self.read([0])
         if not _equal(self.first, self.read([0])):
-            finding = "sample 0 has other values when it is read again"
+            finding = "sample 0 has different values when it is read again"
             remedy = (
-                "let a sample follow from its index alone, or from generators that it does not seed"
+                "Compute a sample from its index only, or from the global random generators "
+                "without seeding them."
             )
             raise self._refused(finding, remedy)
 
@@ -84,7 +85,7 @@ class MapDataset:
         with boundary(lambda error: self._fault(f"__len__ of {self.name} raised {said(error)}")):
             size = len(self._samples)
         if size < 1:
-            raise self._refused(f"{self.name} gives no samples: its length is {size}")
+            raise self._refused(f"{self.name} has no samples: its length is {size}")
         return size
 
     def _sample(self, index: int) -> Any:
@@ -98,7 +99,7 @@ class MapDataset:
             raise self._refused(f"sample {index} of {self.name} is {_described(sample)}")
         self._form = self._form or form
         if form != self._form:
-            finding = f"sample {index} of {self.name} has {_worded(form)}, and sample 0 "
+            finding = f"sample {index} of {self.name} has {_worded(form)}, but sample 0 has "
             raise self._refused(f"{finding}{_worded(self._form)}")
         return tree_map(lambda leaf: leaf[0], sample)
 
@@ -167,7 +168,7 @@ def _worded(form: Sequence[str]) -> str:
 
 def _described(sample: Any) -> str:
     kinds = [type(leaf).__name__ for leaf in tree_iter(sample) if not isinstance(leaf, Tensor)]
-    return f"not made of tensors alone: it has a {kinds[0]}" if kinds else "empty"
+    return f"not made of tensors only: it contains a {kinds[0]}" if kinds else "empty"
 
 
 def _equal(one: Any, other: Any) -> bool:

@@ -115,7 +115,7 @@ class _ParameterView:
     def of(self, flat: Tensor | None) -> Tensor:
         """Return the view of `flat`, the storage that is written to, or else of its source."""
         values = flat if self.source is None else self.source.values()
-        assert values is not None, "it is written to"
+        assert values is not None, "the storage is written to"
         return values.as_strided(self.shape, self.strides, self.offset)
 
 
@@ -172,7 +172,7 @@ class _Recorder(TorchDispatchMode):
         if self.tracks(parameter) or not has_memory(parameter):
             return
         if storage_key(parameter) in self._exposed:
-            raise NeedsValues("its constructor gives the memory of a parameter to other code")
+            raise NeedsValues("its constructor passes the memory of a parameter to other code")
         base = None
         if self._blank.pop(storage_key(parameter), None) is None:
             base = self._keep(parameter.detach().clone())
@@ -233,7 +233,7 @@ class _Recorder(TorchDispatchMode):
     def _record_result(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator that writes to nothing; what it makes of parameters has a history too."""
         if torch.Tag.nondeterministic_seeded in function.tags:
-            raise NeedsValues(f"its constructor draws by {function} from parameters")
+            raise NeedsValues(f"its constructor draws random numbers from parameters ({function})")
         result = function(*args, **kwargs)
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         for output in outputs:
@@ -263,7 +263,7 @@ class _Recorder(TorchDispatchMode):
             history = self.histories.get(key := storage_key(value))
             if history is None:
                 if not has_memory(value):  # torch makes a number that is assigned a meta tensor
-                    raise NeedsValues("its constructor writes values that are on the meta device")
+                    raise NeedsValues("its constructor assigns values from the meta device")
                 return self._keep(value.detach().clone())
             source = None if key == target else history.snapshot()
             return _ParameterView(
@@ -285,7 +285,7 @@ class _Recorder(TorchDispatchMode):
     def _keep(self, values: Tensor) -> Tensor:
         self._kept += values.nbytes
         if self._kept > MOST_KEPT:
-            raise NeedsValues("its constructor has values of parameters before they are parameters")
+            raise NeedsValues("its constructor computes values before it makes them parameters")
         return values
 
     @contextmanager
@@ -347,7 +347,7 @@ class DrawnWeights:
         for name, parameter in module.named_parameters(remove_duplicate=False):
             history = recorder.histories.get(storage_key(parameter))
             if history is None or not (history.calls or history.base is not None):
-                raise NeedsValues(f"its constructor gives {name} no values that are known")
+                raise NeedsValues(f"its constructor assigns unknown values to {name}")
             size, strides = tuple(parameter.shape), parameter.stride()
             view = _ParameterView(size, strides, parameter.storage_offset(), None)
             self._views[name] = view, history

@@ -62,7 +62,9 @@ def resolved(function: UserFunction, *given: str) -> Callable[..., object]:
         names = ", ".join((*given, *function.arguments)) or "no arguments"
         finding = f"{function.target} cannot be called with {names}: {error}"
         place = f"{function.section}.arguments"
-        raise refused(place, finding, "give the function's own arguments") from error
+        raise refused(
+            place, finding, f"Set `{place}` to arguments that the function accepts."
+        ) from error
     except ValueError:
         pass  # a builtin may have no signature to compare with
     return target
@@ -70,13 +72,17 @@ def resolved(function: UserFunction, *given: str) -> Callable[..., object]:
 
 def raised(function: UserFunction, error: BaseException, given: str = "") -> Fault:
     """Return the fault of a target that raised."""
-    more = f", given {function.section}.arguments" if function.section in ("model", "data") else ""
-    needed = f"what is needed: {_KINDS[function.section]}{more}"
+    more = (
+        f" and accepts {function.section}.arguments"
+        if function.section in ("model", "data")
+        else ""
+    )
+    needed = f"The target must be {_KINDS[function.section]}{more}."
     return _fault(function, f"{function.target}{given} raised {said(error)}", needed)
 
 
 def _remedy(function: UserFunction) -> str:
-    return f"name {_KINDS[function.section]}, as package.module:function"
+    return f"Use {_KINDS[function.section]}, written as `package.module:function`."
 
 
 def _imported(function: UserFunction) -> Callable[..., object]:
@@ -84,7 +90,7 @@ def _imported(function: UserFunction) -> Callable[..., object]:
     module_name, colon, attribute = target.partition(":")
     names = (*module_name.split("."), attribute)
     if not (colon and all(name.isidentifier() for name in names)):
-        finding = f"{target!r} is not of the form package.module:function"
+        finding = f"{target!r} does not have the form package.module:function"
         raise refused(function.place, finding, remedy)
     module = _import(module_name, function)
     with boundary(lambda error: _fault(function, f"{module_name} raised {said(error)}", remedy)):
@@ -116,9 +122,9 @@ def _require_alone(name: str, folder: str, function: UserFunction) -> None:
     here = _first_file(name, PathFinder.find_spec(top, [folder]))
     there = _first_file(name, _elsewhere(top))
     if here and there and os.path.realpath(here) != os.path.realpath(there):
-        finding = f"two modules are called {top}: {here} beside the spec, and {there}"
-        remedy = "give the one beside the spec another name; or, for the other one, set "
-        remedy += f"{function.section}.folder to a folder without it"
+        finding = f"two modules are named {top}: {here} next to the spec, and {there}"
+        remedy = "Rename the one next to the spec. To use the other one, set "
+        remedy += f"`{function.section}.folder` to a folder without it."
         raise refused(function.place, finding, remedy)
 
 
@@ -145,17 +151,15 @@ def _first_file(name: str, top: ModuleSpec | None) -> str:
 def _unimportable(name: str, function: UserFunction, error: BaseException) -> Fault:
     folder = function.folder
     if not isinstance(error, ModuleNotFoundError) or not f"{name}.".startswith(f"{error.name}."):
-        remedy = f"see that `python -c 'import {name}'` succeeds"
+        remedy = f"Make `python -c 'import {name}'` succeed."
         return _fault(function, f"importing {name} raised {said(error)}", remedy)
     finding = f"no module named {error.name!r}"
     if folder is None:
-        remedy = "install it, put the directory that holds it on PYTHONPATH, or name that "
-        return _fault(function, finding, f"{remedy}directory: {function.section}.folder")
-    is_there = "" if os.path.isdir(folder) else ", which is no folder here"
-    remedy = (
-        f"put it beside the spec, into {folder}{is_there}; or install it; or put the directory "
-    )
-    return _fault(function, finding, f"{remedy}that holds it on PYTHONPATH")
+        remedy = "Install it, add its directory to PYTHONPATH, or set "
+        return _fault(function, finding, f"{remedy}`{function.section}.folder` to that directory.")
+    is_there = "" if os.path.isdir(folder) else " (no such folder)"
+    remedy = f"Put it next to the spec, into {folder}{is_there}, or install it, or add "
+    return _fault(function, finding, f"{remedy}its directory to PYTHONPATH.")
 
 
 def _fault(function: UserFunction, finding: str, remedy: str) -> Fault:

@@ -53,7 +53,7 @@ from ptrain.spec.spec import Spec
 
 _NAME = "torch.nn.functional.scaled_dot_product_attention"
 POSITIONS = ("position_ids", "positions")  # what an argument for them is called
-_NO_CP = "or write no cp"
+_NO_CP = "or use `mesh.cp=1`."
 _KINDS = 29  # of tokens, which every vocabulary has
 _OF_HEADS = 4  # dimensions: samples, heads, tokens, features
 # By the name of a config's field: attention to fewer tokens than all before, which transformers
@@ -82,13 +82,13 @@ class AttendingCall:
         shapes = [tuple(x.shape) for x in (self.query, self.key, self.value)]
         (*samples, length, features), key, value = shapes
         if self.mask is not None:
-            return "is given a mask"
+            return "uses a mask"
         if not self.is_causal:
             return "is not causal"
         if self.dropout:
-            return f"drops out {self.dropout:g} of its scores"
+            return f"uses dropout {self.dropout:g}"
         if len(shapes[0]) != _OF_HEADS:
-            return f"is given queries of {len(shapes[0])} dimensions, not [B, H, T, D]"
+            return f"has queries with {len(shapes[0])} dimensions instead of [B, H, T, D]"
         if key != value or (key[0], *key[2:]) != (samples[0], length, features):
             return f"has queries {[*shapes[0]]}, keys {[*key]} and values {[*value]}"
         return ""
@@ -200,8 +200,8 @@ def attending_of(model: nn.Module, spec: Spec) -> Attending | None:
         if call.fault:
             raise not_plain(place, module or name, call)
         if module in known:
-            finding = f"{module or name} attends twice in a forward pass"
-            raise refused(place, finding, f"let a module of its own do each, {_NO_CP}")
+            finding = f"{module or name} calls attention twice per forward pass"
+            raise refused(place, finding, f"Use a separate module for each call, {_NO_CP}")
         known[module] = call.heads
         return call.by_torch(torchs)
 
@@ -220,8 +220,11 @@ def attending_of(model: nn.Module, spec: Spec) -> Attending | None:
     ):  # fmt: skip
         logits_at(model, positions, argument, spec)
     if not known:
-        finding = f"no module of {name} attends by {_NAME}, the way to tokens of other ranks"
-        raise refused(place, finding, f"let its attention call it by this name, {_NO_CP}")
+        finding = (
+            f"no module of {name} calls {_NAME}, which cp replaces to reach the tokens "
+            "of other ranks"
+        )
+        raise refused(place, finding, f"Call this function in its attention, {_NO_CP}")
     modules = tuple(AttendingModule(name=module, heads=heads) for module, heads in known.items())
     return Attending(modules=modules, positions=argument, dropping=tuple(dropping))
 
@@ -245,12 +248,12 @@ def _positions(model: nn.Module) -> str:
 
 def not_plain(place: str, module: str, call: AttendingCall) -> SpecError:
     """Return the refusal of a call that is more than plain causal attention, of this module."""
-    finding = f"the attention of {module} {call.fault}, and cp joins parts of plain causal "
-    finding += "attention"
-    remedy = f"let it call {_NAME}(…, is_causal=True) alone"
+    finding = f"the attention of {module} {call.fault}, but cp supports plain causal "
+    finding += "attention only"
+    remedy = f"Call `{_NAME}(…, is_causal=True)` without other options"
     if call.dropout and call.is_causal:
-        remedy = "let it keep them all (in a config of transformers attention_dropout: 0, or "
-        remedy += "attn_pdrop: 0)"
+        remedy = "Disable attention dropout (in a Transformers config `attention_dropout: 0` or "
+        remedy += "`attn_pdrop: 0`)"
     return refused(place, finding, f"{remedy}, {_NO_CP}")
 
 
@@ -261,16 +264,21 @@ def _require_all_before(config: Any, place: str, name: str, spec: Spec) -> None:
     for field in _WINDOWS:
         size = getattr(config, field, None)
         if isinstance(size, int) and 0 < size <= spec.batch.sequence:
-            finding = f"{field} of {name} is {size}, and a sample has {spec.batch.sequence} tokens"
-            finding += ": cp joins parts of attention to all tokens before"
-            remedy = f"write {field}: null or {spec.batch.sequence + 1}, {_NO_CP}"
+            finding = f"{field} of {name} is {size}, but a sample has {spec.batch.sequence} tokens"
+            finding += ": cp supports attention to all previous tokens only"
+            remedy = f"Set `{field}` to null or {spec.batch.sequence + 1}, {_NO_CP}"
             raise refused(at, finding, remedy)
     for kind, original in _rotations(getattr(config, "rope_parameters", None)):
         original = original or getattr(config, "max_position_embeddings", 0)
         if kind in _BY_LENGTH and original < spec.batch.sequence:
-            finding = f"rotations of {name} are {kind}: they depend on how many tokens a pass has, "
-            finding += f"beyond {original}, and a rank of cp has a slice of {spec.batch.sequence}"
-            remedy = f"write another rope_type, at most {original} tokens, {_NO_CP}"
+            finding = (
+                f"the rotary embeddings of {name} ({kind}) depend on the number of "
+                "tokens of a pass, "
+            )
+            finding += (
+                f"above {original}, but a cp rank computes only a shard of {spec.batch.sequence}"
+            )
+            remedy = f"Use another `rope_type`, at most {original} tokens, {_NO_CP}"
             raise refused(at, finding, remedy)
 
 
@@ -294,8 +302,12 @@ def head_of(model: nn.Module, spec: Spec) -> str:
     its head gives, or torch has no operator for both. Runs a model that is not built in forward
     once."""
     if spec.loss.fused and not can_fuse():
-        finding = f"torch {torch.__version__} has no linear_cross_entropy that goes by chunks"
-        raise refused("loss.fused", finding, "remove it: chunks do without, or take torch 2.13")
+        finding = f"torch {torch.__version__} has no linear_cross_entropy that works in chunks"
+        raise refused(
+            "loss.fused",
+            finding,
+            "Remove `loss.fused`, which chunks do not need, or install torch 2.13.",
+        )
     if isinstance(model, Transformer):
         return ROOT
     outputs: Made = {}
@@ -315,9 +327,11 @@ def head_of(model: nn.Module, spec: Spec) -> str:
         if _is(logits, output, version):
             return name
     _, model_name = named_in_spec(model, spec)
-    finding = f"{model_name} does not return what one of its nn.Linear makes of all its tokens: "
-    finding += "other operators come behind, or are the head"
-    raise refused("loss", finding, "leave the logits whole (remove loss), or end the model so")
+    finding = f"{model_name} does not return the output of one of its nn.Linear for all tokens: "
+    finding += "other operators follow it or replace it"
+    raise refused(
+        "loss", finding, "Remove `loss` to compute full logits, or end the model with an nn.Linear."
+    )
 
 
 def _notes(outputs: Made, name: str, shape: torch.Size) -> Callable[..., None]:
@@ -339,8 +353,8 @@ def _is(logits: Tensor, output: Tensor, version: int) -> bool:
 
 _FORM = "forward(rows [N, D], experts [N, K], weights [N, K]) -> [N, D]"
 _REMEDY = (
-    "let one module have all experts of a layer, an expert at each place of every tensor's first "
-    f"dimension, and {_FORM}; or write dp_shard in place of ep"
+    "Use one module per MoE layer that stacks all experts along the first dimension of every "
+    f"tensor, with `{_FORM}`. Or use `dp_shard` instead of `ep`."
 )
 
 
@@ -375,12 +389,15 @@ def _number(experts: nn.Module, name: str, place: str) -> int:
     firsts = {shape[:1] for shape in sizes.values()}
     if len(firsts) != 1 or firsts == {()}:
         shown = ", ".join(f"{path} {list(shape)}" for path, shape in [*sizes.items()][:3])
-        finding = f"{name} is not all experts of a layer, one at each place: it has {shown}"
+        finding = (
+            f"{name} does not stack all experts of a layer along the first dimension: "
+            f"it has {shown}"
+        )
         raise refused(place, finding, _REMEDY)
     ((number,),) = firsts
     own = getattr(experts, NUMBER, number)
     if own != number:
-        finding = f"{name}.{NUMBER} is {own}, and the first dimension of its tensors {number}"
+        finding = f"{name}.{NUMBER} is {own}, but the first dimension of its tensors is {number}"
         raise refused(place, finding, _REMEDY)
     return number
 
@@ -388,9 +405,9 @@ def _number(experts: nn.Module, name: str, place: str) -> int:
 def _require_alike(place: str, layers: Sequence[tuple[int, int, int]]) -> None:
     if len({*layers}) > 1:
         kinds = dict.fromkeys(layers)
-        shown = " and ".join(f"{n} experts, {k} of a token, {d} features" for n, k, d in kinds)
-        finding = f"not yet: layers with experts that differ, of {shown}"
-        raise refused(place, finding, "write dp_shard in place of ep")
+        shown = " and ".join(f"{n} experts, {k} per token, {d} features" for n, k, d in kinds)
+        finding = f"not supported yet: MoE layers that differ: {shown}"
+        raise refused(place, finding, "Use `dp_shard` instead of `ep`.")
 
 
 def _calls(module: nn.Module, names: Sequence[str], place: str, spec: Spec) -> list[_Call]:
@@ -399,7 +416,7 @@ def _calls(module: nn.Module, names: Sequence[str], place: str, spec: Spec) -> l
     given, called = named_in_spec(module, spec)
 
     def fault(error: BaseException) -> Fault:
-        finding = f"{called}, run forward without its experts, raised {said(error)}"
+        finding = f"{called}, run without its experts, raised {said(error)}"
         return Fault(place=given, finding=finding, remedy=_REMEDY)
 
     with (
@@ -422,7 +439,7 @@ def _noted(module: nn.Module, calls: dict[str, list[_Call]], place: str) -> Iter
         is_one = len(args) == 3 == len(sizes) and not named
         if not is_one or len(sizes[0]) != 2 or sizes[1] != (len(args[0]), *sizes[2][1:]):
             shown = ", ".join(str(list(size)) for size in sizes) or "no tensors"
-            finding = f"{name} is given {shown}; what travels is rows, and what is said of each: "
+            finding = f"{name} receives {shown}; it must define "
             raise refused(place, f"{finding}{_FORM}", _REMEDY)
         (rows, features), (_, chosen) = sizes[:2]
         calls[name].append(_Call(rows, features, chosen))
@@ -444,9 +461,9 @@ def _one_call(name: str, calls: Sequence[_Call], place: str, spec: Spec) -> _Cal
     tokens = spec.batch.sequence
     if len(calls) != 1 or calls[0].rows != tokens:
         rows = " and ".join(str(call.rows) for call in calls) or "no"
-        finding = f"{name} is given {rows} rows of a sample of {tokens} tokens; what travels is "
-        finding += "predicted for one of each token, in one call"
-        raise refused(place, finding, "write dp_shard in place of ep")
+        finding = f"{name} receives {rows} rows for a sample of {tokens} tokens; "
+        finding += "the predicted traffic assumes one row per token, in one call"
+        raise refused(place, finding, "Use `dp_shard` instead of `ep`.")
     return calls[0]
 
 

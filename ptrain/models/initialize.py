@@ -283,8 +283,11 @@ def stored_rows(module: nn.Module) -> Mapping[str, list[StoredRows]]:
                 stored[name].append(StoredRows(theirs, first - starts[place], shape))
     for name, parts in stored.items():
         if sum(math.prod(rows.shape) for rows in parts) != math.prod(shapes[name]):
-            finding = f"files have {name} of {type(module).__name__} neither whole nor as rows"
-            raise refused("model.pretrained", finding, "name a model of another class")
+            finding = (
+                f"the files contain {name} of {type(module).__name__} neither as one "
+                "tensor nor as rows of one"
+            )
+            raise refused("model.pretrained", finding, "Use a model of another class.")
     return stored
 
 
@@ -403,7 +406,7 @@ def initial(name: str, shape: Sequence[int], seed: int, module: nn.Module) -> Te
     """One parameter of a model that begins with no files, whole, in fp32 on the CPU."""
     if keeps_its_weights(module):
         return module.get_parameter(name).detach().to("cpu", torch.float32, copy=True)
-    assert isinstance(module, Transformer), "it keeps none"
+    assert isinstance(module, Transformer), "only built-in models have no weights"
     if name.endswith("norm.weight"):
         return torch.full(shape, _weight_of_norm(module), device="cpu")
     if name.endswith("bias"):
@@ -447,12 +450,12 @@ def cast(module: nn.Module, dtype: torch.dtype) -> None:
 
 def _weight_of_norm(module: nn.Module) -> float:
     """With which a norm does nothing but norm."""
-    assert isinstance(module, Transformer), "only built-in models are drawn"
+    assert isinstance(module, Transformer), "only built-in models are initialized here"
     return 0.0 if module.shape.norm is Norm.RMS_PLUS_ONE else 1.0
 
 
 def _std(name: str, module: nn.Module) -> float:
-    assert isinstance(module, Transformer), "only built-in models are drawn"
+    assert isinstance(module, Transformer), "only built-in models are initialized here"
     num_residual = 2 * module.shape.layers  # every block adds twice to the residual stream
     return STD / math.sqrt(num_residual) if name.endswith(_RESIDUAL) else STD
 
@@ -493,19 +496,22 @@ def with_model(spec: Spec, module: nn.Module) -> Spec:
 def require_fresh(module: nn.Module) -> None:
     """Raises SpecError for what is no module, is wrapped already or has no values."""
     if not isinstance(module, nn.Module):
-        finding = f"{type(module).__name__} is no torch.nn.Module"
-        raise refused(_PLACE, finding, "give the module itself, before anything wraps it")
+        finding = f"{type(module).__name__} is not a torch.nn.Module"
+        raise refused(_PLACE, finding, "Pass the unwrapped module.")
     name = type(module).__name__
     for path, inner in module.named_modules():
         if wrapper := next((kind for kind in _WRAPPERS if isinstance(inner, kind)), None):
-            finding = f"{path or name} is wrapped already: {wrapper.__name__}"
-            remedy = "give it as it was before, and it is wrapped as the spec says; one that you "
-            remedy += "wrap is measured: ptrain.measure(model, optimizer=optimizer)"
+            finding = f"{path or name} is already wrapped: {wrapper.__name__}"
+            remedy = "Pass the unwrapped module; ptrain wraps it according to the spec. "
+            remedy += (
+                "To measure a module that you wrapped, use `ptrain.measure(model, "
+                "optimizer=optimizer)`."
+            )
             raise refused(_PLACE, finding, remedy)
     for path, parameter in module.named_parameters():
         if isinstance(parameter, DTensor):
-            finding = f"{path} of {name} is a DTensor, cut already"
-            raise refused(_PLACE, finding, "give the module with whole tensors, ptrain cuts them")
+            finding = f"{path} of {name} is already sharded (a DTensor)"
+            raise refused(_PLACE, finding, "Pass the module with full tensors; ptrain shards them.")
     if keeps_its_weights(module):
         _require_values(module)
 
@@ -514,9 +520,9 @@ def _require_values(module: nn.Module) -> None:
     tensors = (*module.named_parameters(), *module.named_buffers())
     on_meta = [path for path, tensor in tensors if tensor.is_meta]
     if on_meta:
-        finding = f"{on_meta[0]} of {type(module).__name__} is on meta, and has no values"
+        finding = f"{on_meta[0]} of {type(module).__name__} is on the meta device and has no values"
         remedy = (
-            "build it on the CPU, after torch.manual_seed with one number on every rank, or "
-            "load its weights first (to_empty and load_state_dict)"
+            "Build it on the CPU after `torch.manual_seed`, with the same seed on every "
+            "rank, or load its weights first (`to_empty` and `load_state_dict`)."
         )
         raise refused(_PLACE, finding, remedy)

@@ -141,8 +141,9 @@ class _Kernels(OperatorMode):
         call = _call(query, key, drops=self.drops)
         is_masked = kwargs.get("attn_mask") is not None
         if (kept_by := self.keeping(call)) is None or is_masked:
-            words = ("a mask" * is_masked, "fewer heads of keys" * call.is_grouped)
-            self._note(query, " and ".join(filter(None, words)))
+            words = ("a mask" * is_masked, "fewer key heads" * call.is_grouped)
+            what = " and ".join(filter(None, words))
+            self._note(query, what)
             return result
         return y, _in_more(kept, kept_by(kept.nbytes))
 
@@ -168,8 +169,8 @@ class _Kernels(OperatorMode):
         finally:
             self.drops = False
         if self.goes_by_operators:
-            why = "fewer heads of keys" * (key.shape[1] != query.shape[1])
-            self._note(query, why if by_operators else "operator by operator on a processor")
+            why = "fewer key heads" * (key.shape[1] != query.shape[1])
+            self._note(query, why if by_operators else "operator by operator on the CPU")
         return y
 
     def _note(self, query: Tensor, what: str) -> None:

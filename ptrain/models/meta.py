@@ -44,12 +44,14 @@ def hollow(build: Build) -> nn.Module:
         module = run_constructor(build, 0)
     require_hollow(module)
     if draws.by_own_generator:
-        raise NeedsValues("its constructor draws from a generator of its own")
+        raise NeedsValues("its constructor draws from a custom random generator")
     if draws.of_values:
         with without_values():
             other = run_constructor(build, 1)
         if not _are_equal(_left_by(module), _left_by(other)):
-            raise NeedsValues("its constructor draws more than parameters")
+            raise NeedsValues(
+                "its constructor draws random numbers for other tensors than parameters"
+            )
     return module
 
 
@@ -96,7 +98,7 @@ def run_constructor(build: Build, more: int) -> nn.Module:
         cause = error.__cause__
         if isinstance(cause, NeedsValues):
             raise cause from None
-        raise NeedsValues(f"without values its constructor ends: {_message(error)}") from error
+        raise NeedsValues(f"its constructor fails on the meta device: {_message(error)}") from error
 
 
 def _message(error: CodeRaised) -> str:
@@ -108,12 +110,12 @@ def require_hollow(module: nn.Module) -> None:
     """Raises NeedsValues for a parameter with values, or something else without."""
     parameters = [*module.parameters()]
     if not parameters or not all(parameter.is_meta for parameter in parameters):
-        raise NeedsValues("a parameter of it is no torch.nn.Parameter of a module")
+        raise NeedsValues("one of its parameters is not a torch.nn.Parameter of a module")
     for name, child in module.named_modules():
         for attribute, value in _beside_parameters(child):
             if any(isinstance(x, Tensor) and x.is_meta for x in tree_iter(value)):
                 path = f"{name}.{attribute}".lstrip(".")
-                raise NeedsValues(f"its constructor makes {path} of a parameter")
+                raise NeedsValues(f"its constructor computes {path} from a parameter")
 
 
 def _beside_parameters(module: nn.Module) -> Iterable[tuple[str, Any]]:
@@ -201,7 +203,7 @@ def materialize_built_on_meta(module: nn.Module, function: UserFunction) -> None
     device = torch.get_default_device()
     if not (empty := _allocate_meta_tensors(module, device)):
         return
-    given = ", whose model was built on meta and initialized itself,"
+    given = ", while its model on the meta device initialized itself,"
     with boundary(lambda error: raised(function, error, given)), WrittenStorages() as seen:
         way = _run_own_initialization(module, device)
     unset = [
@@ -253,7 +255,7 @@ def _run_own_initialization(module: nn.Module, device: torch.device) -> str:
     if callable(initialize):
         names = inspect.signature(initialize).parameters
         initialize(**({"buffer_device": device} if "buffer_device" in names else {}))
-        return "its init_weights() gives no values to"
+        return "its init_weights() sets no values for"
     for child in module.modules():
         for name in _RESETS:
             if callable(reset := getattr(child, name, None)):
@@ -261,7 +263,7 @@ def _run_own_initialization(module: nn.Module, device: torch.device) -> str:
                 break
     if callable(by_layer := getattr(module, "_init_weights", None)):
         module.apply(by_layer)
-    return "neither init_weights() nor reset_parameters() gives values to"
+    return "neither init_weights() nor reset_parameters() sets values for"
 
 
 class WrittenStorages(TorchDispatchMode):

@@ -107,7 +107,7 @@ class Journey:
 
     def computed_beside(self) -> Tensor:
         """Return what that gave, when rows are back."""
-        assert self._beside is not None, "there is something"
+        assert self._beside is not None, "compute_beside was called first"
         return self._beside()
 
     def rows_there(self, x_MC: Tensor, ends_E: Tensor) -> tuple[Tensor, Tensor]:
@@ -155,8 +155,8 @@ NUMBER = "num_experts"  # an attribute of such a module, if it has it: how many 
 
 _GATE = "_apply_gate"  # a method of every class of experts that transformers has
 _LOST = (
-    "of {name} no gradient would reach the ranks whose rows it got, nor its own tensors: run every "
-    "expert, also on no rows"
+    "{name} would send no gradient to its parameters and to the ranks whose rows it "
+    "received. Call every expert, even with zero rows."
 )
 
 
@@ -391,7 +391,7 @@ class Gate(nn.Module):
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
-        assert shape.experts is not None, "there is something to choose"
+        assert shape.experts is not None, "the model has experts"
         self.shape = shape
         self.score, self.is_normed = Score(shape.router), shape.router_norm
         self.scale, self.num_chosen = shape.router_scale, shape.experts_per_token
@@ -468,7 +468,7 @@ class Experts(nn.Module):
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
-        assert shape.experts is not None, "somebody is one"
+        assert shape.experts is not None, "the model has experts"
         self.activate, self.num_experts = activation_of(shape), shape.experts
         inner, outer = shape.width_of_expert, shape.hidden
         is_gated = shape.activation.is_gated
@@ -493,7 +493,7 @@ class ExpertPlaces(nn.Module):
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
-        assert shape.experts is not None, "they have places"
+        assert shape.experts is not None, "the model has experts"
         self.shape, self.num_experts = shape, shape.experts
         self.tokens = SampleTokens()
 

@@ -155,10 +155,11 @@ class SampleBatch:
                 return inputs
             case Mapping():
                 keys = ", ".join(map(str, self.data))
-                finding = f"a sample is a dictionary of {keys}: which of them the model is given "
-                finding += "nobody says"
+                finding = f"a sample is a dictionary with the keys {keys}; none of them is "
+                finding += "`inputs`"
                 remedy = (
-                    "call one of them inputs, or write step: {target: …}, which calls the model"
+                    "Rename the input of the model to `inputs`, or set "
+                    "`step.target=package.module:function`, which calls the model."
                 )
                 raise refused("data.target", finding, remedy)
             case tuple() | list():
@@ -168,7 +169,7 @@ class SampleBatch:
     @property
     def targets(self) -> Tensor:
         """The next tokens, of tokens."""
-        assert isinstance(self.data, TokenPair), "of other samples nobody asks for them"
+        assert isinstance(self.data, TokenPair), "only token samples have targets"
         return self.data.targets
 
     @property
@@ -282,11 +283,9 @@ def _repeated(leaf: Tensor, rows: int, device: torch.device | None) -> Tensor:
     return leaf.to(device).repeat_interleave(rows, dim=0)
 
 
-_LOSS = "let it return the mean loss of the micro-batch's samples: one real number, 0-d, a Tensor"
+_LOSS = "Return the mean loss of the micro-batch as a floating-point tensor with zero dimensions."
 
-AROUND_CALLS = (
-    "parameters are gathered, and their gradients reduced, around calls of the whole model"
-)
+AROUND_CALLS = "parameters are all-gathered, and gradients reduced, around calls of the full model."
 
 
 class Objective(Protocol):
@@ -377,7 +376,7 @@ class OfModel(OfOutput):
             loss = self.of(model, samples)
         if not calls.count:
             finding = f"{self.function.target} does not call the model"
-            raise refused(self.function.place, finding, f"write model(…) in it: {AROUND_CALLS}")
+            raise refused(self.function.place, finding, f"Call `model(…)` in it: {AROUND_CALLS}")
         return loss
 
     def forward(self, model: Any, samples: SampleBatch) -> Tensor:
@@ -396,8 +395,10 @@ def _require_loss(loss: object, function: UserFunction) -> Tensor:
     if not isinstance(loss, Tensor) or loss.dim() or not loss.is_floating_point():
         raise refused(function.place, f"{function.target} returned {kind_of(loss)}", _LOSS)
     if torch.is_grad_enabled() and not loss.requires_grad:
-        finding = f"{function.target} returned a loss on which no trainable parameter has an "
-        raise refused(function.place, f"{finding}influence", "compute it of the model's output")
+        finding = f"{function.target} returned a loss that depends on no trainable "
+        raise refused(
+            function.place, f"{finding}parameter", "Compute it from the output of the model."
+        )
     return loss
 
 
@@ -426,7 +427,7 @@ class LossInside:
         """To a model, or to that part of it which makes the logits; `head` names the module that
         does where the model is not built in."""
         if (module := _head(model, head)) is None:
-            assert isinstance(model, Transformer), "others have a head"
+            assert isinstance(model, Transformer), "other models have a head"
             plain = model.logits
             model.__dict__["logits"] = lambda x_BTC: self._instead(model.embed, plain, x_BTC)
         else:
@@ -443,7 +444,7 @@ class LossInside:
     def _instead(self, owner: nn.Module, make: Make, x_BTC: Tensor) -> Tensor:
         if self.targets is None:
             return make(x_BTC)
-        assert x_BTC.shape[:-1] == self.targets.shape, "a head is given all tokens"
+        assert x_BTC.shape[:-1] == self.targets.shape, "the head receives all tokens"
         targets_N = self.targets.flatten()
         if self.step.fused:
             return _fused(x_BTC.flatten(0, 1), targets_N, owner, self.step.tokens)
@@ -533,5 +534,5 @@ class _Whole(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         assert isinstance(gradient, DTensor)
-        assert gradient.placements == (Partial(),), "of a head that is cut"
+        assert gradient.placements == (Partial(),), "the head is sharded"
         return gradient.to_local(), None

@@ -263,19 +263,20 @@ class Parting:
 
 
 def _parted(operator: str, column: str, where: str) -> Problem:
-    verb = "puts together slices" if operator == "aten::cat" else "takes apart a slice"
-    finding = f"in the forward of {where} {operator} {verb} of the features, that of {column}: "
-    finding += "a rank would do so with its own alone"
-    remedy = (
-        f"take apart all that {in_any_block(column)} itself gives, into projections one behind "
-    )
-    return finding, f"{remedy}the other, or give it and its row no role"
+    verb = "concatenates shards" if operator == "aten::cat" else "splits a shard"
+    finding = f"in the forward pass of {where}, {operator} {verb} of the features of {column}: "
+    finding += "each rank would do this with its local shard only"
+    remedy = f"Split the direct output of {in_any_block(column)} into consecutive projections, "
+    return finding, f"{remedy}or remove its role and the role of its row."
 
 
 def _counted(heads: int, column: str, where: str) -> Problem:
-    finding = f"the forward of {where} makes {heads} heads of what {column} gives, of a width that "
-    finding += "follows from it: of its slice a rank would make as many, and narrower ones"
-    return finding, "write -1 for the heads, or give the attribute the role count"
+    finding = (
+        f"the forward pass of {where} splits the output of {column} into {heads} heads "
+        "of any width: "
+    )
+    finding += "each rank would split its shard into as many heads, but narrower ones"
+    return finding, "Use -1 for the number of heads, or give its attribute the role `count`."
 
 
 class ViewCalls(TorchFunctionMode):

@@ -76,8 +76,10 @@ def build_hugging_face(model: HuggingFaceModel, *, sequence: int) -> nn.Module:
     _require_plain_loss(named, config, "model.config")
     positions = getattr(config, "max_position_embeddings", None)
     if isinstance(positions, int) and positions < sequence:
-        finding = f"max_position_embeddings is {positions}, and a sample has {sequence} tokens"
-        raise refused("model.config", finding, f"write max_position_embeddings: {sequence} or more")
+        finding = f"max_position_embeddings is {positions}, but a sample has {sequence} tokens"
+        raise refused(
+            "model.config", finding, f"Set `max_position_embeddings` to {sequence} or more."
+        )
     with boundary(partial(_unbuilt, named, _attention(named, model))):
         module: nn.Module = _with_logits(named)(config)
         is_flex = model.attention is Attention.FLEX  # which a processor would compile, in minutes
@@ -99,13 +101,11 @@ def _require_plain_loss(named: Any, config: Any, place: str) -> None:
     for field, off in _MORE_LOSS.items():
         value = getattr(config, field, None) or off
         if value != off:
-            finding = f"is {value}: {named.__name__} then adds a term to its loss, and ptrain "
+            finding = f"is {value}: {named.__name__} then adds a term to its loss, but ptrain "
             remedy = f"Use `{place}.{field}={off}`."
             if field == _ROUTERS:
-                remedy += (
-                    " A built-in mixture of experts trains on such a loss: key `model.aux_loss`."
-                )
-            raise refused(f"{place}.{field}", f"{finding}trains on the logits alone", remedy)
+                remedy += " Built-in MoE models support such a loss: `model.aux_loss`."
+            raise refused(f"{place}.{field}", f"{finding}trains on the logits only", remedy)
 
 
 def layers_of(model: HuggingFaceModel) -> int | None:
@@ -140,7 +140,9 @@ def as_saved(module: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
         from transformers.core_model_loading import revert_weight_conversion
     except ImportError:  # an older one keeps what files have
         return state
-    with boundary(lambda error: _unfit(f"how files have its tensors is unknown: {_line(error)}")):
+    with boundary(
+        lambda error: _unfit(f"the layout of its tensors in files is unknown: {_line(error)}")
+    ):
         saved: dict[str, Tensor] = revert_weight_conversion(module, state)
     return saved
 
@@ -180,13 +182,15 @@ def _attention(named: type, model: HuggingFaceModel) -> Attention:
 def _unbuilt(named: type, attention: Attention, error: BaseException) -> Fault:
     _, supported = _KINDS[attention]
     if not getattr(named, supported, True):
-        finding, remedy = f"{named.__name__} does not have {attention}", "write attention: eager"
+        finding, remedy = f"{named.__name__} does not support {attention}", "Use `attention=eager`."
         return Fault(place="attention", finding=finding, remedy=remedy)
-    return _unfit(f"{named.__name__} cannot be built of this config: {_line(error)}")
+    return _unfit(f"{named.__name__} cannot be built from this config: {_line(error)}")
 
 
 def _unfit(finding: str) -> Fault:
-    return Fault(place="model.config", finding=finding, remedy="change the field that it names")
+    return Fault(
+        place="model.config", finding=finding, remedy=("Change the field that the error names.")
+    )
 
 
 def masks() -> ModuleType:
@@ -233,8 +237,10 @@ def to_logits(module: nn.Module) -> None:
     if not callable(getattr(module, "get_output_embeddings", None)) or (
         module.get_output_embeddings() is None
     ):
-        finding = f"{type(module).__name__} of transformers has no head, and so no logits"
-        raise refused("model", finding, "give a causal language model: AutoModelForCausalLM")
+        finding = (
+            f"{type(module).__name__} of Transformers has no output head and returns no logits"
+        )
+        raise refused("model", finding, "Use a causal language model (`AutoModelForCausalLM`).")
     _require_plain_loss(type(module), module.config, "model.config")
     kind: Any = type(module)
     module.__class__ = _with_logits(kind)
@@ -271,14 +277,14 @@ def _class_of(name: str) -> Any:
     kinds = {named: kind for kind, named in reversed(classes.items()) if isinstance(named, str)}
     kind = kinds.get(name, name.replace("-", "_"))
     if kind not in classes or kind not in CONFIG_MAPPING:
-        finding = f"transformers has no causal language model {name!r}"
+        finding = f"Transformers has no causal language model {name!r}"
         near = near_word(name, [*classes, *kinds])
-        raise refused("model.hf", finding, near or "name a class like LlamaForCausalLM")
+        raise refused("model.hf", finding, near or "Use a class such as `LlamaForCausalLM`.")
     try:
         return MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[kind]]
     except (ImportError, AttributeError) as error:
-        finding = f"transformers cannot give {name}: {_line(error)}"
-        raise refused("model.hf", finding, "install what it names") from error
+        finding = f"Transformers cannot load {name}: {_line(error)}"
+        raise refused("model.hf", finding, "Install the package that the error names.") from error
 
 
 def _config(named: Any, model: HuggingFaceModel) -> Any:
@@ -309,7 +315,7 @@ def _config(named: Any, model: HuggingFaceModel) -> Any:
 
 def _rejected(kind: type, error: BaseException, fields: Mapping[str, object]) -> Fault:
     """Return the fault of a value that a config rejects, at the field that the error names."""
-    fault = _unfit(f"{kind.__name__} does not take it: {_line(error)}")
+    fault = _unfit(f"{kind.__name__} rejects it: {_line(error)}")
     named = _FIELD.search(_line(error))
     if named is None or named[1] not in fields:
         return fault
@@ -346,7 +352,7 @@ _ALL_WIDTHS = {**WIDTHS, **{name: dtype.itemsize for name, dtype in _OTHERS.item
 MOST_MAPPED = 2**24  # bytes of a file that a process has in its memory at once
 POSITIONS = "positions.weight"
 _PLACE = "model.pretrained"
-_AS_IT_IS = "write no sizes beside pretrained, or name the folder that has them"
+_AS_IT_IS = "Remove the size keys of the model, or use a folder with weights of these sizes."
 _BARE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors")
 _PREFIXES = ("model.", "transformer.")
 # Tables that older versions saved: they are made, not learnt.
@@ -355,7 +361,7 @@ _MOST_INDEX = 2**28  # bytes of an index: those of 405B have 10^5
 
 
 def _wrong(folder: Path, finding: str, remedy: str = "") -> Exception:
-    usual = "name a folder of safetensors that transformers loads"
+    usual = "Use a folder of safetensors files that Transformers loads."
     return refused(_PLACE, f"{folder}: {finding}", remedy or usual)
 
 
@@ -378,8 +384,8 @@ class PretrainedFolder:
         for name, file in (listed or {}).items():
             if self.file_of.get(name) != file:
                 elsewhere = self.file_of.get(name)
-                has = f"it is in {elsewhere}" if elsewhere else "no file has it"
-                raise _wrong(folder, f"{INDEX} says that {name} is in {file}, and {has}")
+                has = f"it is in {elsewhere}" if elsewhere else "no file contains it"
+                raise _wrong(folder, f"{INDEX} lists {name} in {file}, but {has}")
 
     def called(self, name: str) -> str | None:
         """Return the name that a tensor has in this folder; None where it is not there."""
@@ -410,22 +416,26 @@ class PretrainedFolder:
         """Raises SpecError unless there is a tensor of this name, in this shape: of weights, or if
         `dtype` is none of reals, of this one."""
         if name not in self.file_of:
-            raise _wrong(self.folder, f"there is no tensor {name}", _AS_IT_IS)
+            raise _wrong(self.folder, f"the tensor {name} is missing", _AS_IT_IS)
         if self.shapes[name] != expected:
-            finding = f"{name} is {list(self.shapes[name])}, and the spec's model has {expected}"
+            finding = (
+                f"{name} is {list(self.shapes[name])}, but the model of the spec has {expected}"
+            )
             raise _wrong(self.folder, finding, _AS_IT_IS)
         if not dtype.is_floating_point:
             if _OTHERS.get(self.dtypes[name]) != dtype:
-                finding = f"{name} is {self.dtypes[name]}, and the model has {str(dtype)[6:]}"
-                raise _wrong(self.folder, finding, "write it in the dtype of the model")
+                finding = f"{name} is {self.dtypes[name]}, but the model has {str(dtype)[6:]}"
+                raise _wrong(self.folder, finding, "Save it in the dtype of the model.")
         elif self.dtypes[name] not in WIDTHS:
-            finding = f"{name} is {self.dtypes[name]}; weights are {', '.join(WIDTHS)}"
+            finding = f"{name} is {self.dtypes[name]}; weights must be {', '.join(WIDTHS)}"
             raise _wrong(self.folder, finding)
 
     def refuse(self, others: Iterable[str]) -> None:
         """Raises SpecError for tensors that no part of a model takes, but tables that are made."""
         if surplus := sorted(name for name in others if not _TABLES.fullmatch(name)):
-            finding = f"{len(surplus)} tensors are of no part of this model, as {surplus[0]}"
+            finding = (
+                f"{len(surplus)} tensors do not belong to this model, for example {surplus[0]}"
+            )
             raise _wrong(self.folder, finding, _AS_IT_IS)
 
     def _index(self) -> dict[str, str] | None:
@@ -434,7 +444,7 @@ class PretrainedFolder:
             return None
         try:
             if path.stat().st_size > _MOST_INDEX:
-                raise ValueError("is larger than any index")
+                raise ValueError("the file is too large for an index")
             files = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             finding = f"{INDEX} cannot be read: {type(error).__name__}: {error}"
@@ -443,28 +453,32 @@ class PretrainedFolder:
             raise _wrong(self.folder, f"{INDEX} lists no tensors")
         for name, file in files.items():
             if not isinstance(file, str) or not _BARE.fullmatch(file):
-                finding = f"{INDEX} says that {name} is in {file!r}, which is no file beside it"
-                raise _wrong(self.folder, finding, "take the folder from where you trust it")
+                finding = (
+                    f"{INDEX} lists {name} in {file!r}, which is not a file name in its folder"
+                )
+                raise _wrong(
+                    self.folder, finding, "Download the folder again from a source that you trust."
+                )
         return {**files}
 
     def _read_header(self, file: str) -> None:
         path = self.folder / file
         if path.is_symlink() and not path.exists():
-            raise _wrong(self.folder, f"{file} is a link to nothing")
+            raise _wrong(self.folder, f"{file} is a broken link")
         if not path.is_file():
             raise _wrong(self.folder, f"there is no {file}")
         try:
             with self._open(path, "pt") as opened:
                 for name in sorted(opened.keys()):
                     if name in self.file_of:
-                        finding = f"{self.file_of[name]} and {file} both have {name}"
+                        finding = f"{self.file_of[name]} and {file} both contain {name}"
                         raise _wrong(self.folder, finding)
                     part = opened.get_slice(name)
                     self.file_of[name] = file
                     self.shapes[name] = tuple(part.get_shape())
                     self.dtypes[name] = str(part.get_dtype())
         except (OSError, ValueError, self._error) as error:
-            raise _wrong(self.folder, f"{file} is no sound safetensors file: {error}") from error
+            raise _wrong(self.folder, f"{file} is not a valid safetensors file: {error}") from error
 
 
 class PretrainedWeights:
@@ -472,7 +486,7 @@ class PretrainedWeights:
     is not of this model."""
 
     def __init__(self, shape: ModelShape) -> None:
-        assert shape.pretrained is not None, "a folder is named"
+        assert shape.pretrained is not None, "the spec has a folder"
         self._shape, self._folder = shape, PretrainedFolder(Path(shape.pretrained), _PREFIXES)
         self._kind = kind_of(Path(shape.pretrained))
 
@@ -514,8 +528,9 @@ class PretrainedWeights:
         than a sample needs."""
         there = self._folder.shapes.get(name, expected)
         if there[1:] == expected[1:] and there[0] < expected[0]:
-            finding = f"it has {there[0]} positions, and a sample {expected[0]} tokens"
-            raise _wrong(self._folder.folder, finding, f"write batch.sequence={there[0]} or less")
+            finding = f"it has {there[0]} positions, but a sample has {expected[0]} tokens"
+            remedy = f"Use `batch.sequence={there[0]}` or less."
+            raise _wrong(self._folder.folder, finding, remedy)
         return (*there[:1], *expected[1:])
 
 
@@ -543,8 +558,8 @@ def _safetensors() -> Any:
     try:
         import safetensors
     except ImportError as error:
-        finding = "its files are safetensors, and the library that reads them is not installed"
-        raise refused(_PLACE, finding, "pip install safetensors") from error
+        finding = "reading its files needs the safetensors library, which is not installed"
+        raise refused(_PLACE, finding, "Run `pip install safetensors`.") from error
     return safetensors
 
 

@@ -213,9 +213,12 @@ def experts_setting(register: Register, product: Experts, given: object) -> dict
     def grouped(module: nn.Module, hidden_ND: Tensor, *routing: Tensor) -> Tensor:
         if not _is_grouped(module, hidden_ND):
             kind = str(hidden_ND.dtype).removeprefix("torch.")
-            finding = f"torch has no grouped product of {kind} with these widths, only of float32, "
-            finding += f"bfloat16 and float16 with rows of a multiple of {_ALIGNED} bytes"
-            raise refused(f"model.config.{EXPERTS}", finding, "write eager, or leave it out")
+            finding = (
+                f"torch has no grouped matrix product in {kind} with these widths, "
+                "only in float32, "
+            )
+            finding += f"bfloat16 and float16 with rows that are a multiple of {_ALIGNED} bytes"
+            raise refused(f"model.config.{EXPERTS}", finding, "Use `eager`, or remove the field.")
         return product(module, hidden_ND, *routing)
 
     def by_dtype(module: nn.Module, hidden_ND: Tensor, *routing: Tensor) -> Tensor:
@@ -284,8 +287,10 @@ def taken(named: Any, config: Mapping[str, object]) -> TakenConfig:
     if is_whole(config):
         given = config.get("model_type", kind.model_type)
         if given != kind.model_type:
-            finding = f"{given!r}, and {named.__name__} is {kind.model_type!r}"
-            faults.append(_fault("model_type", finding, f"write model.hf={given}, or remove hf"))
+            finding = f"{given!r}, but {named.__name__} has model_type {kind.model_type!r}"
+            faults.append(
+                _fault("model_type", finding, f"Use `model.hf={given}`, or remove `model.hf`.")
+            )
         else:  # fields of another class are not compared
             faults += _slips(kind, known, config)
         fields = {name: value for name, value in config.items() if _is_taken(name, known)}
@@ -300,7 +305,7 @@ def taken(named: Any, config: Mapping[str, object]) -> TakenConfig:
     bad = {fault.place for fault in faults}
     fields = {name: value for name, value in fields.items() if _PLACE + name not in bad}
     said = (name for name, by in _SAID_BY.items() if by == "attention" and config.get(name))
-    ignored = (*(f"{name} (attention says it)" for name in said), *list_ignored(unread))
+    ignored = (*(f"{name} (set by attention)" for name in said), *list_ignored(unread))
     return TakenConfig(fields, ignored, tuple(faults))
 
 
@@ -317,9 +322,12 @@ def faults_of_class(config: Mapping[str, object]) -> Iterator[Fault]:
     for field, value in config.items():
         is_model = isinstance(value, Mapping) and value and field.endswith("_config")
         if is_model and field != "quantization_config":
-            finding = f"not yet: {field} is a model of its own: one of several, as multimodal "
-            remedy = "give the config of its language model alone, with model.hf=its class"
-            yield _fault(field, f"{finding}models have them", remedy)
+            finding = f"not supported yet: {field} is a nested model, as in multimodal "
+            remedy = (
+                "Use the config of its language model only, and set `model.hf` to the "
+                "class of that model."
+            )
+            yield _fault(field, f"{finding}models", remedy)
 
 
 def _is_taken(field: str, known: tuple[str, ...]) -> bool:
@@ -340,10 +348,10 @@ def _unknown(kind: Any, known: tuple[str, ...], fields: Iterable[str]) -> Iterat
     """Yield the fields that the class does not have, or that ptrain sets itself."""
     for field in fields:
         if by := _SAID_BY.get(field):
-            remedy = "remove it"
+            remedy = "Remove it."
             if by == "attention":
-                remedy += ", and write attention: eager, sdpa or flex at the top of the spec"
-            yield _fault(field, f"{field} is given by {by}, not by the config", remedy)
+                remedy += " Use `attention=eager`, `attention=sdpa` or `attention=flex`."
+            yield _fault(field, f"{field} is set by {by}, not by the config", remedy)
         elif field not in known and field != EXPERTS:
             near = near_word(field, known)
             yield _fault(field, f"{kind.__name__} has no field {field!r}", near or _some(known))
@@ -397,4 +405,4 @@ def _sources(named: Any) -> str:
 def _some(known: tuple[str, ...]) -> str:
     usual = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
     named = [field for field in usual if field in known]
-    return f"write fields of that class, like {', '.join(named)}" if named else "remove it"
+    return f"Use fields of that class, such as {', '.join(named)}." if named else "Remove it."

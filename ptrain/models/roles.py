@@ -92,8 +92,8 @@ def cutting_of_module(module: nn.Module, spec: Spec) -> tuple[Roles, Fusions]:
 
 def _blocks(module: nn.Module, place: str, spec: Spec) -> list[str]:
     if not (names := blocks_of(module, spec.model.blocks)):
-        finding = "it has no list of blocks, between which a rank would have its tokens alone"
-        raise refused(place, finding, "write model.blocks, or placement.tp.activations=R")
+        finding = "the model has no list of blocks, between which tokens could be sharded"
+        raise refused(place, finding, "Set `model.blocks`, or use `placement.tp.activations=R`.")
     return names
 
 
@@ -121,8 +121,8 @@ def names_of_experts(module: nn.Module, spec: Spec) -> tuple[str, list[str]]:
     meant = [pattern for pattern, word in plan.entries.items() if word in _OF_EXPERTS]
     names = [name for name, _ in module.named_modules() if any(fits(x, name) for x in meant)]
     if not names:
-        finding = f"{named_in_spec(module, spec)[1]} says of no module that it is all experts of "
-        finding += f"a layer{f' (there is none called {meant[0]})' if meant else ''}"
+        finding = f"{named_in_spec(module, spec)[1]} declares no module that holds all experts of "
+        finding += f"a layer{f' (no module is named {meant[0]})' if meant else ''}"
         raise refused(plan.place, finding, _missing(f'"layers.*.experts": {Role.EXPERTS}', plan))
     return plan.place, names
 
@@ -145,7 +145,7 @@ def _plan_of(module: nn.Module, spec: Spec) -> _Plan:
     plan = _given_plan(module, spec)
     if not plan.entries:
         _, name = named_in_spec(module, spec)
-        finding = f"{name} says nothing of how its modules are cut over tp"
+        finding = f"{name} has no tensor-parallel plan"
         entries = '"layers.*.mlp.up": column, "layers.*.mlp.down": row, …'
         raise refused(plan.place, finding, _missing(entries, plan))
     return plan
@@ -153,8 +153,12 @@ def _plan_of(module: nn.Module, spec: Spec) -> _Plan:
 
 def _missing(entries: str, plan: _Plan) -> str:
     """Return the remedy for a plan that lacks entries."""
-    remedy = f"write tensor: {{plan: {{{entries}}}}}"
-    return remedy if plan.theirs else f"{remedy}, or give the module that attribute: tp_plan"
+    remedy = f"Add `tensor: {{plan: {{{entries}}}}}`."
+    return (
+        remedy
+        if plan.theirs
+        else (f"{remedy} Or set the attribute `tp_plan` of the module to this mapping.")
+    )
 
 
 def plan_of_module(module: nn.Module, attribute: str, spec: Spec) -> AbstractContextManager[None]:
@@ -163,7 +167,7 @@ def plan_of_module(module: nn.Module, attribute: str, spec: Spec) -> AbstractCon
 
     def fault(error: BaseException) -> Fault:
         finding = f"{attribute} of {name} raised {said(error)}"
-        return Fault(place=place, finding=finding, remedy="let it be a plan, or none")
+        return Fault(place=place, finding=finding, remedy="Correct the attribute, or remove it.")
 
     return boundary(fault)
 
@@ -204,18 +208,28 @@ def _known(module: nn.Module, plan: _Plan) -> Iterator[tuple[str, Role]]:
         names = list((_counting if is_count else matching)(module, pattern))
         is_head = any(module.get_submodule(name) is _head(module) for name in names)
         if word in _GATHERED and not is_head:
-            finding = f"the plan's entry {pattern}: {word} gathers what a module that is not the "
-            finding += "head gives, which is not done"
-            remedy = "write a tensor.plan of your own, in which a layer of several projections is "
-            raise refused(plan.place, finding, f"{remedy}fused column, and a row is behind it")
+            finding = (
+                f"the plan entry {pattern}: {word} all-gathers the output of a module "
+                "that is not the "
+            )
+            finding += "head, which is not supported"
+            remedy = (
+                "Set a custom `tensor.plan`, in which a layer with several projections "
+                "has the role "
+            )
+            raise refused(
+                plan.place, finding, f"{remedy}`fused column` and is followed by a `row`."
+            )
         if word not in (*GIVEN, *_THEIRS):
-            finding = f"the plan's entry {pattern}: {word} is none that ptrain knows"
+            finding = f"the plan entry {pattern}: {word} is not a known role"
             words = (*GIVEN, *_THEIRS)
-            remedy = f"known are {', '.join(words)}; write a tensor.plan of your own"
+            remedy = f"Known roles: {', '.join(words)}. Set a custom `tensor.plan`."
             raise refused(plan.place, finding, remedy)
         if not names and not plan.theirs:
-            finding = f"no {'number' if is_count else 'module'} is called {pattern}"
-            raise refused(plan.place, finding, f"this model has {_shown(module)}")
+            finding = f"no {'integer attribute' if is_count else 'module'} is named {pattern}"
+            raise refused(
+                plan.place, finding, f"Use one of the names of this model: {_shown(module)}."
+            )
         role = Role(word) if word in GIVEN else _THEIRS[word]
         role = None if role in (*_SEEN, Role.EXPERTS) else role
         if names and role is not None:
@@ -252,7 +266,8 @@ def _head(module: nn.Module) -> nn.Module | None:
 def _shown(module: nn.Module) -> str:
     """The names of its layers, once for all blocks."""
     names = [name for name, child in module.named_modules() if isinstance(child, _LAYERS)]
-    return ", ".join(dict.fromkeys(map(in_any_block, names))) or "no linear layer and no embedding"
+    patterns = dict.fromkeys(map(in_any_block, names))
+    return ", ".join(patterns) or "none (no linear layer, no embedding)"
 
 
 _LAYERS = (nn.Linear, nn.Embedding)

@@ -160,8 +160,8 @@ class Follower(Ledger):
         origins = self._origins(map(_key, _tensors(output)))
         if columns := [name for name in origins if self._named.get(name) is not Role.HEAD]:
             column = min(columns)
-            finding = f"the model returns what {column} gives, a slice of the features"
-            self._say(finding, f"give {column} the role head, or the layer behind it row")
+            finding = f"the model returns the output of {column}, a shard of the features"
+            self._say(finding, f"Give {column} the role `head`, or the next layer the role `row`.")
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
@@ -187,8 +187,10 @@ class Follower(Ledger):
             self._running.append(name)
             self._draws.enter(name)
             if role in _OPERATORS and not args:  # torch's styles look at what has a place alone
-                finding = f"{name} is a {role}, and is given its input by keyword"
-                self._say(finding, "call it with its input in front: layer(x)")
+                finding = (
+                    f"{name} has the role {role}, but receives its input as a keyword argument"
+                )
+                self._say(finding, "Pass the input as the first positional argument: `layer(x)`.")
             first = next(filter(is_real, (*args, *kwargs.values())), None)
             if isinstance(first, torch.Tensor):
                 self.tokens.enter(name, _key(first))
@@ -196,17 +198,18 @@ class Follower(Ledger):
                 if name in self._counting:
                     self._counted[_key(first)] = name
                     if self._is_own(_key(first)):
-                        remedy = f"give {in_any_block(name)} the role whole input"
+                        remedy = f"Give {in_any_block(name)} the role `whole input`."
                         self._say(
-                            f"{name} counts features, and has its slice of the tokens", remedy
+                            f"{name} has the role count, but receives a shard of the tokens", remedy
                         )
                 if name == self.tokens.first and first.shape[1:2] != (self.tokens.count,):
                     shape = tuple(first.shape)
                     finding = (
-                        f"{name}, the first block, is given {shape} of {self.tokens.count} tokens"
+                        f"{name}, the first block, receives {shape} for {self.tokens.count} tokens"
                     )
                     self._say(
-                        f"{finding}: which dimension is theirs?", "write placement.tp.activations=R"
+                        f"{finding}; dimension 1 must be the tokens",
+                        "Use `placement.tp.activations=R`.",
                     )
                 if may_be_a_row and _key(first) in self._slices:
                     self._say_unpaired(name, min(self._slices[_key(first)]))
@@ -226,25 +229,34 @@ class Follower(Ledger):
     def _enter(self, name: str, role: Role | None, first: int) -> None:
         match role:
             case Role.ROW | Role.TRANSPOSED_ROW if first not in self._slices:
-                finding = f"{name} is a row, and what it is given is whole: "
-                finding += "no column stands before it"
-                remedy = f"give the layer before it the role column, or {in_any_block(name)} none"
+                finding = f"{name} has the role row, but its input is replicated: "
+                finding += "there is no column before it"
+                remedy = (
+                    "Give the layer before it the role `column`, or remove the role of "
+                    f"{in_any_block(name)}."
+                )
                 self._say(finding, remedy)
             case _ if role in (*COLUMNS, Role.HEAD) and first in self._slices:
                 column = min(self._slices[first])
-                finding = f"{name} is a {role}, and what it is given is a slice already, that of "
-                remedy = f"give {in_any_block(name)} the role row, or {in_any_block(column)} none"
+                finding = f"{name} has the role {role}, but its input is already sharded, by "
+                remedy = (
+                    f"Give {in_any_block(name)} the role `row`, or remove the role of "
+                    f"{in_any_block(column)}."
+                )
                 self._say(f"{finding}{column}", remedy)
             case Role.WHOLE_INPUT if first not in self._slices and not self._is_naive:
                 self._opened[first] = name
 
     def _say_unpaired(self, name: str, column: str) -> None:
-        finding = f"{column} is a column, and {name}, which is given its slice of the features, "
-        finding += "has no role: no row stands behind the column"
-        remedy = (
-            f"give {in_any_block(name)} the role row (shared, if it is used on each head alone), "
+        finding = (
+            f"{column} has the role column, but {name}, which receives its shard of the features, "
         )
-        self._say(finding, f"{remedy}or {in_any_block(column)} none")
+        finding += "has no role: there is no row after the column"
+        remedy = (
+            f"Give {in_any_block(name)} the role `row` (`shared` if it computes each head "
+            "separately), "
+        )
+        self._say(finding, f"{remedy}or remove the role of {in_any_block(column)}.")
 
     def _leave(self, name: str, role: Role | None, outputs: list[int]) -> None:
         match role:
@@ -301,13 +313,16 @@ class Follower(Ledger):
         on_all = [key for key in learnt if not self._learnt[key] and key not in self.tokens]
         if shared and (opened or on_all):
             owner = shared[0].rpartition(".")[0]
-            finding = f"{owner} is shared, and {shared[0]} is used on all features"
-            self._say(finding, f"give {in_any_block(owner)} no role")
+            finding = f"{owner} has the role shared, but {shared[0]} is used on all features"
+            self._say(finding, f"Remove the role of {in_any_block(owner)}.")
         elif opened and learnt:
             met = " ".join(sorted(chain(*(self._learnt[key] for key in learnt)))[:1])
-            finding = f"what {opened[0]}, a whole input, is given meets {met or 'another tensor'} "
-            finding += "there, and only its column layers may take it"
-            self._say(finding, f"give {in_any_block(opened[0])} no role")
+            finding = (
+                f"the input of {opened[0]} (role whole input) is combined with "
+                f"{met or 'another tensor'} "
+            )
+            finding += "there; only its column layers may use it"
+            self._say(finding, f"Remove the role of {in_any_block(opened[0])}.")
 
     def _is_own(self, key: int) -> bool:
         """Whether a rank has its slice of the tokens alone."""
@@ -320,10 +335,12 @@ class Follower(Ledger):
         owners = {name.rpartition(".")[0] for name in names}
         is_met = any(not self._learnt[key] for key in learnt)
         if on_slice and (is_met or not owners <= {"", *self._running}):
-            met = min(names) if names else "what every rank has of all tokens"
+            met = min(names) if names else "a tensor of all tokens"
             where = self._running[-1] if self._running else "the model"
-            finding = f"in the forward of {where} a slice of the tokens meets {met}"
-            self._say(finding, "write placement.tp.activations=R")
+            finding = (
+                f"in the forward pass of {where}, a shard of the tokens is combined with {met}"
+            )
+            self._say(finding, "Use `placement.tp.activations=R`.")
         if on_slice or is_met or any(key in self._opened for key in read):
             self.tokens.see(owners, results, is_slice=bool(on_slice))
 
@@ -335,36 +352,47 @@ class Follower(Ledger):
                 self._say_parameter(alone[0], slices)
             elif not names:
                 where = self._running[-1] if self._running else ""
-                finding = f"what {slices[0]} gives is a slice, and it meets what every rank has "
-                finding += f"whole, in the forward of {where or 'the model'}: "
-                finding += "no row stands between"
+                finding = f"the sharded output of {slices[0]} is combined with a replicated "
+                finding += f"tensor in the forward pass of {where or 'the model'}: "
+                finding += "there is no row between them"
                 column = in_any_block(slices[0])
-                self._say(finding, f"give the layer behind {column} the role row, or {column} none")
+                remedy = (
+                    f"Give the layer after {column} the role `row`, or remove the role of {column}."
+                )
+                self._say(finding, remedy)
 
     def _judge_count(self, read: list[int]) -> None:
         """What a module is given that counts features is narrower than that on a rank."""
         is_within = any(self._named.get(name) in COLUMNS for name in self._running[-1:])
         counted = [self._counted[key] for key in read if key in self._counted]
         if counted and not is_within:
-            finding = f"{counted[0]} counts features by attributes, and what it is given goes "
-            finding += "elsewhere than into its column layers"
-            self._say(finding, "give attributes of another module the role count")
+            finding = (
+                f"{counted[0]} has attributes with the role count, but its input is also used "
+            )
+            finding += "outside of its column layers"
+            self._say(finding, "Give attributes of another module the role `count`.")
 
     def _say_drawn(self, function: Any) -> None:
         where = self._running[-1] if self._running else ""
-        finding = f"in the forward of {where or 'the model'} {function._schema.name} draws a mask "
-        finding += "of what all ranks have between a column and its row, or of a slice elsewhere: "
-        finding += "there is no one mask, or no mask of its own, for it"
-        self._say(finding, "build it with a dropout of 0 there, or write another tensor.plan")
+        finding = (
+            f"in the forward pass of {where or 'the model'}, {function._schema.name} "
+            "draws one mask "
+        )
+        finding += "for replicated values between a column and its row, or for a shard elsewhere: "
+        finding += "ranks would need identical or different masks there"
+        self._say(finding, "Build the model with dropout 0 there, or use another `tensor.plan`.")
 
     def _say_parameter(self, parameter: str, slices: list[str]) -> None:
         owner = parameter.rpartition(".")[0]
-        finding = f"{owner or 'the model'} has parameters, and {parameter} is used on a slice of "
-        finding += f"the features, that of {slices[0]}, with no role that says who sums its "
+        finding = f"{parameter} is used on a shard of "
+        finding += f"the features (from {slices[0]}), but no role makes the ranks sum its "
         finding += "gradient"
-        remedy = f"write a tensor.plan in which {in_any_block(owner)} is shared"
+        remedy = f"Give {in_any_block(owner)} the role `shared` in `tensor.plan`."
         if owner in self._named or not owner:
-            remedy = f"put {in_any_block(parameter)} into a module of its own, and make that shared"
+            remedy = (
+                f"Move {in_any_block(parameter)} into a separate module, and give it "
+                "the role `shared`."
+            )
         self._say(finding, remedy)
 
     def _is_summed(self, parameter: str) -> bool:

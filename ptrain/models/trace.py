@@ -258,7 +258,7 @@ def _items(events: Sequence[Event], sizes: Mapping[int, int]) -> Iterator[Item]:
             case lives:
                 deltas = (sizes[e.id] if isinstance(e, Born) else -sizes[e.id] for e in lives)
                 merged = timeline.run(deltas)
-                assert merged is not None, "something happens"
+                assert merged is not None, "there are operators"
                 yield merged
 
 

@@ -178,7 +178,7 @@ class LatentAttention(nn.Module):
 
     def __init__(self, shape: ModelShape, layer: int) -> None:
         super().__init__()
-        assert shape.kv_lora_rank is not None, "keys and values are made of something"
+        assert shape.kv_lora_rank is not None, "the model has latent attention"
         self.head_dim = shape.head_dim
         self.latent_and_turning = shape.kv_lora_rank, shape.qk_rope_head_dim
         self.key_and_value = shape.qk_nope_head_dim, shape.v_head_dim
@@ -376,7 +376,7 @@ class Transformer(nn.Module):
                 angles = cos_TK, own[f"{prefix}sin_TK"]
                 fill_tables(self.shape, *angles, spans=self.spans, is_local=prefix == LOCAL)
         if (mask_TT := own.get(f"{LOCAL}TT")) is not None:
-            assert self.shape.window is not None, "somebody has a window"
+            assert self.shape.window is not None, "the model has a sliding window"
             ones_TT = torch.ones_like(mask_TT, dtype=torch.bool)
             hidden_TT = ones_TT.triu(1) | ones_TT.tril(-self.shape.window)
             mask_TT.zero_().masked_fill_(hidden_TT, float("-inf"))

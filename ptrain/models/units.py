@@ -64,15 +64,15 @@ def blocks_of(module: nn.Module, pattern: str | None = None) -> list[str]:
 def _meant_blocks(module: nn.Module, pattern: str) -> list[str]:
     named = dict(module.named_modules())
     names = [name for name in named if name and fits(pattern, name)]
-    remedy = f"write the names of its blocks, * for a number: {_example(module)}"
+    remedy = f"Use the names of its blocks, with * for a number: `model.blocks={_example(module)}`."
     if not names:
-        raise refused("model.blocks", f"{pattern!r} is the name of no module", remedy)
+        raise refused("model.blocks", f"no module is named {pattern!r}", remedy)
     for name in names:
         if isinstance(named[name], _CONTAINERS):
-            finding = f"{name} is {type(named[name]).__name__}, which is never called"
+            finding = f"{name} is {type(named[name]).__name__}, which has no forward call"
             raise refused("model.blocks", finding, remedy)
         if outer := next((other for other in names if name.startswith(f"{other}.")), None):
-            finding = f"{pattern!r} means {outer} and {name}, which is a part of it"
+            finding = f"{pattern!r} matches both {outer} and its submodule {name}"
             raise refused("model.blocks", finding, remedy)
     return names
 

@@ -134,7 +134,7 @@ class TorchLeaf:
 
     @property
     def state(self) -> dict[str, torch.Tensor]:
-        assert self.optimizer is not None, "a leaf of an optimizer"
+        assert self.optimizer is not None, "the leaf has no optimizer"
         state: dict[str, torch.Tensor] = self.optimizer.state[self.tensor]
         return state
 
@@ -153,7 +153,7 @@ class TorchOptimizer:
         tensors = [tensor_of(leaf) for leaf in leaves]
         self.optimizer = build_optimizer(rule, tensors, spec, stands_in=stands_in)
         for leaf in leaves:
-            assert isinstance(leaf, TorchLeaf), "a leaf of this room"
+            assert isinstance(leaf, TorchLeaf), "the leaf is not a TorchLeaf"
             leaf.optimizer = self.optimizer
 
     def step(self, lr: float, scalars: tuple[torch.Tensor | None, torch.Tensor] | None) -> None:
@@ -184,5 +184,5 @@ class TorchRules:
 
 def tensor_of(leaf: OptimizerLeaf[torch.Tensor]) -> torch.Tensor:
     """Return the tensor by which torch's optimizer knows a leaf."""
-    assert isinstance(leaf, TorchLeaf), "a leaf of this room"
+    assert isinstance(leaf, TorchLeaf), "the leaf is not a TorchLeaf"
     return leaf.tensor

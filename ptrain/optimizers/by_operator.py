@@ -31,7 +31,7 @@ class ByOperator(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:
         """One update of every tensor that has a gradient."""
-        assert closure is None, "gradients are there already"
+        assert closure is None, "closures are not supported"
         is_fake = detect_fake_mode() is not None
         if self.found_inf is not None and not is_fake and self.found_inf.item():
             return

@@ -47,7 +47,7 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:
         """One update of every matrix that has a gradient."""
-        assert closure is None, "gradients are there already"
+        assert closure is None, "closures are not supported"
         for options in self.param_groups:
             for matrix in options["params"]:
                 if matrix.grad is not None:
@@ -56,7 +56,7 @@ class Muon(torch.optim.Optimizer):
     def _update(self, matrix: torch.Tensor, options: dict[str, float]) -> None:
         momentum, lr = options["momentum"], options["lr"]
         gradient = matrix.grad
-        assert gradient is not None and matrix.dim() == 2, "Muon updates matrices"
+        assert gradient is not None and matrix.dim() == 2, "Muon updates matrices only"
         if self.grad_scale is not None:
             gradient = alike(gradient / self.grad_scale, matrix)
         state = self.state[matrix]

@@ -28,7 +28,7 @@ class SGD(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:
         """One update of every tensor that has a gradient."""
-        assert closure is None, "gradients are there already"
+        assert closure is None, "closures are not supported"
         for options in self.param_groups:
             for parameter in options["params"]:
                 if parameter.grad is not None:

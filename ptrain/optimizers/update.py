@@ -149,7 +149,7 @@ class TargetsUpdate(Generic[T, X]):
     def step_group(self, index: int, lr: float, *, is_taken: bool = True) -> None:
         """The update of one unit alone, as soon as its gradients are complete (G = M). Unless it
         `is_taken` everything is brought and put back as it is: other ranks wait for that."""
-        assert self.is_by_unit, "units that stay in place are updated together"
+        assert self.is_by_unit, "units in place are updated together"
         self.groups[index].step(lr, None, is_taken=is_taken)
 
     def tensors(self) -> Iterator[tuple[X, dict[str, T]]]:

@@ -42,19 +42,24 @@ def theorem_3(spec: Spec, plan: Plan) -> tuple[Condition, ...]:
         Condition(
             name="Theorem 3 of samples",
             holds=all(len({places[rank] for rank in group}) == 1 for group in within),
-            why=f"the ranks of a group of {step.axis} have the same samples: {_shown(within)}",
+            why=f"all ranks of a {step.axis} group have the same samples: {_shown(within)}",
         ),
         Condition(
             name="Theorem 3 of tokens",
             holds=is_partition(step),
-            why=f"their slices are disjoint and cover all {step.sequence} tokens; positions are "
-            "those of the whole sequence",
+            why=(
+                f"their token shards are disjoint and cover all {step.sequence} tokens; "
+                "positions are those in the full sequence"
+            ),
         ),
         Condition(
             name="Theorem 3 of gradients",
             holds=are_within(within, across),
-            why="by construction, the loss is a sum over a rank's tokens, divided by the global "
-            f"count; gradients are summed over {' × '.join(plan.summed_axes)}: {_shown(across)}",
+            why=(
+                "by construction, the loss is a sum over the local tokens, divided by the "
+                f"global count; gradients are summed over {' × '.join(plan.summed_axes)}: "
+                f"{_shown(across)}"
+            ),
         ),
     )
 
@@ -70,26 +75,33 @@ def theorem_3_of_experts(spec: Spec, plan: Plan) -> tuple[Condition, ...]:
     across = tuple(groups(spec, summed)) if summed else ()
     whole = tuple(groups(spec, plan.summed_axes))
     places = positions(spec, step.axes)
-    why = f"it is summed over {' × '.join(summed)}, ranks that have the same: {_shown(across)}"
+    why = (
+        f"it is summed over {' × '.join(summed)}, whose ranks hold the same experts: "
+        f"{_shown(across)}"
+    )
     return (
         Condition(
             name="Theorem 3 of routed tokens",
             holds=step.number % len(within[0]) == 0,
-            why=f"each of {step.number} experts is on one rank of a group of {names}, to "
-            f"which travels every token that is routed there: {_shown(within)}",
+            why=(
+                f"each of {step.number} experts is on one rank of a {names} group, which "
+                f"receives every token routed to the expert: {_shown(within)}"
+            ),
         ),
         Condition(
             name="Theorem 3 of experts' gradients",
             holds=all(len({places[rank] for rank in group}) == 1 for group in across),
-            why=f"an expert's gradient is of the tokens of all ranks of {names}; "
-            + (why if summed else "no other rank has it, so that it is summed over none"),
+            why=f"the gradient of an expert includes the tokens of all ranks of {names}; "
+            + (why if summed else "no other rank holds the expert, so its gradient is not reduced"),
         ),
         Condition(
             name="Theorem 3 of the rest's gradients",
             holds=are_within(groups(spec, (step.axis,)), whole),
-            why="what every rank has is summed over "
-            f"{' × '.join(plan.summed_axes)}: {_shown(whole)}; by construction, both are sums over "
-            "tokens, divided by the global count",
+            why=(
+                "gradients of replicated parameters are summed over "
+                f"{' × '.join(plan.summed_axes)}: {_shown(whole)}; by construction, both are "
+                "sums over tokens, divided by the global count"
+            ),
         ),
     )
 
@@ -108,21 +120,29 @@ def theorem_6(spec: Spec, plan: Plan, ran: Sequence[Ran] = ()) -> tuple[Conditio
         Condition(
             name="Theorem 6.1",
             holds=are_consecutive(within),
-            why=f"a tp group is consecutive ranks: {_shown(within)}",
+            why=f"a tp group has consecutive ranks: {_shown(within)}",
         ),
         Condition(
             name="Theorem 6.2",
             holds=is_cut_first,
-            why="by construction, operators are cut before units are wrapped: a unit's sums over "
-            f"tp end in its own backward pass, its gradients are reduced over {names} after it"
+            why=(
+                "by construction, operators are sharded before units are wrapped: the sums "
+                "of a unit over tp end within its backward pass, and its gradients are then "
+                f"reduced over {names}"
+            )
             if is_cut_first
-            else f"units are wrapped before operators are cut: what is reduced over {names} is "
-            "not yet summed over tp",
+            else (
+                "units are wrapped before operators are sharded: gradients reduced over "
+                f"{names} are not summed over tp yet"
+            ),
         ),
         Condition(
             name="Theorem 6.3",
             holds=have_one_of_each(across, within),
-            why=f"gradients are reduced over {names}: {_shown(across)}, never two of a tp group",
+            why=(
+                f"gradients are reduced over {names}: {_shown(across)}, never over two ranks "
+                "of a tp group"
+            ),
         ),
     )
 
@@ -139,12 +159,12 @@ def theorem_7(spec: Spec, plan: Plan) -> tuple[Condition, ...]:
     across = tuple(group for axis in data for group in groups(spec, (axis,)))
     names = " and ".join(data)
     is_outermost = are_consecutive(stages)
-    order = "consecutive ranks" if is_outermost else "apart from each other, as in Remark 4"
+    order = "consecutive ranks" if is_outermost else "not consecutive, as in Remark 4"
     return (
         Condition(
             name="Theorem 7.1" if is_outermost else "Remark 4",
             holds=len({len(stage) for stage in stages}) == 1,
-            why=f"the ranks that have the same stages are {order}: {_shown(stages)}",
+            why=f"the ranks with the same stages are {order}: {_shown(stages)}",
         ),
         Condition(
             name="Theorem 7.2",
@@ -155,8 +175,10 @@ def theorem_7(spec: Spec, plan: Plan) -> tuple[Condition, ...]:
         Condition(
             name="Theorem 7.3",
             holds=have_one_of_each(within, stages),
-            why=f"activations go along {plan.pipeline.axis}: {_shown(within)}, one rank of each "
-            "stage, of the same samples",
+            why=(
+                f"activations are sent along {plan.pipeline.axis}: {_shown(within)}, one "
+                "rank per stage, with the same samples"
+            ),
         ),
     )
 
@@ -166,9 +188,9 @@ def compositions(spec: Spec, plan: Plan) -> Iterator[tuple[str, tuple[Condition,
     has_samples = any(axis in plan.summed_axes for axis in SAMPLE_AXES)
     others = "data axes" if has_samples else " and ".join(plan.summed_axes)
     if plan.context is not None:
-        yield f"why {plan.context.axis} computes what one device does", theorem_3(spec, plan)
+        yield f"why {plan.context.axis} computes the same as a single device", theorem_3(spec, plan)
     if plan.experts is not None:
-        heading = f"why {plan.experts.axis} computes what one device does"
+        heading = f"why {plan.experts.axis} computes the same as a single device"
         yield heading, theorem_3_of_experts(spec, plan)
     if conditions := theorem_6(spec, plan):
         yield f"why tp and {others} compose", conditions

@@ -64,9 +64,9 @@ from ptrain.steps.wraps import (
 def own_facts(spec: Spec) -> ModelFacts:
     """Return the facts of a built-in model, from its shape. Raises SpecError for any other."""
     if not isinstance(spec.model, ModelShape):
-        finding = "the sizes of this model are known only to its code"
-        remedy = "allow the import (--allow-import; in Python, give derive the facts: "
-        remedy += "read_facts(spec, allow_import=True)), or use a preset or a shape"
+        finding = "the sizes of this model are known only after running its code"
+        remedy = "Add `--allow-import` (in Python, pass facts to derive: "
+        remedy += "read_facts(spec, allow_import=True)), or use a built-in model."
         raise refused("model", finding, remedy)
     return facts_of(spec.model, spec.batch.sequence, spec.unit, expert_modules(spec))
 
@@ -224,7 +224,7 @@ def _pipeline(spec: Spec, stages: tuple[Stage, ...]) -> Pipeline | None:
 
 def _accumulate(spec: Spec) -> Accumulate:
     if spec.batch.micro_is_open:  # a call from Python: commands have chosen
-        finding = "auto: how large a micro-batch is, is not chosen yet"
+        finding = "auto is not resolved to a micro-batch size yet"
         raise refused("batch.micro", finding, "pass ptrain.resolve_auto(ptrain.load(...))")
     return Accumulate(micro_batches=spec.batch.accumulate)
 
@@ -233,7 +233,7 @@ def _keep(spec: Spec, blocks: tuple[str, ...]) -> Keep | None:
     """Return the step that keeps activations, None where all blocks are plain. `blocks` are named
     as the model calls them; those of a built-in one are known."""
     if spec.activations.is_open:  # a call from Python: commands have chosen
-        finding = "what it recomputes is not chosen yet"
+        finding = "the recompute policy is not selected yet"
         raise refused("recompute.budget", finding, "pass ptrain.resolve_auto(ptrain.load(...))")
     if isinstance(spec.model, ModelShape):
         blocks = tuple(f"blocks.{index}" for index in range(spec.model.layers))

@@ -33,7 +33,7 @@ class Curve:
     as that; above the largest, each byte takes as long as its bytes do."""
 
     def __init__(self, seconds: Mapping[int, float]) -> None:
-        assert seconds, "a curve has points"
+        assert seconds, "the curve has no points"
         self.sizes = sorted(seconds)
         self.seconds = [seconds[size] for size in self.sizes]
 
@@ -86,7 +86,7 @@ class Surface:
         coordinates: Callable[[Shape], Sequence[int]] = tuple,
         kind: Callable[[Shape], object] = lambda _: None,
     ) -> None:
-        assert seconds, "a surface has points"
+        assert seconds, "the surface has no points"
         self.known = dict(seconds)  # measured, and what was asked before
         self.expected, self.coordinates, self.kind = expected, coordinates, kind
         self.kinds: dict[object, list[tuple[tuple[float, ...], float]]] = {}
@@ -145,18 +145,18 @@ def pace_while_others_wait(cluster: Cluster | None, ranks: int, busy: int) -> Pa
 @lru_cache(maxsize=64)
 def _pace(cluster: Cluster, ranks: int) -> Pace:
     """A search asks for the same one thousands of times."""
-    assert cluster.rates is not None, "what lacks nothing has rates"
+    assert cluster.rates is not None, "the cluster has no rates"
     return MeasuredPace(cluster, tables(cluster.rates), ranks)
 
 
 def lacking(cluster: Cluster | None, ranks: int) -> str:
     """Why there is no pace, and what gives one; "" where there is."""
     if cluster is None:
-        return "no cluster says how fast its devices are: cluster.preset=h100-8, say"
+        return "the spec has no cluster. Add `cluster.preset=h100-8`, for example."
     if cluster.rates is None:
         return (
-            f"the cluster {cluster.name} has no rates: `ptrain calibrate` measures those of this "
-            "machine"
+            f"the cluster {cluster.name} has no rates. Run `ptrain calibrate` to measure "
+            "this machine."
         )
     at_once, here = tables(cluster.rates).at_once, _on_a_node(cluster, ranks)
     if cluster.kind == "cuda" or here in at_once:
@@ -164,8 +164,8 @@ def lacking(cluster: Cluster | None, ranks: int) -> str:
     measured = ", ".join(map(str, at_once))
     remedy = _measuring((*at_once, here), -(-ranks // here))
     return (
-        f"{here} ranks of a node compute at once, and the rates of {cluster.name} are of "
-        f"{measured}: {remedy}"
+        f"{here} ranks of a node compute at the same time, but the rates of {cluster.name} "
+        f"are measured for {measured}. Run {remedy}."
     )
 
 
@@ -324,7 +324,7 @@ class MeasuredPace:
         if (LinkTier.BETWEEN if nodes > 1 else LinkTier.WITHIN) not in self.links:
             where = "one node" if nodes == 1 else f"{nodes} nodes"
             raise self._unknown(
-                f"{collective} of {ranks} ranks on {where}",
+                f"{collective} over {ranks} ranks on {where}",
                 is_calibrated=nodes > 1 or self.ranks % ranks == 0,
                 nodes=nodes,
             )
@@ -352,7 +352,7 @@ class MeasuredPace:
         ]
         if surface is None and not row.operators:
             raise self._unknown(
-                f"an update by {optimizer} in {dtype}",
+                f"the {optimizer} update in {dtype}",
                 is_calibrated=row.is_fused and dtype in CALIBRATED,
             )
         if surface is None:  # what is not fused takes what its operators take
@@ -384,9 +384,9 @@ class MeasuredPace:
         return self.hooks.get(hook, 0.0)
 
     def _unknown(self, what: str, *, is_calibrated: bool = True, nodes: int = 1) -> UnknownRate:
-        measures = f"{_measuring((self.ranks,), nodes)} measures it"
-        who = measures if is_calibrated else "nothing measures it yet"
-        return UnknownRate(f"the cluster's rates lack {what}: {who}")
+        measures = f"Run {_measuring((self.ranks,), nodes)}."
+        who = measures if is_calibrated else "No calibration measures it yet."
+        return UnknownRate(f"the cluster has no rate for {what}. {who}")
 
 
 def _casts(moments: int, layout: Layout) -> Iterator[tuple[DType, int]]:

@@ -108,9 +108,9 @@ class Culprit:
         on = f" · axis {self.axis}" if self.axis else ""
         where = f" · {self.place}" if self.place else ""
         ranks = ", ".join(map(str, self.ranks))
-        sure = f"\n  {self.certainty}: {self.tried or 'its cure was not tried'}"
+        sure = f"\n  {self.certainty}: {self.tried or 'the fix was not tried'}"
         return (
-            f"culprit: {self.state}{on} · {self.factor}{where} · step {self.step} · "
+            f"root cause: {self.state}{on} · {self.factor}{where} · step {self.step} · "
             f"rank{'s' * (len(self.ranks) != 1)} {ranks}\n  {self.sentence}{sure}"
         )
 

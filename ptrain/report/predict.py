@@ -79,7 +79,7 @@ class Reserving(NamedTuple):
     record: Mapping[str, object] | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, eq=False, repr=False, slots=True, kw_only=True)
 class Prediction:
     """A spec with what was derived of it. `label` tells it from the others of a sweep; `words` load
     it, where the user typed them. `reserving` is there where it was asked for."""

@@ -41,6 +41,7 @@ from ptrain.units import format_bytes, format_count, format_memory, format_secon
 
 _OVER_CONTEXT = "peaks with cp are those of CPU kernels and have not been confirmed on a GPU"
 TOP, _BILLION = 10, 10**9
+_OF_TUPLES = {"name", "mesh", "placement", "precision", "tensor"}  # keys of a named tuple
 _MARKED = {
     SearchGoal.DEVICES: "* marks the fewest devices that meet the demand",
     SearchGoal.COST: "* marks the least device time per token",
@@ -312,7 +313,7 @@ def _names() -> dict[tuple[Axis, str], str]:
         changed = {
             key for key in {*usual, *spec.resolved} if usual.get(key) != spec.resolved.get(key)
         }
-        if len(spec.factors) == 1 and changed <= {"name", "mesh", "placement", "precision"}:
+        if len(spec.factors) == 1 and changed <= _OF_TUPLES:
             names.setdefault((spec.factors[0].axis, str(spec.factors[0].placement)), name)
     return names
 

@@ -294,7 +294,7 @@ class TaggedReduceScatter(ReduceScatter):
         op: object,
         async_op: bool = False,
     ) -> dist.Work | None:
-        assert op == dist.ReduceOp.SUM, f"framework averaging is off, yet the operator is {op}"
+        assert op == dist.ReduceOp.SUM, f"averaging is disabled, but the reduce operator is {op}"
         if async_op:
             work: dist.Work | None = _reduce_scatter(
                 output_tensor, input_tensor, group=group, async_op=True
@@ -430,7 +430,9 @@ def _require_size(step: CreateMesh, world: World) -> None:
     raise SpecError(
         Fault(
             place="mesh",
-            finding=f"{shape or 'one device'} needs {product} ranks; {world.size} were started",
-            remedy=f"start {product} ranks, or let one degree be `auto`",
+            finding=(
+                f"{shape or 'a single device'} needs {product} ranks, but {world.size} were started"
+            ),
+            remedy=f"Start {product} ranks, or set one axis of the mesh to `auto`.",
         )
     )

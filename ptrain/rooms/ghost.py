@@ -249,7 +249,7 @@ class GhostRoom:
         return Move(into, (whole, received), work)
 
     def all_reduce(self, tensor: Ghost, axes: Axes, *, is_awaited: bool) -> Move[Ghost]:
-        assert tensor.tier is Tier.DEVICE, "collectives are of the device"
+        assert tensor.tier is Tier.DEVICE, "collectives need device tensors"
         state, reduce = _state_of(tensor), Collective.ALL_REDUCE
         work = self.reader.sent(reduce, axes, state, tensor.nbytes, "", is_awaited=is_awaited)
         return Move(tensor, tensor, work)
@@ -258,7 +258,7 @@ class GhostRoom:
         ranks = math.prod(self._degrees[axis] for axis in axes)
         sizes = f"{collective} over {ranks}: {whole.numel} of {shard.numel}"
         assert whole.numel == ranks * shard.numel and whole.dtype is shard.dtype, sizes
-        assert whole.tier is shard.tier is Tier.DEVICE, "collectives are of the device"
+        assert whole.tier is shard.tier is Tier.DEVICE, "collectives need device tensors"
 
 
 def _state_of(*tensors: Ghost) -> State:

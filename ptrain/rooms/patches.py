@@ -48,9 +48,10 @@ def require_supported() -> None:
     """Raises PtrainError for a torch that the patches were not written for."""
     if not is_tested(torch.__version__):
         raise PtrainError(
-            f"torch {torch.__version__} is installed, and what fake ranks and tensors "
-            f"replace of it is known of {TESTED_TORCH[0]} to {TESTED_TORCH[-1]}\n"
-            f"  remedy: pip install 'torch=={REFERENCE_TORCH}.*'; `ptrain predict` needs no torch"
+            f"torch {torch.__version__} is installed, but fake ranks and fake tensors work "
+            f"with {TESTED_TORCH[0]} to {TESTED_TORCH[-1]}\n  remedy: Run `pip install "
+            f"'torch=={REFERENCE_TORCH}.*'`, or use `ptrain predict`, which does not need "
+            "torch."
         )
 
 

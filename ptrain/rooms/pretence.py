@@ -53,19 +53,25 @@ def capability() -> str:
 def lacking() -> str | None:
     """Return what is not there to ask CUDA's kernels, with the way to it; None where all is."""
     if not sys.platform.startswith("linux"):
-        return "they can be asked on Linux alone"
+        return "CUDA kernels can only be queried on Linux"
     if torch.version.cuda is None:
-        return f"torch {torch.__version__} is built without CUDA; a CUDA build tells, without a GPU"
+        return (
+            f"torch {torch.__version__} is built without CUDA. Install a CUDA build; no "
+            "GPU is needed."
+        )
     if _SM in os.environ:
-        return "torch takes no notice of the GPU that it was to believe in"
+        return "torch does not detect the simulated GPU"
     if set(tempfile.gettempdir()) & set(" :"):
-        return "a library is loaded from no folder with a space or a colon: set TMPDIR"
+        return (
+            "the folder of temporary files has a space or a colon in its path. Set TMPDIR "
+            "to another folder."
+        )
     if not _compiler():
-        return "there is no C compiler: install gcc or clang"
+        return "there is no C compiler. Install gcc or clang."
     if _headers() is None:
         return (
-            f"CUDA's headers, of version {_major()}, are not all there: "
-            "install nvidia-cuda-runtime and nvidia-cuda-crt of it, or CUDA's toolkit"
+            f"some headers of CUDA {_major()} are missing. Install the packages "
+            "nvidia-cuda-runtime and nvidia-cuda-crt of this version, or the CUDA toolkit."
         )
     return None
 
@@ -90,8 +96,9 @@ def run(words: Sequence[str], sm: int) -> int:
             code = _awaited(child)
     if code < 0:
         raise PtrainError(
-            f"error: the process that asks CUDA's kernels was ended by {signal.Signals(-code).name}"
-            "\n  remedy: a build of torch without CUDA answers with a CPU's kernels"
+            "error: the process that queries the CUDA kernels was ended by "
+            f"{signal.Signals(-code).name}\n  remedy: Use a build of torch without CUDA, "
+            "which predicts with the kernels of the CPU."
         )
     return code
 
@@ -118,8 +125,8 @@ def _compiled(name: str, library: Path) -> Path:
     if ended.returncode:
         said = " ".join(ended.stderr.split())[:200]
         raise Uncompiled(
-            f"{name}.c, which stands in for CUDA's {name}, does not compile: {said}; "
-            "name another compiler as CC"
+            f"{name}.c, which replaces the CUDA {name}, does not compile: {said}. Set CC to "
+            "another compiler."
         )
     return library
 

@@ -126,9 +126,13 @@ def _ranks(environment: Mapping[str, str]) -> dict[str, int]:
             text = environment.get("RANK", "")
         values[name] = _whole(name, text)
     if values["RANK"] >= values["WORLD_SIZE"]:
-        raise _environment("RANK", f"RANK={values['RANK']} with WORLD_SIZE={values['WORLD_SIZE']}")
+        raise _environment(
+            "RANK", f"RANK={values['RANK']} must be less than WORLD_SIZE={values['WORLD_SIZE']}"
+        )
     if not 0 < values["MASTER_PORT"] < 65536:
-        raise _environment("MASTER_PORT", f"got {values['MASTER_PORT']}, a port is 1 to 65535")
+        raise _environment(
+            "MASTER_PORT", f"must be a port, 1 to 65535; got {values['MASTER_PORT']}"
+        )
     return values
 
 
@@ -140,7 +144,7 @@ def _num_local(environment: Mapping[str, str], local_rank: int) -> int:
 
 def _whole(name: str, text: str) -> int:
     if not text.isdigit():
-        raise _environment(name, f"got {text!r}, a whole number is needed")
+        raise _environment(name, f"must be an integer; got {text!r}")
     return int(text)
 
 
@@ -149,7 +153,7 @@ def _environment(name: str, finding: str) -> SpecError:
         Fault(
             place=name,
             finding=finding,
-            remedy="start with: torchrun --nproc-per-node N -m ptrain.train SPEC",
+            remedy="Start with `torchrun --nproc-per-node N -m ptrain.train SPEC`.",
             source="environment",
         )
     )
@@ -163,8 +167,10 @@ def _device(wanted: str, local_rank: int, num_local: int) -> torch.device:
         raise SpecError(
             Fault(
                 place="device",
-                finding=f"a GPU per rank is needed: {available} found, local rank {local_rank}",
-                remedy="use device: cpu, or start fewer ranks on this node",
+                finding=(
+                    f"each rank needs a GPU: found {available}, but this is local rank {local_rank}"
+                ),
+                remedy="Use `device=cpu`, or start fewer ranks on this node.",
             )
         )
     if wanted == "cuda" or (wanted == "auto" and num_local <= available):
@@ -177,8 +183,8 @@ def _backend(wanted: str, device: torch.device) -> str:
         raise SpecError(
             Fault(
                 place="backend",
-                finding="nccl needs a GPU per rank and this rank has none",
-                remedy="use backend: gloo",
+                finding="nccl needs a GPU per rank, but this rank has none",
+                remedy="Use `backend=gloo`.",
             )
         )
     if wanted != "auto":
@@ -200,8 +206,8 @@ def _start(ranks: Mapping[str, int], backend: str, timeout: Timeout) -> None:
         )
     except (dist.DistError, RuntimeError, OSError) as error:
         raise RankFailed(
-            f"rank {ranks['RANK']} could not meet the other {ranks['WORLD_SIZE'] - 1} at "
-            f"{host}:{ranks['MASTER_PORT']} within {timeout.init:g} s: {error}"
+            f"rank {ranks['RANK']} could not connect to the other {ranks['WORLD_SIZE'] - 1} "
+            f"at {host}:{ranks['MASTER_PORT']} within {timeout.init:g} s: {error}"
         ) from error
     set_timeout(None, timeout)
 

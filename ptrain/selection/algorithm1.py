@@ -186,7 +186,7 @@ def record(answer: Answer) -> dict[str, object]:
 
 def _conclusion(answer: Answer) -> str:
     if answer.advice is Advice.NONE:
-        return "  no answer: line 11 returns a specification that no line has made"
+        return "  no answer: line 11 returns a specification that was never set"
     tuples = " ⊗ ".join(f"{axis} {degree} ({modes})" for axis, degree, modes in answer.degrees)
     return f"  {answer.advice}: {tuples}"
 
@@ -199,19 +199,20 @@ def _remarks(answer: Answer) -> list[str]:
     if answer.advice is Advice.NONE:
         if share < required.device_memory:
             rest = format_memory(required.device_memory - share)
-            return [f"  a share of {whole} is below the memory itself, and leaves {rest} beside it"]
+            return [f"  the share of {whole} is less than the device memory; {rest} remain"]
         return [
-            f"  a share of {whole} is above the memory itself: more devices, fewer bytes a "
-            "parameter or states on the host would change that; the algorithm knows none of them"
+            f"  the share of {whole} exceeds the device memory; more devices, fewer bytes "
+            "per parameter or states on the host would help, but the algorithm considers "
+            "none of them"
         ]
     if answer.advice is Advice.ADD_TENSOR:
         return [
-            f"  on as many devices the states' share stays {whole}, which line 5 has refused: tp "
-            "makes what is gathered smaller, not what is kept",
-            "  what tp is added to the text does not say: ZeRO-3 over the nodes is supposed here",
+            f"  with the same number of devices the states' share stays {whole}, which line "
+            "5 rejected: tp reduces the all-gathered parameters, not the stored states",
+            "  the paper does not define how tp is combined; ZeRO-3 over the nodes is assumed here",
         ]
     return [
-        "  activations are in no condition: the threshold leaves them "
+        "  activations are in no condition; the threshold leaves them "
         f"{format_memory((1 - answer.thresholds.states) * required.device_memory)}"
     ]
 
@@ -224,6 +225,10 @@ def thresholds_of(text: str) -> Thresholds:
     except ValueError:
         states = layer = 0.0
     if not (0 < states <= 1 and 0 < layer <= 1):
-        finding = f"{text[:60]!r} are not two shares of a device's memory, of states and of a layer"
-        raise refused("--thresholds", finding, "write two numbers in 0..1: --thresholds 0.7,0.3")
+        finding = (
+            f"{text[:60]!r} is not two shares of a device's memory, for states and for a layer"
+        )
+        raise refused(
+            "--thresholds", finding, "Use two numbers in 0..1, for example `--thresholds 0.7,0.3`."
+        )
     return Thresholds(states=states, layer=layer)

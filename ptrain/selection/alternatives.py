@@ -182,8 +182,11 @@ def _placed(spec: Spec, tuples: Iterable[str], degree: int) -> Iterator[Override
 def _names(axis: str) -> dict[str, str]:
     """Return by tuple the strategies that are one tuple of this axis and nothing more."""
     names: dict[str, str] = {}
+    # a line of a strategy with other axes or sections, whose file need not be parsed
+    others = (*(f"\n{key}:" for key in POLICIES), *(f"\n  {a}: {{" for a in Axis if a != axis))
     for name, path in listing("strategies").items():
-        tree = strategy(name) if f"{axis}:" in path.read_text(encoding="utf-8") else None
+        is_named = f"{axis}:" in (text := path.read_text(encoding="utf-8"))
+        tree = strategy(name) if is_named and not any(o in text for o in others) else None
         if tree and isinstance(tree.root, dict) and not {*POLICIES} & {*tree.root}:
             own = tree.root["placement"]
             if own.keys() == {axis}:

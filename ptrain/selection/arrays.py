@@ -19,7 +19,7 @@ def numpy() -> Any:
     try:
         return import_module("numpy")
     except ImportError as error:
-        raise PtrainError("ptrain select needs numpy: pip install numpy") from error
+        raise PtrainError("ptrain select needs NumPy. Run `pip install numpy`.") from error
 
 
 def distinct(values: Any) -> tuple[list[float], Any]:

@@ -71,13 +71,14 @@ def _fit_reason(derivation: Derivation, memory_fit: Fit) -> str:
     """First: does one step fit, and what of it are states."""
     states = _states(derivation)
     if memory_fit.peak_bytes is None or memory_fit.device_memory is None:
-        return f"fit: nobody knows yet; a rank's states are {states}"
+        return f"fit: unknown; model states are {states} per rank"
     word = {True: "fits", False: "does not fit", None: f"unknown: {memory_fit.unknown}"}
-    tight = ", but is tight" if memory_fit.is_tight else ""
+    tight = ", but tight" if memory_fit.is_tight else ""
     host = f", {host_text(memory_fit)}" if host_text(memory_fit) else ""
     return (
-        f"fit: {word[memory_fit.fits]}{tight}: peak {format_memory(memory_fit.peak_bytes)}"
-        f"{room_text(memory_fit)}{host}; a rank's states are {states}"
+        f"fit: {word[memory_fit.fits]}{tight}: peak "
+        f"{format_memory(memory_fit.peak_bytes)}{room_text(memory_fit)}{host}; model states "
+        f"are {states} per rank"
     )
 
 
@@ -86,10 +87,13 @@ def _batch_reason(spec: Spec) -> str:
     batch, ranks = spec.batch, spec.data_degree
     product = f"{batch.micro} micro × {batch.accumulate} accumulated × {ranks} data"
     if batch.accumulate == 1:
-        rest = "nothing is accumulated: more data ranks would take a smaller micro-batch, or idle"
+        rest = (
+            "no gradient accumulation; more data-parallel ranks would need a smaller "
+            "micro-batch or stay idle"
+        )
     else:
         once = batch.accumulate * ranks
-        rest = f"data ranks compute at once what is else accumulated: {once} of them would do"
+        rest = f"more data-parallel ranks would reduce accumulation; {once} ranks need none"
     return f"batch: {batch.global_samples} = {product}; {rest}"
 
 
@@ -98,9 +102,10 @@ def _throughput_reasons(derivation: Derivation) -> Iterator[str]:
     spec = derivation.spec
     if spec.data_degree > DATA_LIMIT:
         yield (
-            f"throughput: {spec.data_degree} data ranks are above some {DATA_LIMIT}, beyond which "
-            "the notes see each device's throughput fall, for a ring's latency grows with them; tp "
-            f"and pp take ranks off this axis{_waits(derivation, *DATA_AXES)}"
+            f"throughput: {spec.data_degree} data-parallel ranks exceed about {DATA_LIMIT}, "
+            "above which the notes report falling throughput per device because ring latency "
+            "grows with the ranks; tp and pp reduce this "
+            f"number{_waits(derivation, *DATA_AXES)}"
         )
     if bubble := _bubble(spec):
         yield f"throughput: {bubble}"
@@ -112,9 +117,9 @@ def _bubble(spec: Spec) -> str:
         return ""
     simulation = simulate(schedule_of(spec))
     return (
-        f"{spec.pipeline.schedule} on {pipeline.ranks} ranks waits "
-        f"{simulation.bubble_fraction:.1%} of the step with {pipeline.microbatches} micro-batches, "
-        "if stages are equal"
+        f"{spec.pipeline.schedule} on {pipeline.ranks} ranks has a bubble of "
+        f"{simulation.bubble_fraction:.1%} of the step with {pipeline.microbatches} "
+        "micro-batches, if stages are equal"
     )
 
 
@@ -132,19 +137,19 @@ def axis_reasons(derivation: Derivation) -> list[str]:
 def _sharding_reason(derivation: Derivation) -> str:
     spec = derivation.spec
     whole = sum(state_sizes(spec, derivation.facts).values())
-    states = f"states of {format_memory(whole)}"
+    states = f"{format_memory(whole)} of states"
     sent = _sent(derivation, *REDUCED_AXES, of_activations=False)
     over = [f"{f.axis} {f.degree}" for f in spec.factors if f.axis in _SHARDING and _cuts(f)]
     if over:
         return (
-            f"1. {' × '.join(over)}, the first to reach for: of {states} a rank has "
-            f"{_states(derivation)}; {sent}{_waits(derivation, *REDUCED_AXES, is_of_states=True)}"
+            f"1. {' × '.join(over)}, the first choice: each rank holds {_states(derivation)} "
+            f"of {states}; {sent}{_waits(derivation, *REDUCED_AXES, is_of_states=True)}"
         )
     room = spec.cluster.usable_memory if spec.cluster else 0
     if whole < room:
-        usable = f"the usable {format_memory(room)} of a device"
-        return f"1. no dp_shard: {states} are below {usable}; {sent}"
-    return f"1. no dp_shard, the first to reach for: it would cut {states}; {sent}"
+        usable = f"the {format_memory(room)} of usable device memory"
+        return f"1. no dp_shard: {states} are less than {usable}; {sent}"
+    return f"1. no dp_shard, although it is the first choice and would shard {states}; {sent}"
 
 
 def _states(derivation: Derivation) -> str:
@@ -158,13 +163,13 @@ def _states(derivation: Derivation) -> str:
 def _tensor_reason(derivation: Derivation) -> str:
     cluster, ranks = derivation.spec.cluster, derivation.spec.degree(Axis.TP)
     size = 2 * reconstruction_unit(derivation.facts)
-    layer = f"a layer is {format_memory(size)} in 16 bits"
+    layer = f"a layer has {format_memory(size)} in 16-bit precision"
     if ranks == 1:
-        share = f", {size / cluster.device_memory:.1%} of a device" if cluster else ""
-        return f"2. no tp: {layer}{share}, and its sums would be on the critical path"
+        share = f", {size / cluster.device_memory:.1%} of the device memory" if cluster else ""
+        return f"2. no tp: {layer}{share}, and the all-reduces of tp would be on the critical path"
     return (
-        f"2. tp {ranks}: {layer}, cut by {ranks}; {_sent(derivation, Axis.TP)} on the critical "
-        f"path, {_where(derivation, Axis.TP, cluster)}{_waits(derivation, Axis.TP)}"
+        f"2. tp {ranks}: {layer}, sharded by {ranks}; {_sent(derivation, Axis.TP)} on the "
+        f"critical path, {_where(derivation, Axis.TP, cluster)}{_waits(derivation, Axis.TP)}"
     )
 
 
@@ -172,13 +177,13 @@ def _stages_reason(derivation: Derivation) -> str:
     spec, ranks = derivation.spec, derivation.spec.degree(Axis.PP)
     if ranks == 1:
         nodes = _nodes(spec)
-        over = f"{nodes} nodes are spanned by the other axes" if nodes > 1 else "one node is enough"
-        return f"3. no pp: {over}, and nothing waits in a bubble"
+        over = f"the other axes span {nodes} nodes" if nodes > 1 else "one node is enough"
+        return f"3. no pp: {over}, and there is no bubble"
     micro = spec.batch.accumulate
     return (
-        f"3. pp {ranks}: {_sent(derivation, Axis.PP)} in sends, "
+        f"3. pp {ranks}: {_sent(derivation, Axis.PP)} between stages, "
         f"{_where(derivation, Axis.PP, spec.cluster)}; {micro} micro-batches, "
-        f"{micro / ranks:g} a stage{_waits(derivation, Axis.PP)}"
+        f"{micro / ranks:g} per stage{_waits(derivation, Axis.PP)}"
     )
 
 
@@ -188,8 +193,8 @@ def _context_reason(derivation: Derivation) -> Iterator[str]:
     if step is None:
         return
     yield (
-        f"4. {step.axis} {spec.degree(step.axis)}, {attention_of(spec)}: of {step.sequence} tokens "
-        f"of a sample a rank has {derivation.plan.tokens}; attention has "
+        f"4. {step.axis} {spec.degree(step.axis)}, {attention_of(spec)}: each rank holds "
+        f"{derivation.plan.tokens} of the {step.sequence} tokens of a sample; in attention "
         f"{_sent(derivation, step.axis, of_activations=True)}, "
         f"{_where(derivation, step.axis, spec.cluster)}{_waits(derivation, step.axis)}"
     )
@@ -206,7 +211,7 @@ def _sent(derivation: Derivation, *axes: Axis, of_activations: bool | None = Non
         and {*row.key.axes} <= names
         and of_activations in (None, row.key.state is State.ACTIVATIONS)
     )
-    return f"{format_bytes(sent)} sent a step"
+    return f"{format_bytes(sent)} sent per step"
 
 
 def _cuts(factor: Factor) -> bool:
@@ -226,13 +231,13 @@ def _waits(derivation: Derivation, *axes: Axis, is_of_states: bool = False) -> s
         for over, seconds in step.exposed().items()
         if {*over} <= names and not (is_of_states and {*over} <= _OF_TOKENS)
     )
-    return f", for which {waited / step.seconds:.1%} of the step waits"
+    return f"; exposed communication takes {waited / step.seconds:.1%} of the step"
 
 
 def _where(derivation: Derivation, axis: Axis, cluster: Cluster | None) -> str:
     over = link(derivation.spec, derivation.exact.traffic, axis)
     if over is None or cluster is None:
-        return "over links that nobody names"
+        return "over links of unknown bandwidth"
     if over.nodes == 1:
         return f"within a node at {format_bytes(cluster.intra_node_bandwidth)}/s"
     return f"over {over.nodes} nodes at {format_bytes(cluster.inter_node_bandwidth)}/s"
@@ -303,22 +308,25 @@ def answer(chooser: Chooser, demand: Demand | None) -> PlacementRanking:
     goal, most = chooser.objective, chooser.job.devices
     cluster = chooser.job.base.cluster
     if demand and demand.budget is not None and cluster and cluster.price is None:
-        finding = f"nobody says what a device of {cluster.name} costs"
-        raise refused("--budget", finding, "write cluster.price=2.5, of a device and hour")
+        finding = f"the price of a device of {cluster.name} is unknown"
+        raise refused(
+            "--budget",
+            finding,
+            "Set the price per device and hour, for example `cluster.price=2.5`.",
+        )
     if goal is SearchGoal.COST:
         best = cheapest(numbered := tuple(_by_number(chooser)))
         if best is None:
-            raise refused(
-                "--objective",
-                f"cost: {chooser.unknown or 'nothing fits'}",
-                "write --objective memory",
-            )
+            cause = chooser.unknown or "nothing fits"
+            raise refused("--objective", f"cost: {cause}", "Use `--objective memory`.")
         return _on_number(chooser, best[0], numbered)
     if goal is not SearchGoal.DEVICES:
         return chooser.choose()
     if demand is None:
-        finding = "devices: the fewest for what, nobody says"
-        raise refused("--objective", finding, "write --tokens 1T --deadline 30d")
+        finding = "devices: the target is missing"
+        raise refused(
+            "--objective", finding, "Set a target, for example `--tokens 1T --deadline 30d`."
+        )
     rows: tuple[tuple[int, Ranked], ...] = ()
     for number, row in _by_number(chooser):
         rows = (*rows, (number, row))
@@ -327,9 +335,9 @@ def answer(chooser: Chooser, demand: Demand | None) -> PlacementRanking:
     last = "nothing fits"
     if rows:
         number, row = rows[-1]
-        last = f"{number} devices take {demand.described(row)}"
-    finding = f"no number of devices up to {most} meets it: {last}"
-    raise refused("--objective", finding, "write a later deadline or a larger budget")
+        last = f"{number} devices need {demand.described(row)}"
+    finding = f"no number of devices up to {most} meets the target: {last}"
+    raise refused("--objective", finding, "Use a later `--deadline` or a larger `--budget`.")
 
 
 def _on_number(
@@ -397,16 +405,17 @@ class Chooser(Deriver):
         if not rows and self.least_on_host:
             raise refused(
                 "cluster.host_memory",
-                "no candidate fits: those that fit a device need "
-                f"{format_memory(self.least_on_host)} or more of a node's host",
-                "Search more devices: `--devices N`; or write the memory of a larger host.",
+                "no candidate fits: candidates that fit the device need "
+                f"{format_memory(self.least_on_host)} or more of host memory per node",
+                "Search more devices with `--devices N`, or set `cluster.host_memory` of a "
+                "larger host.",
             )
         if not rows and result.counts.fitting:
             raise refused(
                 "--exact",
-                f"of {result.counts.fitting} candidates that fit by closed form none of the "
-                f"{derived} that were derived does",
-                "write a larger --exact, or --objective memory",
+                f"{result.counts.fitting} candidates fit by closed form, but none of the "
+                f"{derived} that were derived exactly fits",
+                "Use a larger `--exact`, or `--objective memory`.",
             )
         if not rows:
             least, remedies = self._least(result), tuple(self._remedies())
@@ -443,7 +452,7 @@ class Chooser(Deriver):
         advised = algorithm1(requirements(own_facts(base), base.cluster, devices))
         name = f"the paper's Algorithm 1: {advised.advice}"
         if not advised.degrees:
-            return Lost(name=name, best=None, why="the search has one")
+            return Lost(name=name, best=None, why="the search found one")
         where = [f"mesh.{axis}={degree}" for axis, degree, _ in advised.degrees]
         where += [f"placement.{axis}={modes}" for axis, _, modes in advised.degrees]
         return self._like(name, where, best)
@@ -471,7 +480,7 @@ class Chooser(Deriver):
         legal = (pair for pair in specs if is_sound(pair[1]))
         closed, spec = next(legal, (None, None))
         if closed is None or spec is None:
-            return Lost(name=name, best=None, why="none that was scored is legal")
+            return Lost(name=name, best=None, why="no scored candidate is legal")
         row = next(self._fitting(result.best, 1), None) if cuts.is_known(spec) else None
         if row is not None:
             return Lost(name=name, best=row, why=reason(row, best, self.objective))

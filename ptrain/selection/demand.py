@@ -41,7 +41,7 @@ class Demand:
     def described(self, row: Ranked) -> str:
         """Return what the whole training takes, in words."""
         time, money = self.figures(row)
-        return time if self.money(row) is None else f"{time} and {money} in money"
+        return time if self.money(row) is None else f"{time} at a cost of {money}"
 
     def figures(self, row: Ranked) -> tuple[str, str]:
         """Return the days and the money that the whole training takes."""
@@ -58,7 +58,7 @@ class Demand:
         if self.deadline is not None:
             said.append(f"within {self.deadline / _DAY:.3g} days")
         if self.budget is not None:
-            said.append(f"for {self.budget:,.0f} in money")
+            said.append(f"at a cost of {self.budget:,.0f}")
         return " ".join(said)
 
 
@@ -67,14 +67,16 @@ def demand_of(tokens: str | None, deadline: str | None, budget: float | None) ->
     that says too little."""
     if tokens is None:
         if deadline is not None or budget is not None:
-            finding = "a deadline or a budget of how many tokens nobody says"
-            raise refused("--tokens", finding, "write --tokens 1T")
+            finding = "a deadline or a budget needs a number of tokens"
+            raise refused("--tokens", finding, "Add the tokens, for example `--tokens 1T`.")
         return None
     try:
         number = parse_count(tokens)
     except ValueError:
         raise refused(
-            "--tokens", f"{tokens[:40]} is no number", "write 1T, 300B or 15e12"
+            "--tokens",
+            f"{tokens[:40]} is not a number",
+            "Use a number such as `1T`, `300B` or `15e12`.",
         ) from None
     return Demand(
         tokens=number, deadline=None if deadline is None else _duration(deadline), budget=budget
@@ -83,7 +85,11 @@ def demand_of(tokens: str | None, deadline: str | None, budget: float | None) ->
 
 def _duration(text: str) -> float:
     if (match := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(s|min|h|d|w)\s*", text)) is None:
-        raise refused("--deadline", f"{text[:40]} is no duration", "write 30d, 12h or 90min")
+        raise refused(
+            "--deadline",
+            f"{text[:40]} is not a duration",
+            "Use a duration such as `30d`, `12h` or `90min`.",
+        )
     return float(match[1]) * _UNITS[match[2]]
 
 

@@ -251,7 +251,7 @@ class Deriver:
 
     def _compare(self, cuts: TracedCuts, row: Ranked) -> None:
         if row.memory.peak_bytes is None:
-            cuts.refuse(row.spec, refused("model", f"no peak is known: {row.memory.why}"))
+            cuts.refuse(row.spec, refused("model", f"the peak is unknown: {row.memory.why}"))
         else:
             cuts.compare(row.spec, row.closed.peak, row.peak_bytes)
 

@@ -35,8 +35,10 @@ from ptrain.spec.spec import Spec
 _TRIED, _PER_FLOW = 200, 2  # specs that the rules are asked about, and data choices of a flow
 _UNKNOWN = Fault(
     place="activations",
-    finding="no table tells what such blocks allocate on these devices",
-    remedy="write another loss, attention or model, or predict placements one by one",
+    finding="no memory table covers these blocks on these devices",
+    remedy=(
+        "Use another loss, attention or model, or predict single placements with `ptrain predict`."
+    ),
 )
 
 
@@ -48,11 +50,13 @@ def why_none(search: Search) -> tuple[str, str]:
     if rules and search.has(Where()):
         reasons = list(_reasons(task, Where(rules)))
         why = f": {reasons[0][0]}" if reasons else ""
-        finding = f"no legal placement {on} obeys {_texts(rules)}{why}"
+        finding = f"no legal placement {on} satisfies {_texts(rules)}{why}"
         return finding, _remedy(rules, search.has)
     reasons = list(_reasons(task, Where(rules)))
-    finding, remedy = reasons[0] if reasons else ("nothing divides them", "write other --devices")
-    return f"no product {on} is legal: {finding}", remedy
+    finding, remedy = (
+        reasons[0] if reasons else ("no degrees divide the devices", ("Use another `--devices`."))
+    )
+    return f"no combination {on} is legal: {finding}", remedy
 
 
 def why_too_large(search: Search) -> tuple[str, str, str]:
@@ -63,19 +67,19 @@ def why_too_large(search: Search) -> tuple[str, str, str]:
     if not free.scores(Where()):
         return (
             "batch.sequence",
-            "a sample alone takes more than a device has, whatever its states are",
-            "write a smaller batch.sequence, loss=chunked, or more of tp",
+            "a single sample exceeds the device memory, regardless of its states",
+            "Use a smaller `batch.sequence`, `loss=chunked`, or a larger `mesh.tp`.",
         )
-    place, finding = "activations", "those of a micro-batch alone take more than a device has"
+    place, finding = "activations", "the activations of one micro-batch exceed the device memory"
     # degrees that are written are constraints, too
     opened = Search(replace(task, written=replace(task.written, degrees=())))
     if opened.scores(Where()):
-        return place, f"with {_texts(rules)} {finding}", _remedy(rules, opened.scores)
-    remedy = "write auto for what the spec says of placement.tp, activations or recompute"
+        return place, f"with {_texts(rules)}, {finding}", _remedy(rules, opened.scores)
+    remedy = "Use `auto` for `placement.tp`, `activations` or `recompute`, which the spec sets."
     if free.scores(Where(rules)):
-        return place, f"with what the spec writes {finding}", remedy
-    finding = f"with {_texts(rules)} and what the spec writes {finding}"
-    return place, finding, f"{remedy}, and {_remedy(rules, free.scores)}"
+        return place, f"with the values in the spec, {finding}", remedy
+    finding = f"with {_texts(rules)} and the values in the spec, {finding}"
+    return place, finding, f"{remedy} Also: {_remedy(rules, free.scores)}"
 
 
 def _remedy(rules: Sequence[Constraint], has: Callable[[Where], bool]) -> str:
@@ -83,7 +87,7 @@ def _remedy(rules: Sequence[Constraint], has: Callable[[Where], bool]) -> str:
     others have something."""
     alone = [rule for rule in rules if not has(Where((rule,)))]
     needless = (r for r in rules if has(Where(tuple(other for other in rules if other != r))))
-    return ", or ".join(rule.remedy for rule in alone or needless) or "leave out one of them"
+    return " Or: ".join(rule.remedy for rule in alone or needless) or "Remove one of them."
 
 
 def _texts(rules: Sequence[Constraint]) -> str:
@@ -94,14 +98,14 @@ def why_not(search: Search, rules: tuple[Constraint, ...], others: Where) -> str
     """Return why a search for what obeys these rules beside the others, the last one that was run,
     has scored nothing, in a few words."""
     if search.has_too_large:
-        return "its activations alone take more than a device has"
+        return "its activations alone exceed the device memory"
     task = search.task
     if search.has(Where(rules)):
         blame = [o.text for o in others.constraints if not search.has(Where((o, *rules)))]
         texts = blame or [other.text for other in others.constraints]
         return f"excluded by {', '.join(texts)}"
     if task.written != NOTHING and Search(task.without_written()).has(Where(rules)):
-        return "excluded by what the spec writes"
+        return "excluded by values in the spec"
     finding = next(_reasons(task.without_written(), Where(rules)), ("", ""))[0]
     return f"none is legal: {finding}" if finding else "none is legal"
 
@@ -127,7 +131,7 @@ def _untried(task: SearchTask, where: Where) -> Iterator[tuple[str, str]]:
     for rule in where.constraints:
         tried = choices.get(rule.part, [])
         if tried and not any(rule.holds(chosen(base, (choice,))) for choice in tried):
-            yield f"{rule.text} is what the search never tries", rule.remedy
+            yield f"{rule.text} is outside the search space", rule.remedy
 
 
 def _faults(task: SearchTask, where: Where) -> Iterator[Fault]:
@@ -160,16 +164,20 @@ def _indivisible(base: Spec, data_ranks: int) -> Fault:
     if left or not samples:
         return Fault(
             place="batch.global",
-            finding=f"{base.batch.global_samples} samples of a step do not divide by {data_ranks} "
-            "data ranks",
-            remedy=f"write batch.global={max(1, samples) * data_ranks}",
+            finding=(
+                f"a step's {base.batch.global_samples} samples are not divisible by "
+                f"{data_ranks} data-parallel ranks"
+            ),
+            remedy=f"Use `batch.global={max(1, samples) * data_ranks}`.",
         )
     known = ", ".join(str(micro) for micro, _ in micro_batches(base, data_ranks))
     return Fault(
         place="batch.micro",
-        finding=f"of {samples} samples, which a rank has of {data_ranks} data ranks, micro-batches "
-        f"take {known}",
-        remedy="write batch.micro=auto, or one of these",
+        finding=(
+            f"with {data_ranks} data-parallel ranks, each rank has {samples} samples per "
+            f"step; possible micro-batches are {known}"
+        ),
+        remedy="Use `batch.micro=auto`, or one of these values.",
     )
 
 
@@ -217,10 +225,18 @@ def _degrees(task: SearchTask, where: Where) -> Iterator[tuple[str, str]]:
     staged = pipelines(base, task.devices, task.written)
     stages = {task.devices // left for left, choices in staged if choices}
     node = base.cluster.devices_per_node if base.cluster else task.devices
-    heads = f"{shape.heads} heads, {shape.kv_heads} of keys, ffn {shape.ffn}"
+    heads = f"{shape.heads} heads, {shape.kv_heads} KV heads, ffn {shape.ffn}"
     said = (
-        (Axis.TP, inner, f"it divides {heads}, the devices, and is within a node of {node}"),
-        (Axis.PP, stages, f"it divides the devices, and {shape.layers} layers are its stages'"),
+        (
+            Axis.TP,
+            inner,
+            (f"it must divide {heads} and the number of devices, and fit within a node of {node}"),
+        ),
+        (
+            Axis.PP,
+            stages,
+            (f"it must divide the number of devices, and its stages share {shape.layers} layers"),
+        ),
     )
     sentences = []
     for axis, degrees, why in said:
@@ -228,6 +244,6 @@ def _degrees(task: SearchTask, where: Where) -> Iterator[tuple[str, str]]:
         known = " or ".join(map(str, sorted(degrees)))
         sentences.append(f"{axis} can be {known} ({why})")
         if rules and not any(all(rule.holds_of(d) for rule in rules) for d in degrees):
-            yield sentences[-1], f"write {axis}={max(degrees)}"
+            yield sentences[-1], f"Use `{axis}={max(degrees)}`."
             return
-    yield " and ".join(sentences), "write another --devices, or auto for more of the mesh"
+    yield " and ".join(sentences), "Use another `--devices`, or `auto` for more mesh axes."

@@ -174,22 +174,24 @@ def searched_job(
     if base.cluster is None:
         raise refused(
             "--cluster",
-            "no cluster says what memory and links a device has",
-            f"write --cluster with one of {', '.join(listing('clusters'))}, or a file",
+            "the cluster is missing, so device memory and links are unknown",
+            f"Add `--cluster` with one of {', '.join(listing('clusters'))}, or a file.",
         )
     if not isinstance(base.model, ModelShape):
         raise refused(
             "model",
-            "not yet: a search over a model that is not built in, whose every cut is traced",
-            "write a preset or a shape of the same sizes: ptrain help built-in-models",
+            "not supported yet: searching a model that is not built in, because every split "
+            "needs a trace",
+            "Use a preset or a shape of the same size. See `ptrain help built-in-models`.",
         )
     like = _stand_in(base, base.model)
     number = base.cluster.devices if devices is None else devices
     if number > base.cluster.devices:
         raise refused(
             "--devices",
-            f"{number} devices, and the cluster {base.cluster.name} has {base.cluster.devices}",
-            f"write --devices {base.cluster.devices} or fewer, or cluster.devices={number}",
+            f"{number} devices requested, but the cluster {base.cluster.name} has "
+            f"{base.cluster.devices}",
+            f"Use `--devices {base.cluster.devices}` or fewer, or `cluster.devices={number}`.",
         )
     return replace(job, devices=number, overrides=tuple(words), stand_in=like)
 
@@ -204,9 +206,9 @@ def _stand_in(base: Spec, shape: ModelShape) -> ModelShape | None:
         return like
     raise refused(
         "model",
-        f"not yet: a search over {base.name}, whose every cut would have to be traced: no table "
-        "tells what it allocates, nor of a llama or a gpt like it",
-        "name a preset whose blocks are llama's or gpt's: llama3-8b, gpt3-13b",
+        f"not supported yet: searching {base.name}, because every split needs a trace: no "
+        "memory table covers it or a similar llama or gpt",
+        "Use a preset with llama or gpt blocks, for example `llama3-8b` or `gpt3-13b`.",
     )
 
 
@@ -224,8 +226,8 @@ def _require_known(source: str) -> None:
     specs = [name for folder in ("strategies", "paper", "node") for name in listing(folder)]
     near = nearest(source, tuple(listing("models")))
     if near and source not in specs and not Path(source).exists():
-        finding = f"there is no spec named {source!r}, and no model"
-        raise refused("MODEL", finding, f"did you mean {near}?")
+        finding = f"there is no spec named {source!r}, and no such model"
+        raise refused("MODEL", finding, f"Did you mean `{near}`?")
 
 
 def is_model(source: str) -> bool:
@@ -269,14 +271,18 @@ def _of_spec(source: str, words: Sequence[str], where: Sequence[str]) -> Searche
     _require_known(source)
     said = said_in(source, words)
     if isinstance(batch := said.get("batch", {}), dict) and "global" not in batch:
-        finding = "how many samples a step takes nobody says, on whatever ranks"
-        raise refused("batch.global", finding, "write batch.global=64, or 4M tokens")
+        finding = "the number of samples per step is missing"
+        raise refused(
+            "batch.global",
+            finding,
+            "Use `batch.global=64`, or a number of tokens such as `4M tokens`.",
+        )
     if not is_open(said):
         raise refused(
             "mesh",
-            "nothing of this spec is left to be chosen",
-            "write auto for degrees of the mesh (mesh.tp=auto) or all of it (mesh=auto), for "
-            "placement, batch.micro or a dial; or name a model",
+            "this spec leaves nothing to search",
+            "Use `auto` for mesh degrees (`mesh.tp=auto`), the full mesh (`mesh=auto`), "
+            "`placement`, `batch.micro` or an option. Or name a model.",
         )
 
     def load_with(overrides: Sequence[str], without: Sequence[str]) -> Spec:

@@ -7,7 +7,7 @@ engine of `ptrain predict`: a change that is printed as fitting also fits when i
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -48,7 +48,7 @@ Reload = Callable[[Overrides], Located]
 
 
 _TRIED = (
-    "recomputation, a loss in chunks, another precision layout, smaller micro-batches, other "
+    "recomputation, chunked loss, other precision layouts, smaller micro-batches, other "
     "shardings, more ranks, and states on the host"
 )
 
@@ -101,7 +101,7 @@ class FitAdvice(NamedTuple):
     def lines(self) -> list[str]:
         """The lines to print below the finding that a spec does not fit."""
         lines = [variant.line for variant in self.variants]
-        lines = lines or [f"  nothing that was tried fits or needs less: {_TRIED}"]
+        lines = lines or [f"  no change fits or reduces the peak; tried: {_TRIED}"]
         if self.untraced:
             lines.append(f"  not tried, because each needs a trace: {', '.join(self.untraced)}")
         return lines
@@ -133,17 +133,17 @@ def require_fit(
             f"{spec.name} does not fit by {format_memory(memory_fit.host_short_bytes)}: its ranks "
             f"need {host_text(memory_fit)}"
         ]
-    instead = "use a smaller model or sequence"
+    instead = "Use a smaller model or sequence"
     if memory_fit.usable_memory is not None and memory_fit.usable_memory <= 0:
-        instead = "the reserve leaves no memory: set `cluster.reserve` and `cluster.device_memory`"
+        instead = "The reserve leaves no memory. Set `cluster.reserve` and `cluster.device_memory`"
     if is_known:
         advice = find_changes(spec, facts, exact, reload)
         lines += advice.lines
         if any(variant.fit.fits for variant in advice.variants):
-            instead = "add one of these overrides"
+            instead = "Add one of these overrides"
         elif advice.untraced:
-            instead = "try the changes above with `ptrain predict`"
-    raise DoesNotFit("\n".join([*lines, f"  remedy: {instead}, or train it anyway with --force"]))
+            instead = "Try the changes above with `ptrain predict`"
+    raise DoesNotFit("\n".join([*lines, f"  remedy: {instead}, or train anyway with `--force`."]))
 
 
 def find_changes(
@@ -165,10 +165,16 @@ def find_changes(
     if memory_fit.peak_bytes is None or (memory_fit.usable_memory or 1) <= 0:
         return FitAdvice()
     now = Variant(spec=spec, overrides=(), kinds=(), fit=memory_fit)
-    search = _Search(now=now, facts=facts, reload=reload or partial(_load_resolved, spec))
+    search = _Search(
+        now=now,
+        traced=traced_part(spec),
+        facts=facts,
+        reload=reload or partial(_load_resolved, spec),
+    )
     variants = search.run()
     if reload is not None:
-        variants = tuple(_shorten(variant, reload) for variant in variants)
+        tried = {**search.tried, (): now}
+        variants = tuple(_shorten(variant, reload, tried) for variant in variants)
     return FitAdvice(variants=variants, untraced=tuple(search.untraced.values()))
 
 
@@ -181,23 +187,29 @@ def _load_resolved(spec: Spec, more: Overrides) -> Located:
     return ChosenDocument(spec=changed, locate=document.locate)
 
 
-def _shorten(variant: Variant, reload: Reload) -> Variant:
-    """Leave out the overrides that follow from what was typed."""
+def _shorten(
+    variant: Variant, reload: Reload, tried: Mapping[Overrides, Variant | None]
+) -> Variant:
+    """Leave out the overrides that follow from what was typed. What was `tried` is loaded."""
     for override in variant.overrides:
         fewer = tuple(said for said in variant.overrides if said != override)
         with suppress(SpecError):
-            if resolve_auto(reload(fewer)).but(resolved={}) == variant.spec.but(resolved={}):
+            one = tried.get(fewer) or variant
+            shorter = one.spec if one.overrides == fewer else resolve_auto(reload(fewer))
+            if shorter.but(resolved={}) == variant.spec.but(resolved={}):
                 variant = variant._replace(overrides=fewer)
     return variant
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(eq=False, repr=False, slots=True, kw_only=True)
 class _Search:
-    """The search for changes of the spec as it is `now`. `tried` are all changes that were derived,
+    """The search for changes of the spec as it is `now`; `traced` is the part of it that a trace
+    depends on, `facts` are those of its model. `tried` are all changes that were derived,
     None where one is refused or no better; `untraced` the first of each kind that were not.
     `fits_alone`: a single change on the device fits."""
 
     now: Variant
+    traced: Spec
     facts: ModelFacts
     reload: Reload
     tried: dict[Overrides, Variant | None] = field(default_factory=dict)
@@ -213,11 +225,11 @@ class _Search:
             self._combine(ON_DEVICE)
         if not (is_on_device := self._has_fit()):
             self._widen()
-        if sum(variant.fit.fits is True for variant in self._better()) < _OFFERED:
-            is_on_host = self._try_all(ChangeKind.OFFLOAD, host_overrides(self.now.spec))
-            if not is_on_device and not is_on_host:
-                kinds = (*ON_DEVICE, ChangeKind.OFFLOAD)
-                self._combine(kind for kind in kinds if kind is not ChangeKind.SHARDING)
+        if sum(variant.fit.fits is True for variant in self._better()) < _OFFERED and not (
+            self._try_all(ChangeKind.OFFLOAD, host_overrides(self.now.spec)) or is_on_device
+        ):
+            kinds = (*ON_DEVICE, ChangeKind.OFFLOAD)
+            self._combine(kind for kind in kinds if kind is not ChangeKind.SHARDING)
         return self._best()
 
     def _best(self) -> tuple[Variant, ...]:
@@ -229,8 +241,9 @@ class _Search:
         usable = [variant for variant in usable if not _is_needless(variant, usable)]
         usable.sort(key=_rank)
         first = {variant.kinds: variant for variant in reversed(usable)}.values()
-        others = (variant for variant in usable if variant not in first)
-        chosen = [*sorted(first, key=_rank), *others][:_OFFERED]
+        chosen = [*sorted(first, key=_rank), *(one for one in usable if one not in first)][
+            :_OFFERED
+        ]
         return tuple(sorted(chosen, key=_rank))
 
     def _better(self) -> list[Variant]:
@@ -283,8 +296,11 @@ class _Search:
         cluster = after.cluster
         if cluster is None or cluster.device_memory is None:
             return inf
-        short = 0 if self.fits_alone else max(0, self.now.missing_bytes)
-        return cluster.device_memory - cluster.reserved_bytes + short
+        return (
+            cluster.device_memory
+            - cluster.reserved_bytes
+            + (0 if self.fits_alone else max(0, self.now.missing_bytes))
+        )
 
     def _load(self, said: Overrides) -> tuple[Spec, Overrides]:
         """Load the typed spec with these overrides. Dials that refuse them are set back."""
@@ -298,8 +314,7 @@ class _Search:
 
     def _facts_of(self, after: Spec) -> ModelFacts | None:
         """Return the facts of a changed spec; None where only another trace has them."""
-        is_traced_alike = traced_part(after) == traced_part(self.now.spec)
-        return self.facts if is_traced_alike else facts_from_shape(after)
+        return self.facts if traced_part(after) == self.traced else facts_from_shape(after)
 
     def _timed(self, variant: Variant) -> Variant:
         """Add the time of a step, which takes longer to derive than the peak."""
@@ -332,8 +347,9 @@ class _Search:
         for narrow in (self.now, *sorted(self._better(), key=_missing)[:1]):
             kinds = (*narrow.kinds, ChangeKind.RANKS)
             for axis in DATA_AXES:
-                choices = ranks_overrides(narrow.spec, axis)
-                wider = [merged(narrow.overrides, said) for said in choices]
+                wider = [
+                    *map(partial(merged, narrow.overrides), ranks_overrides(narrow.spec, axis))
+                ]
                 most = self._derive(kinds, wider[-1]) if wider else None
                 if most is not None and not most.fit.fits:
                     continue  # then fewer do not fit either

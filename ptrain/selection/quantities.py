@@ -170,7 +170,7 @@ def known_names(name: str) -> str:
     known = (*NAMES, *RESULTS)
     places = (*known, *(name for name in _OF_AXES if name.startswith("placement")))
     near = next(iter(get_close_matches(name, places, 1)), None)
-    return f"did you mean {near}?" if near else f"write one of {', '.join(known)}"
+    return f"Did you mean `{near}`?" if near else f"Use one of {', '.join(known)}."
 
 
 def value_of(quantity: Quantity, name: str, bound: str, text: str) -> Value:
@@ -179,14 +179,14 @@ def value_of(quantity: Quantity, name: str, bound: str, text: str) -> Value:
         return _tuple(Axis(name.partition(".")[2]), bound, text)
     if not quantity.words:
         if not re.fullmatch(r"\d{1,9}", bound):
-            finding = f"{text}: {name} is a whole number, and {bound[:40]} is none"
-            raise refused(FLAG, finding, f"write {name}=2")
+            finding = f"{text}: {name} must be an integer, not {bound[:40]}"
+            raise refused(FLAG, finding, f"Use an integer, for example `{name}=2`.")
         return int(bound)
     if bound not in quantity.words:
         near = nearest(bound, quantity.words)
-        meant = f"did you mean {near}? " if near else ""
-        choices = f"write one of {', '.join(quantity.words)}"
-        finding = f"{text}: {name} is never {bound[:40]}"
+        meant = f"Did you mean `{near}`? " if near else ""
+        choices = f"Use one of {', '.join(quantity.words)}."
+        finding = f"{text}: {bound[:40]} is not a value of {name}"
         raise refused(FLAG, finding, f"{meant}{choices}")
     return bound
 
@@ -200,8 +200,8 @@ def _tuple(axis: Axis, bound: str, text: str) -> str:
         parsed = [str(mode) for mode in modes.values()]
         if all(mode in KEPT_MEANINGS for mode in parsed):
             return ",".join(parsed).replace("O", "S@host")
-    finding = f"{text}: {bound[:40]} is no tuple of {axis}"
+    finding = f"{text}: {bound[:40]} is not a placement of {axis}"
     tried = dict.fromkeys(f"[{placement}]" for s in SPACES for placement in s.tuples.get(axis, ()))
     raise refused(
-        FLAG, finding, f"write a strategy's name or four modes; tried are {', '.join(tried)}"
+        FLAG, finding, f"Use a strategy name or four modes. The search tries {', '.join(tried)}."
     )

@@ -35,23 +35,23 @@ class KnownChoice:
 
 KNOWN = (
     KnownChoice(
-        name="data parallelism alone",
+        name="data parallelism only",
         rules=("mesh.dp_replicate=N", f"placement.dp_replicate={_WHOLE}"),
     ),
     KnownChoice(
-        name="optimizer state in shards alone",
+        name="sharded optimizer state only",
         rules=("mesh.dp_shard=N", "placement.dp_shard=R,S,R,R"),
     ),
     KnownChoice(
-        name="optimizer state and gradients in shards",
+        name="sharded optimizer state and gradients",
         rules=("mesh.dp_shard=N", "placement.dp_shard=R,S,S,R"),
     ),
     KnownChoice(
-        name="everything in shards over all devices",
+        name="everything sharded over all devices",
         rules=("mesh.dp_shard=N", f"placement.dp_shard={_ALL_SHARDED}"),
     ),
     KnownChoice(
-        name="shards within a node, copies across (8 x N/8)",
+        name="sharded within a node, replicated across nodes (8 x N/8)",
         rules=(
             "mesh.dp_shard=8",
             "mesh.pp=1",
@@ -64,7 +64,7 @@ KNOWN = (
     ),
     KnownChoice(name="tp=8 with data parallelism", rules=("mesh.tp=8", "mesh.pp=1"), least=8),
     KnownChoice(
-        name="a pipeline with data parallelism", rules=("mesh.tp=1", "mesh.cp=1", "mesh.pp>1")
+        name="pipeline with data parallelism", rules=("mesh.tp=1", "mesh.cp=1", "mesh.pp>1")
     ),
 )
 
@@ -74,12 +74,12 @@ _ROUNDED = 1e-9  # of a step: so far apart are sums of the same seconds in anoth
 def reason(row: Ranked | None, best: Ranked, objective: SearchGoal) -> str:
     """Return why a choice is not the best one, by its figures and no others."""
     if row is None:
-        return "its peak is not known"
+        return "its peak is unknown"
     memory = row.memory
     if memory.short_bytes > 0:
         return f"does not fit by {format_memory(memory.short_bytes)}"
     if memory.host_short_bytes > 0:
-        return f"its host has {format_memory(memory.host_short_bytes)} too little"
+        return f"its host lacks {format_memory(memory.host_short_bytes)}"
     if not memory.fits:
         return "whether it fits is unknown"
     if row.figures == best.figures:
@@ -103,20 +103,20 @@ def about(closed: Scored, best: Ranked, objective: SearchGoal) -> str:
     if objective is SearchGoal.MEMORY:
         return f"needs about {format_memory(closed.peak - best.closed.peak)} more"
     if best.step is None or closed.seconds == float("inf"):
-        return "is not derived"
-    return f"about {closed.seconds / best.closed.seconds - 1:+.1%}, and not derived"
+        return "is not derived exactly"
+    return f"about {closed.seconds / best.closed.seconds - 1:+.1%}, not derived exactly"
 
 
 def _of_bytes(row: Ranked, best: Ranked) -> str:
     said = []
     for name, mine, other in (
         ("between nodes", row.tiers.between, best.tiers.between),
-        ("within one", row.tiers.within, best.tiers.within),
+        ("within a node", row.tiers.within, best.tiers.within),
     ):
         if mine != other:
             sign = "more" if mine > other else "less"
             said.append(f"sends {format_bytes(abs(mine - other))} {sign} {name}")
-    return ", ".join(said) or "sends as much"
+    return ", ".join(said) or "sends the same amount"
 
 
 def _more(step: StepTime, best: StepTime) -> str:

@@ -31,7 +31,7 @@ from ptrain.units import format_memory
 
 _PLACE = "recompute.budget"
 _MICRO = "batch.micro"
-_NUMBER = "write batch.micro as a number"
+_NUMBER = "Set `batch.micro` to a number."
 _DEVICE = frozenset({Tier.DEVICE})
 _TEMPORARY = 0.001  # an offload copies through the device: a share of the peak that is no finding
 _SPARSE = (4, 3, 2)  # every n-th block, before every one
@@ -83,7 +83,10 @@ def useless_modes(spec: Spec, peak: int | None) -> tuple[str, ...]:
     if least is None or peak <= least * (1 + _TEMPORARY * (spec.activations.tiers != _DEVICE)):
         return ()
     rise = f"raises the peak from {format_memory(least)} to {format_memory(peak)}"
-    why = "the peak is in the backward pass of one block, which has all its activations again"
+    why = (
+        "the peak is in the backward pass of one block, when all its activations are on "
+        "the device again"
+    )
     return (f"activations: recomputation or offloading {rise}: {why}. Use `activations=R`.",)
 
 
@@ -101,32 +104,35 @@ def _within(spec: Spec, budget: int) -> Spec:
             return candidate
         reached.setdefault(peak, candidate)
     if not reached:
-        finding = "not yet: a policy that follows from a budget, where peaks are known once traced"
+        finding = "not supported yet: choosing a policy from a budget if the peaks need a trace"
         raise refused(
-            _PLACE, finding, "write activations=M with recompute=selective or recompute=full"
+            _PLACE, finding, "Use `activations=M` with `recompute=selective` or `recompute=full`."
         )
     smallest = min(reached)
     name = _name(reached[smallest])
     if not spec.activations.is_open:
         raise refused(
             _PLACE,
-            f"{format_memory(budget)}, and the policy beside it, {name}, has a peak of "
+            f"{format_memory(budget)}: the given policy, {name}, has a peak of "
             f"{format_memory(smallest)}",
-            f"write recompute={{budget: {budget}}} alone, to have one chosen, or a larger budget",
+            f"Use `recompute={{budget: {budget}}}` without a policy, or a larger budget.",
         )
     raise refused(
         _PLACE,
         f"{format_memory(budget)}: the smallest peak that recomputation reaches is "
         f"{format_memory(smallest)}, with {name}",
-        f"write a budget of {smallest} bytes or more, a smaller batch.micro, or activations=O",
+        f"Use a budget of {smallest} bytes or more, a smaller `batch.micro`, or `activations=O`.",
     )
 
 
 def _require_claimed(spec: Spec) -> None:
     """Raises SpecError where the peaks that decide are not claimed of the spec's device."""
     if why := unclaimed(spec, own_facts(spec)).get("peak"):
-        remedy = "write activations=M with recompute=selective or recompute=full; or device=cpu"
-        raise refused(_PLACE, f"the peaks that decide are not claimed: {why}", remedy)
+        remedy = (
+            "Use `activations=M` with `recompute=selective` or `recompute=full`, or use "
+            "`device=cpu`."
+        )
+        raise refused(_PLACE, f"the peaks are not claimed: {why}", remedy)
 
 
 def ladder(spec: Spec) -> list[Spec]:
@@ -200,21 +206,28 @@ def with_largest_micro(spec: Spec) -> Spec:
     that is legal, so that what does not fit is told like any other spec. The spec itself, whose
     faults say why, where none is legal. Raises SpecError where nobody knows what fits."""
     if spec.cluster is None:
-        finding = "auto: how much memory a device has nobody says"
-        raise refused(_MICRO, finding, f"name a cluster (cluster.preset=h100-8), or {_NUMBER}")
+        finding = "auto: the device memory is unknown"
+        raise refused(
+            _MICRO, finding, f"{_NUMBER} Or name a cluster, for example `cluster.preset=h100-8`."
+        )
     if not isinstance(spec.model, ModelShape):
-        finding = "not yet: auto, of a model whose peaks are known once it is traced"
+        finding = "not supported yet: auto for a model whose peaks need a trace"
         raise refused(_MICRO, finding, _NUMBER)
     if spec.activations.budget is not None:
-        finding = "not yet: auto beside recompute.budget, which is chosen by a peak too"
-        raise refused(_MICRO, finding, f"{_NUMBER}, or recompute=selective or recompute=full")
+        finding = (
+            "not supported yet: auto together with recompute.budget, which is also "
+            "chosen by the peak"
+        )
+        raise refused(
+            _MICRO, finding, f"{_NUMBER} Or use `recompute=selective` or `recompute=full`."
+        )
     smallest = spec
     for candidate in _candidates(spec):
         memory_fit = _fit(candidate)
         # offloaded states on a host of unknown memory are the same for all micro-batches
         if memory_fit.fits_device and memory_fit.fits is not False:
-            return _because(candidate, f"the largest whose predicted peak fits{_tries(spec)}")
-        smallest = _because(candidate, "the smallest there is: none fits")
+            return _because(candidate, f"the largest with a predicted peak that fits{_tries(spec)}")
+        smallest = _because(candidate, "the smallest; none fits")
     return smallest
 
 
@@ -241,7 +254,7 @@ def _chosen(spec: Spec, micro: int) -> Spec:
 
 def _tries(spec: Spec) -> str:
     """Where a GPU can be asked, how."""
-    return "; ptrain simulate SPEC --rehearse runs it on a GPU" if spec.is_for_cuda else ""
+    return "; `ptrain simulate SPEC --rehearse` runs it on a GPU" if spec.is_for_cuda else ""
 
 
 def _because(spec: Spec, choice: str) -> Spec:
@@ -252,5 +265,5 @@ def _fit(spec: Spec) -> Fit:
     """Raises SpecError where the peak is not known."""
     memory_fit = fit(spec, derive(spec).exact)
     if memory_fit.unknown and not memory_fit.fits_device:
-        raise refused(_MICRO, f"auto: the peaks that decide are unknown: {memory_fit.why}", _NUMBER)
+        raise refused(_MICRO, f"auto: the peaks are unknown: {memory_fit.why}", _NUMBER)
     return memory_fit

@@ -54,7 +54,7 @@ class Constraint:
     @property
     def remedy(self) -> str:
         """Return what a user does to be without it."""
-        return f"write {self.name}=auto" if self.is_of_spec else f"leave out {self.text}"
+        return f"Use `{self.name}=auto`." if self.is_of_spec else f"Remove `{self.text}`."
 
     @property
     def change(self) -> str:
@@ -73,16 +73,20 @@ class Constraint:
 def parse(text: str) -> Constraint:
     """Return the constraint that is written. Raises SpecError for what is none."""
     if (match := _FORM.fullmatch(text)) is None:
-        raise refused(FLAG, f"{text!r} is no constraint", "write NAME<=VALUE, as in tp<=8")
+        raise refused(
+            FLAG, f"{text!r} is not a constraint", "Use `NAME<=VALUE`, for example `tp<=8`."
+        )
     name, compare, bound = match.groups()
     name = NAMES.get(name, name)
     if name in RESULTS:
         return Constraint(text, name, compare, _figure(name, bound, text))
     if name not in QUANTITIES:
-        raise refused(FLAG, f"{name}: nothing of a candidate is called so", known_names(name))
+        raise refused(FLAG, f"{name} is not a property of a candidate", known_names(name))
     quantity = QUANTITIES[name]
     if compare in _ORDERING and not quantity.has_order:
-        raise refused(FLAG, f"{text}: {name} has no order", f"write {name}=VALUE or !=")
+        raise refused(
+            FLAG, f"{text}: {name} has no order", f"Use `{name}=VALUE` or `{name}!=VALUE`."
+        )
     return Constraint(text, name, compare, value_of(quantity, name, bound, text))
 
 
@@ -90,8 +94,10 @@ def _figure(name: str, bound: str, text: str) -> float:
     try:
         return float(bound) if name == "time" else float(parse_bytes(bound))
     except ValueError:
-        example = "time<=2.5, in seconds" if name == "time" else "memory<=70 GB"
-        raise refused(FLAG, f"{text}: {bound} is no figure", f"write {example}") from None
+        example = "`time<=2.5` (seconds)" if name == "time" else "`memory<=70 GB`"
+        raise refused(
+            FLAG, f"{text}: {bound} is not a valid value", f"Use, for example, {example}."
+        ) from None
 
 
 @dataclass(frozen=True, slots=True)

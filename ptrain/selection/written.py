@@ -163,8 +163,8 @@ def _kept(said: Said, probe: Spec) -> tuple[Kept, ...]:
         place = "activations" if activations.by_block else "recompute"
         raise refused(
             place,
-            "not yet: a search with activations that blocks keep in different ways, or by a budget",
-            f"write {place}=auto, or one policy for all blocks",
+            "not supported yet: a search with per-block activation modes or a recomputation budget",
+            f"Use `{place}=auto`, or one policy for all blocks.",
         )
     says_how = any(_is_said(said, f"recompute.{key}") for key in _HOW)
     offered = ways_to_keep(_away(said))

@@ -310,7 +310,7 @@ def _with_layers(model: ModelSpec, layers: int) -> ModelSpec:
         case HuggingFaceModel():
             return with_layers(model, layers)
         case ExternalModel():
-            raise AssertionError("nobody says how a user's function makes fewer layers")
+            raise AssertionError("a user's function cannot build fewer layers")
         case other:
             assert_never(other)
 

@@ -143,7 +143,7 @@ def _with_equal_heads(args: tuple[Any, ...], *, is_backward: bool) -> tuple[Any,
 
 SEGMENTS = {"default segments": False, "segments that expand": True}
 _LR = 1e-3
-_ROOM = "leave --rehearse out: fake tensors take none"
+_ROOM = "Remove `--rehearse`: fake tensors need no memory."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -284,7 +284,7 @@ def rehearsal_device(spec: Spec) -> torch.device:
         return torch.device("cuda", 0)
     if spec.device == "cuda":
         raise refused(
-            "device", "no GPU was found to rehearse on", "write device=cpu or device=auto"
+            "device", "no GPU was found for --rehearse", "Use `device=cpu` or `device=auto`."
         )
     return torch.device("cpu")
 
@@ -300,8 +300,11 @@ def _refusing(spec: Spec, device: torch.device) -> Iterator[None]:
         cause = error.__cause__ if isinstance(error, RankFailed) else error
         if not isinstance(cause, READ):
             raise
-        finding = f"the model reads a value off a tensor ({_line(cause)}), and fake ones have none"
-        raise refused("model", finding, "rehearse it with real tensors: --rehearse") from error
+        finding = (
+            f"the model reads the value of a tensor ({_line(cause)}), but fake tensors "
+            "have no values"
+        )
+        raise refused("model", finding, "Add `--rehearse` to use real tensors.") from error
 
 
 def _line(error: BaseException) -> str:

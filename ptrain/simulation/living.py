@@ -135,7 +135,7 @@ def _of_sum(tensor: Any, dimensions: Any) -> tuple[int, ...]:
     return (size,) if size else ()
 
 
-_OLDER = "buffers, batch, and what is older than the step"
+_OLDER = "buffers, batch, and older tensors"
 
 
 @dataclass(slots=True)
@@ -297,16 +297,16 @@ def what(life: Life) -> str:
     if life.is_declared or life.phase is None:
         in_bucket = tag is not None and tag.state is State.GRADIENTS and not tag.name
         if life.state is State.GRADIENTS and in_bucket:
-            return "gradients, in buckets"
+            return "gradient buckets"
         return _OLDER if life.state is State.OTHER else str(life.state)
     if tag and tag.state is State.GRADIENTS:
-        return f"to be reduced: {_alike(tag.name or 'gradients')}"
+        return f"gradients to reduce: {_alike(tag.name or 'all')}"
     if life.phase is Phase.UPDATE:
-        return "temporaries of the update"
+        return "temporaries of the optimizer"
     if life.module is None:
-        return "loss" if life.phase is Phase.FORWARD else "backward's working tensors"
+        return "loss" if life.phase is Phase.FORWARD else "temporaries of backward"
     where = _alike(life.module) or "the model itself"
-    return where if life.phase is Phase.FORWARD else f"{where}, again"
+    return where if life.phase is Phase.FORWARD else f"{where}, recomputed"
 
 
 def _alike(path: str) -> str:

@@ -441,7 +441,7 @@ def _named(tokens: Iterable[Nameless]) -> Iterator[Event]:
             yield replace(token.event, key=key)
             continue
         if token.end is None or token.place >= len(keys):
-            raise LookupError("nobody knows which storage goes")
+            raise LookupError("the order of freed storages is unknown")
         place = token.place if token.end is End.OLDEST else len(keys) - 1 - token.place
         yield replace(token.event, key=keys.pop(place))
 

@@ -133,7 +133,7 @@ class Words(Choice):
         words = [super(Words, self).check(text) for text in values]
         twice = next((word for word in words if words.count(word) > 1), None)
         if twice is not None:
-            refuse(f"{twice} is given twice", "keep one of the two")
+            refuse(f"{twice} is listed twice", "Remove one of the two.")
         return words
 
     def schema(self) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from ptrain.units import parse_count
 
 MAX_SAMPLES = 2**31 - 1
 AUTO = "auto"
-PADDED = ", or batch.pad=true, which adds ignored targets"  # a remedy beside others
+PADDED = ", or `batch.pad=true`, which adds ignored targets"  # a remedy beside others
 
 
 class Rounding(StrEnum):
@@ -200,7 +200,7 @@ def batch_lines(batch: Batch, data_degree: int) -> list[str]:
     if batch.padding:
         lines.append(
             f"batch.sequence: {batch.window} tokens are padded to {batch.sequence}; "
-            f"{batch.padding / batch.sequence:.1%} of what is computed counts for nothing"
+            f"{batch.padding / batch.sequence:.1%} of the computation is padding"
         )
     return lines
 
@@ -218,13 +218,23 @@ def _tokens_line(batch: Batch, written: WrittenTokens, data_degree: int) -> str:
     samples, step = batch.global_samples, batch.micro * data_degree
     said = f"batch.global: {written.text} are {written.samples} samples of {batch.window}: "
     if samples == written.samples:
-        return f"{said}{samples} are taken"
+        return f"{said}using {samples}"
     off = f"{samples / written.samples - 1:+.1%}"
     power = nearest_power_of_two(written.samples)
     is_power = written.rounding is Rounding.POWER_OF_TWO
     if is_power and samples == power:
-        return f"{said}{samples} to the nearest power of two ({off}); batch.round: none does not"
+        return (
+            f"{said}rounded to {samples}, the nearest power of two ({off}); "
+            "`batch.round=none` disables this"
+        )
     if samples == step > written.samples:
-        return f"{said}{samples} are the fewest of {data_degree} data ranks ({off})"
-    no_power = f"; {power} is none of {batch.micro} micro × {data_degree} data" if is_power else ""
-    return f"{said}{samples} to the nearest multiple of {step} ({off}){no_power}"
+        return (
+            f"{said}rounded up to {samples}, the minimum for {data_degree} data-parallel "
+            f"ranks ({off})"
+        )
+    no_power = (
+        f"; {power} is not a multiple of {batch.micro} micro × {data_degree} data"
+        if is_power
+        else ""
+    )
+    return f"{said}rounded to {samples}, the nearest multiple of {step} ({off}){no_power}"

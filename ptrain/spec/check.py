@@ -120,7 +120,7 @@ class _Walk:
         place, finding = (*route, key), f"unknown key {key!r}"
         waits, remedy = slips.UNSUPPORTED.get(place, ("", ""))
         if waits:
-            finding += f"; not yet: {waits}"
+            finding += f"; not supported yet: {waits}"
         elif not is_called(key, kind, route):
             if isinstance(value, dict) and self._unknown_section(place, value):
                 return
@@ -152,9 +152,9 @@ class _Walk:
         known = keys(kind)
         for key, (_, holds) in known.items():
             if isinstance(holds, Choice) and (word := holds.word(value)):
-                return f"write {self._said((*route, key), flow(word), route)}"
+                return f"Use `{self._said((*route, key), flow(word), route)}`."
         preset = nearest(value, tuple(listing(f"{route[-1]}s"))) if "preset" in known else ""
-        return f"write {self._said((*route, 'preset'), flow(preset), route)}" if preset else ""
+        return f"Use `{self._said((*route, 'preset'), flow(preset), route)}`." if preset else ""
 
     def _said(self, route: Route, text: str, at: Route) -> str:
         """Return a key with its value's text, in the syntax of the key at fault: that of the
@@ -174,10 +174,12 @@ class _Walk:
 def _missing(route: Route) -> tuple[str, str]:
     """Finding and remedy of a key that every spec, or every tuple, needs."""
     if route[0] == "placement" and route[-1] == REST:
-        finding = "the tuple of all tensors but the experts' is missing"
-        return finding, f"add {REST}: a strategy's name or four modes"
+        finding = "the placement of all non-expert tensors is missing"
+        return finding, f"Add `{REST}`: a strategy name or four modes."
     if route[0] == "placement":
-        return f"all 4 states are needed: missing {route[-1]!r}", f"add {route[-1]}: R, S or S*"
+        return f"all four states are required; {route[-1]!r} is missing", (
+            f"Add `{route[-1]}`: R, S or S*."
+        )
     section = f" in {'.'.join(route[:-1])}" if len(route) > 1 else ""
     example = f"{'.'.join(route)}{'=' if section else ': '}{_EXAMPLES[route[-1]]}"
-    return f"the key {route[-1]!r} is missing{section}", f"write {example}"
+    return f"the required key {route[-1]!r} is missing{section}", f"Add `{example}`."

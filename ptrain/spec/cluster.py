@@ -14,9 +14,9 @@ class _Alike(Leaf):
     def check(self, value: Any) -> object:
         if isinstance(value, list | dict):
             refuse(
-                f"must be one figure for all devices; got {describe(value)}",
-                "every device is like the others: a rank of an axis gets as much as its peers, and "
-                "the slowest and smallest decides; write its figure",
+                f"must be one value for all devices; got {describe(value)}",
+                "Use the value of the slowest or smallest device: all ranks of an axis get "
+                "the same share.",
             )
         return super().check(value)
 

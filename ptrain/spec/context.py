@@ -47,7 +47,9 @@ class _Degrees(Free):
     def check(self, value: Any) -> object:
         degrees = super().check(value)
         if not isinstance(degrees, dict) or {*degrees} != {*_PARTS}:
-            refuse("a mapping here has the keys ulysses and ring", "write {ulysses: 2, ring: 2}")
+            refuse(
+                "a mapping must have the keys `ulysses` and `ring`", "Use `{ulysses: 2, ring: 2}`."
+            )
         return degrees
 
     def schema(self) -> dict[str, Any]:

@@ -19,16 +19,16 @@ def require_leave(spec: Spec, *, allow_import: bool) -> None:
 def require_leave_of(function: UserFunction, *, allow_import: bool) -> None:
     """Before this one is."""
     if not allow_import:
-        finding = f"this would run code of {function.target}"
+        finding = f"this runs code of {function.target}"
         raise refused(
             function.place,
             finding,
-            "allow it with --allow-import; in Python, with allow_import=True",
+            "Add `--allow-import`; in Python, pass `allow_import=True`.",
         )
 
 
 def require_transformers(model: ModelSpec) -> None:
     """Before anything is built or started of a class of transformers."""
     if isinstance(model, HuggingFaceModel) and find_spec("transformers") is None:
-        finding = f"{model.hf} is a class of transformers, which is not installed"
-        raise refused("model.hf", finding, "pip install 'transformers>=4.56,<6'")
+        finding = f"{model.hf} is a class of Transformers, which is not installed"
+        raise refused("model.hf", finding, "Run `pip install 'transformers>=4.56,<6'`.")

@@ -31,13 +31,13 @@ def unusable(path: str | None, error: OSError | RuntimeError) -> SpecError:
     if not os.path.lexists(folder):
         finding = "no such folder"
     elif not os.path.isdir(folder):
-        finding = "is no folder"
+        finding = "is not a folder"
     elif isinstance(error, FileNotFoundError):
-        finding = "cannot be written to"
+        finding = "is not writable"
     else:
-        finding = f"cannot be written to: {reason}"
+        finding = f"is not writable: {reason}"
     return refused(
         "offload.path",
         f"{folder}: {finding}",
-        "give a folder that exists, can be written and has room for the file tier",
+        "Use an existing, writable folder with enough space for the file tier.",
     )

@@ -9,7 +9,10 @@ from ptrain.spec.placement import Axis, Mode
 from ptrain.spec.section import section
 
 _NO_PLACE = ("S", "M")  # no whole values to use, and no masters to make them of
-_TUPLE = "a frozen parameter has no Ω, no G and no A of its own: its tuple is the mode of Θ"
+_TUPLE = (
+    "frozen parameters have no optimizer state, gradients or activations, so their "
+    "placement is one mode"
+)
 
 
 @declared
@@ -18,12 +21,12 @@ class FrozenMode(ModeText):
 
     def check(self, value: Any) -> object:
         if isinstance(value, str) and "," in value:
-            refuse(f"{value!r} has several modes", f"{_TUPLE}; write {value.partition(',')[0]}")
+            refuse(f"{value!r} has several modes", f"{_TUPLE}. Use `{value.partition(',')[0]}`.")
         if value == "M":
             refuse(
-                "M is made of a master copy in the optimizer's state, and a frozen parameter has "
-                "none; its values would live nowhere",
-                "write S*, R or O",
+                "M is cast from the master copy in the optimizer state, and frozen "
+                "parameters have none",
+                "Use `S*`, `R` or `O`.",
             )
         return super().check(value)
 
@@ -34,7 +37,7 @@ class FrozenMode(ModeText):
         return "a mode of Θ: R, S* or O, or with a tier (R@host, S*@file)"
 
     def meant(self, value: object) -> str:
-        return "did you mean S*?" if value == "S" else super().meant(value)
+        return "Did you mean `S*`?" if value == "S" else super().meant(value)
 
     def words(self) -> Mapping[str, str]:
         return {mode: about for mode, about in MODE_MEANINGS.items() if mode not in _NO_PLACE}

@@ -261,7 +261,7 @@ class SpecRaw(Keys, _Head):
                 "manual": "eager",
             },
             executed=("sdpa", "eager", "flex", "math"),
-            why=" by itself (sdpa chooses it where it can)",
+            why="; sdpa selects it where possible",
         ),
     ] = None
     loss: Annotated[LossRaw | None, LOSS] = None

@@ -42,7 +42,7 @@ def describe(value: object) -> str:
             return f"the boolean {str(value).lower()}"
         case str():
             shown = value if len(value) <= 60 else value[:57] + "..."
-            return f"the text {shown!r}"
+            return f"the string {shown!r}"
         case int() | float():
             return f"the number {value}"
         case list():
@@ -142,7 +142,7 @@ class Whole(Leaf):
         if type(value) is int and self.low <= value <= self.high:
             return value
         is_near = isinstance(value, float) and self.low <= value <= self.high
-        whole = f"write {value:.0f}" if is_near and value == round(value) else ""
+        whole = f"Use `{value:.0f}`." if is_near and value == round(value) else ""
         slip = whole or (slips.null(value) if self.null else "") or slips.unquote(value)
         refuse(f"must be {self.takes()}; got {describe(value)}", slip)
 
@@ -196,7 +196,7 @@ class Truth(Leaf):
     def check(self, value: Any) -> object:
         if isinstance(value, bool):
             return value
-        refuse(f"must be {self.takes()}; got {describe(value)}", "write true or false")
+        refuse(f"must be {self.takes()}; got {describe(value)}", "Use `true` or `false`.")
 
     def schema(self) -> dict[str, Any]:
         return {"type": "boolean"}
@@ -279,7 +279,10 @@ class Size(Leaf):
             f"must be {self.takes()}; got {describe(value)}",
             slips.small_size(value, size, self.low, self.words)
             or slips.near_word(value, self.words)
-            or "a number of bytes, or with kB, MB, GB, TB (powers of 1000), KiB, MiB, GiB, TiB",
+            or (
+                "Use a number of bytes, or a number with a unit: kB, MB, GB, TB (powers of "
+                "1000), KiB, MiB, GiB or TiB."
+            ),
         )
 
     def takes(self) -> str:
@@ -447,7 +450,7 @@ class ModeText(Leaf):
     def meant(self, value: object) -> str:
         """The question whether another mode was meant."""
         mode = slips.mode(value) if isinstance(value, str) else ""
-        return f"did you mean {mode}?" if mode in self.words() else ""
+        return f"Did you mean `{mode}`?" if mode in self.words() else ""
 
     def words(self) -> Mapping[str, str]:
         """Return what may be written, each with its meaning."""
@@ -482,8 +485,8 @@ class ModesByBlock(Free):
         for ((_, last), key), ((first, _), other) in itertools.pairwise(ranges):
             if last >= first:
                 refuse(
-                    f"the blocks {key!r} and {other!r} overlap",
-                    "give each block one mode; a block that no range has is R",
+                    f"the block ranges {key!r} and {other!r} overlap",
+                    "Give each block one mode. Blocks without a range are `R`.",
                 )
         return checked
 
@@ -531,10 +534,10 @@ def _range(text: str) -> tuple[int, float]:
     """(first, last) of a range that is written as it should be."""
     if not re.fullmatch(_BLOCKS, text):
         refuse(
-            f"{text!r} is no range of blocks",
-            'write first-last, counted from 0: {"0-7": M, "8-": R}',
+            f"{text!r} is not a range of blocks",
+            'Use `first-last`, counted from 0: `{"0-7": M, "8-": R}`.',
         )
     first, last = blocks_of(text)
     if last is not None and last < first:
-        refuse(f"{text!r} ends before it begins", f'write "{last}-{first}"')
+        refuse(f"the range {text!r} ends before it starts", f'Use `"{last}-{first}"`.')
     return first, math.inf if last is None else last

@@ -56,7 +56,7 @@ _INSTEAD: dict[Route, tuple[Route, ...]] = {
     ("reshard",): (("sync", "reshard_after_forward"),),
     ("sync", "reshard_after_forward"): (("reshard",),),
 }
-_EXAMPLE = "write key=value, for example mesh.dp_shard=4"
+_EXAMPLE = "Use `key=value`, for example `mesh.dp_shard=4`."
 
 
 class Override(NamedTuple):
@@ -74,8 +74,8 @@ def split_arguments(arguments: Iterable[str]) -> tuple[list[str], list[str]]:
     overrides: list[str] = []
     for argument in arguments:
         if argument.startswith("="):
-            finding = f"there is a blank before {argument[:60]!r}"
-            remedy = f"write it without spaces; {_EXAMPLE}"
+            finding = f"there is a space before {argument[:60]!r}"
+            remedy = f"Remove the spaces around `=`. {_EXAMPLE}"
             raise SpecError(SourceMark(source="command line").fault("", finding, remedy))
         (overrides if _OVERRIDE.match(argument) else sources).append(argument)
     return sources, overrides
@@ -90,7 +90,7 @@ def parse_override(argument: str) -> Override:
         finding = f"an override needs a value; got {argument[:60]!r}"
         raise SpecError(SourceMark(source=source).fault("", finding, _EXAMPLE))
     if not all(re.fullmatch(r"[A-Za-z0-9_-]+", part) for part in route):
-        finding = f"an override begins with a dotted key; got {key[:60]!r}"
+        finding = f"an override must start with a key; got {key[:60]!r}"
         raise SpecError(SourceMark(source=source).fault("", finding, _EXAMPLE))
     return Override(route=route, text=text, source=source)
 
@@ -126,7 +126,7 @@ def apply(tree: Tree, override: Override) -> list[Fault]:
         if not isinstance(inner, dict):
             place = ".".join(route[: depth + 1])
             finding = f"{place} is {describe(inner)}, not a mapping"
-            remedy = f"set {place} itself"
+            remedy = f"Set `{place}` instead."
             return [SourceMark(source=override.source).fault(".".join(route), finding, remedy)]
         node = inner
     assert isinstance(node, dict), "only mappings are entered"
@@ -245,9 +245,9 @@ def _rows(tree: Tree) -> Iterator[_Finding]:
             continue
         words = [flow(word) for word in executed]
         name = route[-1]
-        works = f"what works today: {name}: {' or '.join(words)}" if words else f"remove {name}"
+        works = f"Supported: {name}={' or '.join(words)}." if words else f"Remove `{name}`."
         shown = f" {flow(value)}" if isinstance(value, str | int | float) else ""
-        finding = f"not yet: {name}{shown} is in the grammar, and nothing executes it{leaf.why}"
+        finding = f"not supported yet: {name}{shown} is reserved{leaf.why}"
         yield route, finding, works
 
 

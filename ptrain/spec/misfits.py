@@ -33,31 +33,35 @@ def misfits(shape: ModelShape) -> Iterator[Fault]:
     if shape.rope_scaling is not RopeScaling.NONE and shape.rope_factor == 1.0:
         yield Fault(
             place="model.rope_scaling",
-            finding=f"{shape.rope_scaling}, and frequencies are divided by rope_factor: 1",
-            remedy="write a larger rope_factor, or model.rope_scaling=none",
+            finding=f"{shape.rope_scaling} has no effect with rope_factor: 1",
+            remedy="Use a larger `model.rope_factor`, or `model.rope_scaling=none`.",
         )
     if shape.rope_scaling in _BY_TURNS and shape.rope_high_factor <= shape.rope_low_factor:
         yield Fault(
             place="model.rope_high_factor",
-            finding=f"{shape.rope_high_factor:g} is not above rope_low_factor: "
-            f"{shape.rope_low_factor:g}",
-            remedy="write a larger one",
+            finding=(
+                f"{shape.rope_high_factor:g} must be greater than rope_low_factor: "
+                f"{shape.rope_low_factor:g}"
+            ),
+            remedy="Use a larger value.",
         )
 
 
 def _documents(shape: ModelShape) -> Iterator[Fault]:
     start, end, place = shape.document_start, shape.document_end, f"model.{shape.document_key}"
     if start is not None and end is not None:
-        finding = f"documents begin with token {start}, and document_end is {end} too"
-        yield Fault(place=place, finding=finding, remedy="remove one of the two")
+        finding = f"document_start and document_end are both token {start}"
+        yield Fault(place=place, finding=finding, remedy="Remove one of the two.")
         return
     edge = end if start is None else start
     if edge is not None and edge >= shape.vocab:
-        finding = f"no document has token {edge} at its edge, of a vocabulary of {shape.vocab}"
-        yield Fault(place=place, finding=finding, remedy=f"write one below {shape.vocab}")
+        finding = f"token {edge} is outside the vocabulary of {shape.vocab} tokens"
+        yield Fault(place=place, finding=finding, remedy=f"Use a token id below {shape.vocab}.")
     if edge is not None and shape.attention is Attention.FLEX:
-        finding = "not yet: documents by flex_attention, whose blocks would depend on the tokens"
-        yield Fault(place=place, finding=finding, remedy="write attention=sdpa or attention=eager")
+        finding = "not supported yet: document masks with flex_attention"
+        yield Fault(
+            place=place, finding=finding, remedy=("Use `attention=sdpa` or `attention=eager`.")
+        )
 
 
 def _experts(shape: ModelShape, experts: int) -> Iterator[Fault]:
@@ -65,28 +69,30 @@ def _experts(shape: ModelShape, experts: int) -> Iterator[Fault]:
     if chosen > experts:
         yield Fault(
             place="model.experts_per_token",
-            finding=f"a token goes to {chosen} experts, of which a block has {experts}",
-            remedy=f"write {experts} or fewer",
+            finding=f"{chosen} experts per token, but a layer has only {experts}",
+            remedy=f"Use {experts} or fewer.",
         )
     elif chosen == experts and shape.bias_update_rate is not None:
         yield Fault(
             place="model.bias_update_rate",
-            finding=f"a token goes to all {experts} experts, whatever a bias says",
-            remedy="remove it, or write a smaller experts_per_token",
+            finding=f"each token goes to all {experts} experts, so the bias has no effect",
+            remedy="Remove it, or use a smaller `model.experts_per_token`.",
         )
     if shape.expert_groups is not None:
         yield from _groups(shape, experts, shape.expert_groups)
     if dense >= shape.layers:
         yield Fault(
             place="model.dense_layers",
-            finding=f"the first {dense} layers have no experts, and there are {shape.layers}",
-            remedy=f"write one below {shape.layers}, or remove experts",
+            finding=(
+                f"{dense} dense layers leave no MoE layer: the model has {shape.layers} layers"
+            ),
+            remedy=f"Use a number below {shape.layers}, or remove `model.experts`.",
         )
     if shape.bias is Bias.ALL:
         yield Fault(
             place="model.bias",
-            finding="not yet: experts with biases, of which a grouped product knows nothing",
-            remedy="write model.bias=none or model.bias=qkv",
+            finding="not supported yet: experts with biases",
+            remedy="Use `model.bias=none` or `model.bias=qkv`.",
         )
 
 
@@ -95,56 +101,61 @@ def _groups(shape: ModelShape, experts: int, groups: int) -> Iterator[Fault]:
     chosen, of_token = shape.experts_per_token, shape.groups_per_token
     sizes = [size for size in divisors(experts) if 1 < size < experts]
     if experts % groups or experts // groups < 2:
-        finding = f"{groups} groups of {experts} experts: they do not divide them into groups of "
+        finding = f"{groups} groups cannot split {experts} experts into groups of "
         choices = ", ".join(str(experts // size) for size in reversed(sizes))
         yield Fault(
             place="model.expert_groups",
             finding=f"{finding}two or more",
-            remedy=f"choose from {choices}" if choices else "remove it",
+            remedy=f"Use one of {choices}." if choices else "Remove it.",
         )
     elif of_token >= groups:
         yield Fault(
             place="model.groups_per_token",
-            finding=f"a token's experts are of {of_token} groups, of which there are {groups}",
-            remedy=f"write one below {groups}, or remove expert_groups",
+            finding=f"{of_token} groups per token, but there are only {groups}",
+            remedy=f"Use a number below {groups}, or remove `model.expert_groups`.",
         )
     elif chosen > of_token * experts // groups:
         yield Fault(
             place="model.groups_per_token",
-            finding=f"a token goes to {chosen} experts, and {of_token} of {groups} groups have "
-            f"{of_token * experts // groups}",
-            remedy=f"write {-(-chosen * groups // experts)} or more",
+            finding=(
+                f"{chosen} experts per token, but {of_token} of {groups} groups have "
+                f"only {of_token * experts // groups}"
+            ),
+            remedy=f"Use {-(-chosen * groups // experts)} or more.",
         )
 
 
 def _latent(shape: ModelShape) -> Iterator[Fault]:
     """Yield what does not go with keys and values that are made of latent features."""
     own = {
-        "kv_heads": (shape.kv_heads != shape.heads, "every head has keys and values of its own"),
+        "kv_heads": (shape.kv_heads != shape.heads, "every head has its own keys and values"),
         "head_dim": (
             shape.own_head_dim is not None,
-            "qk_nope_head_dim and qk_rope_head_dim say it",
+            "use qk_nope_head_dim and qk_rope_head_dim instead",
         ),
-        "rotary": (shape.rotary != 1.0, "qk_rope_head_dim says how many features turn"),
-        "qk_norm": (shape.qk_norm, "the latent features are normed instead"),
+        "rotary": (shape.rotary != 1.0, "qk_rope_head_dim sets the rotary dimensions"),
+        "qk_norm": (shape.qk_norm, "the latent vectors are normalized instead"),
     }
     for name, (is_written, finding) in own.items():
         if is_written:
-            finding = f"of latent attention (kv_lora_rank) {finding}"
+            finding = f"not available with latent attention (kv_lora_rank): {finding}"
             yield Fault(place=f"model.{name}", finding=finding, remedy=f"remove {name}")
     if shape.bias is not Bias.NONE:
-        finding = f"not yet: {shape.bias}, of latent attention (kv_lora_rank)"
-        yield Fault(place="model.bias", finding=finding, remedy="write model.bias=none")
+        finding = f"not supported yet: bias {shape.bias} with latent attention (kv_lora_rank)"
+        yield Fault(place="model.bias", finding=finding, remedy="Use `model.bias=none`.")
     if shape.positions is not Positions.ROPE:
-        finding = f"{shape.positions}: of latent attention qk_rope_head_dim features turn"
-        yield Fault(place="model.positions", finding=finding, remedy="write model.positions=rope")
+        finding = f"latent attention uses rotary embeddings; got {shape.positions}"
+        yield Fault(place="model.positions", finding=finding, remedy="Use `model.positions=rope`.")
     if shape.qk_rope_head_dim % 2:
-        finding = f"{shape.qk_rope_head_dim} is odd, and rotary positions turn pairs"
-        yield Fault(place="model.qk_rope_head_dim", finding=finding, remedy="choose it even")
+        finding = f"{shape.qk_rope_head_dim} is odd; rotary embeddings need an even number"
+        yield Fault(place="model.qk_rope_head_dim", finding=finding, remedy="Use an even number.")
     if shape.v_head_dim > shape.head_dim:
-        finding = f"not yet: values of {shape.v_head_dim} features, of heads whose queries have "
+        finding = (
+            f"not supported yet: value heads of dimension {shape.v_head_dim} with "
+            "query heads of dimension "
+        )
         finding += f"{shape.head_dim}"
-        remedy = f"write {shape.head_dim} or fewer"
+        remedy = f"Use {shape.head_dim} or less."
         yield Fault(place="model.v_head_dim", finding=finding, remedy=remedy)
 
 
@@ -159,20 +170,20 @@ def _heads(shape: ModelShape) -> Iterator[Fault]:
         yield Fault(
             place="model.kv_heads",
             finding=f"kv_heads={shape.kv_heads} does not divide heads={shape.heads}",
-            remedy=f"choose from {_near(divisors(shape.heads), shape.kv_heads)}",
+            remedy=f"Use one of {_near(divisors(shape.heads), shape.kv_heads)}.",
         )
     elif shape.positions is Positions.ROPE and not _turns(shape, shape.head_dim):
         whose = "head_dim" if shape.own_head_dim else "hidden / heads"
         if shape.rotary == 1.0:
-            finding = f"{whose} = {shape.head_dim} is odd, and rotary positions turn pairs"
-            remedy = (
-                f"choose {'it' if shape.own_head_dim else 'heads so that hidden / heads is'} even"
-            )
+            finding = f"{whose} = {shape.head_dim} is odd; rotary embeddings need an even number"
+            remedy = f"Make {'it' if shape.own_head_dim else 'hidden / heads'} even."
             place = "model.head_dim" if shape.own_head_dim else "model.heads"
         else:
-            finding = f"{shape.rotary:g} of a head of {shape.head_dim} are {shape.rotary_dim} "
-            finding += "features, and rotary positions turn pairs"
-            place, remedy = "model.rotary", "choose a share that is an even number, 2 or more"
+            finding = (
+                f"{shape.rotary:g} of a head of dimension {shape.head_dim} is {shape.rotary_dim} "
+            )
+            finding += "dimensions; rotary embeddings need an even number"
+            place, remedy = "model.rotary", "Use a fraction that gives an even number, 2 or more."
         yield Fault(place=place, finding=finding, remedy=remedy)
 
 
@@ -190,7 +201,11 @@ def _other_heads(shape: ModelShape) -> str:
         if heads % kv_heads == 0
         and (shape.positions is not Positions.ROPE or _turns(shape, shape.hidden // heads))
     ]
-    return f"choose from {_near(counts, shape.heads)}" if counts else "change hidden or kv_heads"
+    return (
+        f"Use one of {_near(counts, shape.heads)}."
+        if counts
+        else ("Change `model.hidden` or `model.kv_heads`.")
+    )
 
 
 class Void(NamedTuple):
@@ -206,28 +221,30 @@ class Void(NamedTuple):
 def voids(shape: ModelShape) -> Iterator[Void]:
     """Yield what another option makes void."""
     if shape.positions is not Positions.ROPE:
-        finding = f"positions: {shape.positions}, and none that turn"
+        finding = f"positions: {shape.positions} has no rotary embeddings"
         yield from _void(shape, _OF_ROPE, "positions", finding, "positions=rope")
     if shape.rope_scaling is RopeScaling.NONE:
-        finding = "rope_scaling: none, and frequencies are divided by nothing"
+        finding = "rope_scaling: none does not scale frequencies"
         yield from _void(shape, ("rope_factor",), "rope_scaling", finding, "rope_scaling=linear")
     if shape.rope_scaling not in _BY_TURNS:
-        finding = f"rope_scaling: {shape.rope_scaling}, which has no such number"
+        finding = f"rope_scaling: {shape.rope_scaling} does not use this key"
         yield from _void(shape, _OF_TURNS, "rope_scaling", finding, "rope_scaling=llama3")
     if not shape.is_latent:
-        finding = "keys and values are made of the stream, not of latent features"
+        finding = "the model has no latent attention (kv_lora_rank is not set)"
         yield from _void(shape, _OF_LATENT, "kv_lora_rank", finding, "kv_lora_rank")
     if shape.window is None:
         names = ("global_every", "window_rope_base")
-        yield from _void(shape, names, "window", "no layer has a window", "window")
+        yield from _void(
+            shape, names, "window", "no layer has a sliding window (window is not set)", "window"
+        )
     if shape.experts is None:
-        finding = "a block has no experts"
+        finding = "the model has no experts (experts is not set)"
         yield from _void(shape, _OF_EXPERTS, "experts", finding, "experts")
     elif shape.expert_groups is None:
-        finding = "experts make no groups"
+        finding = "there are no expert groups (expert_groups is not set)"
         yield from _void(shape, ("groups_per_token",), "expert_groups", finding, "expert_groups")
     if shape.tied:
-        finding = "a tied head is the embedding, which has no bias"
+        finding = "a tied head uses the embedding, which has no bias"
         yield from _void(shape, ("head_bias",), "tied", finding, "tied=false")
 
 
@@ -236,7 +253,7 @@ def _void(
 ) -> Iterator[Void]:
     for name in names:
         if getattr(shape, name) != _DEFAULTS[name]:
-            yield Void(name, by, finding, f"remove {name}, or write model.{other}")
+            yield Void(name, by, finding, f"Remove `model.{name}`, or set `model.{other}`.")
 
 
 def divisors(number: int) -> list[int]:

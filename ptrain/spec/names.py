@@ -76,15 +76,15 @@ def missing(name: str, kind: str, *folders: str) -> tuple[str, str]:
     for other in {"models", "clusters"}.difference(folders):
         if name in listing(other):
             section = other.removesuffix("s")
-            return f"{name!r} is a {section}, not a {kind}", f"write {section}.preset={name}"
+            return f"{name!r} is a {section}, not a {kind}", f"Use `{section}.preset={name}`."
     guess = nearest(name, [*known, *(names().aliases if kind != "model" else ())])
     lists = (
-        "`ptrain specs` lists them"
+        "Run `ptrain specs` to list them."
         if kind in ("spec", "strategy")
-        else f"known: {', '.join(known)}"
+        else f"Available: {', '.join(known)}."
     )
-    remedy = f"did you mean {guess!r}? {lists}" if guess else lists
-    file = "" if kind == "strategy" else "; or give a file"
+    remedy = f"Did you mean {guess!r}? {lists}" if guess else lists
+    file = "" if kind == "strategy" else " A file name works too."
     return f"there is no {kind} named {_short(name)!r}", f"{remedy}{file}"
 
 
@@ -103,4 +103,4 @@ def unusable(error: SpecError) -> tuple[str, str]:
     """Return finding and remedy of a preset in whose file these faults are."""
     findings = "; ".join(str(fault).splitlines()[0] for fault in error.faults)
     remedies = dict.fromkeys(fault.remedy for fault in error.faults if fault.remedy)
-    return f"the preset cannot be used: {findings}", "; ".join(remedies)
+    return f"the preset is invalid: {findings}", "; ".join(remedies)

@@ -114,10 +114,10 @@ class SplitBy(Word):
 *_FIRST_OF_TWO, _LAST_OF_TWO = [name for name in ScheduleName if name.stages == 2]
 _ASYNCHRONOUS = ("pipedream", "pipedream-2bw", "async", "asynchronous", "pipemare", "wpipe")
 _TWO_COPIES = (
-    "DualPipe runs the pipeline in both directions, so every rank has two stages where others have "
-    "one: two copies of Θ, of its gradients and of its optimizer state (of 671B parameters in bf16 "
-    "over pp=16, two copies are 167.8 GB of Θ a rank, one is 83.9 GB); dualpipev overlaps the same "
-    "passes with one copy"
+    "DualPipe runs the pipeline in both directions and stores two copies of parameters, "
+    "gradients and optimizer state (671B parameters in bf16 over pp=16: 167.8 GB of "
+    "parameters per rank instead of 83.9 GB). Use `dualpipev`, which overlaps the same "
+    "passes with one copy."
 )
 
 
@@ -148,9 +148,9 @@ class ScheduleText(Choice):
             return _TWO_COPIES
         if word in _ASYNCHRONOUS:
             return (
-                "an asynchronous pipeline updates a stage while micro-batches are in flight, so "
-                "that their gradients are of older parameters: no step of it equals one of one "
-                "device (Theorem 3); its schedule with a flush after each step is 1f1b"
+                "asynchronous pipelines compute gradients with outdated parameters and do "
+                "not equal a single device [Theorem 3]. Use `1f1b`, the same schedule with a "
+                "flush after each step."
             )
         return super().meant(value)
 
@@ -161,11 +161,11 @@ _MOVING = ("dynamic", "adaptive", "rebalance", "elastic", "runtime")
 def _split_meant(value: object) -> str:
     """What was meant in place of a split."""
     if isinstance(value, list):
-        return f"write numbers of layers from 1 to {MAX_LAYERS}: [3, 5]"
+        return f"Use numbers of layers from 1 to {MAX_LAYERS}, for example `[3, 5]`."
     if isinstance(value, str) and value.lower() in _MOVING:
         return (
-            "a layer stays on its rank while a run lasts (a placement is static); to move it, "
-            "write another split and continue from a checkpoint: ptrain train SPEC --resume RUN"
+            "placements are static: layers do not move during a run. Set another split and "
+            "continue from a checkpoint with `ptrain train SPEC --resume RUN`."
         )
     return _SPLITS.meant(value)
 

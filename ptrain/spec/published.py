@@ -18,13 +18,13 @@ from ptrain.spec.text import read
 Config = Mapping[str, Any]
 _REFUSED = {
     "auto_map": (
-        "it names code that comes with the weights, and it never runs",
-        "Remove `auto_map` from config.json if transformers itself has this class; "
-        "else name another model.",
+        "it refers to code that comes with the weights, which ptrain never runs",
+        "Remove `auto_map` from config.json if Transformers has this class; "
+        "otherwise use another model.",
     ),
     "quantization_config": (
-        "its weights are quantized, and a training needs plain ones",
-        "Name a folder of weights that are not quantized.",
+        "its weights are quantized; training needs unquantized weights",
+        "Use a folder with unquantized weights.",
     ),
 }
 _ID = ("_token_id", "_token_index")  # ends of names of tokens
@@ -49,7 +49,7 @@ def find_unbuilt(config: Config, known: Container[str]) -> Iterator[FieldFault]:
     """Yield the fields that add a computation, except those that are `known` or switched off."""
     for name, value in config.items():
         if name not in known and (added := _added(name, value)):
-            finding = f"{name} is {value!r}, and the built-in model has no {added}"
+            finding = f"{name} is {value!r}; the built-in model has no {added}"
             remedy = "Add `model.hf`, the class of the model; or remove the field from config.json "
             yield FieldFault(name, finding, f"{remedy}if it has no effect.")
 
@@ -79,7 +79,7 @@ def _reason(name: str, value: object, written: Container[str] | None) -> str:
     if is_off or value in (None, "", [], {}) or name in _silent() or name.endswith(_ID):
         return ""
     if name not in keys or written is None:
-        return f"{name} (nothing reads it)"
+        return f"{name} (ignored)"
     key = keys[name]
     return "" if key.removeprefix("model.") in written else f"{name} (set {key}={value})"
 
@@ -111,8 +111,8 @@ _Write = Callable[[Keys], Keys]
 
 _SCALINGS = {"default": "none", "linear": "linear", "llama3": "llama3"}
 _PARTIAL = "partial_rotary_factor"
-ANOTHER = "Name another model's folder."
-WHOLE = "Name a folder whose config.json is complete."
+ANOTHER = "Use the folder of another model."
+WHOLE = "Use a folder with a complete config.json."
 _OF_LLAMA3 = {
     "low_freq_factor": "rope_low_factor",
     "high_freq_factor": "rope_high_factor",
@@ -148,16 +148,16 @@ def _rope(config: Config, faults: Faults) -> Keys:
     rope |= config.get("rope_parameters") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if rope.get(_PARTIAL, config.get(_PARTIAL)) not in (1, None):
-        finding = f"{_PARTIAL}: heads that turn in part are not read"
+        finding = f"{_PARTIAL}: partial rotary embeddings are not supported"
         faults.append(FieldFault(_PARTIAL, finding, ANOTHER))
     if kind not in _SCALINGS:
-        finding = f"rotations of the kind {kind!r} are not read"
-        faults.append(FieldFault("rope_type", finding, f"Kinds that are: {', '.join(_SCALINGS)}."))
+        finding = f"rotary scaling {kind!r} is not supported"
+        faults.append(FieldFault("rope_type", finding, f"Supported: {', '.join(_SCALINGS)}."))
         return {}
     names = {"factor": "rope_factor"} if kind != "default" else {}
     names |= _OF_LLAMA3 if kind == "llama3" else {}
     if missing := [name for name in ("rope_theta", *names) if name not in rope]:
-        finding = f"the rotations lack {', '.join(missing)}"
+        finding = f"the rotary scaling has no {', '.join(missing)}"
         faults.append(FieldFault("rope_scaling", finding, WHOLE))
         return {}
     keys: Keys = {"rope_base": float(rope["rope_theta"])}
@@ -207,7 +207,7 @@ def _gemma3(config: Config, faults: Faults) -> Keys:
     older = {"rope_theta": config.get("rope_local_base_freq", 1e4)}
     local = _rope({"rope_parameters": by_layer.get("sliding_attention", older)}, faults)
     if local.keys() > {"rope_base"}:
-        finding = "rotations of layers with windows are scaled"
+        finding = "rotary scaling of sliding-window layers is not supported"
         faults.append(FieldFault("rope_parameters", finding, ANOTHER))
     whole = {**config, "rope_parameters": by_layer.get("full_attention")}
     every = config.get(_TURNS, config.get(f"_{_TURNS}", 6))
@@ -274,9 +274,9 @@ def read_config(config: Config, written: Container[str] = ()) -> PublishedModel:
     faults = [*find_refused(config)]
     kind = kinds().get(name := str(config.get("model_type")))
     if kind is None:
-        finding = f"model_type {name!r} is not read as a built-in model"
+        finding = f"model_type {name!r} is not a built-in model"
         remedy = f"Built-in kinds: {', '.join(kinds())}. For another causal language model of "
-        remedy += "transformers add `model.hf`, its class."
+        remedy += "Transformers, add `model.hf`, its class."
         return PublishedModel(keys={}, faults=(*faults, FieldFault("", finding, remedy)))
     known = {*kind.sizes, *kind.demands, *kind.fields, "layer_types"}
     known |= {other for name, other in _IMPLIED.items() if name in known}
@@ -292,7 +292,7 @@ def read_config(config: Config, written: Container[str] = ()) -> PublishedModel:
         faults += _wrong_layers(config, keys)
         keys = {key: value for key, value in keys.items() if not _is_void(key, value, keys)}
     except (AttributeError, KeyError, TypeError, ValueError, ArithmeticError) as error:
-        finding = f"a field is missing or has a value of another type: {error}"
+        finding = f"a field is missing or has the wrong type: {error}"
         faults.append(FieldFault("", finding, WHOLE))
     return PublishedModel(keys=keys, faults=tuple(faults), ignored=ignored)
 
@@ -309,7 +309,7 @@ def _unmet(kind: PublishedKind, config: Config) -> Iterator[FieldFault]:
         value = config.get(name, allowed[0])
         is_off = value is None and not allowed[0]  # null is how some files write false
         if value not in allowed and not is_off:
-            finding = f"{name} is {value!r}, and built here is {allowed[0]!r}"
+            finding = f"{name} is {value!r}; the built-in model supports {allowed[0]!r}"
             yield FieldFault(name, finding, ANOTHER)
 
 
@@ -342,7 +342,7 @@ def _wrong_layers(config: Config, keys: Keys) -> Iterator[FieldFault]:
     for layer, kind in enumerate(config.get("layer_types") or ()):
         is_global = not has_windows or (every and (layer + 1) % every == 0)
         if kind != (own := "full_attention" if is_global else "sliding_attention"):
-            finding = f"layer_types: layer {layer} is {kind!r}, and built here is {own!r}"
+            finding = f"layer_types: layer {layer} is {kind!r}; the built-in model supports {own!r}"
             yield FieldFault("layer_types", finding, ANOTHER)
             return
 

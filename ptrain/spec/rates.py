@@ -116,8 +116,8 @@ class Rows(Leaf):
         numbers: dict[tuple[Any, ...], int] = {}
         for number, row in enumerate(rows, 1):
             if numbers.setdefault(row.key, number) != number:
-                finding = f"row {number} measures what row {numbers[row.key]} does"
-                refuse(finding, "keep one of the two")
+                finding = f"row {number} repeats row {numbers[row.key]}"
+                refuse(finding, "Remove one of the two.")
         return rows
 
     def _row(self, number: int, row: object) -> RateRow:
@@ -155,7 +155,7 @@ class Rows(Leaf):
         return {"type": "array", "items": {"type": "array", "minItems": least}}
 
 
-_ANEW = "where another version of ptrain wrote the file: `ptrain calibrate` measures anew"
+_ANEW = "If another version of ptrain wrote the file, run `ptrain calibrate` again."
 _FIGURE = Real("seconds, or a share", 0.0, 1e6, open=True, null=True)
 _BYTES = Size("bytes", high=2**50)
 _DTYPE = Choice("dtype", {dtype.value: f"{dtype.itemsize} bytes" for dtype in DType}, read=DType)
@@ -314,17 +314,19 @@ def misshapen(rates: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
     once, of the fields that are written."""
     at_once = rates.get("at_once", (1,))
     if not at_once or list(at_once) != sorted(set(at_once)):
-        yield "at_once", f"{list(at_once)}: not in ascending order", "write 1, 2, 4, say"
+        yield (
+            "at_once",
+            f"{list(at_once)} is not in ascending order",
+            ("Use ascending numbers, for example `[1, 2, 4]`."),
+        )
         return
     for key in ("threads", "spread"):
         if len(rates.get(key, ())) not in (0, len(at_once)):
             yield key, *_uneven("it", len(rates[key]), at_once)
     for number, row in enumerate(rates.get("links", ()), 1):
         if isinstance(row, RateRow) and None in row.figures:
-            finding = (
-                f"row {number} has a null: nothing else says what a call, a hop or a byte takes"
-            )
-            yield "links", finding, "write all three figures, or leave the row out"
+            finding = f"row {number} has a null; the times per call, hop and byte are required"
+            yield "links", finding, "Fill in all three values, or remove the row."
     for key, rows in rates.items():
         if key == "links" or not isinstance(rows, tuple):
             continue
@@ -337,5 +339,5 @@ def misshapen(rates: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
 def _uneven(subject: str, num_figures: int, at_once: tuple[int, ...]) -> tuple[str, str]:
     figures = "1 figure" if num_figures == 1 else f"{num_figures} figures"
     numbers = ", ".join(map(str, at_once))
-    finding = f"{subject} has {figures}, and the ranks at once are {numbers}"
-    return finding, "write a figure for each, null where it was not measured; or at_once"
+    finding = f"{subject} has {figures}, but at_once has {numbers}"
+    return finding, "Use one value per entry of `at_once`, or null if it was not measured."

@@ -72,7 +72,7 @@ from ptrain.spec.text import Route, Tree
 from ptrain.spec.tuples import fault_of_experts, route_of, usual_modes
 from ptrain.spec.write import to_mapping
 
-_ONE = "remove one of the two"
+_ONE = "Remove one of the two."
 _A = {"path": "a path", "sources": "sources"}
 
 
@@ -83,18 +83,26 @@ def resolve_data(raw: SpecRaw, tree: Tree, report: Report) -> DataSpec | None:
         return None if _lacks_target("data", data, report) else _of_tokens(data, tree, report)
     for key in ("corpus", "path", "sources"):
         if tree.has("data", key):
-            finding = f"target gives samples of its own, and {key} is given too"
+            finding = f"`data.target` provides the samples, so {key} has no effect"
             report.add(f"data.{key}", finding, _ONE)
             return None
-    if _ignores_targets("target gives samples that are no tokens", data, report):
+    if _ignores_targets("`data.target` provides samples that are not tokens", data, report):
         return None
     if raw.batch.pad:
-        report.add("batch.pad", "data.target gives samples that are no tokens", "remove pad")
+        report.add(
+            "batch.pad", "`data.target` provides samples that are not tokens", "Remove `batch.pad`."
+        )
         return None
     if not tree.has("step") and not tree.has("loss", "target"):
-        finding = "of samples that are not tokens no loss is known"
-        remedy = "write loss: {target: package.module:function}, of the model's output and the "
-        report.add("data.target", finding, f"{remedy}batch; or step: {{target: …}}")
+        finding = "samples that are not tokens need a custom loss"
+        remedy = (
+            "Add `loss: {target: package.module:function}`, a function of the model's output and "
+        )
+        report.add(
+            "data.target",
+            finding,
+            f"{remedy}the batch, or `step: {{target: package.module:function}}`.",
+        )
         return None
     folder = beside(data.folder, report)
     return replace(data, corpus=None, arguments=data.arguments or {}, folder=folder)
@@ -102,10 +110,13 @@ def resolve_data(raw: SpecRaw, tree: Tree, report: Report) -> DataSpec | None:
 
 def _of_tokens(data: DataSpec, tree: Tree, report: Report) -> DataSpec | None:
     if data.loss_mask is not None and data.path is None:
-        finding = "it stands beside a token file of one's own, and there is no path"
-        remedy = "add data.path=FILE, or write data.ignored=[ID, …]"
+        finding = "a loss mask needs a token file, and `data.path` is not set"
+        remedy = "Add `data.path=FILE`, or use `data.ignored=[ID, …]`."
         if data.sources is not None:
-            finding, remedy = "it is of one file, and there are sources", "write it in its source"
+            finding, remedy = (
+                "a loss mask belongs to one file, but `data.sources` lists several",
+                ("Put `loss_mask` into the entry of its source."),
+            )
         report.add("data.loss_mask", finding, remedy)
         return None
     given = [key for key in ("corpus", "path", "sources") if tree.has("data", key)]
@@ -119,7 +130,7 @@ def _ignores_targets(why: str, data: DataSpec, report: Report) -> bool:
     """Report keys that say which targets count; return whether there is any."""
     keys = [key for key in ("ignored", "loss_mask") if getattr(data, key) is not None]
     for key in keys:
-        report.add(f"data.{key}", f"{why}, and it says which of them count", f"remove {key}")
+        report.add(f"data.{key}", f"{why}; this key selects target tokens", f"Remove `data.{key}`.")
     return bool(keys)
 
 
@@ -131,12 +142,12 @@ def resolve_functions(raw: SpecRaw, report: Report) -> LossSpec:
     if loss.target is None:
         _lacks_target("loss", loss, report)
     elif kinds:
-        finding = f"target computes the loss of all that the model returns, and {kinds[0]} says "
-        report.add(f"loss.{kinds[0]}", f"{finding}how ptrain does", _ONE)
+        finding = f"`target` computes the loss, so {kinds[0]} has no effect"
+        report.add(f"loss.{kinds[0]}", finding, _ONE)
     if step is None:
         return LossSpec(function=_function("loss", loss, report))
     if loss.target is not None or kinds:
-        report.add("step", "step runs the model and gives its loss, and loss says it too", _ONE)
+        report.add("step", "`step` computes the loss, so `loss` has no effect", _ONE)
     return LossSpec(step=_function("step", step, report))
 
 
@@ -144,7 +155,9 @@ def _lacks_target(section: str, raw: DataSpec | LossRaw, report: Report) -> bool
     """Report what belongs to a target; return whether there is any."""
     keys = [key for key in ("arguments", "folder") if getattr(raw, key) is not None]
     for key in keys:
-        report.add(f"{section}.{key}", f"{key} belongs to a target", f"add target, or remove {key}")
+        report.add(
+            f"{section}.{key}", f"{key} requires `target`", f"Add `target`, or remove `{key}`."
+        )
     return bool(keys)
 
 
@@ -174,8 +187,8 @@ def resolve_tensor(
     if loss.user_function is None or degrees.get(Axis.TP, 1) == 1 or not raw.tensor.loss_parallel:
         return raw.tensor
     if tree.has("tensor", "loss_parallel"):
-        finding = f"true: {loss.user_function.target} would be given logits that are cut"
-        report.add("tensor.loss_parallel", finding, "remove it, or write false")
+        finding = f"true: {loss.user_function.target} would receive sharded logits"
+        report.add("tensor.loss_parallel", finding, "Remove it, or use `false`.")
     return replace(raw.tensor, loss_parallel=False)
 
 
@@ -191,11 +204,15 @@ def resolve_batch(raw: BatchRaw, data_degree: int, report: Report) -> Batch | No
 def _open(raw: BatchRaw, data_degree: int, report: Report) -> Batch | None:
     """The batch in micro-batches of one sample, which is what a smaller one cannot be."""
     if raw.samples is None:
-        finding = "auto: how many samples a step takes nobody says, so nothing bounds it"
-        report.add("batch.micro", finding, "write batch.global too: samples, or 4M tokens")
+        finding = "auto needs a global batch as its upper bound"
+        report.add(
+            "batch.micro", finding, "Set `batch.global` too: a number of samples, or `4M tokens`."
+        )
     elif raw.accumulate is not None:
-        finding = f"auto: accumulate follows from it, and {raw.accumulate} is written"
-        report.add("batch.micro", finding, "remove batch.accumulate, or write micro as a number")
+        finding = f"auto determines batch.accumulate, which is set to {raw.accumulate}"
+        report.add(
+            "batch.micro", finding, "Remove `batch.accumulate`, or set `batch.micro` to a number."
+        )
     elif batch := _batch(raw, 1, data_degree, report):
         return replace(batch, micro_is_open=True)
     return None
@@ -226,15 +243,15 @@ def _batch(raw: BatchRaw, micro: int, data_degree: int, report: Report) -> Batch
     report.add(
         "batch.global",
         f"global={samples} {relation} {product} = {step}",
-        f"write batch.global={' or '.join(map(str, valid))}"
-        + _other_accumulate(raw, samples, unit),
+        f"Use `batch.global={'` or `batch.global='.join(map(str, valid))}`"
+        + f"{_other_accumulate(raw, samples, unit)}.",
     )
     return None
 
 
 def _other_accumulate(raw: BatchRaw, samples: int, unit: int) -> str:
     if raw.accumulate and samples % unit == 0:
-        return f", or batch.accumulate={samples // unit}"
+        return f", or `batch.accumulate={samples // unit}`"
     return ""
 
 
@@ -244,8 +261,8 @@ def _written(raw: BatchRaw, report: Report) -> WrittenTokens | None:
         rounding = Rounding(raw.rounding or Rounding.POWER_OF_TWO)
         return written_tokens(raw.samples, raw.sequence, rounding)
     if raw.rounding is not None:
-        finding = f"{raw.rounding} says how tokens become samples, and batch.global has none"
-        report.add("batch.round", finding, 'remove it, or write batch.global="4M tokens"')
+        finding = f"{raw.rounding} has no effect: batch.global is not given in tokens"
+        report.add("batch.round", finding, 'Remove it, or use `batch.global="4M tokens"`.')
     return None
 
 
@@ -256,12 +273,12 @@ def _global(raw: BatchRaw, written: WrittenTokens | None, step: int, report: Rep
     samples = rounded_samples(written, step)
     if samples <= MAX_SAMPLES:
         return samples
-    finding = f"{written.text} are {written.samples} samples; a step takes 1..{MAX_SAMPLES}"
-    report.add("batch.global", finding, "write fewer tokens")
+    finding = f"{written.text} are {written.samples} samples; a step needs 1..{MAX_SAMPLES}"
+    report.add("batch.global", finding, "Use fewer tokens.")
     return None
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(eq=False, repr=False, slots=True, kw_only=True)
 class Findings:
     """Collects faults while sections are resolved. `world_size`: the ranks that were started."""
 
@@ -381,19 +398,18 @@ def _factors(raw: SpecRaw, order: tuple[str, ...], findings: Findings) -> tuple[
     for axis, degree in degrees.items():
         tuple_ = getattr(placement, axis.value)
         if degree > 1 and tuple_ is None:
-            finding = f"the mesh has {axis}: {degree}, and the placement has no tuple for it"
-            remedy = f"write placement.{axis}={','.join(usual_modes(axis))}"
-            if axis is not Axis.PP:  # stages can be placed in one way only
-                remedy += ", four other modes, or a strategy's name"
-            if axis in EXPERT_AXES:
-                remedy += ": those of all tensors but the experts"
+            finding = f"the mesh has {axis}: {degree}, but the placement has no entry for {axis}"
+            remedy = f"Add `placement.{axis}={','.join(usual_modes(axis))}`"
+            if axis is not Axis.PP:  # stages have one legal placement
+                remedy += ", four other modes, or a strategy name"
+            remedy += " for all non-expert tensors." if axis in EXPERT_AXES else "."
             findings.add("placement" if raw.placement else "mesh." + axis, finding, remedy)
         elif degree > 1:
             factors.append(_factor(raw, axis, degree, findings))
     for axis in Axis:
         if getattr(placement, axis.value) is not None and axis not in degrees:
-            finding = f"the placement has a tuple for {axis}, and the mesh has no such axis"
-            remedy = f"write mesh: {{{axis}: N}} (1 is a degree too), or remove the tuple"
+            finding = f"the placement has an entry for {axis}, but the mesh has no such axis"
+            remedy = f"Add `mesh.{axis}=N` (1 is allowed), or remove the entry."
             findings.add(f"placement.{axis}", finding, remedy)
     sound = not any(route[0] in ("mesh", "placement") for route in findings.faults)
     return tuple(factors) if sound else None
@@ -441,8 +457,8 @@ def _obeys_offload(raw: SpecRaw, factors: Sequence[Factor], findings: Findings) 
     )
     short |= any(findings.tree.at(("frozen", f.axis.value)) == "O" for f in factors)
     if not short and not says_offloaded(findings.tree):
-        finding = f"tier {raw.offload.tier} says where O is, and no state is O"
-        findings.add("offload.tier", finding, "write O for a state, or remove tier")
+        finding = f"tier {raw.offload.tier} has no effect: no state has mode O"
+        findings.add("offload.tier", finding, "Use mode `O` for a state, or remove `offload.tier`.")
 
 
 def _degrees(mesh: MeshRaw, order: tuple[str, ...], findings: Findings) -> dict[Axis, int] | None:
@@ -452,8 +468,8 @@ def _degrees(mesh: MeshRaw, order: tuple[str, ...], findings: Findings) -> dict[
     unknown = [axis for axis, degree in written.items() if degree == "auto"]
     known = math.prod(degree for degree in written.values() if isinstance(degree, int))
     if len(unknown) > 1:
-        finding = f"one degree may be auto; got {' and '.join(unknown)}"
-        remedy = "write one of them as a number, or have all of them chosen: ptrain select SPEC"
+        finding = f"only one axis size may be auto; got {' and '.join(unknown)}"
+        remedy = "Set all but one to a number, or let `ptrain select SPEC` find all of them."
         findings.add(f"mesh.{unknown[1]}", finding, remedy)
         return None
     if unknown:
@@ -467,12 +483,15 @@ def _degrees(mesh: MeshRaw, order: tuple[str, ...], findings: Findings) -> dict[
 
 def _auto(axis: Axis, known: int, findings: Findings) -> int | None:
     if findings.world_size is None:
-        remedy = f"write mesh.{axis}=N, start with torchrun --nproc-per-node N, or have it chosen: "
-        remedy += "ptrain select SPEC"
-        findings.add(f"mesh.{axis}", "auto needs the number of ranks, and nothing gives it", remedy)
+        remedy = f"Use `mesh.{axis}=N`, start with `torchrun --nproc-per-node N`, or run "
+        remedy += "`ptrain select SPEC`."
+        findings.add(f"mesh.{axis}", "auto needs the number of ranks, which is unknown", remedy)
     elif findings.world_size % known:
-        finding = f"auto: {findings.world_size} ranks do not divide by the other axes' {known}"
-        remedy = f"start a multiple of {known} ranks, or change the other degrees"
+        finding = (
+            f"auto: {findings.world_size} ranks are not a multiple of {known}, the "
+            "product of the other axes"
+        )
+        remedy = f"Start a multiple of {known} ranks, or change the other axes."
         findings.add(f"mesh.{axis}", finding, remedy)
     else:
         return findings.world_size // known
@@ -483,12 +502,12 @@ def _fits_world(degrees: dict[Axis, int], findings: Findings) -> bool:
     ranks = math.prod(degrees.values())
     text = " x ".join(f"{axis}={degree}" for axis, degree in degrees.items()) or "of one rank"
     if ranks > MAX_DEGREE:
-        finding = f"mesh {text} has {ranks} ranks; a mesh has 1..{MAX_DEGREE}"
-        findings.add("mesh", finding, "lower a degree")
+        finding = f"mesh {text} has {ranks} ranks; the limit is {MAX_DEGREE}"
+        findings.add("mesh", finding, "Use a smaller mesh.")
         return False
     if findings.world_size not in (None, ranks):
-        finding = f"mesh {text} needs {ranks} ranks; {findings.world_size} were started"
-        remedy = f"start {ranks} ranks, or {_nearest_mesh(degrees, findings.world_size or 1)}"
+        finding = f"mesh {text} needs {ranks} ranks, but {findings.world_size} were started"
+        remedy = f"Start {ranks} ranks, or {_nearest_mesh(degrees, findings.world_size or 1)}"
         findings.add("mesh", finding, remedy)
         return False
     return True
@@ -499,5 +518,5 @@ def _nearest_mesh(degrees: dict[Axis, int], world_size: int) -> str:
     for axis in reversed(degrees):
         rest = math.prod(degree for other, degree in degrees.items() if other is not axis)
         if world_size % rest == 0:
-            return f"set mesh.{axis}={world_size // rest}"
-    return f"give a mesh of {world_size} ranks"
+            return f"use `mesh.{axis}={world_size // rest}`."
+    return f"use a mesh with {world_size} ranks."

@@ -63,14 +63,16 @@ def resolve_activations(raw: SpecRaw, tree: Tree, report: Report) -> ActivationS
         place = next((place for place, _ in _of_tuples(raw, tree)), "activations")
         report.add(
             "recompute",
-            "none, and activations are M: they would be neither kept nor computed again",
-            f"write recompute=full or recompute=selective, or {place}=R",
+            "policy none contradicts activations M: activations would be neither saved nor "
+            "recomputed",
+            f"Use `recompute=full`, `recompute=selective` or `{place}=R`.",
         )
     elif policy is not None and raw.recompute is not None and not recomputes:
         report.add(
             "recompute",
-            f"nothing is recomputed: no block's activations are M, but {_words(ranges)}",
-            'write activations: M, or of some blocks {"0-7": M}; or remove recompute',
+            f"recompute has no effect: no block has activations M, but {_words(ranges)}",
+            'Use `activations=M`, or `activations={"0-1": M}` for some blocks. Or remove '
+            "`recompute`.",
         )
     kept = tuple((first, last, _kept(mode, policy)) for (first, last), mode in ranges.items())
     is_one = list(ranges) == [_ALL]
@@ -100,9 +102,8 @@ def _modes(raw: SpecRaw, tree: Tree, report: Report) -> _Ranges | None:
         if said is not None and said != {_ALL: mode}:
             report.add(
                 "activations",
-                f"{_words(said)} here and {mode} in {place}: activations belong to the rank, and "
-                "are kept in one way",
-                f"remove activations, or write {place}=R",
+                f"{_words(said)}, but {place} is {mode}",
+                f"Remove `activations`, or use `{place}=R`.",
             )
         return {_ALL: mode}  # that two tuples say the same is the algebra's rule
     return said
@@ -120,10 +121,11 @@ def _said(raw: SpecRaw, tree: Tree, report: Report) -> _Ranges | None:
             where = f" of blocks {blocks}" if isinstance(text, dict) else ""
             report.add(
                 "activations",
-                f"{mode}{where}: slices of activations are those of an axis whose ranks hold the "
-                "same tokens, and here no axis is named",
-                "write R, M or O here"
-                + f", or placement.tp=S,S,S,{mode.distribution}" * bool(tree.at(("mesh", "tp"))),
+                f"{mode}{where}: activations can only be sharded on a named axis, because "
+                "its ranks must hold the same tokens",
+                "Use `R`, `M` or `O`"
+                + f", or `placement.tp=S,S,S,{mode.distribution}`" * bool(tree.at(("mesh", "tp")))
+                + ".",
             )
             continue
         word = text.get(blocks) if isinstance(text, dict) else text
@@ -161,8 +163,8 @@ def _policy(raw: RecomputeRaw, report: Report) -> Policy | None:
     if raw.keep is None:
         return _POLICIES[raw.policy or "full"]
     if raw.policy is not None:
-        finding = f"keep says what is kept of a block, and policy {raw.policy} says it too"
-        report.add("recompute.keep", finding, "remove one of the two")
+        finding = f"`keep` and policy {raw.policy} both select what is saved"
+        report.add("recompute.keep", finding, "Remove one of the two.")
     return Policy(keep=tuple(operators for operators in Operators if operators in raw.keep))
 
 
@@ -179,10 +181,10 @@ def resolve_loss(raw: SpecRaw, degrees: Mapping[Axis, int], report: Report) -> L
     is_cut = loss.kind in ("chunked", "fused") or loss.chunk is not None or bool(loss.fused)
     if loss.kind == "cross-entropy" and is_cut:
         key = "chunk" if loss.chunk is not None else "fused"
-        finding = "cross-entropy has all logits at once"
-        report.add(f"loss.{key}", finding, f"remove {key}, or write loss.kind=chunked")
+        finding = "cross-entropy computes all logits at once"
+        report.add(f"loss.{key}", finding, f"Remove `{key}`, or use `loss.kind=chunked`.")
     if loss.kind == "fused" and loss.fused is False:
-        report.add("loss.fused", "false, and the kind is fused", "remove one of the two")
+        report.add("loss.fused", "false contradicts kind fused", "Remove one of the two.")
     if not is_cut:
         return LossSpec()
     return LossSpec(chunk=loss.chunk or CHUNK, fused=loss.kind == "fused" or bool(loss.fused))
@@ -190,8 +192,8 @@ def resolve_loss(raw: SpecRaw, degrees: Mapping[Axis, int], report: Report) -> L
 
 def _obeys_tensor(raw: SpecRaw, degrees: Mapping[Axis, int], report: Report) -> None:
     if degrees.get(Axis.TP, 1) == 1:
-        finding = "vocab-parallel: no vocabulary is cut, since tp has no two ranks"
-        report.add("loss", finding, f"write loss=cross-entropy, or {two_ranks(Axis.TP)}")
+        finding = "vocab-parallel needs at least two tp ranks"
+        report.add("loss", finding, f"Use `loss=cross-entropy`, or {two_ranks(Axis.TP)}")
     elif not raw.tensor.loss_parallel:
-        finding = "vocab-parallel, and tensor.loss_parallel is false"
-        report.add("loss", finding, "remove one of the two")
+        finding = "vocab-parallel contradicts tensor.loss_parallel: false"
+        report.add("loss", finding, "Remove one of the two.")

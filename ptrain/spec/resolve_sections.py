@@ -68,8 +68,8 @@ def resolve_rates(written: Mapping[str, Any] | None, folder: Path, add: Add) -> 
     if "preset" in values:
         add(
             f"{_PLACE}.preset",
-            f"{path.name} names another preset",
-            "write the tables themselves",
+            f"{path.name} refers to another preset",
+            "Put the tables into the file.",
         )
         return None
     return _sound({**values, **written, "preset": None}, add)
@@ -142,8 +142,8 @@ def _preset(name: str | None, kind: type, section: str, report: Report) -> Mappi
         report.add(f"{section}.preset", *unusable(error))
         return None
     if "preset" in values:
-        remedy = "write the fields themselves"
-        report.add(f"{section}.preset", f"{path.name} names another preset", remedy)
+        remedy = "Put the fields into the file."
+        report.add(f"{section}.preset", f"{path.name} refers to another preset", remedy)
         return None
     named: Mapping[str, Any] = {"name": path.stem, **values} if section == "cluster" else values
     return named
@@ -165,11 +165,15 @@ _values_of_own = cache(_values)  # of presets in `specs/`, which are as the proc
 def resolve_model(raw: ModelRaw, attention: Attention | None, report: Report) -> ModelSpec | None:
     if raw.target is not None:
         for key in _written(raw, besides=("target", "arguments", "blocks", "folder", "pretrained")):
-            finding = f"target gives the whole model; {key} belongs to a built-in one"
-            report.add(f"model.{key}", finding, "put it into model.arguments, or remove it")
+            finding = f"{key} belongs to built-in models, but `target` builds the model"
+            report.add(f"model.{key}", finding, "Put it into `model.arguments`, or remove it.")
         if attention not in (None, Attention.SDPA):
-            finding = f"{attention}, but a target computes attention as its function has it"
-            report.add("attention", finding, "remove attention, and say it in model.arguments")
+            finding = (
+                f"{attention} has no effect: the function of `model.target` decides its attention"
+            )
+            report.add(
+                "attention", finding, "Remove `attention`, or put it into `model.arguments`."
+            )
         return ExternalModel(
             target=raw.target,
             arguments=raw.arguments or {},
@@ -178,33 +182,35 @@ def resolve_model(raw: ModelRaw, attention: Attention | None, report: Report) ->
             pretrained=raw.pretrained,
         )
     if raw.folder != BESIDE:
-        finding = "folder is where a target is looked for"
-        report.add("model.folder", finding, "add model.target, or remove it")
+        finding = "folder requires `target`"
+        report.add("model.folder", finding, "Add `model.target`, or remove this key.")
     if raw.hf is not None or isinstance(raw.config, str) or _names_class(raw.config):
         for key in _written(raw, besides=("hf", "config", "blocks", "folder", "pretrained")):
-            finding = f"hf gives the whole model; {key} does not belong to it"
-            remedy = "write model.config with the class's own fields, or remove it"
+            finding = f"{key} belongs to built-in models, but `hf` names a Transformers class"
+            remedy = "Put the class's config fields into `model.config`, or remove it."
             report.add(f"model.{key}", finding, remedy)
         return _hugging_face_model(raw, attention, report)
     if raw.config is not None:
-        finding = "config belongs to an hf class"
-        report.add("model.config", finding, "add model.hf, or remove it")
+        finding = "config requires `hf`"
+        report.add("model.config", finding, "Add `model.hf`, or remove this key.")
     if raw.arguments is not None:
-        finding = "arguments belong to a target"
-        report.add("model.arguments", finding, "add model.target, or remove it")
+        finding = "arguments require `target`"
+        report.add("model.arguments", finding, "Add `model.target`, or remove this key.")
     if raw.blocks is not None:
-        finding = "the blocks of a built-in model are known"
-        report.add("model.blocks", finding, "remove blocks, or write model.target or model.hf")
+        finding = "`blocks` has no effect for built-in models"
+        report.add(
+            "model.blocks", finding, "Remove `model.blocks`, or set `model.target` or `model.hf`."
+        )
     if raw.pretrained is not None:
         return _begun(raw, raw.pretrained, attention, report)
     preset = _preset(raw.preset, ModelRaw, "model", report)
     if preset is None:
         return None
-    shape = _shape(preset, _said(raw), report)
+    shape = _shape(preset, said := _said(raw), report)
     if shape is None:
         return None
     name = raw.preset or ""
-    if name and (_lacking(preset) or _composed(preset) != shape):
+    if name and len(said) > 1 and (_lacking(preset) or _composed(preset) != shape):
         name = ""  # another shape by now
     return replace(shape, attention=attention or Attention.SDPA, preset=name)
 
@@ -236,10 +242,8 @@ def _published(path: Path, report: Report) -> Mapping[str, Any] | None:
     """Return the fields of a published model's config; None, with a fault, if it has none."""
     config = _json(path)
     if isinstance(config, str):
-        remedy = (
-            "name a folder that transformers can load; or, where a checkpoint has all weights, "
-        )
-        report.add(_PRETRAINED, f"{path}: {config}", f"{remedy}write model.pretrained=null")
+        remedy = "Use a folder that Transformers can load. If a checkpoint has all weights, "
+        report.add(_PRETRAINED, f"{path}: {config}", f"{remedy}use `model.pretrained=null`.")
         return None
     return config
 
@@ -272,7 +276,11 @@ def _hugging_face_model(
         read_config = _json(report.folder / raw.config)
         if not isinstance(read_config, dict):
             finding = f"{raw.config}: {read_config}"
-            report.add("model.config", finding, "name a config.json, or write its fields")
+            report.add(
+                "model.config",
+                finding,
+                "Use the name of a config.json file, or a mapping with its fields.",
+            )
             return None
         config = read_config
     if raw.pretrained is not None:
@@ -283,14 +291,18 @@ def _hugging_face_model(
         _add_faults(path, find_refused(published), report)
         for name in _OLD_ROPE if _ROPE in published and _ROPE not in config else ():
             if name in config and config[name] != published.get(name):
-                finding = f"the folder's config has {_ROPE}, which stand for it"
-                report.add(f"model.config.{name}", finding, f"write {_ROPE}, all of them")
+                finding = f"the config of the folder sets this in {_ROPE}"
+                report.add(f"model.config.{name}", finding, f"Set all fields of {_ROPE}.")
         config = {**published, **config}
     classes = config.get(ARCHITECTURES)
     hf = raw.hf or (str(classes[0]) if isinstance(classes, list) and classes else None)
     if hf is None:
-        finding = f"the config has no {ARCHITECTURES}: of which class it is nobody says"
-        report.add("model.config", finding, "write model.hf, a class like LlamaForCausalLM")
+        finding = f"the config has no {ARCHITECTURES}, so its class is unknown"
+        report.add(
+            "model.config",
+            finding,
+            "Set `model.hf` to the class, for example `model.hf=LlamaForCausalLM`.",
+        )
         return None
     return HuggingFaceModel(
         hf=hf,
@@ -308,8 +320,8 @@ def _json(path: Path) -> dict[str, object] | str:
     except OSError as error:
         return error.strerror or "cannot be read"
     except (ValueError, RecursionError) as error:
-        return f"is no JSON: {error}"
-    return value if isinstance(value, dict) else "is no mapping"
+        return f"is not valid JSON: {error}"
+    return value if isinstance(value, dict) else "does not contain a mapping"
 
 
 def _folder(written: str | None, home: Path | None) -> str | None:
@@ -339,9 +351,9 @@ def _shape(
     """What is written beside a preset overrides it, and so takes from it what it makes void."""
     said = {**preset, **beside}
     if lacking := _lacking(said):
-        finding = f"the model's shape is incomplete: missing {', '.join(lacking)}"
+        finding = f"the model is incomplete: missing {', '.join(lacking)}"
         presets = ", ".join(listing("models"))
-        report.add("model", finding, f"add them, or write a preset: {presets}")
+        report.add("model", finding, f"Add them, or use a preset: {presets}.")
         return None
     shape = _composed(said)
     changed = {*beside, *(FAMILIES[shape.family] if "family" in beside else ())}
@@ -360,8 +372,11 @@ def _blamed(fault: Fault, shape: ModelShape, said: Mapping[str, Any]) -> tuple[s
     option = fault.place.rpartition(".")[2]
     if option in said or option not in FAMILIES[shape.family] or "family" not in said:
         return fault.place, fault.finding, fault.remedy
-    given = f"{shape.family} gives {option}: {FAMILIES[shape.family][option]}; {fault.finding}"
-    return "model.family", given, f"{fault.remedy}, or another family"
+    given = (
+        f"the family {shape.family} sets {option}: {FAMILIES[shape.family][option]}; "
+        f"{fault.finding}"
+    )
+    return "model.family", given, f"{fault.remedy} Or use another `model.family`."
 
 
 def _lacking(said: Mapping[str, Any]) -> list[str]:
@@ -432,7 +447,7 @@ def resolve_cluster(written: Mapping[str, Any] | None, report: Report) -> Cluste
     if missing_keys:
         finding = f"the cluster is incomplete: missing {', '.join(missing_keys)}"
         presets = ", ".join(listing("clusters"))
-        report.add("cluster", finding, f"add them, or write a preset: {presets}")
+        report.add("cluster", finding, f"Add them, or use a preset: {presets}.")
         return None
     cluster = Cluster(**values)
     return replace(

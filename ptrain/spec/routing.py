@@ -55,7 +55,7 @@ class RoutingText(Choice):
         if not isinstance(value, Mapping):
             return super().check(value)
         if wrong := slip(value):
-            refuse(wrong, f"write {FORM}")
+            refuse(wrong, f"Use {FORM}.")
         return value
 
     def schema(self) -> dict[str, Any]:
@@ -105,7 +105,7 @@ def slip(plain: object) -> str:
     """Return what is wrong with counts by themselves, with its place; empty where nothing is. That
     they fit a spec is a rule of the expert axis."""
     if not isinstance(plain, Mapping) or not plain:
-        return "no counts by layer"
+        return "there are no counts by layer"
     for layer, of_layer in plain.items():
         if not isinstance(of_layer, list):
             return f"{layer} has no list of ranks"
@@ -123,7 +123,7 @@ def _slip_of(choices: object) -> str:
         return "no list of experts"
     for expert, number in enumerate(choices):
         if type(number) is not int or number < 0:
-            return f"{number!r} for expert {expert} is no number of choices"
+            return f"{number!r} for expert {expert} is not a count"
     return ""
 
 
@@ -139,5 +139,5 @@ def read(path: Path) -> dict[str, Any] | str:
     try:
         plain = json.loads(data)
     except (ValueError, RecursionError) as error:
-        return f"it is no JSON: {error}"
-    return plain if isinstance(plain, dict) else "it holds no mapping of layers"
+        return f"it is not valid JSON: {error}"
+    return plain if isinstance(plain, dict) else "it does not contain a mapping of layers"

@@ -21,7 +21,7 @@ _PASS = re.compile(r"(\d{1,5})(F|B|I|W)(\d{1,6})")
 _PAIR = re.compile(r"\(([^;()]*);([^;()]*)\)OVERLAP_F_B")
 _COMMUNICATION = re.compile(r"\d+(SEND_F|RECV_F|SEND_B|RECV_B)\d*")
 _PARAMETERS = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD)\d*")
-_REMEDY = "write passes alone, a row per rank: 0F0,0F1,0B0,0B1"
+_REMEDY = "Use one row of passes per rank: `0F0,0F1,0B0,0B1`."
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +75,10 @@ def slip(lines: Sequence[str]) -> tuple[str, str] | None:
     try:
         rows = list(csv.reader(lines))
     except csv.Error as error:  # a quote that nobody closes, a cell without an end
-        return f"no rows of a CSV file: {error}", _REMEDY
+        return f"it is not a CSV file: {error}", _REMEDY
     for number, row in enumerate(rows, start=1):
         if not any(cell.strip() for cell in row):
-            return f"row {number} is empty, and every rank computes something", _REMEDY
+            return f"row {number} is empty; every rank needs at least one pass", _REMEDY
         for place, cell in enumerate(row, start=1):
             reason = _reason(cell.replace(" ", ""))
             if reason:
@@ -120,15 +120,18 @@ def _reason(cell: str) -> tuple[str, str] | None:
     if not cell or _PASS.fullmatch(cell):
         return None
     if match := _COMMUNICATION.fullmatch(cell):
-        reason = f"{cell} is communication ({match[1]}), which follows from the order of the passes"
-        return reason, "remove sends and receives: torch's compute_only format"
+        reason = (
+            f"{cell} is communication ({match[1]}), which ptrain derives from the order "
+            "of the passes"
+        )
+        return reason, "Remove sends and receives (torch's compute_only format)."
     if match := _PARAMETERS.fullmatch(cell):
-        reason = f"{cell} ({match[1]}) moves parameters or gradients, which sync decides"
-        return reason, "remove it, and write sync.reshard_after_forward or sync.gradients"
+        reason = f"{cell} ({match[1]}) moves parameters or gradients, which `sync` controls"
+        return reason, "Remove it, and set `sync.reshard_after_forward` or `sync.gradients`."
     if match := _PAIR.fullmatch(cell):
         inner = [_PASS.fullmatch(part) for part in match.groups()]
         kinds = "".join(part[2] if part else "?" for part in inner)
         if kinds == "FB":
             return None
-        return f"{cell} is no forward beside a whole backward", "write (0F1;1B0)OVERLAP_F_B"
-    return f"{cell[:40]!r} is no pass", _REMEDY
+        return f"{cell} does not pair a forward with a full backward", "Use `(0F1;1B0)OVERLAP_F_B`."
+    return f"{cell[:40]!r} is not a pass", _REMEDY

@@ -25,7 +25,7 @@ from ptrain.spec.tuples import POLICIES, WORDS, Mapping, Report, expand_tuples, 
 
 _DATA = tuple(axis.value for axis in DATA_AXES)
 _AUTO = "auto"
-_OPEN, _CHOOSE = "auto: a run has one, and only a search chooses it", "ptrain select SPEC"
+_OPEN, _CHOOSE = "auto is only available in a search", "Run `ptrain select SPEC`."
 _RESHARD = ("sync", "reshard_after_forward")
 
 
@@ -76,7 +76,7 @@ def _whole_placement(root: Mapping, fault: Report) -> bool:
     if not isinstance(name, str):
         return False
     if name == _AUTO:
-        fault(("placement",), _OPEN, "name a strategy or its tuples, or have it chosen: " + _CHOOSE)
+        fault(("placement",), _OPEN, "Use a strategy name. To search for a placement: " + _CHOOSE)
         return True
     tree_named = strategy(name)
     if tree_named is None:
@@ -107,8 +107,11 @@ def _axis_missing(text: str, root: Mapping) -> tuple[str, str] | None:
     present = [axis for axis in mesh if axis in _DATA] if isinstance(mesh, dict) else []
     axis = present[0] if present else _DATA[1]
     return (
-        "a tuple belongs to an axis, and none is named",
-        f"write placement: {{{axis}: [{', '.join(modes)}]}}, or placement.{axis}={','.join(modes)}",
+        "four modes need an axis",
+        (
+            f"Use `placement: {{{axis}: [{', '.join(modes)}]}}`, or "
+            f"`placement.{axis}={','.join(modes)}`."
+        ),
     )
 
 
@@ -126,9 +129,10 @@ def _sits_right(mesh: object, name: str, axes: tuple[str, ...], fault: Report) -
     is_tuple = len(axes) == 1 and axes[0] in _DATA and {*wrong} <= {*EXPERT_AXES}
     fault(
         ("placement",),
-        f"{name} sits on {' and '.join(axes)}; the mesh has {', '.join(present)}",
-        f"write mesh: {{{mesh_text}}}, or "
-        + (f"placement: {{{by_axis}}}" if is_tuple else "give one tuple per axis"),
+        f"{name} needs the {'axis' if len(axes) == 1 else 'axes'} {' and '.join(axes)}; the mesh "
+        f"has {', '.join(present)}",
+        f"Use `mesh: {{{mesh_text}}}`, or "
+        + (f"`placement: {{{by_axis}}}`." if is_tuple else "one placement per axis."),
     )
 
 
@@ -136,7 +140,7 @@ def _data_degree(root: Mapping, fault: Report) -> None:
     """`mesh: {dp: N}` becomes dp_replicate or dp_shard, by its tuple."""
     mesh, placement = root.get("mesh"), root.get("placement")
     if mesh == _AUTO:
-        fault(("mesh",), _OPEN, "write axes and degrees, or have them chosen: " + _CHOOSE)
+        fault(("mesh",), _OPEN, "Set the axes and their sizes. To search for them: " + _CHOOSE)
     if not isinstance(mesh, dict):
         return
     if "dp" not in mesh:
@@ -144,17 +148,17 @@ def _data_degree(root: Mapping, fault: Report) -> None:
         return
     both = [axis for axis in _DATA if axis in mesh]
     if both:
-        remedy = f"remove dp or {both[0]}"
-        fault(("mesh", "dp"), f"dp stands for a data axis, and {both[0]} is given too", remedy)
+        remedy = f"Remove `dp` or `{both[0]}`."
+        fault(("mesh", "dp"), f"`dp` is an alias of a data axis, but {both[0]} is set too", remedy)
         return
     homes = _homes(placement) if isinstance(placement, dict) else []
     if len(homes) != 1:
         if mesh["dp"] == 1 and not homes:
             del mesh["dp"]
         else:
-            finding = "dp stands for dp_replicate or dp_shard, and the placement names "
+            finding = "`dp` is an alias of dp_replicate or dp_shard, but the placement has "
             finding += " and ".join(homes) if homes else "neither"
-            fault(("mesh", "dp"), finding, "write the degrees of dp_replicate and dp_shard")
+            fault(("mesh", "dp"), finding, "Set the sizes of `dp_replicate` and `dp_shard`.")
         return
     root["mesh"] = {homes[0] if axis == "dp" else axis: mesh[axis] for axis in mesh}
     _rename_tuple(placement)
@@ -189,8 +193,8 @@ def _reshard(tree: Tree, root: Mapping, fault: Report) -> None:
         shown = str(written).lower()
         fault(
             ("reshard",),
-            f"another word for sync.reshard_after_forward, which says {shown}",
-            "remove one of the two",
+            f"alias of sync.reshard_after_forward, which is {shown}",
+            "Remove one of the two.",
         )
         return
     root["sync"] = {**policy, _RESHARD[1]: root.pop("reshard")}
@@ -220,7 +224,7 @@ def _schedule_file(tree: Tree, root: Mapping, fault: Report) -> None:
         return
     lines = schedule_file.read(_beside(tree, route, written))
     if isinstance(lines, str):
-        remedy = "name a file in torch's CSV format of compute actions, or a schedule"
+        remedy = "Use a file in torch's CSV format of compute actions, or a schedule name."
         fault(route, f"cannot read {written}: {lines}", remedy)
         return
     wrong = schedule_file.slip(lines)
@@ -239,10 +243,12 @@ def _routing_file(tree: Tree, root: Mapping, fault: Report) -> None:
     counts = routing.read(_beside(tree, route, file))
     if isinstance(counts, str):
         fault(
-            route, f"cannot read {file}: {counts}", f"name a JSON file, {routing.FORM}, or a word"
+            route,
+            f"cannot read {file}: {counts}",
+            f"Use a JSON file, {routing.FORM}, or a routing name.",
         )
     elif wrong := routing.slip(counts):
-        fault(route, f"{file}: {wrong}", f"write {routing.FORM}")
+        fault(route, f"{file}: {wrong}", f"Use {routing.FORM}.")
     else:
         root["routing"] = counts
 

@@ -11,38 +11,46 @@ TIER_SLIPS = {
     "gpu": "device", "cuda": "device",
 }  # fmt: skip
 _LAYERS = (
-    "experts in some layers alone; all behind the first dense_layers have them",
-    "write model.dense_layers=N where the first N are dense; leave it out where it changes nothing",
+    "experts in some layers only; ptrain puts them in all layers after the first dense_layers",
+    (
+        "Use `model.dense_layers=N` if the first N layers are dense. Remove the key if it has no "
+        "effect."
+    ),
 )
 _FOLDED = (
-    "a degree of tp for experts alone; they are cut over tp as all else is, or whole on its ranks",
-    "leave it out where it is the degree of tp; in place of 1 write tensor.experts=folded",
+    (
+        "a separate tp degree for experts; ptrain shards experts over the same tp ranks, or "
+        "keeps them full"
+    ),
+    "Remove it if it equals the tp degree. For 1, use `tensor.experts=folded`.",
 )
-_DISPATCH = "another way of dispatch; rows are sorted by expert, and one product takes them all"
+_DISPATCH = "other dispatch methods; ptrain sorts rows by expert and computes one grouped product"
 # What others say of a model, or of its mesh, and blocks here have not: (what waits, the remedy).
 UNSUPPORTED: Mapping[tuple[str, ...], tuple[str, str]] = {
     ("model", "decoder_sparse_step"): _LAYERS,
     ("model", "mlp_only_layers"): _LAYERS,
     ("model", "moe_layer_freq"): _LAYERS,
     ("model", "topk_method"): (
-        "ways of choosing experts by their names; what they do is said by itself",
-        "write router, expert_groups and bias_update_rate",
+        "named routing methods; ptrain has one key per property",
+        "Use `model.router`, `model.expert_groups` and `model.bias_update_rate`.",
     ),
     ("model", "shared_expert_intermediate_size"): (
-        "a shared expert with a width and a gate of its own; it is as wide as experts are",
-        "write model.shared_experts=N, which is N times expert_ffn wide and has no gate",
+        "a shared expert with a separate width and gate",
+        "Use `model.shared_experts=N`, which is N x expert_ffn wide and has no gate.",
     ),
     ("model", "router_jitter_noise"): (
-        "noise on what a router reads; it reads what experts do",
-        "leave it out: the choice is by its scores alone",
+        "noise on the router's input",
+        "Remove it.",
     ),
     ("model", "expert_capacity"): (
-        "a capacity in tokens; it is a share of those of a sample",
-        "write model.capacity_factor=c, of which an expert takes c × experts_per_token × tokens / "
-        "experts",
+        "a capacity in tokens",
+        (
+            "Use `model.capacity_factor=c`: an expert takes at most c × experts_per_token × "
+            "tokens / experts."
+        ),
     ),
-    ("model", "moe_token_dispatcher_type"): (_DISPATCH, "leave it out"),
-    ("model", "moe_grouped_gemm"): (_DISPATCH, "leave it out"),
+    ("model", "moe_token_dispatcher_type"): (_DISPATCH, "Remove it."),
+    ("model", "moe_grouped_gemm"): (_DISPATCH, "Remove it."),
     ("mesh", "expert_tensor_parallel_size"): _FOLDED,  # Megatron-LM's name, then torchtitan's
     ("mesh", "expert_tensor_parallel_degree"): _FOLDED,
     ("mesh", "etp"): _FOLDED,
@@ -63,7 +71,7 @@ def close(word: str, known: Iterable[str], *, cutoff: float) -> str:
 
 
 def ask(meant: str) -> str:
-    return f"did you mean {meant!r}?" if meant else ""
+    return f"Did you mean {meant!r}?" if meant else ""
 
 
 def near_word(value: object, known: Iterable[str]) -> str:
@@ -109,8 +117,8 @@ def checkpointed(value: object) -> str:
         return ""
     policy = word if word in ("selective", "attention") else "full"
     return (
-        f"did you mean 'recompute: {policy}' with activations: M? checkpoint says when the state "
-        "is saved: at_end, every"
+        f"Did you mean `recompute={policy}` with `activations=M`? The section `checkpoint` "
+        "controls when the training state is saved (`at_end`, `every`)."
     )
 
 
@@ -119,29 +127,31 @@ def small_size(value: object, size: int | None, low: int, words: Iterable[str]) 
     if size is None or not 0 <= size < low:
         return ""
     number = re.fullmatch(r"([1-9][0-9]*)(\.0)? *B?", str(value).strip())
-    other = "".join(f" or {word}" for word in words)
-    return f"did you mean {number[1]} MiB?{other}" if number else f"at least {low} bytes{other}"
+    other = " or ".join(f"`{word}`" for word in words)
+    if number:
+        return f"Did you mean `{number[1]} MiB`?" + (f" Or use {other}." if other else "")
+    return f"Use at least {low} bytes{other and f' or {other}'}."
 
 
 def unquote(value: object) -> str:
     """The commonest slip with numbers: quotes, or a YAML 1.1 form that is a text in YAML 1.2."""
     if isinstance(value, str) and re.fullmatch(r"[-+]?[0-9_.:]+([eE][-+]?[0-9]+)?", value):
         plain = value.replace("_", "")
-        return f"write {plain} without quotes or underscores" if ":" not in plain else ""
+        return f"Use `{plain}` without quotes or underscores." if ":" not in plain else ""
     if isinstance(value, str) and re.fullmatch(r"[0-9.]+( *, *[0-9.]+)+", value):
-        return "write one number; `ptrain predict` and `ptrain validate` take a list a.b=1,2"
+        return "Use one number. Only `ptrain predict` and `ptrain validate` accept several: `1,2`."
     return ""
 
 
 def null(value: object) -> str:
     """`clip=none`: what Python calls None is null in YAML."""
     is_none = isinstance(value, str) and value.lower() in ("none", "no", "off", "never", "nil")
-    return "write null" if is_none or value is False else ""
+    return "Use `null`." if is_none or value is False else ""
 
 
 def quote(value: object) -> str:
     is_plain = isinstance(value, bool | int | float)
-    return "put it in quotes to make it a text" if is_plain else ""
+    return "Put it in quotes to make it a string." if is_plain else ""
 
 
 def parse_toml(text: str) -> dict[str, object]:

@@ -108,12 +108,12 @@ def for_unknown(key: str, kind: type, route: Route) -> str:
     """Return the remedy for a key that the section at `route`, of this kind, does not have."""
     if "." in key and tuple(key.split(".")) in _places(SpecRaw, ()):
         section, _, rest = key.partition(".")
-        return f"write {section}: {{{rest}: …}}"
+        return f"Use `{section}: {{{rest}: …}}`."
     meant = _meant(key, kind, route)
     if route and (key,) in meant:
-        return f"{key!r} stands at the top of the spec, not in {'.'.join(route)}"
+        return f"{key!r} belongs to the top level of the spec, not to {'.'.join(route)}"
     shown = [".".join(place).removeprefix(".".join((*route, ""))) for place in meant]
-    return _question(shown) or listed("known here", kind, route)
+    return _question(shown) or listed("Keys here", kind, route)
 
 
 def of_any_section(key: str) -> str:
@@ -125,15 +125,15 @@ def of_any_section(key: str) -> str:
 
 
 def _question(shown: list[str]) -> str:
-    return f"did you mean {' or '.join(map(repr, shown))}?" if shown else ""
+    return f"Did you mean {' or '.join(map(repr, shown))}?" if shown else ""
 
 
 def listed(what: str, kind: type, route: Route) -> str:
     """The keys of a section, or the command that lists them."""
     known = tuple(keys(kind))
     if len(known) <= _MOST_LISTED:
-        return f"{what}: {', '.join(known)}"
-    return f"`ptrain help {'.'.join(route) or 'keys'}` lists what there is"
+        return f"{what}: {', '.join(known)}."
+    return f"Run `ptrain help {'.'.join(route) or 'keys'}` to list all keys."
 
 
 def _meant(key: str, kind: type, route: Route) -> list[Route]:

@@ -66,7 +66,7 @@ class TensorSpec:
         Truth(
             "Split collectives into pieces that overlap with matrix products (async TP).",
             executed=(False,),
-            why=" (torch offers it on CUDA alone, and nothing here has been run there)",
+            why="; torch supports it only on CUDA, where it is not tested",
         ),
     ] = False
 

@@ -52,18 +52,18 @@ class Sources(Leaf):
     def check(self, value: Any) -> object:
         if not isinstance(value, list) or not value:
             got = "an empty list" if value == [] else describe(value)
-            refuse(f"must be {self.takes()}; got {got}", "write [{path: a.npy, weight: 2}, …]")
+            refuse(f"must be {self.takes()}; got {got}", "Use `[{path: a.npy, weight: 2}, …]`.")
         sources = [_source(number, source) for number, source in enumerate(value, 1)]
         numbers: dict[str, int] = {}
         for number, source in enumerate(sources, 1):
             first = numbers.setdefault(os.path.abspath(source.path), number)
             if first != number:
-                finding = f"source {number} is the file of source {first}: {source.path}"
-                refuse(finding, "keep one of the two, with both weights added")
+                finding = f"source {number} repeats the file of source {first}: {source.path}"
+                refuse(finding, "Remove one of the two and add up their weights.")
         for number, quota in enumerate(quotas([source.weight for source in sources]), 1):
             if not quota:
-                finding = f"source {number} has less than one sample in {CYCLE}"
-                refuse(finding, "write a larger weight, or leave it out")
+                finding = f"source {number} gets less than one sample in {CYCLE}"
+                refuse(finding, "Use a larger weight, or remove the source.")
         return tuple(sources)
 
     def say(self, value: object) -> object:
@@ -86,19 +86,19 @@ class Sources(Leaf):
 def _source(number: int, source: object) -> DataSource:
     """The fault of a value names its source and its key."""
     if not isinstance(source, dict):
-        refuse(f"source {number} must be a mapping; got {describe(source)}", "write {path: FILE}")
+        refuse(f"source {number} must be a mapping; got {describe(source)}", "Use `{path: FILE}`.")
     unknown = [str(key) for key in source if key not in _KEYS]
     if unknown:
         finding = f"source {number} has no key {unknown[0]!r}"
-        refuse(finding, f"its keys are {', '.join(_KEYS)}")
+        refuse(finding, f"Allowed keys: {', '.join(_KEYS)}.")
     if "path" not in source:
-        refuse(f"source {number} has no path", "write {path: FILE, weight: NUMBER}")
+        refuse(f"source {number} has no path", "Use `{path: FILE, weight: NUMBER}`.")
     values: dict[str, Any] = {}
     for key, value in source.items():
         try:
             values[key] = _KEYS[key].take(value)
         except Refused as error:
-            refuse(f"source {number}, {key}: {error.finding}", error.remedy or "write another")
+            refuse(f"source {number}, {key}: {error.finding}", error.remedy or "Use another value.")
     return DataSource(**values)
 
 
@@ -243,21 +243,21 @@ def read(path: Path) -> Tree:
     source = str(path)
     try:
         if path.is_dir():
-            raise _unreadable(source, "it is a directory", "name a YAML file in it")
+            raise _unreadable(source, "it is a directory", "Use a YAML file in it.")
         with path.open("rb") as file:
             data = file.read(MAX_BYTES + 1)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        remedy = "`ptrain specs` lists the built-in specs"
+        remedy = "Run `ptrain specs` to list the built-in specs."
         raise _unreadable(source, reason.lower(), remedy) from None
     if len(data) > MAX_BYTES:
-        raise _unreadable(source, "it is larger than 1 MiB", "a spec is a short YAML file")
+        raise _unreadable(source, "it is larger than 1 MiB", "Use a YAML file of at most 1 MiB.")
     if b"\0" in data:
-        raise _unreadable(source, "it is a binary file", "a spec is a YAML file")
+        raise _unreadable(source, "it is a binary file", "Use a YAML file.")
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise _unreadable(source, f"byte {error.start} is not UTF-8", "save it as UTF-8") from None
+        raise _unreadable(source, f"byte {error.start} is not UTF-8", "Save it as UTF-8.") from None
     return parse(text, source)
 
 
@@ -271,13 +271,13 @@ def parse(text: str, source: str) -> Tree:
     """The tree of a text whose top is a mapping."""
     tree = parse_value(text, source)
     if tree.root is None and not tree.faults:
-        remedy = "`ptrain specs show` prints a whole spec to start from"
+        remedy = "Run `ptrain specs show zero3` to print a spec to start from."
         raise SpecError(SourceMark(source=source).fault("", "the spec is empty", remedy))
     if not isinstance(tree.root, dict):
         mark = tree.values.get((), SourceMark(source=source))
         kind = "list" if isinstance(tree.root, list) else "single value"
-        finding = f"a spec is a mapping; got a {kind}"
-        raise SpecError(*tree.faults.values(), mark.fault("", finding, "write `key: value`"))
+        finding = f"a spec must be a mapping; got a {kind}"
+        raise SpecError(*tree.faults.values(), mark.fault("", finding, "Use `key: value`."))
     return tree
 
 
@@ -329,8 +329,8 @@ class _Builder:
                 if isinstance(event, yaml.DocumentStartEvent):
                     num_documents += 1
                     if num_documents > 1:
-                        remedy = "one file holds one spec: remove `---`"
-                        self._fault(event, (), "a second document begins here", remedy)
+                        remedy = "Remove `---`: a file contains one spec."
+                        self._fault(event, (), "a second YAML document starts here", remedy)
                         break
                 elif isinstance(event, yaml.NodeEvent):
                     root = self._value(event, ())
@@ -377,8 +377,8 @@ class _Builder:
             inner = (*route, key)
             first = self.keys.get(inner) if key in values else None
             if first:
-                finding = f"the key {key!r} is given twice (first in line {first.line})"
-                self._fault(event, inner, finding, "keep one of the two")
+                finding = f"the key {key!r} appears twice (first in line {first.line})"
+                self._fault(event, inner, finding, "Remove one of the two.")
             else:
                 self.keys[inner] = self._mark(event)
             values[key] = self._value(next(self.events), inner)
@@ -391,23 +391,27 @@ class _Builder:
             return str(event.value)
         if not isinstance(event, yaml.AliasEvent):
             finding = "a key must be a single word; got a list or a mapping"
-            self._fault(event, route, finding, "`{` and `[` begin a value: quote the text")
+            self._fault(
+                event, route, finding, "Put the string in quotes: `{` and `[` start a value."
+            )
         self._value(event, (*route, "?"))
         return "?"
 
     def _plain_only(self, event: yaml.Event, route: Route) -> None:
         anchor = getattr(event, "anchor", None)
         if isinstance(event, yaml.AliasEvent):
-            remedy = f'repeat the value; the mode is written S*, a text "*{anchor}"'
+            remedy = f'Repeat the value. A mode is written `S*`; a string `"*{anchor}"`.'
             self._fault(event, route, f"aliases (*{anchor}) are not allowed in specs", remedy)
         elif anchor:
-            remedy = f'write the value out; a text that begins with & is quoted: "&{anchor}"'
+            remedy = (
+                f'Write the value in full. A string that starts with & needs quotes: `"&{anchor}"`.'
+            )
             self._fault(event, route, f"anchors (&{anchor}) are not allowed in specs", remedy)
         tag = getattr(event, "tag", None)
         if tag:
             shown = tag.replace("tag:yaml.org,2002:", "!!")
             finding = f"tags ({shown}) are not allowed in specs"
-            self._fault(event, route, finding, "write the plain value")
+            self._fault(event, route, finding, "Write the value without a tag.")
 
     def _syntax(self, error: yaml.MarkedYAMLError) -> None:
         mark = error.problem_mark or error.context_mark
@@ -415,9 +419,9 @@ class _Builder:
         problem = error.problem or error.context or "it cannot be parsed"
         remedy = ""
         if "\t" in place.text[: place.column]:
-            remedy = "indent with spaces: YAML allows no tabs"
+            remedy = "Indent with spaces; YAML does not allow tabs."
         elif "alias" in f"{error.context}":
-            remedy = "a mode that begins with a star is written S*; other texts are quoted"
+            remedy = "The mode is written `S*`; put other strings that contain `*` in quotes."
         finding = f"not valid YAML: {problem}"
         if "nesting depth" in problem:  # PyYAML 6.0.4 counts too, ahead of the walk
             finding, remedy = _TOO_DEEP

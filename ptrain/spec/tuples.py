@@ -38,22 +38,30 @@ def fault_of_experts(placement: Placement) -> tuple[str, str] | None:
     broken = next((state for state in PLACED if placement[state] != S), None)
     if broken is None:
         return None
-    remedy = f"nearest legal: experts: [{', '.join(usual_modes(EXPERTS))}]"
+    remedy = f"Use `placement.ep.experts={','.join(usual_modes(EXPERTS))}`."
     if placement.parameters.distribution is not S.distribution:
-        remedy += "; where all ranks have all experts, write dp_shard in place of ep"
-    return f"({placement}) of experts: {_WHY_SLICES[broken]}", remedy
+        remedy += " If all ranks hold all experts, use dp_shard instead of ep."
+    return f"({placement}) for experts: {_WHY_SLICES[broken]}", remedy
 
 
 _WHY_SLICES = {
-    State.PARAMETERS: "parameters are S: a rank has some experts, whole, in the device's memory, "
-    "and tokens travel to them; it breaks Definition 2",
-    State.OPTIMIZER: "optimizer is S: an expert is updated by the rank that has it, which alone "
-    "has its gradient; it breaks Theorem 4 (state consistency)",
-    State.GRADIENTS: "gradients are S: all tokens of an expert are on its rank, so that its "
-    "gradient is whole there, and in a sum over ep it would count others' too; it breaks Theorem 3 "
-    "(gradient integrity)",
-    State.ACTIVATIONS: "activations are S: those within an expert are of tokens that have "
-    "travelled to it; it breaks Definition 2",
+    State.PARAMETERS: (
+        "parameters must be S: each rank holds some experts in full in device "
+        "memory, and tokens travel to them [Definition 2]"
+    ),
+    State.OPTIMIZER: (
+        "optimizer must be S: only the rank that holds an expert has its "
+        "gradient and updates it [Theorem 4, state consistency]"
+    ),
+    State.GRADIENTS: (
+        "gradients must be S: the rank of an expert sees all of its tokens, so "
+        "its gradient is complete and must not be reduced over ep [Theorem 3, "
+        "gradient integrity]"
+    ),
+    State.ACTIVATIONS: (
+        "activations must be S: they belong to the tokens that were sent to "
+        "the expert [Definition 2]"
+    ),
 }
 
 
@@ -81,15 +89,18 @@ def _expand(holder: Mapping, route: Route, homes: Sequence[str], fault: Report) 
         if len(modes) == len(PLACED):
             holder[key] = dict(zip(_STATES, modes, strict=True))
         else:
-            finding = f"a tuple has 4 modes, for Θ, Ω, G, A; got {len(modes)}"
-            fault(route, finding, f"write four: {key}: [{', '.join(usual_modes(key))}]")
+            finding = (
+                "a placement has 4 modes (parameters, optimizer, gradients, "
+                f"activations); got {len(modes)}"
+            )
+            fault(route, finding, f"Use four modes: `{key}: [{', '.join(usual_modes(key))}]`.")
     elif homes:
         _named_tuple(holder, route, homes, fault)
     else:
         fault(
             route,
-            f"no strategy is a tuple of experts; got {value!r}",
-            f"write {key}: [{', '.join(usual_modes(key))}], or leave it out",
+            f"experts need four modes, not a strategy name; got {value!r}",
+            f"Use `{key}: [{', '.join(usual_modes(key))}]`, or remove it.",
         )
 
 
@@ -122,8 +133,10 @@ def _states_of_rest(tree: Tree, parts: Mapping, rest: Mapping, route: Route, fau
     """A state that stands beside both tuples is the rest's, where it does not say it itself."""
     for state in [state for state in _STATES if state in parts]:
         if state in rest:
-            finding = f"{REST} says so too: on ep a state is that of all but the experts"
-            remedy = f"remove it, or write {'.'.join((*route, REST, state))}={parts[state]}"
+            finding = (
+                f"contradicts {REST}, which is the same placement: that of all non-expert tensors"
+            )
+            remedy = f"Remove it, or use `{'.'.join((*route, REST, state))}={parts[state]}`."
             fault((*route, state), finding, remedy)
         else:
             rest[state] = parts[state]
@@ -165,8 +178,8 @@ def _cut_at_commas(tree: Tree, tuples: Mapping, above: Route, fault: Report) -> 
         modes = usual_modes(axis)
     fault(
         above,
-        "within { } a comma ends the value, so the modes after it are keys",
-        f"write a list: {{{axis}: [{', '.join(modes)}]}}",
+        "inside { } a comma ends the value, so the modes after it are read as keys",
+        f"Use a list: `{{{axis}: [{', '.join(modes)}]}}`.",
         route,
     )
     return True
@@ -174,7 +187,7 @@ def _cut_at_commas(tree: Tree, tuples: Mapping, above: Route, fault: Report) -> 
 
 def two_ranks(axis: str) -> str:
     """Return the overrides that give a mesh an axis of two ranks."""
-    return f"mesh.{axis}=2 with placement.{axis}={','.join(usual_modes(axis))}"
+    return f"use `mesh.{axis}=2` with `placement.{axis}={','.join(usual_modes(axis))}`."
 
 
 def usual_modes(axis: str) -> list[str]:
@@ -209,18 +222,18 @@ def _named_tuple(holder: Mapping, route: Route, homes: Sequence[str], fault: Rep
     has_policy = any(section in tree.root for section in POLICIES)
     if len(home) > 1:
         remedy = alone if is_alone else _written_out(tree.root)
-        fault(route, f"{name} spans {' and '.join(home)}", f"write {remedy}")
+        fault(route, f"{name} covers the axes {' and '.join(home)}", f"Use `{remedy}`.")
     elif home[0] not in homes:
         remedy = f"placement: {{{home[0]}: {name}}}"
         if has_policy:
             remedy = alone if is_alone else _written_out(tree.root)
-        remedy = f"write {remedy} and mesh: {{{home[0]}: N}}"
-        fault(route, f"{name} sits on {home[0]}, not on {axis}", remedy)
+        remedy = f"Use `{remedy}` and `mesh: {{{home[0]}: N}}`."
+        fault(route, f"{name} belongs to {home[0]}, not to {axis}", remedy)
     elif has_policy:
-        either = f"{alone}, or " * is_alone  # the name would say of no other axis
+        either = f"{alone}` or `" * is_alone  # the name would say of no other axis
         at = axis if axis in EXPERT_AXES else ""
-        remedy = f"write {either}{_written_out(tree.root, at)}"
-        fault(route, f"{name} is more than a tuple", remedy)
+        remedy = f"Use `{either}{_written_out(tree.root, at)}`."
+        fault(route, f"{name} sets more than a placement", remedy)
     else:
         holder[key] = copy.deepcopy(tuples[home[0]])
 
@@ -235,7 +248,7 @@ def _written_out(strategy: Mapping, at: str = "") -> str:
     ]
     sections = (key for key in POLICIES if key in strategy)
     parts += [f"{section}: {flow(policy_of(strategy, section))}" for section in sections]
-    return " and ".join(parts)
+    return "` and `".join(parts)
 
 
 def modes_of(written: Mapping) -> list[str]:

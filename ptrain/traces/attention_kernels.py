@@ -133,7 +133,9 @@ def choices() -> Iterator[Choice]:
         for head_dim in range(HEAD_DIM_MULTIPLE, WIDEST + 1, HEAD_DIM_MULTIPLE):
             answers = [_kernel_of(dtype, head_dim, length, drops=drops) for length in SEQUENCES]
             kernel, *others = dict.fromkeys(kernel for kernel, _ in answers)
-            assert not others, f"head_dim {head_dim}: a sequence decides on {others}"
+            assert not others, (
+                f"head_dim {head_dim}: the kernel depends on the sequence length for {others}"
+            )
             of_groups, _ = _kernel_of(dtype, head_dim, SEQUENCES[-1], drops=drops, is_grouped=True)
             beside = [sizes for _, sizes in answers]
             yield row_name(dtype, drops=drops), head_dim, kernel, of_groups, beside
@@ -172,7 +174,7 @@ def _beside_others(key: str, answer: object, kernels: dict[str, list[int]]) -> d
     """This torch's answer beside those that stand in the archive, of torches that kernels keep the
     same with."""
     there = archive.table(TablePart.KERNEL, "attention")
-    assert there["kernels"] == kernels, "what a kernel keeps depends on the version of torch"
+    assert there["kernels"] == kernels, "kernels save different tensors in this version of torch"
     return {**there[key], torch_minor(): answer}
 
 
@@ -192,7 +194,7 @@ def _of_capability(sm: int) -> list[Choice]:
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder, "answer.json")
         if pretence.run(["-m", __name__, str(answer)], sm):
-            raise RuntimeError(f"attention's kernels of sm {sm} could not be asked")
+            raise RuntimeError(f"the attention kernels of sm {sm} could not be queried")
         rows: list[Choice] = json.loads(answer.read_text())
         return rows
 

@@ -85,7 +85,9 @@ class CodedTrace:
         """Return the number of a storage's size."""
         size = self.recording.sizes[storage]
         wider = [other.sizes[storage] for other in self._wider]
-        assert all(other in (size, 2 * size) for other in wider), "as wide, or twice"
+        assert all(other in (size, 2 * size) for other in wider), (
+            "sizes differ by a factor other than 1 or 2"
+        )
         return self.writer.size(
             size,
             self.values,
@@ -99,7 +101,7 @@ class CodedTrace:
         written = self.in_full(ordered, f"blocks.{layer}")
         names = [event[0] if isinstance(event, list) else event for event in written]
         others = [name for name in names if isinstance(name, str) and _OTHER.search(name)]
-        assert not others, f"layer {layer} has events of {others}"
+        assert not others, f"layer {layer} has events of the layers {others}"
         return _shortest(written)
 
     def in_full(self, events: Iterable[Event], layer: str = "") -> Coded:
@@ -116,7 +118,7 @@ class CodedTrace:
                 name = self.units[unit][0]
                 return _SIGNS[mark] + (name.replace(layer, "*") if layer else name)
             case Completion(parameter, storage, cloned, freed):
-                assert not freed, "no built-in model's gradient is copied from what goes at once"
+                assert not freed, "a gradient is copied from a tensor that is freed at once"
                 name = parameter.replace(f"{layer}.", "blocks.*.") if layer else parameter
                 return [name, self.size(storage), int(cloned)]
 
@@ -544,5 +546,5 @@ def frees_input(trace: CodedTrace) -> bool:
     events, start, end = trace.recording.forward, _entered(trace, 1), _entered(trace, 2)
     older = {event.id for event in events[:start] if isinstance(event, Born)}
     freed = [event for event in events[start:end] if isinstance(event, Died) and event.id in older]
-    assert len(freed) <= 1, "a block has one input"
+    assert len(freed) <= 1, "a block has several inputs"
     return bool(freed)

@@ -103,7 +103,7 @@ def facts_by_data(
     these samples; `further` gives others, none where nobody knows which it takes."""
     selected = layers.recording.selected
     if selected.unbounded:
-        return _unknown(known, layers, f"{_who(selected)}, of which no bound is known")
+        return _unknown(known, layers, f"{_who(selected)}, without a known bound")
     if selected.operators:
         facts, *others = (_with(known, traced(samples, extent)) for extent in BOUNDS)
         unvisited = _unvisited(facts, _with(known, layers), traced, samples)
@@ -118,7 +118,7 @@ def without_bounds(facts: ModelFacts) -> ModelFacts:
     other ranks' tokens too, as many as these send: of how much nobody knows a bound."""
     if not facts.by_data:
         return facts
-    why = f"{facts.by_data}, and of other ranks' rows no bound is known"
+    why = f"{facts.by_data}, and the rows of other ranks have no known bound"
     return replace(facts, timeline=None, work=None, others=(), by_data="", untraced=why)
 
 
@@ -156,24 +156,24 @@ def _doubt(
     """Return why what the layers did does not say what the model allocates of other samples; empty
     where it allocates the same of all that there are to try."""
     if not (samples := further()):
-        return f"{_READS_VALUES}, and it has no nn.Embedding that says which other tokens to try"
+        return f"{_READS_VALUES}, and without an nn.Embedding there are no other tokens to try"
     expected = layers.own_timeline
     try:
         is_same = all(traced(other).own_timeline == expected for other in samples)
     except CodeRaised as error:
-        return f"{_READS_VALUES}, and on other samples it ends: {error.faults[0].finding}"
+        return f"{_READS_VALUES}, and it fails on other samples: {error.faults[0].finding}"
     except RuntimeError as error:  # in backward
         return (
-            f"{_READS_VALUES}, and on other samples it ends: {' '.join(str(error).split())[:120]}"
+            f"{_READS_VALUES}, and it fails on other samples: {' '.join(str(error).split())[:120]}"
         )
-    return "" if is_same else f"{_READS_VALUES}, and does another thing with each"
+    return "" if is_same else f"{_READS_VALUES} and allocates differently for each sample"
 
 
 def _who(selected: Selected) -> str:
     """Return `h.0.mlp and 3 modules more select by data (nonzero)`."""
     first, *more = selected.modules
     number = len(more)
-    others = f" and {number} module{'s' * (number > 1)} more" if more else ""
+    others = f" and {number} more module{'s' * (number > 1)}" if more else ""
     names = ", ".join(name.removeprefix("aten::") for name in selected.operators)
     return f"{first or 'the model'}{others} select{'' if more else 's'} by data ({names})"
 
@@ -212,15 +212,18 @@ Share = Callable[[Callable[[], Traced]], Traced]
 Around = Callable[[], AbstractContextManager[None]]
 Progress = Callable[[str], None]
 
-_TOO_LARGE = "it is too large to be traced on real tensors, and on fake ones its code ends:"
-_READS = "it is too large to be traced on real tensors, and its code reads values, which fakes lack"
+_TOO_LARGE = "it is too large to be traced on real tensors, and its code fails on fake tensors:"
+_READS = (
+    "it is too large to be traced on real tensors, and its code reads values, which "
+    "fake tensors do not have"
+)
 _TRACED_BY_NAME = (
-    "processes of their own trace what each rank has, and they build the model by its name: "
-    "write model: {target: package.module:function}"
+    "separate processes trace the shards of each rank and build the model by name. Use "
+    "`model.target=package.module:function`."
 )
 _TO_TRAIN = (
-    "it is too large to be traced on real tensors, and where it is to train afterwards its code is "
-    "not run on fake ones (`ptrain predict` does)"
+    "it is too large to be traced on real tensors, and a training does not run its code on "
+    "fake tensors. Run `ptrain predict`."
 )
 
 
@@ -321,7 +324,7 @@ def _read_real(reader: _Reader, progress: Progress, fake: FakeModel | None = Non
     if fake is not None and not fake.is_quick:
         name = type(fake.module).__name__
         count = f"{fake.parameters / 1e9:.2g} B parameters"
-        progress(f"tracing {name} ({count}) with real tensors, this can take minutes")
+        progress(f"tracing {name} ({count}) with real tensors; this can take minutes")
     return reader.read(
         build(
             spec.model,
@@ -362,7 +365,7 @@ def _facts_of_given(module: nn.Module, spec: Spec) -> ModelFacts:
         facts = replace(untraced_facts(copied, spec), untraced=_TRACED_BY_NAME)
     else:
         facts = _Reader(spec=spec, share=lambda trace: trace(), allow_import=True).read(copied)
-    return replace(facts, model=spec.model, built_whole="the program gives it whole")
+    return replace(facts, model=spec.model, built_whole="the program passes the full model")
 
 
 def _vocabulary(large: FakeModel) -> int | None:

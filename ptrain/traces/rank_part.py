@@ -65,7 +65,7 @@ def kind_of_row(spec: Spec, layers: Names) -> Hashable:
     if not kinds or len({*kinds}) > 1 or spec.pipeline.is_in_halves:
         return None
     shape = spec.model
-    assert isinstance(shape, ModelShape), "a built-in model"
+    assert isinstance(shape, ModelShape), "only built-in models"
     if not shape.are_equal(int(layer.rpartition(".")[2]) for layer in layers):
         return None
     is_on_device = kinds[0].tier is Tier.DEVICE  # when copies are back depends on what runs ahead
@@ -195,7 +195,7 @@ def _of_all(parts: Sequence[X], layers: int) -> list[X]:
     if layers == len(parts):
         return [*parts]
     first, second, third, last = parts
-    assert second == third, "layers that are alike do another thing each"
+    assert second == third, "identical layers run different operators"
     return [first, *[second] * (layers - 2), last]
 
 
@@ -209,7 +209,7 @@ def _joined(parts: Sequence[Pairs], layers: int) -> Iterator[tuple[str, int]]:
 def _parted(items: Sequence[X], marks: Sequence[X]) -> list[Sequence[X]]:
     """Return what is in front of all these items, and from each to the next."""
     ends = [*map(items.index, marks), len(items)]
-    assert ends == sorted(ends), "layers run one after the other"
+    assert ends == sorted(ends), "layers do not run one after the other"
     return [items[: ends[0]], *(items[start:end] for start, end in pairwise(ends))]
 
 
@@ -378,7 +378,7 @@ class RankPart:
     def _prepared(self, module: nn.Module, roles: Roles, *, has_loss: bool = True) -> Loss:
         """Change a module in place, and return how it gives its loss."""
         if self.tensor is not None:
-            assert self.mesh is not None, "operators are cut over ranks"
+            assert self.mesh is not None, "operators are not sharded over ranks"
             parallelize(module, replace(self.tensor, roles=roles), self.mesh, Registry())
         if self.context is not None:
             self.context.apply(module)

@@ -183,7 +183,7 @@ class Recorder(Ledger):
             self._statistics.add(number)
 
     def resized(self, key: int, storage: torch.UntypedStorage, before: int) -> None:
-        raise RuntimeError("a plain model resized a storage; it cannot be traced")
+        raise RuntimeError("the model resized a storage, so it cannot be traced")
 
     def died(self, key: int, size: int) -> None:
         self.selection.forget(key)

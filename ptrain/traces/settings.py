@@ -64,7 +64,7 @@ class TableWriter:
         `values` lack is no factor."""
         of_unit = num_bytes // _WIDTH if follows else num_bytes
         coefficient, exponents = factorised(of_unit, self.symbols, values)
-        assert coefficient & (coefficient - 1) == 0, f"{num_bytes} bytes are not one product"
+        assert coefficient & (coefficient - 1) == 0, f"{num_bytes} bytes are not a single product"
         flags = IN_ELEMENTS * follows | IS_STATISTICS * is_statistics
         return self._sizes.setdefault((flags, coefficient, exponents), len(self._sizes))
 
@@ -221,7 +221,7 @@ def part_of(
     """Return what is done to a setting's model; `mesh` is that of `fake_mesh`."""
     own, chunk = setting.cut, setting.loss.chunk
     step = own.step if own else None
-    assert step is None or isinstance(step, Parallelize), "cut by a step of a plan"
+    assert step is None or isinstance(step, Parallelize), "no plan step shards it"
     return RankPart(
         batch=setting.batch,
         sequence=setting.sequence,
@@ -237,7 +237,7 @@ def part_of(
 def cuts_of(setting: Setting, layers: tuple[int, ...]) -> StageCuts:
     """Return a setting's model cut into stages of so many layers each."""
     shape = setting.shape
-    assert shape.layers == sum(layers), "every layer is some stage's"
+    assert shape.layers == sum(layers), "the stages do not cover all layers"
     whole = layers_of(
         facts(shape, setting.sequence).units,
         front=ENDS.front,

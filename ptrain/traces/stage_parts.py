@@ -100,7 +100,7 @@ class UnevenLoads:
 
     def _formula(self, first: Recording, second: Recording) -> RowsTimeline:
         if _operators(first) != _operators(second):
-            raise _NoFormula("other operators run where more rows come")
+            raise _NoFormula("other operators run with more rows")
         sizes = {
             number: self._size(size, second.sizes[number]) for number, size in first.sizes.items()
         }
@@ -120,7 +120,7 @@ class UnevenLoads:
             of_row, rest = divmod(first, self.rows)
             if not rest and of_row * (self.rows + 1 + layer) == second:
                 return RowsSize(of_row, layer)
-        raise _NoFormula(f"a storage of {first} bytes has grown to {second}")
+        raise _NoFormula(f"a storage of {first} bytes grew to {second} bytes")
 
 
 def uneven_loads(spec: Spec, plan: Plan, within: Sequence[str] | None = None) -> UnevenLoads | None:
@@ -151,7 +151,7 @@ def _items(events: Sequence[Event], sizes: Sizes, known: Mapping[int, int]) -> I
             case Completion():
                 own = (part.id, *part.freed)
                 if any(sizes[number] != RowsSize(known[number]) for number in own):
-                    raise _NoFormula(f"the gradient of {part.parameter} is of a router's rows")
+                    raise _NoFormula(f"the gradient of {part.parameter} depends on routed rows")
                 yield completion(part, last, known)
             case lives:
                 happened = (StorageEvent(sizes[e.id], isinstance(e, Died)) for e in lives)
@@ -282,7 +282,7 @@ def _of_halves(recording: Recording) -> Recording:
 def _rows(traced: _StageTraces, stage: Stage, units: Units) -> dict[str, Any]:
     layers = traced.layers
     whole, halves = layers.recording, layers.halves
-    assert whole.output is not None, "a stage hands something on"
+    assert whole.output is not None, "the stage has no output"
     rows = {
         "passes": encode(layers.timeline(stage.layers, units), Timeline),
         "output": whole.sizes[whole.output],

@@ -137,8 +137,8 @@ def why_untraced() -> str:
     if is_tested(torch.__version__):
         return ""
     return (
-        f"it is too large to be traced on real tensors, and what fake ones replace of torch is "
-        f"known of {' and '.join(TESTED_TORCH)}, not of {torch.__version__}"
+        "it is too large to be traced on real tensors, and fake tensors work with torch "
+        f"{' and '.join(TESTED_TORCH)}, not {torch.__version__}"
     )
 
 
@@ -153,12 +153,14 @@ sys.exit(main(sys.stdin.readlines()))
 # Of a model that does not run on what a rank along an axis has.
 _REMEDIES = {
     **{
-        axis: f"let its code take the number of tokens from its tensors, or write no {axis}"
+        axis: f"Take the number of tokens from tensor shapes in its code, or use `mesh.{axis}=1`."
         for axis in TOKEN_AXES
     },
-    Axis.TP: "let its code take the number of heads from its tensors (view(…, -1, head_dim)), or "
-    "write another tensor.plan",
-    **dict.fromkeys(EXPERT_AXES, "write dp_shard in its place"),
+    Axis.TP: (
+        "Take the number of heads from tensor shapes in its code (`view(…, -1, "
+        "head_dim)`), or use another `tensor.plan`."
+    ),
+    **dict.fromkeys(EXPERT_AXES, "Use `dp_shard` instead of `ep`."),
 }
 
 Traced = dict[
@@ -207,8 +209,8 @@ def _as_text(spec: Spec) -> str:
     try:
         return json.dumps(to_mapping(traced_part(spec), sync_is_written=False))
     except TypeError as error:  # YAML knows dates and sets, JSON does not
-        finding = f"another process is to build the model, and cannot be told: {error}"
-        remedy = "give numbers, words, lists and mappings"
+        finding = f"the model is built in another process, which needs JSON arguments: {error}"
+        remedy = "Use only numbers, strings, lists and mappings."
         raise refused("model.arguments", finding, remedy) from error
 
 
@@ -243,7 +245,7 @@ def _players(spec: Spec, plan: Plan, facts: ModelFacts) -> list[int]:
     """Return for each place along the cutting axes the first one that has slices of the same
     shapes, and does the same in attention with its tokens."""
     axes, context = plan.cutting_axes, plan.context
-    assert axes, "something is cut"
+    assert axes, "no axis shards the model"
     alike = {
         place: indices[0] for _, indices in units_by_place(spec, plan, facts) for place in indices
     }
@@ -281,8 +283,8 @@ def _answers(requests: tuple[_PartRequest, ...], seconds: float) -> list[list[Tr
         rest = processes[-at_once:]
         return answers + [_answer(process, requests[0].axes, ends) for process in rest]
     except TimeoutExpired as error:
-        finding = f"{seconds:g} s did not suffice to trace what each rank has of the model"
-        remedy = "raise it, or lower batch.micro or batch.sequence"
+        finding = f"tracing the shards of each rank took longer than {seconds:g} s"
+        remedy = "Use a larger `timeout.init`, or a smaller `batch.micro` or `batch.sequence`."
         raise refused("timeout.init", finding, remedy) from error
     finally:
         for process in processes:
@@ -314,9 +316,9 @@ def _answer(process: Popen[str], axes: tuple[Axis, ...], ends: float) -> list[Tr
     if process.returncode == PtrainError.exit_code:
         raise PtrainError(said)
     if process.returncode:
-        last = said.splitlines()[-1:] or [f"it ended with {process.returncode}"]
-        finding = f"the model runs whole, but not when its plan has cut it: {last[0]}"
-        raise refused(f"mesh.{axes[-1]}", finding, "; ".join(_REMEDIES[axis] for axis in axes))
+        last = said.splitlines()[-1:] or [f"exit code {process.returncode}"]
+        finding = f"the full model runs, but the sharded model does not: {last[0]}"
+        raise refused(f"mesh.{axes[-1]}", finding, " ".join(_REMEDIES[axis] for axis in axes))
     answers: list[Traced] = json.loads(output.splitlines()[-1])
     return answers
 

@@ -329,7 +329,7 @@ def _by_layer(trace: CodedTrace) -> LayerWorks:
         unit for (unit,) in trace.units if unit.startswith("blocks.") and unit.count(".") == 1
     ]
     works = by_layer(trace.recording, trace.units, sorted(blocks))
-    assert works is not None, "the blocks are units"
+    assert works is not None, "the blocks are not units"
     return works
 
 
@@ -379,7 +379,7 @@ class ContextTable:
     """One table in the making."""
 
     def __init__(self, setting: Setting) -> None:
-        assert setting.context is not None, "over the context axis"
+        assert setting.context is not None, "there is no context axis"
         self.setting, self.kind = setting, setting.context.kind
         self.parts = parts_of(self.kind)
         names = tuple(symbols(replace(setting, context=self.parts[-1])))
@@ -401,7 +401,7 @@ class ContextTable:
         for part, (events, _) in zip(self.parts, traces, strict=True):
             differing = {name: self._differing(base[name], events[name]) for name in events}
             known = by_name.setdefault(part.name, differing)
-            assert known == differing, f"{self.kind}: {part} is not as {part.name}"
+            assert known == differing, f"{self.kind}: {part} differs from {part.name}"
         entry: dict[str, object] = {
             name: [self.writer.part(segment) for segment in segments]
             for name, segments in base.items()
@@ -411,7 +411,7 @@ class ContextTable:
 
     def _differing(self, base: Segments, own: Segments) -> dict[str, int]:
         """Return the numbers of the parts that take the place of the base's."""
-        assert [of[0] for of in base] == [of[0] for of in own], "a block has its gradients anywhere"
+        assert [of[0] for of in base] == [of[0] for of in own], "the gradients of a block differ"
         pairs = enumerate(zip(base, own, strict=True))
         return {str(n): self.writer.part(mine) for n, (of_base, mine) in pairs if mine != of_base}
 
@@ -449,7 +449,9 @@ class ContextTable:
         for places, (own, own_views) in traced.items():
             part = ContextPart(kind=self.kind, before=places[0], behind=places[1])
             *expected, (_, times, _) = unrolled(written, part)
-            assert (own, own_views) == (expected, times), f"{self.kind} {places} does another thing"
+            assert (own, own_views) == (expected, times), (
+                f"{self.kind} {places} runs other operators"
+            )
         return written
 
     def _trace(self, part: ContextPart, kept: Kept) -> Trace:
@@ -474,7 +476,7 @@ class ContextTable:
     ) -> dict[str, Ran]:
         self.works.values = values
         works = by_layer(recording, units, [f"blocks.{index}" for index in range(_LAYERS)])
-        assert works is not None, "the blocks are units"
+        assert works is not None, "the blocks are not units"
         _, middle, _ = works.layers
         return {name: self._ran(computed) for name, computed in middle.items()}
 
@@ -492,7 +494,7 @@ def _put_in(base: Groups, longer: Groups) -> list[list[Any]]:
     for what, at, _, first, last in SequenceMatcher(
         None, keys, other, autojunk=False
     ).get_opcodes():
-        assert what in ("equal", "insert"), "a place more does the same and something more"
+        assert what in ("equal", "insert"), "a further place removes operators"
         if what == "insert":
             put.append([at, longer[first:last]])
     return put

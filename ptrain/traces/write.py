@@ -74,7 +74,9 @@ def _table_of(
 def main() -> None:
     """Write every table, or those whose `part/name` begins with `--only`."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default="", help="those whose part/name begins so")
+    parser.add_argument(
+        "--only", default="", help=("write only the tables whose part/name starts with this text")
+    )
     parser.add_argument("--out", type=Path, default=archive.PATH)
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -92,12 +94,12 @@ def main() -> None:
         elif key in committed:
             content[key] = committed[key]
     if not written:
-        parser.error(f"--only {options.only}: no table's part/name begins so")
+        parser.error(f"--only {options.only}: no table has a part/name that starts with this text")
     parts = {part for part, _ in content}
     for (part, name), table in committed.items():
         if part not in parts:  # attention's kernels, on a machine without CUDA's operators
             content[part, name] = table
-            print(f"{part}/{name}: not made here, stays")
+            print(f"{part}/{name}: unchanged, cannot be made on this machine")
     archive.write(content, options.out)
     print(f"{options.out}: {len(content)} tables, {options.out.stat().st_size} bytes")
 
@@ -105,7 +107,7 @@ def main() -> None:
 def _change(before: Table | None, after: Table) -> str:
     if before is None:
         return "new"
-    return "as it was" if before == after else "changed"
+    return "unchanged" if before == after else "changed"
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ from ptrain.train.index import METADATA, IndexReader
 from ptrain.train.journal import LOG
 from ptrain.train.manifest import Manifest, step_of
 
-_REMEDY = "give the model, optimizer and layout that were trained"
+_REMEDY = "Use the model, optimizer and precision layout of the checkpoint."
 _OURS = re.compile(r"__(\d+)_\d+\.distcp")  # the rank that wrote it
 
 
@@ -65,8 +65,8 @@ def save(program: Program, parent: Path, step: int, exchange: Exchange) -> Path:
     answers = exchange.gather({"problem": problem, "files": files})
     if problems := [answer["problem"] for answer in answers if answer["problem"]]:
         shutil.rmtree(temporary, ignore_errors=True)
-        remedy = "make room there, or choose another folder with --run-dir DIR"
-        raise refused(f"checkpoint {shown(final)}", f"cannot be written: {problems[0]}", remedy)
+        remedy = "Free some space, or use another folder with `--run-dir DIR`."
+        raise refused(f"checkpoint {shown(final)}", f"is not writable: {problems[0]}", remedy)
     if program.world.is_first:
         _commit(program, temporary, final, step, answers)
     exchange.barrier()
@@ -128,7 +128,7 @@ def newest(
 def _write(program: Program, folder: Path) -> None:
     state = program.state_dict()
     strays = [name for name, value in _flat(state) if not isinstance(value, torch.Tensor)]
-    assert not strays, f"only tensors go into a checkpoint: {strays[:3]}"
+    assert not strays, f"checkpoints contain tensors only: {strays[:3]}"
     writer = FileSystemWriter(folder, overwrite=False)
     with without_advice():
         dcp.save(state, storage_writer=writer, no_dist=program.world.size == 1)
@@ -154,7 +154,7 @@ def _commit(
 ) -> None:
     files = {name: tuple(entry) for answer in answers for name, entry in answer["files"].items()}
     unlisted = {path.name for path in temporary.iterdir()} - set(files)
-    assert not unlisted, f"files that no rank accounts for: {sorted(unlisted)}"
+    assert not unlisted, f"files that no rank has written: {sorted(unlisted)}"
     for name in files:
         os.chmod(temporary / name, 0o600)
     manifest.write(
@@ -179,11 +179,11 @@ def _mismatch(metadata: Metadata, state: dict[str, Any]) -> str:
     for name, value in _flat(state):
         saved = metadata.state_dict_metadata.get(name)
         if not isinstance(saved, TensorStorageMetadata):
-            return f"has no {name}: it is of another model, optimizer or layout"
+            return f"has no {name}: its model, optimizer or precision layout differs"
         if saved.size != value.shape:
-            return f"{name} is {tuple(saved.size)}, this model has {tuple(value.shape)}"
+            return f"{name} is {tuple(saved.size)}, but this model has {tuple(value.shape)}"
         if saved.properties.dtype != value.dtype:
-            return f"{name} is {saved.properties.dtype}, this layout has {value.dtype}"
+            return f"{name} is {saved.properties.dtype}, but this layout has {value.dtype}"
     return ""
 
 
@@ -203,14 +203,15 @@ def _other_layout(metadata: Metadata, state: dict[str, Any]) -> str:
     parts = {part: str(DTYPE_NAMES[dtype]) for part, dtype in saved.items()}
     if fitting:
         others = f" (or {', '.join(fitting[1:])})" if fitting[1:] else ""
-        add = f"precision.layout={fitting[0]}{others}"
+        add = f"`precision.layout={fitting[0]}`{others}"
     elif parts.get("parameters") == "fp64":
-        add = "precision.compute=fp64"
+        add = "`precision.compute=fp64`"
     else:
         whole = {"master": "none"} | parts
         add = " ".join(f"precision.{part}={name}" for part, name in whole.items())
+        add = f"`{add}`"
     trained = ", ".join(f"{part} {name}" for part, name in parts.items())
-    return f"it was trained with {trained}: add {add}"
+    return f"The checkpoint was trained with {trained}. Add {add}."
 
 
 def _dtypes(tensors: Iterable[tuple[str, torch.dtype]]) -> dict[str, torch.dtype]:
@@ -249,7 +250,10 @@ def _surplus(metadata: Metadata, state: dict[str, Any], exchange: Exchange) -> s
     unknown = exchange.gather(sorted(set(metadata.state_dict_metadata) - known))
     if not (surplus := sorted(set.intersection(*map(set, unknown)))):
         return ""
-    return f"has {len(surplus)} tensors that this model or optimizer lacks, as {surplus[0]}"
+    return (
+        f"has {len(surplus)} tensors that this model or optimizer does not have, for "
+        f"example {surplus[0]}"
+    )
 
 
 def _flat(state: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
@@ -295,7 +299,7 @@ def resume(
     if path is None or verified is None:
         if source != AUTO or complaints:
             raise none_sound(source, complaints)
-        LOG.info("resume  no checkpoint yet: from the start")
+        LOG.info("resume  no checkpoint: starting from step 0")
         return 0
     _set_aside(folder, verified.step, exchange)
     size = program.spec.batch.global_samples
@@ -355,9 +359,9 @@ def _changed_data(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
         (before, old, _), (size, digest, _) = was[name], now[name]
         if before != size:
             unit = "bytes" if digest else "samples"
-            findings.append(f"{name} has {size} {unit}, {before} when it was saved")
+            findings.append(f"{name} has {size} {unit}; it had {before} at the checkpoint")
         elif old != digest:
-            findings.append(f"{name} has other content than when it was saved")
+            findings.append(f"the content of {name} has changed")
     return findings
 
 
@@ -382,7 +386,7 @@ def _fill(
         require_fitting(program.spec, source, path, verified)
         if changes := "; ".join(_changed_data(verified.data, program.data_prints)):
             finding = f"its training data changed: {changes}"
-            remedy = "restore the data, or continue with the changed data: add --accept-data"
+            remedy = "Restore the data, or add `--accept-data` to continue with the changed data."
             if not accept_data:
                 raise refused(f"checkpoint {shown(path)}", finding, remedy)
             LOG.warning("resume  %s", changes)
@@ -403,9 +407,9 @@ def _set_aside(folder: RunFolder, step: int, exchange: Exchange) -> None:
         try:
             _rename(path for path in manifest.complete(folder.checkpoints) if step_of(path) > step)
         except OSError as error:
-            problem = f"a later checkpoint cannot be set aside: {error}"
+            problem = f"a later checkpoint cannot be renamed: {error}"
     if problem := exchange.first(problem):
-        remedy = "make it writable, or continue into another folder: --run-dir DIR"
+        remedy = "Make the folder writable, or use another one with `--run-dir DIR`."
         raise refused(f"checkpoints in {shown(folder.path)}", problem, remedy)
 
 
@@ -413,7 +417,7 @@ def _rename(paths: Iterable[Path]) -> None:
     for path in paths:
         aside = path.with_name(f"{path.name}.aside-{secrets.token_hex(4)}")
         path.rename(aside)
-        LOG.warning("set aside: %s, now %s", shown(path), aside.name)
+        LOG.warning("renamed: %s to %s", shown(path), aside.name)
 
 
 def _skip(complaints: list[str]) -> None:

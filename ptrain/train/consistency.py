@@ -51,13 +51,13 @@ class Consistency:
             return
         command = self._resume()
         remedy = (
-            f"go on from the last checkpoint, on which they agreed: {command}"
+            f"Continue from the last checkpoint, where the ranks agreed: `{command}`"
             if command
-            else "train again, with checkpoint.every: nothing was saved that could be continued"
+            else "Train again with `checkpoint.every=N`; no checkpoint was saved."
         )
         raise TrainingStopped(
-            f"step {steps}: the ranks differ in what they must hold alike\n"
-            f"  {culprit}\n  remedy: {remedy}"
+            f"step {steps}: values that must be identical on the ranks differ\n  {culprit}\n "
+            f" remedy: {remedy}"
         )
 
     @contextmanager

@@ -63,7 +63,8 @@ def local_address(endpoint: str) -> str:
         try:
             probe.connect((address, port))
         except OSError as error:
-            raise _refused(endpoint, f"there is no way to it: {error.strerror or error}") from error
+            finding = f"it is not reachable: {error.strerror or error}"
+            raise _refused(endpoint, finding) from error
         return str(probe.getsockname()[0])
 
 
@@ -82,25 +83,25 @@ def _store(endpoint: str) -> TCPStore:
             address, port, is_master=bool(own), timeout=_WAIT, wait_for_workers=False, **own
         )
     except (RuntimeError, ValueError) as error:
-        finding = f"no agent answers at {endpoint} within {_WAIT.seconds} s"
+        finding = f"no agent responded at {endpoint} within {_WAIT.seconds} s"
         raise RankFailed(f"error: --rdzv-endpoint: {finding}") from error
 
 
 def _resolved(endpoint: str) -> tuple[socket.AddressFamily, str, int]:
     host, _, port = endpoint.rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
-        raise _refused(endpoint, "is not HOST:PORT")
+        raise _refused(endpoint, "does not have the form HOST:PORT")
     try:
         families = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
     except OSError as error:
-        finding = f"{host} cannot be looked up: {error.strerror or error}"
+        finding = f"{host} cannot be resolved: {error.strerror or error}"
         raise _refused(endpoint, finding) from error
     family, *_, address = families[0]
     return family, str(address[0]), int(port)
 
 
 def _refused(endpoint: str, finding: str) -> SpecError:
-    remedy = "give the address of one of the nodes on their private network, and a free port"
+    remedy = "Use the address of one of the nodes on their private network, and a free port."
     return refused(f"--rdzv-endpoint {endpoint}", finding, remedy)
 
 
@@ -145,8 +146,8 @@ def _ranks_per_node(world_size: int, num_nodes: int) -> int:
     if world_size % num_nodes:
         fault = Fault(
             place="--nnodes",
-            finding=f"{world_size} ranks do not divide over {num_nodes} nodes",
-            remedy="let the mesh be a multiple of the nodes",
+            finding=f"{world_size} ranks cannot be divided evenly over {num_nodes} nodes",
+            remedy=f"Use a mesh whose size is a multiple of {num_nodes}.",
         )
         raise SpecError(fault)
     return world_size // num_nodes

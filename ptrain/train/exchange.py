@@ -63,13 +63,13 @@ class Joined:
     def _read(self, size: int) -> bytes:
         data = self._file.read(size)
         if len(data) < size:
-            raise ConnectionError("it has ended")
+            raise ConnectionError("the process has ended")
         return data
 
     def _lost(self, error: Exception) -> OSError:
         if isinstance(error, TimeoutError):
             whom = f"for rank {self.rank}" if self.rank else "at rank 0 for all ranks"
-            return TimeoutError(f"Timed out waiting {whom}: {self._seconds:g} s of silence")
+            return TimeoutError(f"Timed out waiting {whom}: no message for {self._seconds:g} s")
         return ConnectionError(f"Connection closed by peer, rank {self.rank}: {error}")
 
 

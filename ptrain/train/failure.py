@@ -23,7 +23,8 @@ STOPPED_FOR = 5.0  # seconds after which a stopped rank counts as failed
 _VICTIM = re.compile(
     r"Connection (closed|reset|refused)|closed by peer|reset by peer|Broken pipe|Timed out waiting"
     r"|Socket Timeout|wait timeout|recvValue failed|failed to (recv|send)|Read error|Write error"
-    r"|another rank|could not meet|store.*(timeout|timed out)|remote process exited",
+    r"|another rank|could not connect to the other|store.*(timeout|timed out)"
+    r"|remote process exited",
     re.IGNORECASE,
 )
 _WAITED_FOR = re.compile(r"waiting for rank (\d+)")  # in the words of a stage of a pipeline
@@ -57,7 +58,9 @@ def culprit(failures: Sequence[Failure], living: Sequence[Rank]) -> Failure:
             int(rank) for victim in failures for rank in _WAITED_FOR.findall(victim.cause)
         )
         silent = max(living, key=lambda rank: named[rank.rank])
-        return Failure(rank=silent, cause=f"does not answer: rank {others} waited for it in vain")
+        return Failure(
+            rank=silent, cause=(f"does not respond; rank {others} timed out waiting for it")
+        )
     return failures[0]
 
 
@@ -68,7 +71,9 @@ def message(failure: Failure, num_failed: int, *, num_lines: int = 12) -> str:
     if tail := _tail(rank, num_lines):
         lines += [f"  last lines of {rank.log}:", *(f"    | {line}" for line in tail)]
     if num_failed > 1:
-        lines.append(f"  {num_failed - 1} more failed because of it; their logs lie beside")
+        lines.append(
+            f"  {num_failed - 1} more failed because of it; their logs are in the same folder"
+        )
     return "\n".join(lines)
 
 
@@ -114,7 +119,7 @@ def said(rank: Rank) -> str:
 
 def _signalled(number: int) -> str:
     name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
-    hint = " (by hand, or by the kernel when memory ran out)" if name == "SIGKILL" else ""
+    hint = " (by a user, or by the kernel because memory ran out)" if name == "SIGKILL" else ""
     return f"was killed by {name}{hint}"
 
 

@@ -45,8 +45,8 @@ from ptrain.train.journal import Journal, StepReport
 from ptrain.train.look import DeviceSums, HostLook, Look, StepFigures, can_be_late
 from ptrain.units import grouped
 
-_REMEDY = "a lower optimizer.lr, a longer optimizer.schedule.warmup, or optimizer.clip=1.0"
-_UNKNOWN = "the rank that made the first value that is not finite is unknown"
+_REMEDY = "a lower `optimizer.lr`, a longer `optimizer.schedule.warmup`, or `optimizer.clip=1.0`"
+_UNKNOWN = "the rank with the first non-finite value is unknown"
 _CHUNK = 1 << 22  # elements that are counted at once, with a flag of a byte for each
 _STATES = {
     Subject.PARAMETERS: "parameters are not finite",
@@ -135,10 +135,8 @@ class Guard:
         if not self.is_late:  # until then the gradients of the step itself are there
             _, origin = self._compute_again(step, share)
         raise TrainingStopped(
-            f"step {step + 1}: {what}\n"
-            f"  {origin}\n"
-            f"  {self._parameters(step)}; nothing of step {step + 1} was saved\n"
-            f"  remedy: {_REMEDY}"
+            f"step {step + 1}: {what}\n  {origin}\n  {self._parameters(step)}; step "
+            f"{step + 1} was not saved\n  remedy: Use {_REMEDY}."
         )
 
     def _compute_again(self, step: int, share: float) -> tuple[torch.Tensor | None, str]:
@@ -148,7 +146,7 @@ class Guard:
         ranks = [str(rank) for rank, its in enumerate(shares) if not math.isfinite(its)]
         known = f"the loss is not finite on rank {', '.join(ranks)}" if ranks else ""
         if self._program.updates_in_backward:
-            return None, known or f"{_UNKNOWN}: backward has changed parameters already"
+            return None, known or f"{_UNKNOWN}: backward has already changed parameters"
         norm, witness = None, _Witness(self._program)
         with without_modes(), witness.watch():
             self._program.wrapped.clear_gradients()
@@ -166,10 +164,10 @@ class Guard:
         unknown = f"{known}; {_UNKNOWN}" if known else _UNKNOWN
         if failures:  # the earliest: the other ranks fail because they wait for it
             _, rank, words = min(failures)
-            why = f"computing the step again failed on rank {rank}: {words}"
+            why = f"recomputing the step failed on rank {rank}: {words}"
             return norm, f"{unknown}: {why}" + (f"; before that {first}" if first else "")
-        why = "a device may be at fault, or the model keeps something between its passes"
-        none = f"{unknown}, and in this step none was seen when it was computed again: {why}"
+        why = "a device may be faulty, or the model keeps state between passes"
+        none = f"{unknown}; recomputing the step gave finite values: {why}"
         return norm, first or none
 
     def _read(
@@ -211,7 +209,7 @@ class Guard:
             culprits = _unsound(self._program, holdings.gradients(self._program))
         problem = _first(culprits, self._exchange) if self._is_repeated else ""
         if not problem:  # each is: the sum of their squares is what is not
-            problem = "the norm of the gradients is not finite, though every gradient is"
+            problem = "the gradient norm is not finite, although every gradient is finite"
             if self.is_late and (norm is None or norm.isfinite()):
                 problem = "gradients are not finite"
         return f"the loss is {loss:.4f}, but {problem}"
@@ -228,8 +226,8 @@ class Guard:
         fewest, most = min(counts), max(counts)
         updated = f"{most}" if fewest == most else f"{fewest} to {most} (by rank)"
         return (
-            f"{updated} of the {units} units have the parameters of step {step + 1}, "
-            f"updated in its backward pass, and the others those of step {step}"
+            f"{updated} of the {units} units have the parameters of step {step + 1}, updated "
+            f"in its backward pass, the others those of step {step}"
         )
 
 
@@ -308,8 +306,8 @@ def require(program: Program, step: int, exchange: Exchange) -> None:
     steps would hold is not finite. Costs a pass over what a rank stores, and copies nothing."""
     if problem := complaint(program, exchange):
         raise TrainingStopped(
-            f"step {step}: {problem}\n  no checkpoint of step {step} was written\n"
-            f"  remedy: continue from an earlier checkpoint, with {_REMEDY}"
+            f"step {step}: {problem}\n  no checkpoint of step {step} was written\n  remedy: "
+            f"Continue from an earlier checkpoint, with {_REMEDY}."
         )
 
 

@@ -76,8 +76,8 @@ def take_lock(folder: Path) -> Lock:
             os.close(descriptor)
             raise refused(
                 f"--run-dir {folder}",
-                f"another training writes there: {holder or 'its process is not known'}",
-                "wait for its end or stop it, or choose another folder",
+                f"another training uses this folder: {holder or 'unknown process'}",
+                "Wait until it ends, stop it, or use another folder.",
             ) from None
         except OSError as error:
             if error.errno not in _NO_LOCKS:
@@ -106,7 +106,7 @@ def _is(file: Path, descriptor: int) -> bool:
 
 
 ROOT = Path("runs")
-_ELSEWHERE = "choose another with --run-dir DIR, or change into a folder you may write"
+_ELSEWHERE = "Use another folder with `--run-dir DIR`, or change to a writable folder."
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +205,7 @@ def open_run(spec: Spec, *, given: Path | None, resuming: bool, command: str) ->
         if claim:
             with suppress(OSError):
                 claim.withdraw()
-        finding = f"cannot write: {error.strerror or error}"
+        finding = f"is not writable: {error.strerror or error}"
         raise refused(f"run folder {wanted}", finding, _ELSEWHERE) from error
     return claim
 
@@ -303,13 +303,13 @@ def _recorded(run: Path) -> dict[str, object]:
 def _given(path: Path, resuming: bool) -> Path:
     place = f"--run-dir {path}"
     if path.is_symlink():
-        raise refused(place, "is a link", "give the folder itself")
+        raise refused(place, "is a symbolic link", "Use the folder itself.")
     if path.exists() and not path.is_dir():
-        raise refused(place, "is a file, not a folder", "give a new folder, or an empty one")
+        raise refused(place, "is a file, not a folder", "Use a new or an empty folder.")
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     require_free(path)
     if not resuming and any(entry.name != LOCK_NAME for entry in path.iterdir()):
-        remedy = "choose another, or continue this run with --resume auto"
+        remedy = "Use another folder, or add `--resume auto` to continue this run."
         raise refused(place, "is not empty", remedy)
     return path.resolve()
 
@@ -317,7 +317,7 @@ def _given(path: Path, resuming: bool) -> Path:
 def _fresh(root: Path, name: str) -> Path:
     """`<time>-<name>`; a number follows where another job took the name in the same second."""
     if root.is_symlink():
-        raise refused(f"run folder {root}", "is a link", _ELSEWHERE)
+        raise refused(f"run folder {root}", "is a symbolic link", _ELSEWHERE)
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
     slug = re.sub(r"[^A-Za-z0-9._-]+", "-", name)[:64]
     stem = f"{time.strftime('%Y%m%d-%H%M%S')}-{slug}"
@@ -328,7 +328,7 @@ def _fresh(root: Path, name: str) -> Path:
         except FileExistsError:
             continue
         return path.resolve()
-    raise refused(f"run folder {root}", f"holds a thousand runs named {stem}", _ELSEWHERE)
+    raise refused(f"run folder {root}", f"contains a thousand runs named {stem}", _ELSEWHERE)
 
 
 def _claim(path: Path, new_folders: Sequence[Path], taken: Lock) -> Claim:
@@ -471,7 +471,7 @@ def require_fitting(spec: Spec, source: str, path: Path, checkpoint: Manifest) -
     """Raises SpecError for a checkpoint of a training that is done, or of another model."""
     if checkpoint.step >= spec.train.steps:
         finding = f"already at step {checkpoint.step} of {spec.train.steps}"
-        raise refused(_place(source), finding, f"set train.steps above {checkpoint.step}")
+        raise refused(_place(source), finding, f"Set `train.steps` to more than {checkpoint.step}.")
     if fault := manifest.other_model(checkpoint.trained, spec):
         raise SpecError(fault._replace(source=f"checkpoint {shown(path)}"))
 
@@ -479,14 +479,16 @@ def require_fitting(spec: Spec, source: str, path: Path, checkpoint: Manifest) -
 def none_sound(source: str, complaints: Sequence[str]) -> SpecError:
     """Return the refusal that says that there is no checkpoint, or what is wrong with each."""
     if not complaints:
-        remedy = "train with checkpoint.every=N or checkpoint.at_end=true, or leave --resume out"
-        return refused(_place(source), "holds no checkpoint", remedy)
-    several = f"none of the {len(complaints)} checkpoints there can be used"
-    finding = several if len(complaints) > 1 else "the only checkpoint there cannot be used"
+        remedy = (
+            "Train with `checkpoint.every=N` or `checkpoint.at_end=true`, or remove `--resume`."
+        )
+        return refused(_place(source), "contains no checkpoint", remedy)
+    several = f"none of its {len(complaints)} checkpoints can be used"
+    finding = several if len(complaints) > 1 else "its only checkpoint cannot be used"
     return refused(
         _place(source),
         f"{finding}: {'; '.join(complaints)}",
-        "continue from another checkpoint, or leave --resume out to train anew",
+        "Continue from another checkpoint, or remove `--resume` to train from the start.",
     )
 
 

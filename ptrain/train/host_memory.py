@@ -27,7 +27,7 @@ def require_host_memory(needed: int, what: str, remedy: str) -> None:
     """
     here = physical_memory()
     if needed > here:
-        finding = f"{what} need {format_memory(needed)} of memory, and this host has "
+        finding = f"{what} need {format_memory(needed)} of memory, but this host has "
         raise refused("host memory", finding + format_memory(here), remedy)
 
 

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from ptrain.errors import refused
 
 METADATA = ".metadata"
-_REMEDY = "continue from another checkpoint: no training wrote this one"
+_REMEDY = "Continue from another checkpoint; ptrain did not write this one."
 _CLASSES = (
     "BytesStorageMetadata",
     "ChunkStorageMetadata",
@@ -50,7 +50,7 @@ class IndexReader(FileSystemReader):
         with (Path(self.path) / METADATA).open("rb") as file:
             metadata = _Unpickler(file).load()
         if not isinstance(metadata, Metadata):
-            raise refused(f"checkpoint {self.path}", f"{METADATA} holds no metadata", _REMEDY)
+            raise refused(f"checkpoint {self.path}", f"{METADATA} contains no metadata", _REMEDY)
         for info in (metadata.storage_data or {}).values():
             if info.relative_path not in self._listed:
                 finding = (
@@ -69,5 +69,5 @@ class _Unpickler(pickle.Unpickler):
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if is_dtype or (module, name) in _UNPICKLED:
             return super().find_class(module, name)
-        finding = f"{METADATA} asks for {module}.{name}, which is refused"
+        finding = f"{METADATA} refers to {module}.{name}, which is not allowed"
         raise refused("checkpoint", finding, _REMEDY)

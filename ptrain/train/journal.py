@@ -143,7 +143,7 @@ class Journal:
             self._metrics.close()
 
     def _write(self, row: Mapping[str, object]) -> None:
-        assert self._path is not None, "rank 0 writes"
+        assert self._path is not None, "only rank 0 writes"
         if self._metrics is None:
             _drop_rows(self._path, self._first)
             self._metrics = _append(self._path)
@@ -321,7 +321,7 @@ class TrackerThread:
             try:
                 self._calls.put_nowait(call)
             except Full:
-                self._give_up(f"{MOST_CALLS} rows wait for it")
+                self._give_up(f"{MOST_CALLS} rows are waiting")
 
     def finish(self) -> None:
         """Return at once; the thread ends when nothing is left to do."""
@@ -333,7 +333,7 @@ class TrackerThread:
             return
         self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive():
-            self._give_up(f"it has not taken all rows {PATIENCE:g} s after the last")
+            self._give_up(f"it did not accept all rows within {PATIENCE:g} s")
 
     def _work(self) -> None:
         while (call := self._calls.get()) is not None and not self.is_given_up:
@@ -350,7 +350,7 @@ class TrackerThread:
                 return
             self.is_given_up = True
         hidden = _PASSWORD.sub("//", reason)
-        LOG.warning("warning: %s has failed, and is left out from here on: %s", self.name, hidden)
+        LOG.warning("warning: %s failed and is disabled: %s", self.name, hidden)
 
 
 class Trackers:

@@ -159,7 +159,7 @@ def _tell(ranks: Sequence[Rank]) -> None:
         if rank.code == PtrainError.exit_code:
             if said := failure.said(rank):
                 raise PtrainError(said)
-            raise RankFailed(f"error: {rank} refused without a word; see {rank.log}")
+            raise RankFailed(f"error: {rank} stopped without a message; see {rank.log}")
 
 
 def _overdue(ranks: Sequence[Rank], interrupts: LauncherSignals) -> int:
@@ -167,7 +167,7 @@ def _overdue(ranks: Sequence[Rank], interrupts: LauncherSignals) -> int:
     if interrupts.received or any(rank.code for rank in ranks):
         return _ended([rank for rank in ranks if not rank.lives], interrupts)
     silent = next(rank for rank in ranks if rank.lives)
-    cause = f"does not end: the others are done since {_ORDERLY_GRACE:g} s"
+    cause = f"does not end; the other ranks ended {_ORDERLY_GRACE:g} s ago"
     raise RankFailed(failure.message(failure.Failure(rank=silent, cause=cause), 1))
 
 

@@ -107,7 +107,9 @@ class DeviceLook:
         self._sent = self._queue.mark()
 
     def figures(self) -> StepFigures:
-        assert self._numbers is not None and self._sent is not None, "sent before it is read"
+        assert self._numbers is not None and self._sent is not None, (
+            "values are sent before they are read"
+        )
         self._sent.wait()
         loss, _, *numbers = self._numbers.tolist()
         flags, (halted, *others) = numbers[: len(SIGNALS)], numbers[len(SIGNALS) :]

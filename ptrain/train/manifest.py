@@ -26,7 +26,7 @@ from ptrain.spec.leaf import Free, Leaf, Refused, Text, Whole, declared, describ
 from ptrain.spec.section import is_required
 from ptrain.spec.spec import Spec
 
-_REMEDY = "give the model that was trained, or train anew without --resume"
+_REMEDY = "Use the model of the checkpoint, or remove `--resume` to train from the start."
 # Names and places: the model is the same without, and a checkpoint has its weights.
 _WHEREABOUTS = ("preset", "folder", "pretrained")
 _WATCHED = {"optimizer": (), "data": (), "train": ("seed",), "batch": ("global", "sequence")}
@@ -55,7 +55,7 @@ def other_model(was: Mapping[str, object], spec: Spec) -> Fault | None:
     current = ", ".join(f"{name}: {now.get(name)}" for name in names)
     return Fault(
         place="model",
-        finding=f"the checkpoint is of another model: {saved}; this spec has {current}",
+        finding=f"the checkpoint contains another model: {saved}; this spec has {current}",
         remedy=_REMEDY,
     )
 
@@ -203,9 +203,9 @@ def read(folder: Path) -> Manifest:
     text, is_sealed = _unsealed(folder)
     manifest = _parsed(folder, text)
     if not is_sealed and manifest.format != UNSEALED:
-        raise PtrainError(f"checkpoint {folder}: {NAME} has lost its seal")
+        raise PtrainError(f"checkpoint {folder}: {NAME} has no seal")
     if is_name(folder.name) and manifest.step != step_of(folder):
-        raise PtrainError(f"checkpoint {folder}: {NAME} is of step {manifest.step}")
+        raise PtrainError(f"checkpoint {folder}: {NAME} belongs to step {manifest.step}")
     if strange := [
         name for name in manifest.files if not _FILE.fullmatch(name) or name in (".", "..")
     ]:
@@ -219,12 +219,12 @@ def _unsealed(folder: Path) -> tuple[bytes, bool]:
     try:
         text = (folder / NAME).read_bytes()
     except OSError as error:
-        raise PtrainError(f"checkpoint {folder}: no readable {NAME}: {error}") from error
+        raise PtrainError(f"checkpoint {folder}: {NAME} is not readable: {error}") from error
     if (parts := _SEALED.fullmatch(text)) is None:
         return text, False
     content, seal = parts[1] + b"\n}", parts[2].decode()
     if _seal(content) != seal:
-        raise PtrainError(f"checkpoint {folder}: {NAME} is not as it was written (its seal)")
+        raise PtrainError(f"checkpoint {folder}: {NAME} was modified (its seal does not match)")
     return content, True
 
 
@@ -235,14 +235,15 @@ def _parsed(folder: Path, text: bytes) -> Manifest:
         number = content.get("format") if isinstance(content, dict) else None
         if isinstance(number, int) and number > FORMAT:  # its fields are not known here
             raise PtrainError(
-                f"checkpoint {folder}: has format {number}, this ptrain reads up to {FORMAT}"
+                f"checkpoint {folder}: has format {number}; this version of ptrain reads "
+                f"formats up to {FORMAT}"
             )
         return _manifest(content)
     except (ValueError, RecursionError) as error:
-        raise PtrainError(f"checkpoint {folder}: no readable {NAME}: {error}") from error
+        raise PtrainError(f"checkpoint {folder}: {NAME} is not readable: {error}") from error
     except Refused as error:
-        finding = f"{error.finding}; {error.remedy}" if error.remedy else error.finding
-        raise PtrainError(f"checkpoint {folder}: no readable {NAME}: {finding}") from error
+        finding = f"{error.finding}. {error.remedy}" if error.remedy else error.finding
+        raise PtrainError(f"checkpoint {folder}: {NAME} is not readable: {finding}") from error
 
 
 def _manifest(content: object) -> Manifest:
@@ -253,7 +254,7 @@ def _manifest(content: object) -> Manifest:
         if is_required(spot) and spot.name not in known:
             refuse(f"{spot.name}: is missing")
     if strange := known.keys() - _HOLDS.keys():
-        refuse(f"{min(strange)}: unknown field", f"its fields are {', '.join(_HOLDS)}")
+        refuse(f"{min(strange)}: unknown field", f"Allowed fields: {', '.join(_HOLDS)}.")
     return Manifest(**_taken(_HOLDS, known))
 
 
@@ -303,13 +304,13 @@ def _size_problem(path: Path, size: int) -> str:
     if path.is_symlink() or not path.is_file():
         return "missing"
     actual = path.stat().st_size
-    return "" if actual == size else f"has {actual} bytes, {size} were written"
+    return "" if actual == size else f"has {actual} bytes, but {size} were written"
 
 
 def _problem(path: Path, size: int, digest: str) -> str:
     if problem := _size_problem(path, size):
         return problem
-    return "" if _digest(path)[1] == digest else "content differs from what was written (SHA-256)"
+    return "" if _digest(path)[1] == digest else "its content was modified (SHA-256)"
 
 
 def _digest(path: Path) -> tuple[int, str]:

@@ -66,7 +66,7 @@ class Run:
     def __str__(self) -> str:
         account = read(self.record)
         if (measured := account.estimates.get(Column.MEASURED)) is None:
-            return "no verdict: a steady step is the third of a run"
+            return "no verdict: a run needs at least three steps"
         return summary(
             account.predicted,
             measured,
@@ -146,8 +146,8 @@ def load_trainable(
 def _require_no_launcher() -> None:
     """Raises SpecError in one of several ranks, each of which would start a training."""
     if (started := environment.world_size()) > 1:
-        finding = f"a launcher started {started} ranks, and a training as a call starts its own"
-        remedy = "start it without a launcher; under one `ptrain train SPEC --strict` has a verdict"
+        finding = f"a launcher started {started} ranks, but this training starts its own ranks"
+        remedy = "Start it without a launcher. Under a launcher, use `ptrain train SPEC --strict`."
         raise refused("WORLD_SIZE", finding, remedy)
 
 
@@ -174,4 +174,4 @@ def _train(file: Path, *, run_dir: Path | None, allow_import: bool) -> Run:
 def _error(code: int, message: str) -> PtrainError:
     if "does not fit" in message:
         return DoesNotFit(message)
-    return _ERRORS.get(code, RankFailed)(message or f"the training ended with status {code}")
+    return _ERRORS.get(code, RankFailed)(message or f"the training ended with exit code {code}")

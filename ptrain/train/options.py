@@ -12,12 +12,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ptrain.commands import add_arguments
 from ptrain.errors import refused
 from ptrain.spec.load import split_arguments
 from ptrain.spec.names import names
+from ptrain.spec.spec import Spec
 
 _UNGUESSED = 16
-_RESUME = "give a run folder such as runs/latest, one of its checkpoints/step-N, or auto"
+_RESUME = "Use a run folder such as `runs/latest`, one of its `checkpoints/step-N`, or `auto`."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,82 +53,32 @@ class Options:
         return self.nnodes > 1
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """All options; `from_arguments` reads the result."""
-    add = parser.add_argument
-    add(
-        "words",
-        nargs="*",
-        metavar="SPEC a.b=c",
-        help=f"a spec's name or file (without one: {names().default}), then overrides",
-    )
-    add(
-        "--resume",
-        metavar="PATH|auto",
-        help="continue from a checkpoint or a run folder; auto: from --run-dir's own, if any",
-    )
-    add("--accept-data", action="store_true", help="resume although the training data changed")
-    add("--run-dir", type=Path, metavar="DIR", help="the run folder (default: a new one in runs/)")
-    add("--json", action="store_true", help="print only the result record, as JSON")
-    add("--strict", action="store_true", help="exit 1 when predicted and measured differ")
-    add(
-        "--force",
-        action="store_true",
-        help="train even if the prediction does not fit, or the ranks are those of several nodes",
-    )
-    add("--device", choices=("auto", "cpu", "cuda"), help="short for device=…")
-    add("--allow-import", action="store_true", help="let the spec's `target:` import code")
-    add("--quiet", action="store_true", help="no lines per step")
-    add("--tensorboard", action="store_true", help="also write TensorBoard events")
-    add(
-        "--measure", type=_count, default=0, metavar="N", help="full meters every N steps (0: none)"
-    )
-    add("--nnodes", type=_nodes, default=1, help="nodes (torch's elastic launcher)")
-    add("--max-restarts", type=_count, default=0, help="start failed ranks anew so often")
-    add("--rdzv-endpoint", default="", metavar="HOST:PORT", help="where nodes meet")
-    add("--rdzv-id", default="", metavar="ID", help="a random id, equal on all nodes")
-    add("--prepared", action="store_true", help=argparse.SUPPRESS)
-
-
-def _count(text: str) -> int:
-    number = int(text)
-    if number < 0:
-        raise argparse.ArgumentTypeError(f"must be 0 or more; got {number}")
-    return number
-
-
-def _nodes(text: str) -> int:
-    if (number := _count(text)) == 0:
-        raise argparse.ArgumentTypeError("must be 1 or more; got 0")
-    return number
-
-
 def from_arguments(arguments: argparse.Namespace) -> Options:
     """The word that is no override is the SPEC; without one the default is trained."""
     specs, overrides = split_arguments(arguments.words)
     if len(specs) > 1:
         raise refused(
             "",
-            f"a training takes one SPEC; got {' and '.join(specs)}",
-            "train them one by one; an override is a.b=c, without blanks",
+            f"expected one SPEC; got {' and '.join(specs)}",
+            "Train the specs one after the other. Overrides have the form `a.b=c`, without spaces.",
         )
     if arguments.nnodes > 1 and not arguments.rdzv_endpoint:
         raise refused(
             f"--nnodes {arguments.nnodes}",
-            "the nodes have no place to meet",
-            "give every node the same --rdzv-endpoint HOST:PORT, HOST being one of them",
+            "several nodes need a rendezvous endpoint",
+            "Add the same `--rdzv-endpoint HOST:PORT` on every node; HOST is one of the nodes.",
         )
     if arguments.nnodes > 1 and len(arguments.rdzv_id) < _UNGUESSED:
         raise refused(
             f"--rdzv-id {arguments.rdzv_id}".rstrip(),
-            f"an id of under {_UNGUESSED} characters is guessed by who wants the job",
-            f"give every node the same random one, such as --rdzv-id {secrets.token_hex(16)}",
+            f"an id with fewer than {_UNGUESSED} characters can be guessed",
+            f"Add the same random id on every node, such as `--rdzv-id {secrets.token_hex(16)}`.",
         )
     if arguments.resume == "auto" and not arguments.run_dir:
         raise refused(
             "--resume auto",
-            "names no run: auto continues the run of --run-dir, and a new one has no checkpoint",
-            "add --run-dir DIR, or name the run to continue: --resume runs/latest",
+            "auto continues the run in --run-dir, which is not set",
+            "Add `--run-dir DIR`, or continue a run with `--resume runs/latest`.",
         )
     if arguments.device:
         overrides.append(f"device={arguments.device}")
@@ -144,7 +96,7 @@ def _resolved(resume: str | None) -> str | None:
     if resume in (None, "auto"):
         return resume
     if resume == "":
-        raise refused("--resume", "no folder is named", _RESUME)
+        raise refused("--resume", "the path is empty", _RESUME)
     path = Path(resume).resolve()
     if not path.is_dir():
         finding = "is a file, not a folder" if path.exists() else "no such folder"
@@ -153,11 +105,13 @@ def _resolved(resume: str | None) -> str | None:
 
 
 def parse(argv: Sequence[str]) -> Options:
-    """Options of `python -m ptrain.train`; leaves by SystemExit(2) for what it does not know."""
+    """Read the options of `python -m ptrain.train`. Raises SystemExit(2) for an unknown option."""
     parser = argparse.ArgumentParser(
-        prog="python -m ptrain.train", description="Train SPEC on the ranks that torchrun started."
+        prog="python -m ptrain.train",
+        description="Train SPEC on the ranks that torchrun started.",
+        allow_abbrev=False,
     )
-    add_arguments(parser)
+    add_arguments(parser, "train", without=("--chart",))
     return from_arguments(parser.parse_intermixed_args(dotlist(argv)))
 
 
@@ -187,3 +141,11 @@ def elastic_argv(options: Options) -> list[str]:
     if options.rdzv_endpoint:
         argv += ["--rdzv-endpoint", options.rdzv_endpoint]
     return [*argv, "--rdzv-id", options.rdzv_id] if options.rdzv_id else argv
+
+
+def require_reachable(spec: Spec) -> None:
+    """Raise SpecError if a step to profile is not a step of the training."""
+    steps = spec.train.steps
+    if beyond := [step for step in spec.profile if not 1 <= step <= steps]:
+        remedy = f"Use steps from 1 to {steps}, or raise `train.steps`."
+        raise refused("profile", f"there is no step {beyond[0]}", remedy)

@@ -20,7 +20,6 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from ptrain.cost import Estimate, Phase, Traffic, add_traffic
-from ptrain.errors import Fault, SpecError
 from ptrain.interpreter.program import Program
 from ptrain.meters.blocked import Stopwatch
 from ptrain.meters.measure import Measurement, measure
@@ -30,18 +29,6 @@ from ptrain.spec.dials import GatherAfterUpdate
 from ptrain.spec.spec import Spec
 from ptrain.train.folder import RunFolder
 from ptrain.train.journal import LOG
-
-
-def require_reachable(spec: Spec) -> None:
-    """Raises SpecError for a step that the training does not have."""
-    steps = spec.train.steps
-    if beyond := [step for step in spec.profile if not 1 <= step <= steps]:
-        fault = Fault(
-            place="profile",
-            finding=f"there is no step {beyond[0]}",
-            remedy=f"choose from 1 to {steps}, or raise train.steps",
-        )
-        raise SpecError(fault)
 
 
 def moved(spec: Spec, metered: tuple[int, ...]) -> dict[int, int]:
@@ -55,7 +42,7 @@ def announcement(spec: Spec, metered: tuple[int, ...]) -> str:
         return ""
     steps, instead = " and ".join(map(str, moves)), max(metered) + 1
     end = "is traced instead" if instead <= spec.train.steps else "would be traced instead"
-    return f"profile  step {steps} is metered; step {instead} of {spec.train.steps} {end}"
+    return f"profile  step {steps} is measured; step {instead} of {spec.train.steps} {end}"
 
 
 @contextmanager

@@ -65,9 +65,9 @@ from ptrain.train.guard import GUARDED, MakeGuard, Unguarded
 from ptrain.train.heading import announce_node, header, preflight_line, preflight_lines
 from ptrain.train.journal import LOG, Journal, Trackers, is_shown, set_up_logging, trackers_of
 from ptrain.train.loop import train
-from ptrain.train.options import Options
+from ptrain.train.options import Options, require_reachable
 from ptrain.train.parts import Outcome, Parts
-from ptrain.train.probe import Probe, require_reachable
+from ptrain.train.probe import Probe
 from ptrain.train.tracker import names_of_trackers, require_trackers
 
 
@@ -139,7 +139,7 @@ def emulated_line(spec: Spec, device: torch.device) -> str:
     dtype = spec.precision.effective.parameters
     if device.type != "cpu" or is_native(dtype):
         return ""
-    return f"precision  {dtype} is emulated on this processor: slow"
+    return f"precision  {dtype} is emulated on this CPU and slow"
 
 
 def is_native(dtype: DType) -> bool:
@@ -160,7 +160,7 @@ def _has(query: str) -> bool:
 
 
 _TRACES = "trace the parts of the model"
-_UNGUARDED = "nothing in this process can look at steps beside one device"
+_UNGUARDED = "this process cannot compare steps with a single device"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,7 +184,9 @@ def run(options: Options, guarded: MakeGuard | None = None) -> int:
     spec = resolve_auto(load(options.spec, options.overrides, world_size=size))
     require_reachable(spec)
     if spec.verify_every and guarded is None:
-        raise refused("verify_every", _UNGUARDED, f"start -m {GUARDED} in its place")
+        raise refused(
+            "verify_every", _UNGUARDED, f"Use `-m {GUARDED}` instead of `-m ptrain.train`."
+        )
     make_guard = guarded if spec.verify_every and guarded else Unguarded
     with interrupt.caught() as interrupts, ExitStack() as stack:
         world = World.join(spec.timeout, device=spec.device, backend=spec.backend)
@@ -378,7 +380,7 @@ def _announce(session: Session, exact: Estimate, whole_because: str) -> None:
     for line in preflight_lines(placed, exact, words, allow_import=options.allow_import):
         LOG.info(line)
     if whole_because:
-        LOG.info("weights  every rank had the full model first: %s", whole_because)
+        LOG.info("weights  every rank built the full model first: %s", whole_because)
     for warning in exact.warnings:
         LOG.warning("warning: %s", warning)
     if emulation := emulated_line(session.spec, session.world.device):
@@ -433,7 +435,7 @@ def _conclude(
         )
         LOG.info(text + _end(session))
     else:
-        LOG.info("no verdict: a steady step is the third of a run" + _end(session))
+        LOG.info("no verdict: a run needs at least three steps" + _end(session))
     if outcome.interrupt:
         _say_interrupted(session, outcome)
         return interrupt.exit_code(outcome.interrupt)
@@ -472,9 +474,9 @@ def _say_interrupted(session: Session, outcome: Outcome) -> None:
     assert outcome.interrupt is not None
     command = _continuation(session)
     remedy = (
-        f"continue with: {command}"
+        f"continue with `{command}`"
         if command
-        else "nothing was saved: the spec asks for no checkpoint"
+        else "nothing was saved, because checkpoints are off in the spec"
     )
     LOG.warning(
         "interrupted by %s after step %d/%d; %s",

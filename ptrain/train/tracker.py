@@ -61,7 +61,7 @@ def require_trackers(names: Sequence[str]) -> None:
         Fault(
             place="log.trackers",
             finding=f"{name} needs a package that is not installed",
-            remedy=f"pip install 'ptrain[{name}]', or leave {name} out",
+            remedy=f"Run `pip install 'ptrain[{name}]'`, or remove {name} from `log.trackers`.",
         )
         for name in names
         if (package := find_spec(name)) is None or package.origin is None

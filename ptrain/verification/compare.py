@@ -77,7 +77,7 @@ class Liveness:
             yield claim(f"{name}: gradients", least, least > 0.0, "every gradient is zero")
         yield claim(
             f"{name}: parameters move", self.travelled, self.travelled > STILL,
-            "the parameters stood still",
+            "the parameters did not change",
         )  # fmt: skip
         if not self.losses:
             return
@@ -88,7 +88,8 @@ class Liveness:
         if self.again is not None:  # on the very batch of step 0: no batch's luck is in it
             first, fall = self.losses[0], self.losses[0] - self.again
             why = (
-                f"the first batch's loss was {first:.6g} and is {self.again:.6g} after the updates"
+                f"the loss of the first batch was {first:.6g} and is {self.again:.6g} after "
+                "the updates"
             )
             yield claim(f"{name}: learns", fall, fall > 0.0, why)
 
@@ -131,7 +132,7 @@ def _parameters(reference: Trajectory, run: Trajectory, tolerances: Tolerances) 
         return
     names = reference.parameters.keys() ^ run.parameters.keys()
     if names:
-        yield claim("parameters", len(names), False, f"only one side has {sorted(names)[0]}")
+        yield claim("parameters", len(names), False, f"{sorted(names)[0]} exists on one side only")
         return
     for kind, (name, size) in _worst(reference.parameters, run.parameters).items():
         yield _check(f"parameters {kind}", size, tolerances.parameters, name)
@@ -315,7 +316,7 @@ class LargestDifference:
         if first is None:
             return check
         words = f" ({first.told})" if first.told else ""
-        why = f"departs at {first.place}, step {first.step}, rank {first.rank}{words}"
+        why = f"differs at {first.place}, step {first.step}, rank {first.rank}{words}"
         return replace(check, holds=False, why=why)
 
 

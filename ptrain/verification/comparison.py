@@ -35,15 +35,16 @@ from ptrain.traces.facts import facts_of
 from ptrain.verification.places import line
 
 _TUPLES = {
-    Placement(parameters=R, optimizer=R, gradients=R): "every rank has the whole model, as in ddp",
-    Placement(parameters=R, optimizer=S, gradients=R): "the optimizer alone is in slices",
-    Placement(parameters=R, optimizer=S, gradients=S): "parameters stay whole between the steps",
-    Placement(parameters=S_STAR, optimizer=S, gradients=S): "all states are in slices",
+    Placement(parameters=R, optimizer=R, gradients=R): "every rank has the full model, as in ddp",
+    Placement(parameters=R, optimizer=S, gradients=R): "only the optimizer state is sharded",
+    Placement(parameters=R, optimizer=S, gradients=S): "optimizer state and gradients are "
+    "sharded, parameters stay replicated",
+    Placement(parameters=S_STAR, optimizer=S, gradients=S): "all states are sharded",
     Placement(
         parameters=Mode(Distribution.GATHERED, Tier.HOST),
         optimizer=OFFLOADED,
         gradients=OFFLOADED,
-    ): "the slices are on the host, as with CPUOffloadPolicy",
+    ): "the shards are on the host, as with CPUOffloadPolicy",
 }
 
 
@@ -74,13 +75,13 @@ def _reshards(spec: Spec) -> Iterator[Otherwise]:
     """What is done with gathered units after forward."""
     degree = spec.data_degree
     ways: dict[bool | int | Reshard, str] = {
-        Reshard.NON_ROOT: "the root stays gathered from forward to backward, as fully_shard has it "
-        "without reshard_after_forward",
-        False: "units stay gathered from forward to backward",
-        True: "units, the root too, are given back after forward",
+        Reshard.NON_ROOT: "the root stays unsharded from forward to backward, as with "
+        "fully_shard if reshard_after_forward is not set",
+        False: "units stay unsharded from forward to backward",
+        True: "units, including the root, are resharded after forward",
     }
     ways |= {
-        shards: f"units are kept in {shards} shards from forward to backward"
+        shards: f"units stay in {shards} shards from forward to backward"
         for shards in range(2, degree // 2 + 1)
         if degree % shards == 0
     }
@@ -106,7 +107,7 @@ def _units(spec: Spec) -> Iterator[Otherwise]:
     """What is gathered together. Other sizes need facts of their own."""
     if spec.unit_size.kind is not UnitKind.MODEL:
         other = replace(spec, unit=UnitSize(kind=UnitKind.MODEL))
-        yield Otherwise(other, "the whole model is one unit", f"unit: {UnitKind.MODEL}")
+        yield Otherwise(other, "the full model is one unit", f"unit: {UnitKind.MODEL}")
 
 
 def _placements(spec: Spec) -> Iterator[Otherwise]:
@@ -128,7 +129,9 @@ def _layouts(spec: Spec) -> Iterator[Otherwise]:
     for name, layout in LAYOUTS.items():
         if layout != spec.precision.layout and not spec.precision.compute_fp64:
             other = replace(spec, precision=replace(spec.precision, layout=layout))
-            yield Otherwise(other, f"dtypes are those of {name}", f"precision: {{layout: {name}}}")
+            yield Otherwise(
+                other, f"dtypes follow the layout {name}", f"precision: {{layout: {name}}}"
+            )
 
 
 _OF_A_KIND = 3  # checks: calls, payload and bytes sent
@@ -251,9 +254,9 @@ def _with_cause(
         if left and not (left < departed and len(names) >= _OF_A_KIND):
             continue
         if len(names) > len(explained):
-            which = f"{len(names)} of the {len(departed)} figures that depart"
+            which = f"{len(names)} of the {len(departed)} figures that differ"
             claim = f"predicts {which if left else 'every figure'}"
-            cause, explained = f"{other.does}; write {other.words}, which {claim}", names
+            cause, explained = f"{other.does}; use `{other.words}`, which {claim}", names
         if not left:
             break
     checks = tuple(

@@ -134,10 +134,10 @@ def _skipped(scene: Investigation) -> Culprit:
             still = still and (scene.rank not in ranks or torch.equal(held(tensor), part.of(whole)))
     by_all = all(scene.ranks.gather(still))
     sentence = (
-        f"the update leaves {one.name} out: its values, its moments and its counter are those of "
-        "before; give it to the optimizer, and step the optimizer of every shard"
+        f"The update omits {one.name}: its values, moments and step counter are as before. "
+        "Give it to the optimizer, and step the optimizer of every shard."
     )
-    tried = "all of these are what they were before the update"
+    tried = "all of these equal their values before the update"
     cause = scene.culprit(scene.axis_of(ranks), "update skipped", sentence)
     return directly(replace(cause, ranks=ranks), tried, by_all=by_all)
 
@@ -165,8 +165,8 @@ def _samples(scene: Investigation) -> Culprit:
     kinds = [kind for kind, word in _LEDGER.items() if word in words]
     factor = f"{' and '.join(kinds)} sample{'s' * (len(kinds) > 1)}" if kinds else words
     sentence = (
-        f"the mesh trains on other samples than the batch has: {words}; look at the sampler, "
-        "and at which share of the batch each rank takes"
+        f"The mesh trains on other samples than the batch: {words}. Check the sampler, and "
+        "which share of the batch each rank takes."
     )
     axis = scene.token_axis if OF_ITS_SAMPLES in words else None
     return given_samples(scene, scene.culprit(axis, factor, sentence))
@@ -191,13 +191,13 @@ def _rate_in_words(scene: Investigation) -> Culprit:
     ]
     if others:
         sentence = (
-            f"the update has the learning rate of step {others[0]}: {scene.first.told}; step the "
-            "schedule once for each update"
+            f"The update has the learning rate of step {others[0]}: {scene.first.told}. Step "
+            "the schedule once per update."
         )
         return scene.culprit(None, f"of step {others[0]}", sentence)
     sentence = (
-        f"the update has another learning rate: {scene.first.told}; set the schedule's in every "
-        "group of every rank's optimizer"
+        f"The update has another learning rate: {scene.first.told}. Set the scheduled rate "
+        "in every group of every rank's optimizer."
     )
     return scene.culprit(None, "other value", sentence)
 
@@ -207,12 +207,12 @@ def _loss(scene: Investigation) -> Culprit:
     ratio = own / right if right else math.inf
     text = factor_text(ratio, scene.degrees) if math.isfinite(ratio) else "not finite"
     sentence = (
-        f"the loss is {own:.6g}, one device's {right:.6g} ({text}): sum it over the data ranks "
-        "once, over the global number of tokens"
+        f"The loss is {own:.6g}, the reference loss is {right:.6g} ({text}). Sum it over the "
+        "data ranks once, and divide by the global number of tokens."
     )
     cause = scene.culprit("", text, sentence)
     if products(ratio, scene.degrees, EXACT):
-        return cause.proven(f"divided by {ratio:.4g} it is one device's")
+        return cause.proven(f"divided by {ratio:.4g} it matches the reference")
     out = "other targets, a product of the mesh's degrees; the gradients are right"
     return cause.unexplained(out)
 
@@ -222,9 +222,9 @@ def _unexplained(scene: Investigation) -> Culprit:
     what = "gradient of its output" if first.moment is Moment.BACKWARD else "output"
     what = what if first.subject is Subject.ACTIVATIONS else str(first.subject)
     sentence = (
-        f"{first.place} is the first to depart, by {first.difference:.3g} in its {what}: what "
-        "comes before it is that of one device, so look at how it is computed and moved between "
-        "ranks"
+        f"{first.place} is the first difference, by {first.difference:.3g} in its {what}. "
+        "Everything before it matches the reference. Check how it is computed and "
+        "communicated between ranks."
     )
     out = OUTPUTS_RULED_OUT
     if first.moment is Moment.GRADIENTS:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ptrain.commands import add_arguments
 from ptrain.errors import refused
 from ptrain.spec.load import split_arguments
 from ptrain.spec.names import SPEC_FOLDERS, canonical, listing, names
@@ -37,39 +38,11 @@ class VerifyOptions:
     compare: Path | None = None
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that the user may give, without specs, `--json` and `--allow-import`."""
-    add = parser.add_argument
-    add(
-        "--steps",
-        type=int,
-        default=STEPS,
-        metavar="N",
-        help=f"steps of each trajectory (default {STEPS})",
-    )
-    depth = parser.add_mutually_exclusive_group()
-    depth.add_argument(
-        "--quick",
-        action="store_true",
-        help="preconditions, examination and consistency alone, without trajectories",
-    )
-    depth.add_argument(
-        "--full", dest="quick", action="store_false", help="every stage (the default)"
-    )
-    parser.set_defaults(quick=False)
-    add(
-        "--every-collective",
-        action="store_true",
-        help="hash what every collective leaves, over its group",
-    )
-    add("-v", "--verbose", action="store_true", help="Print the checks that hold, too.")
-
-
 def require_steps(steps: int) -> None:
     """Raises SpecError for a trajectory that shows nothing."""
     if steps < LEAST_STEPS:
-        finding = f"a trajectory takes {LEAST_STEPS} steps at least; got {steps}"
-        raise refused("--steps", finding, f"write --steps {STEPS}, or leave it out")
+        finding = f"a trajectory needs at least {LEAST_STEPS} steps; got {steps}"
+        raise refused("--steps", finding, f"Use `--steps {STEPS}`, or omit the option.")
 
 
 def source_of(spec: str) -> str:
@@ -80,23 +53,21 @@ def source_of(spec: str) -> str:
 
 
 def parse(argv: Sequence[str]) -> VerifyOptions:
-    """Return the options of a rank; leaves by SystemExit(2) for what it does not know."""
+    """Read the options of a rank. Raises SystemExit(2) for an unknown option."""
     parser = argparse.ArgumentParser(
         prog="python -m ptrain.verification",
         description="Verify SPEC on the ranks that torchrun started.",
+        allow_abbrev=False,
     )
-    parser.add_argument("words", nargs="*", metavar="SPEC a.b=c")
-    parser.add_argument("--json", action="store_true", help="print the result as JSON, only that")
-    parser.add_argument("--allow-import", action="store_true", help="let `target:` import code")
-    add_arguments(parser)
+    add_arguments(parser, "verify", without=("--against",))
     for name in _PATHS:
         parser.add_argument(f"--{name}", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_intermixed_args(dotlist(argv))
-    specs, overrides = split_arguments(options.words)
+    specs, overrides = split_arguments(options.arguments)
     if len(specs) > 1:
-        remedy = "`ptrain verify` takes several, and starts the ranks of each"
+        remedy = "Use `ptrain verify`, which takes several specs and starts the ranks of each."
         raise refused("", f"these ranks verify one SPEC; got {' and '.join(specs)}", remedy)
-    rest = {name: value for name, value in vars(options).items() if name != "words"}
+    rest = {name: value for name, value in vars(options).items() if name != "arguments"}
     require_steps(options.steps)
     return VerifyOptions(
         spec=specs[0] if specs else names().default, overrides=tuple(overrides), **rest

@@ -98,7 +98,7 @@ def _subject(name: str) -> Subject:
 
 
 DIFFERENT = "differs where it must be shared"
-UNLIKE = "differs where slices of one must be taken"
+UNLIKE = "differs where shards of one mask are needed"
 EVALUATES = "evaluates while others train"
 Seen = tuple[str, str, bool]  # what a module is given, where the generator stands, does it train
 
@@ -165,16 +165,16 @@ class Masks:
         if first.told != EVALUATES:  # all of them are involved
             alike = (departure for departure in same if departure.name == first.name)
             ranks = tuple(sorted({rank for departure in alike for rank in departure.between}))
-        sentence = f"dropout in {first.place} on {listed(ranks)} {_REMEDIES[first.told]}"
+        sentence = f"Dropout in {first.place} on {listed(ranks)} {_REMEDIES[first.told]}"
         return replace(cause, factor=first.told, place=first.place, ranks=ranks, sentence=sentence)
 
 
 _REMEDIES = {
-    DIFFERENT: "draws different masks for copies of one activation: seed these ranks alike",
-    UNLIKE: "draws different masks for slices of one mask: seed these ranks alike",
-    SHARED: "draws the same mask for different activations: seed by the place of what each rank "
-    "computes",
-    EVALUATES: "is in evaluation mode: call model.train() there",
+    DIFFERENT: "draws different masks for copies of one activation. Seed these ranks identically.",
+    UNLIKE: "draws different masks for shards of one mask. Seed these ranks identically.",
+    SHARED: "draws the same mask for different activations. Seed by the coordinates of the "
+    "activations on each rank.",
+    EVALUATES: "is in evaluation mode. Call model.train() there.",
 }
 
 
@@ -305,7 +305,7 @@ def closer(
         return culprit
     place, bits = element
     factor = f"flipped bit {bits[0]}" if len(bits) == 1 else "one element"
-    sentence = f"element {place} of {first.name} is another ({factor}), and no other. "
+    sentence = f"Element {place} of {first.name} differs ({factor}), and no other. "
     return replace(culprit, factor=factor, sentence=sentence + culprit.sentence)
 
 
@@ -359,7 +359,7 @@ def preconditions(spec: Spec, world: World, exchange: Exchange, make: Make) -> t
         starts = list(_starts(program, exchange))
         losses, skipped, broken = _steps(program, exchange)
         if broken:
-            why = f"{broken}; what departs before, if anything does, is told below"
+            why = f"{broken}; earlier differences, if any, are reported below"
             return (counted("steps that end", STEPS, STEPS - len(losses), why), *starts)
         first = _digests(program)
         counters = _counters(program, exchange, STEPS - skipped)
@@ -400,7 +400,7 @@ def _steps(program: Program, exchange: Exchange) -> tuple[list[float], int, str]
             share, _ = drive(program, source, step)
         except (RuntimeError, TypeError) as error:
             words = str(error).strip().partition("\n")[0]
-            broken = f"step {step} breaks off: {type(error).__name__}: {words}"
+            broken = f"step {step} stops: {type(error).__name__}: {words}"
         if everyone := [its for its in exchange.gather(broken) if its]:
             return losses, skipped, everyone[0]
         losses.append(exchange.add([share])[0])
@@ -453,7 +453,7 @@ def _starts(program: Program, exchange: Exchange) -> Iterator[Check]:
         whole = {name: tensor for (kind, name), tensor in expected.items() if kind is subject}
         wrong = [name for name, tensor in own.items() if not _is_part_of(tensor, whole.get(name))]
         wrong += _lacking(own, whole, exchange)
-        why = "{name} is not what one device starts from, on rank {rank}"
+        why = "{name} does not start as in the reference, on rank {rank}"
         yield _of_all_ranks(f"initial {subject}", len(own), wrong, why, exchange)
 
 
@@ -489,7 +489,7 @@ def _counters(program: Program, exchange: Exchange, expected: int) -> Iterator[C
     if any(everywhere):  # SGD counts nothing
         counts = sorted({updates[name] for name in wrong})
         said = ", ".join(f"{count:g}" for count in counts)
-        why = f"{{name}} on rank {{rank}} counts {said}, and {expected} updates were made"
+        why = f"{{name}} on rank {{rank}} counts {said}, but {expected} updates were made"
         yield _of_all_ranks("step counters", len(updates), wrong, why, exchange)
 
 

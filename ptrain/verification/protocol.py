@@ -151,7 +151,7 @@ def _losses(name: str, losses: Sequence[float], other: MeshResult, most: Sequenc
     """The step with the largest difference in units of what is allowed there."""
     pairs = list(zip(losses, other.losses, strict=False))[: len(most)]
     if len(pairs) < len(most):
-        why = f"{len(pairs)} of {len(most)} steps can be compared: verify {other.name} alone first"
+        why = f"{len(pairs)} of {len(most)} steps can be compared. Verify {other.name} alone first"
         return at_most(name, math.inf, most[0], why)
     off = [abs(one - its) for one, its in pairs]
     worst = worst_of(off, most)
@@ -324,10 +324,10 @@ def _consistency(context: Context) -> Verdict:
     every = request.every_collective
     outcome = _watched(consistency(program, context.exchange, every_collective=every))
     if context.world.size == 1:
-        return replace(outcome, notes=("consistency: one rank shares nothing",))
+        return replace(outcome, notes=("consistency: a single rank shares nothing",))
     if every:
         return outcome
-    note = "what each collective leaves is not hashed: --every-collective does"
+    note = "the results of collectives are not hashed; use `--every-collective`"
     return replace(outcome, notes=(note,))
 
 
@@ -444,7 +444,8 @@ STAGES: dict[str, Stage] = {
     "invariance": _invariance,
 }
 _OF_STEPS = ("preconditions", "examination", "consistency")  # single steps: what `quick` runs
-_QUICK = "quick: no trajectory and no other micro-batches, which --full runs"
+_HINT = "--every-collective"  # in a note that states no limit of the verdict
+_QUICK = "quick: no trajectory and no other micro-batches; use `--full` to run them"
 _WITH_DROPOUT = ("preconditions", "consistency")  # stages that compare ranks, or a run with itself
 
 
@@ -509,7 +510,7 @@ def _verify(
         if options.json and options.folder is None:
             print(json.dumps(result, indent=2, ensure_ascii=False))
     if speaks:
-        show(_end(verification))
+        show(_end(verification, verbose=options.verbose))
     exchange.barrier()  # no rank ends with a failed verdict before the record says so
     return 0 if verification.holds else VerdictFailed.exit_code
 
@@ -519,12 +520,12 @@ def _heading(spec: Spec, world: World) -> str:
     return header(spec, numel=numel, backend=world.backend, device=world.device.type)
 
 
-def _end(verification: Verification) -> str:
+def _end(verification: Verification, *, verbose: bool) -> str:
     return end_text(
         verification.checks,
         torch=torch.__version__,
         culprit=verification.culprit,
-        notes=verification.notes,
+        notes=[note for note in verification.notes if verbose or _HINT not in note],
     )
 
 

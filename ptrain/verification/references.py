@@ -222,7 +222,7 @@ def references(
     running: tuple[Ask, OneDeviceRun] | None = None
     done = 0
     while (everyones := sum(exchange.gather(done))) < count:  # a sign of life
-        progress.step("one device's references", everyones, count)
+        progress.step("reference runs", everyones, count)
         until = time.monotonic() + _SECONDS
         while (running or to_do) and time.monotonic() < until:
             running = running or _begun(to_do.pop(0))

@@ -27,4 +27,4 @@ def require_alike(one: Mapping[str, str], other: Mapping[str, str], place: str) 
     for key, value in one.items():
         if other[key] != value:
             finding = f"{key} is {other[key][:120]} there, and {value[:120]} here"
-            raise refused(place, finding, "give a spec that differs in mesh and placement alone")
+            raise refused(place, finding, "Use a spec that differs only in mesh and placement.")

@@ -189,8 +189,8 @@ def in_own_dtypes(spec: Spec, runs: Sequence[ReferenceRun], exchange: Exchange) 
         references=_farthest(runs),
         gradient=from_permuted(_distances(runs, exchange, _GRADIENTS, apart)),
         by_parameter=_by_parameter(runs, exchange, _coarsest(spec)),
-        explanation=f"own dtypes: a loss may be off by {_factor(len(runs)):.1f} deviations of "
-        f"{len(runs)} references, {len(runs) - 1} of them with permuted sums",
+        explanation=f"own dtypes: a loss may differ by {_factor(len(runs)):.1f} deviations "
+        f"of {len(runs)} references, {len(runs) - 1} of them with permuted sums",
     )
 
 
@@ -287,7 +287,7 @@ def _until(
     if first is None:
         return ""
     return (
-        f"{place}: losses may be off by {fixed} up to step {first}; from there rounding has grown "
-        f"to more, and {_factor(number):.1f} deviations of {number} references are allowed, "
-        f"{number - 1} of them with permuted sums"
+        f"{place}: losses may differ by {fixed} up to step {first}; from there rounding has "
+        f"grown to more, and {_factor(number):.1f} deviations of {number} references are "
+        f"allowed, {number - 1} of them with permuted sums"
     )

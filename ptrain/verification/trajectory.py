@@ -197,7 +197,7 @@ class Onward:
     def checks(self) -> Iterator[Check]:
         """Rank 0's."""
         for name, worst in self.worst.items():
-            why = f"step {worst.step}: from the run's own state it is another"
+            why = f"step {worst.step}: the reference, continued from the run's state, differs"
             allowed = worst.allowed if math.isfinite(worst.allowed) else math.nan
             yield at_most(f"from its own state: {name}", worst.measured, allowed, why)
 
@@ -373,7 +373,7 @@ def _by_parameter(measured: Mapping[str, float], allowed: Mapping[str, float]) -
     no gradient of is allowed nothing."""
     worst = max(measured, key=lambda name: share_of(measured[name], allowed.get(name, 0.0)))
     its, most = measured[worst], allowed.get(worst, 0.0)
-    why = f"that of {worst} differs by {its:.3g} of its length"
+    why = f"the gradient of {worst} differs by {its:.3g} of its length"
     return at_most("gradient of step 0 by parameter", its, most, why)
 
 
@@ -384,7 +384,7 @@ def _in_corridor(run: ProgramRun, within: Corridor) -> Check:
     allowed = within.allowed.losses
     worst = worst_of(off, allowed) if run.stopped is None else len(losses) - 1
     why = f"step {worst}: the loss is {losses[worst]:.12g}"
-    why += f", one device has {within.center[worst]:.12g}" * math.isfinite(losses[worst])
+    why += f", the reference has {within.center[worst]:.12g}" * math.isfinite(losses[worst])
     return at_most("loss of every step", off[worst], allowed[worst], why)
 
 
@@ -396,14 +396,14 @@ def of_reference(checks: Sequence[Check], size: int) -> Culprit | None:
     return Culprit(
         state=Subject.LOSS,
         axis="",
-        factor="one device does not learn",
+        factor="the reference does not learn",
         place="reference",
         step=0,
         ranks=tuple(range(size)),
-        sentence=f"One device alone fails ({failed[0].name.removeprefix(_REFERENCE)}: "
-        f"{failed[0].why}), so there is nothing to compare with: take another optimizer.lr, or "
-        "more --steps.",
-    ).proven("one device was run by itself")
+        sentence=f"The reference itself fails ({failed[0].name.removeprefix(_REFERENCE)}: "
+        f"{failed[0].why}), so there is nothing to compare with. Use another "
+        "`optimizer.lr`, or more `--steps`.",
+    ).proven("the reference was run alone")
 
 
 def of_dtypes(
@@ -418,14 +418,14 @@ def of_dtypes(
     return Culprit(
         state=Subject.GRADIENTS if "gradient" in failed else Subject.LOSS,
         axis="",
-        factor=f"in {layout} alone",
+        factor=f"in {layout} only",
         place="",
         step=0 if is_first else stopped or 0,
         ranks=tuple(range(size)),
-        sentence="In fp64 the same steps are those of one device, so every sum is right: look for "
-        "a state that is kept, reduced or cast in a coarser dtype than precision.layout says, and "
-        "for what overflows.",
-    ).unexplained("every sum, as in fp64 the same steps are one device's")
+        sentence="In fp64 the same steps match the reference, so every sum is right. Look "
+        "for a state that is stored, reduced or cast in a coarser dtype than "
+        "precision.layout, and for an overflow.",
+    ).unexplained("every sum, because in fp64 the same steps match the reference")
 
 
 class BesideOneDevice:
@@ -443,8 +443,8 @@ class BesideOneDevice:
         would."""
         spec = program.spec
         if without_dropout(spec) is not spec or dropping(spec, exchange):
-            finding = "the model drops out, and ranks may draw other masks than one device does"
-            raise refused("verify_every", finding, "set dropout to 0, or leave verify_every out")
+            finding = "the model uses dropout, and ranks may draw other masks than the reference"
+            raise refused("verify_every", finding, "Set dropout to 0, or remove `verify_every`.")
         self.every = spec.verify_every
         self._program, self._exchange = program, exchange
         self._is_measured, self._resume = is_measured, resume
@@ -492,19 +492,22 @@ class BesideOneDevice:
             self._stop(onward, step)
         if not is_first:
             self._onward = None
-            LOG.debug("step %d  one device goes on as the run does", step + 1)
+            LOG.debug("step %d  the reference continues like the run", step + 1)
 
     def _stop(self, onward: Onward, step: int) -> None:
         departing = [
-            f"{check.name.removeprefix('from its own state: ')} is off by {check.measured:.3g}, "
-            f"{check.tolerance:.3g} is allowed"
+            (
+                f"{check.name.removeprefix('from its own state: ')} differs by "
+                f"{check.measured:.3g} (limit {check.tolerance:.3g})"
+            )
             for check in onward.checks()
             if not check.holds
         ]
         words = self._exchange.first("; ".join(departing))
         command = self._resume()
-        again = f"; then go on from the last checkpoint: {command}" if command else ""
+        again = f" Then resume from the last checkpoint: {command}" if command else ""
         raise TrainingStopped(
-            f"step {step + 1}: from the run's own state one device goes on otherwise\n  {words}\n"
-            f"  remedy: `ptrain verify` of this spec names the culprit{again}"
+            f"step {step + 1}: the reference, continued from the run's state, differs\n  "
+            f"{words}\n  remedy: Run `ptrain verify` with this spec to find the root "
+            f"cause.{again}"
         )

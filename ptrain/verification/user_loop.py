@@ -73,7 +73,7 @@ def verify(
     terms = terms or Terms()
     whole = list(batches)
     if not whole:
-        raise PtrainError("verify: no batch\n  remedy: give at least one global batch")
+        raise PtrainError("verify: no batch\n  remedy: Pass at least one global batch.")
     shares = _shares(whole, share)
     count = len(whole) if terms.steps is None else terms.steps
     steps = [whole[step % len(whole)] for step in range(count)]
@@ -96,17 +96,19 @@ def verify(
         return recorded(())
     except Unattributed as first:
         if not is_built:
-            raise _not_told(first, "give functions that make the jobs, to run both anew") from None
+            raise _not_told(
+                first, "Pass functions that make the jobs, so that both can run again."
+            ) from None
         try:
             return recorded(first.paths)
         except Unattributed as second:
-            raise _not_told(second, "set its rate to 0 for the verdict, on both sides") from None
+            raise _not_told(second, "Set its rate to 0 for the verdict, on both sides.") from None
 
 
 def _not_told(unattributed: Unattributed, remedy: str) -> PtrainError:
     return PtrainError(
-        f"verify: {families(unattributed.paths)}: what it draws cannot be told by samples\n"
-        f"  remedy: {remedy}"
+        f"verify: {families(unattributed.paths)}: its random draws cannot be attributed to "
+        f"samples\n  remedy: {remedy}"
     )
 
 
@@ -114,8 +116,8 @@ def _built(job: Make) -> Job:
     built = job if isinstance(job, Job) else job()
     if not isinstance(built, Job):
         raise PtrainError(
-            f"verify: a ptrain.Job is needed, or a function that makes one; got {built!r:.60}\n"
-            "  remedy: give ptrain.Job(model=..., step=...)"
+            "verify: a ptrain.Job is needed, or a function that makes one; got "
+            f"{built!r:.60}\n  remedy: Pass `ptrain.Job(model=..., step=...)`."
         )
     return built
 
@@ -126,7 +128,7 @@ def _shares(whole: Sequence[Any], share: Callable[[Any], Any] | Sequence[Any] | 
     shares = [share(batch) for batch in whole] if callable(share) else list(share)
     if len(shares) != len(whole):
         raise PtrainError(
-            f"verify: {len(whole)} global batches and {len(shares)} shares of this rank\n"
-            "  remedy: give share a function, or one share for each batch"
+            f"verify: {len(whole)} global batches, but {len(shares)} shares of this rank\n  "
+            "remedy: Pass `share` as a function, or one share per batch."
         )
     return shares

@@ -72,7 +72,7 @@ def is_banded(spec: Spec) -> bool:
 def in_other_batches(spec: Spec) -> tuple[Spec | None, str]:
     """The same global batch in one micro-batch a rank, or in the fewest (but not as many as now)
     that are legal. None and why, where there are no others."""
-    why = "one sample a rank is one micro-batch"
+    why = "one sample per rank is one micro-batch"
     for accumulate in _divisors(spec.batch.micro * spec.batch.accumulate):
         if accumulate == spec.batch.accumulate:
             continue
@@ -88,7 +88,10 @@ def _divisors(number: int) -> Iterator[int]:
     return (divisor for divisor in range(1, number + 1) if number % divisor == 0)
 
 
-NOTE = "dropout is 0 beside one device: ranks may draw other masks than one does"
+NOTE = (
+    "dropout is 0 in the comparison with the reference: ranks may draw other masks than "
+    "the reference"
+)
 _SEEDS = (0, 1)
 
 
@@ -118,8 +121,8 @@ def dropping(spec: Spec, exchange: Exchange) -> bool:
     seen = _Look(spec).seen() if exchange.world.is_first else None
     drops, place, finding = next(answer for answer in exchange.gather(seen) if answer is not None)
     if finding:
-        remedy = "let it draw by torch.nn.functional.dropout, called by this name, as nn.Dropout "
-        remedy += "does, which is switched off here; or draw nothing for the verdict"
+        remedy = "Draw with torch.nn.functional.dropout, called by this name, as nn.Dropout "
+        remedy += "does; it is switched off here. Or draw nothing for the verdict."
         raise refused(place, finding, remedy)
     return bool(drops)
 
@@ -141,8 +144,10 @@ class _Look:
                 return off.drops, "", ""
             place, name = named_in_spec(self.device.module, self.spec)
             module = f"{first_drawing(self.device.module, self._run) or 'the loss'} of {name}"
-            finding = f"{module} draws random numbers by itself, on which the loss depends: no two "
-            return off.drops, place, f"{finding}runs that draw otherwise can be compared"
+            finding = (
+                f"{module} draws random numbers by itself, and the loss depends on them: no two "
+            )
+            return off.drops, place, f"{finding}runs with other draws can be compared"
 
     @torch.no_grad()
     def _loss(self, seed: int) -> float:

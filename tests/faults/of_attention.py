@@ -246,7 +246,7 @@ FAULTS = (
         plant=heads_swapped,
         subjects=(Subject.ACTIVATIONS,),
         axis="cp",
-        factor="heads|slices in another order",
+        factor="heads|shards in another order",
         place=r"blocks\.0\.attention\.core",
     ),
     Fault(
@@ -255,7 +255,7 @@ FAULTS = (
         plant=heads_swapped,
         subjects=(Subject.ACTIVATIONS,),
         axis="cp",
-        factor="heads|slices in another order",
+        factor="heads|shards in another order",
         place=r"blocks\.0\.attention\.core",
     ),
     Fault(

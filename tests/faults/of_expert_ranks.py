@@ -250,7 +250,7 @@ def _as_of_one_rank() -> Iterator[Fault]:
             "× 4",
         ),
         (loss_left_out, EP_BALANCED, "left out", "", "left out"),
-        (loss_of_micro_batches, EP_BALANCED_PAIRS, "of whole micro-batches", "", "micro-batches"),
+        (loss_of_micro_batches, EP_BALANCED_PAIRS, "over full micro-batches", "", "micro-batches"),
     ):
         yield Fault(
             name=f"routers' losses {name} (ep)",

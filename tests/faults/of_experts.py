@@ -280,7 +280,7 @@ FAULTS = (
         place=r"blocks\.\d\.mlp\.router\.bias_E",
     ),
     Fault(
-        name="routers' losses left out",
+        name="router losses left out",
         setting=BALANCED,
         plant=loss_left_out,
         subjects=(Subject.GRADIENTS,),

@@ -225,7 +225,7 @@ FAULTS = (
         plant=masks_differ_between,
         subjects=(Subject.RANDOM,),
         axis="cp",
-        factor="differs where slices of one must be taken",
+        factor="differs where shards of one mask are needed",
     ),
     Fault(
         name="targets shifted twice, over cp",

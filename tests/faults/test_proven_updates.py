@@ -27,4 +27,5 @@ def test_a_setting_of_a_ranks_optimizer_is_proven_by_repeating_its_update(
     assert culprit is not None
     factor, exchange = PROVEN[name]
     assert (culprit.factor, culprit.certainty) == (factor, Certainty.PROVEN)
-    assert culprit.tried.startswith(f"the update repeated with {exchange} is one device's to ")
+    words = f"the update replayed with {exchange} matches the reference to "
+    assert culprit.tried.startswith(words)

@@ -65,7 +65,7 @@ class Trial:
     def line(self) -> str:
         """The culprit in one line, or the check that fails."""
         if self.culprit is not None:
-            return str(self.culprit).partition("\n")[0].removeprefix("culprit: ")
+            return str(self.culprit).partition("\n")[0].removeprefix("root cause: ")
         return f"{self.failing[0].name}: {self.failing[0].why}" if self.failing else "holds"
 
 

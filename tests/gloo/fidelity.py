@@ -102,7 +102,7 @@ TOLERANCES = {"gemma2": IN_FP32, "gemma3": IN_FP32}
 PLANS = {name: {"tensor": {"plan": NANO_PLAN}} for name in ("plain nanoGPT", "(logits, loss)")}
 # Cells that are refused, with the words of the refusal.
 DEBTS = {
-    ("conv and recurrent", "tp-sp"): "a forward between the sub-blocks does not take each by itself"
+    ("conv and recurrent", "tp-sp"): "a module between the sub-blocks does not compute each token"
 }
 
 

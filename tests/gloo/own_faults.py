@@ -252,7 +252,7 @@ FAULTS = {
     "drift": drift,
     "other weights": other_weights,
     "doubled sample": doubled_sample,
-    "not brought back": not_brought_back,
+    "not copied back": not_brought_back,
     "shard skipped": shard_skipped,
     "autocast": autocast,
 }

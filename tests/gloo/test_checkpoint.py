@@ -155,13 +155,17 @@ def test_a_checkpoint_of_another_model_is_refused_with_both_shapes(saved):
         (
             "layout=fp32",
             "layout=zero16",
-            "moments fp32: add precision.layout=fp32",
+            "moments fp32. Add `precision.layout=fp32`",
         ),
-        ("layout=bf16", "layout=fp32", "moments bf16: add precision.layout=bf16"),
-        ("layout=bf16", "layout=zero16", "moments bf16: add precision.layout=bf16"),
-        ("layout=zero16", "layout=bf16", "add precision.layout=zero16 (or megatron18, zero20, "),
-        ("compute=fp64", "layout=fp32", "fp64: add precision.compute=fp64"),
-        ("moments=bf16", "layout=bf16", "add precision.master=none precision.parameters=fp32 prec"),
+        ("layout=bf16", "layout=fp32", "moments bf16. Add `precision.layout=bf16`"),
+        ("layout=bf16", "layout=zero16", "moments bf16. Add `precision.layout=bf16`"),
+        ("layout=zero16", "layout=bf16", "Add `precision.layout=zero16` (or megatron18, zero20, "),
+        ("compute=fp64", "layout=fp32", "fp64. Add `precision.compute=fp64`"),
+        (
+            "moments=bf16",
+            "layout=bf16",
+            "Add `precision.master=none precision.parameters=fp32 prec",
+        ),
     ],
 )
 def test_another_layout_is_refused_with_the_one_that_was_trained(tmp_path, trained, asked, remedy):
@@ -172,7 +176,7 @@ def test_another_layout_is_refused_with_the_one_that_was_trained(tmp_path, train
     found = checkpoint.verify(saved, exchange)
     with pytest.raises(PtrainError) as caught:
         checkpoint.load(alone(f"precision.{asked}"), saved, found, exchange)
-    assert remedy in str(caught.value).partition("remedy: it was trained with ")[2]
+    assert remedy in str(caught.value).partition("remedy: The checkpoint was trained with ")[2]
 
 
 def test_heads_that_change_no_shape_are_another_model_all_the_same(saved):
@@ -189,7 +193,7 @@ def test_a_tensor_that_would_be_dropped_is_refused(tmp_path):
     saved = checkpoint.save(larger, tmp_path, 1, exchange)
     older = replace(checkpoint.verify(saved, exchange), trained={})
     with pytest.raises(
-        PtrainError, match=r"tensors that this model or optimizer lacks.*\n.*remedy"
+        PtrainError, match=r"tensors that this model or optimizer does not have.*\n.*remedy"
     ):
         checkpoint.load(alone(), saved, older, exchange)
 
@@ -201,7 +205,7 @@ def test_another_optimizer_text_seed_or_batch_is_said():
         "optimizer.lr=0.5",
         "data.corpus=synthetic",
         "train.seed=7",
-        "batch.global=4",
+        "batch.global=8",
     )
     lines = dict(line.split(": ", 1) for line in manifest.warnings(was, other.spec))
     assert lines["optimizer.lr"] == f"{alone().spec.optimizer.lr} in the checkpoint, 0.5 now"
@@ -219,14 +223,18 @@ def test_a_manifest_of_an_older_format_is_compared_in_what_it_kept():
 
 def test_a_training_that_is_done_is_not_continued(saved, tmp_path):
     program, run = alone("train.steps=1"), RunFolder(tmp_path / "run")
-    with pytest.raises(PtrainError, match=r"already at step 1 of 1\n.*train.steps above 1"):
+    with pytest.raises(
+        PtrainError, match=r"already at step 1 of 1\n.*`train.steps` to more than 1"
+    ):
         resume(program, run, str(saved), Exchange(program.world))
 
 
 def test_a_run_that_saved_nothing_is_said_to_hold_no_checkpoint(tmp_path):
     program, run = alone(), RunFolder(tmp_path / "run")
     (tmp_path / "other" / "checkpoints").mkdir(parents=True)
-    with pytest.raises(PtrainError, match=r"^error: --resume .*: holds no checkpoint\n  remedy: "):
+    with pytest.raises(
+        PtrainError, match=r"^error: --resume .*: contains no checkpoint\n  remedy: "
+    ):
         resume(program, run, str(tmp_path / "other"), Exchange(program.world))
 
 

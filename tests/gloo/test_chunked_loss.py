@@ -51,8 +51,9 @@ DEFAULT = {("zero3", "gpt-tied"), ("tp-sp", "llama-tied"), ("pp-1f1b", "llama-ti
 
 
 def spec_of(place: str, model: str) -> Spec:
-    shape = {"layers": 4, "hidden": 24, "heads": 4, "ffn": 48, "vocab": 260} | MODELS[model]
     axes, pieces = PLACES[place], {"pp-zbv": "zbv", "pp-1f1b": "1f1b", "3d": "1f1b"}
+    layers = 4 if place in pieces else 2
+    shape = {"layers": layers, "hidden": 24, "heads": 4, "ffn": 48, "vocab": 260} | MODELS[model]
     sections: dict[str, Any] = (
         {"tensor": {"loss_parallel": False}} if place == "tp-gathered" else {}
     )

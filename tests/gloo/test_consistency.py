@@ -26,7 +26,7 @@ pytestmark = pytest.mark.gloo
 
 SMALL = (
     "model={layers: 2, hidden: 24, heads: 4, kv_heads: 2, ffn: 48, vocab: 260}",
-    "batch={global: 8, micro: 1, sequence: 32}",
+    "batch={accumulate: 2, micro: 1, sequence: 32}",
 )
 REPLICAS = ("mesh={dp_replicate: 4}", *SMALL)
 
@@ -47,10 +47,11 @@ def strategies() -> list[Any]:
 def small(name: str, *more: str) -> Spec:
     """The strategy with a small model, of as many layers as stages need."""
     own = load(name).spec
-    layers = 8 if own.degree(Axis.PP) > 1 else 2
+    has_stages = own.degree(Axis.PP) > 1
+    layers = 8 if has_stages else 2
     shape = f"{{layers: {layers}, hidden: 24, heads: 4, kv_heads: 2, ffn: 48, vocab: 260}}"
-    micro = 8 // own.data_degree if own.batch.accumulate == 1 else 1
-    batch = f"{{global: 8, micro: {micro}, sequence: 32}}"
+    accumulate = 4 if has_stages else min(own.batch.accumulate, 2)
+    batch = f"{{accumulate: {accumulate}, micro: {2 if accumulate == 1 else 1}, sequence: 32}}"
     return require(load(name, (f"model={shape}", f"batch={batch}", *more)))
 
 
@@ -149,7 +150,7 @@ def test_the_axis_is_named_along_which_a_tensor_has_copies(
         (
             faults.a_stale_copy,
             Subject.PARAMETERS,
-            "is not the bfloat16 copy of its float32 master",
+            "differs from the bfloat16 cast of its float32 master copy",
             ("precision.layout=zero16",),
         ),
         (faults.one_seed, Subject.RANDOM, SHARED, (GPT,)),

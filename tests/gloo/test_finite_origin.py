@@ -22,13 +22,15 @@ pytestmark = pytest.mark.gloo
 
 MODEL = "tests.models_poisoned"
 STEP, RANK, MICRO = 1, 1, 1  # of the poisoned sample, all from 0
+ACCUMULATE = 2
 nightly = pytest.mark.nightly
 NAN = float("nan")
 
 
 def job(name: str, size: int, path: Path, *more: str) -> tuple[str, ...]:
     axis = {"ddp": "dp_replicate", "pp-1f1b": "pp"}.get(name, "dp_shard")
-    sizes = (f"mesh.{axis}={size}", "batch.global=8", "batch.micro=1", "batch.sequence=8")
+    batch = f"batch={{accumulate: {ACCUMULATE}, micro: 1, sequence: 8}}"
+    sizes = (f"mesh.{axis}={size}", batch)
     return (name, f"data.path={path}", *sizes, "train.steps=4", *more)
 
 
@@ -80,17 +82,21 @@ def test_the_rank_the_micro_batch_and_the_module_are_named(
     poison(tokens, words, RANK)
     ends = sessions.train(ranks, size, *words, "--allow-import", folder=tmp_path / "run")
     assert {end.code for end in ends} == {4}, ends[0].error
-    count = 8 // size
     for end in ends:
         assert f"step {STEP + 1}: the loss is " in end.error
-        assert f"first on rank {RANK}, micro-batch {MICRO + 1} of {count}: {place}" in end.error
+        assert (
+            f"first on rank {RANK}, micro-batch {MICRO + 1} of {ACCUMULATE}: {place}" in end.error
+        )
         assert f"the parameters are those of step {STEP}; nothing" in end.error
+
+
+WHOLE = ("batch.accumulate=1", "batch.micro=4")
 
 
 def test_where_backward_updates_the_rank_of_the_loss_is_named(
     ranks: Ranks, tmp_path: Path, tokens: Path
 ) -> None:
-    words = (*job("zero1", 2, tokens), *model("loss"), "batch.micro=4", "optimizer.clip=null")
+    words = (*job("zero1", 2, tokens), *model("loss"), *WHOLE, "optimizer.clip=null")
     poison(tokens, words, RANK)
     words = (*words, "placement.dp_shard=R,S,M,R")
     ends = sessions.train(ranks, 2, *words, "--allow-import", folder=tmp_path / "run")
@@ -144,8 +150,8 @@ def test_a_step_that_fails_when_it_is_computed_again_is_not_blamed_on_a_device(
     ranks: Ranks, tmp_path: Path, tokens: Path
 ) -> None:
     words = (*job("ddp", 2, tokens, SHAPE), "--run-dir", str(tmp_path / "run"))
-    for end in ranks.run(2, planted, words, 5, 8):  # the second step of four micro-batches
+    for end in ranks.run(2, planted, words, 3, 4):  # the second step of two micro-batches
         assert end.code == 4
         assert "step 2: the loss is nan\n  the loss is not finite on rank 1; " in end.error
-        assert "computing the step again failed on rank " in end.error
+        assert "recomputing the step failed on rank " in end.error
         assert ": ValueError: no call more\n" in end.error and "a device may" not in end.error

@@ -15,6 +15,7 @@ from ptrain.spec.spec import Spec
 from ptrain.steps.step import LONG_NORM
 from ptrain.steps.wraps import FlatUnits
 from ptrain.traces.facts import facts_of
+from ptrain.train.probe import FIRST_STEADY
 from tests.gloo.rows import ROWS, Setting, default, pairwise
 from tests.gloo.runs import train
 from tests.gloo.test_exact import failing
@@ -22,7 +23,7 @@ from tests.ranks import Ranks
 
 pytestmark = pytest.mark.gloo
 
-STEPS, MEASURED = 4, 3
+STEPS, MEASURED = FIRST_STEADY + 1, FIRST_STEADY
 SCALARS = 64  # bytes: the copy of a loss, the operators' scalars of a norm
 
 # One of each tier and mode, and each dial once; the others at night.

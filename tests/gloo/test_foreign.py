@@ -115,7 +115,7 @@ def test_replicas_where_shards_were_predicted_are_told(ranks: Ranks) -> None:
         assert "traffic dp_shard all_gather forward parameters calls" in failed
         assert "traffic dp_shard reduce_scatter backward gradients calls" in failed
         assert "traffic dp_shard all_reduce backward gradients sent" in failed
-        assert checks.cause.startswith("every rank has the whole model")
+        assert checks.cause.startswith("every rank has the full model")
 
 
 def test_one_unit_where_blocks_were_predicted_is_told(ranks: Ranks) -> None:
@@ -126,7 +126,7 @@ def test_one_unit_where_blocks_were_predicted_is_told(ranks: Ranks) -> None:
         calls = {check.name: (check.predicted, check.measured) for check in checks}
         assert calls["traffic dp_shard reduce_scatter backward gradients calls"] == (3, 1)
         assert not any(name.startswith("memory") for name in failed)
-        assert checks.cause.startswith("the whole model is one unit; write unit: model")
+        assert checks.cause.startswith("the full model is one unit; use `unit: model`")
 
 
 def _compared(way: str, written: tuple[str, ...]) -> list[Comparison]:
@@ -146,7 +146,7 @@ def test_what_fully_shard_does_by_itself_is_named_and_is_non_root(ranks: Ranks) 
             f"{backward} {what}" for what in ("calls", "payload", "sent")
         ]
         for check in given_back:
-            assert check.holds is not ("the root stays gathered" in check.why)
+            assert check.holds is not ("the root stays unsharded" in check.why)
             assert check.holds is not ("write reshard: non-root" in check.why)
         assert str(given_back).count("write reshard: non-root, which predicts every figure") == 1
         assert non_root and not failing(non_root)

@@ -3,6 +3,7 @@ it, on every axis."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -45,7 +46,7 @@ def _trained(model: str, strategy: str) -> dict[str, Any]:
     facts = ptrain.read_facts(spec, module)
     program = ptrain.interpret(spec, module, World.join(spec.timeout))
     for step in range(3):
-        with ptrain.measure(program) as measurement:
+        with ptrain.measure(program) if step == 2 else nullcontext() as measurement:
             program.forward_backward(program.samples(step))
             program.step(1e-3)
     comparison = ptrain.compare(spec, measurement, facts)
@@ -96,7 +97,7 @@ def _fed(is_born_inside: bool) -> list[str]:
     for step in range(3):
         generator = torch.Generator().manual_seed(step)
         tokens = torch.randint(0, 259, shape, generator=generator)
-        with ptrain.measure(program) as measurement:
+        with ptrain.measure(program) if step == 2 else nullcontext() as measurement:
             if is_born_inside:
                 tokens = torch.randint(0, 259, shape, generator=generator)
             program.forward_backward(program.share(tokens))
@@ -124,5 +125,5 @@ def _drawn_apart() -> str:
 
 def test_weights_that_differ_between_ranks_are_told_on_every_rank(ranks: Ranks) -> None:
     for message in ranks.run(2, _drawn_apart):
-        assert "rank 1 has other weights in it than rank 0" in message
+        assert "rank 1 and rank 0 have different values" in message
         assert "torch.manual_seed" in message

@@ -76,7 +76,7 @@ def spec_of(place: str, mode: str, model: str, attention: str = "sdpa", **more: 
         | more,
         "mesh": dict.fromkeys(axes, 2),
         "placement": axes,
-        "batch": {"sequence": 16, "accumulate": 4, "micro": 2},
+        "batch": {"sequence": 16, "accumulate": 4 if "pp" in axes else 2, "micro": 2},
         "precision": {"compute": "fp64"},
         "optimizer": {"clip": 1.0},
     }

@@ -296,4 +296,4 @@ def test_an_update_in_backward_needs_its_learning_rate_before(ranks: Ranks) -> N
     }  # fmt: skip
     spec = require(load(mapping))
     for message in ranks.run(2, refusal_without_a_rate, spec):
-        assert "give the learning rate" in message
+        assert "Pass the learning rate" in message

@@ -28,7 +28,7 @@ def test_a_script_that_accumulates_and_clips_holds(ranks: Ranks) -> None:
     ("case", "said"),
     [
         ("loss_divided_by_accelerate_too", "or of micro-batches (2)"),
-        ("optimizer_not_prepared", "2 updates, one device 1"),
+        ("optimizer_not_prepared", "2 updates, 1 in the reference"),
     ],
 )
 def test_a_fault_of_a_script_is_named(ranks: Ranks, case: str, said: str) -> None:

@@ -134,7 +134,7 @@ def test_a_loss_of_parts_whose_gradients_are_not_summed_has_a_culprit(ranks: Ran
     """No module does anything else than the plain one: none is blamed."""
     holds, culprit = ranks.run(2, judged, "part", False, True)[0]
     assert not holds
-    assert "the plain module in the place of head" in culprit and "not explained" in culprit
+    assert "the plain module in place of head" in culprit and "not explained" in culprit
 
 
 @pytest.mark.parametrize(("fault", "is_sequence"), [("head", False), ("norm", True)])
@@ -144,4 +144,4 @@ def test_a_module_that_is_cut_and_wrong_has_a_culprit(
     holds, culprit = ranks.run(2, judged, fault, is_sequence)[0]
     assert not holds
     if not is_sequence:  # one that is given DTensors cannot be run alone
-        assert f"with the plain module in the place of {fault}" in culprit
+        assert f"with the plain module in place of {fault}" in culprit

@@ -18,7 +18,7 @@ def test_masks_of_data_ranks_and_micro_batches_are_replayed_sample_by_sample(
     verdict = ranks.run(2, own_dropout.over_data, way)[0]
     assert verdict["holds"], verdict["text"]
     assert "(limit 1e-11)" in verdict["text"]
-    assert "what the model draws in 5 places" in verdict["text"]
+    assert "the random draws of the model in 5 places" in verdict["text"]
 
 
 def test_a_fault_beside_dropout_is_named_as_without_it(ranks: Ranks) -> None:
@@ -29,43 +29,43 @@ def test_a_fault_beside_dropout_is_named_as_without_it(ranks: Ranks) -> None:
 
 def test_a_loop_left_in_evaluation_mode_is_named(ranks: Ranks) -> None:
     text = ranks.run(2, own_dropout.over_data, "ddp", "evaluates")[0]["text"]
-    assert "dropout on one device alone" in text
+    assert "dropout in the reference only" in text
     assert "proven by trying" in text
 
 
 def test_data_ranks_that_draw_the_same_masks_hold_with_a_note(ranks: Ranks) -> None:
     verdict = ranks.run(2, own_dropout.over_data, "ddp", "same masks")[0]
     assert verdict["holds"], verdict["text"]
-    assert "ranks 0, 1 draw the same for different samples" in verdict["text"]
+    assert "ranks 0, 1 draw the same random numbers for different samples" in verdict["text"]
 
 
 @pytest.mark.parametrize("fault", ["", "keeps"])
 def test_masks_of_slices_of_features_are_put_together(ranks: Ranks, fault: str) -> None:
     verdict = ranks.run(2, own_dropout.over_tensor, fault)[0]
     assert verdict["holds"], verdict["text"]
-    assert "what the model draws in 2 places" in verdict["text"]
+    assert "the random draws of the model in 2 places" in verdict["text"]
 
 
 def test_ranks_of_tp_that_draw_other_masks_for_copies_are_named(ranks: Ranks) -> None:
     text = ranks.run(2, own_dropout.over_tensor, "seeds")[0]["text"]
-    assert "culprit: random state · axis tp · other masks for the same samples · end" in text
+    assert "root cause: random state · axis tp · other masks for the same samples · end" in text
     assert "proven by trying" in text
 
 
 def test_a_recomputation_that_draws_anew_is_named(ranks: Ranks) -> None:
     text = ranks.run(2, own_dropout.over_tensor, "forgets")[0]["text"]
-    assert "another mask in the recomputation" in text
+    assert "different mask in the recomputation" in text
     assert "proven by trying" in text
 
 
 def test_a_mask_for_all_rows_is_left_out_of_the_comparison_and_said(ranks: Ranks) -> None:
     verdict = ranks.run(2, own_dropout.for_all_rows)[0]
     assert verdict["holds"], verdict["text"]
-    assert "compared without what" in verdict["text"]
+    assert "compared without the draws" in verdict["text"]
 
 
 def test_a_mask_for_all_rows_of_jobs_that_cannot_be_built_anew_is_refused(ranks: Ranks) -> None:
-    with pytest.raises(RankError, match="give functions that make the jobs"):
+    with pytest.raises(RankError, match="Pass functions that make the jobs"):
         ranks.run(2, own_dropout.for_all_rows, True)
 
 
@@ -73,4 +73,4 @@ def test_a_mask_for_all_rows_of_jobs_that_cannot_be_built_anew_is_refused(ranks:
 def test_masks_of_stages_and_of_slices_of_the_tokens_are_replayed(ranks: Ranks, way: str) -> None:
     verdict = ranks.run(2, getattr(own_dropout, way))[0]
     assert verdict["holds"], verdict["text"]
-    assert "is replayed on one device" in verdict["text"]
+    assert "are replayed in the reference" in verdict["text"]

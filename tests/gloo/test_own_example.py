@@ -74,4 +74,4 @@ def test_the_script_prints_that_it_holds(tmp_path: Path) -> None:
     )
     assert ended.returncode == 0, ended.stderr
     assert "verdict: holds" in ended.stdout
-    assert "3 steps, 2 ranks against one device" in ended.stdout
+    assert "3 steps, 2 ranks against the single-device reference" in ended.stdout

@@ -88,11 +88,11 @@ def test_an_output_that_is_not_summed_is_named_with_axis_and_module(ranks: Ranks
     culprit = ranks.run(2, row_parallel, False)[0]
     assert (culprit["state"], culprit["place"]) == ("activations", "rows")
     assert (culprit["axis"], culprit["factor"]) == ("tp", "missing all-reduce over tp")
-    assert "with the plain module in the place of rows" in culprit["tried"]
+    assert "with the plain module in place of rows" in culprit["tried"]
 
 
 @pytest.mark.parametrize(
-    ("name", "does"), [("out_of_rows", "returns something else"), ("into_columns", "hands back")]
+    ("name", "does"), [("out_of_rows", "returns another output"), ("into_columns", "hands back")]
 )
 def test_the_innermost_module_is_named_with_which_the_plain_one_in_its_place_makes_the_step_right(
     ranks: Ranks, name: str, does: str

@@ -63,9 +63,9 @@ NAMED = {
     ("fsdp2", "local clip, unhooked"): ("gradient norm", "dp", "clipped by the local norm", ""),
     ("ddp", "stale"): ("gradients", "", "stale by 1 step", ""),
     ("fsdp2", "last micro-batch only"): ("gradients", "", "last of 2 micro-batches only", ""),
-    ("by_hand", "never zeroed"): ("gradients", "", "the step before added", ""),
+    ("by_hand", "never zeroed"): ("gradients", "", "previous step added", ""),
     ("ddp", "not divided by K"): ("loss", "", "× 2 (micro-batches)", ""),
-    ("ddp", "two updates"): ("step counter", "", "2 updates, one device 1", ""),
+    ("ddp", "two updates"): ("step counter", "", "2 updates, 1 in the reference", ""),
     ("fsdp2", "head left out"): ("parameters", "", "not updated", "head.weight"),
     ("fsdp2", "other rate"): ("learning rate", "", "× 2", ""),
     ("ddp", "unsynchronised"): ("gradients", "ranks", "missing all-reduce over all ranks", ""),
@@ -74,11 +74,11 @@ NAMED = {
         "parameters", "ranks", "other weights at the start", "head.weight",
     ),
     ("ddp", "doubled sample"): ("batch", "ranks", "missing and doubled", "samples"),
-    ("ddp", "not brought back"): (
+    ("ddp", "not copied back"): (
         "parameters", "ranks", "stale on some ranks", "blocks.*.norm.weight",
     ),
     ("fsdp2", "shard skipped"): (
-        "step counter", "dp", "0 updates, one device 1", "blocks.*.down.bias",
+        "step counter", "dp", "0 updates, 1 in the reference", "blocks.*.down.bias",
     ),
     ("fsdp2_tp", "summed"): ("gradients", "dp+tp", "× 4", ""),
     ("hsdp", "divided twice"): ("gradients", "outer+inner", "÷ 4", ""),
@@ -183,7 +183,7 @@ def test_an_argument_that_a_wrapper_drops_is_named() -> None:
     verdict = ptrain.verify(_weighed, lambda: _weighed(is_narrow=True), ROWS)
     assert verdict.culprit is not None
     assert (verdict.culprit.factor, verdict.culprit.place) == (
-        "an argument is not handed on",
+        "missing argument",
         "weight",
     )
 
@@ -209,7 +209,7 @@ def test_two_dead_runs_do_not_hold() -> None:
     failing = [check.name for check in verdict.checks if not check.holds]
     assert "reference: parameters move" in failing
     assert "loop: learns" in failing
-    with pytest.raises(VerdictFailed, match="stood still"):
+    with pytest.raises(VerdictFailed, match="did not change"):
         verdict.raise_for_verdict()
 
 
@@ -234,13 +234,13 @@ def test_a_loop_that_does_not_repeat_itself_is_told() -> None:
 
     verdict = ptrain.verify(_line(), drawn, ROWS)
     assert verdict.culprit is not None
-    assert verdict.culprit.factor == "not the same twice"
+    assert verdict.culprit.factor == "not reproducible"
 
 
 def test_dropout_on_one_side_alone_is_named() -> None:
     culprit = ptrain.verify(_line(), _line(p=0.5), ROWS).culprit
     assert culprit is not None
-    assert culprit.factor == "dropout in the loop alone"
+    assert culprit.factor == "dropout in the loop only"
     assert culprit.certainty == "proven by trying"
 
 
@@ -252,17 +252,17 @@ def test_what_is_no_job_is_refused() -> None:
 def test_no_batch_and_a_wrong_number_of_shares_are_refused() -> None:
     with pytest.raises(PtrainError, match="no batch"):
         ptrain.verify(_line(), _line(), [])
-    with pytest.raises(PtrainError, match="1 global batches and 2 shares"):
+    with pytest.raises(PtrainError, match="1 global batches, but 2 shares"):
         ptrain.verify(_line(), _line(), ROWS, share=ROWS * 2)
 
 
 @pytest.mark.parametrize(
     ("terms", "message"),
     [
-        ({"steps": 0}, "Terms.steps: 0 steps show nothing"),
-        ({"examined": -1}, "Terms.examined: -1 is no number"),
-        ({"dtype": torch.int8}, "Terms.dtype: no rounding is known of torch.int8"),
-        ({"loss": "average"}, "Terms.loss: 'average' is no way to add losses up"),
+        ({"steps": 0}, "Terms.steps: 0 steps compare nothing"),
+        ({"examined": -1}, "Terms.examined: -1 is not a number"),
+        ({"dtype": torch.int8}, "Terms.dtype: the rounding of torch.int8 is unknown"),
+        ({"loss": "average"}, "Terms.loss: 'average' is not a way to combine losses"),
     ],
 )
 def test_terms_that_are_none_are_refused_with_a_remedy(terms: dict, message: str) -> None:
@@ -287,7 +287,7 @@ def test_a_reference_of_which_nothing_is_trained_or_known_is_refused_with_a_reme
         ptrain.verify(frozen, _line(), ROWS)
     odd = _line()
     odd.model.to(torch.float8_e5m2)
-    with pytest.raises(PtrainError, match="no rounding is known\n  remedy: "):
+    with pytest.raises(PtrainError, match="with unknown rounding\n  remedy: "):
         ptrain.verify(odd, odd, ROWS)
 
 
@@ -302,7 +302,7 @@ def test_a_reference_of_which_nothing_is_trained_or_known_is_refused_with_a_reme
         ("ddp", "stale", "stale by 1 step"),
         ("ddp", "not divided by K", "× 2 (micro-batches)"),
         ("fsdp2", "head left out", "not updated"),
-        ("ddp", "not brought back", "stale on some ranks"),
+        ("ddp", "not copied back", "stale on some ranks"),
         ("fsdp2", "local clip", "clipped by the local norm"),
         ("ddp", "doubled sample", "missing and doubled"),
     ],

@@ -40,8 +40,8 @@ def named(case: str) -> dict[str, Any]:
     [
         ("positions_begin_at_zero", "positions not offset by rank"),
         ("mask_of_the_first_slice", "sees too few tokens"),
-        ("gathered_keys_keep_their_own_gradient", "another gradient comes back"),
-        ("labels_shifted_within_a_slice", "labels shifted within a slice"),
+        ("gathered_keys_keep_their_own_gradient", "other gradient in backward"),
+        ("labels_shifted_within_a_slice", "labels shifted within a shard"),
     ],
 )
 def test_a_fault_of_a_slice_is_named_and_tried(ranks: Ranks, case: str, said: str) -> None:
@@ -93,9 +93,9 @@ def ignoring(fault: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
-        ("means", "averaged slice by slice"),
-        ("lost", "is asked for nothing, not the one"),
-        ("weights", "slices of uneven weight"),
+        ("means", "averaged per shard"),
+        ("lost", "has as its target nothing instead of the token"),
+        ("weights", "shards of uneven weight"),
     ],
 )
 def test_what_a_slice_is_asked_for_is_compared(ranks: Ranks, fault: str, said: str) -> None:
@@ -175,7 +175,7 @@ def attending(mask: str) -> dict[str, Any]:
 def test_the_mask_of_the_whole_sample_is_tried(ranks: Ranks, mask: str) -> None:
     text = ranks.run(2, attending, mask)[0]["text"]
     assert "sees to" in text
-    assert "proven by trying: with that mask the gradients are one device's" in text
+    assert "proven by trying: with that mask the gradients match the reference" in text
 
 
 def test_what_no_mask_cures_is_measured_and_not_proven(ranks: Ranks) -> None:

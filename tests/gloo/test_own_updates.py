@@ -9,6 +9,7 @@ import pytest
 
 from ptrain.report.finding import Certainty
 from tests.gloo import update_faults
+from tests.gloo.update_faults import LATE
 from tests.ranks import Ranks
 
 pytestmark = pytest.mark.gloo
@@ -16,37 +17,46 @@ pytestmark = pytest.mark.gloo
 # What is named: state, axis (ranks of DDP, dp of FSDP2), factor, step, ranks, and what was tried.
 ALL, ONE = [0, 1], [1]
 NAMED = {
-    "resumed": ("optimizer", False, "moments lost", 3, ALL, "exp_avg_sq and step 3 for none"),
-    "moments of zeros": ("optimizer", True, "moments lost", 3, ONE, "one device's exp_avg is"),
-    "step lost": ("step counter", False, "Adam's step lost: 0 for 3", 3, ALL, "with step 3 for 0"),
+    "resumed": (
+        "optimizer", False, "moments lost", LATE, ALL, f"exp_avg_sq and step {LATE} for none",
+    ),
+    "moments of zeros": (
+        "optimizer", True, "moments lost", LATE, ONE, "reference's exp_avg matches",
+    ),
+    "step lost": (
+        "step counter", False, f"Adam's step lost: 0 for {LATE}", LATE, ALL,
+        f"with step {LATE} for 0",
+    ),
     "swapped": ("optimizer", False, "decay groups swapped", 0, ALL, "with weight_decay 0.1 for 0"),
-    "swapped late": ("optimizer", False, "decay groups swapped", 3, ALL, "weight_decay 0.1 for 0"),
+    "swapped late": (
+        "optimizer", False, "decay groups swapped", LATE, ALL, "weight_decay 0.1 for 0",
+    ),
     "clip per group": (
-        "gradient norm", False, "clip per group", 0, ALL, "each group clipped by its own norm",
+        "gradient norm", False, "clip per group", 0, ALL, "each group clipped separately",
     ),
     "clip per group late": (
-        "gradient norm", False, "clip per group", 3, ALL, "each group clipped by its own norm",
+        "gradient norm", False, "clip per group", LATE, ALL, "each group clipped separately",
     ),
     "clip on one rank": (
         "gradient norm", True, "clip on one rank only", 0, ONE, "take on rank 1",
     ),
     "clip on one rank late": (
-        "gradient norm", True, "clip on one rank only", 3, ONE, "take on rank 1",
+        "gradient norm", True, "clip on one rank only", LATE, ONE, "take on rank 1",
     ),
     "not clipped": (
-        "gradient norm", False, "not clipped", 0, ALL, "before clipping is what the optimizers",
+        "gradient norm", False, "not clipped", 0, ALL, "before clipping equals the gradients",
     ),
     "rebuilt masters": (
-        "optimizer", False, "masters rebuilt from bf16", 3, ALL, "with one device's value",
+        "optimizer", False, "masters rebuilt from bf16", LATE, ALL, "with the reference's value",
     ),
     "added in bf16": (
-        "gradients", False, "accumulated in bfloat16", 0, ALL, "without roundings",
+        "gradients", False, "accumulated in bfloat16", 0, ALL, "without rounding",
     ),
     "other rate on one rank": (
-        "learning rate", True, "× 2", 0, ONE, "with lr 0.01 for 0.02 is one device's",
+        "learning rate", True, "× 2", 0, ONE, "with lr 0.01 for 0.02 matches the",
     ),
     "written after": (
-        "parameters", True, "written after the update", 3, ONE, "the optimizers themselves left",
+        "parameters", True, "written after the update", LATE, ONE, "the optimizers' own results",
     ),
 }  # fmt: skip
 AXES = {"ddp": "ranks", "fsdp2": "dp"}
@@ -97,5 +107,5 @@ def test_a_rule_that_a_shard_does_not_tell_is_not_explained(ranks: Ranks) -> Non
     assert sharded["by norm"]["holds"], sharded["by norm"]["text"]
     culprit = sharded["by norm of another rate"]["culprit"]
     assert culprit["certainty"] == Certainty.UNEXPLAINED
-    assert culprit["tried"].endswith("; lr differed from one device's before it")
+    assert culprit["tried"].endswith("; lr differed from the reference before it")
     assert replicated["by norm of another rate"]["culprit"]["certainty"] == Certainty.PROVEN

@@ -117,7 +117,7 @@ def what_a_rank_says(spec: Spec, fault: Fault, broken: int, verb: str) -> str:
 
 
 RAISES = "stage {}, micro-batch 2: ValueError: broken"
-SENDS = "stage {}, micro-batch 2: hidden states of {} in torch.{}, and the next stage waits for "
+SENDS = "stage {}, micro-batch 2: hidden states are {} in torch.{}, but the next stage expects "
 LOGITS = "stage 1, micro-batch 2: ValueError: Expected input batch_size (30)"
 TRAIN, EVALUATE = "forward_backward", "evaluate"
 
@@ -131,7 +131,7 @@ TRAIN, EVALUATE = "forward_backward", "evaluate"
         ("interleaved", 2, Fault.SHAPE, 0, TRAIN, SENDS.format(0, [2, 15, 32], "float32")),
         ("bfs", 2, Fault.DTYPE, 0, EVALUATE, SENDS.format(0, [2, 16, 32], "float64")),
         ("naive", 2, Fault.SHAPE, 1, TRAIN, LOGITS),
-        ("gpipe", 2, Fault.BATCH, 1, TRAIN, "stage 1: the batch has [6, 17] tokens, and the "),
+        ("gpipe", 2, Fault.BATCH, 1, TRAIN, "stage 1: the batch has [6, 17] tokens, but the "),
     ],
     ids=str,
 )
@@ -260,7 +260,7 @@ def test_a_pipeline_that_is_interrupted_ends_its_step_and_saves_once(tmp_path):
     assert again in job.output
     folder = tmp_path / "runs" / "latest"
     whole = format_count(own_facts(load(folder / "spec.resolved.yaml").spec).numel)
-    batch_of_all = "2 ranks gloo/cpu · batch 8 = 1 micro × 8 accumulated × 1 data"
+    batch_of_all = "2 ranks gloo/cpu · batch 4 = 1 micro × 4 accumulated × 1 data"
     assert job.lines[0].startswith(f"zero3 · llama {whole} · {batch_of_all}")
     (saved,) = (folder / "checkpoints").iterdir()
     assert saved.name.startswith("step-")

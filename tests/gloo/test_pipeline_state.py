@@ -159,7 +159,7 @@ def save_at_once(spec: Spec, folder: str) -> None:
 @pytest.mark.parametrize(
     ("layers", "finding"),
     [
-        (5, "tensors that this model or optimizer lacks, as model.blocks.4."),
+        (5, "tensors that this model or optimizer does not have, for example model.blocks.4."),
         (3, "has no model.blo"),
     ],
 )

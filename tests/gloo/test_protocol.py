@@ -27,7 +27,7 @@ STRATEGIES = sorted(path.stem for path in Path("specs/strategies").glob("*.yaml"
 
 
 def tiny(name: str, *overrides: str) -> Spec:
-    return require(load(name, (*TINY, *overrides)))
+    return require(load(name, (*TINY, "batch.global=8", *overrides)))
 
 
 def of_stages(checks) -> list[str]:
@@ -91,7 +91,7 @@ def test_one_rank_is_verified_too(ranks: Ranks) -> None:
     names = {check.name for check in found.checks}
     assert "invariance: 1 x 2 as 2 x 1" in names
     assert not any("ranks share" in name for name in names)
-    assert "consistency: one rank shares nothing" in found.notes
+    assert "consistency: a single rank shares nothing" in found.notes
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_two_meshes_are_compared_with_each_other(ranks: Ranks, tmp_path: Path) -
     assert all(check.measured < 1e-13 for check in directly)
     short = ranks.run(2, verified, spec, Request(steps=3, against=account))[0]
     assert [check.why for check in short.checks if not check.holds] == [
-        "2 of 3 steps can be compared: verify hsdp alone first"
+        "2 of 3 steps can be compared. Verify hsdp alone first"
     ]
 
 

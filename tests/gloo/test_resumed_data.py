@@ -60,9 +60,9 @@ def lengthen(path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "finding"),
     [
-        (change_one, "has other content"),
-        (cut, "has 858 bytes, 938 when it was saved"),
-        (lengthen, "has 1748 bytes, 938 when it was saved"),
+        (change_one, "has changed"),
+        (cut, "has 858 bytes; it had 938 at the checkpoint"),
+        (lengthen, "has 1748 bytes; it had 938 at the checkpoint"),
     ],
 )
 def test_a_token_file_that_changed_is_refused_and_accepted_on_request(
@@ -110,8 +110,8 @@ def test_a_mask_and_each_source_are_watched(ranks: Ranks, tmp_path: Path, tokens
         change_one(path)
     ended = train_one(ranks, run, sources, "train.steps=4", "--resume", str(run))
     assert ended.code == 2
-    assert "data.sources.0.loss_mask has other content" in ended.error
-    assert "data.sources.1.path has other content" in ended.error
+    assert "the content of data.sources.0.loss_mask has changed" in ended.error
+    assert "the content of data.sources.1.path has changed" in ended.error
     assert "data.sources.0.path" not in ended.error
 
 
@@ -139,7 +139,7 @@ def test_a_dataset_of_another_length_is_refused(ranks: Ranks, tmp_path: Path) ->
     assert first.code == 0, first.error
     shorter = train_images(4, 100, "--resume", str(run))
     assert shorter.code == 2
-    assert "data has 95 samples, 190 when it was saved" in shorter.error
+    assert "data has 95 samples; it had 190 at the checkpoint" in shorter.error
     assert train_images(4, 100, "--resume", str(run), "--accept-data").code == 0
 
 

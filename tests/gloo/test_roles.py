@@ -4,6 +4,7 @@ declares one as another is caught."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -68,9 +69,10 @@ def found(spec: Spec, fault: str = "") -> tuple[RoleRow, ...]:
         declare_wrongly(program, State(fault))
     for step in range(3):
         local = local_batch(program, corpus(spec.data), step)
-        with Finder(program) as finder:
+        with Finder(program) if step == 2 else nullcontext() as finder:
             program.forward_backward(local, RATE)
             program.step(RATE)
+    assert finder is not None
     return finder.rows()
 
 

@@ -59,9 +59,7 @@ BESIDE: dict[str, Spec] = {
     "zigzag, experts": expert_cases.spec_of(
         "capacity", {"cp": "S*,S,S,S"}, context={"attention": "zigzag"}
     ),
-    "experts apart in stages": expert_cases.spec_of(
-        "deep", {"pp": "S,S,S,R", "ep": "S*,S,S,R"}, accumulate=4
-    ),
+    "experts apart in stages": expert_cases.spec_of("deep", {"pp": "S,S,S,R", "ep": "S*,S,S,R"}),
 }
 
 

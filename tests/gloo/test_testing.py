@@ -48,7 +48,7 @@ def test_a_sound_loop_passes() -> None:
 
 
 def test_a_faulty_loop_fails_with_the_culprit() -> None:
-    with pytest.raises(AssertionError, match=r"culprit: gradients · axis ranks · ÷ 2") as caught:
+    with pytest.raises(AssertionError, match=r"root cause: gradients · axis ranks · ÷ 2") as caught:
         assert_trains_like_one_device(own, "ddp", "divided twice")
     assert "averaged over all ranks twice" in str(caught.value)
 
@@ -72,12 +72,12 @@ def test_ranks_that_hang_are_ended_in_time(tmp_path: Path) -> None:
 
 @nightly
 def test_a_function_that_returns_no_verdict_is_refused() -> None:
-    with pytest.raises(PtrainError, match=r"return what ptrain\.verify"):
+    with pytest.raises(PtrainError, match=r"Return the result of `ptrain\.verify"):
         assert_trains_like_one_device(nothing, num_ranks=1)
 
 
 def test_a_function_that_no_rank_can_import_is_refused() -> None:
-    with pytest.raises(PtrainError, match="define it at the top of a module"):
+    with pytest.raises(PtrainError, match="Define the function at the top level"):
         assert_trains_like_one_device(lambda: None)
 
 

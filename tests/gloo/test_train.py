@@ -25,6 +25,7 @@ pytestmark = pytest.mark.gloo
 
 STEPS = 10
 EXACT = "precision.compute=fp64"
+OF_FOUR = "batch.global=8"  # two micro-batches of each of four ranks
 
 
 @dataclass(frozen=True)
@@ -40,8 +41,8 @@ class Continued:
     output: str
 
 
-def train(cwd: Path, *arguments: str) -> tuple[int, jobs.Job]:
-    return jobs.run(["train", *arguments, *jobs.TINY], cwd=cwd, is_forked=True)
+def train(cwd: Path, spec: str, *more: str) -> tuple[int, jobs.Job]:
+    return jobs.run(["train", spec, *jobs.TINY, *more], cwd=cwd, is_forked=True)
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +53,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
         cwd,
         "zero1",
         EXACT,
+        OF_FOUR,
         f"train.steps={STEPS}",
         "checkpoint.every=4",
         "eval.every=5",
@@ -66,7 +68,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
 def continued(finished: Finished, ranks: Ranks) -> Continued:
     """The same run continued from step 8 as zero3 on four ranks; only the record is printed."""
     folder = finished.folder.parents[1] / "continued"
-    wanted = ("zero3", *jobs.TINY, EXACT, f"train.steps={STEPS + 2}", "mesh.dp_shard=4")
+    wanted = ("zero3", *jobs.TINY, EXACT, OF_FOUR, f"train.steps={STEPS + 2}", "mesh.dp_shard=4")
     saved = str(finished.folder / "checkpoints" / "step-00000008")
     first, *others = sessions.train(ranks, 4, *wanted, "--resume", saved, "--json", folder=folder)
     assert {end.code for end in (first, *others)} == {0}, first.error

@@ -190,4 +190,4 @@ def test_samples_that_differ_by_process_are_refused_on_every_rank(ranks: Ranks):
     items = {"target": "tests.models_losses:items", "arguments": {"how": "by process"}}
     first, *others = ranks.run(2, refusal, with_z_loss("built in", "zero2", data=items))
     assert others == [first]
-    assert "data.target: sample 39 has other values on rank 1 than on rank 0" in first
+    assert "data.target: sample 39 has different values on rank 1 and rank 0" in first

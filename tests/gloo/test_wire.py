@@ -148,7 +148,7 @@ def test_a_connection_that_is_gone_is_told_and_nothing_is_counted(ranks: Ranks) 
 
 def test_what_was_not_measured_has_no_row() -> None:
     exact = derive(spec := spec_of("ddp", 2, "native"), facts_of(spec)).exact
-    reason = {"wire": "nccl sends past the sockets"}
+    reason = {"wire": "nccl does not use sockets"}
     measured = Estimate(column=Column.MEASURED, world_size=2, undefined=reason)
     assert wire_rows(exact, measured) == ()
     told = record("wire", [exact, measured])

@@ -16,13 +16,16 @@ from ptrain.errors import Fault, SpecError
 from ptrain.spec.load import load
 
 PACKAGE = Path(ptrain.__file__).parent
-_VALUE = r'[SRMO*@a-z]+(?:,[SRMO*@a-z]+){3}|"[^"]*"|\{[^}]*\}|\[[^\]]*\]|[^\s,;)]+'
+_VALUE = r'[SRMO*@a-z]+(?:,[SRMO*@a-z]+){3}|"[^"]*"|\{[^}]*\}|\[[^\]]*\]|[^\s,;)`]+'
 _OVERRIDE = re.compile(rf"(?<![\w.\-])([a-z_]+(?:\.[a-z_]+)*)=({_VALUE})")
 _REMEDY = re.compile(
-    r"^(,? ?or|write|give|set|add|use|name|leave|remove|choose|keep|take|what works)\b"
+    r"^(,? ?or|write|give|set|add|use|put|change|name|leave|remove|choose|keep|take|supported"
+    r"|what works)\b",
+    re.IGNORECASE,
 )
 _KEY = re.compile(
-    r"(?:\b(?:write|or|with|set|give|add|use) |\()([a-z_]+(?:\.[a-z_…]+)*)(=|: )(?=[\w{\[\"*…])"
+    r"(?:\b(?:[Ww]rite|[Oo]r|with|[Ss]et|[Gg]ive|[Aa]dd|[Uu]se) |[(`])"
+    r"([a-z_]+(?:\.[a-z_…]+)*)(=|: )(?=[\w{\[\"*…])"
 )
 _PYTHON = {"allow_import", "key"}  # arguments of functions, in remedies for programs
 SCHEMA = json.loads((PACKAGE.parent / "specs/ptrain.schema.json").read_text(encoding="utf-8"))
@@ -104,7 +107,7 @@ def test_keys_in_remedies_are_written_from_the_top_of_a_spec(room):
 
 def overrides_of(remedy: str) -> Iterator[tuple[str, ...]]:
     """Yield the alternatives of a remedy that are overrides; those joined by `with` together."""
-    for alternative in re.split(r",? or |; ", remedy):
+    for alternative in re.split(r",? [Oo]r |; |\. ", remedy):
         found = [f"{key}={value}" for key, value in _OVERRIDE.findall(alternative)]
         if found and not any(re.search(r"=\[?([A-Z]{2,}|N\b|…)", said) for said in found):
             yield tuple(found)

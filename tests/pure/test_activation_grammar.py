@@ -202,10 +202,8 @@ def test_blocks_of_another_model_may_be_named(model):
     assert loaded(model=model | {"blocks": "encoder.layers.*"}).model.blocks == "encoder.layers.*"
 
 
-BOTH_SAY = "activations belong to the rank, and are kept in one way"
 SLICES = (
-    "slices of activations are those of an axis whose ranks hold the same tokens, and here no axis "
-    "is named"
+    "activations can only be sharded on a named axis, because its ranks must hold the same tokens"
 )
 
 
@@ -215,129 +213,137 @@ SLICES = (
         (
             tuple_with("M") | {"activations": "O"},
             "activations",
-            f"O here and M in placement.dp_shard.activations: {BOTH_SAY}",
-            "remove activations, or write placement.dp_shard.activations=R",
+            "O, but placement.dp_shard.activations is M",
+            "Remove `activations`, or use `placement.dp_shard.activations=R`.",
         ),
         (
             tuple_with("O") | {"activations": {"0-1": "M", "2-": "O"}},
             "activations",
-            f"M and O here and O in placement.dp_shard.activations: {BOTH_SAY}",
-            "remove activations, or write placement.dp_shard.activations=R",
+            "M and O, but placement.dp_shard.activations is O",
+            "Remove `activations`, or use `placement.dp_shard.activations=R`.",
         ),
         (
             {"activations": "S"},
             "activations",
             f"S: {SLICES}",
-            "write R, M or O here",
+            "Use `R`, `M` or `O`.",
         ),
         (
             {"activations": {"0-1": "S*"}},
             "activations",
             f"S* of blocks 0-1: {SLICES}",
-            "write R, M or O here",
+            "Use `R`, `M` or `O`.",
         ),
         (
             {"activations": {"0-2": "M", "2-": "O"}},
             "activations",
-            "the blocks '0-2' and '2-' overlap",
-            "give each block one mode; a block that no range has is R",
+            "the block ranges '0-2' and '2-' overlap",
+            "Give each block one mode. Blocks without a range are `R`.",
         ),
         (
             {"activations": {"0-": "M", "3": "O"}},
             "activations",
-            "the blocks '0-' and '3' overlap",
-            "give each block one mode; a block that no range has is R",
+            "the block ranges '0-' and '3' overlap",
+            "Give each block one mode. Blocks without a range are `R`.",
         ),
         (
             {"activations": {"3-1": "M"}},
             "activations",
-            "'3-1' ends before it begins",
-            'write "1-3"',
+            "the range '3-1' ends before it starts",
+            'Use `"1-3"`.',
         ),
         (
             {"activations": {"first": "M"}},
             "activations",
-            "'first' is no range of blocks",
-            'write first-last, counted from 0: {"0-7": M, "8-": R}',
+            "'first' is not a range of blocks",
+            'Use `first-last`, counted from 0: `{"0-7": M, "8-": R}`.',
         ),
         (
             {"activations": "checkpoint"},
             "activations",
-            "must be a mode (R, M or O; M@host), or modes by block; got the text 'checkpoint'",
-            "did you mean M?",
+            "must be a mode (R, M or O; M@host), or modes by block; got the string 'checkpoint'",
+            "Did you mean `M`?",
         ),
         (
             {"recompute": "selective"},
             "recompute",
-            "nothing is recomputed: no block's activations are M, but R",
-            'write activations: M, or of some blocks {"0-7": M}; or remove recompute',
+            "recompute has no effect: no block has activations M, but R",
+            (
+                'Use `activations=M`, or `activations={"0-1": M}` for some blocks. Or remove '
+                "`recompute`."
+            ),
         ),
         (
             {"activations": "O", "recompute": {"every": 2}},
             "recompute",
-            "nothing is recomputed: no block's activations are M, but O",
-            'write activations: M, or of some blocks {"0-7": M}; or remove recompute',
+            "recompute has no effect: no block has activations M, but O",
+            (
+                'Use `activations=M`, or `activations={"0-1": M}` for some blocks. Or remove '
+                "`recompute`."
+            ),
         ),
         (
             tuple_with("M") | {"recompute": "none"},
             "recompute",
-            "none, and activations are M: they would be neither kept nor computed again",
-            "write recompute=full or recompute=selective, or placement.dp_shard.activations=R",
+            (
+                "policy none contradicts activations M: activations would be neither saved nor "
+                "recomputed"
+            ),
+            "Use `recompute=full`, `recompute=selective` or `placement.dp_shard.activations=R`.",
         ),
         (
             {"activations": "M", "recompute": {"policy": "full", "keep": ["matmul"]}},
             "recompute.keep",
-            "keep says what is kept of a block, and policy full says it too",
-            "remove one of the two",
+            "`keep` and policy full both select what is saved",
+            "Remove one of the two.",
         ),
         (
             {"activations": "M", "recompute": {"keep": ["matmul", "matmul"]}},
             "recompute.keep",
-            "matmul is given twice",
-            "keep one of the two",
+            "matmul is listed twice",
+            "Remove one of the two.",
         ),
         (
             {"attention": "flash"},
             "attention",
-            "not yet: attention flash is in the grammar, and nothing executes it by itself (sdpa "
-            "chooses it where it can)",
-            "what works today: attention: sdpa or eager or flex or math",
+            "not supported yet: attention flash is reserved; sdpa selects it where possible",
+            "Supported: attention=sdpa or eager or flex or math.",
         ),
         (
             {"attention": "eager", "model": {"target": "m:f"}},
             "attention",
-            "eager, but a target computes attention as its function has it",
-            "remove attention, and say it in model.arguments",
+            "eager has no effect: the function of `model.target` decides its attention",
+            "Remove `attention`, or put it into `model.arguments`.",
         ),
         (
             {"loss": "vocab-parallel"},
             "loss",
-            "vocab-parallel: no vocabulary is cut, since tp has no two ranks",
-            "write loss=cross-entropy, or mesh.tp=2 with placement.tp=S,S,S,R",
+            "vocab-parallel needs at least two tp ranks",
+            "Use `loss=cross-entropy`, or use `mesh.tp=2` with `placement.tp=S,S,S,R`.",
         ),
         (
             TP | {"loss": "vocab-parallel", "tensor": {"loss_parallel": False}},
             "loss",
-            "vocab-parallel, and tensor.loss_parallel is false",
-            "remove one of the two",
+            "vocab-parallel contradicts tensor.loss_parallel: false",
+            "Remove one of the two.",
         ),
         (
             {"loss": {"kind": "cross-entropy", "chunk": 8}},
             "loss.chunk",
-            "cross-entropy has all logits at once",
-            "remove chunk, or write loss.kind=chunked",
+            "cross-entropy computes all logits at once",
+            "Remove `chunk`, or use `loss.kind=chunked`.",
         ),
         (
             {"loss": {"kind": "fused", "fused": False}},
             "loss.fused",
-            "false, and the kind is fused",
-            "remove one of the two",
+            "false contradicts kind fused",
+            "Remove one of the two.",
         ),
         (
             {"model": MODEL | {"blocks": "blocks.*"}},
             "model.blocks",
-            "the blocks of a built-in model are known",
-            "remove blocks, or write model.target or model.hf",
+            "`blocks` has no effect for built-in models",
+            "Remove `model.blocks`, or set `model.target` or `model.hf`.",
         ),
     ],
 )
@@ -355,20 +361,20 @@ def test_a_fault_of_a_mode_is_not_followed_by_one_of_what_depends_on_it():
 @pytest.mark.parametrize(
     ("changes", "meant"),
     [
-        ({"checkpoint": "full"}, "did you mean 'recompute: full' with activations: M?"),
-        ({"checkpoint": "selective"}, "did you mean 'recompute: selective' with activations: M?"),
+        ({"checkpoint": "full"}, "Did you mean `recompute=full` with `activations=M`?"),
+        ({"checkpoint": "selective"}, "Did you mean `recompute=selective` with `activations=M`?"),
         ({"gradient_checkpointing": True}, "Use `activations: M`."),
         ({"activation-checkpointing": True}, "Use `activations: M`."),
         ({"offload_activations": True}, "Use `activations: O`."),
         ({"attn_implementation": "eager"}, "Use `attention: eager`."),
         ({"linear_cross_entropy": True}, "Use `loss: fused`."),
-        ({"activations": "M", "recompute": True}, "did you mean 'full'?"),
-        ({"activations": "M", "recompute": "selectve"}, "did you mean 'selective'?"),
-        ({"activations": "M", "recompute": {"keep": ["mm"]}}, "did you mean 'matmul'?"),
-        ({"activations": {"0-1": "offload"}}, "did you mean O?"),
-        ({"activations": "m@cpu"}, "did you mean M@host?"),
-        ({"attention": "flash_attention_2"}, "did you mean 'sdpa'?"),
-        ({"loss": "linear_cross_entropy"}, "did you mean 'fused'?"),
+        ({"activations": "M", "recompute": True}, "Did you mean 'full'?"),
+        ({"activations": "M", "recompute": "selectve"}, "Did you mean 'selective'?"),
+        ({"activations": "M", "recompute": {"keep": ["mm"]}}, "Did you mean 'matmul'?"),
+        ({"activations": {"0-1": "offload"}}, "Did you mean `O`?"),
+        ({"activations": "m@cpu"}, "Did you mean `M@host`?"),
+        ({"attention": "flash_attention_2"}, "Did you mean 'sdpa'?"),
+        ({"loss": "linear_cross_entropy"}, "Did you mean 'fused'?"),
     ],
 )
 def test_other_words_are_understood(changes, meant):

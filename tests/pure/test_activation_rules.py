@@ -58,8 +58,8 @@ def test_what_blocks_keep_is_theirs_to_say(changes):
     assert refusals(**changes) == []
 
 
-ONE_WAY = "activations belong to the rank, not to an axis, but are M on dp_replicate and O on"
-TWICE = "has backward passes in halves, for inputs and for weights, and each of them would compute"
+ONE_WAY = "activations need one mode for all axes, but are M on dp_replicate and O on"
+TWICE = "splits backward passes into inputs and weights, and both would recompute blocks with"
 
 
 @pytest.mark.parametrize(
@@ -76,113 +76,123 @@ TWICE = "has backward passes in halves, for inputs and for weights, and each of 
             (
                 "placement.dp_shard",
                 f"{ONE_WAY} dp_shard",
-                "give activations once, at the top of the spec",
+                "Set `activations` once, at the top level of the spec.",
             ),
         ),
         (
             {"activations": {"2-5": "M"}},
             (
                 "activations",
-                "blocks 2-5, and the model has 4, from 0 to 3",
-                'write ranges within 0-3; "2-" is to the last one',
+                "blocks 2-5, but the model has 4, from 0 to 3",
+                'Use ranges within 0-3; "2-" ends at the last block.',
             ),
         ),
         (
             {"activations": {"0-3": "M", "4-": "R"}},
             (
                 "activations",
-                "blocks 4-, and the model has 4, from 0 to 3",
-                'write ranges within 0-3; "3-" is to the last one',
+                "blocks 4-, but the model has 4, from 0 to 3",
+                'Use ranges within 0-3; "3-" ends at the last block.',
             ),
         ),
         (
             {"activations": {"7": "O"}},
             (
                 "activations",
-                "block 7, and the model has 4, from 0 to 3",
-                'write ranges within 0-3; "3-" is to the last one',
+                "block 7, but the model has 4, from 0 to 3",
+                'Use ranges within 0-3; "3-" ends at the last block.',
             ),
         ),
         (
             {"placement": {"dp_shard": ["S*", "S", "S", "S*"]}},
             (
                 "placement.dp_shard",
-                "(S*,S,S,S*) on dp_shard: activations are those of a rank's own samples and cannot "
-                "be spread over a data axis; they are kept (R), recomputed (M) or offloaded (O), "
-                "and slices of the tokens are those of cp (mesh: {cp: 2}); it breaks Theorem 3 "
-                "(gradient integrity)",
-                "nearest legal: dp_shard: {parameters: S*, optimizer: S, gradients: S, "
-                "activations: R}",
+                (
+                    "(S*,S,S,S*) on dp_shard: activations of local samples cannot be sharded "
+                    "over a data axis: use R (saved), M (recomputed) or O (offloaded). To shard "
+                    "tokens, use cp (`mesh.cp=2`) [Theorem 3, gradient integrity]"
+                ),
+                "Use `placement.dp_shard=S*,S,S,R`.",
             ),
         ),
         (
             TP | {"placement": {"tp": ["S", "S", "S", "M"]}},
             (
                 "placement.tp",
-                "(S,S,S,M) on tp: activations on tp are R, S (a slice of the tokens) or S* (saved "
-                "so, and gathered for backward); M and O belong to a rank, not to an axis: "
-                "activations: M at the top of the spec; it breaks Definition 2",
-                "nearest legal: tp: {parameters: S, optimizer: S, gradients: S, activations: R}",
+                (
+                    "(S,S,S,M) on tp: activations on tp must be R, S (sharded by tokens) or S* "
+                    "(saved as shards, all-gathered for backward); M and O are set for all axes "
+                    "at the top level, `activations=M` [Definition 2]"
+                ),
+                "Use `placement.tp=S,S,S,R`.",
             ),
         ),
         (
             OTHER | {"activations": "M", "recompute": "attention"},
             (
                 "recompute",
-                "not yet: attention, of a model that is not built in: which of its modules "
-                "computes scores and softmax alone nobody says",
-                "write recompute.keep=[matmul], or recompute=selective",
+                (
+                    "not supported yet: policy attention for custom models, whose attention "
+                    "module is unknown"
+                ),
+                "Use `recompute.keep=[matmul]`, or `recompute=selective`.",
             ),
         ),
         (
             OTHER | {"recompute": {"budget": "1 GiB"}},
             (
                 "recompute.budget",
-                "not yet: a policy that follows from a budget, of a model that is not built in: "
-                "its peak is known once it is traced with one",
-                "write activations=M with recompute=selective or recompute=full; "
-                "`ptrain predict` derives each",
+                (
+                    "not supported yet: recompute.budget for custom models, whose peak is known "
+                    "only after a trace"
+                ),
+                (
+                    "Use `activations=M` with `recompute=selective` or `recompute=full`; `ptrain "
+                    "predict` derives each."
+                ),
             ),
         ),
         (
             {"activations": "M", "unit": "sub-block"},
             (
                 "unit",
-                "not yet: sub-block, with blocks that are computed again: their parts would be "
-                "gathered once more for it",
-                "write unit=block",
+                (
+                    "not supported yet: unit=sub-block with recomputed blocks, whose parts would "
+                    "be gathered again"
+                ),
+                "Use `unit=block`.",
             ),
         ),
         (
             TP | {"activations": "M", "tensor": {"plan": "naive"}},
             (
                 "tensor.plan",
-                "not yet: naive, with blocks whose activations are recomputed or offloaded",
-                "write tensor.plan=paired, or activations=R",
+                "not supported yet: naive with recomputed or offloaded activations",
+                "Use `tensor.plan=paired`, or `activations=R`.",
             ),
         ),
         (
             {"model": {"preset": "gpt-tiny", "dropout": 0.1}, "attention": "flex"},
             (
                 "attention",
-                "flex: torch's flex_attention drops nothing, and the model has dropout: 0.1",
-                "write attention=sdpa or attention=eager, or model.attention_dropout=0",
+                "torch's flex_attention does not support dropout; the model has 0.1",
+                "Use `attention=sdpa` or `attention=eager`, or `model.attention_dropout=0`.",
             ),
         ),
         (
             {"attention": "flex", "device": "cpu"},
             (
                 "attention",
-                "flex: torch's flex_attention has no backward pass on a processor",
-                "write attention=sdpa or attention=eager, or device=cuda",
+                "torch's flex_attention has no backward pass on CPUs",
+                "Use `attention=sdpa` or `attention=eager`, or `device=cuda`.",
             ),
         ),
         (
             {"offload": {"path": "/tmp"}, "activations": "O"},
             (
                 "offload.path",
-                "/tmp is for states in files, and none is",
-                "remove path, or write offload.tier=file",
+                "/tmp has no effect: no state is in files",
+                "Remove `offload.path`, or use `offload.tier=file`.",
             ),
         ),
     ],
@@ -194,15 +204,18 @@ def test_what_is_refused_says_what_instead(changes, refusal):
 @pytest.mark.parametrize("name", HALVES)
 def test_a_block_is_not_recomputed_twice_by_a_backward_pass_in_halves(name):
     in_halves = PP | {"pipeline": {"schedule": str(name)}}
-    remedy = "write a schedule with whole backward passes: 1f1b or interleaved; or activations=R"
+    remedy = (
+        "Use a schedule with full backward passes, `pipeline.schedule=1f1b` or "
+        "`pipeline.schedule=interleaved`, or `activations=R`."
+    )
     assert refusals(activations="M", **in_halves) == [
-        ("pipeline.schedule", f"{name} {TWICE} blocks that are M again", remedy)
+        ("pipeline.schedule", f"{name} {TWICE} activations M", remedy)
     ]
     assert refusals(activations="O", **in_halves) == [
         (
             "pipeline.schedule",
-            f"not yet: with {name} both halves of a backward pass take what was saved, and what is "
-            "offloaded is brought back once",
+            f"not supported yet: offloaded activations with {name}, whose two backward halves "
+            "would both load them",
             remedy,
         )
     ]
@@ -220,20 +233,20 @@ def test_blocks_of_another_model_are_counted_when_they_are_known():
     with pytest.raises(SpecError) as caught:
         lower(made, ModelFacts(units=(), blocks=("layers.0", "layers.1")))
     (fault,) = caught.value.faults
-    assert fault.finding == "blocks 2-5, and the model has 2, from 0 to 1"
-    assert fault.remedy == 'write ranges within 0-1; "1-" is to the last one'
+    assert fault.finding == "blocks 2-5, but the model has 2, from 0 to 1"
+    assert fault.remedy == 'Use ranges within 0-1; "1-" ends at the last block.'
 
 
 def test_a_model_without_blocks_keeps_nothing_by_block():
     with pytest.raises(SpecError) as caught:
         lower(spec(**OTHER | {"activations": "M"}), ModelFacts.of_units((("",),)))
     (fault,) = caught.value.faults
-    assert fault.finding == "they are kept by block, and no blocks are found in the model"
-    assert fault.remedy == "name them: model.blocks=layers.*"
+    assert fault.finding == "modes by block need blocks, and none were found in the model"
+    assert fault.remedy == "Set `model.blocks`, for example `model.blocks=layers.*`."
 
 
 def test_a_budget_is_settled_before_anything_is_planned():
-    with pytest.raises(SpecError, match=r"what it recomputes is not chosen yet"):
+    with pytest.raises(SpecError, match="the recompute policy is not selected yet"):
         lower(spec(recompute={"budget": "1 GiB"}), ModelFacts.of_units((("",),)))
 
 

@@ -54,9 +54,9 @@ def test_70b_on_8_devices_of_80_gb_has_no_answer():
     assert "line 5: 16P/N = 130.4 GiB < 0.7 M_d = 52.15 GiB: no" in text
     assert "line 8: a layer = 1.593 GiB > 0.3 M_d = 22.35 GiB" in text
     assert "no answer: line 11" in text
-    assert "130.4 GiB is above the memory itself: more devices" in text
+    assert "130.4 GiB exceeds the device memory; more devices" in text
     close = "\n".join(lines(algorithm1(replace(SEVENTY_BILLION, devices=16))))
-    assert "65.19 GiB is below the memory itself, and leaves 9.313 GiB" in close
+    assert "65.19 GiB is less than the device memory; 9.313 GiB remain" in close
 
 
 def test_states_below_seven_tenths_are_data_parallelism_and_at_it_no_more():
@@ -117,7 +117,7 @@ def test_what_tp_is_added_to_has_the_nodes_and_the_share_that_was_refused():
         (Axis.DP_SHARD, 2),
         (Axis.TP, 8),
     ]
-    assert "stays 65.19 GiB, which line 5 has refused" in "\n".join(lines(answer))
+    assert "stays 65.19 GiB, which line 5 rejected" in "\n".join(lines(answer))
 
 
 @pytest.mark.parametrize(

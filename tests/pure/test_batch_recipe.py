@@ -63,7 +63,7 @@ def test_the_nearest_power_of_two_is_the_nearest_by_difference(number, power):
 def test_a_rounding_of_samples_is_refused():
     place, text = refusal("batch.round=none")
     assert place == "batch.round"
-    assert "batch.global has none" in text
+    assert "batch.global is not given in tokens" in text
 
 
 @pytest.mark.parametrize("sequence", [2048, 8192])
@@ -101,11 +101,23 @@ def test_only_legal_micro_batches_are_tried():
 @pytest.mark.parametrize(
     ("overrides", "place", "text"),
     [
-        (("batch={micro: auto, sequence: 64}",), "batch.micro", "write batch.global too"),
-        (("batch.micro=auto", "batch.accumulate=4"), "batch.micro", "accumulate follows from it"),
+        (("batch={micro: auto, sequence: 64}",), "batch.micro", "Set `batch.global` too"),
+        (
+            ("batch.micro=auto", "batch.accumulate=4"),
+            "batch.micro",
+            ("auto determines batch.accumulate"),
+        ),
         (("batch.micro=auto", "cluster=null"), "batch.micro", "name a cluster"),
-        (("batch.micro=auto", "recompute.budget=1 GiB", "activations=M"), "batch.micro", "not yet"),
-        (("batch.micro=auto", "batch.global=15"), "batch.global", "14 or 16"),
+        (
+            ("batch.micro=auto", "recompute.budget=1 GiB", "activations=M"),
+            "batch.micro",
+            "not supported yet",
+        ),
+        (
+            ("batch.micro=auto", "batch.global=15"),
+            "batch.global",
+            "`batch.global=14` or `batch.global=16`.",
+        ),
         (("batch.micro=automatic",), "batch.micro", "or auto"),
     ],
 )
@@ -126,26 +138,33 @@ def lines_of(*overrides: str, name: str = "8b-zero3") -> list[str]:
 
 
 def test_what_became_of_tokens_is_said_aloud():
-    to_power = "batch.global: 4M tokens are 976 samples of 4096: 1024 to the nearest power of two"
-    assert lines_of("batch.global=4M tokens") == [f"{to_power} (+4.9%); batch.round: none does not"]
+    to_power = (
+        "batch.global: 4M tokens are 976 samples of 4096: rounded to 1024, the nearest power of two"
+    )
+    assert lines_of("batch.global=4M tokens") == [
+        f"{to_power} (+4.9%); `batch.round=none` disables this"
+    ]
     (nearest,) = lines_of("batch.global=4M tokens", "batch.round=none")
-    assert nearest.endswith("976 are taken")
+    assert nearest.endswith("using 976")
     (multiple,) = lines_of("batch.global=4M tokens", "batch.round=none", "batch.micro=6")
-    assert multiple.endswith("960 to the nearest multiple of 48 (-1.6%)")
+    assert multiple.endswith("rounded to 960, the nearest multiple of 48 (-1.6%)")
     (odd,) = lines_of("batch.global=4M tokens", "batch.micro=3")
     assert odd.endswith(
-        "984 to the nearest multiple of 24 (+0.8%); 1024 is none of 3 micro × 8 data"
+        "rounded to 984, the nearest multiple of 24 (+0.8%); "
+        "1024 is not a multiple of 3 micro × 8 data"
     )
     (few,) = lines_of("batch.global=100k tokens", "batch.micro=8")
-    assert few.endswith("24 samples of 4096: 64 are the fewest of 8 data ranks (+166.7%)")
+    assert few.endswith(
+        "24 samples of 4096: rounded up to 64, the minimum for 8 data-parallel ranks (+166.7%)"
+    )
     assert lines_of() == []
 
 
 def test_a_micro_batch_that_was_chosen_is_said_aloud():
     (fits,) = lines_of("batch.micro=auto")
-    assert "auto is 2, the largest whose predicted peak fits; ptrain simulate" in fits
+    assert "auto is 2, the largest with a predicted peak that fits; `ptrain simulate" in fits
     (none,) = lines_of("batch.micro=auto", "batch.sequence=65536")
-    assert "auto is 1, the smallest there is: none fits" in none
+    assert "auto is 1, the smallest; none fits" in none
     (laptop,) = lines_of("batch.micro=auto", name="zero3")
     assert "rehearse" not in laptop
 
@@ -159,32 +178,33 @@ def test_the_reasons_are_fit_then_batch_then_throughput_then_axes_in_the_order_t
     starts = [line.partition(":")[0] for line in text.splitlines()]
     assert starts[:3] == ["fit", "batch", "throughput"]
     assert [start[:2] for start in starts[3:]] == ["1.", "2.", "3."]
-    assert "1f1b on 4 ranks waits 15.8% of the step with 16 micro-batches" in text
-    assert "tp 8: a layer is 1.594 GiB in 16 bits, cut by 8" in text
+    assert "1f1b on 4 ranks has a bubble of 15.8% of the step with 16 micro-batches" in text
+    assert "tp 8: a layer has 1.594 GiB in 16-bit precision, sharded by 8" in text
     assert "within a node at 450 GB/s" in text and "over 4 nodes at 50 GB/s" in text
 
 
 def test_accumulation_is_what_data_ranks_could_compute_at_once():
-    assert "64 = 1 micro × 8 accumulated × 8 data; data ranks compute at once" in reasons_of(
-        "8b-ddp"
-    )
-    assert ": 64 of them would do" in reasons_of("8b-ddp")
-    assert "nothing is accumulated" in reasons_of("70b-zero3")
+    assert "64 = 1 micro × 8 accumulated × 8 data; more data-parallel ranks" in reasons_of("8b-ddp")
+    assert "; 64 ranks need none" in reasons_of("8b-ddp")
+    assert "no gradient accumulation" in reasons_of("70b-zero3")
 
 
 @pytest.mark.parametrize(("ranks", "is_said"), [(512, False), (1024, True)])
 def test_data_ranks_beyond_512_are_said_to_be_many(ranks, is_said):
     words = (f"mesh.dp_shard={ranks}", "cluster.preset=h100-1024", f"batch.global={ranks}")
-    assert ("data ranks are above some 512" in reasons_of("70b-zero3", *words)) is is_said
+    assert ("data-parallel ranks exceed about 512" in reasons_of("70b-zero3", *words)) is is_said
 
 
 def test_an_axis_that_is_not_there_says_why_it_need_not_be():
     text = reasons_of("8b-zero3", "cluster.preset=h100-8")
-    assert "2. no tp: a layer is 416 MiB in 16 bits, 0.5% of a device" in text
+    assert "2. no tp: a layer has 416 MiB in 16-bit precision, 0.5% of the device memory" in text
     assert "3. no pp: one node is enough" in text
     small = reasons_of("ddp")
-    assert "1. no dp_shard: states of 12.28 MiB are below the usable 11.71 GiB of a device" in small
-    assert "first to reach for: it would cut states of 59.83 GiB" in reasons_of(
+    assert (
+        "1. no dp_shard: 12.28 MiB of states are less than the 11.71 GiB of usable device memory"
+        in small
+    )
+    assert "first choice and would shard 59.83 GiB of states" in reasons_of(
         "8b-ddp", "cluster.device_memory=40 GiB"
     )
 
@@ -198,20 +218,22 @@ def test_what_a_step_waits_for_is_a_share_of_its_seconds_where_they_are_known():
     )
     timed = replace(derivation, exact=replace(derivation.exact, step=StepTime(rows=rows)))
     sharding, tensor, stages = axis_reasons(timed)
-    assert sharding.endswith("for which 10.0% of the step waits")
-    assert tensor.endswith("for which 30.0% of the step waits")
-    assert stages.endswith("for which 0.0% of the step waits")
+    assert sharding.endswith("exposed communication takes 10.0% of the step")
+    assert tensor.endswith("exposed communication takes 30.0% of the step")
+    assert stages.endswith("exposed communication takes 0.0% of the step")
     untimed = replace(derivation, exact=replace(derivation.exact, step=None))
-    assert not any("waits" in line for line in axis_reasons(untimed))
+    assert not any("exposed" in line for line in axis_reasons(untimed))
 
 
 def test_a_plan_says_what_became_of_the_batch(ptrain):
     text = ptrain("plan", "zero3", "batch.global=2k tokens", "batch.micro=auto")
-    assert "batch.global: 2k tokens are 15 samples of 128: 16 to the nearest power of two" in text
-    assert "batch.micro: auto is 8, the largest whose predicted peak fits" in text
+    assert (
+        "batch.global: 2k tokens are 15 samples of 128: rounded to 16, the nearest power of two"
+    ) in text
+    assert "batch.micro: auto is 8, the largest with a predicted peak that fits" in text
 
 
 def test_states_on_a_host_are_counted_beside_the_devices():
     (first, *_), (plain, *_) = (reasons_of(name).splitlines() for name in ("zero-offload", "zero3"))
-    assert first.endswith("a rank's states are 1.535 MiB and 4.605 MiB on the host")
-    assert plain.endswith("a rank's states are 6.142 MiB")
+    assert first.endswith("model states are 1.535 MiB and 4.605 MiB on the host per rank")
+    assert plain.endswith("model states are 6.142 MiB per rank")

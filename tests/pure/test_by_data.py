@@ -27,7 +27,7 @@ from ptrain.spec.spec import Spec
 from ptrain.train.heading import preflight_lines
 from tests.pure.build import setting
 
-WHO = "h.0.moe and 1 module more select by data (nonzero)"
+WHO = "h.0.moe and 1 more module select by data (nonzero)"
 SPEC = require(load("zero3", ["model={preset: llama-tiny}"]))
 
 
@@ -103,7 +103,7 @@ def test_experts_without_a_gradient_are_refused_where_data_ranks_sum_gradients()
     with pytest.raises(SpecError) as error:
         derive(SPEC, facts)
     assert "h.0.moe.1.weight and 1 parameter more have no gradient" in str(error.value)
-    assert "run every expert" in str(error.value)
+    assert "Call every expert" in str(error.value)
 
 
 def check_of(size: int) -> Check:

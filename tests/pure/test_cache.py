@@ -327,7 +327,7 @@ def test_without_a_home_there_is_one_message(monkeypatch: pytest.MonkeyPatch, ca
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(cache.Path, "home", homeless)
     assert main(["cache"]) == 2
-    assert "no folder for the cache" in capsys.readouterr().err
+    assert "no cache folder" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("change", ["device=cpu", "cluster.preset=h100-8", "device=cuda"])

@@ -93,9 +93,9 @@ def refusal(options: CalibrationOptions, parts: list[MeasuredPart] | None = None
 def test_measurements_that_are_far_apart_are_not_written(tmp_path, capsys):
     options = CalibrationOptions(out=tmp_path / "out.yaml")
     assert refusal(options, [part(1, spread=0.3)]) == (
-        "error: calibrate: measurements of one thing are 30% apart in the median, more than 25%: "
-        "something else "
-        "runs on this machine; nothing is written\n  remedy: wait until it is quiet, or --force"
+        "error: calibrate: repeated measurements differ by 30% in the median, more than 25%: "
+        "other processes use this machine; no file was written\n"
+        "  remedy: Stop the other processes, or add `--force`."
     )
     assert not options.out.exists()
     forced = CalibrationOptions(out=options.out, force=True)
@@ -106,8 +106,8 @@ def test_a_busy_machine_is_not_measured(tmp_path, monkeypatch):
     monkeypatch.setattr(write, "busy_cores", lambda: 1.2)
     monkeypatch.setattr(write, "cores", lambda: 2)
     assert refusal(CalibrationOptions(out=tmp_path / "out.yaml")) == (
-        "error: calibrate: 1.2 of 2 cores are busy with something else: nothing is measured\n"
-        "  remedy: wait until the machine is quiet, or --force"
+        "error: calibrate: other processes use 1.2 of 2 cores; nothing was measured\n"
+        "  remedy: Stop the other processes, or add `--force`."
     )
 
 
@@ -125,12 +125,13 @@ def test_a_file_that_no_calibration_wrote_is_not_overwritten(tmp_path):
     for content in (b"devices: 2\n", b"\0\xff", b""):
         file.write_bytes(content)
         assert refusal(CalibrationOptions(out=file)) == (
-            f"error: --out: {file} is there, and no calibration wrote it\n"
-            "  remedy: choose another file, or --force"
+            f"error: --out: {file} exists and was not written by a calibration\n"
+            "  remedy: Use another file, or add `--force`."
         )
     folder = refusal(CalibrationOptions(out=tmp_path / "none" / "out.yaml"))
     assert folder.endswith(
-        "there is no folder " + str(tmp_path / "none") + "\n  remedy: make it first"
+        f"the folder {tmp_path / 'none'} does not exist\n"
+        f"  remedy: Run `mkdir -p {tmp_path / 'none'}` first."
     )
     assert "is a folder" in refusal(CalibrationOptions(out=tmp_path))
 
@@ -140,13 +141,13 @@ def test_a_cluster_that_cannot_be_used_is_one_message(tmp_path, capsys):
     file.write_text("devices: many\nrates: {hooks: [[ddp_bucket]]}\n", encoding="utf-8")
     assert main(["calibrate", str(file), "--out", str(tmp_path / "out.yaml")]) == 2
     error = capsys.readouterr().err
-    assert error.startswith("error: cluster.preset: the preset cannot be used: ")
+    assert error.startswith("error: cluster.preset: the preset is invalid: ")
     assert f"{file}:1:10: error: devices: must be an integer" in error
     assert "rates.hooks: row 1 must be [hook, seconds by ranks at once]" in error
     file.write_text("devices: 2\nrates: {hooks: [[tensor_sum, 1e-5]]}\n", encoding="utf-8")
     assert main(["calibrate", str(file), "--out", str(tmp_path / "out.yaml")]) == 2
     error = capsys.readouterr().err
-    assert "row 1, hook: must be one of" in error and "remedy: where another version" in error
+    assert "row 1, hook: must be one of" in error and "remedy: If another version" in error
     assert main(["calibrate", "h101", "--out", str(tmp_path / "out.yaml")]) == 2
     assert "there is no cluster named 'h101'" in capsys.readouterr().err
 
@@ -191,18 +192,20 @@ def test_the_tables_that_lie_farthest_apart_are_named(tmp_path, capsys):
     measured = replace(part(1), spreads=spreads, left_out=3)
     assert conclude([measured], CalibrationOptions(out=tmp_path / "out.yaml")) == 0
     text = capsys.readouterr().out
-    assert "ranks at once: 1 (spread 2.0%, most collectives 40.0%, updates 20.0%)" in text
-    assert "for want of time the largest points of some tables are left out" in text
+    assert (
+        "ranks at the same time: 1 (spread 2.0%, largest collectives 40.0%, updates 20.0%)" in text
+    )
+    assert "the largest points of some tables were not measured" in text
 
 
 def test_a_calibration_that_is_replaced_is_said_to_be(tmp_path, capsys):
     out = tmp_path / "out.yaml"
-    for word in ("wrote", "replaced the one of 2"):
+    for word in ("wrote", "replaced the rates of 2"):
         assert conclude([part(1)], CalibrationOptions(out=out)) == 0
         assert f"\n{word}" in capsys.readouterr().out
     out.write_bytes(b"mine")
     assert conclude([part(1)], CalibrationOptions(out=out, force=True)) == 0
-    assert f"replaced what was in {out}" in capsys.readouterr().out
+    assert f"replaced the content of {out}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("points", [PROCESSORS, GPUS])
@@ -223,4 +226,4 @@ def test_products_are_of_all_sides_and_the_largest_come_last(points):
 @pytest.mark.parametrize("seconds", ["-5", "0", "nan", "inf"])
 def test_a_time_in_which_nothing_can_end_is_one_message(seconds, capsys):
     assert main(["calibrate", "--seconds", seconds]) == 2
-    assert f"--seconds: {seconds} is no time" in capsys.readouterr().err
+    assert f"--seconds: must be greater than 0; got {seconds}" in capsys.readouterr().err

@@ -135,7 +135,7 @@ def test_every_box_has_its_number_until_the_sheet_is_as_long_as_it_may_be(name, 
     numbered = sum(is_on_a_box(text, sheet) for text in sheet.texts if text.text[0].isdigit())
     if name is ScheduleName.NAIVE and size.microbatches == LARGE[1]:
         assert 0 < numbered < number
-        assert "narrow boxes without a number" in texts_of(sheet)[-1]
+        assert "narrow boxes have no number" in texts_of(sheet)[-1]
     else:
         assert numbered == number
         assert "without" not in texts_of(sheet)[-1]
@@ -163,10 +163,10 @@ def test_a_sheet_grows_with_ranks_and_time_up_to_40_inches():
 def test_a_sheet_says_which_schedule_of_what_and_its_bubble_in_both_conventions():
     texts = texts_of(sheet_of(ScheduleName.ONE_F_ONE_B, pipeline(8, 1, 32), "my-spec"))
     assert texts[0] == "my-spec"
-    assert texts[1] == "1f1b · ranks: 8 · stages: 8, 1 a rank · micro-batches: 32"
-    assert texts[2].startswith("bubble 17.9% of the step, 21.9% of the ideal time, if")
+    assert texts[1] == "1f1b · ranks: 8 · stages: 8, 1 per rank · micro-batches: 32"
+    assert texts[2].startswith("bubble 17.9% of the step, 21.9% of the ideal time, for")
     assert [text for text in texts if text.startswith("rank ")] == [f"rank {r}" for r in range(8)]
-    assert "time in units of one forward (F = 1, B = 2)" in texts
+    assert "time in units of one forward pass (F = 1, B = 2)" in texts
     assert texts[-4:-1] == ["F forward", "B backward", "idle"]
 
 

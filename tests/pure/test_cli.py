@@ -3,18 +3,31 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
+from argparse import SUPPRESS
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import ptrain
+from ptrain.calibration import write as calibration
 from ptrain.cli import main as dispatcher
-from ptrain.cli.main import NOT_YET, VERBS, WRONG_INPUT, main
+from ptrain.cli.arguments import CommandParser
+from ptrain.cli.main import VERBS, WRONG_INPUT, main
+from ptrain.cli.select import _THRESHOLDS as THRESHOLDS
+from ptrain.commands import COMMANDS
 from ptrain.errors import RankFailed, TrainingStopped, VerdictFailed
+from ptrain.report.selection import TOP
+from ptrain.selection.task import SearchGoal
 from ptrain.spec.load import split_arguments
+from ptrain.spec.names import names
+from ptrain.train import options as train_options
 from ptrain.train import refusal
+from ptrain.verification import options as verify_options
 
 ROOT = Path(__file__).parents[2]
 HEAVY = ("torch", "numpy", "transformers", "matplotlib", "pandas")
@@ -47,6 +60,12 @@ TORCH_FREE = (
     ["schema"],
     ["help"],
     ["help", "dials"],
+    ["help", "launch"],
+    ["help", "train"],
+    ["simulate", "--help"],
+    ["completion", "bash"],
+    ["predict", "llama3-8b", "--cluster", "h100-8"],
+    ["train", "--nproc", "4"],
     ["predict", "no-such-spec"],
     ["train", "no-such-spec"],
     ["validate", "no-such-spec"],
@@ -97,7 +116,7 @@ def test_predict_imports_nothing_that_it_does_not_need():
 def test_the_command_runs_as_a_module(module):
     words = [sys.executable, "-m", module, "nothing-like-it"]
     ended = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert ended.returncode == WRONG_INPUT and "is no command" in ended.stderr
+    assert ended.returncode == WRONG_INPUT and "unknown command" in ended.stderr
 
 
 @pytest.mark.parametrize("call", ["main()", "main(sys.argv[1:])"])
@@ -121,11 +140,10 @@ def test_the_packages_names_are_found_on_first_use():
         _ = ptrain.nothing
 
 
-def test_help_lists_the_verbs_that_work_and_no_other(capsys):
+def test_help_lists_all_commands(capsys):
     assert main(["--help"]) == 0
     text = capsys.readouterr().out
     assert all(f"  {verb} " in text for verb in VERBS)
-    assert not any(f"  {verb} " in text for verb in NOT_YET)
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -136,15 +154,133 @@ def test_every_verb_has_a_module_and_a_help_text(verb, capsys):
     assert f"usage: ptrain {verb}" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("verb", NOT_YET)
-def test_a_verb_to_come_says_not_yet(verb, capsys):
-    assert main([verb, "zero3"]) == 2
-    assert f"ptrain {verb}: not yet" in capsys.readouterr().err
+def test_the_help_of_a_command_has_groups_examples_and_topics(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    for verb, command in COMMANDS.items():
+        with pytest.raises(SystemExit):
+            main([verb, "--help"])
+        text = capsys.readouterr().out
+        assert f"\n{VERBS[verb]}.\n" in text
+        assert all(f"\n{title}:\n" in text for title in (*command.groups, "Examples"))
+        assert all(f"\n  {example}\n" in text for example in command.examples)
+        assert max(map(len, text.partition("Examples:")[0].splitlines())) <= 80
 
 
-def test_an_unknown_verb_names_the_known_ones(capsys):
-    assert main(["trian"]) == 2
-    assert "choose from train, predict" in capsys.readouterr().err
+def options() -> Iterator[tuple[str, tuple[str, ...], dict[str, Any]]]:
+    """Yield command, names and definition of every option and argument that help shows."""
+    for verb, command in COMMANDS.items():
+        for group in command.groups.values():
+            for item in group:
+                for found, how in item if isinstance(item, list) else (item,):
+                    if how["help"] != SUPPRESS:
+                        yield verb, found, how
+
+
+def test_every_option_says_what_it_does_its_values_and_its_default():
+    for verb, found, how in options():
+        what, text = f"{verb} {found[0]}", how["help"]
+        assert text[0].isupper() and text.endswith("."), what
+        assert all(str(word) in text for word in how.get("choices", ())), what
+        if found[0].startswith("-") and how.get("action") not in ("store_true", "store_false"):
+            assert how["metavar"].partition(".")[0].isupper(), what
+            assert any(word in text for word in ("Default: ", "Required", "Format: ")), what
+        default = how.get("default")
+        if default not in (None, False, "", [], SUPPRESS):
+            assert f"Default: {default:g}" if isinstance(default, float) else str(default) in text
+
+
+def test_the_defaults_of_options_are_those_of_the_program():
+    assert train_options.parse([]) == train_options.Options(spec=names().default)
+    assert verify_options.parse([]) == verify_options.VerifyOptions(spec=names().default)
+    assert calibration.parse([]) == calibration.CalibrationOptions()
+    args = CommandParser("select").read([])
+    assert args.thresholds == THRESHOLDS and SearchGoal(args.objective) is SearchGoal.TIME
+    texts = {(verb, name): how["help"] for verb, found, how in options() for name in found}
+    assert f"Default: {TOP}," in texts["select", "--top"]
+    assert f"at least {verify_options.LEAST_STEPS}" in texts["verify", "--steps"]
+    choices = {verb: how["choices"] for verb, found, how in options() if found == ("--objective",)}
+    assert choices == {"select": tuple(SearchGoal)}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("trian", "unknown command 'trian'. Did you mean `train`?"),
+        ("launch", "unknown command 'launch'. Did you mean `train`?"),
+        ("qqqq", "unknown command 'qqqq'. `ptrain --help` lists the commands."),
+        ("--strict train", "unknown command '--strict'. Options follow the command: "),
+        (
+            "train --nproc 4 zero3",
+            "unknown option --nproc. The number of ranks is the mesh: use `mesh.dp_shard=4`.",
+        ),
+        ("train zero3 --lr 0.1", "unknown option --lr. Use the key `optimizer.lr=0.1`."),
+        ("verify --device=cpu", "unknown option --device. Use the key `device=cpu`."),
+        ("plan zero3 --cluster h100-8", "Use the key `cluster.preset=h100-8`."),
+        ("train --gradient-checkpointing true", "Use `activations=M`."),
+        ("train --batch-size 8", "batch.micro"),
+        (
+            "predict zero3 --quick",
+            "unknown option --quick. --quick is an option of `ptrain verify`.",
+        ),
+        ("verify zero3 --step 5", "unknown option --step. Did you mean `--steps`?"),
+        ("export --too x runs/latest", "Did you mean `--to`?"),
+        ("cache --qqq", "unknown option --qqq. Run `ptrain cache --help`."),
+        ("cache old", "unknown argument old. Run `ptrain cache --help`."),
+        ("predict zero3 --sort size", "--sort takes one of states, peak, sent, calls, time."),
+        ("select llama3-8b --devices 0", "--devices: must be an integer of 1 or more; got '0'"),
+        ("sample runs/x --temperature nan", "--temperature: must be a number of 0 or more"),
+        ("export", "missing --to. Run `ptrain export --help`."),
+        ("completion tcsh", "SHELL takes one of bash, zsh, fish."),
+    ],
+)
+def test_a_mistake_is_one_message_without_the_usage(words, message, capsys):
+    assert main(words.split()) == WRONG_INPUT
+    captured = capsys.readouterr()
+    assert captured.out == "" and message in captured.err
+    assert captured.err.startswith("ptrain") and captured.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "words", ["train --dev cpu", "verify --every zero3", "predict --res zero3"]
+)
+def test_an_option_is_written_in_full(words, capsys):
+    assert main(words.split()) == WRONG_INPUT
+    assert "unknown option --" in capsys.readouterr().err
+    for parse in (train_options.parse, verify_options.parse):
+        with pytest.raises(SystemExit):
+            parse(["--allow"])
+
+
+def test_predict_takes_a_model_as_select_does(capsys):
+    words = ["predict", "llama3-8b", "--cluster", "h100-8"]
+    assert main([*words, "--devices", "4", "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert (record["spec"], record["world_size"]) == ("fsdp-mixed", 4)
+    assert main([*words, "batch.sequence=8192"]) == 0
+    *_, assumed, _, last = capsys.readouterr().out.splitlines()
+    assert last == "Next: ptrain select llama3-8b --cluster h100-8 --devices 8"
+    command = shlex.split(assumed.partition("`")[2].rpartition("`")[0])
+    assert assumed.startswith("Assumed: fully sharded, bf16 mixed precision, as in `ptrain predict")
+    assert "batch.sequence=8192" in command and "batch.sequence=4096" not in command
+    assert main(command[1:]) == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("llama3-8b", "Use `ptrain predict llama3-8b --cluster h100-8`."),
+        ("llama3-8b zero3 --cluster h100-8", "is a model, which is predicted alone"),
+        ("zero3 --devices 8", "Use `mesh.dp_shard=8`."),
+    ],
+)
+def test_predict_says_what_a_model_or_a_spec_needs(words, message, capsys):
+    assert main(["predict", *words.split()]) == WRONG_INPUT
+    assert message in capsys.readouterr().err
+
+
+def test_the_cluster_of_a_spec_may_be_an_option(capsys):
+    assert main(["predict", "zero3", "--cluster", "h100-8", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["fit"]["device_memory"] > 80e9
 
 
 def test_a_wrong_spec_ends_with_its_message_and_2(capsys):
@@ -165,7 +301,7 @@ def test_a_wrong_spec_with_json_gives_its_faults_as_json(capsys):
 
 def test_predict_without_a_spec_says_what_is_missing(capsys):
     assert main(["predict"]) == 2
-    assert "name a SPEC" in capsys.readouterr().err
+    assert "SPEC is missing" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -200,8 +336,8 @@ def test_every_error_has_its_exit_code(error, code, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("words", "finding"),
     [
-        (["validate", "zero3"], "a launcher started 2 ranks, and a training as a call starts its"),
-        (["verify", "zero3", "--steps", "0"], "a trajectory takes 3 steps at least"),
+        (["validate", "zero3"], "a launcher started 2 ranks, but this training starts its"),
+        (["verify", "zero3", "--steps", "0"], "a trajectory needs at least 3 steps"),
         (["predict", "no-such-spec"], "no spec named"),
     ],
 )

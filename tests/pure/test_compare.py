@@ -137,7 +137,7 @@ def test_documents_of_one_name_in_a_file_are_one_training(printed, tmp_path):
     text = printed("compare", base, head, "--fail-on", "peak=0,verdict", code=1)
     row = next(line for line in text.splitlines() if line.startswith("verdict: "))
     assert row.split("  ")[-1] == "holds → fails" and "holds (1 of 1)" in row
-    assert "head: culprit: gradients · axis dp_shard · x 2 · blocks.0" in text
+    assert "head: root cause: gradients · axis dp_shard · x 2 · blocks.0" in text
     assert "\nexceeded: zero3: trains like one device: fails (0 of 1)\n" in text
 
 
@@ -233,27 +233,35 @@ def test_a_limit_to_what_one_side_lacks_fails():
 @pytest.mark.parametrize(
     ("words", "finding", "remedy"),
     [
-        ([], "takes BASE and HEAD; got 0", "name two"),
-        (["zero3"], "takes BASE and HEAD; got 1", "name two"),
-        (["zero3", "zero2", "ddp"], "got 3", "name two"),
+        ([], "takes two records, BASE and HEAD; got 0", "Name two"),
+        (["zero3"], "takes two records, BASE and HEAD; got 1", "Name two"),
+        (["zero3", "zero2", "ddp"], "got 3", "Name two"),
         (["zero3", "gone.json"], "gone.json: no such file", "a JSON file that a command printed"),
         (["zero3", "nospec"], "there is no spec named 'nospec'", "ptrain specs"),
-        (["zero3", "{folder}"], "is no folder of a run that has ended", "name a run folder"),
-        (["zero3", "{text}"], "is no JSON: ", "--json"),
+        (["zero3", "{folder}"], "so it is not a finished run", "Name a run folder"),
+        (["zero3", "{text}"], "is not JSON: ", "--json"),
         (["zero3", "{empty}"], "holds no record", "give what a command printed"),
         (["zero3", "{number}"], "a record is a mapping; here is 3", "predict, validate"),
         (["zero3", "{other}"], "it lacks spec, world_size, memory", "predict, validate"),
         (["zero3", "{damaged}"], "it is damaged: ", "predict, validate"),
         (["zero3", "{worded}"], "it is damaged: TypeError loss at the end is 'low'", "predict"),
         (["zero3", "{endless}"], "it is damaged: OverflowError ", "predict, validate"),
-        (["zero3", "{digits}"], "is no JSON: ", "--json"),
-        (["zero3", "{deep}"], "is no JSON: ", "--json"),
-        (["zero3", "{bytes}"], "cannot be read: ", "name a run folder"),
+        (["zero3", "{digits}"], "is not JSON: ", "--json"),
+        (["zero3", "{deep}"], "is not JSON: ", "--json"),
+        (["zero3", "{bytes}"], "cannot be read: ", "Name a run folder"),
         (["zero3", "{error}"], "was refused: no such key", "repeat the command"),
         (["zero3", "{refused}"], "b was refused there: why", "leave that point out"),
         (["zero3", "{verification}"], "no figure in common", "compare two predictions"),
-        (["{verification}", "{verification}", "a.b=3"], "neither side is a spec", "leave it out"),
-        (["zero3", "zero2", "--markdown", "--json"], "are two forms", "leave one of them out"),
+        (
+            ["{verification}", "{verification}", "a.b=3"],
+            "neither BASE nor HEAD is a spec",
+            "Remove it",
+        ),
+        (
+            ["zero3", "zero2", "--markdown", "--json"],
+            "cannot be combined with --json",
+            "Remove one of them",
+        ),
         (["zero3", "zero2", "--fail-on", "speed=1%"], "'speed=1%' names no figure", "peak=1%"),
         (["zero3", "zero2", "--fail-on", "peak=3"], "no share that peak may grow", "peak=1%"),
         (["zero3", "zero2", "--fail-on", "peak=-1%"], "no share that peak may grow", "peak=1%"),

@@ -18,15 +18,18 @@ from tests.pure.test_context_rules import RING, SHAPE, TP, ULYSSES, ZIGZAG, plan
 @pytest.mark.parametrize(
     ("attention", "sequence", "finding", "remedy"),
     [
-        (RING, 30, "30 tokens cannot be cut into 4 equal slices of cp (ring)",
-         "write batch.sequence=28 or 32, or cp of 1, 2, 3, 5, 6, 10, 15"),
-        (ZIGZAG, 36, "36 tokens cannot be cut into 8 equal chunks, two for each of 4 ranks of cp "
-         "(zigzag)",
-         "write batch.sequence=32 or 40, or cp of 1, 2, 3, 6, 9, or context.attention=ring"),
-        (ULYSSES, 3, "3 tokens cannot be cut into 4 equal slices of cp (ulysses)",
-         "write batch.sequence=4, or cp of 1, 3"),
-        (Hybrid(ulysses=2, ring=2), 33, "33 tokens cannot be cut into 8 equal chunks, two for each "
-         "of 4 ranks of cp ({ulysses: 2, ring: 2})", "write batch.sequence=32 or 40"),
+        (RING, 30, "30 tokens cannot be split into 4 equal shards over cp=4 (ring)",
+         "Use `batch.sequence=28` or `batch.sequence=32`, or one of 1, 2, 3, 5, 6, 10, 15 "
+         "for `mesh.cp`"),
+        (ZIGZAG, 36, "36 tokens cannot be split into 8 equal chunks, two per rank, "
+         "over cp=4 (zigzag)",
+         "Use `batch.sequence=32` or `batch.sequence=40`, or one of 1, 2, 3, 6, 9 for `mesh.cp`, "
+         "or `context.attention=ring`"),
+        (ULYSSES, 3, "3 tokens cannot be split into 4 equal shards over cp=4 (ulysses)",
+         "Use `batch.sequence=4`, or one of 1, 3 for `mesh.cp`"),
+        (Hybrid(ulysses=2, ring=2), 33,
+         "33 tokens cannot be split into 8 equal chunks, two per rank, over cp=4 "
+         "({ulysses: 2, ring: 2})", "Use `batch.sequence=32` or `batch.sequence=40`"),
     ],
     ids=str,
 )  # fmt: skip
@@ -34,22 +37,22 @@ def test_a_sequence_that_does_not_divide_is_refused_with_what_would_do(
     attention, sequence, finding, remedy
 ):
     refused = refusal(spec(4, attention, sequence=sequence))
-    assert refused == ("batch.sequence", finding, remedy + PADDED)
+    assert refused == ("batch.sequence", finding, f"{remedy}{PADDED}.")
 
 
 def test_a_hybrid_of_other_ranks_is_refused_once():
     place, finding, _ = refusal(spec(2, Hybrid(ulysses=5, ring=1), sequence=16))
-    assert (place, finding) == ("context.attention", "ulysses 5 × ring 1 are 5 ranks, and cp has 2")
+    assert (place, finding) == ("context.attention", "ulysses 5 × ring 1 = 5 ranks, but cp has 2")
 
 
 @pytest.mark.parametrize(
     ("ranks", "sequence", "remedy"),
     [
-        (5, 240, "choose cp from 1, 2, 3, 4, 6, 12, or context.attention=zigzag"),
-        (5, 40, "choose cp from 1, 2, 4, or context.attention=zigzag"),
-        (5, 35, "choose cp from 1, or context.attention=ring"),
-        (5, 36, "choose cp from 1, 2, 3, 4, 6, 12"),  # of which five chunks are none
-        (8, 36, "choose cp from 1, 2, 3, 4, 6, 12"),
+        (5, 240, "Use one of 1, 2, 3, 4, 6, 12 for `mesh.cp`, or `context.attention=zigzag`."),
+        (5, 40, "Use one of 1, 2, 4 for `mesh.cp`, or `context.attention=zigzag`."),
+        (5, 35, "Use one of 1 for `mesh.cp`, or `context.attention=ring`."),
+        (5, 36, "Use one of 1, 2, 3, 4, 6, 12 for `mesh.cp`."),  # of which five chunks are none
+        (8, 36, "Use one of 1, 2, 3, 4, 6, 12 for `mesh.cp`."),
     ],
 )
 def test_heads_that_ulysses_does_not_divide_are_refused_once_with_what_would_do(
@@ -65,18 +68,20 @@ def test_ulysses_divides_the_heads_that_tp_leaves():
         spec(4, Hybrid(ulysses=4, ring=1), inside={Axis.TP: (2, TP)}, sequence=36)
     )
     assert place == "context.attention"
-    assert finding == "ulysses over 4 ranks does not divide 6 heads that tp leaves a rank"
+    assert finding == "ulysses over 4 ranks does not divide 6 heads per tp rank"
     assert (
         remedy
-        == "write one of {ulysses: 1, ring: 4}, {ulysses: 2, ring: 2}, or context.attention=ring"
+        == "Use one of {ulysses: 1, ring: 4}, {ulysses: 2, ring: 2}, or `context.attention=ring`."
     )
     one = spec(2, ULYSSES, inside={Axis.TP: (12, TP)}, model=replace(SHAPE, kv_heads=12, ffn=96))
-    assert "does not divide 1 head that tp leaves a rank" in refusal(one)[1]
+    assert "does not divide 1 head per tp rank" in refusal(one)[1]
 
 
 def test_a_sequence_that_does_not_divide_is_told_degrees_that_divide_the_heads_too():
     _, _, remedy = refusal(spec(3, ULYSSES, sequence=40))
-    assert remedy == "write batch.sequence=39 or 42, or cp of 1, 2, 4" + PADDED
+    assert remedy == (
+        f"Use `batch.sequence=39` or `batch.sequence=42`, or one of 1, 2, 4 for `mesh.cp`{PADDED}."
+    )
 
 
 def test_the_conditions_of_theorem_3_hold_and_fail_where_samples_are_told_apart():
@@ -96,7 +101,7 @@ def headings(made: Spec) -> list[str]:
 
 
 def test_slices_of_the_tokens_are_told_apart_from_data_axes_where_axes_compose():
-    of_slices = "why cp computes what one device does"
+    of_slices = "why cp computes the same as a single device"
     assert headings(spec(2)) == [of_slices]
     assert headings(spec(2, inside={Axis.TP: (2, TP)})) == [of_slices, "why tp and cp compose"]
     three = spec(2, around={Axis.DP_SHARD: (2, GATHERED)}, inside={Axis.TP: (2, TP)})

@@ -123,7 +123,7 @@ def test_a_rank_that_departs_from_itself_involves_no_axis():
             name="w",
             rank=rank,
             between=(rank,),
-            told="is not the bfloat16 copy of its float32 master",
+            told="differs from the bfloat16 cast of its float32 master copy",
         )
         for rank in (0, 1)
     ]

@@ -201,8 +201,8 @@ def _copied_scalars(spec: Spec) -> dict[Collective, int]:
 
 def test_rows_that_do_not_divide_and_states_gathered_for_the_update_are_noted():
     notes = " ".join(derive(loaded()).exact.notes)  # 259 rows of the embedding on 2 ranks
-    assert "ceil(d0 / 2) on every rank: 0.03% more than the model has" in notes
+    assert "ceil(d0 / 2) on every rank: 0.03% more than in the model" in notes
     even = loaded(model={"preset": "llama-tiny", "vocab": 260})
     assert "cut by rows" not in " ".join(derive(even).exact.notes)
     gathered = " ".join(derive(loaded(placement={"dp_shard": "R,S*,R,R"})).exact.notes)
-    assert "optimizer state is gathered over dp_shard" in gathered
+    assert "optimizer state is all-gathered over dp_shard" in gathered

@@ -61,7 +61,7 @@ def test_where_nothing_is_recomputed_every_block_is_like_the_others():
 
 def test_heads_near_to_those_that_were_written_are_offered():
     shape = {"layers": 1, "hidden": 256, "heads": 100, "ffn": 3, "vocab": 259}
-    assert faults(model=shape)["model.heads"].remedy == "choose from 4, 8, 16, 32, 64, 128"
+    assert faults(model=shape)["model.heads"].remedy == "Use one of 4, 8, 16, 32, 64, 128."
 
 
 def test_a_tuple_of_two_modes_is_refused_at_its_axis():
@@ -125,13 +125,13 @@ def test_an_editor_offers_the_schedules_by_name_a_file_and_its_rows():
 @pytest.mark.parametrize("word", ["DualPipe", "dual pipe", "dual_pipe", "dual-pipe"])
 def test_dualpipe_is_understood_however_it_is_written(word):
     fault = faults(pipeline={"schedule": word})["pipeline.schedule"]
-    assert "two copies of Θ" in fault.remedy
+    assert "two copies of parameters" in fault.remedy
 
 
 def test_slices_of_activations_that_name_no_axis_are_refused():
-    assert "no axis is named" in faults(activations="S")["activations"].finding
+    assert "only be sharded on a named axis" in faults(activations="S")["activations"].finding
     both = faults(activations="M", placement={"dp_shard": "S*,S,S,O"})
-    assert "M here and O in placement.dp_shard" in both["activations"].finding
+    assert "M, but placement.dp_shard.activations is O" in both["activations"].finding
 
 
 def test_tokens_become_the_nearest_number_of_micro_batches():
@@ -144,12 +144,12 @@ def test_tokens_become_the_nearest_number_of_micro_batches():
 
 def test_a_strategy_refuses_a_mesh_with_one_axis_more():
     fault = faults(mesh={"dp_shard": 2, "pp": 2}, placement="zero3")["placement"]
-    assert fault.finding == "zero3 sits on dp_shard; the mesh has dp_shard, pp"
+    assert fault.finding == "zero3 needs the axis dp_shard; the mesh has dp_shard, pp"
 
 
 def test_reshard_and_what_it_stands_for_cannot_say_two_things():
     both = faults(reshard=True, sync={"reshard_after_forward": False})
-    assert "which says false" in both["reshard"].finding
+    assert "which is false" in both["reshard"].finding
     assert loaded(reshard=False).sync == loaded(sync={"reshard_after_forward": False}).sync
 
 
@@ -166,7 +166,7 @@ def test_a_list_of_words_is_of_words_that_are_known_and_of_each_once():
     wrong = faults(recompute={"keep": ["softmax", "soft"]}, **kept)
     assert "soft" in str(wrong)
     twice = faults(recompute={"keep": ["softmax", "softmax"]}, **kept)["recompute.keep"]
-    assert twice.finding == "softmax is given twice"
+    assert twice.finding == "softmax is listed twice"
 
 
 def test_a_bucket_is_written_as_the_word_that_says_it_or_in_bytes():
@@ -197,9 +197,8 @@ def test_an_override_without_a_value_is_shown_up_to_sixty_letters_and_its_key_ma
 def test_a_loss_that_has_all_logits_has_no_chunks_and_no_fused_kernel():
     for key, value in (("chunk", 8), ("fused", True)):
         loss = {"kind": "cross-entropy", key: value}
-        assert (
-            faults(loss=loss)[f"loss.{key}"].remedy == f"remove {key}, or write loss.kind=chunked"
-        )
+        remedy = f"Remove `{key}`, or use `loss.kind=chunked`."
+        assert faults(loss=loss)[f"loss.{key}"].remedy == remedy
 
 
 def test_a_preset_may_be_a_file_beside_the_spec_with_either_ending(tmp_path):
@@ -229,7 +228,7 @@ def test_a_preset_may_be_a_file_where_the_command_runs_and_one_beside_the_spec_c
 
 def test_a_mesh_that_lacks_an_axis_of_its_strategy_is_offered_one_of_two_ranks():
     fault = faults(mesh={"dp_shard": 4}, placement="hsdp")["placement"]
-    assert "write mesh: {dp_replicate: 2, dp_shard: 4}" in fault.remedy
+    assert "Use `mesh: {dp_replicate: 2, dp_shard: 4}`" in fault.remedy
 
 
 def test_a_checkpoint_at_the_end_is_a_word():
@@ -239,20 +238,25 @@ def test_a_checkpoint_at_the_end_is_a_word():
 
 def test_a_schedule_file_that_is_not_there_says_what_to_name():
     fault = faults(mesh={"pp": 2}, pipeline={"schedule": "none.csv"})["pipeline.schedule"]
-    assert fault.remedy == "name a file in torch's CSV format of compute actions, or a schedule"
+    assert fault.remedy == (
+        "Use a file in torch's CSV format of compute actions, or a schedule name."
+    )
 
 
 def test_a_spec_that_is_not_there_says_where_the_built_in_ones_are():
     with pytest.raises(SpecError) as caught:
         text.read(Path("none.yaml"))
-    assert caught.value.faults[0].remedy == "`ptrain specs` lists the built-in specs"
+    assert caught.value.faults[0].remedy == "Run `ptrain specs` to list the built-in specs."
 
 
 def test_a_list_with_a_tag_in_it_is_at_fault_for_both():
     with pytest.raises(SpecError) as caught:
         text.parse("- !!str a\n", "a.yaml")
     findings = [fault.finding for fault in caught.value.faults]
-    assert findings == ["tags (!!str) are not allowed in specs", "a spec is a mapping; got a list"]
+    assert findings == [
+        "tags (!!str) are not allowed in specs",
+        ("a spec must be a mapping; got a list"),
+    ]
 
 
 def test_what_tp_and_pp_say_is_written_from_two_ranks_on():
@@ -275,101 +279,102 @@ def test_too_small_a_vocabulary_of_a_class_is_named_by_its_own_field():
     (fault,) = check(make_spec({}, model=model))
     assert (fault.place, fault.remedy) == (
         "model.config.vocab_size",
-        "write model.config.vocab_size=259 or more",
+        "Use `model.config.vocab_size=259` or more.",
     )
     enough = HuggingFaceModel(hf="LlamaForCausalLM", config={"vocab_size": 259})
     assert check(make_spec({}, model=enough)) == () and BYTE_VOCAB == 259
 
 
-INTEGRITY, CONSISTENCY = "Theorem 3 (gradient integrity)", "Theorem 4 (state consistency)"
-EFFECT = "every key of a spec has an effect"
-BY_TP = "Theorem 6.3 (gradients are summed across tp groups, not within)"
-BY_STAGE = "Theorem 7.2 (gradients are summed among a stage's replicas only)"
-BETWEEN_STAGES = "Theorem 7.3 (activations go from stage to stage of one pipeline)"
+INTEGRITY, CONSISTENCY = "Theorem 3, gradient integrity", "Theorem 4, state consistency"
+EFFECT = "every key has an effect"
+BY_TP = "Theorem 6.3, gradients are reduced across tp groups, not within"
+BY_STAGE = "Theorem 7.2, gradients are reduced among replicas of a stage"
+BETWEEN_STAGES = "Theorem 7.3, activations are sent from stage to stage of one pipeline"
 NAMED = {
-    "parameters are whole when used": INTEGRITY,
-    "the parameters' values live somewhere": CONSISTENCY,
-    "moments outlive a step": CONSISTENCY,
-    "a matrix is orthogonalized whole": CONSISTENCY,
-    "activations belong to their rank": INTEGRITY,
-    "every token counts once": INTEGRITY,
-    "activations are slices of the tokens": "Definition 2",
-    "activations are those of a rank's samples": INTEGRITY,
-    "an operator's slice has its own states": CONSISTENCY,
-    "gradients are summed across tp groups, not within": BY_TP,
-    "activations are whole or slices of the tokens": "Definition 2",
-    "a stage has its own states": CONSISTENCY,
-    "gradients are summed per stage": BY_STAGE,
-    "activations are those of a rank's layers": "Definition 2",
+    "parameters are full when used": INTEGRITY,
+    "parameter values are stored": CONSISTENCY,
+    "moments are stored between steps": CONSISTENCY,
+    "matrices are orthogonalized in full": CONSISTENCY,
+    "activations are local to their rank": INTEGRITY,
+    "every token is counted once": INTEGRITY,
+    "activations are sharded by tokens": "Definition 2",
+    "activations are those of the local samples": INTEGRITY,
+    "states are sharded like operators": CONSISTENCY,
+    "gradients are reduced across tp groups, not within": BY_TP,
+    "activations are full or sharded by tokens": "Definition 2",
+    "states are sharded by stage": CONSISTENCY,
+    "gradients are reduced per stage": BY_STAGE,
+    "activations are those of the local layers": "Definition 2",
     "heads divide": "Definition 1",
-    "an operator knows the logits": "Definition 1",
-    "every token has a row": "Definition 1",
-    "the loss is a mean over all targets that count": INTEGRITY,
-    "padding counts for nothing": INTEGRITY,
+    "the loss kernel supports the logits": "Definition 1",
+    "every token has an embedding row": "Definition 1",
+    "the loss is a mean over all counted targets": INTEGRITY,
+    "padding has no effect": INTEGRITY,
     "the batch is the sum of its parts": INTEGRITY,
     "the mesh fits the cluster": "Definition 5",
     "GPUs have a compute capability": "Definition 5",
-    "a reduced gradient is not reduced again": INTEGRITY,
-    "a gradient that is used up is neither accumulated, clipped nor skipped": INTEGRITY,
-    "master copies outlive a step": CONSISTENCY,
-    "a sum is kept as its parts are": INTEGRITY,
-    "there is a matrix to orthogonalize": "Definition 1",
-    "what is frozen is on an axis": "Definition 1",
-    "activations are kept in one way": "Definition 2",
-    "where there are ranks, the dials of data axes need one": EFFECT,
-    "what is gathered ahead is gathered": EFFECT,
-    "what is gathered after the update was updated in parts": EFFECT,
-    "what overlaps backward is reduced in it": EFFECT,
-    "what is scattered is cut": EFFECT,
-    "buckets are reduced by the one wrapper that has them": EFFECT,
-    "units are gathered or reduced": EFFECT,
-    "what is given back was gathered": EFFECT,
-    "smaller shards divide the larger group": EFFECT,
-    "what is offloaded is a state": EFFECT,
-    "the dials of cp need it": EFFECT,
-    "attention is as the tuple says": "Definition 2",
-    "a hybrid has all ranks": "Definition 5",
-    "ranks have as many tokens": INTEGRITY,
-    "ranks have as many heads": "Definition 2",
-    "a slice of a slice": "Definition 2",
-    "one mask for all parts": INTEGRITY,
-    "parts of attention are joined": "Definition 2",
-    "attention is one that is reached": "Definition 2",
+    "reduced gradients are not reduced again": INTEGRITY,
+    "consumed gradients are not accumulated, clipped or skipped": INTEGRITY,
+    "master weights are stored between steps": CONSISTENCY,
+    "sums are stored like their terms": INTEGRITY,
+    "muon has matrices to orthogonalize": "Definition 1",
+    "frozen parameters are placed on existing axes": "Definition 1",
+    "activations have one mode": "Definition 2",
+    "options of data axes need a data axis": EFFECT,
+    "prefetched units are gathered": EFFECT,
+    "parameters gathered after the update were updated in shards": EFFECT,
+    "overlapped reductions run in backward": EFFECT,
+    "reduce-scattered gradients are sharded": EFFECT,
+    "buckets need a wrapper that reduces by bucket": EFFECT,
+    "units need gathers or reductions": EFFECT,
+    "freed units were gathered": EFFECT,
+    "smaller shards divide the group": EFFECT,
+    "a state is offloaded": EFFECT,
+    "options of cp need cp": EFFECT,
+    "attention matches the placement": "Definition 2",
+    "a hybrid uses all ranks": "Definition 5",
+    "ranks have equal numbers of tokens": INTEGRITY,
+    "ranks have equal numbers of heads": "Definition 2",
+    "shards split evenly over tp": "Definition 2",
+    "one dropout mask for all shards": INTEGRITY,
+    "partial attention results are combined": "Definition 2",
+    "the attention call is intercepted": "Definition 2",
     "the loss is a sum over tokens": INTEGRITY,
-    "ranks have as many experts": "Definition 2",
+    "ranks have equal numbers of experts": "Definition 2",
     "tp joins ep": "Definition 2",
-    "routed slices are equal": "Definition 2",
-    "counts are of the layers": "Definition 2",
-    "rows are multiplied by group": "Definition 2",
-    "shared experts overlap rows that travel": EFFECT,
+    "routed shards are equal": "Definition 2",
+    "counts match the layers": "Definition 2",
+    "experts use grouped products": "Definition 2",
+    "shared experts overlap communication": EFFECT,
     "the degree divides the operators": "Definition 2",
-    "every rank has rows": "Definition 2",
-    "roles are the family's own": "Definition 2",
-    "slices of the tokens are equal": "Definition 2",
-    "an operator has whole weights": "Definition 2",
-    "an update sees what it needs": CONSISTENCY,
-    "every rank has as many stages": BETWEEN_STAGES,
+    "every rank has vocabulary rows": "Definition 2",
+    "roles are those of the family": "Definition 2",
+    "token shards are equal": "Definition 2",
+    "the loss kernel has full weights": "Definition 2",
+    "the optimizer has full matrices": CONSISTENCY,
+    "ranks have equal numbers of stages": BETWEEN_STAGES,
     "every stage has layers": BETWEEN_STAGES,
-    "the schedule has its micro-batches": INTEGRITY,
-    "the dials of tp need it": EFFECT,
-    "the dials of pp need it": EFFECT,
-    "blocks are the model's": "Definition 1",
-    "a block is computed again once": INTEGRITY,
-    "attention drops what the model says": "Definition 1",
+    "the schedule has enough micro-batches": INTEGRITY,
+    "options of tp need tp": EFFECT,
+    "options of pp need pp": EFFECT,
+    "blocks exist in the model": "Definition 1",
+    "a block is recomputed once": INTEGRITY,
+    "attention supports the model's dropout": "Definition 1",
     "attention has a backward pass": INTEGRITY,
 }
-WAITING = """replicas outside shards;
-    experts are no matrices; flash knows of no mask;
-    keys are as wide as values; ranks have as many stretches;
-    experts are cut over tp too; the naive plan cuts experts;
-    all tokens between the blocks; the naive plan has all tokens; the naive plan has no latents;
-    equal slices are gathered; shards of slices are alike;
-    slices have one kind of shards;
-    units within a stage; one policy for both passes; units wait for their weights;
-    saved slices are gathered once; shared gradients meet before the update;
-    matrices of a whole model; what is brought back is used once;
-    attention has a module of its own; a budget's peaks are predicted;
-    what is recomputed is gathered; the naive plan keeps what it saves"""
+WAITING = """replicas are outside shards;
+    muon does not support experts; flash attention accepts no mask;
+    keys and values have equal dimensions; ranks have equal numbers of chunks;
+    experts are sharded over tp too; the naive plan shards experts;
+    all tokens between blocks; the naive plan uses all tokens;
+    the naive plan has no latent attention;
+    gathered shards are equal; shards of shards are equal;
+    tp shards have one kind of data shards;
+    units are within a stage; one policy for both passes; units exist until their weight gradients;
+    saved shards are gathered once; shared gradients are reduced before the update;
+    muon needs the full model; offloaded activations are used once;
+    attention is a separate module; a budget's peaks are predicted;
+    recomputed units are gathered; the naive plan keeps saved activations"""
 
 
 def test_every_rule_has_its_name_and_the_theorem_that_it_guards():

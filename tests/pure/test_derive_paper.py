@@ -100,7 +100,7 @@ def test_a_sweep_of_the_committed_7_5b_specs_tends_to_its_limit(name, limit):
 def test_70b_with_a_sharded_optimizer_really_sends_245_gb_and_says_why(placement):
     exact = derived(placement).exact
     assert exact.sent_bytes() == 245 * GB
-    assert any("updated parameters must be gathered" in note for note in exact.notes)
+    assert any("updated parameters are all-gathered" in note for note in exact.notes)
 
 
 @pytest.mark.parametrize("placement", list(STAGES.values()), ids=list(STAGES))

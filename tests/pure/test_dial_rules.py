@@ -90,28 +90,100 @@ def test_a_dial_that_something_obeys_is_legal(text, changes):
 
 
 REFUSED = [
-    ("R,S,S", {"prefetch": 1}, "prefetch", "nothing is gathered", "parameters=S*"),
-    ("S*,S,S", {"prefetch": 1, "overlap": Overlap.NONE}, "prefetch", "overlap: none", "one of"),
-    ("S*,S,S", {"gather_after_update": DURING}, "gather_after_update", "nothing is", "remove"),
-    ("R,S*,S", {"gather_after_update": NEXT}, "gather_after_update", "nothing is", "remove"),
-    ("M,S,S", {"gather_after_update": NEXT}, "gather_after_update", "nothing is", "remove"),
+    ("R,S,S", {"prefetch": 1}, "prefetch", "never all-gathered", "parameters=S*"),
+    ("S*,S,S", {"prefetch": 1, "overlap": Overlap.NONE}, "prefetch", "overlap is none", "one of"),
+    (
+        "S*,S,S",
+        {"gather_after_update": DURING},
+        "gather_after_update",
+        ("every state is on the device"),
+        "Remove",
+    ),
+    (
+        "R,S*,S",
+        {"gather_after_update": NEXT},
+        "gather_after_update",
+        ("every state is on the device"),
+        "Remove",
+    ),
+    (
+        "M,S,S",
+        {"gather_after_update": NEXT},
+        "gather_after_update",
+        "every state is on the device",
+        "Remove",
+    ),
     ("R@host,S,S", {"gather_after_update": NEXT}, "gather_after_update", "on the host", "blocking"),
-    ("R,R,M", {"overlap": Overlap.BACKWARD}, "overlap", "used up", "overlap=none"),
-    ("R,S,R@host", {"overlap": Overlap.BACKWARD}, "overlap", "lies on the host", "gradients=O"),
-    ("R,R,R", {"reduce_scatter": EXCHANGE}, "reduce_scatter", "summed whole", "gradients=S"),
-    ("R,S*,R", {"reduce_scatter": EXCHANGE}, "reduce_scatter", "summed whole", "gradients=S"),
+    ("R,R,M", {"overlap": Overlap.BACKWARD}, "overlap", "waits for its reduction", "overlap=none"),
+    (
+        "R,S,R@host",
+        {"overlap": Overlap.BACKWARD},
+        "overlap",
+        "accumulated on the host",
+        "gradients=O",
+    ),
+    (
+        "R,R,R",
+        {"reduce_scatter": EXCHANGE},
+        "reduce_scatter",
+        "full gradients are all-reduced",
+        "gradients=S",
+    ),
+    (
+        "R,S*,R",
+        {"reduce_scatter": EXCHANGE},
+        "reduce_scatter",
+        "full gradients are all-reduced",
+        "gradients=S",
+    ),
     ("R,S,S", {"bucket_bytes": 1}, "bucket", "DistributedDataParallel", "`unit`"),
-    ("S*,S,S", {"bucket_bytes": WHOLE_BUCKET}, "bucket", "travel by unit", "remove bucket"),
-    ("R,R,R", {"unit": SUB_BLOCK}, "unit", "reduces by bucket", "remove unit"),
-    ("S*,S,S", {"unit": FOUR}, "unit", "the model has 3", "unit=model, or at most 3 blocks"),
-    ("R,S,R", {"sync": KEPT_TO_BACKWARD}, _FORWARD, "false: parameters are R", "parameters=S*"),
-    ("R,S,S", {"sync": KEPT}, _BACKWARD, "nothing is gathered", "leave it true"),
-    ("R,S,S", {"sync": ALL_BUT_THE_ROOT}, _FORWARD, "non-root: parameters are R", "leave it true"),
-    ("R,R,R", {"sync": SyncPolicy(reshard_after_forward=2)}, _FORWARD, "2: param", "leave it true"),
-    ("R,S,S", {"offload": Offload(update=Tier.DEVICE)}, "offload.update", "nothing is", "write O"),
-    ("S*,S,S", {"offload": Offload(path="/nvme")}, "offload.path", "nothing is", "remove offload"),
+    ("S*,S,S", {"bucket_bytes": WHOLE_BUCKET}, "bucket", "reduced by unit", "Remove `bucket`"),
+    ("R,R,R", {"unit": SUB_BLOCK}, "unit", "reduces by bucket", "Remove `unit`"),
+    ("S*,S,S", {"unit": FOUR}, "unit", "the model has only 3", "`unit=model`, or at most 3 blocks"),
+    (
+        "R,S,R",
+        {"sync": KEPT_TO_BACKWARD},
+        _FORWARD,
+        "false has no effect: parameters are R",
+        "parameters=S*",
+    ),
+    ("R,S,S", {"sync": KEPT}, _BACKWARD, "never all-gathered", "Remove it"),
+    (
+        "R,S,S",
+        {"sync": ALL_BUT_THE_ROOT},
+        _FORWARD,
+        "non-root has no effect: parameters are R",
+        "Remove it",
+    ),
+    (
+        "R,R,R",
+        {"sync": SyncPolicy(reshard_after_forward=2)},
+        _FORWARD,
+        ("2 has no effect: parameters"),
+        "Remove it",
+    ),
+    (
+        "R,S,S",
+        {"offload": Offload(update=Tier.DEVICE)},
+        "offload.update",
+        ("every state is on the device"),
+        "mode `O`",
+    ),
+    (
+        "S*,S,S",
+        {"offload": Offload(path="/nvme")},
+        "offload.path",
+        "every state is on the device",
+        "Remove `offload`",
+    ),
     ("R,O,S", {"offload": Offload(path="/nvme")}, "offload.path", "in files", "offload.tier=file"),
-    ("O,S,S", {"offload": Offload(update=Tier.DEVICE)}, "offload.update", "anyway", "remove"),
+    (
+        "O,S,S",
+        {"offload": Offload(update=Tier.DEVICE)},
+        "offload.update",
+        ("optimizer state is on the device"),
+        "Remove",
+    ),
 ]
 
 
@@ -126,7 +198,7 @@ def test_torchs_own_spread_update_gathers_when_it_will():
     spec = one_axis("R,S,R", Axis.DP_REPLICATE, gather_after_update=NEXT)
     (fault,) = check(spec)
     assert form_of(spec) is Form.SPREAD_UPDATE
-    assert fault.place == "gather_after_update" and "on dp_shard" in fault.remedy
+    assert fault.place == "gather_after_update" and "to dp_shard" in fault.remedy
     assert not check(one_axis("R,S,R", Axis.DP_REPLICATE, bucket_bytes=1))
 
 
@@ -143,7 +215,7 @@ def test_shards_that_do_not_divide_are_refused_with_the_divisors(degree, shards)
     (fault,) = check(one_axis("S*,S,S", degree=degree, sync=sync))
     assert fault.place == "sync.reshard_after_forward"
     divisors = ", ".join(str(n) for n in range(2, degree + 1) if degree % n == 0)
-    assert f"choose from {divisors} (" in fault.remedy
+    assert f"Use one of {divisors} (" in fault.remedy
 
 
 @pytest.mark.parametrize("text", ["S*,S,R", "O,S,S", "S*,O,S"])
@@ -200,7 +272,7 @@ def test_a_dial_of_the_data_axes_is_refused_where_tp_is_alone(dial):
     (fault,) = check(load("tp", [dial]).spec)
     key = dial.split("=")[0]
     assert fault.place == {"reshard": "sync.reshard_after_forward"}.get(key, key)
-    assert "no data axis" in fault.finding and fault.remedy.startswith(f"remove {fault.place}")
+    assert "no data axis" in fault.finding and fault.remedy.startswith(f"Remove `{fault.place}`")
     assert check(load("tp", [dial, "mesh={dp_shard: 1, tp: 2}"]).spec) == (fault,)
 
 
@@ -214,7 +286,7 @@ def test_a_gather_that_is_awaited_is_written_in_resolved_specs_of_runs_and_means
 def test_a_dial_of_tp_is_refused_where_there_are_ranks_but_no_tp(dial, mesh):
     (fault,) = check(load("zero3", [dial, f"mesh={mesh}", EVEN]).spec)
     assert fault.place == dial.split("=")[0]
-    assert "no operator is cut" in fault.finding and "mesh.tp=2" in fault.remedy
+    assert "no tp axis with two or more ranks" in fault.finding and "mesh.tp=2" in fault.remedy
 
 
 def test_roles_of_an_own_model_are_refused_without_tp():
@@ -240,5 +312,5 @@ def test_the_dials_of_tp_are_obeyed_with_it(dial):
 def test_what_is_shown_of_tp_alone_has_no_dial_of_the_data_axes():
     found = shown(load("tp").spec)
     assert not {"sync", "reduce_scatter", "bucket", "unit", "overlap"} & set(found.mapping)
-    (line,) = (each for each in found.left_out if "nothing in this placement obeys" in each)
+    (line,) = (each for each in found.left_out if "no effect with this placement" in each)
     assert all(key in line for key in ("sync.gradients", "overlap", "prefetch", "unit", "bucket"))

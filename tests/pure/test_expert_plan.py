@@ -138,6 +138,6 @@ def test_an_expert_that_is_summed_over_ep_fails_and_so_does_a_rest_that_is_not()
 def test_conditions_of_ep_stand_under_a_heading_of_their_own():
     made = spec(around=SHARDS, placement=GATHERED, inside={Axis.TP: (3, tuple_of("S,S,S,R"))})
     assert [heading for heading, _ in compositions(made, plan_of(made))] == [
-        "why ep computes what one device does",
+        "why ep computes the same as a single device",
         "why tp and data axes compose",
     ]

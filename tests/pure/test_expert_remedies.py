@@ -31,7 +31,7 @@ def test_what_blocks_have_not_is_said_to_wait_with_what_to_write(route):
     source = "ep-tp" if route[0] == "placement" else "zero3"  # whose mesh has the axis
     fault = fault_of(f"{'.'.join(route)}=1", source=source)
     waits, remedy = UNSUPPORTED[route]
-    assert fault.finding == f"unknown key {route[-1]!r}; not yet: {waits}"
+    assert fault.finding == f"unknown key {route[-1]!r}; not supported yet: {waits}"
     assert fault.remedy == remedy
 
 
@@ -51,7 +51,7 @@ def test_what_blocks_have_not_is_said_to_wait_with_what_to_write(route):
     ],
 )
 def test_what_blocks_have_by_another_name_is_asked_for(key, meant):
-    assert fault_of(f"model.{key}=1").remedy == f"did you mean {meant!r}?"
+    assert fault_of(f"model.{key}=1").remedy == f"Did you mean {meant!r}?"
 
 
 @pytest.mark.parametrize(
@@ -59,16 +59,20 @@ def test_what_blocks_have_by_another_name_is_asked_for(key, meant):
     ["ep_size", "expert_parallel", "expert_model_parallel_size", "expert_parallel_degree"],
 )
 def test_ep_is_known_by_the_names_that_others_give_it(key):
-    assert fault_of(f"mesh.{key}=2").remedy == "did you mean 'ep'?"
-    assert fault_of(f"{key}=2").remedy == "did you mean 'mesh.ep'?"
+    assert fault_of(f"mesh.{key}=2").remedy == "Did you mean 'ep'?"
+    assert fault_of(f"{key}=2").remedy == "Did you mean 'mesh.ep'?"
 
 
 @pytest.mark.parametrize(
     ("width", "tp", "remedy"),
     [
-        (97, 2, "choose tp from 1, or write model.expert_ffn=96 or 98"),
-        (90, 4, "choose tp from 1, 2, or write model.expert_ffn=88 or 92"),
-        (1, 2, "choose tp from 1, or write model.expert_ffn=2"),
+        (97, 2, "Use one of 1 for `mesh.tp`, or `model.expert_ffn=96` or `model.expert_ffn=98`."),
+        (
+            90,
+            4,
+            ("Use one of 1, 2 for `mesh.tp`, or `model.expert_ffn=88` or `model.expert_ffn=92`."),
+        ),
+        (1, 2, "Use one of 1 for `mesh.tp`, or `model.expert_ffn=2`."),
     ],
 )
 def test_experts_that_tp_does_not_cut_are_refused_with_other_widths(width, tp, remedy):
@@ -83,8 +87,12 @@ def test_an_option_that_a_family_gives_is_blamed_on_the_family(tmp_path):
     file.write_text(FILE % "")
     fault = fault_of("model.family=gpt", source=file)
     assert (fault.place, fault.source) == ("model.family", "command line: model.family=gpt")
-    assert fault.finding.startswith("gpt gives bias: all; not yet: experts with biases")
-    assert fault.remedy == "write model.bias=none or model.bias=qkv, or another family"
+    assert fault.finding.startswith(
+        "the family gpt sets bias: all; not supported yet: experts with biases"
+    )
+    assert (
+        fault.remedy == "Use `model.bias=none` or `model.bias=qkv`. Or use another `model.family`."
+    )
     assert load(file, ["model.family=gpt", "model.bias=qkv"]).spec.model.experts == 4
 
 

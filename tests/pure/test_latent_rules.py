@@ -24,7 +24,7 @@ SHAPE = replace(
     qk_rope_head_dim=4,
     v_head_dim=8,
 )
-OF_LATENT = "of latent attention (kv_lora_rank) "
+OF_LATENT = "not available with latent attention (kv_lora_rank): "
 
 
 def test_a_latent_shape_needs_no_heads_that_divide_the_stream():
@@ -35,24 +35,27 @@ def test_a_latent_shape_needs_no_heads_that_divide_the_stream():
     ("changes", "place", "finding", "remedy"),
     [
         ({"kv_heads": 1}, "model.kv_heads",
-         f"{OF_LATENT}every head has keys and values of its own", "remove kv_heads"),
+         f"{OF_LATENT}every head has its own keys and values", "Remove `kv_heads`."),
         ({"own_head_dim": 10}, "model.head_dim",
-         f"{OF_LATENT}qk_nope_head_dim and qk_rope_head_dim say it", "remove head_dim"),
+         f"{OF_LATENT}use qk_nope_head_dim and qk_rope_head_dim instead",
+         "Remove `head_dim`."),
         ({"rotary": 0.5}, "model.rotary",
-         f"{OF_LATENT}qk_rope_head_dim says how many features turn", "remove rotary"),
+         f"{OF_LATENT}qk_rope_head_dim sets the rotary dimensions", "Remove `rotary`."),
         ({"qk_norm": True}, "model.qk_norm",
-         f"{OF_LATENT}the latent features are normed instead", "remove qk_norm"),
+         f"{OF_LATENT}the latent vectors are normalized instead", "Remove `qk_norm`."),
         ({"bias": Bias.QKV}, "model.bias",
-         "not yet: qkv, of latent attention (kv_lora_rank)", "write model.bias=none"),
+         "not supported yet: bias qkv with latent attention (kv_lora_rank)",
+         "Use `model.bias=none`."),
         ({"positions": Positions.NONE}, "model.positions",
-         "none: of latent attention qk_rope_head_dim features turn", "write model.positions=rope"),
+         "latent attention uses rotary embeddings; got none", "Use `model.positions=rope`."),
         ({"qk_rope_head_dim": 3}, "model.qk_rope_head_dim",
-         "3 is odd, and rotary positions turn pairs", "choose it even"),
+         "3 is odd; rotary embeddings need an even number", "Use an even number."),
         ({"v_head_dim": 11}, "model.v_head_dim",
-         "not yet: values of 11 features, of heads whose queries have 10", "write 10 or fewer"),
+         "not supported yet: value heads of dimension 11 with query heads of dimension 10",
+         "Use 10 or less."),
         ({"kv_lora_rank": None, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128},
-         "model.q_lora_rank", "keys and values are made of the stream, not of latent features",
-         "remove q_lora_rank, or write model.kv_lora_rank"),
+         "model.q_lora_rank", "the model has no latent attention (kv_lora_rank is not set)",
+         "Remove `model.q_lora_rank`, or set `model.kv_lora_rank`."),
     ],
 )  # fmt: skip
 def test_latent_attention_that_cannot_be_is_refused(changes, place, finding, remedy):

@@ -23,7 +23,7 @@ PACKAGE = ROOT / "ptrain"
 LAYERS = (
     r"ptrain\.version",
     r"ptrain\.(errors|units|by_rank|cost|word|wording|timeline|import_path|installed|processor"
-    r"|output|codec)",
+    r"|output|codec|commands)",
     r"ptrain\.spec(\..*)?",
     r"ptrain\.facts(\..*)?",
     r"ptrain\.rates(\..*)?",
@@ -74,11 +74,14 @@ FIRST_OPINION = (
 # user's test names.
 LAZY = {
     "ptrain.cli.main",
+    "ptrain.cli.arguments",
     "ptrain.cli.predict",
     "ptrain.cli.progress",  # rich, where a command takes longer than two seconds
     "ptrain.derivation.archive",
     "ptrain.derivation.estimate",
+    "ptrain.derivation.machine",  # what only pipelines need
     "ptrain.spec.resolve_sections",
+    "ptrain.spec.schedule_file",  # csv, for schedules in files
     "ptrain.spec.slips",
     "ptrain",
     "ptrain.models.external",

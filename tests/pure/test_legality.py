@@ -78,10 +78,8 @@ def test_every_rule_has_a_name_of_its_own_and_a_theorem():
 def test_sharded_parameters_on_a_data_axis_are_refused_with_the_nearest_tuple():
     (fault,) = check(make_spec({Axis.DP_SHARD: (2, tuple_of("S,S,S"))}))
     assert fault.place == "placement.dp_shard"
-    assert "whole layers on what is its own" in fault.finding and "Theorem 3" in fault.finding
-    assert fault.remedy == (
-        "nearest legal: dp_shard: {parameters: S*, optimizer: S, gradients: S, activations: R}"
-    )
+    assert "parameters cannot be S on a data axis" in fault.finding and "Theorem 3" in fault.finding
+    assert fault.remedy == "Use `placement.dp_shard=S*,S,S,R`."
 
 
 def test_all_faults_of_all_axes_come_at_once():
@@ -97,7 +95,7 @@ def test_reducing_a_replicated_gradient_after_every_micro_batch_is_refused():
     every = SyncPolicy(gradients=GradientSync.EVERY)
     spec = make_spec({Axis.DP_SHARD: (2, ZERO_1)}, accumulate=4, sync=every)
     ((place, finding),) = findings(spec)
-    assert place == "sync.gradients" and "once per rank" in finding
+    assert place == "sync.gradients" and "reduced again with each of" in finding
     assert not check(make_spec({Axis.DP_SHARD: (2, ZERO_1)}, accumulate=1, sync=every))
     assert not check(make_spec({Axis.DP_SHARD: (2, ZERO_2)}, accumulate=4, sync=every))
 
@@ -109,7 +107,7 @@ def test_reducing_a_replicated_gradient_after_every_micro_batch_is_refused():
         (4, None, "fp32", ["accumulates 4 micro-batches"]),
         (1, 1.0, "fp32", ["norm of all"]),
         (4, 1.0, "fp32", ["accumulates 4 micro-batches", "norm of all"]),
-        (1, None, "fp16", ["any gradient of it overflowed"]),
+        (1, None, "fp16", ["any gradient overflows"]),
         (1, None, "zero16", []),
     ],
 )
@@ -135,7 +133,10 @@ def test_the_master_copy_may_lie_anywhere(optimizer):
     mesh = {Axis.DP_SHARD: (2, tuple_of(f"M,{optimizer},S"))}
     assert not check(make_spec(mesh, layout=ZERO16))
     (fault,) = check(make_spec(mesh))
-    assert "wherever these lie" in fault.finding and "master copies" in fault.remedy
+    assert (
+        "master weights in the optimizer state" in fault.finding
+        and "master weights" in fault.remedy
+    )
 
 
 def test_a_sum_beside_its_parts_is_in_slices_at_every_micro_batch():
@@ -152,9 +153,9 @@ def test_a_sum_beside_its_parts_is_in_slices_at_every_micro_batch():
 @pytest.mark.parametrize(
     ("placement", "nearest"),
     [
-        ("S*,S,S", "parameters: S*, optimizer: S*, gradients: S*"),
-        ("R,O,R", "parameters: R, optimizer: S*@host, gradients: R"),
-        ("R,R,S@file", "parameters: R, optimizer: R, gradients: S*@file"),
+        ("S*,S,S", "Use `placement.dp_shard=S*,S*,S*,R`."),
+        ("R,O,R", "Use `placement.dp_shard=R,S*@host,R,R`."),
+        ("R,R,S@file", "Use `placement.dp_shard=R,R,S*@file,R`."),
     ],
 )
 def test_muon_takes_no_slices(placement, nearest):
@@ -196,37 +197,40 @@ def test_activations_are_given_once():
     ("changes", "place", "finding", "remedy"),
     [
         ({"heads": 4}, "model.heads", "heads=4 does not divide hidden=42",
-         "choose from 1, 3, 7, 21"),
+         "Use one of 1, 3, 7, 21."),
         ({"hidden": 45}, "model.heads",
-         "hidden / heads = 15 is odd, and rotary positions turn pairs",
-         "choose heads so that hidden / heads is even"),
+         "hidden / heads = 15 is odd; rotary embeddings need an even number",
+         "Make hidden / heads even."),
         ({"own_head_dim": 9}, "model.head_dim",
-         "head_dim = 9 is odd, and rotary positions turn pairs", "choose it even"),
+         "head_dim = 9 is odd; rotary embeddings need an even number", "Make it even."),
         ({"rotary": 0.25}, "model.rotary",
-         "0.25 of a head of 14 are 3 features, and rotary positions turn pairs",
-         "choose a share that is an even number, 2 or more"),
+         "0.25 of a head of dimension 14 is 3 dimensions; rotary embeddings need an even number",
+         "Use a fraction that gives an even number, 2 or more."),
         ({"kv_heads": 2}, "model.kv_heads", "kv_heads=2 does not divide heads=3",
-         "choose from 1, 3"),
-        ({"global_every": 2}, "model.global_every", "no layer has a window",
-         "remove global_every, or write model.window"),
+         "Use one of 1, 3."),
+        ({"global_every": 2}, "model.global_every", ("no layer has a sliding window (window "
+                                                    "is not set)"),
+         "Remove `model.global_every`, or set `model.window`."),
         ({"tied": True, "head_bias": True}, "model.head_bias",
-         "a tied head is the embedding, which has no bias",
-         "remove head_bias, or write model.tied=false"),
+         "a tied head uses the embedding, which has no bias",
+         "Remove `model.head_bias`, or set `model.tied=false`."),
         ({"rope_factor": 2.0}, "model.rope_factor",
-         "rope_scaling: none, and frequencies are divided by nothing",
-         "remove rope_factor, or write model.rope_scaling=linear"),
+         "rope_scaling: none does not scale frequencies",
+         "Remove `model.rope_factor`, or set `model.rope_scaling=linear`."),
         ({"rope_original": 99}, "model.rope_original",
-         "rope_scaling: none, which has no such number",
-         "remove rope_original, or write model.rope_scaling=llama3"),
+         "rope_scaling: none does not use this key",
+         "Remove `model.rope_original`, or set `model.rope_scaling=llama3`."),
         ({"rope_scaling": RopeScaling.LINEAR}, "model.rope_scaling",
-         "linear, and frequencies are divided by rope_factor: 1",
-         "write a larger rope_factor, or model.rope_scaling=none"),
+         "linear has no effect with rope_factor: 1",
+         "Use a larger `model.rope_factor`, or `model.rope_scaling=none`."),
         ({"rope_scaling": RopeScaling.LLAMA3, "rope_factor": 8.0, "rope_low_factor": 4.0},
-         "model.rope_high_factor", "4 is not above rope_low_factor: 4", "write a larger one"),
+         "model.rope_high_factor", "4 must be greater than rope_low_factor: 4",
+         "Use a larger value."),
         ({"positions": Positions.NONE, "rope_base": 5.0}, "model.rope_base",
-         "positions: none, and none that turn", "remove rope_base, or write model.positions=rope"),
-        ({"vocab": 256}, "model.vocab", "256 is smaller than the byte tokenizer's vocabulary",
-         "write model.vocab=259 or more"),
+         "positions: none has no rotary embeddings", ("Remove `model.rope_base`, or set "
+                                                "`model.positions=rope`.")),
+        ({"vocab": 256}, "model.vocab", "256 is smaller than the vocabulary of the byte tokenizer",
+         "Use `model.vocab=259` or more."),
     ],
 )  # fmt: skip
 def test_a_shape_that_cannot_be_built_is_refused(changes, place, finding, remedy):
@@ -271,7 +275,7 @@ def test_a_tuple_that_is_illegal_at_every_degree_is_refused_at_degree_one(
     found = check(load(spec).spec)
     assert found and {fault.place for fault in found} == {f"placement.{axis}"}
     assert any(theorem in fault.finding for fault in found)
-    assert found[0].remedy.startswith(f"nearest legal: {axis}: ")
+    assert found[0].remedy.startswith(f"Use `placement.{axis}=")
 
 
 def test_a_legal_tuple_at_degree_one_is_free_and_is_gone_when_the_spec_is_written():
@@ -296,8 +300,8 @@ def test_a_batch_that_does_not_multiply_out_is_refused_with_the_product():
     (fault,) = check(wrong)
     assert fault == Fault(
         place="batch.global",
-        finding="7 samples are not micro 2 x accumulated 1 x data ranks 2 = 4",
-        remedy="write batch.global=4, or leave batch.accumulate out",
+        finding="global=7 is not micro=2 x accumulate=1 x data degree=2 = 4",
+        remedy="Use `batch.global=4`, or remove `batch.accumulate`.",
     )
 
 
@@ -308,9 +312,12 @@ def test_means_over_unequally_many_targets_are_refused_by_the_function_that_give
     assert not check(spec)
     assert fault == Fault(
         place="data.ignored",
-        finding="a:c gives the mean of a micro-batch, of whose targets not as many count as of "
-        "another's: the mean of such means is not that of the global batch",
-        remedy="remove loss, whose place the built-in cross entropy takes, or remove ignored",
+        finding=(
+            "a:c returns the mean over a micro-batch, but micro-batches have different "
+            "numbers of targets: the mean of these means is not the mean over the global "
+            "batch"
+        ),
+        remedy="Remove `loss` to use the built-in cross entropy, or remove `ignored`.",
     )
 
 
@@ -321,8 +328,8 @@ def test_ids_of_no_token_are_refused_among_those_that_are_no_targets():
     assert not check(replace(spec, data=DataSpec(ignored=(0, size - 1))))
     assert fault == Fault(
         place="data.ignored",
-        finding=f"no token is {size} or 99999, of a vocabulary of {size}",
-        remedy=f"write ids below {size}",
+        finding=f"token ids {size} and 99999 are outside the vocabulary of {size} tokens",
+        remedy=f"Use ids below {size}.",
     )
 
 
@@ -338,8 +345,8 @@ def test_more_ranks_than_devices_are_refused():
     (fault,) = check(make_spec({Axis.DP_SHARD: (4, ZERO_2)}, cluster=cluster))
     assert fault == Fault(
         place="mesh",
-        finding="the mesh has 4 ranks, the cluster laptop 2 devices",
-        remedy="choose degrees whose product is at most 2, or write cluster.devices=4",
+        finding="the mesh has 4 ranks, but the cluster laptop has 2 devices",
+        remedy="Use a mesh with at most 2 ranks, or `cluster.devices=4`.",
     )
     assert not check(make_spec({Axis.DP_SHARD: (2, ZERO_2)}, cluster=cluster))
 
@@ -386,6 +393,6 @@ def test_the_remedy_for_used_up_gradients_is_a_whole_change():
     with pytest.raises(SpecError) as caught:
         require(load("optimizer-in-backward", ["batch.micro=2"]))
     (fault,) = caught.value.faults
-    assert "write batch.micro=8 with batch.accumulate=1, or" in fault.remedy
+    assert "Use `batch.micro=8` with `batch.accumulate=1`, or" in fault.remedy
     changes = ["batch.micro=2", "batch.micro=8", "batch.accumulate=1"]
     assert require(load("optimizer-in-backward", changes)).batch.global_samples == 16

@@ -105,46 +105,55 @@ def test_a_file_of_the_command_line_stands_where_that_is(tmp_path, monkeypatch, 
     [
         (
             "0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n",
-            "rank 0, action 2 of 4, 0B0: nobody goes on: rank 0 waits at 0B0 for 1B0 of rank 1, "
-            "rank 1 waits at 1F1 for 0F1 of rank 0",
+            (
+                "rank 0, action 2 of 4, 0B0: deadlock: rank 0 waits at 0B0 for 1B0 of rank 1, "
+                "rank 1 waits at 1F1 for 0F1 of rank 0"
+            ),
         ),
-        ("0F0,0F1,0B0\n1F0,1B0,1F1,1B1\n", "rank 0, in no place, 0B1: missing"),
+        ("0F0,0F1,0B0\n1F0,1B0,1F1,1B1\n", "rank 0, at no position, 0B1: missing"),
         ("0F0,0F1,0B0,0B1,0F0\n1F0,1B0,1F1,1B1\n", "rank 0, action 5 of 5, 0F0: twice"),
         (
             "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1,0B0\n",
-            "rank 1, action 5 of 5, 0B0: stage 0 is rank 0's",
+            "rank 1, action 5 of 5, 0B0: stage 0 belongs to rank 0",
         ),
-        ("0F0,0F1,0B0,0I1\n1F0,1B0,1F1,1B1\n", "rank 0, in no place, 0W1: missing"),
-        ("0F0,0F1,0B0,0B1\n", "the list has 1 row, and pp=2 ranks"),
+        ("0F0,0F1,0B0,0I1\n1F0,1B0,1F1,1B1\n", "rank 0, at no position, 0W1: missing"),
+        ("0F0,0F1,0B0,0B1\n", "the list has 1 row, but pp has 2 ranks"),
         (
             "0F0,0F1,0B0,0B1,3F0,3F1,3B0,3B1\n2F0,2B0,2F1,2B1\n",
-            "stage 1 is in no row, and the list has stage 3",
+            "stage 1 is in no row, but stage 3 is",
         ),
         (
             "0F0,0F1,0B0,0B1,2F0,2F1,2B0,2B1\n1F0,1B0,1F1,1B1\n",
-            "the ranks have 2, 1 stages, and each needs as many as the others",
+            "all ranks need the same number of stages; got 2, 1",
         ),
-        ("0F0,0B0\n1F0,1B0\n", "the list's micro-batches are 0 to 0, and a step has 2"),
+        ("0F0,0B0\n1F0,1B0\n", "the list has micro-batches 0 to 0, but a step has 2"),
         (
             "0F0,0SEND_F0\n1RECV_F0,1F0\n",
-            "own.csv: row 1, cell 2: 0SEND_F0 is communication (SEND_F), which follows from the "
-            "order of the passes",
+            (
+                "own.csv: row 1, cell 2: 0SEND_F0 is communication (SEND_F), which ptrain "
+                "derives from the order of the passes"
+            ),
         ),
         (
             "0UNSHARD,0F0\n1F0\n",
-            "own.csv: row 1, cell 1: 0UNSHARD (UNSHARD) moves parameters or gradients, which sync "
-            "decides",
+            (
+                "own.csv: row 1, cell 1: 0UNSHARD (UNSHARD) moves parameters or gradients, which "
+                "`sync` controls"
+            ),
         ),
-        ("0F0,0B0\n1F0,what\n", "own.csv: row 2, cell 2: 'what' is no pass"),
+        ("0F0,0B0\n1F0,what\n", "own.csv: row 2, cell 2: 'what' is not a pass"),
         (
             "0F0,(0B0;0F1)OVERLAP_F_B\n1F0\n",
-            "own.csv: row 1, cell 2: (0B0;0F1)OVERLAP_F_B is no forward beside a whole backward",
+            (
+                "own.csv: row 1, cell 2: (0B0;0F1)OVERLAP_F_B does not pair a forward with a "
+                "full backward"
+            ),
         ),
         ("", "own.csv: a list of 1 to 1,000,000 passes; got 0 rows"),
-        (",,\n1F0\n", "own.csv: row 1 is empty, and every rank computes something"),
+        (",,\n1F0\n", "own.csv: row 1 is empty; every rank needs at least one pass"),
         (
             '0F0,"' + 140_000 * "0" + "\n1F0\n",
-            "own.csv: no rows of a CSV file: field larger than field limit (131072)",
+            "own.csv: it is not a CSV file: field larger than field limit (131072)",
         ),
     ],
     ids=lambda value: value[:40].strip(),
@@ -155,7 +164,7 @@ def test_what_is_no_step_is_refused_with_its_place(tmp_path, rows, finding):
 
 def test_a_list_of_other_stages_than_written_is_refused(tmp_path):
     found = refusal(tmp_path, OWN, more=", stages: 4")
-    assert found == "the list has 2 stages, and the pipeline 4"
+    assert found == "the list has 2 stages, but the pipeline has 4"
 
 
 def test_a_file_that_is_not_there_is_refused_by_its_name(tmp_path):
@@ -171,7 +180,7 @@ def test_a_deadlock_ends_a_command_with_2_and_its_place(tmp_path, capsys):
     (tmp_path / "spec.yaml").write_text(spec_text("own.csv"))
     assert main(["plan", str(tmp_path / "spec.yaml")]) == 2
     said = capsys.readouterr().err
-    assert "rank 0, action 2 of 4, 0B0: nobody goes on" in said
+    assert "rank 0, action 2 of 4, 0B0: deadlock:" in said
     assert f"{tmp_path}/spec.yaml:4" in said
 
 
@@ -180,6 +189,6 @@ def test_dualpipe_as_published_is_refused_with_its_two_copies_and_their_bytes(tm
     with pytest.raises(SpecError) as caught:
         load(tmp_path / "spec.yaml")
     (fault,) = caught.value.faults
-    assert "two copies of Θ" in fault.remedy
-    copies = f"{2 * 671e9 * 2 / 16 / 1e9:.1f} GB of Θ a rank, one is {671e9 * 2 / 16 / 1e9:.1f} GB"
-    assert copies in fault.remedy
+    assert "two copies of parameters" in fault.remedy
+    two, one = (f"{copies * 671e9 * 2 / 16 / 1e9:.1f} GB" for copies in (2, 1))
+    assert f"{two} of parameters per rank instead of {one}" in fault.remedy

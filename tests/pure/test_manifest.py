@@ -41,14 +41,14 @@ def test_every_flipped_bit_is_found(checkpoint, position):
     content = bytearray(file.read_bytes())
     content[position] ^= 1 << position % 8
     file.write_bytes(content)
-    assert damage(checkpoint) == ["__0_0.distcp: content differs from what was written (SHA-256)"]
+    assert damage(checkpoint) == ["__0_0.distcp: its content was modified (SHA-256)"]
 
 
 def test_missing_short_and_linked_files_are_found(checkpoint):
     file, outside = checkpoint / "__0_0.distcp", checkpoint.parent / "outside"
     content = file.read_bytes()
     file.write_bytes(content[:-1])
-    assert damage(checkpoint) == ["__0_0.distcp: has 2047 bytes, 2048 were written"]
+    assert damage(checkpoint) == ["__0_0.distcp: has 2047 bytes, but 2048 were written"]
     outside.write_bytes(content)
     file.unlink()
     assert damage(checkpoint) == ["__0_0.distcp: missing"]
@@ -101,7 +101,7 @@ def test_a_manifest_that_names_anything_but_a_bare_file_is_refused(checkpoint, n
 )
 def test_a_manifest_that_cannot_be_read_is_refused(checkpoint, text):
     (checkpoint / manifest.NAME).write_bytes(text.encode(errors="surrogateescape"))
-    with pytest.raises(PtrainError, match="no readable"):
+    with pytest.raises(PtrainError, match="is not readable"):
         manifest.read(checkpoint)
 
 
@@ -126,13 +126,13 @@ def test_a_manifest_that_cannot_be_read_is_refused(checkpoint, text):
 )
 def test_a_sealed_manifest_is_held_to_its_schema(checkpoint, change, place):
     rewrite(checkpoint, content_of(checkpoint) | change)
-    with pytest.raises(PtrainError, match=f"no readable manifest.json: {place}: "):
+    with pytest.raises(PtrainError, match=f"manifest.json is not readable: {place}: "):
         manifest.read(checkpoint)
 
 
 def test_a_manifest_of_another_step_than_its_folder_is_refused(checkpoint):
     rewrite(checkpoint, content_of(checkpoint) | {"step": 8})
-    with pytest.raises(PtrainError, match="is of step 8"):
+    with pytest.raises(PtrainError, match="belongs to step 8"):
         manifest.read(checkpoint)
 
 
@@ -141,7 +141,7 @@ def test_an_older_manifest_without_a_seal_is_read_and_a_newer_one_is_not(checkpo
     path.write_text(json.dumps(content | {"format": manifest.UNSEALED}))
     assert manifest.read(checkpoint).step == 7
     path.write_text(json.dumps(content))
-    with pytest.raises(PtrainError, match="has lost its seal"):
+    with pytest.raises(PtrainError, match="has no seal"):
         manifest.read(checkpoint)
 
 

@@ -22,13 +22,13 @@ def noted(placement: str, **changes: object) -> str:
 @pytest.mark.parametrize(
     ("placement", "changes", "words"),
     [
-        ("S*,S,S,R", {"sync": {"gradients": "last"}}, "unsharded sum of its own, 3.219 MB"),
-        ("R,S,S,R", {"sync": {"gradients": "last"}}, "gradients R until the last micro-batch"),
-        ("R,S,S,R", {}, "r|Θ| that Theorem 2"),
-        ("R,S*,R,R", {}, "optimizer state is gathered over dp_shard"),
-        ("R,S*,S*,R", {}, "they are gathered for it, r|G|"),
+        ("S*,S,S,R", {"sync": {"gradients": "last"}}, "full local sum, 3.219 MB"),
+        ("R,S,S,R", {"sync": {"gradients": "last"}}, "gradients are R until the last micro-batch"),
+        ("R,S,S,R", {}, "r|Θ|, which Theorem 2"),
+        ("R,S*,R,R", {}, "optimizer state is all-gathered over dp_shard"),
+        ("R,S*,S*,R", {}, "which needs them in full, r|G|"),
         ("R,R,M,R", {"batch": {"micro": 2, "sequence": 32}}, "as soon as its gradients are"),
-        ("R,O,O,R", {}, "a rank copies between its tiers"),
+        ("R,O,O,R", {}, "copies between memory tiers"),
         ("S*,S@file,S,R", {}, "read from files"),
     ],
 )
@@ -53,7 +53,7 @@ def test_a_spread_update_takes_a_third_unit():
 
 def test_an_optimizer_with_one_moment_of_a_matrix_says_what_it_saves():
     derivation = derive(load("muon").spec)
-    words = "1 moment of each matrix of the blocks"
+    words = "1 moment per element of block matrices"
     assert [words in note for note in derivation.exact.notes].count(True) == 1
     assert words not in noted("S*,S,S,R")
     sgd = {"optimizer": {"name": "sgd", "momentum": 0.9}}
@@ -68,9 +68,9 @@ def test_what_tp_leaves_whole_is_counted_in_elements_and_bytes():
     """Two norms of 128 in each of 4 blocks and one behind them; 4 + 8 + 4 bytes of an element."""
     (note,) = noted_on("tp", "model={preset: llama-tiny}", "mesh={tp: 2}")
     assert note == (
-        "1,152 of 804,736 parameters belong to no operator that is cut, and every rank of tp has "
-        "them whole: 18.43 kB of Θ, Ω and G before the data axes divide them, of which the theorem "
-        "counts a slice"
+        "1,152 of 804,736 parameters belong to no sharded operator and are replicated over "
+        "tp: 18.43 kB of Θ, Ω and G before data-parallel sharding, of which the theorem "
+        "counts one shard"
     )
 
 
@@ -81,9 +81,9 @@ ODD = "model={layers: 3, hidden: 42, heads: 3, kv_heads: 1, ffn: 101, vocab: 259
     ("ranks", "unit", "words"),
     [
         (3, "model", ""),  # 74340 elements: 3 x 17514 in blocks and 21798 around them
-        (17, "model", "1 element more than the model has"),
-        (13, "model", "7 elements more than the model has"),  # 13 x 5719 = 74347
-        (4, "block", "8 elements more than the model has"),  # 2 each, for 17514 and 21798
+        (17, "model", "1 element more than in the model"),
+        (13, "model", "7 elements more than in the model"),  # 13 x 5719 = 74347
+        (4, "block", "8 elements more than in the model"),  # 2 each, for 17514 and 21798
     ],
 )
 def test_flat_units_are_padded_to_equal_shards(ranks, unit, words):
@@ -99,14 +99,15 @@ def test_tensors_cut_by_rows_are_padded_to_equal_ones():
     over the 804736 of the model."""
     notes = noted_on("zero3", "model={preset: llama-tiny}", "mesh={dp_shard: 2}")
     padded = 2 * 128 / 804736
-    words = f"each tensor is cut by rows, ceil(d0 / 2) on every rank: {padded:.2%} more than"
+    words = f"each tensor is sharded by rows, ceil(d0 / 2) on every rank: {padded:.2%} more than"
     assert [note.startswith(words) for note in notes].count(True) == 1
 
 
 def test_micro_batches_repeat_what_a_step_of_the_paper_has_once():
     (note,) = (note for note in noted_on("zero3", "batch={global: 16, micro: 2, sequence: 8}")
-               if "micro-batches make" in note)  # fmt: skip
+               if "the paper's step has one" in note)  # fmt: skip
     assert note == (
-        "4 micro-batches make a step, and the paper's step has one; by `sync` a unit moves: "
-        "all_gather forward 4×, backward 4×, reduction of gradients 4×"
+        "a step has 4 micro-batches, but the paper's step has one; with this `sync`, "
+        "collectives per unit are: all_gather forward 4×, backward 4×, reduction of "
+        "gradients 4×"
     )

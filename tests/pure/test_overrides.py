@@ -125,21 +125,21 @@ def test_commas_in_brackets_and_quotes_do_not_sweep(argument, expected):
         ("mesh.dp_shad=2", "mesh.dp_shad", "unknown key"),
         ("mseh.dp_shard=2", "mseh", "unknown key"),
         ("mesh.dp_shard", "", "needs a value"),
-        ("=3", "", "begins with a dotted key"),
-        ("a..b=3", "", "begins with a dotted key"),
-        ("a b=3", "", "begins with a dotted key"),
+        ("=3", "", "must start with a key"),
+        ("a..b=3", "", "must start with a key"),
+        ("a b=3", "", "must start with a key"),
         ("train.steps.x=3", "train.steps.x", "not a mapping"),
         ("train.steps=[1", "train.steps", "not valid YAML"),
         ("train.steps=*x", "train.steps", "aliases"),
         ("train.steps=&x 3", "train.steps", "anchors"),
         ("train.steps=!!int 3", "train.steps", "tags (!!int)"),
-        ("train={steps: 3, steps: 4}", "train", "given twice"),
+        ("train={steps: 3, steps: 4}", "train", "appears twice"),
         ("train.steps=3 # five", "", ""),
-        ("optimizer.lr='1e-5'", "optimizer.lr", "got the text '1e-5'"),
+        ("optimizer.lr='1e-5'", "optimizer.lr", "got the string '1e-5'"),
         ("optimizer=3", "optimizer", "must be a mapping"),
         ("placement.dp_shard=X,S,S,R", "placement.dp_shard.parameters", "must be a mode"),
         ("placement.dp_shard=R@disk,S,S,R", "placement.dp_shard.parameters", "must be a mode"),
-        ("placement=S*,S,S,R", "placement", "a tuple belongs to an axis"),
+        ("placement=S*,S,S,R", "placement", "four modes need an axis"),
     ],
 )
 def test_a_fault_in_an_override_stands_on_the_command_line(override, place, finding):
@@ -171,7 +171,7 @@ def test_a_token_file_on_the_command_line_replaces_the_files_corpus():
         load("zero3", ["data.path=tokens.npy", "data.corpus=synthetic"])
 
 
-EXAMPLE = "write key=value, for example mesh.dp_shard=4"
+EXAMPLE = "Use `key=value`, for example `mesh.dp_shard=4`."
 
 
 def test_spaces_around_the_equals_sign_are_named():
@@ -180,8 +180,8 @@ def test_spaces_around_the_equals_sign_are_named():
     assert caught.value.faults == (
         Fault(
             place="",
-            finding="there is a blank before '='",
-            remedy=f"write it without spaces; {EXAMPLE}",
+            finding="there is a space before '='",
+            remedy=f"Remove the spaces around `=`. {EXAMPLE}",
             source="command line",
         ),
     )
@@ -195,11 +195,11 @@ def test_spaces_around_the_equals_sign_are_named():
     ("override", "finding", "remedy"),
     [
         ("mesh", "an override needs a value; got 'mesh'", EXAMPLE),
-        ("a..b=3", "an override begins with a dotted key; got 'a..b'", EXAMPLE),
+        ("a..b=3", "an override must start with a key; got 'a..b'", EXAMPLE),
         (
             "train.steps.x=3",
             "train.steps is the number 50, not a mapping",
-            "set train.steps itself",
+            "Set `train.steps` instead.",
         ),
     ],
 )

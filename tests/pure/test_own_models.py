@@ -33,23 +33,33 @@ def facts_of(spec: Spec) -> ModelFacts:
 
 FAULTS = [
     ({"model": {"hf": "a b"}}, "model.hf", "a class or a model type", ""),
-    ({"model": {"hf": "llama", "arguments": {}}}, "model.arguments", "hf gives", "model.config"),
-    ({"model": {"hf": "llama", "preset": "a"}}, "model.preset", "hf gives", "model.config"),
-    ({"model": {"target": "a:b", "hf": "llama"}}, "model.hf", "target gives", "remove it"),
-    ({"model": {"preset": "llama-tiny", "config": {}}}, "model.config", "hf class", "model.hf"),
+    (
+        {"model": {"hf": "llama", "arguments": {}}},
+        "model.arguments",
+        "but `hf` names a",
+        "model.config",
+    ),
+    ({"model": {"hf": "llama", "preset": "a"}}, "model.preset", "but `hf` names a", "model.config"),
+    ({"model": {"target": "a:b", "hf": "llama"}}, "model.hf", "but `target` builds", "remove it"),
+    (
+        {"model": {"preset": "llama-tiny", "config": {}}},
+        "model.config",
+        "requires `hf`",
+        "model.hf",
+    ),
     ({"tensor": {"plan": {"a": "colum"}}}, "tensor.plan", "a: must be one of", "mean 'column'?"),
-    ({"tensor": {"plan": {"a": "block"}}}, "tensor.plan", "experts; got the text 'block'", ""),
+    ({"tensor": {"plan": {"a": "block"}}}, "tensor.plan", "experts; got the string 'block'", ""),
     ({"tensor": {"plan": {"a.*": ["row"]}}}, "tensor.plan", "a.*: must be one of column", ""),
     ({"tensor": {"plan": {"a": {"b": "row"}}}}, "tensor.plan", "got a mapping", ""),
     ({"tensor": {"plan": {"a": "row", "b": True}}}, "tensor.plan", "b: must be one of", ""),
     ({"tensor": {"plan": ["row"]}}, "tensor.plan", "a mapping of module names to roles", ""),
-    ({"tensor": {"plan": "paird"}}, "tensor.plan", "'paird'", "did you mean 'paired'"),
+    ({"tensor": {"plan": "paird"}}, "tensor.plan", "'paird'", "Did you mean 'paired'"),
     ({"model": {"hf": "llama", "config": {"vocab_size": 9}}}, "vocab_size", "9 is", "259"),
     (
         {"mesh": {"tp": 2, "pp": 2}, "placement": {"tp": "S,S,S,S", "pp": "S,S,S,R"}},
         "placement.tp.activations",
-        "not yet",
-        "activations: R",
+        "not supported yet",
+        "placement.tp.activations=R",
     ),
     (
         {
@@ -58,14 +68,14 @@ FAULTS = [
             "tensor": {"plan": "naive"},
         },
         "tensor.plan",
-        "not yet: naive",
+        "not supported yet: naive",
         "placement.tp.activations=R",
     ),
     (
         {"model": {"preset": "llama-tiny"}, "tensor": {"plan": PLAN}},
         "tensor.plan",
         "built-in",
-        "paired or naive",
+        "`tensor.plan=paired` or `tensor.plan=naive`",
     ),
 ]
 

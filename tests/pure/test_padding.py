@@ -64,28 +64,29 @@ def test_a_padded_spec_is_written_as_it_was_and_pads_for_another_mesh():
 def test_what_is_padded_is_said_aloud():
     batch = padded("cp-zigzag", "mesh.cp=8").batch
     assert batch_lines(batch, 1) == [
-        "batch.sequence: 100 tokens are padded to 112; 10.7% of what is computed counts for nothing"
+        "batch.sequence: 100 tokens are padded to 112; 10.7% of the computation is padding"
     ]
 
 
 def test_padding_that_nothing_needs_is_refused():
     (fault,) = check(padded("zero2"))
     assert fault.place == "batch.pad"
-    assert fault.finding == "nothing obeys it: no axis cuts the tokens of a sample"
+    assert fault.finding == "has no effect: no axis shards the tokens of a sample"
     assert check(load("zero2", ["mesh={dp_shard: 1}", "batch.pad=true"]).spec) == ()
 
 
 def test_one_that_is_cut_is_named_where_it_is_not_asked_to_be_padded():
     (fault,) = check(load("cp-zigzag", ["batch.sequence=99"]).spec)
     assert fault.remedy == (
-        "write batch.sequence=96 or 100, or batch.pad=true, which adds ignored targets"
+        "Use `batch.sequence=96` or `batch.sequence=100`, or `batch.pad=true`, which adds "
+        "ignored targets."
     )
 
 
 def test_a_length_that_is_named_does_for_slices_of_tp_too():
     changes = ["mesh={cp: 2, tp: 4}", "model.kv_heads=4", TP % "S", "batch.sequence=102"]
     of_cp = next(f for f in check(load("cp-zigzag", changes).spec) if "of cp" in f.finding)
-    assert of_cp.remedy.startswith("write batch.sequence=96 or 104,")
+    assert of_cp.remedy.startswith("Use `batch.sequence=96` or `batch.sequence=104`,")
     for sequence in (96, 104):
         assert not check(load("cp-zigzag", [*changes, f"batch.sequence={sequence}"]).spec)
 
@@ -93,7 +94,7 @@ def test_a_length_that_is_named_does_for_slices_of_tp_too():
 def test_a_hybrid_is_not_given_degrees_that_it_does_not_have():
     (fault,) = check(load("cp-hybrid", ["batch.sequence=36"]).spec)
     assert fault.remedy.startswith(
-        "write batch.sequence=32 or 40, or context.attention=ring, or batch.pad"
+        "Use `batch.sequence=32` or `batch.sequence=40`, or `context.attention=ring`, or `batch.pad"
     )
 
 
@@ -113,4 +114,4 @@ def test_a_model_whose_attention_nobody_knows_is_not_padded():
 
 def test_a_mean_by_micro_batch_is_not_padded():
     (fault,) = check(padded("tp-sp", "loss={target: 'a:c'}", "mesh={tp: 2}", sequence=101))
-    assert fault.place == "batch.pad" and fault.finding.startswith("a:c gives the mean")
+    assert fault.place == "batch.pad" and fault.finding.startswith("a:c returns the mean")

@@ -170,8 +170,8 @@ def test_resharding_multiplies_the_gathers_by_the_micro_batches():
         assert {row.calls for row in gathered} == {K * 5}  # 4 blocks and a root, both passes
         assert {row.key.phase for row in gathered} == {Phase.FORWARD, Phase.BACKWARD}
     found = derive(spec).exact.notes
-    assert any("gathered 8 times forward, 8 backward" in note for note in found)
-    assert any("makes gradients R until the last micro-batch" in note for note in found)
+    assert any("gathered 8 times in forward and 8 times in backward" in note for note in found)
+    assert any("gradients are R until the last micro-batch" in note for note in found)
 
 
 @every_model

@@ -109,8 +109,8 @@ def test_an_asynchronous_pipeline_is_refused_with_the_reason(word):
         spec({"pp": 2}, {"schedule": word})
     (fault,) = raised.value.faults
     assert fault.place == "pipeline.schedule"
-    assert "no step of it equals one of one device (Theorem 3)" in fault.remedy
-    assert fault.remedy.endswith("is 1f1b")
+    assert "do not equal a single device [Theorem 3]" in fault.remedy
+    assert fault.remedy.endswith("Use `1f1b`, the same schedule with a flush after each step.")
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_an_asynchronous_pipeline_is_refused_with_the_reason(word):
     ],
 )
 def test_another_word_for_a_schedule_is_understood(word, meant):
-    with pytest.raises(SpecError, match=f"did you mean '{meant}'"):
+    with pytest.raises(SpecError, match=f"Did you mean '{meant}'"):
         spec({"pp": 2}, {"schedule": word})
 
 
@@ -140,8 +140,8 @@ def test_one_of_625_tuples_is_legal():
 )
 def test_another_tuple_breaks_a_theorem(modes, theorem):
     ((place, finding, remedy),) = faults({"pp": 2}, placement={"pp": modes})
-    assert place == "placement.pp" and f"it breaks {theorem}" in finding
-    assert remedy.endswith("{parameters: S, optimizer: S, gradients: S, activations: R}")
+    assert place == "placement.pp" and f"[{theorem}" in finding
+    assert remedy.endswith("Use `placement.pp=S,S,S,R`.")
 
 
 @pytest.mark.parametrize(
@@ -150,31 +150,59 @@ def test_another_tuple_breaks_a_theorem(modes, theorem):
         (
             2,
             {"schedule": "bfs", "stages": 3},
-            ("pipeline.stages", "3 stages, and every one of pp=2 ranks", "write 2 or 4"),
+            (
+                "pipeline.stages",
+                "3 stages, not a multiple of pp=2 ranks",
+                "Use `pipeline.stages=2` or `pipeline.stages=4`.",
+            ),
         ),
-        (4, {"stages": 1}, ("pipeline.stages", "1 stage, and every one of pp=4", "write 4")),
+        (
+            4,
+            {"stages": 1},
+            (
+                "pipeline.stages",
+                "1 stage, not a multiple of pp=4 ranks",
+                "Use `pipeline.stages=4`.",
+            ),
+        ),
         (
             2,
             {"schedule": "bfs", "split": [3, 3, 2]},
-            ("pipeline.split", "[3, 3, 2] has 3 stages, and", "list 2 or 4 numbers"),
+            ("pipeline.split", "[3, 3, 2] has 3 stages, not a multiple", "List 2 or 4 numbers."),
         ),
         (
             2,
             {"split": [4]},
-            ("pipeline.split", "[4] has 1 stage, and", "list 2 numbers"),
+            ("pipeline.split", "[4] has 1 stage, not a multiple", "List 2 numbers."),
         ),
         (
             2,
             {"stages": 2, "split": [3, 3, 1, 1]},
-            ("pipeline.split", "[3, 3, 1, 1] has 4 stages, and pipeline.stages", "remove pipeline"),
+            (
+                "pipeline.split",
+                "[3, 3, 1, 1] has 4 stages, but pipeline.stages",
+                "Remove `pipeline.stages`",
+            ),
         ),
         (
             2,
             {"split": [4, 5]},
-            ("pipeline.split", "[4, 5] are 9 layers, and the model has 8", "8: [4, 4]"),
+            (
+                "pipeline.split",
+                "[4, 5] has 9 layers, but the model has 8",
+                ("8: `pipeline.split=[4,4]`."),
+            ),
         ),
-        (2, {"schedule": "gpipe", "stages": 4}, ("pipeline.stages", "1 stage a rank", "write 2,")),
-        (2, {"schedule": "zbv", "stages": 2}, ("pipeline.stages", "2 stages a rank", "write 4,")),
+        (
+            2,
+            {"schedule": "gpipe", "stages": 4},
+            ("pipeline.stages", "1 stage per rank", "Use `pipeline.stages=2`,"),
+        ),
+        (
+            2,
+            {"schedule": "zbv", "stages": 2},
+            ("pipeline.stages", "2 stages per rank", "Use `pipeline.stages=4`,"),
+        ),
     ],
 )
 def test_stages_that_the_ranks_or_the_model_do_not_have_are_refused(degree, said, found):
@@ -185,15 +213,18 @@ def test_stages_that_the_ranks_or_the_model_do_not_have_are_refused(degree, said
 @pytest.mark.parametrize(
     ("layers", "degree", "schedule", "place", "remedy"),
     [
-        (3, 4, "gpipe", "mesh.pp", "lower pp to at most 3, or choose a model with more layers"),
-        (3, 2, "zbv", "mesh.pp", "drop pp, or choose a model with more layers"),
-        (7, 4, "zbv", "mesh.pp", "lower pp to at most 3, or choose a model with more layers"),
+        (3, 4, "gpipe", "mesh.pp", "Use `mesh.pp=3` or less, or use a model with more layers."),
+        (3, 2, "zbv", "mesh.pp", "Remove `mesh.pp`, or use a model with more layers."),
+        (7, 4, "zbv", "mesh.pp", "Use `mesh.pp=3` or less, or use a model with more layers."),
         (
             6,
             4,
             "interleaved",
             "mesh.pp",
-            "write pipeline.stages=4, or lower pp to at most 3, or choose a model with more layers",
+            (
+                "Use `pipeline.stages=4`, or use `mesh.pp=3` or less, or use a model with more "
+                "layers."
+            ),
         ),
     ],
 )
@@ -201,7 +232,7 @@ def test_more_stages_than_layers_are_refused_with_ways_out(layers, degree, sched
     model = {"model": SHAPE | {"layers": layers}}
     ((found, finding, way),) = faults({"pp": degree}, {"schedule": schedule}, **model)
     assert (found, way) == (place, remedy)
-    assert finding.endswith(f"and {layers} layers: every stage needs one")
+    assert finding.endswith(f"need at least one layer each; the model has {layers}")
     if takes_any_stages(ScheduleName(schedule)):
         stages = {"schedule": schedule, "stages": degree}
         assert not faults({"pp": degree}, stages, **model)
@@ -247,7 +278,7 @@ def test_tp_may_stand_outside_pp_with_a_warning_of_its_price():
 )
 def test_a_dial_of_pp_is_refused_where_nothing_is_cut_into_stages(key, value):
     ((place, finding, _),) = faults({"dp_shard": 2}, {key: value})
-    assert place == f"pipeline.{key}" and finding.startswith("nothing obeys it")
+    assert place == f"pipeline.{key}" and finding.startswith("has no effect")
     assert not faults({}, {key: value})
 
 
@@ -260,8 +291,8 @@ def test_units_that_span_stages_wait(unit, runs):
 def test_an_optimizer_of_whole_matrices_waits_until_stages_tell_them():
     (fault,) = executed(spec({"pp": 2}, optimizer={"name": "muon"}))
     assert fault.place == "optimizer.name"
-    assert fault.finding.startswith("not yet: muon, which asks a whole model")
-    assert fault.remedy == "write adamw, or no pp"
+    assert fault.finding.startswith("not supported yet: muon with pp")
+    assert fault.remedy == "Use `optimizer.name=adamw`, or remove `mesh.pp`."
 
 
 @pytest.mark.parametrize(

@@ -161,7 +161,7 @@ def test_ranks_that_share_cores_do_together_as_much_as_a_line_says(known: tuple[
 def test_without_rates_of_fewer_ranks_it_is_said_what_is_assumed():
     time = pipeline(HandPace(overlaps=False), 2, 4)
     assert time.seconds == pytest.approx((4 + 1) * 4 * (FORWARD + BACKWARD))
-    assert "leave their cores to nobody" in time.assumed[0]
+    assert "leave their cores idle" in time.assumed[0]
 
 
 def test_the_last_micro_batch_reduces_for_all():

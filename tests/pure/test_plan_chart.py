@@ -69,7 +69,7 @@ def test_the_schedule_of_the_spec_is_drawn_into_the_file(spec, drawn, folder, en
     (sheet,) = drawn
     words = [text.text for text in sheet.texts]
     assert words[0] == "piped"
-    assert words[1] == "gpipe · ranks: 2 · stages: 2, 1 a rank · micro-batches: 8"
+    assert words[1] == "gpipe · ranks: 2 · stages: 2, 1 per rank · micro-batches: 8"
     assert chart.read_bytes() == PICTURE
     assert [path.name for path in folder.iterdir()] == [chart.name]
     out = capsys.readouterr().out
@@ -116,10 +116,10 @@ def refusal(arguments: list[str], capsys) -> str:
         ("a.pdf", "a.pdf ends in .pdf", "ends in .png or .svg"),
         ("a", "a has no ending", "ends in .png or .svg"),
         (".png", ".png has no ending", "ends in .png or .svg"),
-        ("nowhere/a.png", "there is no folder", "make it first"),
-        ("piped.yaml/a.png", "there is no folder", "make it first"),
-        ("folder.png", "folder.png is a folder", "name a file in it"),
-        ("n" * 300 + ".png", "cannot write: File name too long", "choose another file"),
+        ("nowhere/a.png", "nowhere does not exist", "Create the folder"),
+        ("piped.yaml/a.png", "piped.yaml does not exist", "Create the folder"),
+        ("folder.png", "folder.png is a folder", "Add a file name to the path"),
+        ("n" * 300 + ".png", "cannot write: File name too long", "Use another file"),
     ],
 )
 def test_a_file_that_cannot_be_is_refused(name, finding, remedy, spec, drawn, tmp_path, capsys):
@@ -128,21 +128,21 @@ def test_a_file_that_cannot_be_is_refused(name, finding, remedy, spec, drawn, tm
     message = refusal([spec, "--chart", str(tmp_path / name)], capsys)
     assert "error: --chart: " in message
     assert finding in message
-    assert f"remedy: {remedy}" in message.replace("name a file that ", "")
+    assert f"remedy: {remedy}" in message.replace("Use a file name that ", "")
     assert sorted(tmp_path.rglob("*")) == before
     assert not drawn
 
 
 def test_one_file_for_several_specs_is_refused(spec, drawn, folder, capsys):
     message = refusal([spec, spec, "--chart", str(folder / "a.png")], capsys)
-    assert "one file for the schedules of 2 specs" in message
-    assert "remedy: name one SPEC" in message
+    assert "draws one spec; got 2" in message
+    assert "remedy: Run `ptrain plan` once for each spec." in message
 
 
 def test_a_spec_without_a_pipeline_is_refused(drawn, folder, capsys):
     message = refusal(["zero3", "--chart", str(folder / "a.png")], capsys)
-    assert "zero3 has no pipeline" in message
-    assert "remedy: leave --chart out" in message
+    assert "zero3 has no `pp` and no `cp` axis" in message
+    assert "remedy: Remove it" in message
     assert not list(folder.iterdir())
 
 
@@ -150,7 +150,7 @@ def test_without_matplotlib_the_extra_is_named_and_nothing_is_written(spec, fold
     with patch("ptrain.charts.canvas.find_spec", lambda name: None):
         message = refusal([spec, "--chart", str(folder / "a.png")], capsys)
     assert "needs matplotlib, which is not installed" in message
-    assert "remedy: pip install 'ptrain[report]'" in message
+    assert "remedy: Run `pip install 'ptrain[report]'`." in message
     assert not list(folder.iterdir())
 
 
@@ -160,7 +160,7 @@ def test_a_matplotlib_that_cannot_be_imported_counts_as_missing(spec, folder, ca
         patch.dict(sys.modules, {"matplotlib": None}),
     ):
         message = refusal([spec, "--chart", str(folder / "a.png")], capsys)
-    assert "remedy: pip install 'ptrain[report]'" in message
+    assert "remedy: Run `pip install 'ptrain[report]'`." in message
     assert not list(folder.iterdir())
 
 

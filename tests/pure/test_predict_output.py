@@ -52,7 +52,7 @@ def test_exact_sends_245_gb_for_stages_1_and_2_and_says_why(ptrain, spec):
     text = ptrain("predict", spec, "--explain")
     assert row(text, "total")[1] == "245 GB"
     assert "why exact is not paper" in text
-    assert "updated parameters must be gathered" in text
+    assert "updated parameters are all-gathered" in text
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_exact_sends_245_gb_for_stages_1_and_2_and_says_why(ptrain, spec):
     [
         (("zero3",), "all_gather forward 4×, backward 4×, reduction of gradients 4×"),
         (("zero3", "sync.gradients=last"), "backward 4×, reduction of gradients 1×"),
-        (("zero2",), "a unit moves: reduction of gradients 4×"),
+        (("zero2",), "per unit are: reduction of gradients 4×"),
     ],
 )
 def test_micro_batches_are_a_reason_with_their_factor(ptrain, spec, factors):
@@ -257,7 +257,7 @@ def test_of_attention_that_a_processor_cannot_train_all_but_activations_is_said(
 ):
     monkeypatch.setitem(vars(package), "read_facts", None)  # would trace it
     text = ptrain("predict", name, "attention=flex", "device=cuda", "--explain")
-    reason = "torch's flex_attention has no backward pass on a processor, where a trace would run"
+    reason = "torch's flex_attention has no backward pass on CPUs, where a trace would run"
     assert f"exact, activations: {reason}" in text and f"exact, peak: {reason}" in text
     assert " MiB without activations of " in text
 

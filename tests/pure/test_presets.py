@@ -207,12 +207,22 @@ def test_an_override_takes_from_a_preset_what_it_makes_void_and_nothing_else(
 @pytest.mark.parametrize(
     ("preset", "beside", "place", "remedy"),
     [
-        ("mistral-7b", ["window=null", "global_every=2"], "global_every", "remove global_every"),
-        ("llama3.2-1b", ["head_bias=true"], "head_bias", "or write model.tied=false"),
-        ("llama3.1-8b", ["rope_scaling=none", "rope_factor=4"], "rope_factor", "remove rope_fact"),
-        ("llama3-8b", ["rope_scaling=linear"], "rope_scaling", "write a larger rope_factor"),
+        (
+            "mistral-7b",
+            ["window=null", "global_every=2"],
+            "global_every",
+            ("Remove `model.global_every`"),
+        ),
+        ("llama3.2-1b", ["head_bias=true"], "head_bias", "or set `model.tied=false`."),
+        (
+            "llama3.1-8b",
+            ["rope_scaling=none", "rope_factor=4"],
+            "rope_factor",
+            ("Remove `model.rope_factor`"),
+        ),
+        ("llama3-8b", ["rope_scaling=linear"], "rope_scaling", "Use a larger `model.rope_factor`"),
         ("mistral-7b", ["norm_eps=null"], "norm_eps", ""),
-        ("mistral-7b", ["window=none"], "window", "write null"),
+        ("mistral-7b", ["window=none"], "window", "Use `null`."),
         ("gemma2-2b", ["global_every=1"], "global_every", ""),
     ],
 )
@@ -226,6 +236,6 @@ def test_what_is_written_beside_a_preset_is_refused_where_it_is_void(preset, bes
 def test_a_presets_own_void_option_is_refused_whatever_stands_beside_it(tmp_path):
     mine = tmp_path / "mine.yaml"
     mine.write_text("{layers: 1, hidden: 8, heads: 2, ffn: 8, vocab: 259, rope_factor: 2}")
-    with pytest.raises(SpecError, match="remove rope_factor"):
+    with pytest.raises(SpecError, match=r"Remove `model\.rope_factor`"):
         shape_of(str(mine), "layers=2")
     assert shape_of(str(mine), "rope_scaling=linear").rope_factor == 2.0

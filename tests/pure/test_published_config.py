@@ -62,15 +62,16 @@ def test_all_faults_of_a_config_come_at_once(read: Read) -> None:
     *faults, last = caught.value.faults
     findings = [fault.finding.partition("config.json: ")[2] for fault in faults]
     beginnings = [
-        "auto_map: it names code",
+        "auto_map: it refers to code",
         "quantization_config: its weights are quantized",
-        "num_nextn_predict_layers is 1, and the built-in model has no layers of multi-token",
+        "num_nextn_predict_layers is 1; the built-in model has no layers of multi-token",
         "hidden_size is missing",
-        "hidden_act is 'relu', and built here is 'silu'",
+        "hidden_act is 'relu'; the built-in model supports 'silu'",
         "attention_bias is True",
-        "the rotations lack low_freq_factor, high_freq_factor, original_max_position_embeddings",
+        "the rotary scaling has no low_freq_factor, high_freq_factor, "
+        "original_max_position_embeddings",
         "layer_types: layer 0 is 'sliding_attention'",
-        "layers: must be an integer in 1..10000; got the text 'two'",
+        "layers: must be an integer in 1..10000; got the string 'two'",
     ]
     assert len(findings) == len(beginnings)
     assert all(map(str.startswith, findings, beginnings))
@@ -99,7 +100,7 @@ def test_an_unknown_kind_does_not_hide_its_code(read: Read) -> None:
 def test_a_field_that_adds_a_computation_is_refused(
     read: Read, kind: str, field: str, value: object
 ) -> None:
-    with pytest.raises(SpecError, match=f"{field} is {value}, and the built-in model has no "):
+    with pytest.raises(SpecError, match=f"{field} is {value}; the built-in model has no "):
         read(kind, **{field: value})
 
 
@@ -107,7 +108,7 @@ def test_fields_without_effect_are_a_warning_of_predictions(read: Read) -> None:
     spec = read(attention_dropout=0.1, novel_field=False, bos_token_id=1, sliding_window=None)
     named = (
         "attention_dropout (set model.attention_dropout=0.1)",
-        "novel_field (nothing reads it)",
+        "novel_field (ignored)",
     )
     assert spec.model.ignored == named
     (warning,) = derive(spec).exact.warnings

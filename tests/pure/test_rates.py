@@ -174,33 +174,33 @@ def unknown(act: Any) -> str:
 
 def test_what_was_not_measured_is_unknown_and_says_who_measures_it():
     two = pace(2)
-    measures = "`ptrain calibrate --ranks 2` measures it"
-    lacks = "the cluster's rates lack"
+    measures = "Run `ptrain calibrate --ranks 2`."
+    lacks = "the cluster has no rate for"
 
     def gather() -> float:
         return two.collective_seconds(Collective.ALL_GATHER, ranks=2, nodes=1, payload=8)
 
-    assert unknown(gather) == f"{lacks} all_gather of 2 ranks on one node: {measures}"
+    assert unknown(gather) == f"{lacks} all_gather over 2 ranks on one node. {measures}"
     assert (
         unknown(lambda: two.collective_seconds(Collective.ALL_GATHER, ranks=3, nodes=1, payload=8))
-        == f"{lacks} all_gather of 3 ranks on one node: nothing measures it yet"
+        == f"{lacks} all_gather over 3 ranks on one node. No calibration measures it yet."
     )
     half = product(1, 8, 8, 8, dtype=DType.BF16)
-    assert unknown(lambda: two.operator_seconds(half)) == f"{lacks} product in bf16: {measures}"
+    assert unknown(lambda: two.operator_seconds(half)) == f"{lacks} product in bf16. {measures}"
     across = unknown(
         lambda: two.collective_seconds(Collective.ALL_GATHER, ranks=4, nodes=2, payload=8)
     )
     assert across == (
-        f"{lacks} all_gather of 4 ranks on 2 nodes: `torchrun --nnodes 2 --nproc-per-node 2 -m "
-        "ptrain.calibration` on each node measures it"
+        f"{lacks} all_gather over 4 ranks on 2 nodes. Run `torchrun --nnodes 2 "
+        "--nproc-per-node 2 -m ptrain.calibration` on each node."
     )
     double = product(1, 8, 8, 8, dtype=DType.FP64)
-    nothing = "nothing measures it yet"
-    assert unknown(lambda: two.operator_seconds(double)) == f"{lacks} product in fp64: {nothing}"
+    nothing = "No calibration measures it yet."
+    assert unknown(lambda: two.operator_seconds(double)) == f"{lacks} product in fp64. {nothing}"
     hook = unknown(lambda: two.hook_seconds(Hook.FLAT_GATHER))
-    assert hook == f"{lacks} the hook flat_gather: {measures}"
+    assert hook == f"{lacks} the hook flat_gather. {measures}"
     muon = unknown(lambda: two.update_seconds("muon", FP32, elements=8, tensors=1))
-    assert muon == f"{lacks} an update by muon in fp32: {nothing}"
+    assert muon == f"{lacks} the muon update in fp32. {nothing}"
 
 
 def test_a_collective_of_one_rank_takes_no_time():
@@ -219,20 +219,20 @@ def test_while_others_wait_a_rank_has_the_rates_of_as_many_threads_and_no_others
 def test_rates_are_of_as_many_ranks_as_compute_at_once():
     assert pace_of(cluster(), 4) is None
     assert lacking(cluster(), 4) == (
-        "4 ranks of a node compute at once, and the rates of cluster are of 1, 2: "
-        "`ptrain calibrate --ranks 1,2,4`"
+        "4 ranks of a node compute at the same time, but the rates of cluster are measured for "
+        "1, 2. Run `ptrain calibrate --ranks 1,2,4`."
     )
     assert pace_of(cluster(devices_per_node=2), 4) is not None, "two nodes of two ranks"
     assert lacking(cluster(devices_per_node=4, devices=16), 8).endswith(
-        "`torchrun --nnodes 2 --nproc-per-node 4 -m ptrain.calibration` on each node"
+        "`torchrun --nnodes 2 --nproc-per-node 4 -m ptrain.calibration` on each node."
     )
     assert pace_of(None, 1) is None
     assert lacking(None, 1) == (
-        "no cluster says how fast its devices are: cluster.preset=h100-8, say"
+        "the spec has no cluster. Add `cluster.preset=h100-8`, for example."
     )
     bare = Cluster(devices=1, device_memory=1, intra_node_bandwidth=1.0, name="bare")
     assert lacking(bare, 1) == (
-        "the cluster bare has no rates: `ptrain calibrate` measures those of this machine"
+        "the cluster bare has no rates. Run `ptrain calibrate` to measure this machine."
     )
 
 
@@ -293,11 +293,12 @@ def refusal(rates: dict[str, Any]) -> str:
         ),
         (
             {"hooks": [["ddp_buckt", 1e-5]]},
-            "row 1, hook: must be one of fsdp2_gather, fsdp2_reduce, ddp_bucket, flat_gather, "
-            "flat_reduce, pipeline_pass, cut_product, forward_operator, backward_operator, "
-            "halves_operator, recomputed_operator, selected_operator, moved_operator; "
-            "got the text 'ddp_buckt'\n"
-            "  remedy: did you mean 'ddp_bucket'?",
+            (
+                "row 1, hook: must be one of fsdp2_gather, fsdp2_reduce, ddp_bucket, "
+                "flat_gather, flat_reduce, pipeline_pass, cut_product, forward_operator, "
+                "backward_operator, halves_operator, recomputed_operator, selected_operator, "
+                "moved_operator; got the string 'ddp_buckt'\n  remedy: Did you mean 'ddp_bucket'?"
+            ),
         ),
         (
             {"operators": [["product", "fp32", 8, 1e-5]]},
@@ -310,17 +311,19 @@ def refusal(rates: dict[str, Any]) -> str:
         ),
         (
             {"hooks": [["ddp_bucket", 1e-5], ["ddp_bucket", 2e-5]]},
-            "row 2 measures what row 1 does\n  remedy: keep one of the two",
+            "row 2 repeats row 1\n  remedy: Remove one of the two.",
         ),
         (
             {"at_once": [1, 2], "hooks": [["ddp_bucket", 1e-5]]},
-            "error: cluster.rates.hooks: row 1 has 1 figure, and the ranks at once are 1, 2\n"
-            "  remedy: write a figure for each, null where it was not measured; or at_once",
+            (
+                "error: cluster.rates.hooks: row 1 has 1 figure, but at_once has 1, 2\n  remedy: "
+                "Use one value per entry of `at_once`, or null if it was not measured."
+            ),
         ),
-        ({"at_once": [2, 1]}, "error: cluster.rates.at_once: [2, 1]: not in ascending order"),
+        ({"at_once": [2, 1]}, "error: cluster.rates.at_once: [2, 1] is not in ascending order"),
         (
             {"spread": [0.1, 0.2]},
-            "error: cluster.rates.spread: it has 2 figures, and the ranks at once are 1",
+            "error: cluster.rates.spread: it has 2 figures, but at_once has 1",
         ),
         (
             {"links": [["within", 1e-5, 1e-6]]},
@@ -329,17 +332,17 @@ def refusal(rates: dict[str, Any]) -> str:
         *(
             (
                 {"links": [row]},
-                "row 1 has a null: nothing else says",
+                "row 1 has a null; the times per call, hop and byte are required",
             )
             for row in (["within", 1e-5, 1e-6, None], ["between", None, 1e-6, 0.9])
         ),
         (
             {"hooks": "fast"},
-            "must be a list of rows [hook, seconds by ranks at once]; got the text",
+            "must be a list of rows [hook, seconds by ranks at once]; got the string",
         ),
-        ({"hoks": []}, "unknown key 'hoks'\n  remedy: did you mean 'hooks'?"),
+        ({"hoks": []}, "unknown key 'hoks'\n  remedy: Did you mean 'hooks'?"),
         ({"preset": "h101"}, "cluster.rates.preset: there is no table of rates named 'h101'"),
-        ({"date": "yesterday"}, "cluster.rates.date: must be a date, 2026-11-24; got the text"),
+        ({"date": "yesterday"}, "cluster.rates.date: must be a date, 2026-11-24; got the string"),
     ],
 )
 def test_a_row_that_is_no_measurement_is_refused_by_its_place(rates, text):

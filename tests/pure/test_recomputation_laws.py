@@ -301,8 +301,8 @@ def test_predict_warns_if_recomputation_raises_the_peak(change, is_warned, tmp_p
     shown = " ".join(capsys.readouterr().out.split())
     warning = (
         "activations: recomputation or offloading raises the peak from 7.55 MB to 7.583 MB: the "
-        "peak is in the backward pass of one block, which has all its activations again. "
-        "Use `activations=R`."
+        "peak is in the backward pass of one block, when all its activations are on the device "
+        "again. Use `activations=R`."
     )
     assert (warning in shown) is is_warned
     assert ("raises the peak" in shown) is is_warned

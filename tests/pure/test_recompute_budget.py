@@ -131,7 +131,7 @@ def test_a_budget_that_nothing_keeps_is_refused_with_the_smallest_peak(peaks):
     assert refusal(recompute={"budget": "40 MiB"}) == (
         "recompute.budget",
         "40 MiB: the smallest peak that recomputation reaches is 50 MiB, with full",
-        "write a budget of 52428800 bytes or more, a smaller batch.micro, or activations=O",
+        "Use a budget of 52428800 bytes or more, a smaller `batch.micro`, or `activations=O`.",
     )
     peaks["full"] = 90
     finding = refusal(recompute={"budget": "40 MiB"})[1]
@@ -142,8 +142,8 @@ def test_a_policy_beside_its_budget_keeps_it(peaks):
     written = {"budget": "60 MiB", "policy": "selective"}
     assert refusal(activations="M", recompute=written) == (
         "recompute.budget",
-        "60 MiB, and the policy beside it, selective, has a peak of 90 MiB",
-        "write recompute={budget: 62914560} alone, to have one chosen, or a larger budget",
+        "60 MiB: the given policy, selective, has a peak of 90 MiB",
+        "Use `recompute={budget: 62914560}` without a policy, or a larger budget.",
     )
     peaks["selective"] = 60
     assert said(resolve_auto(document(activations="M", recompute=written))) == "selective"
@@ -153,8 +153,8 @@ def test_peaks_that_no_table_tells_are_no_ground_for_a_choice(peaks):
     peaks.clear()
     place, finding, remedy = refusal()
     assert place == "recompute.budget"
-    assert finding.startswith("not yet: a policy that follows from a budget")
-    assert remedy == "write activations=M with recompute=selective or recompute=full"
+    assert finding.startswith("not supported yet: choosing a policy from a budget")
+    assert remedy == "Use `activations=M` with `recompute=selective` or `recompute=full`."
 
 
 def test_a_chosen_policy_has_the_peak_that_is_predicted():

@@ -126,31 +126,31 @@ def remedy(argument: str) -> str:
 @pytest.mark.parametrize(
     ("argument", "meant"),
     [
-        ("seq_len=128", "did you mean 'batch.sequence'?"),
-        ("batch.seq_len=128", "did you mean 'sequence'?"),
-        ("lr=0.1", "did you mean 'optimizer.lr'?"),
-        ("optimizer.max_grad_norm=1", "did you mean 'clip'?"),
-        ("optimizer.clip=none", "write null"),
-        ("model.n_layers=3", "did you mean 'layers'?"),
-        ("model=llama-tiny", "write model.preset=llama-tiny"),
-        ("cluster=h100-8", "write cluster.preset=h100-8"),
-        ("precision=bf16", "write precision.layout=bf16"),
-        ("train.steps=1e3", "write 1000"),
+        ("seq_len=128", "Did you mean 'batch.sequence'?"),
+        ("batch.seq_len=128", "Did you mean 'sequence'?"),
+        ("lr=0.1", "Did you mean 'optimizer.lr'?"),
+        ("optimizer.max_grad_norm=1", "Did you mean 'clip'?"),
+        ("optimizer.clip=none", "Use `null`."),
+        ("model.n_layers=3", "Did you mean 'layers'?"),
+        ("model=llama-tiny", "Use `model.preset=llama-tiny`."),
+        ("cluster=h100-8", "Use `cluster.preset=h100-8`."),
+        ("precision=bf16", "Use `precision.layout=bf16`."),
+        ("train.steps=1e3", "Use `1000`."),
         ("train.steps=1e300", ""),
         ("optimizer.lr=0.0", ""),
         ("precision.layout=float64", ""),
-        ("precision=half", "write precision.layout=fp16"),
-        ("devices=8", "did you mean 'cluster.devices'?"),
-        ("train.log_every=5", "did you mean 'log.every'?"),
-        ("train.step=5", "did you mean 'steps'?"),
-        ("schedule=3", "did you mean 'optimizer.schedule' or 'pipeline.schedule'?"),
-        ("train.device=cpu", "'device' stands at the top of the spec, not in train"),
-        ("model=gpu", "`ptrain help model` lists what there is"),
-        ("cluster=h100", "write cluster.preset=h100-8"),
-        ("sede=1", "did you mean 'train.seed'?"),
-        ("foo=1", "`ptrain help keys` lists what there is"),
-        ("model.foo=1", "`ptrain help model` lists what there is"),
-        ("tensor.foo=1", "known here: plan, loss_parallel, experts, asynchronous"),
+        ("precision=half", "Use `precision.layout=fp16`."),
+        ("devices=8", "Did you mean 'cluster.devices'?"),
+        ("train.log_every=5", "Did you mean 'log.every'?"),
+        ("train.step=5", "Did you mean 'steps'?"),
+        ("schedule=3", "Did you mean 'optimizer.schedule' or 'pipeline.schedule'?"),
+        ("train.device=cpu", "'device' belongs to the top level of the spec, not to train"),
+        ("model=gpu", "Run `ptrain help model` to list all keys."),
+        ("cluster=h100", "Use `cluster.preset=h100-8`."),
+        ("sede=1", "Did you mean 'train.seed'?"),
+        ("foo=1", "Run `ptrain help keys` to list all keys."),
+        ("model.foo=1", "Run `ptrain help model` to list all keys."),
+        ("tensor.foo=1", "Keys here: plan, loss_parallel, experts, asynchronous."),
     ],
 )
 def test_a_slip_gets_one_suggestion_in_the_form_of_the_command_line(argument, meant):
@@ -163,7 +163,7 @@ def test_in_a_file_the_suggestion_is_what_the_file_has(tmp_path):
     file.write_text(f"{text}\nprecision: bf16\n", encoding="utf-8")
     with pytest.raises(SpecError) as caught:
         load(file)
-    assert caught.value.faults[0].remedy == "write precision: {layout: bf16}"
+    assert caught.value.faults[0].remedy == "Use `precision: {layout: bf16}`."
 
 
 def test_a_model_of_a_file_is_written_out_without_the_files_name(tmp_path):

@@ -49,8 +49,8 @@ def test_only_a_class_of_transformers_needs_transformers(model, installed, monke
     assert caught.value.faults == (
         Fault(
             place="model.hf",
-            finding="LlamaForCausalLM is a class of transformers, which is not installed",
-            remedy="pip install 'transformers>=4.56,<6'",
+            finding="LlamaForCausalLM is a class of Transformers, which is not installed",
+            remedy="Run `pip install 'transformers>=4.56,<6'`.",
         ),
     )
 
@@ -59,10 +59,10 @@ def test_only_a_class_of_transformers_needs_transformers(model, installed, monke
     ("folder", "error", "finding"),
     [
         ("missing", FileNotFoundError(2, "No such file"), "no such folder"),
-        ("file", NotADirectoryError(20, "Not a directory"), "is no folder"),
-        ("", FileNotFoundError(2, "No such file"), "cannot be written to"),
-        ("", PermissionError(13, "Permission denied"), "cannot be written to: Permission denied"),
-        ("", RuntimeError("no room"), "cannot be written to: no room"),
+        ("file", NotADirectoryError(20, "Not a directory"), "is not a folder"),
+        ("", FileNotFoundError(2, "No such file"), "is not writable"),
+        ("", PermissionError(13, "Permission denied"), "is not writable: Permission denied"),
+        ("", RuntimeError("no room"), "is not writable: no room"),
     ],
 )
 def test_a_folder_that_takes_no_files_says_why(folder, error, finding, tmp_path):
@@ -70,7 +70,7 @@ def test_a_folder_that_takes_no_files_says_why(folder, error, finding, tmp_path)
     path = tmp_path / folder
     (fault,) = unusable(str(path), error).faults
     assert (fault.place, fault.finding) == ("offload.path", f"{path}: {finding}")
-    remedy = "give a folder that exists, can be written and has room for the file tier"
+    remedy = "Use an existing, writable folder with enough space for the file tier."
     assert fault.remedy == remedy
 
 
@@ -174,9 +174,13 @@ def test_a_run_folder_that_cannot_be_one_is_refused_with_what_it_is(here, capsys
     (here / "used").mkdir()
     (here / "used" / "a").touch()
     (here / "link").symlink_to(here / "used")
-    for name, finding in (("file", "is a file"), ("used", "is not empty"), ("link", "is a link")):
+    for name, finding in (
+        ("file", "is a file"),
+        ("used", "is not empty"),
+        ("link", "is a symbolic link"),
+    ):
         assert f"error: --run-dir {name}: {finding}" in refusal(capsys, "--run-dir", name)
-    assert "cannot write" in refusal(capsys, "--run-dir", "file/run")
+    assert "is not writable" in refusal(capsys, "--run-dir", "file/run")
 
 
 # -- --resume
@@ -185,10 +189,10 @@ def test_a_run_folder_that_cannot_be_one_is_refused_with_what_it_is(here, capsys
 @pytest.mark.parametrize(
     ("asked", "finding"),
     [
-        ("", "error: --resume: no folder is named"),
+        ("", "error: --resume: the path is empty"),
         ("nowhere", "error: --resume nowhere: no such folder"),
         ("file", "error: --resume file: is a file, not a folder"),
-        ("empty", "error: --resume empty: holds no checkpoint"),
+        ("empty", "error: --resume empty: contains no checkpoint"),
     ],
 )
 def test_what_is_no_checkpoint_is_refused_with_what_it_is(here, capsys, asked, finding):
@@ -202,7 +206,7 @@ def test_a_training_that_is_done_is_refused_before_a_folder_is_made(here, capsys
     trained(here / "runs" / "a", 2, 4)
     (here / "runs" / "latest").symlink_to("a")
     told = refusal(capsys, "zero3", "train.steps=4", "--resume", asked)
-    assert "already at step 4 of 4\n  remedy: set train.steps above 4" in told
+    assert "already at step 4 of 4\n  remedy: Set `train.steps` to more than 4" in told
 
 
 def test_another_model_is_refused_before_a_folder_is_made(here, capsys):
@@ -216,13 +220,13 @@ def test_a_damaged_checkpoint_is_said_once_and_not_to_be_missing(here, capsys):
     (path,) = trained(here / "runs" / "a", 4)
     (path / "__0_0.distcp").write_bytes(bytes(10))
     told = refusal(capsys, "zero3", "--resume", "runs/a")
-    assert told.count("__0_0.distcp: has 10 bytes, 64 were written") == 1
-    assert "the only checkpoint there cannot be used" in told
+    assert told.count("__0_0.distcp: has 10 bytes, but 64 were written") == 1
+    assert "its only checkpoint cannot be used" in told
     assert "checkpoint.every" not in told
     trained(here / "runs" / "a", 8)
     (here / "runs/a/checkpoints/step-00000008" / manifest.NAME).write_text("{")
     told = refusal(capsys, "zero3", "--resume", "runs/a")
-    assert "none of the 2 checkpoints there can be used" in told
+    assert "none of its 2 checkpoints can be used" in told
     assert "step-00000008" in told and "step-00000004" in told
 
 
@@ -236,7 +240,7 @@ def test_auto_is_the_run_of_its_own_folder_and_no_other(here, capsys):
     trained(here / "runs" / "20260101-000000-zero3", 4)
     assert candidates("auto", RunFolder(here / "runs" / "20260102-000000-zero3")) == []
     told = refusal(capsys, "zero3", "train.steps=4", "--resume", "auto")
-    assert "error: --resume auto: names no run" in told
+    assert "error: --resume auto: auto continues the run in --run-dir" in told
     run = "runs/20260101-000000-zero3"
     told = refusal(capsys, "zero3", "train.steps=4", "--resume", "auto", "--run-dir", run)
     assert "error: --resume auto: already at step 4 of 4" in told
@@ -249,7 +253,7 @@ def test_a_second_training_in_a_run_folder_is_refused_with_the_process_of_the_fi
     claim = opened(here / "run")
     for resuming in ([], ["--resume", "auto"]):
         text = refusal(capsys, "zero3", "--run-dir", "run", *resuming)
-        assert f"another training writes there: process {os.getpid()} on " in text
+        assert f"another training uses this folder: process {os.getpid()} on " in text
     claim.lock.release()
     claim.lock.release()
     opened(here / "run", resuming=True).withdraw()
@@ -262,16 +266,16 @@ def test_a_second_training_in_a_run_folder_is_refused_with_the_process_of_the_fi
 def test_a_folder_that_takes_no_files_is_refused_before_a_rank_starts(here, capsys):
     (here / "file").touch()
     for path, finding in (
-        ("/proc", "cannot be written to"),
+        ("/proc", "is not writable"),
         ("nowhere", "no such folder"),
-        ("file", "is no folder"),
+        ("file", "is not a folder"),
     ):
         told = refusal(capsys, "nvme-offload", f"offload.path={path}")
         assert f"error: offload.path: {path}: {finding}" in told
 
 
 def test_two_specs_are_refused_with_both(here, capsys):
-    assert "a training takes one SPEC; got zero3 and ddp" in refusal(capsys, "zero3", "ddp")
+    assert "expected one SPEC; got zero3 and ddp" in refusal(capsys, "zero3", "ddp")
 
 
 # -- validate
@@ -297,5 +301,5 @@ def test_a_verdict_needs_three_steps(here, capsys, steps):
     assert main(["validate", "ddp", "zero3", f"train.steps=4,{steps}"]) == 2
     told = capsys.readouterr()
     assert told.out == ""
-    assert told.err.startswith("error: train.steps: a verdict is about a steady step")
-    assert told.err.endswith("\n  remedy: set at least 3, or leave it out\n")
+    assert told.err.startswith("error: train.steps: validate measures the third step")
+    assert told.err.endswith("\n  remedy: Use `train.steps=3` or more, or remove it.\n")

@@ -29,7 +29,7 @@ def test_a_lock_lasts_as_long_as_the_last_process_that_holds_it(tmp_path):
     taken = folder.take_lock(tmp_path)
     rank = subprocess.Popen(["sleep", "60"], pass_fds=[taken.descriptor])
     os.close(taken.descriptor)  # as if this process were killed
-    with pytest.raises(SpecError, match="another training writes there"):
+    with pytest.raises(SpecError, match="another training uses this folder"):
         folder.take_lock(tmp_path)
     rank.kill()
     rank.wait()
@@ -127,7 +127,7 @@ def test_nobody_else_writes_while_a_refused_run_is_taken_away(here, monkeypatch)
     claim = opened(here / "run")
 
     def put_back(*_: object) -> None:
-        with pytest.raises(SpecError, match="another training writes there"):
+        with pytest.raises(SpecError, match="another training uses this folder"):
             opened(here / "run", resuming=True)
 
     monkeypatch.setattr(folder, "latest_of", put_back)

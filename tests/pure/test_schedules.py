@@ -100,8 +100,10 @@ def test_schedules_of_one_stage_a_rank_refuse_two(name):
         schedule(name, pipeline(4, 2, 8))
     (fault,) = caught.value.faults
     assert fault.place == "pipeline.stages"
-    assert fault.finding == f"{name} has 1 stage a rank, and 8 over pp=4 are 2"
-    assert fault.remedy.startswith("write 4, or a schedule over any number a rank: bfs, ")
+    assert fault.finding == f"{name} needs 1 stage per rank, but 8 stages over pp=4 are 2 per rank"
+    assert fault.remedy.startswith(
+        "Use `pipeline.stages=4`, or a schedule with any number of stages per rank: bfs, "
+    )
 
 
 @pytest.mark.parametrize("name", VEES)
@@ -109,7 +111,9 @@ def test_schedules_of_one_stage_a_rank_refuse_two(name):
 def test_a_v_refuses_any_number_of_stages_but_two_a_rank(name, per_rank):
     found = list(faults(name, pipeline(2, per_rank, 12)))
     assert [fault.place for fault in found] == ["pipeline.stages"]
-    assert "2 stages a rank" in found[0].finding and found[0].remedy.startswith("write 4")
+    assert "2 stages per rank" in found[0].finding and found[0].remedy.startswith(
+        "Use `pipeline.stages=4`"
+    )
 
 
 @pytest.mark.parametrize(
@@ -118,9 +122,9 @@ def test_a_v_refuses_any_number_of_stages_but_two_a_rank(name, per_rank):
 )
 def test_too_few_microbatches_are_refused_with_how_many_are_needed(name, per_rank, least):
     (fault,) = faults(name, pipeline(4, per_rank, least - 1))
-    assert f"{name} needs {least} micro-batches a step" in fault.finding
-    assert f"until there are {least}, or write " in fault.remedy
-    instead = ScheduleName(fault.remedy.rpartition(" ")[2])
+    assert f"{name} needs at least {least} micro-batches per step" in fault.finding
+    assert f"to get {least}, or use `pipeline.schedule=" in fault.remedy
+    instead = ScheduleName(fault.remedy.rpartition("=")[2].removesuffix("`."))
     assert not list(faults(instead, pipeline(4, per_rank, least - 1)))
     assert not list(faults(name, pipeline(4, per_rank, least)))
 
@@ -140,7 +144,7 @@ def test_unequal_rounds_are_refused_with_the_next_equal_ones(name):
                     is_legal = not list(faults(name, replace(size, microbatches=other)))
                     assert is_legal is (other in numbers)
     (fault,) = faults(name, pipeline(4, 2, 9))
-    assert fault.remedy.startswith("make them 8 or 10")
+    assert fault.remedy.startswith("Change `batch.global` or `batch.micro` to get 8 or 10")
 
 
 # -------- broken schedules
@@ -167,8 +171,8 @@ def steps(text: str) -> list[Step]:
         (0, "0F0 0F1 0B0 0I1", "0W1", "missing"),
         (1, "1F0 1B0 1B1", "1F1", "missing"),
         (0, "0F0 0F0 0F1 0B0 0B1", "0F0", "twice"),
-        (0, "0F0 0F1 0B0 0B1 0W1 0I1", "0B1", "whole, and a half of it once more"),
-        (0, "0F0 1F0 0F1 0B0 0B1", "1F0", "stage 1 is rank 1's"),
+        (0, "0F0 0F1 0B0 0B1 0W1 0I1", "0B1", "full pass and a second half"),
+        (0, "0F0 1F0 0F1 0B0 0B1", "1F0", "stage 1 belongs to rank 1"),
         (0, "0F0 0F1 0F2 0B0 0B1", "0F2", "there are 2 micro-batches, counted from 0"),
         (0, "0F0 0F1 2F0 0B0 0B1", "2F0", "there are 2 stages, counted from 0"),
     ],
@@ -191,8 +195,7 @@ def test_a_deadlock_names_who_waits_for_whom():
     assert "rank 0 waits at 0B1 for 0F1 of rank 0" in str(error)
     error = broken({0: steps("0F0 0B0 0F1 0B1"), 1: steps("1F0 1F1 1B0 1B1")})
     assert str(error).endswith(
-        "nobody goes on: rank 0 waits at 0B0 for 1B0 of rank 1, rank 1 waits at 1F1 for 0F1 of "
-        "rank 0"
+        "deadlock: rank 0 waits at 0B0 for 1B0 of rank 1, rank 1 waits at 1F1 for 0F1 of rank 0"
     )
 
 
@@ -253,7 +256,7 @@ def test_a_drawing_of_several_stages_a_rank_names_them():
         lines[0]
         == "rank 0  0F0 1F0 0F1 1B0---- 1F1&0B0---- 0F2&1B1---- 1F2&0B1---- 1B2---- 0I2 0W2"
     )
-    assert "stage before, micro-batch behind · & side by side" in lines[1]
+    assert "stage first, then micro-batch · & side by side" in lines[1]
 
 
 # -------- a schedule is a row

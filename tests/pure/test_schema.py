@@ -11,6 +11,7 @@ import jsonschema
 import pytest
 
 from ptrain.cli import schema as verb
+from ptrain.commands import add_arguments
 from ptrain.errors import PtrainError
 from ptrain.spec.grammar import SpecRaw
 from ptrain.spec.leaf import MODE_MEANINGS
@@ -189,7 +190,7 @@ def test_the_verb_prints_or_writes_it(tmp_path, capsys):
     from argparse import ArgumentParser
 
     parser = ArgumentParser()
-    verb.add_arguments(parser)
+    add_arguments(parser, "schema")
     assert verb.run(parser.parse_args([])) == 0
     assert json.loads(capsys.readouterr().out) == schema()
     out = tmp_path / "schema.json"

@@ -201,5 +201,5 @@ def test_dp_of_an_override_is_the_files_own_dp_where_it_has_one():
 
 def test_two_words_for_one_policy_must_agree():
     both = {"reshard": 2, "sync": {"reshard_after_forward": False}}
-    with pytest.raises(SpecError, match=r"reshard: another word for sync.reshard_after_forward"):
+    with pytest.raises(SpecError, match=r"reshard: alias of sync\.reshard_after_forward, which is"):
         loaded(**both)

@@ -271,7 +271,7 @@ def test_least_memory_is_another_order():
 
 def test_why_a_known_choice_lost_is_what_its_figures_say(best_of_eight):
     lost = {known.name: known for known in best_of_eight.lost}
-    whole = lost["data parallelism alone"]
+    whole = lost["data parallelism only"]
     assert whole.best is not None and not whole.best.memory.fits
     assert whole.why.startswith("does not fit by ")
     best = best_of_eight.ranking[0]
@@ -282,16 +282,16 @@ def test_a_choice_that_constraints_exclude_says_which_ones(best_of_eight):
     lost = {known.name: known.why for known in best_of_eight.lost}
     few = chooser("tp==2", "pp==1", "micro==1", count=1).choose()
     excluded = {known.name: known.why for known in few.lost}
-    assert excluded["data parallelism alone"] == "excluded by tp==2"
-    assert excluded["a pipeline with data parallelism"] == "excluded by tp==2, pp==1"
+    assert excluded["data parallelism only"] == "excluded by tp==2"
+    assert excluded["pipeline with data parallelism"] == "excluded by tp==2, pp==1"
     assert not any(why.startswith("excluded") for why in lost.values())
 
 
 def test_a_choice_that_the_spec_does_not_write_says_so():
     chosen = Chooser(searched_job("zero3", ["mesh.dp_shard=auto"], devices=2), count=1).choose()
     lost = {known.name: known.why for known in chosen.lost}
-    assert lost["optimizer state in shards alone"] == "excluded by what the spec writes"
-    assert lost["data parallelism alone"] == "excluded by mesh.dp_replicate=1"
+    assert lost["sharded optimizer state only"] == "excluded by values in the spec"
+    assert lost["data parallelism only"] == "excluded by mesh.dp_replicate=1"
 
 
 # -- unknown times

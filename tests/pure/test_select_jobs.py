@@ -48,22 +48,22 @@ def test_a_constraint_is_a_name_a_comparison_and_a_bound(text, name, bound):
 @pytest.mark.parametrize(
     ("text", "finding"),
     [
-        ("tp", "is no constraint"),
-        ("dp_shar<=8", "did you mean dp_shard?"),
+        ("tp", "is not a constraint"),
+        ("dp_shar<=8", "Did you mean `dp_shard`?"),
         ("recompute<=full", "has no order"),
-        ("memory<=much", "is no figure"),
-        ("schedule=1f1bb", "did you mean 1f1b? write one of naive, gpipe, 1f1b"),
-        ("unit=bloc", "write one of bucket, block, 2 blocks, sub-block, model"),
-        ("recompute=some", "write one of none, selective, full, offload"),
-        ("gradients=sometimes", "write one of every, last"),
-        ("placement.dp_shard=zero4", "zero4 is no tuple of dp_shard"),
-        ("placement.dp_shard=[S*, S, S]", "tried are \\[R,S,R,R\\], \\[R,S,S,R\\]"),
-        ("placement.dp_shrd=zero3", "did you mean placement.dp_shard?"),
-        ("epp=2", "epp: nothing of a candidate is called so"),
-        ("attention=flash", "write one of ring, zigzag, all-gather, ulysses, hybrid"),
-        ("tp=two", "mesh.tp is a whole number, and two is none"),
-        ("accumulate=1.5", "batch.accumulate is a whole number"),
-        ("tp<=8,pp=1", "mesh.tp is a whole number, and 8,pp=1 is none"),
+        ("memory<=much", "is not a valid value"),
+        ("schedule=1f1bb", "Did you mean `1f1b`? Use one of naive, gpipe, 1f1b"),
+        ("unit=bloc", "Use one of bucket, block, 2 blocks, sub-block, model"),
+        ("recompute=some", "Use one of none, selective, full, offload"),
+        ("gradients=sometimes", "Use one of every, last"),
+        ("placement.dp_shard=zero4", "zero4 is not a placement of dp_shard"),
+        ("placement.dp_shard=[S*, S, S]", "The search tries \\[R,S,R,R\\], \\[R,S,S,R\\]"),
+        ("placement.dp_shrd=zero3", "Did you mean `placement.dp_shard`?"),
+        ("epp=2", "epp is not a property of a candidate"),
+        ("attention=flash", "Use one of ring, zigzag, all-gather, ulysses, hybrid"),
+        ("tp=two", "mesh.tp must be an integer, not two"),
+        ("accumulate=1.5", "batch.accumulate must be an integer"),
+        ("tp<=8,pp=1", "mesh.tp must be an integer, not 8,pp=1"),
     ],
 )
 def test_what_is_no_constraint_is_refused_by_name(text, finding):
@@ -116,42 +116,45 @@ def broken_cluster(tmp_path: Path) -> Iterator[str]:
 @pytest.mark.parametrize(
     ("words", "finding"),
     [
-        (["llama3-8b"], "no cluster says"),
+        (["llama3-8b"], "the cluster is missing"),
         (["llama3-8b", "--cluster", "h100-8", "--devices", "9"], "has 8"),
         (["llama3-8b", "--cluster", "h100-9"], "no cluster named"),
         (["llama9-8b", "--cluster", "h100-8"], "no spec named"),
-        (["lama3-8b", "--cluster", "h100-8"], "did you mean llama3-8b"),
-        (["llama3-8b", "attention=flex", "--cluster", "h100-64"], "nor of a llama or a gpt"),
-        (["zero3"], "nothing of this spec is left to be chosen"),
+        (["lama3-8b", "--cluster", "h100-8"], "Did you mean `llama3-8b`"),
+        (["llama3-8b", "attention=flex", "--cluster", "h100-64"], "or a similar llama or gpt"),
+        (["zero3"], "this spec leaves nothing to search"),
         (
             ["llama3-8b", "--cluster", "h100-128", "--devices", "67"],
-            "1024 samples of a step do not divide by 67 data ranks",
+            "1024 samples are not divisible by 67 data-parallel ranks",
         ),
         (
             ["llama3-8b", "--cluster", "h100-8", "--where", "tp=3"],
-            "obeys tp=3: tp can be 1 or 2 or 4 or 8 .it divides 32 heads, 8 of keys",
+            "satisfies tp=3: tp can be 1 or 2 or 4 or 8 .it must divide 32 heads, 8 KV heads",
         ),
         (
             ["llama3-8b", "--cluster", "h100-8", "--where", "micro=7"],
-            "of 1024 samples, which a rank has of 1 data ranks, micro-batches take 1, 2, 4",
+            "each rank has 1024 samples per step; possible micro-batches are 1, 2, 4",
         ),
         (
             ["llama3-8b", "--cluster", "h100-8", "--where", "prefetch=3"],
-            "prefetch=3 is what the search never tries",
+            "prefetch=3 is outside the search space",
         ),
-        (["tp-sp", "mesh.tp=auto", "--devices", "4"], "tp can be 1 or 2 .it divides 4 heads"),
-        (["llama3-70b", "--cluster", "h100-8", "batch.sequence=1000000"], "a sample alone takes"),
+        (["tp-sp", "mesh.tp=auto", "--devices", "4"], "tp can be 1 or 2 .it must divide 4 heads"),
+        (
+            ["llama3-70b", "--cluster", "h100-8", "batch.sequence=1000000"],
+            "a single sample exceeds",
+        ),
         (
             ["llama3-8b", "--cluster", "h100-8", "--where", "micro=64", "--where", "tp=1"],
-            "with micro=64, tp=1 those of a micro-batch .*leave out micro=64, or leave out tp=1",
+            "with micro=64, tp=1, the activations of one .*Remove `micro=64`. Or: Remove `tp=1`.",
         ),
         (
             [*_WITH_TP, "batch.micro=64", *_ON_EIGHT],
-            "with batch.micro=64, .* those of a micro-batch alone .*write batch.micro=auto$",
+            "with batch.micro=64, .*, the activations of one .*Use `batch.micro=auto`.$",
         ),
         (
             [*_RECOMPUTED, *_ON_EIGHT],
-            "with what the spec writes those of .*write auto for what the spec says",
+            "with the values in the spec, the activations .*Use `auto` for `placement.tp`",
         ),
         (
             [
@@ -162,10 +165,10 @@ def broken_cluster(tmp_path: Path) -> Iterator[str]:
                 "--where",
                 "placement.tp=S,S,S,R",
             ],
-            "S,S,S,R and what the spec writes those of .*, and leave out ",
+            "S,S,S,R and the values in the spec, the activations .* Also: Remove ",
         ),
-        (["tp-sp", "mesh.tp=auto", "--devices", "4"], "remedy: write mesh.pp=auto, or "),
-        ([], "name one MODEL or SPEC"),
+        (["tp-sp", "mesh.tp=auto", "--devices", "4"], "remedy: Use `mesh.pp=auto`. Or: "),
+        ([], "takes one MODEL or SPEC; got 0"),
     ],
 )
 def test_what_cannot_be_searched_is_one_message(words, finding, capsys):
@@ -174,7 +177,7 @@ def test_what_cannot_be_searched_is_one_message(words, finding, capsys):
 
 
 def test_a_malformed_cluster_is_named(broken_cluster):
-    with pytest.raises(SpecError, match="the preset cannot be used"):
+    with pytest.raises(SpecError, match="the preset is invalid"):
         searched_job("llama3-8b", cluster=broken_cluster)
 
 
@@ -215,7 +218,7 @@ def test_an_optimizer_whose_update_nobody_measured_leaves_time_unknown(capsys):
     words = [*SMALL, "optimizer.name=muon", "--cluster", "a100-8", "--devices", "8", "--exact", "9"]
     assert main([*words, "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
-    assert "lack an update by muon" in record["time_unknown"] and record["ranking"]
+    assert "no rate for the muon update" in record["time_unknown"] and record["ranking"]
 
 
 def test_a_model_with_dropout_is_searched_on_gpus(capsys):
@@ -254,9 +257,9 @@ def test_numbers_of_devices_are_powers_of_two_and_the_last():
 @pytest.mark.parametrize(
     ("words", "finding"),
     [
-        ((None, "30d", None), "nobody says"),
-        (("many", "30d", None), "is no number"),
-        (("1T", "soon", None), "is no duration"),
+        ((None, "30d", None), "needs a number of tokens"),
+        (("many", "30d", None), "is not a number"),
+        (("1T", "soon", None), "is not a duration"),
     ],
 )
 def test_a_demand_that_says_too_little_is_refused(words, finding):
@@ -282,7 +285,7 @@ def test_the_fewest_devices_meet_a_deadline_and_half_of_them_do_not():
     assert (record["objective"], record["ranking"][0]["training_seconds"]) == (
         ("devices", pytest.approx(ranking.best.seconds))
     )
-    with pytest.raises(SpecError, match="no number of devices up to 8 meets it"):
+    with pytest.raises(SpecError, match="no number of devices up to 8 meets the target"):
         answer(few, Demand(tokens=tokens, deadline=1.0))
 
 

@@ -70,7 +70,7 @@ def test_what_does_not_fit_is_refused_with_what_would():
         require_fit(spec, derive(spec).exact)
     lines = str(refused.value).splitlines()
     assert sum(line.startswith("  fits: ") for line in lines) == 3
-    assert lines[-1] == "  remedy: add one of these overrides, or train it anyway with --force"
+    assert lines[-1] == "  remedy: Add one of these overrides, or train anyway with `--force`."
 
 
 @pytest.mark.parametrize("share", [1.0, 0.8, 0.5, 0.1])
@@ -227,7 +227,7 @@ def test_the_fewest_ranks_on_which_it_fits_are_named_where_nothing_else_does():
     assert found.overrides == ("mesh.dp_shard=16", "batch.global=16", "cluster.devices=16")
     assert found.spec.world_size == 16 and found.fit.peak_bytes == room
     assert not check(found.spec)
-    with pytest.raises(DoesNotFit, match=r"  fits on 16 ranks: .*\n  remedy: add one"):
+    with pytest.raises(DoesNotFit, match=r"  fits on 16 ranks: .*\n  remedy: Add one"):
         require_fit(spec, derive(spec).exact)
 
 
@@ -236,7 +236,7 @@ def test_a_change_that_does_not_fit_is_not_offered_as_a_remedy():
     assert not any(variant.fit.fits for variant in find_changes(spec).variants)
     with pytest.raises(DoesNotFit, match="  closest: ") as refused:
         require_fit(spec, derive(spec).exact)
-    assert "  remedy: use a smaller model or sequence" in str(refused.value)
+    assert "  remedy: Use a smaller model or sequence" in str(refused.value)
 
 
 def test_more_ranks_are_not_looked_for_where_something_fits():

@@ -13,6 +13,7 @@ from ptrain.algebra.legality import check, executed, require
 from ptrain.algebra.obeyed import shown
 from ptrain.axes.pipeline.catalogue import pipeline_of
 from ptrain.cli import specs as verb
+from ptrain.commands import add_arguments
 from ptrain.cost import State
 from ptrain.derivation.estimate import derive
 from ptrain.errors import PtrainError, SpecError
@@ -104,20 +105,22 @@ def test_the_default_schedules_strategy_is_its_tuple_and_stands_beside_others():
 @pytest.mark.parametrize(
     ("mesh", "placement", "finding", "remedy"),
     [
-        ("{cp: 2}", "{cp: cp-zigzag}", "cp-zigzag is more than a tuple",
-         "placement: cp-zigzag, or placement.cp: [R, R, R, S] and context: {attention: zigzag}"),
+        ("{cp: 2}", "{cp: cp-zigzag}", "cp-zigzag sets more than a placement",
+         "placement: cp-zigzag` or `placement.cp: [R, R, R, S]` and `context: {attention: zigzag}"),
         ("{dp_shard: 2, cp: 2}", "{dp_shard: zero3, cp: cp-zigzag}",
-         "cp-zigzag is more than a tuple",
-         "placement.cp: [R, R, R, S] and context: {attention: zigzag}"),
-        ("{pp: 2, dp_shard: 2}", "{pp: pp-zbv, dp_shard: zero2}", "pp-zbv is more than a tuple",
-         "placement.pp: [S, S, S, R] and pipeline: {schedule: zbv}"),
+         "cp-zigzag sets more than a placement",
+         "placement.cp: [R, R, R, S]` and `context: {attention: zigzag}"),
+        ("{pp: 2, dp_shard: 2}", "{pp: pp-zbv, dp_shard: zero2}", ("pp-zbv sets more than a "
+                                                                  "placement"),
+         "placement.pp: [S, S, S, R]` and `pipeline: {schedule: zbv}"),
         ("{dp_shard: 2, cp: 2}", "{dp_shard: cp-ring, tp: tp}",
-         "cp-ring sits on cp, not on dp_shard",
-         "placement.cp: [R, R, R, S] and context: {attention: ring} and mesh: {cp: N}"),
-        ("{dp_shard: 2}", "{dp_shard: cp-ring}", "cp-ring sits on cp, not on dp_shard",
-         "placement: cp-ring and mesh: {cp: N}"),
-        ("{dp_shard: 2, tp: 2}", "{dp_shard: hsdp, tp: tp}", "hsdp spans dp_replicate and dp_shard",
-         "placement.dp_replicate: [R, R, R, R] and placement.dp_shard: [S*, S, S, R]"),
+         "cp-ring belongs to cp, not to dp_shard",
+         "placement.cp: [R, R, R, S]` and `context: {attention: ring}` and `mesh: {cp: N}"),
+        ("{dp_shard: 2}", "{dp_shard: cp-ring}", "cp-ring belongs to cp, not to dp_shard",
+         "placement: cp-ring` and `mesh: {cp: N}"),
+        ("{dp_shard: 2, tp: 2}", "{dp_shard: hsdp, tp: tp}", ("hsdp covers the axes "
+                                                             "dp_replicate and dp_shard"),
+         "placement.dp_replicate: [R, R, R, R]` and `placement.dp_shard: [S*, S, S, R]"),
     ],
 )  # fmt: skip
 def test_a_name_that_is_more_than_a_tuple_is_told_what_to_write_beside_the_other_axes(
@@ -126,7 +129,7 @@ def test_a_name_that_is_more_than_a_tuple_is_told_what_to_write_beside_the_other
     with pytest.raises(SpecError) as caught:
         load("zero3", [f"mesh={mesh}", f"placement={placement}"])
     (fault,) = caught.value.faults
-    assert (fault.finding, fault.remedy) == (finding, f"write {remedy}")
+    assert (fault.finding, fault.remedy) == (finding, f"Use `{remedy}`.")
 
 
 def used_up(spec: Spec) -> bool:
@@ -237,7 +240,7 @@ def test_the_readme_of_the_specs_names_every_folder():
 
 def run(*words: str) -> int:
     parser = ArgumentParser()
-    verb.add_arguments(parser)
+    add_arguments(parser, "specs")
     return verb.run(parser.parse_intermixed_args(list(words)))
 
 
@@ -333,7 +336,7 @@ def test_shown_is_what_the_placement_obeys_and_the_rest_is_said(name, has, lacks
     assert not lacks & set(found.mapping)
     assert any(said in line for line in found.left_out)
     assert any("unit, overlap, prefetch, gather_after_update" in line for line in found.left_out)
-    obeyed = [line for line in found.left_out if "obeys" in line]
+    obeyed = [line for line in found.left_out if "no effect" in line]
     assert all(place in obeyed[0] for place in lacks)
 
 
@@ -344,7 +347,7 @@ def test_what_tp_alone_does_not_obey_is_left_out_and_named():
     found = shown(load("tp").spec)
     assert not {"sync", *by_itself, *sections} & set(found.mapping)
     places = ["sync.gradients", *by_itself, *resharding, *sections]
-    assert found.left_out == (f"nothing in this placement obeys {', '.join(places)}",)
+    assert found.left_out == (f"no effect with this placement: {', '.join(places)}",)
 
 
 def test_a_written_dial_is_shown_as_it_is_written():
@@ -367,9 +370,9 @@ def test_show_prints_models_and_clusters_as_they_stand(name, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["show"], "needs a name"),
+        (["show"], "NAME is missing"),
         (["zero3"], "specs show zero3"),
-        (["show", "zero4"], "did you mean 'zero3'"),
+        (["show", "zero4"], "Did you mean 'zero3'"),
         (["show", "llama3-8b", "train.steps=3"], "model.preset=llama3-8b"),
     ],
 )

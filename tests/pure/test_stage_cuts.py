@@ -135,19 +135,19 @@ def test_more_stages_than_layers_are_refused():
             call()
         assert refusal(raised) == (
             "pipeline.stages",
-            "4 stages and 3 layers: every stage needs one",
-            "choose at most 3 stages, or a model with more layers",
+            "4 stages need at least one layer each; the model has 3",
+            "Use at most 3 stages, or a model with more layers.",
         )
 
 
 @pytest.mark.parametrize(
     ("counts", "finding"),
     [
-        ((3, 3), "[3, 3] are 6 layers, and the model has 7"),
-        ((4, 4), "[4, 4] are 8 layers, and the model has 7"),
-        ((0, 7), "[0, 7] has a stage without a layer"),
-        ((8, -1), "[8, -1] has a stage without a layer"),
-        ((), "[] has a stage without a layer"),
+        ((3, 3), "[3, 3] has 6 layers, but the model has 7"),
+        ((4, 4), "[4, 4] has 8 layers, but the model has 7"),
+        ((0, 7), "[0, 7] has a stage without layers"),
+        ((8, -1), "[8, -1] has a stage without layers"),
+        ((), "[] has a stage without layers"),
     ],
 )
 def test_a_list_that_is_not_the_models_is_refused(counts, finding):
@@ -155,5 +155,5 @@ def test_a_list_that_is_not_the_models_is_refused(counts, finding):
         cut(layers(SHAPES[0]), counts)
     place, found, remedy = refusal(raised)
     assert (place, found) == ("pipeline.split", finding)
-    assert remedy.startswith("write numbers from 1 whose sum is 7")
+    assert remedy.startswith("Use numbers of 1 or more with the sum 7")
     assert ("[" in remedy) is bool(counts)

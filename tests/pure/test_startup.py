@@ -18,7 +18,7 @@ from ptrain.spec.model import ExternalModel
 from ptrain.spec.spec import Spec
 
 BATCH = "batch={global: 64, micro: 1, sequence: 1024}"
-WHOLE = "its constructor draws more"
+WHOLE = "its constructor draws random numbers"
 PARAMETERS, VOCABULARY, WIDTH = 8_030_261_248, 128_256, 4096  # of Llama-3-8B
 
 

@@ -156,7 +156,7 @@ def test_a_token_that_chooses_more_experts_than_a_rank_has_goes_to_others_too():
 
 def test_a_plan_says_what_ranks_get():
     spec = spec_of({"ep": 3}, "routing=worst")
-    assert "worst: a rank's experts get 0 to 60 rows" in show(spec, planned(spec)[0])
+    assert "worst: the experts of a rank get 0 to 60 rows" in show(spec, planned(spec)[0])
 
 
 def good() -> Counts:
@@ -197,16 +197,19 @@ def _too_often(counts: Counts) -> None:
 
 
 BROKEN: tuple[tuple[Callable[[Counts], None], str], ...] = (
-    (_without_layer, "no counts of blocks.1.mlp"),
-    (_another_layer, "blocks.7.mlp: the model has no such layer with experts"),
-    (_without_rank, "blocks.1.mlp: 2 ranks; 3 have tokens of their own"),
+    (_without_layer, "no counts for blocks.1.mlp"),
+    (_another_layer, "blocks.7.mlp: the model has no MoE layer with this name"),
+    (_without_rank, "blocks.1.mlp: 2 ranks; 3 ranks have different tokens"),
     (_without_micro_batch, "blocks.1.mlp, rank 2: 2 micro-batches; a step has 3"),
     (_without_expert, "blocks.1.mlp, rank 2, micro-batch 0: 5 experts; the layer has 6"),
-    (_one_less, "blocks.1.mlp, rank 2, micro-batch 0: 19 choices; 10 tokens make 2 each"),
-    (_negative, "blocks.1.mlp, rank 2, micro-batch 0: -1 for expert 0 is no number of choices"),
+    (
+        _one_less,
+        ("blocks.1.mlp, rank 2, micro-batch 0: 19 choices; 10 tokens with 2 experts each need 20"),
+    ),
+    (_negative, "blocks.1.mlp, rank 2, micro-batch 0: -1 for expert 0 is not a count"),
     (
         _too_often,
-        "blocks.1.mlp, rank 2, micro-batch 0: 20 choices of expert 0; there are 10 tokens",
+        "expert 0 has blocks.1.mlp, rank 2, micro-batch 0: 20 choices; there are 10 tokens",
     ),
 )
 
@@ -227,8 +230,8 @@ def test_counts_that_do_not_fit_are_one_message_with_place_and_remedy(tmp_path, 
     ("content", "finding"),
     [
         (None, "no such file"),
-        ("{", "no JSON"),
-        ("[1]", "no mapping of layers"),
+        ("{", "not valid JSON"),
+        ("[1]", "not contain a mapping of layers"),
         ("{}", "no counts"),
     ],
 )
@@ -246,7 +249,7 @@ def test_a_file_that_holds_no_counts_is_one_message(tmp_path: Path, content, fin
     ("mesh", "model"), [({"dp_shard": 2}, {}), ({"ep": 2}, {"capacity_factor": 1.0})]
 )
 def test_where_no_size_depends_on_it_routing_is_refused(mesh, model):
-    with pytest.raises(SpecError, match="no size depends on where tokens go"):
+    with pytest.raises(SpecError, match="no ep axis with two or more ranks"):
         spec_of(mesh, "routing=worst", model={**DROPLESS, **model})
 
 

@@ -165,9 +165,9 @@ def test_seconds_have_three_digits(seconds, text):
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (("zero3", "ddp"), "several specs, and one picture"),
-        (("zero3", "batch.micro=1,2"), "several specs, and one picture"),
-        (("zero3",), "no step time: the cluster laptop has no rates"),
+        (("zero3", "ddp"), "draws one spec; got several"),
+        (("zero3", "batch.micro=1,2"), "draws one spec; got several"),
+        (("zero3",), "the step time is unknown: the cluster laptop has no rates"),
     ],
 )
 def test_a_timeline_is_drawn_of_one_spec_whose_time_is_known(words, text, tmp_path, capsys):

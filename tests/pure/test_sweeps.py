@@ -15,7 +15,7 @@ import pytest
 from ptrain.algebra.legality import check
 from ptrain.charts.sweep import sweep_sheet
 from ptrain.cli.main import main
-from ptrain.cli.predict import add_arguments
+from ptrain.commands import add_arguments
 from ptrain.cost import PLACED, Column, Estimate, Phase, Spent, StepTime, TimeKey, TimeRow
 from ptrain.derivation.estimate import derive
 from ptrain.errors import Fault, SpecError
@@ -60,7 +60,7 @@ def test_a_point_that_cannot_be_is_a_row_with_its_reason(ptrain):
     assert lines[3].startswith(
         "rejected: mesh.dp_shard=5: batch.global: global=16 is not a multiple"
     )
-    assert "write batch.global=10 or 20" in lines[3]
+    assert "Use `batch.global=10` or `batch.global=20`." in lines[3]
 
 
 def refusal(capsys, *words: str) -> str:
@@ -148,12 +148,12 @@ def test_many_points_that_followed_the_mesh_are_a_range(ptrain):
 
 def test_a_single_spec_is_taken_as_it_is_written(capsys):
     words = ("70b-zero3", "mesh.dp_shard=16", "batch.global=16")
-    assert "h100-8 8 devices" in refusal(capsys, *words)
+    assert "h100-8 has 8 devices" in refusal(capsys, *words)
 
 
 def test_the_figures_to_sort_by_are_those_that_a_row_has():
     parser = ArgumentParser()
-    add_arguments(parser)
+    add_arguments(parser, "predict")
     (option,) = (action for action in parser._actions if action.dest == "sort")
     assert option.choices == tuple(SORTS)
 
@@ -244,7 +244,7 @@ def test_a_bar_stacks_the_states_and_the_temporary_tensors_up_to_the_peak():
 
 def test_a_chart_goes_to_a_picture_or_is_refused_before_anything_is_derived(capsys):
     text = refusal(capsys, "no-such-spec", "batch.micro=1,2", "--chart", "x.txt")
-    assert "name a file that ends in .png or .svg" in text
+    assert "Use a file name that ends in .png or .svg." in text
 
 
 def test_a_chart_is_written(ptrain, tmp_path):
@@ -277,7 +277,7 @@ def test_a_step_has_its_seconds_in_a_row_or_a_dash_with_the_reason_below():
     assert [figures(row)["step_seconds"] for row in rows] == [2.5, 0.25, None]
     assert ordered(rows, "time") == [rows[1], rows[0], rows[2]]
     texts = [label.text for label in sweep_sheet(rows).texts]
-    assert any(text.endswith("250 ms a step") for text in texts)
+    assert any(text.endswith("250 ms per step") for text in texts)
 
 
 def test_the_point_that_fits_and_gives_most_is_named_and_so_is_that_none_fits():

@@ -51,7 +51,7 @@ def test_a_degree_that_does_not_divide_is_refused_with_those_that_do(degree, fie
     faults = check(spec(degree, batch={"sequence": 240}))
     found = [fault.finding for fault in faults]
     assert [name for name in SHAPE if any(f"divide {name}: " in text for text in found)] == fields
-    assert {fault.remedy for fault in faults} == {"choose tp from 1, 2, 3, 4, 6, 12"}
+    assert {fault.remedy for fault in faults} == {"Use one of 1, 2, 3, 4, 6, 12 for `mesh.tp`."}
     for choice in (2, 3, 4, 6, 12):
         assert not check(spec(choice, batch={"sequence": 240}))
 
@@ -59,7 +59,7 @@ def test_a_degree_that_does_not_divide_is_refused_with_those_that_do(degree, fie
 def test_every_rank_has_rows_of_the_vocabulary():
     shape = {"heads": 48, "kv_heads": 48, "hidden": 192, "ffn": 48, "layers": 1}
     (fault,) = check(spec(48, model=shape | {"vocab": 280}))  # slices of 6 rows: 46 of them, 4 rows
-    assert fault.finding == "tp=48 leaves ranks without a row of a vocabulary of 280"
+    assert fault.finding == "tp=48 leaves ranks without a row of the vocabulary of 280"
     assert not check(spec(48, model=shape | {"vocab": 288}))
 
 
@@ -80,7 +80,7 @@ def test_shards_of_unequal_slices_have_equal_heights(shards, tp, vocab, is_right
         "batch": {"global": shards, "micro": 1, "sequence": 32},
     }
     faults = executed(spec(tp, **sections, placement={"dp_shard": "S*,S,S,R", "tp": "S,S,S,R"}))
-    assert [fault.finding[:7] for fault in faults] == ([] if is_right else ["not yet"])
+    assert [fault.finding[:17] for fault in faults] == ([] if is_right else ["not supported yet"])
     flat = spec(tp, **sections, placement={"dp_shard": "R,S,S,R", "tp": "S,S,S,R"})
     assert not executed(flat)
 
@@ -117,13 +117,13 @@ def test_unequal_slices_of_the_vocabulary_are_not_gathered_yet():
 
 def test_a_fused_loss_takes_a_whole_head():
     (fault,) = check(spec(2, loss={"chunk": 8, "fused": True}))
-    assert fault.place == "loss.fused" and "tp cuts it" in fault.finding
+    assert fault.place == "loss.fused" and "tp shards it" in fault.finding
     assert not check(spec(2, loss={"chunk": 8}))
     assert not check(spec(1, loss={"chunk": 8, "fused": True}))
 
 
 def test_an_optimizer_that_takes_whole_matrices_is_refused():
-    (fault,) = (f for f in check(spec(2, optimizer={"name": "muon"})) if "tp cuts" in f.finding)
+    (fault,) = (f for f in check(spec(2, optimizer={"name": "muon"})) if "tp shards" in f.finding)
     assert fault.place == "optimizer.name" and "adamw" in fault.remedy
 
 
@@ -138,8 +138,8 @@ def test_modes_of_the_rank_are_no_modes_of_tp_and_run_beside_it(mode):
     with pytest.raises(SpecError) as caught:
         require(load("tp", [f"placement.tp.activations={mode}"]))
     (fault,) = caught.value.faults
-    assert "activations: M at the top of the spec" in fault.finding
-    assert fault.remedy.endswith("activations: R}")
+    assert "at the top level, `activations=M`" in fault.finding
+    assert fault.remedy == "Use `placement.tp=S,S,S,R`."
     require(load("tp", [f"activations={mode}"]))
 
 

@@ -85,8 +85,8 @@ def test_the_strip_of_tokens_is_covered_and_names_every_rank(name: str):
 
 def test_keys_go_one_place_on_at_each_hop_and_what_is_masked_is_only_passed_on():
     sheet = tokens_sheet("any", step_of("ring"))
-    names = [text.text for text in sheet.texts if text.text.startswith("of cp ")]
-    assert [name.removeprefix("of cp ") for name in names] == [
+    names = [text.text for text in sheet.texts if text.text.startswith("from cp ")]
+    assert [name.removeprefix("from cp ") for name in names] == [
         *"0321", *"1032", *"2103", *"3210",
     ]  # fmt: skip
     top = sheet.rectangles.index(square(sheet)[0])
@@ -122,7 +122,7 @@ def test_stages_and_tokens_are_drawn_one_below_the_other(monkeypatch, tmp_path, 
     (sheet,) = sheets
     texts = {text.text: text.y for text in sheet.texts}
     (bubble,) = (y for text, y in texts.items() if text.startswith("bubble"))
-    (tokens,) = (y for text, y in texts.items() if text.startswith("who has which tokens"))
+    (tokens,) = (y for text, y in texts.items() if text.startswith("tokens per rank outside"))
     assert bubble < tokens < sheet.height
 
 

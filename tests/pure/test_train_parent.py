@@ -113,7 +113,9 @@ def test_a_tracker_that_is_not_installed_is_refused_before_anything_is_written(
 ):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(tracker, "find_spec", lambda name: None)
-    said = r"log\.trackers: tensorboard needs .*\n  remedy: pip install 'ptrain\[tensorboard\]'"
+    said = (
+        r"log\.trackers: tensorboard needs .*\n  remedy: Run `pip install 'ptrain\[tensorboard\]'`"
+    )
     with pytest.raises(PtrainError, match=said):
         checked(options.parse(["zero1", *words]))
     assert not [*tmp_path.iterdir()]
@@ -136,13 +138,13 @@ def test_a_checkpoint_that_does_not_exist_is_refused_at_once(tmp_path):
 def test_a_profiled_step_beyond_the_last_is_refused_with_the_range():
     spec = require(load("ddp", ["profile=[9]", "train.steps=5"]))
     with pytest.raises(PtrainError, match=r"profile: there is no step 9\n.* from 1 to 5"):
-        probe.require_reachable(spec)
+        options.require_reachable(spec)
 
 
 def test_a_metered_step_is_not_traced_but_the_one_after_the_meters():
     spec = require(load("ddp", ["profile=[1,2,3,5]", "train.steps=9"]))
     assert probe.moved(spec, (2, 3)) == {2: 4, 3: 4}
-    assert "step 2 and 3 is metered; step 4 of 9 is traced" in probe.announcement(spec, (2, 3))
+    assert "step 2 and 3 is measured; step 4 of 9 is traced" in probe.announcement(spec, (2, 3))
     assert probe.announcement(require(load("ddp", ["profile=[5]"])), (2, 3)) == ""
 
 

@@ -51,10 +51,10 @@ def test_the_parent_of_a_verification_imports_no_torch():
     ("words", "message"),
     [
         (["no-such-spec"], "there is no spec named"),
-        (["zero3", "--steps", "2"], r"--steps: a trajectory takes 3 steps at least; got 2"),
+        (["zero3", "--steps", "2"], r"--steps: a trajectory needs at least 3 steps; got 2"),
         (["zero3", "mesh.dp_shard=3"], "is not a multiple of micro=2 x data degree=3"),
         (["70b-zero3"], "8 references in fp64, one for each rank, need 20.37 TiB of memory"),
-        (["zero3", "model={target: tests.models_external:necks}"], "allow it with --allow-import"),
+        (["zero3", "model={target: tests.models_external:necks}"], "Add `--allow-import`"),
         (["zero3", "--against", "no-such-spec"], "there is no spec named"),
         (["zero3", "ddp", "--against", "70b-dp"], "this host has|--against 70b-dp: model is"),
         (["zero3", "train.seed=0,1", "--against", "ddp"], "train.seed is 0 there, and 1 here"),
@@ -225,8 +225,8 @@ def test_a_stage_is_a_line_and_one_for_each_check_that_fails_or_all_of_them():
 def test_the_verdict_comes_last_and_names_the_culprit():
     text = end_text((GOOD, BAD), torch="2.13.0", culprit=CULPRIT, notes=("no dropout",))
     assert text.splitlines()[:2] == ["note: no dropout", "verdict: fails (1 of 2)"]
-    assert "culprit: gradients · axis dp_shard · × 2 · a.w · step 1 · ranks 0, 1" in text
-    assert text.endswith("sum them once.\n  fits: its cure was not tried")
+    assert "root cause: gradients · axis dp_shard · × 2 · a.w · step 1 · ranks 0, 1" in text
+    assert text.endswith("sum them once.\n  fits: the fix was not tried")
     held = end_text((GOOD,), torch="2.13.0", culprit=None, notes=())
     assert held == "verdict: holds (1 of 1)"
 

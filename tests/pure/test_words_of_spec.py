@@ -84,25 +84,25 @@ def test_every_word_for_a_tier_is_told_the_tier():
     assert modes == meanings("nvme disk ssd: R@file; cpu ram: R@host; gpu cuda: R")
     assert leaf(Offload, "tier").slips == leaf(Offload, "update").slips == tiers
     tier = {word: told(leaf(Offload, "tier"), word) for word in ("nvme", "disk", "cpu", "ram")}
-    assert tier == {word: f"did you mean {tiers[word]!r}?" for word in tier}
+    assert tier == {word: f"Did you mean {tiers[word]!r}?" for word in tier}
     update = {word: told(leaf(Offload, "update"), word) for word in ("gpu", "cuda", "cpu")}
-    assert update == {word: f"did you mean {tiers[word]!r}?" for word in update}
+    assert update == {word: f"Did you mean {tiers[word]!r}?" for word in update}
 
 
 def test_what_others_call_a_checkpoint_is_told_to_be_recomputed():
     words = ("full", "selective", "attention", "block", "activations", "gradient", "true", True)
-    policies = {word: slips.checkpointed(word).partition("'recompute: ")[2][:9] for word in words}
-    assert {word: said.partition("'")[0] for word, said in policies.items()} == {
+    policies = {word: slips.checkpointed(word).partition("`recompute=")[2] for word in words}
+    assert {word: said.partition("`")[0] for word, said in policies.items()} == {
         "full": "full", "selective": "selective", "attention": "attention", "block": "full",
         "activations": "full", "gradient": "full", "true": "full", True: "full",
     }  # fmt: skip
     assert slips.checkpointed("often") == "" == slips.checkpointed(3)
-    assert "recompute: full" in remedies(checkpoint="full")["checkpoint"]
+    assert "recompute=full" in remedies(checkpoint="full")["checkpoint"]
 
 
 def test_words_are_near_from_seven_tenths_on():
     assert slips.NEAR == 0.7
-    assert slips.near_word("abcdefgxyz", ["abcdefgijk"]) == "did you mean 'abcdefgijk'?"
+    assert slips.near_word("abcdefgxyz", ["abcdefgijk"]) == "Did you mean 'abcdefgijk'?"
     assert slips.near_word("abcxyz", ["abcijk"]) == ""
 
 
@@ -133,7 +133,7 @@ def test_every_other_word_for_a_value_is_told_the_word_that_is_taken():
     }
     for place, words in SLIPS.items():
         for word, meant in meanings(words).items():
-            assert told(known[place], word) == f"did you mean {meant!r}?", word
+            assert told(known[place], word) == f"Did you mean {meant!r}?", word
             assert meant in known[place].words
 
 
@@ -142,7 +142,7 @@ def test_a_split_by_another_word_is_told_the_word_that_is_taken():
     split = leaf(PipelineSpec, "split")
     assert split.options[0].slips == words
     assert {word: told(split, word) for word in words} == {
-        word: f"did you mean {meant!r}?" for word, meant in words.items()
+        word: f"Did you mean {meant!r}?" for word, meant in words.items()
     }
 
 
@@ -160,7 +160,7 @@ def test_asynchronous_schedules_and_moving_layers_are_told_why_there_are_none():
         assert "Theorem 3" in told(schedule, word), word
     for word in ["dynamic", "adaptive", "rebalance", "elastic", "runtime", "Elastic"]:
         assert "--resume" in told(split, word), word
-    assert told(split, [0]) == "write numbers of layers from 1 to 10000: [3, 5]"
+    assert told(split, [0]) == "Use numbers of layers from 1 to 10000, for example `[3, 5]`."
     assert MAX_LAYERS == 10_000 and MAX_SAMPLES == 2_147_483_647
 
 
@@ -170,11 +170,11 @@ def test_activations_in_words_are_told_their_mode():
         offload offloaded host cpu: O; keep none: R"""
     )
     assert {word: KeptText("").meant(word) for word in words} == {
-        word: f"did you mean {mode}?" for word, mode in words.items()
+        word: f"Did you mean `{mode}`?" for word, mode in words.items()
     }
     assert {ModeText("").meant(word) for word in words} == {""}
     said = {word: remedies(activations=word)["activations"] for word in ("Checkpoint", "cpu")}
-    assert said == {"Checkpoint": "did you mean M?", "cpu": "did you mean O?"}
+    assert said == {"Checkpoint": "Did you mean `M`?", "cpu": "Did you mean `O`?"}
 
 
 def test_every_mode_may_be_written_and_activations_know_two_more():
@@ -203,22 +203,22 @@ def test_all_that_waits_is_refused_at_its_place_with_what_works():
         compile=True,
     )
     assert {place: fault.remedy for place, fault in found.items()} == {
-        "tensor.asynchronous": "what works today: asynchronous: false",
-        "expert": "remove expert",
-        "attention": "what works today: attention: sdpa or eager or flex or math",
-        "compile": "what works today: compile: false",
+        "tensor.asynchronous": "Supported: asynchronous=false.",
+        "expert": "Remove `expert`.",
+        "attention": "Supported: attention=sdpa or eager or flex or math.",
+        "compile": "Supported: compile=false.",
     }
-    plain = {place: fault.finding.partition(" is in the grammar, and nothing executes it")
+    plain = {place: fault.finding.partition(" is reserved")
              for place, fault in found.items()}  # fmt: skip
     assert {place: begin for place, (begin, _, _) in plain.items()} == {
-        "tensor.asynchronous": "not yet: asynchronous true",
-        "expert": "not yet: expert",
-        "attention": "not yet: attention flash",
-        "compile": "not yet: compile true",
+        "tensor.asynchronous": "not supported yet: asynchronous true",
+        "expert": "not supported yet: expert",
+        "attention": "not supported yet: attention flash",
+        "compile": "not supported yet: compile true",
     }
     why = {place: reason for place, (_, _, reason) in plain.items() if reason}
     assert list(why) == ["tensor.asynchronous", "attention"]
-    assert "CUDA" in why["tensor.asynchronous"] and "sdpa chooses it" in why["attention"]
+    assert "CUDA" in why["tensor.asynchronous"] and "sdpa selects it" in why["attention"]
 
 
 def test_what_works_of_all_that_waits_is_taken():
@@ -302,7 +302,7 @@ def test_overrides_begin_with_a_dotted_key_and_name_the_command_line():
     assert written == ["a=1", "a.b-c_d=2", "--a=3"]
     assert sources == ["a/b=c.yaml", "zero3", "a..b=1", ".a=1", "a."]
     assert load.source_of("a=1") == "command line: a=1"
-    with pytest.raises(SpecError, match="write key=value"):
+    with pytest.raises(SpecError, match="Use `key=value`"):
         load.parse_override("a")
     assert load.parse_override("--optimizer.lr=1").route == ("optimizer", "lr")
     assert load.parse_override("a=b--").text == "b--"
@@ -364,7 +364,7 @@ def test_sizes_name_an_example_of_their_own_kind():
     found = faults(cluster={"device_memory": "x", "intra_node_bandwidth": "x", "devices": [2]})
     assert "80 GiB" in found["cluster.device_memory"].finding
     assert "450 GB/s" in found["cluster.intra_node_bandwidth"].finding
-    assert "slowest and smallest" in found["cluster.devices"].remedy
+    assert "slowest or smallest" in found["cluster.devices"].remedy
 
 
 def test_texts_that_yaml_takes_for_numbers_are_quoted_and_others_are_not():

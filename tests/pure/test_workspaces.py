@@ -36,8 +36,8 @@ def test_flash_sums_the_gradient_of_queries_in_fp32_with_a_number_a_row():
     """2 samples of 8192 tokens: 4096 features of each are 256 MiB, 32 heads 2 MiB."""
     assert sizes(of_8b(80)) == {
         "products (cuBLAS)": 2 * 8_519_680,
-        "attention's backward pass (flash)": (256 + 2) * MIB,
-        "sums over tokens (gradients of norms": 132 * MIB,
+        "backward pass of attention (flash)": (256 + 2) * MIB,
+        "sums over tokens (gradients of norms and biases)": 132 * MIB,
         "collectives (NCCL)": None,
     }
 
@@ -45,7 +45,7 @@ def test_flash_sums_the_gradient_of_queries_in_fp32_with_a_number_a_row():
 def test_a_rank_of_tp_has_its_heads_alone_and_whole_tiles_of_rows():
     sliced = of_8b(80, "mesh={dp_shard: 4, tp: 2}", "placement.tp=S,S,S,R", "batch.sequence=8100")
     one = 4 * 2 * 16 * 8192 * (128 + 1)
-    assert sizes(sliced)["attention's backward pass (flash)"] == one
+    assert sizes(sliced)["backward pass of attention (flash)"] == one
 
 
 @pytest.mark.parametrize(
@@ -53,12 +53,12 @@ def test_a_rank_of_tp_has_its_heads_alone_and_whole_tiles_of_rows():
     [
         (
             of_8b(80, "precision.layout=fp32", "model.hidden=2304"),  # head_dim 72
-            "attention's backward pass (efficient)",
+            "backward pass of attention (efficient)",
         ),
-        (of_8b(80, "deterministic=true"), "attention's backward pass (flash)"),
+        (of_8b(80, "deterministic=true"), "backward pass of attention (flash)"),
         (of_8b(80, "deterministic=true"), "products (cuBLAS)"),
         (of_8b(100), "products (cuBLAS)"),
-        (of_8b(86), "attention's backward pass"),
+        (of_8b(86), "backward pass of attention"),
     ],
 )
 def test_what_is_not_known_is_unknown(spec, unknown):
@@ -68,7 +68,7 @@ def test_what_is_not_known_is_unknown(spec, unknown):
 def test_attention_operator_by_operator_has_no_kernel_of_its_own():
     assert [*sizes(of_8b(90, "attention=eager"))] == [
         "products (cuBLAS)",
-        "sums over tokens (gradients of norms",
+        "sums over tokens (gradients of norms and biases)",
         "collectives (NCCL)",
     ]
 
@@ -111,7 +111,7 @@ def test_nobody_knows_the_workspace_for_a_bias_of_other_gpus():
 
 
 def test_sums_do_not_depend_on_what_is_deterministic():
-    row = "sums over tokens (gradients of norms"
+    row = "sums over tokens (gradients of norms and biases)"
     assert sizes(of_8b(90, "deterministic=true"))[row] == sizes(of_8b(90))[row]
 
 

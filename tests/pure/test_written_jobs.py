@@ -218,9 +218,15 @@ def test_words_of_a_candidate_of_a_file_take_back_what_it_leaves_open(tmp_path):
 @pytest.mark.parametrize(
     ("words", "finding"),
     [
-        (["batch.micro=2"], "nothing of this spec is left to be chosen"),
-        ([_OPEN, 'activations={"0-1": M}'], "not yet: a search with activations that blocks keep"),
-        ([_OPEN, "recompute.budget=2 GiB"], "not yet: a search with activations that blocks keep"),
+        (["batch.micro=2"], "this spec leaves nothing to search"),
+        (
+            [_OPEN, 'activations={"0-1": M}'],
+            "not supported yet: a search with per-block activation modes",
+        ),
+        (
+            [_OPEN, "recompute.budget=2 GiB"],
+            "not supported yet: a search with per-block activation modes",
+        ),
         ([_OPEN, "unit=blok"], "must be block, sub-block"),
         ([_OPEN, "placement.dp_shard=zero4"], "no strategy named"),
     ],

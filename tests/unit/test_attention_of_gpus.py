@@ -20,7 +20,7 @@ from ptrain.traces.attention_kernels import kernels_for
 from ptrain.traces.record import Recorder
 from tests.torch_release import is_since
 
-BY_OPERATORS = "head_dim 8 in fp32, operator by operator on a processor"
+BY_OPERATORS = "head_dim 8 in fp32, operator by operator on the CPU"
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def test_what_is_derived_and_what_is_simulated_know_the_same_attention(kept, is_
     cluster = "cluster={preset: h100-8, sm: 90}"
     spec = load("ddp", (cluster, "precision.layout=fp32", f"activations={kept}")).spec
     exact = derive(spec, facts_from_shape(spec)).exact
-    assert ("no kernel that is known" not in exact.unclaimed.get("peak", "")) is is_known
+    assert ("no known GPU attention kernel" not in exact.unclaimed.get("peak", "")) is is_known
     query = torch.zeros(2, 3, 40, 64, requires_grad=True)
     with kernels_for(spec) as unknown:
         F.scaled_dot_product_attention(query, query, query, is_causal=True)
@@ -69,7 +69,7 @@ def test_attention_that_is_no_kernel_there_goes_operator_by_operator_here():
     recorder = Recorder(torch.nn.Identity(), ())
     with kernels_of(is_for_cuda=True, keeping=Keeping()) as unknown, recorder:
         F.scaled_dot_product_attention(query, key, key, is_causal=True, enable_gqa=True)
-    assert [*unknown.attention] == ["head_dim 8 in fp32, fewer heads of keys"]
+    assert [*unknown.attention] == ["head_dim 8 in fp32, fewer key heads"]
     assert 2 * 4 * 3 * 3 * 4 in recorder.recording().sizes.values()  # scores
 
 
@@ -78,7 +78,7 @@ def test_what_attention_with_a_mask_is_there_nobody_knows():
     mask = torch.zeros(3, 3)
     with kernels_of(is_for_cuda=True, keeping=Keeping()) as unknown:
         F.scaled_dot_product_attention(query, key, key, mask, enable_gqa=True)
-    assert [*unknown.attention] == ["head_dim 8 in fp32, a mask and fewer heads of keys"]
+    assert [*unknown.attention] == ["head_dim 8 in fp32, a mask and fewer key heads"]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -122,7 +122,10 @@ BROKEN: dict[str, tuple[Break, str]] = {
     "another activation": (field(hidden_act="relu"), "hidden_act is 'relu'"),
     "windows of some layers": (
         field(layer_types=["full_attention", "sliding_attention"]),
-        "layer_types: layer 1 is 'sliding_attention', and built here is 'full_attention'",
+        (
+            "layer_types: layer 1 is 'sliding_attention'; the built-in model supports "
+            "'full_attention'"
+        ),
     ),
     "heads that turn in part": (
         field(rope_parameters={"rope_theta": 1e4, "partial_rotary_factor": 0.5}),
@@ -135,55 +138,61 @@ BROKEN: dict[str, tuple[Break, str]] = {
     ),
     "rotations without a base": (
         field(rope_parameters={"rope_type": "linear", "rope_theta": 1e4}),
-        "the rotations lack factor",
+        "the rotary scaling has no factor",
     ),
     "negative layers": (field(num_hidden_layers=-2), "layers"),
     "layers in words": (field(num_hidden_layers="two"), "layers"),
     "no heads": (field(num_attention_heads=0), "missing or has a value of another type|heads"),
     "an absurd width": (field(hidden_size=2**40), "hidden"),
-    "more layers than weights": (field(num_hidden_layers=3), "there is no tensor model.layers.2"),
-    "fewer layers than weights": (field(num_hidden_layers=1), "9 tensors are of no part"),
-    "another width": (field(hidden_size=64), r"is \[259, 32\], and the spec's model has"),
+    "more layers than weights": (field(num_hidden_layers=3), "the tensor model.layers.2"),
+    "fewer layers than weights": (field(num_hidden_layers=1), "9 tensors do not belong to"),
+    "another width": (field(hidden_size=64), r"is \[259, 32\], but the model of the spec has"),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), "there is no model.safetensors"),
     "a folder for weights": (folder_for_file, "there is no model.safetensors"),
-    "a link to nothing": (link_to_nothing, "is a link to nothing"),
-    "an empty file": (text("model.safetensors", b""), "no sound safetensors file"),
+    "a link to nothing": (link_to_nothing, "is a broken link"),
+    "an empty file": (text("model.safetensors", b""), "is not a valid safetensors file"),
     "a header without end": (
         text("model.safetensors", struct.pack("<Q", 2**60) + b"{}"),
-        "no sound safetensors file",
+        "is not a valid safetensors file",
     ),
     "a header that is no JSON": (
         text("model.safetensors", struct.pack("<Q", 4) + b"\x80\x04K\x01"),
-        "no sound safetensors file",
+        "is not a valid safetensors file",
     ),
-    "a pickle": (text("model.safetensors", b"\x80\x04\x95" + b"\x00" * 64), "no sound"),
-    "half a file": (cut, "no sound safetensors file"),
+    "a pickle": (text("model.safetensors", b"\x80\x04\x95" + b"\x00" * 64), "is not a valid"),
+    "half a file": (cut, "is not a valid safetensors file"),
     "offsets that overlap": (
         header(lambda h: h[NORM].update(data_offsets=[0, 128])),
-        "no sound safetensors file",
+        "is not a valid safetensors file",
     ),
     "offsets behind the end": (
         header(lambda h: h[NORM].update(data_offsets=[2**40, 2**40 + 128])),
-        "no sound safetensors file",
+        "is not a valid safetensors file",
     ),
     "a shape of more bytes": (
         header(lambda h: h[NORM].update(shape=[2**20])),
-        "no sound safetensors file",
+        "is not a valid safetensors file",
     ),
     "a dtype that is none": (
         header(lambda h: h[NORM].update(dtype="F99")),
-        "no sound safetensors file",
+        "is not a valid safetensors file",
     ),
     "whole numbers": (
         replaced(lambda w: w.update({NORM: w[NORM].to(torch.int64)})),
         "model.norm.weight is I64",
     ),
-    "64 bits": (replaced(lambda w: w.update({NORM: w[NORM].double()})), "is F64; weights are F32"),
-    "a tensor too few": (replaced(lambda w: w.pop(NORM)), "there is no tensor model.norm.weight"),
-    "no head": (replaced(lambda w: w.pop(HEAD)), "there is no tensor lm_head.weight"),
+    "64 bits": (
+        replaced(lambda w: w.update({NORM: w[NORM].double()})),
+        "is F64; weights must be F32",
+    ),
+    "a tensor too few": (
+        replaced(lambda w: w.pop(NORM)),
+        "the tensor model.norm.weight is missing",
+    ),
+    "no head": (replaced(lambda w: w.pop(HEAD)), "the tensor lm_head.weight is missing"),
     "a tensor too many": (
         replaced(lambda w: w.update(surplus=torch.ones(2))),
-        "1 tensors are of no part of this model, as surplus",
+        "1 tensors do not belong to this model, for example surplus",
     ),
     "a tensor turned": (
         replaced(lambda w: w.update({HEAD: w[HEAD].T.contiguous()})),
@@ -194,20 +203,29 @@ BROKEN: dict[str, tuple[Break, str]] = {
     "an index without map": (text(INDEX, "{}"), "index.json cannot be read: KeyError"),
     "an index that is a list": (text(INDEX, "[]"), "index.json cannot be read: TypeError"),
     "an index without end": (text(INDEX, "[" * 200_000), "index.json cannot be read: Recursion"),
-    "a file above": (index(lambda f: f.update({NORM: "../b.safetensors"})), "no file beside it"),
-    "a file elsewhere": (index(lambda f: f.update({NORM: "/etc/passwd"})), "no file beside it"),
-    "a file that is no name": (index(lambda f: f.update({NORM: 3})), "no file beside it"),
+    "a file above": (
+        index(lambda f: f.update({NORM: "../b.safetensors"})),
+        "not a file name in its folder",
+    ),
+    "a file elsewhere": (
+        index(lambda f: f.update({NORM: "/etc/passwd"})),
+        "not a file name in its folder",
+    ),
+    "a file that is no name": (
+        index(lambda f: f.update({NORM: 3})),
+        "not a file name in its folder",
+    ),
     "a file that is not there": (
         index(lambda f: f.update({NORM: "c.safetensors"})),
         "there is no c.safetensors",
     ),
     "a tensor in another file": (
         index(lambda f: f.update({HEAD: "b.safetensors"})),
-        "says that lm_head.weight is in b.safetensors, and it is in a.safetensors",
+        "lists lm_head.weight in b.safetensors, but it is in a.safetensors",
     ),
     "a tensor in no file": (
         index(lambda f: f.update({"more": "a.safetensors"})),
-        "says that more is in a.safetensors, and no file has it",
+        "lists more in a.safetensors, but no file contains it",
     ),
 }
 

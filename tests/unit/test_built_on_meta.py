@@ -54,9 +54,9 @@ def test_a_prediction_is_the_one_of_the_model_with_values(kind: str, ptrain) -> 
 @pytest.mark.parametrize(
     ("kind", "finding"),
     [
-        ("scaled", "neither init_weights() nor reset_parameters() gives values to scale"),
-        ("forgetful", "its init_weights() gives no values to blocks.0.weight and 2 more"),
-        ("raising", "whose model was built on meta and initialized itself, raised ValueError"),
+        ("scaled", "neither init_weights() nor reset_parameters() sets values for scale"),
+        ("forgetful", "its init_weights() sets no values for blocks.0.weight and 2 more"),
+        ("raising", "while its model on the meta device initialized itself, raised ValueError"),
     ],
 )
 def test_values_that_are_missing_end_in_one_message(kind: str, finding: str, capsys) -> None:

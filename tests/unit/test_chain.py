@@ -239,14 +239,14 @@ def test_every_way_to_write_ends_and_layers_gives_the_models_logits(kind):
 
 
 ALONG = {
-    "balanced": "the model's output depends on what h.2 was given, past layers",
-    "skips": "what h.1 is given depends on wpe.weight, past h.0",
-    "ended": "wpe.weight is used in front of the layers, and behind them beside what these give",
-    "relative": "h.0 is given [4, 16] beside its hidden states, and gradients flow into both",
-    "remembers": "more than hidden states goes from layer to layer (numbers without a gradient)",
-    "averages": "the forward pass writes into mean, and on stage 1 other numbers",
-    "functional": "wte.weight is used in front of the layers, and behind them beside",
-    "headfirst": "head.weight is the tensor of wte.weight, and comes before it in the model",
+    "balanced": "the output of the model depends on the input of h.2 directly",
+    "skips": "the input of h.1 depends on wpe.weight directly, not only through h.0",
+    "ended": "wpe.weight is used before the layers, and again after them next to the output",
+    "relative": "h.0 receives a second tensor [4, 16] with its hidden states, and both need",
+    "remembers": "layers pass more than hidden states to each other (tensors without gradients)",
+    "averages": "the forward pass modifies mean, and stage 1 writes different values",
+    "functional": "wte.weight is used before the layers, and again after them next to",
+    "headfirst": "head.weight is tied to wte.weight, but is defined before it in the model",
 }
 
 
@@ -261,7 +261,7 @@ def test_a_step_that_calls_the_model_twice_is_refused():
         step={"target": "tests.models_staged:called_twice"},
     )
     finding = refused(spec, made(spec))[1]
-    assert "a forward pass does not go through the layers" in finding
+    assert "the forward pass does not call the layers" in finding
 
 
 def test_what_is_behind_the_call_of_the_model_runs_on_the_last_stage_alone():
@@ -283,8 +283,8 @@ def test_what_is_behind_the_call_of_the_model_runs_on_the_last_stage_alone():
 def test_a_module_without_blocks_is_refused_with_what_it_lacks():
     place, finding, remedy = refused(spec_of(MODELS["pairs"]), nn.Sequential(nn.Embedding(260, 8)))
     assert place == "mesh.pp"
-    assert "has no list of layers that stages could be cut from" in finding
-    assert "an attribute pp_plan" in remedy
+    assert "has no list of layers to split into stages" in finding
+    assert "an attribute `pp_plan`" in remedy
 
 
 @pytest.mark.parametrize(("kind", "is_written"), [("plain", False), ("written", True)])
@@ -322,24 +322,24 @@ def test_what_stands_in_for_an_embedding_runs_once_for_each_shape_and_dtype():
 WRONG = {
     "no such module": (
         lambda: planned(Pairs(16, 2, 260, tied=False), "tabel", "layers", "head"),
-        "names tabel, and the model has no such module",
+        "has tabel, but the model has no such module",
     ),
     "no list": (
         lambda: planned(Pairs(16, 2, 260, tied=False), "table", "head"),
-        "must name one ModuleList, the layers; it names none",
+        "must contain one ModuleList, the layers; it contains none",
     ),
     "a module left out": (
         lambda: planned(Pairs(16, 2, 260, tied=False), "table", "layers"),
-        "head.weight is used behind the layers, and the pp_plan of ",
+        "head.weight is used after the layers, but the pp_plan of ",
     ),
     "twice through a layer": (
         lambda: planned(Repeated(16, 2, 260, tied=False), "table", "layers", "head"),
-        "does not go through the layers",
+        "does not call the layers",
     ),
-    "one tensor in two layers": (shared, "are one tensor, and would be on two stages"),
+    "one tensor in two layers": (shared, "are the same tensor, but belong to two stages"),
     "past the layers": (
         lambda: planned(Carriers(10, 3, 259), "table", "layers", "head"),
-        "layers.1 is given [1, 4, 10] beside its hidden states, and gradients flow into both",
+        "layers.1 receives a second tensor [1, 4, 10] with its hidden states, and both need",
     ),
 }
 
@@ -353,7 +353,7 @@ def test_more_stages_than_layers_are_refused():
     spec = spec_of(MODELS["pairs"], pipeline={"stages": 4, "schedule": "interleaved"})
     place, finding, _ = refused(spec)
     assert place == "pipeline.stages"
-    assert "4 stages and 3 layers" in finding
+    assert "4 stages need at least one layer each; the model has 3" in finding
 
 
 def test_a_model_is_left_as_it_was():

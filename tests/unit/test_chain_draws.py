@@ -19,14 +19,14 @@ def drawing(kind: str) -> Spec:
 
 
 REFUSED = {
-    "trainsalong": "more than hidden states goes from layer to layer (numbers without a gradient)",
-    "trainsalongdropping": "more than hidden states goes from layer to layer (numbers without",
-    "masked": "what h.0 is given depends on what was drawn before",
-    "locked": "is given depends on what was drawn before, and random numbers are drawn outside",
-    "lockedbymodule": "the model's output depends on what it drew before",
-    "maskedbetween": "is given depends on what was drawn before, and random numbers are drawn",
-    "dropsbetween": "the forward pass draws random numbers of its own between its layers",
-    "dropslayers": "the forward pass draws random numbers of its own between its layers",
+    "trainsalong": "layers pass more than hidden states to each other (tensors without gradients)",
+    "trainsalongdropping": "layers pass more than hidden states to each other (tensors without",
+    "masked": "the input of h.0 depends on earlier random numbers",
+    "locked": "depends on earlier random numbers, and random numbers are drawn outside",
+    "lockedbymodule": "the output of the model depends on earlier random numbers",
+    "maskedbetween": "depends on earlier random numbers, and random numbers are drawn",
+    "dropsbetween": "the forward pass draws random numbers between its layers",
+    "dropslayers": "the forward pass draws random numbers between its layers",
 }
 SOUND: dict[str, dict[str, Any]] = {
     "modules at the ends and between": {
@@ -56,7 +56,7 @@ def test_layers_that_are_skipped_at_random_are_refused_whatever_the_seed():
     for seed in range(5):
         torch.manual_seed(seed)
         findings.append(refused(spec, made(spec))[1])
-    known = "does not go through the layers", "skips some at random"
+    known = "does not call the layers", "skips some layers at random"
     assert all(any(words in finding for words in known) for finding in findings)
     assert any(known[1] in finding for finding in findings)
 
@@ -64,7 +64,9 @@ def test_layers_that_are_skipped_at_random_are_refused_whatever_the_seed():
 def test_a_step_that_draws_in_front_of_the_model_and_behind_is_refused():
     model = {"target": "tests.models_staged:staged", "arguments": {"kind": "plain"}}
     spec = spec_of(model, step={"target": "tests.models_drawing:noisy"})
-    assert "the model's output depends on what it drew before" in refused(spec, made(spec))[1]
+    assert (
+        "the output of the model depends on earlier random numbers" in refused(spec, made(spec))[1]
+    )
 
 
 def test_what_is_drawn_to_look_at_a_model_is_drawn_for_nobody():

@@ -234,25 +234,28 @@ def test_rows_that_would_be_read_in_another_way_are_refused(packed: Path):
         place, _, remedy = fault_of(spec_of(packed, *words, **options))
         return place, remedy
 
-    end = "write model.document_end=2"
+    end = "Use `model.document_end=2`."
     assert place_and_remedy("model.document_end=null") == (
         "data.path",
-        f"{end}, or make the file with --alone, a document a row",
+        f"{end} Or write the file with `ptrain tokenize --alone`, one document per row.",
     )
     assert place_and_remedy(end=1) == ("model.document_end", end)
     start = ("model.document_end=null", "model.document_start=1")
-    assert place_and_remedy(*start) == ("model.document_start", f"remove it, and {end}")
+    assert place_and_remedy(*start) == (
+        "model.document_start",
+        f"Remove `model.document_start`. {end}",
+    )
     assert place_and_remedy("batch.sequence=64") == (
         "batch.sequence",
-        "write batch.sequence=127, or make the file with --sequence 64",
+        "Use `batch.sequence=127`, or write the file with `ptrain tokenize --sequence 64`.",
     )
     other = packed.with_name("other.npy")
     np.save(other, np.roll(np.load(mask_beside(packed)), 1, axis=0))
     place, remedy = place_and_remedy(f"data.loss_mask={other}")
-    assert place == "data.loss_mask" and "the one that was made with it" in remedy
+    assert place == "data.loss_mask" and "the mask that was written with the file" in remedy
     np.save(other, np.zeros_like(np.load(mask_beside(packed))))
     _, finding, _ = fault_of(spec_of(packed, f"data.loss_mask={other}"))
-    assert "by its mask no token of the train split" in finding
+    assert "the mask excludes every token of the train split" in finding
     place, remedy = place_and_remedy("data.loss_mask=null")
     assert place == "data.loss_mask" and "rows.mask.npy" in remedy
 
@@ -276,7 +279,7 @@ def test_a_separator_that_stands_in_every_chat_is_refused_as_such(
     call = ["tokenize", str(file), "--chat", "--tokenizer", str(chat_folder), "--sequence", "127"]
     assert main([*call, "--separator", END, "--out", str(tmp_path / "t.npy")]) == 2
     error = capsys.readouterr().err
-    assert "--separator: 3 of 3 chats have the separator within them" in error
+    assert "--separator: 3 of 3 chats contain the separator" in error
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
 
 
@@ -288,7 +291,7 @@ def test_where_no_token_is_left_to_stand_between_chats_one_is_to_be_named(
     words = ["--tokenizer", str(chat_folder), "--sequence", "127", "--out", str(tmp_path / "t.npy")]
     call = ["tokenize", str(file), "--chat", *words]
     assert main(call) == 2
-    assert "none can tell them apart" in capsys.readouterr().err
+    assert "none can separate chats" in capsys.readouterr().err
     assert main([*call, "--separator", "<other>"]) == 2
     assert "has no token '<other>'" in capsys.readouterr().err
     assert main([*call, "--separator", "!"]) == 0 and main([*call, "--alone"]) == 0

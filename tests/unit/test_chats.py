@@ -81,7 +81,7 @@ def test_where_answers_look_other_once_others_follow_each_is_a_sample(
 def test_a_template_that_tells_nothing_apart_is_refused(tmp_path: Path):
     text = "{{ messages | length }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
     template = ChatTemplate(save_tokenizer(tmp_path, text))
-    with pytest.raises(SpecError, match="shows what is before answer 3 in another way"):
+    with pytest.raises(SpecError, match="renders the messages before answer 3 differently"):
         template.samples(Chat(messages=CHAT, tools=None, place="here"))
 
 
@@ -89,24 +89,24 @@ def test_a_template_that_tells_nothing_apart_is_refused(tmp_path: Path):
     ("row", "finding"),
     [
         ({"messages": []}, "1: the list in the field 'messages' is empty"),
-        ({"said": CHAT}, "in the field 'messages'; the row has said"),
-        ({"messages": None}, "in the field 'messages', but nothing"),
+        ({"said": CHAT}, "the field 'messages' must be a list of messages; the row has said"),
+        ({"messages": None}, "the field 'messages' must be a list of messages; got nothing"),
         (
             {"messages": [{"who": "a", "value": "b"}]},
-            "1: there is no text in the field 'role'",
+            "1: the field 'role' must be a string",
         ),
-        ({"conversations": [{"from": "a", "value": "b"}]}, "1: nobody is known as 'a'"),
-        ({"conversations": [{"from": [1], "value": "b"}]}, "1: nobody is known as [1]"),
-        ({"conversations": [{"from": "gpt"}]}, "1: there is no text in the field 'content'"),
+        ({"conversations": [{"from": "a", "value": "b"}]}, "1: unknown role 'a'"),
+        ({"conversations": [{"from": [1], "value": "b"}]}, "1: unknown role [1]"),
+        ({"conversations": [{"from": "gpt"}]}, "1: the field 'content' must be a string"),
         (
             {"messages": [CHAT[0], {"role": "user"}]},
-            "2: there is no text in the field 'content'",
+            "2: the field 'content' must be a string",
         ),
-        ({"messages": CHAT, "tools": "all"}, "its tools are no list"),
-        ({"messages": [{"role": "user", "content": "\ud83d"}]}, "half a character"),
-        (3, "in the field 'messages': the row is the number 3"),
-        ({"messages": [{"role": "user", "content": [1]}, *CHAT[2:]]}, "the chat template refuses"),
-        ({"messages": CHAT[:2]}, "none of 1 chats has a message of 'assistant' behind another"),
+        ({"messages": CHAT, "tools": "all"}, "its tools are not a list"),
+        ({"messages": [{"role": "user", "content": "\ud83d"}]}, "half a surrogate pair"),
+        (3, "the field 'messages' must be a list of messages; the row is the number 3"),
+        ({"messages": [{"role": "user", "content": [1]}, *CHAT[2:]]}, "the chat template rejects"),
+        ({"messages": CHAT[:2]}, "none of 1 chats has a message of 'assistant' after another"),
         ({"messages": [*CHAT[:2], {**CHAT[2], "content": "a" * 999}]}, "has an answer that fits"),
     ],
     ids=str,
@@ -165,26 +165,26 @@ def test_chats_in_columns_are_chats(tmp_path: Path):
         (
             lambda chat_folder: (chat_folder / "tokenizer.json").write_text("{"),
             (),
-            "is no tokenizer",
+            "is not a tokenizer",
         ),
         (
             lambda chat_folder: (chat_folder / "tokenizer.json").unlink(),
             (),
-            "is no folder with a tokenizer",
+            "is not a folder with a tokenizer",
         ),
         (
             lambda chat_folder: (chat_folder / "chat_template.jinja").write_text("{% if %}"),
             (),
-            "the chat template refuses it: TemplateSyntaxError",
+            "the chat template rejects it: TemplateSyntaxError",
         ),
         (
             lambda chat_folder: (chat_folder / "chat_template.jinja").write_text(
                 "{{ messages.__class__.__mro__[1].__subclasses__() }}"
             ),
             (),
-            "the chat template refuses it: SecurityError",
+            "the chat template rejects it: SecurityError",
         ),
-        (lambda chat_folder: None, ("--end", "!"), "where a chat ends its template says"),
+        (lambda chat_folder: None, ("--end", "!"), "the chat template ends a chat"),
     ],
     ids=["no template", "broken", "none", "no jinja", "hostile", "end"],
 )

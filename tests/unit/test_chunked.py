@@ -124,7 +124,7 @@ class Widened(Necks):
 
 @pytest.mark.parametrize("kind", [Scaled, ScaledInPlace, OfOneToken])
 def test_a_model_that_changes_what_its_head_gives_is_refused(kind):
-    with pytest.raises(SpecError, match=r"other operators come behind.*\n.*remove loss"):
+    with pytest.raises(SpecError, match=r"other operators follow it.*\n.*Remove `loss`"):
         head_of(kind(10, 2, 40), with_chunks(5))
 
 
@@ -134,7 +134,7 @@ def test_logits_in_a_wider_dtype_are_the_heads():
 
 def test_a_fused_loss_is_refused_where_torch_has_none(monkeypatch):
     monkeypatch.setattr("ptrain.models.facts.can_fuse", lambda: False)
-    with pytest.raises(SpecError, match=r"no linear_cross_entropy.*\n.*remove it"):
+    with pytest.raises(SpecError, match=r"no linear_cross_entropy.*\n.*Remove `loss.fused`"):
         head_of(necks(), with_chunks(5, fused=True))
     head_of(necks(), with_chunks(5))
 

@@ -23,15 +23,15 @@ from tests import models_external, models_unfit
 
 # What each of models_unfit.CHANGES is called.
 GIVEN = {
-    "tuple": "gave tuple (float32 [1, 16, 259], NoneType)",
-    "dict": "gave dict (logits: float32 [1, 16, 259])",
-    "flat": "gave float32 [16, 259]",
-    "last": "gave float32 [1, 259]",
-    "swapped": "gave float32 [16, 1, 259]",
-    "integers": "gave int64 [1, 16, 1]",
-    "complex": "gave complex64 [1, 16, 259]",
-    "number": "gave int",
-    "detached": "gave logits on which no trainable parameter has an influence",
+    "tuple": "returned tuple (float32 [1, 16, 259], NoneType)",
+    "dict": "returned dict (logits: float32 [1, 16, 259])",
+    "flat": "returned float32 [16, 259]",
+    "last": "returned float32 [1, 259]",
+    "swapped": "returned float32 [16, 1, 259]",
+    "integers": "returned int64 [1, 16, 1]",
+    "complex": "returned complex64 [1, 16, 259]",
+    "number": "returned int",
+    "detached": "returned logits that depend on no trainable parameter",
 }
 RAISED = {
     "raising": "raised ZeroDivisionError: never mind (",
@@ -80,7 +80,7 @@ def test_a_forward_that_raises_is_named_with_its_line(kind):
 @pytest.mark.parametrize("sections", [PP, {"loss": {"chunk": 8}}], ids=["pp", "chunked loss"])
 def test_whoever_runs_the_model_first_says_so(sections):
     _, finding, _ = refusal(spec_of("changed", how="tuple", sections=sections))
-    assert "gave tuple (float32 [1, 4, 259], NoneType)" in finding
+    assert "returned tuple (float32 [1, 4, 259], NoneType)" in finding
 
 
 @pytest.mark.parametrize("error", ["KeyError", "SystemExit"])
@@ -112,7 +112,7 @@ def test_a_vocabulary_smaller_than_the_texts_is_refused_by_the_logits_that_were_
     logits = read_facts(spec, allow_import=True).vocabulary
     assert logits == 100
     with pytest.raises(
-        PtrainError, match=r"models_external:necks gives each 100 logits\n.* 259 or more"
+        PtrainError, match=r"models_external:necks returns 100 logits\n.* 259 or more"
     ):
         require(corpus(spec.data), spec, logits)
 

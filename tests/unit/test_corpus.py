@@ -80,9 +80,12 @@ def test_the_synthetic_corpus_can_be_learned():
 @pytest.mark.parametrize(
     ("data", "finding"),
     [
-        (DataSpec(corpus="pile"), "'pile' is not known\n  remedy: choose python-docs or synthetic"),
-        (DataSpec(corpus=None), "give data.path=FILE"),
-        (DataSpec(tokenizer="bpe"), "'bpe' is not known\n  remedy: write bytes"),
+        (DataSpec(corpus="pile"), "unknown corpus 'pile'\n  remedy: Use python-docs or synthetic"),
+        (DataSpec(corpus=None), "set `data.path=FILE`"),
+        (
+            DataSpec(tokenizer="bpe"),
+            "unknown tokenizer 'bpe'\n  remedy: Use `data.tokenizer=bytes`",
+        ),
     ],
 )
 def test_a_corpus_that_nobody_knows_is_refused_with_the_choice(data, finding):
@@ -112,7 +115,7 @@ def test_token_ids_may_have_any_unsigned_width(tmp_path, dtype):
     "tokens", [np.zeros((2, 3, 4), np.uint16), np.zeros(3, np.float32), np.zeros(3, np.int64)]
 )
 def test_an_array_that_holds_no_token_ids_is_refused(tmp_path, tokens):
-    with pytest.raises(PtrainError, match=r"in uint16 or uint32\n.*numpy.save"):
+    with pytest.raises(PtrainError, match=r"must be uint16 or uint32 .*\n.*numpy.save"):
         open_tokens(save(tmp_path, tokens))
 
 
@@ -128,14 +131,14 @@ def test_a_missing_token_file_is_refused_with_the_command_that_makes_one(tmp_pat
 def test_a_file_that_is_no_array_is_refused(tmp_path, content):
     path = tmp_path / "tokens.npy"
     path.write_bytes(content)
-    with pytest.raises(PtrainError, match=r"is not a whole .npy array"):
+    with pytest.raises(PtrainError, match=r"is not a complete .npy array"):
         open_tokens(path)
 
 
 def test_a_cut_token_file_is_refused(tmp_path):
     path = save(tmp_path, np.arange(1000, dtype=np.uint16))
     path.write_bytes(path.read_bytes()[:-10])
-    with pytest.raises(PtrainError, match=r"is not a whole .npy array"):
+    with pytest.raises(PtrainError, match=r"is not a complete .npy array"):
         open_tokens(path)
 
 

@@ -42,7 +42,7 @@ def test_a_check_has_the_largest_difference_and_the_place_of_the_first_departure
         differences.take(own)
     (check,) = differences.checks()
     assert (check.name, check.measured) == ("parameters after the update", 0.6)
-    assert not check.holds and check.why == "departs at embed, step 1, rank 0"
+    assert not check.holds and check.why == "differs at embed, step 1, rank 0"
 
 
 def test_what_one_side_lacks_fails_its_check_beside_tensors_that_are_alike() -> None:
@@ -74,7 +74,7 @@ def test_counters_of_the_start_and_of_later_are_one_check_which_a_loop_leaves_ou
         differences.take(own)
     assert [check.name for check in differences.checks()] == ["step counter"]
     own = step()
-    own.add(Moment.START, Subject.PARAMETERS, "embed", "the loop's model has it")
+    own.add(Moment.START, Subject.PARAMETERS, "embed", "in the loop's model, but")
     differences.take(own)
     assert [check.name for check in differences.checks()] == ["step counter", "initial parameters"]
     assert [check.name for check in differences.checks(since=Moment.BATCH)] == ["step counter"]
@@ -92,7 +92,7 @@ def test_a_culprit_says_what_came_of_its_cure_or_what_was_ruled_out() -> None:
     culprit = Culprit(
         state=Subject.LOSS, axis="", factor="× 2", place="", step=0, ranks=(0,), sentence="Halve."
     )
-    assert "fits: its cure was not tried" in str(culprit)
+    assert "fits: the fix was not tried" in str(culprit)
     assert str(culprit.proven("halved it is right")).endswith("by trying: halved it is right")
     unexplained = culprit.unexplained("a sum")
     assert (unexplained.certainty, unexplained.tried) == (

@@ -59,13 +59,17 @@ def test_a_document_is_computed_as_if_it_stood_alone(options: dict[str, Any]) ->
 @pytest.mark.parametrize(
     ("options", "place", "remedy"),
     [
-        ({"document_start": 259}, "model.document_start", "write one below 259"),
-        ({"attention": "flex"}, "model.document_start", "write attention=sdpa or attention=eager"),
-        ({"document_end": 259}, "model.document_end", "write one below 259"),
+        ({"document_start": 259}, "model.document_start", "Use a token id below 259."),
+        (
+            {"attention": "flex"},
+            "model.document_start",
+            ("Use `attention=sdpa` or `attention=eager`."),
+        ),
+        ({"document_end": 259}, "model.document_end", "Use a token id below 259."),
         (
             {"document_start": 1, "document_end": 2},
             "model.document_start",
-            "remove one of the two",
+            "Remove one of the two.",
         ),
     ],
 )

@@ -150,10 +150,10 @@ def large_from_elsewhere(odd: Odd) -> None:
 @pytest.mark.parametrize(
     ("change", "finding"),
     [
-        (orthogonal, "without values its constructor ends|runs"),
-        (read, "without values its constructor ends"),
-        (assigned, "makes more of a parameter"),
-        (large_from_elsewhere, "has values of parameters before they are parameters"),
+        (orthogonal, "its constructor fails on the meta device|runs"),
+        (read, "its constructor fails on the meta device"),
+        (assigned, "computes more from a parameter"),
+        (large_from_elsewhere, "computes values before it makes them parameters"),
     ],
 )
 def test_what_cannot_be_drawn_one_by_one_is_built_whole(

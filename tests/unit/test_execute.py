@@ -1,4 +1,4 @@
-"""The steps of a plan are executed in their order: one that cannot run where it stands is refused,
+"""The steps of a plan are executed in their order: one that cannot run at this position is refused,
 and nothing is put in another order."""
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def test_two_steps_that_change_places_are_refused_or_change_nothing(pair: tuple[
     try:
         program = executed(replace(plan, steps=tuple(steps)))
     except BrokenPlan as error:
-        assert "cannot run where it stands" in str(error)
+        assert "cannot run at this position" in str(error)
         return
     assert {NAMES[first], NAMES[second]} == {"ChunkedLoss", "Accumulate"}
     assert tuple(each.step for each in program.ran) == tuple(steps)

@@ -115,13 +115,13 @@ def planned(**plan: str) -> Planned:
 
 
 REFUSALS = [
-    (planned(head="head"), "says of no module that it is all experts of a layer", "tp_plan"),
-    (planned(blocks="experts"), "there is none called blocks", "tp_plan"),
-    (planned(h="experts"), "h is not all experts of a layer", "an expert at each place"),
-    (counting(), f"num_experts is {EXPERTS - 1}, and the first dimension", "an expert at each"),
-    (Differing(), "layers with experts that differ, of 4 experts", "dp_shard"),
-    (Late("row"), f"is given {TOKENS - 1} rows of a sample of {TOKENS} tokens", "dp_shard"),
-    (Sorted("row"), "h.0.experts is given [8, 16], [4]; what travels is rows", "one module"),
+    (planned(head="head"), "declares no module that holds all experts of a layer", "tp_plan"),
+    (planned(blocks="experts"), "no module is named blocks", "tp_plan"),
+    (planned(h="experts"), "h does not stack all experts of a layer", "stacks all experts"),
+    (counting(), f"num_experts is {EXPERTS - 1}, but the first dimension", "stacks all"),
+    (Differing(), "MoE layers that differ: 4 experts", "dp_shard"),
+    (Late("row"), f"receives {TOKENS - 1} rows for a sample of {TOKENS} tokens", "dp_shard"),
+    (Sorted("row"), "h.0.experts receives [8, 16], [4]; it must define", "one module"),
 ]
 
 
@@ -187,4 +187,4 @@ def test_sizes_depend_on_no_token_in_any_dtype_of_experts_of_transformers(comput
 def test_what_experts_select_by_themselves_is_unknown():
     facts = facts_of(spec_of(OWN | {"arguments": {"by": "loop"}}))
     assert facts.timeline is None and not facts.others
-    assert "of other ranks' rows no bound is known" in facts.untraced
+    assert "the rows of other ranks have no known bound" in facts.untraced

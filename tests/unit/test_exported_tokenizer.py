@@ -45,7 +45,7 @@ def test_adapters_bring_the_tokenizer_of_the_folder_of_their_base(
     run = run_of_spec(ptrain.load("zero3", [model, *SMALL]).spec, tmp_path / "run")
     files = exported(run, "--adapters", how)
     assert FILES & files == (FILES if has_tokenizer else set())
-    report = f"without a tokenizer: {tmp_path / 'base'}, which the model began with"
+    report = f"without a tokenizer: {tmp_path / 'base'}, the source of the pretrained weights"
     assert (report in capsys.readouterr().out) is not has_tokenizer
 
 
@@ -62,5 +62,5 @@ def test_a_drawn_model_brings_the_tokenizer_of_its_token_file(
     data = [f"data.path={tmp_path / 'tokens.npy'}", "model.vocab=320", "model.layers=1"]
     run = run_of_spec(ptrain.load("zero3", [*data, *SMALL]).spec, tmp_path / "run")
     assert FILES & exported(run) == (set() if has_changed else FILES)
-    report = "without a tokenizer: the run names no folder with tokenizer files"
+    report = "without a tokenizer: the spec of the run has no folder with tokenizer files"
     assert (report in capsys.readouterr().out) is has_changed

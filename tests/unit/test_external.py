@@ -17,9 +17,9 @@ from ptrain.spec.model import ExternalModel
 
 SEQUENCE = 8
 BAD_TARGETS = [
-    ("no_colon", "not of the form package.module:function"),
-    (".relative:make", "not of the form package.module:function"),
-    ("package:", "not of the form package.module:function"),
+    ("no_colon", "does not have the form package.module:function"),
+    (".relative:make", "does not have the form package.module:function"),
+    ("package:", "does not have the form package.module:function"),
     ("no_such_package_anywhere.models:make", "no module named 'no_such_package_anywhere'"),
     ("tests.models_external:nobody", "has no attribute 'nobody'"),
     ("math:pi", "is a float, not a function"),
@@ -112,8 +112,8 @@ def test_a_name_that_is_taken_elsewhere_is_refused_with_both_places(folder, name
     (fault,) = raised.value.faults
     top = name.partition(".")[0]
     there = "built-in" if name == "sys" else sys.modules[top].__file__
-    assert f"two modules are called {top}: {folder}" in fault.finding
-    assert fault.finding.endswith(f" beside the spec, and {there}")
+    assert f"two modules are named {top}: {folder}" in fault.finding
+    assert fault.finding.endswith(f" next to the spec, and {there}")
     assert str(folder) not in sys.path, "nothing was imported"
 
 

@@ -54,7 +54,7 @@ def test_a_large_model_of_transformers_fits_or_not_by_its_peak(ptrain):
 
 
 @pytest.mark.skipif(
-    torch_minor() in ("2.14", "2.15"), reason="from 2.14 on kernels take fewer heads of keys"
+    torch_minor() in ("2.14", "2.15"), reason="from 2.14 on kernels take fewer key heads"
 )
 def test_where_a_gpu_has_no_kernel_for_groups_of_heads_no_fit_is_claimed(ptrain):
     """In 32 bits torch's attention on GPUs takes as many heads of keys as of queries, or goes
@@ -66,7 +66,7 @@ def test_where_a_gpu_has_no_kernel_for_groups_of_heads_no_fit_is_claimed(ptrain)
     grouped = (*words, "model.config.num_key_value_heads=2")
     record = json.loads(ptrain("predict", *grouped, "--json"))["fit"]
     assert record["fits"] is None
-    assert record["unknown"].startswith("of head_dim 8 in fp32, fewer heads of keys a GPU's")
+    assert record["unknown"].startswith("of head_dim 8 in fp32, fewer key heads a GPU's")
     assert json.loads(ptrain("predict", *words, "--json"))["fit"]["fits"] is True
 
 

@@ -113,7 +113,7 @@ def test_projections_may_be_of_unlike_lengths():
 def test_a_fused_column_that_nobody_takes_apart_is_refused():
     plan = NANO_PLAN | {"transformer.h.*.mlp.up": "fused column"}
     place, finding = refusal(nano(), spec_of(plan=plan))
-    assert place == "tensor.plan" and "h.0.mlp.up is a fused column" in finding
+    assert place == "tensor.plan" and "h.0.mlp.up has the role fused column" in finding
 
 
 def test_a_degree_divides_each_projection_and_each_count():
@@ -131,7 +131,7 @@ def test_a_degree_divides_each_projection_and_each_count():
 def test_a_count_is_an_integer_of_a_module():
     plan = NANO_PLAN | {"transformer.h.*.attn.dropout": "count"}
     _, finding = refusal(nano(), spec_of(plan=plan))
-    assert finding == "no number is called transformer.h.*.attn.dropout"
+    assert finding == "no integer attribute is named transformer.h.*.attn.dropout"
 
 
 def test_a_count_that_two_patterns_mean_has_two_roles():
@@ -149,7 +149,7 @@ def test_what_counts_gives_its_input_to_its_columns_alone():
         block.mlp.register_forward_pre_hook(lambda _, args: None)
         block.mlp.forward = lambda x, mlp=block.mlp: mlp.down(mlp.up(x)) + 0 * x.sum()
     _, finding = refusal(model, spec_of(plan=plan))
-    assert "h.0.mlp counts features" in finding and "elsewhere" in finding
+    assert "h.0.mlp has attributes with the role count" in finding
 
 
 def test_dropout_is_followed():
@@ -159,7 +159,7 @@ def test_dropout_is_followed():
 
 def test_a_mask_that_ranks_would_draw_by_themselves_of_what_they_have_alike_is_refused():
     _, finding = refusal(early(), spec_of())
-    assert "h.0.attn.drop" in finding and "draws a mask" in finding
+    assert "h.0.attn.drop" in finding and "draws one mask" in finding
 
 
 def test_between_the_sub_blocks_norms_are_seen_to_be_on_slices_of_the_tokens():
@@ -173,7 +173,7 @@ def test_between_the_sub_blocks_norms_are_seen_to_be_on_slices_of_the_tokens():
 def test_a_block_that_mixes_tokens_is_refused_with_slices_of_them(model, where):
     place, finding = refusal(model(), spec_of("S"))
     assert place == "model.target"
-    assert finding.startswith(f"what {where} is given of a slice of the tokens is not what")
+    assert finding.startswith(f"{where} receives other values for a shard of the tokens")
     assert cutting_of_module(model(), spec_of())[0]
 
 

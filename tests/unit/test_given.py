@@ -43,11 +43,11 @@ def half_cut() -> nn.Module:
 @pytest.mark.parametrize(
     ("build", "finding"),
     [
-        (lambda: "a path", "str is no torch.nn.Module"),
-        (on_meta, "is on meta, and has no values"),
+        (lambda: "a path", "str is not a torch.nn.Module"),
+        (on_meta, "is on the meta device and has no values"),
         (lambda: nn.parallel.DistributedDataParallel.__new__(nn.parallel.DistributedDataParallel),
-         "wrapped already: DistributedDataParallel"),
-        (half_cut, "is a DTensor, cut already"),
+         "is already wrapped: DistributedDataParallel"),
+        (half_cut, "is already sharded"),
     ],
 )  # fmt: skip
 def test_what_cannot_take_a_models_place_is_refused(
@@ -104,5 +104,5 @@ def test_a_model_of_transformers_gives_its_logits_alone() -> None:
     accept(module, spec_of())
     assert torch.equal(module(tokens), logits)
     headless = transformers.AutoModel.from_config(config)
-    with pytest.raises(SpecError, match="has no head"):
+    with pytest.raises(SpecError, match="has no output head"):
         accept(headless, spec_of())

@@ -58,28 +58,28 @@ def own_generator(module: nn.Module) -> None:
 NEEDING: dict[str, tuple[Callable[[nn.Module], None], str]] = {
     "a table that is drawn": (
         lambda module: module.register_buffer("more", torch.rand(3)),
-        "draws more than parameters",
+        "draws random numbers for other tensors than parameters",
     ),
     "a number that is drawn": (
         lambda module: setattr(module, "more", [int(torch.randint(10**6, ()))]),
-        "draws more than parameters",
+        "draws random numbers for other tensors than parameters",
     ),
-    "a generator of its own": (own_generator, "a generator of its own"),
+    "a generator of its own": (own_generator, "a custom random generator"),
     "a number of values": (
         lambda module: setattr(module, "more", module.get_parameter("norm.bias").sum().item()),
-        "ends: RuntimeError",
+        "meta device: RuntimeError",
     ),
     "a table of values": (
         lambda module: module.register_buffer("more", module.get_parameter("norm.bias") + 1),
-        "makes more of a parameter",
+        "computes more from a parameter",
     ),
     "a parameter by another way": (
         lambda module: setattr(module, "more", [module.get_parameter("norm.bias")]),
-        "makes more of a parameter",
+        "computes more from a parameter",
     ),
     "a recurrent layer": (
         lambda module: module.add_module("more", nn.LSTM(2, 2)),
-        "makes more._flat_weights of a parameter",
+        "computes more._flat_weights from a parameter",
     ),
 }
 

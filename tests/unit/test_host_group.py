@@ -116,14 +116,14 @@ def ended(group: HostGroup) -> str:
 def test_rank_0_names_a_silent_rank_before_the_others_have_waited_long_enough() -> None:
     joined = groups(3, seconds=0.4)
     first, _, last = on_ranks(3, lambda rank, _: "" if rank == 1 else ended(joined[rank]))
-    assert first == "TimeoutError: Timed out waiting for rank 1: 0.4 s of silence"
+    assert first == "TimeoutError: Timed out waiting for rank 1: no message for 0.4 s"
     assert last.startswith("ConnectionError: Connection closed by peer, rank 0: ")
     joined[1].close()
 
 
 def test_of_a_silent_rank_0_nobody_says_who_is_silent() -> None:
     joined = groups(2, seconds=0.2)
-    words = "TimeoutError: Timed out waiting at rank 0 for all ranks: 0.25 s of silence"
+    words = "TimeoutError: Timed out waiting at rank 0 for all ranks: no message for 0.25 s"
     assert ended(joined[1]) == words
     joined[0].close()
 
@@ -162,6 +162,6 @@ def test_bytes_that_end_before_they_are_whole_are_no_message() -> None:
     joined = Joined(mine, 3, 10.0)
     its.sendall(exchange._LENGTH.pack(5) + b"1234")
     its.close()
-    with pytest.raises(ConnectionError, match="rank 3: it has ended"):
+    with pytest.raises(ConnectionError, match="rank 3: the process has ended"):
         joined.receive()
     joined.close()

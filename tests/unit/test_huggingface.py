@@ -33,19 +33,19 @@ CONFIG: dict[str, Any] = {
 }
 NEOX = {key: value for key, value in CONFIG.items() if key != "num_key_value_heads"}
 FAULTS = [
-    ("lama", {}, "model.hf", "no causal language model 'lama'", "did you mean 'llama'"),
-    ("BertModel", {}, "model.hf", "'BertModel'", "did you mean"),
+    ("lama", {}, "model.hf", "no causal language model 'lama'", "Did you mean 'llama'"),
+    ("BertModel", {}, "model.hf", "'BertModel'", "Did you mean"),
     ("nothing-like-it-at-all", {}, "model.hf", "no causal", "LlamaForCausalLM"),
     ("llama", {"hiden_size": 3}, "model.config.hiden_size", "no field", "mean 'hidden_size'"),
     ("llama", {"blue": 3}, "model.config.blue", "no field 'blue'", "hidden_size"),
-    ("llama", {"num_key_value_heads": 3}, "model.config", "must match", "change"),
-    ("llama", {"num_attention_heads": 5}, "model.config", "", "change"),
-    ("llama", {"num_attention_heads": 0}, "model.config", "division", "change"),
-    ("llama", {"hidden_size": "wide"}, "model.config.hidden_size", "", "change"),
-    ("llama", {"hidden_act": "sulu"}, "model.config", "sulu", "change"),
-    ("llama", {"max_position_embeddings": 4}, "model.config", "16 tokens", ": 16 or more"),
-    ("llama", {"use_cache": True}, "model.config.use_cache", "by training", "remove it"),
-    ("llama", {"dtype": "bfloat16"}, "model.config.dtype", "by precision", "remove it"),
+    ("llama", {"num_key_value_heads": 3}, "model.config", "must match", "Change"),
+    ("llama", {"num_attention_heads": 5}, "model.config", "", "Change"),
+    ("llama", {"num_attention_heads": 0}, "model.config", "division", "Change"),
+    ("llama", {"hidden_size": "wide"}, "model.config.hidden_size", "", "Change"),
+    ("llama", {"hidden_act": "sulu"}, "model.config", "sulu", "Change"),
+    ("llama", {"max_position_embeddings": 4}, "model.config", "16 tokens", "to 16 or more"),
+    ("llama", {"use_cache": True}, "model.config.use_cache", "by training", "Remove it"),
+    ("llama", {"dtype": "bfloat16"}, "model.config.dtype", "by precision", "Remove it"),
 ]
 
 
@@ -82,7 +82,7 @@ def test_attention_that_nobody_names_is_the_best_that_the_class_has(hf, kind):
 
 def test_attention_that_is_named_and_that_the_class_lacks_is_refused():
     model = HuggingFaceModel(hf="gemma2", config=CONFIG, attention=Attention.SDPA)
-    with pytest.raises(SpecError, match=r"does not have sdpa(.|\n)*write attention: eager"):
+    with pytest.raises(SpecError, match=r"does not support sdpa(.|\n)*Use `attention=eager`"):
         build(model, sequence=SEQUENCE)
 
 
@@ -144,10 +144,10 @@ def test_a_published_config_is_taken_whole(kind):
 
 def test_fields_without_effect_are_named_and_silent_ones_are_not():
     ignored = ignored_fields(HuggingFaceModel(hf="gemma2", config=PUBLISHED["gemma2"]))
-    assert ignored == ("hidden_act (nothing reads it)", "sliding_window_size (nothing reads it)")
+    assert ignored == ("hidden_act (ignored)", "sliding_window_size (ignored)")
     eager = PUBLISHED["llama"] | {"attn_implementation": "eager"}
     ignored = ignored_fields(HuggingFaceModel(hf="llama", config=eager))
-    assert ignored == ("attn_implementation (attention says it)",)
+    assert ignored == ("attn_implementation (set by attention)",)
     neox = ignored_fields(HuggingFaceModel(hf="gpt_neox", config=PUBLISHED["gpt_neox"]))
     assert neox == (), "fields that a config converts are read"
     assert ignored_fields(HuggingFaceModel(hf="llama", config=CONFIG)) == ()
@@ -166,12 +166,12 @@ DEEPSEEK = {
 def test_a_field_that_a_class_declares_and_never_reads_is_named():
     ignored = ignored_fields(HuggingFaceModel(hf="DeepseekV3ForCausalLM", config=DEEPSEEK))
     assert ignored == (
-        "num_nextn_predict_layers (nothing reads it)",
-        "scoring_func (nothing reads it)",
+        "num_nextn_predict_layers (ignored)",
+        "scoring_func (ignored)",
     )
     off = DEEPSEEK | {"num_nextn_predict_layers": 0, "auto_map": {}}
     ignored = ignored_fields(HuggingFaceModel(hf="DeepseekV3ForCausalLM", config=off))
-    assert ignored == ("scoring_func (nothing reads it)",)
+    assert ignored == ("scoring_func (ignored)",)
 
 
 @pytest.mark.parametrize("empty", [{}, None])
@@ -199,14 +199,14 @@ def test_all_faults_of_a_config_come_at_once():
 @pytest.mark.parametrize(
     ("fields", "place", "finding"),
     [
-        ({"auto_map": {"AutoModel": "x--y"}}, "model.config.auto_map", "it never runs"),
+        ({"auto_map": {"AutoModel": "x--y"}}, "model.config.auto_map", "never runs"),
         (
             {"vision_config": {"depth": 2}},
             "model.config.vision_config",
-            "one of several, as multimodal",
+            "a nested model, as in multimodal",
         ),
         ({"quantization_config": {"bits": 4}}, "model.config.quantization_config", "quantized"),
-        ({"model_type": "qwen2"}, "model.config.model_type", "'qwen2', and LlamaForCausalLM is"),
+        ({"model_type": "qwen2"}, "model.config.model_type", "'qwen2', but LlamaForCausalLM has"),
         ({"hiden_size": 32, "hidden_size": None}, "model.config.hiden_size", "has no field"),
     ],
 )

@@ -151,10 +151,10 @@ def test_samples_of_a_loop_of_ones_own_are_masked_alike() -> None:
     own = part_of((tokens, labels), spec, 1)
     is_counted = (tokens % 3 != 0) & (tokens != SPACE)
     assert own.global_tokens == int(is_counted[:, 1:].sum())
-    with pytest.raises(SpecError, match=r"write data.ignored"):
+    with pytest.raises(SpecError, match=r"Use `data.ignored"):
         part_of((tokens, labels), replace(spec, data=replace(spec.data, ignored=None)), 1)
     masked = replace(spec, data=replace(spec.data, ignored=None, loss_mask="mask.npy"))
-    with pytest.raises(SpecError, match=r"hand over \(tokens, labels\)"):
+    with pytest.raises(SpecError, match=r"Pass `\(tokens, labels\)`"):
         part_of(tokens, masked, 1)
 
 

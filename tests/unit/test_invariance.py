@@ -40,7 +40,7 @@ def test_an_early_step_may_not_and_is_named() -> None:
 def test_a_mesh_that_stopped_early_is_not_the_same() -> None:
     found = compared(4.0, 3.0)
     assert not found.holds
-    assert found.why == "2 of 3 steps can be compared: verify hsdp alone first"
+    assert found.why == "2 of 3 steps can be compared. Verify hsdp alone first"
 
 
 def test_a_loss_that_is_no_number_is_not_the_same() -> None:

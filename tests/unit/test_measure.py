@@ -71,7 +71,7 @@ def test_what_is_no_model_is_refused_at_once(model):
 def test_a_second_step_inside_is_refused():
     model, optimizer = _linear()
     with (
-        pytest.raises(PtrainError, match="a second step of the optimizer"),
+        pytest.raises(PtrainError, match="the optimizer starts a second step"),
         measure(model, optimizer=optimizer),
     ):
         _step(model, optimizer)

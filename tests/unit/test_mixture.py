@@ -169,7 +169,7 @@ def test_shares_that_no_short_cycle_has_are_nearly_so():
     ("sources", "finding"),
     [
         ([], "must be a list of {path, weight, loss_mask}; got an empty list"),
-        ("a.npy", "got the text 'a.npy'"),
+        ("a.npy", "got the string 'a.npy'"),
         (["a.npy"], "source 1 must be a mapping"),
         ([{"weight": 1}], "source 1 has no path"),
         ([{"path": "a", "weight": 0}], "source 1, weight: must be a finite number > 0"),
@@ -177,9 +177,9 @@ def test_shares_that_no_short_cycle_has_are_nearly_so():
         ([{"path": "a", "weight": float("nan")}], "source 1, weight: must be"),
         ([{"path": "a", "weight": "2"}], "source 1, weight: must be"),
         ([{"path": "a", "epochs": 2}], "source 1 has no key 'epochs'"),
-        ([{"path": "a"}, {"path": "a"}], "source 2 is the file of source 1"),
-        ([{"path": "a"}, {"path": "./b/../a"}], "source 2 is the file of source 1"),
-        ([{"path": "a"}, {"path": "b", "weight": 1e-6}], "source 2 has less than one sample in"),
+        ([{"path": "a"}, {"path": "a"}], "source 2 repeats the file of source 1"),
+        ([{"path": "a"}, {"path": "./b/../a"}], "source 2 repeats the file of source 1"),
+        ([{"path": "a"}, {"path": "b", "weight": 1e-6}], "source 2 gets less than one sample in"),
     ],
     ids=str,
 )
@@ -220,8 +220,8 @@ def test_all_files_that_cannot_be_read_are_named_at_once(folder: Path):
     for fault, name in zip(faults, ("gone.npy", "lost.npy"), strict=True):
         assert fault.finding == f"{folder / name}: No such file or directory"
     spec = spec_of(folder, sources=[{"path": str(folder / "small.npy")}, gone[1]])
-    with pytest.raises(SpecError, match=r"small.npy has 3 tokens, one sample takes 5"):
+    with pytest.raises(SpecError, match=r"small.npy has 3 tokens, but a sample needs 5"):
         require(corpus(spec.data), spec)
     spec = spec_of(folder, sources=[{"path": str(folder / "large.npy")}, gone[1]])
-    with pytest.raises(SpecError, match=r"large.npy holds token 5000, but model.vocab is 4000"):
+    with pytest.raises(SpecError, match=r"large.npy contains token 5000, but model.vocab is 4000"):
         require(corpus(spec.data), spec)

@@ -80,10 +80,10 @@ def test_a_sound_average_holds(way: str) -> None:
     ("fault", "said", "step"),
     [
         ("twice", "two updates", 0),
-        ("before", "the parameters of before the update", 0),
-        ("old copy", "of a copy that is 2 updates old", 0),
-        ("never", "it is what it was before the step", 0),
-        ("every other", "it was not updated in a step before", 0),
+        ("before", "the parameters from before the update", 0),
+        ("old copy", "from a copy that is 2 updates old", 0),
+        ("never", "it is as before the step", 0),
+        ("every other", "it was not updated in an earlier step", 0),
     ],
 )
 def test_what_a_faulty_average_was_made_of_is_named(
@@ -105,7 +105,7 @@ def test_another_decay_is_named_with_both() -> None:
 def test_an_average_that_begins_elsewhere_is_named() -> None:
     culprit = ptrain.verify(job(), job(fault="zeros"), ROWS).culprit
     assert culprit is not None
-    assert (culprit.factor, culprit.place) == ("begins elsewhere", "0.weight")
+    assert (culprit.factor, culprit.place) == ("other initial values", "0.weight")
 
 
 def test_an_average_is_not_blamed_for_parameters_that_depart() -> None:
@@ -124,7 +124,7 @@ def test_an_average_that_is_right_again_after_a_step_is_named_all_the_same() -> 
     culprit = ptrain.verify(job(decay=0.0), job(decay=0.0, fault="not at first"), ROWS).culprit
     assert culprit is not None
     assert culprit.state == "moving average"
-    assert "it was not updated in a step before" in culprit.sentence
+    assert "it was not updated in an earlier step" in culprit.sentence
 
 
 def test_a_tolerance_of_nothing_holds_for_the_same_bits() -> None:

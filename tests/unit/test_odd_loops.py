@@ -116,7 +116,7 @@ def test_weights_whose_updates_their_dtype_has_no_number_for_are_a_note() -> Non
     sound = job(norm, optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=1e-4))
     verdict = ptrain.verify(sound, sound, ROWS)
     assert verdict.culprit is None, verdict
-    assert any("stands still to the bit" in note for note in verdict.notes)
+    assert any("stays the same to the bit" in note for note in verdict.notes)
 
 
 def test_a_schedule_that_ends_with_the_batches_holds_and_says_what_was_not_tried() -> None:

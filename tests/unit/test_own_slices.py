@@ -84,16 +84,16 @@ def test_other_families_do_too(name: str, config: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("name", "config", "words"),
     [
-        ("gemma2", TINY | {"head_dim": 8}, "no module of gemma2 attends by torch.nn.functional."),
-        ("gpt2", GPT2, "transformer.h.0.attn drops out 0.1 of its scores"),
-        ("falcon", MASKED, "transformer.h.0.self_attention is given a mask"),
-        ("mistral", TINY | {"sliding_window": 8}, "sliding_window of mistral is 8, and a sample"),
-        ("llama", TINY | {"max_position_embeddings": 8}, "max_position_embeddings is 8, and a"),
+        ("gemma2", TINY | {"head_dim": 8}, "no module of gemma2 calls torch.nn.functional."),
+        ("gpt2", GPT2, "transformer.h.0.attn uses dropout 0.1"),
+        ("falcon", MASKED, "transformer.h.0.self_attention uses a mask"),
+        ("mistral", TINY | {"sliding_window": 8}, "sliding_window of mistral is 8, but a sample"),
+        ("llama", TINY | {"max_position_embeddings": 8}, "max_position_embeddings is 8, but a"),
         (
             "llama",
             TINY | {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4,
                                         "original_max_position_embeddings": 8}},
-            "rotations of llama are dynamic",
+            "rotary embeddings of llama (dynamic)",
         ),
     ],
 )  # fmt: skip
@@ -129,16 +129,19 @@ def test_a_model_without_positions_needs_none() -> None:
 @pytest.mark.parametrize(
     ("model", "words"),
     [
-        (own("counting"), "the forward of tests.models_sliced:counting takes no positions"),
-        (own("deaf"), "does not go by the positions that it is given"),
-        (own("late"), "gives other logits than given all of them"),
-        (own("by_length"), "gives other logits than given all of them"),
-        (own("with_attention", kind="shifted"), "layers.0.mixing, given tokens 8-15 of 16 alone"),
+        (own("counting"), "the forward of tests.models_sliced:counting accepts no positions"),
+        (own("deaf"), "does not use the positions that it receives"),
+        (own("late"), "returns different logits than with all tokens"),
+        (own("by_length"), "returns different logits than with all tokens"),
+        (own("with_attention", kind="shifted"), "layers.0.mixing, given only tokens 8-15 of 16"),
         (own("with_attention", kind="bound"), "no module of tests.models_sliced:with_attention"),
         (own("with_attention", kind="open"), "layers.0.mixing is not causal"),
-        (own("with_attention", kind="dropping"), "layers.0.mixing drops out 0.1 of its scores"),
-        (own("with_attention", kind="twice"), "layers.0.mixing attends twice in a forward pass"),
-        (own("with_attention", kind="windowed"), "layers.0.mixing is given a mask"),
+        (own("with_attention", kind="dropping"), "layers.0.mixing uses dropout 0.1"),
+        (
+            own("with_attention", kind="twice"),
+            "layers.0.mixing calls attention twice per forward pass",
+        ),
+        (own("with_attention", kind="windowed"), "layers.0.mixing uses a mask"),
     ],
 )
 def test_a_users_model_that_is_another_on_slices_is_refused_by_name(
@@ -153,7 +156,7 @@ def test_heads_that_ulysses_cannot_divide_are_named() -> None:
     place, finding, remedy = refusal(spec_of(HYBRID, degree=4, own=hf("llama", three)))
     assert place == "context.attention"
     assert finding == ("ulysses over 2 ranks does not divide 3 heads of model.layers.0.self_attn")
-    assert remedy == "write {ulysses: 1, ring: 4}, or context.attention=zigzag"
+    assert remedy == "Use {ulysses: 1, ring: 4}, or `context.attention=zigzag`."
 
 
 def test_a_module_of_transformers_that_is_given_is_looked_at_as_one_that_is_named() -> None:
@@ -179,16 +182,18 @@ def test_dropout_of_tokens_by_themselves_is_cut_and_of_whole_samples_is_not(
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        ("bound", "drop draws random numbers by itself (bernoulli_), others of a rank's tokens"),
-        ("itself", "drop draws random numbers by itself (rand_like), others of a rank's tokens"),
-        ("channels", "drop draws random numbers by itself (bernoulli_), others of a rank's"),
-        ("last", "drop drops out [1, 16, 16], and of a rank's tokens [1, 16, 8], where ranks cut"),
-        ("features", "drop drops out [1, 8], as many as a rank has tokens, and no tokens"),
-        ("place", "given tokens 8-15 of 16 alone, attends with another query than"),
+        ("bound", "drop draws random numbers itself (bernoulli_), with different shapes for local"),
+        ("itself", "drop draws random numbers itself (rand_like), with different shapes for local"),
+        ("channels", "drop draws random numbers itself (bernoulli_), with different shapes"),
+        ("last", "drop applies dropout to [1, 16, 16], and with the local tokens to [1, 16, 8];"),
+        ("features", "drop applies dropout to [1, 8], which has the size of the local tokens"),
+        ("place", "given only tokens 8-15 of 16, passes a different query to attention than"),
     ],
 )
 def test_what_draws_otherwise_is_refused_by_its_module(kind: str, words: str) -> None:
     place, finding, remedy = refusal(spec_of("ring", own=own("dropping", kind=kind)))
     assert place == "model.target"
     assert words in finding
-    assert remedy.startswith("let it drop out [samples, tokens, …] by torch.nn.functional.dropout")
+    assert remedy.startswith(
+        "Apply dropout to [samples, tokens, …] with torch.nn.functional.dropout"
+    )

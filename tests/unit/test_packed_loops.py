@@ -69,13 +69,13 @@ def test_labels_that_stay_within_their_document_hold() -> None:
     verdict = judged(across=False)
     assert verdict.holds, verdict
     assert "ok   shared code: no label is of another document" in str(verdict)
-    assert not any("sees those before it" in note for note in verdict.notes)
+    assert not any("sees earlier documents" in note for note in verdict.notes)
 
 
 def test_a_document_that_sees_those_before_it_is_a_note() -> None:
     verdict = judged(across=False, stays=False)
     assert verdict.holds, verdict
-    assert any("sees those before it" in note for note in verdict.notes)
+    assert any("sees earlier documents" in note for note in verdict.notes)
 
 
 def test_without_the_token_it_is_said_that_this_was_not_tried() -> None:

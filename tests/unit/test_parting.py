@@ -99,28 +99,30 @@ def finding_of(between: Between) -> tuple[str, str]:
 @pytest.mark.parametrize("between", TAKEN_APART)
 def test_a_slice_that_is_taken_apart_behind_its_column_is_refused(between):
     finding, remedy = finding_of(between)
-    assert finding.startswith("in the forward of h.0 aten::")
-    assert "takes apart a slice of the features, that of h.0.up" in finding
-    assert "h.*.up itself" in remedy
+    assert finding.startswith("in the forward pass of h.0, aten::")
+    assert "splits a shard of the features of h.0.up" in finding
+    assert "output of h.*.up" in remedy
 
 
 def test_slices_that_are_put_together_are_refused():
     finding, _ = finding_of(lambda y: torch.cat((y, y * 2), -1))
-    assert "aten::cat puts together slices of the features" in finding
+    assert "aten::cat concatenates shards of the features" in finding
 
 
 @pytest.mark.parametrize("between", COUNTED)
 def test_heads_of_a_written_number_are_refused_where_their_width_follows(between):
     finding, remedy = finding_of(between)
-    assert f"the forward of h.0 makes {HEADS} heads of what h.0.up gives" in finding
-    assert "-1 for the heads" in remedy
+    assert f"splits the output of h.0.up into {HEADS} heads" in finding
+    assert "-1 for the number of heads" in remedy
 
 
 def test_a_layer_that_is_cut_and_called_by_keyword_is_refused():
     model = Model(halves)
     up = model.h[0].up
     model.h[0].forward = lambda x: model.h[0].down(halves(up(input=x)))  # type: ignore[assignment]
-    with pytest.raises(SpecError, match=r"h\.0\.up is a column, and is given its input by keyword"):
+    with pytest.raises(
+        SpecError, match=r"h\.0\.up has the role column, but receives its input as a keyword"
+    ):
         cutting_of_module(model, spec_of())
 
 

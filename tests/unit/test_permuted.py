@@ -260,7 +260,7 @@ def test_one_parameters_gradient_is_off_where_the_vector_is_not_and_the_check_na
     by_name = {each.name: each for each in checks(runs[0], run, allowed, ALONE)}
     assert by_name["gradient of step 0"].holds
     failed = by_name["gradient of step 0 by parameter"]
-    assert not failed.holds and failed.why == "that of b differs by 0.01 of its length"
+    assert not failed.holds and failed.why == "the gradient of b differs by 0.01 of its length"
     assert failed.measured == pytest.approx(1e-2, rel=1e-3)
 
 

@@ -60,4 +60,4 @@ def test_a_step_that_breaks_off_is_a_check_that_fails(error: type[Exception]) ->
     checks = preconditions(spec, World(), Exchange(World()), make)
     (broken,) = [check for check in checks if not check.holds]
     assert (broken.predicted, broken.measured) == (3, 1)
-    assert broken.why.startswith(f"step 1 breaks off: {error.__name__}: not again;")
+    assert broken.why.startswith(f"step 1 stops: {error.__name__}: not again;")

@@ -41,6 +41,6 @@ def test_a_rank_that_a_launcher_started_refuses_what_is_no_checkpoint_before_it_
     monkeypatch.setattr(session, "interpret", build)
     (tmp_path / "empty").mkdir()
     words = ["zero3", "mesh.dp_shard=1", "--resume", str(tmp_path / "empty")]
-    with pytest.raises(PtrainError, match="holds no checkpoint"):
+    with pytest.raises(PtrainError, match="contains no checkpoint"):
         session.run(parse([*words, "--run-dir", str(tmp_path / "run")]))
     assert not (tmp_path / "run").exists()

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from ptrain.cli import simulate
+from ptrain.commands import add_arguments
 from ptrain.derivation import archive
 from ptrain.derivation.archive import TablePart
 from ptrain.rooms import pretence
@@ -39,7 +40,7 @@ BF16 = "precision.layout=fsdp-mixed"
 
 def parsed(*words: str) -> Any:
     parser = ArgumentParser()
-    simulate.add_arguments(parser)
+    add_arguments(parser, "simulate")
     return parser.parse_intermixed_args(list(words))
 
 
@@ -77,7 +78,7 @@ def test_specs_for_several_kinds_of_gpu_stay_here(monkeypatch: pytest.MonkeyPatc
 
 def test_a_build_without_cuda_lacks_it_and_says_what_tells(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", None)
-    assert "a CUDA build tells, without a GPU" in str(pretence.lacking())
+    assert "Install a CUDA build; no GPU is needed" in str(pretence.lacking())
 
 
 @pytest.mark.parametrize(
@@ -110,7 +111,7 @@ def test_a_process_that_does_not_believe_starts_no_other(monkeypatch: pytest.Mon
     monkeypatch.setenv("PTRAIN_SM", "90")
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     assert not pretence.is_on()
-    assert "takes no notice" in str(pretence.lacking())
+    assert "does not detect" in str(pretence.lacking())
     assert simulate._pretended([load("ddp", [FOR_GPUS]).spec]) is None
 
 
@@ -119,7 +120,7 @@ def test_a_folder_that_no_library_is_loaded_from_is_named(
 ) -> None:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "a b"))
-    assert "set TMPDIR" in str(pretence.lacking())
+    assert "Set TMPDIR" in str(pretence.lacking())
 
 
 @pytest.mark.skipif(not pretence._compiler(), reason="there is no C compiler")

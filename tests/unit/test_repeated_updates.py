@@ -120,7 +120,7 @@ def test_a_step_that_needs_a_closure_cannot_be_repeated() -> None:
 
     with StepRecorder(net, holds) as seen:
         optimizer.step(closure)
-    with pytest.raises(CannotRepeat, match="LBFGS cannot be repeated"):
+    with pytest.raises(CannotRepeat, match="LBFGS cannot be replayed"):
         repeat(seen.record.before)
 
 
@@ -179,7 +179,7 @@ def test_a_setting_is_named_after_the_update_was_repeated_with_one_devices(
     culprit = judged(own, other)
     assert culprit is not None
     assert (culprit.factor, culprit.step, culprit.certainty) == (factor, step, Certainty.PROVEN)
-    assert culprit.tried.startswith("the update repeated with ")
+    assert culprit.tried.startswith("the update replayed with ")
 
 
 def test_moments_and_momentum_that_are_lost_are_named() -> None:

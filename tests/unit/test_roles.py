@@ -82,18 +82,22 @@ def test_another_architecture_has_other_names():
 
 @pytest.mark.parametrize("hf", ["phi3", "olmo2"])
 def test_an_entry_that_gathers_inside_a_block_is_refused_by_name(hf):
-    gathers = r"self_attn\.q.*_proj: colwise_\w+ gathers what a module that is not the head gives"
+    gathers = r"self_attn\.q.*_proj: colwise_\w+ all-gathers the output of a module that is not"
     with pytest.raises(SpecError, match=rf"{gathers}(.|\n)*fused column"):
         of_hugging_face(hf, CONFIG | {"pad_token_id": None})
 
 
 def test_a_class_without_a_plan_needs_one():
-    with pytest.raises(SpecError, match=r"gpt_bigcode says nothing(.|\n)*tensor: \{plan:"):
+    with pytest.raises(
+        SpecError, match=r"gpt_bigcode has no tensor-parallel plan(.|\n)*tensor: \{plan:"
+    ):
         of_hugging_face("gpt_bigcode", {"n_embd": 32, "n_layer": 1, "n_head": 4, "vocab_size": 260})
 
 
 def test_heads_are_not_divided():
-    with pytest.raises(SpecError, match=r"num_key_value_heads: 2(.|\n)*choose tp from 1, 2"):
+    with pytest.raises(
+        SpecError, match=r"num_key_value_heads: 2(.|\n)*Use one of 1, 2 for `mesh\.tp`"
+    ):
         of_hugging_face("llama", CONFIG, tp=4)
 
 
@@ -115,24 +119,24 @@ def test_where_nothing_is_cut_nobody_is_asked():
 
 
 MISTAKES = [
-    ({}, "model.target", "says nothing", "tp_plan"),
-    ({"layers.*.mixin": "column"}, "tensor.plan", "no module is called", "layers.*.mixing.query"),
-    ({"layers.*": "column"}, "tensor.plan", "layers.0 is a Pair", "no role"),
-    ({"table": "head"}, "tensor.plan", "table is an Embedding; head is a role of Linear", ""),
+    ({}, "model.target", "has no tensor-parallel plan", "tp_plan"),
+    ({"layers.*.mixin": "column"}, "tensor.plan", "no module is named", "layers.*.mixing.query"),
+    ({"layers.*": "column"}, "tensor.plan", "layers.0 is a Pair", "Remove its role"),
+    ({"table": "head"}, "tensor.plan", "table is an Embedding; the role head needs Linear", ""),
     ({"layers.*.up": "column", "layers.0.up": "row"}, "tensor.plan", "two roles", "one"),
     (
         {key: word for key, word in PAIRS_PLAN.items() if not key.endswith("scale")},
         "tensor.plan",
-        "layers.0.mixing.scale has parameters",
-        "layers.*.mixing.scale is shared",
+        "layers.0.mixing.scale.weight is used on a shard",
+        "layers.*.mixing.scale the role `shared`",
     ),
     (
         {"layers.*.up": "head", "layers.*.down": "row"},
         "tensor.plan",
-        "layers.1.up are head",
+        "layers.1.up both have the role head",
         "column",
     ),
-    ({"layers.*.mixing": "whole input"}, "tensor.plan", "cuts nothing", "or write no tp"),
+    ({"layers.*.mixing": "whole input"}, "tensor.plan", "shards nothing", "or use `mesh.tp=1`"),
 ]
 
 
@@ -153,7 +157,7 @@ def test_a_degree_that_does_not_divide_is_refused_once_with_those_that_divide_ev
     with pytest.raises(SpecError) as caught:
         roles_of_module(pairs(hidden=12), spec_of(tp=5))
     found = [(fault.place, fault.finding, fault.remedy) for fault in caught.value.faults]
-    choices = "choose tp from 1, 2, 3, 4, 6, 12"
+    choices = "Use one of 1, 2, 3, 4, 6, 12 for `mesh.tp`."
     assert found == [
         ("mesh.tp", "tp=5 does not divide the 12 outputs of layers.0.mixing.query", choices),
         ("mesh.tp", "tp=5 does not divide the 24 outputs of layers.0.up", choices),
@@ -164,7 +168,7 @@ def test_heads_and_layers_are_divided_by_the_same_degrees():
     with pytest.raises(SpecError) as caught:
         of_hugging_face("llama", CONFIG, tp=3)
     findings = [fault.finding for fault in caught.value.faults]
-    assert {fault.remedy for fault in caught.value.faults} == {"choose tp from 1, 2"}
+    assert {fault.remedy for fault in caught.value.faults} == {"Use one of 1, 2 for `mesh.tp`."}
     assert findings[:2] == [
         "tp=3 does not divide num_attention_heads: 4",
         "tp=3 does not divide num_key_value_heads: 2",
@@ -182,7 +186,7 @@ def test_a_module_that_is_given_in_place_of_a_built_in_model_has_its_own_roles()
     roles = roles_of_module(pairs(), spec_of(shape))
     assert dict(roles) == PAIRS_PLAN
     place, finding, _ = fault(pairs(planned=False), spec_of(shape))
-    assert place == "model" and finding.startswith("Pairs says nothing")
+    assert place == "model" and finding.startswith("Pairs has no tensor-parallel plan")
     mapping = {"name": "a", "model": shape, "mesh": {"tp": 2}, "placement": {"tp": "S,S,S,S"}}
     sliced = require(load(mapping | {"batch": {"micro": 1, "sequence": 16}}))
     assert dict(roles_of_module(pairs(), sliced))["layers.0"] is Role.FIRST_BLOCK
@@ -262,14 +266,24 @@ def test_parameters_beside_a_pair_are_whole_or_shared(at, beside, head):
 @pytest.mark.parametrize(
     ("at", "beside", "finding", "remedy"),
     [
-        ("between", {}, "parts.0.gain is used on a slice", "parts.* is shared"),
-        ("between", WHOLE, "parts.0.gain is used on a slice", "a module of its own"),
-        ("in place", {}, "parts.0.gain is used on a slice", "parts.* is shared"),
-        ("before", WHOLE, "what parts.0, a whole input, is given meets", "no role"),
-        ("before", {"parts.*": "shared"}, "parts.0.gain is used on all features", "no role"),
-        ("gate", {}, "parts.0.up gives is a slice, and it meets", "the role row"),
-        ("", {"head": "column"}, "returns what head gives", "the role head"),
-        ("", {"parts.*.gate": "row", "parts.*.down": "column"}, "down is a column, and", "row"),
+        ("between", {}, "parts.0.gain is used on a shard", "parts.* the role `shared`"),
+        ("between", WHOLE, "parts.0.gain is used on a shard", "a separate module"),
+        ("in place", {}, "parts.0.gain is used on a shard", "parts.* the role `shared`"),
+        ("before", WHOLE, "the input of parts.0 (role whole input) is combined", "Remove the role"),
+        (
+            "before",
+            {"parts.*": "shared"},
+            "parts.0.gain is used on all features",
+            "Remove the role",
+        ),
+        ("gate", {}, "sharded output of parts.0.up is combined", "the role `row`"),
+        ("", {"head": "column"}, "returns the output of head", "the role `head`"),
+        (
+            "",
+            {"parts.*.gate": "row", "parts.*.down": "column"},
+            "down has the role column, but",
+            "row",
+        ),
     ],
 )
 def test_a_gradient_that_nobody_would_sum_is_refused(at, beside, finding, remedy):
@@ -280,8 +294,12 @@ def test_a_gradient_that_nobody_would_sum_is_refused(at, beside, finding, remedy
 @pytest.mark.parametrize(
     ("alone", "finding", "remedy"),
     [
-        ("parts.*.up", "up is a column, and parts.0.down, which", "give parts.*.down the role row"),
-        ("parts.*.down", "parts.0.down is a row", "the layer before it the role column"),
+        (
+            "parts.*.up",
+            "up has the role column, but parts.0.down",
+            "Give parts.*.down the role `row`",
+        ),
+        ("parts.*.down", "parts.0.down has the role row", "the layer before it the role `column`"),
     ],
 )
 def test_a_column_and_a_row_need_one_another(alone, finding, remedy):

@@ -217,7 +217,8 @@ def test_the_held_out_split_has_windows_of_its_own():
 
 def test_a_corpus_shorter_than_a_sample_is_refused():
     with pytest.raises(
-        PtrainError, match=r"has 4 tokens, one sample takes 5\n  remedy: lower batch.sequence"
+        PtrainError,
+        match=r"has 4 tokens, but a sample needs 5\n  remedy: Use a smaller `batch.sequence`",
     ):
         require(counted(SEQUENCE), make_spec())
 
@@ -231,7 +232,7 @@ def test_a_short_held_out_split_matters_only_to_who_evaluates():
 
 def test_a_token_outside_the_vocabulary_is_refused_with_the_size_that_fits():
     source, spec = counted(1000), make_spec(vocab=500)
-    with pytest.raises(PtrainError, match=r"holds token 999.*\n  remedy: write model.vocab=1000"):
+    with pytest.raises(PtrainError, match=r"contains token 999.*\n  remedy: Use `model.vocab=1000"):
         require(source, spec)
     with pytest.raises(PtrainError, match=r"but model.vocab is 500"):
         for step in range(20):
@@ -241,5 +242,5 @@ def test_a_token_outside_the_vocabulary_is_refused_with_the_size_that_fits():
 def test_a_built_in_corpus_needs_the_vocabulary_of_its_tokenizer():
     source = corpus(DataSpec())
     require(source, make_spec(vocab=259))
-    with pytest.raises(PtrainError, match=r"write model.vocab=259"):
+    with pytest.raises(PtrainError, match=r"Use `model\.vocab=259`"):
         require(source, make_spec(vocab=258))

@@ -125,18 +125,22 @@ def test_what_was_broken_off_goes_on_where_it_stopped(
     [
         ("a.txt", None, "a.txt: No such file"),
         ("a.txt", b"\xff\xfe", "a.txt: is not UTF-8 text (byte 0)"),
-        ("a.jsonl", b'{"text": "a"}\n{"text"\n', "a.jsonl:2: is no JSON"),
-        ("a.jsonl", b'{"text": "a"}\n{"body": "b"}\n', "a.jsonl:2: there is no text in the field"),
-        ("a.jsonl", b'{"messages": []}\n', "--field NAME, or, of chats, write --chat"),
-        ("a.jsonl", b'{"text": 3}\n', "there is no text in the field 'text', but the number 3"),
-        ("a.jsonl", b"3\n", "no text in the field 'text': the row is the number 3"),
-        ("a.json", b'[{"text": "a"}]', "is a list, and rows are objects"),
-        ("a.json", b'[\n{"text": "a"}]', "as jq -c '.[]' makes them"),
-        ("a.jsonl", b'{"text": "\\ud83d"}\n', "the text has half a character"),
-        ("a.txt.gz", b"\x1f\x8b\x08", "remedy: unpack it"),
-        ("a.jsonl", b"", "there is no document"),
-        ("a.jsonl", b"[" * 100_000, "a.jsonl:1: is no JSON"),
-        ("a.parquet", b"PAR1", "a.parquet: is no sound Parquet file"),
+        ("a.jsonl", b'{"text": "a"}\n{"text"\n', "a.jsonl:2: is not valid JSON"),
+        (
+            "a.jsonl",
+            b'{"text": "a"}\n{"body": "b"}\n',
+            "a.jsonl:2: the field 'text' must be a string",
+        ),
+        ("a.jsonl", b'{"messages": []}\n', "For chats, add `--chat`"),
+        ("a.jsonl", b'{"text": 3}\n', "the field 'text' must be a string; got the number 3"),
+        ("a.jsonl", b"3\n", "the field 'text' must be a string; the row is the number 3"),
+        ("a.json", b'[{"text": "a"}]', "is a list; rows must be objects"),
+        ("a.json", b'[\n{"text": "a"}]', "run `jq -c '.[]'`"),
+        ("a.jsonl", b'{"text": "\\ud83d"}\n', "the text contains half a surrogate pair"),
+        ("a.txt.gz", b"\x1f\x8b\x08", "remedy: Decompress the file"),
+        ("a.jsonl", b"", "the files contain no documents"),
+        ("a.jsonl", b"[" * 100_000, "a.jsonl:1: is not valid JSON"),
+        ("a.parquet", b"PAR1", "a.parquet: is not a valid Parquet file"),
     ],
 )
 def test_what_cannot_be_read_is_one_message_and_leaves_no_file(
@@ -157,11 +161,11 @@ def test_a_vocabulary_without_an_end_is_refused(tmp_path: Path, capsys: Any):
     path = tokenizer(tmp_path, end=None)
     words = ["tokenize", str(tmp_path / "a.txt"), "--out", str(tmp_path / "t.npy")]
     assert main([*words, "--tokenizer", str(path)]) == 2
-    assert "where a document ends nobody says" in capsys.readouterr().err
+    assert "the end-of-document token is unknown" in capsys.readouterr().err
     assert main([*words, "--tokenizer", str(path), "--end", "<end>"]) == 2
     assert "has no token '<end>'" in capsys.readouterr().err
     assert main([*words, "--end", "</s>"]) == 2
-    assert "bytes have an end of their own" in capsys.readouterr().err
+    assert "needs a tokenizer; byte tokens have a fixed end" in capsys.readouterr().err
     assert FileVocabulary(path, "</s>").end == 1
 
 
@@ -173,7 +177,7 @@ def test_a_name_that_is_no_token_file_is_refused_and_nothing_is_overwritten(
     (tmp_path / "d.npy").mkdir()
     for out in (text, tmp_path / "d.npy"):
         assert main(["tokenize", str(text), "--out", str(out)]) == 2
-        assert f"{out} is no name of a token file" in capsys.readouterr().err
+        assert f"{out} is not the name of a token file" in capsys.readouterr().err
     assert text.read_text() == "once" and [*tmp_path.glob("*.part*")] == []
 
 
@@ -192,7 +196,7 @@ def test_a_column_that_breaks_off_is_one_message(tmp_path: Path, capsys: Any):
     whole = path.read_bytes()
     path.write_bytes(b"PAR1" + bytes(len(whole) // 2 - 4) + whole[len(whole) // 2 :])
     assert main(["tokenize", str(path), "--out", str(tmp_path / "t.npy")]) == 2
-    assert "is no sound Parquet file" in capsys.readouterr().err
+    assert "is not a valid Parquet file" in capsys.readouterr().err
     assert not [*tmp_path.glob("t.npy*")]
 
 

@@ -136,7 +136,7 @@ def test_a_tracker_that_fails_is_one_warning_and_the_others_go_on(
     follow({"wandb": tracked(tmp_path), "mlflow": tracked(tmp_path)})
     assert sound.calls == ALL
     (line,) = warnings
-    assert line.startswith("warning: wandb has failed, and is left out from here on: ")
+    assert line.startswith("warning: wandb failed and is disabled: ")
 
 
 @pytest.mark.parametrize("password", ["canary", "p@canary", "p:@@canary"])
@@ -168,7 +168,7 @@ def test_rows_that_nobody_takes_do_not_fill_the_memory(tmp_path, monkeypatch, wa
         for step in range(50):
             trackers.log(step, {})
     (line,) = warnings
-    assert "4 rows wait" in line
+    assert "4 rows are waiting" in line
     release.set()
 
 
@@ -193,7 +193,7 @@ def test_a_package_that_is_not_installed_is_refused_with_the_remedy(monkeypatch)
     monkeypatch.setattr(tracker_module, "find_spec", specs.get)
     require_trackers(["wandb"])
     with pytest.raises(
-        SpecError, match=r"mlflow needs .*\n  remedy: pip install 'ptrain\[mlflow"
+        SpecError, match=r"mlflow needs .*\n  remedy: Run `pip install 'ptrain\[mlflow"
     ) as e:
         require_trackers(["wandb", "mlflow", "tensorboard"])
     assert len(e.value.faults) == 2 and e.value.exit_code == 2

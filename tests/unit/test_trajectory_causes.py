@@ -28,14 +28,14 @@ def test_what_fails_in_the_own_dtypes_alone_is_named_with_its_step(
 ) -> None:
     found = of_dtypes([check("run: losses are finite"), check(name, "differs")], 50, "zero16", 2)
     assert found is not None
-    assert (found.state, found.step, found.factor) == (state, step, "in zero16 alone")
+    assert (found.state, found.step, found.factor) == (state, step, "in zero16 only")
 
 
 def test_one_device_that_does_not_learn_is_told_as_such_with_what_to_change() -> None:
     checks = [check("loss of every step"), check("reference: learns", "it rose")]
     found = of_reference(checks, 2)
     assert found is not None
-    assert found.factor == "one device does not learn" and found.ranks == (0, 1)
+    assert found.factor == "the reference does not learn" and found.ranks == (0, 1)
     assert "(learns: it rose)" in found.sentence
     assert "optimizer.lr" in found.sentence and "--steps" in found.sentence
 

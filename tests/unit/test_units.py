@@ -105,9 +105,9 @@ def test_blocks_may_be_named():
 @pytest.mark.parametrize(
     ("pattern", "finding"),
     [
-        ("blocks.*", "'blocks.*' is the name of no module"),
-        ("layers", "layers is ModuleList, which is never called"),
-        ("layers.*.experts", "layers.0.experts is ModuleList, which is never called"),
+        ("blocks.*", "no module is named 'blocks.*'"),
+        ("layers", "layers is ModuleList, which has no forward call"),
+        ("layers.*.experts", "layers.0.experts is ModuleList, which has no forward call"),
     ],
 )
 def test_a_name_of_no_blocks_is_refused(pattern, finding):
@@ -117,7 +117,9 @@ def test_a_name_of_no_blocks_is_refused(pattern, finding):
         blocks_of(model, pattern)
     (fault,) = caught.value.faults
     assert (fault.place, fault.finding) == ("model.blocks", finding)
-    assert fault.remedy == "write the names of its blocks, * for a number: layers.*"
+    assert (
+        fault.remedy == "Use the names of its blocks, with * for a number: `model.blocks=layers.*`."
+    )
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)

@@ -61,7 +61,7 @@ RETURNED = {
     "a number": "returned float",
     "by token": "returned float32 [2, 8]",
     "whole": "returned int64 []",
-    "detached": "returned a loss on which no trainable parameter has an influence",
+    "detached": "returned a loss that depends on no trainable parameter",
 }
 
 
@@ -85,7 +85,7 @@ def test_a_loss_that_raises_is_named_with_its_line():
     ("name", "arguments", "finding"),
     [
         ("parts_step", {}, "does not call the model"),
-        ("regularised_step", {}, "uses head.weight beside the model's call"),
+        ("regularised_step", {}, "uses head.weight outside of the model call"),
         ("regularised_step", {"every": True}, "uses embed.weight and "),
     ],
 )
@@ -93,14 +93,14 @@ def test_a_loss_that_raises_is_named_with_its_line():
 def test_a_step_uses_parameters_within_calls_of_the_model_alone(name, arguments, finding, placed):
     fault = fault_of(spec_of(step=function(name, **arguments), **placed))
     assert fault.place == "step.target" and f"{OWN}:{name} {finding}" in fault.finding
-    assert "around calls of the whole model" in fault.remedy
+    assert "around calls of the full model" in fault.remedy
 
 
 @pytest.mark.parametrize("detached", [False, True])
 def test_a_step_that_runs_backward_itself_is_refused(detached):
     fault = fault_of(spec_of(step=function("backward_step", detached=detached)))
     assert fault.place == "step.target" and "backward_step runs backward: " in fault.finding
-    assert fault.remedy.startswith("return the loss")
+    assert fault.remedy.startswith("Return the loss")
 
 
 @pytest.mark.parametrize("how", RETURNED)
@@ -144,16 +144,20 @@ def test_nothing_is_imported_without_leave(section):
     [
         ("no_dataset", {}, "returned int, not a map-style dataset"),
         ("no_data", {}, "raised KeyError: 'no such split'"),
-        ("items", {"count": 0}, "gives no samples: its length is 0"),
+        ("items", {"count": 0}, "has no samples: its length is 0"),
         ("items", {"how": "lengthless"}, "raised RuntimeError: nobody knows"),
         (
             "items",
             {"how": "raising"},
             "sample 39 of tests.models_losses:items raised OSError: ",
         ),
-        ("items", {"how": "uneven"}, "has int64 [9] and int64 [9], and sample 0 int64 [8] and int"),
-        ("items", {"how": "texts"}, "is not made of tensors alone: it has a str"),
-        ("items", {"how": "drifting"}, "sample 0 has other values when it is read again"),
+        (
+            "items",
+            {"how": "uneven"},
+            "has int64 [9] and int64 [9], but sample 0 has int64 [8] and int",
+        ),
+        ("items", {"how": "texts"}, "is not made of tensors only: it contains a str"),
+        ("items", {"how": "drifting"}, "sample 0 has different values when it is read again"),
     ],
 )
 def test_a_dataset_that_cannot_be_read_is_refused(name, arguments, finding):
@@ -164,7 +168,7 @@ def test_a_dataset_that_cannot_be_read_is_refused(name, arguments, finding):
 def test_a_dictionary_must_say_what_the_model_is_given():
     fault = fault_of(spec_of(data=function("items", how="unnamed"), loss=function("plain")))
     assert fault.place == "data.target"
-    assert "a dictionary of image, label" in fault.finding and "step: " in fault.remedy
+    assert "the keys image, label" in fault.finding and "step.target=" in fault.remedy
 
 
 @pytest.mark.parametrize("how", ["augmented", "drawn"])
@@ -209,7 +213,7 @@ def test_the_last_twentieth_is_held_out():
     held_out = batch(source, spec=spec, step=0, split=Split.HELD_OUT)
     assert {int(row.inputs[0, 0]) for row in held_out.micro_batches(1)} == {38, 39}
     few = spec_of(data=function("items", count=19), loss=function("plain"), eval={"every": 1})
-    assert "the last twentieth of them is held out: none" in fault_of(few).finding
+    assert "too few to hold out one in 20" in fault_of(few).finding
 
 
 def test_real_numbers_come_in_the_dtype_that_the_model_computes_in():
@@ -225,8 +229,8 @@ def test_real_numbers_come_in_the_dtype_that_the_model_computes_in():
 def test_over_tp_the_vectors_between_blocks_are_counted():
     placed = {"mesh": {"tp": 2}, "placement": {"tp": "S,S,S,R"}}
     fault = fault_of(spec_of(**VISION, **placed, data={"target": "tests.models_vision:images"}))
-    assert fault.place == "batch.sequence" and fault.remedy == "write batch.sequence=10"
-    assert fault.finding.startswith("8, and ") and "10 vectors of a sample" in fault.finding
+    assert fault.place == "batch.sequence" and fault.remedy == "Use `batch.sequence=10`."
+    assert fault.finding.startswith("8, but ") and "10 vectors per sample" in fault.finding
 
 
 def test_over_pp_a_forward_pass_shows_the_vectors_between_blocks():
@@ -263,7 +267,7 @@ def test_a_model_too_large_to_run_is_traced_with_its_loss_on_fakes(by, monkeypat
 def test_a_model_that_gives_more_than_logits_is_told_of_the_key_and_trained_by_it():
     pair = {"model": {"target": "tests.models_unfit:changed", "arguments": {"how": "tuple"}}}
     fault = fault_of(spec_of(**pair))
-    assert "gave tuple (float32" in fault.finding and "write loss: {target: " in fault.remedy
+    assert "returned tuple (float32" in fault.finding and "loss.target=" in fault.remedy
     assert facts_of(spec_of(**pair, loss=function("of_pair")), allow_import=True).timeline
 
 

@@ -43,7 +43,7 @@ def test_with_a_gpu_for_each_every_rank_takes_its_own_and_nccl(rank):
 
 
 def test_a_gpu_that_is_asked_for_and_not_there_is_refused(rank):
-    with pytest.raises(SpecError, match="1 found, local rank 1"):
+    with pytest.raises(SpecError, match="found 1, but this is local rank 1"):
         rank(1, num_local=2, num_gpus=1, device="cuda")
 
 
@@ -52,5 +52,5 @@ def test_an_environment_that_holds_no_number_is_refused_by_name(monkeypatch, nam
     good = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_PORT": "29500"}
     for each, value in {**good, name: "one"}.items():
         monkeypatch.setenv(each, value)
-    with pytest.raises(SpecError, match=f"{name}: got 'one'"):
+    with pytest.raises(SpecError, match=f"{name}: must be an integer; got 'one'"):
         World.join()

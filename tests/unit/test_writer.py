@@ -96,7 +96,7 @@ def test_tokens_are_those_of_the_tokenizer_that_is_named(run: Path, tmp_path: Pa
     writer = Writer(run, tokenizer=tmp_path / "tokenizer.json")
     assert writer.vocabulary.tokens("upon a time") == [2, 3, 4]
     assert writer.score("upon a time once").tokens == 3
-    with pytest.raises(SpecError, match="the text has no token"):
+    with pytest.raises(SpecError, match="the prompt has no tokens"):
         writer.written("", tokens=1, temperature=0, generator=torch.Generator())
 
 
@@ -104,11 +104,11 @@ def test_tokens_are_those_of_the_tokenizer_that_is_named(run: Path, tmp_path: Pa
     ("words", "finding"),
     [
         (("--score", "nowhere"), "nowhere: No such file or directory"),
-        (("--tokenizer", "nowhere"), "nowhere is no tokenizer"),
-        (("--chat",), "nobody says how what a user says is rendered"),
-        (("--chat", "--tokenizer", "nowhere"), "nowhere is no tokenizer"),
-        (("--chat", "--score", "nowhere"), "a text is scored as it is"),
-        (("--step", "9"), "has not a checkpoint of step 9; it has 1"),
+        (("--tokenizer", "nowhere"), "nowhere is not a tokenizer"),
+        (("--chat",), "no chat template is known"),
+        (("--chat", "--tokenizer", "nowhere"), "nowhere is not a tokenizer"),
+        (("--chat", "--score", "nowhere"), "cannot be combined with --score"),
+        (("--step", "9"), "does not have a checkpoint of step 9; steps with a checkpoint: 1"),
     ],
     ids=str,
 )
@@ -121,11 +121,11 @@ def test_what_cannot_be_is_refused_in_one_message(
 
 def test_a_user_who_says_nothing_is_refused(run: Path, capsys: Any) -> None:
     assert main(["sample", str(run), "--chat"]) == 2
-    assert "PROMPT: nothing is said to the model" in capsys.readouterr().err
+    assert "PROMPT: is missing" in capsys.readouterr().err
 
 
 def test_a_text_without_a_target_is_refused(run: Path) -> None:
-    with pytest.raises(PtrainError, match="nothing to foresee"):
+    with pytest.raises(PtrainError, match="fewer than two tokens"):
         Writer(run).score("")
 
 
@@ -133,7 +133,7 @@ def test_tokens_of_a_file_say_nothing_without_a_tokenizer(folder: Path, tmp_path
     path = tmp_path / "tokens.npy"
     np.save(path, np.zeros(500, dtype=np.uint16))
     run = run_of(folder, tmp_path / "run", f"data={{path: {path}}}")
-    with pytest.raises(SpecError, match="nobody says what they mean"):
+    with pytest.raises(SpecError, match="its tokenizer is unknown"):
         Writer(run)
 
 

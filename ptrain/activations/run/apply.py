@@ -467,8 +467,10 @@ def _recomputed(known: dict[str, nn.Module], name: str, kept: Kept) -> nn.Module
         return known[name]
     core = f"{name}.{_CORE}"
     if core not in known:
-        finding = f"the attention alone is to be computed again, and {name} has no module for it"
-        remedy = "write M, or a policy over operators: selective, or {keep: [matmul, attention]}"
+        finding = f"policy attention needs an attention module, and {name} has none"
+        remedy = (
+            "Use `recompute=full`, `recompute=selective` or `recompute.keep=[matmul, attention]`."
+        )
         raise refused("activations", finding, remedy)
     return known[core]
 

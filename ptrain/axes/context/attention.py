@@ -173,11 +173,11 @@ def why(spec: Spec) -> str:
         case ContextAttention.ALL_GATHER:
             return "activations on cp are S*"
         case ContextAttention.ZIGZAG:
-            return f"{tokens} tokens fall into two chunks on each of {degree} ranks"
+            return f"{tokens} tokens split into two chunks on each of {degree} ranks"
         case ContextAttention.RING:
-            return f"{tokens} tokens do not fall into two chunks on each of {degree} ranks"
+            return f"{tokens} tokens do not split into two chunks on each of {degree} ranks"
         case other:
-            raise AssertionError(f"{other} is only ever written")
+            raise AssertionError(f"{other} is never a default")
 
 
 def degrees(attention: ContextAttention | Hybrid, ranks: int) -> tuple[int, int]:
@@ -254,8 +254,8 @@ def left_to_others(spec: Spec) -> str:
     if spec.degree(Axis.CP) == 1:
         return ""
     return (
-        "; it has no context axis: context parallelism, it says, takes a model of what is sent "
-        "within the attention operator, which it leaves to future work"
+        "; the paper leaves context parallelism, which needs a model of communication within "
+        "attention, to future work"
     )
 
 

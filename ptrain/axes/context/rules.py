@@ -38,21 +38,25 @@ def _of_a_rank(placement: Placement, optimizer: OptimizerSpec) -> bool:
 _TUPLES = (
     *STATE_RULES,
     TupleRule(
-        name="every token counts once",
+        name="every token is counted once",
         theorem=GRADIENT_INTEGRITY,
         broken=_whole,
-        message="activations: R leave every rank all tokens of the same samples, so that each "
-        "token counts once per rank; a rank has a slice of the tokens: S, or S* where keys and "
-        "values are gathered and kept so",
+        message=(
+            "activations cannot be R on cp: every rank would hold all tokens of the same "
+            "samples and count each token once per rank. Ranks of cp shard the tokens: "
+            "S, or S* if keys and values are all-gathered and saved"
+        ),
         nearest=lambda placement: replace(placement, activations=S),
     ),
     TupleRule(
-        name="activations are slices of the tokens",
+        name="activations are sharded by tokens",
         theorem="Definition 2",
         broken=_of_a_rank,
-        message="activations on cp are S (a slice of the tokens) or S* (keys and values gathered "
-        "and kept); M and O belong to a rank, not to an axis: activations: M at the top of the "
-        "spec",
+        message=(
+            "activations on cp must be S (sharded by tokens) or S* (keys and values "
+            "all-gathered and saved); M and O are set for all axes at the top level, "
+            "`activations=M`"
+        ),
         nearest=lambda placement: replace(placement, activations=S),
     ),
 )
@@ -60,12 +64,11 @@ _TUPLES = (
 
 def _without_cp(spec: Spec) -> Iterator[Fault]:
     if spec.context is not None and factor_of(spec) is None and spec.world_size > 1:
+        mode = S_STAR if spec.context.attention is ContextAttention.ALL_GATHER else S
         yield Fault(
             place="context.attention",
-            finding="nothing obeys it: every rank has all tokens of its samples, since cp has no "
-            "two ranks",
-            remedy="remove context, or write mesh.cp=2 with placement.cp=R,R,R,"
-            f"{S_STAR if spec.context.attention is ContextAttention.ALL_GATHER else S}",
+            finding="has no effect: the mesh has no cp axis with two or more ranks",
+            remedy=(f"Remove `context`, or use `mesh.cp=2` with `placement.cp=R,R,R,{mode}`."),
         )
 
 
@@ -79,14 +82,16 @@ def _as_the_tuple_says(spec: Spec) -> Iterator[Fault]:
     )
     if is_gathered is (activations == S_STAR):
         return
-    does = "keeps gathered keys and values" if is_gathered else "keeps slices alone"
+    does = "saves all-gathered keys and values" if is_gathered else "saves shards only"
     yield Fault(
         place="context.attention",
-        finding=f"{attention} {does}, which is {S_STAR if is_gathered else S}, and activations on "
-        f"cp are {activations}",
-        remedy="write placement.cp.activations=S*, or context.attention=zigzag"
+        finding=(
+            f"{attention} {does} ({S_STAR if is_gathered else S}), but activations on cp "
+            f"are {activations}"
+        ),
+        remedy="Use `placement.cp.activations=S*`, or `context.attention=zigzag`."
         if is_gathered
-        else "write placement.cp.activations=S, or context.attention=all-gather",
+        else "Use `placement.cp.activations=S`, or `context.attention=all-gather`.",
     )
 
 
@@ -97,8 +102,10 @@ def _product(spec: Spec) -> Iterator[Fault]:
     if attention.ulysses * attention.ring != factor.degree:
         yield Fault(
             place="context.attention",
-            finding=f"ulysses {attention.ulysses} × ring {attention.ring} are "
-            f"{attention.ulysses * attention.ring} ranks, and cp has {factor.degree}",
+            finding=(
+                f"ulysses {attention.ulysses} × ring {attention.ring} = "
+                f"{attention.ulysses * attention.ring} ranks, but cp has {factor.degree}"
+            ),
             remedy=_one_of(factor.degree, divisors(factor.degree)),
         )
 
@@ -106,7 +113,7 @@ def _product(spec: Spec) -> Iterator[Fault]:
 def _one_of(ranks: int, degrees_of_ulysses: list[int]) -> str:
     """Return the remedy of a hybrid: those of so many ranks."""
     ways = [str(Hybrid(ulysses=ulysses, ring=ranks // ulysses)) for ulysses in degrees_of_ulysses]
-    return f"write {'one of ' * (len(ways) > 1)}{', '.join(ways)}"
+    return f"Use {'one of ' * (len(ways) > 1)}{', '.join(ways)}"
 
 
 def _slices(spec: Spec) -> Iterator[Fault]:
@@ -120,23 +127,23 @@ def _slices(spec: Spec) -> Iterator[Fault]:
         return
     near = _nearest(sequence, token_multiple(spec.factors, attention))
     degrees_that_do = _degrees(factor.degree, sequence, attention, _heads_of(spec))
-    fewer = f", or cp of {_listed(degrees_that_do)}" if degrees_that_do else ""
+    fewer = f", or one of {_listed(degrees_that_do)} for `mesh.cp`" if degrees_that_do else ""
     contiguous = (
-        ", or context.attention=ring" if per_rank > 1 and sequence % factor.degree == 0 else ""
+        ", or `context.attention=ring`" if per_rank > 1 and sequence % factor.degree == 0 else ""
     )
     yield Fault(
         place="batch.sequence",
-        finding=f"{counted(sequence, 'token')} cannot be cut into {chunks} equal "
-        + (f"chunks, two for each of {factor.degree} ranks" if per_rank > 1 else "slices")
-        + f" of cp ({attention})",
-        remedy=f"write batch.sequence={near}{fewer}{contiguous}{PADDED}",
+        finding=f"{counted(sequence, 'token')} cannot be split into {chunks} equal "
+        + ("chunks, two per rank," if per_rank > 1 else "shards")
+        + f" over cp={factor.degree} ({attention})",
+        remedy=f"Use {near}{fewer}{contiguous}{PADDED}.",
     )
 
 
 def _nearest(sequence: int, multiple: int) -> str:
     """Return the lengths around a sequence that are such multiples."""
     near = sorted({max(1, sequence // multiple) * multiple, -(-sequence // multiple) * multiple})
-    return " or ".join(map(str, near))
+    return " or ".join(f"`batch.sequence={length}`" for length in near)
 
 
 def _degrees(
@@ -177,16 +184,19 @@ def uncut_heads(spec: Spec, heads: int, whose: str = "") -> Iterator[Fault]:
     if heads % ulysses == 0:
         return
     place = "mesh.cp"
-    remedy = f"choose cp from {_listed(_degrees(ranks, sequence, attention, heads))}"
+    remedy = f"Use one of {_listed(_degrees(ranks, sequence, attention, heads))} for `mesh.cp`"
     if isinstance(attention, Hybrid):
         place, remedy = "context.attention", _one_of(ranks, divisors(gcd(heads, ranks)))
     rings = (ring for ring in _RINGS if sequence % (_chunks(ring) * ranks) == 0)
+    other = next((f", or `context.attention={ring}`" for ring in rings), "")
     yield Fault(
         place=place,
-        finding=f"ulysses over {ulysses} ranks does not divide {counted(heads, 'head')}"
-        f"{f' of {whose}' if whose else ''}"
-        f"{' that tp leaves a rank' if spec.degree(Axis.TP) > 1 else ''}",
-        remedy=remedy + next((f", or context.attention={ring}" for ring in rings), ""),
+        finding=(
+            f"ulysses over {ulysses} ranks does not divide "
+            f"{counted(heads, 'head')}{f' of {whose}' if whose else ''}"
+            f"{' per tp rank' if spec.degree(Axis.TP) > 1 else ''}"
+        ),
+        remedy=f"{remedy}{other}.",
     )
 
 
@@ -206,10 +216,12 @@ def _dropout(spec: Spec) -> Iterator[Fault]:
         own = shape.attention_dropout is not None
         yield Fault(
             place=f"model.{'attention_dropout' if own else 'dropout'}",
-            finding=f"{shape.dropouts.attention:g} within attention, whose scores are spread over "
-            "the ranks of cp: a fused kernel draws a mask for each part of them, which no one "
-            "device draws",
-            remedy="write model.attention_dropout=0",
+            finding=(
+                f"attention dropout {shape.dropouts.attention:g} is not reproducible "
+                "over cp: the fused kernel draws one mask per shard of the scores, "
+                "unlike a single device"
+            ),
+            remedy="Use `model.attention_dropout=0`.",
         )
 
 
@@ -222,20 +234,22 @@ def _kernels(spec: Spec) -> Iterator[Fault]:
     attention = attention_of(spec)
     if degrees(attention, factor.degree)[1] == 1:
         return
-    other = "or context.attention=ulysses, which has all tokens"
+    other = "or `context.attention=ulysses`, which computes all tokens of a head."
     if shape.attention is not Attention.SDPA:
         yield Fault(
             place="attention",
-            finding=f"{shape.attention}: {attention} joins parts of attention by what sdpa alone "
-            "gives",
-            remedy=f"write attention=sdpa, {other}",
+            finding=(
+                f"{attention} needs attention=sdpa to combine partial results; got "
+                f"{shape.attention}"
+            ),
+            remedy=f"Use `attention=sdpa`, {other}",
         )
     for name, value in (("window", shape.window), ("attention_soft_cap", shape.attention_soft_cap)):
         if value is not None:
             yield Fault(
                 place=f"model.{name}",
-                finding=f"{value:g}: {attention} joins parts of plain causal attention",
-                remedy=f"write model.{name}=null, {other}",
+                finding=f"{attention} supports plain causal attention only; got {value:g}",
+                remedy=f"Use `model.{name}=null`, {other}",
             )
 
 
@@ -246,8 +260,11 @@ def _documents(spec: Spec) -> Iterator[Fault]:
     if spec.is_for_cuda and degrees(attention, factor.degree)[1] > 1:
         yield Fault(
             place=f"model.{shape.document_key}",
-            finding=f"not yet: documents with {attention} on cuda, whose flash takes no mask",
-            remedy="what works today: context.attention=ulysses with placement.cp.activations=S",
+            finding=(
+                f"not supported yet: document masks with {attention} on CUDA (flash "
+                "attention accepts no mask)"
+            ),
+            remedy="Use `context.attention=ulysses` with `placement.cp.activations=S`.",
         )
 
 
@@ -256,9 +273,11 @@ def _latents(spec: Spec) -> Iterator[Fault]:
     if factor_of(spec) is not None and isinstance(shape, ModelShape) and shape.is_latent:
         yield Fault(
             place="model.kv_lora_rank",
-            finding="not yet: latent attention over cp, whose values are narrower than its keys",
-            remedy="what works today: remove cp, or keys and values of the stream "
-            "(model.kv_lora_rank=null)",
+            finding=(
+                "not supported yet: latent attention over cp, whose values are narrower "
+                "than its keys"
+            ),
+            remedy="Remove `mesh.cp`, or use `model.kv_lora_rank=null`.",
         )
 
 
@@ -270,9 +289,11 @@ def _own_functions(spec: Spec) -> Iterator[Fault]:
             place = "step.target" if function is spec.loss.step else f"{function.section}.target"
             yield Fault(
                 place=place,
-                finding=f"{function.target}: nothing says how it is of slices of the tokens; on cp "
-                "the loss is a sum over tokens, divided by their global count",
-                remedy=f"remove {function.section}, or cp",
+                finding=(
+                    f"{function.target} cannot compute the loss over cp: there the loss "
+                    "is a sum over the local tokens, divided by the global token count"
+                ),
+                remedy=f"Remove `{function.section}`, or remove `mesh.cp`.",
             )
 
 
@@ -289,9 +310,11 @@ def _slices_of_tp(spec: Spec) -> Iterator[Fault]:
     near = _nearest(sequence, token_multiple(spec.factors, attention_of(spec)))
     yield Fault(
         place="batch.sequence",
-        finding=f"{counted(sequence // factor.degree, 'token')} of a rank of cp cannot be cut into "
-        f"{tp} equal slices of tp",
-        remedy=f"write batch.sequence={near}, or placement.tp.activations=R{PADDED}",
+        finding=(
+            f"{counted(sequence // factor.degree, 'token')} per rank of cp cannot be "
+            f"split evenly over {tp} ranks of tp"
+        ),
+        remedy=f"Use {near}, or `placement.tp.activations=R`{PADDED}.",
     )
 
 
@@ -306,10 +329,13 @@ def _stretches(spec: Spec) -> Iterator[Fault]:
     if is_odd and isinstance(shape, ModelShape) and shape.positions is Positions.LEARNED:
         yield Fault(
             place="context.attention",
-            finding=f"not yet: {attention} with learned positions in slices of the tokens over "
-            "tp, whose gradients ranks of one stretch make whole once, and those of two twice",
-            remedy="what works today: an even ulysses, context.attention=zigzag, or "
-            "placement.tp.activations=R",
+            finding=(
+                f"not supported yet: {attention} with learned positions and sequence parallelism"
+            ),
+            remedy=(
+                "Use an even ulysses degree, `context.attention=zigzag`, or "
+                "`placement.tp.activations=R`."
+            ),
         )
 
 
@@ -321,16 +347,17 @@ def _own_kernels(spec: Spec) -> Iterator[Fault]:
     if model.attention not in (None, Attention.SDPA):
         yield Fault(
             place="attention",
-            finding=f"{model.attention}: of {model.hf} attention over cp is what goes through "
-            "torch's scaled_dot_product_attention",
-            remedy="write attention=sdpa",
+            finding=(
+                "attention over cp needs torch's scaled_dot_product_attention in "
+                f"{model.hf}; got {model.attention}"
+            ),
+            remedy="Use `attention=sdpa`.",
         )
     if spec.batch.sequence == spec.degree(Axis.CP):
         yield Fault(
             place="batch.sequence",
-            finding="a rank has one token, whose attention transformers takes for that of a last "
-            "token to all before",
-            remedy=f"write batch.sequence={2 * spec.batch.sequence} or more",
+            finding="a rank has only one token; Transformers then assumes decoding with a cache",
+            remedy=f"Use `batch.sequence={2 * spec.batch.sequence}` or more.",
         )
 
 
@@ -339,29 +366,37 @@ CONTEXT = AxisRules(
     tuples=_TUPLES,
     specs=(
         SpecRule(
-            name="the dials of cp need it",
-            theorem="every key of a spec has an effect",
+            name="options of cp need cp",
+            theorem="every key has an effect",
             faults=_without_cp,
         ),
         SpecRule(
-            name="attention is as the tuple says", theorem="Definition 2", faults=_as_the_tuple_says
+            name="attention matches the placement",
+            theorem="Definition 2",
+            faults=_as_the_tuple_says,
         ),
-        SpecRule(name="a hybrid has all ranks", theorem="Definition 5", faults=_product),
-        SpecRule(name="ranks have as many tokens", theorem=GRADIENT_INTEGRITY, faults=_slices),
-        SpecRule(name="ranks have as many heads", theorem="Definition 2", faults=_heads),
-        SpecRule(name="a slice of a slice", theorem="Definition 2", faults=_slices_of_tp),
-        SpecRule(name="one mask for all parts", theorem=GRADIENT_INTEGRITY, faults=_dropout),
-        SpecRule(name="parts of attention are joined", theorem="Definition 2", faults=_kernels),
+        SpecRule(name="a hybrid uses all ranks", theorem="Definition 5", faults=_product),
         SpecRule(
-            name="attention is one that is reached", theorem="Definition 2", faults=_own_kernels
+            name="ranks have equal numbers of tokens", theorem=GRADIENT_INTEGRITY, faults=_slices
+        ),
+        SpecRule(name="ranks have equal numbers of heads", theorem="Definition 2", faults=_heads),
+        SpecRule(name="shards split evenly over tp", theorem="Definition 2", faults=_slices_of_tp),
+        SpecRule(
+            name="one dropout mask for all shards", theorem=GRADIENT_INTEGRITY, faults=_dropout
+        ),
+        SpecRule(
+            name="partial attention results are combined", theorem="Definition 2", faults=_kernels
+        ),
+        SpecRule(
+            name="the attention call is intercepted", theorem="Definition 2", faults=_own_kernels
         ),
         SpecRule(
             name="the loss is a sum over tokens", theorem=GRADIENT_INTEGRITY, faults=_own_functions
         ),
     ),
     not_yet=(
-        SpecRule(name="flash knows of no mask", theorem="", faults=_documents),
-        SpecRule(name="keys are as wide as values", theorem="", faults=_latents),
-        SpecRule(name="ranks have as many stretches", theorem="", faults=_stretches),
+        SpecRule(name="flash attention accepts no mask", theorem="", faults=_documents),
+        SpecRule(name="keys and values have equal dimensions", theorem="", faults=_latents),
+        SpecRule(name="ranks have equal numbers of chunks", theorem="", faults=_stretches),
     ),
 )

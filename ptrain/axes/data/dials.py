@@ -37,7 +37,7 @@ from ptrain.spec.spec import Spec
 from ptrain.spec.tuples import two_ranks
 from ptrain.steps.wraps import BY_TENSOR, REPLICAS, Form
 
-REASON = "every key of a spec has an effect"
+REASON = "every key has an effect"
 
 
 def _without_data_axis(spec: Spec) -> Iterator[Fault]:
@@ -47,9 +47,8 @@ def _without_data_axis(spec: Spec) -> Iterator[Fault]:
         if is_written:
             yield Fault(
                 place=place,
-                finding="nothing obeys it: no data axis has two ranks or more, so no rank brings, "
-                "reduces or moves what another has",
-                remedy=f"remove {place}, or write a data axis: {two_ranks(Axis.DP_SHARD)}",
+                finding="has no effect: no data axis has two or more ranks",
+                remedy=f"Remove `{place}`, or {two_ranks(Axis.DP_SHARD)}",
             )
 
 
@@ -79,16 +78,14 @@ def _prefetch(spec: Spec) -> Iterator[Fault]:
     if not _comes_by_unit(spec):
         yield Fault(
             place="prefetch",
-            finding=f"{spec.prefetch} units ahead, but parameters are R on the device: they are "
-            "whole all the time and nothing is gathered",
-            remedy=f"remove prefetch, or write {_tuple_place(spec)}.parameters=S*",
+            finding="has no effect: parameters are R on the device and are never all-gathered",
+            remedy=f"Remove `prefetch`, or use `{_tuple_place(spec)}.parameters=S*`.",
         )
     elif form_of(spec) in BY_TENSOR and spec.overlap is Overlap.NONE:
         yield Fault(
             place="prefetch",
-            finding=f"{spec.prefetch} units ahead, but overlap: none lets nothing run beside the "
-            "computation",
-            remedy="remove one of the two",
+            finding="prefetch needs overlap, but overlap is none",
+            remedy="Remove one of the two.",
         )
 
 
@@ -106,16 +103,20 @@ def _gather_after_update(spec: Spec) -> Iterator[Fault]:
     if form_of(spec) is Form.SPREAD_UPDATE:
         yield Fault(
             place="gather_after_update",
-            finding=f"{when}: torch's ZeroRedundancyOptimizer broadcasts what it has updated "
-            "itself, and awaits it",
-            remedy="remove gather_after_update, or write the tuple on dp_shard",
+            finding=(
+                f"{when} has no effect: torch's ZeroRedundancyOptimizer broadcasts "
+                "updated parameters and waits for them"
+            ),
+            remedy="Remove `gather_after_update`, or move the placement to dp_shard.",
         )
     elif not _updates_parts_of_the_whole(spec):
         yield Fault(
             place="gather_after_update",
-            finding=f"{when}: nothing is gathered after the update; that is done where optimizer "
-            "is S (or O) and parameters are R on the same axis",
-            remedy="remove gather_after_update",
+            finding=(
+                f"{when} has no effect: nothing is gathered after the update unless "
+                "optimizer is S (or O) and parameters are R on the same axis"
+            ),
+            remedy="Remove `gather_after_update`.",
         )
     elif (
         when is GatherAfterUpdate.NEXT_FORWARD
@@ -123,9 +124,14 @@ def _gather_after_update(spec: Spec) -> Iterator[Fault]:
     ):
         yield Fault(
             place="gather_after_update",
-            finding="next-forward: parameters lie on the "
-            f"{tier_of(factors, State.PARAMETERS)}, and what is brought from there must be whole",
-            remedy="write blocking or during-update, or keep parameters on the device",
+            finding=(
+                "next-forward does not support parameters on the "
+                f"{tier_of(factors, State.PARAMETERS)}, which are loaded in full"
+            ),
+            remedy=(
+                "Use `gather_after_update=blocking` or "
+                "`gather_after_update=during-update`, or place parameters on the device."
+            ),
         )
 
 
@@ -145,18 +151,22 @@ def _overlap(spec: Spec) -> Iterator[Fault]:
     if has(factors, State.GRADIENTS, Distribution.MATERIALIZED):
         yield Fault(
             place="overlap",
-            finding="backward: gradients: M are reduced and used up within backward, and the "
-            "update of a unit waits for its reduction",
-            remedy=f"write overlap=none, or {_tuple_place(spec)}.gradients=S",
+            finding=(
+                "overlap=backward does not support gradients M: the update of each unit "
+                "waits for its reduction within backward"
+            ),
+            remedy=f"Use `overlap=none`, or `{_tuple_place(spec)}.gradients=S`.",
         )
         return
     tier = tier_of(factors, State.GRADIENTS)
     if tier is not Tier.DEVICE and not has(factors, State.GRADIENTS, *CUT):
         yield Fault(
             place="overlap",
-            finding=f"backward: gradients are whole and their sum lies on the {tier}, from where "
-            "it is reduced at the update; backward reduces nothing",
-            remedy=f"write overlap=none, or {_tuple_place(spec)}.gradients=O",
+            finding=(
+                "overlap=backward has no effect: full gradients are accumulated on the "
+                f"{tier} and reduced at the update"
+            ),
+            remedy=f"Use `overlap=none`, or `{_tuple_place(spec)}.gradients=O`.",
         )
 
 
@@ -173,9 +183,11 @@ def _reduce_scatter(spec: Spec) -> Iterator[Fault]:
     if not is_cut:
         yield Fault(
             place="reduce_scatter",
-            finding=f"{spec.reduce_scatter}: nothing is reduced to slices here; gradients are "
-            "summed whole, by all-reduces",
-            remedy=f"remove reduce_scatter, or write {_tuple_place(spec)}.gradients=S",
+            finding=(
+                f"{spec.reduce_scatter} has no effect: full gradients are all-reduced, "
+                "not reduce-scattered"
+            ),
+            remedy=f"Remove `reduce_scatter`, or use `{_tuple_place(spec)}.gradients=S`.",
         )
 
 
@@ -186,10 +198,13 @@ def _bucket(spec: Spec) -> Iterator[Fault]:
     if form not in REPLICAS and not joins_units(spec, form):
         yield Fault(
             place="bucket",
-            finding="buckets are those of DistributedDataParallel, and of built-in models whose "
-            "parameters are R and states R or S on the device, with an elementwise optimizer, "
-            "without `unit`, `frozen` or experts of their own; here gradients travel by unit",
-            remedy="remove bucket; the size of a unit is `unit`",
+            finding=(
+                "has no effect: gradients are reduced by unit. Buckets exist with "
+                "DistributedDataParallel, and for built-in models with parameters R and "
+                "states R or S on the device, an elementwise optimizer, and no `unit`, "
+                "`frozen` or ep"
+            ),
+            remedy="Remove `bucket`. To change the unit size, set `unit`.",
         )
 
 
@@ -199,17 +214,16 @@ def _unit(spec: Spec) -> Iterator[Fault]:
     if form_of(spec) in REPLICAS:
         yield Fault(
             place="unit",
-            finding=f"{spec.unit}: nothing is gathered or reduced by unit here; "
-            "DistributedDataParallel reduces by bucket",
-            remedy="remove unit; what is reduced at once is `bucket`",
+            finding=f"{spec.unit} has no effect: DistributedDataParallel reduces by bucket",
+            remedy="Remove `unit`. To change the size of reductions, set `bucket`.",
         )
     elif isinstance(spec.model, ModelShape) and spec.unit_size.count > spec.model.layers:
         layers = spec.model.layers
         fewer = f"at most {layers} blocks" if layers > 1 else "block"
         yield Fault(
             place="unit",
-            finding=f"{spec.unit_size}: the model has {layers}",
-            remedy=f"write unit=model, or {fewer}",
+            finding=f"{spec.unit_size}, but the model has only {layers}",
+            remedy=f"Use `unit=model`, or {fewer}.",
         )
 
 
@@ -224,9 +238,11 @@ def _given_back(spec: Spec) -> Iterator[Fault]:
         if value is not True:
             yield Fault(
                 place=place,
-                finding=f"{str(value).lower()}: parameters are R on the device; they are whole "
-                "all the time, so nothing is gathered that could be given back",
-                remedy=f"leave it true, or write {_tuple_place(spec)}.parameters=S*",
+                finding=(
+                    f"{str(value).lower()} has no effect: parameters are R on the "
+                    "device, so no gathered parameters can be freed"
+                ),
+                remedy=f"Remove it, or use `{_tuple_place(spec)}.parameters=S*`.",
             )
 
 
@@ -238,10 +254,12 @@ def _reshard(spec: Spec) -> Iterator[Fault]:
     if form_of(spec) not in BY_TENSOR:
         yield Fault(
             place=place,
-            finding=f"{shards} shards from forward to backward: only fully_shard does that, which "
-            "executes parameters: S* (or M, with gradients kept in the dtype of the master "
-            "copies), optimizer: S and gradients: S",
-            remedy="write true, false or non-root",
+            finding=(
+                f"{shards} shards between forward and backward need fully_shard: "
+                "parameters S* (or M, with gradients in the dtype of the master "
+                "weights), optimizer S and gradients S"
+            ),
+            remedy="Use true, false or non-root.",
         )
         return
     whole = whole_axes(factors)
@@ -250,9 +268,11 @@ def _reshard(spec: Spec) -> Iterator[Fault]:
         divisors = ", ".join(str(n) for n in range(2, degree + 1) if degree % n == 0)
         yield Fault(
             place=place,
-            finding=f"{shards} shards from forward to backward do not divide the {degree} ranks "
-            "that shard parameters into equal groups",
-            remedy=f"choose from {divisors} ({degree} is the same as true), or write false",
+            finding=(
+                f"{shards} shards between forward and backward do not divide the "
+                f"{degree} ranks that shard parameters"
+            ),
+            remedy=f"Use one of {divisors} ({degree} equals true), or false.",
         )
 
 
@@ -266,21 +286,21 @@ def _offload(spec: Spec) -> Iterator[Fault]:
     if used == {Tier.DEVICE}:
         yield Fault(
             place="offload.update" if spec.offload.path is None else "offload.path",
-            finding="every state is on the device: nothing is offloaded",
-            remedy="remove offload, or write O for a state",
+            finding="has no effect: every state is on the device",
+            remedy="Remove `offload`, or use mode `O` for a state.",
         )
         return
     if spec.offload.path is not None and Tier.FILE not in used:
         yield Fault(
             place="offload.path",
-            finding=f"{spec.offload.path} is for states in files, and none is",
-            remedy="remove path, or write offload.tier=file",
+            finding=f"{spec.offload.path} has no effect: no state is in files",
+            remedy="Remove `offload.path`, or use `offload.tier=file`.",
         )
     if spec.offload.update is Tier.DEVICE and tiers[State.OPTIMIZER] is Tier.DEVICE:
         yield Fault(
             place="offload.update",
-            finding="device: optimizer state lies on the device and is updated there anyway",
-            remedy=f"remove update, or write {_tuple_place(spec)}.optimizer=O",
+            finding="device has no effect: optimizer state is on the device",
+            remedy=f"Remove `offload.update`, or use `{_tuple_place(spec)}.optimizer=O`.",
         )
 
 
@@ -289,14 +309,14 @@ def _rule(name: str, faults: Callable[[Spec], Iterator[Fault]]) -> SpecRule:
 
 
 DIALS = (
-    _rule("where there are ranks, the dials of data axes need one", _without_data_axis),
-    _rule("what is gathered ahead is gathered", _prefetch),
-    _rule("what is gathered after the update was updated in parts", _gather_after_update),
-    _rule("what overlaps backward is reduced in it", _overlap),
-    _rule("what is scattered is cut", _reduce_scatter),
-    _rule("buckets are reduced by the one wrapper that has them", _bucket),
-    _rule("units are gathered or reduced", _unit),
-    _rule("what is given back was gathered", _given_back),
-    _rule("smaller shards divide the larger group", _reshard),
-    _rule("what is offloaded is a state", _offload),
+    _rule("options of data axes need a data axis", _without_data_axis),
+    _rule("prefetched units are gathered", _prefetch),
+    _rule("parameters gathered after the update were updated in shards", _gather_after_update),
+    _rule("overlapped reductions run in backward", _overlap),
+    _rule("reduce-scattered gradients are sharded", _reduce_scatter),
+    _rule("buckets need a wrapper that reduces by bucket", _bucket),
+    _rule("units need gathers or reductions", _unit),
+    _rule("freed units were gathered", _given_back),
+    _rule("smaller shards divide the group", _reshard),
+    _rule("a state is offloaded", _offload),
 )

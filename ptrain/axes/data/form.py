@@ -226,8 +226,8 @@ def _has_torch_s_spread_update(spec: Spec, factors: tuple[Factor, ...]) -> bool:
 def require_executed(spec: Spec, plan: Plan, facts: ModelFacts) -> None:
     """Raises SpecError for frozen parameters where nothing executes them, or where what is held and
     sent for them is not derived."""
-    require_any(spec, any(tensor.is_frozen for tensor in facts.tensors))
-    frozen = [tensor.name for tensor in facts.tensors if tensor.is_frozen]
+    frozen = [tensor.name for unit in facts.units for tensor in unit.frozen]
+    require_any(spec, bool(frozen))
     if not frozen:
         return
     for where, names, remedy in (*_cut(plan, frozen), *_idle(plan, facts)):
@@ -237,11 +237,11 @@ def require_executed(spec: Spec, plan: Plan, facts: ModelFacts) -> None:
 def require_any(spec: Spec, is_any: bool) -> None:
     """Raises SpecError where a spec says where frozen parameters are, unless there is one."""
     if spec.frozen.is_written and not is_any:
-        finding = "every parameter of the model is trained: none is frozen (requires_grad=False)"
+        finding = "the model has no frozen parameter (requires_grad=False)"
         raise refused(
             "frozen",
             finding,
-            "remove frozen, or freeze parameters in the function that model.target names",
+            "Remove `frozen`, or freeze parameters in the function of `model.target`.",
         )
 
 
@@ -252,11 +252,15 @@ _Refusal = tuple[str, Sequence[str], str]  # where, which of them, and the remed
 def _cut(plan: Plan, frozen: Sequence[str]) -> Iterator[_Refusal]:
     """Yield axes on which nobody has tried them."""
     if plan.tensor is not None and plan.tensor.is_saved_cut:
-        yield "where tp saves slices of the tokens", frozen, "write placement.tp=S,S,S,S"
+        yield (
+            "with sequence-parallel activations that tp saves as shards",
+            frozen,
+            "Use `placement.tp=S,S,S,S`.",
+        )
     if plan.context is not None:
-        yield "over cp", frozen, "leave cp out"
+        yield "over cp", frozen, "Remove `mesh.cp`."
     if plan.experts is not None:
-        yield "over ep", frozen, "leave ep out"
+        yield "over ep", frozen, "Remove `mesh.ep`."
 
 
 def _idle(plan: Plan, facts: ModelFacts) -> Iterator[_Refusal]:
@@ -265,18 +269,20 @@ def _idle(plan: Plan, facts: ModelFacts) -> Iterator[_Refusal]:
     for stage in plan.stages:
         own = [*stage.tensors, *(name for name, _ in stage.copied)]
         if own and not trained & {*own} and plan.form not in _TAKE_IDLE:
-            remedy = "leave pp out, or take a tuple of flat units, as zero2's"
-            yield "of a stage of which nothing is trained", own, remedy
+            remedy = "Remove `mesh.pp`, or use a placement with flat units, such as zero2."
+            yield "in a pipeline stage without trained parameters", own, remedy
     passed = [t.name for unit in facts.units if facts.is_passed_by(unit) for t in unit.tensors]
     if passed and isinstance(plan.wrap, FullyShard):
-        where = "of a unit in front of all that is trained, which fully_shard passes by"
+        where = "in a unit before the first trained parameter, which fully_shard skips in backward,"
         if not isinstance(plan.wrap.sync.reshard_after_forward, bool | Reshard):
-            yield f"{where} in smaller shards", passed, "write sync.reshard_after_forward=true"
+            yield f"{where} with smaller shards", passed, "Use `sync.reshard_after_forward=true`."
         if plan.pipeline is not None and plan.wrap.sync.reshard_after_backward:
-            yield f"{where} after each pass of a stage", passed, "leave sync out"
+            yield f"{where} with freeing after each pass of a stage", passed, "Remove `sync`."
 
 
 def _not_yet(where: str, frozen: Sequence[str], remedy: str) -> SpecError:
     first, *others = frozen
     more = f" and {len(others)} more" if others else ""
-    return refused("placement", f"not yet: frozen parameters {where}: {first}{more}", remedy)
+    return refused(
+        "placement", f"not supported yet: frozen parameters {where}: {first}{more}", remedy
+    )

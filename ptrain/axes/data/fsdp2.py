@@ -8,7 +8,7 @@ which a name ends sooner (`release_all_gather_state_for_comm_reuse`,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 from ptrain.installed import counted_torch
@@ -57,7 +57,8 @@ def habits() -> Habits:
     return HABITS[counted_torch()]
 
 
-def listed(names: Sequence[str], start: int = 0) -> list[str]:
+@lru_cache(maxsize=2**10)
+def listed(names: tuple[str, ...], start: int = 0) -> tuple[str, ...]:
     """Return a unit's parameters as `fully_shard` lists them (`_fsdp_init._get_managed_modules`):
     a module's own behind those of the modules within it. In `names` they stand in front, as in
     torch's `named_parameters`; the modules around are named in the first `start` letters."""
@@ -69,5 +70,5 @@ def listed(names: Sequence[str], start: int = 0) -> list[str]:
             own.append(name)
         else:
             within.setdefault(name[:end], []).append(name)
-    inner = (listed(of_module, len(module) + 1) for module, of_module in within.items())
-    return [*(name for part in inner for name in part), *own]
+    inner = (listed(tuple(some), len(module) + 1) for module, some in within.items())
+    return (*(name for part in inner for name in part), *own)

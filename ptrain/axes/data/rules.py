@@ -41,8 +41,8 @@ from ptrain.spec.placement import (
 )
 from ptrain.spec.spec import Spec
 
-GRADIENT_INTEGRITY = "Theorem 3 (gradient integrity)"
-STATE_CONSISTENCY = "Theorem 4 (state consistency)"
+GRADIENT_INTEGRITY = "Theorem 3, gradient integrity"
+STATE_CONSISTENCY = "Theorem 4, state consistency"
 
 
 def keeps_state(optimizer: OptimizerSpec) -> bool:
@@ -58,39 +58,47 @@ def _foreign_activations(placement: Placement, optimizer: OptimizerSpec) -> bool
 # What of Theta, Omega and G holds on every axis along which gradients are summed.
 STATE_RULES = (
     TupleRule(
-        name="parameters are whole when used",
+        name="parameters are full when used",
         theorem=GRADIENT_INTEGRITY,
         broken=lambda placement, _: placement.parameters == S,
-        message="parameters: S leaves each rank a slice of every tensor, but it computes whole "
-        "layers on what is its own; nothing defines the computation",
+        message=(
+            "parameters cannot be S on a data axis: every rank needs the full weights to "
+            "compute a layer. S* all-gathers them for use"
+        ),
         nearest=lambda placement: replace(placement, parameters=S_STAR),
     ),
     TupleRule(
-        name="the parameters' values live somewhere",
+        name="parameter values are stored",
         theorem=STATE_CONSISTENCY,
         broken=lambda placement, _: placement.parameters == M and placement.optimizer == M,
-        message="parameters: M are rebuilt from the master copy in the optimizer state, but "
-        "optimizer: M keeps none between steps; the values live nowhere",
+        message=(
+            "parameters M are cast from the master weights in the optimizer state, but "
+            "optimizer M does not store them between steps"
+        ),
         nearest=lambda placement: replace(placement, optimizer=S),
     ),
     TupleRule(
-        name="moments outlive a step",
+        name="moments are stored between steps",
         theorem=STATE_CONSISTENCY,
         broken=lambda placement, optimizer: placement.optimizer == M and keeps_state(optimizer),
-        message="optimizer: M would drop the optimizer's moments between steps; only an optimizer "
-        "without state (sgd without momentum) can be materialized",
+        message=(
+            "optimizer M would drop the moments between steps; only optimizers without "
+            "state (sgd without momentum) support M"
+        ),
         nearest=lambda placement: replace(placement, optimizer=S),
     ),
     TupleRule(
-        name="a matrix is orthogonalized whole",
+        name="matrices are orthogonalized in full",
         theorem=STATE_CONSISTENCY,
         broken=lambda placement, optimizer: (
             not optimizer.row.is_elementwise
             and Distribution.SHARDED
             in (placement.optimizer.distribution, placement.gradients.distribution)
         ),
-        message="muon orthogonalizes the momentum of a whole matrix, and a slice of that is not "
-        "what a slice alone gives; optimizer and gradients are gathered for the update (S*)",
+        message=(
+            "muon orthogonalizes full matrices, so optimizer and gradients must be R or "
+            "S* (gathered for the update)"
+        ),
         nearest=lambda placement: replace(
             placement,
             optimizer=_gathered(placement.optimizer),
@@ -102,12 +110,14 @@ STATE_RULES = (
 _TUPLES = (
     *STATE_RULES,
     TupleRule(
-        name="activations belong to their rank",
+        name="activations are local to their rank",
         theorem=GRADIENT_INTEGRITY,
         broken=_foreign_activations,
-        message="activations are those of a rank's own samples and cannot be spread over a data "
-        "axis; they are kept (R), recomputed (M) or offloaded (O), and slices of the tokens are "
-        "those of cp (mesh: {cp: 2})",
+        message=(
+            "activations of local samples cannot be sharded over a data axis: use R "
+            "(saved), M (recomputed) or O (offloaded). To shard tokens, use cp "
+            "(`mesh.cp=2`)"
+        ),
         nearest=lambda placement: replace(placement, activations=R),
     ),
 )
@@ -128,10 +138,12 @@ def _reduced_part_counted_again(spec: Spec) -> Iterator[Fault]:
     if whole and spec.batch.accumulate > 1 and spec.sync.gradients is GradientSync.EVERY:
         yield Fault(
             place="sync.gradients",
-            finding="every: gradients are R on every data axis, so a micro-batch would be added to "
-            f"a sum already reduced and be reduced again with it: of {spec.batch.accumulate} "
-            "micro-batches the first would count once per rank",
-            remedy=f"write sync.gradients=last, or {_place(factors[-1])}.gradients=S",
+            finding=(
+                "sync.gradients=every does not support gradients R on all data axes: the "
+                "reduced sum would be reduced again with each of "
+                f"{spec.batch.accumulate} micro-batches"
+            ),
+            remedy=f"Use `sync.gradients=last`, or `{_place(factors[-1])}.gradients=S`.",
         )
 
 
@@ -142,26 +154,36 @@ def _gradients_used_up(spec: Spec) -> Iterator[Fault]:
         if spec.batch.accumulate > 1:
             yield Fault(
                 place=_place(factor),
-                finding=f"gradients: M are used as soon as they exist, but a step accumulates "
-                f"{spec.batch.accumulate} micro-batches",
-                remedy=f"write batch.micro={spec.batch.micro * spec.batch.accumulate} with "
-                f"batch.accumulate=1, or {_place(factor)}.gradients=S",
+                finding=(
+                    "gradients M are consumed within backward, but a step accumulates "
+                    f"{spec.batch.accumulate} micro-batches"
+                ),
+                remedy=(
+                    f"Use `batch.micro={spec.batch.micro * spec.batch.accumulate}` with "
+                    f"`batch.accumulate=1`, or `{_place(factor)}.gradients=S`."
+                ),
             )
         if spec.optimizer.clip is not None:
             yield Fault(
                 place=_place(factor),
-                finding="gradients: M are used as soon as they exist, but clipping needs the norm "
-                "of all of them first",
-                remedy=f"write optimizer.clip=null, or {_place(factor)}.gradients=S",
+                finding=(
+                    "gradients M are consumed within backward, but clipping needs the "
+                    "norm of all gradients first"
+                ),
+                remedy=f"Use `optimizer.clip=null`, or `{_place(factor)}.gradients=S`.",
             )
         if spec.precision.layout.scales_loss:
             yield Fault(
                 place=_place(factor),
-                finding=f"gradients: M are used as soon as they exist, but the layout "
-                f"{spec.precision.layout.name} scales the loss, and a step is skipped if any "
-                "gradient of it overflowed",
-                remedy="use a layout in bf16 (precision.layout=zero16), or "
-                f"{_place(factor)}.gradients=S",
+                finding=(
+                    "gradients M are consumed within backward, but the layout "
+                    f"{spec.precision.layout.name} scales the loss and skips a step if "
+                    "any gradient overflows"
+                ),
+                remedy=(
+                    "Use a bf16 layout, `precision.layout=zero16`, or "
+                    f"`{_place(factor)}.gradients=S`."
+                ),
             )
 
 
@@ -171,10 +193,14 @@ def _sum_beside_its_parts(spec: Spec) -> Iterator[Fault]:
     if spec.precision.layout.keeps_both and cut and late and spec.batch.accumulate > 1:
         yield Fault(
             place="sync.gradients",
-            finding=f"last: the layout {spec.precision.layout.name} adds each micro-batch's "
-            f"{spec.precision.layout.reduced} gradients to their {spec.precision.layout.gradients} "
-            "sum, which is kept in slices, but before the last micro-batch nothing is in slices",
-            remedy="write sync.gradients=every, or gradients R on each data axis",
+            finding=(
+                "sync.gradients=last does not support the layout "
+                f"{spec.precision.layout.name}: it accumulates "
+                f"{spec.precision.layout.reduced} gradients into a sharded "
+                f"{spec.precision.layout.gradients} sum, but gradients are sharded only "
+                "after the last micro-batch"
+            ),
+            remedy="Use `sync.gradients=every`, or gradients R on each data axis.",
         )
 
 
@@ -182,22 +208,28 @@ def _whole_matrices(spec: Spec) -> Iterator[Fault]:
     if not spec.optimizer.row.is_elementwise and spec.unit_size.kind is UnitKind.MODEL:
         yield Fault(
             place="unit",
-            finding="model: muon is for the matrices of the blocks, and with one unit for all "
-            "there are none (the root's tensors, embedding and head, are adamw's)",
-            remedy="write unit=block, or optimizer.name=adamw",
+            finding=(
+                "unit=model does not support muon: muon updates matrices of blocks, and "
+                "one unit for the full model has no blocks"
+            ),
+            remedy="Use `unit=block`, or `optimizer.name=adamw`.",
         )
 
 
 def _matrices_of_experts(spec: Spec) -> Iterator[Fault]:
     shape = spec.model
     has_experts = isinstance(shape, ModelShape) and shape.experts is not None
-    works = " or ".join(name for name, row in OPTIMIZERS.items() if row.is_elementwise)
+    works = " or ".join(
+        f"`optimizer.name={name}`" for name, row in OPTIMIZERS.items() if row.is_elementwise
+    )
     if has_experts and not spec.optimizer.row.is_elementwise:
         yield Fault(
             place="optimizer.name",
-            finding=f"not yet: {spec.optimizer.name} for experts, whose matrices are one tensor of "
-            "three dimensions for each projection",
-            remedy=f"what works today: {works}, or remove experts",
+            finding=(
+                f"not supported yet: {spec.optimizer.name} for experts (their matrices "
+                "are stacked in three-dimensional tensors)"
+            ),
+            remedy=f"Use {works}, or remove `model.experts`.",
         )
 
 
@@ -207,19 +239,26 @@ def _master_copies(spec: Spec) -> Iterator[Fault]:
         if factor.placement.parameters == M and not has_master:
             yield Fault(
                 place=_place(factor),
-                finding="parameters: M are made of the master copies in the optimizer state, "
-                "wherever these lie, and the layout "
-                f"{spec.precision.layout.name} has none",
-                remedy="use a layout with master copies (precision.layout=zero16), or "
-                f"{_place(factor)}.parameters=S*",
+                finding=(
+                    "parameters M are cast from master weights in the optimizer state, "
+                    f"but the layout {spec.precision.layout.name} has none"
+                ),
+                remedy=(
+                    "Use a layout with master weights, `precision.layout=zero16`, or "
+                    f"`{_place(factor)}.parameters=S*`."
+                ),
             )
         if factor.placement.optimizer == M and has_master and not keeps_state(spec.optimizer):
             yield Fault(
                 place=_place(factor),
-                finding=f"optimizer: M would drop the master copies of the layout "
-                f"{spec.precision.layout.name} between steps",
-                remedy="use a layout without master copies (precision.layout=fp32), or "
-                f"{_place(factor)}.optimizer=S",
+                finding=(
+                    "optimizer M would drop the master weights of the layout "
+                    f"{spec.precision.layout.name} between steps"
+                ),
+                remedy=(
+                    "Use a layout without master weights, `precision.layout=fp32`, or "
+                    f"`{_place(factor)}.optimizer=S`."
+                ),
             )
 
 
@@ -229,9 +268,10 @@ def _frozen_somewhere(spec: Spec) -> Iterator[Fault]:
         if axis not in axes and spec.world_size > 1:
             yield Fault(
                 place=f"frozen.{axis}",
-                finding=f"{mode}: no two ranks of {axis} are in the mesh, on which it would be a "
-                "place",
-                remedy=f"remove it, or give the mesh two ranks of {axis}",
+                finding=(
+                    f"{mode} has no effect: the mesh has no {axis} axis with two or more ranks"
+                ),
+                remedy=f"Remove it, or use `mesh.{axis}=N`.",
             )
 
 
@@ -245,8 +285,8 @@ def _one_way_for_activations(spec: Spec) -> Iterator[Fault]:
         said = " and ".join(f"{mode} on {factor.axis}" for mode, factor in own.items())
         yield Fault(
             place=_place(list(own.values())[-1]),
-            finding=f"activations belong to the rank, not to an axis, but are {said}",
-            remedy="give activations once, at the top of the spec",
+            finding=f"activations need one mode for all axes, but are {said}",
+            remedy="Set `activations` once, at the top level of the spec.",
         )
 
 
@@ -255,8 +295,8 @@ def _replicas_inside_shards(spec: Spec) -> Iterator[Fault]:
         if REDUCED_AXES.index(outer) > REDUCED_AXES.index(inner):
             yield Fault(
                 place=f"mesh.{inner}",
-                finding=f"{inner} inside {outer} is not executed yet",
-                remedy=f"write {inner} before {outer}: the mesh is outermost first",
+                finding=f"not supported yet: {inner} inside {outer}",
+                remedy=f"Put {inner} before {outer} in `mesh` (outermost first).",
             )
             return
 
@@ -270,44 +310,44 @@ DATA = AxisRules(
     tuples=_TUPLES,
     specs=(
         SpecRule(
-            name="a reduced gradient is not reduced again",
+            name="reduced gradients are not reduced again",
             theorem=GRADIENT_INTEGRITY,
             faults=_reduced_part_counted_again,
         ),
         SpecRule(
-            name="a gradient that is used up is neither accumulated, clipped nor skipped",
+            name="consumed gradients are not accumulated, clipped or skipped",
             theorem=GRADIENT_INTEGRITY,
             faults=_gradients_used_up,
         ),
         SpecRule(
-            name="master copies outlive a step",
+            name="master weights are stored between steps",
             theorem=STATE_CONSISTENCY,
             faults=_master_copies,
         ),
         SpecRule(
-            name="a sum is kept as its parts are",
+            name="sums are stored like their terms",
             theorem=GRADIENT_INTEGRITY,
             faults=_sum_beside_its_parts,
         ),
         SpecRule(
-            name="there is a matrix to orthogonalize",
+            name="muon has matrices to orthogonalize",
             theorem="Definition 1",
             faults=_whole_matrices,
         ),
         SpecRule(
-            name="what is frozen is on an axis",
+            name="frozen parameters are placed on existing axes",
             theorem="Definition 1",
             faults=_frozen_somewhere,
         ),
         SpecRule(
-            name="activations are kept in one way",
+            name="activations have one mode",
             theorem="Definition 2",
             faults=_one_way_for_activations,
         ),
         *DIALS,
     ),
     not_yet=(
-        SpecRule(name="replicas outside shards", theorem="", faults=_replicas_inside_shards),
-        SpecRule(name="experts are no matrices", theorem="", faults=_matrices_of_experts),
+        SpecRule(name="replicas are outside shards", theorem="", faults=_replicas_inside_shards),
+        SpecRule(name="muon does not support experts", theorem="", faults=_matrices_of_experts),
     ),
 )

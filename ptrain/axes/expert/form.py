@@ -46,13 +46,13 @@ def misfit(
     (`chosen`), with its place; empty where all does. It is one: what is wrong with counts in one
     place mostly is in all of them."""
     if missing := [layer for layer in layers if layer not in histogram.layers]:
-        return f"no counts of {', '.join(missing)}"
+        return f"no counts for {', '.join(missing)}"
     if others := [layer for layer in histogram.layers if layer not in layers]:
-        return f"{', '.join(others)}: the model has no such layer with experts"
+        return f"{', '.join(others)}: the model has no MoE layer with this name"
     ranks = ranks_over(spec, spec.routing_axes)
     for layer, of_layer in zip(histogram.layers, histogram.counts, strict=True):
         if len(of_layer) != ranks:
-            return f"{layer}: {len(of_layer)} ranks; {ranks} have tokens of their own"
+            return f"{layer}: {len(of_layer)} ranks; {ranks} ranks have different tokens"
         for rank, of_rank in enumerate(of_layer):
             place = f"{layer}, rank {rank}"
             if len(of_rank) != spec.batch.accumulate:
@@ -69,9 +69,11 @@ def _misfit_of(spec: Spec, of_experts: Choices, number: int, chosen: int) -> str
         return f"{len(of_experts)} experts; the layer has {number}"
     tokens = spec.batch.micro * spec.routed_tokens
     if (choices := sum(of_experts)) != tokens * chosen:
-        return f"{choices} choices; {tokens} tokens make {chosen} each, which are {tokens * chosen}"
+        return (
+            f"{choices} choices; {tokens} tokens with {chosen} experts each need {tokens * chosen}"
+        )
     if (most := max(of_experts)) > tokens:
-        return f"{most} choices of expert {of_experts.index(most)}; there are {tokens} tokens"
+        return f"expert {of_experts.index(most)} has {most} choices; there are {tokens} tokens"
     return ""
 
 
@@ -123,7 +125,7 @@ def _undivided(degree: int, experts: int) -> Fault:
     return Fault(
         place="mesh.ep",
         finding=f"{degree} ranks do not divide {experts} experts",
-        remedy=f"choose ep from {', '.join(map(str, divide))}",
+        remedy=f"Use one of {', '.join(map(str, divide))} for `mesh.ep`.",
     )
 
 
@@ -133,7 +135,7 @@ def unfit(spec: Spec, layers: ExpertLayers) -> Fault | None:
         return None
     named = [module.rpartition(".")[0] for module in layers.modules]
     wrong = misfit(spec, spec.routing, named, layers.number, layers.chosen)
-    return Fault(place="routing", finding=wrong, remedy=f"write {FORM}") if wrong else None
+    return Fault(place="routing", finding=wrong, remedy=f"Use {FORM}.") if wrong else None
 
 
 def _counting_axes(spec: Spec) -> tuple[Axis, ...]:
@@ -191,12 +193,15 @@ def assumed(spec: Spec) -> dict[str, str]:
     if factor_of(spec) is None or not is_by_routing(spec):
         return {}
     where = {
-        None: f"fall evenly on the experts of {' × '.join(spec.expert_axes)}'s ranks",
-        Bound.BEST: "choose the experts of their own rank",
-        Bound.WORST: "all choose the experts of one rank",
+        None: f"are spread evenly over the experts of all {' × '.join(spec.expert_axes)} ranks",
+        Bound.BEST: "select experts of their local rank",
+        Bound.WORST: "all select the experts of one rank",
     }
     routing = spec.routing
-    how = "go as routing counts them" if isinstance(routing, Histogram) else where[routing]
-    why = f"predicted for tokens that {how}, which a router decides; a capacity_factor fixes them"
+    how = "are routed as counted in `routing`" if isinstance(routing, Histogram) else where[routing]
+    why = (
+        f"predicted for tokens that {how}; the router decides this at run time "
+        "(`model.capacity_factor` makes it constant)"
+    )
     exchanged = f"traffic {'+'.join(spec.expert_axes)} {Collective.ALL_TO_ALL}"
     return dict.fromkeys(("activations", "peak", exchanged), why)

@@ -25,16 +25,19 @@ from ptrain.units import ceil_div, counted
 
 _IMPLEMENTATION, _GROUPED = "experts_implementation", "grouped_mm"  # of transformers
 _FOLDS = "tensor.experts"
-_CUT = "tensor.experts: cut"
+_CUT = "tensor.experts=cut"
 _OVERLAP = "overlap_shared_experts"
 _TUPLES = (
     *STATE_RULES,
     TupleRule(
-        name="activations are those of a rank's samples",
+        name="activations are those of the local samples",
         theorem=GRADIENT_INTEGRITY,
         broken=lambda placement, _: placement.activations != R,
-        message="activations on ep are those of a rank's own samples (R), but within its experts; "
-        "M and O belong to a rank, not to an axis: activations: M at the top of the spec",
+        message=(
+            "activations on ep must be R outside of experts: each rank holds those of "
+            "its local samples; M and O are set for all axes at the top level, "
+            "`activations=M`"
+        ),
         nearest=lambda placement: replace(placement, activations=R),
     ),
 )
@@ -47,8 +50,8 @@ def _experts_divide(spec: Spec) -> Iterator[Fault]:
     if shape.experts is None:
         yield Fault(
             place="mesh.ep",
-            finding="the model has no experts that ranks of ep could have",
-            remedy="write model.experts, or dp_shard in place of ep",
+            finding="ep needs experts, and the model has none",
+            remedy="Set `model.experts`, or use dp_shard instead of ep.",
         )
         return
     beside = ranks_over(spec, spec.folded_axes)
@@ -57,7 +60,7 @@ def _experts_divide(spec: Spec) -> Iterator[Fault]:
         yield Fault(
             place="mesh.ep",
             finding=f"{ranks} ranks do not divide {shape.experts} experts",
-            remedy=", or ".join(_divisible(shape.experts, factor.degree, beside)),
+            remedy=f"Use {', or '.join(_divisible(shape.experts, factor.degree, beside))}.",
         )
 
 
@@ -66,11 +69,11 @@ def _divisible(experts: int, degree: int, beside: int) -> Iterator[str]:
     fewest = 1 if beside == 1 else 2  # nothing folds into one
     choices = [d for d in range(fewest, experts + 1) if experts % (d * beside) == 0]
     if choices:
-        yield f"choose ep from {', '.join(map(str, choices))}"
+        yield f"one of {', '.join(map(str, choices))} for `mesh.ep`"
     if beside > 1 and experts % degree == 0:
-        yield f"write {_CUT}"
+        yield f"`{_CUT}`"
     elif not choices:
-        yield f"write model.experts={ceil_div(experts, degree * beside) * degree * beside}"
+        yield f"`model.experts={ceil_div(experts, degree * beside) * degree * beside}`"
 
 
 def _routing_fits(spec: Spec) -> Iterator[Fault]:
@@ -79,9 +82,9 @@ def _routing_fits(spec: Spec) -> Iterator[Fault]:
     if spec.routing is None:
         return
     if not is_by_routing(spec):
-        finding = "no size depends on where tokens go: there are no two ranks of ep, or a "
-        finding += "capacity_factor gives every expert as many places"
-        yield Fault(place="routing", finding=finding, remedy="leave it out")
+        finding = "has no effect: the mesh has no ep axis with two or more ranks, or "
+        finding += "capacity_factor gives every expert the same number of tokens"
+        yield Fault(place="routing", finding=finding, remedy="Remove it.")
     elif (known := expert_layers(spec)) is not None and (wrong := unfit(spec, known)):
         yield wrong
 
@@ -92,10 +95,10 @@ def _nothing_folds(spec: Spec) -> Iterator[Fault]:
     has_experts = isinstance(spec.model, ModelShape) and spec.model.experts is not None
     yield Fault(
         place=_FOLDS,
-        finding="folded: ranks of tp join those of ep, which has no two"
+        finding="folded has no effect: the mesh has no ep axis with two or more ranks"
         if has_experts
-        else "folded: the model has no experts that ranks of ep and tp could have",
-        remedy="leave it out" + (f", or write {two_ranks(Axis.EP)}" if has_experts else ""),
+        else "folded has no effect: the model has no experts",
+        remedy="Remove it" + (f", or {two_ranks(Axis.EP)}" if has_experts else "."),
     )
 
 
@@ -104,9 +107,11 @@ def _folded_slices(spec: Spec) -> Iterator[Fault]:
     if tokens % ranks:
         yield Fault(
             place="batch.sequence",
-            finding=f"{counted(tokens, 'token')} of a rank cannot be cut into {ranks} equal "
-            "slices, of which ranks of tp route one each",
-            remedy=f"write a multiple of {ranks}, or {_CUT}{PADDED}",
+            finding=(
+                f"{counted(tokens, 'token')} per rank cannot be split evenly over the "
+                f"{ranks} tp ranks that route them"
+            ),
+            remedy=f"Use a multiple of {ranks}, or `{_CUT}`{PADDED}.",
         )
 
 
@@ -114,8 +119,8 @@ def _folded_naively(spec: Spec) -> Iterator[Fault]:
     if spec.folded_axes and spec.tensor.is_naive:
         yield Fault(
             place="tensor.plan",
-            finding="not yet: naive, with experts that are folded",
-            remedy=f"write paired, or {_CUT}",
+            finding="not supported yet: naive with folded experts",
+            remedy=f"Use `tensor.plan=paired`, or `{_CUT}`.",
         )
 
 
@@ -124,14 +129,14 @@ def _shared_experts_overlap(spec: Spec) -> Iterator[Fault]:
     if not spec.overlap_shared_experts:
         return
     if not isinstance(shape, ModelShape):
-        finding = "a model that is not built in says itself what computes when"
-        yield Fault(place=_OVERLAP, finding=finding, remedy="leave it out")
+        finding = "has no effect: custom models decide the order of their computation"
+        yield Fault(place=_OVERLAP, finding=finding, remedy="Remove it.")
     elif factor_of(spec) is None:
-        finding = "no rows travel, beside which they could compute: there are no two ranks of ep"
-        yield Fault(place=_OVERLAP, finding=finding, remedy="leave it out, or write mesh.ep")
+        finding = "has no effect: the mesh has no ep axis with two or more ranks"
+        yield Fault(place=_OVERLAP, finding=finding, remedy="Remove it, or set `mesh.ep`.")
     elif not shape.shared_experts:
-        finding = "the model has no experts that all tokens go to"
-        yield Fault(place=_OVERLAP, finding=finding, remedy="leave it out")
+        finding = "has no effect: the model has no shared experts"
+        yield Fault(place=_OVERLAP, finding=finding, remedy="Remove it.")
 
 
 def _by_groups(spec: Spec) -> Iterator[Fault]:
@@ -141,9 +146,8 @@ def _by_groups(spec: Spec) -> Iterator[Fault]:
     if (written := model.config.get(_IMPLEMENTATION)) not in (None, _GROUPED):
         yield Fault(
             place=f"model.config.{_IMPLEMENTATION}",
-            finding=f"{written}: on ep the rows that a rank's experts get are multiplied group by "
-            "group",
-            remedy="leave it out, or write dp_shard in place of ep",
+            finding=f"ep needs the grouped_mm implementation of experts; got {written}",
+            remedy="Remove it, or use dp_shard instead of ep.",
         )
 
 
@@ -152,9 +156,8 @@ def _whole_on_tp(spec: Spec) -> Iterator[Fault]:
     if is_on_both and not isinstance(spec.model, ModelShape):
         yield Fault(
             place="mesh.ep",
-            finding="not yet: beside tp, of a model that is not built in, whose experts are whole "
-            "on every rank of tp",
-            remedy="what works today: dp_shard in place of ep, no tp, or a built-in model",
+            finding="not supported yet: ep with tp for custom models",
+            remedy="Use dp_shard instead of ep, remove `mesh.tp`, or use a built-in model.",
         )
 
 
@@ -162,19 +165,23 @@ EXPERT = AxisRules(
     axes=(Axis.EP,),
     tuples=_TUPLES,
     specs=(
-        SpecRule(name="ranks have as many experts", theorem="Definition 2", faults=_experts_divide),
-        SpecRule(name="tp joins ep", theorem="Definition 2", faults=_nothing_folds),
-        SpecRule(name="routed slices are equal", theorem="Definition 2", faults=_folded_slices),
-        SpecRule(name="counts are of the layers", theorem="Definition 2", faults=_routing_fits),
-        SpecRule(name="rows are multiplied by group", theorem="Definition 2", faults=_by_groups),
         SpecRule(
-            name="shared experts overlap rows that travel",
+            name="ranks have equal numbers of experts",
+            theorem="Definition 2",
+            faults=_experts_divide,
+        ),
+        SpecRule(name="tp joins ep", theorem="Definition 2", faults=_nothing_folds),
+        SpecRule(name="routed shards are equal", theorem="Definition 2", faults=_folded_slices),
+        SpecRule(name="counts match the layers", theorem="Definition 2", faults=_routing_fits),
+        SpecRule(name="experts use grouped products", theorem="Definition 2", faults=_by_groups),
+        SpecRule(
+            name="shared experts overlap communication",
             theorem=REASON,
             faults=_shared_experts_overlap,
         ),
     ),
     not_yet=(
-        SpecRule(name="experts are cut over tp too", theorem="", faults=_whole_on_tp),
-        SpecRule(name="the naive plan cuts experts", theorem="", faults=_folded_naively),
+        SpecRule(name="experts are sharded over tp too", theorem="", faults=_whole_on_tp),
+        SpecRule(name="the naive plan shards experts", theorem="", faults=_folded_naively),
     ),
 )

@@ -128,12 +128,14 @@ def faults_of_list(listed: ListedSchedule, pipeline: PipelineShape) -> Iterator[
     except BrokenSchedule as broken:
         order = schedule.orders[broken.rank]
         places = [place for place, step in enumerate(order) if _is_of(broken.action, step)]
-        place = f"action {places[-1] + 1} of {len(order)}" if places else "in no place"
+        place = f"action {places[-1] + 1} of {len(order)}" if places else "at no position"
         yield Fault(
             place=_PLACE,
             finding=f"rank {broken.rank}, {place}, {broken.action}: {broken.reason}",
-            remedy="list on every stage each micro-batch once forward and once backward (B, or I "
-            "and later W), each pass after those it needs",
+            remedy=(
+                "List every micro-batch once forward and once backward (B, or I and later "
+                "W) on every stage, and each pass after the passes it needs."
+            ),
         )
 
 
@@ -145,28 +147,33 @@ def faults_of_rows(listed: ListedSchedule, ranks: int) -> Iterator[Fault]:
     if rows != ranks:
         yield Fault(
             place=_PLACE,
-            finding=f"the list has {rows} row{'s' * (rows > 1)}, and pp={ranks} ranks",
-            remedy=f"list a row for each rank, or write mesh.pp={rows}",
+            finding=f"the list has {rows} row{'s' * (rows > 1)}, but pp has {ranks} ranks",
+            remedy=f"List one row per rank, or use `mesh.pp={rows}`.",
         )
     elif missing:
-        finding = f"stage {missing[0]} is in no row, and the list has stage {listed.stages - 1}"
-        yield Fault(place=_PLACE, finding=finding, remedy="count stages from 0")
+        finding = f"stage {missing[0]} is in no row, but stage {listed.stages - 1} is"
+        yield Fault(place=_PLACE, finding=finding, remedy="Number the stages from 0 without gaps.")
     elif len(set(counts.values())) > 1 or len(counts) < ranks:
         of_ranks = ", ".join(str(counts[rank]) for rank in range(ranks))
-        finding = f"the ranks have {of_ranks} stages, and each needs as many as the others"
-        yield Fault(place=_PLACE, finding=finding, remedy="list as many stages in every row")
+        finding = f"all ranks need the same number of stages; got {of_ranks}"
+        yield Fault(
+            place=_PLACE, finding=finding, remedy=("List the same number of stages in every row.")
+        )
 
 
 def _sizes(listed: ListedSchedule, pipeline: PipelineShape) -> Iterator[Fault]:
     if listed.stages != pipeline.stages:
-        finding = f"the list has {listed.stages} stages, and the pipeline {pipeline.stages}"
-        yield Fault(place="pipeline.stages", finding=finding, remedy="remove pipeline.stages")
+        finding = f"the list has {listed.stages} stages, but the pipeline has {pipeline.stages}"
+        yield Fault(place="pipeline.stages", finding=finding, remedy="Remove `pipeline.stages`.")
     there, wanted = listed.microbatches, pipeline.microbatches
     if there != wanted:
         yield Fault(
             place=_PLACE,
-            finding=f"the list's micro-batches are 0 to {there - 1}, and a step has {wanted}",
-            remedy=f"list {wanted}, or make them {there} by batch.global or batch.micro",
+            finding=f"the list has micro-batches 0 to {there - 1}, but a step has {wanted}",
+            remedy=(
+                f"List {wanted} micro-batches, or change `batch.global` or `batch.micro` "
+                f"to get {there}."
+            ),
         )
 
 
@@ -253,10 +260,16 @@ def faults(name: ScheduleName | ListedSchedule, pipeline: PipelineShape) -> Iter
     if row.stages is not None and pipeline.stages_per_rank != row.stages:
         yield Fault(
             place="pipeline.stages",
-            finding=f"{name} has {counted(row.stages, 'stage')} a rank, and "
-            f"{pipeline.stages} over pp={pipeline.ranks} are {pipeline.stages_per_rank}",
-            remedy=f"write {row.stages * pipeline.ranks}, or a schedule over any number a rank: "
-            f"{', '.join(other for other in SCHEDULES if takes_any_stages(other))}",
+            finding=(
+                f"{name} needs {counted(row.stages, 'stage')} per rank, but "
+                f"{pipeline.stages} stages over pp={pipeline.ranks} are "
+                f"{pipeline.stages_per_rank} per rank"
+            ),
+            remedy=(
+                f"Use `pipeline.stages={row.stages * pipeline.ranks}`, or a schedule with "
+                "any number of stages per rank: "
+                f"{', '.join(other for other in SCHEDULES if takes_any_stages(other))}."
+            ),
         )
     for need in row.needs:
         yield from need(name, pipeline)
@@ -268,11 +281,11 @@ def takes_any_stages(name: ScheduleName | ListedSchedule) -> bool:
 
 
 def _fills_the_stages(name: ScheduleName, pipeline: PipelineShape) -> Iterator[Fault]:
-    return _at_least(pipeline.stages, "as many as stages", (name, ScheduleName.GPIPE), pipeline)
+    return _at_least(pipeline.stages, "one per stage", (name, ScheduleName.GPIPE), pipeline)
 
 
 def _fills_the_v(name: ScheduleName, pipeline: PipelineShape) -> Iterator[Fault]:
-    return _at_least(2 * pipeline.ranks, "two a rank", (name, ScheduleName.ZBV), pipeline)
+    return _at_least(2 * pipeline.ranks, "two per rank", (name, ScheduleName.ZBV), pipeline)
 
 
 def _at_least(
@@ -283,10 +296,14 @@ def _at_least(
     if pipeline.microbatches < least:
         yield Fault(
             place="pipeline.schedule",
-            finding=f"{name} needs {least} micro-batches a step ({why}), and there are "
-            f"{pipeline.microbatches}",
-            remedy=f"raise batch.global or lower batch.micro until there are {least}, or write "
-            f"{instead}",
+            finding=(
+                f"{name} needs at least {least} micro-batches per step ({why}); there "
+                f"are {pipeline.microbatches}"
+            ),
+            remedy=(
+                f"Raise `batch.global` or lower `batch.micro` to get {least}, or use "
+                f"`pipeline.schedule={instead}`."
+            ),
         )
 
 
@@ -299,9 +316,11 @@ def _equal_rounds(name: ScheduleName, pipeline: PipelineShape) -> Iterator[Fault
     more = next(m for m in count(microbatches) if _are_equal_rounds(m, pipeline))
     yield Fault(
         place="pipeline.schedule",
-        finding=f"{name} takes the micro-batches in equal rounds of pp={pipeline.ranks} or a few "
-        f"more, and there are {microbatches}",
-        remedy=f"make them {fewer} or {more}, by batch.global or batch.micro",
+        finding=(
+            f"{name} needs micro-batches in equal rounds of pp={pipeline.ranks} or a few "
+            f"more; there are {microbatches}"
+        ),
+        remedy=f"Change `batch.global` or `batch.micro` to get {fewer} or {more} micro-batches.",
     )
 
 

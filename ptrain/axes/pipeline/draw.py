@@ -50,8 +50,8 @@ def draw(schedule: Schedule, width: int = WIDTH) -> str:
 def bubble_text(simulation: Simulation) -> str:
     """Both conventions of the literature, of a schedule with the simulator's equal stages."""
     return (
-        f"{simulation.bubble_fraction:.1%} of the step, {simulation.bubble_ratio:.1%} of the ideal "
-        "time, if stages are equal and a backward takes two forwards"
+        f"{simulation.bubble_fraction:.1%} of the step, {simulation.bubble_ratio:.1%} of the "
+        "ideal time, for equal stages and backward = 2 x forward"
     )
 
 
@@ -78,7 +78,7 @@ def _legend(schedule: Schedule, has_stages: bool, left_out: int) -> str:
     steps = [step for order in schedule.orders for step in order]
     kinds = {part.kind for step in steps for part in step.parts}
     parts = [meaning for kind, meaning in MEANINGS.items() if kind in kinds]
-    parts.append("stage before, micro-batch behind" if has_stages else "micro-batch behind")
+    parts.append("stage first, then micro-batch" if has_stages else "micro-batch behind")
     if any(isinstance(step, Pair) for step in steps):
         parts.append("& side by side")
     parts.append(f"{_IDLE} idle")

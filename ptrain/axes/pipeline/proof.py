@@ -63,7 +63,7 @@ class StepWork:
         if not 0 <= action.stage < schedule.stages:
             reason = f"there are {schedule.stages} stages, counted from 0"
         elif schedule.rank_of[action.stage] != rank:
-            reason = f"stage {action.stage} is rank {schedule.rank_of[action.stage]}'s"
+            reason = f"stage {action.stage} belongs to rank {schedule.rank_of[action.stage]}"
         elif not 0 <= action.microbatch < schedule.microbatches:
             reason = f"there are {schedule.microbatches} micro-batches, counted from 0"
         elif action in self._actions:
@@ -82,7 +82,7 @@ class StepWork:
             return
         if there[Kind.BACKWARD] and is_split:
             action = Action(Kind.BACKWARD, stage, microbatch)
-            raise BrokenSchedule(rank, action, "whole, and a half of it once more")
+            raise BrokenSchedule(rank, action, "full pass and a second half")
         backward = (Kind.INPUT, Kind.WEIGHT) if is_split else (Kind.BACKWARD,)
         for kind in (Kind.FORWARD, *backward):
             if not there[kind]:

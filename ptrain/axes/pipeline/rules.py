@@ -30,10 +30,10 @@ from ptrain.spec.tuples import two_ranks
 from ptrain.steps.wraps import Form
 from ptrain.units import counted
 
-_DISJOINT = "Theorem 4 (state consistency)"
-_PER_STAGE = "Theorem 7.2 (gradients are summed among a stage's replicas only)"
-_BETWEEN_STAGES = "Theorem 7.3 (activations go from stage to stage of one pipeline)"
-_EVERY_MICROBATCH = "Theorem 3 (gradient integrity)"
+_DISJOINT = "Theorem 4, state consistency"
+_PER_STAGE = "Theorem 7.2, gradients are reduced among replicas of a stage"
+_BETWEEN_STAGES = "Theorem 7.3, activations are sent from stage to stage of one pipeline"
+_EVERY_MICROBATCH = "Theorem 3, gradient integrity"
 
 
 def _states(placement: Placement, optimizer: OptimizerSpec) -> bool:
@@ -50,27 +50,33 @@ def _activations(placement: Placement, optimizer: OptimizerSpec) -> bool:
 
 _TUPLES = (
     TupleRule(
-        name="a stage has its own states",
+        name="states are sharded by stage",
         theorem=_DISJOINT,
         broken=_states,
-        message="the layers are spread over the ranks of pp, and a rank computes with those of its "
-        "own stages and no others, so parameters and optimizer state are S",
+        message=(
+            "parameters and optimizer state must be S on pp: each rank holds the layers "
+            "of its stages only"
+        ),
         nearest=lambda placement: replace(placement, parameters=S, optimizer=S),
     ),
     TupleRule(
-        name="gradients are summed per stage",
+        name="gradients are reduced per stage",
         theorem=_PER_STAGE,
         broken=_gradients,
-        message="the gradients of a stage are its rank's alone and are summed with nobody of "
-        "another stage, so gradients are S",
+        message=(
+            "gradients must be S on pp: the gradients of a stage exist on its rank only "
+            "and are not reduced over pp"
+        ),
         nearest=lambda placement: replace(placement, gradients=S),
     ),
     TupleRule(
-        name="activations are those of a rank's layers",
+        name="activations are those of the local layers",
         theorem="Definition 2",
         broken=_activations,
-        message="a rank of pp has the activations of its own layers whole (R); M and O belong to a "
-        "rank, not to an axis: activations: M at the top of the spec",
+        message=(
+            "activations on pp must be R: each rank holds the full activations of its "
+            "layers; M and O are set for all axes at the top level, `activations=M`"
+        ),
         nearest=lambda placement: replace(placement, activations=R),
     ),
 )
@@ -89,21 +95,28 @@ def _rounds_of_stages(spec: Spec) -> Iterator[Fault]:
     if listed != stages:
         yield Fault(
             place="pipeline.split",
-            finding=f"{_listed(spec)} has {counted(listed, 'stage')}, and "
-            + (f"{said.schedule} has" if said.stages is None else "pipeline.stages says")
+            finding=f"{_listed(spec)} has {counted(listed, 'stage')}, but "
+            + (f"{said.schedule} has" if said.stages is None else "pipeline.stages is")
             + f" {stages}",
-            remedy=f"{'' if said.stages is None else 'remove pipeline.stages, or '}list as many "
-            "numbers",
+            remedy=(
+                f"{'L' if said.stages is None else 'Remove `pipeline.stages`, or l'}ist "
+                f"{stages} numbers."
+            ),
         )
     elif stages < ranks or stages % ranks:
         is_listed = said.stages is None
         near = sorted({max(1, stages // ranks) * ranks, -(-stages // ranks) * ranks} - {0})
         yield Fault(
             place="pipeline.split" if is_listed else "pipeline.stages",
-            finding=f"{_listed(spec) + ' has ' if is_listed else ''}{counted(stages, 'stage')}, "
-            f"and every one of pp={ranks} ranks needs as many as the others",
-            remedy=f"{'list' if is_listed else 'write'} {' or '.join(map(str, near))}"
-            f"{' numbers' if is_listed else ''}",
+            finding=(
+                f"{_listed(spec) + ' has ' if is_listed else ''}{counted(stages, 'stage')}, "
+                f"not a multiple of pp={ranks} ranks"
+            ),
+            remedy=(
+                f"List {' or '.join(map(str, near))} numbers."
+                if is_listed
+                else f"Use {' or '.join(f'`pipeline.stages={number}`' for number in near)}."
+            ),
         )
 
 
@@ -124,15 +137,21 @@ def _layers(spec: Spec) -> Iterator[Fault]:
         return
     ways = []
     if takes_any_stages(spec.pipeline.schedule) and layers >= ranks:
-        ways.append(f"write pipeline.stages={layers // ranks * ranks}")
+        ways.append(f"use `pipeline.stages={layers // ranks * ranks}`")
     fewer = layers // pipeline.stages_per_rank
-    ways.append(f"lower pp to {'at most ' if fewer > 2 else ''}{fewer}" if fewer > 1 else "drop pp")
+    ways.append(
+        f"use `mesh.pp={fewer}`{' or less' if fewer > 2 else ''}"
+        if fewer > 1
+        else "remove `mesh.pp`"
+    )
     written = "pipeline.split" if isinstance(split, tuple) else "mesh.pp"
     yield Fault(
         place="pipeline.stages" if spec.pipeline.stages is not None else written,
-        finding=f"{stages} stages ({pipeline.stages_per_rank} on each of {ranks} ranks) and "
-        f"{layers} layers: every stage needs one",
-        remedy=", or ".join((*ways, "choose a model with more layers")),
+        finding=(
+            f"{stages} stages ({pipeline.stages_per_rank} on each of {ranks} ranks) need "
+            f"at least one layer each; the model has {layers}"
+        ),
+        remedy=f"{', or '.join((*ways, 'use a model with more layers')).capitalize()}.",
     )
 
 
@@ -145,9 +164,10 @@ def _units(spec: Spec) -> Iterator[Fault]:
     if spec.degree(Axis.PP) > 1 and spec.unit_size.kind in (UnitKind.BLOCKS, UnitKind.MODEL):
         yield Fault(
             place="unit",
-            finding=f"not yet: {spec.unit_size}, of which one stage may have a part and another "
-            "the rest",
-            remedy="write unit=block or unit=sub-block",
+            finding=(
+                f"not supported yet: unit={spec.unit_size} with pp (a unit could span two stages)"
+            ),
+            remedy="Use `unit=block` or `unit=sub-block`.",
         )
 
 
@@ -159,16 +179,20 @@ def _kept_for_a_while(spec: Spec) -> Iterator[Fault]:
     if keeps is sync.reshard_after_backward:
         yield Fault(
             place=f"sync.reshard_after_{'backward' if keeps else 'forward'}",
-            finding="not yet: with pp, units of this tuple that are given back after one pass and "
-            "kept after the other: how often they are gathered follows from the schedule",
-            remedy="write both true, or both false",
+            finding=(
+                "not supported yet: with pp, units of this placement that are freed "
+                "after one pass and kept after the other"
+            ),
+            remedy=(
+                "Set `sync.reshard_after_forward` and `sync.reshard_after_backward` to "
+                "the same value."
+            ),
         )
     if spec.prefetch:
         yield Fault(
             place="prefetch",
-            finding="not yet: with pp, units of this tuple that are gathered ahead: which one is "
-            "next follows from the schedule",
-            remedy="remove prefetch",
+            finding="not supported yet: prefetch with pp for units of this placement",
+            remedy="Remove `prefetch`.",
         )
 
 
@@ -183,9 +207,14 @@ def _halves(spec: Spec) -> Iterator[Fault]:
         if gathers and getattr(sync, key):
             yield Fault(
                 place=f"sync.{key}",
-                finding=f"not yet: with {spec.pipeline.schedule} a unit's weights have their "
-                "gradients later than its inputs, and would have to be there still",
-                remedy=f"write sync.{key}=false, or a schedule with whole backward passes: 1f1b",
+                finding=(
+                    f"not supported yet: freeing units with {spec.pipeline.schedule}, "
+                    "which computes weight gradients later than input gradients"
+                ),
+                remedy=(
+                    f"Use `sync.{key}=false`, or a schedule with full backward passes, "
+                    "`pipeline.schedule=1f1b`."
+                ),
             )
 
 
@@ -195,9 +224,11 @@ def _regathered(spec: Spec) -> Iterator[Fault]:
         return
     yield Fault(
         place="placement.tp.activations",
-        finding=f"not yet: with {spec.pipeline.schedule} both halves of a backward pass take what "
-        "was saved as slices, and what one has gathered is there until the update",
-        remedy="write S or R, or a schedule with whole backward passes: 1f1b",
+        finding=(
+            "not supported yet: sharded saved activations with "
+            f"{spec.pipeline.schedule}, whose two backward halves would both gather them"
+        ),
+        remedy="Use S or R, or a schedule with full backward passes, `pipeline.schedule=1f1b`.",
     )
 
 
@@ -205,9 +236,8 @@ def _whole_matrices(spec: Spec) -> Iterator[Fault]:
     if spec.degree(Axis.PP) > 1 and not spec.optimizer.row.is_elementwise:
         yield Fault(
             place="optimizer.name",
-            finding=f"not yet: {spec.optimizer.name}, which asks a whole model which matrices are "
-            "a block's, and pp leaves a rank a part of one",
-            remedy="write adamw, or no pp",
+            finding=f"not supported yet: {spec.optimizer.name} with pp",
+            remedy="Use `optimizer.name=adamw`, or remove `mesh.pp`.",
         )
 
 
@@ -221,9 +251,11 @@ def _shared(spec: Spec) -> Iterator[Fault]:
         if gradients.tier is not Tier.DEVICE or gradients == M:
             yield Fault(
                 place=f"placement.{factor.axis}.gradients",
-                finding=f"not yet: gradients {gradients} of a tied head, whose two ends on the "
-                "first and the last stage are summed on the device before the update",
-                remedy="what works today: model.tied=false, or gradients that stay on the device",
+                finding=(
+                    f"not supported yet: gradients {gradients} with a tied head, which "
+                    "the first and the last stage reduce on the device before the update"
+                ),
+                remedy="Use `model.tied=false`, or place gradients on the device.",
             )
             return
 
@@ -233,24 +265,24 @@ PIPELINE = AxisRules(
     tuples=_TUPLES,
     specs=(
         SpecRule(
-            name="every rank has as many stages",
+            name="ranks have equal numbers of stages",
             theorem=_BETWEEN_STAGES,
             faults=_rounds_of_stages,
         ),
         SpecRule(name="every stage has layers", theorem=_BETWEEN_STAGES, faults=_layers),
         SpecRule(
-            name="the schedule has its micro-batches",
+            name="the schedule has enough micro-batches",
             theorem=_EVERY_MICROBATCH,
             faults=_scheduled,
         ),
     ),
     not_yet=(
-        SpecRule(name="units within a stage", theorem="", faults=_units),
+        SpecRule(name="units are within a stage", theorem="", faults=_units),
         SpecRule(name="one policy for both passes", theorem="", faults=_kept_for_a_while),
-        SpecRule(name="units wait for their weights", theorem="", faults=_halves),
-        SpecRule(name="saved slices are gathered once", theorem="", faults=_regathered),
-        SpecRule(name="shared gradients meet before the update", theorem="", faults=_shared),
-        SpecRule(name="matrices of a whole model", theorem="", faults=_whole_matrices),
+        SpecRule(name="units exist until their weight gradients", theorem="", faults=_halves),
+        SpecRule(name="saved shards are gathered once", theorem="", faults=_regathered),
+        SpecRule(name="shared gradients are reduced before the update", theorem="", faults=_shared),
+        SpecRule(name="muon needs the full model", theorem="", faults=_whole_matrices),
     ),
 )
 
@@ -267,16 +299,15 @@ def _without_pp(spec: Spec) -> Iterator[Fault]:
         if getattr(spec.pipeline, field.name) != getattr(default, field.name):
             yield Fault(
                 place=f"pipeline.{field.name}",
-                finding="nothing obeys it: the model is not cut into stages, since pp has no two "
-                "ranks",
-                remedy=f"remove pipeline.{field.name}, or write {two_ranks(Axis.PP)}",
+                finding="has no effect: the mesh has no pp axis with two or more ranks",
+                remedy=f"Remove `pipeline.{field.name}`, or {two_ranks(Axis.PP)}",
             )
 
 
 DIALS = (
     SpecRule(
-        name="the dials of pp need it",
-        theorem="every key of a spec has an effect",
+        name="options of pp need pp",
+        theorem="every key has an effect",
         faults=_without_pp,
     ),
 )

@@ -114,7 +114,7 @@ class Simulation(NamedTuple):
 def simulate(schedule: Schedule, costs: Durations | None = None) -> Simulation:
     """Raises BrokenSchedule with the rank, the action and what is wrong. O(actions)."""
     costs = costs or equal_stages(schedule)
-    assert costs.covers(schedule), "costs of other stages than the schedule's"
+    assert costs.covers(schedule), "costs for other stages than those of the schedule"
     return _Simulation(schedule, costs).to_the_end()
 
 
@@ -189,7 +189,7 @@ class _Simulation:
             owner = self.schedule.rank_of[need.stage]
             chain.append(f"rank {at} waits at {waiting} for {need} of rank {owner}")
             at = owner
-        return BrokenSchedule(rank, step, f"nobody goes on: {', '.join(chain)}")
+        return BrokenSchedule(rank, step, f"deadlock: {', '.join(chain)}")
 
 
 # A schedule on cores that its ranks share: who waits leaves them to the others.
@@ -208,7 +208,7 @@ def simulate_sharing(
     """Return when the steps start and end of a schedule that is one, of which `simulate` convinces.
     `speed` says by how many ranks are busy how much faster each is than with all of them; what is
     sent takes its sender's time. O(steps x ranks)."""
-    assert costs.covers(schedule), "costs of other stages than the schedule's"
+    assert costs.covers(schedule), "costs for other stages than those of the schedule"
     assert not costs.communication, "what is sent takes its sender's time"
     return _Sharing(schedule, costs, speed).to_the_end()
 

@@ -43,27 +43,33 @@ def _activations(placement: Placement, optimizer: OptimizerSpec) -> bool:
 
 _TUPLES = (
     TupleRule(
-        name="an operator's slice has its own states",
-        theorem="Theorem 4 (state consistency)",
+        name="states are sharded like operators",
+        theorem="Theorem 4, state consistency",
         broken=_states,
-        message="a rank of tp computes with its slice of each operator and nothing else, so "
-        "parameters and optimizer state are S",
+        message=(
+            "parameters and optimizer state must be S on tp: each rank computes with its "
+            "shard of each operator only"
+        ),
         nearest=lambda placement: replace(placement, parameters=S, optimizer=S),
     ),
     TupleRule(
-        name="gradients are summed across tp groups, not within",
-        theorem="Theorem 6.3 (gradients are summed across tp groups, not within)",
+        name="gradients are reduced across tp groups, not within",
+        theorem="Theorem 6.3, gradients are reduced across tp groups, not within",
         broken=_gradients,
-        message="the gradient of an operator's slice is its rank's alone, so gradients are S",
+        message=(
+            "gradients must be S on tp: the gradient of an operator's shard exists on its rank only"
+        ),
         nearest=lambda placement: replace(placement, gradients=S),
     ),
     TupleRule(
-        name="activations are whole or slices of the tokens",
+        name="activations are full or sharded by tokens",
         theorem="Definition 2",
         broken=_activations,
-        message="activations on tp are R, S (a slice of the tokens) or S* (saved so, and gathered "
-        "for backward); M and O belong to a rank, not to an axis: "
-        "activations: M at the top of the spec",
+        message=(
+            "activations on tp must be R, S (sharded by tokens) or S* (saved as shards, "
+            "all-gathered for backward); M and O are set for all axes at the top level, "
+            "`activations=M`"
+        ),
         nearest=lambda placement: replace(placement, activations=R),
     ),
 )
@@ -81,8 +87,9 @@ def _divides(spec: Spec) -> Iterator[Fault]:
             yield Fault(
                 place="mesh.tp",
                 finding=f"tp={degree} does not divide {name}: {number}",
-                remedy=f"choose tp from {', '.join(map(str, choices))}"
-                + (_other_width(name, number, degree) if name in _FREE_WIDTHS else ""),
+                remedy=f"Use one of {', '.join(map(str, choices))} for `mesh.tp`"
+                + (_other_width(name, number, degree) if name in _FREE_WIDTHS else "")
+                + ".",
             )
 
 
@@ -92,7 +99,7 @@ _FREE_WIDTHS = ("expert_ffn",)  # which no other size of a model follows from
 def _other_width(name: str, width: int, degree: int) -> str:
     """Return the multiples of a degree around a width, as a remedy."""
     near = dict.fromkeys((max(degree, width - width % degree), width + degree - width % degree))
-    return f", or write model.{name}={' or '.join(map(str, near))}"
+    return f", or `model.{name}={f'` or `model.{name}='.join(map(str, near))}`"
 
 
 def _rows(spec: Spec) -> Iterator[Fault]:
@@ -101,8 +108,8 @@ def _rows(spec: Spec) -> Iterator[Fault]:
         even = degree * ceil_div(shape.vocab, degree)
         yield Fault(
             place="mesh.tp",
-            finding=f"tp={degree} leaves ranks without a row of a vocabulary of {shape.vocab}",
-            remedy=f"choose a lower degree, or write model.vocab={even}",
+            finding=f"tp={degree} leaves ranks without a row of the vocabulary of {shape.vocab}",
+            remedy=f"Use a smaller `mesh.tp`, or `model.vocab={even}`.",
         )
 
 
@@ -115,10 +122,12 @@ def _shards_of_rows(spec: Spec) -> Iterator[Fault]:
         even = degree * ceil_div(shape.vocab, degree)
         yield Fault(
             place="mesh.tp",
-            finding=f"not yet: a vocabulary of {shape.vocab} in slices of "
-            f"{' and '.join(map(str, sorted(set(slices(shape.vocab, degree)), reverse=True)))} "
-            f"rows, each in {shards} shards of unlike heights",
-            remedy=f"what works today: model.vocab={even}, or parameters R on the data axes",
+            finding=(
+                f"not supported yet: a vocabulary of {shape.vocab} in tp shards of "
+                f"{' and '.join(map(str, sorted(set(slices(shape.vocab, degree)), reverse=True)))} "
+                f"rows, each split into {shards} uneven shards"
+            ),
+            remedy=f"Use `model.vocab={even}`, or parameters R on the data axes.",
         )
 
 
@@ -130,9 +139,11 @@ def _smaller_shards(spec: Spec) -> Iterator[Fault]:
     if is_number and shards != degree and spec.degree(Axis.TP) > 1 and form_of(spec) in BY_TENSOR:
         yield Fault(
             place="sync.reshard_after_forward",
-            finding=f"not yet: {shards} shards from forward to backward of what tp cuts, which "
-            "torch's fully_shard does not make",
-            remedy="write true, false or non-root",
+            finding=(
+                f"not supported yet: {shards} shards between forward and backward with "
+                "tp (torch's fully_shard does not support it)"
+            ),
+            remedy="Use true, false or non-root.",
         )
 
 
@@ -142,8 +153,8 @@ def _tokens(spec: Spec) -> Iterator[Fault]:
     if cut and sequence % degree:
         yield Fault(
             place="batch.sequence",
-            finding=f"{counted(sequence, 'token')} cannot be cut into {degree} equal slices",
-            remedy=f"write a multiple of {degree}, or placement.tp.activations=R{PADDED}",
+            finding=f"{counted(sequence, 'token')} cannot be split into {degree} equal shards",
+            remedy=f"Use a multiple of {degree}, or `placement.tp.activations=R`{PADDED}.",
         )
 
 
@@ -154,9 +165,12 @@ def _logits(spec: Spec) -> Iterator[Fault]:
     if shape.vocab % degree:
         yield Fault(
             place="tensor.loss_parallel",
-            finding=f"false: a vocabulary of {shape.vocab} is cut into unequal slices, and only "
-            "equal ones are gathered",
-            remedy=f"write true, or a vocab that is a multiple of {degree}",
+            finding=(
+                f"false needs equal shards, but the vocabulary of {shape.vocab} is split unevenly"
+            ),
+            remedy=(
+                f"Use `tensor.loss_parallel=true`, or a vocabulary that is a multiple of {degree}."
+            ),
         )
 
 
@@ -164,8 +178,8 @@ def _whole_head(spec: Spec) -> Iterator[Fault]:
     if spec.degree(Axis.TP) > 1 and spec.loss.fused:
         yield Fault(
             place="loss.fused",
-            finding="torch's linear_cross_entropy takes a whole head, and tp cuts it",
-            remedy="remove fused: chunks of logits are cut over the vocabulary too",
+            finding="torch's linear_cross_entropy needs the full output head, but tp shards it",
+            remedy="Remove `loss.fused`: chunked logits are sharded over the vocabulary.",
         )
 
 
@@ -173,8 +187,8 @@ def _whole_matrices(spec: Spec) -> Iterator[Fault]:
     if spec.degree(Axis.TP) > 1 and not spec.optimizer.row.is_elementwise:
         yield Fault(
             place="optimizer.name",
-            finding=f"{spec.optimizer.name} takes whole matrices, and tp cuts them",
-            remedy="write adamw, or no tp",
+            finding=f"{spec.optimizer.name} needs full matrices, but tp shards them",
+            remedy="Use `optimizer.name=adamw`, or remove `mesh.tp`.",
         )
 
 
@@ -182,8 +196,8 @@ def _own_plan(spec: Spec) -> Iterator[Fault]:
     if spec.tensor.roles and isinstance(spec.model, ModelShape):
         yield Fault(
             place="tensor.plan",
-            finding="a built-in model has the roles of its family",
-            remedy="write paired or naive",
+            finding="a built-in model uses the roles of its family",
+            remedy="Use `tensor.plan=paired` or `tensor.plan=naive`.",
         )
 
 
@@ -195,8 +209,10 @@ def _whole_tokens(spec: Spec) -> Iterator[Fault]:
         if factor.axis is Axis.TP and factor.degree > 1 and activations != R:
             yield Fault(
                 place="placement.tp.activations",
-                finding=f"not yet: {activations}, of a model that is not built in, in stages",
-                remedy="what works today: activations: R, no pp, or a preset or a shape",
+                finding=f"not supported yet: activations {activations} with pp for custom models",
+                remedy=(
+                    "Use `placement.tp.activations=R`, remove `mesh.pp`, or use a built-in model."
+                ),
             )
 
 
@@ -205,8 +221,8 @@ def _naive_slices(spec: Spec) -> Iterator[Fault]:
     if cut and spec.tensor.is_naive:
         yield Fault(
             place="tensor.plan",
-            finding="not yet: naive, with slices of the tokens between the sub-blocks",
-            remedy="write paired, or placement.tp.activations=R",
+            finding="not supported yet: naive with sequence parallelism",
+            remedy="Use `tensor.plan=paired`, or `placement.tp.activations=R`.",
         )
 
 
@@ -215,9 +231,8 @@ def _naive_latents(spec: Spec) -> Iterator[Fault]:
     if is_latent and spec.degree(Axis.TP) > 1 and spec.tensor.is_naive:
         yield Fault(
             place="tensor.plan",
-            finding="not yet: naive, of latent attention (model.kv_lora_rank), whose ranks sum "
-            "the gradients of what all heads share once",
-            remedy="write paired",
+            finding="not supported yet: naive with latent attention (model.kv_lora_rank)",
+            remedy="Use `tensor.plan=paired`.",
         )
 
 
@@ -226,23 +241,25 @@ TENSOR = AxisRules(
     tuples=_TUPLES,
     specs=(
         SpecRule(name="the degree divides the operators", theorem="Definition 2", faults=_divides),
-        SpecRule(name="every rank has rows", theorem="Definition 2", faults=_rows),
-        SpecRule(name="roles are the family's own", theorem="Definition 2", faults=_own_plan),
-        SpecRule(name="slices of the tokens are equal", theorem="Definition 2", faults=_tokens),
-        SpecRule(name="an operator has whole weights", theorem="Definition 2", faults=_whole_head),
+        SpecRule(name="every rank has vocabulary rows", theorem="Definition 2", faults=_rows),
+        SpecRule(name="roles are those of the family", theorem="Definition 2", faults=_own_plan),
+        SpecRule(name="token shards are equal", theorem="Definition 2", faults=_tokens),
         SpecRule(
-            name="an update sees what it needs",
-            theorem="Theorem 4 (state consistency)",
+            name="the loss kernel has full weights", theorem="Definition 2", faults=_whole_head
+        ),
+        SpecRule(
+            name="the optimizer has full matrices",
+            theorem="Theorem 4, state consistency",
             faults=_whole_matrices,
         ),
     ),
     not_yet=(
-        SpecRule(name="all tokens between the blocks", theorem="", faults=_whole_tokens),
-        SpecRule(name="the naive plan has all tokens", theorem="", faults=_naive_slices),
-        SpecRule(name="the naive plan has no latents", theorem="", faults=_naive_latents),
-        SpecRule(name="equal slices are gathered", theorem="", faults=_logits),
-        SpecRule(name="shards of slices are alike", theorem="", faults=_shards_of_rows),
-        SpecRule(name="slices have one kind of shards", theorem="", faults=_smaller_shards),
+        SpecRule(name="all tokens between blocks", theorem="", faults=_whole_tokens),
+        SpecRule(name="the naive plan uses all tokens", theorem="", faults=_naive_slices),
+        SpecRule(name="the naive plan has no latent attention", theorem="", faults=_naive_latents),
+        SpecRule(name="gathered shards are equal", theorem="", faults=_logits),
+        SpecRule(name="shards of shards are equal", theorem="", faults=_shards_of_rows),
+        SpecRule(name="tp shards have one kind of data shards", theorem="", faults=_smaller_shards),
     ),
 )
 
@@ -266,16 +283,16 @@ def _without_tp(spec: Spec) -> Iterator[Fault]:
         if is_written:
             yield Fault(
                 place=f"tensor.{key}",
-                finding="nothing obeys it: no operator is cut, since tp has no two ranks",
-                remedy=f"remove tensor.{key}"
-                + (f", or write {two_ranks(Axis.TP)}" if key != "experts" else ""),
+                finding="has no effect: the mesh has no tp axis with two or more ranks",
+                remedy=f"Remove `tensor.{key}`"
+                + (f", or {two_ranks(Axis.TP)}" if key != "experts" else "."),
             )
 
 
 DIALS = (
     SpecRule(
-        name="the dials of tp need it",
-        theorem="every key of a spec has an effect",
+        name="options of tp need tp",
+        theorem="every key has an effect",
         faults=_without_tp,
     ),
 )

@@ -89,6 +89,8 @@ def clip(scene: Scene, clipped: Iterable[list[list[int]] | None]) -> None:
     numels: list[int] = []
     for groups in clipped:
         if groups is None and not plan.wrap.keeps_gradients_on_device and tape.clock.pace.overlaps:
-            raise UnknownRate("the norm is the host's, whose pace no cluster's rates tell")
+            raise UnknownRate(
+                "the host computes the norm, and the cluster has no rates for the host"
+            )
         numels += chain.from_iterable(groups or ())
     tape.clock.clip(plan.update.layout, numels)

@@ -203,10 +203,9 @@ class SpreadUpdate(Replicas):
     def notes(self) -> Iterator[str]:
         axes = " and ".join(self.step.axes)
         yield (
-            "torch's ZeroRedundancyOptimizer leaves the gradients to DistributedDataParallel, "
-            "which sums them whole on every rank, 2r|G|, and its owners broadcast what they "
-            f"updated, r|Θ|: 3 units on {axes}. The same tuple on dp_shard reduces to shards and "
-            "gathers the updated ones: 2 units"
+            "with torch's ZeroRedundancyOptimizer, DistributedDataParallel all-reduces full "
+            "gradients, 2r|G|, and owners broadcast updated parameters, r|Θ|: 3 units on "
+            f"{axes}. The same placement on dp_shard reduce-scatters and all-gathers: 2 units"
         )
 
     def player(self, scene: Scene) -> SpreadReplicated:

@@ -203,38 +203,39 @@ class Units:
         buffers = flat_buffers(self.wrapped.spec, self.wrapped.plan, facts)
         if more := sum(size * times for size, times in buffers.items()) - facts.numel:
             elements_more = f"{more} element{'' if more == 1 else 's'} more"
-            yield f"flat units are padded: {elements_more} than the model has"
+            yield f"flat units are padded: {elements_more} than in the model"
 
     def _update(self) -> Iterator[str]:
         wrap = self.step
         axes = [axis for axis in wrap.updated if axis not in wrap.parameters]
         if axes:
             yield (
-                f"parameters are whole and the optimizer is a shard on {', '.join(axes)}: each "
-                "rank updates its part, so the updated parameters must be gathered, r|Θ| that "
-                "Theorem 2 as printed leaves out"
+                f"parameters are full and the optimizer is sharded on {', '.join(axes)}: "
+                "each rank updates its shard, and updated parameters are all-gathered, r|Θ|, "
+                "which Theorem 2 as printed omits"
             )
         if wrap.consumed:
             yield (
                 "gradients are M: a unit is reduced and updated as soon as its gradients are "
-                "complete, so that no more than one unit's live at once"
+                "complete, so the gradients of at most one unit exist at a time"
             )
         late = [axis for axis in wrap.updated if axis not in wrap.gradients]
         if late and not wrap.consumed:
             yield (
-                f"gradients are R and the optimizer is a shard on {', '.join(late)}: a reduce-"
-                "scatter before the update replaces the all-reduce, r|G| instead of 2r|G|; "
-                "gradients keep their full size, and only the rank's own part of them holds the sum"
+                f"gradients are R and the optimizer is sharded on {', '.join(late)}: a "
+                "reduce-scatter before the update replaces the all-reduce, r|G| instead of "
+                "2r|G|; gradients keep their full size, and only the local shard holds the "
+                "sum"
             )
         whole = [axis for axis in wrap.optimizer if axis not in wrap.updated]
         if whole:
             yield (
-                f"optimizer state is gathered over {', '.join(whole)} for the update, r|Ω| unit by "
-                "unit, and every rank there computes the same whole update"
+                f"optimizer state is all-gathered over {', '.join(whole)} for the update, "
+                "r|Ω| unit by unit, and every rank computes the same full update"
             )
         wider = [axis for axis in wrap.gradients if axis not in wrap.updated]
         if wider:
             yield (
-                f"gradients are shards on {', '.join(wider)} and the update takes them whole "
-                "there: they are gathered for it, r|G|"
+                f"gradients are sharded on {', '.join(wider)} and all-gathered for the "
+                "update, which needs them in full, r|G|"
             )

@@ -494,7 +494,7 @@ class FullySharded(InPlaceUpdate):
 def _listed(unit: UnitFacts) -> list[TensorFacts]:
     """Return a unit's tensors as FSDP2 lists them."""
     tensors = {tensor.name: tensor for tensor in unit.tensors}
-    return [tensors[name] for name in listed([*tensors])]
+    return [tensors[name] for name in listed(tuple(tensors))]
 
 
 def _padded(

@@ -87,7 +87,10 @@ class Sharded(InPlace):
     def _shard_kinds(self) -> list[tuple[int, ...]]:
         """By shard the rows that it has of tensors of each height."""
         rows = (
-            [local_rows(height, own.ranks, self._index(own, n)) for n in range(self.ranks)]
+            [
+                local_rows(height, own.ranks, n if own.ranks == self.ranks else self._index(own, n))
+                for n in range(self.ranks)
+            ]
             for height, own in self._heights
         )
         return list(zip(*rows, strict=True)) or [()] * self.ranks
@@ -155,17 +158,17 @@ class Sharded(InPlace):
         shards = self.step.sync.after_forward(is_root=False)
         if not isinstance(shards, bool):
             yield (
-                f"between its forward and its backward a unit is kept in {shards} shards instead "
-                f"of {self.ranks}: backward gathers it over {shards} ranks and sends "
-                f"{shards - 1}/{shards} of it"
+                f"between forward and backward, a unit is sharded over {shards} ranks "
+                f"instead of {self.ranks}: backward all-gathers it over {shards} ranks and "
+                f"sends {shards - 1}/{shards} of it"
             )
         yield from kept_root(self.wrapped)
         numel = self.wrapped.facts.numel
         padded = sum(n * self._shards(unit).ranks * self._padded(unit) for unit, n in self.kinds)
         if padded > numel:
             yield (
-                f"each tensor is cut by rows, ceil(d0 / {self.ranks}) on every rank: "
-                f"{padded / numel - 1:.2%} more than the model has"
+                f"each tensor is sharded by rows, ceil(d0 / {self.ranks}) on every rank: "
+                f"{padded / numel - 1:.2%} more than in the model"
             )
 
 

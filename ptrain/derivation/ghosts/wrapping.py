@@ -124,15 +124,15 @@ def accumulation(wrapped: Wrapped) -> Iterator[str]:
         factors.append(f"reduction of gradients {reductions(sync, num_micro)}×")
     if factors:
         yield (
-            f"{num_micro} micro-batches make a step, and the paper's step has one; by `sync` a "
-            f"unit moves: {', '.join(factors)}"
+            f"a step has {num_micro} micro-batches, but the paper's step has one; with this "
+            f"`sync`, collectives per unit are: {', '.join(factors)}"
         )
     if step.reduced_by_unit and sync.gradients is GradientSync.LAST:
         size = wrapped.facts.trained_numel * plan.update.layout.reduced.itemsize
         yield (
-            "sync.gradients: last makes gradients R until the last micro-batch is reduced: each "
-            f"rank holds the unsharded sum of its own, {format_bytes(size)}, however many ranks "
-            "there are"
+            "with sync.gradients=last, gradients are R until the last micro-batch is "
+            f"reduced: each rank holds the full local sum, {format_bytes(size)}, for any "
+            "number of ranks"
         )
 
 
@@ -143,7 +143,7 @@ def kept_root(wrapped: Wrapped) -> Iterator[str]:
         times = gathers(sync, wrapped.plan.accumulate.micro_batches, is_root=True)
         root = sum(unit.numel for unit in wrapped.facts.units if unit.is_root)
         yield (
-            f"the root, {root:,} of {wrapped.facts.numel:,} parameters, stays gathered between "
-            f"its forward and its backward: it comes {times.forward}× forward, "
-            f"{times.backward}× backward"
+            f"the root, {root:,} of {wrapped.facts.numel:,} parameters, is not freed between "
+            f"forward and backward: it is gathered {times.forward}× in forward and "
+            f"{times.backward}× in backward"
         )

@@ -70,7 +70,7 @@ def of_router_losses(scene: Investigation, names: list[str]) -> Culprit | None:
     place = next((path for path in routers if f"{path}.weight" in names), "")
     cause = _counted(scene, counted[0], place)
     wrong = {n: g + factors[0] * alone[n] for n, g in scene.evidence.expected.gradients.items()}
-    words = f"{counted[0]:.4g} times the gradients of the routers' losses"
+    words = f"{counted[0]:.4g} times the gradients of the router losses"
     return proven(scene, cause, words, instead(wrong))
 
 
@@ -114,7 +114,7 @@ def _of_tokens_together(scene: Investigation) -> Culprit | None:
         for balance in balances:
             del balance.forward
     cause = scene.culprit(*_TOGETHER)
-    return proven(scene, cause, "the losses of all tokens together", instead(wrong))
+    return proven(scene, cause, "the router losses of all tokens together", instead(wrong))
 
 
 def balance_cause(scene: Investigation) -> Culprit | None:
@@ -132,14 +132,17 @@ def balance_cause(scene: Investigation) -> Culprit | None:
     if not everyone or not all(everyone):
         return None
     cause = scene.culprit(*_TOGETHER)
-    return cause.proven(f"{path} with all tokens together is what ranks have")
+    return cause.proven(f"{path} with all tokens together reproduces the output on the ranks")
 
 
 _TOGETHER = (
     "",
-    "routers' losses of whole micro-batches",
-    "the routers' losses are of all tokens of a micro-batch together: shares and mean scores "
-    "are those of each sample's tokens, so that it is the same wherever samples are computed",
+    "router losses over full micro-batches",
+    (
+        "The router losses are computed over all tokens of a micro-batch together. Compute "
+        "shares and mean scores per sample, so that the losses do not depend on where samples "
+        "are computed."
+    ),
 )
 
 
@@ -149,22 +152,22 @@ def _together(loss: Callable[..., Tensor], *routing_BT: Tensor) -> Tensor:
 
 
 def _counted(scene: Investigation, ratio: float, place: str) -> Culprit:
-    once = "their sum over all samples, divided by the global number of samples, is to be minimised"
+    once = "Minimize their sum over all samples, divided by the global number of samples."
     if abs(ratio) <= EXACT:
-        sentence = f"the routers' losses are left out of what is minimised: {once}"
-        factor = "routers' losses left out"
+        sentence = f"The router losses are left out of the objective. {once}"
+        factor = "router losses left out"
         return scene.culprit("", factor, sentence, place=place)
     candidates = products(ratio, scene.degrees)
     axis = next((name for its in candidates for name in its.axes if name != "K"), "")
     text = factor_text(ratio, scene.degrees)
-    factor, sentence = f"routers' losses {text}", f"the routers' losses count {text}: {once}"
+    factor, sentence = f"router losses {text}", f"The router losses are weighted {text}. {once}"
     return scene.culprit(axis, factor, sentence, place=place)
 
 
 _MOST_VALUES = 4096  # of an output that ranks tell each other
 RULED_OUT = (
-    "an addend of a sum over ranks, other parameters, rows of other tokens or experts, keys and "
-    f"positions of other slices, {OF_VALUES}"
+    "a partial sum over ranks, other parameters, rows of other tokens or experts, keys and "
+    f"positions of other sequence shards, {OF_VALUES}"
 )
 
 
@@ -199,9 +202,9 @@ def _partial(scene: Investigation) -> Culprit | None:
         factor = missing_sum(parts, truths, its, EXACT)
         if factor is not None and abs(factor - 1.0) <= EXACT:
             axes = axis.replace("+", " and ")
-            what = f"each rank of {axes} has its own addend of {_what(scene)}: sum it over {axes}"
+            what = f"Each rank of {axes} has a partial sum of {_what(scene)}. Sum it over {axes}."
             cause = scene.culprit(axis.partition("+")[0], f"missing all-reduce over {axes}", what)
-            return cause.proven(f"summed over {axes} it is one device's")
+            return cause.proven(f"summed over {axes} it matches the reference")
     return None
 
 
@@ -223,12 +226,15 @@ def _other_weights(scene: Investigation) -> Culprit | None:
     text, by_all = elected
     if text.startswith("stale"):
         sentence = (
-            f"{scene.first.place} computes with parameters that the update has not reached: gather "
-            "or copy them after it"
+            f"{scene.first.place} computes with parameters from before the update. Gather or "
+            "copy them after the update."
         )
     else:
-        sentence = f"{scene.first.place} computes with parameters in another dtype: keep one dtype"
-    tried = f"with these parameters one device's {scene.first.place} returns what the ranks have"
+        sentence = f"{scene.first.place} computes with parameters in another dtype. Use one dtype."
+    tried = (
+        f"with these parameters, {scene.first.place} of the reference returns the values "
+        "on the ranks"
+    )
     return directly(scene.culprit(None, text, sentence), tried, by_all=by_all)
 
 

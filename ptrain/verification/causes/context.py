@@ -75,8 +75,7 @@ def runs(positions: Sequence[int]) -> Iterator[Span]:
 ALIKE = EXACT * 1e-4  # relative: what is closer than this is the same
 _MOST = 8  # slices that are tried one by one
 OF_VALUES = (
-    "another rank's part, slices in another order, a rounding, a multiple, its elements in other "
-    "places"
+    "another rank's shard, shards in another order, a rounding, a multiple, permuted elements"
 )
 
 
@@ -120,34 +119,36 @@ def of_values(
     for rank, part in places.items():
         there = part.of(sides.whole)
         if part != sides.part and there.shape == own.shape and relative(own, there) <= EXACT:
-            sentence = f"{what} is the part of rank {rank}: places or groups of ranks are wrong"
-            tried = "one device's there is what the rank has"
+            sentence = (
+                f"{what} is the shard of rank {rank}. Check rank coordinates and process groups."
+            )
+            tried = "the reference values of that rank are the values on this rank"
             axis = scene.ranks.axis_of([scene.rank, rank])
-            return Explanation(f"part of rank {rank}", sentence, tried, axis)
+            return Explanation(f"shard of rank {rank}", sentence, tried, axis)
     for axis in scene.axes:
         if (order := order_of_slices(own, expected, scene.spec.degree(axis))) is not None:
             sentence = (
-                f"{what} is put together of the right slices of {axis} in the order "
-                f"{', '.join(map(str, order))}: gather them by rank"
+                f"{what} concatenates the right shards of {axis} in the order "
+                f"{', '.join(map(str, order))}. Gather them by rank."
             )
-            tried = "put in order, they are one device's"
-            return Explanation("slices in another order", sentence, tried, str(axis))
+            tried = "in rank order they match the reference"
+            return Explanation("shards in another order", sentence, tried, str(axis))
     if dtype := rounded_to(own, expected):
-        sentence = f"{what} has the rounding of {dtype}: keep, and compute, it in the spec's dtype"
+        sentence = f"{what} has the rounding of {dtype}. Compute and store it in the spec's dtype."
         its = rounded(expected, getattr(torch, dtype))
         is_it = torch.equal(its, own.to(expected.dtype))
-        tried = f"one device's rounded to {dtype} is what is there" if is_it else ""
+        tried = f"the reference rounded to {dtype} has the same values" if is_it else ""
         return Explanation(f"rounded to {dtype}", sentence, tried)
     fit = multiple(own, expected)
     if fit.holds(EXACT) and abs(fit.factor - 1.0) > EXACT:
         text = factor_text(fit.factor, scene.degrees)
         axes = (n for its in products(fit.factor, scene.degrees) for n in its.axes if n != "K")
-        sentence = f"{what} is {text} of one device's: scale, average or sum it over ranks once"
-        tried = f"divided by {fit.factor:.4g} it is one device's"
+        sentence = f"{what} is the reference {text}. Scale, average or sum it over ranks once."
+        tried = f"divided by {fit.factor:.4g} it matches the reference"
         return Explanation(text, sentence, tried, next(axes, ""))
     one_sorted, other = (tensor.double().reshape(-1).sort().values for tensor in (own, expected))
     if relative(one_sorted, other) <= EXACT:
-        sentence = f"{what} has its elements in other places: load, and gather, shards by rank"
+        sentence = f"{what} has permuted elements. Load and gather shards by rank."
         return Explanation("elements in another order", sentence)
     return None
 
@@ -193,8 +194,10 @@ def agreed(
     explanation, _ = named.most_common(1)[0]  # ranks may see one factor in several ways
     axis = explanation.axis or axis
     cause = scene.culprit(axis or None, usual + explanation.whose, explanation.sentence)
-    what = "returns" if scene.first.moment is Moment.FORWARD else "hands back"
-    tried = f"one device's {scene.first.place}, computed so, {what} what the ranks have"
+    what = "returns" if scene.first.moment is Moment.FORWARD else "passes back"
+    tried = (
+        f"{scene.first.place} of the reference, computed this way, {what} the values on the ranks"
+    )
     return directly(cause, tried, by_all=scene.by_all(everyone))
 
 
@@ -327,8 +330,8 @@ def _share_missing(
         return
     ranks = ranks_text(scene, owners)
     sentence = (
-        f"rank {scene.rank} has no gradient of its keys and values from the queries of {ranks}: "
-        "send every share of dK and dV home, and add them"
+        f"Rank {scene.rank} has no gradient of its keys and values from the queries of "
+        f"{ranks}. Send all partial dK and dV to the rank that owns the tokens, and add them."
     )
     yield Explanation("missing dK and dV", sentence, whose=f" from {ranks}")
 
@@ -341,8 +344,8 @@ def _of_other_tokens(
         if relative(own.tensor, own.part(whole, spans)) <= EXACT:
             its = ranks_text(scene, [owner])
             sentence = (
-                f"rank {scene.rank} has the gradients of the keys and values of {its}: send dK and "
-                "dV on to the rank whose tokens they are of"
+                f"Rank {scene.rank} has the gradients of the keys and values of {its}. Send "
+                "dK and dV to the rank that owns the tokens."
             )
             yield Explanation("dK and dV", sentence, whose=f" of {its}")
 
@@ -358,10 +361,10 @@ def _of_other_strides(
     sum_BTGD = sum_BTC.unflatten(-1, (-1, scene.spec.model.head_dim))
     if any(relative(own.tensor, x_BTC) <= EXACT for x_BTC in under_other_strides(sum_BTGD)):
         sentence = (
-            f"rank {scene.rank} has the gradients of its keys and values with their elements in "
-            "the places that they have under other strides, as torch.distributed.nn.functional's "
-            "all_gather gives them on gloo: make what it is given in backward contiguous, or use "
-            "functional collectives"
+            f"Rank {scene.rank} has the gradients of its keys and values in the element "
+            "order of other strides, as all_gather of torch.distributed.nn.functional "
+            "returns them on gloo. Make the tensor that backward receives contiguous, or use "
+            "functional collectives."
         )
         yield Explanation("dK and dV in the order of other strides", sentence)
 
@@ -380,8 +383,8 @@ def of_some_keys(scene: Investigation, layout: TokenLayout, own: Own) -> Iterato
     if shares and (owners := lacking(own.tensor, shares, EXACT)):
         ranks = ranks_text(scene, owners)
         sentence = (
-            f"rank {scene.rank} has no gradient of its queries from the keys of {ranks}: add up "
-            "dQ over all hops"
+            f"Rank {scene.rank} has no gradient of its queries from the keys of {ranks}. Sum "
+            "dQ over all hops."
         )
         yield Explanation("missing dQ", sentence, whose=f" from the keys of {ranks}")
 
@@ -403,7 +406,7 @@ def _by_keys(columns: Tensor, core: Core, heads: Heads, mask: Tensor | None) -> 
     return y_BHTD[..., :features]
 
 
-_BY_GLOBAL = "number tokens as in the whole sequence (Transformer.place_tokens)"
+_BY_GLOBAL = "Number tokens by their position in the full sequence (Transformer.place_tokens)."
 
 
 def other_positions(scene: Investigation, layout: TokenLayout, own: Own) -> Iterator[Explanation]:
@@ -426,7 +429,7 @@ def other_positions(scene: Investigation, layout: TokenLayout, own: Own) -> Iter
 
 def _of_positions(text: str) -> Iterator[Explanation]:
     if text:
-        yield Explanation(text, f"tokens have {text}: {_BY_GLOBAL}")
+        yield Explanation(text, f"The tokens have {text}. {_BY_GLOBAL}")
 
 
 def _other_positions(layout: TokenLayout, spans: Sequence[Span]) -> Iterator[tuple[Tensor, str]]:
@@ -452,8 +455,8 @@ def other_heads(scene: Investigation, layout: TokenLayout, own: Own) -> Iterator
     if order is not None:
         text = ", ".join(map(str, order))
         sentence = (
-            f"the heads of {path} are those of Ulysses' ranks in the order {text}: put them "
-            "together by rank, as they were sent"
+            f"The heads of {path} are in the Ulysses rank order {text}. Concatenate them by "
+            "rank, in the order in which they were sent."
         )
         yield Explanation("heads in another order", sentence)
     (queries, *others), mask = inputs_of(scene, path)
@@ -461,8 +464,8 @@ def other_heads(scene: Investigation, layout: TokenLayout, own: Own) -> Iterator
         keys, values = (_rolled(tensor, shift, count) for tensor in others)
         if own.fits(_attended(scene, (queries, keys, values), mask)):
             sentence = (
-                f"{path} attends with the queries of one rank's heads to the keys of another's: "
-                "cut queries, keys and values by heads in one order"
+                f"{path} applies the queries of one rank's heads to the keys of another's. "
+                "Split queries, keys and values by heads in the same order."
             )
             yield Explanation("keys of other heads", sentence)
 
@@ -498,8 +501,8 @@ def _other_masks(scene: Investigation, layout: TokenLayout) -> Iterator[tuple[Te
     """Yield which keys queries might see, bool [S, S]."""
     path, numbers = scene.first.place, torch.arange(layout.step.sequence)
     causal = numbers[:, None] >= numbers
-    by_index = f"{path} masks by the index that tokens have on a rank: mask by that in the sequence"
-    unmasked = f"{path} sees tokens that are still to come: mask blocks of keys by their place"
+    by_index = f"{path} masks by the local index of tokens. Mask by the index in the full sequence."
+    unmasked = f"{path} sees future tokens. Mask key blocks by their place in the sequence."
     for own in layout.rings():
         before = own.owners[:, None] >= own.owners
         is_own = own.owners[:, None] == own.owners
@@ -512,8 +515,8 @@ def _other_masks(scene: Investigation, layout: TokenLayout) -> Iterator[tuple[Te
         for hidden in _hidden(own):
             keys = _ranks_of(scene, layout, own, hidden)
             sentence = (
-                f"{path} on rank {scene.rank} sees no keys of {keys}: pass keys and values on "
-                "until every rank has had all of them"
+                f"{path} on rank {scene.rank} sees no keys of {keys}. Pass keys and values "
+                "on until every rank has received all of them."
             )
             explanation = Explanation("missing keys", sentence, whose=f" of {keys}")
             yield causal & ~_any_of(own, hidden), explanation
@@ -523,7 +526,10 @@ def _of_other_slices(path: str, layout: TokenLayout) -> Iterator[tuple[Tensor, E
     """Yield what queries see if slices are taken for contiguous, or for early and late chunks."""
     kinds = "contiguous slices", "early and late chunks"
     right, wrong = reversed(kinds) if layout.step.is_balanced else kinds
-    sentence = f"{path} takes {right} for {wrong}: let loader and attention permute tokens alike"
+    sentence = (
+        f"{path} treats {right} as {wrong}. Permute tokens identically in the loader "
+        "and in attention."
+    )
     for numbers in layout.otherwise():
         yield numbers[:, None] >= numbers, Explanation(f"mask of {wrong}", sentence)
 

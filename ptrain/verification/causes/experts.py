@@ -94,15 +94,15 @@ def _counted(scene: Investigation, axis: Axis, names: list[str]) -> Culprit | No
         return None
     text, axes = several(fits, axis)
     sentence = (
-        f"gradients of experts alone, {families(names)}, are {text} ({axes}): an expert's is of "
-        f"the tokens of all ranks of {' × '.join(of_experts)} when backward is over; reduce it "
-        f"over {_others(scene, axis)}, and divide it by what all others are divided by, the global "
-        "number of tokens"
+        f"The gradients of the experts only, {families(names)}, are {text} ({axes}). After "
+        "backward, an expert's gradient includes the tokens of all ranks of "
+        f"{' × '.join(of_experts)}. Reduce it over {_others(scene, axis)}, and divide it by "
+        "the global number of tokens, like all other gradients."
     )
     cause, all_names = scene.culprit(axes, text, sentence), set(names)
     truths = scene.evidence.expected.gradients.items()
     factors = {n: g * ratio for n, g in truths if n in all_names}
-    return proven(scene, cause, f"{text} of the experts' alone", instead(factors))
+    return proven(scene, cause, f"the experts' gradients {text}", instead(factors))
 
 
 def several(fits: Sequence[DegreeProduct], first: Axis) -> tuple[str, str]:
@@ -116,7 +116,7 @@ def several(fits: Sequence[DegreeProduct], first: Axis) -> tuple[str, str]:
 def _others(scene: Investigation, axis: Axis) -> str:
     degrees = {its.axis: its.degree for its in scene.spec.factors if its.axis in REDUCED_AXES}
     axes = [its for its, degree in degrees.items() if degree > 1 and its is not axis]
-    return f"{' and '.join(map(str, axes))} alone" if axes else "no axis"
+    return f"{' and '.join(map(str, axes))} only" if axes else "no axis"
 
 
 def _of_different_ones(scene: Investigation, axis: Axis, names: list[str]) -> Culprit | None:
@@ -128,13 +128,13 @@ def _of_different_ones(scene: Investigation, axis: Axis, names: list[str]) -> Cu
         outer = ranks_over(scene.spec, ahead(of_experts, along))
         for what, factor in (("summed", 1.0), ("averaged", 1.0 / degree)) if degree > 1 else ():
             sentence = (
-                f"gradients of {families(names)} are {what} over {along}, whose ranks have "
-                f"different {which}: reduce them over {_others(scene, axis)}"
+                f"The gradients of {families(names)} are {what} over {along}, but its ranks "
+                f"hold different {which}. Reduce them over {_others(scene, axis)}."
             )
             hypothesis = _summed(scene, names, (outer, degree), factor, dims)
             cause = scene.culprit(along, f"{what} over {along}", sentence)
             if (
-                one := proven(scene, cause, f"its parts {what} over {along}", hypothesis)
+                one := proven(scene, cause, f"its shards {what} over {along}", hypothesis)
             ) is not None:
                 return one
     return None
@@ -277,20 +277,26 @@ class _Group(ABC):
         ways = (
             (
                 "rows of other tokens",
-                "sends rows home as they lie, by expert, which are taken to lie by the rank that "
-                "they are of: bring them into the ranks' order first",
+                (
+                    "returns rows in expert order, but they are read in rank order. Sort them "
+                    "into rank order first."
+                ),
                 self.returned(is_sorted_there=True, is_sorted_home=False),
             ),
             (
                 "rows of other experts",
-                "takes rows for sorted by expert as they arrive, by the rank that they are of: "
-                "bring them into the experts' order first",
+                (
+                    "treats arriving rows as sorted by expert, but they are sorted by rank. Sort "
+                    "them into expert order first."
+                ),
                 self.returned(is_sorted_there=False, is_sorted_home=False),
             ),
             (
                 "rows of other experts",
-                "takes rows for sorted by expert as they arrive, by the rank that they are of, and "
-                "reorders them when they go home: bring them into the experts' order first",
+                (
+                    "treats arriving rows as sorted by expert, but they are sorted by rank, and "
+                    "reorders them on return. Sort them into expert order first."
+                ),
                 self.returned(is_sorted_there=False, is_sorted_home=True),
             ),
         )
@@ -303,15 +309,15 @@ class _Group(ABC):
         moved = {shift: self.moved(shift) for shift in range(1, ranks)}
         for shift, y in moved.items():
             sentence = (
-                f"gives rows to the rank of {axis} that is {shift} behind that of their experts: "
-                "send them to the rank that has these"
+                f"sends rows to the rank of {axis} that is {shift} after the rank of their "
+                "experts. Send them to the rank that holds the experts."
             )
             yield Explanation("experts of another rank", sentence, axis=axis), y
         blocks = [self.blocks(y) for y in (self.routed.y, *moved.values())]
         kept = [blocks[(self.own - expert // own) % ranks][expert] for expert in range(ranks * own)]
         sentence = (
-            f"sends no rows to other ranks of {axis}: a rank gives all to its own experts, "
-            "whichever they are for; exchange rows before experts and behind them"
+            f"sends no rows to other ranks of {axis}: each rank gives all rows to its local "
+            "experts. Exchange rows before and after the experts."
         )
         yield Explanation("all-to-all left out", sentence, axis=axis), self.joined(kept)
 
@@ -359,8 +365,8 @@ class _Rows(_Group):
         before = [len(rows) for rows in self._rows_at(self.places[self.own], back=1)]
         rows = torch.cat(self.rows[self.own]).split(before)
         sentence = (
-            "deals out rows by the counts of the micro-batch before: exchange those of each "
-            "micro-batch"
+            "splits rows by the counts of the previous micro-batch. Exchange the counts of "
+            "each micro-batch."
         )
         yield Explanation("stale by 1 micro-batch", sentence, axis=axis), self._through(rows)
 
@@ -467,8 +473,8 @@ def _weights_of_others(
         k = scene.first.index
         _, (weights_NK, _) = call_of(scene, f"{path}.router", (place, k))
         sentence = (
-            "weighs what a token's experts give by the router's weights of a token of another rank "
-            f"of {axis}: weights stay where their tokens are"
+            "weights a token's expert outputs by the router weights of a token of another "
+            f"rank of {axis}. Keep the weights with their tokens."
         )
         explanation = Explanation(f"weights of {axis} rank {number}", sentence, axis=str(axis))
         yield explanation, weights_NK, routed.rows_NKC
@@ -499,20 +505,20 @@ def _explanations(scene: Investigation, own: Own) -> Iterator[Explanation]:
 def _other_weights(routed: RoutedLayer) -> Iterator[Other]:
     """The right rows, otherwise weighed."""
     weights, rows = routed.weights_NK, routed.rows_NKC
-    for distance, which in ((1, "before"), (-1, "behind")):
+    for distance, which in ((1, "before"), (-1, "after")):
         sentence = (
-            "weighs what a token's experts give by the router's weights of the token "
-            f"{which} it: bring weights and rows into one order"
+            f"weights a token's expert outputs by the router weights of the token {which} "
+            "it. Bring weights and rows into the same order."
         )
         yield Explanation("weights of another token", sentence), weights.roll(distance, 0), rows
     for shift in range(1, weights.shape[1]):
         sentence = (
-            "weighs what one of a token's experts gives by the router's weight of another: "
-            "bring choices and weights into one order"
+            "weights one expert output of a token by the router weight of another choice. "
+            "Bring choices and weights into the same order."
         )
         yield Explanation("weights of another choice", sentence), weights.roll(shift, 1), rows
-    sentence = "adds up what a token's experts give without the router's weights: multiply by them"
-    yield Explanation("not weighed", sentence), torch.ones_like(weights), rows
+    sentence = "sums a token's expert outputs without the router weights. Multiply by them."
+    yield Explanation("not weighted", sentence), torch.ones_like(weights), rows
 
 
 def _rows_elsewhere(routed: RoutedLayer) -> Iterator[Other]:
@@ -520,15 +526,18 @@ def _rows_elsewhere(routed: RoutedLayer) -> Iterator[Other]:
     weights, order = routed.weights_NK, routed.order_M
     ways: tuple[tuple[str, Callable[[], Tensor]], ...] = (
         (
-            "puts rows back by the order in which they were sorted: use its inverse",
+            "restores rows by the sort order. Use its inverse.",
             lambda: routed.in_rows(order),
         ),
         (
-            "adds up rows as they are sorted, by expert: put them back in the tokens' order",
+            "sums rows in expert order. Restore the token order first.",
             lambda: routed.in_rows(torch.arange(len(order), device=order.device)),
         ),
         (
-            "takes rows by choice and then by token, where they are by token and then by choice",
+            (
+                "reads rows by choice and then by token, but they are ordered by token and then "
+                "by choice."
+            ),
             lambda: routed.rows_NKC.reshape(*reversed(weights.shape), -1).transpose(0, 1),
         ),
     )
@@ -546,24 +555,27 @@ def _dropped_otherwise(routed: RoutedLayer) -> Iterator[Other]:
     x_N1C = routed.x_BTC.flatten(0, 1)[:, None]
     last_C = routed.y.flatten(0, 1)[-1]
     counted: tuple[tuple[str, Tensor], ...] = (
-        ("a choice that finds no place is given what lies in the last one: give it zeros", last_C),
+        ("a dropped choice receives the values in the last place. Use zeros.", last_C),
         (
-            "a choice that finds no place gives the token itself, which the residual stream has",
+            "a dropped choice returns the token itself, which the residual stream already adds.",
             x_N1C,
         ),
     )
     for sentence, given in counted:
         of_others = torch.where(is_dropped_NK1, given, rows)
         yield (
-            Explanation("dropped tokens counted", f"drops wrongly: {sentence}"),
+            Explanation("dropped tokens counted", f"drops incorrectly: {sentence}"),
             weights,
             of_others,
         )
     kept = weights.masked_fill(routed.is_dropped_NK, 0.0)
     share_N1 = kept.sum(-1, keepdim=True) / weights.sum(-1, keepdim=True)
-    sentence = "divides by the weights of the choices that find a place: divide by those of all"
+    sentence = (
+        "normalizes by the weights of the choices that have a place. Normalize by the "
+        "weights of all choices."
+    )
     yield Explanation("weights of kept choices", sentence), kept / share_N1.clamp(min=1e-30), rows
-    sentence = "drops nothing: what is beyond an expert's capacity has to pass it by"
+    sentence = "drops nothing. Rows over the capacity of an expert must bypass it."
     yield Explanation("dropped tokens counted", sentence), weights, _of_all(routed)
 
 

@@ -199,19 +199,20 @@ def _known(scene: Investigation) -> KnownFactors:
     return KnownFactors(
         loss=loss,
         factors=(
-            (clipped, "clipped twice", "The factor of clipping is applied twice: apply it once."),
+            (clipped, "clipped twice", "The clipping factor is applied twice. Apply it once."),
             (
                 1 / clipped, "not clipped",
-                "The norm is computed and nothing is scaled by it: scale all gradients.",
+                "The norm is computed, but the gradients are not scaled. Scale all gradients.",
             ),
             (
                 scale, f"× {scale:g}: the loss scale is not undone",
-                "The optimizer is given gradients of the scaled loss: divide them before the "
-                "update.",
+                "The optimizer takes gradients of the scaled loss. Divide them by the loss "
+                "scale before the update.",
             ),
             (
                 1 / scale, f"÷ {scale:g}: the loss scale is undone twice",
-                "The optimizer divides gradients that are without the loss's scale: do it once.",
+                "The optimizer divides gradients that no longer have the loss scale. Divide "
+                "them once.",
             ),
         ),
     )  # fmt: skip
@@ -240,7 +241,7 @@ def of_samples(scene: Investigation, names: list[str]) -> Culprit | None:
         return None
     own = coefficients.get(scene.rank, next(iter(coefficients.values())))
     sums = _weighed(scene, names, own)
-    words = "each sample's gradient with the weight that it has in these"
+    words = "each sample's gradient weighted this way"
     return proven(scene, cause, words, instead(sums))
 
 
@@ -276,7 +277,9 @@ def _uneven(
         for source, share in shares.items():
             groups.setdefault(key(source), []).append(share)
         if len(groups) < len(shares) and all(is_even(group) for group in groups.values()):
-            sentence = f"each {what} divides by its own number of tokens: divide by the global one"
+            sentence = (
+                f"Each {what} divides by its local number of tokens. Divide by the global number."
+            )
             return scene.culprit(axis, f"normalised per {what}", sentence)
     return _odd_samples(scene, odd)
 
@@ -297,10 +300,10 @@ def _odd_samples(scene: Investigation, odd: dict[int, float]) -> Culprit:
     for share, factor, words in kinds:
         if which := [sample for sample, its in odd.items() if abs(its - share) < 1e-3]:
             listed = ", ".join(map(str, which))
-            return scene.culprit("", f"{factor} sample", f"sample {listed} {words}: {SUM_ONCE}")
+            return scene.culprit("", f"{factor} sample", f"Sample {listed} {words}. {SUM_ONCE}")
     sample, share = next(iter(odd.items()))
     return scene.culprit(
-        "", f"sample × {share:.4g}", f"sample {sample} counts {share:.4g}: {SUM_ONCE}"
+        "", f"sample × {share:.4g}", f"Sample {sample} counts {share:.4g} times. {SUM_ONCE}"
     )
 
 
@@ -336,8 +339,8 @@ def of_other_ranks(scene: Investigation, names: list[str]) -> Culprit | None:
         ]
         return torch.stack(parts).sum(0) if parts else part.of(whole)
 
-    tried = f"it is so of {name}, and not of all that depart"
-    words = "what these ranks contribute"
+    tried = f"this holds for {name}, but not for everything that differs"
+    words = "the contributions of these ranks"
     return proven(scene, cause, words, summed) or replace(cause, tried=tried)
 
 
@@ -372,13 +375,15 @@ def of_another_operator(scene: Investigation, names: list[str]) -> Culprit | Non
     shares = _shares(scene, names)
     for axis in (axis for axis in scene.axes if axis in SAMPLE_AXES):
         for operator, reduce in _OPERATORS.items():
-            factor, sentence = f"{operator} for SUM", f"by {operator}: sum them"
+            factor, sentence = f"{operator} for SUM", f"by {operator}. Sum them."
             words = f"{operator} over {axis}"
             if not operator:
-                factor, words = f"missing reduction over {axis}", f"one rank of {axis} alone"
-                sentence = "by nothing, and an element is one rank's: reduce-scatter them"
+                factor, words = f"missing reduction over {axis}", f"one rank of {axis} only"
+                sentence = (
+                    "without a reduction, so each element is from one rank. Reduce-scatter them."
+                )
             cause = scene.culprit(
-                str(axis), factor, f"gradients are reduced over {axis} {sentence}"
+                str(axis), factor, f"The gradients are combined over {axis} {sentence}"
             )
             reduced = proven(scene, cause, words, _reduced(scene, axis, shares, reduce))
             if reduced is not None:
@@ -418,10 +423,10 @@ def _summed_over(scene: Investigation, everyone: list[list[int]]) -> Culprit | N
         for axis in others:
             if set(said) == set(scene.line(rank, axis)):
                 right = " and ".join(map(str, data)) or "no axis"
-                sentence = f"gradients are summed over {axis}; they belong summed over {right}"
+                sentence = f"The gradients are summed over {axis}. Sum them over {right} instead."
                 return scene.culprit(str(axis), f"summed over {axis} for {right}", sentence)
         names = ", ".join(map(str, said))
-        sentence = f"rank {rank} has what ranks {names} contribute: its groups are wrong"
+        sentence = f"Rank {rank} has the contributions of ranks {names}. Check its process groups."
         return scene.culprit(scene.axis_of([rank]), f"contributions of ranks {names}", sentence)
     return None
 
@@ -437,8 +442,8 @@ def _usual(shares: Iterable[float]) -> float:
 
 
 RULED_OUT = (
-    "one element, one multiple, a sum over some axes, other micro-batches, other samples or other "
-    "weights of them, the step before, another operator, other ranks, a rounding"
+    "one element, one multiple, a sum over some axes, other micro-batches, other samples or "
+    "sample weights, the previous step, another operator, other ranks, a rounding"
 )
 _ENOUGH = 8  # tensors that tell of roundings
 
@@ -456,7 +461,7 @@ def gradient_cause(scene: Investigation) -> Culprit | None:
 def given_samples(scene: Investigation, cause: Culprit) -> Culprit:
     """Return the cause of a batch that is not one device's, proven where one device makes the
     program's gradients of the samples that its ranks were given. Collective."""
-    tried = "what each rank's model was given was compared with the batch, row by row"
+    tried = "the inputs of each rank's model were compared with the batch, row by row"
     if scene.token_axis:  # pieces of samples: by themselves they are none
         return replace(cause, tried=tried)
     evidence = as_job(scene, as_given=True)
@@ -501,10 +506,11 @@ def _without_gradient(scene: Investigation, gone: Sequence[str]) -> Culprit | No
     if not gone:
         return None
     sentence = (
-        f"no gradient reaches {families(gone)}: find where what it makes leaves the graph (detach, "
-        "no_grad, an index in the place of a value), or what keeps it from the reduction"
+        f"No gradient reaches {families(gone)}. Find where its output leaves the graph "
+        "(detach, no_grad, an index instead of a value), or why it is missing from the "
+        "reduction."
     )
-    tried = "that all else which departs follows from it was not tried"
+    tried = "whether all other differences follow from it was not tested"
     return scene.culprit("", "no gradient", sentence, place=families(gone), tried=tried)
 
 
@@ -525,10 +531,10 @@ def _one_element(scene: Investigation, names: list[str]) -> Culprit | None:
         return None
     ranks = scene.ranks_of(scene.at(Moment.GRADIENTS, Subject.GRADIENTS)[0])
     sentence = (
-        f"one element of the gradient of {names[0]} is off on {listed(ranks)} and nothing "
-        "else: suspect the memory there, or what writes to the buffer after the reduction"
+        f"One element of the gradient of {names[0]} differs on {listed(ranks)}, and nothing "
+        "else. Suspect the memory there, or a write to the buffer after the reduction."
     )
-    tried = "with one device's in the place of this element, all gradients are one device's"
+    tried = "with the reference value of this element, all gradients match the reference"
     by_all = all(everyone[rank] == factors[0] for rank in ranks)
     return directly(scene.culprit(None, factors[0], sentence), tried, by_all=by_all)
 
@@ -540,6 +546,6 @@ def _rounded(scene: Investigation, names: list[str]) -> Culprit | None:
     if (elected := scene.elected(dtypes)) is None:
         return None
     dtype, _ = elected
-    sentence = f"gradients have the rounding of {dtype}: compute and reduce them in one dtype"
+    sentence = f"The gradients have the rounding of {dtype}. Compute and reduce them in one dtype."
     axis = scene.axis_of(scene.ranks_of(scene.first))
     return scene.culprit(axis, f"rounded to {dtype}", sentence, tried=LIKE_ROUNDINGS)

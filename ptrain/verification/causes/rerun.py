@@ -197,8 +197,8 @@ class Investigation:
         return ParameterShard(name, held(tensor), whole.shape, None if is_whole else at)
 
 
-SUM_ONCE = "sum each sample's gradient once, over the global number of tokens"
-LIKE_ROUNDINGS = "the difference is as large, and as even, as its roundings make one"
+SUM_ONCE = "Sum each sample's gradient once, and divide by the global number of tokens."
+LIKE_ROUNDINGS = "the difference is as large and as even as such roundings"
 _SHARE = 0.1  # of what departs, that a cause may leave
 # A parameter's name, one device's gradient of it, and which part of that this rank has, to this
 # part as the cause makes it.
@@ -249,7 +249,10 @@ def proven(
         return None
     count = len(truths)
     whose = f"all {count} gradients" if count > 1 else "the gradient"
-    tried = f"{words} in one device's makes {whose} what the optimizers take, to {max(lefts):.1e}"
+    tried = (
+        f"the reference with {words} reproduces {whose} that the optimizers take, to "
+        f"{max(lefts):.1e}"
+    )
     return cause.proven(tried)
 
 
@@ -264,7 +267,7 @@ def instead(rows: Mapping[str, Tensor]) -> Hypothesis:
 
 def directly(cause: Culprit, words: str, *, by_all: bool) -> Culprit:
     """Return the cause, proven where all ranks that depart say the same of it."""
-    return cause.proven(words) if by_all else replace(cause, tried=f"on some ranks alone {words}")
+    return cause.proven(words) if by_all else replace(cause, tried=f"on some ranks only: {words}")
 
 
 Heads = tuple[Tensor, Tensor, Tensor]  # queries, keys, values: [samples, heads, tokens, features]
@@ -373,15 +376,13 @@ def targets_cause(scene: Investigation) -> Culprit | None:
         return None
     targets = counts.most_common(1)[0][0]
     ranks = [rank for rank, answer in enumerate(everyone) if answer == targets]
-    sentence = (
-        f"the logits are right, and the loss compares them with {targets}: look at the loader"
-    )
+    sentence = f"The logits are right, but the loss compares them with {targets}. Check the loader."
     lacking = [rank for rank, answer in enumerate(everyone) if answer not in ("", targets)]
     cause = scene.culprit(scene.axis_of(ranks), targets, sentence, place="loss")
     if not all(is_made for _, is_made in answers):
-        tried = "nearly all positions are asked for these, as the gradient of the logits tells"
+        tried = "the gradient of the logits shows that nearly all positions have these targets"
         return replace(cause, tried=tried)
-    tried = "with these, the loss of one device's logits has the gradient that the ranks' has"
+    tried = "with these targets, the loss of the reference logits has the gradient on the ranks"
     return directly(cause, tried, by_all=not lacking)
 
 

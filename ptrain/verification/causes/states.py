@@ -61,27 +61,34 @@ def norm_cause(scene: Investigation) -> Culprit:
     expected = evidence.expected.norm
     if axes := _of_own_shards(scene):
         text = " and ".join(axes)
-        sentence = f"clipping uses the norm of each rank's own shards: sum its square over {text}"
+        sentence = (
+            f"Clipping uses the norm of each rank's local shards. Sum the squared norm over {text}."
+        )
         cause = scene.culprit(axes[0], f"missing all-reduce over {text}", sentence)
-        tried = f"the squares of the ranks' own shards, summed over {text}, make one device's norm"
+        tried = (
+            f"the squared norms of the local shards, summed over {text}, give the reference norm"
+        )
         return cause.proven(tried)
     norm = norms[scene.first.rank]
     ratio = norm / expected if expected else math.inf
     if evidence.scale != 1.0 and math.isclose(ratio, evidence.scale, rel_tol=EXACT):
-        sentence = "gradients are clipped with the loss's scale: divide by it before"
+        sentence = (
+            "The gradients are clipped while they have the loss scale. Divide by the "
+            "loss scale first."
+        )
         cause = scene.culprit("", f"× {evidence.scale:g}: the loss scale is not undone", sentence)
-        return cause.proven("divided by the loss's scale it is one device's")
+        return cause.proven("divided by the loss scale it matches the reference")
     if (of_some := _of_some(scene, norm)) is not None:
         return of_some
     candidates = products(ratio, scene.degrees, EXACT)
     along = next((name for candidate in candidates for name in candidate.axes if name != "K"), "")
     text = factor_text(ratio, scene.degrees)
-    sentence = f"the gradient norm is {text}: {scene.first.told}; count every element once"
+    sentence = f"The gradient norm is {text}: {scene.first.told}. Count every element once."
     cause = scene.culprit(along or None, text, sentence)
     if candidates:
-        return cause.proven(f"divided by {ratio:.4g} it is one device's")
+        return cause.proven(f"divided by {ratio:.4g} it matches the reference")
     return cause.unexplained(
-        "the norm of a rank's own shards, the loss's scale, a product of degrees"
+        "the norm of a rank's local shards, the loss scale, a product of degrees"
     )
 
 
@@ -138,21 +145,21 @@ def _of_some(scene: Investigation, norm: float) -> Culprit | None:
     for name, whole in scene.evidence.expected.gradients.items():
         squares[is_of_experts(scene.spec, name)] += float(whole.double().square().sum())
     for is_of_these, what, cure in (
-        (True, "experts", f"an expert is on one rank of {axis}: count it there, and sum once"),
-        (False, "all but experts", f"every rank of {axis} has them: count one rank's"),
+        (True, "experts", f"Each expert is on one rank of {axis}. Count it there, and sum once."),
+        (False, "all but experts", f"Every rank of {axis} has them. Count those of one rank."),
     ):
         own, others = squares[is_of_these], squares[not is_of_these]
         if own < _LEAST * others:
             continue
         times = (norm**2 - others) / own
         if abs(times) <= EXACT:
-            sentence = f"the gradient norm leaves out the squares of {what}: {cure}"
-            tried = f"with the squares of {what} it is one device's"
+            sentence = f"The gradient norm omits the squares of {what}. {cure}"
+            tried = f"with the squares of {what} it matches the reference"
             return scene.culprit(axis, f"{what} left out", sentence).proven(tried)
         if fits := products(times, scene.degrees, EXACT):
             text, axes = several(fits, axis)
-            sentence = f"the gradient norm counts the squares of {what} {text} ({axes}): {cure}"
-            tried = f"with the squares of {what} counted once it is one device's"
+            sentence = f"The gradient norm counts the squares of {what} {text} ({axes}). {cure}"
+            tried = f"with the squares of {what} counted once it matches the reference"
             return scene.culprit(axes, f"{what} {text}", sentence).proven(tried)
     return None
 
@@ -291,7 +298,7 @@ def _courses(
 
 Key: TypeAlias = tuple[Subject, str]
 _OTHER = "other values"
-_AS_BEFORE = "what is wrong of it is what one device had then, to the last digits"
+_AS_BEFORE = "the differing elements equal the earlier reference values, to the last digits"
 
 
 RULED_OUT = f"one element, an earlier step, other positions, {OF_VALUES}"
@@ -319,11 +326,11 @@ def state_cause(scene: Investigation) -> Culprit:
     cause = scene.culprit(axis, agreed.factor, agreed.sentence)
     known = [its for _, tried in everyone for its in tried]
     if known and all(known):
-        others = f"; so is all that departs of {len(known)} parts" * (len(known) > 1)
+        others = f"; the same holds for all {len(known)} differences" * (len(known) > 1)
         return cause.proven(agreed.tried + others)
     if agreed.factor == _OTHER:
         return cause.unexplained(RULED_OUT)
-    words = f"so it is of {sum(known)} of the {len(known)} parts that depart" if any(known) else ""
+    words = f"this holds for {sum(known)} of the {len(known)} differences" if any(known) else ""
     return replace(cause, tried=words)
 
 
@@ -364,8 +371,8 @@ def _said(
     if own.dtype != expected.dtype:
         actual, right = (str(tensor.dtype).removeprefix("torch.") for tensor in (own, expected))
         same = torch.equal(rounded(expected, own.dtype), own.to(expected.dtype))
-        tried = f"one device's in {actual} is what is there" if same else ""
-        sentence = f"{one.name} is in {actual}: keep it in {right}"
+        tried = f"the reference in {actual} has the same values" if same else ""
+        sentence = f"{one.name} is in {actual}. Keep it in {right}."
         return Explanation(f"{actual} for {right}", sentence, tried)
     if one.subject is Subject.COUNTER:
         return _counted(float(own), float(expected))
@@ -391,10 +398,12 @@ def _of_one_element(one: Departure, sides: Sides) -> Explanation | None:
         return None
     what = "one element" if bit is None else f"flipped bit {bit}"
     sentence = (
-        f"one element of {one.name} is another, and nothing else: suspect the memory, and restore "
-        "it from a replica or a checkpoint"
+        f"One element of {one.name} differs, and nothing else. Suspect the memory, and "
+        "restore the tensor from a replica or a checkpoint."
     )
-    return Explanation(what, sentence, "with one device's in its place the tensor is one device's")
+    return Explanation(
+        what, sentence, "with the reference value of this element the tensor matches the reference"
+    )
 
 
 def _counted(own: float, expected: float) -> Explanation | None:
@@ -404,9 +413,9 @@ def _counted(own: float, expected: float) -> Explanation | None:
     factor = f"stale by {steps:g} step{'s' * (steps != 1)}" if steps > 0 else f"ahead by {-steps:g}"
     return Explanation(
         factor,
-        f"the optimizer counts {own:g} steps where {expected:g} were taken: step it once in each, "
-        "and load its state with the parameters",
-        "with one device's count it is one device's",
+        f"The optimizer counts {own:g} steps, but {expected:g} were taken. Step it once in "
+        "each step, and load its state together with the parameters.",
+        "with the reference count it matches the reference",
     )
 
 
@@ -420,14 +429,17 @@ def _stale(scene: Investigation, one: Departure, sides: Sides) -> Explanation | 
             continue
         if is_used:
             sentence = (
-                f"{one.name} is used as it was {back} updates ago: gather or copy it after them"
+                f"{one.name} is used as it was {back} updates ago. Gather or copy it after "
+                "the updates."
             )
             return Explanation(f"stale by {back} step{'s' * (back > 1)}", sentence, _AS_BEFORE)
         if not back:
-            sentence = f"{one.name} is as before the update, which did not reach these ranks"
+            sentence = f"{one.name} is as before the update, which did not reach these ranks."
             return Explanation("stale by 1 step", sentence, _AS_BEFORE)
         start = scene.evidence.step - back
-        sentence = f"{one.name} is that of the start of step {start}: another step's was loaded"
+        sentence = (
+            f"{one.name} is as at the start of step {start}: the state of another step was loaded."
+        )
         return Explanation(f"stale by {back + 1} steps", sentence, _AS_BEFORE)
     return None
 
@@ -439,8 +451,8 @@ def _frozen(scene: Investigation, one: Departure, sides: Sides) -> Explanation |
     is_still = before is not None and torch.equal(sides.part.of(before), sides.expected)
     if not is_still:
         return None  # one device writes it too
-    tried = "what it was before the step is what one device has after it"
-    sentence = f"{one.name} has no gradient on one device: leave it out of the update"
+    tried = "its value before the step equals the reference value after the step"
+    sentence = f"{one.name} has no gradient in the reference. Exclude it from the update."
     return Explanation("frozen parameter updated", sentence, tried)
 
 
@@ -460,8 +472,8 @@ def _of_positions(scene: Investigation, one: Departure, sides: Sides) -> Explana
     if one.subject is not Subject.BUFFERS or table is None or not spans:
         return None
     text = positions_text(sides.own, table, spans) if one.name.endswith(OF_TOKENS) else ""
-    sentence = f"{one.name} is of {text}: number tokens as in the whole sequence"
-    tried = "one device's rows at these positions are what is there"
+    sentence = f"{one.name} has {text}. Number tokens by their position in the full sequence."
+    tried = "the reference rows at these positions have the same values"
     return Explanation(text, sentence, tried, scene.token_axis) if text else None
 
 
@@ -473,17 +485,18 @@ def _of_other_experts(scene: Investigation, one: Departure, sides: Sides) -> Exp
         if relative(sides.own, sides.part.of(repeated)) <= EXACT:
             axis = " × ".join(scene.spec.expert_axes)
             sentence = (
-                f"{one.name} is that of {axis} rank {place} on every rank of {axis}: broadcast, or "
-                "load, what all of its ranks have alone, and let each have experts of its own"
+                f"{one.name} has the experts of {axis} rank {place} on every rank of {axis}. "
+                "Broadcast or load only replicated tensors, and give each rank different "
+                "experts."
             )
-            tried = "one device's of these experts are what is there"
+            tried = "the reference values of these experts are the values on this rank"
             return Explanation(f"experts of {axis} rank {place}", sentence, tried, axis)
     return None
 
 
 def _other(one: Departure) -> Explanation:
     sentence = (
-        f"{one.subject} of {one.name} is not what one device has: look at what wrote it last "
-        "(initialization, load, gather, copy or update)"
+        f"{one.name} ({one.subject}) differs from the reference. Check its last write "
+        "(initialization, load, gather, copy or update)."
     )
     return Explanation(_OTHER, sentence)

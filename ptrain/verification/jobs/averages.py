@@ -23,7 +23,7 @@ _LARGE = 0.05  # of its way: a fault is larger, even where its way is not much m
 _FITS = 1e-2  # relative to an update: of which it is made; roundings are added
 _SAME = 0.02  # of two weights
 _KEPT = 3  # steps before, whose parameters a stale copy may have
-_BEFORE, _STALE = "of before the update", "of a copy that is {} updates old"
+_BEFORE, _STALE = "from before the update", "from a copy that is {} updates old"
 
 Rows = dict[str, Tensor]
 
@@ -206,7 +206,7 @@ def cause_of(moves: tuple[AverageMove, AverageMove]) -> tuple[str, float, float]
     if own.stands_still:
         return "not updated", 0.0, weight
     if torch.equal(own.after, own.run_after) and weight < 1 - _SAME:
-        return "the parameters", 1.0, weight
+        return "equal to the parameters", 1.0, weight
     now = own.weight(own.run_after)
     if now is None:
         return _of_earlier(own, weight)
@@ -214,7 +214,7 @@ def cause_of(moves: tuple[AverageMove, AverageMove]) -> tuple[str, float, float]
         twice = 1 - (1 - weight) ** 2
         return ("twice" if abs(now - twice) <= _SAME * twice else "weight"), now, weight
     elsewhere = norm(own.before - right.before) > _LARGE * norm(right.way)
-    return "begins elsewhere" if elsewhere else "", now, weight
+    return "other initial values" if elsewhere else "", now, weight
 
 
 def _of_earlier(own: AverageMove, weight: float) -> tuple[str, float, float]:
@@ -246,7 +246,7 @@ def explain_average(
 ) -> Culprit:
     """Explain averages that depart though the parameters do not. All ranks call it."""
     mine = ("", 0.0, 0.0) if averages.moves is None else cause_of(averages.moves)
-    if mine[0] == "begins elsewhere" and averages.stood:
+    if mine[0] == "other initial values" and averages.stood:
         mine = "left out in a step", *mine[1:]
     everyones = ranks.gather([*mine, averages.left])
     who = sorted({departure.rank for departure in departures})
@@ -258,40 +258,43 @@ def explain_average(
     place = families(departure.name for departure in departures)
     where = f"on rank {', '.join(map(str, who))}" if len(who) < ranks.size else "on every rank"
     sentences = {
-        "begins elsewhere": f"{where} it does not begin as on one device: copy the model's first "
-        "weights into it, on every rank, or load it with the checkpoint",
-        "left out in a step": f"{where} it was not updated in a step before this one: update it in "
-        "every step",
-        "not updated": f"{where} it is what it was before the step: update it on every rank, by "
-        "the parameters themselves and not by a copy of them that was made once",
-        "the parameters": f"{where} it is what the parameters are: keep copies of them (deepcopy); "
-        "AveragedModel's first update is one that copies",
-        _BEFORE: f"{where} it is mixed with the parameters of before the update: "
-        "update it after optimizer.step()",
+        "other initial values": f"{where} it has other initial values than the reference. Copy "
+                            "the initial weights of the model into it, on every rank, or "
+                            "load it with the checkpoint",
+        "left out in a step": f"{where} it was not updated in an earlier step. Update it in "
+                              "every step",
+        "not updated": f"{where} it is as before the step. Update it on every rank, from the "
+                       "parameters themselves and not from a copy that was made once",
+        "equal to the parameters": f"{where} it equals the parameters. Keep copies of them "
+                          "(deepcopy); the first update of AveragedModel copies them",
+        _BEFORE: f"{where} it is mixed with the parameters from before the update. Update it "
+                 "after optimizer.step()",
         "twice": f"{where} it is updated twice in a step: the parameters have the weight "
-        f"{now:.4g}, which is that of two updates with {weight:.4g}",
+                 f"{now:.4g}, which two updates with {weight:.4g} give. Update it once",
         "weight": f"{where} the parameters are mixed in with the weight {now:.4g} (decay "
-        f"{1 - now:.4g}), on one device with {weight:.4g} (decay {1 - weight:.4g})",
+                  f"{1 - now:.4g}), in the reference with {weight:.4g} (decay "
+                  f"{1 - weight:.4g})",
     }  # fmt: skip
     if cause.startswith(_STALE.partition("{")[0]):
         sentences[cause] = (
-            f"{where} it is mixed with parameters {cause}: refresh that copy after each "
+            f"{where} it is mixed with parameters {cause}. Refresh that copy after each "
             "optimizer.step(), before the average is updated"
         )
-    is_proven = bool(cause) and (left <= _FITS or cause == "begins elsewhere")
+    is_proven = bool(cause) and (left <= _FITS or cause == "other initial values")
     said = culprit(
         departures, ranks, state=Subject.AVERAGE, factor=cause or f"differs by {largest:.3g}",
-        sentence=f"The parameters are one device's, and their moving average ({place}) is not"
+        sentence=f"The parameters match the reference, but their moving average ({place}) "
+                 "does not"
         + (f": {sentences[cause]}." if cause else "."),
     )  # fmt: skip
     if not is_proven:
         return said.unexplained(
-            "another decay, two updates, the parameters of before the update and of "
-            f"{_KEPT} steps before it"
+            f"another decay, two updates, the parameters before the update and {_KEPT} steps "
+            "before it"
         )
-    if cause == "begins elsewhere":
+    if cause == "other initial values":
         return said
     return said.proven(
-        f"updated once a step, with one device's weight ({weight:.4g} now) and the parameters of "
-        f"after the update, it is one device's to {left:.1e} of its step"
+        f"updated once per step, with the reference weight ({weight:.4g} now) and the "
+        f"parameters after the update, it matches the reference to {left:.1e} of its step"
     )

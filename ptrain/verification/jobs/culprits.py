@@ -82,8 +82,9 @@ def explain_start(departures: Sequence[Departure], ranks: Ranks) -> Culprit:
         )  # fmt: skip
     return culprit(
         departures, ranks, state=Subject.PARAMETERS, factor="other weights at the start",
-        sentence="The loop does not start from the reference's weights: copy the module before it "
-        "is wrapped (copy.deepcopy), or seed both, on every rank alike.",
+        sentence="The loop does not start from the reference's weights. Copy the module "
+                 "before it is wrapped (copy.deepcopy), or seed both identically on every "
+                 "rank.",
     )  # fmt: skip
 
 
@@ -100,22 +101,22 @@ def explain_in_use(
     what, is_known = "", True
     if isinstance(step, int):
         when = "at the start" if step < 0 else f"after step {step}"
-        factor = "those of the start" if step < 0 else f"those of step {step}"
-        what = f"every element of them is what it was {when}"
+        factor = "values of the start" if step < 0 else f"values of step {step}"
+        what = f"every element has its value {when}"
         sentence = (
-            f"The parameters in use are those that were there {when}: what is loaded before this "
-            "forward pass is a checkpoint of then, or is not loaded on these ranks."
+            f"The parameters in use have their values {when}. Before this forward pass, a "
+            "checkpoint of that time is loaded, or nothing is loaded on these ranks."
         )
     elif rounded:
         factor = f"rounded to {rounded}"
-        what = f"every element of them is one device's rounded to {rounded}"
-        sentence = f"What is loaded before this forward pass was saved in {rounded}."
+        what = f"every element equals the reference rounded to {rounded}"
+        sentence = f"The parameters loaded before this forward pass were saved in {rounded}."
     else:
         factor, is_known = _size(departures), False
         what = "the values of an earlier step, a rounding"
         sentence = (
-            "The parameters are written between the update before and this forward pass, and are "
-            "not what one device has there."
+            "The parameters are written between the previous update and this forward pass, "
+            "and differ from the reference there."
         )
     blamed = culprit(departures, ranks, state=Subject.PARAMETERS, factor=factor, sentence=sentence)
     return blamed.proven(what) if is_known else blamed.unexplained(what)
@@ -126,8 +127,9 @@ def explain_precision(actual: str, expected: str, step: int, ranks: Ranks) -> Cu
     return Culprit(
         state=Subject.ACTIVATIONS, axis="", factor=f"{actual} for {expected}", place="autocast",
         step=step, ranks=tuple(range(ranks.size)),
-        sentence=f"The loop's forward runs in {actual}, one device's in {expected}, as autocast "
-        "has it. Let both run in one, or say which dtype is meant: Terms(dtype=...).",
+        sentence=f"The loop's forward runs in {actual}, the reference's in {expected}, "
+                 "according to autocast. Run both in one dtype, or set the intended one: "
+                 "`Terms(dtype=...)`.",
     )  # fmt: skip
 
 
@@ -140,8 +142,9 @@ def reference_not_finite(step: int, ranks: Ranks) -> Culprit:
     return Culprit(
         state=Subject.PARAMETERS, axis="", factor="the reference is not finite", place="reference",
         step=step, ranks=tuple(range(ranks.size)),
-        sentence="One device's own gradients or parameters are infinite or NaN after this step: "
-        "there is nothing to compare with. Lower the learning rate, or take a wider dtype.",
+        sentence="The gradients or parameters of the reference are infinite or NaN after "
+                 "this step, so there is nothing to compare with. Lower the learning rate, "
+                 "or use a wider dtype.",
     )  # fmt: skip
 
 
@@ -159,13 +162,14 @@ def explain_loss(
     blamed = culprit(
         departures, ranks, state=Subject.LOSS, axis="",
         factor=_size(departures) if is_near else factor_text(ratio, ranks.degrees),
-        sentence=f"The loss is {actual:.6g}, on one device {expected:.6g}, with the same "
-        "gradients: what is reported is made up in another way than what is trained. Say how the "
-        "ranks' losses make up the global one: Terms(loss='mean' | 'sum' | 'same' or a function).",
+        sentence=f"The loss is {actual:.6g}, the reference loss is {expected:.6g}, and the "
+                 "gradients match: the reported loss is combined in another way than the "
+                 "trained loss. Set how the ranks' losses combine: `Terms(loss='mean' | "
+                 "'sum' | 'same' or a function)`.",
     )  # fmt: skip
     if not fitting:
-        return blamed.unexplained("the mean, the sum and one of the ranks' losses")
-    return blamed.proven(f"by loss={fitting[0]!r} it is one device's")
+        return blamed.unexplained("the mean, the sum and the loss of one rank")
+    return blamed.proven(f"with loss={fitting[0]!r} it matches the reference")
 
 
 # How much some roundings change a gradient, at most; the coarsest first, whose numbers are others'.
@@ -189,8 +193,8 @@ def unclear(
     unknown = culprit(
         departures, ranks, state=first.subject, axis="", factor=f"differs by {largest:.3g}",
         names=names or [first.name], certainty=Certainty.UNEXPLAINED,
-        sentence="It is no multiple of one device's and no part of a sum over an axis: compare "
-        "what this place is computed from.",
+        sentence="It is not a multiple of the reference and not an addend of a sum over an "
+                 "axis. Compare the inputs of this place.",
     )  # fmt: skip
     if rounded is None:
         return unknown
@@ -199,11 +203,11 @@ def unclear(
     return replace(
         unknown,
         factor=f"rounded to {dtype}",
-        sentence=f"It differs by {largest:.3g}, which is what roundings to {dtype} make: a "
-        "reduction, a communication hook or an operator computes in it. If that is meant, say so: "
-        f"Terms(dtype=torch.{dtype}).",
+        sentence=f"It differs by {largest:.3g}, as roundings to {dtype} do: a reduction, a "
+        "communication hook or an operator computes in it. If this is intended, set "
+        f"`Terms(dtype=torch.{dtype})`.",
         certainty=Certainty.PROVEN if is_it else Certainty.FITS,
-        tried=f"one device's rounded to {dtype} is what the optimizers take"
+        tried=f"the reference rounded to {dtype} equals the gradients that the optimizers take"
         if is_it
-        else f"every element of it is a number of {dtype}, and few of one device's are",
+        else f"every element is a number of {dtype}, and few elements of the reference are",
     )

@@ -69,20 +69,22 @@ class Diagnosis:
                 times = "" if abs(factor - 1) <= self.tolerance else f", times {factor:.4g}"
                 words = f"summed {over_axis(axis)}{times}"
             case SymptomKind.STALE:
-                words = f"compared with {factor:.4g} times those of the step before"
+                words = f"compared with {factor:.4g} times those of the previous step"
             case SymptomKind.ADDED:
                 symptom = replace(symptom, factor=stale_factor(self.samples)[1])
-                words = f"less {symptom.factor:.4g} times those of the step before"
+                words = f"minus {symptom.factor:.4g} times those of the previous step"
             case (
                 SymptomKind.SOME | SymptomKind.LOCAL | SymptomKind.WEIGHTS | SymptomKind.UNEVEN
             ) if self.contributed:
                 contributed = self.contributed
-                words = "with the weight that each micro-batch has on one device"
+                words = "with the weight that each micro-batch has in the reference"
             case SymptomKind.EACH:
                 factors = own_factors([sample.scaled(scale) for sample in self.samples])
-                words = "divided by a factor of each rank's own"
+                words = "divided by a different factor on each rank"
             case SymptomKind.EMPTY:
-                words = "none is there when the optimizer steps; with one device's instead"
+                words = (
+                    "none is there when the optimizer steps; with the reference gradient instead"
+                )
             case _:
                 return None
         is_scaled = abs(scale - 1) > self.tolerance
@@ -102,14 +104,14 @@ class Diagnosis:
                 return self._partial()
             case SymptomKind.STALE:
                 return self._say(
-                    "", "stale by 1 step", "The optimizer is given the gradient of the step before."
+                    "", "stale by 1 step", "The optimizer takes the gradient of the previous step."
                 )
             case SymptomKind.ADDED:
                 return self._say(
                     "",
-                    "the step before added",
-                    "The gradient of the step before is still in it: set gradients to None after "
-                    "every update, before the first backward of the next step.",
+                    "previous step added",
+                    "The gradient still includes that of the previous step. Set gradients to "
+                    "None after every update, before the first backward of the next step.",
                 )
             case SymptomKind.LOCAL:
                 return self._local()
@@ -149,9 +151,9 @@ class Diagnosis:
         return self._say(
             self.ranks.axis_of(sorted(holders)) if whose == "not every rank" else "",
             "no gradient",
-            f"{self.count[0].upper()}{self.count[1:]} get a gradient on one device, and here "
+            f"{self.count[0].upper()}{self.count[1:]} get a gradient in the reference, but "
             f"{whose} that holds them has one when the optimizer steps: "
-            f"{' or '.join(sorted(kinds)) or 'it is nothing but zeros'}.",
+            f"{' or '.join(sorted(kinds)) or 'all gradients are zero'}.",
             ranks=self.first.ranks,
         )
 
@@ -165,10 +167,9 @@ class Diagnosis:
         return self._say(
             axis.partition("+")[0],
             f"missing all-reduce {over_axis(axis)}{besides}",
-            f"Of the gradient of {self.count} every rank keeps a part of its own: the {kind} "
-            f"{over_axis(axis)} ({size}) is what one device has"
-            f"{besides and f' times {1 / factor:.4g}'}. All-reduce it {over_axis(axis)} ({kind}) "
-            "before the optimizer steps.",
+            f"Each rank has a partial gradient of {self.count}: the {kind} {over_axis(axis)} "
+            f"({size}) is the reference gradient{besides and f' times {1 / factor:.4g}'}. "
+            f"All-reduce it {over_axis(axis)} ({kind}) before the optimizer steps.",
         )
 
     def _local(self) -> Culprit:
@@ -176,8 +177,8 @@ class Diagnosis:
         return self._say(
             self.first.axis.partition("+")[0],
             f"missing all-reduce {over}",
-            f"The gradient of {self.count} has on each rank what the ranks at its own place give, "
-            f"and of no other: reduce it {over} before the optimizer steps.",
+            f"The gradient of {self.count} on each rank includes only the ranks at the same "
+            f"coordinate. Reduce it {over} before the optimizer steps.",
         )
 
     def _some(self) -> Culprit:
@@ -187,22 +188,23 @@ class Diagnosis:
             return self._say(
                 "",
                 f"last of {count} micro-batches only",
-                f"Of {count} micro-batches only the last one's gradient reaches the optimizer: "
-                "something sets gradients to None or zero, or overwrites them, between them.",
+                f"Only the gradient of the last of {count} micro-batches reaches the "
+                "optimizer. The earlier ones are set to None or zero, or overwritten, "
+                "between micro-batches. Add them up.",
             )
         if len(numbers) == count:
             who = ", ".join(map(str, ranks))
             return self._say(
                 self.ranks.axis_of([ranks[0], (ranks[0] + 1) % self.ranks.size]),
                 f"rank {who} missing",
-                f"What rank {who} computes reaches no optimizer: its part is missing from the sum.",
+                f"The gradient of rank {who} reaches no optimizer. It is missing from the sum.",
                 ranks=ranks,
             )
         return self._say(
             "",
             f"micro-batch {listed} missing",
-            f"The gradient lacks micro-batch {listed} of ranks {', '.join(map(str, ranks))} (of "
-            f"{count}): accumulated where it is not synchronised, and then dropped.",
+            f"The gradient lacks micro-batch {listed} of ranks {', '.join(map(str, ranks))} "
+            f"(of {count}): it is accumulated without synchronization, and then dropped.",
             ranks=ranks,
         )
 
@@ -227,9 +229,9 @@ class Diagnosis:
         return self._say(
             "" if several else self.ranks.axis_of(contributed.data_ranks),
             f"local normalisation, × {least:.3g} to × {most:.3g}",
-            f"The loss of every {what} is divided by a number of its own and then averaged, so "
-            f"that it weighs {least:.3g} to {most:.3g} times what it should: divide the sum of the "
-            "loss over all tokens by the number of tokens in the whole global batch.",
+            f"The loss of every {what} is divided by its local number and then averaged, so "
+            f"its weight is {least:.3g} to {most:.3g} times the right one. Divide the sum of "
+            "the loss over all tokens by the number of tokens in the full global batch.",
             state=Subject.LOSS,
         )
 
@@ -246,9 +248,9 @@ class Diagnosis:
         return self._say(
             "" if several else self.ranks.axis_of(contributed.data_ranks),
             f"scaled before the sum, × {min(ratios):.3g} to × {max(ratios):.3g}",
-            f"What each {'micro-batch' if several else 'rank'} gives is multiplied by a number of "
-            f"its own before it is summed ({listed}), and on one device by none: it is clipped, "
-            "divided by a norm or by a count of its own; clip and divide the whole gradient.",
+            f"The gradient of each {'micro-batch' if several else 'rank'} is multiplied by a "
+            f"different number before the sum ({listed}), but not in the reference: it is "
+            "clipped, or divided by a local norm or count. Clip and divide the full gradient.",
         )
 
     def _scaled(self, factor: float, contributed: Contributions) -> Culprit:
@@ -278,11 +280,11 @@ class Diagnosis:
     def _of_accumulation(self, factor: float) -> Culprit:
         count = self.evidence.micro_batches
         sign = "×" if factor > 1 else "÷"
-        how = "are means, and are added up" if factor > 1 else "are divided twice"
+        how = "are means, and are summed" if factor > 1 else "are divided twice"
         return self._say(
             "",
             f"{sign} {count} (micro-batches)",
-            f"The losses of {count} micro-batches {how}: divide each by {count}, once.",
+            f"The losses of {count} micro-batches {how}. Divide each by {count}, once.",
             state=Subject.LOSS,
         )
 
@@ -300,8 +302,8 @@ class Diagnosis:
         return self._say(
             "",
             str(fits[0]),
-            f"The gradient of {self.count} is {size:.4g} times too {way}: look at where it, or the "
-            f"loss, is divided by the number of {numbers}.",
+            f"The gradient of {self.count} is {size:.4g} times too {way}. Check where the "
+            f"gradient, or the loss, is divided by the number of {numbers}.",
         )
 
     def _product(self, factor: float, degrees: dict[str, int]) -> Culprit:
@@ -319,24 +321,25 @@ class Diagnosis:
             why = " and ".join(
                 f"{'micro-batches' if n == 'K' else n} ({sizes[n]})" for n in fits[0].axes
             )
-            return self._say(where, text, f"The gradient is {text} one device's: look at {why}.")
+            return self._say(where, text, f"The gradient is the reference {text}. Check {why}.")
         over = over_axis(where)
         if factor > 1:
             cure = (
-                f"too large: it is summed {over} where each rank's loss is already a mean over its "
-                f"own share, or averaged and then multiplied. Average {over}, once."
+                f"too large: it is summed {over} although each rank's loss is already a mean "
+                f"over its share, or averaged and then multiplied. Average {over}, once."
             )
         else:
             cure = (
-                f"too small: it is averaged {over} twice (once by the wrapper, once by hand), or "
-                "averaged where the loss is already divided by the tokens of all of them."
+                f"too small: it is averaged {over} twice (once by the wrapper, once by "
+                "hand), or averaged although the loss is already divided by the tokens of "
+                "all ranks."
             )
         whose = f"The gradient of {self.count} is {size:.4g} times "
         known = self.evidence.known
         if known is not None and abs(known.loss / factor - 1) <= self.tolerance:
-            cure += " So is the loss, which is divided otherwise."
+            cure += " The loss has the same factor, so the loss is divided differently."
         if others := [axis for fit in fits[1:] for axis in fit.axes if len(fit.axes) == 1]:
-            cure += f" Or it is so over {' or '.join(others)}, of as many."
+            cure += f" The factor also fits {' or '.join(others)}, with as many ranks."
         return self._say(where, text, whose + cure)
 
     def _odd(self, factor: float) -> Culprit:
@@ -344,12 +347,14 @@ class Diagnosis:
             return self._say(
                 "",
                 f"× {factor:.4g}",
-                "Every gradient has the right direction and the wrong length: the norm that it is "
-                "clipped by, or the loss's scale, is not one device's.",
+                "Every gradient has the right direction and the wrong length: the clipping "
+                "norm, or the loss scale, differs from the reference.",
                 state=Subject.NORM,
             )
         return self._say(
-            "", f"× {factor:.4g}", f"{self.count} are {factor:.4g} times one device's."
+            "",
+            f"× {factor:.4g}",
+            f"The gradients of {self.count} are {factor:.4g} times the reference.",
         )
 
     def _by_rank(self) -> Culprit:
@@ -364,18 +369,18 @@ class Diagnosis:
                 return self._say(
                     next(iter(self.ranks.axes), ""),
                     "clipped by the local norm",
-                    "Every rank's own part has the norm that the whole gradient must be clipped "
-                    "to: each rank clips by the norm of what it holds. Sum the squares over all "
-                    "ranks that hold other parts first.",
+                    "The shard on every rank has the norm that the full gradient must be "
+                    "clipped to: each rank clips by its local norm. Sum the squares over all "
+                    "ranks that hold other shards first.",
                     state=Subject.NORM,
                 )
             factors = own_factors(self.samples)
             listed = ", ".join(f"rank {rank}: × {its:.4g}" for rank, its in factors.items())
             return self._say(
                 next(iter(self.ranks.axes), ""),
-                "another factor on each rank",
-                "On every rank the gradient has the right direction and a length of its own "
-                f"({listed}): it is clipped or scaled on a rank alone, after the reduction.",
+                "different factor on each rank",
+                "On every rank the gradient has the right direction and a different length "
+                f"({listed}): it is clipped or scaled per rank, after the reduction.",
                 ranks=[rank for rank, its in factors.items() if abs(its - 1) > self.tolerance],
             )
         here = [departure for departure in self.departures if departure.name in self.names]
@@ -505,28 +510,28 @@ def _why(evidence: JobEvidence, place: str) -> tuple[Subject, str, str, str]:
     count = sum(report.count for report in reports)
     if unknown := sum(report.unknown for report in reports):
         return Subject.BATCH, "other samples", "samples", (
-            f"{unknown} of {count} samples that the ranks were given are not in the global batch: "
-            "look at how each rank draws its share (the seed, the epoch, the position in the data "
-            "after a resume)."
+            f"{unknown} of {count} samples given to the ranks are not in the global batch. "
+            "Check how each rank draws its share (the seed, the epoch, the position in the "
+            "data after a resume)."
         )  # fmt: skip
     if otherwise := sum(report.otherwise for report in reports):
         return Subject.BATCH, "other labels", "labels", (
-            f"With {otherwise} of {count} samples the model is given something else than on one "
-            "device (labels, a mask, positions): look at how these follow their samples."
+            f"For {otherwise} of {count} samples the model gets other inputs than in the "
+            "reference (labels, a mask, positions). Check how these follow their samples."
         )  # fmt: skip
     returned = sum(report.returned for report in reports)
     unlike = sum(report.compared for report in reports if not report.asks_alike)
     if unlike and not returned:
-        return Subject.BATCH, "the loss asks something else", "labels", (
-            f"Of {unlike} of {count} samples the model returns what it does on one device, and the "
-            "gradient of the loss by that is no multiple of one device's: the labels, or the masks "
-            "or weights of the loss, are not those of the same samples."
+        return Subject.BATCH, "other targets in the loss", "labels", (
+            f"For {unlike} of {count} samples the model output matches the reference, but "
+            "the gradient of the loss is not a multiple of the reference: the labels, or the "
+            "masks or weights of the loss, belong to other samples."
         )  # fmt: skip
-    return Subject.LOSS, "samples of one micro-batch alone", place, (
-        "The optimizer gets the mean of what each micro-batch's samples give by themselves, and "
-        "one device's gradient is no such mean: something ties samples together that a rank or a "
-        "micro-batch has not all of: statistics over a batch, a loss of pairs, a term that "
-        "balances, a mean of ratios."
+    return Subject.LOSS, "samples of one micro-batch only", place, (
+        "The optimizer takes the mean of the micro-batches computed separately, but the "
+        "reference gradient is not such a mean: something depends on samples of several "
+        "ranks or micro-batches (batch statistics, a loss of pairs, a balancing term, a mean "
+        "of ratios)."
     )  # fmt: skip
 
 
@@ -541,7 +546,7 @@ def by_given(evidence: JobEvidence) -> Cure | None:
         symptom=Symptom(SymptomKind.OWN),
         names=set(evidence.samples),
         contributed=contributed,
-        words="computed by the plain module from the samples that the ranks were given",
+        words="computed by the plain module from the samples given to the ranks",
     )
 
 
@@ -555,8 +560,8 @@ def with_trial(
     if not trial.cures:
         return replace(culprit, certainty=Certainty.UNEXPLAINED)
     count = len(evidence.samples)
-    whose = f"all {count} gradients are" if count > 1 else "the gradient is"
-    what = "the loop's" if cure.symptom.kind is SymptomKind.OWN else "one device's"
+    whose = f"all {count} gradients match" if count > 1 else "the gradient matches"
+    what = "the loop" if cure.symptom.kind is SymptomKind.OWN else "the reference"
     return culprit.proven(f"{cure.words}, {whose} {what} to {trial.left:.1e}")
 
 
@@ -579,7 +584,7 @@ def _batch(ledger: Samples, departures: Sequence[Departure], ranks: Ranks) -> Cu
         departures, ranks, state=Subject.BATCH, names=["samples"], who=range(ranks.size),
         axis=next(iter(ranks.axes), "") if ledger.doubled else "",
         factor=" and ".join(word for word, rows in lists.items() if rows),
-        sentence="The ranks together do not see the global batch once: "
-        f"{' and '.join(words)}. Look at how each rank's share is drawn (sampler, drop_last, "
-        "padding to an even split).",
+        sentence="The ranks together do not process the global batch exactly once: "
+                 f"{' and '.join(words)}. Check how each rank's share is drawn (sampler, "
+                 "drop_last, padding to an even split).",
     )  # fmt: skip

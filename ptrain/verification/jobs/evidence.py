@@ -245,8 +245,8 @@ class OwnGradients:
         if gradient is not None:
             return "" if bool(gradient.any()) else "it is all zeros: set to zero, or never written"
         if not self.holds[name].parameter.requires_grad:
-            return "it does not require one (requires_grad is False)"
-        return ".grad is None: backward does not come to it, or it is not brought back from a copy"
+            return "it does not require a gradient (requires_grad is False)"
+        return ".grad is None: backward does not reach it, or it is not copied back from a copy"
 
     def is_rounded_to(self, dtype: torch.dtype, names: Collection[str]) -> bool:
         """Return whether every element that this rank's optimizer took is a number of a coarser
@@ -342,7 +342,7 @@ def untold(count: int) -> str:
     all are."""
     if count <= MOST:
         return ""
-    return f"; of {count} micro-batches of a rank the first {MOST} alone were told apart"
+    return f"; only the first {MOST} of {count} micro-batches of a rank were distinguished"
 
 
 def _most(ranks: Ranks, given: Sequence[object]) -> int:

@@ -101,8 +101,8 @@ class Suspects:
             state=Subject.ACTIVATIONS, axis="", factor=kind,
             place=families([path for suspect in suspects for path in suspect.paths]),
             step=self.step, ranks=tuple(range(self.ranks.size)),
-            sentence=f"Its modules compute in {actual}, one device's in {expected}. If that is "
-            f"meant, say so: Terms(dtype=torch.{actual}).",
+            sentence=f"Its modules compute in {actual}, the reference in {expected}. If this "
+                     f"is intended, set `Terms(dtype=torch.{actual})`.",
         )  # fmt: skip
 
     def of_all_ranks(
@@ -145,9 +145,9 @@ class Suspects:
             return Culprit(
                 state=Subject.PARAMETERS, axis="", factor=f"differs by {suspect.difference:.3g}",
                 place=suspect.place, step=self.step, ranks=suspect.ranks,
-                sentence=f"The parameters of {suspect.place} are written between the passes of one "
-                "step (a moving average that follows each micro-batch, an update in backward): "
-                "write them once, after the last.",
+                sentence=f"The parameters of {suspect.place} are written between the passes "
+                         "of one step (a moving average after each micro-batch, an update in "
+                         "backward). Write them once, after the last pass.",
             )  # fmt: skip
         path = suspect.paths[0]
         inside = [
@@ -158,23 +158,23 @@ class Suspects:
         inner = sorted(other for other in inside if other in tested)
         closed = innermost([other for other in inside if other not in tested])
         if suspect.moment is Moment.FORWARD:
-            what = f"{suspect.place} returns something else than the plain module for the same "
+            what = f"{suspect.place} returns another output than the plain module for the same "
             what += "inputs."
         else:
-            what = f"{suspect.place} hands back another gradient of its input than the plain "
+            what = f"{suspect.place} returns another gradient of its input than the plain "
             what += "module, for the same gradient of its output."
         sentences = [what]
         if axis:
             when = "" if suspect.moment is Moment.FORWARD else " in backward"
             sentences.append(
-                f"The ranks {over_axis(axis)} have parts of a sum: all-reduce it{when}."
+                f"The ranks {over_axis(axis)} have partial sums. All-reduce them{when}."
             )
         else:
             if inner:
-                sentences.append(f"Of its parts {families(inner)} do what the plain ones do.")
+                sentences.append(f"Its submodules {families(inner)} match the plain ones.")
             if closed:
-                sentences.append(f"{families(closed)} could not be run by itself.")
-            sentences.append("Look at its own forward, or at what wraps it.")
+                sentences.append(f"{families(closed)} could not be run separately.")
+            sentences.append("Check its forward and its wrappers.")
         return Culprit(
             state=Subject.ACTIVATIONS, axis=axis,
             factor=factor or f"differs by {suspect.difference:.3g}",
@@ -231,36 +231,37 @@ def culprit_of_masks(inquiry: Inquiry, first: Sequence[Departure]) -> Culprit | 
         who = tuple(sorted({rank for its in unlike.values() for rank in its}))
         return blame(
             Subject.RANDOM, "other masks for the same samples", families(unlike) or "the model",
-            f"Ranks {', '.join(map(str, who))} have the same samples and draw other masks for them "
-            f"in {families(unlike)}: what they should have as copies differs. Seed these ranks "
-            "alike, and apart from those with other samples.",
-            f"with the masks of the first of them on all, the gradients are one device's to "
-            f"{left:.1e}", ranks=who, axis=ranks.axis_of(who),
+            f"Ranks {', '.join(map(str, who))} have the same samples but draw other masks "
+            f"for them in {families(unlike)}, so their replicas differ. Seed these ranks "
+            "identically, and differently from ranks with other samples.",
+            "with the masks of the first of them on all, the gradients match the reference "
+            f"to {left:.1e}", ranks=who, axis=ranks.axis_of(who),
         )  # fmt: skip
     if again and (left := _left_alike(inquiry)) is not None:
         place = families(again) or "the model"
         return blame(
-            Subject.GRADIENTS, "another mask in the recomputation", place,
-            f"What is recomputed of {place} in backward draws other "
-            "random numbers than in forward: keep the generator's state "
-            "(checkpoint(..., preserve_rng_state=True)), or draw outside of what is recomputed.",
-            f"with forward's masks in backward, the gradients are one device's to {left:.1e}",
+            Subject.GRADIENTS, "different mask in the recomputation", place,
+            f"The recomputation of {place} in backward draws other random numbers than "
+            "forward. Preserve the generator's state (checkpoint(..., "
+            "preserve_rng_state=True)), or draw outside of the recomputed code.",
+            f"with forward's masks in backward, the gradients match the reference to {left:.1e}",
             ranks=everywhere,
         )  # fmt: skip
     if alone and (left := _left_of_reference(inquiry, alone)) is not None:
         return blame(
-            Subject.RANDOM, "dropout on one device alone", _modules(alone),
-            f"In {_modules(alone)} one device drops out, and no rank of the loop does: that is in "
-            "evaluation mode (call model.train() before the step), or its rate is 0.",
-            f"with nothing dropped there on one device, its gradients are the loop's to {left:.1e}",
+            Subject.RANDOM, "dropout in the reference only", _modules(alone),
+            f"In {_modules(alone)} the reference applies dropout, but no rank of the loop "
+            "does: it is in evaluation mode (call model.train() before the step), or its "
+            "rate is 0.",
+            f"without dropout there, the reference gradients match the loop to {left:.1e}",
             ranks=everywhere,
         )  # fmt: skip
     if loop_only and (left := _left_of_loop(inquiry, loop_only)) is not None:
         return blame(
-            Subject.RANDOM, "dropout in the loop alone", _modules(loop_only),
-            f"In {_modules(loop_only)} the loop drops out, and one device does not: the rates or "
-            "the modes (train, eval) of both are not the same.",
-            f"with nothing dropped there, the gradients are one device's to {left:.1e}",
+            Subject.RANDOM, "dropout in the loop only", _modules(loop_only),
+            f"In {_modules(loop_only)} the loop applies dropout, but the reference does not: "
+            "their rates or modes (train, eval) differ.",
+            f"without dropout there, the gradients match the reference to {left:.1e}",
             ranks=everywhere,
         )  # fmt: skip
     return None
@@ -336,8 +337,8 @@ class Inquiry:
         if by_sums.certainty is Certainty.PROVEN:
             return by_sums
         self._ruled_out.append(
-            "one multiple, a sum over an axis, other micro-batches or the step before in all "
-            "gradients"
+            "one multiple, a sum over an axis, other micro-batches or the previous step in "
+            "all gradients"
         )
         of_slices = SliceInquiry(self, modules).culprit() if again else None
         if of_slices is not None and of_slices.certainty is Certainty.PROVEN:
@@ -371,10 +372,10 @@ class Inquiry:
             return None
         listed = ", ".join(sorted(lacking))
         return Culprit(
-            state=Subject.BATCH, axis="", factor="an argument is not handed on", place=listed,
+            state=Subject.BATCH, axis="", factor="missing argument", place=listed,
             step=first[0].step, ranks=tuple(range(self.ranks.size)),
-            sentence=f"One device's model is called with {listed}, and the loop's is not: a "
-            "wrapper or the step does not hand it on.",
+            sentence=f"The reference model is called with {listed}, but the loop's model is "
+                     "not. A wrapper or the step does not pass it on.",
         )  # fmt: skip
 
     def rewind(self) -> None:
@@ -429,14 +430,14 @@ class Inquiry:
                 others = f" and the other {count} gradients" if count else ""
                 be = "are" if count else "is"
                 tried = (
-                    f"with the plain module in the place of {places} the loss{others} {be} one "
-                    f"device's to {left:.1e}"
+                    f"with the plain module in place of {places} the loss{others} {be} "
+                    f"within {left:.1e} of the reference"
                 )
                 blamed = self.suspects.blamed(chosen[0], mine.list, tested, probe.modules)
                 return replace(
                     blamed.proven(tried), place=places if len(chosen) > 1 else blamed.place
                 )
-            self._ruled_out.append(f"the plain module in the place of {places}")
+            self._ruled_out.append(f"the plain module in place of {places}")
         return self.suspects.of_dtypes(mine.list, suspects)
 
     def _with_plain(self, paths: Sequence[str]) -> tuple[float | None, int]:
@@ -515,14 +516,14 @@ class Inquiry:
         place = module or families(names) or first[0].name
         if len(later) > 0:
             where = (
-                f" Backward is right down to {module}: parameters that are used after it "
-                f"({families(later)}) have one device's gradients; look at what takes what "
-                f"{module} returns, and at its backward pass."
+                f" Backward is right down to {module}: the gradients of parameters used "
+                f"after it ({families(later)}) match the reference. Check the consumers of "
+                f"the output of {module}, and its backward pass."
             )
         else:
             where = ""
         if not again:
-            out += "; the step does not give the same bits again, so that no module could be tried"
+            out += "; the step is not reproducible to the bit, so no module could be tried"
         right, own = (number(loss) for loss in self.step.losses)
         measured = self._loss.of(right, own)
         is_forward = right is not None and measured is not None
@@ -534,10 +535,10 @@ class Inquiry:
             place=place,
             step=first[0].step,
             ranks=tuple(sorted({departure.rank for departure in first})),
-            sentence=f"The gradient of {len(names)} of {len(job_evidence.samples)} parameters is "
-            "not one device's when the optimizer steps"
-            f"{', and neither is the loss' if is_forward else ''}; that is what departs first."
-            f"{where}",
+            sentence=f"The gradient of {len(names)} of {len(job_evidence.samples)} "
+            "parameters differs from the reference when the optimizer "
+            f"steps{', and so does the loss' if is_forward else ''}; this is the "
+            f"first difference.{where}",
         ).unexplained(out)
 
 
@@ -575,8 +576,8 @@ def _with_norms(culprit: Culprit, model: nn.Module) -> Culprit:
     if not norms:
         return culprit
     return replace(
-        culprit, factor="statistics of a rank's own batch", place=families(norms),
+        culprit, factor="per-rank batch statistics", place=families(norms),
         state=Subject.ACTIVATIONS,
-        sentence=f"{culprit.sentence} {families(norms)} takes mean and variance of each "
-        "micro-batch's own samples: torch.nn.SyncBatchNorm, or another norm.",
+        sentence=f"{culprit.sentence} {families(norms)} uses mean and variance of the "
+                 "samples of each micro-batch. Use torch.nn.SyncBatchNorm, or another norm.",
     )  # fmt: skip

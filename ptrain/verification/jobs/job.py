@@ -262,18 +262,20 @@ class Terms:
 
     def __post_init__(self) -> None:
         if self.steps is not None and self.steps < 1:
-            remedy = "leave it out for one step a batch, or give 1 or more"
-            raise _refused("steps", f"{self.steps} steps show nothing", remedy)
+            remedy = "Omit it for one step per batch, or use 1 or more."
+            raise _refused("steps", f"{self.steps} steps compare nothing", remedy)
         if self.examined is not None and self.examined < 0:
-            raise _refused("examined", f"{self.examined} is no number of steps", "give 0 or more")
+            raise _refused(
+                "examined", f"{self.examined} is not a number of steps", "Use 0 or more."
+            )
         if self.tolerance is None and self.dtype not in (None, *TOLERANCES):
             known = ", ".join(map(str, TOLERANCES))
-            remedy = f"give one of {known}, or a tolerance"
-            raise _refused("dtype", f"no rounding is known of {self.dtype}", remedy)
+            remedy = f"Use one of {known}, or set `tolerance`."
+            raise _refused("dtype", f"the rounding of {self.dtype} is unknown", remedy)
         if not callable(self.loss) and self.loss not in get_args(Known):
             known = ", ".join(map(repr, get_args(Known)))
-            remedy = f"give one of {known}, or a function of all ranks' losses"
-            raise _refused("loss", f"{self.loss!r} is no way to add losses up", remedy)
+            remedy = f"Use one of {known}, or a function of all ranks' losses."
+            raise _refused("loss", f"{self.loss!r} is not a way to combine losses", remedy)
 
 
 def _refused(term: str, finding: str, remedy: str) -> PtrainError:
@@ -288,8 +290,9 @@ def tolerance_of(dtype: torch.dtype | None, parameters: Iterable[Tensor]) -> Tol
     if not known:
         names = ", ".join(sorted(map(str, dtypes)))
         raise PtrainError(
-            f"verify: the reference's parameters are in {names}, of which no rounding is known\n"
-            "  remedy: give Terms(tolerance=...), or Terms(dtype=...) of what it computes in"
+            f"verify: the reference's parameters are in {names}, with unknown rounding\n  "
+            "remedy: Set `Terms(tolerance=...)`, or `Terms(dtype=...)` to the dtype in which "
+            "it computes."
         )
     return max(known, key=lambda tolerance: tolerance.gradients)
 
@@ -303,20 +306,20 @@ def require_plain(reference: Job) -> None:
     for module in reference.model.modules():
         if isinstance(module, _WRAPPERS):
             raise PtrainError(
-                f"verify: the reference is wrapped ({type(module).__name__})\n"
-                "  remedy: give it the plain module, copied before it is wrapped"
+                f"verify: the reference is wrapped ({type(module).__name__})\n  remedy: Pass "
+                "the plain module, copied before it is wrapped."
             )
     if any(isinstance(parameter, DTensor) for parameter in reference.model.parameters()):
         raise PtrainError(
-            "verify: the reference's parameters are DTensors\n"
-            "  remedy: give it the plain module, copied before it is parallelised"
+            "verify: the reference's parameters are DTensors\n  remedy: Pass the plain "
+            "module, copied before it is parallelized."
         )
 
 
 def _refused_of_reference(words: str) -> PtrainError:
     return PtrainError(
-        f"verify: the reference's {words}\n"
-        "  remedy: give the reference a step without collectives: it has the whole batch"
+        f"verify: the reference's {words}\n  remedy: Give the reference a step without "
+        "collectives. It has the full batch."
     )
 
 
@@ -341,8 +344,8 @@ def require_one_reference(ranks: Ranks, checksums: Mapping[str, str]) -> None:
         for name, checksum in everyones[0].items():
             if other.get(name) != checksum:
                 raise PtrainError(
-                    f"verify: reference: {name} differs between rank 0 and rank {rank}\n"
-                    "  remedy: seed every rank alike before the reference is built"
+                    f"verify: reference: {name} differs between rank 0 and rank {rank}\n  "
+                    "remedy: Seed every rank identically before the reference is built."
                 )
 
 
@@ -369,15 +372,15 @@ def number(loss: Any, by: str = "a step") -> float | None:
 
 
 def _no_loss(by: str, what: str) -> PtrainError:
-    return PtrainError(f"verify: {by} returned {what}\n  remedy: return the loss alone, or None")
+    return PtrainError(f"verify: {by} returned {what}\n  remedy: Return the loss only, or None.")
 
 
 def has_parameters(model: nn.Module) -> None:
     """Raises PtrainError where nothing can be trained."""
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise PtrainError(
-            "verify: the reference has no parameter that requires a gradient\n"
-            "  remedy: give it a module that trains: requires_grad_(True) of what should"
+            "verify: the reference has no parameter that requires a gradient\n  remedy: Pass "
+            "a module that trains. Call `requires_grad_(True)` on its parameters."
         )
 
 

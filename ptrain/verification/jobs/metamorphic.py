@@ -175,7 +175,7 @@ def softmaxed(call: ForwardCall) -> str:
     plain = rows.softmax(-1) - targets
     if _is_multiple(slopes, plain):
         are = bool((rows >= 0).all()) and bool(((rows.sum(-1) - 1).abs() < _FITS).all())
-        return "probabilities, whose rows add up to one" if are else ""
+        return "probabilities, whose rows sum to one" if are else ""
     shares = rows.softmax(-1)
     twice = shares.softmax(-1) - targets
     back = shares * (twice - (shares * twice).sum(-1, keepdim=True))
@@ -264,7 +264,7 @@ class Metamorphic:
         with ModuleRecorder(self._job.model) as modules:
             seen = self._step(batch)
         if not seen.gradients:
-            self.notes.append("code that both sides share: nothing tried, no optimizer steps")
+            self.notes.append("code shared by both sides: not tested, no optimizer steps")
             return
         yield from self._attached(modules.calls, trained)
         yield from self._repeated(state, seen.gradients, batch)
@@ -272,7 +272,7 @@ class Metamorphic:
             state.restore()
             yield from self._in_another_order(seen.gradients, batch)
         else:
-            self.notes.append("the order of samples: not tried, ranks have no rows of the batch")
+            self.notes.append("the order of samples: not tested, ranks have no rows of the batch")
         state.restore()
         yield from self._of_tokens(seen.calls)
 
@@ -299,13 +299,13 @@ class Metamorphic:
             and not any(is_within(order[m], path) for m in range(n + 1, last + 1) if has[m])
         ]  # fmt: skip
         yield TriedRelation.of("gradients come back through the model", self._blame(
-            Subject.GRADIENTS, "no gradient on one device either", [],
-            f"No gradient but zeros comes back to {families(lost)}, whose parameters are to be "
-            "trained: after it the model is detached (detach(), no_grad(), .data), multiplies by "
-            "weights of zeros, or does not use what it returns.",
-            "in every step its parameters have none, and later modules have one",
+            Subject.GRADIENTS, "no gradient in the reference either", [],
+            f"{families(lost)} gets only zero gradients, although its parameters are "
+            "trainable: after it the model is detached (detach(), no_grad(), .data), "
+            "multiplies by zero weights, or does not use its output.",
+            "in every step its parameters have no gradient, and later modules have one",
             place=families(lost),
-        ) if lost else None, why=f"none comes to {families(lost)}")  # fmt: skip
+        ) if lost else None, why=f"none reaches {families(lost)}")  # fmt: skip
 
     def _repeated(
         self, state: ModelState, gradients: Tensors, batch: Any
@@ -322,11 +322,11 @@ class Metamorphic:
             for n in grown
         )
         yield TriedRelation.of("a step starts without gradients", self._blame(
-            Subject.GRADIENTS, "the step before added, on one device too", grown,
-            "Both loops add a step's gradient to that of the step before: set gradients to None "
-            "after every update (optimizer.zero_grad()).",
-            "run twice on one batch from the same parameters, the second gradient has the first "
-            "in it",
+            Subject.GRADIENTS, "previous step added, in the reference too", grown,
+            "Both loops add a step's gradient to that of the previous step. Set gradients to "
+            "None after every update (optimizer.zero_grad()).",
+            "run twice on one batch from the same parameters, the second gradient includes "
+            "the first",
         ) if is_added else None)  # fmt: skip
 
     def _in_another_order(self, gradients: Tensors, batch: Any) -> Iterator[TriedRelation]:
@@ -345,8 +345,8 @@ class Metamorphic:
         worst = max(sizes.values(), default=0.0)
         if worst > _LOOSE * self._limit.gradients:
             self.notes.append(
-                f"the same samples in another order give another gradient (by {worst:.3g}): meant, "
-                "if samples are told apart by where they stand"
+                f"the same samples in another order give another gradient (by {worst:.3g}): "
+                "intended if samples depend on their index"
             )
             return
         yield TriedRelation.of("the order of samples", value=worst)
@@ -356,37 +356,42 @@ class Metamorphic:
         if calls and (given := softmaxed(calls[0])):
             yield TriedRelation.of("the loss takes logits", self._blame(
                 Subject.LOSS, "softmax before cross-entropy", [],
-                "Cross-entropy takes logits and makes its own softmax of them; here it is "
-                f"given {given}: leave the softmax out, on both sides.",
+                "Cross-entropy takes logits and applies softmax itself, but it gets "
+                f"{given}. Remove the softmax on both sides.",
                 "the gradient of the logits is that of a cross-entropy of their softmax",
                 place="loss",
             ), why=given)  # fmt: skip
             return
         task = task_of(calls[0]) if calls else None
         if task is None:
-            self.notes.append("labels and the causal mask: not tried, no logits of tokens are seen")
+            self.notes.append(
+                "labels and the causal mask: not tested, no logits of tokens are seen"
+            )
             return
         shift, count = task.shift, task.count
         name = "labels are the next tokens"
         if shift == 0 and not self._is_causal(calls[0], task):
-            self.notes.append("the labels are the tokens themselves: meant, if the task is to copy")
+            self.notes.append(
+                "the labels are the tokens themselves: intended if the task is to copy"
+            )
             return
         if shift in (0, 2):
-            says = "the token that is there" if shift == 0 else "the token after the next"
+            says = "the current token" if shift == 0 else "the token after the next"
             cure = (
-                "shift them by one: logits[:, :-1] against tokens[:, 1:]"
+                "Shift the labels by one: logits[:, :-1] against tokens[:, 1:]"
                 if shift == 0
-                else "the model shifts them itself, or the data do: shift them once"
+                else "The model or the data already shifts the labels: shift them once"
             )
             yield TriedRelation.of(name, self._blame(
                 Subject.BATCH, "labels not shifted" if shift == 0 else "labels shifted twice", [],
-                f"The loss asks every position for {says}: {cure}.",
-                f"of {count} positions the loss asks for, told by its gradient, {says}",
+                f"The loss has {says} as the target of every position. {cure}.",
+                f"at {count} positions the target is {says}, according to the gradient of "
+                "the loss",
                 place="labels",
-            ), why=f"every position is asked for {says}")  # fmt: skip
+            ), why=f"the target of every position is {says}")  # fmt: skip
             return
         if shift != 1:
-            self.notes.append("the causal mask: not tried, the labels are not the next tokens")
+            self.notes.append("the causal mask: not tested, the labels are not the next tokens")
             return
         yield TriedRelation.of(name)
         if (seen := self._sees_no_future(calls[0], task)) is not None:
@@ -399,27 +404,28 @@ class Metamorphic:
         end = self._document_end
         if end is None:
             self.notes.append(
-                "labels across documents: not tried; say which token ends a document, if samples "
-                "have several: Terms(document_end=...)"
+                "labels across documents: not tested; if samples have several documents, set "
+                "the token that ends one: `Terms(document_end=...)`"
             )
             return
         count, across = num_ends(task, end), num_asked_across(task, end)
         if not count:
-            self.notes.append(f"labels across documents: not tried, no sample has token {end}")
+            self.notes.append(f"labels across documents: not tested, no sample has token {end}")
             return
         yield TriedRelation.of("no label is of another document", self._blame(
             Subject.BATCH, "labels across documents", [],
-            f"The loss asks the last token of a document (token {end}) for the first one of the "
-            "next document: leave these labels out (ignore_index), on both sides.",
-            f"{across} of {count} tokens {end} have a label, told by the gradient of their logits",
+            f"The last token of a document (token {end}) has the first token of the next "
+            "document as its target. Ignore these labels (ignore_index) on both sides.",
+            f"{across} of {count} tokens {end} have a label, according to the gradient of "
+            "their logits",
             place="labels",
-        ) if across else None, why=f"of {across} of {count} ends of documents")  # fmt: skip
+        ) if across else None, why=f"at {across} of {count} ends of documents")  # fmt: skip
         other = instead_of_first_documents(task.tokens, end)
         size = self._apart_after(call, task.tokens, other, after_first_documents(task.tokens, end))
         if size is not None and size > _LOOSE * self._limit.outputs:
             self.notes.append(
-                f"a document sees those before it in its sample (its logits change by {size:.3g} "
-                "with their tokens): meant, if attention has no mask of documents"
+                "a document sees earlier documents of its sample (its logits change by "
+                f"{size:.3g} with their tokens): intended if attention has no document mask"
             )
 
     def _sees_no_future(self, call: ForwardCall, task: TokenTask) -> TriedRelation | None:
@@ -431,14 +437,16 @@ class Metamorphic:
         earlier[:, at:] = False
         size = self._apart_after(call, tokens, other, earlier)
         if size is None:
-            self.notes.append("the causal mask: not tried, the model draws or counts as it runs")
+            self.notes.append(
+                "the causal mask: not tested, the model draws random numbers or keeps counters"
+            )
             return None
         holds = size <= _LOOSE * self._limit.outputs
         return TriedRelation.of("no token sees its future", None if holds else self._blame(
             Subject.ACTIVATIONS, "no causal mask", [],
-            "A position sees the tokens after it, and is asked for the next one: give attention "
-            "its causal mask (is_causal=True), on both sides.",
-            f"other tokens from position {at} on change the logits before it by {size:.3g}",
+            "A position sees later tokens and has the next one as its target. Give attention "
+            "a causal mask (is_causal=True) on both sides.",
+            f"other tokens from position {at} on change the earlier logits by {size:.3g}",
             place="attention",
         ), why="logits change with later tokens", value=size)  # fmt: skip
 

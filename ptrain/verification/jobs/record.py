@@ -203,7 +203,7 @@ class StepRecorder(UpdateRecorder):
     def autocast(self) -> str:
         """Return the dtype in which the model's first forward ran, as far as autocast says."""
         dtype = self.calls[0].autocast if self.calls else None
-        return str(dtype).removeprefix("torch.") if dtype else "its own dtype"
+        return str(dtype).removeprefix("torch.") if dtype else "the module's dtype"
 
     def _begins(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if counts():
@@ -285,11 +285,11 @@ def at_start(
     other ranks hold (`elsewhere`) this one need not: it may be a stage of a pipeline."""
     for name in wholes:
         if name not in holds and name not in elsewhere:
-            description = "the reference has it, the loop's model has not"
+            description = "in the reference, but not in the loop's model"
             differences.add(Moment.START, Subject.PARAMETERS, name, description, Way.MISSING)
     for name in names:
         if name not in wholes:
-            description = "the loop's model has it, the reference has not"
+            description = "in the loop's model, but not in the reference"
             differences.add(Moment.START, Subject.PARAMETERS, name, description, Way.MISSING)
     scale = Magnitude.of(wholes)
     for name, shard in holds.items():
@@ -349,7 +349,7 @@ def compare_gradients(
         whole = expected.get(name)
         if whole is None:
             if gradient is not None and bool(gradient.any()):
-                description = "a gradient where the reference has none"
+                description = "a gradient that the reference does not have"
                 differences.add(Moment.GRADIENTS, Subject.GRADIENTS, name, description, Way.MISSING)
             continue
         part = shard.of(whole.view(shard.shape))

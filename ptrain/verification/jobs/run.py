@@ -143,16 +143,16 @@ class Watched:
             return None  # masters move in finer steps; where nothing moves, that is said already
         if rounded := [name for name in still if name in self._given]:
             self.notes.append(
-                f"{families(rounded)} gets a gradient and stands still to the bit: its learning "
-                "rate is zero, or its updates are too small for its dtype"
+                f"{families(rounded)} gets a gradient but stays the same to the bit: its "
+                "learning rate is zero, or its updates are too small for its dtype"
             )
         still = [name for name in still if name not in self._given]
         if not still:
             return None
         return self._culprit(
-            Subject.PARAMETERS, "not updated on one device either", families(still),
-            "It gets a gradient in the reference and in the loop, and no update moves it: give it "
-            "to the optimizer, or freeze it (requires_grad_(False)).",
+            Subject.PARAMETERS, "not updated in the reference either", families(still),
+            "It gets a gradient in the reference and in the loop, but no update changes it. "
+            "Give it to the optimizer, or freeze it (requires_grad_(False)).",
             f"its value is the same to the bit after {len(self.steps)} steps",
         )  # fmt: skip
 
@@ -167,9 +167,10 @@ class Watched:
             return None
         first = len(self.steps) - count
         return self._culprit(
-            Subject.LEARNING_RATE, "no update on one device either", "all parameters",
-            f"From step {first} on nothing moves any parameter, though each has a gradient: the "
-            "learning rate is zero, or an update is too small for the dtype of the parameters.",
+            Subject.LEARNING_RATE, "no update in the reference either", "all parameters",
+            f"From step {first} on no parameter changes, although each has a gradient: the "
+            "learning rate is zero, or an update is too small for the dtype of the "
+            "parameters.",
             f"the last {count} steps leave every value the same to the bit", first,
         )  # fmt: skip
 
@@ -179,9 +180,10 @@ class Watched:
         if not names:
             return None
         return self._culprit(
-            Subject.OPTIMIZER, "emptied in every step, on one device too", families(names),
-            "The optimizer begins every step without what it kept of the step before (moments, "
-            "step counters): it is made anew, or its state is emptied, in every step.",
+            Subject.OPTIMIZER, "emptied in every step, in the reference too", families(names),
+            "The optimizer starts every step without its state of the previous step "
+            "(moments, step counters): it is created again, or its state is emptied, in "
+            "every step.",
             "when it steps there is no state of a parameter that it has updated before",
         )  # fmt: skip
 
@@ -197,9 +199,10 @@ class Watched:
         if not alike:
             return None
         return self._culprit(
-            Subject.PARAMETERS, "units that are copies of each other", families(alike),
-            "All rows are the same after updates, as they were made alike (zeros, one value): they "
-            "get the same gradient and will never differ. Draw them (nn.init).",
+            Subject.PARAMETERS, "identical units", families(alike),
+            "All rows are the same after updates, because they were initialized identically "
+            "(zeros, one value). They get the same gradient and never differ. Initialize "
+            "them randomly (nn.init).",
             f"the rows are the same to the bit after {len(self.steps)} steps",
         )  # fmt: skip
 
@@ -238,7 +241,7 @@ def repeated(
         return _culprit(
             differing,
             0,
-            "Built anew, the loop has other weights: seed what builds it, on every rank.",
+            "Built again, the loop has other weights. Seed its construction on every rank.",
         )
     for step, (share, expected) in enumerate(zip(shares, first[1:], strict=True)):
         with StepRecorder(job.model, holds) as seen, drawing.recorded(job.model):
@@ -248,8 +251,8 @@ def repeated(
         if differing:
             return _culprit(
                 differing, step,
-                "Run again from the same weights on the same batch, the loop gives other bits: "
-                "an unseeded dropout or draw, or an operator that is not deterministic "
+                "Run again from the same weights on the same batch, the loop gives other "
+                "bits: an unseeded dropout or draw, or an operator that is not deterministic "
                 "(torch.use_deterministic_algorithms).",
             )  # fmt: skip
     return None
@@ -286,7 +289,7 @@ def _culprit(differing: Sequence[tuple[int, str, list[str]]], step: int, sentenc
     return Culprit(
         state=Subject(differing[0][1]),
         axis="",
-        factor="not the same twice",
+        factor="not reproducible",
         place=families(names),
         step=step,
         ranks=tuple(rank for rank, _, _ in differing),
@@ -387,7 +390,7 @@ class Examiner:
                 relations += metamorphic.relations(batch, self.watched.trained)
         except CodeRaised as error:
             metamorphic.notes.append(
-                f"code that both sides share: no step can be run again: {error}"
+                f"code shared by both sides: no step can be run again: {error}"
             )
         return relations, [*self.watched.notes, *metamorphic.notes]
 
@@ -423,8 +426,8 @@ class Examiner:
             self.terms = replace(self.terms, examined=1)
             self.worst_loss.tolerance *= _OF_CLOSURES
             self.notes.append(
-                "an optimizer runs passes itself, which make much of roundings: after the first "
-                "step losses alone are compared"
+                "an optimizer runs passes itself, which amplifies rounding: after the first "
+                "step only losses are compared"
             )
         if not is_finite(seen.expected.gradients, self.pair.wholes):
             self.culprit = reference_not_finite(step, self.ranks)
@@ -478,8 +481,8 @@ class Examiner:
         names = [name for rank in {d.rank for d in first} for name in everyones[rank]]
         counted = culprit(
             first, self.ranks, state=Subject.COUNTER, factor=first[0].told,
-            sentence="The optimizer does not step as often as on one device in this step: "
-            "step it once for each global batch, after its last micro-batch.",
+            sentence="The optimizer does not step as often as in the reference in this step. "
+                     "Step it once per global batch, after the last micro-batch.",
         )  # fmt: skip
         return replace(counted, place=families(sorted(names)) or counted.place)
 
@@ -555,7 +558,7 @@ class Examiner:
         except CodeRaised as error:
             right = mine = None
             self.notes.append(
-                f"one more step cannot be run, so that no loss is known after: {error}"
+                f"no further step can be run, so the loss after it is unknown: {error}"
             )
         again = right, self.loss.of(right, mine)
         ways = travelled(self.pair, self.start, self.ranks)

@@ -131,8 +131,8 @@ def _checked(one: ParameterShard) -> ParameterShard:
 def _unknown(name: str, parameter: Tensor, shape: torch.Size) -> PtrainError:
     return PtrainError(
         f"verify: {name}: this rank has {tuple(held(parameter).shape)} of a tensor of "
-        f"{tuple(shape)}, and nothing tells which part\n"
-        "  remedy: give Terms(part=...), a function (name, whole tensor) -> this rank's piece"
+        f"{tuple(shape)}, at an unknown offset\n  remedy: Set `Terms(part=...)` to a "
+        "function (name, full tensor) -> this rank's shard."
     )
 
 
@@ -187,8 +187,8 @@ def _flattened(prefix: str, shard: FlatShard) -> Iterator[tuple[str, tuple[Tenso
         if shard.keeps_originals:
             return  # whole tensors under their own names
         raise PtrainError(
-            "verify: FSDP1 with NO_SHARD hides the parameters in one flat tensor\n"
-            "  remedy: wrap with use_orig_params=True"
+            "verify: FSDP1 with NO_SHARD hides the parameters in one flat tensor\n  remedy: "
+            "Wrap with `use_orig_params=True`."
         )
     for part in shard.segments():
         at = torch.arange(part.first, part.first + part.size)

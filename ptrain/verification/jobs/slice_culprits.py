@@ -274,17 +274,21 @@ class SliceInquiry:
         is_shift = all(len(its) == 1 for its in offsets)
         place = families(places) or "the model"
         what = (
-            f"{place} is given the places of its tokens as if its slice began elsewhere "
-            f"({', '.join(f'rank {rank}: {offsets[rank][0]} too few' for rank in who)}): positions "
-            "must begin where the rank's slice does"
+            (
+                f"{place} gets positions without the offset of its shard "
+                f"({', '.join((f'rank {rank}: {offsets[rank][0]} too few' for rank in who))}). "
+                "Positions must start at the offset of the rank's shard"
+            )
             if is_shift
-            else f"{place} is given other numbers (places, a mask, labels) than one device has of "
-            "the same tokens: cut them as the tokens are cut"
+            else (
+                f"{place} gets other inputs (positions, a mask, labels) than the reference "
+                "for the same tokens. Shard them like the tokens"
+            )
         )
         return self._blame(
             Subject.ACTIVATIONS, "positions not offset by rank" if is_shift else "other inputs",
-            place, f"{what}, over {self._axis()}.",
-            f"with those of its own tokens the gradients are one device's to {left:.1e}", who,
+            place, f"{what} (over {self._axis()}).",
+            f"with the inputs of its tokens the gradients match the reference to {left:.1e}", who,
         )  # fmt: skip
 
     def _axis(self) -> str:
@@ -330,12 +334,12 @@ class SliceInquiry:
             left = self._left({"": Forced(upstream=own * (count * size / total))})
             if left is not None:
                 return self._blame(
-                    Subject.LOSS, "averaged slice by slice", "loss",
-                    f"Each rank of {self._axis()} divides the loss by the number of targets in its "
-                    f"own slice, and these numbers differ ({listed}): divide the sum of the loss "
-                    "by the number of targets in the whole samples.",
-                    f"with each rank's gradient of the logits times its own number, and divided by "
-                    f"that of all ({total}), the gradients are one device's to {left:.1e}",
+                    Subject.LOSS, "averaged per shard", "loss",
+                    f"Each rank of {self._axis()} divides the loss by the number of targets "
+                    f"in its shard, and these numbers differ ({listed}). Divide the sum of "
+                    "the loss by the number of targets in the full samples.",
+                    "with each rank's gradient of the logits times its number, and divided "
+                    f"by the total ({total}), the gradients match the reference to {left:.1e}",
                 )  # fmt: skip
         return None
 
@@ -349,36 +353,40 @@ class SliceInquiry:
             left = self._left({"": Forced(upstream=factor * truth)})
             if left is not None:
                 return self._blame(
-                    Subject.LOSS, "slices of uneven weight", "loss",
-                    f"The tokens of a slice do not count in the loss as on one device, and on the "
-                    f"ranks of {self._axis()} by other factors ({listed}), which the slices' "
-                    "numbers of targets do not explain: give each token the weight that it has in "
-                    "the whole samples.",
-                    f"with one device's weight of each token the gradients are one device's to "
-                    f"{left:.1e}",
+                    Subject.LOSS, "shards of uneven weight", "loss",
+                    "The tokens of a shard have other weights in the loss than in the "
+                    f"reference, with different factors on the ranks of {self._axis()} "
+                    f"({listed}). The numbers of targets do not explain them. Give each "
+                    "token its weight in the full samples.",
+                    "with the reference weight of each token the gradients match the "
+                    f"reference to {left:.1e}",
                 )  # fmt: skip
         return None
 
     def _said_of_labels(self, reports: Sequence[AskedTokens], left: str) -> Culprit:
         tried = (
-            f"with one device's gradient of the logits of each slice's tokens the gradients are "
-            f"one device's to {left}"
+            "with the reference gradient of the logits of each shard the gradients match the "
+            f"reference to {left}"
         )
         who = [rank for rank, report in enumerate(reports) if not report.is_right]
         at_ends = all(reports[rank].at_end for rank in who)
-        asks = "another token than" if any(reports[rank].other for rank in who) else "nothing, not"
+        asks = (
+            "another token than"
+            if any(reports[rank].other for rank in who)
+            else ("nothing instead of")
+        )
         count = sum(reports[rank].other + reports[rank].lacking for rank in who)
         if at_ends:
             return self._blame(
-                Subject.BATCH, "labels shifted within a slice", "labels",
-                f"The last token of a slice is asked for {asks} the one that follows it in the "
-                f"sample ({count} labels), which the next rank over {self._axis()} has: shift "
-                "labels before samples are cut into slices.", tried, who,
+                Subject.BATCH, "labels shifted within a shard", "labels",
+                f"The last token of a shard has as its target {asks} the token that follows "
+                f"it in the sample ({count} labels), which is on the next rank of "
+                f"{self._axis()}. Shift labels before samples are sharded.", tried, who,
             )  # fmt: skip
         return self._blame(
             Subject.BATCH, "labels of other tokens", "labels",
-            f"Of {count} tokens of the slices the loss asks something else than of the same tokens "
-            f"on one device: cut labels as tokens are cut over {self._axis()}.", tried, who,
+            f"For {count} tokens of the shards the loss has other labels than the reference. "
+            f"Shard labels like tokens over {self._axis()}.", tried, who,
         )  # fmt: skip
 
     def _of_attention(self, part: TokenSlice) -> Culprit | None:
@@ -413,23 +421,24 @@ class SliceInquiry:
             return None
         lacking, more, pairs = reports[who[0]]
         token, other = pairs[0]
-        verb = "does not notice" if lacking else "notices"
+        verb = "does not see" if lacking else "sees"
         factor = "sees too few tokens" if lacking else "sees tokens that it must not"
-        counts = f"{lacking} pairs of tokens less and {more} more than on one device"
+        counts = f"{lacking} pairs of tokens fewer and {more} more than in the reference"
         left = self._left_by_mask(right, changed, part)
         culprit = self._blame(
             Subject.ACTIVATIONS, factor, "attention",
-            f"On rank {who[0]} token {token} {verb} token {other}, which on one device it "
-            f"{'does' if lacking else 'does not'}: the mask of attention must be that of the "
-            f"tokens' places in the whole sample (a slice's queries begin at its first token, keys "
-            f"of all of {self._axis()} at theirs), and all of their keys must be brought there.",
-            f"with that mask the gradients are one device's to {left or 0.0:.1e}", who,
+            f"On rank {who[0]} token {token} {verb} token {other}, which it "
+            f"{'sees' if lacking else 'does not see'} in the reference. Use the attention "
+            "mask of the token indices in the full sample (a shard's queries start at its "
+            f"first token, the keys of all of {self._axis()} at theirs), and gather all of "
+            "their keys.",
+            f"with that mask the gradients match the reference to {left or 0.0:.1e}", who,
         )  # fmt: skip
         if left is not None:
             return culprit
         measured = (
-            f"tokens were changed one by one, and what changes of the logits compared: {counts}; "
-            "no cure was tried that helps"
+            "tokens were changed one by one, and the changes of the logits compared: "
+            f"{counts}; no fix that was tried helps"
         )
         return replace(culprit, certainty=Certainty.FITS, tried=measured)
 
@@ -494,11 +503,11 @@ class SliceInquiry:
             return None
         place = families(alike) or last
         return self._blame(
-            Subject.GRADIENTS, "another gradient comes back", place,
-            f"{place} returns what it does on one device, and the gradient that comes back to it "
-            f"is not one device's: where the other ranks over {self._axis()} use it too (keys and "
-            "values), backward must sum the gradients of all of them "
-            "(reduce-scatter); with its own part alone a rank has not reduced them.",
-            f"with one device's gradient of what it returns, all gradients are one device's to "
+            Subject.GRADIENTS, "other gradient in backward", place,
+            f"{place} returns its reference output, but the gradient of that output differs "
+            f"from the reference. If the other ranks over {self._axis()} use it too (keys "
+            "and values), backward must sum the gradients of all of them (reduce-scatter). "
+            "Without that, each rank has a partial gradient.",
+            "with the reference gradient of its output, all gradients match the reference to "
             f"{left:.1e}",
         )  # fmt: skip

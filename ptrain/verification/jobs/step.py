@@ -177,25 +177,29 @@ class Drawing:
         """Say what was replayed, and what was not."""
         if self.everyones:
             yield (
-                f"what the model draws in {self.count} place{'s' * (self.count != 1)} (dropout's "
-                "masks) is replayed on one device, sample by sample"
+                f"the random draws of the model in {self.count} "
+                f"place{'s' * (self.count != 1)} (dropout masks) are replayed in the "
+                "reference, sample by sample"
             )
         if self.still:
             yield (
-                f"compared without what {families(sorted(self.still))} draws: it is drawn for "
-                "slices of samples or for several at once, and cannot be told by samples; set its "
-                "rate to 0 on both sides, or draw for each sample a row of its own"
+                f"compared without the draws of {families(sorted(self.still))}: they are "
+                "drawn for shards of samples or for several samples at once, and cannot be "
+                "attributed to samples. Set its rate to 0 on both sides, or draw one row per "
+                "sample"
             )
         if self.hidden:
             yield (
-                f"compared without dropout within attention ({families(sorted(self.hidden))}): a "
-                "fused kernel shows no mask; torch.nn.attention.sdpa_kernel(SDPBackend.MATH) does"
+                "compared without dropout within attention "
+                f"({families(sorted(self.hidden))}): a fused kernel shows no mask. Use "
+                "torch.nn.attention.sdpa_kernel(SDPBackend.MATH) to compare with it"
             )
         if self.doubled:
             ranks = ", ".join(map(str, sorted(self.doubled)))
             yield (
-                f"ranks {ranks} draw the same for different samples: legal, but seed what they "
-                "draw by the rank (torch.manual_seed(seed + rank)), once the model is built"
+                f"ranks {ranks} draw the same random numbers for different samples. This is "
+                "legal, but seed them by the rank (torch.manual_seed(seed + rank)) after the "
+                "model is built"
             )
 
     def _stilled(self, draw: RandomDraw) -> Tensor | None:
@@ -285,7 +289,7 @@ def run_step(
     right, loss = both_losses(pair, batch, share, drawing, ((expected, unclipped), (seen,)))
     differences = Differences(step=number_, rank=drawing.ranks.rank)
     if seen.updates != expected.updates:
-        description = f"{seen.updates} updates, one device {expected.updates}"
+        description = f"{seen.updates} updates, {expected.updates} in the reference"
         differences.add(Moment.START, Subject.COUNTER, "optimizer.step", description)
     sides = expected, seen
     compare_gradients(differences, sides, pair.holds, limit)

@@ -47,8 +47,9 @@ class LoopVerdict(Verdict):
         held = sum(check.holds for check in self.checks)
         ranks = f"{self.num_ranks} rank{'s' * (self.num_ranks != 1)}"
         head = (
-            f"verdict: {'holds' if self.holds else 'fails'} ({held} of {len(self.checks)} checks, "
-            f"{self.steps} step{'s' * (self.steps != 1)}, {ranks} against one device)"
+            f"verdict: {'holds' if self.holds else 'fails'} ({held} of {len(self.checks)} "
+            f"checks, {self.steps} step{'s' * (self.steps != 1)}, {ranks} against the "
+            "single-device reference)"
         )
         rows = [str(self.culprit)] if self.culprit else []
         rows += [_row(check) for check in self.checks]

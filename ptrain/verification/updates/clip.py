@@ -372,34 +372,38 @@ def _ways(gradient: ClippedGradient, rows: Sequence[Scaling]) -> Iterator[ClipWa
     groups: dict[int, set[str]] = {}
     for row in rows:
         groups.setdefault(row.group, set()).add(row.name)
-    before = "one device's gradient before clipping"
+    before = "the reference gradient before clipping"
     if len(groups) > 1:
         yield ClipWay(
             "clip per group",
-            f"Each of {len(groups)} parameter groups is clipped by its own norm, on one device all "
-            "are by the norm of all: clip once, over the parameters of all groups.",
-            f"{before}, with each group clipped by its own norm, is what the optimizers take",
+            f"Each of {len(groups)} parameter groups is clipped separately, but the "
+            "reference clips all by the global norm. Clip once, over the parameters of all "
+            "groups.",
+            f"{before}, with each group clipped separately, equals the gradients that "
+            "the optimizers take",
             lambda row: gradient.norm(sorted(groups[row.group])),
         )
     yield ClipWay(
         "clip per parameter",
-        "Every parameter's gradient is clipped by its own norm, on one device all are by the norm "
-        "of all: clip once, over all parameters.",
-        f"{before}, with each parameter clipped by its own norm, is what the optimizers take",
+        "Every parameter's gradient is clipped separately, but the reference clips all "
+        "by the global norm. Clip once, over all parameters.",
+        f"{before}, with each parameter clipped separately, equals the gradients that "
+        "the optimizers take",
         lambda row: gradient.norm([row.name]),
     )
     yield ClipWay(
         "clipped by the local norm",
-        "Every rank clips by the norm of what it holds: sum the squares over all ranks that hold "
-        "other parts first.",
-        f"{before}, clipped on each rank by the norm of its part, is what the optimizers take",
+        "Every rank clips by its local norm. Sum the squares over all ranks that hold other "
+        "shards first.",
+        f"{before}, clipped on each rank by its local norm, equals the gradients that the "
+        "optimizers take",
         lambda row: row.local,
     )
     yield ClipWay(
         "not clipped",
-        "The optimizers take gradients that are not clipped: clip them by the norm of all, after "
-        "they are reduced and before the update.",
-        f"{before} is what the optimizers take",
+        "The optimizers take unclipped gradients. Clip them by the global norm, after they "
+        "are reduced and before the update.",
+        f"{before} equals the gradients that the optimizers take",
         lambda row: 0.0,
         excused=True,
     )
@@ -438,7 +442,7 @@ def _culprit(
         factor = f"clip on {'one rank' if len(right) == 1 else 'some ranks'} only"
         sentence = (
             f"Rank {', '.join(map(str, right))} clips the gradients, rank "
-            f"{', '.join(map(str, wrong))} does not: let all of them, by the same norm."
+            f"{', '.join(map(str, wrong))} does not. Clip on all ranks, by the same norm."
         )
         axis = ranks.axis_of([right[0], wrong[0]])
         where = f" on rank {', '.join(map(str, wrong))}"
@@ -447,5 +451,6 @@ def _culprit(
     return culprit(
         departures, ranks, state=Subject.NORM, axis=axis, factor=factor, who=wrong,
         sentence=sentence, certainty=Certainty.PROVEN,
-        tried=f"{way.proof}{where}, to {error:.2g}; clipped by the norm of all it is one device's",
+        tried=f"{way.proof}{where}, to {error:.2g}; clipped by the global norm they match "
+              "the reference",
     )  # fmt: skip

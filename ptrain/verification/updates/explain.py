@@ -47,16 +47,16 @@ def explain_replicas(departures: Sequence[Departure], case: UpdateCase, ranks: R
     is_proven = len(alike) == 1 and None not in alike and bool(writers)
     who = ", ".join(map(str, first.between))
     cure = (
-        f"the optimizers left the same bits on all of them, and rank "
-        f"{', '.join(map(str, writers))} has others when its step is over"
+        "the optimizers left the same bits on all of them, and rank "
+        f"{', '.join(map(str, writers))} has others at the end of its step"
     )
     return culprit(
         departures, ranks, state=first.subject, axis=ranks.axis_of(first.between),
         factor="replicas differ", who=writers if is_proven else None,
-        sentence=f"Ranks {who} hold the same part and have different bits of it: broadcast it "
-        "once, and look at what is computed on each rank.",
+        sentence=f"Ranks {who} hold the same shard with different bits. Broadcast it once, "
+                 "and check the computation on each rank.",
         certainty=Certainty.PROVEN if is_proven else Certainty.UNEXPLAINED,
-        tried=cure if is_proven else "the difference is rounding beside one device's",
+        tried=cure if is_proven else "the difference from the reference is within rounding",
     )  # fmt: skip
 
 
@@ -66,7 +66,7 @@ def explain_update(departures: Sequence[Departure], case: UpdateCase, ranks: Ran
     if any(departure.subject in _UPDATED for departure in explainer.departures):
         return explainer.culprit()
     if explainer.departures:
-        return explainer.unexplained("parameters and the optimizer's state are one device's")
+        return explainer.unexplained("parameters and the optimizer state match the reference")
     return explain_replicas(departures, case, ranks)
 
 
@@ -105,7 +105,7 @@ class UpdateExplainer:
         if any(self.ranks.gather(bool(foreign))):
             return self._not_to_be_stepped(foreign)
         if obstacle := self._obstacle():
-            return self.unexplained(f"the update cannot be repeated: {obstacle}{self._differing()}")
+            return self.unexplained(f"the update cannot be replayed: {obstacle}{self._differing()}")
         departure = self._departure()
         if departure.count == 0:
             return self._written_after(departure)
@@ -167,11 +167,13 @@ class UpdateExplainer:
         still = {name for name in without if case.courses[name].stood_still}
         if any(self.ranks.gather(bool(without - still))):
             return self.unexplained(
-                "what departs is not what it was before the step, and no torch.optim.Optimizer "
-                "that stepped on its rank has it"
+                "the differing tensors changed in the step, and no torch.optim.Optimizer "
+                "that stepped on their rank has them"
             )
         if any(self.ranks.gather(bool(without - case.other.keys()))):
-            return self.unexplained("no torch.optim.Optimizer of one device has what departs")
+            return self.unexplained(
+                "no torch.optim.Optimizer of the reference has the differing tensors"
+            )
         taken = {
             name: replace(
                 case.other[name],
@@ -195,24 +197,27 @@ class UpdateExplainer:
         is_stale = all((name, part) in moved for _, name, part in rows)
         if not left.is_cure_of(departure):
             return self.unexplained(
-                "no optimizer that steps has what departs, and with one device's optimizer and "
-                f"the gradient that is there it would still differ by {left.worst:.2g}"
+                "no optimizer that steps has the differing tensors, and with the reference "
+                "optimizer and the present gradient they would still differ by "
+                f"{left.worst:.2g}"
             )
         names, ranks = [name for _, name, _ in rows], sorted({rank for rank, _, _ in rows})
-        proof = f"updated by one device's optimizer with the gradient that is there it is one \
-device's to {left.worst:.2g}"
+        proof = (
+            "updated by the reference optimizer with the present gradient it matches the "
+            f"reference to {left.worst:.2g}"
+        )
         if is_stale:
             return self._proven(
                 Subject.PARAMETERS, "stale on some ranks",
-                "The parameter is updated on other ranks, and here it is that of before: it is not "
+                "The parameter is updated on other ranks, but is stale here: it is not "
                 "broadcast or gathered from the rank that updates it.",
                 names, ranks, proof, axis=next(iter(self.ranks.axes), ""),
             )  # fmt: skip
         return self._proven(
             Subject.PARAMETERS, "not updated",
-            "The parameter is the same after the update, though its gradient is right; no "
-            "optimizer that steps on these ranks has it: give it to one, or bring it back from the "
-            "rank that updates it.",
+            "The parameter does not change in the update, although its gradient is right, "
+            "and no optimizer that steps on these ranks has it. Give it to an optimizer, or "
+            "copy it back from the rank that updates it.",
             names, ranks, proof,
         )  # fmt: skip
 
@@ -223,12 +228,15 @@ device's to {left.worst:.2g}"
         everyones = self.ranks.gather([alike, sorted(names)])
         rows = [(rank, name) for rank, (_, its) in enumerate(everyones) for name in its]
         if not all(is_alike for is_alike, _ in everyones):
-            return self.unexplained("no torch.optim.Optimizer of one device has what departs")
+            return self.unexplained(
+                "no torch.optim.Optimizer of the reference has the differing tensors"
+            )
         return self._proven(
             Subject.PARAMETERS, "frozen parameter updated",
-            "The optimizer steps it, and none of one device does: leave it out of its parameters.",
+            "The optimizer steps it, but no optimizer of the reference does. Remove it from "
+            "the optimizer's parameters.",
             [name for _, name in rows], sorted({rank for rank, _ in rows}),
-            "what it was before the step is what one device has after it",
+            "its value before the step equals the reference value after the step",
         )  # fmt: skip
 
     def _written_after(self, departure: Remainder) -> Culprit:
@@ -237,20 +245,20 @@ device's to {left.worst:.2g}"
         departing = {(d.rank, d.name) for d in self.departures if d.subject is Subject.PARAMETERS}
         rows = [row for row in rows if row in departing]
         states = [] if departing else [(d.rank, d.name) for d in self.departures]
-        proof = f"what the optimizers themselves left is one device's to {departure.worst:.2g}"
+        proof = f"the optimizers' own results match the reference to {departure.worst:.2g}"
         if states:
             return self._proven(
                 Subject.OPTIMIZER, "state written after the update",
-                "The optimizer's step leaves the right state, and when the loop's step is over it "
-                "is something else: look at what writes to it after optimizer.step().",
+                "The optimizer's step leaves the right state, but the state differs at the "
+                "end of the loop's step. Check the writes to it after optimizer.step().",
                 [name for _, name in states], sorted({rank for rank, _ in states}), proof,
             )  # fmt: skip
         if not rows:
             return self._not_written_after(proof)
         return self._proven(
             Subject.PARAMETERS, "written after the update",
-            "The optimizer's step is right, and when the loop's step is over the parameter is "
-            "something else: look at what writes to it after optimizer.step() (a broadcast, a "
+            "The optimizer's step is right, but the parameter differs at the end of the "
+            "loop's step. Check the writes to it after optimizer.step() (a broadcast, a "
             "copy, an average, a clamp).",
             [name for _, name in rows], sorted({rank for rank, _ in rows}), proof,
         )  # fmt: skip
@@ -270,10 +278,10 @@ device's to {left.worst:.2g}"
             return self.unexplained(f"{proof}, and nothing is written after the update")
         return self._proven(
             Subject.PARAMETERS, "not written after the update",
-            "One device writes its parameters once more after optimizer.step() (a clamp, an "
-            "average), and the loop does not: do the same in it.",
+            "The reference writes its parameters again after optimizer.step() (a clamp, an "
+            "average), but the loop does not. Do the same in the loop.",
             [name for _, name in rows], sorted({rank for rank, _ in rows}),
-            f"{proof}, and one device has others when its step is over",
+            f"{proof}, and the reference has other values at the end of its step",
         )  # fmt: skip
 
     def _in_the_step(self, departure: Remainder) -> Culprit:
@@ -287,15 +295,17 @@ device's to {left.worst:.2g}"
             return self._skipped(rows, left)
         if rows:
             return self.unexplained(
-                "the update cannot be repeated element by element: its own gradients, state and "
-                f"settings give {families(name for _, name in rows)} other values than its step did"
-                f"{self._differing()}"
+                "the update cannot be replayed element by element: its gradients, state and "
+                f"settings give {families((name for _, name in rows))} other values than its "
+                f"step did{self._differing()}"
             )
         result = search(case, self.ranks, departure)
         if not result.cure:
             return self.unexplained(_ruled_out(result))
         is_coarse = result.left.worst > _COARSE
-        return self._exchanged(result, f" (it was {departure.worst:.2g} off)" if is_coarse else "")
+        return self._exchanged(
+            result, f" (it differed by {departure.worst:.2g})" if is_coarse else ""
+        )
 
     def _differing(self) -> str:
         """What is not one device's before an update of which nothing can be tried."""
@@ -307,7 +317,7 @@ device's to {left.worst:.2g}"
             if swap.ingredient not in noise
         }
         listed = ", ".join(sorted(titles)) or "none of its settings and state"
-        return f"; {listed} differed from one device's before it"
+        return f"; {listed} differed from the reference before it"
 
     def _skipped(self, rows: Sequence[tuple[int, str]], left: Remainder) -> Culprit:
         """The step did not do what its optimizer does with what it was given."""
@@ -320,16 +330,20 @@ device's to {left.worst:.2g}"
         still = all(self.ranks.gather(stood))
         factor = "step skipped" if still else "written within the step"
         sentence = (
-            "optimizer.step() runs and changes nothing of it: it is skipped inside (an overflow's "
-            "flag, a condition)."
+            (
+                "optimizer.step() runs but does not change it: the step is skipped inside (an "
+                "overflow flag, a condition)."
+            )
             if still
-            else "optimizer.step() leaves something else than its class makes of these gradients, "
-            "state and settings: look at hooks and at what is wrapped around it."
+            else (
+                "optimizer.step() gives another result than its class computes from these "
+                "gradients, state and settings. Check its hooks and wrappers."
+            )
         )
         return self._proven(
             Subject.PARAMETERS, factor, sentence, [name for _, name in rows],
             sorted({rank for rank, _ in rows}),
-            f"the step repeated as it was given is one device's to {left.worst:.2g}",
+            f"the step replayed with its inputs matches the reference to {left.worst:.2g}",
         )  # fmt: skip
 
     def _exchanged(self, result: SwapSearch, was: str) -> Culprit:
@@ -338,11 +352,12 @@ device's to {left.worst:.2g}"
         said = words(result.cure, rows, self.ranks.degrees, is_first=self.case.step == 0)
         what = " and ".join(_with(swap, rows) for swap in result.cure[:3])
         if len(result.cure) > 3:
-            what = "one device's " + ", ".join(swap.key or "rule" for swap in result.cure)
+            what = "the reference's " + ", ".join(swap.key or "rule" for swap in result.cure)
         return self._proven(
             said.state, said.factor, said.sentence, [row.name for row in rows],
             sorted({row.rank for row in rows}),
-            f"the update repeated with {what} is one device's to {result.left.worst:.2g}{was}",
+            f"the update replayed with {what} matches the reference to "
+            f"{result.left.worst:.2g}{was}",
         )  # fmt: skip
 
     def _proven(
@@ -366,7 +381,7 @@ device's to {left.worst:.2g}"
         alike = [d for d in self.departures if d.subject is first.subject]
         return culprit(
             alike, self.ranks, state=first.subject, factor=f"differs by {first.difference:.3g}",
-            sentence="The gradients are one device's, and this is not when the step is over.",
+            sentence="The gradients match the reference, but this differs at the end of the step.",
             certainty=Certainty.UNEXPLAINED, tried=ruled_out,
         )  # fmt: skip
 
@@ -375,7 +390,7 @@ def _with(swap: Swap, rows: Sequence[IngredientPair]) -> str:
     alike = [row for row in rows if row.swap == swap]
     title = swap.key or str(swap.ingredient)
     if "off" in alike[0].own or alike[0].other == "values":
-        return f"one device's {title}"
+        return f"the reference's {title}"
     pairs = list(dict.fromkeys((row.other, row.own) for row in alike))
     (other, own), more = pairs[0], len(pairs) - 1
     others = f" (and {more} more)" if more else ""
@@ -390,11 +405,12 @@ def _ruled_out(result: SwapSearch) -> str:
     ]
     if not tried:
         return (
-            "settings, state, values and gradients before it are one device's to the bit, so one "
-            "device's step does something else with them (a hook, an attribute of its optimizer)"
+            "settings, state, values and gradients before it match the reference to the bit, "
+            "so the reference's step uses them differently (a hook, an attribute of its "
+            "optimizer)"
         )
     together = f", and with each of {result.num_combined} combinations" * bool(result.num_combined)
     return (
-        "the update repeated with one device's still differs, by relative distance ("
-        f"{', '.join(tried)}){together}"
+        "the update replayed with the reference's still differs, by relative distance "
+        f"({', '.join(tried)}){together}"
     )

@@ -150,7 +150,7 @@ def _stepped(taken: Mapping[str, Ingredients]) -> dict[str, UpdateOutcome]:
     except CodeRaised as error:
         if isinstance(error.__cause__, CannotRepeat):
             raise error.__cause__ from error
-        raise CannotRepeat(f"{rule.kind.__name__} cannot be repeated: {_cause(error)}") from error
+        raise CannotRepeat(f"{rule.kind.__name__} cannot be replayed: {_cause(error)}") from error
     return {
         name: UpdateOutcome(
             piece.detach().flatten(),

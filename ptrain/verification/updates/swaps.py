@@ -103,11 +103,13 @@ def coarse_sum(
                 state=Subject.GRADIENTS,
                 axis="",
                 factor=what,
-                sentence=f"The gradients of {count} micro-batch{'es' * (count > 1)} are {what}: "
-                "add them up, and reduce them, in a dtype as fine as one device's.",
+                sentence=f"The gradients of {count} micro-batch{'es' * (count > 1)} are "
+                f"{what}. Accumulate and reduce them in a dtype as fine as the "
+                "reference's.",
                 certainty=Certainty.PROVEN,
-                tried=f"the micro-batches' own gradients, {what}, are what the optimizers take, to "
-                f"{left:.2g}; without roundings they are one device's, to {exact:.2g}",
+                tried=f"the micro-batches' gradients, {what}, equal the gradients that the "
+                f"optimizers take, to {left:.2g}; without rounding they match the "
+                f"reference, to {exact:.2g}",
             )
     return None
 
@@ -400,7 +402,7 @@ def words(
         own, right = rows[0].kinds
         return CureWords(
             Subject.OPTIMIZER, f"{own} for {right}",
-            f"The loop steps {_names(rows)} by {own}, one device by {right}: take one class.",
+            f"The loop steps {_names(rows)} by {own}, the reference by {right}. Use one class.",
         )  # fmt: skip
     if kinds == {Ingredient.STATE}:
         return _of_state(keys, rows, is_first)
@@ -426,21 +428,22 @@ def words(
         case _ if rows[0].other == "none":
             return CureWords(
                 Subject.GRADIENTS, f"a gradient of {rows[0].own} for none",
-                f"The optimizer steps {_names(rows)} with a gradient of {rows[0].own}, where one "
-                "device's has none and leaves it: a frozen parameter decays so. Set it to None.",
+                f"The optimizer steps {_names(rows)} with a gradient of {rows[0].own}, but "
+                "the reference has none and skips it. A frozen parameter decays this way. "
+                "Set the gradient to None.",
             )  # fmt: skip
         case _ if not any(row.is_master for row in rows):
             return CureWords(
                 Subject.GRADIENTS, f"gradients {rows[0].own}",
-                f"The gradients of {_names(rows)} are one device's within the tolerance "
-                f"({rows[0].own}), and the update enlarges what is left: sum them in a finer dtype "
-                "or in one order, or give Terms(tolerance=...).",
+                f"The gradients of {_names(rows)} match the reference within the tolerance "
+                f"({rows[0].own}), and the update amplifies the rest. Sum them in a finer "
+                "dtype or in one order, or set `Terms(tolerance=...)`.",
             )  # fmt: skip
         case _:
             return CureWords(
                 Subject.GRADIENTS, f"gradients of the optimizer {rows[0].own}",
-                f"What the optimizer itself takes of {_names(rows)} is not one device's gradient "
-                f"({rows[0].own}): look at what is copied to it.",
+                f"The gradient that the optimizer takes for {_names(rows)} differs from the "
+                f"reference ({rows[0].own}). Check the copy to the optimizer.",
             )  # fmt: skip
 
 
@@ -457,9 +460,9 @@ def _of_setting(key: str, rows: Sequence[IngredientPair], degrees: dict[str, int
         what = "decay" if key == "weight_decay" else key
         return CureWords(
             Subject.OPTIMIZER, f"{what} groups swapped",
-            f"{_names(more)} have {key} {more[0].own} and on one device {more[0].other}; "
-            f"{_names(less)} have {less[0].own} and on one device {less[0].other}: the parameter "
-            "groups have each other's settings.",
+            f"{_names(more)} have {key} {more[0].own}, in the reference {more[0].other}; "
+            f"{_names(less)} have {less[0].own}, in the reference {less[0].other}: the "
+            "settings of the parameter groups are swapped.",
         )  # fmt: skip
     row = rows[0]
     own, right = row.numbers
@@ -470,15 +473,14 @@ def _of_setting(key: str, rows: Sequence[IngredientPair], degrees: dict[str, int
     else:
         factor = f"{key} {row.own} for {row.other}"
     cure = (
-        "set it, or step its schedule, as one device does"
+        "Set it, or step its schedule, as in the reference"
         if key == "lr"
-        else "give every rank \
-the same settings"
+        else "Use the same settings on every rank"
     )
     return CureWords(
         state, factor,
-        f"The optimizer updates {_names(rows)} with {key} {row.own}, one device with "
-        f"{row.other}: {cure}.",
+        f"The optimizer updates {_names(rows)} with {key} {row.own}, the reference with "
+        f"{row.other}. {cure}.",
     )  # fmt: skip
 
 
@@ -497,29 +499,30 @@ def _of_state(keys: set[str], rows: Sequence[IngredientPair], is_first: bool) ->
         whose = "Adam" if "Adam" in row.kinds[0] else row.kinds[0]
         return CureWords(
             Subject.COUNTER, f"{whose}'s step {word}: {own:g} for {right:g}",
-            f"The optimizer counts {own:g} steps of {_names(rows)} where one device counts "
-            f"{right:g}, so the bias corrections of its moments are others: load the counters "
-            "with the moments.",
+            f"The optimizer counts {own:g} steps of {_names(rows)}, the reference {right:g}, "
+            "so the bias corrections of its moments differ. Load the counters with the "
+            "moments.",
         )  # fmt: skip
     names = ", ".join(sorted(keys - {"step"}))
     if is_first:
         return CureWords(
             Subject.OPTIMIZER, "other state at the start",
-            f"Before the first update {names} of {_names(tensors)} are {tensors[0].own}, on one "
-            f"device {tensors[0].other}: build both optimizers alike, or load both.",
+            f"Before the first update {names} of {_names(tensors)} are {tensors[0].own}, in "
+            f"the reference {tensors[0].other}. Build both optimizers identically, or load "
+            "both.",
         )  # fmt: skip
     if len(lost) == len(tensors):
         and_step = f", and its counter {steps[0].own}" if steps else ""
         return CureWords(
             Subject.OPTIMIZER, "moments lost",
-            f"Before the update {names} of {_names(tensors)} are {lost[0].own}{and_step}, where "
-            "one device has those of the steps before: keep the optimizer, or load its state "
-            "where it is built anew (a resume).",
+            f"Before the update {names} of {_names(tensors)} are {lost[0].own}{and_step}, "
+            "but the reference has those of the previous steps. Keep the optimizer, or load "
+            "its state when it is created again (a resume).",
         )  # fmt: skip
     return CureWords(
         Subject.OPTIMIZER, f"{names} {tensors[0].own}",
-        f"Before the update {names} of {_names(tensors)} are not one device's "
-        f"({tensors[0].own}): something writes them between the steps.",
+        f"Before the update {names} of {_names(tensors)} differ from the reference "
+        f"({tensors[0].own}). Something writes them between the steps.",
     )  # fmt: skip
 
 
@@ -527,12 +530,13 @@ def _of_value(rows: Sequence[IngredientPair]) -> CureWords:
     if all(row.is_rounded for row in rows):
         return CureWords(
             Subject.OPTIMIZER, "masters rebuilt from bf16",
-            f"What the optimizer updates of {_names(rows)} is numbers of bfloat16 before the "
-            f"update ({rows[0].own}), one device's is not: keep the master copies from step to "
-            "step, and save and load them, not the model's rounded weights.",
+            f"Before the update, the values that the optimizer updates for {_names(rows)} "
+            f"are numbers of bfloat16 ({rows[0].own}), unlike in the reference. Keep the "
+            "master copies between steps, and save and load them instead of the model's "
+            "rounded weights.",
         )  # fmt: skip
     return CureWords(
         Subject.PARAMETERS, f"values before the update {rows[0].own}",
-        f"What the optimizer updates of {_names(rows)} is not one device's before the update "
-        f"({rows[0].own}): look at what loads or writes it before.",
+        f"Before the update, the values that the optimizer updates for {_names(rows)} differ "
+        f"from the reference ({rows[0].own}). Check the loads and writes before the update.",
     )  # fmt: skip

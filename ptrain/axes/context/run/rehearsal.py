@@ -79,7 +79,7 @@ class TorchCore(nn.Module):
     def forward(
         self, q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, mask_TT: Tensor | None = None
     ) -> Tensor:
-        assert mask_TT is None, "attention over cp is plainly causal"
+        assert mask_TT is None, "attention over cp is plain causal"
         return F.scaled_dot_product_attention(
             q_BHTD, k_BGTD, v_BGTD, is_causal=True, scale=self.scale, enable_gqa=self.is_grouped
         )
@@ -96,8 +96,10 @@ class _Cores:
         """Return what the queries of a call attend to. `attend` is torch's own function. Raises
         SpecError for a call that is not plainly causal."""
         if call.fault:
-            finding = f"attention {call.fault}, which it did not on a few tokens"
-            raise refused("model", finding, "let it be plainly causal always, or write no cp")
+            finding = f"attention {call.fault}, unlike with a few tokens"
+            raise refused(
+                "model", finding, "Use plain causal attention for all lengths, or remove `mesh.cp`."
+            )
         key = call.scale, call.is_grouped
         if key not in self._known:
             inner = TorchCore(call.scale, is_grouped=call.is_grouped)
@@ -205,18 +207,24 @@ class SlicedDraws:
     def require_all(self) -> None:
         """Behind the pass: raises for what was drawn of all tokens alone."""
         if self._before:
-            raise self._refuse(self._before[0], "draws random numbers of all tokens alone")
+            raise self._refuse(self._before[0], "draws random numbers that ranks of cp do not draw")
 
     def _drop(self, draw: Draw, call: DropoutCall) -> Tensor:
         before = self._next(draw)
         if draw.shape == before.shape:  # of no token: all ranks draw it alike
             if self._is_confused(draw.shape):
-                what = f"drops out {_text(draw.shape)}, as many as a rank has tokens, and no tokens"
+                what = (
+                    f"applies dropout to {_text(draw.shape)}, which has the size of the "
+                    "local tokens but does not contain tokens"
+                )
                 raise self._refuse(draw, what)
             return call.by_before()
         if not self._masks.are_of(draw.shape) or self._masks.of_all(draw.shape) != before.shape:
-            what = f"drops out {_text(before.shape)}, and of a rank's tokens {_text(draw.shape)}, "
-            raise self._refuse(draw, f"{what}where ranks cut masks [samples, tokens, …]")
+            what = (
+                f"applies dropout to {_text(before.shape)}, and with the local tokens to "
+                f"{_text(draw.shape)}; "
+            )
+            raise self._refuse(draw, f"{what}only masks [samples, tokens, …] can be sharded")
         return self._masks.drop(call)
 
     def _is_confused(self, shape: Sequence[int]) -> bool:
@@ -225,13 +233,15 @@ class SlicedDraws:
 
     def _meet(self, draw: Draw) -> None:
         if draw.shape != self._next(draw).shape:
-            what = f"draws random numbers by itself ({draw.operator}), others of a rank's tokens "
-            raise self._refuse(draw, f"{what}than of all")
+            what = (
+                f"draws random numbers itself ({draw.operator}), with different shapes for local "
+            )
+            raise self._refuse(draw, f"{what}and for all tokens")
 
     def _next(self, draw: Draw) -> Draw:
         before = self._before.popleft() if self._before else None
         if before is None or (before.module, before.operator) != (draw.module, draw.operator):
-            raise self._refuse(draw, "draws random numbers of a rank's tokens alone")
+            raise self._refuse(draw, "draws random numbers that a single device does not draw")
         return before
 
 
@@ -273,8 +283,8 @@ _TOKENS = 1  # the dimension of inputs and logits
 _OF_HEADS = 2  # that of heads [B, H, T, D]
 _CHUNK = 2  # tokens of a chunk at least, of as many chunks as the spec's
 _MOST_TOKENS = 4096  # whose attention to one another is no more work than the rest
-_BY_DROPOUT = "let it drop out [samples, tokens, …] by torch.nn.functional.dropout, called by "
-_BY_DROPOUT += "this name, as nn.Dropout does"
+_BY_DROPOUT = "Apply dropout to [samples, tokens, …] with torch.nn.functional.dropout, "
+_BY_DROPOUT += "as nn.Dropout does"
 _OPERATIONS = 10**9  # of a forward pass: less than a second
 
 
@@ -324,10 +334,10 @@ def _require_heads(spec: Spec, attending: Attending) -> None:
         counts = {"": module.heads.heads, " of keys": module.heads.kv_heads}
         for what, heads in counts.items():
             if heads % tp:
-                finding = f"tp {tp} does not divide {counted(heads, 'head')}{what} of "
-                finding += f"{module.name}, and cp exchanges as many on each rank"
+                finding = f"tp={tp} does not divide {counted(heads, 'head')}{what} of "
+                finding += f"{module.name}; cp needs equal numbers of heads on each rank"
                 choice = ", ".join(map(str, divisors(heads)))
-                raise refused("mesh.tp", finding, f"choose tp from {choice}")
+                raise refused("mesh.tp", finding, f"Use one of {choice} for `mesh.tp`.")
         if faults := [*uncut_heads(spec, module.heads.heads // tp, module.name)]:
             raise SpecError(*faults)
 
@@ -405,7 +415,7 @@ class _Rehearsal:
 
     def _draws_otherwise(self, draw: Draw, what: str) -> SpecError:
         finding = f"{draw.module or self.name} {what}"
-        return refused(self.place, finding, f"{_BY_DROPOUT}, or write no cp")
+        return refused(self.place, finding, f"{_BY_DROPOUT}, or remove `mesh.cp`.")
 
     def _run(
         self,
@@ -426,33 +436,35 @@ class _Rehearsal:
     def _require_rank(self, spans: Spans, whole: Tensor, around: Around = _nothing) -> None:
         logits = self._run(spans, partial(self._replayed, spans), around)
         if not _is_alike(logits, _taken(whole, spans, _TOKENS)):
-            raise self._departs(spans, self.name, "gives other logits")
+            raise self._departs(spans, self.name, "returns different logits")
 
     def _replayed(self, spans: Spans, module: str, call: AttendingCall) -> Tensor:
         if (before := self.whole.get(module)) is None or call.fault:
-            raise self._departs(spans, module, call.fault or "attends, which it did not")
+            raise self._departs(spans, module, call.fault or "computes attention where it did not")
         for what in ("query", "key", "value"):
             given = _taken(getattr(before.call, what), spans, _OF_HEADS)
             if not _is_alike(getattr(call, what), given):
-                raise self._departs(spans, module, f"attends with another {what}")
+                raise self._departs(spans, module, f"passes a different {what} to attention")
         return _taken(before.output, spans, _OF_HEADS)
 
     def _departs(self, spans: Spans, module: str, what: str) -> SpecError:
-        finding = f"{module or self.name}, given tokens {spans_text(spans)} of "
-        finding += f"{self.step.sequence} alone, "
-        finding += f"{what} than given all of them: "
+        finding = f"{module or self.name}, given only tokens {spans_text(spans)} of "
+        finding += f"{self.step.sequence}, "
+        finding += f"{what} than with all tokens: "
         if self._is_drawing:
-            finding += "it does not only drop out tokens by themselves, but draws for all of them"
-            return refused(self.place, finding, f"{_BY_DROPOUT}, or write no cp")
+            finding += "its random draws depend on the number of tokens"
+            return refused(self.place, finding, f"{_BY_DROPOUT}, or remove `mesh.cp`.")
         if self.positions:
-            finding += f"{self.name} does not go by the {self.positions} that it is given"
-            remedy = "let it take positions from there alone"
+            finding += f"{self.name} does not use the {self.positions} that it receives"
+            remedy = "Take all positions from this argument"
         else:
-            finding += f"the forward of {self.name} takes no positions"
-            remedy = f"give it an argument {POSITIONS[1]}, int64 [1, tokens], those in the whole "
+            finding += f"the forward of {self.name} accepts no positions"
+            remedy = (
+                f"Add an argument {POSITIONS[1]}, int64 [1, tokens], with positions in the full "
+            )
             remedy += "sequence"
-        finding += ", or tokens meet outside of attention"
-        return refused(self.place, finding, f"{remedy}; or write no cp")
+        finding += ", or tokens interact outside of attention"
+        return refused(self.place, finding, f"{remedy}; or remove `mesh.cp`.")
 
 
 def _taken(x: Tensor, spans: Spans, dim: int) -> Tensor:

@@ -177,7 +177,10 @@ def kernel_of(query: Tensor, scale: float | None, *, is_masked: bool = False) ->
             given,
         )
     if is_masked:
-        finding = "not yet: documents over keys of other ranks on cuda, whose flash takes no mask"
+        finding = (
+            "not supported yet: document masks over keys of other ranks on CUDA (flash "
+            "attention accepts no mask)"
+        )
         raise refused("model", finding, "write context.attention=ulysses")
     if query.dtype in (torch.float16, torch.bfloat16):
         return Kernel(
@@ -185,9 +188,12 @@ def kernel_of(query: Tensor, scale: float | None, *, is_masked: bool = False) ->
             _ATEN._scaled_dot_product_flash_attention_backward.default,
             given,
         )
-    finding = f"not yet: attention over cp in {query.dtype} on cuda, which flash does not take"
+    finding = (
+        f"not supported yet: attention over cp in {query.dtype} on CUDA (flash "
+        "attention does not support it)"
+    )
     raise refused(
-        "precision", finding, "compute in bf16 or fp16, or take context.attention=ulysses"
+        "precision", finding, "Compute in bf16 or fp16, or use `context.attention=ulysses`."
     )
 
 

@@ -138,7 +138,7 @@ class InFront(nn.Identity):
             return output
         if not output.is_floating_point():
             kind = str(output.dtype).removeprefix("torch.")
-            raise TypeError(f"a module in front of the layers gives {kind} {list(output.shape)}")
+            raise TypeError(f"a module before the layers returns {kind} {list(output.shape)}")
         return self._crossing.shaped(output.shape)
 
 
@@ -355,8 +355,8 @@ def require_alike(model: nn.Module, stages: Sequence[Stage], chain: Chain, spec:
                 written = {name: buffer.clone() for name, buffer in model.named_buffers()}
             hidden = _through(model, stages, chain, samples, forward, written)
     if not _is_alike(hidden, whole):
-        more = "more than hidden states goes from layer to layer (numbers without a gradient)"
-        raise _unlike(f"{more}: they do not give what the model gives")
+        more = "layers pass more than hidden states to each other (tensors without gradients)"
+        raise _unlike(f"{more}: the stages compute different outputs than the model")
 
 
 def _draws(model: nn.Module, forward: Forward) -> bool:
@@ -390,12 +390,12 @@ def _through(
 
 def _output(called: CalledOnce, index: int, forward: Forward) -> Tensor:
     def fault(error: BaseException) -> Fault:
-        return _unlike(f"stage {index} does not run by itself: {said(error)}").faults[0]
+        return _unlike(f"stage {index} does not run on its own inputs: {said(error)}").faults[0]
 
     with boundary(fault):
         output = run_stage(called, forward)
     if not isinstance(output, Tensor):
-        raise _unlike(f"stage {index} hands on a {type(output).__name__}, not one tensor")
+        raise _unlike(f"stage {index} returns a {type(output).__name__} instead of one tensor")
     return output
 
 
@@ -403,14 +403,14 @@ def _require_shape(hidden: Tensor, index: int, chain: Chain, samples: SampleBatc
     tokens = samples.inputs.shape[1] if isinstance(samples.data, TokenPair) else 0
     wanted = [samples.rows, *chain.sample_shape(tokens)]
     if list(hidden.shape) != wanted:
-        finding = f"stage {index} hands on {list(hidden.shape)}, and hidden states are {wanted}"
+        finding = f"stage {index} returns {list(hidden.shape)}, but hidden states are {wanted}"
         raise _unlike(finding)
 
 
 def _require_written_alike(part: nn.Module, index: int, buffers: Mapping[str, Tensor]) -> None:
     for name, buffer in part.named_buffers():
         if name in buffers and not _is_alike(buffer, buffers[name]):
-            finding = f"the forward pass writes into {name}, and on stage {index} other numbers"
+            finding = f"the forward pass modifies {name}, and stage {index} writes different values"
             raise _unlike(finding)
 
 
@@ -426,6 +426,6 @@ def _is_alike(own: Tensor, whole: Tensor) -> bool:
 def _unlike(finding: str) -> SpecError:
     return refused(
         "mesh.pp",
-        f"the model cannot be cut into stages by its modules: {finding}",
-        "choose a model whose layers hand on hidden states alone, or write no pp",
+        f"the model cannot be split into stages by its modules: {finding}",
+        "Use a model whose layers pass only hidden states to each other, or remove `mesh.pp`.",
     )

@@ -283,8 +283,8 @@ class BoundaryTensor:
         bytes for what they are not."""
         if (tuple(output.shape), output.dtype) != (self.shape, self.dtype):
             raise RankFailed(
-                f"stage {stage}, micro-batch {micro_batch}: hidden states of "
-                f"{list(output.shape)} in {output.dtype}, and the next stage waits for "
+                f"stage {stage}, micro-batch {micro_batch}: hidden states are "
+                f"{list(output.shape)} in {output.dtype}, but the next stage expects "
                 f"{list(self.shape)} in {self.dtype}"
             )
 
@@ -583,9 +583,9 @@ class Pipelined:
         shape = list(batch.tensors[0].shape)
         if shape != wanted:
             raise RankFailed(
-                f"{self._own_stages()}: the batch has {shape} tokens, and the "
-                f"stages wait for {count} micro-batches of {self.micro}: {wanted}\n"
-                "  remedy: give every rank of pp the batch of the spec"
+                f"{self._own_stages()}: the batch has {shape} tokens, but the stages expect "
+                f"{count} micro-batches of {self.micro}: {wanted}\n  remedy: Pass the batch "
+                "of the spec to every rank of pp."
             )
 
 

@@ -407,11 +407,14 @@ def require_rows(model: nn.Module, degree: int, shards: int) -> None:
         rows = parameter.shape[0]
         if not min(slices(rows, degree)):
             finding = f"tp={degree} leaves ranks without a row of {name}, which has {rows}"
-            raise refused("mesh.tp", finding, "choose a lower degree")
+            raise refused("mesh.tp", finding, "Use a smaller `mesh.tp`.")
         if shards_differ(rows, degree, shards):
-            finding = f"not yet: the {rows} rows of {name} in slices of {degree} ranks, each in "
-            finding += f"{shards} shards of unlike heights"
-            remedy = f"what works today: a multiple of {degree}, or parameters R on the data axes"
+            finding = (
+                f"not supported yet: the {rows} rows of {name} over {degree} tp ranks, "
+                "each split into "
+            )
+            finding += f"{shards} uneven shards"
+            remedy = f"Use a multiple of {degree} rows, or parameters R on the data axes."
             raise refused("mesh.tp", finding, remedy)
 
 
@@ -524,7 +527,9 @@ def _tie_again(model: nn.Module, tied: list[list[str]]) -> None:
         for name in others:
             path, _, attribute = name.rpartition(".")
             is_cut = isinstance(model.get_parameter(name), DTensor), isinstance(kept, DTensor)
-            assert is_cut[0] is is_cut[1], f"{first} and {name} are one tensor, and one is cut"
+            assert is_cut[0] is is_cut[1], (
+                f"{first} and {name} are the same tensor, but only one is sharded"
+            )
             model.get_submodule(path).register_parameter(attribute, kept)
 
 
