@@ -33,8 +33,7 @@ def _named(step: ExpertParallel) -> str:
 def expert_lines(spec: Spec, plan: Plan) -> Iterator[str]:
     """Yield the experts of each rank of the axis, what travels, and what is summed over which
     axes; nothing where ranks have no experts of their own."""
-    step = plan.experts
-    if step is None:
+    if (step := plan.experts) is None:
         return
     ranks = ranks_over(spec, step.axes)
     own = step.number // ranks
