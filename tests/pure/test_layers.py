@@ -78,6 +78,7 @@ LAZY = {
     "ptrain.cli.progress",  # rich, where a command takes longer than two seconds
     "ptrain.derivation.archive",
     "ptrain.derivation.estimate",
+    "ptrain.derivation.machine",  # the pipeline's part, as in `estimate`
     "ptrain.spec.resolve_sections",
     "ptrain.spec.slips",
     "ptrain",
