@@ -13,7 +13,7 @@ from ptrain.algebra.legality import require
 from ptrain.cost import Collective, Phase, State
 from ptrain.derivation.estimate import derive
 from ptrain.facts.parameters import facts
-from ptrain.report.table import size
+from ptrain.report.table import size, traffic_size
 from ptrain.spec.load import load
 from ptrain.spec.model import ModelShape
 from ptrain.spec.spec import Spec
@@ -69,7 +69,8 @@ def _costs(title: str, cases: Iterator[tuple[str, Sequence[str], str]]) -> str:
             exact = derive(require(load(name, overrides))).exact
             peak = "unknown" if "peak" in exact.unclaimed else size(exact.peak_bytes())
             step = format_seconds(exact.step.seconds) if exact.step else "unknown"
-            yield (about, f"`{written}`" if written else "–", peak, step, size(exact.sent_bytes()))
+            sent = traffic_size(exact.sent_bytes())
+            yield about, f"`{written}`" if written else "–", peak, step, sent
 
     return table(["change", title, "peak", "step", "sent per rank and step"], rows())
 
@@ -90,8 +91,8 @@ def _traffic(spec: Spec) -> Iterator[Sequence[str]]:
     payload = itemsize * known.numel
     once = (ranks - 1) * payload // ranks
     yield "parameters P", "–", format_count(known.numel)
-    yield "payload of all units", f"{itemsize} P (bf16)", size(payload)
-    yield "one all-gather of them", f"(N − 1)/N · {itemsize} P, N = {ranks}", size(once)
+    yield "payload of all units", f"{itemsize} P (bf16)", traffic_size(payload)
+    yield "one all-gather of them", f"(N − 1)/N · {itemsize} P, N = {ranks}", traffic_size(once)
     yield "calls", f"{units} units · K, K = {times}", str(units * times)
     moves = (
         ("gathers in forward", Collective.ALL_GATHER, State.PARAMETERS, Phase.FORWARD),
@@ -105,11 +106,60 @@ def _traffic(spec: Spec) -> Iterator[Sequence[str]]:
             if [row.key.collective, row.key.state, row.key.phase] == what
         )
         assert (row.calls, row.sent_bytes) == (units * times, once * times), row
-        yield name, f"K · (N − 1)/N · {itemsize} P", size(row.sent_bytes)
+        yield name, f"K · (N − 1)/N · {itemsize} P", traffic_size(row.sent_bytes)
     norm = exact.sent_bytes() - len(moves) * once * times
     assert norm == -(-2 * (ranks - 1) * 4 // ranks), norm
-    yield "gradient norm, one float", "⌈2 (N − 1)/N · 4⌉", size(norm)
-    yield "sent per step", "sum", size(exact.sent_bytes())
+    yield "gradient norm, one float", "⌈2 (N − 1)/N · 4⌉", traffic_size(norm)
+    yield "sent per step", "sum", traffic_size(exact.sent_bytes())
+
+
+def worked_memory() -> str:
+    """Return the memory of one spec, calculated by formulas and compared with its prediction."""
+    return table(["figure", "formula", "value"], _memory(load(WORKED).spec))
+
+
+def _memory(spec: Spec) -> Iterator[Sequence[str]]:
+    """Yield the rows of the calculation; assertions fail if the prediction differs."""
+    model, tokens = spec.model, spec.batch.micro * spec.batch.sequence
+    assert isinstance(model, ModelShape) and model.ffn is not None, "a built-in Llama"
+    known, exact, ranks = facts(model, spec.batch.sequence), derive(spec).exact, spec.world_size
+    tensors = sum(len(unit.tensors) for unit in known.units)
+    shard = 2 * known.numel // ranks
+    optimizer = 2 * shard + 4 * tensors
+    for name, formula, value, state in (
+        ("parameters, stored", "2 P / N", shard, State.PARAMETERS),
+        ("gradients", "2 P / N", shard, State.GRADIENTS),
+        (
+            f"optimizer: two moments, and a step counter for each of {tensors} tensors",
+            f"4 P / N + 4 · {tensors}",
+            optimizer,
+            State.OPTIMIZER,
+        ),
+    ):
+        assert exact.bytes_of(state) == value, (name, exact.bytes_of(state), value)
+        yield name, formula, size(value)
+    norm = 8 * tokens * model.hidden + 4 * tokens
+    attention = 8 * tokens * model.hidden + 4 * tokens * model.heads
+    mlp = 8 * tokens * model.ffn
+    block = 2 * norm + attention + mlp
+    logits = 4 * tokens * model.vocab
+    yield "saved by a norm", "8 s d + 4 s", size(norm)
+    yield "saved by attention", f"8 s d + 4 s · {model.heads} heads", size(attention)
+    yield "saved by an MLP of width f", "8 s f", size(mlp)
+    yield "saved by a block", "two norms, attention, MLP", size(block)
+    yield "log-probabilities, saved by the loss (fp32)", "4 s · vocabulary", size(logits)
+    activations, saved = exact.bytes_of(State.ACTIVATIONS), model.layers * block + norm + logits
+    assert 0 <= (rest := activations - saved) < 1000, rest
+    formula = f"{model.layers} blocks, the last norm, the loss, and {rest} B of small tensors"
+    yield "activations", formula, size(activations)
+    peaks = {row.phase: row.device_bytes for row in exact.peak}
+    lasting = sum(exact.bytes_of(state) for state in State)
+    forward, backward = lasting + 6 * tokens * model.vocab, lasting + 2 * logits
+    assert (peaks[Phase.FORWARD], peaks[Phase.BACKWARD]) == (forward, backward), peaks
+    row = "the rows above, other, and logits (bf16) with an fp32 copy: 6 s · vocabulary"
+    yield "peak forward", row, size(forward)
+    row = "the rows above, other, and buffers of the loss: 8 s · vocabulary"
+    yield "peak backward", row, size(backward)
 
 
 def step_errors() -> str:
@@ -131,5 +181,6 @@ TABLES = {
     "cost of sharding": state_costs,
     "cost of activations": activation_costs,
     "worked traffic": worked_traffic,
+    "worked memory": worked_memory,
     "errors of step times": step_errors,
 }

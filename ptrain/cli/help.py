@@ -139,6 +139,7 @@ class _Page(Markdown):
 
 def run(args: Namespace) -> int:
     """Print what a word names: a section, a page, a key or a command; else where it is mentioned.
+    A word that only one section mentions prints this section.
     Raises PtrainError for a word that no page mentions."""
     word = " ".join(args.topic).strip()
     print(_answer(word) if word else _listing())
@@ -152,6 +153,9 @@ def _answer(word: str) -> str:
     width = min(shutil.get_terminal_size().columns, _WIDEST)
     section = topics.get(topic)
     rows = _of_key(word, topics["keys"])
+    hits = {} if section else _hits(word, pages, finds_titles_only=bool(rows))
+    if len(hits) == 1 and "glossary" not in hits and not rows and topic not in VERBS:
+        section = topics[next(iter(hits))]
     parts = [section.title if section else word]
     parts += [as_text(text, width) for text in (section.text if section else "", rows) if text]
     if topic in VERBS:
@@ -159,7 +163,6 @@ def _answer(word: str) -> str:
             return CommandParser(topic).format_help().rstrip()
         parts.append(f"Next: ptrain {topic} --help")
     if not section:
-        hits = _hits(word, pages, finds_titles_only=bool(rows))
         if not (hits or rows):
             raise PtrainError(_unknown(word, (*topics, *(row.place for row in reference()))))
         size = max(map(len, hits), default=0)

@@ -167,7 +167,7 @@ def limits(text: str) -> tuple[Limit, ...]:
     """Read `peak=1%,bytes=0,verdict`. Raises SpecError for what names nothing that has a limit."""
     parsed = tuple(_limit(part.strip()) for part in text.split(",") if part.strip())
     if not parsed:
-        raise refused("--fail-on", "names nothing", f"write {_LIMITS}, with commas")
+        raise refused("--fail-on", "no figure is named", f"Use {_LIMITS}, separated by commas.")
     return parsed
 
 
@@ -176,14 +176,14 @@ def _limit(part: str) -> Limit:
     if name == VERDICT and not equals:
         return Limit(kind=None)
     if name not in _LIMITED:
-        raise refused("--fail-on", f"{part!r} names no figure with a limit", f"write {_LIMITS}")
+        raise refused("--fail-on", f"{part!r} is not a figure with a limit", f"Use {_LIMITS}.")
     try:
         growth = float(share.removesuffix("%")) / 100
     except ValueError:
         growth = math.nan
     if not (0 <= growth < math.inf) or not (share.endswith("%") or growth == 0):
-        finding = f"{part!r} says no share that {name} may grow by"
-        raise refused("--fail-on", finding, f"write {name}=1%, or {name}=0 for not at all")
+        finding = f"{part!r} is not a limit for {name}"
+        raise refused("--fail-on", finding, f"Use {name}=1%, or {name}=0 to allow no growth.")
     return Limit(kind=FigureKind(name), growth=growth)
 
 
@@ -198,8 +198,9 @@ def exceeded(comparison: RecordComparison, limits: Sequence[Limit]) -> list[str]
     ]
     for limit in limits:
         if not any(_has(training, limit) for training in comparison.trainings):
-            finding = f"neither side says anything of {limit.kind or VERDICT}"
-            raise refused("--fail-on", finding, "leave it out, or compare records that do")
+            finding = f"{limit.kind or VERDICT}: neither BASE nor HEAD has this figure"
+            remedy = "Remove it, or compare records that have it."
+            raise refused("--fail-on", finding, remedy)
     return sentences + [f"{name}: HEAD has no record of it" for name in comparison.only_base]
 
 

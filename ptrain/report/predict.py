@@ -315,7 +315,8 @@ def next_commands(prediction: Prediction) -> list[str]:
         verb = "simulate"
     command = shlex.join(["ptrain", verb, *words, *changes])
     is_told = fitting.peak_bytes is None and fitting.fits is None
-    return [prediction.telling if is_told else command, f"ptrain {verb} --help"]
+    general = "ptrain help fit-a-model" if fitting.fits is False else f"ptrain {verb} --help"
+    return [prediction.telling if is_told else command, general]
 
 
 def startup_lines(prediction: Prediction) -> list[str]:

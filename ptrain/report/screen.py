@@ -17,7 +17,10 @@ _PART = " · "
 _GREEN, _RED, _YELLOW, _RESET = "\x1b[1;32m", "\x1b[1;31m", "\x1b[1;33m", "\x1b[0m"
 _STYLES = (  # of words at the start of a line, and of cells between two blanks
     (_YELLOW, r"^(?:Fits, but tight|Unknown|warning)\b|(?<=  )(?:tight|unknown)(?=  |$)"),
-    (_GREEN, r"^(?:Fits|Best|Fastest that fits|verdict: holds)\b|(?<=  )yes(?=  |$)"),
+    (
+        _GREEN,
+        r"^(?:Fits|Best|(?:Fastest|Most efficient) that fits|verdict: holds)\b|(?<=  )yes(?=  |$)",
+    ),
     (
         _RED,
         r"^(?:Does not fit|None fits|Nothing fits|verdict: fails|rejected|culprit)\b"

@@ -262,7 +262,7 @@ def _table(rows: Sequence[Ranked], selection: PlacementRanking, numbers: Sequenc
         TableColumn(
             "host memory", cells=[format_memory(row.memory.host_needed_bytes) for row in rows]
         ),
-        TableColumn("dials", cells=dials, left=True),
+        TableColumn("options", cells=dials, left=True),
         TableColumn(
             "between nodes", Importance.DETAIL, [format_bytes(row.tiers.between) for row in rows]
         ),

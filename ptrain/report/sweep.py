@@ -231,14 +231,17 @@ def remarks(points: Sequence[SweepPoint]) -> Iterator[str]:
 
 def _decision(named: Sequence[tuple[str, Prediction]]) -> Iterator[str]:
     """Yield the fastest point that fits, or that none fits. Points are compared by the throughput
-    of a device, since batches and meshes may differ."""
+    of a device, since batches and meshes may differ; with several numbers of devices the best is
+    the most efficient, not the fastest."""
     if all(prediction.fit.fits is False for _, prediction in named):
         label, least = min(named, key=lambda entry: entry[1].fit.least_bytes)
         yield f"None fits: {label} needs the least memory, {size(least.fit.least_bytes)}"
     if fastest := fastest_that_fits([prediction for _, prediction in named]):
         label = next(label for label, prediction in named if prediction is fastest)
         device, pace = device_name(fastest.spec), device_pace(fastest)
-        yield f"Fastest that fits: {label}, {or_missing(pace, format_count)} tokens/s/{device}"
+        sizes = {prediction.spec.world_size for _, prediction in named if prediction.fit.fits}
+        best = "Fastest" if len(sizes) == 1 else "Most efficient"
+        yield f"{best} that fits: {label}, {or_missing(pace, format_count)} tokens/s/{device}"
 
 
 def fastest_that_fits(predictions: Sequence[Prediction]) -> Prediction | None:

@@ -101,7 +101,7 @@ def for_foreign_file(path: Path, root: Mapping[str, object]) -> tuple[str, str] 
     keys = " ".join(dict.fromkeys(match[1] for match in settings))
     remedy = "Use `ptrain specs show zero3 > spec.yaml`, and edit it."
     remedy += f" Corresponding keys: {keys}." if keys else ""
-    return finding, f"{remedy} `ptrain help other-tools` lists more."
+    return finding, f"{remedy} `ptrain help {row.get('topic', 'other-tools')}` lists more."
 
 
 def for_unknown(key: str, kind: type, route: Route) -> str:

@@ -119,7 +119,6 @@ def test_a_word_that_is_no_topic_is_answered(word, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("word", "first"),
     [
-        ("oom", "out-of-memory"),
         ("models", "transformers-models"),  # a title
         ("autocast", "glossary"),
         ("gradient accumulation", "glossary"),
@@ -137,6 +136,11 @@ def test_places_that_mention_a_word_have_a_line_each_and_a_command(
     topics = [hit.split()[0] for hit in hits]
     assert topics[0] == first and set(topics) <= set(TOPICS) and len(topics) <= 10
     assert all(len(hit.split()) > 1 and len(hit) <= 100 for hit in hits)
+
+
+def test_a_word_that_one_section_mentions_prints_it(capsys):
+    assert main(["help", "oom"]) == 0
+    assert capsys.readouterr().out.startswith("Out of memory\n\n  ptrain predict SPEC\n")
 
 
 def test_a_key_is_followed_by_the_sections_whose_titles_mention_it(capsys):

@@ -152,6 +152,8 @@ fsdp_config.fsdp_offload_params=true -> placement=fsdp-offload
 fsdp_config.fsdp_auto_wrap_policy=TRANSFORMER_BASED_WRAP -> unit=block
 fsdp_reshard_after_forward=false -> reshard=false
 fsdp_activation_checkpointing=true -> activations=M
+activation_checkpointing.partition_activations=true -> activations=M
+activation_checkpointing.cpu_checkpointing=true -> activations=M@host
 fsdp_forward_prefetch=true -> prefetch=1
 mixed_precision=bf16 -> precision.layout=fsdp-mixed
 mixed_precision=fp16 -> precision.layout=fp16
@@ -203,6 +205,11 @@ def test_a_key_of_another_tool_is_answered_with_the_key_that_stands_for_it(row):
     written, _, meant = row.partition(" -> ")
     remedy = message(written).partition("remedy: ")[2]
     assert remedy.startswith((f"Use `{meant}`.", f"Did you mean '{meant}")), remedy
+
+
+@pytest.mark.parametrize("key", ["partition_activations", "cpu_checkpointing"])
+def test_recomputation_that_deepspeed_disables_is_not_suggested(key):
+    assert "Remove it: this is the default." in message(f"activation_checkpointing.{key}=false")
 
 
 def test_the_answer_has_the_syntax_of_the_place_it_was_written_in(tmp_path):

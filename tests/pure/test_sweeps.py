@@ -292,10 +292,19 @@ def test_the_point_that_fits_and_gives_most_is_named_and_so_is_that_none_fits():
     assert "Fastest" not in none
 
 
+def test_a_smaller_mesh_with_a_higher_pace_is_the_most_efficient_not_the_fastest():
+    fits = points()[0]
+    wide = derive(load("8b-zero3", ["mesh.dp_shard=16", "cluster.devices=16"]).spec)
+    point = SweepPoint(label="wide", prediction=prediction_of(wide, label="wide", offer=False))
+    rows = [timed(fits, 0.5), timed(point, 0.4)]
+    assert table(rows).startswith(f"Most efficient that fits: {fits.label}, 65.5k tokens/s/GPU\n")
+
+
 def test_seconds_that_nobody_predicts_are_none_and_their_order_is_that_of_the_sweep():
     assert step_seconds(Estimate(column=Column.EXACT, world_size=1)) is None
-    assert ordered(points(), None) == ordered(points(), None) != []
-    rows = [figures(point) for point in points()]
+    swept = points()
+    assert ordered(swept, None) == swept
+    rows = [figures(point) for point in swept]
     assert [row["fits"] for row in rows[:2]] == [True, False]
     assert rows[2] == {"spec": "mesh.tp=3", "refused": "mesh: too many"}
 
