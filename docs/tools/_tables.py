@@ -175,7 +175,7 @@ def _text(text: str) -> str:
     return text.replace("|", r"\|").replace("*", r"\*")
 
 
-DEVICES, GB, AT_MOST = 64, 1e9, 1.0
+DEVICES, AT_MOST = 64, 1.0
 TOKENS = 2**23  # of a step
 CHUNK = 2048  # tokens whose logits are there at once: of 128k words all would take the most memory
 
@@ -230,7 +230,7 @@ def long_contexts() -> str:
             for attention, mode in variants(degree):
                 exact = derive(load(mapping(length, degree, attention, mode)).spec).exact
                 assert exact.step is not None, "the cluster has rates"
-                cells.append(f"{exact.step.seconds:.1f} s · {exact.peak_bytes() / GB:.2f} GB")
+                cells.append(f"{exact.step.seconds:.1f} s · {size(exact.peak_bytes())}")
     columns = [
         "tokens",
         "cp",

@@ -237,7 +237,7 @@ def test_1f1b_drawn():
     assert draw(schedule(ScheduleName.ONE_F_ONE_B, pipeline(2, 1, 3))).splitlines() == [
         "rank 0  F0 F1 .  .  B0--- F2 B1--- .  B2---",
         "rank 1  .  F0 B0--- F1 B1--- F2 B2--- .  .",
-        "F forward · B backward · micro-batch behind · . idle",
+        "F forward · B backward · each with its micro-batch · . idle",
     ]
 
 
@@ -246,7 +246,7 @@ def test_a_long_drawing_leaves_the_same_columns_out_of_every_line():
     assert lines == [
         "rank 0  F0 F1 .  …  .  B2---",
         "rank 1  .  F0 B0-…  -- .  .",
-        "F forward · B backward · micro-batch behind · . idle · … 6 columns",
+        "F forward · B backward · each with its micro-batch · . idle · … 6 columns",
     ]
 
 

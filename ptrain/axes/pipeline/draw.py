@@ -78,7 +78,7 @@ def _legend(schedule: Schedule, has_stages: bool, left_out: int) -> str:
     steps = [step for order in schedule.orders for step in order]
     kinds = {part.kind for step in steps for part in step.parts}
     parts = [meaning for kind, meaning in MEANINGS.items() if kind in kinds]
-    parts.append("stage first, then micro-batch" if has_stages else "micro-batch behind")
+    parts.append("stage first, then micro-batch" if has_stages else "each with its micro-batch")
     if any(isinstance(step, Pair) for step in steps):
         parts.append("& side by side")
     parts.append(f"{_IDLE} idle")
