@@ -54,8 +54,8 @@ def balance_text(step: ContextParallel) -> str:
         return f"all ranks of {step.axis} compute the same number of causal attention scores"
     first, last = of_mean.index(most), of_mean.index(least)
     return (
-        f"under the causal mask {step.axis} {first} computes {float(most):.3g} times the mean number "
-        f"of scores, {step.axis} {last} {float(least):.3g} times"
+        f"under the causal mask {step.axis} {first} computes {float(most):.3g} times the mean "
+        f"number of scores, {step.axis} {last} {float(least):.3g} times"
     )
 
 
