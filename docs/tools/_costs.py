@@ -150,7 +150,8 @@ def _memory(spec: Spec) -> Iterator[Sequence[str]]:
     yield "saved by a block", "two norms, attention, MLP", size(block)
     yield "log-probabilities, saved by the loss (fp32)", "4 s · vocabulary", size(logits)
     activations, saved = exact.bytes_of(State.ACTIVATIONS), model.layers * block + norm + logits
-    assert 0 <= (rest := activations - saved) < 1000, rest
+    rest = activations - saved
+    assert 0 <= rest < 1000, rest
     formula = f"{model.layers} blocks, the last norm, the loss, and {rest} B of small tensors"
     yield "activations", formula, size(activations)
     peaks = {row.phase: row.device_bytes for row in exact.peak}
