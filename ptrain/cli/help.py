@@ -307,6 +307,8 @@ def _listing() -> str:
 
 
 def _unknown(word: str, known: Sequence[str]) -> str:
-    near = get_close_matches(word.lower(), known, cutoff=0.6)
+    near = [name for name in known if word.lower() in name.split("-")] or get_close_matches(
+        word.lower(), known, cutoff=0.6
+    )
     hint = f"Nearest topics: {', '.join(near)}." if near else "`ptrain help` lists the topics."
     return f"ptrain help: no page mentions {word!r}. {hint}"

@@ -199,8 +199,7 @@ def exceeded(comparison: RecordComparison, limits: Sequence[Limit]) -> list[str]
     for limit in limits:
         if not any(_has(training, limit) for training in comparison.trainings):
             finding = f"{limit.kind or VERDICT}: neither BASE nor HEAD has this figure"
-            remedy = "Remove it, or compare records that have it."
-            raise refused("--fail-on", finding, remedy)
+            raise refused("--fail-on", finding, "Remove it, or compare records that have it.")
     return sentences + [f"{name}: HEAD has no record of it" for name in comparison.only_base]
 
 

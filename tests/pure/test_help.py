@@ -160,6 +160,7 @@ def test_a_command_is_a_topic(capsys):
     ("word", "hint"),
     [
         ("checkpont", "Nearest topics: checkpoint, checkpoints, "),
+        ("gate", "Nearest topics: gate-a-pull-request."),
         ("qqq", "`ptrain help` lists the topics."),
     ],
 )
