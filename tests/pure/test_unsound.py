@@ -103,7 +103,7 @@ SHARDS = {"dp_shard": "S*,S,S,R"}
          "Add `data.path=FILE`, or use `data.ignored=[ID, …]`."),
         ({"data": {"target": "a:b", "ignored": [0]}, "loss": {"target": "a:c"}}, "data.ignored",
          "`data.target` provides samples that are not tokens; this key selects target tokens",
-         "Remove `ignored`."),
+         "Remove `data.ignored`."),
         ({"data": {"path": 3}}, "data.path", "must be a text; got the number 3",
          "Put it in quotes to make it a string."),
         ({"recompute": {"policy": "none"}, "activations": "M"}, "recompute",

@@ -111,12 +111,12 @@ NORM, HEAD = "model.norm.weight", "lm_head.weight"
 INDEX = "model.safetensors.index.json"
 BROKEN: dict[str, tuple[Break, str]] = {
     "no config": (lambda folder: (folder / "config.json").unlink(), "config.json: No such file"),
-    "no JSON": (text("config.json", "{"), "config.json: is no JSON"),
-    "no mapping": (text("config.json", "[]"), "config.json: is no mapping"),
-    "no end": (text("config.json", "[" * 200_000), "config.json: is no JSON"),
-    "no text": (text("config.json", b"\xff\xfe{}"), "config.json: is no JSON"),
-    "no model type": (text("config.json", "{}"), "model_type 'None' is not read"),
-    "another model type": (field(model_type="t5"), "model_type 't5' is not read"),
+    "no JSON": (text("config.json", "{"), "config.json: is not valid JSON"),
+    "no mapping": (text("config.json", "[]"), "config.json: does not contain a mapping"),
+    "no end": (text("config.json", "[" * 200_000), "config.json: is not valid JSON"),
+    "no text": (text("config.json", b"\xff\xfe{}"), "config.json: is not valid JSON"),
+    "no model type": (text("config.json", "{}"), "model_type 'None' is not a built-in model"),
+    "another model type": (field(model_type="t5"), "model_type 't5' is not a built-in model"),
     "code of its own": (field(auto_map={"AutoModel": "x.Y"}), "auto_map: .* never runs"),
     "quantized": (field(quantization_config={"bits": 4}), "quantization_config: "),
     "another activation": (field(hidden_act="relu"), "hidden_act is 'relu'"),
@@ -134,7 +134,7 @@ BROKEN: dict[str, tuple[Break, str]] = {
     "biases": (field(attention_bias=True), "attention_bias is True"),
     "rotations of another kind": (
         field(rope_parameters={"rope_type": "longrope", "rope_theta": 1e4}),
-        "rotations of the kind 'longrope'",
+        "rotary scaling 'longrope' is not supported",
     ),
     "rotations without a base": (
         field(rope_parameters={"rope_type": "linear", "rope_theta": 1e4}),

@@ -136,7 +136,7 @@ def of_torch(spec: Spec) -> dict[Phase, list[Event]]:
 def of_ghost(spec: Spec, monkeypatch: pytest.MonkeyPatch) -> dict[Phase, list[Event]]:
     recorder = Recorder(spec)
     facts = facts_of(spec)
-    monkeypatch.setattr(timeline, "Tape", lambda clock: recorder)
+    monkeypatch.setattr(timeline, "Tape", lambda clock, most: recorder)
     timeline.replay(wrapping(spec, lower(spec, facts), facts))
     return recorder.events
 

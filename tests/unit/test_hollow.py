@@ -208,8 +208,8 @@ def test_windows_of_fused_projections_are_read_as_they_are_held(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("kind", "placement", "finding"),
     [
-        ("counting", "cp-ring", "alone, attends with another"),
-        ("passing", "pp-1f1b", "they do not give what the model gives"),
+        ("counting", "cp-ring", "passes a different query to attention than with all tokens"),
+        ("passing", "pp-1f1b", "the stages compute different outputs than the model"),
     ],
 )
 def test_what_cannot_be_cut_is_refused_as_without_a_folder(

@@ -102,7 +102,7 @@ def test_fields_beside_a_folder_stand_for_its_own(tmp_path: Path) -> None:
     run = run_of(folder, tmp_path / "run", "attention=eager", *words, beside=", hf: starcoder2")
     export(run, tmp_path / "out")
     assert torch.equal(given(turned), logits(tmp_path / "out"))
-    with pytest.raises(SpecError, match="rope_parameters, which stand for it"):
+    with pytest.raises(SpecError, match="the config of the folder sets this in rope_parameters"):
         begun("starcoder2", folder, "model.config={rope_theta: 500.0}")
 
 

@@ -60,5 +60,5 @@ def test_a_state_that_is_declared_as_what_it_is_not_is_said(
                 program.forward_backward(local)
                 program.step(1e-3)
     said = [record.getMessage() for record in caplog.records]
-    assert any("declared as parameters are used as gradients" in line for line in said) is is_wrong
+    assert any("declared as parameters, but used as gradients" in line for line in said) is is_wrong
     assert is_wrong or not said
