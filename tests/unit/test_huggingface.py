@@ -238,5 +238,5 @@ def test_a_file_beside_the_spec_is_read_and_says_its_class(tmp_path):
     with pytest.raises(SpecError, match=r"model.config: none.json: No such file"):
         load(str(spec))
     spec.write_text(f"model: {{config: {{model_type: llama}}}}\n{rest}")
-    with pytest.raises(SpecError, match=r"add model\.hf"):
+    with pytest.raises(SpecError, match=r"Add `model\.hf`"):
         load(str(spec))

@@ -51,12 +51,12 @@ class Changed:
         (PrivatePart(owner=Changed, members=("gone",), until="2.12"), None),
         (
             PrivatePart(owner=Changed, members=("kept",), since="2.14"),
-            "Changed has kept in torch 2.13.0 too: 2.14 to 2.15",
+            "Changed has kept in torch 2.13.0 too; expected 2.14 to 2.15",
         ),
         (PrivatePart(owner=Changed.call, arguments=("argument",)), None),
         (
             PrivatePart(owner=Changed.call, arguments=("other",)),
-            "Changed.call takes no other in torch 2.13.0",
+            "Changed.call has no other in torch 2.13.0",
         ),
     ],
 )

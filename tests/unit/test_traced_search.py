@@ -35,7 +35,7 @@ def test_the_winners_figures_are_those_of_its_spec():
     assert exact.peak_bytes() == best.peak_bytes
     assert exact.step.seconds == pytest.approx(best.seconds, rel=1e-9)
     text = selection_text(selection)
-    assert "scored as a llama's blocks of about as many parameters" in text
+    assert "scored as blocks of a llama with about as many parameters" in text
     record = as_record(selection)
     assert record["scored_as"] == {"family": "llama", "heads": 2, "kv_heads": 2, "ffn": 64}
     assert any(lost.best or lost.closed for lost in selection.lost)
