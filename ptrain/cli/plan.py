@@ -3,7 +3,6 @@ Torch-free for built-in models."""
 
 from __future__ import annotations
 
-import shlex
 from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -22,7 +21,7 @@ from ptrain.errors import PtrainError, refused
 from ptrain.plan.composition import all_conditions
 from ptrain.plan.lower import own_facts
 from ptrain.plan.show import show as plan_text
-from ptrain.report.screen import next_line, show
+from ptrain.report.screen import command_line, next_line, show
 from ptrain.selection.recompute import resolve_auto
 from ptrain.spec.batch import batch_lines
 from ptrain.spec.load import load, split_arguments
@@ -47,7 +46,7 @@ def run(args: Namespace) -> int:
     else:
         texts = [as_text(spec, derivation) for spec, derivation in plans]
         drawn = [f"chart    {args.chart}"] if form else []
-        words = shlex.join(["ptrain", "predict", *sources, *overrides])
+        words = command_line("predict", args.arguments, allow_import=args.allow_import)
         show("\n\n".join([*texts, *drawn, next_line(words, "ptrain predict --help")]))
     return 0
 

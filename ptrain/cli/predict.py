@@ -28,7 +28,7 @@ from ptrain.report.predict import (
     prediction_of,
     require_cuda,
 )
-from ptrain.report.screen import next_line, show
+from ptrain.report.screen import command_line, next_line, show
 from ptrain.selection.recompute import resolve_auto, useless_modes
 from ptrain.spec.load import load, split_arguments, sweeps
 from ptrain.spec.names import listing
@@ -119,7 +119,8 @@ def run(args: Namespace) -> int:
     else:
         from ptrain.report.differences import pair
 
-        command = shlex.join(["ptrain", "plan", *sources, *overrides])
+        words = [*sources, *overrides]
+        command = command_line("plan", words, allow_import=args.allow_import)
         show(pair(*predictions, explain=args.explain), "", next_line(command, "ptrain plan --help"))
     return 0
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import resource
-import shlex
 import sys
 from argparse import Namespace
 from collections.abc import Iterator
@@ -25,7 +24,7 @@ from ptrain.installed import torch_minor
 from ptrain.meters.measure import join_estimates
 from ptrain.report.heading import heading
 from ptrain.report.record import record, rows_of
-from ptrain.report.screen import next_line, show
+from ptrain.report.screen import command_line, next_line, show
 from ptrain.report.simulation import GARBAGE, RankReport, one
 from ptrain.rooms import pretence
 from ptrain.rooms.patches import require_supported
@@ -71,7 +70,7 @@ def run(args: Namespace) -> int:
     if args.json:
         print_json(records if len(records) > 1 else records[0])
     else:
-        words = shlex.join(["ptrain", "verify", *args.arguments])
+        words = command_line("verify", args.arguments, allow_import=args.allow_import)
         show("", next_line(words, "ptrain verify --help"))
     return 0
 

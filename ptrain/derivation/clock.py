@@ -185,9 +185,7 @@ def with_launches(rows: Sequence[TimeRow], seconds: float) -> tuple[TimeRow, ...
 
 
 _AGREED = 64  # bytes: a few numbers of 8
-_NEVER_BEHIND = (
-    "the host is assumed never to limit its devices: the cluster has no rate for issuing operators"
-)
+_NEVER_BEHIND = "the host never limits its devices: the cluster has no rate for issuing operators"
 _COMPUTES = {phase: TimeKey(Spent.COMPUTE, phase) for phase in Phase}
 
 
