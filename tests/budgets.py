@@ -24,7 +24,7 @@ SMALL = 80  # lines
 
 # begin
 BUDGETS: dict[str, int] = {
-    "ptrain": 56710,
+    "ptrain": 56720,
     "ptrain/activations": 360,
     "ptrain/algebra": 290,
     "ptrain/axes": 140,
@@ -38,18 +38,18 @@ BUDGETS: dict[str, int] = {
     "ptrain/cli": 1610,
     "ptrain/convert": 450,
     "ptrain/data": 1130,
-    "ptrain/derivation": 5270,
-    "ptrain/facts": 710,
+    "ptrain/derivation": 5260,
+    "ptrain/facts": 700,
     "ptrain/internals": 350,
     "ptrain/interpreter": 1070,
     "ptrain/meters": 1550,
-    "ptrain/models": 5100,
+    "ptrain/models": 5110,
     "ptrain/optimizers": 540,
     "ptrain/plan": 510,
     "ptrain/rates": 360,
-    "ptrain/report": 2190,
+    "ptrain/report": 2210,
     "ptrain/rooms": 990,
-    "ptrain/selection": 4130,
+    "ptrain/selection": 4120,
     "ptrain/simulation": 1080,
     "ptrain/spec": 4520,
     "ptrain/steps": 460,
@@ -58,7 +58,7 @@ BUDGETS: dict[str, int] = {
     "ptrain/verification": 9280,
 }
 ONE_IMPORTER = 81  # modules that exactly one other imports
-SMALL_MODULES = 100  # modules with fewer lines than SMALL
+SMALL_MODULES = 99  # modules with fewer lines than SMALL
 # end
 
 

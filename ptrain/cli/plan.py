@@ -34,7 +34,9 @@ def run(args: Namespace) -> int:
     """The steps of every SPEC, in the order of execution."""
     sources, overrides = split_arguments(args.arguments)
     if not sources:
-        raise PtrainError("ptrain plan: SPEC is missing. `ptrain specs` lists the names.")
+        raise PtrainError(
+            "ptrain plan: SPEC is missing. Try `ptrain plan zero3`; `ptrain specs` lists the names."
+        )
     form = _form_of_chart(args.chart, sources)
     plans = [_derived(source, overrides, args.allow_import) for source in sources]
     if form:

@@ -140,7 +140,9 @@ def _job(args: Namespace) -> tuple[list[str], list[str], str]:
     a spec. Raises PtrainError if the arguments do not fit together."""
     sources, overrides = split_arguments(args.arguments)
     if not sources:
-        raise PtrainError("ptrain predict: SPEC is missing. `ptrain specs` lists the names.")
+        raise PtrainError(
+            "ptrain predict: SPEC is missing. Try `ptrain predict 8b-zero3`; `ptrain specs` lists the names."
+        )
     model = next((source for source in sources if _is_model(source, args)), "")
     if model and args.cluster is None:
         remedy = f"Use `ptrain predict {model} --cluster h100-8`."

@@ -45,7 +45,9 @@ def run(args: Namespace) -> int:
     form = require_writable(args.chart) if args.chart else None
     sources, overrides = split_arguments(args.arguments)
     if not sources:
-        raise PtrainError("ptrain simulate: SPEC is missing. `ptrain specs` lists the names.")
+        raise PtrainError(
+            "ptrain simulate: SPEC is missing. Try `ptrain simulate zero3`; `ptrain specs` lists the names."
+        )
     specs = [
         resolve_auto(load(source, choice)) for source in sources for choice in sweeps(overrides)
     ]

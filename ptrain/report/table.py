@@ -24,6 +24,7 @@ Largest = Mapping[tuple[str, str], int]  # bytes by state and tier
 _SIZES = attrgetter("state", *TIERS)
 _BETWEEN = "  "
 _SHORTEST = 24  # columns that a cut name keeps
+_WRAPPED = 18  # columns of a name that continues on the next line
 _TWO_WIDE = ("W", "F")  # Unicode's East Asian width of what takes two columns of a terminal
 
 
@@ -110,7 +111,7 @@ def render(columns: Sequence[TableColumn], width: int | None = None) -> str:
     while (excess := sum(column.width + len(_BETWEEN) for column in kept) - room) > 0:
         least = min(reversed(kept), key=attrgetter("importance"))
         longest = max((column for column in kept if column.left), key=attrgetter("width"))
-        shorter = max(longest.width - excess, _SHORTEST)
+        shorter = max(longest.width - excess, _WRAPPED if longest.wraps else _SHORTEST)
         if longest.wraps and least.importance >= Importance.FIGURE and shorter < longest.width:
             kept = _wrap_names(kept, longest, shorter)
         elif least.importance >= Importance.RESULT and shorter < longest.width:
