@@ -11,6 +11,7 @@ from typing import NoReturn
 from ptrain.cli.main import VERBS
 from ptrain.commands import COMMANDS, add_arguments
 from ptrain.errors import PtrainError
+from ptrain.spec.names import names
 
 # Options of launchers and other tools whose value is the number of ranks.
 _RANKS = {"nproc", "nproc_per_node", "num_processes", "num_gpus", "gpus", "ranks", "world_size"}
@@ -134,3 +135,9 @@ def _as_overrides(arguments: Iterable[str]) -> Iterator[str]:
 def print_json(record: Mapping[str, object] | Sequence[Mapping[str, object]]) -> None:
     """Print a record, or a list of records if several specs were given."""
     print(json.dumps(record, indent=2, ensure_ascii=False, allow_nan=False))
+
+
+def missing_spec(command: str) -> PtrainError:
+    """Return the error of a command without a SPEC."""
+    text = f"ptrain {command}: SPEC is missing. Try `ptrain {command} {names().default}`."
+    return PtrainError(f"{text} `ptrain specs` lists all names.")

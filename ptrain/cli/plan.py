@@ -14,10 +14,10 @@ from ptrain.charts.canvas import Format, painted, require_writable, write_whole
 from ptrain.charts.schedule import Heading, schedule_sheet
 from ptrain.charts.sheet import Sheet
 from ptrain.charts.tokens import tokens_sheet
-from ptrain.cli.arguments import print_json
+from ptrain.cli.arguments import missing_spec, print_json
 from ptrain.cli.predict import facts_of
 from ptrain.derivation.estimate import Derivation, derive
-from ptrain.errors import PtrainError, refused
+from ptrain.errors import refused
 from ptrain.plan.composition import all_conditions
 from ptrain.plan.lower import own_facts
 from ptrain.plan.show import show as plan_text
@@ -34,9 +34,7 @@ def run(args: Namespace) -> int:
     """The steps of every SPEC, in the order of execution."""
     sources, overrides = split_arguments(args.arguments)
     if not sources:
-        raise PtrainError(
-            "ptrain plan: SPEC is missing. Try `ptrain plan zero3`; `ptrain specs` lists the names."
-        )
+        raise missing_spec("plan")
     form = _form_of_chart(args.chart, sources)
     plans = [_derived(source, overrides, args.allow_import) for source in sources]
     if form:

@@ -12,14 +12,14 @@ from typing import Any
 
 from ptrain.charts.canvas import Format, require_writable, write_whole
 from ptrain.charts.memory import painted_course
-from ptrain.cli.arguments import print_json
+from ptrain.cli.arguments import missing_spec, print_json
 from ptrain.cli.predict import facts_of
 from ptrain.cli.progress import progress
 from ptrain.codec import encode
 from ptrain.cost import State
 from ptrain.derivation.estimate import Derivation, derive
 from ptrain.derivation.workspaces import workspaces
-from ptrain.errors import PtrainError, refused
+from ptrain.errors import refused
 from ptrain.installed import torch_minor
 from ptrain.meters.measure import join_estimates
 from ptrain.report.heading import heading
@@ -45,9 +45,7 @@ def run(args: Namespace) -> int:
     form = require_writable(args.chart) if args.chart else None
     sources, overrides = split_arguments(args.arguments)
     if not sources:
-        raise PtrainError(
-            "ptrain simulate: SPEC is missing. Try `ptrain simulate zero3`; `ptrain specs` lists the names."
-        )
+        raise missing_spec("simulate")
     specs = [
         resolve_auto(load(source, choice)) for source in sources for choice in sweeps(overrides)
     ]
