@@ -1,8 +1,13 @@
-"""Sizes and counts as text: "80 GiB" <-> int bytes, 0.9M parameters."""
+"""Sizes and counts as text: "80 GiB" <-> int bytes, 0.9M parameters. Values by key."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Hashable, Iterable
+from typing import TypeVar
+
+KeyT = TypeVar("KeyT", bound=Hashable)
+ValueT = TypeVar("ValueT")
 
 _BYTES = {
     "B": 1,
@@ -80,6 +85,14 @@ def format_seconds(seconds: float) -> str:
             digits = 2 if seconds < 9.995 * factor else 1 if seconds < 99.95 * factor else 0
             return f"{seconds / factor:.{digits}f} {unit}"
     return f"{seconds / 1e-6:.3g} µs"
+
+
+def grouped(pairs: Iterable[tuple[KeyT, ValueT]]) -> dict[KeyT, list[ValueT]]:
+    """Return the values of each key, both in the order of the pairs."""
+    values: dict[KeyT, list[ValueT]] = {}
+    for key, value in pairs:
+        values.setdefault(key, []).append(value)
+    return values
 
 
 def ceil_div(numerator: int, denominator: int) -> int:

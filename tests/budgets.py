@@ -24,41 +24,41 @@ SMALL = 80  # lines
 
 # begin
 BUDGETS: dict[str, int] = {
-    "ptrain": 56730,
+    "ptrain": 56350,
     "ptrain/activations": 360,
     "ptrain/algebra": 290,
-    "ptrain/axes": 140,
-    "ptrain/axes/context": 1230,
-    "ptrain/axes/data": 2300,
-    "ptrain/axes/expert": 600,
-    "ptrain/axes/pipeline": 1710,
-    "ptrain/axes/tensor": 740,
-    "ptrain/calibration": 1100,
+    "ptrain/axes": 150,
+    "ptrain/axes/context": 1220,
+    "ptrain/axes/data": 2280,
+    "ptrain/axes/expert": 590,
+    "ptrain/axes/pipeline": 1700,
+    "ptrain/axes/tensor": 730,
+    "ptrain/calibration": 1080,
     "ptrain/charts": 860,
     "ptrain/cli": 1610,
     "ptrain/convert": 450,
-    "ptrain/data": 1130,
-    "ptrain/derivation": 5260,
+    "ptrain/data": 1110,
+    "ptrain/derivation": 5190,
     "ptrain/facts": 700,
     "ptrain/internals": 350,
     "ptrain/interpreter": 1070,
-    "ptrain/meters": 1550,
-    "ptrain/models": 5110,
+    "ptrain/meters": 1520,
+    "ptrain/models": 5060,
     "ptrain/optimizers": 540,
     "ptrain/plan": 510,
     "ptrain/rates": 360,
     "ptrain/report": 2210,
     "ptrain/rooms": 990,
-    "ptrain/selection": 4120,
+    "ptrain/selection": 4040,
     "ptrain/simulation": 1080,
     "ptrain/spec": 4520,
     "ptrain/steps": 460,
-    "ptrain/traces": 2250,
-    "ptrain/train": 3080,
+    "ptrain/traces": 2230,
+    "ptrain/train": 3060,
     "ptrain/verification": 9280,
 }
 ONE_IMPORTER = 81  # modules that exactly one other imports
-SMALL_MODULES = 99  # modules with fewer lines than SMALL
+SMALL_MODULES = 101  # modules with fewer lines than SMALL
 # end
 
 

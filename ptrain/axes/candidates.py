@@ -56,6 +56,12 @@ class Written:
         """Return whether a field, or something of it, is written."""
         return any(written.startswith(path) for written, _ in self.values)
 
+    def sizes(self, axis: Axis, devices: int, offered: Iterable[int]) -> tuple[int, ...]:
+        """Return the ranks on an axis: what is written if it divides the devices, or `offered`."""
+        if (degree := self.degree(axis)) is None:
+            return tuple(offered)
+        return (degree,) if devices % degree == 0 else ()
+
     def held(
         self, axes: tuple[Axis, ...], ways: Iterable[Way], also: Iterable[str] = ()
     ) -> tuple[Way, ...]:

@@ -70,9 +70,11 @@ class Points:
     def _of_dtype(self, dtype: DType) -> Iterator[ProductShape]:
         sides = self.sides[dtype]
         yield _TINY
-        for shape in product(sides, sides, sides):
-            if 2 * shape[0] * shape[1] * shape[2] <= self.flops[dtype]:
-                yield (1, *shape)
+        yield from (
+            (1, *shape)
+            for shape in product(sides, sides, sides)
+            if 2 * shape[0] * shape[1] * shape[2] <= self.flops[dtype]
+        )
         yield from (shape for shape in self.also if operations(shape) <= _MORE * self.flops[dtype])
 
 

@@ -58,6 +58,7 @@ from ptrain.spec.role import Role
 from ptrain.spec.spec import ActivationSpec, Spec
 from ptrain.steps.step import Keep
 from ptrain.timeline import Kind
+from ptrain.units import grouped
 
 _HOOK_SAMPLES, _HOOK_TOKENS, _FEATURES = 1, 4, 16
 _STAGES = 3
@@ -68,8 +69,7 @@ _PASSES = 2  # forward and backward
 def pipeline_pass(bench: Bench, rounds: int) -> float:
     """Seconds of one pass beside those of what it computes."""
     device = bench.device
-    spec = _stages_spec(_STAGES)
-    runner, layer = _runner(spec, device), _layer(device)
+    runner, layer = _runner(_stages_spec(_STAGES), device), _layer(device)
     x = torch.ones((_HOOK_SAMPLES, _HOOK_TOKENS, _FEATURES), device=device)
     tokens = torch.zeros((_HOOK_SAMPLES, _HOOK_TOKENS), dtype=torch.int64, device=device)
     samples = SampleBatch(TokenPair(tokens, tokens))
@@ -180,8 +180,7 @@ def hooks(bench: Bench, sheet: RateSheet, points: Points) -> None:
         return
     for placement, (dials, gather, reduction) in _DATA.items():
         axis, _, modes = placement.partition(": ")
-        spec = _placed_spec(bench, axis, modes, dials)
-        wrapped, mesh = _wrapped(spec, bench, points)
+        wrapped, mesh = _wrapped(_placed_spec(bench, axis, modes, dials), bench, points)
         plain = ParameterWrap(_stack(bench, points.units), _units(points))
         _note_data(bench, sheet, points, (wrapped, plain), mesh, (gather, reduction))
     _cut_product(bench, sheet, points)
@@ -353,17 +352,15 @@ def _cut_product(bench: Bench, sheet: RateSheet, points: Points) -> None:
     plan = lower(spec, ModelFacts.of_units(((ROOT,),), roles))
     assert plan.tensor is not None, "the plan shards nothing"
     mesh = Mesh(plan.mesh, bench.world)
-    ranks = bench.world.size
     cut, plain = (
         nn.Sequential(*(_SubBlock(width) for _ in range(points.units))).to(bench.device)
-        for width in (_WIDTH * ranks, _WIDTH)
+        for width in (_WIDTH * bench.world.size, _WIDTH)
     )
     parallelize(cut, plan.tensor, mesh.submesh((Axis.TP,)), mesh.registry)
     models = ParameterWrap(cut, ((ROOT,),)), ParameterWrap(plain, ((ROOT,),))
     _warm_up(bench, models)
     excess = sum(_excess(bench, points.rounds, models, mesh).values())
-    products = points.units * _LINEARS * _PRODUCTS
-    sheet.note("hooks", Hook.CUT_PRODUCT, seconds=excess / products)
+    sheet.note("hooks", Hook.CUT_PRODUCT, seconds=excess / (points.units * _LINEARS * _PRODUCTS))
 
 
 _HIDDEN = 16  # so few features that operators compute next to nothing
@@ -412,10 +409,11 @@ class _Called(OperatorMode):
 def host(bench: Bench, sheet: RateSheet, _: Points) -> None:
     """Of both families the mean."""
     seconds_of = issuing_seconds if bench.device.type == "cuda" else excess_seconds
-    seconds: dict[Hook, list[float]] = {}
-    for shape in _SHAPES:
-        for passes in host_passes(shape, bench.device):
-            seconds.setdefault(passes.hook, []).append(seconds_of(bench, passes))
+    seconds = grouped(
+        (passes.hook, seconds_of(bench, passes))
+        for shape in _SHAPES
+        for passes in host_passes(shape, bench.device)
+    )
     for hook, taken in seconds.items():
         sheet.note("hooks", hook, seconds=statistics.fmean(taken))
 
@@ -436,19 +434,15 @@ def issuing_seconds(bench: Bench, passes: HostPass) -> float:
 
 def host_passes(fields: dict[str, object], device: torch.device) -> Iterator[HostPass]:
     """Yield all kinds of passes of a model."""
-    spec = _spec(fields)
-    yield from _passes(spec, device)
-    for kept in (Kept(policy=FULL), Kept(policy=SELECTIVE), Kept(tier=Tier.HOST)):
-        yield _kept(spec, kept, device)
-
-
-def _spec(fields: dict[str, object]) -> Spec:
     written: dict[str, object] = {
         "model": {**fields, "vocab": _VOCAB, "tied": False},
         "mesh": {},
         "batch": {"micro": _SAMPLES, "sequence": _TOKENS},
     }
-    return load(written).spec
+    spec = load(written).spec
+    yield from _passes(spec, device)
+    for kept in (Kept(policy=FULL), Kept(policy=SELECTIVE), Kept(tier=Tier.HOST)):
+        yield _kept(spec, kept, device)
 
 
 def _model(spec: Spec, device: torch.device) -> nn.Module:

@@ -259,9 +259,8 @@ def _updates_work(
         )
         for parameter in model.parameters():
             parameter.grad = torch.full_like(parameter, _VALUE)
-        wrapped = ParameterWrap(model, ((ROOT,),))
         update = TargetsUpdate(
-            wrapped.targets(),
+            ParameterWrap(model, ((ROOT,),)).targets(),
             OptimizerSpec(name=rule),
             layout,
             TorchRoom(mesh, mesh.registry),

@@ -72,8 +72,7 @@ def run(options: CalibrationOptions) -> int:
     if options.part is None and world.is_first:  # started by a launcher, not by our command
         require_writable(options)
         base_of(options)
-    local = environment.ranks_of_node() or world.size
-    part = measured(world, local, options)
+    part = measured(world, environment.ranks_of_node() or world.size, options)
     world.close()
     if part is None:
         return 0

@@ -261,8 +261,7 @@ def write(cluster: Cluster, path: Path) -> None:
 def cluster_of(parts: Sequence[MeasuredPart], options: CalibrationOptions) -> Cluster:
     """The cluster with what was measured."""
     rates = rates_of(parts, options)
-    base = base_of(options)
-    return replace(base or _this_machine(parts, options), rates=rates)
+    return replace(base_of(options) or _this_machine(parts, options), rates=rates)
 
 
 def _threads(parts: Sequence[MeasuredPart]) -> list[int]:

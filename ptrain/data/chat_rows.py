@@ -74,8 +74,7 @@ def chats(path: Path, field: str | None) -> Iterator[Chat]:
         remedy = "Use a .jsonl or .parquet file, or remove `--chat`."
         raise refused(str(path), "chats must be in JSON lines or Parquet", remedy)
     fields = OF_CHATS if field is None else (field,)
-    for place, row in rows(path, fields, [_TOOLS]):
-        yield _of_row(row, fields, place)
+    yield from (_of_row(row, fields, place) for place, row in rows(path, fields, [_TOOLS]))
 
 
 def _of_row(row: object, fields: Sequence[str], place: str) -> Chat:
@@ -224,9 +223,8 @@ class ChatTemplate:
 
     def _rendered(self, chat: Chat, number: int, *, is_ready: bool = False) -> str:
         """Return the text of the first messages; if it `is_ready`, for an answer."""
-        messages = chat.messages[:number]
         text: str = self._tokenizer.apply_chat_template(
-            messages, tools=chat.tools, tokenize=False, add_generation_prompt=is_ready
+            chat.messages[:number], tools=chat.tools, tokenize=False, add_generation_prompt=is_ready
         )
         return text
 
@@ -340,8 +338,7 @@ def tokenize_chats(
     def encoded(done: TokenizingProgress) -> Iterator[Encoded]:
         for batch, after in batches(texts, lambda path: chats(path, field), done):
             samples = [template.samples(chat) for chat in batch]
-            token = done.separator
-            if token is None:
+            if (token := done.separator) is None:
                 token = _separator(template, samples, packing) if named is None else named
             kept = [_fitting(several, width, token, packing) for several in samples]
             fates = Counter(map(_fate, samples, kept))
@@ -365,16 +362,14 @@ def tokenize_chats(
     how = [packing.sequence, packing.is_packed, named]
     request = [*requested(texts, out, template.path), template.text, how, field]
     arrays = {out: ((width,), dtype), mask_beside(out): ((width,), np.uint8)}
-    files = TokenFiles(arrays=arrays, request=request, tokenizer=template.path)
-    return files.write(encoded, tell)
+    return TokenFiles(arrays=arrays, request=request, tokenizer=template.path).write(encoded, tell)
 
 
 def _named(template: ChatTemplate, packing: ChatPacking) -> int | None:
     """Return the token that is to stand between two chats, if one is named."""
     if packing.separator is None:
         return None
-    token = template.token(packing.separator)
-    if token is None:
+    if (token := template.token(packing.separator)) is None:
         finding = f"the tokenizer has no token {packing.separator!r}"
         raise refused("--separator", finding, "Use a token of the tokenizer.")
     return token

@@ -94,8 +94,7 @@ def require_edges(name: str, tokens: Rows, marks: Rows, model: ModelSpec) -> Non
         is_ours = isinstance(model, ModelShape)
         remedy = f"{remedy} Or write {alone}" if is_ours else f"Write {alone}"
         raise refused("data.path", finding, remedy)
-    row = _differs(tokens, marks, model)
-    if row is not None:
+    if (row := _differs(tokens, marks, model)) is not None:
         key = model.document_key
         if is_packed and key == "document_start":
             remedy = f"Remove `model.{key}`. {remedy}"
@@ -312,9 +311,8 @@ class UserSamples:
     ) -> DatasetBatch:
         """Return the items at these places, collated."""
         first = 0 if split is Split.TRAIN else self._num_train
-        samples = self._dataset.read([first + place for place in places])
         return DatasetBatch(
-            samples=in_dtype_of(spec, samples),
+            samples=in_dtype_of(spec, self._dataset.read([first + place for place in places])),
             global_samples=spec.batch.global_samples,
             sample_ids=sample_ids,
         )
@@ -433,9 +431,7 @@ _HELD_OUT_EVERY = 10  # every tenth document is held out
 
 def corpus(data: DataSpec) -> SampleSource:
     """Open what a spec's `data` names."""
-    if data.function is not None:
-        return UserSamples(data.function)
-    return _tokens_of(data)
+    return UserSamples(data.function) if data.function is not None else _tokens_of(data)
 
 
 def _tokens_of(data: DataSpec) -> Corpus | Mixture:

@@ -243,8 +243,7 @@ def _labels(tokens: Tensor, spec: Spec) -> Tensor:
 def _require_samples(samples: Any, size: int) -> None:
     """Raises SpecError unless each leaf is a tensor with `size` samples in dimension 0."""
     wanted = f"collated samples, tensors with batch.global = {size} rows"
-    leaves = tree_leaves_with_path(samples)
-    if not leaves:
+    if not (leaves := tree_leaves_with_path(samples)):
         raise _not_as_said(f"{type(samples).__name__} without tensors", wanted)
     for path, leaf in leaves:
         if not isinstance(leaf, Tensor) or leaf.shape[:1] != (size,):

@@ -46,8 +46,7 @@ def documents(path: Path, field: str) -> Iterator[str]:
     if not has_rows(path):
         yield text_of(path)
         return
-    for place, row in rows(path, [field], []):
-        yield _of_row(row, field, place)
+    yield from (_of_row(row, field, place) for place, row in rows(path, [field], []))
 
 
 def text_of(path: Path) -> str:
@@ -92,9 +91,11 @@ def is_encodable(text: str) -> bool:
 def _of_lines(path: Path) -> Iterator[tuple[str, object]]:
     try:
         with path.open(encoding=_UTF8) as lines:
-            for number, line in enumerate(lines, 1):
-                if line.strip():
-                    yield f"{path}:{number}", _parsed(line, path, number)
+            yield from (
+                (f"{path}:{number}", _parsed(line, path, number))
+                for number, line in enumerate(lines, 1)
+                if line.strip()
+            )
     except (OSError, UnicodeDecodeError) as error:
         raise _unreadable(path, error) from error
 
@@ -384,8 +385,7 @@ def tokenize(
     """Write the tokens of all documents to `out`, behind each the token that ends a text; return
     how many there are. Raises SpecError for what cannot be read or written, and for a vocabulary
     that says no end."""
-    end = vocabulary.end
-    if end is None:
+    if (end := vocabulary.end) is None:
         finding = "the end-of-document token is unknown: tokenizer_config.json has no eos_token"
         raise refused("--end", finding, "Add the token, such as `--end '</s>'`.")
     dtype = token_dtype(vocabulary.size)
@@ -398,12 +398,11 @@ def tokenize(
             done = replace(after, tokens=number, entries=number)
             yield (added,), done
 
-    files = TokenFiles(
+    return TokenFiles(
         arrays={out: ((), dtype)},
         request=[*requested(texts, out, vocabulary.path), end, field],
         tokenizer=vocabulary.path,
-    )
-    return files.write(encoded, tell)
+    ).write(encoded, tell)
 
 
 def _ended(tokens: list[int], end: int) -> list[int]:
@@ -443,8 +442,7 @@ def batches(
         remaining = islice(read(text), first, None)
         while batch := [*islice(remaining, DOCUMENTS)]:
             first += len(batch)
-            documents_done = done.documents + len(batch)
-            done = replace(done, files=number, in_file=first, documents=documents_done)
+            done = replace(done, files=number, in_file=first, documents=done.documents + len(batch))
             yield batch, done
     if not done.documents:
         raise refused(str(texts[0]), "the files contain no documents", "Use files with text.")

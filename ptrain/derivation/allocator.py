@@ -96,8 +96,7 @@ class CachingAllocator:
     def run(self, event: AllocatorEvent) -> None:
         """Allocate or free."""
         if event.size > 0:
-            place = self._pool(event).allocate(event.size)
-            self._held[event.key] = event, *place
+            self._held[event.key] = event, *self._pool(event).allocate(event.size)
             self._live[event.stream] += event.size
         else:
             birth, address, size = self._held.pop(event.key)

@@ -62,8 +62,7 @@ class FusedAttention(NamedTuple):
 
     def statistics(self, sm: int | None) -> Statistics | None:
         """Return what that kernel keeps; None where there is none, or nobody knows it."""
-        kernel = self.kernel(sm)
-        if kernel is None:
+        if (kernel := self.kernel(sm)) is None:
             return None
         table = archive.table(TablePart.KERNEL, "attention")
         return Statistics(self.sequence, *table["kernels"][kernel])
@@ -119,9 +118,7 @@ def attention_of(spec: Spec) -> FusedAttention | None:
     """Return the call that a built-in model's blocks make on a spec's GPUs; None where they make
     none."""
     shape = spec.model
-    if not spec.is_for_cuda or not isinstance(shape, ModelShape):
-        return None
-    if not shape.is_fused:
+    if not spec.is_for_cuda or not isinstance(shape, ModelShape) or not shape.is_fused:
         return None
     return FusedAttention(
         dtype=spec.precision.effective.parameters,
@@ -164,7 +161,6 @@ def leaves_device(spec: Spec) -> bool:
 def statistics_of(spec: Spec, tokens: int) -> Statistics | None:
     """Return what a built-in model's attention of so many tokens keeps on a spec's GPUs; None where
     they are a CPU's or nobody knows."""
-    attention = attention_of(spec)
-    if attention is None:
+    if (attention := attention_of(spec)) is None:
         return None
     return attention._replace(sequence=tokens).statistics(capability(spec))

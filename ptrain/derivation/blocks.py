@@ -215,20 +215,11 @@ def repeated(setting: Setting, kept: Sequence[Kept]) -> tuple[tuple[str, int], .
     )
 
 
-def forward_part(base: Sequence[Any], setting: Setting, kept: Kept, held: int = 0) -> list[Any]:
-    """`base`, which holds a plain block's forward pass, with that of a block that is kept so.
-    `held`: bytes of its input, where somebody else holds it all along."""
-    return _replaced(base, setting, kept, is_forward=True, held=held)
-
-
-def backward_part(base: Sequence[Any], setting: Setting, kept: Kept, held: int = 0) -> list[Any]:
-    """The same of a backward pass."""
-    return _replaced(base, setting, kept, is_forward=False, held=held)
-
-
-def _replaced(
+def part_with(
     base: Sequence[Any], setting: Setting, kept: Kept, *, is_forward: bool, held: int
 ) -> list[Any]:
+    """Return `base`, which holds a plain block's pass, with the pass of a block that is kept so.
+    `held`: bytes of its input, if another tensor holds it all along."""
     plain = block(setting.without_context, PLAIN, Attention.SDPA)
     other = block(setting, kept, setting.shape.attention)
     before, of_base, after = _parted(base, *_BOUNDARIES[is_forward])

@@ -113,8 +113,7 @@ class PassSeconds(NamedTuple):
         """Return the seconds of all this, one thing after the other; of a device that computes by
         itself without its host's, which meet them in whole steps (`Launches`)."""
         sums = sum(seconds for _, seconds in self.sums)
-        waited = sum(messages.waited for _, messages in self.messages)
-        taken = self.compute + sums + waited
+        taken = self.compute + sums + sum(messages.waited for _, messages in self.messages)
         return taken if pace.overlaps else taken + self.on_host
 
     @property
@@ -251,8 +250,7 @@ class Clock:
 
     def operator(self, spent: Spent, kind: OperatorKind, dtype: DType, size: int) -> None:
         """An operator reads and writes `size` bytes."""
-        operator = Operator(kind, dtype, (size,))
-        seconds = self._operator_seconds(operator) if size else 0.0
+        seconds = self._operator_seconds(Operator(kind, dtype, (size,))) if size else 0.0
         self.spend(TimeKey(spent, self.phase), seconds)
 
     def update(self, optimizer: str, layout: Layout, shapes: Sequence[Shape]) -> None:
@@ -458,8 +456,7 @@ class Clock:
 
     def step_time(self) -> StepTime:
         """Return a step that is over."""
-        rows = self.rows()
-        return StepTime(rows=with_launches(rows, self.launches), assumed=self.assumed)
+        return StepTime(rows=with_launches(self.rows(), self.launches), assumed=self.assumed)
 
     def rows(self) -> tuple[TimeRow, ...]:
         """Return what was spent up to now, as if the host had been ahead of it."""

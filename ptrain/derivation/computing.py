@@ -178,8 +178,7 @@ class ActivationMoves:
             if tier is Tier.FILE:
                 self.clock.copy(COPIES[tier][1], size).wait()
         if unit != self.order[-1]:
-            following = self.order[self.order.index(unit) + 1]
-            self.coming = self._set_out(following, None)
+            self.coming = self._set_out(self.order[self.order.index(unit) + 1], None)
 
     def _set_out(self, unit: int, since: float | None) -> list[Arrival]:
         away = None if since is None else max(since, self.clock.now)
@@ -288,12 +287,13 @@ def _shares(
     sizes = [t.numel if len(t.shape) > 1 else 0 for t, _ in own]
     if not any(sizes):
         sizes = [t.numel for t, _ in own]
-    total = sum(sizes)
-    if not total:
+    if not (total := sum(sizes)):
         yield "", -1, 1.0
-    for (tensor, unit), size in zip(own, sizes, strict=True):
-        if size:
-            yield tensor.name, unit, size / total
+    yield from (
+        (tensor.name, unit, size / total)
+        for (tensor, unit), size in zip(own, sizes, strict=True)
+        if size
+    )
 
 
 def _moved(

@@ -397,18 +397,9 @@ def _exact_part(
         estimate = replace(estimate, memory=memory, peak=played.peaks, step=played.step)
     if limit is not None:
         return estimate
-    to_experts = add_traffic(sent_to_experts(spec, plan, loads=part.loads))
-    traffic = _with(sent(ghost), to_experts)
-    return replace(
-        estimate,
-        traffic=add_traffic(
-            (
-                *traffic,
-                *(_of_kept(spec, plan, played) if played else ()),
-                *(() if played else _of_untraced_blocks(spec, plan, index)),
-            )
-        ),
-    )
+    traffic = _with(sent(ghost), add_traffic(sent_to_experts(spec, plan, loads=part.loads)))
+    more = _of_kept(spec, plan, played) if played else _of_untraced_blocks(spec, plan, index)
+    return replace(estimate, traffic=add_traffic((*traffic, *more)))
 
 
 def _of_kept(spec: Spec, plan: Plan, played: Replay) -> Iterator[Traffic]:
@@ -530,8 +521,7 @@ def by_counts(derivation: Derivation, histogram: Histogram, step: int) -> Estima
     assumes; None where it assumes nothing of where tokens go."""
     if not derivation.exact.assumed:
         return None
-    spec = derivation.spec.but(routing=histogram)
-    exact = derive(spec, derivation.facts, is_timed=False).exact
+    exact = derive(derivation.spec.but(routing=histogram), derivation.facts, is_timed=False).exact
     why = f"from the token counts of the run's routers in step {step}, on every rank"
     return replace(
         exact,

@@ -172,8 +172,7 @@ class GhostMembers:
             self._bound[index] = whole
 
     def collect(self, index: int, whole: Ghost) -> None:
-        gradient = self._gradients.pop(index, None)
-        if gradient is not None:
+        if (gradient := self._gradients.pop(index, None)) is not None:
             size = gradient.size + math.prod(self.shapes[index]) * whole.dtype.itemsize
             self._reader.computed(OperatorKind.COPY, whole.dtype, size)
 
@@ -342,18 +341,15 @@ class Flat:
         self.units.end_half(kind, is_last=self.is_last and kind is Kind.WEIGHT)
 
     def enter(self, unit: int) -> None:
-        number = self._played[unit]
-        if number is not None:
+        if (number := self._played[unit]) is not None:
             self.units.all[number].before_forward()
 
     def leave(self, unit: int) -> None:
-        number = self._played[unit]
-        if number is not None:
+        if (number := self._played[unit]) is not None:
             self.units.all[number].after_forward()
 
     def before_backward(self, unit: int) -> None:
-        number = self._played[unit]
-        if number is not None:
+        if (number := self._played[unit]) is not None:
             self.units.all[number].before_backward()
 
     def complete(self, gradient: Complete) -> None:
@@ -365,8 +361,7 @@ class Flat:
 
     def after_backward(self, unit: int) -> None:
         """End the micro-batch when the root's backward is over, unless it is one in halves."""
-        number = self._played[unit]
-        if number is not None:
+        if (number := self._played[unit]) is not None:
             self.units.all[number].after_backward()
         if unit == self._root and self.half is None:
             self.end()
@@ -409,9 +404,7 @@ class Flat:
 
     def kind_of_shard(self, shard: int) -> Hashable:
         """The pieces of tensors in its shards: all else is alike."""
-        if self.step.consumed or not self._is_by_view:
-            return 0
-        return self.kinds[shard]
+        return self.kinds[shard] if self._is_by_view and not self.step.consumed else 0
 
     def clipped(self, shard: int) -> list[list[int]] | None:
         """On the gradients' tier, but for the scalar that is reduced."""
@@ -426,8 +419,7 @@ class Flat:
             return [[ghost.numel for ghost, times in kept if ghost for _ in range(times)]]
         step = self.scene.plan.clip
         if step is not None and step.axes:
-            size = max(SCALE_BYTES, self.scene.plan.update.layout.gradients.itemsize)
-            self.tape.spike(size)
+            self.tape.spike(max(SCALE_BYTES, self.scene.plan.update.layout.gradients.itemsize))
         return None
 
     def _counted(self) -> Iterator[tuple[UnitState[Ghost], int]]:

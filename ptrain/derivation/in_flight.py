@@ -35,6 +35,7 @@ from ptrain.spec.spec import Spec, positions, ranks_over
 from ptrain.steps.experts import ByLayer
 from ptrain.steps.step import Plan
 from ptrain.timeline import Kind, Run
+from ptrain.units import grouped
 
 # What a rank of a pipeline allocates in a step: its instructions, replayed, with what crosses the
 # boundaries of its stages and what each stage's wrap does.
@@ -252,8 +253,7 @@ class _RankStep:
     def _play(self, stage: _Stage, kind: Kind, passes: Passes) -> float:
         """Return the seconds that it takes."""
         before, clock = stage.state, self.tape.clock
-        known = self.known(stage, (kind, id(passes), before))
-        if known is not None:
+        if (known := self.known(stage, (kind, id(passes), before))) is not None:
             self.tape.spike(known.run.rise)
             self.tape.add(known.run.net)
             if clock is not None:
@@ -287,13 +287,12 @@ class _RankStep:
 
 
 def _stage(spec: Spec, part: Part, tape: Tape) -> _Stage:
-    passes = part.passes
     scene = Scene(
         tape=tape,
         spec=spec,
         facts=part.facts,
         plan=part.plan,
-        timeline=passes.timeline,
+        timeline=part.passes.timeline,
         representatives=part.representatives,
     )
     stage = _Stage(
@@ -449,10 +448,10 @@ def fullest_of(schedule: Schedule, stages: Sequence[StageParts]) -> dict[int, in
     """Return by place along pp who stands for it where the fullest rank is asked for: of those
     with equal stages the first and the last, since from rank to rank there is more in flight, or
     less."""
-    groups: dict[Hashable, list[int]] = {}
-    for place in range(schedule.ranks):
-        equal = tuple(stages[stage].like for stage in schedule.stages_of(place))
-        groups.setdefault(equal, []).append(place)
+    groups = grouped(
+        (tuple(stages[stage].like for stage in schedule.stages_of(place)), place)
+        for place in range(schedule.ranks)
+    )
     return {
         place: place if place == group[-1] else group[0]
         for group in groups.values()

@@ -35,8 +35,7 @@ class Network:
 
     def ordered(self, axes: Sequence[Axis]) -> tuple[str, ...]:
         """Return the names of axes, in the order of the mesh."""
-        key = tuple(axes)
-        if key not in self._names:
+        if (key := tuple(axes)) not in self._names:
             self._names[key] = tuple(name for name, _ in self._degrees if name in key)
         return self._names[key]
 
@@ -45,8 +44,7 @@ class Network:
         next to each other), and on how many nodes they are, where they are on most."""
         members, _ = _group(self._degrees, axes)
         number = neighbours or len(members)
-        starts = range(0, len(members), number)
-        return number, self._nodes(axes, tuple(starts), number)
+        return number, self._nodes(axes, tuple(range(0, len(members), number)), number)
 
     def pair(self, axis: Axis) -> int:
         """Return on how many nodes two ranks are that follow each other along an axis: on two, if
@@ -57,8 +55,7 @@ class Network:
 
     def ends(self, axis: Axis) -> int:
         """Return on how many nodes the first and the last rank along an axis are."""
-        axes = (axis.value,)
-        members, others = _group(self._degrees, axes)
+        members, others = _group(self._degrees, (axis.value,))
         last = members[-1]
         return max(
             len({rank // self._per_node, (rank + last) // self._per_node}) for rank in others

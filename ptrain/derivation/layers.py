@@ -219,8 +219,7 @@ def _kept_part(part: int, setting: Setting, kind: Kind, kept: Kept, held: int) -
 def _kept(
     base: Sequence[Any], setting: Setting, kind: Kind, kept: Kept, held: int
 ) -> Sequence[Any]:
-    make_part = blocks.forward_part if kind is Kind.FORWARD else blocks.backward_part
-    return make_part(base, setting, kept, held=held)
+    return blocks.part_with(base, setting, kept, is_forward=kind is Kind.FORWARD, held=held)
 
 
 @cache
@@ -257,8 +256,7 @@ def instantiate(template: Iterable[Any], number: str, places: Places) -> Iterato
             yield item
         elif len(item) == 2:
             mark, pattern = item
-            unit = places.get((mark, pattern.replace("*", number)))
-            if unit is not None:
+            if (unit := places.get((mark, pattern.replace("*", number)))) is not None:
                 yield Boundary(mark, unit)
         else:
             pattern, *sizes = item
@@ -305,8 +303,7 @@ def _layers(spec: Spec, stage: Stage, cut: RankCut, place: Place) -> LayerPasses
     assert isinstance(shape, ModelShape), "a built-in model"
     kept = spec.activations.of(shape.layers)
     numbers = [layer.rpartition(".")[2] for layer in stage.layers]
-    own = [kept[int(number)] for number in numbers]
-    return _layers_at(setting, place, numbers, own)
+    return _layers_at(setting, place, numbers, [kept[int(number)] for number in numbers])
 
 
 def _layers_at(
@@ -333,8 +330,7 @@ def _head(setting: Setting, layers: int) -> LossHead | None:
     """What a loss in chunks does behind a last stage's layers, None of whole logits. The tables are
     of one layer, whose input is the schedule's: that of the last of several goes with its forward
     pass, where nothing saves it."""
-    head = tables.head_of(setting, Place.LAST)
-    if head is None or layers == 1:
+    if (head := tables.head_of(setting, Place.LAST)) is None or layers == 1:
         return head
     if not blocks.block(setting.without_context, PLAIN, Attention.SDPA).frees_input:
         return head
@@ -382,9 +378,7 @@ def is_tabulated(spec: Spec) -> bool:
         return False
     # each sample of several has one target: a loss need not copy what it copies in the tables
     is_column = spec.batch.sequence == 1 and spec.batch.micro > 1
-    if is_column or drops_in_parts(spec) or is_by_operators(spec):
-        return False
-    if spec.loss.user_function is not None:
+    if is_column or drops_in_parts(spec) or is_by_operators(spec) or spec.loss.user_function:
         return False
     if spec.has_token_slices and not _are_slices_known(spec, shape):
         return False

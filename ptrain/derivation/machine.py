@@ -78,8 +78,7 @@ class Machine(NamedTuple):
         together = {ranks: float(ranks)}
         whole = _layer_seconds(self.pace, work)
         for number in range(1, ranks):
-            pace = self.fewer(number)
-            if pace is not None:
+            if (pace := self.fewer(number)) is not None:
                 together[number] = number * whole / _layer_seconds(pace, work)
         known = sorted(together)
         if len(known) == 1:
@@ -107,8 +106,7 @@ def _layer_seconds(pace: Pace, work: ModelWork) -> float:
 
 def machine_of(spec: Spec, plan: Plan, facts: ModelFacts) -> Machine:
     """Return that of a spec's cluster. Raises UnknownRate with what is missing."""
-    pace = pace_of(spec.cluster, spec.world_size)
-    if pace is None:
+    if (pace := pace_of(spec.cluster, spec.world_size)) is None:
         raise UnknownRate(lacking(spec.cluster, spec.world_size))
     if why := why_unknown(spec, plan, facts):
         raise UnknownRate(why)

@@ -52,8 +52,7 @@ def other_bytes(spec: Spec, facts: ModelFacts) -> int:
     """The model's buffers (reals in fp32, or fp64 where the model computes in it), one step's
     samples, and the scalar in which a step adds up its loss."""
     scale = 2 if spec.precision.effective.parameters is DType.FP64 else 1
-    sample = facts.sample_bytes
-    if sample is None:
+    if (sample := facts.sample_bytes) is None:
         sample = held_tokens(spec) * _TOKEN_BYTES
     samples = spec.batch.accumulate * spec.batch.micro * sample
     counts = counts_bytes(facts)

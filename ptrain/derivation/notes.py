@@ -31,8 +31,7 @@ def notes(spec: Spec, plan: Plan, facts: ModelFacts, traffic: Iterable[Traffic])
 
 def _whole_beside_slices(plan: Plan, facts: ModelFacts, per_element: int) -> Iterator[str]:
     """What tp leaves whole, where Theorem 1 divides all of |Θ|, |Ω| and |G|."""
-    step = plan.tensor
-    if step is None:
+    if (step := plan.tensor) is None:
         return
     cut = cut_dims(step, ((tensor.name, tensor.shape) for tensor in facts.tensors))
     apart = plan.experts.modules if plan.experts and plan.experts.folded else ()
@@ -104,8 +103,7 @@ def _unequal(facts: ModelFacts, stages: Sequence[Stage], schedule: Schedule) -> 
         sum(stages[index].numel for index in schedule.stages_of(r)) for r in range(schedule.ranks)
     ]
     if len(set(held)) > 1:
-        most = max(held)
-        more = most * schedule.ranks / facts.numel - 1
+        more = max(held) * schedule.ranks / facts.numel - 1
         yield (
             f"the ranks of pp have {' '.join(f'{numel:,}' for numel in held)} parameters: "
             f"the largest has {more:.1%} more than the equal shares of the theorem"
@@ -145,8 +143,7 @@ def _gathered(plan: Plan, schedule: Schedule) -> Iterator[str]:
 
 def _reduced(plan: Plan, stages: Sequence[Stage], schedule: Schedule) -> Iterator[str]:
     """Say what slices of gradients on a data axis cost: Theorem 2 has one reduction."""
-    sync = plan.wrap.policy
-    if sync is None or not plan.wrap.reduced_by_unit:
+    if (sync := plan.wrap.policy) is None or not plan.wrap.reduced_by_unit:
         return
     num = reductions(sync, schedule.microbatches)
     if sync.gradients is GradientSync.EVERY and num > 1:

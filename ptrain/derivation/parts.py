@@ -60,7 +60,6 @@ def joined(spec: Spec, ranks: RanksParts, parts: Sequence[Estimate]) -> Estimate
     estimate_of = {place: parts[number] for place, number in number_of.items()}
     index_of = positions(spec, ranks.axes)
     column_of = [number_of[index] for index in index_of]
-    keys = dict.fromkeys(row.key for estimate in parts for row in estimate.traffic)
     return replace(
         first,
         step=slowest(estimate.step for estimate in parts),
@@ -71,7 +70,7 @@ def joined(spec: Spec, ranks: RanksParts, parts: Sequence[Estimate]) -> Estimate
         traffic=tuple(
             dict.fromkeys(
                 row
-                for key in keys
+                for key in dict.fromkeys(row.key for estimate in parts for row in estimate.traffic)
                 for index in sorted(estimate_of)
                 for row in estimate_of[index].traffic
                 if row.key == key

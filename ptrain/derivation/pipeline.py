@@ -146,8 +146,7 @@ def staged(spec: Spec, plan: Plan, facts: ModelFacts) -> tuple[StageParts, ...]:
     first: dict[Hashable, StageParts] = {}
     all_parts = []
     for stage in plan.stages:
-        kind = _kind(spec, facts, stage, len(plan.stages))
-        if kind not in first:
+        if (kind := _kind(spec, facts, stage, len(plan.stages))) not in first:
             narrowed, part = stage_plan(plan, stage, ends), stage_facts(spec, facts, stage)
             passes = facts.stage_passes[stage.index] if facts.stage_passes else ()
             first[kind] = StageParts(
@@ -305,8 +304,7 @@ def accounts(
 
 def _gathers(plan: Plan, schedule: Schedule, stage: int) -> Hashable:
     """How often a stage's units are gathered, and its root."""
-    sync = plan.wrap.policy
-    if sync is None:
+    if (sync := plan.wrap.policy) is None:
         return None
     return tuple(stage_gathers(schedule, stage, sync, is_root=is_root) for is_root in (False, True))
 

@@ -149,8 +149,7 @@ def _spans(simulation: Simulation, ranks: Iterable[RankTime]) -> Iterator[LaneSp
             yield LaneSpan(place, TimeKey(Spent.COMPUTE, phase), span.start, span.end)
     for rank in ranks:
         end = simulation.makespan
-        key = TimeKey(Spent.UPDATE, Phase.UPDATE)
-        yield LaneSpan(rank.place, key, end, end + rank.update)
+        yield LaneSpan(rank.place, TimeKey(Spent.UPDATE, Phase.UPDATE), end, end + rank.update)
 
 
 def _scaled(row: TimeRow, factor: float) -> TimeRow:

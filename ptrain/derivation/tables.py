@@ -115,15 +115,16 @@ class Setting:
         is_of_either = part in _OF_A_BLOCK or part is TablePart.LOSS_WORK
         is_of_loss = part in (TablePart.LOSS, TablePart.LOSS_WORK)
         is_of_llama = part is TablePart.END_WORK and self.family is Family.LLAMA
-        words = [
-            self.family.value,
-            *(() if is_of_either else ("tied" if self.shape.tied else "untied",)),
-            *(() if is_of_loss or is_of_llama else (self.operators,)),
-            "full" if self.is_full else "bf16",
-            *(("one",) if self.batch == 1 else ()),
-            *((self.context.kind,) if self.context and part is TablePart.CONTEXT else ()),
-        ]
-        return "-".join(words)
+        return "-".join(
+            (
+                self.family.value,
+                *(() if is_of_either else ("tied" if self.shape.tied else "untied",)),
+                *(() if is_of_loss or is_of_llama else (self.operators,)),
+                "full" if self.is_full else "bf16",
+                *(("one",) if self.batch == 1 else ()),
+                *((self.context.kind,) if self.context and part is TablePart.CONTEXT else ()),
+            )
+        )
 
     def way(self, part: TablePart) -> str:
         """Return which way of its table's it is: how operators are cut, as far as the part sees it.
@@ -252,8 +253,7 @@ def merged(events: Iterable[Any], sizes: Sequence[int]) -> Iterator[Any]:
 
 
 def _flush(deltas: list[int]) -> Iterator[Run]:
-    combined = run(deltas)
-    if combined:
+    if combined := run(deltas):
         yield combined
 
 

@@ -26,7 +26,7 @@ from ptrain.spec.role import Role
 from ptrain.spec.spec import Spec, place_of, ranks_over
 from ptrain.steps.step import Parallelize, Plan
 from ptrain.timeline import gradient_order
-from ptrain.units import ceil_div
+from ptrain.units import ceil_div, grouped
 
 Units = tuple[UnitFacts, ...]
 
@@ -60,8 +60,7 @@ def _before(spec: Spec, plan: Plan, place: int) -> int:
 def context_part(spec: Spec, plan: Plan, index: int) -> ContextPart | None:
     """Return what the rank at this place along the cutting axes does in attention over cp; None
     without slices of the tokens."""
-    step = plan.context
-    if step is None:
+    if (step := plan.context) is None:
         return None
     return part_at(step, place_of(spec, plan.cutting_axes, index)[step.axis])
 
@@ -90,9 +89,7 @@ def alike_in_context(spec: Spec, plan: Plan, indices: tuple[int, ...]) -> Iterat
     if plan.context is None:
         yield indices
         return
-    by_name: dict[str, list[int]] = {}
-    for index in reversed(indices):
-        by_name.setdefault(_context_name(spec, plan, index), []).append(index)
+    by_name = grouped((_context_name(spec, plan, index), index) for index in reversed(indices))
     yield from map(tuple, reversed(by_name.values()))
 
 
@@ -143,9 +140,9 @@ def _units_by_ranks(facts: ModelFacts, step: Parallelize, degree: int) -> UnitsB
     dims = cut_dims(step, ((tensor.name, tensor.shape) for tensor in facts.tensors))
     lengths = {tensor.shape[dims[tensor.name]] for tensor in facts.tensors if tensor.name in dims}
     by_length = {length: slices(length, degree) for length in lengths}
-    alike: dict[tuple[int, ...], list[int]] = {}
-    for index in range(degree):
-        alike.setdefault(tuple(cut[index] for cut in by_length.values()), []).append(index)
+    alike = grouped(
+        (tuple(cut[index] for cut in by_length.values()), index) for index in range(degree)
+    )
     return tuple(
         (
             _local_units(facts, step.axis, dims, dict(zip(by_length, profile, strict=True))),
@@ -177,8 +174,7 @@ def _local_units(
 def sent(spec: Spec, plan: Plan, facts: ModelFacts) -> Iterator[Traffic]:
     """Yield what the operators of `facts`, the whole model, send in a step: activations, their
     gradients and the sums of what the ranks computed of their own tokens."""
-    step = plan.tensor
-    if step is None:
+    if (step := plan.tensor) is None:
         return
     group = Group((step.axis,), spec.degree(step.axis))
     times = plan.accumulate.micro_batches
@@ -235,8 +231,7 @@ def _calls(spec: Spec, plan: Plan, step: Parallelize, facts: ModelFacts) -> Iter
 def _of_loss(spec: Spec, plan: Plan, step: Parallelize, facts: ModelFacts) -> Iterator[_Row]:
     """Of logits that are cut. In chunks everything is sent once more in backward, which computes
     them again."""
-    vocab = _operators(step, facts).vocab
-    if vocab is None:
+    if (vocab := _operators(step, facts).vocab) is None:
         return
     tokens, ranks = spec.batch.micro * plan.tokens, spec.degree(step.axis)
     itemsize = spec.precision.effective.parameters.itemsize
@@ -346,8 +341,7 @@ class _Operators:
             if name == "weight":
                 for role in self._modules.roles(module):
                     stored = _STORED.get(role, role)
-                    shape = tensor.shape if stored is role else tensor.shape[::-1]
-                    weights[stored][module] = shape
+                    weights[stored][module] = tensor.shape if stored is role else tensor.shape[::-1]
         return weights
 
     def _alone(self, columns: dict[str, int], inputs: dict[str, int]) -> dict[str, int]:

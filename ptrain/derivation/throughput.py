@@ -33,8 +33,7 @@ class Throughput(NamedTuple):
 def throughput(spec: Spec, facts: ModelFacts, step: StepTime) -> Throughput | None:
     """Return what a step of this time processes; None of samples that are not tokens, and where a
     step takes no time."""
-    number = step_tokens(spec, facts)
-    if number is None or not step.seconds:
+    if (number := step_tokens(spec, facts)) is None or not step.seconds:
         return None
     tokens = number / step.seconds
     flops = spec.cluster.flops * spec.world_size if spec.cluster else 0.0

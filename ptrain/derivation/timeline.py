@@ -26,6 +26,7 @@ from ptrain.spec.model import ModelShape
 from ptrain.spec.precision import DType, Layout
 from ptrain.spec.spec import Spec, positions
 from ptrain.timeline import Boundary, Complete, Item, Kind, Mark, Repeated, Run, Timeline
+from ptrain.units import grouped
 
 Phases = Mapping[Phase, int]
 
@@ -84,8 +85,7 @@ def replay(
     for a peak above `limit`."""
     spec, facts, plan = ghost.wrapped.spec, ghost.wrapped.facts, ghost.wrapped.plan
     base = resident(ghost) if base is None else base
-    clock = timing.clock if timing else None
-    tape = Tape(clock=clock, most=least_above(base, limit))
+    tape = Tape(clock=timing.clock if timing else None, most=least_above(base, limit))
     reach = None if timing and timing.plays_all else ghost.reach
     played = _represent(spec, facts, reach)
     timeline = model_timeline(spec, facts, played, cut)
@@ -116,12 +116,11 @@ def replay(
         for is_first, is_last, times in micro_batches(plan.accumulate.micro_batches):
             tape.in_time(times, partial(micro_batch, timeline, is_first=is_first, is_last=is_last))
     tape.enter(Phase.UPDATE)
-    peaks = _peaks(scene, wrap, base)
     return Replay(
         timelines=timelines,
         saved=max(reversed(timelines), key=lambda own: own.saved_bytes),
         transient_bytes=transient,
-        peaks=peaks,
+        peaks=_peaks(scene, wrap, base),
         step=tape.clock.step_time() if tape.clock else None,
     )
 
@@ -197,11 +196,9 @@ def play_update(wraps: Sequence[Wrap], shards: Iterable[int]) -> dict[int, int]:
     tape = scene.tape
     for wrap in wraps:
         wrap.reduce()
-    alike: dict[Hashable, list[int]] = {}
     shards = [*shards]
     kinds = zip(*(map(wrap.kind_of_shard, shards) for wrap in wraps), strict=True)
-    for shard, kind in zip(shards, kinds, strict=True):
-        alike.setdefault(kind, []).append(shard)
+    alike = grouped(zip(kinds, shards, strict=True))
     clipped = {shard: [wrap.clipped(shard) for wrap in wraps] for shard, *_ in alike.values()}
     clips = {shard: norm_bytes(scene, groups) for shard, groups in clipped.items()}
     before, reduced = tape.level, tape.peak

@@ -44,8 +44,7 @@ _NO_TABLE = "the operators of the model are unknown: there is no table and no tr
 def model_work(spec: Spec, plan: Plan, facts: ModelFacts, index: int = 0) -> ModelWork | None:
     """Return what the rank at place `index` along the cutting axes computes of each layer of the
     model, in front of them and behind them; None where `why_unknown` says why."""
-    traced = _traced(plan, facts, index)
-    if traced is not None:
+    if (traced := _traced(plan, facts, index)) is not None:
         return traced.model
     if why_unknown(spec, plan, facts):
         return None

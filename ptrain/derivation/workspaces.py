@@ -78,8 +78,7 @@ def unclaimed(spec: Spec, facts: ModelFacts) -> dict[str, str]:
 def takes_peak_of(spec: Spec, facts: ModelFacts) -> bool:
     """Return whether a search goes by the peak on GPUs: it is claimed, or what a processor's kernel
     keeps of attention over cp stands for it, as no GPU has shown another."""
-    why = unclaimed(spec, facts).get("peak", "")
-    return why in ("", _OVER_CONTEXT)
+    return unclaimed(spec, facts).get("peak", "") in ("", _OVER_CONTEXT)
 
 
 def _is_confirmed(spec: Spec) -> bool:

@@ -260,8 +260,7 @@ def stale_copies(program: Program) -> Iterator[tuple[str, str]]:
     """Parameters that are not, bit by bit, their master copy in their own dtype: name, and that in
     words. Each rank looks at what it has of both."""
     for target, tensors in program.update.tensors():
-        master = tensors.get(MASTER)
-        if master is None:
+        if (master := tensors.get(MASTER)) is None:
             continue
         for name, held, other in _with_master(target, master):
             copied = other.to(device=held.device, dtype=held.dtype)

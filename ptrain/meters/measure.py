@@ -118,8 +118,7 @@ def _axes_by_socket(axes_by_group: Mapping[str, tuple[str, ...]]) -> dict[str, t
                 raise _CannotTell("this kernel does not count the bytes sent on a connection")
     axes_of: dict[str, tuple[str, ...]] = {}
     for group_name, axes in axes_by_group.items():
-        group = process_groups.named(group_name)
-        axes_of |= dict.fromkeys(_sockets(group, ends), axes)
+        axes_of |= dict.fromkeys(_sockets(process_groups.named(group_name), ends), axes)
     return axes_of
 
 
@@ -209,15 +208,18 @@ class Foreign:
         kept = [parameter for parameter in self._parameters if id(parameter) not in away]
         for parameter in (*shards, *kept):
             yield State.PARAMETERS, local(parameter.detach())
-        for parameter in (*shards, *kept, *gathered):
-            if parameter.grad is not None:
-                yield State.GRADIENTS, local(parameter.grad)
+        yield from (
+            (State.GRADIENTS, local(parameter.grad))
+            for parameter in (*shards, *kept, *gathered)
+            if parameter.grad is not None
+        )
         for values in getattr(self._optimizer, "state", {}).values():
-            for value in values.values():
-                if isinstance(value, torch.Tensor):
-                    yield State.OPTIMIZER, local(value)
-        for buffer in self.module.buffers():
-            yield State.OTHER, local(buffer)
+            yield from (
+                (State.OPTIMIZER, local(value))
+                for value in values.values()
+                if isinstance(value, torch.Tensor)
+            )
+        yield from ((State.OTHER, local(buffer)) for buffer in self.module.buffers())
 
     def _sharded(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """FSDP2's shards, and the gathered parameters that stand in for them while in use."""
@@ -310,7 +312,7 @@ class PhaseWatch(OperatorMode):
         self._hook.remove()
 
     def _begins(self, module: nn.Module, args: object) -> None:
-        if not _is_backward():
+        if not is_in_backward():
             self._micro_batch += 1
             self._enter(Phase.FORWARD)
 
@@ -320,16 +322,12 @@ class PhaseWatch(OperatorMode):
             observer.phase(phase, 0 if phase is Phase.UPDATE else self._micro_batch)
 
     def operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if _is_backward():
+        if is_in_backward():
             if self._phase is Phase.FORWARD:
                 self._enter(Phase.BACKWARD)
         elif self._phase is Phase.BACKWARD:
             self._enter(Phase.UPDATE)
         return function(*args, **kwargs)
-
-
-def _is_backward() -> bool:
-    return is_in_backward()
 
 
 @contextmanager
@@ -368,9 +366,11 @@ def _innermost(optimizer: object | None) -> object | None:
 
 def _groups() -> Iterator[dist.ProcessGroup]:
     if dist.is_initialized():
-        for group in list(process_groups.names()):
-            if group is not None and group.rank() >= 0:
-                yield group
+        yield from (
+            group
+            for group in list(process_groups.names())
+            if group is not None and group.rank() >= 0
+        )
 
 
 def ranks_by_axes(

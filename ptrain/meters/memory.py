@@ -135,7 +135,7 @@ class MemoryMeter(Ledger):
         along and counts in every peak so far; any other is the inside of an operator (gloo's
         reduce-scatter works on a copy of its input).
         """
-        self._tiers[key] = self._tier(storage)
+        self._tiers[key] = tier_of(storage, self._device)
         if key in self._alive and self._alive[key]() is storage:
             self._older.add(key)
         known = key in self._states or key in self._older or self._program.registry.knows(storage)
@@ -160,16 +160,15 @@ class MemoryMeter(Ledger):
         for key, size in newborn.items():
             reference = self._references.get(key)
             storage = reference() if reference else None
-            tier = self._tiers[key] = Tier.DEVICE if storage is None else self._tier(storage)
+            tier = self._tiers[key] = (
+                Tier.DEVICE if storage is None else tier_of(storage, self._device)
+            )
             if tier is Tier.HOST and size <= _NUMBER_BYTES and not is_tagged(storage):
                 self._inner.add(key)
                 continue
             self._add(key, size)
         for key, size in dead:
             self._bury(key, size)
-
-    def _tier(self, storage: torch.UntypedStorage) -> Tier:
-        return tier_of(storage, self._device)
 
     def resized(self, key: int, storage: torch.UntypedStorage, before: int) -> None:
         self._resizable.add(key)

@@ -39,6 +39,7 @@ from ptrain.models.modes import drops_out
 from ptrain.report.copies import Copy, alike_apart, culprit, differing, holders
 from ptrain.report.finding import Culprit, Departure, Moment, Subject, Way
 from ptrain.spec.placement import CUTTING_AXES, SAMPLE_AXES, TOKEN_AXES, Axis
+from ptrain.units import grouped
 
 _WORD = 8  # bytes
 _ROW = 512  # words: sums of 4 KiB and 1/512 of the tensor are all that leaves the device
@@ -52,9 +53,7 @@ def digests(tensors: Sequence[torch.Tensor]) -> list[str]:
     copy to the host per device."""
     with without_modes():
         sums = [_sums(local(tensor.detach())) for tensor in tensors]
-        devices: dict[torch.device, list[int]] = {}
-        for index, checksums in enumerate(sums):
-            devices.setdefault(checksums.device, []).append(index)
+        devices = grouped((checksums.device, index) for index, checksums in enumerate(sums))
         texts = [""] * len(sums)
         for indices in devices.values():
             joined = torch.cat([sums[index] for index in indices]).cpu()
@@ -229,14 +228,13 @@ class ReplicaMeter:
 
     def _classes(self, table: Iterable[Copy]) -> dict[str, str]:
         """For every set of ranks that share something, one digest of all of it."""
-        of_ranks: dict[tuple[int, ...], list[Copy]] = {}
-        for copy in table:
-            ranks = tuple(dict.fromkeys(self._holders[copy.identity]))
-            if len(ranks) > 1:
-                of_ranks.setdefault(ranks, []).append(copy)
+        of_ranks = grouped(
+            (tuple(dict.fromkeys(self._holders[copy.identity])), copy) for copy in table
+        )
         return {
             ",".join(map(str, ranks)): of_bytes(repr(sorted(map(repr, copies))).encode())
             for ranks, copies in of_ranks.items()
+            if len(ranks) > 1
         }
 
     def _in_full(self, table: Sequence[Copy], step: int) -> Iterator[Departure]:
@@ -249,8 +247,7 @@ class ReplicaMeter:
 
 def coordinates(program: Program) -> dict[int, dict[str, int]]:
     """Return every rank's place along every axis."""
-    mesh = program.mesh.device_mesh
-    if mesh is None:
+    if (mesh := program.mesh.device_mesh) is None:
         return {0: {}}
     places = torch.cartesian_prod(*(torch.arange(size) for size in mesh.mesh.shape))
     rows = places.view(-1, mesh.mesh.dim()).tolist()

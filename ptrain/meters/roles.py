@@ -131,19 +131,16 @@ class Finder(Ledger):
     def _roles(self) -> dict[int, State]:
         """Gradients last: what is given to an optimizer as one is one, whatever else it is."""
         of_parameters = self._origins(set(self._used))
+        computed = set().union(*self._used.values())  # a master has another dtype
         masters = {
             number
             for number in of_parameters | self._origins(self._updated)
-            if self._is_master(number)
+            if self._dtypes[number] not in computed
         }
         roles = dict.fromkeys(of_parameters - masters, State.PARAMETERS)
         roles |= dict.fromkeys(masters | self._origins(self._held), State.OPTIMIZER)
         roles |= dict.fromkeys(self._origins(self._given), State.GRADIENTS)
         return roles
-
-    def _is_master(self, number: int) -> bool:
-        """Whether it has values of parameters in another dtype than they are computed with."""
-        return self._dtypes[number] not in set().union(*self._used.values())
 
     def _origins(self, numbers: set[int]) -> set[int]:
         """These, and all that they were copied from."""
@@ -180,8 +177,7 @@ class Finder(Ledger):
 
     def _number(self, tensor: torch.Tensor) -> int:
         self.watch(tensor)
-        key = storage_of(tensor)._cdata
-        if key not in self._numbers:
+        if (key := storage_of(tensor)._cdata) not in self._numbers:
             self._count += 1
             self._numbers[key] = self._count
         number = self._numbers[key]
@@ -193,8 +189,7 @@ class Finder(Ledger):
 
     def operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = super().operator(function, args, kwargs)
-        ends = _ends(function, args, kwargs, result)
-        if ends is not None:
+        if (ends := _ends(function, args, kwargs, result)) is not None:
             read = {self._number(tensor) for tensor in ends[0]}
             for tensor in ends[1]:
                 number = self._number(tensor)

@@ -131,9 +131,11 @@ class RoutingMeter:
 def _of_layers(program: Program, kind: type[X]) -> Iterator[tuple[str, X]]:
     """Yield a module of each layer that has one of the kind, by the layer's name."""
     for piece in program.pieces:
-        for name, module in piece.module.named_modules():
-            if isinstance(module, kind):
-                yield name.rpartition(".")[0], module
+        yield from (
+            (name.rpartition(".")[0], module)
+            for name, module in piece.module.named_modules()
+            if isinstance(module, kind)
+        )
 
 
 def _num_experts(gate: Gate) -> int:

@@ -370,9 +370,7 @@ class CollectiveLedger(OperatorMode):
             answers = exchange.gather(digests)
             odd = sorted({key for key in set().union(*answers) if len(_values(answers, key)) > 1})
             in_groups = [key for key in odd if not key.startswith(_BESIDE)]
-            departures: list[Departure] = []
-            if odd:
-                departures = _in_full(exchange, ledgers, in_groups or odd, step)
+            departures = _in_full(exchange, ledgers, in_groups or odd, step) if odd else []
         self.calls = {name: [] for name in self.calls}
         return tuple(sorted(departures, key=lambda departure: departure.when))
 
@@ -481,8 +479,7 @@ class Counter:
     """Looks at the flight recorder from time to time; None where this torch build has none."""
 
     def __init__(self) -> None:
-        recorder = process_groups.RECORDER
-        self._dump = getattr(recorder, "_dump_fr_trace_json", None)
+        self._dump = getattr(process_groups.RECORDER, "_dump_fr_trace_json", None)
         self._ring = flight_recorder_size()
         self._next = 0
         self._issued = self._seen = _issued()

@@ -36,8 +36,7 @@ class CodeRaised(SpecError):
 
 def _is_of_shapes(error: BaseException) -> bool:
     """Whether an operator's own check of shapes and dtypes raised it: `torch._check`."""
-    last = extract_tb(error.__traceback__)[-1:]
-    return [frame.name for frame in last] == ["_check_with"]
+    return [frame.name for frame in extract_tb(error.__traceback__)[-1:]] == ["_check_with"]
 
 
 @contextmanager

@@ -41,6 +41,7 @@ from ptrain.models.transformer import Transformer
 from ptrain.models.units import blocks_of, unit_modules
 from ptrain.spec.placement import Axis
 from ptrain.spec.spec import Spec
+from ptrain.units import grouped
 
 _SKIPS = "the model skips some layers at random"
 _OWN = "random numbers are drawn outside of the layers, so stages would draw different ones"
@@ -274,8 +275,7 @@ class FlowWatch:
         def hook(_: nn.Module, __: Any, output: Any) -> None:
             self._outside.leave()
             self._outside.leave_layer()
-            is_tuple = isinstance(output, tuple | list)
-            self.flow.returns.append(len(output) if is_tuple else 0)
+            self.flow.returns.append(len(output) if isinstance(output, tuple | list) else 0)
             self._watch_writes(output)
 
         return hook
@@ -402,8 +402,7 @@ def _layers_of(module: nn.Module, spec: Spec) -> _Layers:
         names = tuple(_their_names(module)) if is_theirs else _names(getattr(module, "pp_plan", ()))
     if names:
         return _at_the_list(module, names, place, f"the pp_plan of {name}")
-    blocks = tuple(blocks_of(module, spec.model.blocks))
-    if not blocks:
+    if not (blocks := tuple(blocks_of(module, spec.model.blocks))):
         finding = f"{name} has no list of layers to split into stages"
         raise refused(
             "mesh.pp", finding, f"Give the module an attribute {_ATTRIBUTE}. Or use `mesh.pp=1`."
@@ -560,7 +559,7 @@ def _require_as_planned(module: nn.Module, layers: _Layers, ends: Ends) -> None:
 
 def _require_at_one_end(module: nn.Module, layers: _Layers, ends: Ends, flow: Flow) -> None:
     """A tensor of both ends has a name at each."""
-    names = dict(_all_names(module))
+    names = {first: [first, *others] for first, *others in names_of_parameters(module)}
     for name in sorted(flow.used_in_front & flow.used_behind):
         if not any(is_within(alias, ends.behind) for alias in names[name]):
             finding = (
@@ -576,7 +575,7 @@ def _require_at_one_end(module: nn.Module, layers: _Layers, ends: Ends, flow: Fl
 def _tied(module: nn.Module, layers: _Layers, ends: Ends) -> Iterator[tuple[str, str]]:
     """Tensors in front that a module behind has too. Those of layers must be a layer's own."""
     places = (ends.front, *((layer,) for layer in layers.names), ends.behind)
-    for first, (_, *others) in _all_names(module):
+    for first, *others in names_of_parameters(module):
         for other in others:
             if is_within(first, ends.front) and is_within(other, ends.behind):
                 yield first, other
@@ -588,9 +587,7 @@ def _tied(module: nn.Module, layers: _Layers, ends: Ends) -> Iterator[tuple[str,
                 raise refused(layers.place, finding, "Use `mesh.pp=1`.")
 
 
-def _all_names(module: nn.Module) -> Iterator[tuple[str, list[str]]]:
-    """Yield the first name of every parameter, and all of them."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    yield from ((aliases[0], aliases) for aliases in names.values())
+def names_of_parameters(module: nn.Module) -> list[list[str]]:
+    """Return the names of every parameter, of which a tied one has several."""
+    named = module.named_parameters(remove_duplicate=False)
+    return [*grouped((id(parameter), name) for name, parameter in named).values()]

@@ -379,8 +379,7 @@ def _cut_sizes(module: nn.Module, roles: Roles) -> Iterator[tuple[str, int]]:
             if role not in _LINEAR or not is_linear(child):
                 continue
             is_column = role in COLUMNS
-            size = features(child)[is_column]
-            if size not in seen:
+            if (size := features(child)[is_column]) not in seen:
                 seen.add(size)
                 yield f"the {size} {'outputs' if is_column else 'inputs'} of {name}", size
 

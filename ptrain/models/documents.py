@@ -47,8 +47,7 @@ def added_mask(
     """Return the mask [B, 1, queries, keys] of tokens by the number of their document; the first
     query is the key at `first`."""
     apart_BTT = are_apart(queries_BT, keys_BT)
-    ahead_TT = torch.ones_like(apart_BTT[0]).triu(1 + first)
-    apart_BTT |= ahead_TT
+    apart_BTT |= torch.ones_like(apart_BTT[0]).triu(1 + first)
     return hiding(apart_BTT, dtype)
 
 

@@ -134,8 +134,7 @@ class _RecordedCall:
         def real(value: Any) -> Any:
             if isinstance(value, torch.Generator) and repeats:
                 assert self.state is not None
-                generator = torch.Generator()
-                return generator.set_state(self.state)
+                return torch.Generator().set_state(self.state)
             return value.of(flat) if isinstance(value, _ParameterView) else value
 
         args, kwargs = tree_map(real, (self.args, self.kwargs))

@@ -107,8 +107,7 @@ def _imported(function: UserFunction) -> Callable[..., object]:
 
 def _import(name: str, function: UserFunction) -> ModuleType:
     """Tensors that a module has of its own are real, whatever the model is built of."""
-    folder = function.folder
-    if folder is not None:
+    if (folder := function.folder) is not None:
         importlib.invalidate_caches()  # a file may be younger than what was read of its folder
         _require_alone(name, folder, function)
         if folder not in sys.path and os.path.isdir(folder):

@@ -163,8 +163,7 @@ class AttentionWatch:
             for name, module in self._model.named_modules():
                 enter, leave = self._entering(name), self._leaving
                 stack.callback(module.register_forward_pre_hook(enter).remove)
-                handle = module.register_forward_hook(leave, always_call=True)
-                stack.callback(handle.remove)
+                stack.callback(module.register_forward_hook(leave, always_call=True).remove)
             stack.enter_context(attention_by(self._called))
             yield
 

@@ -73,6 +73,7 @@ from ptrain.spec.extras import require_leave_of
 from ptrain.spec.misfits import misfits
 from ptrain.spec.model import ExternalModel, HuggingFaceModel, ModelShape, ModelSpec
 from ptrain.spec.spec import Spec
+from ptrain.units import grouped
 
 _MATRIX = 2  # dimensions
 _MAY_LACK, _PASSED_OVER = "_keys_to_ignore_on_load_missing", "_keys_to_ignore_on_load_unexpected"
@@ -99,8 +100,7 @@ class StoredRows:
         if tensor.shape == self.shape:
             return tensor
         count = math.prod(self.shape[:-1])
-        rows = tensor.view(-1, tensor.shape[-1])[self.first : self.first + count]
-        return rows.view(self.shape)
+        return tensor.view(-1, tensor.shape[-1])[self.first : self.first + count].view(self.shape)
 
     def pieces(self, shape: Sequence[int], window: Window, part: Tensor) -> Iterator[StoredPiece]:
         """Yield what `part`, this window of ours in a `shape`, takes of theirs."""
@@ -170,8 +170,7 @@ class ModuleWeights:
 
     def __init__(self, module: nn.Module, folder: str) -> None:
         prefix = getattr(module, "base_model_prefix", "")
-        prefixes = (f"{prefix}.",) if prefix else ()
-        self._folder = PretrainedFolder(Path(folder), prefixes)
+        self._folder = PretrainedFolder(Path(folder), (f"{prefix}.",) if prefix else ())
         stored, tensors = stored_rows(module), named_tensors(module)
         self._rows: dict[str, list[StoredRows]] = {}
         self._dtypes: dict[str, torch.dtype] = {}
@@ -249,11 +248,13 @@ def _says(module: nn.Module, attribute: str, name: str) -> bool:
 
 def named_tensors(module: nn.Module) -> list[NamedTensor]:
     """Return the tensors of a module's state: parameters, and buffers that are kept."""
-    by_tensor: dict[int, list[tuple[str, Tensor]]] = {}
-    for name, tensor in module.state_dict(keep_vars=True).items():
-        is_extra = name.rpartition(".")[2] == "_extra_state"  # which a module makes when asked
-        if isinstance(tensor, Tensor) and not is_extra:
-            by_tensor.setdefault(id(tensor), []).append((name, tensor))
+    state = module.state_dict(keep_vars=True)
+    by_tensor = grouped(
+        (id(tensor), (name, tensor))
+        for name, tensor in state.items()
+        if isinstance(tensor, Tensor)
+        and name.rpartition(".")[2] != "_extra_state"  # which a module makes when asked
+    )
     return [
         NamedTensor(tuple(name for name, _ in named), named[0][1]) for named in by_tensor.values()
     ]
@@ -296,15 +297,13 @@ def holds_buffers(module: nn.Module) -> bool:
 
 
 def _buffers(module: nn.Module) -> list[NamedTensor]:
-    tensors = named_tensors(module)
-    return [named for named in tensors if not isinstance(named.tensor, nn.Parameter)]
+    return [named for named in named_tensors(module) if not isinstance(named.tensor, nn.Parameter)]
 
 
 def kept_buffers(module: nn.Module, folder: str) -> dict[str, Tensor]:
     """Return the buffers that a folder has of a module, by name, whether the module has values or
     not. They are given to the module. Raises SpecError as ModuleWeights."""
-    buffers = _buffers(module)
-    if not buffers:
+    if not (buffers := _buffers(module)):
         return {}
     for (name, *_), tensor in buffers:
         owner, _, leaf = name.rpartition(".")
@@ -391,8 +390,7 @@ class InitialValues:
         if self.weights is not None:
             self.weights.read_window(name, shape, window, part, self.dtype)
         elif self._is_read:
-            weights = weights_of(self.module.shape)
-            weights.read(name, shape, window, part, self.dtype)
+            weights_of(self.module.shape).read(name, shape, window, part, self.dtype)
         else:
             drawn = initial(name, shape, self.seed, self.module)
             part.copy_(narrowed(drawn, window).to(self.dtype))

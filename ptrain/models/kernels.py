@@ -140,8 +140,7 @@ class _Kernels(OperatorMode):
         query, key = args[:2]
         call = _call(query, key, drops=self.drops)
         is_masked = kwargs.get("attn_mask") is not None
-        kept_by = self.keeping(call)
-        if kept_by is None or is_masked:
+        if (kept_by := self.keeping(call)) is None or is_masked:
             words = ("a mask" * is_masked, "fewer key heads" * call.is_grouped)
             what = " and ".join(filter(None, words))
             self._note(query, what)

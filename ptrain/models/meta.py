@@ -201,16 +201,14 @@ def materialize_built_on_meta(module: nn.Module, function: UserFunction) -> None
         SpecError: The initialization raises, or leaves a tensor without values.
     """
     device = torch.get_default_device()
-    empty = _allocate_meta_tensors(module, device)
-    if not empty:
+    if not (empty := _allocate_meta_tensors(module, device)):
         return
     given = ", while its model on the meta device initialized itself,"
     with boundary(lambda error: raised(function, error, given)), WrittenStorages() as seen:
         way = _run_own_initialization(module, device)
-    named = (*module.named_parameters(), *module.named_buffers())
     unset = [
         name
-        for name, tensor in named
+        for name, tensor in (*module.named_parameters(), *module.named_buffers())
         if (key := storage_key(tensor)) in empty and key not in seen.keys and tensor.numel()
     ]
     if unset:

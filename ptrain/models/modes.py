@@ -31,8 +31,7 @@ _FUNCTIONS = (
 def dropouts(module: nn.Module) -> Iterator[tuple[str, float]]:
     """Yield the dotted name and the probability of each attribute for dropout that is not 0."""
     for name, child in module.named_modules():
-        for key, value in own_dropouts(child):
-            yield f"{name}.{key}".lstrip("."), value
+        yield from ((f"{name}.{key}".lstrip("."), value) for key, value in own_dropouts(child))
 
 
 def own_dropouts(module: nn.Module) -> Iterator[tuple[str, float]]:
@@ -40,9 +39,11 @@ def own_dropouts(module: nn.Module) -> Iterator[tuple[str, float]]:
     rates = {key: value for key, value in vars(module).items() if "drop" in key}
     if isinstance(module, _DropoutNd):
         rates["p"] = module.p
-    for key, value in rates.items():
-        if isinstance(value, int | float) and not isinstance(value, bool) and value > 0:
-            yield key, float(value)
+    yield from (
+        (key, float(value))
+        for key, value in rates.items()
+        if isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+    )
 
 
 def drops_out(module: nn.Module) -> bool:

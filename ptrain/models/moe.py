@@ -193,8 +193,7 @@ class _TransformersRows(RoutedRows):
 
     def of_rows(self, x_MC: Tensor, ends_E: Tensor) -> Tensor:
         own: Any = self
-        first = "gate_up_proj" if own.has_gate else "up_proj"
-        h_MF = self._product(x_MC, first, ends_E)
+        h_MF = self._product(x_MC, "gate_up_proj" if own.has_gate else "up_proj", ends_E)
         h_MF = own._apply_gate(h_MF) if own.has_gate else own.act_fn(h_MF)
         y_MC = self._product(h_MF, "down_proj", ends_E)
         return own.post_expert_norm(y_MC) if own.has_post_expert_norm else y_MC
@@ -274,8 +273,7 @@ class Balance(nn.Module):
         if self.shape.aux_loss:
             losses.append(self.shape.aux_loss * self._unevenness(scores_BTE, chosen_BTK))
         if self.shape.z_loss:  # Zoph et al. 2022 (arXiv:2202.08906), equation 5
-            squares_BT = logits_BTE.logsumexp(-1).square()
-            losses.append(self.shape.z_loss * squares_BT.mean(1).sum())
+            losses.append(self.shape.z_loss * logits_BTE.logsumexp(-1).square().mean(1).sum())
         return losses[0] if len(losses) == 1 else losses[0] + losses[1]
 
     def _unevenness(self, scores_BTE: Tensor, chosen_BTK: Tensor) -> Tensor:
@@ -461,9 +459,8 @@ class ExpertProjections(nn.Module):
     def forward(self, x: Tensor, ends_E: Tensor | None = None) -> Tensor:
         """Return what rows give with the matrices of their experts: sorted by expert, with where
         each one's rows end; or as many of each [E, S, inputs]."""
-        if ends_E is None:
-            return x @ self.weight.mT
-        return grouped_product(x, self.weight.mT, ends_E)
+        matrices = self.weight.mT
+        return x @ matrices if ends_E is None else grouped_product(x, matrices, ends_E)
 
 
 class Experts(nn.Module):
@@ -548,8 +545,7 @@ class MoE(nn.Module):
         if (shared := self.shared) is not None:
             journey.compute_beside(lambda: shared(x_BTC))
         if self.places is None:
-            num_experts = self.experts.num_experts
-            rows_NKC = dropless(x_NC, chosen_NK, num_experts, journey, self.experts)
+            rows_NKC = dropless(x_NC, chosen_NK, self.experts.num_experts, journey, self.experts)
         else:
             places_NK = self.places(chosen_NK.unflatten(0, x_BTC.shape[:2]))
             num_places = self.places.number(*x_BTC.shape[:2])

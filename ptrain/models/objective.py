@@ -245,8 +245,7 @@ def sample_batch(
     as its micro-batches have): zeros of tokens, else sample 0 over and over. Where fake tensors are
     made it is one. Raises SpecError for data that cannot be read."""
     rows = spec.batch.micro if rows is None else rows
-    first = _first(spec)
-    if first is None:
+    if (first := _first(spec)) is None:
         shape = rows, spec.batch.sequence + 1
         return of_tokens(torch.zeros(shape, dtype=torch.int64, device=device))
     of_leaf = _repeated if detect_fake_mode() is None else _zeros
@@ -270,8 +269,7 @@ def in_dtype_of(spec: Spec, data: Any) -> SampleBatch:
 
 def _first(spec: Spec) -> SampleBatch | None:
     """Sample 0 of the user's own dataset, as a batch of one; None of tokens."""
-    function = spec.data.function
-    if function is None:
+    if (function := spec.data.function) is None:
         return None
     with unset_fake_temporarily():
         return in_dtype_of(spec, dataset_of(function).first)
@@ -428,8 +426,7 @@ class LossInside:
     def attach(self, model: nn.Module, head: str) -> None:
         """To a model, or to that part of it which makes the logits; `head` names the module that
         does where the model is not built in."""
-        module = _head(model, head)
-        if module is None:
+        if (module := _head(model, head)) is None:
             assert isinstance(model, Transformer), "other models have a head"
             plain = model.logits
             model.__dict__["logits"] = lambda x_BTC: self._instead(model.embed, plain, x_BTC)
@@ -439,8 +436,7 @@ class LossInside:
     @staticmethod
     def detach(model: nn.Module, head: str) -> None:
         """Undo `attach`."""
-        module = _head(model, head)
-        if module is None:
+        if (module := _head(model, head)) is None:
             del model.__dict__["logits"]
         else:
             module.__class__ = type(module).__base__

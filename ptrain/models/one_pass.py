@@ -34,8 +34,7 @@ def other_samples(module: nn.Module, spec: Spec, vocabulary: int | None) -> list
         return []
     rows, function = spec.batch.micro, spec.data.function
     if function is not None:
-        dataset = dataset_of(function)
-        return [in_dtype_of(spec, data) for data in _of_dataset(dataset, rows)]
+        return [in_dtype_of(spec, data) for data in _of_dataset(dataset_of(function), rows)]
     count = least_embeddings(module) if vocabulary is None else vocabulary
     if count is None or count < 2:
         return []
@@ -79,8 +78,7 @@ class OnePass:
         buffers are left as they were."""
         copies = {name: buffer.clone() for name, buffer in self._module.named_buffers()}
         if self._spec.loss.step is None:
-            call = torch.func.functional_call
-            yield partial(call, self._module, copies, (self.samples.inputs,))
+            yield partial(torch.func.functional_call, self._module, copies, (self.samples.inputs,))
             return
         try:
             yield partial(objective_of(self._spec.loss).run, self._module, self.samples)

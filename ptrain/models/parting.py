@@ -171,9 +171,11 @@ class CutDimensions:
 
 def _places(tensor: torch.Tensor, cut: int, result: torch.Tensor) -> Iterable[int]:
     from_end = cut - tensor.dim() + result.dim()
-    for place in dict.fromkeys((from_end, cut)):
-        if 0 <= place < result.dim() and result.shape[place] == tensor.shape[cut]:
-            yield place
+    yield from (
+        place
+        for place in dict.fromkeys((from_end, cut))
+        if 0 <= place < result.dim() and result.shape[place] == tensor.shape[cut]
+    )
 
 
 def _is_of_every_part(values: Mapping[str, Any], size: int) -> bool:

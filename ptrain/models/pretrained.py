@@ -551,8 +551,7 @@ def weights_of(shape: ModelShape) -> PretrainedWeights:
 
 def require_weights(module: nn.Module, shape: ModelShape) -> None:
     """Raises SpecError unless a shape's folder has what `module` needs, and nothing else."""
-    parameters = {name: tuple(p.shape) for name, p in module.named_parameters()}
-    weights_of(shape).require(parameters)
+    weights_of(shape).require({name: tuple(p.shape) for name, p in module.named_parameters()})
 
 
 def _safetensors() -> Any:

@@ -339,9 +339,8 @@ def _slips(kind: Any, known: tuple[str, ...], config: Mapping[str, object]) -> I
     """Yield the fields of a whole file that are nearly a field of the class which is missing."""
     missing = [name for name in known if name not in config]
     for field in config:
-        if field in (*known, *_OF_FILE, *_SAID_BY, EXPERTS):
-            continue
-        if near := ask(close(field, missing, cutoff=_TYPO)):
+        is_known = field in (*known, *_OF_FILE, *_SAID_BY, EXPERTS)
+        if not is_known and (near := ask(close(field, missing, cutoff=_TYPO))):
             yield _fault(field, f"{kind.__name__} has no field {field!r}", near)
 
 
@@ -355,8 +354,7 @@ def _unknown(kind: Any, known: tuple[str, ...], fields: Iterable[str]) -> Iterat
             yield _fault(field, f"{field} is set by {by}, not by the config", remedy)
         elif field not in known and field != EXPERTS:
             near = near_word(field, known)
-            finding = f"{kind.__name__} has no field {field!r}"
-            yield _fault(field, finding, near or _some(known))
+            yield _fault(field, f"{kind.__name__} has no field {field!r}", near or _some(known))
 
 
 def _fault(field: str, finding: str, remedy: str) -> Fault:

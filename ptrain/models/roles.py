@@ -27,6 +27,7 @@ from ptrain.spec.model import ExternalModel, HuggingFaceModel, ModelShape
 from ptrain.spec.placement import Axis, R
 from ptrain.spec.role import COLUMNS, GIVEN, Fusions, Role, Roles, fits, in_any_block
 from ptrain.spec.spec import Spec
+from ptrain.units import grouped
 
 KNOWN_PLANS: Mapping[str, Mapping[str, str]] = {
     "gpt2": {
@@ -83,13 +84,14 @@ def cutting_of_module(module: nn.Module, spec: Spec) -> tuple[Roles, Fusions]:
         is_whole = all(f.placement.activations == R for f in spec.factors if f.axis is Axis.TP)
         blocks = [] if is_whole else _blocks(module, place, spec)
     shared, fusions = cutting(module, roles, blocks, place, spec)
-    cut = tuple((pattern, _as_cut(role)) for pattern, role in roles)
+    cut = tuple(  # the lengths of a fused projection tell that it is several
+        (pattern, Role.COLUMN if role is Role.FUSED_COLUMN else role) for pattern, role in roles
+    )
     return (*cut, *shared, *_ends(blocks)), fusions
 
 
 def _blocks(module: nn.Module, place: str, spec: Spec) -> list[str]:
-    names = blocks_of(module, spec.model.blocks)
-    if not names:
+    if not (names := blocks_of(module, spec.model.blocks)):
         finding = "the model has no list of blocks, between which tokens could be sharded"
         raise refused(place, finding, "Set `model.blocks`, or use `placement.tp.activations=R`.")
     return names
@@ -101,11 +103,6 @@ def _ends(blocks: list[str]) -> Iterator[tuple[str, Role]]:
         yield from ((pattern, Role.BLOCK) for pattern in dict.fromkeys(map(in_any_block, blocks)))
         yield blocks[0], Role.FIRST_BLOCK
         yield blocks[-1], Role.LAST_BLOCK
-
-
-def _as_cut(role: Role) -> Role:
-    """Return the role of what is cut: where a fused projection is several, its lengths say."""
-    return Role.COLUMN if role is Role.FUSED_COLUMN else role
 
 
 def _planned(module: nn.Module, spec: Spec) -> tuple[str, Roles]:
@@ -291,10 +288,11 @@ def _whole_inputs(module: nn.Module, roles: Roles) -> Iterator[tuple[str, Role]]
 
 def _tied(module: nn.Module, roles: Roles) -> Iterator[tuple[str, Role]]:
     """What shares its weight with a module that is cut is cut alike."""
-    owners: dict[int, list[str]] = {}
-    for name, child in module.named_modules():
-        if isinstance(child, _LAYERS):
-            owners.setdefault(id(child.weight), []).append(name)
+    owners = grouped(
+        (id(child.weight), name)
+        for name, child in module.named_modules()
+        if isinstance(child, _LAYERS)
+    )
     cut = {
         name
         for pattern, role in roles

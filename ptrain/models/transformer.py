@@ -256,9 +256,7 @@ class SelfAttention(nn.Module):
 
         def placed(x_BTHD: Tensor, norm: nn.Module | None) -> Tensor:
             x_BTHD = x_BTHD if norm is None else norm(x_BTHD)
-            if cos_TK is None or sin_TK is None:
-                return x_BTHD
-            return rotate(x_BTHD, cos_TK, sin_TK)
+            return x_BTHD if cos_TK is None or sin_TK is None else rotate(x_BTHD, cos_TK, sin_TK)
 
         return (
             placed(self._split(self.query(x_BTC)), self.query_norm).transpose(1, 2),
@@ -279,8 +277,7 @@ class Block(nn.Module):
         self.attention = attention(shape, layer)
         self.attention_post_norm = norm_of(shape, shape.hidden) if shape.post_norm else None
         self.mlp_norm = None if shape.parallel else norm_of(shape, shape.hidden)
-        has_experts = shape.has_experts(layer)
-        self.mlp = MoE(shape) if has_experts else FeedForward(shape, shape.ffn)
+        self.mlp = MoE(shape) if shape.has_experts(layer) else FeedForward(shape, shape.ffn)
         self.mlp_post_norm = norm_of(shape, shape.hidden) if shape.post_norm else None
 
     def forward(self, x_BTC: Tensor, *given: Tensor | None) -> Tensor:
@@ -359,8 +356,7 @@ class Transformer(nn.Module):
         self.norm = norm_of(shape, shape.hidden)
         self.head = None if shape.tied else self.new_head()
         for name, sizes in tables_of(shape, sequence).items():
-            empty = torch.empty(*sizes, dtype=torch.float32)
-            self.register_buffer(name, empty, persistent=False)
+            self.register_buffer(name, torch.empty(*sizes, dtype=torch.float32), persistent=False)
         self.reset_buffers()
 
     def new_head(self, **where: Any) -> nn.Linear:
@@ -377,8 +373,7 @@ class Transformer(nn.Module):
         own = dict(self.named_buffers(recurse=False))
         for prefix in ("", LOCAL):
             if (cos_TK := own.get(f"{prefix}cos_TK")) is not None:
-                sin_TK = own[f"{prefix}sin_TK"]
-                angles = cos_TK, sin_TK
+                angles = cos_TK, own[f"{prefix}sin_TK"]
                 fill_tables(self.shape, *angles, spans=self.spans, is_local=prefix == LOCAL)
         if (mask_TT := own.get(f"{LOCAL}TT")) is not None:
             assert self.shape.window is not None, "the model has a sliding window"

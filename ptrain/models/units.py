@@ -31,7 +31,8 @@ def unit_modules(
     names = blocks_of(module, pattern)
     match size.kind:
         case UnitKind.BLOCK | UnitKind.BLOCKS:
-            inner = _neighbours(names, size.count)
+            starts = range(0, len(names), size.count)
+            inner = [tuple(names[start : start + size.count]) for start in starts]
         case UnitKind.SUB_BLOCK:
             inner = [(name,) for block in names for name in (*_parts(module, block), block)]
         case UnitKind.MODEL:
@@ -116,11 +117,6 @@ def _parts(module: nn.Module, block: str) -> Iterator[str]:
         is_composite = next(child.children(), None) is not None
         if is_composite and not isinstance(child, _CONTAINERS) and _numel(child):
             yield f"{block}.{name}"
-
-
-def _neighbours(names: list[str], count: int) -> list[tuple[str, ...]]:
-    """Groups of `count`, the last one smaller where they do not divide."""
-    return [tuple(names[start : start + count]) for start in range(0, len(names), count)]
 
 
 def _numel(module: nn.Module) -> int:

@@ -4,6 +4,7 @@ on, and the kind of a torch operator by its name.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
@@ -58,10 +59,8 @@ def kind_of(name: str) -> OperatorKind:
     """Return the kind of an operator whose time depends on bytes, its gradient's too: whatever is
     in no list goes element by element."""
     plain = name.removesuffix("_")
-    for known in (plain, plain.removesuffix("_data").removesuffix("_backward")):
-        if known in _KIND_OF:
-            return _KIND_OF[known]
-    return OperatorKind.POINTWISE
+    names = (plain, plain.removesuffix("_data").removesuffix("_backward"))
+    return next((_KIND_OF[known] for known in names if known in _KIND_OF), OperatorKind.POINTWISE)
 
 
 class When(StrEnum):
@@ -216,8 +215,7 @@ def sizes_of(function: Any, args: Any, kwargs: Any, result: Any) -> list[Operato
         return [OperatorSizes(OperatorKind.PRODUCT, dtype, dims) for dims in of_products]
     if name.startswith(_ATTENTION) and "attention" in name:
         return [_attention(function, name, args, kwargs)]
-    moved = [*_moved(function, name, args, kwargs, result)]
-    if not moved:
+    if not (moved := [*_moved(function, name, args, kwargs, result)]):
         return [VIEW]
     is_drawn = torch.Tag.nondeterministic_seeded in function.tags
     kind = OperatorKind.DRAW if is_drawn else kind_of(name)
@@ -301,17 +299,15 @@ def _written(function: Any, args: Any, kwargs: Any) -> list[Tensor]:
     written: list[Tensor] = []
     for place, argument in enumerate(function._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[place] if place < len(args) else kwargs.get(argument.name)
-            written += tensors_of(value)
+            written += tensors_of(args[place] if place < len(args) else kwargs.get(argument.name))
     return written
 
 
 def _whole(tensor: Tensor) -> _Moved:
     """Bytes of a tensor, of elements that are repeated without a copy once, and its dtype."""
-    size = tensor.itemsize
-    for length, stride in zip(tensor.shape, tensor.stride(), strict=True):
-        size *= length if stride or not length else 1
-    return size, _DTYPES.get(tensor.dtype)
+    sides = zip(tensor.shape, tensor.stride(), strict=True)
+    elements = math.prod(length if stride or not length else 1 for length, stride in sides)
+    return elements * tensor.itemsize, _DTYPES.get(tensor.dtype)
 
 
 # Axes whose collectives within a layer are told by name from those of the operators' own, tp.

@@ -175,8 +175,7 @@ def _placed(spec: Spec, tuples: Iterable[str], degree: int) -> Iterator[Override
     own_text = next((str(f.placement) for f in spec.factors if f.axis is axis), "")
     if not moved:
         texts.pop(own_text, None)
-    for text in texts:
-        yield (*moved, f"placement.{axis}={_names(axis).get(text, text)}")
+    yield from ((*moved, f"placement.{axis}={_names(axis).get(text, text)}") for text in texts)
 
 
 @cache

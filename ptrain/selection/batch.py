@@ -137,8 +137,7 @@ class BlockBatch:
         steps = (taken.passes + taken.update).max(axis=1) + idle * longer
         if self.wires.is_issued:
             steps = np.maximum(steps, self._issued(fitting, rows, places, number))
-        ends = [0, *np.cumsum(lengths)]
-        yield from (steps[start:end] for start, end in pairwise(ends))
+        yield from (steps[start:end] for start, end in pairwise([0, *np.cumsum(lengths)]))
 
     def _columns(self, fitting: list[FittingRows]) -> Columns:
         """The columns of time of candidates, one below the other."""

@@ -113,8 +113,7 @@ def _throughput_reasons(derivation: Derivation) -> Iterator[str]:
 
 def _bubble(spec: Spec) -> str:
     """Return how long a pipeline waits if stages are equal; empty without one."""
-    pipeline = pipeline_of(spec)
-    if pipeline is None:
+    if (pipeline := pipeline_of(spec)) is None:
         return ""
     simulation = simulate(schedule_of(spec))
     return (
@@ -224,8 +223,7 @@ def _cuts(factor: Factor) -> bool:
 def _waits(derivation: Derivation, *axes: Axis, is_of_states: bool = False) -> str:
     """Return how much of a step waits for what moves over the axes; empty where no rates say it.
     What moves over axes of tokens alone is attention's more than that of states."""
-    step = derivation.exact.step
-    if step is None:
+    if (step := derivation.exact.step) is None:
         return ""
     names = {axis.value for axis in axes}
     waited = sum(
@@ -319,7 +317,8 @@ def answer(chooser: Chooser, demand: Demand | None) -> PlacementRanking:
     if goal is SearchGoal.COST:
         best = cheapest(numbered := tuple(_by_number(chooser)))
         if best is None:
-            raise refused("--objective", f"cost: {_no_time(chooser)}", "Use `--objective memory`.")
+            cause = chooser.unknown or "nothing fits"
+            raise refused("--objective", f"cost: {cause}", "Use `--objective memory`.")
         return _on_number(chooser, best[0], numbered)
     if goal is not SearchGoal.DEVICES:
         return chooser.choose()
@@ -355,14 +354,11 @@ def _on_number(
 
 def _by_number(chooser: Chooser) -> Iterator[tuple[int, Ranked]]:
     """The best on each number of devices on which something fits."""
-    for number in numbers(chooser.job.devices):
-        row = chooser.on(number).first()
-        if row is not None:
-            yield number, row
-
-
-def _no_time(chooser: Chooser) -> str:
-    return chooser.unknown or "nothing fits"
+    yield from (
+        (number, row)
+        for number in numbers(chooser.job.devices)
+        if (row := chooser.on(number).first()) is not None
+    )
 
 
 class Chooser(Deriver):
@@ -422,7 +418,8 @@ class Chooser(Deriver):
                 "Use a larger `--exact`, or `--objective memory`.",
             )
         if not rows:
-            return self._without_fit(selection, result)
+            least, remedies = self._least(result), tuple(self._remedies())
+            return replace(selection, least=least, remedies=remedies)
         best = rows[0].spec
         derivation = derive(best, self._facts(best), self._timing(best))
         return replace(
@@ -492,35 +489,27 @@ class Chooser(Deriver):
 
     def _lost(self, best: Ranked) -> Iterator[Lost]:
         for known in KNOWN:
-            where = known.where(self.job.devices)
-            if where is None:
-                continue
-            yield self._like(known.name, where, best)
+            if (where := known.where(self.job.devices)) is not None:
+                yield self._like(known.name, where, best)
         yield self._by_algorithm1(best)
 
     def _least(self, result: SearchResult) -> Ranked | None:
         """The exact figures of what needs least by closed form."""
-        least = result.counts.least
-        if least is None:
+        if (least := result.counts.least) is None:
             return None
         peak, candidate = least
         return self.exactly(Scored(candidate=candidate, peak=peak, seconds=0.0))
-
-    def _without_fit(self, selection: PlacementRanking, result: SearchResult) -> PlacementRanking:
-        return replace(selection, least=self._least(result), remedies=tuple(self._remedies()))
 
     def _remedies(self) -> Iterator[Remedy]:
         """Each constraint left out; then the fewest devices, twice as many each time."""
         constraints = self.job.where.constraints
         for rule in constraints:
             others = Where(tuple(other for other in constraints if other is not rule))
-            row = next(self._fitting(self.search.run(others).best, 1), None)
-            if row is not None:
+            if (row := next(self._fitting(self.search.run(others).best, 1), None)) is not None:
                 yield Remedy(change=rule.change, fitting=row)
         devices = 2 * self.job.devices
         while devices <= _MOST_DEVICES:
-            row = self.on(devices).first()
-            if row is not None:
+            if (row := self.on(devices).first()) is not None:
                 yield Remedy(change=f"--devices {devices}", fitting=row)
                 return
             devices *= 2

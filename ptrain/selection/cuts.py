@@ -38,16 +38,14 @@ class TracedCuts:
 
     def cut(self, spec: Spec) -> int:
         """Return the number of a spec's cut."""
-        part = traced_part(spec)
-        if part not in self.cuts:
+        if (part := traced_part(spec)) not in self.cuts:
             self.cuts.append(part)
         return self.cuts.index(part)
 
     def of(self, spec: Spec) -> ModelFacts:
         """Return the facts of a spec's cut, which are read once. Raises PtrainError for what cannot
         be traced."""
-        cut = self.cut(spec)
-        if cut not in self.facts:
+        if (cut := self.cut(spec)) not in self.facts:
             self.facts[cut] = self.read(spec)
         return self.facts[cut]
 

@@ -84,8 +84,7 @@ def demand_of(tokens: str | None, deadline: str | None, budget: float | None) ->
 
 
 def _duration(text: str) -> float:
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(s|min|h|d|w)\s*", text)
-    if match is None:
+    if (match := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(s|min|h|d|w)\s*", text)) is None:
         raise refused(
             "--deadline",
             f"{text[:40]} is not a duration",

@@ -168,8 +168,7 @@ class Deriver:
         plan, facts = self._plan(spec), self._facts(spec)
         index = fullest_place(spec, plan)
         if self.unknown:
-            work = model_work(spec, plan, facts, index)
-            if work is None:
+            if (work := model_work(spec, plan, facts, index)) is None:
                 raise UnknownRate(why_unknown(spec, plan, facts))
             return work
         return self._work(spec, self.machine(spec, plan, facts), index)
@@ -224,8 +223,7 @@ class Deriver:
 
     def _ranked(self, spec: Spec, scored: Scored) -> Ranked:
         """The figures of a spec, which are derived once for candidates that do the same."""
-        key = played_as(scored.candidate, spec)
-        if key not in self.rows:
+        if (key := played_as(scored.candidate, spec)) not in self.rows:
             derivation = derive(spec, self._facts(spec), self._timing(spec))
             self.rows[key] = ranked(spec, scored, derivation)
         return replace(self.rows[key], spec=spec, closed=scored)
@@ -235,8 +233,7 @@ class Deriver:
         if self.cuts is not None or scored.peak <= self.search.task.room:
             return False
         spec = scored.candidate.spec(self.job.base)
-        key = played_as(scored.candidate, spec)
-        if key not in self.exceeding:
+        if (key := played_as(scored.candidate, spec)) not in self.exceeding:
             is_known = key in self.rows or not is_sound(spec)
             self.exceeding[key] = not is_known and not self._fits(spec)
         return self.exceeding[key]
@@ -309,8 +306,7 @@ class Deriver:
                 yield candidate
 
     def _is_within(self, closed: Scored) -> bool:
-        room = self.search.task.room
-        return closed.peak <= room and self._holds(closed.peak, closed.seconds)
+        return closed.peak <= self.search.task.room and self._holds(closed.peak, closed.seconds)
 
     def _obeys(self, row: Ranked) -> bool:
         return self._holds(float(row.peak_bytes), row.seconds)
@@ -329,5 +325,4 @@ def played_as(candidate: Candidate, spec: Spec) -> Candidate:
         return candidate
     sync = replace(spec.sync, gradients=GradientSync.EVERY)
     others = [change for change in candidate.data.changes if change[0] != "sync"]
-    data = replace(candidate.data, changes=(*others, ("sync", sync)))
-    return replace(candidate, data=data)
+    return replace(candidate, data=replace(candidate.data, changes=(*others, ("sync", sync))))

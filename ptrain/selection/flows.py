@@ -199,8 +199,7 @@ class PipelineFlows:
 
     def places(self, flows: Sequence[PipelineFlow]) -> Array:
         """Return what the ranks have, flow by flow: of each field of `Places` an array."""
-        table = numpy().array([self._rows(flow) for flow in flows], dtype=float)
-        return table.transpose(2, 0, 1)
+        return numpy().array([self._rows(flow) for flow in flows], dtype=float).transpose(2, 0, 1)
 
     def _rows(self, flow: PipelineFlow) -> list[Row]:
         if flow.shape not in self.rows:
@@ -216,8 +215,7 @@ class PipelineFlows:
             own = stages_of_rank(flow.size(1), rank)
             layers = sum(counts[stage] for stage in own)
             rows.append((layers, 0 in own, len(counts) - 1 in own, flow.per_rank))
-        slowest = max(rows[1:-1] or rows[:1])
-        return [rows[0], slowest, rows[-1]]
+        return [rows[0], max(rows[1:-1] or rows[:1]), rows[-1]]
 
     def moments(self, flows: Sequence[PipelineFlow], micro_batches: int) -> FlowMoments:
         """Return when the ranks may be fullest, flow by flow."""
@@ -238,8 +236,7 @@ class PipelineFlows:
     def _counts(self, flow: PipelineFlow) -> tuple[int, ...]:
         stages = flow.ranks * flow.per_rank
         if stages not in self.cuts:
-            spec = chosen(self.base, (flow.choice,))
-            cut = stages_of(spec, self._layers)
+            cut = stages_of(chosen(self.base, (flow.choice,)), self._layers)
             self.cuts[stages] = tuple(len(stage.layers) for stage in cut)
         return self.cuts[stages]
 
@@ -277,10 +274,7 @@ class PipelineFlows:
         number = min(size.microbatches, _ROUNDS * size.ranks)
         key = (name, size.ranks, size.stages_per_rank, number)
         if key not in self.waits:
-            shape = PipelineShape(
-                ranks=size.ranks, stages_per_rank=size.stages_per_rank, microbatches=number
-            )
-            planned = schedule(name, shape)
+            planned = schedule(name, replace(size, microbatches=number))
             makespan = simulate(planned, equal_stages(planned)).makespan
             self.waits[key] = makespan - 3 * number * size.stages_per_rank
         return self.waits[key]
@@ -410,8 +404,7 @@ class BoundedPeaks:
             self._known = np.full(self.bounds.shape, np.inf, dtype=np.float32)
         self._known[self._open] = peaks
         self._bound = max(before, min(self.least, float(peaks.min())))
-        is_open = (self.bounds <= self._bound) & (self.bounds > before)
-        self._open = np.nonzero(is_open)
+        self._open = np.nonzero((self.bounds <= self._bound) & (self.bounds > before))
 
     @property
     def peaks(self) -> Any:

@@ -305,8 +305,7 @@ def _with_defaults(said: dict[str, Any]) -> dict[str, Any]:
     batch = dict(said.get("batch", {}))
     batch.setdefault("sequence", _SEQUENCE)
     if isinstance(batch["sequence"], int) and batch["sequence"] > 0:
-        samples = 2 ** max(0, round(math.log2(_TOKENS / batch["sequence"])))
-        batch.setdefault("global", samples)
+        batch.setdefault("global", 2 ** max(0, round(math.log2(_TOKENS / batch["sequence"]))))
     probe = load({**said, "mesh": {}, "batch": {"sequence": 1}, "precision": {}}).spec
     is_cpu = probe.cluster is not None and probe.cluster.kind == "cpu"
     precision = said.get("precision", {"layout": _CPU_LAYOUT if is_cpu else _GPU_LAYOUT})

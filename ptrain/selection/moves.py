@@ -118,8 +118,7 @@ class UnitMoves:
             total = total + self._over(Collective.REDUCE_SCATTER, alone & cut, size)
             total = total + self._over(Collective.ALL_REDUCE, alone & ~cut, size)
         flat = ways.cut[_GRADS] & ways.flat[:, None]
-        at_once = self._over(Collective.REDUCE_SCATTER, flat, sizes)
-        total = np.where(ways.flat, at_once, total)
+        total = np.where(ways.flat, self._over(Collective.REDUCE_SCATTER, flat, sizes), total)
         total = total + self._hook(Hook.FLAT_REDUCE, Hook.FSDP2_REDUCE)
         return np.where(ways.local, 0.0, np.where(ways.replicas, buckets, total))
 

@@ -32,6 +32,7 @@ from ptrain.selection.score import (
     RankMoments,
     StagePass,
 )
+from ptrain.units import grouped
 
 _ENDLESS = 4  # micro-batches for a rank: with more of them the fullest moments are the same
 _BY_PLACE = ("chunks", "waiting", "on")
@@ -67,8 +68,7 @@ class MomentRow(NamedTuple):
         """Return its fields in a row, with those that have a number for each place."""
         fields: tuple[Any, ...] = self
         at = _FIRST_BY_PLACE
-        after = fields[at + len(_BY_PLACE) :]
-        return [*fields[:at], *self.chunks, *self.waiting, *self.on, *after]
+        return [*fields[:at], *self.chunks, *self.waiting, *self.on, *fields[at + len(_BY_PLACE) :]]
 
     @property
     def kind(self) -> tuple[object, ...]:
@@ -136,10 +136,10 @@ def fullest(size: PipelineSize, counts: Sequence[int]) -> tuple[MomentRow, ...]:
 def _unlike_ranks(size: PipelineSize, counts: Sequence[int]) -> Iterator[int]:
     """The first and the last; of those between with as many layers the first and the last again:
     from rank to rank there is more in flight or less."""
-    between: dict[tuple[int, ...], list[int]] = {}
-    for rank in range(1, size.ranks - 1):
-        key = tuple(counts[stage] for stage in stages_of(size, rank))
-        between.setdefault(key, []).append(rank)
+    between = grouped(
+        (tuple(counts[stage] for stage in stages_of(size, rank)), rank)
+        for rank in range(1, size.ranks - 1)
+    )
     yield from {0, size.ranks - 1, *(rank for alike in between.values() for rank in alike[:1])} | {
         alike[-1] for alike in between.values()
     }

@@ -223,8 +223,7 @@ class _Search:
             self._try_all(kind, choices(self.now.spec))
         if not self._has_fit():
             self._combine(ON_DEVICE)
-        is_on_device = self._has_fit()
-        if not is_on_device:
+        if not (is_on_device := self._has_fit()):
             self._widen()
         if sum(variant.fit.fits is True for variant in self._better()) < _OFFERED and not (
             self._try_all(ChangeKind.OFFLOAD, host_overrides(self.now.spec)) or is_on_device
@@ -281,8 +280,7 @@ class _Search:
             )
             if size != before and ChangeKind.RANKS not in kinds:
                 return None
-            facts = self._facts_of(after)
-            if facts is None:
+            if (facts := self._facts_of(after)) is None:
                 self.untraced[kinds] = shlex.join(said)  # the last is the smallest of its kind
                 return None
             memory_fit = fit(after, fullest_alone(after, facts, self._limit(after)))

@@ -5,9 +5,9 @@ of computation, communication and the host's launches by the rates of a machine.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from functools import cache, cached_property, partial
 from math import prod
 
 from ptrain.axes.expert.cost import rows_bytes
@@ -236,8 +236,7 @@ def _ends(place: Place, passes: Passes, block: int, half: int) -> EndsActivity:
         begun=head.net,
         end_rise=end.rise,
     )
-    inputs = passes.items.get(Kind.INPUT)
-    if not inputs:
+    if not (inputs := passes.items.get(Kind.INPUT)):
         return ends
     begun, _, _ = _parted(inputs, Kind.INPUT)
     given = -passes.output if place is Place.LAST else passes.output
@@ -430,8 +429,7 @@ def _seconds(clock: Clock, work: PassWork, hook: Hook) -> float:
 
 def nodes_of(spec: Spec, ranks: int, stride: int = 1) -> int:
     """Return on how many nodes a group of so many ranks is, each `stride` behind the one before."""
-    cluster = spec.cluster
-    if cluster is None:
+    if (cluster := spec.cluster) is None:
         return 1
     on_node = max(1, cluster.devices_per_node // stride)
     return max(1, -(-ranks // on_node))
@@ -455,28 +453,24 @@ class Wires:
         return self.pace.overlaps and any(self.pace.hook_seconds(hook) for hook in Hook)
 
     @cached_property
-    def _known(self) -> dict[tuple[Collective, int, int, int], float]:
-        return {}
+    def _collectives(self) -> Callable[..., float]:
+        return cache(self.pace.collective_seconds)
 
     @cached_property
     def _operators(self) -> dict[tuple[OperatorKind, int], float]:
         return {}
 
     @cached_property
-    def _updates(self) -> dict[tuple[int, int], float]:
-        return {}
+    def _updates(self) -> Callable[..., float]:
+        name, layout = self.base.optimizer.name, self.base.precision.effective
+        return cache(partial(self.pace.update_seconds, name, layout))
 
     def seconds(self, collective: Collective, ranks: int, stride: int, payload: float) -> float:
         """Return the seconds of a collective over ranks that are `stride` apart."""
         if ranks == 1 or not payload:
             return 0.0
         nodes = nodes_of(self.base, ranks, stride)
-        key = (collective, ranks, nodes, int(payload))
-        if key not in self._known:
-            self._known[key] = self.pace.collective_seconds(
-                collective, ranks=ranks, nodes=nodes, payload=int(payload)
-            )
-        return self._known[key]
+        return self._collectives(collective, ranks=ranks, nodes=nodes, payload=int(payload))
 
     def operator_seconds(self, kind: OperatorKind, size: float) -> float:
         """Return the seconds of an operator on so many bytes of values as they are computed."""
@@ -488,14 +482,7 @@ class Wires:
 
     def update_seconds(self, elements: int, tensors: int) -> float:
         """Return the seconds of an update of so many elements in so many tensors."""
-        key = elements, tensors
-        if key not in self._updates:
-            base = self.base
-            name, layout = base.optimizer.name, base.precision.effective
-            self._updates[key] = self.pace.update_seconds(
-                name, layout, elements=elements, tensors=tensors
-            )
-        return self._updates[key]
+        return self._updates(elements=elements, tensors=tensors)
 
     def there_and_back(self, tier: Tier) -> float:
         """Return the seconds of a byte that leaves for a tier and comes back: endless where that is

@@ -98,8 +98,7 @@ def _within(spec: Spec, budget: int) -> Spec:
         if not (is_tabulated(candidate) and is_sound(candidate)):
             continue
         _require_claimed(candidate)
-        peak = derive(candidate).exact.peak_bytes()
-        if peak is None:
+        if (peak := derive(candidate).exact.peak_bytes()) is None:
             continue
         if peak <= budget:
             return candidate
@@ -150,9 +149,11 @@ def _rungs(spec: Spec) -> Iterator[Spec]:
     if isinstance(spec.model, ModelShape) and spec.model.attention is Attention.EAGER:
         yield _with(spec, ATTENTION_ONLY)
     if said.every == 1:
-        for every in _SPARSE:
-            if isinstance(spec.model, ModelShape) and every < spec.model.layers:
-                yield _with(spec, FULL, every=every)
+        yield from (
+            _with(spec, FULL, every=every)
+            for every in _SPARSE
+            if isinstance(spec.model, ModelShape) and every < spec.model.layers
+        )
     yield _with(spec, FULL)
 
 

@@ -118,8 +118,7 @@ class Ways:
 
     def _parts(self, degrees: Sequence[int]) -> dict[State, Array]:
         """Into how many slices states are cut."""
-        parts = self.units.parts(degrees)
-        return {state: of.take(self._like) for state, of in parts.items()}
+        return {state: of.take(self._like) for state, of in self.units.parts(degrees).items()}
 
     def _bytes(self, parts: dict[State, Array]) -> Columns:
         """Return bytes per parameter that a rank has: `theta` and `omega` between steps, `grads`

@@ -65,6 +65,7 @@ from ptrain.selection.where import Constraint, Where
 from ptrain.spec.activations import Kept
 from ptrain.spec.dials import UnitSize
 from ptrain.spec.placement import Axis
+from ptrain.units import grouped
 
 _KEPT = 1024  # candidates that are remembered between blocks
 _BANDS = 24  # of memory, the fastest of each of which is remembered for a front
@@ -253,9 +254,11 @@ class Search:
     def _batches(self, data_ranks: int) -> Iterator[tuple[int, int]]:
         """The micro-batches that obey constraints."""
         base, where = self.task.base, self.task.where
-        for micro, number in micro_batches(base, data_ranks):
-            if where.admits(Aspect.BATCH, batched(base, micro, number)):
-                yield micro, number
+        yield from (
+            (micro, number)
+            for micro, number in micro_batches(base, data_ranks)
+            if where.admits(Aspect.BATCH, batched(base, micro, number))
+        )
 
     def _flows(self, choices: Sequence[AxisChoice]) -> list[PipelineFlow]:
         base, where = self.task.base, self.task.where
@@ -287,10 +290,11 @@ class Search:
         """The flows over so many ranks that take so many micro-batches."""
         key = (stages, number)
         if key not in self.running:
-            by_through: dict[Through, list[PipelineFlow]] = {}
-            for flow in self.staged[stages]:
-                if self.legality.pipeline(flow.choice, number):
-                    by_through.setdefault(through_of(flow.choice), []).append(flow)
+            by_through = grouped(
+                (through_of(flow.choice), flow)
+                for flow in self.staged[stages]
+                if self.legality.pipeline(flow.choice, number)
+            )
             self.running[key] = {
                 through: FlowGroup(self.flows, flows, number)
                 for through, flows in by_through.items()
@@ -302,8 +306,7 @@ class Search:
         several."""
         key = (inner.number, id(kept), through, several)
         if key not in self.cuttable:
-            within = self.legality.within(inner.within, kept, through, several=several)
-            self.cuttable[key] = within
+            self.cuttable[key] = self.legality.within(inner.within, kept, through, several=several)
         return self.cuttable[key]
 
     @property
@@ -319,10 +322,9 @@ class Search:
         key = (id(moments), inner.key)  # `flows` keeps them
         if key not in self.parts:
             self.parts[key] = MomentParameters.of(moments.at, inner.sizes)
-        activity = self._activity(inner, micro, kept)
         ranks = RankPeaks(
             moments=moments,
-            act=activity,
+            act=self._activity(inner, micro, kept),
             parts=self.parts[key],
             block=inner.sizes.block,
             is_many=group.micro_batches > 1,
@@ -406,15 +408,13 @@ class Search:
                 ways = self._ways(axes, inner, through, many=many)
                 indices = self._indices(ways, degrees, inner, units)
                 if len(indices):
-                    columns = self._columns(ways, degrees, inner, layers)
-                    parts.append((ways, own, indices, columns))
+                    parts.append((ways, own, indices, self._columns(ways, degrees, inner, layers)))
         self.tables[key] = DataTable(parts)
         return self.tables[key]
 
     def _are_admitted(self, axes: tuple[Axis, ...], degrees: tuple[int, ...]) -> bool:
         """Whether degrees obey what is asked of ranks, whatever is done with them."""
-        first = next(iter(self.choices[axes]), None)
-        if first is None:
+        if (first := next(iter(self.choices[axes]), None)) is None:
             return False
         factors = zip(first.factors, degrees, strict=True)
         sized = replace(first, factors=tuple(f._replace(degree=d) for f, d in factors))

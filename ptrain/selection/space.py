@@ -45,6 +45,7 @@ from ptrain.spec.placement import (
     Tier,
 )
 from ptrain.spec.spec import ActivationSpec, Spec
+from ptrain.units import grouped
 
 # Rooms whose axes cut what a block computes; whatever they choose, a block's bytes and operators
 # are derived with it, and the search knows nothing of it.
@@ -116,9 +117,7 @@ def micro_batches(base: Spec, data_ranks: int) -> Iterator[tuple[int, int]]:
     samples, left = divmod(base.batch.global_samples, data_ranks)
     if left or not samples:
         return
-    for micro in divisors(samples):
-        if micro <= _MOST_MICRO:
-            yield micro, samples // micro
+    yield from ((micro, samples // micro) for micro in divisors(samples) if micro <= _MOST_MICRO)
 
 
 def apart(batches: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
@@ -155,8 +154,7 @@ class Legality:
         """Of a schedule with so many micro-batches, of whole layers and no copies."""
         batch = _batch(self.base, micro_batches, 1)
         kind = ("pipeline", choice.factors, choice.changes)
-        opened = self.open_specs.get(kind)
-        if opened is None:
+        if (opened := self.open_specs.get(kind)) is None:
             opened = OpenSpec.of(chosen(self.base, (choice,), batch), _NUMBERS)
             self.open_specs[kind] = opened
         return opened.is_sound(batch=batch)
@@ -167,8 +165,7 @@ class Legality:
         """Of how blocks are cut and kept, of one sample or `several`; false too where no table
         tells what that allocates on the devices."""
         kind = ("within", choices, through)
-        opened = self.open_specs.get(kind)
-        if opened is None:
+        if (opened := self.open_specs.get(kind)) is None:
             tall = self._tall((THROUGH[through], *choices), _ENOUGH)
             opened = OpenSpec.of(tall, ("activations", *_NUMBERS))
             self.open_specs[kind] = opened
@@ -201,14 +198,14 @@ class Legality:
             opened = OpenSpec.of(spec, names)
             if opened.rules is None:
                 continue
-            claims = [Memo(self._says_more, names), *memos(opened.rules, names)]
+            claims = [
+                Memo(lambda spec: not is_left_out(spec, self.written), names),
+                *memos(opened.rules, names),
+            ]
             for choice in (first, *alike):
                 values = dict(choice.changes)
                 if all(claim.holds_of(opened.spec, values) for claim in claims):
                     yield choice
-
-    def _says_more(self, spec: Spec) -> bool:
-        return not is_left_out(spec, self.written)
 
     def unit(self, choices: tuple[AxisChoice, ...], unit: UnitSize | None, kept: Kept) -> bool:
         """Of what is gathered together beside how blocks are kept: false where a rule says of it
@@ -231,8 +228,7 @@ class Legality:
         by its rows."""
         if shards == 1:
             return True
-        factor = _GATHERED.factors[0]._replace(degree=shards)
-        by_rows = AxisChoice(factors=(factor,))
+        by_rows = AxisChoice(factors=(_GATHERED.factors[0]._replace(degree=shards),))
         return self._is_legal(
             ("shards", choices, shards), lambda: self._tall((by_rows, *choices), 1)
         )
@@ -340,13 +336,12 @@ def data_choices(
     base: Spec, written: Written = NOTHING
 ) -> dict[tuple[Axis, ...], list[AxisChoice]]:
     """Return the choices of the data axes by the axes that they have, two ranks on each."""
-    by_axes: dict[tuple[Axis, ...], list[AxisChoice]] = {}
-    for power in range(len(DATA_SPACE.axes) + 1):
-        for choice in DATA_SPACE.choices(base, 2**power, written):
-            if all(factor.degree == 2 for factor in choice.factors):
-                axes = tuple(factor.axis for factor in choice.factors)
-                by_axes.setdefault(axes, []).append(choice)
-    return by_axes
+    return grouped(
+        (tuple(factor.axis for factor in choice.factors), choice)
+        for power in range(len(DATA_SPACE.axes) + 1)
+        for choice in DATA_SPACE.choices(base, 2**power, written)
+        if all(factor.degree == 2 for factor in choice.factors)
+    )
 
 
 def alone(base: Spec, ranks: int) -> Iterator[tuple[AxisChoice, ...]]:

@@ -22,6 +22,7 @@ from ptrain.spec.dials import SyncPolicy
 from ptrain.spec.model import ModelShape
 from ptrain.spec.placement import Axis
 from ptrain.spec.spec import Spec
+from ptrain.units import grouped
 
 # How far above what is exact the closed forms of bytes and of seconds may be: what is so near a
 # bound is derived, and what is exact decides. `benchmarks/selection.py` fails where one of those
@@ -200,9 +201,7 @@ def ranked(spec: Spec, closed: Scored, derivation: Derivation) -> Ranked:
 def folded(rows: Iterable[Ranked]) -> list[Ranked]:
     """Return rows of the same figures as one, that which says least beside the defaults: what the
     others say changes nothing."""
-    by_figures: dict[tuple[object, ...], list[Ranked]] = {}
-    for row in rows:
-        by_figures.setdefault(row.figures, []).append(row)
+    by_figures = grouped((row.figures, row) for row in rows)
     return [replace(min(alike, key=_said), alike=len(alike) - 1) for alike in by_figures.values()]
 
 

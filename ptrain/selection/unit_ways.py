@@ -146,8 +146,7 @@ class SharedUnits:
         keys = [
             (*way.cut.values(), way.form, way.is_made, way.is_brought, way.unit) for way in ways
         ]
-        kinds = frozenset(keys)
-        if kinds not in self._known:
+        if (kinds := frozenset(keys)) not in self._known:
             unlike = dict(zip(keys, ways, strict=True))
             places: dict[object, int] = {key: place for place, key in enumerate(unlike)}
             self._known[kinds] = UnitWays(self.wires, [*unlike.values()]), places

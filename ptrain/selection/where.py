@@ -72,8 +72,7 @@ class Constraint:
 
 def parse(text: str) -> Constraint:
     """Return the constraint that is written. Raises SpecError for what is none."""
-    match = _FORM.fullmatch(text)
-    if match is None:
+    if (match := _FORM.fullmatch(text)) is None:
         raise refused(
             FLAG, f"{text!r} is not a constraint", "Use `NAME<=VALUE`, for example `tp<=8`."
         )

@@ -17,11 +17,9 @@ def words_of(job: SearchedJob, spec: Spec) -> tuple[str, ...]:
     the default spec's. `spec` has the mapping that loads to it."""
     if is_model(job.source):
         source, said = names().default, said_in(None)
-        before = load(None).spec.resolved
-        return (source, *_changes(before, spec.resolved, said))
+        return (source, *_changes(load(None).spec.resolved, spec.resolved, said))
     said = said_in(job.source, job.overrides)
-    changes = _changes(job.base.resolved, spec.resolved, said)
-    return (job.source, *job.overrides, *changes)
+    return (job.source, *job.overrides, *_changes(job.base.resolved, spec.resolved, said))
 
 
 def _changes(
@@ -33,9 +31,11 @@ def _changes(
         is_said = key in of_candidates and said.get(key) not in (None, value)
         if before.get(key) != value or is_said:
             yield f"{key}={flow(value)}"
-    for key in of_candidates:
-        if key in said and key not in after:
-            yield f"{key}={_UNSAID.get(key, '{}')}"
+    yield from (
+        f"{key}={_UNSAID.get(key, '{}')}"
+        for key in of_candidates
+        if key in said and key not in after
+    )
 
 
 _UNSAID = {

@@ -68,21 +68,25 @@ def numbers(said: Said) -> Iterator[str]:
     """Yield a constraint for each number that is written: degrees of the mesh, samples of a
     micro-batch, micro-batches of a step."""
     mesh = said.get("mesh")
-    for axis, degree in (mesh if isinstance(mesh, dict) else {}).items():
-        if isinstance(degree, int):
-            yield f"mesh.{axis}={degree}"
-    for place in _BATCH:
-        if isinstance(at(said, place), int):
-            yield f"{place}={at(said, place)}"
+    yield from (
+        f"mesh.{axis}={degree}"
+        for axis, degree in (mesh if isinstance(mesh, dict) else {}).items()
+        if isinstance(degree, int)
+    )
+    yield from (
+        f"{place}={at(said, place)}" for place in _BATCH if isinstance(at(said, place), int)
+    )
 
 
 def unnamed(said: Said) -> Iterator[str]:
     """Yield a constraint for each axis that a mesh does not name: it has one rank."""
     mesh = said.get("mesh")
     named = mesh if isinstance(mesh, dict) else {axis.value for axis in SEARCHED_AXES}
-    for axis in SEARCHED_AXES:
-        if axis.value not in named and not ("dp" in named and axis in DATA_AXES):
-            yield f"mesh.{axis}=1"
+    yield from (
+        f"mesh.{axis}=1"
+        for axis in SEARCHED_AXES
+        if axis.value not in named and not ("dp" in named and axis in DATA_AXES)
+    )
 
 
 def written_of(said: Said, load_with: LoadWith) -> Written:
@@ -118,9 +122,11 @@ def _values(said: Said, probe: Spec) -> Iterator[tuple[str, Any]]:
         for spot in fields(getattr(probe, section)):
             if _is_said(said, f"{section}.{spot.name}"):
                 yield f"{section}.{spot.name}", getattr(getattr(probe, section), spot.name)
-    for dial in dials():
-        if len(dial.path) == 1 and _is_said(said, dial.place):
-            yield dial.path[0], dial.of(probe)
+    yield from (
+        (dial.path[0], dial.of(probe))
+        for dial in dials()
+        if len(dial.path) == 1 and _is_said(said, dial.place)
+    )
     if probe.context is not None:
         yield "context", probe.context
     if _is_said(said, "offload.tier"):

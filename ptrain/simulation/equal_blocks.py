@@ -59,8 +59,7 @@ class Incomparable(Exception):
 def structure_of(model: nn.Module, blocks: Sequence[str]) -> tuple[Leaves, list[Leaves]]:
     """Return what stands around the blocks, and each block. Raises Incomparable."""
     walk = _LeafWalk({f".{name}": model.get_submodule(name) for name in blocks})
-    around = dict(walk.part(model))
-    return around, [dict(walk.part(block)) for block in walk.blocks.values()]
+    return dict(walk.part(model)), [dict(walk.part(block)) for block in walk.blocks.values()]
 
 
 def alike(blocks: Sequence[Leaves]) -> Leaves | None:
@@ -385,12 +384,11 @@ class Repetition:
 
     def is_as(self, other: Repetition) -> bool:
         """Return whether the other one differs by its number of blocks alone."""
-        layers = self.layers, other.layers
         return (
             self.block == other.block
             and self.sections == other.sections
             and self.facts.roles == other.facts.roles
-            and differ_in_layers_alone(self.around, other.around, layers)
+            and differ_in_layers_alone(self.around, other.around, (self.layers, other.layers))
         )
 
 

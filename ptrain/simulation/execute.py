@@ -328,8 +328,7 @@ def _simulated(spec: Spec, world: World, *, allow_import: bool) -> Simulated:
 
 def _follow_routing(program: Program) -> None:
     """Let rows go to experts as the spec says; where it says nothing they go evenly."""
-    loads = program.plan.loads
-    if loads is None:
+    if (loads := program.plan.loads) is None:
         return
     routing = StatedRouting(loads, token_places(program.spec)[program.world.rank])
     program.observers.append(routing)

@@ -146,8 +146,7 @@ class MemoryStream:
             older.append(AllocatorEvent(change.key, change.size))
         for event in self.events:
             if isinstance(event, Change):
-                stream = event.kind.stream
-                step.events.append(AllocatorEvent(event.key, event.size, stream))
+                step.events.append(AllocatorEvent(event.key, event.size, event.kind.stream))
             elif event.phase is Phase.UPDATE:
                 step.update = len(step.events)
         return step
@@ -239,8 +238,7 @@ class ThreeRuns(Generic[Token]):
     def _next(self, places: _Places) -> Iterator[Piece]:
         """What may come next: as long as all go on alike, all of that; else what repeats, or one
         event that grows."""
-        common = self._common(places)
-        if common:
+        if common := self._common(places):
             yield Piece(places, common, repeats=False)
             return
         (first, second, third), (here, there, beyond) = self.words, places
@@ -304,8 +302,7 @@ def repeated_calls(
         is_by_the_rule = all(call.sent_bytes == sent(call) for call in calls)
         return is_one_kind and is_by_the_rule and _is_even([call.payload_bytes for call in calls])
 
-    pieces = ThreeRuns(runs, grows).pieces()
-    if pieces is None:
+    if (pieces := ThreeRuns(runs, grows).pieces()) is None:
         return None
     calls = []
     for (run, place), (later, there), *_ in _written(pieces, times):
@@ -344,8 +341,7 @@ def repeated_storages(streams: Sequence[MemoryStream], times: int) -> MemoryStre
     """Return what comes and goes in a run with `times` blocks more than the first of three; None
     where no piece that repeats explains these, or nobody can say which storage goes when."""
     runs = _nameless([(*stream.resident, _STEP_BEGINS, *stream.events) for stream in streams])
-    pieces = ThreeRuns(runs, _grows).pieces()
-    if pieces is None:
+    if (pieces := ThreeRuns(runs, _grows).pieces()) is None:
         return None
     seen = ([runs[run][place] for run, place in places] for places in _written(pieces, times))
     try:
@@ -418,9 +414,8 @@ def _grows(seen: Sequence[Nameless]) -> bool:
     is_alike = len({(token.end, token.place) for token in seen}) == 1
     if len(changes) < len(seen) or len({change.kind for change in changes}) > 1 or not is_alike:
         return False
-    if any(change.kind.state in _IN_BUCKETS for change in changes):
-        return False
-    return _is_even([change.size for change in changes])
+    is_in_bucket = any(change.kind.state in _IN_BUCKETS for change in changes)
+    return not is_in_bucket and _is_even([change.size for change in changes])
 
 
 def _sized(seen: Sequence[Nameless], times: int) -> Nameless:

@@ -139,7 +139,7 @@ def _latent(shape: ModelShape) -> Iterator[Fault]:
     for name, (is_written, finding) in own.items():
         if is_written:
             finding = f"not available with latent attention (kv_lora_rank): {finding}"
-            yield Fault(place=f"model.{name}", finding=finding, remedy=f"remove {name}")
+            yield Fault(place=f"model.{name}", finding=finding, remedy=f"Remove `model.{name}`.")
     if shape.bias is not Bias.NONE:
         finding = f"not supported yet: bias {shape.bias} with latent attention (kv_lora_rank)"
         yield Fault(place="model.bias", finding=finding, remedy="Use `model.bias=none`.")

@@ -125,8 +125,7 @@ class CodedTrace:
     def layers(self, name: str) -> list[Coded]:
         """Return a pass layer by layer, in its own order: what comes before the first is the
         first's, what comes after the last the last's."""
-        parts = self.split(name)
-        return [self.coded(events, layer) for layer, events in parts]
+        return [self.coded(events, layer) for layer, events in self.split(name)]
 
     def split(self, name: str) -> list[tuple[int, Sequence[Event]]]:
         """Return the events of a pass by layer. The halves of weights have no boundaries: there a

@@ -155,8 +155,7 @@ def _doubt(
 ) -> str:
     """Return why what the layers did does not say what the model allocates of other samples; empty
     where it allocates the same of all that there are to try."""
-    samples = further()
-    if not samples:
+    if not (samples := further()):
         return f"{_READS_VALUES}, and without an nn.Embedding there are no other tokens to try"
     expected = layers.own_timeline
     try:
@@ -517,8 +516,7 @@ class _ChunkedLoss(_Loss):
 
 @contextmanager
 def _loss_of(model: nn.Module, spec: Spec) -> Iterator[_Loss]:
-    step = chunked_loss(spec)
-    if step is None:
+    if (step := chunked_loss(spec)) is None:
         yield (_UserLoss if spec.loss.user_function else _Loss)(model, spec)
         return
     inside, head = LossInside(step), head_of(model, spec)

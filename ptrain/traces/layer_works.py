@@ -145,16 +145,14 @@ def grouped(computed: Computed) -> list[WorkGroup]:
         place, what = entry
         return what.operator, awaited.get(place), bisect_right(edges, place)
 
-    entries = enumerate(views_last(computed))
-    groups = [[*group] for _, group in groupby(entries, key=alike)]
+    groups = [[*group] for _, group in groupby(enumerate(views_last(computed)), key=alike)]
     number_of = {place: number for number, group in enumerate(groups) for place, _ in group}
 
     def merged(number: int) -> WorkGroup:
         place, what = groups[number][0]
         if place not in awaited:
             return WorkGroup(what, times=len(groups[number]))
-        behind = number_of.get(awaited[place], len(groups))
-        return WorkGroup(what, beside=behind - number - 1)
+        return WorkGroup(what, beside=number_of.get(awaited[place], len(groups)) - number - 1)
 
     return [merged(number) for number in range(len(groups))]
 

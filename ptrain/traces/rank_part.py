@@ -138,8 +138,7 @@ class TracedLayers:
 
     def work(self, layers: Names) -> WorkByKind | None:
         """Return what the layers compute, as `work_of` does."""
-        own = self._own_work
-        if own is None:
+        if (own := self._own_work) is None:
             return None
         return own._replace(order=tuple(_of_all(own.order, len(layers))))
 
@@ -355,8 +354,7 @@ class RankPart:
             for halves in (False, True) if in_halves else (False,):
                 run = partial(record_stage, stage, in_halves=halves)
                 learn = partial(record_stage, short, in_halves=halves)
-                few = partial(only, part, alike, taught)
-                recordings.append(self._when_learnt(run, learn, few))
+                recordings.append(self._when_learnt(run, learn, partial(only, part, alike, taught)))
                 runs.append(run)
             for change in changes:
                 change(part)
@@ -397,9 +395,7 @@ class RankPart:
     def _samples(self) -> SampleBatch:
         if self.context is not None:
             return token_slices(of_tokens(self._tokens()), self.context.spans)
-        if self.spec is not None:
-            return sample_batch(self.spec)
-        return of_tokens(self._tokens())
+        return of_tokens(self._tokens()) if self.spec is None else sample_batch(self.spec)
 
     def _tokens(self) -> Tensor:
         return torch.zeros(self.batch, self.sequence + 1, dtype=torch.int64)

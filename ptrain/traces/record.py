@@ -146,8 +146,7 @@ class Recorder(Ledger):
         tensors is awaited at once, and not where a run awaits it: there the first operator tells
         that reads it."""
         for key in [storage_of(tensor)._cdata for tensor in tensors_of(given)]:
-            number = self._under_way.get(key)
-            if number is None:
+            if (number := self._under_way.get(key)) is None:
                 continue
             beside = len(self._works) - 1 - number
             place, work = self._works[number]
@@ -155,8 +154,7 @@ class Recorder(Ledger):
             if is_awaited and not beside and work.what.is_hop:
                 self._under_way |= {storage_of(own)._cdata: number for own in tensors_of(result)}
                 continue
-            what = replace(work.what, beside=beside)
-            self._works[number] = place, replace(work, what=what)
+            self._works[number] = place, replace(work, what=replace(work.what, beside=beside))
             self._under_way = {own: n for own, n in self._under_way.items() if n != number}
 
     def _when(self) -> When:
@@ -317,10 +315,9 @@ class Marker:
                 last.register_forward_hook(self._leave(index)),
             ]
         for name, parameter in model.named_parameters():
-            if not parameter.requires_grad:
-                continue
-            hook = parameter.register_post_accumulate_grad_hook(self._complete(name))
-            self._handles.append(hook)
+            if parameter.requires_grad:
+                completed = self._complete(name)
+                self._handles.append(parameter.register_post_accumulate_grad_hook(completed))
 
     def remove(self) -> None:
         """Takes the hooks off the model."""
@@ -490,8 +487,7 @@ class _MicroBatch:
 
     def forward(self) -> None:
         with self.stage.around():
-            is_last = self.stage.loss is not None
-            model = CalledOnce(self.stage.module, self.hidden, is_last=is_last)
+            model = CalledOnce(self.stage.module, self.hidden, is_last=self.stage.loss is not None)
             self.output = apart(run_stage(model, self.stage.forward))
         if self.stage.loss is not None:
             self.loss = self.stage.loss(self.output)
@@ -517,9 +513,7 @@ class _MicroBatch:
         self.recorder.end("weight")
 
     def _root(self) -> tuple[Tensor, Tensor | None]:
-        if self.loss is not None:
-            return self.loss, None
-        return self.output, self.gradient
+        return (self.output, self.gradient) if self.loss is None else (self.loss, None)
 
     def _hand_on(self) -> None:
         """What is left of the output is its bytes."""

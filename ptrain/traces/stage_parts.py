@@ -126,8 +126,7 @@ class UnevenLoads:
 def uneven_loads(spec: Spec, plan: Plan, within: Sequence[str] | None = None) -> UnevenLoads | None:
     """Return how to trace what the plan has made of a model, or of some layers of it, once more;
     None where it allocates the same wherever tokens go."""
-    step = plan.experts
-    if step is None or not is_by_routing(spec):
+    if (step := plan.experts) is None or not is_by_routing(spec):
         return None
     layers = layers_of(step)
     own = layers if within is None else tuple(x for x in layers if is_within(x, within))
@@ -232,8 +231,7 @@ def stage_rows(
     with torch.random.fork_rng(devices=[]):
         for stage in stages:
             units = stage.units(facts.unit_modules)
-            kind = _kind_of_stage(spec, stage, len(stages))
-            if kind not in traced:
+            if (kind := _kind_of_stage(spec, stage, len(stages))) not in traced:
                 traced[kind] = trace(stage, units)
             rows.append(_rows(traced[kind], stage, units))
     return rows
@@ -242,8 +240,7 @@ def stage_rows(
 def _kind_of_stage(spec: Spec, stage: Stage, stages: int) -> Hashable:
     """Return what stages have in common that do alike: none but its own index where nobody says
     that their layers do."""
-    kind = kind_of_row(spec, stage.layers)
-    if kind is None:
+    if (kind := kind_of_row(spec, stage.layers)) is None:
         return stage.index
     ends = stage.index == 0, stage.index == stages - 1
     return *ends, kind, len(running(spec, stage.layers))
@@ -292,8 +289,7 @@ def _rows(traced: _StageTraces, stage: Stage, units: Units) -> dict[str, Any]:
         "work": encode(layers.work(stage.layers), WorkByKind | None),
     }
     if halves is not None:
-        timeline = to_timeline(_of_halves(halves))
-        rows["halves"] = encode(timeline._replace(saved=()), Timeline)
+        rows["halves"] = encode(to_timeline(_of_halves(halves))._replace(saved=()), Timeline)
     return rows | traced.formulas()
 
 
@@ -363,8 +359,7 @@ def _joined(stages: Sequence[WorkByKind]) -> WorkByKind:
         if place < len(stages) - 1:
             of_stage[-1] = of_stage[-1].then(model.behind)
         layers += of_stage
-    joined = ModelWork(front=first.front, layers=tuple(layers), behind=last.behind)
-    return WorkByKind.of(joined)
+    return WorkByKind.of(ModelWork(front=first.front, layers=tuple(layers), behind=last.behind))
 
 
 def _passes(rows: Mapping[str, Any], index: int, hidden: int) -> Passes:

@@ -57,6 +57,7 @@ from ptrain.timeline import Timeline
 from ptrain.traces.attention_kernels import kernels_for
 from ptrain.traces.rank_part import TracedLayers, alike_of, only, running, running_units
 from ptrain.traces.stage_parts import rank_part, stage_rows, uneven_loads
+from ptrain.units import grouped
 from ptrain.version import TESTED_TORCH, is_tested
 
 X = TypeVar("X")
@@ -260,10 +261,8 @@ def _players(spec: Spec, plan: Plan, facts: ModelFacts) -> list[int]:
 def _together(spec: Spec, plan: Plan, indices: tuple[int, ...]) -> list[tuple[int, ...]]:
     """Return which of these places one process plays after the other: no more processes than there
     are cores, but for places along tp."""
-    own: dict[int, list[int]] = {}
-    for index in indices:
-        place = place_of(spec, plan.cutting_axes, index)
-        own.setdefault(place[plan.tensor.axis] if plan.tensor else 0, []).append(index)
+    places = ((place_of(spec, plan.cutting_axes, index), index) for index in indices)
+    own = grouped((at[plan.tensor.axis] if plan.tensor else 0, index) for at, index in places)
     number = max(1, cores() // len(own))
     parts = (tuple(of_place[first::number]) for of_place in own.values() for first in range(number))
     return [part for part in parts if part]
@@ -372,9 +371,8 @@ def _part_of(
         changes = [uneven.assume] if uneven else []
         first, *others = part.traces(own, units, alike_of(spec, names), *changes)
         layers = TracedLayers(first, names, units)
-    timeline = layers.timeline(facts.blocks, facts.unit_modules)
     return [
-        encode(timeline, Timeline),
+        encode(layers.timeline(facts.blocks, facts.unit_modules), Timeline),
         encode(layers.work(facts.blocks), WorkByKind | None),
         encode(uneven.formula(first, *others) if uneven else None, RowsTimeline | None),
     ]

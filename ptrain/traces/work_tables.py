@@ -551,8 +551,7 @@ def main(name: str) -> None:
     """Print the table of this name."""
     torch.set_num_threads(1)
     (setting,) = (own for own in settings() if own.name(TablePart.CONTEXT) == name)
-    table = ContextTable(setting).build()
-    print(json.dumps({setting.way(TablePart.CONTEXT): table}))
+    print(json.dumps({setting.way(TablePart.CONTEXT): ContextTable(setting).build()}))
 
 
 if __name__ == "__main__":

@@ -61,10 +61,8 @@ def tables(mesh: DeviceMesh | None) -> Iterator[tuple[TablePart, str, Make]]:
             by_name.setdefault(setting.name(part), {})[setting.way(part)] = setting
         for name, ways in by_name.items():
             yield part, name, partial(_table_of, maker, ways, mesh)
-    for name, make in work_tables.tables():
-        yield TablePart.CONTEXT, name, make
-    for name, make in attention_kernels.tables():
-        yield TablePart.KERNEL, name, make
+    yield from ((TablePart.CONTEXT, name, make) for name, make in work_tables.tables())
+    yield from ((TablePart.KERNEL, name, make) for name, make in attention_kernels.tables())
 
 
 def _table_of(

@@ -248,8 +248,7 @@ def _surplus(metadata: Metadata, state: dict[str, Any], exchange: Exchange) -> s
     """The first tensor of the checkpoint that the program would drop: that no rank knows."""
     known = {name for name, _ in _flat(state)}
     unknown = exchange.gather(sorted(set(metadata.state_dict_metadata) - known))
-    surplus = sorted(set.intersection(*map(set, unknown)))
-    if not surplus:
+    if not (surplus := sorted(set.intersection(*map(set, unknown)))):
         return ""
     return (
         f"has {len(surplus)} tensors that this model or optimizer does not have, for "
@@ -268,8 +267,7 @@ def _flat(state: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
 
 def _reason(error: BaseException) -> str:
     if isinstance(error, CheckpointException):
-        first = next(iter(error.failures.values()))
-        return str(first[0])
+        return str(next(iter(error.failures.values()))[0])
     return str(error)
 
 
@@ -393,8 +391,7 @@ def _fill(
                 raise refused(f"checkpoint {shown(path)}", finding, remedy)
             LOG.warning("resume  %s", changes)
         load(program, path, verified, exchange)
-        problem = finite.complaint(program, exchange)
-        if not problem:
+        if not (problem := finite.complaint(program, exchange)):
             return path, verified, complaints
         unsaid = [f"checkpoint {shown(path)}: {problem}"]
         complaints += unsaid

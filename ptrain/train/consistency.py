@@ -46,8 +46,7 @@ class Consistency:
         if not self.every or steps == self._checked:
             return
         self._checked = steps
-        culprit = self._replicas.culprit(self._replicas.check(steps))
-        if culprit is None:
+        if (culprit := self._replicas.culprit(self._replicas.check(steps))) is None:
             LOG.debug("step %d  the ranks agree", steps)
             return
         command = self._resume()

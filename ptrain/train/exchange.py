@@ -232,8 +232,7 @@ class Exchange:
         """Every rank's numbers."""
         if self._host is not None:
             numbers = struct.Struct(f"={len(values)}d")
-            data = self._host.gather(numbers.pack(*values))
-            return [list(numbers.unpack(row)) for row in data]
+            return [list(numbers.unpack(row)) for row in self._host.gather(numbers.pack(*values))]
         with without_modes():
             vector = torch.tensor(values, dtype=torch.float64, device="cpu")
             by_rank = vector.new_empty(self.world.size * len(values))

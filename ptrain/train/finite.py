@@ -43,6 +43,7 @@ from ptrain.train.exchange import Exchange
 from ptrain.train.interrupt import Interrupts, strongest
 from ptrain.train.journal import Journal, StepReport
 from ptrain.train.look import DeviceSums, HostLook, Look, StepFigures, can_be_late
+from ptrain.units import grouped
 
 _REMEDY = "a lower `optimizer.lr`, a longer `optimizer.schedule.warmup`, or `optimizer.clip=1.0`"
 _UNKNOWN = "the rank with the first non-finite value is unknown"
@@ -375,9 +376,11 @@ def _unsound(program: Program, held: Iterable[Holding]) -> Iterator[Unsound]:
         state = list(_STATES).index(part.subject)
         parts.setdefault((state, stage, tensor, part.name, part.key), []).append(part.tensor)
     with torch.no_grad(), without_modes():
-        for place in sorted(parts):
-            if not _is_finite(parts[place]):
-                yield Unsound(place, _counted(parts[place]))
+        yield from (
+            Unsound(place, _counted(parts[place]))
+            for place in sorted(parts)
+            if not _is_finite(parts[place])
+        )
 
 
 def _counted(tensors: Sequence[torch.Tensor]) -> str:
@@ -399,10 +402,11 @@ def _first(culprits: Iterable[Unsound], exchange: Exchange) -> str:
         return ""
     state, *_, name, key = min(firsts)
     same = [u.values for u in here if (u.place[0], *u.place[3:]) == (state, name, key)]
-    ranks: dict[str, list[str]] = {}
-    for rank, of_rank in enumerate(exchange.gather(same)):
-        for values in of_rank:
-            ranks.setdefault(values, []).append(str(rank))
+    ranks = grouped(
+        (values, str(rank))
+        for rank, of_rank in enumerate(exchange.gather(same))
+        for values in of_rank
+    )
     places = "; ".join(f"{values} on rank {', '.join(ranks[values])}" for values in ranks)
     return f"{list(_STATES.values())[state]}: {f'{name}.{key}' if key else name} has {places}"
 

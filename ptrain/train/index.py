@@ -47,8 +47,7 @@ class IndexReader(FileSystemReader):
         self._listed = listed
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        path = Path(self.path) / METADATA
-        with path.open("rb") as file:
+        with (Path(self.path) / METADATA).open("rb") as file:
             metadata = _Unpickler(file).load()
         if not isinstance(metadata, Metadata):
             raise refused(f"checkpoint {self.path}", f"{METADATA} contains no metadata", _REMEDY)

@@ -113,8 +113,7 @@ class Journal:
         shown = is_shown(self.spec, report.step)
         figures = self._figures(report)
         tokens = {"tokens_per_expert": {layer.layer: layer.tokens for layer in report.routing}}
-        row = {"step": report.step, **figures, **(tokens if report.routing else {})}
-        self._write(row)
+        self._write({"step": report.step, **figures, **(tokens if report.routing else {})})
         self._track(report.step, figures)
         if self._progress is not None:
             self._progress.update(self._progress.task_ids[0], completed=report.step)

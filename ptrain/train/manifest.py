@@ -183,8 +183,7 @@ def digests(folder: Path, names: Iterable[str]) -> dict[str, tuple[int, str]]:
 
 def write(folder: Path, manifest: Manifest) -> None:
     """Flushed to the disk together with the folder's entries."""
-    path = folder / NAME
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    descriptor = os.open(folder / NAME, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "wb") as file:
         file.write(sealed(asdict(manifest)))
         file.flush()
@@ -207,7 +206,9 @@ def read(folder: Path) -> Manifest:
         raise PtrainError(f"checkpoint {folder}: {NAME} has no seal")
     if is_name(folder.name) and manifest.step != step_of(folder):
         raise PtrainError(f"checkpoint {folder}: {NAME} belongs to step {manifest.step}")
-    if strange := [name for name in manifest.files if not _is_bare(name)]:
+    if strange := [
+        name for name in manifest.files if not _FILE.fullmatch(name) or name in (".", "..")
+    ]:
         raise PtrainError(f"checkpoint {folder}: {NAME} lists {strange[0]!r}, not a bare file name")
     return manifest
 
@@ -219,8 +220,7 @@ def _unsealed(folder: Path) -> tuple[bytes, bool]:
         text = (folder / NAME).read_bytes()
     except OSError as error:
         raise PtrainError(f"checkpoint {folder}: {NAME} is not readable: {error}") from error
-    parts = _SEALED.fullmatch(text)
-    if parts is None:
+    if (parts := _SEALED.fullmatch(text)) is None:
         return text, False
     content, seal = parts[1] + b"\n}", parts[2].decode()
     if _seal(content) != seal:
@@ -271,10 +271,6 @@ def _taken(leaves: Mapping[Any, Leaf], values: Mapping[Any, object]) -> dict[Any
 
 def _seal(text: bytes) -> str:
     return hashlib.sha256(text).hexdigest()
-
-
-def _is_bare(name: str) -> bool:
-    return bool(_FILE.fullmatch(name)) and name not in (".", "..")
 
 
 def problems(folder: Path, manifest: Manifest, names: Iterable[str]) -> list[str]:

@@ -65,8 +65,7 @@ class Run:
 
     def __str__(self) -> str:
         account = read(self.record)
-        measured = account.estimates.get(Column.MEASURED)
-        if measured is None:
+        if (measured := account.estimates.get(Column.MEASURED)) is None:
             return "no verdict: a run needs at least three steps"
         return summary(
             account.predicted,

@@ -88,8 +88,7 @@ def from_arguments(arguments: argparse.Namespace) -> Options:
         if name in Options.__dataclass_fields__ and name not in ("spec", "overrides")
     }
     rest["resume"] = _resolved(arguments.resume)
-    spec = specs[0] if specs else names().default
-    return Options(spec=spec, overrides=tuple(overrides), **rest)
+    return Options(spec=specs[0] if specs else names().default, overrides=tuple(overrides), **rest)
 
 
 def _resolved(resume: str | None) -> str | None:
@@ -125,9 +124,8 @@ def to_argv(options: Options) -> list[str]:
     """The command line that gives these options to a rank."""
     argv = [options.spec, *options.overrides]
     switches = ("json", "strict", "force", "allow_import", "accept_data", "quiet", "tensorboard")
-    for flag in (*switches, "prepared"):
-        if getattr(options, flag):
-            argv.append("--" + flag.replace("_", "-"))
+    named = (flag for flag in (*switches, "prepared") if getattr(options, flag))
+    argv += ["--" + flag.replace("_", "-") for flag in named]
     if options.resume is not None:
         argv += ["--resume", options.resume]
     if options.run_dir is not None:

@@ -97,12 +97,12 @@ class Probe:
     def _watching(self, step: int) -> Iterator[None]:
         with ExitStack() as stack:
             if step + 1 in self._traced:
-                world = self._program.world
-                stack.enter_context(traced(self._folder.trace, step + 1, world))
+                stack.enter_context(traced(self._folder.trace, step + 1, self._program.world))
             measurement = (
                 stack.enter_context(measure(self._program)) if self.is_measured(step) else None
             )
-            finder = stack.enter_context(self._finder()) if step == self.steady - 1 else None
+            is_before = step == self.steady - 1  # the memory of this step nobody reads
+            finder = stack.enter_context(Finder(self._program)) if is_before else None
             stopwatch = stack.enter_context(self._stopwatch()) if self._is_timed(step) else None
             yield
         if finder is not None:
@@ -122,10 +122,6 @@ class Probe:
     def _is_timed(self, step: int) -> bool:
         return self.is_measured(step - 1) and not self.is_measured(step)
 
-    def _finder(self) -> Finder:
-        """In the step before the steady one, whose memory nobody reads."""
-        return Finder(self._program)
-
     def _stopwatch(self) -> Stopwatch:
         return Stopwatch(self._program.mesh.axes_by_group(), rank=self._program.world.rank)
 
@@ -144,8 +140,7 @@ class Probe:
     def _take_time(self, step: int, stopwatch: Stopwatch) -> None:
         rows = stopwatch.rows()
         for row in rows:
-            axes = "+".join(row.axes)
-            LOG.debug("step %d  waited for %s %.4f s", step + 1, axes, row.seconds)
+            LOG.debug("step %d  waited for %s %.4f s", step + 1, "+".join(row.axes), row.seconds)
         if step != self.steady + 1 or self.estimate is None:
             return
         undefined = dict(self.estimate.undefined)

@@ -311,8 +311,7 @@ class Predictions:
 
 
 def _of_run(derivation: Derivation, probe: Probe, routing: RoutingLog) -> Predictions:
-    histogram = routing.counted.get(probe.steady)
-    if histogram is None:
+    if (histogram := routing.counted.get(probe.steady)) is None:
         return Predictions(derivation=derivation)
     counted = by_counts(derivation, histogram, probe.steady + 1)
     return Predictions(derivation=derivation, counted=counted)
@@ -415,10 +414,9 @@ def _conclude(
         measured = join_estimates(gather_estimates(session.world, estimate))
     checks = compare(predictions.judged, measured) if measured else ()
     if session.world.is_first:
-        estimates = [*predictions.columns, *([measured] if measured else [])]
         result = record(
             session.spec.name,
-            estimates,
+            [*predictions.columns, *([measured] if measured else [])],
             checks=checks,
             device=device_name(session.world),
             step_seconds={"measured": seconds} if seconds else None,

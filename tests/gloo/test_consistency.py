@@ -211,7 +211,7 @@ def test_training_stops_before_what_the_ranks_disagree_on_is_saved(
     told = ranks.run(4, trained, (*REPLICAS, *every), folder, fault)
     assert {code for code, _ in told} == {4}
     (words,) = {words for _, words in told}
-    assert "step 4: the ranks differ" in words
+    assert "step 4: values that must be identical on the ranks differ" in words
     assert "parameters · axis dp_replicate · differs between replicas · head.weight" in words
     assert "rank 2" in words
     assert "--resume" in words

@@ -150,7 +150,7 @@ def test_a_gradient_of_one_rank_that_is_not_finite_stops_all_before_the_update(
     assert "the rank with the first non-finite value is unknown;" in origin
     assert "recomputing the step gave finite values" in origin
     assert state.strip() == "the parameters are those of step 2; step 3 was not saved"
-    assert "remedy: a lower optimizer.lr" in remedy
+    assert "remedy: Use a lower `optimizer.lr`" in remedy
     assert not any(end.changed for end in ends)
     assert saved_steps(tmp_path / "run") == ["step-00000001", "step-00000002"]
 

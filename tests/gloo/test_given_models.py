@@ -80,7 +80,7 @@ def _shared() -> bool:
     places = positions(spec, data_index=program.data_index, data_degree=spec.data_degree)
     whole[list(places)] = local.tensors[0]
     shared = program.share(whole)
-    with pytest.raises(SpecError, match="the whole global batch"):
+    with pytest.raises(SpecError, match="the full global batch"):
         program.share(whole[:-1])
     return torch.equal(shared.tensors[0], local.tensors[0])
 

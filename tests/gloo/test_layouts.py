@@ -269,7 +269,7 @@ def differing_model(spec: Spec, what: str) -> str:
 def test_ranks_whose_dtypes_or_shapes_differ_refuse_to_start(ranks: Ranks) -> None:
     spec = spec_of({"layout": "fp32"}, {"dp_shard": "zero1"})
     for what, finding in (
-        ("dtype", "rank 0 has it in float32, rank 1 in float64"),
+        ("dtype", "its dtype is float32 on rank 0, float64 on rank 1"),
         ("shape", "its shape is [259, 42] on rank 0, [258, 42] on rank 1"),
     ):
         messages = ranks.run(2, differing_model, spec, what)

@@ -136,6 +136,6 @@ def test_a_report_names_what_is_reserved_and_does_not_claim_it() -> None:
     step = step_of((1, 30), (1, -30), resident=100)
     kinds = {"default segments": reserved(step, expands=False), "a kind that grows": None}
     _, table, why = reserved_lines(kinds)
-    assert "reserved by CUDA's allocator" in table and "136.3 MB" in table and "grows on" in table
+    assert "reserved by CUDA's allocator" in table and "130 MiB" in table and "grows on" in table
     assert why.startswith("not claimed: ")
     assert reserved_lines({}) == []

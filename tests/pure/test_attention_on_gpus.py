@@ -124,7 +124,8 @@ def test_no_peak_is_claimed_of_an_attention_that_is_no_kernel(sections, is_claim
 
 
 @pytest.mark.parametrize(
-    ("sm", "why"), [(None, "`cluster.sm` is not set"), (86, "known for sm 80, 90, not for sm 86")]
+    ("sm", "why"),
+    [(None, "`cluster.sm` is not set"), (86, "known for sm 80, 90, 100, not for sm 86")],
 )
 def test_without_a_known_capability_it_is_said_that_seeds_are_not_counted(sm, why):
     of = spec(sm)

@@ -61,35 +61,35 @@ def test_a_line_for_each_rank_says_which_experts_it_has():
 def test_rows_that_travel_are_as_many_as_are_routed_and_places_as_there_are():
     """2 samples of 16 tokens that go to 2 experts: 64 rows of 42 fp32 features. With a capacity
     each of 6 experts takes 1.5 x 2 x 16 / 6 tokens of a sample: 96 places."""
-    (routed,) = lines(spec(3), "travels")
-    assert routed.startswith("travels  64 rows of 42 features there and back, in forward and in b")
-    assert "10.75 kB of which 2/3 leave the rank where each expert is chosen as often" in routed
-    (placed,) = lines(spec(3, model=FULL), "travels")
-    assert placed.startswith("travels  96 places of 42 features there and back")
-    assert placed.endswith("16.13 kB of which 2/3 leave the rank, whatever is routed")
+    (routed,) = lines(spec(3), "dispatch")
+    assert routed.startswith("dispatch 64 rows of 42 features to their experts and back, per layer")
+    assert "10.75 kB, 2/3 of it to other ranks if experts are chosen equally often" in routed
+    (placed,) = lines(spec(3, model=FULL), "dispatch")
+    assert placed.startswith("dispatch 96 places of 42 features to their experts and back")
+    assert placed.endswith("16.13 kB, 2/3 of it to other ranks, independent of the routing")
 
 
 @pytest.mark.parametrize(
     ("made", "summed", "wrapped"),
     [
-        (spec(), "over no rank, since one rank has all their tokens; all others over ep",
+        (spec(), "not reduced, because one rank has all their tokens; all other gradients over ep",
          "keep each unit in a flat buffer: Θ replicated"),
         (spec(around=SHARDS, placement=GATHERED),
-         "over dp_shard; all others over dp_shard × ep",
+         "over dp_shard; all other gradients over dp_shard × ep",
          "fully_shard each unit over dp_shard: Θ S*, Ω S, G S"),
         (spec(around=REPLICAS | SHARDS),
-         "over dp_replicate × dp_shard; all others over dp_replicate × dp_shard × ep",
+         "over dp_replicate × dp_shard; all other gradients over dp_replicate × dp_shard × ep",
          "keep each unit in a flat buffer over dp_replicate × dp_shard: Θ sharded over dp_shard"),
         (spec(around={Axis.CP: (2, tuple_of("R,R,R,S"))}),
-         "over cp; all others over cp × ep",
+         "over cp; all other gradients over cp × ep",
          "keep each unit in a flat buffer over cp: Θ replicated"),
-        (spec(placement=GATHERED), "over no rank, since one rank has all their tokens; all "
-         "others over ep", "leave the units as they are: no data axis"),
+        (spec(placement=GATHERED), "not reduced, because one rank has all their tokens; all other "
+         "gradients over ep", "leave the units as they are: no data axis"),
     ],
     ids=["ep", "zero3", "hsdp", "cp", "alone"],
 )  # fmt: skip
 def test_experts_are_summed_and_wrapped_over_the_other_axes(made, summed, wrapped):
-    assert lines(made, "summed") == [f"summed   gradients of experts {summed}"]
+    assert lines(made, "reduced") == [f"reduced  gradients of experts {summed}"]
     (line,) = lines(made, "wrapped")
     assert line.startswith(f"wrapped  experts: {wrapped}")
 

@@ -100,12 +100,12 @@ def test_predict_prints_the_reserve_and_records_it(ptrain):
     peak = derive(require(load("8b-zero3"))).exact.peak_bytes()
     memory = f"cluster.device_memory={peak + 4 * GIB + peak // 40}"
     tight = ptrain("predict", "8b-zero3", memory)
-    assert "fits, but is tight: peak " in tight and " + reserve 4." in tight
-    assert " + reserve " not in ptrain("predict", "8b-zero3", memory, "cluster.reserve=0")
+    assert "\nFits, but tight: " in tight and " less a reserve of 4." in tight
+    assert "a reserve of 0 B" in ptrain("predict", "8b-zero3", memory, "cluster.reserve=0")
     record = json.loads(ptrain("predict", "8b-zero3", memory, "--json"))["fit"]
     assert record["fits"] is True and record["tight"] is True
     assert record["reserve_bytes"] == 3 * GIB + record["device_memory"] // 40
-    assert "does not fit by " in ptrain("predict", "8b-zero3", f"cluster.device_memory={peak}")
+    assert "Does not fit by " in ptrain("predict", "8b-zero3", f"cluster.device_memory={peak}")
 
 
 def test_a_sweep_has_the_rule_of_a_single_spec(ptrain):
@@ -117,7 +117,7 @@ def test_a_sweep_has_the_rule_of_a_single_spec(ptrain):
     cells = [dict(zip(names, row.split(","), strict=True)) for row in rows[1:]]
     assert [cell["fits"] for cell in cells] == ["false", "true", "true"]
     assert [cell["tight"] for cell in cells] == ["false", "true", "false"]
-    table = ptrain("predict", "8b-zero3", words).splitlines()[1:4]
+    table = ptrain("predict", "8b-zero3", words).splitlines()[2:5]
     assert [word for row in table for word in row.split() if word in ("no", "tight", "yes")] == [
         "no",
         "tight",
@@ -160,24 +160,24 @@ def test_the_largest_micro_batch_leaves_the_reserve():
 
 def test_offloaded_states_are_compared_with_the_host_of_the_preset(ptrain):
     text = ptrain("predict", *OFFLOADED)
-    assert "1129 GB of 2000 GB on a node's host" in text and "fits: " in text
+    assert "1051 GiB of 1863 GiB on a node's host" in text and "\nFits: " in text
     small = ptrain("predict", *OFFLOADED, "cluster.host_memory=1 TB")
-    assert "does not fit by 128.9 GB: " in small and "1129 GB of 1000 GB" in small
+    assert "Does not fit by 120 GiB: " in small and "1051 GiB of 931.3 GiB" in small
 
 
 def test_an_unknown_host_is_not_unlimited(ptrain):
     words = [*OFFLOADED[:-1], UNSTATED]
     text = ptrain("predict", *words)
-    assert "unknown: `cluster.host_memory` is missing, and a node's host holds" in text
-    assert "1129 GB on a node's host (memory unknown)" in text
-    assert "fits: " not in text
+    assert "`cluster.host_memory` is missing, and a node's host holds" in text
+    assert "1051 GiB on a node's host (memory unknown)" in text
+    assert "\nFits: " not in text and "\nUnknown whether it fits: " in text
     assert "`cluster.host_memory=2TB`" in text
-    assert "fits: " in ptrain("predict", *words, "cluster.host_memory=2TB")
+    assert "\nFits: " in ptrain("predict", *words, "cluster.host_memory=2TB")
     record = json.loads(ptrain("predict", *words, "--json"))["fit"]
     assert record["fits"] is None and record["host_bytes"] == record["host_needed_bytes"] > 10**12
     sweep = ptrain("predict", *words, "batch.sequence=64,128")
     head, *rows = sweep.splitlines()
-    assert "on a host" in head and all("unknown" in row and "1129 GB" in row for row in rows[:2])
+    assert "host memory" in head and all("unknown" in r and "1051 GiB" in r for r in rows[:2])
     assert sweep.count("unknown whether it fits: `cluster.host_memory` is missing") == 1
     spec = load(words[0], words[1:]).spec
     exact = derive(spec).exact
@@ -241,8 +241,8 @@ def test_ranks_that_this_host_cannot_hold_are_refused_before_any_starts(
     assert main([command, *first, "8b-zero3", "train.seed=1"]) == 2
     captured = capsys.readouterr()
     assert captured.out == "" and "Traceback" not in captured.err
-    assert "8 ranks of 8b-zero3 on the CPU need 341.8 GB of memory" in captured.err
-    assert "this host has 17.18 GB" in captured.err
+    assert "8 ranks of 8b-zero3 on the CPU need 318.3 GiB of memory" in captured.err
+    assert "this host has 16 GiB" in captured.err
     assert "`ptrain simulate 8b-zero3 train.seed=1`" in captured.err
     assert not [*tmp_path.iterdir()]
 

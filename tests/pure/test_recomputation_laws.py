@@ -300,7 +300,7 @@ def test_predict_warns_if_recomputation_raises_the_peak(change, is_warned, tmp_p
     assert main(["predict", str(file), *change]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     warning = (
-        "activations: recomputation or offloading raises the peak from 7.55 MB to 7.583 MB: the "
+        "activations: recomputation or offloading raises the peak from 7.2 MiB to 7.231 MiB: the "
         "peak is in the backward pass of one block, when all its activations are on the device "
         "again. Use `activations=R`."
     )

@@ -53,7 +53,10 @@ def test_the_ranks_of_several_nodes_of_gpus_do_not_start_on_one_machine(capsys, 
     monkeypatch.setattr(train, "start", lambda *_: pytest.fail("ranks were started"))
     assert main(["train", *EIGHT_NODES, "cluster.preset=h100-64"]) == 2
     told = capsys.readouterr().err
-    assert "64 ranks on nodes of 8 GPUs (h100-64)" in told and "--nnodes 8 " in told
+    assert (
+        "64 ranks would start on this machine; a node of h100-64 has 8 GPUs" in told
+        and "--nnodes 8 " in told
+    )
     assert not any(here.iterdir())
 
 

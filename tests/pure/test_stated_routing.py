@@ -156,7 +156,7 @@ def test_a_token_that_chooses_more_experts_than_a_rank_has_goes_to_others_too():
 
 def test_a_plan_says_what_ranks_get():
     spec = spec_of({"ep": 3}, "routing=worst")
-    assert "worst: the experts of a rank get 0 to 60 rows" in show(spec, planned(spec)[0])
+    assert "worst: the experts of a rank get 0 to 60 rows per layer" in show(spec, planned(spec)[0])
 
 
 def good() -> Counts:
@@ -209,7 +209,7 @@ BROKEN: tuple[tuple[Callable[[Counts], None], str], ...] = (
     (_negative, "blocks.1.mlp, rank 2, micro-batch 0: -1 for expert 0 is not a count"),
     (
         _too_often,
-        "expert 0 has blocks.1.mlp, rank 2, micro-batch 0: 20 choices; there are 10 tokens",
+        "blocks.1.mlp, rank 2, micro-batch 0: expert 0 has 20 choices; there are 10 tokens",
     ),
 )
 

@@ -122,4 +122,4 @@ def test_processors_have_none():
 def test_the_row_says_what_of_the_reserved_is_within_kernels():
     spaces = (Workspace("products, all the time", 2 * MIB), Workspace("collectives", None))
     *_, table = reserved_lines({"default segments": None}, spaces)
-    assert "of that within kernels" in table and "2.097 MB" in table and "unknown" in table
+    assert "of that within kernels" in table and "2 MiB" in table and "unknown" in table

@@ -112,7 +112,7 @@ def test_a_vocabulary_smaller_than_the_texts_is_refused_by_the_logits_that_were_
     logits = read_facts(spec, allow_import=True).vocabulary
     assert logits == 100
     with pytest.raises(
-        PtrainError, match=r"models_external:necks returns 100 logits\n.* 259 or more"
+        PtrainError, match=r"models_external:necks returns 100 logits per token\n.* 259 or more"
     ):
         require(corpus(spec.data), spec, logits)
 

@@ -271,8 +271,8 @@ def test_an_ignored_target_counts_for_nothing():
     [
         (replace(ODD_SHAPE, heads=4), "does not divide hidden=42"),
         (replace(ODD_SHAPE, kv_heads=2), "kv_heads=2 does not divide heads=3"),
-        (replace(ODD_SHAPE, heads=2, kv_heads=1), "rotary positions turn pairs"),
-        (replace(SMALL_GPT, head_bias=True), "a tied head is the embedding"),
+        (replace(ODD_SHAPE, heads=2, kv_heads=1), "rotary embeddings need an even number"),
+        (replace(SMALL_GPT, head_bias=True), "a tied head uses the embedding"),
     ],
 )
 def test_a_shape_that_cannot_be_is_refused_with_a_remedy(shape, finding):

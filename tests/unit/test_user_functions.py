@@ -135,7 +135,7 @@ def test_a_function_with_other_arguments_is_refused_by_their_names():
 def test_nothing_is_imported_without_leave(section):
     loss = {"loss": function("plain")} if section == "data" else {}
     spec = spec_of(**{section: function("items")}, **loss)
-    with pytest.raises(SpecError, match=rf"{section}.target: this would run code of {OWN}"):
+    with pytest.raises(SpecError, match=rf"{section}.target: the code of {OWN}.* is not imported"):
         facts_of(spec, allow_import=False)
 
 

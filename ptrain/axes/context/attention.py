@@ -201,8 +201,7 @@ def repeats(ulysses: int, kv_heads: int) -> int:
 
 def context_of(spec: Spec) -> ContextParallel | None:
     """Return the step that gives ranks of cp their tokens; None where cp has no two ranks."""
-    factor = factor_of(spec)
-    if factor is None:
+    if (factor := factor_of(spec)) is None:
         return None
     attention, shape = attention_of(spec), spec.model
     ulysses, ring = degrees(attention, factor.degree)
@@ -373,6 +372,4 @@ def parts_told_apart(kind: ContextKind) -> Iterator[tuple[int, int]]:
         yield 0, 0
         return
     for before in range(_TOLD_APART + 1):
-        for behind in range(_TOLD_APART + 1):
-            if before or behind:
-                yield before, behind
+        yield from ((before, behind) for behind in range(_TOLD_APART + 1) if before or behind)

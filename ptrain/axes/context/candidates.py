@@ -8,7 +8,7 @@ made longer. A degree that is written is tried whatever it leaves.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from math import gcd
 from typing import Any
 
@@ -26,15 +26,14 @@ _SLICES, _GATHERED = (
 _SECTION = "context"
 
 
-def _sizes(spec: Spec, devices: int, written: Written) -> Iterator[int]:
-    degree = written.degree(Axis.CP)
-    if degree is not None:
-        yield from (degree,) if devices % degree == 0 else ()
-        return
+def _sizes(spec: Spec, devices: int, written: Written) -> Iterable[int]:
     tokens = spec.batch.sequence
-    for size in divisors(devices):
-        if size == 1 or (tokens % size == 0 and tokens // size >= LEAST_TOKENS):
-            yield size
+    offered = (
+        size
+        for size in divisors(devices)
+        if size == 1 or (tokens % size == 0 and tokens // size >= LEAST_TOKENS)
+    )
+    return written.sizes(Axis.CP, devices, offered)
 
 
 def _choices(spec: Spec, ranks: int, written: Written) -> Iterator[AxisChoice]:
@@ -66,10 +65,8 @@ def _attentions(spec: Spec, ranks: int) -> Iterator[ContextAttention | Hybrid]:
     shape = spec.model
     common = gcd(shape.heads, shape.kv_heads) if isinstance(shape, ModelShape) else 1
     for ulysses in divisors(gcd(common, ranks))[1:]:
-        if ulysses == ranks:
-            yield ContextAttention.ULYSSES
-        else:
-            yield Hybrid(ulysses=ulysses, ring=ranks // ulysses)
+        hybrid = Hybrid(ulysses=ulysses, ring=ranks // ulysses)
+        yield ContextAttention.ULYSSES if ulysses == ranks else hybrid
 
 
 SPACE = AxisSpace(

@@ -17,6 +17,7 @@ from ptrain.spec.placement import Axis
 from ptrain.spec.precision import DType
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import ContextParallel, Plan
+from ptrain.units import grouped
 
 _ACTIVATIONS = State.ACTIVATIONS
 
@@ -27,17 +28,13 @@ def sent(
     """Yield what layers whose activations are `kept` so send over cp in a step; one that is
     computed again sends again, but for what arrived and is kept. `own`: the heads of each, of a
     model that is not built in."""
-    step = plan.context
-    if step is None:
+    if (step := plan.context) is None:
         return
     times = plan.accumulate.micro_batches
     yield from _documents(spec, step, times)
-    alike: dict[AttentionHeads, list[Kept]] = {}
-    for heads, mode in zip(own or (_heads_of(spec),) * len(kept), kept, strict=True):
-        alike.setdefault(heads, []).append(mode)
+    alike = grouped(zip(own or (_heads_of(spec),) * len(kept), kept, strict=True))
     for heads, modes in alike.items():
-        exchange = _Exchange(spec, plan, step, heads)
-        yield from _of_layers(exchange, times, modes)
+        yield from _of_layers(_Exchange(spec, plan, step, heads), times, modes)
 
 
 def _documents(spec: Spec, step: ContextParallel, times: int) -> Iterator[Traffic]:
@@ -130,10 +127,9 @@ class _Exchange:
     ) -> Iterator[Traffic]:
         if not times or ranks == 1:
             return
-        is_exchanged = self.via is not ReduceScatterVia.NATIVE
-        via = None
-        if collective is Collective.REDUCE_SCATTER and is_exchanged:
-            via = Collective.ALL_TO_ALL.value
+        is_reduced = collective is Collective.REDUCE_SCATTER
+        is_exchanged = is_reduced and self.via is not ReduceScatterVia.NATIVE
+        via = Collective.ALL_TO_ALL.value if is_exchanged else None
         calls = Calls(collective, _ACTIVATIONS, phase, times, via)
         yield calls.over(Group((self.step.axis,), ranks), payload)
 

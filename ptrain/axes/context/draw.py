@@ -51,11 +51,11 @@ def balance_text(step: ContextParallel) -> str:
     of_mean = balance(step)
     most, least = max(of_mean), min(of_mean)
     if most == least:
-        return f"equal under the causal mask: each rank of {step.axis} computes as many scores"
+        return f"all ranks of {step.axis} compute the same number of causal attention scores"
     first, last = of_mean.index(most), of_mean.index(least)
     return (
-        f"under the causal mask {step.axis} {first} computes {float(most):.3g} times the mean of "
-        f"scores, {step.axis} {last} {float(least):.3g}"
+        f"under the causal mask {step.axis} {first} computes {float(most):.3g} times the mean "
+        f"number of scores, {step.axis} {last} {float(least):.3g} times"
     )
 
 

@@ -86,8 +86,7 @@ def _choices(spec: Spec, ranks: int, written: Written) -> Iterator[AxisChoice]:
                 Factor(axis=axis, degree=degrees[DATA_AXES.index(axis)], placement=placement)
                 for axis, placement in zip(axes, placements, strict=True)
             )
-            for _, changes in alike:
-                yield AxisChoice(factors=factors, changes=changes)
+            yield from (AxisChoice(factors=factors, changes=changes) for _, changes in alike)
 
 
 _STOCK: Changes = (("sync", SyncPolicy(gradients=GradientSync.LAST)),)
@@ -120,9 +119,8 @@ def _of_axes(
     ways = []
     for combination in combinations:
         placements = tuple(DATA.nearest(_on(away, p), optimizer) for p in combination)
-        if not has_master and any(placement.parameters == M for placement in placements):
-            continue
-        ways += [(placements, changes) for changes in _dials(placements)]
+        if has_master or all(placement.parameters != M for placement in placements):
+            ways += [(placements, changes) for changes in _dials(placements)]
     return tuple(dict.fromkeys(ways))
 
 
@@ -139,8 +137,7 @@ def _dials(placements: tuple[Placement, ...]) -> Iterator[Changes]:
     """What else may be said beside these tuples; where it is not obeyed legality says so."""
     is_whole = all(p.gradients.distribution is Distribution.REPLICATED for p in placements)
     is_gathered = any(p.parameters != R for p in placements)
-    times = (GradientSync.LAST,) if is_whole else tuple(GradientSync)
-    for when in times:
+    for when in (GradientSync.LAST,) if is_whole else tuple(GradientSync):
         for after_forward, after_backward in _GIVEN_BACK[when] if is_gathered else ((True, True),):
             sync = SyncPolicy(
                 gradients=when,

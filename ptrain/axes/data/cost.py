@@ -19,10 +19,7 @@ Run = tuple[int, int, bool]  # start, end, flag: elements of a buffer
 
 def row_numel(shape: tuple[int, ...]) -> int:
     """Elements in one row of dim 0."""
-    numel = 1
-    for size in shape[1:]:
-        numel *= size
-    return numel
+    return math.prod(shape[1:])
 
 
 def padded_rows(shape: tuple[int, ...], ranks: int) -> int:

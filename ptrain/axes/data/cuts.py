@@ -140,8 +140,7 @@ class Cuts(Generic[T]):
         left = without(cut, over)
         numel, dtype = self.shard_numel(left), room.dtype(part)
         result = room.new(numel, dtype, Tier.DEVICE, state) if into is None else into
-        order = self._leading(left, over)
-        if order is None:
+        if (order := self._leading(left, over)) is None:
             return Move(result, part, room.all_gather(part, result, over, is_awaited=is_awaited))
         received = room.new(numel, dtype, Tier.DEVICE, state)
         work = room.all_gather(part, received, over, is_awaited=is_awaited)
@@ -162,8 +161,7 @@ class Cuts(Generic[T]):
     ) -> Move[T]:
         room = self.room
         result = room.like(part, self.shard_numel((*cut, *over)))
-        order = self._leading(cut, over)
-        if order is not None:
+        if (order := self._leading(cut, over)) is not None:
             part = room.permuted(part, self.shape(cut), order)
         return room.reduce_scatter(part, result, over, self.via, is_awaited=is_awaited)
 

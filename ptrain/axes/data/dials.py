@@ -219,15 +219,12 @@ def _unit(spec: Spec) -> Iterator[Fault]:
         )
     elif isinstance(spec.model, ModelShape) and spec.unit_size.count > spec.model.layers:
         layers = spec.model.layers
+        fewer = f"at most {layers} blocks" if layers > 1 else "block"
         yield Fault(
             place="unit",
             finding=f"{spec.unit_size}, but the model has only {layers}",
-            remedy=f"Use `unit=model`, or {_at_most(layers)}.",
+            remedy=f"Use `unit=model`, or {fewer}.",
         )
-
-
-def _at_most(layers: int) -> str:
-    return f"at most {layers} blocks" if layers > 1 else "block"
 
 
 def _given_back(spec: Spec) -> Iterator[Fault]:

@@ -291,8 +291,7 @@ def _one_way_for_activations(spec: Spec) -> Iterator[Fault]:
 
 
 def _replicas_inside_shards(spec: Spec) -> Iterator[Fault]:
-    axes = [factor.axis for factor in data_factors(spec)]
-    for outer, inner in pairwise(axes):
+    for outer, inner in pairwise([factor.axis for factor in data_factors(spec)]):
         if REDUCED_AXES.index(outer) > REDUCED_AXES.index(inner):
             yield Fault(
                 place=f"mesh.{inner}",

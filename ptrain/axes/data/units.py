@@ -41,7 +41,7 @@ def buckets_of(plan: Plan, units: Sequence[tuple[Modules, int]]) -> tuple[tuple[
     step = plan.wrap
     assert isinstance(step, FlatUnits), "whose units have flat buffers"
     pairs = plan.pipeline.shared if plan.pipeline else ()
-    shared = {_modules_of(name) for pair in pairs for name in pair}
+    shared = {(name.rpartition(".")[0],) for pair in pairs for name in pair}
     itemsize = plan.update.layout.reduced.itemsize
     buckets: list[list[int]] = []
     bucket: list[int] = []
@@ -59,10 +59,6 @@ def buckets_of(plan: Plan, units: Sequence[tuple[Modules, int]]) -> tuple[tuple[
     if bucket:
         buckets.append(bucket)
     return tuple(sorted((tuple(sorted(own)) for own in buckets), key=max))
-
-
-def _modules_of(name: str) -> Modules:
-    return (name.rpartition(".")[0],)
 
 
 U = TypeVar("U", bound="UnitUse[Any]")
@@ -236,8 +232,7 @@ class UnitLife(UnitUse[T]):
 
     def storages(self) -> Iterator[tuple[State, T]]:
         yield self.parameters.state, self.parameters.stored
-        for held in self.gradients.held():
-            yield State.GRADIENTS, held
+        yield from ((State.GRADIENTS, held) for held in self.gradients.held())
         yield from super().storages()
 
     def signature(self) -> Hashable:

@@ -200,8 +200,7 @@ class TensorTarget(Generic[T]):
         self.shape = update.shapes[index]
         self.owns_master = self.unit.parameters.is_materialized
         unit = self.unit.cuts
-        numel = math.prod(self.shape)
-        self.cuts = Cuts(unit.room, numel, self.unit.step.optimizer, unit.via)
+        self.cuts = Cuts(unit.room, math.prod(self.shape), self.unit.step.optimizer, unit.via)
 
     def lasting(self) -> T | None:
         """It is a piece of what is gathered."""

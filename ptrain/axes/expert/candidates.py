@@ -8,7 +8,7 @@ that both are one group; of the experts there is one tuple.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from math import gcd
 
 from ptrain.axes.candidates import AxisChoice, AxisSpace, Written, divisors
@@ -19,15 +19,11 @@ from ptrain.spec.spec import Spec
 _COPIES = Placement(parameters=R, optimizer=R, gradients=R)
 
 
-def _sizes(spec: Spec, devices: int, written: Written) -> Iterator[int]:
-    degree = written.degree(Axis.EP)
-    if degree is not None:
-        yield from (degree,) if devices % degree == 0 else ()
-        return
+def _sizes(spec: Spec, devices: int, written: Written) -> Iterable[int]:
     shape = spec.model
     is_known = isinstance(shape, ModelShape) and shape.capacity_factor is not None
     experts = shape.experts if isinstance(shape, ModelShape) and is_known else None
-    yield from divisors(gcd(experts or 1, devices))
+    return written.sizes(Axis.EP, devices, divisors(gcd(experts or 1, devices)))
 
 
 def _choices(spec: Spec, ranks: int, written: Written) -> Iterator[AxisChoice]:

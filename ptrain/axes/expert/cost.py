@@ -68,9 +68,11 @@ def rows_bytes(spec: Spec, shape: ModelShape) -> int:
     """Return the bytes of the rows that a rank sends to all experts of a layer in a micro-batch,
     its own among them, where every expert gets as many."""
     assert shape.experts is not None, "nothing travels"
-    rows = shape.experts_per_token * spec.routed_tokens
-    if shape.capacity_factor is not None:
-        rows = shape.experts * own_places(spec, shape)
+    rows = (
+        shape.experts_per_token * spec.routed_tokens
+        if shape.capacity_factor is None
+        else shape.experts * own_places(spec, shape)
+    )
     return spec.batch.micro * rows * shape.hidden * spec.precision.effective.parameters.itemsize
 
 

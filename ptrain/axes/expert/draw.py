@@ -33,8 +33,7 @@ def _named(step: ExpertParallel) -> str:
 def expert_lines(spec: Spec, plan: Plan) -> Iterator[str]:
     """Yield the experts of each rank of the axis, what travels, and what is summed over which
     axes; nothing where ranks have no experts of their own."""
-    step = plan.experts
-    if step is None:
+    if (step := plan.experts) is None:
         return
     ranks = ranks_over(spec, step.axes)
     own = step.number // ranks
@@ -42,10 +41,10 @@ def expert_lines(spec: Spec, plan: Plan) -> Iterator[str]:
         yield f"experts  {_named(step)} {rank}: {_span(rank * own, own)} of {step.number}"
     if ranks > _FEW_RANKS:
         yield f"experts  … {ranks} ranks of {_named(step)}"
-    yield f"travels  {_travels(spec, step, ranks)}"
+    yield f"dispatch {_travels(spec, step, ranks)}"
     if plan.loads is not None:
         yield f"routing  {_routing(spec, plan.loads)}"
-    yield f"summed   {_summed(plan, step)}"
+    yield f"reduced  {_summed(plan, step)}"
 
 
 def _span(first: int, number: int) -> str:
@@ -55,19 +54,18 @@ def _span(first: int, number: int) -> str:
 def _travels(spec: Spec, step: ExpertParallel, ranks: int) -> str:
     """What two all-to-alls of forward and two of backward send, of each layer and micro-batch."""
     micro, size = spec.batch.micro, step.features * spec.precision.effective.parameters.itemsize
-    away = f"{ranks - 1}/{ranks}"
-    often = "there and back, in forward and in backward of each of these layers and micro-batches"
+    away = f"{ranks - 1}/{ranks} of it to other ranks"
+    often = "to their experts and back, per layer and micro-batch, in forward and in backward"
     if step.places is not None:
         places = step.number * micro * step.places
         return (
-            f"{counted(places, 'place')} of {step.features} features {often}, "
-            f"{format_bytes(places * size)} of which {away} leave the rank, whatever is routed"
+            f"{counted(places, 'place')} of {step.features} features {often}: "
+            f"{format_bytes(places * size)}, {away}, independent of the routing"
         )
     rows = choices(spec, step)
     return (
-        f"{counted(rows, 'row')} of {step.features} features {often}, {format_bytes(rows * size)} "
-        f"of which {away} leave the rank where each expert is chosen as often, and all or none "
-        "where routing says so; counts of rows travel ahead of them"
+        f"{counted(rows, 'row')} of {step.features} features {often}: {format_bytes(rows * size)}, "
+        f"{away} if experts are chosen equally often; row counts are exchanged first"
     )
 
 
@@ -81,10 +79,12 @@ def _routing(spec: Spec, loads: Loads) -> str:
     }
     stated = "as counted" if isinstance(spec.routing, Histogram) else f"{spec.routing}"
     least, most = min(received), max(received)
-    return f"{stated}: a rank's experts get {least} to {counted(most, 'row')} of a layer at a time"
+    return f"{stated}: the experts of a rank get {least} to {counted(most, 'row')} per layer"
 
 
 def _summed(plan: Plan, step: ExpertParallel) -> str:
     over = " × ".join(axis for axis in plan.summed_axes if axis is not step.axis)
-    experts = f"over {over}" if over else "over no rank, since one rank has all their tokens"
-    return f"gradients of experts {experts}; all others over {' × '.join(plan.summed_axes)}"
+    experts = f"over {over}" if over else "not reduced, because one rank has all their tokens"
+    return (
+        f"gradients of experts {experts}; all other gradients over {' × '.join(plan.summed_axes)}"
+    )

@@ -190,8 +190,7 @@ def loads_of(spec: Spec, step: ExpertParallel | None) -> Loads | None:
 def assumed(spec: Spec) -> dict[str, str]:
     """Return what figures of a spec assume of where tokens go, by their kinds: nothing where
     they depend on nothing of the kind."""
-    factor = factor_of(spec)
-    if factor is None or not is_by_routing(spec):
+    if factor_of(spec) is None or not is_by_routing(spec):
         return {}
     where = {
         None: f"are spread evenly over the experts of all {' × '.join(spec.expert_axes)} ranks",

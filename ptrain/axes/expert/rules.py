@@ -143,8 +143,7 @@ def _by_groups(spec: Spec) -> Iterator[Fault]:
     model = spec.model
     if factor_of(spec) is None or not isinstance(model, HuggingFaceModel):
         return
-    written = model.config.get(_IMPLEMENTATION)
-    if written not in (None, _GROUPED):
+    if (written := model.config.get(_IMPLEMENTATION)) not in (None, _GROUPED):
         yield Fault(
             place=f"model.config.{_IMPLEMENTATION}",
             finding=f"ep needs the grouped_mm implementation of experts; got {written}",

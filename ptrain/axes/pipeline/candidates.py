@@ -43,9 +43,11 @@ def _with_stages(schedule: ScheduleName, ranks: int) -> Iterator[PipelineSpec]:
     plain = PipelineSpec(schedule=schedule)
     yield plain
     if takes_any_stages(schedule):
-        for number in _MORE_STAGES:
-            if number * ranks > plain.stages_over(ranks):
-                yield PipelineSpec(schedule=schedule, stages=number * ranks)
+        yield from (
+            PipelineSpec(schedule=schedule, stages=number * ranks)
+            for number in _MORE_STAGES
+            if number * ranks > plain.stages_over(ranks)
+        )
 
 
 SPACE = AxisSpace(axes=(Axis.PP,), sizes=_sizes, choices=_choices, tuples={Axis.PP: (_PLACEMENT,)})

@@ -219,8 +219,7 @@ class ScheduleRow(NamedTuple):
 def schedule(name: ScheduleName | ListedSchedule, pipeline: PipelineShape) -> Schedule:
     """Return the schedule of that name, or the listed one. Raises SpecError where it needs another
     number of stages or micro-batches, and where a list is no schedule."""
-    problems = tuple(faults(name, pipeline))
-    if problems:
+    if problems := tuple(faults(name, pipeline)):
         raise SpecError(*problems)
     if isinstance(name, ListedSchedule):
         return as_schedule(name)

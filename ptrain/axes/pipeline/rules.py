@@ -121,8 +121,7 @@ def _rounds_of_stages(spec: Spec) -> Iterator[Fault]:
 
 
 def _scheduled(spec: Spec) -> Iterator[Fault]:
-    pipeline = pipeline_of(spec)
-    if pipeline is not None:
+    if (pipeline := pipeline_of(spec)) is not None:
         yield from faults(spec.pipeline.schedule, pipeline)
 
 

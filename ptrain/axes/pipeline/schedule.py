@@ -110,8 +110,7 @@ class Schedule:
 
     def halves_of(self, stage: int) -> int:
         """Return how many backward passes of a stage are in two halves."""
-        own = self.orders[self.rank_of[stage]]
-        actions = (action for step in own for action in step.parts)
+        actions = (action for step in self.orders[self.rank_of[stage]] for action in step.parts)
         return sum(action.kind is Kind.INPUT and action.stage == stage for action in actions)
 
     def is_crossed(self, boundary: int) -> bool:

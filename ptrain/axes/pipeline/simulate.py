@@ -149,8 +149,7 @@ class _Simulation:
             step = order[len(spans)]
             start = spans[-1].end if spans else 0
             for need in needs_of(step):
-                arrival = self._arrival(need, rank)
-                if arrival is None:
+                if (arrival := self._arrival(need, rank)) is None:
                     waiting[need].append(rank)
                     return woken
                 start = max(arrival, start)
@@ -240,10 +239,8 @@ class _Sharing:
     def _begin(self) -> bool:
         """Every rank that can begins; returns whether any is busy."""
         for rank in range(self.schedule.ranks):
-            step = self._next(rank)
-            if rank in self.left or step is None:
-                continue
-            if all(need in self.ended for need in self.needs(step)):
+            step = None if rank in self.left else self._next(rank)
+            if step is not None and all(need in self.ended for need in self.needs(step)):
                 self.left[rank], self.begun[rank] = self.costs.of(step), self.now
         return bool(self.left)
 

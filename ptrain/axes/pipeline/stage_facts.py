@@ -149,9 +149,7 @@ TIED = ("embed.weight", "head.weight")
 def stages_of(spec: Spec, facts: ModelFacts) -> tuple[Stage, ...]:
     """The stages that the spec cuts the model into, first to last; none without pp. Raises
     SpecError where it has too few layers."""
-    if spec.degree(Axis.PP) == 1:
-        return ()
-    return cut_as_said(spec, layers(spec, facts))
+    return () if spec.degree(Axis.PP) == 1 else cut_as_said(spec, layers(spec, facts))
 
 
 def chain_of(spec: Spec, facts: ModelFacts) -> Chain:

@@ -3,7 +3,7 @@ activations whole between the blocks, in slices of the tokens, or saved so too."
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from math import gcd
 
 from ptrain.axes.candidates import AxisChoice, AxisSpace, Written, divisors
@@ -18,19 +18,14 @@ _TUPLES = tuple(
 )
 
 
-def _sizes(spec: Spec, devices: int, written: Written) -> Iterator[int]:
-    """Those within a node: every operator of a block waits for what they send. More where it is
-    written."""
-    degree = written.degree(Axis.TP)
-    if degree is not None:
-        yield from (degree,) if devices % degree == 0 else ()
-        return
+def _sizes(spec: Spec, devices: int, written: Written) -> Iterable[int]:
+    """Return the sizes within a node: every operator of a block waits for what they send. Larger
+    ones must be written."""
     cluster, shape = spec.cluster, spec.model
     most = min(devices, cluster.devices_per_node) if cluster else devices
-    common = most
-    if isinstance(shape, ModelShape):
-        common = gcd(*cut_sizes(shape).values())
-    yield from (degree for degree in divisors(common) if degree <= most and not devices % degree)
+    common = gcd(*cut_sizes(shape).values()) if isinstance(shape, ModelShape) else most
+    within = (size for size in divisors(common) if size <= most and devices % size == 0)
+    return written.sizes(Axis.TP, devices, within)
 
 
 def _choices(spec: Spec, ranks: int, written: Written) -> Iterator[AxisChoice]:

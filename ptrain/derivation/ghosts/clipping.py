@@ -64,8 +64,7 @@ def norm(wrapping: Wrapping) -> Iterator[Traffic]:
     whether any gradient overflowed, in fp32; and their copies between tiers."""
     spec, plan = wrapping.wrapped.spec, wrapping.wrapped.plan
     calls = Calls(Collective.ALL_REDUCE, State.GRADIENTS, Phase.UPDATE)
-    for axis, size in _scalars(plan):
-        yield calls.over(group_over(spec, (axis,)), size)
+    yield from (calls.over(group_over(spec, (axis,)), size) for axis, size in _scalars(plan))
     yield from wrapping.scalars()
 
 
@@ -73,10 +72,8 @@ def _scalars(plan: Plan) -> Iterator[tuple[Axis, int]]:
     """Yield the scalars that are summed: over which axis, and their bytes."""
     if plan.clip is not None:
         scalar = max(4, plan.update.layout.gradients.itemsize)
-        for axis in plan.clip.reduced_axes:
-            yield axis, scalar
-    for axis in plan.update.scale_axes:
-        yield axis, DType.FP32.itemsize
+        yield from ((axis, scalar) for axis in plan.clip.reduced_axes)
+    yield from ((axis, DType.FP32.itemsize) for axis in plan.update.scale_axes)
 
 
 def clip(scene: Scene, clipped: Iterable[list[list[int]] | None]) -> None:

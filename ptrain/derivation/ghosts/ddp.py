@@ -72,8 +72,7 @@ class Replicated(Local):
     def __init__(self, scene: Scene, replicas: Replicas) -> None:
         super().__init__(scene, replicas)
         self.replicas, self.axes = replicas, replicas.step.axes
-        itemsize = scene.plan.update.layout.gradients.itemsize
-        self.tape.add(scene.facts.trained_numel * itemsize)
+        self.tape.add(scene.facts.trained_numel * scene.plan.update.layout.gradients.itemsize)
         self.copies = scene.plan.accumulate.micro_batches == 1
         self.root = len(scene.facts.units) - 1
         self.due: list[int] = []  # bytes of buckets that are to be reduced
@@ -85,8 +84,7 @@ class Replicated(Local):
         and then the sizes of the buckets."""
         tensors, buckets = len(self.scene.facts.trained), len(self.replicas.buckets())
         for count in (tensors + 1, buckets):
-            size = _INDEX_BYTES * count
-            self.tape.sent(Collective.BROADCAST, self.axes, State.OTHER, size, "")
+            self.tape.sent(Collective.BROADCAST, self.axes, State.OTHER, _INDEX_BYTES * count, "")
 
     def begin(self, *, is_first: bool, is_last: bool) -> None:
         super().begin(is_first=is_first, is_last=is_last)

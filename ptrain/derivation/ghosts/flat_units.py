@@ -19,6 +19,7 @@ from ptrain.spec.spec import Spec, ranks_over
 from ptrain.steps.step import Plan
 from ptrain.steps.wraps import FlatUnits
 from ptrain.timeline import Timeline
+from ptrain.units import grouped
 
 # What flat units keep and send in one steady step: one unit of each kind is played through it, and
 # what it keeps, sends and copies counts for all of its kind.
@@ -63,11 +64,11 @@ def _footprints(sizes: Sizes) -> Iterator[Footprint]:
 
 def _kinds(spec: Spec, plan: Plan, facts: ModelFacts) -> Iterator[tuple[UnitFacts, int]]:
     """One unit of each kind, and how many there are of it: they keep and send the same."""
-    kinds: dict[Hashable, list[UnitFacts]] = {}
-    for unit in joined(plan, facts.units):
-        if unit.numel:
-            kind = _kind(spec, unit), plan.is_apart(unit.modules), facts.is_passed_by(unit)
-            kinds.setdefault(kind, []).append(unit)
+    kinds = grouped(
+        ((_kind(spec, unit), plan.is_apart(unit.modules), facts.is_passed_by(unit)), unit)
+        for unit in joined(plan, facts.units)
+        if unit.numel
+    )
     return ((units[0], len(units)) for units in kinds.values())
 
 

@@ -133,8 +133,7 @@ class Sharded(InPlace):
         return rows(parameters, optimizer, self.stored_gradients() * layout.gradients.itemsize)
 
     def kept_gradients(self, unit: UnitFacts) -> Iterator[int]:
-        for shard in range(self.ranks):
-            yield sum(map(math.prod, self.updated(unit, shard)))
+        yield from (sum(map(math.prod, self.updated(unit, shard))) for shard in range(self.ranks))
 
     def sent(self, times: Times | None) -> Iterator[Traffic]:
         """A unit of each kind counts for all of its kind."""
@@ -147,8 +146,7 @@ class Sharded(InPlace):
             if times is None:
                 player.in_turn(self.wrapped.plan.accumulate.micro_batches)
             else:
-                gathers = times(self.step.sync, is_root=unit.is_root)
-                player.by_count(gathers, self._reductions)
+                player.by_count(times(self.step.sync, is_root=unit.is_root), self._reductions)
             yield from account.rows
 
     @property
@@ -215,6 +213,5 @@ class _Alone:
 
     def _reduce(self) -> None:
         for tensor in self.unit.trained:
-            size = tensor.numel * self.player.e_parameters
-            self.player.complete(Complete(tensor.name, size))
+            self.player.complete(Complete(tensor.name, tensor.numel * self.player.e_parameters))
         self.player.after_backward(0)

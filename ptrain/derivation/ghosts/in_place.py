@@ -149,8 +149,7 @@ class InPlace:
 
     def rises(self, shard: int) -> Iterator[int]:
         """Yield the bytes that come and go while a unit of each kind is updated there."""
-        for unit, _ in self.kinds:
-            yield self._cost(unit, self.updated(unit, shard)).rise
+        yield from (self._cost(unit, self.updated(unit, shard)).rise for unit, _ in self.kinds)
 
     def _cost(self, unit: UnitFacts, shapes: Shapes) -> Cost:
         """Shards of one size are many, and of different sizes few."""

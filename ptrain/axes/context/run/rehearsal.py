@@ -292,8 +292,7 @@ def require_slices(model: nn.Module, spec: Spec, attending: Attending | None) ->
     """Raises SpecError for a model that is not on slices of the tokens what it is on all, and for
     heads that Ulysses cannot divide. Costs forward passes of a few tokens: two of the whole, and
     one for each of two ranks. On fake tensors, which have no values, nothing is compared."""
-    step = context_of(spec)
-    if step is None or attending is None:
+    if (step := context_of(spec)) is None or attending is None:
         return
     _require_heads(spec, attending)
     _require_plain(model, spec, attending)
@@ -424,8 +423,7 @@ class _Rehearsal:
         attend: Callable[[str, AttendingCall], Tensor],
         around: Around = _nothing,
     ) -> Tensor:
-        device = next(self.model.parameters()).device
-        positions = positions_of(spans, device)
+        positions = positions_of(spans, next(self.model.parameters()).device)
         watch = AttentionWatch(self.model, attend)
         with watch.watching(), around(watch):
             return logits_at(self.model, positions, self.positions, self.spec).detach()
@@ -436,14 +434,12 @@ class _Rehearsal:
         return output
 
     def _require_rank(self, spans: Spans, whole: Tensor, around: Around = _nothing) -> None:
-        attend = partial(self._replayed, spans)
-        logits = self._run(spans, attend, around)
+        logits = self._run(spans, partial(self._replayed, spans), around)
         if not _is_alike(logits, _taken(whole, spans, _TOKENS)):
             raise self._departs(spans, self.name, "returns different logits")
 
     def _replayed(self, spans: Spans, module: str, call: AttendingCall) -> Tensor:
-        before = self.whole.get(module)
-        if before is None or call.fault:
+        if (before := self.whole.get(module)) is None or call.fault:
             raise self._departs(spans, module, call.fault or "computes attention where it did not")
         for what in ("query", "key", "value"):
             given = _taken(getattr(before.call, what), spans, _OF_HEADS)

@@ -295,8 +295,7 @@ class FullyShardedWrap(ParameterWrap):
         for module in self.sharded:
             for part in fsdp2.parameters(module):
                 yield stored, local(part.sharded_param.detach())
-                between = fsdp2.smaller_shard(part)
-                if between is not None:
+                if (between := fsdp2.smaller_shard(part)) is not None:
                     yield State.TRANSIENT, between
                 for gradient in fsdp2.gradients(part):
                     yield State.GRADIENTS, local(gradient)
@@ -330,8 +329,7 @@ class Prefetch:
                 modules[-1].register_forward_hook(partial(_note, self._left, module)),
             ]
         if count:
-            root = members[-1][0]
-            self._hooks.append(root.register_forward_hook(lambda *_: self._settle()))
+            self._hooks.append(members[-1][0].register_forward_hook(lambda *_: self._settle()))
 
     def _settle(self) -> None:
         """The first forward pass is over."""
@@ -409,8 +407,7 @@ def _precision(step: FullyShard, layout: Layout) -> MixedPrecisionPolicy:
 
 def _name_smaller_group(group: FSDPParamGroup, step: FullyShard, mesh: Mesh) -> None:
     """The ranks that keep a unit between forward and backward, where they are fewer than all."""
-    between = fsdp2.smaller_group(group)
-    if between is not None:
+    if (between := fsdp2.smaller_group(group)) is not None:
         mesh.adopt(between, step.shard_axes)
 
 

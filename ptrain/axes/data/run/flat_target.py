@@ -145,9 +145,7 @@ class FlatTensors:
     def rows(self, tensor: torch.Tensor) -> torch.Tensor:
         """A whole tensor as a checkpoint wants it: cut over the ranks that keep shards of it."""
         axes = self.buffer_cuts.axes
-        if not axes:
-            return tensor.clone()
-        return distribute_rows(tensor, self.mesh.submesh(axes))
+        return distribute_rows(tensor, self.mesh.submesh(axes)) if axes else tensor.clone()
 
     def split(self, part: torch.Tensor, cut: Axes) -> Named:
         """Rows of the named tensors: gathers the buffer, keeps this rank's share of each of
@@ -218,8 +216,7 @@ class FlatTarget(ShardTarget[torch.Tensor]):
 
     def views(self) -> Iterable[CutView]:
         gradients, cutting = self.unit.gradients, self.unit.cutting_axes
-        held = gradients.kept
-        if held is None:
+        if (held := gradients.kept) is None:
             return []
         runs = self.unit.parameters.cut_runs(gradients.now)
         return [(cutting if is_cut else (), held[start:end]) for start, end, is_cut in runs]
@@ -418,20 +415,16 @@ class ZeroRedundancyUpdate:
         for target in self.targets:
             held = self.optimizer.optim.state.get(target.parameter)
             yield target, dict(held) if held else self._initial(target, torch.device("meta"))
-        for frozen in self.frozen:
-            yield frozen, {}
+        yield from ((frozen, {}) for frozen in self.frozen)
 
     def leaves(self) -> Iterator[tuple[SpreadTarget, TorchLeaf]]:
-        for target in self.targets:
-            yield target, TorchLeaf(target.parameter)
+        yield from ((target, TorchLeaf(target.parameter)) for target in self.targets)
 
     def storages(self) -> Iterator[tuple[State, torch.Tensor]]:
         """A rank that owns no tensor has a bucket of one element."""
-        for bucket in self._buckets():
-            yield State.PARAMETERS, bucket
+        yield from ((State.PARAMETERS, bucket) for bucket in self._buckets())
         for state in self.optimizer.optim.state.values():
-            for tensor in state.values():
-                yield State.OPTIMIZER, tensor
+            yield from ((State.OPTIMIZER, tensor) for tensor in state.values())
 
     def _buckets(self) -> Iterator[torch.Tensor]:
         return zero_redundancy.buckets(self.optimizer)

@@ -106,10 +106,9 @@ def _own(weight: torch.Tensor, axes: Sequence[Axis], mesh: Mesh) -> DTensor:
         meshes.append(weight.device_mesh)
         held, placements = weight.to_local(), [*placements, *weight.placements]
     own = len(held) // mesh.size(axes)
-    device_mesh = side_by_side(*meshes) if len(meshes) > 1 else meshes[0]
     return DTensor.from_local(
         held.narrow(0, own * mesh.place(axes), own).clone(),
-        device_mesh,
+        side_by_side(*meshes) if len(meshes) > 1 else meshes[0],
         placements,
         run_check=False,
         shape=weight.shape,

@@ -164,9 +164,9 @@ class Staged:
     def _shared_targets(self, part: LocalStage, names: Sequence[str]) -> Iterator[NamedTarget]:
         """To ask for a target's names may gather it over tp: before the first step only."""
         for group in part.wrapped.targets():
-            for target in group:
-                if any(name in target.export() for name in names):
-                    yield target
+            yield from (
+                target for target in group if any(name in target.export() for name in names)
+            )
 
     def _both_ends(self) -> dist.ProcessGroup | None:
         """The group of the first and the last stage's ranks, where they are two and this is one."""

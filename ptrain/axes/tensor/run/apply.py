@@ -65,6 +65,7 @@ from ptrain.errors import refused
 from ptrain.facts.stages import is_within
 from ptrain.internals.dtensor import RANDOM
 from ptrain.models.arguments import with_first
+from ptrain.models.chain import names_of_parameters
 from ptrain.models.modes import drops_out
 from ptrain.models.objective import LossInside, token_loss_sum
 from ptrain.models.sub_blocks import standing_alone
@@ -117,8 +118,7 @@ class FusedOrder:
     def held_features(self, path: str, whole: torch.Tensor) -> torch.Tensor:
         """Return what a module gives, with the features of a fused projection in the order of the
         ranks."""
-        lengths = self._lengths(f"{path}.weight")
-        if not lengths:
+        if not (lengths := self._lengths(f"{path}.weight")):
             return whole
         order = torch.tensor(held_order(lengths, self.degree), device=whole.device)
         return whole.index_select(-1, order)
@@ -134,8 +134,7 @@ class FusedOrder:
             return
         dim = cut_dims(self.step, [(name, tuple(shape))])[name]
         first, count = window[dim]
-        places = held_order(lengths, self.degree)[first : first + count]
-        for start, size in _consecutive(places):
+        for start, size in _consecutive(held_order(lengths, self.degree)[first : first + count]):
             yield (*window[:dim], (start, size), *window[dim + 1 :]), part.narrow(dim, place, size)
             place += size
 
@@ -363,8 +362,7 @@ def parallelize(
 def _named(model: nn.Module, step: Parallelize) -> Iterator[tuple[str, Role]]:
     """Yield the modules that have roles."""
     for pattern, role in step.roles:
-        for name in _matching(model, pattern):
-            yield name, role
+        yield from ((name, role) for name in _matching(model, pattern))
 
 
 def _columns(model: nn.Module, step: Parallelize, path: str) -> list[nn.Module]:
@@ -519,10 +517,7 @@ def _matching(model: nn.Module, pattern: str) -> Iterator[str]:
 
 def _tied(model: nn.Module) -> list[list[str]]:
     """Return the names of each parameter that has several."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    return [aliases for aliases in names.values() if len(aliases) > 1]
+    return [names for names in names_of_parameters(model) if len(names) > 1]
 
 
 def _tie_again(model: nn.Module, tied: list[list[str]]) -> None:
@@ -531,8 +526,7 @@ def _tie_again(model: nn.Module, tied: list[list[str]]) -> None:
         kept = model.get_parameter(first)
         for name in others:
             path, _, attribute = name.rpartition(".")
-            parameter = model.get_parameter(name)
-            is_cut = isinstance(parameter, DTensor), isinstance(kept, DTensor)
+            is_cut = isinstance(model.get_parameter(name), DTensor), isinstance(kept, DTensor)
             assert is_cut[0] is is_cut[1], (
                 f"{first} and {name} are the same tensor, but only one is sharded"
             )

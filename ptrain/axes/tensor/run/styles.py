@@ -181,10 +181,9 @@ class _Source:
     def whole(self, saved: _Saved) -> DTensor:
         """Return the whole tensor for one of the saved views; the last one lets it go."""
         if self._whole is None:
-            part = DTensor.from_local(
+            self._whole = DTensor.from_local(
                 saved.tensor(), self.device_mesh, [Shard(self.dim)], run_check=False
-            )
-            self._whole = part.redistribute(placements=[Replicate()])
+            ).redistribute(placements=[Replicate()])
         whole = self._whole
         self.num_saved -= 1
         if self.num_saved <= 0:  # a graph that is kept is gone through again
