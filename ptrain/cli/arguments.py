@@ -79,9 +79,9 @@ def options_of(verb: str) -> Iterator[str]:
     """Yield the names of a command's options, without hidden ones."""
     for options in COMMANDS[verb].groups.values():
         for item in options:
-            for names, how in item if isinstance(item, list) else (item,):
-                if names[0].startswith("-") and how["help"] != SUPPRESS:
-                    yield from names
+            for flags, how in item if isinstance(item, list) else (item,):
+                if flags[0].startswith("-") and how["help"] != SUPPRESS:
+                    yield from flags
 
 
 def _hint(verb: str, word: str, following: str) -> str:

@@ -133,7 +133,7 @@ def loss_of(model: nn.Module, samples: SampleBatch, objective: Objective, spec: 
 def _given(output: object, samples: SampleBatch) -> str:
     """Return what a loss receives: `float32 [2, 1] and list (float32 [2, 16], int64 [2])`."""
     data = samples.data
-    batch = "batch.inputs, batch.targets" if isinstance(data, TokenPair) else kind_of(data)
+    batch = "(inputs, targets)" if isinstance(data, TokenPair) else kind_of(data)
     return f"output {kind_of(output)} and batch {batch}"
 
 

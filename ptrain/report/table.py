@@ -134,8 +134,10 @@ def _wrap_names(
     columns: Sequence[TableColumn], names: TableColumn, width: int
 ) -> list[TableColumn]:
     """Return the columns with names no wider than `width`, continued on lines of their own."""
-    options = {"subsequent_indent": "  ", "break_long_words": False, "break_on_hyphens": False}
-    parts = [textwrap.wrap(name, width, **options) or [""] for name in names.cells]
+    wrapper = textwrap.TextWrapper(
+        width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+    )
+    parts = [wrapper.wrap(name) or [""] for name in names.cells]
     wrapped = []
     for column in columns:
         pairs = zip(column.cells, parts, strict=True)

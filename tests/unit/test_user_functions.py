@@ -75,7 +75,8 @@ def test_what_is_no_loss_is_named_by_its_type_and_shape(how):
 
 def test_a_loss_that_raises_is_named_with_its_line():
     fault = fault_of(spec_of(loss=function("raises")))
-    assert "given float32 [2, 8, 260], raised ValueError: no such loss" in fault.finding
+    given = "given output float32 [2, 8, 260] and batch (inputs, targets)"
+    assert f"{given}, raised ValueError: no such loss" in fault.finding
     assert f"{models_losses.__file__}:" in fault.finding and "mean loss" in fault.remedy
     fault = fault_of(spec_of(step=function("step_that_raises")))
     assert fault.place == "step.target" and "raised TypeError" in fault.finding
