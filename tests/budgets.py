@@ -24,7 +24,7 @@ SMALL = 80  # lines
 
 # begin
 BUDGETS: dict[str, int] = {
-    "ptrain": 56310,
+    "ptrain": 56350,
     "ptrain/activations": 360,
     "ptrain/algebra": 290,
     "ptrain/axes": 150,
@@ -43,11 +43,11 @@ BUDGETS: dict[str, int] = {
     "ptrain/internals": 350,
     "ptrain/interpreter": 1070,
     "ptrain/meters": 1520,
-    "ptrain/models": 5050,
+    "ptrain/models": 5060,
     "ptrain/optimizers": 540,
     "ptrain/plan": 510,
     "ptrain/rates": 360,
-    "ptrain/report": 2190,
+    "ptrain/report": 2210,
     "ptrain/rooms": 990,
     "ptrain/selection": 4040,
     "ptrain/simulation": 1080,
@@ -58,7 +58,7 @@ BUDGETS: dict[str, int] = {
     "ptrain/verification": 9280,
 }
 ONE_IMPORTER = 81  # modules that exactly one other imports
-SMALL_MODULES = 102  # modules with fewer lines than SMALL
+SMALL_MODULES = 101  # modules with fewer lines than SMALL
 # end
 
 

@@ -11,6 +11,7 @@ from typing import NoReturn
 from ptrain.cli.main import VERBS
 from ptrain.commands import COMMANDS, add_arguments
 from ptrain.errors import PtrainError
+from ptrain.spec.names import names
 
 # Options of launchers and other tools whose value is the number of ranks.
 _RANKS = {"nproc", "nproc_per_node", "num_processes", "num_gpus", "gpus", "ranks", "world_size"}
@@ -78,9 +79,9 @@ def options_of(verb: str) -> Iterator[str]:
     """Yield the names of a command's options, without hidden ones."""
     for options in COMMANDS[verb].groups.values():
         for item in options:
-            for names, how in item if isinstance(item, list) else (item,):
-                if names[0].startswith("-") and how["help"] != SUPPRESS:
-                    yield from names
+            for flags, how in item if isinstance(item, list) else (item,):
+                if flags[0].startswith("-") and how["help"] != SUPPRESS:
+                    yield from flags
 
 
 def _hint(verb: str, word: str, following: str) -> str:
@@ -134,3 +135,9 @@ def _as_overrides(arguments: Iterable[str]) -> Iterator[str]:
 def print_json(record: Mapping[str, object] | Sequence[Mapping[str, object]]) -> None:
     """Print a record, or a list of records if several specs were given."""
     print(json.dumps(record, indent=2, ensure_ascii=False, allow_nan=False))
+
+
+def missing_spec(command: str) -> PtrainError:
+    """Return the error of a command without a SPEC."""
+    text = f"ptrain {command}: SPEC is missing. Try `ptrain {command} {names().default}`."
+    return PtrainError(f"{text} `ptrain specs` lists all names.")

@@ -30,6 +30,7 @@ from rich.theme import Theme
 from ptrain.cli.arguments import CommandParser
 from ptrain.cli.main import VERBS
 from ptrain.errors import PtrainError
+from ptrain.spec.names import SPEC_FOLDERS, listing
 from ptrain.spec.reference import reference
 
 # In reading order. README links to each page.
@@ -171,7 +172,9 @@ def _answer(word: str) -> str:
             f"  {name:<{size}}  {textwrap.shorten(line, room, placeholder=' …')}"
             for name, line in hits.items()
         ]
-        parts += ["\n".join(lines), f"Next: ptrain help {next(iter(hits))}"] if hits else []
+        is_spec = word in listing(*SPEC_FOLDERS)
+        command = f"specs show {word}" if is_spec else f"help {next(iter(hits), '')}"
+        parts += ["\n".join(lines), f"Next: ptrain {command}"] if hits else []
     return "\n\n".join(parts)
 
 

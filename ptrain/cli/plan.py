@@ -3,7 +3,6 @@ Torch-free for built-in models."""
 
 from __future__ import annotations
 
-import shlex
 from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -15,14 +14,14 @@ from ptrain.charts.canvas import Format, painted, require_writable, write_whole
 from ptrain.charts.schedule import Heading, schedule_sheet
 from ptrain.charts.sheet import Sheet
 from ptrain.charts.tokens import tokens_sheet
-from ptrain.cli.arguments import print_json
+from ptrain.cli.arguments import missing_spec, print_json
 from ptrain.cli.predict import facts_of
 from ptrain.derivation.estimate import Derivation, derive
-from ptrain.errors import PtrainError, refused
+from ptrain.errors import refused
 from ptrain.plan.composition import all_conditions
 from ptrain.plan.lower import own_facts
 from ptrain.plan.show import show as plan_text
-from ptrain.report.screen import next_line, show
+from ptrain.report.screen import command_line, next_line, show
 from ptrain.selection.recompute import resolve_auto
 from ptrain.spec.batch import batch_lines
 from ptrain.spec.load import load, split_arguments
@@ -35,7 +34,7 @@ def run(args: Namespace) -> int:
     """The steps of every SPEC, in the order of execution."""
     sources, overrides = split_arguments(args.arguments)
     if not sources:
-        raise PtrainError("ptrain plan: SPEC is missing. `ptrain specs` lists the names.")
+        raise missing_spec("plan")
     form = _form_of_chart(args.chart, sources)
     plans = [_derived(source, overrides, args.allow_import) for source in sources]
     if form:
@@ -47,7 +46,7 @@ def run(args: Namespace) -> int:
     else:
         texts = [as_text(spec, derivation) for spec, derivation in plans]
         drawn = [f"chart    {args.chart}"] if form else []
-        words = shlex.join(["ptrain", "predict", *sources, *overrides])
+        words = command_line("predict", args.arguments, allow_import=args.allow_import)
         show("\n\n".join([*texts, *drawn, next_line(words, "ptrain predict --help")]))
     return 0
 

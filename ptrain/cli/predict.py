@@ -13,11 +13,11 @@ from functools import partial
 
 import ptrain
 from ptrain.axes.context.draw import balance_rows
-from ptrain.cli.arguments import print_json
+from ptrain.cli.arguments import missing_spec, print_json
 from ptrain.codec import encode
 from ptrain.derivation.estimate import Derivation, derive, facts_from_shape
 from ptrain.derivation.throughput import step_tokens
-from ptrain.errors import PtrainError, refused
+from ptrain.errors import refused
 from ptrain.facts.model import ModelFacts
 from ptrain.plan.composition import all_conditions
 from ptrain.report.predict import (
@@ -28,7 +28,7 @@ from ptrain.report.predict import (
     prediction_of,
     require_cuda,
 )
-from ptrain.report.screen import next_line, show
+from ptrain.report.screen import command_line, next_line, show
 from ptrain.selection.recompute import resolve_auto, useless_modes
 from ptrain.spec.load import load, split_arguments, sweeps
 from ptrain.spec.names import listing
@@ -119,7 +119,7 @@ def run(args: Namespace) -> int:
     else:
         from ptrain.report.differences import pair
 
-        command = shlex.join(["ptrain", "plan", *sources, *overrides])
+        command = command_line("plan", args.arguments, allow_import=args.allow_import)
         show(pair(*predictions, explain=args.explain), "", next_line(command, "ptrain plan --help"))
     return 0
 
@@ -139,7 +139,7 @@ def _job(args: Namespace) -> tuple[list[str], list[str], str]:
     a spec. Raises PtrainError if the arguments do not fit together."""
     sources, overrides = split_arguments(args.arguments)
     if not sources:
-        raise PtrainError("ptrain predict: SPEC is missing. `ptrain specs` lists the names.")
+        raise missing_spec("predict")
     model = next((source for source in sources if _is_model(source, args)), "")
     if model and args.cluster is None:
         remedy = f"Use `ptrain predict {model} --cluster h100-8`."

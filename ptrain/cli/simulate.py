@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import resource
-import shlex
 import sys
 from argparse import Namespace
 from collections.abc import Iterator
@@ -13,19 +12,19 @@ from typing import Any
 
 from ptrain.charts.canvas import Format, require_writable, write_whole
 from ptrain.charts.memory import painted_course
-from ptrain.cli.arguments import print_json
+from ptrain.cli.arguments import missing_spec, print_json
 from ptrain.cli.predict import facts_of
 from ptrain.cli.progress import progress
 from ptrain.codec import encode
 from ptrain.cost import State
 from ptrain.derivation.estimate import Derivation, derive
 from ptrain.derivation.workspaces import workspaces
-from ptrain.errors import PtrainError, refused
+from ptrain.errors import refused
 from ptrain.installed import torch_minor
 from ptrain.meters.measure import join_estimates
 from ptrain.report.heading import heading
 from ptrain.report.record import record, rows_of
-from ptrain.report.screen import next_line, show
+from ptrain.report.screen import command_line, next_line, show
 from ptrain.report.simulation import GARBAGE, RankReport, one
 from ptrain.rooms import pretence
 from ptrain.rooms.patches import require_supported
@@ -46,7 +45,7 @@ def run(args: Namespace) -> int:
     form = require_writable(args.chart) if args.chart else None
     sources, overrides = split_arguments(args.arguments)
     if not sources:
-        raise PtrainError("ptrain simulate: SPEC is missing. `ptrain specs` lists the names.")
+        raise missing_spec("simulate")
     specs = [
         resolve_auto(load(source, choice)) for source in sources for choice in sweeps(overrides)
     ]
@@ -71,7 +70,7 @@ def run(args: Namespace) -> int:
     if args.json:
         print_json(records if len(records) > 1 else records[0])
     else:
-        words = shlex.join(["ptrain", "verify", *args.arguments])
+        words = command_line("verify", args.arguments, allow_import=args.allow_import)
         show("", next_line(words, "ptrain verify --help"))
     return 0
 

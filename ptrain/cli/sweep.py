@@ -6,7 +6,6 @@ In a sweep, batch and cluster follow the mesh, and an invalid point is a row wit
 
 from __future__ import annotations
 
-import shlex
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -22,7 +21,7 @@ from ptrain.codec import encode
 from ptrain.derivation.estimate import Derivation, step_lanes
 from ptrain.errors import Fault, PtrainError, SpecError, refused
 from ptrain.report.predict import Prediction, require_cuda
-from ptrain.report.screen import next_line, show
+from ptrain.report.screen import command_line, next_line, show
 from ptrain.report.step_time import critical_path
 from ptrain.report.sweep import SweepPoint, as_csv, fastest_that_fits, ordered, table
 from ptrain.spec.follow import followers
@@ -74,7 +73,7 @@ def run_sweep(
     else:
         drawn = [f"chart    {args.chart}"] if form is not None else []
         chosen = fastest_that_fits(predictions) or predictions[0]
-        words = shlex.join(["ptrain", "predict", *chosen.words])
+        words = command_line("predict", chosen.words, allow_import=args.allow_import)
         show(table(points, explain=args.explain), *drawn, "", next_line(words, _LISTS))
     return 0
 

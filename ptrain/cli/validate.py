@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import shutil
 import tempfile
 from argparse import Namespace
@@ -13,7 +12,7 @@ from ptrain.cli.arguments import print_json
 from ptrain.cli.progress import progress
 from ptrain.errors import VerdictFailed, refused
 from ptrain.installed import require_torch
-from ptrain.report.screen import next_line, show
+from ptrain.report.screen import command_line, next_line, show
 from ptrain.spec.load import split_arguments, sweeps
 from ptrain.spec.names import names
 from ptrain.train.notebook import Run, load_trainable
@@ -55,7 +54,7 @@ def run(args: Namespace) -> int:
         records = [validation.record for validation in runs]
         print_json(records if len(records) > 1 else records[0])
     else:
-        words = shlex.join(["ptrain", "verify", *args.arguments])
+        words = command_line("verify", args.arguments, allow_import=args.allow_import)
         show("", next_line(words, "ptrain verify --help"))
     return 0 if all(validation.holds for validation in runs) else VerdictFailed.exit_code
 

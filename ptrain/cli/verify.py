@@ -21,7 +21,7 @@ from ptrain.cli.arguments import print_json
 from ptrain.errors import VerdictFailed, refused
 from ptrain.installed import require_torch
 from ptrain.plan.lower import own_facts
-from ptrain.report.screen import next_line, show
+from ptrain.report.screen import command_line, next_line, show
 from ptrain.selection.recompute import resolve_auto
 from ptrain.spec.extras import require_leave, require_transformers
 from ptrain.spec.file_tier import require_file_tier
@@ -72,8 +72,9 @@ def run(args: Namespace) -> int:
         print_json(records if len(records) > 1 else records[0])
     holds = all(record["verdict"] == "holds" for record in records)
     if not args.json:
-        words = ["ptrain", "train", *args.arguments] if holds else [*args.typed, "--verbose"]
-        show(next_line(shlex.join(words), "ptrain verify --help"))
+        train = command_line("train", args.arguments, allow_import=args.allow_import)
+        command = train if holds else shlex.join([*args.typed, "--verbose"])
+        show("", next_line(command, "ptrain verify --help"))
     return 0 if holds else VerdictFailed.exit_code
 
 

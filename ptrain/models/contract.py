@@ -20,6 +20,7 @@ from ptrain.models.objective import (
     ModelCalls,
     Objective,
     SampleBatch,
+    TokenPair,
     objective_of,
     sample_batch,
 )
@@ -125,8 +126,15 @@ def loss_of(model: nn.Module, samples: SampleBatch, objective: Objective, spec: 
     inputs = samples.inputs  # which the data may not say
     with forward_of(model, inputs, spec):
         output = model(inputs)
-    with boundary(lambda error: raised(function, error, f", given {kind_of(output)},")):
+    with boundary(lambda error: raised(function, error, f", given {_given(output, samples)},")):
         return objective.of(output, samples)
+
+
+def _given(output: object, samples: SampleBatch) -> str:
+    """Return what a loss receives: `float32 [2, 1] and list (float32 [2, 16], int64 [2])`."""
+    data = samples.data
+    batch = "(inputs, targets)" if isinstance(data, TokenPair) else kind_of(data)
+    return f"output {kind_of(output)} and batch {batch}"
 
 
 def _loss_of_step(

@@ -57,14 +57,14 @@ def resolved(function: UserFunction, *given: str) -> Callable[..., object]:
     by keyword. Raises SpecError where it cannot, and for a target that is none."""
     target = _imported(function)
     try:
-        inspect.signature(target).bind(*given, **function.arguments)
+        signature = inspect.signature(target)
+        signature.bind(*given, **function.arguments)
     except TypeError as error:
         names = ", ".join((*given, *function.arguments)) or "no arguments"
         finding = f"{function.target} cannot be called with {names}: {error}"
         place = f"{function.section}.arguments"
-        raise refused(
-            place, finding, f"Set `{place}` to arguments that the function accepts."
-        ) from error
+        remedy = f"Set `{place}` to arguments that the function accepts: `{signature}`."
+        raise refused(place, finding, remedy) from error
     except ValueError:
         pass  # a builtin may have no signature to compare with
     return target

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
@@ -28,7 +27,7 @@ from ptrain.errors import refused
 from ptrain.plan.composition import compositions, condition_lines
 from ptrain.report.heading import by_data_lines, heading
 from ptrain.report.places import by_place
-from ptrain.report.screen import fold, screen_width
+from ptrain.report.screen import command_line, fold, screen_width
 from ptrain.report.step_time import device_name, job_pace, pace_parts, time_lines
 from ptrain.report.table import (
     MISSING,
@@ -313,7 +312,8 @@ def next_commands(prediction: Prediction) -> list[str]:
         verb, changes = "predict", ("cluster.preset=h100-8",)
     elif prediction.spec.is_for_cuda:
         verb = "simulate"
-    command = shlex.join(["ptrain", verb, *words, *changes])
+    allowed = prediction.allow_import and verb != "select"
+    command = command_line(verb, (*words, *changes), allow_import=allowed)
     is_told = fitting.peak_bytes is None and fitting.fits is None
     general = "ptrain help fit-a-model" if fitting.fits is False else f"ptrain {verb} --help"
     return [prediction.telling if is_told else command, general]
@@ -334,8 +334,8 @@ def startup_lines(prediction: Prediction) -> list[str]:
     elif spec.model.pretrained is None:
         way = f"{ranks} draw one tensor at a time"
     needed, memory = size(fitting.startup_host_bytes), fitting.host_memory
-    room = "a host of unknown memory" if memory is None else size(memory)
-    return [f"host memory at start-up: {needed} of {room} per node ({way})"]
+    room = " (host memory unknown)" if memory is None else f" of {size(memory)}"
+    return [f"host memory at start-up: {needed} per node{room}; {way}"]
 
 
 def explanation(prediction: Prediction) -> list[str]:

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import sys
+from collections.abc import Iterable
 from typing import TextIO
 
 PIPE_WIDTH = 100
 _PART = " · "
+_FIELDS = re.compile(r"(?<=\S)  (?=\S)")  # between figures of a step: `loss 5.61  |g| 4.78`
 _GREEN, _RED, _YELLOW, _RESET = "\x1b[1;32m", "\x1b[1;31m", "\x1b[1;33m", "\x1b[0m"
 _STYLES = (  # of words at the start of a line, and of cells between two blanks
     (_YELLOW, r"^(?:Fits, but tight|Unknown|warning)\b|(?<=  )(?:tight|unknown)(?=  |$)"),
@@ -52,8 +55,9 @@ def fold(line: str, width: int) -> list[str]:
     is_command = "ptrain " in line.replace("`ptrain ", "")
     if len(line) <= width or is_command or any(mark in line for mark in "█│┌└"):
         return [line]
-    separator = _PART if _PART in line else " "
-    words = line.strip().split(separator)
+    inner = line.strip()
+    separator = _PART if _PART in inner else "  " if len(_FIELDS.findall(inner)) > 2 else " "
+    words = inner.split(separator)
     lines = [line[: len(line) - len(line.lstrip())] + words[0]]
     for word in words[1:]:
         if len(lines[-1]) + len(separator) + len(word) <= width:
@@ -69,6 +73,11 @@ def paint(text: str, stream: TextIO | None) -> str:
     for colour, words in () if is_plain or stream is None or not stream.isatty() else _STYLES:
         text = re.sub(f"({words})", rf"{colour}\1{_RESET}", text, flags=re.MULTILINE)
     return text
+
+
+def command_line(verb: str, words: Iterable[str], *, allow_import: bool = False) -> str:
+    """Return `ptrain VERB WORDS` as it is typed, with the flag that lets it import code."""
+    return shlex.join(["ptrain", verb, *words, *["--allow-import"] * allow_import])
 
 
 def next_line(*commands: str) -> str:

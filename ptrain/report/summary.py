@@ -70,7 +70,7 @@ def summary(
     """
     wire = wire_rows(exact, measured) if wire is None else wire
     failing = [
-        f"fails: {check.name}: {check.why} (tolerance {check.tolerance:.0%})"
+        f"fails: {check.name}: {_why(check)} (tolerance {check.tolerance:.0%})"
         for check in checks
         if not check.holds
     ]
@@ -208,6 +208,13 @@ def _traffic_rows(exact: Estimate, measured: Estimate) -> Iterable[Row]:
         before, after = _unequal(left.get(key, set()), right.get(key, set()))
         label = _named(traffic_label(key), exchange_of(key), exact)
         yield label, _calls(before), _calls(after), _sent_difference(before, after)
+
+
+def _why(check: Check) -> str:
+    """Return why a check fails: both figures if there are two, or else its sentence."""
+    if check.lower is not None or None in (check.predicted, check.measured):
+        return check.why
+    return f"measured {check.measured:,}, predicted {check.predicted:,}"
 
 
 def _unequal(left: set[Traffic], right: set[Traffic]) -> tuple[Traffic | None, Traffic | None]:

@@ -135,7 +135,7 @@ def _columns(predictions: Sequence[Prediction]) -> list[tuple[str, Importance, _
     room = f" (of {size(*usable)})" if len(usable) == 1 and None not in usable else ""
     first, device, seconds = predictions[0], device_name(predictions[0].spec), SORTS["time"]
     has_host = any(one.fit.host_bytes for one in predictions)
-    is_timed = any(seconds(one) is not None or untimed(one.derivation) for one in predictions)
+    is_timed = any(seconds(one) is not None for one in predictions)
     host = ("host memory", figure, _cell(lambda one: size(one.fit.host_needed_bytes)))
     paces = [
         ("step time", result, _cell(lambda one: or_missing(seconds(one), format_seconds))),

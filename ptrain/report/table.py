@@ -5,6 +5,7 @@ Tables are laid out here: importing rich takes as long as deriving a small spec.
 
 from __future__ import annotations
 
+import textwrap
 import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -23,6 +24,7 @@ Largest = Mapping[tuple[str, str], int]  # bytes by state and tier
 _SIZES = attrgetter("state", *TIERS)
 _BETWEEN = "  "
 _SHORTEST = 24  # columns that a cut name keeps
+_WRAPPED = 18  # columns of a name that continues on the next line
 _TWO_WIDE = ("W", "F")  # Unicode's East Asian width of what takes two columns of a terminal
 
 
@@ -38,12 +40,14 @@ class Importance(IntEnum):
 
 class TableColumn(NamedTuple):
     """A column of a table: its title, a cell for each row, and how important it is. Text stands on
-    the `left`, numbers on the right."""
+    the `left`, numbers on the right. Names that `wraps` continue on the next line before a figure
+    is left out."""
 
     title: str
     importance: Importance = Importance.FIGURE
     cells: Sequence[str] = ()
     left: bool = False
+    wraps: bool = False
 
     @property
     def width(self) -> int:
@@ -52,7 +56,7 @@ class TableColumn(NamedTuple):
     def cut(self, width: int) -> TableColumn:
         """Return the column with its title and longer cells cut at a width."""
         title, *cells = (_cut(cell, width) for cell in (self.title, *self.cells))
-        return TableColumn(title, self.importance, cells, self.left)
+        return self._replace(title=title, cells=cells)
 
     def padded(self) -> list[str]:
         """Return title and cells, as wide as the widest of them."""
@@ -72,7 +76,7 @@ def difference_columns(
 ) -> list[TableColumn]:
     """Return the heads of rows with two sides and their difference."""
     return [
-        name_column(title),
+        name_column(title)._replace(wraps=True),
         TableColumn(before),
         TableColumn(after),
         TableColumn("difference", Importance.RESULT),
@@ -92,7 +96,7 @@ def render(columns: Sequence[TableColumn], width: int | None = None) -> str:
         columns: from left to right. If none has a title, the table has no line of titles.
         width: of the terminal, by default the screen's. The least important columns are left out
             until the table fits, of equally important ones the last, and a line below the table
-            names them. Long names are cut before a result is left out.
+            names them. Long names are wrapped or cut before a result is left out.
 
     Returns:
         The lines, without blanks at their ends.
@@ -107,8 +111,10 @@ def render(columns: Sequence[TableColumn], width: int | None = None) -> str:
     while (excess := sum(column.width + len(_BETWEEN) for column in kept) - room) > 0:
         least = min(reversed(kept), key=attrgetter("importance"))
         longest = max((column for column in kept if column.left), key=attrgetter("width"))
-        shorter = max(longest.width - excess, _SHORTEST)
-        if least.importance >= Importance.RESULT and shorter < longest.width:
+        shorter = max(longest.width - excess, _WRAPPED if longest.wraps else _SHORTEST)
+        if longest.wraps and least.importance >= Importance.FIGURE and shorter < longest.width:
+            kept = _wrap_names(kept, longest, shorter)
+        elif least.importance >= Importance.RESULT and shorter < longest.width:
             kept = [longest.cut(shorter) if column is longest else column for column in kept]
         elif least.importance is Importance.NAME:
             break
@@ -122,6 +128,24 @@ def render(columns: Sequence[TableColumn], width: int | None = None) -> str:
         lost = [column.title for column in columns if column.title not in {"", *stays}]
         lines += [f"{counted(len(lost), 'column')} left out: {', '.join(lost)}"] if lost else []
     return "\n".join(lines if any(column.title for column in kept) else lines[1:])
+
+
+def _wrap_names(
+    columns: Sequence[TableColumn], names: TableColumn, width: int
+) -> list[TableColumn]:
+    """Return the columns with names no wider than `width`, continued on lines of their own."""
+    wrapper = textwrap.TextWrapper(
+        width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+    )
+    parts = [wrapper.wrap(name) or [""] for name in names.cells]
+    wrapped = []
+    for column in columns:
+        pairs = zip(column.cells, parts, strict=True)
+        cells = [text for cell, part in pairs for text in (cell, *[""] * (len(part) - 1))]
+        wrapped.append(column._replace(cells=cells))
+    lines = [line for part in parts for line in part]
+    at = columns.index(names)
+    return [*wrapped[:at], names._replace(cells=lines, wraps=False), *wrapped[at + 1 :]]
 
 
 def _cut(cell: str, width: int) -> str:

@@ -19,7 +19,7 @@ def require_leave(spec: Spec, *, allow_import: bool) -> None:
 def require_leave_of(function: UserFunction, *, allow_import: bool) -> None:
     """Before this one is."""
     if not allow_import:
-        finding = f"this runs code of {function.target}"
+        finding = f"the code of {function.target} is not imported"
         raise refused(
             function.place,
             finding,

@@ -119,7 +119,7 @@ def test_a_word_that_is_no_topic_is_answered(word, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("word", "first"),
     [
-        ("models", "transformers-models"),  # a title
+        ("models", "your-model"),  # a title
         ("autocast", "glossary"),
         ("gradient accumulation", "glossary"),
         ("sbatch", "starting-a-training"),

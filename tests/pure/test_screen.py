@@ -14,7 +14,15 @@ import pytest
 
 from ptrain.cli.progress import progress
 from ptrain.report import screen
-from ptrain.report.screen import PIPE_WIDTH, fold, next_line, paint, screen_width, show
+from ptrain.report.screen import (
+    PIPE_WIDTH,
+    command_line,
+    fold,
+    next_line,
+    paint,
+    screen_width,
+    show,
+)
 from ptrain.units import format_memory
 
 ROOT = Path(__file__).parents[2]
@@ -104,6 +112,17 @@ def test_a_line_is_folded_between_its_parts_and_a_command_is_not():
         "  to measure the peak: ptrain simulate zero3"
     ]
     assert len(fold("no time: `ptrain calibrate` measures those of this machine", 40)) == 2
+    step = "step 10/50  loss 3.6787  |g| 1.80  0.27 s  peak 19.46 MiB  traffic 19.32 MB"
+    first, second = fold(step, 50)  # never between a number and its unit
+    assert (first[-6:], second) == ("0.27 s", "  peak 19.46 MiB  traffic 19.32 MB")
+    assert len(fold("sync     gradients after every micro-batch, then resharded", 40)) == 2
+
+
+def test_the_next_command_lets_code_be_imported_if_this_one_did():
+    assert command_line("train", ["a b.yaml"]) == "ptrain train 'a b.yaml'"
+    assert command_line("train", ["a.yaml"], allow_import=True) == (
+        "ptrain train a.yaml --allow-import"
+    )
 
 
 def test_the_next_command_is_the_first_that_fits(monkeypatch):

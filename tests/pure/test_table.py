@@ -178,3 +178,19 @@ def test_what_the_sockets_counted_stands_beside_what_the_backend_sends():
     (row,) = [line for line in text.splitlines() if "+0.000%" in line]
     assert row.startswith("dp_shard") and "gloo" in row
     assert "0.250 s" in text and "0.500 s" in text
+
+
+def test_names_of_differences_continue_before_a_figure_is_left_out():
+    rows = [
+        ("all_gather dp_shard, forward", "2 calls, 8 B", "2 calls, 8 B", "0"),
+        ("a", "1 B", "1 B", "0"),
+    ]
+    columns = make_columns(rows, *difference_columns("per rank and step"))
+    assert render(columns, 64).splitlines() == [
+        "per rank and step        predicted      measured  difference",
+        "all_gather dp_shard,  2 calls, 8 B  2 calls, 8 B           0",
+        "  forward",
+        "a                              1 B           1 B           0",
+    ]
+    assert render(columns, 200).count("\n") == 2
+    assert "left out: predicted, measured" in render(columns, 40)

@@ -124,7 +124,7 @@ def test_what_a_module_has_itself_is_the_last_that_fsdp2_lists() -> None:
 
 
 def test_without_leave_nothing_of_the_user_is_imported() -> None:
-    with pytest.raises(SpecError, match="this runs code of"):
+    with pytest.raises(SpecError, match="is not imported"):
         simulate(of_user("tests.models_external:necks"))
 
 

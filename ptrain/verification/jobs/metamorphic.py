@@ -272,7 +272,8 @@ class Metamorphic:
             state.restore()
             yield from self._in_another_order(seen.gradients, batch)
         else:
-            self.notes.append("the order of samples: not tested, ranks have no rows of the batch")
+            why = "the ranks do not divide the rows of the batch, for example all have all rows"
+            self.notes.append(f"the order of samples: not tested, {why}")
         state.restore()
         yield from self._of_tokens(seen.calls)
 
