@@ -334,8 +334,8 @@ def startup_lines(prediction: Prediction) -> list[str]:
     elif spec.model.pretrained is None:
         way = f"{ranks} draw one tensor at a time"
     needed, memory = size(fitting.startup_host_bytes), fitting.host_memory
-    room = " (host memory unknown)" if memory is None else f" of {size(memory)}"
-    return [f"host memory at start-up: {needed} per node{room}; {way}"]
+    room = "per node (host memory unknown)" if memory is None else f"of {size(memory)} per node"
+    return [f"host memory at start-up: {needed} {room}; {way}"]
 
 
 def explanation(prediction: Prediction) -> list[str]:

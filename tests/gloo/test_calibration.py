@@ -20,7 +20,7 @@ def test_two_ranks_measure_all_parts_of_a_training(tmp_path):
     words = ["--ranks", "2", "--out", str(out), "--brief", "--force", "--device", "cpu"]
     code, job = jobs.run(["calibrate", *words], cwd=tmp_path, is_forked=True)
     assert code == 0, job.error
-    assert "ranks at once: 2" in job.output
+    assert "ranks at the same time: 2" in job.output
     mapping: dict[str, object] = {
         "model": {"preset": "llama-tiny"},
         "mesh": {"dp_replicate": 2},

@@ -87,7 +87,9 @@ def test_the_rank_the_micro_batch_and_the_module_are_named(
         assert (
             f"first on rank {RANK}, micro-batch {MICRO + 1} of {ACCUMULATE}: {place}" in end.error
         )
-        assert f"the parameters are those of step {STEP}; nothing" in end.error
+        assert (
+            f"the parameters are those of step {STEP}; step {STEP + 1} was not saved" in end.error
+        )
 
 
 WHOLE = ("batch.accumulate=1", "batch.micro=4")

@@ -147,8 +147,8 @@ def test_what_fully_shard_does_by_itself_is_named_and_is_non_root(ranks: Ranks) 
         ]
         for check in given_back:
             assert check.holds is not ("the root stays unsharded" in check.why)
-            assert check.holds is not ("write reshard: non-root" in check.why)
-        assert str(given_back).count("write reshard: non-root, which predicts every figure") == 1
+            assert check.holds is not ("use `reshard: non-root`" in check.why)
+        assert str(given_back).count("use `reshard: non-root`, which predicts every figure") == 1
         assert non_root and not failing(non_root)
         assert all(check.predicted == check.measured and not check.why for check in non_root)
         assert all("non-root" in check.why for check in kept if not check.holds) and failing(kept)

@@ -95,5 +95,5 @@ def test_too_few_ranks_are_refused_once_with_both_numbers(ranks, tmp_path):
     ends = ranks.run(2, sessions.as_torchrun_starts, words)
     assert [end.code for end in ends] == [2, 2]
     lines = "\n".join(end.error for end in ends).splitlines()
-    assert sum("needs 4 ranks; 2 were started" in line for line in lines) == 1, lines
+    assert sum("needs 4 ranks, but 2 were started" in line for line in lines) == 1, lines
     assert not (tmp_path / "run").exists()

@@ -227,7 +227,7 @@ def test_a_folder_that_cannot_be_written_is_refused_before_a_rank_starts(tmp_pat
     blocked.write_text("")
     code, job = train(tmp_path, "zero3", "--run-dir", str(blocked / "run"))
     assert code == 2
-    assert "cannot write" in job.error and "remedy" in job.error
+    assert "is not writable" in job.error and "remedy" in job.error
     assert not (tmp_path / "runs").exists()
 
 

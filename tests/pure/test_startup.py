@@ -52,8 +52,8 @@ def test_what_does_not_fit_at_start_up_does_not_fit() -> None:
     derivation = derive(spec, whole)
     assert fit(spec, derivation.exact).fits is False
     text = one(prediction_of(derivation, offer=False))
-    line = "host memory at start-up: 239.3 GiB of 64 GiB per node (8 ranks build the full model"
-    assert f"{line}: {WHOLE})" in text and "Does not fit by 175.3 GiB" in text
+    line = "host memory at start-up: 239.3 GiB of 64 GiB per node; 8 ranks build the full model"
+    assert f"{line}: {WHOLE}" in text and "Does not fit by 175.3 GiB" in text
     with pytest.raises(DoesNotFit, match=r"ranks need 239\.3 GiB"):
         require_fit(spec, derivation.exact, whole)
 
