@@ -40,7 +40,7 @@ from ptrain.train.options import Options
 from ptrain.train.tensorboard import TensorBoard
 from ptrain.train.tracker import TrackedRun, Tracker, identity_of, names_of_trackers
 from ptrain.train.wandb import WeightsAndBiases
-from ptrain.units import format_bytes, format_memory
+from ptrain.units import format_memory
 
 LOG = logging.getLogger("ptrain")
 _ROW = re.compile(r'^\{"step": (\d+), .*\}\n', re.MULTILINE)
@@ -221,8 +221,6 @@ class Journal:
             parts.append(f"{figures['skipped_steps']:g} skipped")
         if "peak_bytes" in figures:
             parts.append(f"peak {format_memory(figures['peak_bytes'])}")
-        if "sent_bytes" in figures:
-            parts.append(f"traffic {format_bytes(figures['sent_bytes'])}")
         return "  ".join(parts)
 
 
