@@ -43,8 +43,11 @@ def require_torch() -> None:
         return
     if not runs_with(version):
         state = f"{version} is installed" if version else "is not installed"
-        finding = f"{state}; ptrain needs {TORCH_RANGE}"
-        raise refused("torch", finding, f"Run `pip install 'torch{TORCH_RANGE}'`.")
+        raise refused(
+            "torch",
+            f"{state}; ptrain needs {TORCH_RANGE}",
+            f"Run `pip install 'torch{TORCH_RANGE}'`.",
+        )
 
 
 def runs_with(torch: str) -> bool:

@@ -24,41 +24,41 @@ SMALL = 80  # lines
 
 # begin
 BUDGETS: dict[str, int] = {
-    "ptrain": 56350,
+    "ptrain": 56050,
     "ptrain/activations": 360,
     "ptrain/algebra": 290,
     "ptrain/axes": 150,
-    "ptrain/axes/context": 1220,
+    "ptrain/axes/context": 1210,
     "ptrain/axes/data": 2280,
     "ptrain/axes/expert": 590,
-    "ptrain/axes/pipeline": 1700,
+    "ptrain/axes/pipeline": 1690,
     "ptrain/axes/tensor": 730,
     "ptrain/calibration": 1080,
     "ptrain/charts": 860,
-    "ptrain/cli": 1610,
-    "ptrain/convert": 450,
-    "ptrain/data": 1110,
-    "ptrain/derivation": 5190,
+    "ptrain/cli": 1600,
+    "ptrain/convert": 440,
+    "ptrain/data": 1080,
+    "ptrain/derivation": 5180,
     "ptrain/facts": 700,
     "ptrain/internals": 350,
     "ptrain/interpreter": 1070,
     "ptrain/meters": 1520,
-    "ptrain/models": 5060,
+    "ptrain/models": 4990,
     "ptrain/optimizers": 540,
     "ptrain/plan": 510,
     "ptrain/rates": 360,
     "ptrain/report": 2210,
     "ptrain/rooms": 990,
-    "ptrain/selection": 4040,
-    "ptrain/simulation": 1080,
-    "ptrain/spec": 4520,
+    "ptrain/selection": 4030,
+    "ptrain/simulation": 1070,
+    "ptrain/spec": 4440,
     "ptrain/steps": 460,
-    "ptrain/traces": 2230,
-    "ptrain/train": 3060,
-    "ptrain/verification": 9280,
+    "ptrain/traces": 2220,
+    "ptrain/train": 3040,
+    "ptrain/verification": 9260,
 }
 ONE_IMPORTER = 81  # modules that exactly one other imports
-SMALL_MODULES = 101  # modules with fewer lines than SMALL
+SMALL_MODULES = 102  # modules with fewer lines than SMALL
 # end
 
 

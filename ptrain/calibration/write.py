@@ -102,12 +102,18 @@ def _ranks(text: str) -> tuple[int, ...]:
         return ()
     words = text.split(",")
     if not all(re.fullmatch(r"[1-9]\d{0,3}", word.strip()) for word in words):
-        remedy = f"Use numbers from 1 to {MOST_RANKS}, such as `--ranks 1,2,4`."
-        raise refused("--ranks", f"{text!r} is not a list of numbers", remedy)
+        raise refused(
+            "--ranks",
+            f"{text!r} is not a list of numbers",
+            f"Use numbers from 1 to {MOST_RANKS}, such as `--ranks 1,2,4`.",
+        )
     ranks = tuple(sorted({int(word) for word in words}))
     if ranks[-1] > MOST_RANKS:
-        remedy = f"Use at most {MOST_RANKS}, the limit of ranks on one machine."
-        raise refused("--ranks", f"{ranks[-1]} ranks", remedy)
+        raise refused(
+            "--ranks",
+            f"{ranks[-1]} ranks",
+            f"Use at most {MOST_RANKS}, the limit of ranks on one machine.",
+        )
     return ranks
 
 
@@ -186,8 +192,11 @@ def require_writable(options: CalibrationOptions) -> None:
     if not os.access(out.parent, os.W_OK):
         raise refused("--out", f"{out} is not writable", "Use another file.")
     if out.exists() and not options.force and not _source(out).startswith(SOURCE):
-        finding = f"{out} exists and was not written by a calibration"
-        raise refused("--out", finding, "Use another file, or add `--force`.")
+        raise refused(
+            "--out",
+            f"{out} exists and was not written by a calibration",
+            "Use another file, or add `--force`.",
+        )
 
 
 def _source(path: Path) -> str:
@@ -239,11 +248,12 @@ def conclude(parts: Sequence[MeasuredPart], options: CalibrationOptions) -> int:
     else:
         print(*_table(parts, cluster.rates), sep="\n")
     if not is_written:
-        finding = (
+        raise refused(
+            "calibrate",
             f"repeated measurements differ by {widest:.0%} in the median, more than "
-            f"{MOST_SPREAD:.0%}: other processes use this machine; no file was written"
+            f"{MOST_SPREAD:.0%}: other processes use this machine; no file was written",
+            "Stop the other processes, or add `--force`.",
         )
-        raise refused("calibrate", finding, "Stop the other processes, or add `--force`.")
     if not options.json:
         print(f"{replaced} {options.out}. To use it in a spec: cluster.preset={options.out}")
     return 0
@@ -426,5 +436,8 @@ def _until(numbers: tuple[int, ...], end: float) -> float:
 def _require_quiet() -> None:
     busy, available = busy_cores(), cores()
     if busy > _BUSY * available:
-        finding = f"other processes use {busy:.1f} of {available} cores; nothing was measured"
-        raise refused("calibrate", finding, "Stop the other processes, or add `--force`.")
+        raise refused(
+            "calibrate",
+            f"other processes use {busy:.1f} of {available} cores; nothing was measured",
+            "Stop the other processes, or add `--force`.",
+        )

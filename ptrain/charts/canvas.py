@@ -109,8 +109,11 @@ def require_writable(path: Path, option: str = "--chart") -> Format:
         raise refused(option, f"{path} {ends}", "Use a file name that ends in .png or .svg.")
     try:
         if not path.parent.is_dir():
-            finding = f"the folder {path.parent} does not exist"
-            raise refused(option, finding, "Create the folder, or use another path.")
+            raise refused(
+                option,
+                f"the folder {path.parent} does not exist",
+                "Create the folder, or use another path.",
+            )
         if path.is_dir():
             raise refused(option, f"{path} is a folder", "Add a file name to the path.")
     except OSError as error:

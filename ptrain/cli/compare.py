@@ -34,14 +34,20 @@ def run(args: Namespace) -> int:
     """Return 0, or 1 where a limit is exceeded."""
     sides, overrides = split_arguments(args.arguments)
     if len(sides) != 2:
-        finding = f"takes two records, BASE and HEAD; got {len(sides)}"
-        raise refused("ptrain compare", finding, f"Name two, each {_SIDES}.")
+        raise refused(
+            "ptrain compare",
+            f"takes two records, BASE and HEAD; got {len(sides)}",
+            f"Name two, each {_SIDES}.",
+        )
     if args.markdown and args.json:
         raise refused("--markdown", "cannot be combined with --json", "Remove one of them.")
     allowed = limits(args.fail_on) if args.fail_on is not None else ()
     if overrides and all(_records_of(side) for side in sides):
-        finding = "overrides apply to specs, and neither BASE nor HEAD is a spec"
-        raise refused(overrides[0], finding, "Remove it, or name a spec.")
+        raise refused(
+            overrides[0],
+            "overrides apply to specs, and neither BASE nor HEAD is a spec",
+            "Remove it, or name a spec.",
+        )
     read = partial(_side, words=tuple(overrides), allow_import=args.allow_import)
     comparison = compare_records(*map(read, sides), names=(sides[0], sides[1]))
     failures = exceeded(comparison, allowed) if allowed else []
@@ -74,8 +80,11 @@ def _records_of(source: str) -> Path | None:
         if summary.is_file():
             return summary
         if source not in listing(*SPEC_FOLDERS):
-            finding = f"the folder has no {summary.name}, so it is not a finished run"
-            raise refused(source, finding, f"Name {_SIDES}.")
+            raise refused(
+                source,
+                f"the folder has no {summary.name}, so it is not a finished run",
+                f"Name {_SIDES}.",
+            )
         return None
     if path.suffix == ".json" and not path.is_file():
         raise refused(source, "no such file", f"Name {_SIDES}.")
@@ -94,9 +103,9 @@ def _documents(file: Path, place: str) -> list[object]:
         try:
             document, end = decoder.raw_decode(text)
         except (ValueError, RecursionError) as error:
-            finding = f"is not JSON: {error}"
-            remedy = "Name a file that a command printed with --json."
-            raise refused(place, finding, remedy) from None
+            raise refused(
+                place, f"is not JSON: {error}", "Name a file that a command printed with --json."
+            ) from None
         documents += document if isinstance(document, list) else [document]
         text = text[end:].lstrip()
     return documents

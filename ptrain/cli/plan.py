@@ -77,18 +77,22 @@ def _form_of_chart(path: Path | None, sources: list[str]) -> Format | None:
     if path is None:
         return None
     if len(sources) > 1:
-        finding = f"draws one spec; got {len(sources)}"
-        raise refused("--chart", finding, "Run `ptrain plan` once for each spec.")
+        raise refused(
+            "--chart",
+            f"draws one spec; got {len(sources)}",
+            "Run `ptrain plan` once for each spec.",
+        )
     return require_writable(path)
 
 
 def _draw(spec: Spec, derivation: Derivation, path: Path, form: Format) -> None:
     sheets = [*_sheets(spec, derivation.plan)]
     if not sheets:
-        finding = (
-            f"draws pipelines and context parallelism, and {spec.name} has no `pp` and no `cp` axis"
+        raise refused(
+            "--chart",
+            f"draws pipelines and context parallelism, but {spec.name} has neither axis",
+            "Remove it, or draw another spec, such as pp-1f1b.",
         )
-        raise refused("--chart", finding, "Remove it, or draw another spec, such as pp-1f1b.")
     first, *others = sheets
     for sheet in others:
         first.add_below(sheet)

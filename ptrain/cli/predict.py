@@ -142,16 +142,25 @@ def _job(args: Namespace) -> tuple[list[str], list[str], str]:
         raise missing_spec("predict")
     model = next((source for source in sources if _is_model(source, args)), "")
     if model and args.cluster is None:
-        remedy = f"Use `ptrain predict {model} --cluster h100-8`."
-        raise refused("--cluster", f"is missing: {model} is a model, not a spec", remedy)
+        raise refused(
+            "--cluster",
+            f"is missing: {model} is a model, not a spec",
+            f"Use `ptrain predict {model} --cluster h100-8`.",
+        )
     if model and len(sources) > 1:
-        remedy = f"Use `ptrain predict {model} --cluster {args.cluster}`."
-        raise refused(model, "is a model, which is predicted alone", remedy)
+        raise refused(
+            model,
+            "is a model, which is predicted alone",
+            f"Use `ptrain predict {model} --cluster {args.cluster}`.",
+        )
     if model:
         return [_SPEC_OF_MODELS], _overrides_of_model(model, overrides, args), model
     if args.devices is not None:
-        finding = "needs a MODEL; the number of ranks of a SPEC is its mesh"
-        raise refused("--devices", finding, f"Use `mesh.dp_shard={args.devices}`.")
+        raise refused(
+            "--devices",
+            "needs a MODEL; the number of ranks of a SPEC is its mesh",
+            f"Use `mesh.dp_shard={args.devices}`.",
+        )
     of_cluster = [] if args.cluster is None else [f"cluster.preset={args.cluster}"]
     return sources, [*of_cluster, *overrides], ""
 

@@ -61,11 +61,17 @@ def _of_documents(args: Namespace) -> tuple[dict[str, Any], list[str]]:
 def _of_chats(args: Namespace) -> tuple[dict[str, Any], list[str]]:
     """Return what was made of chats, as a record and in words."""
     if args.tokenizer is None:
-        remedy = "Add `--tokenizer FOLDER`, the folder of a Transformers model."
-        raise refused("--chat", "needs the chat template of a tokenizer", remedy)
+        raise refused(
+            "--chat",
+            "needs the chat template of a tokenizer",
+            "Add `--tokenizer FOLDER`, the folder of a Transformers model.",
+        )
     if args.sequence is None:
-        remedy = "Add `--sequence 4096`, the `batch.sequence` of the training."
-        raise refused("--chat", "the number of tokens per row is missing", remedy)
+        raise refused(
+            "--chat",
+            "the number of tokens per row is missing",
+            "Add `--sequence 4096`, the `batch.sequence` of the training.",
+        )
     if args.end is not None:
         raise refused("--end", "the chat template ends a chat", "Remove it.")
     out, teller = Path(args.out), _Teller(args)

@@ -63,15 +63,21 @@ def run(arguments: Namespace) -> int:
 def _require_own_ranks(chart: Path | None) -> None:
     """Raises SpecError where somebody else starts the ranks, and this process is one of them."""
     if chart is not None:
-        finding = "is not supported if another launcher starts the ranks"
-        raise refused("--chart", finding, "Remove it, or train on one machine.")
+        raise refused(
+            "--chart",
+            "is not supported if another launcher starts the ranks",
+            "Remove it, or train on one machine.",
+        )
 
 
 def _form_of_chart(chart: Path, spec: Spec) -> Format:
     """Raises SpecError for a model of which nothing is logged that could be drawn."""
     if not routes(spec):
-        finding = "draws tokens per expert, and this model logs none"
-        raise refused("--chart", finding, "Remove it, or train a built-in model with experts.")
+        raise refused(
+            "--chart",
+            "draws tokens per expert, and this model logs none",
+            "Remove it, or train a built-in model with experts.",
+        )
     return require_writable(chart)
 
 
@@ -116,16 +122,14 @@ def _require_one_node(spec: Spec) -> None:
     if size > cluster.devices_per_node:
         fewest = -(-size // cluster.devices_per_node)
         nodes = next(nodes for nodes in range(fewest, size + 1) if size % nodes == 0)
-        finding = (
+        raise refused(
+            "mesh",
             f"{size} ranks would start on this machine; a node of {cluster.name} has "
-            f"{cluster.devices_per_node} GPUs"
-        )
-        remedy = (
+            f"{cluster.devices_per_node} GPUs",
             f"Add `--nnodes {nodes} --rdzv-endpoint HOST:PORT --rdzv-id ID` and run the command on "
             f"each of {nodes} nodes (`ptrain help several-nodes`). To start all ranks here, add "
-            "`device=cpu` or `--force`."
+            "`device=cpu` or `--force`.",
         )
-        raise refused("mesh", finding, remedy)
 
 
 def start(spec: Spec, choices: Options, after: Callable[[RunFolder], None]) -> int:

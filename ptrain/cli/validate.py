@@ -66,8 +66,11 @@ def _require_steady_step(source: str, overrides: tuple[str, ...]) -> None:
     require_reachable(spec)
     steps = spec.train.steps
     if steps < _STEADY:
-        finding = f"validate measures the third step; got {steps} steps"
-        raise refused("train.steps", finding, f"Use `train.steps={_STEADY}` or more, or remove it.")
+        raise refused(
+            "train.steps",
+            f"validate measures the third step; got {steps} steps",
+            f"Use `train.steps={_STEADY}` or more, or remove it.",
+        )
 
 
 def _validate(source: str, overrides: tuple[str, ...], *, allow_import: bool) -> Run:

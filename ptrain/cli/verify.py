@@ -140,8 +140,11 @@ def _other(args: Namespace, jobs: list[TitledSpec], overrides: Sequence[str]) ->
 
 def _become_rank(args: Namespace) -> None:
     if args.against is not None:
-        finding = "starts the ranks of both specs, and torchrun has started ranks already"
-        raise refused("--against", finding, "Run `ptrain verify` without torchrun.")
+        raise refused(
+            "--against",
+            "starts the ranks of both specs, and torchrun has started ranks already",
+            "Run `ptrain verify` without torchrun.",
+        )
     words = [*args.arguments, "--steps", str(args.steps)]
     for flag in ("quick", "every_collective", "verbose", "json", "allow_import"):
         words += ["--" + flag.replace("_", "-")] if getattr(args, flag) else []

@@ -145,8 +145,11 @@ def published_config(model: ModelShape, *, sequence: int) -> PublishedConfig:
             config[size] = max(sequence, longest)
             unsaid = tuple(name for name in _OF_TRAINING[2:] if getattr(model, name) is not None)
             return PublishedConfig(kind=kind, config=config, unsaid=unsaid)
-    finding = "no class of Transformers known to ptrain matches this model"
-    raise refused("model", finding, f"Supported: models like {', '.join(kinds())}.")
+    raise refused(
+        "model",
+        "no class of Transformers known to ptrain matches this model",
+        f"Supported: models like {', '.join(kinds())}.",
+    )
 
 
 def _is_same(config: dict[str, Any], shape: ModelShape) -> bool:
@@ -440,6 +443,9 @@ def _safetensors() -> Any:
     try:
         import safetensors.torch
     except ImportError as error:
-        finding = "writing the files needs the safetensors library, which is not installed"
-        raise refused("ptrain export", finding, "Run `pip install safetensors`.") from error
+        raise refused(
+            "ptrain export",
+            "writing the files needs the safetensors library, which is not installed",
+            "Run `pip install safetensors`.",
+        ) from error
     return safetensors

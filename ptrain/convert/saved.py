@@ -107,8 +107,11 @@ def _spec_of(run: Path) -> tuple[Spec, Path | None]:
     checkpoint has all weights."""
     resolved = RunFolder(run).resolved
     if not os.path.isfile(resolved):  # nor of a name that no file can have
-        finding = f"{shown(run)} is not a run folder: it has no {resolved.name}"
-        raise refused("RUN", finding, "Use a run folder, such as `runs/latest`.")
+        raise refused(
+            "RUN",
+            f"{shown(run)} is not a run folder: it has no {resolved.name}",
+            "Use a run folder, such as `runs/latest`.",
+        )
     begun = read(resolved).at(("model", "pretrained"))
     gone = None if begun is None or Path(str(begun)).exists() else Path(str(begun))
     return load(str(resolved), ["model.pretrained=null"] if gone else []).spec, gone
@@ -120,16 +123,16 @@ def _checkpoint(run: Path, step: int | None) -> tuple[Path, Manifest]:
     if not wanted:
         has = ", ".join(str(manifest.step_of(path)) for path in complete) or "none"
         what = "a checkpoint" if step is None else f"a checkpoint of step {step}"
-        finding = f"{shown(run)} does not have {what}; steps with a checkpoint: {has}"
         raise refused(
             "RUN",
-            finding,
+            f"{shown(run)} does not have {what}; steps with a checkpoint: {has}",
             "Train with `checkpoint.at_end=true`, or use a step that has a checkpoint.",
         )
     path, sound, complaints = checkpoint.newest(wanted, Exchange(World()))
     if path is None or sound is None:
-        remedy = "Restore it from a backup, use another `--step`, or train again."
-        raise refused("RUN", complaints[0], remedy)
+        raise refused(
+            "RUN", complaints[0], "Restore it from a backup, use another `--step`, or train again."
+        )
     return path, sound
 
 
@@ -215,9 +218,10 @@ class Writer:
     def _require_known(self, tokens: Sequence[int]) -> None:
         size, key = self.spec.model.vocabulary
         if size is not None and (largest := max(tokens)) >= size:
-            finding = f"it produces token {largest}, but {key} is {size}"
             raise refused(
-                "--tokenizer", finding, "Use the tokenizer that the model was trained with."
+                "--tokenizer",
+                f"it produces token {largest}, but {key} is {size}",
+                "Use the tokenizer that the model was trained with.",
             )
 
 

@@ -38,23 +38,30 @@ def vocabulary_of(spec: Spec, named: Path | None, *, is_chat: bool = False) -> V
     if named is None and origin is not None and not origin.is_of_bytes:
         named = None if origin.has_changed else Path(origin.tokenizer)
     if named is not None and origin is not None and origin.differs(file_of(named)):
-        finding = (
+        raise refused(
+            "--tokenizer",
             f"the model was trained with tokens of {origin.tokenizer}, but {named} has "
-            "a different vocabulary"
+            "a different vocabulary",
+            "Use the tokenizer that the model was trained with.",
         )
-        raise refused("--tokenizer", finding, "Use the tokenizer that the model was trained with.")
     if is_chat:
         if named is None:
-            remedy = "Add `--tokenizer FOLDER`, a folder of a tokenizer with a chat template."
-            raise refused("--chat", "no chat template is known for this model", remedy)
+            raise refused(
+                "--chat",
+                "no chat template is known for this model",
+                "Add `--tokenizer FOLDER`, a folder of a tokenizer with a chat template.",
+            )
         return ChatVocabulary(named)
     if named is not None:
         return FileVocabulary(named)
     is_of_bytes = not data.is_of_files and data.function is None
     if is_of_bytes or (origin is not None and origin.is_of_bytes):
         return ByteVocabulary()
-    finding = "the model was trained on a token file, and its tokenizer is unknown"
-    raise refused("--tokenizer", finding, f"Add `--tokenizer FILE`, a {FILE}.")
+    raise refused(
+        "--tokenizer",
+        "the model was trained on a token file, and its tokenizer is unknown",
+        f"Add `--tokenizer FILE`, a {FILE}.",
+    )
 
 
 def token_origin(data: DataSpec) -> TokenOrigin | None:

@@ -71,8 +71,11 @@ def chats(path: Path, field: str | None) -> Iterator[Chat]:
     None: in `messages`, or else in `conversations`. Raises SpecError, with the row, for what is
     none."""
     if not has_rows(path):
-        remedy = "Use a .jsonl or .parquet file, or remove `--chat`."
-        raise refused(str(path), "chats must be in JSON lines or Parquet", remedy)
+        raise refused(
+            str(path),
+            "chats must be in JSON lines or Parquet",
+            "Use a .jsonl or .parquet file, or remove `--chat`.",
+        )
     fields = OF_CHATS if field is None else (field,)
     yield from (_of_row(row, fields, place) for place, row in rows(path, fields, [_TOOLS]))
 
@@ -84,8 +87,11 @@ def _of_row(row: object, fields: Sequence[str], place: str) -> Chat:
     if messages == []:
         raise refused(place, f"the list in the field {field!r} is empty", "Remove the row.")
     if not isinstance(messages, list):
-        remedy = "Add `--field NAME`, the field of the messages."
-        raise refused(place, lacking(row, field, "list of messages"), remedy)
+        raise refused(
+            place,
+            lacking(row, field, "list of messages"),
+            "Add `--field NAME`, the field of the messages.",
+        )
     tools = said.get(_TOOLS) or None
     if tools is not None and not isinstance(tools, list):
         raise refused(place, "its tools are not a list", "Use a list, as chat templates expect.")
@@ -121,16 +127,18 @@ def _of_speaker(message: object, place: str) -> object:
         return message
     role = _ROLES.get(message["from"]) if isinstance(message["from"], str) else None
     if role is None:
-        finding = f"unknown role {message['from']!r}"
-        raise refused(place, finding, f"Use one of {', '.join(map(str, _ROLES))}.")
+        raise refused(
+            place, f"unknown role {message['from']!r}", f"Use one of {', '.join(map(str, _ROLES))}."
+        )
     return {"role": role, "content": message.get("value")}
 
 
 def _no_message(place: str, finding: str) -> PtrainError:
-    remedy = (
-        'Use messages of the form `[{"role": "user", "content": "…"}, {"role": "assistant", …}]`.'
+    return refused(
+        place,
+        finding,
+        'Use messages of the form `[{"role": "user", "content": "…"}, {"role": "assistant", …}]`.',
     )
-    return refused(place, finding, remedy)
 
 
 _PLACE = "--tokenizer"
@@ -163,12 +171,18 @@ class ChatTemplate:
         try:
             import transformers
         except ImportError as error:
-            finding = "rendering chats needs Transformers, which is not installed"
-            raise refused("--chat", finding, "Run `pip install transformers`.") from error
+            raise refused(
+                "--chat",
+                "rendering chats needs Transformers, which is not installed",
+                "Run `pip install transformers`.",
+            ) from error
         folder = folder.parent if folder.name == FILE else folder
         if not (folder / FILE).is_file():
-            finding = f"{folder} is not a folder with a {FILE}"
-            raise refused(_PLACE, finding, "Use the folder of a model that Transformers loads.")
+            raise refused(
+                _PLACE,
+                f"{folder} is not a folder with a {FILE}",
+                "Use the folder of a model that Transformers loads.",
+            )
         self.folder, self.path = folder, folder / FILE
         transformers.utils.logging.set_verbosity_error()
         with boundary(lambda error: _unread(folder, error)):
@@ -246,15 +260,13 @@ class ChatTemplate:
         ready = self._rendered(chat, number - 1, is_ready=True)
         begin = _num_shared(ready, text)
         if begin < len(ready) and begin < len(self._rendered(chat, number - 1).rstrip()):
-            finding = (
+            raise refused(
+                chat.place,
                 f"the template renders the messages before answer {number} differently "
-                "once the answer follows"
-            )
-            remedy = (
+                "once the answer follows",
                 "Mark the answers of the model in the template: "
-                "`{% generation %}…{% endgeneration %}`."
+                "`{% generation %}…{% endgeneration %}`.",
             )
-            raise refused(chat.place, finding, remedy)
         return begin
 
     def _encoded(self, text: str, spans: Sequence[Span]) -> ChatSample:
@@ -304,8 +316,11 @@ def _unread(folder: Path, error: BaseException) -> Fault:
 
 
 def _unrendered(chat: Chat, error: BaseException) -> Fault:
-    finding = f"the chat template rejects it: {type(error).__name__}: {error}"
-    return Fault(place=chat.place, finding=finding, remedy="Correct the chat, or remove it.")
+    return Fault(
+        place=chat.place,
+        finding=f"the chat template rejects it: {type(error).__name__}: {error}",
+        remedy="Correct the chat, or remove it.",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -370,8 +385,11 @@ def _named(template: ChatTemplate, packing: ChatPacking) -> int | None:
     if packing.separator is None:
         return None
     if (token := template.token(packing.separator)) is None:
-        finding = f"the tokenizer has no token {packing.separator!r}"
-        raise refused("--separator", finding, "Use a token of the tokenizer.")
+        raise refused(
+            "--separator",
+            f"the tokenizer has no token {packing.separator!r}",
+            "Use a token of the tokenizer.",
+        )
     return token
 
 
@@ -383,12 +401,12 @@ def _separator(
     free = [token for token in template.special_tokens() if token not in known]
     if free or not packing.is_packed:  # what pads a chat behind its end may be any
         return [*free, 0][0]
-    finding = "every special token of the tokenizer occurs in chats, so none can separate chats"
-    remedy = (
+    raise refused(
+        "--separator",
+        "every special token of the tokenizer occurs in chats, so none can separate chats",
         "Add `--separator TOKEN`, a token that occurs in no chat; or `--alone` for one "
-        "chat per row."
+        "chat per row.",
     )
-    raise refused("--separator", finding, remedy)
 
 
 class _Fate(StrEnum):
@@ -436,16 +454,22 @@ def _fate(samples: Sequence[ChatSample], fitting: _Fitting) -> _Fate:
 def _nothing(place: str, done: TokenizingProgress) -> PtrainError:
     """What is wrong with chats of which none is in a row."""
     if done.divided:
-        finding = f"{done.divided} of {done.documents} chats contain the separator"
         return refused(
-            "--separator", finding, "Use a token that occurs in no chat, or add `--alone`."
+            "--separator",
+            f"{done.divided} of {done.documents} chats contain the separator",
+            "Use a token that occurs in no chat, or add `--alone`.",
         )
     if done.too_long:
-        finding = f"none of {done.documents} chats has an answer that fits"
-        return refused(place, finding, "Use a larger `--sequence`.")
-    finding = f"none of {done.documents} chats has a message of {ANSWERS!r} after another message"
-    remedy = f"Use chats in which answers have the role {ANSWERS!r}."
-    return refused(place, finding, remedy)
+        return refused(
+            place,
+            f"none of {done.documents} chats has an answer that fits",
+            "Use a larger `--sequence`.",
+        )
+    return refused(
+        place,
+        f"none of {done.documents} chats has a message of {ANSWERS!r} after another message",
+        f"Use chats in which answers have the role {ANSWERS!r}.",
+    )
 
 
 def _rows(

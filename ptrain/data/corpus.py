@@ -98,8 +98,9 @@ def require_edges(name: str, tokens: Rows, marks: Rows, model: ModelSpec) -> Non
         key = model.document_key
         if is_packed and key == "document_start":
             remedy = f"Remove `model.{key}`. {remedy}"
-        finding = f"the documents of row {row} of {name} do not match model.{key}"
-        raise refused(f"model.{key}", finding, remedy)
+        raise refused(
+            f"model.{key}", f"the documents of row {row} of {name} do not match model.{key}", remedy
+        )
 
 
 def _has_documents(model: ModelSpec) -> bool:
@@ -154,22 +155,24 @@ class Corpus:
         num_tokens = len(tokens)
         windows = (num_tokens - 1) // sequence
         if windows < 1:
-            finding = (
+            raise refused(
+                "data",
                 f"the {split.value} split of {self.name} has {num_tokens} tokens, but a "
-                f"sample needs {sequence + 1}"
+                f"sample needs {sequence + 1}",
+                "Use a smaller `batch.sequence`, or more text.",
             )
-            raise refused("data", finding, "Use a smaller `batch.sequence`, or more text.")
         return windows
 
     def _num_rows(self, sequence: int, split: Split) -> int:
         rows, width = self.split(split).shape
         if width != sequence + 1:
             finding = f"{self.name} has rows of {width - 1} tokens, but samples have {sequence}"
-            remedy = (
+            raise refused(
+                "batch.sequence",
+                finding,
                 f"Use `batch.sequence={width - 1}`, or write the file with `ptrain tokenize "
-                f"--sequence {sequence}`."
+                f"--sequence {sequence}`.",
             )
-            raise refused("batch.sequence", finding, remedy)
         if rows < 1:
             finding = f"the {split.value} split of {self.name} has no rows: one row of "
             finding += f"{HELD_OUT_OF_FILE} is held out"
@@ -224,12 +227,12 @@ class Corpus:
         self._require_vocab(spec, largest)
         if logits is not None and largest >= logits:
             name = spec.model.target if isinstance(spec.model, ExternalModel) else "the model"
-            finding = (
+            raise refused(
+                "data",
                 f"{self.name} contains token {largest}, but {name} returns {logits} "
-                "logits per token"
+                "logits per token",
+                f"Use a model with a vocabulary of {self.vocab or largest + 1} or more.",
             )
-            remedy = f"Use a model with a vocabulary of {self.vocab or largest + 1} or more."
-            raise refused("data", finding, remedy)
         require_tokenizer(self.name, self.origin, spec.model)
         if self.masks is not None:
             self._require_targets(self.masks[0], num_looked_at)
@@ -242,8 +245,11 @@ class Corpus:
             _are_targets(part, of_rows=part.ndim == 2).any()
             for part in (mask[:num_looked_at], mask)
         ):
-            finding = f"the mask excludes every token of the train split of {self.name}"
-            raise refused("data", finding, "Use a mask that is true for target tokens.")
+            raise refused(
+                "data",
+                f"the mask excludes every token of the train split of {self.name}",
+                "Use a mask that is true for target tokens.",
+            )
 
     def _require_vocab(self, spec: Spec, largest: int) -> None:
         size, key = spec.model.vocabulary
@@ -298,8 +304,11 @@ class UserSamples:
         size = self._num_train if is_train else self._dataset.size - self._num_train
         if size < 1:
             finding = f"{self.name} has {self._dataset.size} samples, too few to hold out "
-            remedy = f"Use `eval.every=0`, or a dataset with {HELD_OUT} samples or more."
-            raise refused("data.target", f"{finding}one in {HELD_OUT}", remedy)
+            raise refused(
+                "data.target",
+                f"{finding}one in {HELD_OUT}",
+                f"Use `eval.every=0`, or a dataset with {HELD_OUT} samples or more.",
+            )
         return size
 
     def sample_at(self, index: int, *, seed: int, sequence: int, split: Split) -> int:
@@ -462,8 +471,11 @@ def _tokens_of(data: DataSpec) -> Corpus | Mixture:
         case "synthetic":
             return _from_documents("synthetic", _synthetic())
         case name:
-            remedy = "Use python-docs or synthetic, or set `data.path=FILE`, a token file."
-            raise refused("data.corpus", f"unknown corpus {name!r}", remedy)
+            raise refused(
+                "data.corpus",
+                f"unknown corpus {name!r}",
+                "Use python-docs or synthetic, or set `data.path=FILE`, a token file.",
+            )
 
 
 def _from_file(source: DataSource, place: str, *, has_ignored: bool) -> Corpus:
@@ -477,9 +489,11 @@ def _from_file(source: DataSource, place: str, *, has_ignored: bool) -> Corpus:
         mask = open_mask(Path(source.loss_mask), tokens, of_mask)
         masks = mask[:num_train], mask[num_train:]
     elif not has_ignored and beside.is_file():
-        finding = f"{beside} is the loss mask of {source.path}, but the spec does not use it"
-        remedy = f"Use `data.loss_mask={beside}`, or `data.ignored=[]` to train on all tokens."
-        raise refused(of_mask, finding, remedy)
+        raise refused(
+            of_mask,
+            f"{beside} is the loss mask of {source.path}, but the spec does not use it",
+            f"Use `data.loss_mask={beside}`, or `data.ignored=[]` to train on all tokens.",
+        )
     return Corpus(
         name=source.path,
         train=tokens[:num_train],

@@ -217,14 +217,16 @@ def part_of(samples: Any, spec: Spec, data_index: int) -> StepBatch:
             wanted = f"[batch.global, sequence + 1] = {[size, sequence + 1]}"
             raise _not_as_said(f"tokens {list(tensor.shape)}", wanted)
     if others and not spec.data.ignores_targets:
-        finding = "got tokens and labels, but the spec ignores no targets"
         raise refused(
-            "batch", finding, "Use `data.ignored=[]`, or a list of the ignored token ids."
+            "batch",
+            "got tokens and labels, but the spec ignores no targets",
+            "Use `data.ignored=[]`, or a list of the ignored token ids.",
         )
     if not others and spec.data.is_masked:
-        finding = "got tokens only, but data.loss_mask applies only to the file of the spec"
         raise refused(
-            "batch", finding, "Pass `(tokens, labels)`, with label -100 for ignored targets."
+            "batch",
+            "got tokens only, but data.loss_mask applies only to the file of the spec",
+            "Pass `(tokens, labels)`, with label -100 for ignored targets.",
         )
     own = tokens[list(ids)].long()
     if not spec.ignores_targets:

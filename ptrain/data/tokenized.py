@@ -134,15 +134,21 @@ def _of_parquet(
     try:
         import pyarrow.parquet as parquet
     except ImportError as error:
-        finding = "reading Parquet needs pyarrow, which is not installed"
-        raise refused(str(path), finding, "Run `pip install pyarrow`.") from error
+        raise refused(
+            str(path),
+            "reading Parquet needs pyarrow, which is not installed",
+            "Run `pip install pyarrow`.",
+        ) from error
     number = 0
     with boundary(lambda error: _no_parquet(path, error)):
         file: Any = parquet.ParquetFile(path)
         columns = file.schema_arrow.names
     if set(fields).isdisjoint(columns):
-        finding = f"the file has no column {fields[0]!r}; columns: {', '.join(columns)}"
-        raise refused(str(path), finding, "Add `--field NAME`.")
+        raise refused(
+            str(path),
+            f"the file has no column {fields[0]!r}; columns: {', '.join(columns)}",
+            "Add `--field NAME`.",
+        )
     batches = file.iter_batches(columns=[field for field in (*fields, *others) if field in columns])
     while True:
         with boundary(lambda error: _no_parquet(path, error)):
@@ -156,8 +162,9 @@ def _of_parquet(
 
 
 def _no_parquet(path: Path, error: BaseException) -> Fault:
-    finding = f"is not a valid Parquet file: {error}"
-    return Fault(place=str(path), finding=finding, remedy="Use another file.")
+    return Fault(
+        place=str(path), finding=f"is not a valid Parquet file: {error}", remedy="Use another file."
+    )
 
 
 def _unreadable(path: Path, error: OSError | UnicodeDecodeError) -> PtrainError:
@@ -250,13 +257,10 @@ def require_one_tokenizer(origins: Sequence[tuple[str, TokenOrigin | None]]) -> 
     for name, origin in known[1:]:
         first, before = known[0]
         if origin.digest != before.digest:
-            finding = (
-                f"{first} has tokens of {before.tokenizer}, but {name} has tokens of "
-                f"{origin.tokenizer}"
-            )
             raise refused(
                 "data.sources",
-                finding,
+                f"{first} has tokens of {before.tokenizer}, but {name} has tokens of "
+                f"{origin.tokenizer}",
                 "Write all files with the same `ptrain tokenize --tokenizer FOLDER`.",
             )
 
@@ -355,8 +359,7 @@ class TokenFiles:
             if origin := origin_of(self.tokenizer):
                 write_origin(out, origin)
         except OSError as error:
-            remedy = "Use another `--out`."
-            raise refused(str(out), error.strerror or str(error), remedy) from error
+            raise refused(str(out), error.strerror or str(error), "Use another `--out`.") from error
         except PtrainError:  # other texts will be given: nothing of these can be gone on with
             for path in (*parts, notes):
                 path.unlink(missing_ok=True)
@@ -386,8 +389,11 @@ def tokenize(
     how many there are. Raises SpecError for what cannot be read or written, and for a vocabulary
     that says no end."""
     if (end := vocabulary.end) is None:
-        finding = "the end-of-document token is unknown: tokenizer_config.json has no eos_token"
-        raise refused("--end", finding, "Add the token, such as `--end '</s>'`.")
+        raise refused(
+            "--end",
+            "the end-of-document token is unknown: tokenizer_config.json has no eos_token",
+            "Add the token, such as `--end '</s>'`.",
+        )
     dtype = token_dtype(vocabulary.size)
 
     def encoded(done: TokenizingProgress) -> Iterator[Encoded]:

@@ -57,8 +57,7 @@ def open_mask(path: Path, tokens: NDArray[Any], place: str) -> NDArray[Any]:
         finding = f"{path} contains {mask.dtype} of shape {mask.shape}; a mask must be bool"
         raise refused(place, f"{finding} with the shape of its tokens", remedy)
     if not is_alike:
-        finding = f"{path} has {mask.size} values for {tokens.size} tokens"
-        raise refused(place, finding, remedy)
+        raise refused(place, f"{path} has {mask.size} values for {tokens.size} tokens", remedy)
     return mask
 
 

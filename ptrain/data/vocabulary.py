@@ -62,8 +62,11 @@ class FileVocabulary:
         try:
             import tokenizers
         except ImportError as error:
-            finding = f"reading {path} needs the tokenizers library, which is not installed"
-            raise refused(_PLACE, finding, "Run `pip install tokenizers`.") from error
+            raise refused(
+                _PLACE,
+                f"reading {path} needs the tokenizers library, which is not installed",
+                "Run `pip install tokenizers`.",
+            ) from error
         path = file_of(path)
         self.path: Path | None = path
         with boundary(lambda error: _unread(path, error)):  # the library raises plain Exceptions
@@ -99,8 +102,9 @@ def size_of(words: Mapping[str, int]) -> int:
 
 
 def _unread(path: Path, error: BaseException) -> Fault:
-    finding = f"{path} is not a tokenizer: {error}"
-    return Fault(place=_PLACE, finding=finding, remedy=f"Use a {FILE}.")
+    return Fault(
+        place=_PLACE, finding=f"{path} is not a tokenizer: {error}", remedy=f"Use a {FILE}."
+    )
 
 
 def _end_beside(path: Path) -> str | None:

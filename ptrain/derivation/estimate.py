@@ -213,8 +213,11 @@ def _require_gradients(spec: Spec, facts: ModelFacts) -> None:
     more = f" and {number} parameter{'s' * (number > 1)} more have" if others else " has"
     finding = f"{first}{more} no gradient on ranks without tokens for it, but "
     finding += "data-parallel ranks sum the gradients of all parameters"
-    remedy = "Call every expert, even with zero rows, or store all experts in stacked tensors."
-    raise refused("model", finding, remedy)
+    raise refused(
+        "model",
+        finding,
+        "Call every expert, even with zero rows, or store all experts in stacked tensors.",
+    )
 
 
 def _exact(
@@ -522,12 +525,14 @@ def by_counts(derivation: Derivation, histogram: Histogram, step: int) -> Estima
     if not derivation.exact.assumed:
         return None
     exact = derive(derivation.spec.but(routing=histogram), derivation.facts, is_timed=False).exact
-    why = f"from the token counts of the run's routers in step {step}, on every rank"
     return replace(
         exact,
         column=Column.COUNTED,
         assumed={},
-        counted=dict.fromkeys(exact.assumed, why),
+        counted=dict.fromkeys(
+            exact.assumed,
+            f"from the token counts of the run's routers in step {step}, on every rank",
+        ),
         step=derivation.exact.step,
         undefined={**derivation.exact.undefined, **exact.undefined},
     )

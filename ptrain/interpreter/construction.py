@@ -259,8 +259,9 @@ def _pieces(step: Pipeline, stages: Stages, rank: Construction) -> Iterator[Work
     for index in step.stages_of(rank.mesh.coordinate(step.axis)):
         part = part_of(rank.module, stages.all, index, stages.chain)
         # where it has no head it may, and nothing writes into what a stage hands on
-        message = f".*module .FSDP{type(part).__name__}. returned a view tensor"
-        warnings.filterwarnings("ignore", message, UserWarning)
+        warnings.filterwarnings(
+            "ignore", f".*module .FSDP{type(part).__name__}. returned a view tensor", UserWarning
+        )
         yield Workpiece(
             module=part,
             plan=_stage_plan(rank.plan, stages, index),

@@ -160,8 +160,10 @@ def _difference(first: dict[str, Any], other: dict[str, Any], rank: int) -> Faul
         return _fault("model", f"rank 0 has {counts[0]} tensors, but rank {rank} has {counts[1]}")
     for key, value in first["layout"].items():
         if value != other["layout"][key]:
-            finding = f"{key} is {value} on rank 0, {other['layout'][key]} on rank {rank}"
-            return _fault("precision.layout", finding)
+            return _fault(
+                "precision.layout",
+                f"{key} is {value} on rank 0, {other['layout'][key]} on rank {rank}",
+            )
     return None
 
 

@@ -123,10 +123,9 @@ def attention_core(shape: ModelShape, layer: int) -> Core:
             return EagerCore(dropout, scores)
         case Attention.FLEX:
             if dropout:
-                finding = f"flex_attention has no dropout, but the model has dropout={dropout}"
                 raise refused(
                     "attention",
-                    finding,
+                    f"flex_attention has no dropout, but the model has dropout={dropout}",
                     "Use `attention=sdpa`, `attention=eager` or `model.dropout=0`.",
                 )
             return FlexCore(scores=scores)
@@ -143,10 +142,9 @@ def is_trainable(model: ModelSpec, device: torch.device) -> bool:
 def require_trainable(model: ModelSpec, device: torch.device) -> None:
     """Raises SpecError for attention that has no backward pass on this device."""
     if not is_trainable(model, device):
-        finding = f"torch's flex_attention has no backward pass on {device.type}"
         raise refused(
             "attention",
-            finding,
+            f"torch's flex_attention has no backward pass on {device.type}",
             "Use `attention=sdpa` or `attention=eager`, or train with `device=cuda`.",
         )
 

@@ -83,8 +83,11 @@ def require_takes_tokens(model: nn.Module, spec: Spec) -> None:
         pass  # a builtin may have no signature to compare with
     except TypeError as error:
         place, name = named_in_spec(model, spec)
-        finding = f"{type(model).__name__}.forward of {name}, called with tokens only: {error}"
-        raise refused(place, finding, f"The model must define {NEEDED}.") from error
+        raise refused(
+            place,
+            f"{type(model).__name__}.forward of {name}, called with tokens only: {error}",
+            f"The model must define {NEEDED}.",
+        ) from error
 
 
 def _is_of(output: Tensor, tokens_BT: Tensor) -> bool:
@@ -94,8 +97,11 @@ def _is_of(output: Tensor, tokens_BT: Tensor) -> bool:
 
 def _refused(model: nn.Module, spec: Spec, output: str, given: str = "") -> SpecError:
     place, name = named_in_spec(model, spec)
-    finding = f"{type(model).__name__}.forward of {name}{given} returned {output}"
-    return refused(place, finding, f"The model must define {NEEDED}.{_OTHERWISE}")
+    return refused(
+        place,
+        f"{type(model).__name__}.forward of {name}{given} returned {output}",
+        f"The model must define {NEEDED}.{_OTHERWISE}",
+    )
 
 
 def outcome_of(model: nn.Module, samples: SampleBatch, spec: Spec) -> Tensor:
@@ -149,8 +155,11 @@ def _loss_of_step(
         loss = objective.run(model, samples)
     if names := calls.used_beside(loss):
         more = f" and {len(names) - 1} more" if names[1:] else ""
-        finding = f"{function.target} uses {names[0]}{more} outside of the model call"
-        raise refused(function.place, finding, f"{_WITHIN}: {AROUND_CALLS}")
+        raise refused(
+            function.place,
+            f"{function.target} uses {names[0]}{more} outside of the model call",
+            f"{_WITHIN}: {AROUND_CALLS}",
+        )
     return loss
 
 
@@ -163,8 +172,11 @@ def _without_backward(model: nn.Module, function: UserFunction) -> Iterator[None
     def require_none() -> None:
         for (name, parameter), grad in zip(model.named_parameters(), before, strict=True):
             if parameter.grad is not grad:
-                finding = f"{function.target} runs backward: {name} has a gradient afterwards"
-                raise refused(function.place, finding, "Return the loss; ptrain runs backward.")
+                raise refused(
+                    function.place,
+                    f"{function.target} runs backward: {name} has a gradient afterwards",
+                    "Return the loss; ptrain runs backward.",
+                )
 
     try:
         yield

@@ -102,8 +102,11 @@ def require_alike(
     ]
 
     def fault(error: BaseException) -> Fault:
-        finding = f"the model cannot run on a shard of the tokens: {said(error)}"
-        return Fault(place=place, finding=finding, remedy=_REMEDY)
+        return Fault(
+            place=place,
+            finding=f"the model cannot run on a shard of the tokens: {said(error)}",
+            remedy=_REMEDY,
+        )
 
     with torch.no_grad(), in_mode(module, training=False), boundary(fault):
         runs: list[_AllTokens | _Part] = [whole, *parts]
@@ -217,10 +220,11 @@ def cutting(
 
 def _require_used_once(modules: set[str], place: str) -> None:
     if modules:
-        finding = (
-            f"the parameters of {min(modules)} are used on a shard of the tokens and on all tokens"
+        raise refused(
+            place,
+            f"the parameters of {min(modules)} are used on a shard of the tokens and on all tokens",
+            "Use `placement.tp.activations=R`.",
         )
-        raise refused(place, finding, "Use `placement.tp.activations=R`.")
 
 
 def _shared(module: nn.Module, names: set[str]) -> Iterator[tuple[str, Role]]:
@@ -291,8 +295,9 @@ def _require_one_role(module: nn.Module, roles: Roles, place: str) -> None:
     for pattern, role in roles:
         for name in _meant(module, pattern, role):
             if name in seen:
-                finding = f"{name} has two roles, {seen[name]} and {role}"
-                raise refused(place, finding, "Give it one role.")
+                raise refused(
+                    place, f"{name} has two roles, {seen[name]} and {role}", "Give it one role."
+                )
             seen[name] = role
 
 
@@ -307,15 +312,21 @@ def _meant(module: nn.Module, pattern: str, role: Role) -> Iterator[str]:
 def _require_something_cut(named: dict[str, Role], place: str) -> None:
     if not set(_KINDS) & set(named.values()):
         words = ", ".join(_KINDS)
-        finding = f"the plan shards nothing: no module has one of the roles {words}"
-        raise refused(place, finding, "Give roles to the layers, or use `mesh.tp=1`.")
+        raise refused(
+            place,
+            f"the plan shards nothing: no module has one of the roles {words}",
+            "Give roles to the layers, or use `mesh.tp=1`.",
+        )
 
 
 def _require_one_head(named: dict[str, Role], place: str) -> None:
     heads = [name for name, role in named.items() if role is Role.HEAD]
     if len(heads) > 1:
-        finding = f"{heads[0]} and {heads[1]} both have the role head; a model has one output head"
-        raise refused(place, finding, "Give the others the role `column`, or another role.")
+        raise refused(
+            place,
+            f"{heads[0]} and {heads[1]} both have the role head; a model has one output head",
+            "Give the others the role `column`, or another role.",
+        )
 
 
 def _kinds(module: nn.Module, roles: Roles, place: str) -> Iterator[Fault]:
@@ -326,9 +337,10 @@ def _kinds(module: nn.Module, roles: Roles, place: str) -> Iterator[Fault]:
             is_fitting = is_linear(child) if role in _LINEAR else kind and isinstance(child, kind)
             if kind is not None and not is_fitting:
                 actual = slips.a(type(child).__name__)
-                finding = f"{name} is {actual}; the role {role} needs {kind.__name__}"
                 yield Fault(
-                    place=place, finding=finding, remedy=("Remove its role, or use another one.")
+                    place=place,
+                    finding=f"{name} is {actual}; the role {role} needs {kind.__name__}",
+                    remedy=("Remove its role, or use another one."),
                 )
                 break
 
@@ -341,9 +353,10 @@ def _sizes(module: nn.Module, roles: Roles, degree: int) -> Iterator[Fault]:
     choices = ", ".join(str(divisor) for divisor in range(1, common + 1) if common % divisor == 0)
     for what, size in sizes.items():
         if size % degree:
-            finding = f"tp={degree} does not divide {what}"
             yield Fault(
-                place="mesh.tp", finding=finding, remedy=f"Use one of {choices} for `mesh.tp`."
+                place="mesh.tp",
+                finding=f"tp={degree} does not divide {what}",
+                remedy=f"Use one of {choices} for `mesh.tp`.",
             )
 
 

@@ -50,12 +50,11 @@ class MapDataset:
         self._form: tuple[str, ...] = ()  # of sample 0, which is read first
         self.first = self.read([0])
         if not _equal(self.first, self.read([0])):
-            finding = "sample 0 has different values when it is read again"
-            remedy = (
+            raise self._refused(
+                "sample 0 has different values when it is read again",
                 "Compute a sample from its index only, or from the global random generators "
-                "without seeding them."
+                "without seeding them.",
             )
-            raise self._refused(finding, remedy)
 
     @property
     def name(self) -> str:
@@ -76,8 +75,9 @@ class MapDataset:
         with _apart(), _seeded(0):
             dataset = called(self._function)
         if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
-            finding = f"{self.name} returned {type(dataset).__name__}, not a map-style dataset"
-            raise self._refused(finding)
+            raise self._refused(
+                f"{self.name} returned {type(dataset).__name__}, not a map-style dataset"
+            )
         readable: Any = dataset
         return readable
 

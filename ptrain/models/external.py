@@ -39,8 +39,11 @@ def build_external(model: ExternalModel) -> nn.Module:
     function = model.function
     module = called(function)
     if not isinstance(module, nn.Module):
-        finding = f"{model.target} returned {type(module).__name__}, not a torch.nn.Module"
-        raise refused(function.place, finding, _remedy(function))
+        raise refused(
+            function.place,
+            f"{model.target} returned {type(module).__name__}, not a torch.nn.Module",
+            _remedy(function),
+        )
     return module
 
 
@@ -63,8 +66,9 @@ def resolved(function: UserFunction, *given: str) -> Callable[..., object]:
         names = ", ".join((*given, *function.arguments)) or "no arguments"
         finding = f"{function.target} cannot be called with {names}: {error}"
         place = f"{function.section}.arguments"
-        remedy = f"Set `{place}` to arguments that the function accepts: `{signature}`."
-        raise refused(place, finding, remedy) from error
+        raise refused(
+            place, finding, f"Set `{place}` to arguments that the function accepts: `{signature}`."
+        ) from error
     except ValueError:
         pass  # a builtin may have no signature to compare with
     return target
@@ -90,17 +94,20 @@ def _imported(function: UserFunction) -> Callable[..., object]:
     module_name, colon, attribute = target.partition(":")
     names = (*module_name.split("."), attribute)
     if not (colon and all(name.isidentifier() for name in names)):
-        finding = f"{target!r} does not have the form package.module:function"
-        raise refused(function.place, finding, remedy)
+        raise refused(
+            function.place, f"{target!r} does not have the form package.module:function", remedy
+        )
     module = _import(module_name, function)
     with boundary(lambda error: _fault(function, f"{module_name} raised {said(error)}", remedy)):
         value = getattr(module, attribute, None)
     if value is None:
-        finding = f"module {module_name} has no attribute {attribute!r}"
-        raise refused(function.place, finding, remedy)
+        raise refused(
+            function.place, f"module {module_name} has no attribute {attribute!r}", remedy
+        )
     if not callable(value):
-        finding = f"{target} is {slips.a(type(value).__name__)}, not a function"
-        raise refused(function.place, finding, remedy)
+        raise refused(
+            function.place, f"{target} is {slips.a(type(value).__name__)}, not a function", remedy
+        )
     named: Callable[..., object] = value
     return named
 
@@ -151,8 +158,11 @@ def _first_file(name: str, top: ModuleSpec | None) -> str:
 def _unimportable(name: str, function: UserFunction, error: BaseException) -> Fault:
     folder = function.folder
     if not isinstance(error, ModuleNotFoundError) or not f"{name}.".startswith(f"{error.name}."):
-        remedy = f"Make `python -c 'import {name}'` succeed."
-        return _fault(function, f"importing {name} raised {said(error)}", remedy)
+        return _fault(
+            function,
+            f"importing {name} raised {said(error)}",
+            f"Make `python -c 'import {name}'` succeed.",
+        )
     finding = f"no module named {error.name!r}"
     if folder is None:
         remedy = "Install it, add its directory to PYTHONPATH, or set "

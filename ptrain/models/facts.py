@@ -200,8 +200,11 @@ def attending_of(model: nn.Module, spec: Spec) -> Attending | None:
         if call.fault:
             raise not_plain(place, module or name, call)
         if module in known:
-            finding = f"{module or name} calls attention twice per forward pass"
-            raise refused(place, finding, f"Use a separate module for each call, {_NO_CP}")
+            raise refused(
+                place,
+                f"{module or name} calls attention twice per forward pass",
+                f"Use a separate module for each call, {_NO_CP}",
+            )
         known[module] = call.heads
         return call.by_torch(torchs)
 
@@ -220,11 +223,12 @@ def attending_of(model: nn.Module, spec: Spec) -> Attending | None:
     ):  # fmt: skip
         logits_at(model, positions, argument, spec)
     if not known:
-        finding = (
+        raise refused(
+            place,
             f"no module of {name} calls {_NAME}, which cp replaces to reach the tokens "
-            "of other ranks"
+            "of other ranks",
+            f"Call this function in its attention, {_NO_CP}",
         )
-        raise refused(place, finding, f"Call this function in its attention, {_NO_CP}")
     modules = tuple(AttendingModule(name=module, heads=heads) for module, heads in known.items())
     return Attending(modules=modules, positions=argument, dropping=tuple(dropping))
 
@@ -266,8 +270,9 @@ def _require_all_before(config: Any, place: str, name: str, spec: Spec) -> None:
         if isinstance(size, int) and 0 < size <= spec.batch.sequence:
             finding = f"{field} of {name} is {size}, but a sample has {spec.batch.sequence} tokens"
             finding += ": cp supports attention to all previous tokens only"
-            remedy = f"Set `{field}` to null or {spec.batch.sequence + 1}, {_NO_CP}"
-            raise refused(at, finding, remedy)
+            raise refused(
+                at, finding, f"Set `{field}` to null or {spec.batch.sequence + 1}, {_NO_CP}"
+            )
     for kind, original in _rotations(getattr(config, "rope_parameters", None)):
         original = original or getattr(config, "max_position_embeddings", 0)
         if kind in _BY_LENGTH and original < spec.batch.sequence:
@@ -278,8 +283,9 @@ def _require_all_before(config: Any, place: str, name: str, spec: Spec) -> None:
             finding += (
                 f"above {original}, but a cp rank computes only a shard of {spec.batch.sequence}"
             )
-            remedy = f"Use another `rope_type`, at most {original} tokens, {_NO_CP}"
-            raise refused(at, finding, remedy)
+            raise refused(
+                at, finding, f"Use another `rope_type`, at most {original} tokens, {_NO_CP}"
+            )
 
 
 def _rotations(parameters: object) -> Iterator[tuple[str, int]]:
@@ -389,16 +395,20 @@ def _number(experts: nn.Module, name: str, place: str) -> int:
     firsts = {shape[:1] for shape in sizes.values()}
     if len(firsts) != 1 or firsts == {()}:
         shown = ", ".join(f"{path} {list(shape)}" for path, shape in [*sizes.items()][:3])
-        finding = (
+        raise refused(
+            place,
             f"{name} does not stack all experts of a layer along the first dimension: "
-            f"it has {shown}"
+            f"it has {shown}",
+            _REMEDY,
         )
-        raise refused(place, finding, _REMEDY)
     ((number,),) = firsts
     own = getattr(experts, NUMBER, number)
     if own != number:
-        finding = f"{name}.{NUMBER} is {own}, but the first dimension of its tensors is {number}"
-        raise refused(place, finding, _REMEDY)
+        raise refused(
+            place,
+            f"{name}.{NUMBER} is {own}, but the first dimension of its tensors is {number}",
+            _REMEDY,
+        )
     return number
 
 
@@ -406,8 +416,11 @@ def _require_alike(place: str, layers: Sequence[tuple[int, int, int]]) -> None:
     if len({*layers}) > 1:
         kinds = dict.fromkeys(layers)
         shown = " and ".join(f"{n} experts, {k} per token, {d} features" for n, k, d in kinds)
-        finding = f"not supported yet: MoE layers that differ: {shown}"
-        raise refused(place, finding, "Use `dp_shard` instead of `ep`.")
+        raise refused(
+            place,
+            f"not supported yet: MoE layers that differ: {shown}",
+            "Use `dp_shard` instead of `ep`.",
+        )
 
 
 def _calls(module: nn.Module, names: Sequence[str], place: str, spec: Spec) -> list[_Call]:
@@ -416,8 +429,11 @@ def _calls(module: nn.Module, names: Sequence[str], place: str, spec: Spec) -> l
     given, called = named_in_spec(module, spec)
 
     def fault(error: BaseException) -> Fault:
-        finding = f"{called}, run without its experts, raised {said(error)}"
-        return Fault(place=given, finding=finding, remedy=_REMEDY)
+        return Fault(
+            place=given,
+            finding=f"{called}, run without its experts, raised {said(error)}",
+            remedy=_REMEDY,
+        )
 
     with (
         torch.no_grad(),

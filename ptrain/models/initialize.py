@@ -283,11 +283,12 @@ def stored_rows(module: nn.Module) -> Mapping[str, list[StoredRows]]:
                 stored[name].append(StoredRows(theirs, first - starts[place], shape))
     for name, parts in stored.items():
         if sum(math.prod(rows.shape) for rows in parts) != math.prod(shapes[name]):
-            finding = (
+            raise refused(
+                "model.pretrained",
                 f"the files contain {name} of {type(module).__name__} neither as one "
-                "tensor nor as rows of one"
+                "tensor nor as rows of one",
+                "Use a model of another class.",
             )
-            raise refused("model.pretrained", finding, "Use a model of another class.")
     return stored
 
 
@@ -496,8 +497,11 @@ def with_model(spec: Spec, module: nn.Module) -> Spec:
 def require_fresh(module: nn.Module) -> None:
     """Raises SpecError for what is no module, is wrapped already or has no values."""
     if not isinstance(module, nn.Module):
-        finding = f"{type(module).__name__} is not a torch.nn.Module"
-        raise refused(_PLACE, finding, "Pass the unwrapped module.")
+        raise refused(
+            _PLACE,
+            f"{type(module).__name__} is not a torch.nn.Module",
+            "Pass the unwrapped module.",
+        )
     name = type(module).__name__
     for path, inner in module.named_modules():
         if wrapper := next((kind for kind in _WRAPPERS if isinstance(inner, kind)), None):
@@ -510,8 +514,11 @@ def require_fresh(module: nn.Module) -> None:
             raise refused(_PLACE, finding, remedy)
     for path, parameter in module.named_parameters():
         if isinstance(parameter, DTensor):
-            finding = f"{path} of {name} is already sharded (a DTensor)"
-            raise refused(_PLACE, finding, "Pass the module with full tensors; ptrain shards them.")
+            raise refused(
+                _PLACE,
+                f"{path} of {name} is already sharded (a DTensor)",
+                "Pass the module with full tensors; ptrain shards them.",
+            )
     if keeps_its_weights(module):
         _require_values(module)
 
@@ -520,9 +527,9 @@ def _require_values(module: nn.Module) -> None:
     tensors = (*module.named_parameters(), *module.named_buffers())
     on_meta = [path for path, tensor in tensors if tensor.is_meta]
     if on_meta:
-        finding = f"{on_meta[0]} of {type(module).__name__} is on the meta device and has no values"
-        remedy = (
+        raise refused(
+            _PLACE,
+            f"{on_meta[0]} of {type(module).__name__} is on the meta device and has no values",
             "Build it on the CPU after `torch.manual_seed`, with the same seed on every "
-            "rank, or load its weights first (`to_empty` and `load_state_dict`)."
+            "rank, or load its weights first (`to_empty` and `load_state_dict`).",
         )
-        raise refused(_PLACE, finding, remedy)

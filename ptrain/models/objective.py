@@ -157,11 +157,12 @@ class SampleBatch:
                 keys = ", ".join(map(str, self.data))
                 finding = f"a sample is a dictionary with the keys {keys}; none of them is "
                 finding += "`inputs`"
-                remedy = (
+                raise refused(
+                    "data.target",
+                    finding,
                     "Rename the input of the model to `inputs`, or set "
-                    "`step.target=package.module:function`, which calls the model."
+                    "`step.target=package.module:function`, which calls the model.",
                 )
-                raise refused("data.target", finding, remedy)
             case tuple() | list():
                 return self.data[0]
         return self.data
@@ -375,8 +376,11 @@ class OfModel(OfOutput):
         with calls.watching():
             loss = self.of(model, samples)
         if not calls.count:
-            finding = f"{self.function.target} does not call the model"
-            raise refused(self.function.place, finding, f"Call `model(…)` in it: {AROUND_CALLS}")
+            raise refused(
+                self.function.place,
+                f"{self.function.target} does not call the model",
+                f"Call `model(…)` in it: {AROUND_CALLS}",
+            )
         return loss
 
     def forward(self, model: Any, samples: SampleBatch) -> Tensor:

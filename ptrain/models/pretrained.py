@@ -76,9 +76,10 @@ def build_hugging_face(model: HuggingFaceModel, *, sequence: int) -> nn.Module:
     _require_plain_loss(named, config, "model.config")
     positions = getattr(config, "max_position_embeddings", None)
     if isinstance(positions, int) and positions < sequence:
-        finding = f"max_position_embeddings is {positions}, but a sample has {sequence} tokens"
         raise refused(
-            "model.config", finding, f"Set `max_position_embeddings` to {sequence} or more."
+            "model.config",
+            f"max_position_embeddings is {positions}, but a sample has {sequence} tokens",
+            f"Set `max_position_embeddings` to {sequence} or more.",
         )
     with boundary(partial(_unbuilt, named, _attention(named, model))):
         module: nn.Module = _with_logits(named)(config)
@@ -237,10 +238,11 @@ def to_logits(module: nn.Module) -> None:
     if not callable(getattr(module, "get_output_embeddings", None)) or (
         module.get_output_embeddings() is None
     ):
-        finding = (
-            f"{type(module).__name__} of Transformers has no output head and returns no logits"
+        raise refused(
+            "model",
+            f"{type(module).__name__} of Transformers has no output head and returns no logits",
+            "Use a causal language model (`AutoModelForCausalLM`).",
         )
-        raise refused("model", finding, "Use a causal language model (`AutoModelForCausalLM`).")
     _require_plain_loss(type(module), module.config, "model.config")
     kind: Any = type(module)
     module.__class__ = _with_logits(kind)
@@ -283,8 +285,11 @@ def _class_of(name: str) -> Any:
     try:
         return MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[kind]]
     except (ImportError, AttributeError) as error:
-        finding = f"Transformers cannot load {name}: {_line(error)}"
-        raise refused("model.hf", finding, "Install the package that the error names.") from error
+        raise refused(
+            "model.hf",
+            f"Transformers cannot load {name}: {_line(error)}",
+            "Install the package that the error names.",
+        ) from error
 
 
 def _config(named: Any, model: HuggingFaceModel) -> Any:
@@ -418,25 +423,31 @@ class PretrainedFolder:
         if name not in self.file_of:
             raise _wrong(self.folder, f"the tensor {name} is missing", _AS_IT_IS)
         if self.shapes[name] != expected:
-            finding = (
-                f"{name} is {list(self.shapes[name])}, but the model of the spec has {expected}"
+            raise _wrong(
+                self.folder,
+                f"{name} is {list(self.shapes[name])}, but the model of the spec has {expected}",
+                _AS_IT_IS,
             )
-            raise _wrong(self.folder, finding, _AS_IT_IS)
         if not dtype.is_floating_point:
             if _OTHERS.get(self.dtypes[name]) != dtype:
-                finding = f"{name} is {self.dtypes[name]}, but the model has {str(dtype)[6:]}"
-                raise _wrong(self.folder, finding, "Save it in the dtype of the model.")
+                raise _wrong(
+                    self.folder,
+                    f"{name} is {self.dtypes[name]}, but the model has {str(dtype)[6:]}",
+                    "Save it in the dtype of the model.",
+                )
         elif self.dtypes[name] not in WIDTHS:
-            finding = f"{name} is {self.dtypes[name]}; weights must be {', '.join(WIDTHS)}"
-            raise _wrong(self.folder, finding)
+            raise _wrong(
+                self.folder, f"{name} is {self.dtypes[name]}; weights must be {', '.join(WIDTHS)}"
+            )
 
     def refuse(self, others: Iterable[str]) -> None:
         """Raises SpecError for tensors that no part of a model takes, but tables that are made."""
         if surplus := sorted(name for name in others if not _TABLES.fullmatch(name)):
-            finding = (
-                f"{len(surplus)} tensors do not belong to this model, for example {surplus[0]}"
+            raise _wrong(
+                self.folder,
+                f"{len(surplus)} tensors do not belong to this model, for example {surplus[0]}",
+                _AS_IT_IS,
             )
-            raise _wrong(self.folder, finding, _AS_IT_IS)
 
     def _index(self) -> dict[str, str] | None:
         path = self.folder / INDEX
@@ -447,17 +458,17 @@ class PretrainedFolder:
                 raise ValueError("the file is too large for an index")
             files = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-            finding = f"{INDEX} cannot be read: {type(error).__name__}: {error}"
-            raise _wrong(self.folder, finding) from error
+            raise _wrong(
+                self.folder, f"{INDEX} cannot be read: {type(error).__name__}: {error}"
+            ) from error
         if not isinstance(files, dict) or not files:
             raise _wrong(self.folder, f"{INDEX} lists no tensors")
         for name, file in files.items():
             if not isinstance(file, str) or not _BARE.fullmatch(file):
-                finding = (
-                    f"{INDEX} lists {name} in {file!r}, which is not a file name in its folder"
-                )
                 raise _wrong(
-                    self.folder, finding, "Download the folder again from a source that you trust."
+                    self.folder,
+                    f"{INDEX} lists {name} in {file!r}, which is not a file name in its folder",
+                    "Download the folder again from a source that you trust.",
                 )
         return {**files}
 
@@ -471,8 +482,9 @@ class PretrainedFolder:
             with self._open(path, "pt") as opened:
                 for name in sorted(opened.keys()):
                     if name in self.file_of:
-                        finding = f"{self.file_of[name]} and {file} both contain {name}"
-                        raise _wrong(self.folder, finding)
+                        raise _wrong(
+                            self.folder, f"{self.file_of[name]} and {file} both contain {name}"
+                        )
                     part = opened.get_slice(name)
                     self.file_of[name] = file
                     self.shapes[name] = tuple(part.get_shape())
@@ -528,9 +540,11 @@ class PretrainedWeights:
         than a sample needs."""
         there = self._folder.shapes.get(name, expected)
         if there[1:] == expected[1:] and there[0] < expected[0]:
-            finding = f"it has {there[0]} positions, but a sample has {expected[0]} tokens"
-            remedy = f"Use `batch.sequence={there[0]}` or less."
-            raise _wrong(self._folder.folder, finding, remedy)
+            raise _wrong(
+                self._folder.folder,
+                f"it has {there[0]} positions, but a sample has {expected[0]} tokens",
+                f"Use `batch.sequence={there[0]}` or less.",
+            )
         return (*there[:1], *expected[1:])
 
 
@@ -558,8 +572,11 @@ def _safetensors() -> Any:
     try:
         import safetensors
     except ImportError as error:
-        finding = "reading its files needs the safetensors library, which is not installed"
-        raise refused(_PLACE, finding, "Run `pip install safetensors`.") from error
+        raise refused(
+            _PLACE,
+            "reading its files needs the safetensors library, which is not installed",
+            "Run `pip install safetensors`.",
+        ) from error
     return safetensors
 
 

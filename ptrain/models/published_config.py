@@ -287,9 +287,12 @@ def taken(named: Any, config: Mapping[str, object]) -> TakenConfig:
     if is_whole(config):
         given = config.get("model_type", kind.model_type)
         if given != kind.model_type:
-            finding = f"{given!r}, but {named.__name__} has model_type {kind.model_type!r}"
             faults.append(
-                _fault("model_type", finding, f"Use `model.hf={given}`, or remove `model.hf`.")
+                _fault(
+                    "model_type",
+                    f"{given!r}, but {named.__name__} has model_type {kind.model_type!r}",
+                    f"Use `model.hf={given}`, or remove `model.hf`.",
+                )
             )
         else:  # fields of another class are not compared
             faults += _slips(kind, known, config)
@@ -323,11 +326,12 @@ def faults_of_class(config: Mapping[str, object]) -> Iterator[Fault]:
         is_model = isinstance(value, Mapping) and value and field.endswith("_config")
         if is_model and field != "quantization_config":
             finding = f"not supported yet: {field} is a nested model, as in multimodal "
-            remedy = (
+            yield _fault(
+                field,
+                f"{finding}models",
                 "Use the config of its language model only, and set `model.hf` to the "
-                "class of that model."
+                "class of that model.",
             )
-            yield _fault(field, f"{finding}models", remedy)
 
 
 def _is_taken(field: str, known: tuple[str, ...]) -> bool:

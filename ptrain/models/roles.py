@@ -92,8 +92,11 @@ def cutting_of_module(module: nn.Module, spec: Spec) -> tuple[Roles, Fusions]:
 
 def _blocks(module: nn.Module, place: str, spec: Spec) -> list[str]:
     if not (names := blocks_of(module, spec.model.blocks)):
-        finding = "the model has no list of blocks, between which tokens could be sharded"
-        raise refused(place, finding, "Set `model.blocks`, or use `placement.tp.activations=R`.")
+        raise refused(
+            place,
+            "the model has no list of blocks, between which tokens could be sharded",
+            "Set `model.blocks`, or use `placement.tp.activations=R`.",
+        )
     return names
 
 
@@ -166,8 +169,11 @@ def plan_of_module(module: nn.Module, attribute: str, spec: Spec) -> AbstractCon
     place, name = named_in_spec(module, spec)
 
     def fault(error: BaseException) -> Fault:
-        finding = f"{attribute} of {name} raised {said(error)}"
-        return Fault(place=place, finding=finding, remedy="Correct the attribute, or remove it.")
+        return Fault(
+            place=place,
+            finding=f"{attribute} of {name} raised {said(error)}",
+            remedy="Correct the attribute, or remove it.",
+        )
 
     return boundary(fault)
 
@@ -223,8 +229,9 @@ def _known(module: nn.Module, plan: _Plan) -> Iterator[tuple[str, Role]]:
         if word not in (*GIVEN, *_THEIRS):
             finding = f"the plan entry {pattern}: {word} is not a known role"
             words = (*GIVEN, *_THEIRS)
-            remedy = f"Known roles: {', '.join(words)}. Set a custom `tensor.plan`."
-            raise refused(plan.place, finding, remedy)
+            raise refused(
+                plan.place, finding, f"Known roles: {', '.join(words)}. Set a custom `tensor.plan`."
+            )
         if not names and not plan.theirs:
             finding = f"no {'integer attribute' if is_count else 'module'} is named {pattern}"
             raise refused(

@@ -160,8 +160,10 @@ class Follower(Ledger):
         origins = self._origins(map(_key, _tensors(output)))
         if columns := [name for name in origins if self._named.get(name) is not Role.HEAD]:
             column = min(columns)
-            finding = f"the model returns the output of {column}, a shard of the features"
-            self._say(finding, f"Give {column} the role `head`, or the next layer the role `row`.")
+            self._say(
+                f"the model returns the output of {column}, a shard of the features",
+                f"Give {column} the role `head`, or the next layer the role `row`.",
+            )
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
@@ -187,10 +189,10 @@ class Follower(Ledger):
             self._running.append(name)
             self._draws.enter(name)
             if role in _OPERATORS and not args:  # torch's styles look at what has a place alone
-                finding = (
-                    f"{name} has the role {role}, but receives its input as a keyword argument"
+                self._say(
+                    f"{name} has the role {role}, but receives its input as a keyword argument",
+                    "Pass the input as the first positional argument: `layer(x)`.",
                 )
-                self._say(finding, "Pass the input as the first positional argument: `layer(x)`.")
             first = next(filter(is_real, (*args, *kwargs.values())), None)
             if isinstance(first, torch.Tensor):
                 self.tokens.enter(name, _key(first))
@@ -198,9 +200,9 @@ class Follower(Ledger):
                 if name in self._counting:
                     self._counted[_key(first)] = name
                     if self._is_own(_key(first)):
-                        remedy = f"Give {in_any_block(name)} the role `whole input`."
                         self._say(
-                            f"{name} has the role count, but receives a shard of the tokens", remedy
+                            f"{name} has the role count, but receives a shard of the tokens",
+                            f"Give {in_any_block(name)} the role `whole input`.",
                         )
                 if name == self.tokens.first and first.shape[1:2] != (self.tokens.count,):
                     shape = tuple(first.shape)
@@ -231,19 +233,19 @@ class Follower(Ledger):
             case Role.ROW | Role.TRANSPOSED_ROW if first not in self._slices:
                 finding = f"{name} has the role row, but its input is replicated: "
                 finding += "there is no column before it"
-                remedy = (
+                self._say(
+                    finding,
                     "Give the layer before it the role `column`, or remove the role of "
-                    f"{in_any_block(name)}."
+                    f"{in_any_block(name)}.",
                 )
-                self._say(finding, remedy)
             case _ if role in (*COLUMNS, Role.HEAD) and first in self._slices:
                 column = min(self._slices[first])
                 finding = f"{name} has the role {role}, but its input is already sharded, by "
-                remedy = (
+                self._say(
+                    f"{finding}{column}",
                     f"Give {in_any_block(name)} the role `row`, or remove the role of "
-                    f"{in_any_block(column)}."
+                    f"{in_any_block(column)}.",
                 )
-                self._say(f"{finding}{column}", remedy)
             case Role.WHOLE_INPUT if first not in self._slices and not self._is_naive:
                 self._opened[first] = name
 
@@ -337,10 +339,10 @@ class Follower(Ledger):
         if on_slice and (is_met or not owners <= {"", *self._running}):
             met = min(names) if names else "a tensor of all tokens"
             where = self._running[-1] if self._running else "the model"
-            finding = (
-                f"in the forward pass of {where}, a shard of the tokens is combined with {met}"
+            self._say(
+                f"in the forward pass of {where}, a shard of the tokens is combined with {met}",
+                "Use `placement.tp.activations=R`.",
             )
-            self._say(finding, "Use `placement.tp.activations=R`.")
         if on_slice or is_met or any(key in self._opened for key in read):
             self.tokens.see(owners, results, is_slice=bool(on_slice))
 
@@ -356,10 +358,11 @@ class Follower(Ledger):
                 finding += f"tensor in the forward pass of {where or 'the model'}: "
                 finding += "there is no row between them"
                 column = in_any_block(slices[0])
-                remedy = (
-                    f"Give the layer after {column} the role `row`, or remove the role of {column}."
+                self._say(
+                    finding,
+                    f"Give the layer after {column} the role `row`, or remove the role of "
+                    f"{column}.",
                 )
-                self._say(finding, remedy)
 
     def _judge_count(self, read: list[int]) -> None:
         """What a module is given that counts features is narrower than that on a rank."""

@@ -69,11 +69,15 @@ def _meant_blocks(module: nn.Module, pattern: str) -> list[str]:
         raise refused("model.blocks", f"no module is named {pattern!r}", remedy)
     for name in names:
         if isinstance(named[name], _CONTAINERS):
-            finding = f"{name} is {type(named[name]).__name__}, which has no forward call"
-            raise refused("model.blocks", finding, remedy)
+            raise refused(
+                "model.blocks",
+                f"{name} is {type(named[name]).__name__}, which has no forward call",
+                remedy,
+            )
         if outer := next((other for other in names if name.startswith(f"{other}.")), None):
-            finding = f"{pattern!r} matches both {outer} and its submodule {name}"
-            raise refused("model.blocks", finding, remedy)
+            raise refused(
+                "model.blocks", f"{pattern!r} matches both {outer} and its submodule {name}", remedy
+            )
     return names
 
 

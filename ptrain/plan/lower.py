@@ -224,8 +224,11 @@ def _pipeline(spec: Spec, stages: tuple[Stage, ...]) -> Pipeline | None:
 
 def _accumulate(spec: Spec) -> Accumulate:
     if spec.batch.micro_is_open:  # a call from Python: commands have chosen
-        finding = "auto is not resolved to a micro-batch size yet"
-        raise refused("batch.micro", finding, "pass ptrain.resolve_auto(ptrain.load(...))")
+        raise refused(
+            "batch.micro",
+            "auto is not resolved to a micro-batch size yet",
+            "pass ptrain.resolve_auto(ptrain.load(...))",
+        )
     return Accumulate(micro_batches=spec.batch.accumulate)
 
 
@@ -233,8 +236,11 @@ def _keep(spec: Spec, blocks: tuple[str, ...]) -> Keep | None:
     """Return the step that keeps activations, None where all blocks are plain. `blocks` are named
     as the model calls them; those of a built-in one are known."""
     if spec.activations.is_open:  # a call from Python: commands have chosen
-        finding = "the recompute policy is not selected yet"
-        raise refused("recompute.budget", finding, "pass ptrain.resolve_auto(ptrain.load(...))")
+        raise refused(
+            "recompute.budget",
+            "the recompute policy is not selected yet",
+            "pass ptrain.resolve_auto(ptrain.load(...))",
+        )
     if isinstance(spec.model, ModelShape):
         blocks = tuple(f"blocks.{index}" for index in range(spec.model.layers))
     if outside := tuple(blocks_outside(spec, len(blocks))):

@@ -104,12 +104,17 @@ def compare_records(
         left, right = [n for n in base if n not in head], [n for n in head if n not in base]
     trainings = [_training(*pair) for pair in pairs]
     if not trainings:
-        finding = f"one side has {', '.join(base)}, the other {', '.join(head)}"
-        raise refused(" ".join(names), finding, "compare records of specs with the same names")
+        raise refused(
+            " ".join(names),
+            f"one side has {', '.join(base)}, the other {', '.join(head)}",
+            "compare records of specs with the same names",
+        )
     if not any(training.figures or training.verdicts for training in trainings):
-        finding = "the two have no figure in common: they are records of different kinds"
-        remedy = "compare two predictions, two runs, or two verifications"
-        raise refused(" ".join(names), finding, remedy)
+        raise refused(
+            " ".join(names),
+            "the two have no figure in common: they are records of different kinds",
+            "compare two predictions, two runs, or two verifications",
+        )
     return RecordComparison(
         base=names[0],
         head=names[1],
@@ -182,8 +187,11 @@ def _limit(part: str) -> Limit:
     except ValueError:
         growth = math.nan
     if not (0 <= growth < math.inf) or not (share.endswith("%") or growth == 0):
-        finding = f"{part!r} is not a limit for {name}"
-        raise refused("--fail-on", finding, f"Use {name}=1%, or {name}=0 to allow no growth.")
+        raise refused(
+            "--fail-on",
+            f"{part!r} is not a limit for {name}",
+            f"Use {name}=1%, or {name}=0 to allow no growth.",
+        )
     return Limit(kind=FigureKind(name), growth=growth)
 
 
@@ -198,8 +206,11 @@ def exceeded(comparison: RecordComparison, limits: Sequence[Limit]) -> list[str]
     ]
     for limit in limits:
         if not any(_has(training, limit) for training in comparison.trainings):
-            finding = f"{limit.kind or VERDICT}: neither BASE nor HEAD has this figure"
-            raise refused("--fail-on", finding, "Remove it, or compare records that have it.")
+            raise refused(
+                "--fail-on",
+                f"{limit.kind or VERDICT}: neither BASE nor HEAD has this figure",
+                "Remove it, or compare records that have it.",
+            )
     return sentences + [f"{name}: HEAD has no record of it" for name in comparison.only_base]
 
 

@@ -167,8 +167,11 @@ def require_cuda(predictions: Sequence[Prediction]) -> None:
     """Raises SpecError where what is reserved was asked for, and nothing is for GPUs."""
     if not any(prediction.spec.is_for_cuda for prediction in predictions):
         of_specs = "the spec is not" if len(predictions) == 1 else "none of the specs is"
-        finding = f"what is reserved is CUDA's allocator's, and {of_specs} for GPUs"
-        raise refused("--reserved", finding, "write device: cuda, or a cluster of GPUs")
+        raise refused(
+            "--reserved",
+            f"what is reserved is CUDA's allocator's, and {of_specs} for GPUs",
+            "Use `device=cuda`, or a cluster of GPUs.",
+        )
 
 
 def account(estimate: Estimate) -> str:

@@ -138,7 +138,9 @@ def recorded(records: Sequence[object], place: str) -> dict[str, Recorded]:
         kinds[name].add(its.is_verified)
         trainings[name] = _joined(trainings[name], its) if name in trainings else its
     if not trainings:
-        raise refused(place, "holds no record", f"give what a command printed: {_COMMANDS}")
+        raise refused(
+            place, "holds no record", f"Use a record that a command printed: {_COMMANDS}."
+        )
     return trainings
 
 
@@ -155,23 +157,28 @@ def _checked(record: object, place: str) -> Recorded:
     if not isinstance(record, Mapping):
         raise _no_record(place, f"a record is a mapping; here is {record!r:.40}")
     if "error" in record and "exit_code" in record:
-        finding = f"the command that wrote it was refused: {record['error']}"
-        raise refused(place, finding, "repeat the command once that is right")
+        raise refused(
+            place,
+            f"the command that wrote it was refused: {record['error']}",
+            "repeat the command once that is right",
+        )
     if record.get("refused"):
-        finding = f"{record.get('spec')} was refused there: {record['refused']}"
-        raise refused(place, finding, "leave that point out, or repair it")
+        raise refused(
+            place,
+            f"{record.get('spec')} was refused there: {record['refused']}",
+            "Remove this point, or fix it.",
+        )
     if missing := [key for key in _RECORD if key not in record]:
         raise _no_record(place, f"it lacks {', '.join(missing)}")
     try:
         return _figures(record)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         kind = "" if isinstance(error, Malformed) else f"{type(error).__name__} "
-        finding = f"it is damaged: {kind}{error}"
-        raise _no_record(place, finding) from None
+        raise _no_record(place, f"it is damaged: {kind}{error}") from None
 
 
 def _no_record(place: str, finding: str) -> Exception:
-    return refused(place, f"is no result record: {finding}", f"give that of {_COMMANDS}")
+    return refused(place, f"is no result record: {finding}", f"Use the record of {_COMMANDS}.")
 
 
 def _figures(record: Mapping[str, Any]) -> Recorded:

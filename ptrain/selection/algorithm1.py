@@ -225,10 +225,9 @@ def thresholds_of(text: str) -> Thresholds:
     except ValueError:
         states = layer = 0.0
     if not (0 < states <= 1 and 0 < layer <= 1):
-        finding = (
-            f"{text[:60]!r} is not two shares of a device's memory, for states and for a layer"
-        )
         raise refused(
-            "--thresholds", finding, "Use two numbers in 0..1, for example `--thresholds 0.7,0.3`."
+            "--thresholds",
+            f"{text[:60]!r} is not two shares of a device's memory, for states and for a layer",
+            "Use two numbers in 0..1, for example `--thresholds 0.7,0.3`.",
         )
     return Thresholds(states=states, layer=layer)

@@ -308,10 +308,9 @@ def answer(chooser: Chooser, demand: Demand | None) -> PlacementRanking:
     goal, most = chooser.objective, chooser.job.devices
     cluster = chooser.job.base.cluster
     if demand and demand.budget is not None and cluster and cluster.price is None:
-        finding = f"the price of a device of {cluster.name} is unknown"
         raise refused(
             "--budget",
-            finding,
+            f"the price of a device of {cluster.name} is unknown",
             "Set the price per device and hour, for example `cluster.price=2.5`.",
         )
     if goal is SearchGoal.COST:
@@ -323,9 +322,10 @@ def answer(chooser: Chooser, demand: Demand | None) -> PlacementRanking:
     if goal is not SearchGoal.DEVICES:
         return chooser.choose()
     if demand is None:
-        finding = "devices: the target is missing"
         raise refused(
-            "--objective", finding, "Set a target, for example `--tokens 1T --deadline 30d`."
+            "--objective",
+            "devices: the target is missing",
+            "Set a target, for example `--tokens 1T --deadline 30d`.",
         )
     rows: tuple[tuple[int, Ranked], ...] = ()
     for number, row in _by_number(chooser):
@@ -336,8 +336,11 @@ def answer(chooser: Chooser, demand: Demand | None) -> PlacementRanking:
     if rows:
         number, row = rows[-1]
         last = f"{number} devices need {demand.described(row)}"
-    finding = f"no number of devices up to {most} meets the target: {last}"
-    raise refused("--objective", finding, "Use a later `--deadline` or a larger `--budget`.")
+    raise refused(
+        "--objective",
+        f"no number of devices up to {most} meets the target: {last}",
+        "Use a later `--deadline` or a larger `--budget`.",
+    )
 
 
 def _on_number(

@@ -67,8 +67,11 @@ def demand_of(tokens: str | None, deadline: str | None, budget: float | None) ->
     that says too little."""
     if tokens is None:
         if deadline is not None or budget is not None:
-            finding = "a deadline or a budget needs a number of tokens"
-            raise refused("--tokens", finding, "Add the tokens, for example `--tokens 1T`.")
+            raise refused(
+                "--tokens",
+                "a deadline or a budget needs a number of tokens",
+                "Add the tokens, for example `--tokens 1T`.",
+            )
         return None
     try:
         number = parse_count(tokens)

@@ -226,8 +226,11 @@ def _require_known(source: str) -> None:
     specs = [name for folder in ("strategies", "paper", "node") for name in listing(folder)]
     near = nearest(source, tuple(listing("models")))
     if near and source not in specs and not Path(source).exists():
-        finding = f"there is no spec named {source!r}, and no such model"
-        raise refused("MODEL", finding, f"Did you mean `{near}`?")
+        raise refused(
+            "MODEL",
+            f"there is no spec named {source!r}, and no such model",
+            f"Did you mean `{near}`?",
+        )
 
 
 def is_model(source: str) -> bool:
@@ -271,10 +274,9 @@ def _of_spec(source: str, words: Sequence[str], where: Sequence[str]) -> Searche
     _require_known(source)
     said = said_in(source, words)
     if isinstance(batch := said.get("batch", {}), dict) and "global" not in batch:
-        finding = "the number of samples per step is missing"
         raise refused(
             "batch.global",
-            finding,
+            "the number of samples per step is missing",
             "Use `batch.global=64`, or a number of tokens such as `4M tokens`.",
         )
     if not is_open(said):

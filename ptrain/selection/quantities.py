@@ -179,15 +179,17 @@ def value_of(quantity: Quantity, name: str, bound: str, text: str) -> Value:
         return _tuple(Axis(name.partition(".")[2]), bound, text)
     if not quantity.words:
         if not re.fullmatch(r"\d{1,9}", bound):
-            finding = f"{text}: {name} must be an integer, not {bound[:40]}"
-            raise refused(FLAG, finding, f"Use an integer, for example `{name}=2`.")
+            raise refused(
+                FLAG,
+                f"{text}: {name} must be an integer, not {bound[:40]}",
+                f"Use an integer, for example `{name}=2`.",
+            )
         return int(bound)
     if bound not in quantity.words:
         near = nearest(bound, quantity.words)
         meant = f"Did you mean `{near}`? " if near else ""
         choices = f"Use one of {', '.join(quantity.words)}."
-        finding = f"{text}: {bound[:40]} is not a value of {name}"
-        raise refused(FLAG, finding, f"{meant}{choices}")
+        raise refused(FLAG, f"{text}: {bound[:40]} is not a value of {name}", f"{meant}{choices}")
     return bound
 
 

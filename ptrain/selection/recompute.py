@@ -104,9 +104,10 @@ def _within(spec: Spec, budget: int) -> Spec:
             return candidate
         reached.setdefault(peak, candidate)
     if not reached:
-        finding = "not supported yet: choosing a policy from a budget if the peaks need a trace"
         raise refused(
-            _PLACE, finding, "Use `activations=M` with `recompute=selective` or `recompute=full`."
+            _PLACE,
+            "not supported yet: choosing a policy from a budget if the peaks need a trace",
+            "Use `activations=M` with `recompute=selective` or `recompute=full`.",
         )
     smallest = min(reached)
     name = _name(reached[smallest])
@@ -128,11 +129,12 @@ def _within(spec: Spec, budget: int) -> Spec:
 def _require_claimed(spec: Spec) -> None:
     """Raises SpecError where the peaks that decide are not claimed of the spec's device."""
     if why := unclaimed(spec, own_facts(spec)).get("peak"):
-        remedy = (
+        raise refused(
+            _PLACE,
+            f"the peaks are not claimed: {why}",
             "Use `activations=M` with `recompute=selective` or `recompute=full`, or use "
-            "`device=cpu`."
+            "`device=cpu`.",
         )
-        raise refused(_PLACE, f"the peaks are not claimed: {why}", remedy)
 
 
 def ladder(spec: Spec) -> list[Spec]:
@@ -206,20 +208,21 @@ def with_largest_micro(spec: Spec) -> Spec:
     that is legal, so that what does not fit is told like any other spec. The spec itself, whose
     faults say why, where none is legal. Raises SpecError where nobody knows what fits."""
     if spec.cluster is None:
-        finding = "auto: the device memory is unknown"
         raise refused(
-            _MICRO, finding, f"{_NUMBER} Or name a cluster, for example `cluster.preset=h100-8`."
+            _MICRO,
+            "auto: the device memory is unknown",
+            f"{_NUMBER} Or name a cluster, for example `cluster.preset=h100-8`.",
         )
     if not isinstance(spec.model, ModelShape):
-        finding = "not supported yet: auto for a model whose peaks need a trace"
-        raise refused(_MICRO, finding, _NUMBER)
-    if spec.activations.budget is not None:
-        finding = (
-            "not supported yet: auto together with recompute.budget, which is also "
-            "chosen by the peak"
-        )
         raise refused(
-            _MICRO, finding, f"{_NUMBER} Or use `recompute=selective` or `recompute=full`."
+            _MICRO, "not supported yet: auto for a model whose peaks need a trace", _NUMBER
+        )
+    if spec.activations.budget is not None:
+        raise refused(
+            _MICRO,
+            "not supported yet: auto together with recompute.budget, which is also "
+            "chosen by the peak",
+            f"{_NUMBER} Or use `recompute=selective` or `recompute=full`.",
         )
     smallest = spec
     for candidate in _candidates(spec):

@@ -19,8 +19,11 @@ def require_ranks(spec: Spec, choices: Sequence[str]) -> None:
         if choice != ALL_DISTINCT:
             _rank(choice, spec.world_size)
     if ALL_DISTINCT in choices and len(choices) > 1:
-        finding = f"{ALL_DISTINCT} is combined with other ranks"
-        raise refused("--rank", finding, f"Use rank numbers, or `--rank {ALL_DISTINCT}` alone.")
+        raise refused(
+            "--rank",
+            f"{ALL_DISTINCT} is combined with other ranks",
+            f"Use rank numbers, or `--rank {ALL_DISTINCT}` alone.",
+        )
 
 
 def chosen(spec: Spec, exact: Estimate, choices: Sequence[str] = ()) -> tuple[int, ...]:
@@ -66,6 +69,8 @@ def _needed(exact: Estimate) -> dict[int, int]:
 def _rank(text: str, world_size: int) -> int:
     if text.isascii() and text.isdigit() and int(text) < world_size:
         return int(text)
-    finding = f"{text!r} is not a rank of a mesh with {world_size} ranks"
-    remedy = f"Use a number from 0 to {world_size - 1}, or `{ALL_DISTINCT}`."
-    raise refused("--rank", finding, remedy)
+    raise refused(
+        "--rank",
+        f"{text!r} is not a rank of a mesh with {world_size} ranks",
+        f"Use a number from 0 to {world_size - 1}, or `{ALL_DISTINCT}`.",
+    )

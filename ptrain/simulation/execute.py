@@ -300,11 +300,12 @@ def _refusing(spec: Spec, device: torch.device) -> Iterator[None]:
         cause = error.__cause__ if isinstance(error, RankFailed) else error
         if not isinstance(cause, READ):
             raise
-        finding = (
+        raise refused(
+            "model",
             f"the model reads the value of a tensor ({_line(cause)}), but fake tensors "
-            "have no values"
-        )
-        raise refused("model", finding, "Add `--rehearse` to use real tensors.") from error
+            "have no values",
+            "Add `--rehearse` to use real tensors.",
+        ) from error
 
 
 def _line(error: BaseException) -> str:

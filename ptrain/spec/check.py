@@ -137,8 +137,12 @@ class _Walk:
         if not any(remedies.values()):
             return False
         for inner, remedy in remedies.items():
-            finding = f"unknown key {'.'.join(inner)!r}"
-            self._fault(inner, finding, remedy or "Remove it: no key stands for it.", key=True)
+            self._fault(
+                inner,
+                f"unknown key {'.'.join(inner)!r}",
+                remedy or "Remove it: no key stands for it.",
+                key=True,
+            )
         return True
 
     def _of_other_tool(self, route: Route, value: object) -> str:

@@ -19,10 +19,9 @@ def require_leave(spec: Spec, *, allow_import: bool) -> None:
 def require_leave_of(function: UserFunction, *, allow_import: bool) -> None:
     """Before this one is."""
     if not allow_import:
-        finding = f"the code of {function.target} is not imported"
         raise refused(
             function.place,
-            finding,
+            f"the code of {function.target} is not imported",
             "Add `--allow-import`; in Python, pass `allow_import=True`.",
         )
 
@@ -30,5 +29,8 @@ def require_leave_of(function: UserFunction, *, allow_import: bool) -> None:
 def require_transformers(model: ModelSpec) -> None:
     """Before anything is built or started of a class of transformers."""
     if isinstance(model, HuggingFaceModel) and find_spec("transformers") is None:
-        finding = f"{model.hf} is a class of Transformers, which is not installed"
-        raise refused("model.hf", finding, "Run `pip install 'transformers>=4.56,<6'`.")
+        raise refused(
+            "model.hf",
+            f"{model.hf} is a class of Transformers, which is not installed",
+            "Run `pip install 'transformers>=4.56,<6'`.",
+        )

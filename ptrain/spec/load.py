@@ -74,9 +74,13 @@ def split_arguments(arguments: Iterable[str]) -> tuple[list[str], list[str]]:
     overrides: list[str] = []
     for argument in arguments:
         if argument.startswith("="):
-            finding = f"there is a space before {argument[:60]!r}"
-            remedy = f"Remove the spaces around `=`. {_EXAMPLE}"
-            raise SpecError(SourceMark(source="command line").fault("", finding, remedy))
+            raise SpecError(
+                SourceMark(source="command line").fault(
+                    "",
+                    f"there is a space before {argument[:60]!r}",
+                    f"Remove the spaces around `=`. {_EXAMPLE}",
+                )
+            )
         (overrides if _OVERRIDE.match(argument) else sources).append(argument)
     return sources, overrides
 
@@ -87,11 +91,17 @@ def parse_override(argument: str) -> Override:
     key, equals, text = argument.removeprefix("--").partition("=")
     route = tuple(key.strip().split("."))
     if not equals:
-        finding = f"an override needs a value; got {argument[:60]!r}"
-        raise SpecError(SourceMark(source=source).fault("", finding, _EXAMPLE))
+        raise SpecError(
+            SourceMark(source=source).fault(
+                "", f"an override needs a value; got {argument[:60]!r}", _EXAMPLE
+            )
+        )
     if not all(re.fullmatch(r"[A-Za-z0-9_-]+", part) for part in route):
-        finding = f"an override must start with a key; got {key[:60]!r}"
-        raise SpecError(SourceMark(source=source).fault("", finding, _EXAMPLE))
+        raise SpecError(
+            SourceMark(source=source).fault(
+                "", f"an override must start with a key; got {key[:60]!r}", _EXAMPLE
+            )
+        )
     return Override(route=route, text=text, source=source)
 
 
@@ -125,9 +135,13 @@ def apply(tree: Tree, override: Override) -> list[Fault]:
             inner = node.setdefault(key, {})
         if not isinstance(inner, dict):
             place = ".".join(route[: depth + 1])
-            finding = f"{place} is {describe(inner)}, not a mapping"
-            remedy = f"Set `{place}` instead."
-            return [SourceMark(source=override.source).fault(".".join(route), finding, remedy)]
+            return [
+                SourceMark(source=override.source).fault(
+                    ".".join(route),
+                    f"{place} is {describe(inner)}, not a mapping",
+                    f"Set `{place}` instead.",
+                )
+            ]
         node = inner
     assert isinstance(node, dict), "only mappings are entered"
     node[route[-1]] = value.root

@@ -50,17 +50,24 @@ def misfits(shape: ModelShape) -> Iterator[Fault]:
 def _documents(shape: ModelShape) -> Iterator[Fault]:
     start, end, place = shape.document_start, shape.document_end, f"model.{shape.document_key}"
     if start is not None and end is not None:
-        finding = f"document_start and document_end are both token {start}"
-        yield Fault(place=place, finding=finding, remedy="Remove one of the two.")
+        yield Fault(
+            place=place,
+            finding=f"document_start and document_end are both token {start}",
+            remedy="Remove one of the two.",
+        )
         return
     edge = end if start is None else start
     if edge is not None and edge >= shape.vocab:
-        finding = f"token {edge} is outside the vocabulary of {shape.vocab} tokens"
-        yield Fault(place=place, finding=finding, remedy=f"Use a token id below {shape.vocab}.")
-    if edge is not None and shape.attention is Attention.FLEX:
-        finding = "not supported yet: document masks with flex_attention"
         yield Fault(
-            place=place, finding=finding, remedy=("Use `attention=sdpa` or `attention=eager`.")
+            place=place,
+            finding=f"token {edge} is outside the vocabulary of {shape.vocab} tokens",
+            remedy=f"Use a token id below {shape.vocab}.",
+        )
+    if edge is not None and shape.attention is Attention.FLEX:
+        yield Fault(
+            place=place,
+            finding="not supported yet: document masks with flex_attention",
+            remedy=("Use `attention=sdpa` or `attention=eager`."),
         )
 
 
@@ -155,8 +162,9 @@ def _latent(shape: ModelShape) -> Iterator[Fault]:
             "query heads of dimension "
         )
         finding += f"{shape.head_dim}"
-        remedy = f"Use {shape.head_dim} or less."
-        yield Fault(place="model.v_head_dim", finding=finding, remedy=remedy)
+        yield Fault(
+            place="model.v_head_dim", finding=finding, remedy=f"Use {shape.head_dim} or less."
+        )
 
 
 def _heads(shape: ModelShape) -> Iterator[Fault]:
@@ -221,31 +229,66 @@ class Void(NamedTuple):
 def voids(shape: ModelShape) -> Iterator[Void]:
     """Yield what another option makes void."""
     if shape.positions is not Positions.ROPE:
-        finding = f"positions: {shape.positions} has no rotary embeddings"
-        yield from _void(shape, _OF_ROPE, "positions", finding, "positions=rope")
+        yield from _void(
+            shape,
+            _OF_ROPE,
+            "positions",
+            f"positions: {shape.positions} has no rotary embeddings",
+            "positions=rope",
+        )
     if shape.rope_scaling is RopeScaling.NONE:
-        finding = "rope_scaling: none does not scale frequencies"
-        yield from _void(shape, ("rope_factor",), "rope_scaling", finding, "rope_scaling=linear")
+        yield from _void(
+            shape,
+            ("rope_factor",),
+            "rope_scaling",
+            "rope_scaling: none does not scale frequencies",
+            "rope_scaling=linear",
+        )
     if shape.rope_scaling not in _BY_TURNS:
-        finding = f"rope_scaling: {shape.rope_scaling} does not use this key"
-        yield from _void(shape, _OF_TURNS, "rope_scaling", finding, "rope_scaling=llama3")
+        yield from _void(
+            shape,
+            _OF_TURNS,
+            "rope_scaling",
+            f"rope_scaling: {shape.rope_scaling} does not use this key",
+            "rope_scaling=llama3",
+        )
     if not shape.is_latent:
-        finding = "the model has no latent attention (kv_lora_rank is not set)"
-        yield from _void(shape, _OF_LATENT, "kv_lora_rank", finding, "kv_lora_rank")
+        yield from _void(
+            shape,
+            _OF_LATENT,
+            "kv_lora_rank",
+            "the model has no latent attention (kv_lora_rank is not set)",
+            "kv_lora_rank",
+        )
     if shape.window is None:
         names = ("global_every", "window_rope_base")
         yield from _void(
             shape, names, "window", "no layer has a sliding window (window is not set)", "window"
         )
     if shape.experts is None:
-        finding = "the model has no experts (experts is not set)"
-        yield from _void(shape, _OF_EXPERTS, "experts", finding, "experts")
+        yield from _void(
+            shape,
+            _OF_EXPERTS,
+            "experts",
+            "the model has no experts (experts is not set)",
+            "experts",
+        )
     elif shape.expert_groups is None:
-        finding = "there are no expert groups (expert_groups is not set)"
-        yield from _void(shape, ("groups_per_token",), "expert_groups", finding, "expert_groups")
+        yield from _void(
+            shape,
+            ("groups_per_token",),
+            "expert_groups",
+            "there are no expert groups (expert_groups is not set)",
+            "expert_groups",
+        )
     if shape.tied:
-        finding = "a tied head uses the embedding, which has no bias"
-        yield from _void(shape, ("head_bias",), "tied", finding, "tied=false")
+        yield from _void(
+            shape,
+            ("head_bias",),
+            "tied",
+            "a tied head uses the embedding, which has no bias",
+            "tied=false",
+        )
 
 
 def _void(

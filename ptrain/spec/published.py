@@ -148,17 +148,26 @@ def _rope(config: Config, faults: Faults) -> Keys:
     rope |= config.get("rope_parameters") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if rope.get(_PARTIAL, config.get(_PARTIAL)) not in (1, None):
-        finding = f"{_PARTIAL}: partial rotary embeddings are not supported"
-        faults.append(FieldFault(_PARTIAL, finding, ANOTHER))
+        faults.append(
+            FieldFault(
+                _PARTIAL, f"{_PARTIAL}: partial rotary embeddings are not supported", ANOTHER
+            )
+        )
     if kind not in _SCALINGS:
-        finding = f"rotary scaling {kind!r} is not supported"
-        faults.append(FieldFault("rope_type", finding, f"Supported: {', '.join(_SCALINGS)}."))
+        faults.append(
+            FieldFault(
+                "rope_type",
+                f"rotary scaling {kind!r} is not supported",
+                f"Supported: {', '.join(_SCALINGS)}.",
+            )
+        )
         return {}
     names = {"factor": "rope_factor"} if kind != "default" else {}
     names |= _OF_LLAMA3 if kind == "llama3" else {}
     if missing := [name for name in ("rope_theta", *names) if name not in rope]:
-        finding = f"the rotary scaling has no {', '.join(missing)}"
-        faults.append(FieldFault("rope_scaling", finding, WHOLE))
+        faults.append(
+            FieldFault("rope_scaling", f"the rotary scaling has no {', '.join(missing)}", WHOLE)
+        )
         return {}
     keys: Keys = {"rope_base": float(rope["rope_theta"])}
     if names:
@@ -207,8 +216,13 @@ def _gemma3(config: Config, faults: Faults) -> Keys:
     older = {"rope_theta": config.get("rope_local_base_freq", 1e4)}
     local = _rope({"rope_parameters": by_layer.get("sliding_attention", older)}, faults)
     if local.keys() > {"rope_base"}:
-        finding = "rotary scaling of sliding-window layers is not supported"
-        faults.append(FieldFault("rope_parameters", finding, ANOTHER))
+        faults.append(
+            FieldFault(
+                "rope_parameters",
+                "rotary scaling of sliding-window layers is not supported",
+                ANOTHER,
+            )
+        )
     whole = {**config, "rope_parameters": by_layer.get("full_attention")}
     every = config.get(_TURNS, config.get(f"_{_TURNS}", 6))
     own = {"window_rope_base": local.get("rope_base"), "global_every": every}
@@ -292,8 +306,7 @@ def read_config(config: Config, written: Container[str] = ()) -> PublishedModel:
         faults += _wrong_layers(config, keys)
         keys = {key: value for key, value in keys.items() if not _is_void(key, value, keys)}
     except (AttributeError, KeyError, TypeError, ValueError, ArithmeticError) as error:
-        finding = f"a field is missing or has the wrong type: {error}"
-        faults.append(FieldFault("", finding, WHOLE))
+        faults.append(FieldFault("", f"a field is missing or has the wrong type: {error}", WHOLE))
     return PublishedModel(keys=keys, faults=tuple(faults), ignored=ignored)
 
 
@@ -309,8 +322,9 @@ def _unmet(kind: PublishedKind, config: Config) -> Iterator[FieldFault]:
         value = config.get(name, allowed[0])
         is_off = value is None and not allowed[0]  # null is how some files write false
         if value not in allowed and not is_off:
-            finding = f"{name} is {value!r}; the built-in model supports {allowed[0]!r}"
-            yield FieldFault(name, finding, ANOTHER)
+            yield FieldFault(
+                name, f"{name} is {value!r}; the built-in model supports {allowed[0]!r}", ANOTHER
+            )
 
 
 def config_of(name: str, keys: Keys) -> Keys:
@@ -342,8 +356,11 @@ def _wrong_layers(config: Config, keys: Keys) -> Iterator[FieldFault]:
     for layer, kind in enumerate(config.get("layer_types") or ()):
         is_global = not has_windows or (every and (layer + 1) % every == 0)
         if kind != (own := "full_attention" if is_global else "sliding_attention"):
-            finding = f"layer_types: layer {layer} is {kind!r}; the built-in model supports {own!r}"
-            yield FieldFault("layer_types", finding, ANOTHER)
+            yield FieldFault(
+                "layer_types",
+                f"layer_types: layer {layer} is {kind!r}; the built-in model supports {own!r}",
+                ANOTHER,
+            )
             return
 
 

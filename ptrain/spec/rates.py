@@ -116,8 +116,7 @@ class Rows(Leaf):
         numbers: dict[tuple[Any, ...], int] = {}
         for number, row in enumerate(rows, 1):
             if numbers.setdefault(row.key, number) != number:
-                finding = f"row {number} repeats row {numbers[row.key]}"
-                refuse(finding, "Remove one of the two.")
+                refuse(f"row {number} repeats row {numbers[row.key]}", "Remove one of the two.")
         return rows
 
     def _row(self, number: int, row: object) -> RateRow:

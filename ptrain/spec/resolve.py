@@ -83,8 +83,9 @@ def resolve_data(raw: SpecRaw, tree: Tree, report: Report) -> DataSpec | None:
         return None if _lacks_target("data", data, report) else _of_tokens(data, tree, report)
     for key in ("corpus", "path", "sources"):
         if tree.has("data", key):
-            finding = f"`data.target` provides the samples, so {key} has no effect"
-            report.add(f"data.{key}", finding, _ONE)
+            report.add(
+                f"data.{key}", f"`data.target` provides the samples, so {key} has no effect", _ONE
+            )
             return None
     if _ignores_targets("`data.target` provides samples that are not tokens", data, report):
         return None
@@ -142,8 +143,9 @@ def resolve_functions(raw: SpecRaw, report: Report) -> LossSpec:
     if loss.target is None:
         _lacks_target("loss", loss, report)
     elif kinds:
-        finding = f"`target` computes the loss, so {kinds[0]} has no effect"
-        report.add(f"loss.{kinds[0]}", finding, _ONE)
+        report.add(
+            f"loss.{kinds[0]}", f"`target` computes the loss, so {kinds[0]} has no effect", _ONE
+        )
     if step is None:
         return LossSpec(function=_function("loss", loss, report))
     if loss.target is not None or kinds:
@@ -187,8 +189,11 @@ def resolve_tensor(
     if loss.user_function is None or degrees.get(Axis.TP, 1) == 1 or not raw.tensor.loss_parallel:
         return raw.tensor
     if tree.has("tensor", "loss_parallel"):
-        finding = f"true: {loss.user_function.target} would receive sharded logits"
-        report.add("tensor.loss_parallel", finding, "Remove it, or use `false`.")
+        report.add(
+            "tensor.loss_parallel",
+            f"true: {loss.user_function.target} would receive sharded logits",
+            "Remove it, or use `false`.",
+        )
     return replace(raw.tensor, loss_parallel=False)
 
 
@@ -204,14 +209,16 @@ def resolve_batch(raw: BatchRaw, data_degree: int, report: Report) -> Batch | No
 def _open(raw: BatchRaw, data_degree: int, report: Report) -> Batch | None:
     """The batch in micro-batches of one sample, which is what a smaller one cannot be."""
     if raw.samples is None:
-        finding = "auto needs a global batch as its upper bound"
         report.add(
-            "batch.micro", finding, "Set `batch.global` too: a number of samples, or `4M tokens`."
+            "batch.micro",
+            "auto needs a global batch as its upper bound",
+            "Set `batch.global` too: a number of samples, or `4M tokens`.",
         )
     elif raw.accumulate is not None:
-        finding = f"auto determines batch.accumulate, which is set to {raw.accumulate}"
         report.add(
-            "batch.micro", finding, "Remove `batch.accumulate`, or set `batch.micro` to a number."
+            "batch.micro",
+            f"auto determines batch.accumulate, which is set to {raw.accumulate}",
+            "Remove `batch.accumulate`, or set `batch.micro` to a number.",
         )
     elif batch := _batch(raw, 1, data_degree, report):
         return replace(batch, micro_is_open=True)
@@ -261,8 +268,11 @@ def _written(raw: BatchRaw, report: Report) -> WrittenTokens | None:
         rounding = Rounding(raw.rounding or Rounding.POWER_OF_TWO)
         return written_tokens(raw.samples, raw.sequence, rounding)
     if raw.rounding is not None:
-        finding = f"{raw.rounding} has no effect: batch.global is not given in tokens"
-        report.add("batch.round", finding, 'Remove it, or use `batch.global="4M tokens"`.')
+        report.add(
+            "batch.round",
+            f"{raw.rounding} has no effect: batch.global is not given in tokens",
+            'Remove it, or use `batch.global="4M tokens"`.',
+        )
     return None
 
 
@@ -273,8 +283,11 @@ def _global(raw: BatchRaw, written: WrittenTokens | None, step: int, report: Rep
     samples = rounded_samples(written, step)
     if samples <= MAX_SAMPLES:
         return samples
-    finding = f"{written.text} are {written.samples} samples; a step needs 1..{MAX_SAMPLES}"
-    report.add("batch.global", finding, "Use fewer tokens.")
+    report.add(
+        "batch.global",
+        f"{written.text} are {written.samples} samples; a step needs 1..{MAX_SAMPLES}",
+        "Use fewer tokens.",
+    )
     return None
 
 
@@ -457,8 +470,11 @@ def _obeys_offload(raw: SpecRaw, factors: Sequence[Factor], findings: Findings) 
     )
     short |= any(findings.tree.at(("frozen", f.axis.value)) == "O" for f in factors)
     if not short and not says_offloaded(findings.tree):
-        finding = f"tier {raw.offload.tier} has no effect: no state has mode O"
-        findings.add("offload.tier", finding, "Use mode `O` for a state, or remove `offload.tier`.")
+        findings.add(
+            "offload.tier",
+            f"tier {raw.offload.tier} has no effect: no state has mode O",
+            "Use mode `O` for a state, or remove `offload.tier`.",
+        )
 
 
 def _degrees(mesh: MeshRaw, order: tuple[str, ...], findings: Findings) -> dict[Axis, int] | None:
@@ -468,9 +484,11 @@ def _degrees(mesh: MeshRaw, order: tuple[str, ...], findings: Findings) -> dict[
     unknown = [axis for axis, degree in written.items() if degree == "auto"]
     known = math.prod(degree for degree in written.values() if isinstance(degree, int))
     if len(unknown) > 1:
-        finding = f"only one axis size may be auto; got {' and '.join(unknown)}"
-        remedy = "Set all but one to a number, or let `ptrain select SPEC` find all of them."
-        findings.add(f"mesh.{unknown[1]}", finding, remedy)
+        findings.add(
+            f"mesh.{unknown[1]}",
+            f"only one axis size may be auto; got {' and '.join(unknown)}",
+            "Set all but one to a number, or let `ptrain select SPEC` find all of them.",
+        )
         return None
     if unknown:
         degree = _auto(unknown[0], known, findings)
@@ -502,13 +520,18 @@ def _fits_world(degrees: dict[Axis, int], findings: Findings) -> bool:
     ranks = math.prod(degrees.values())
     text = " x ".join(f"{axis}={degree}" for axis, degree in degrees.items()) or "of one rank"
     if ranks > MAX_DEGREE:
-        finding = f"mesh {text} has {ranks} ranks; the limit is {MAX_DEGREE}"
-        findings.add("mesh", finding, "Use a smaller mesh.")
+        findings.add(
+            "mesh",
+            f"mesh {text} has {ranks} ranks; the limit is {MAX_DEGREE}",
+            "Use a smaller mesh.",
+        )
         return False
     if findings.world_size not in (None, ranks):
-        finding = f"mesh {text} needs {ranks} ranks, but {findings.world_size} were started"
-        remedy = f"Start {ranks} ranks, or {_nearest_mesh(degrees, findings.world_size or 1)}"
-        findings.add("mesh", finding, remedy)
+        findings.add(
+            "mesh",
+            f"mesh {text} needs {ranks} ranks, but {findings.world_size} were started",
+            f"Start {ranks} ranks, or {_nearest_mesh(degrees, findings.world_size or 1)}",
+        )
         return False
     return True
 

@@ -163,8 +163,11 @@ def _policy(raw: RecomputeRaw, report: Report) -> Policy | None:
     if raw.keep is None:
         return _POLICIES[raw.policy or "full"]
     if raw.policy is not None:
-        finding = f"`keep` and policy {raw.policy} both select what is saved"
-        report.add("recompute.keep", finding, "Remove one of the two.")
+        report.add(
+            "recompute.keep",
+            f"`keep` and policy {raw.policy} both select what is saved",
+            "Remove one of the two.",
+        )
     return Policy(keep=tuple(operators for operators in Operators if operators in raw.keep))
 
 
@@ -181,8 +184,11 @@ def resolve_loss(raw: SpecRaw, degrees: Mapping[Axis, int], report: Report) -> L
     is_cut = loss.kind in ("chunked", "fused") or loss.chunk is not None or bool(loss.fused)
     if loss.kind == "cross-entropy" and is_cut:
         key = "chunk" if loss.chunk is not None else "fused"
-        finding = "cross-entropy computes all logits at once"
-        report.add(f"loss.{key}", finding, f"Remove `{key}`, or use `loss.kind=chunked`.")
+        report.add(
+            f"loss.{key}",
+            "cross-entropy computes all logits at once",
+            f"Remove `{key}`, or use `loss.kind=chunked`.",
+        )
     if loss.kind == "fused" and loss.fused is False:
         report.add("loss.fused", "false contradicts kind fused", "Remove one of the two.")
     if not is_cut:
@@ -192,8 +198,14 @@ def resolve_loss(raw: SpecRaw, degrees: Mapping[Axis, int], report: Report) -> L
 
 def _obeys_tensor(raw: SpecRaw, degrees: Mapping[Axis, int], report: Report) -> None:
     if degrees.get(Axis.TP, 1) == 1:
-        finding = "vocab-parallel needs at least two tp ranks"
-        report.add("loss", finding, f"Use `loss=cross-entropy`, or {two_ranks(Axis.TP)}")
+        report.add(
+            "loss",
+            "vocab-parallel needs at least two tp ranks",
+            f"Use `loss=cross-entropy`, or {two_ranks(Axis.TP)}",
+        )
     elif not raw.tensor.loss_parallel:
-        finding = "vocab-parallel contradicts tensor.loss_parallel: false"
-        report.add("loss", finding, "Remove one of the two.")
+        report.add(
+            "loss",
+            "vocab-parallel contradicts tensor.loss_parallel: false",
+            "Remove one of the two.",
+        )

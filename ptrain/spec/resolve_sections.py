@@ -142,8 +142,11 @@ def _preset(name: str | None, kind: type, section: str, report: Report) -> Mappi
         report.add(f"{section}.preset", *unusable(error))
         return None
     if "preset" in values:
-        remedy = "Put the fields into the file."
-        report.add(f"{section}.preset", f"{path.name} refers to another preset", remedy)
+        report.add(
+            f"{section}.preset",
+            f"{path.name} refers to another preset",
+            "Put the fields into the file.",
+        )
         return None
     named: Mapping[str, Any] = {"name": path.stem, **values} if section == "cluster" else values
     return named
@@ -165,14 +168,16 @@ _values_of_own = cache(_values)  # of presets in `specs/`, which are as the proc
 def resolve_model(raw: ModelRaw, attention: Attention | None, report: Report) -> ModelSpec | None:
     if raw.target is not None:
         for key in _written(raw, besides=("target", "arguments", "blocks", "folder", "pretrained")):
-            finding = f"{key} belongs to built-in models, but `target` builds the model"
-            report.add(f"model.{key}", finding, "Put it into `model.arguments`, or remove it.")
-        if attention not in (None, Attention.SDPA):
-            finding = (
-                f"{attention} has no effect: the function of `model.target` decides its attention"
-            )
             report.add(
-                "attention", finding, "Remove `attention`, or put it into `model.arguments`."
+                f"model.{key}",
+                f"{key} belongs to built-in models, but `target` builds the model",
+                "Put it into `model.arguments`, or remove it.",
+            )
+        if attention not in (None, Attention.SDPA):
+            report.add(
+                "attention",
+                f"{attention} has no effect: the function of `model.target` decides its attention",
+                "Remove `attention`, or put it into `model.arguments`.",
             )
         return ExternalModel(
             target=raw.target,
@@ -182,24 +187,30 @@ def resolve_model(raw: ModelRaw, attention: Attention | None, report: Report) ->
             pretrained=raw.pretrained,
         )
     if raw.folder != BESIDE:
-        finding = "folder requires `target`"
-        report.add("model.folder", finding, "Add `model.target`, or remove this key.")
+        report.add(
+            "model.folder", "folder requires `target`", "Add `model.target`, or remove this key."
+        )
     if raw.hf is not None or isinstance(raw.config, str) or _names_class(raw.config):
         for key in _written(raw, besides=("hf", "config", "blocks", "folder", "pretrained")):
-            finding = f"{key} belongs to built-in models, but `hf` names a Transformers class"
-            remedy = "Put the class's config fields into `model.config`, or remove it."
-            report.add(f"model.{key}", finding, remedy)
+            report.add(
+                f"model.{key}",
+                f"{key} belongs to built-in models, but `hf` names a Transformers class",
+                "Put the class's config fields into `model.config`, or remove it.",
+            )
         return _hugging_face_model(raw, attention, report)
     if raw.config is not None:
-        finding = "config requires `hf`"
-        report.add("model.config", finding, "Add `model.hf`, or remove this key.")
+        report.add("model.config", "config requires `hf`", "Add `model.hf`, or remove this key.")
     if raw.arguments is not None:
-        finding = "arguments require `target`"
-        report.add("model.arguments", finding, "Add `model.target`, or remove this key.")
-    if raw.blocks is not None:
-        finding = "`blocks` has no effect for built-in models"
         report.add(
-            "model.blocks", finding, "Remove `model.blocks`, or set `model.target` or `model.hf`."
+            "model.arguments",
+            "arguments require `target`",
+            "Add `model.target`, or remove this key.",
+        )
+    if raw.blocks is not None:
+        report.add(
+            "model.blocks",
+            "`blocks` has no effect for built-in models",
+            "Remove `model.blocks`, or set `model.target` or `model.hf`.",
         )
     if raw.pretrained is not None:
         return _begun(raw, raw.pretrained, attention, report)
@@ -229,8 +240,12 @@ def _begun(
     values, faults = validate(Tree(root=model.keys, source=str(path)), ModelRaw, is_partial=True)
     _add_faults(path, model.faults, report)
     for fault in faults.values():
-        finding = f"{path}: {fault.place}: {fault.finding}"
-        report.add(_PRETRAINED, finding, fault.remedy or WHOLE, part=fault.place)
+        report.add(
+            _PRETRAINED,
+            f"{path}: {fault.place}: {fault.finding}",
+            fault.remedy or WHOLE,
+            part=fault.place,
+        )
     shape = None if faults or model.faults else _shape(values, _said(raw), report)
     if shape is None:
         return None
@@ -275,10 +290,9 @@ def _hugging_face_model(
     if isinstance(raw.config, str):
         read_config = _json(report.folder / raw.config)
         if not isinstance(read_config, dict):
-            finding = f"{raw.config}: {read_config}"
             report.add(
                 "model.config",
-                finding,
+                f"{raw.config}: {read_config}",
                 "Use the name of a config.json file, or a mapping with its fields.",
             )
             return None
@@ -291,16 +305,18 @@ def _hugging_face_model(
         _add_faults(path, find_refused(published), report)
         for name in _OLD_ROPE if _ROPE in published and _ROPE not in config else ():
             if name in config and config[name] != published.get(name):
-                finding = f"the config of the folder sets this in {_ROPE}"
-                report.add(f"model.config.{name}", finding, f"Set all fields of {_ROPE}.")
+                report.add(
+                    f"model.config.{name}",
+                    f"the config of the folder sets this in {_ROPE}",
+                    f"Set all fields of {_ROPE}.",
+                )
         config = {**published, **config}
     classes = config.get(ARCHITECTURES)
     hf = raw.hf or (str(classes[0]) if isinstance(classes, list) and classes else None)
     if hf is None:
-        finding = f"the config has no {ARCHITECTURES}, so its class is unknown"
         report.add(
             "model.config",
-            finding,
+            f"the config has no {ARCHITECTURES}, so its class is unknown",
             "Set `model.hf` to the class, for example `model.hf=LlamaForCausalLM`.",
         )
         return None

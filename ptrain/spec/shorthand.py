@@ -148,8 +148,11 @@ def _data_degree(root: Mapping, fault: Report) -> None:
         return
     both = [axis for axis in _DATA if axis in mesh]
     if both:
-        remedy = f"Remove `dp` or `{both[0]}`."
-        fault(("mesh", "dp"), f"`dp` is an alias of a data axis, but {both[0]} is set too", remedy)
+        fault(
+            ("mesh", "dp"),
+            f"`dp` is an alias of a data axis, but {both[0]} is set too",
+            f"Remove `dp` or `{both[0]}`.",
+        )
         return
     homes = _homes(placement) if isinstance(placement, dict) else []
     if len(homes) != 1:
@@ -224,8 +227,11 @@ def _schedule_file(tree: Tree, root: Mapping, fault: Report) -> None:
         return
     lines = schedule_file.read(_beside(tree, route, written))
     if isinstance(lines, str):
-        remedy = "Use a file in torch's CSV format of compute actions, or a schedule name."
-        fault(route, f"cannot read {written}: {lines}", remedy)
+        fault(
+            route,
+            f"cannot read {written}: {lines}",
+            "Use a file in torch's CSV format of compute actions, or a schedule name.",
+        )
         return
     wrong = schedule_file.slip(lines)
     if wrong is not None:

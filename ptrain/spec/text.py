@@ -58,12 +58,16 @@ class Sources(Leaf):
         for number, source in enumerate(sources, 1):
             first = numbers.setdefault(os.path.abspath(source.path), number)
             if first != number:
-                finding = f"source {number} repeats the file of source {first}: {source.path}"
-                refuse(finding, "Remove one of the two and add up their weights.")
+                refuse(
+                    f"source {number} repeats the file of source {first}: {source.path}",
+                    "Remove one of the two and add up their weights.",
+                )
         for number, quota in enumerate(quotas([source.weight for source in sources]), 1):
             if not quota:
-                finding = f"source {number} gets less than one sample in {CYCLE}"
-                refuse(finding, "Use a larger weight, or remove the source.")
+                refuse(
+                    f"source {number} gets less than one sample in {CYCLE}",
+                    "Use a larger weight, or remove the source.",
+                )
         return tuple(sources)
 
     def say(self, value: object) -> object:
@@ -89,8 +93,7 @@ def _source(number: int, source: object) -> DataSource:
         refuse(f"source {number} must be a mapping; got {describe(source)}", "Use `{path: FILE}`.")
     unknown = [str(key) for key in source if key not in _KEYS]
     if unknown:
-        finding = f"source {number} has no key {unknown[0]!r}"
-        refuse(finding, f"Allowed keys: {', '.join(_KEYS)}.")
+        refuse(f"source {number} has no key {unknown[0]!r}", f"Allowed keys: {', '.join(_KEYS)}.")
     if "path" not in source:
         refuse(f"source {number} has no path", "Use `{path: FILE, weight: NUMBER}`.")
     values: dict[str, Any] = {}
@@ -248,8 +251,9 @@ def read(path: Path) -> Tree:
             data = file.read(MAX_BYTES + 1)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        remedy = "Run `ptrain specs` to list the built-in specs."
-        raise _unreadable(source, reason.lower(), remedy) from None
+        raise _unreadable(
+            source, reason.lower(), "Run `ptrain specs` to list the built-in specs."
+        ) from None
     if len(data) > MAX_BYTES:
         raise _unreadable(source, "it is larger than 1 MiB", "Use a YAML file of at most 1 MiB.")
     if b"\0" in data:
@@ -271,13 +275,20 @@ def parse(text: str, source: str) -> Tree:
     """The tree of a text whose top is a mapping."""
     tree = parse_value(text, source)
     if tree.root is None and not tree.faults:
-        remedy = "Run `ptrain specs show zero3` to print a spec to start from."
-        raise SpecError(SourceMark(source=source).fault("", "the spec is empty", remedy))
+        raise SpecError(
+            SourceMark(source=source).fault(
+                "",
+                "the spec is empty",
+                "Run `ptrain specs show zero3` to print a spec to start from.",
+            )
+        )
     if not isinstance(tree.root, dict):
         mark = tree.values.get((), SourceMark(source=source))
         kind = "list" if isinstance(tree.root, list) else "single value"
-        finding = f"a spec must be a mapping; got a {kind}"
-        raise SpecError(*tree.faults.values(), mark.fault("", finding, "Use `key: value`."))
+        raise SpecError(
+            *tree.faults.values(),
+            mark.fault("", f"a spec must be a mapping; got a {kind}", "Use `key: value`."),
+        )
     return tree
 
 
@@ -329,8 +340,12 @@ class _Builder:
                 if isinstance(event, yaml.DocumentStartEvent):
                     num_documents += 1
                     if num_documents > 1:
-                        remedy = "Remove `---`: a file contains one spec."
-                        self._fault(event, (), "a second YAML document starts here", remedy)
+                        self._fault(
+                            event,
+                            (),
+                            "a second YAML document starts here",
+                            "Remove `---`: a file contains one spec.",
+                        )
                         break
                 elif isinstance(event, yaml.NodeEvent):
                     root = self._value(event, ())
@@ -377,8 +392,12 @@ class _Builder:
             inner = (*route, key)
             first = self.keys.get(inner) if key in values else None
             if first:
-                finding = f"the key {key!r} appears twice (first in line {first.line})"
-                self._fault(event, inner, finding, "Remove one of the two.")
+                self._fault(
+                    event,
+                    inner,
+                    f"the key {key!r} appears twice (first in line {first.line})",
+                    "Remove one of the two.",
+                )
             else:
                 self.keys[inner] = self._mark(event)
             values[key] = self._value(next(self.events), inner)
@@ -390,9 +409,11 @@ class _Builder:
                 self._plain_only(event, route)
             return str(event.value)
         if not isinstance(event, yaml.AliasEvent):
-            finding = "a key must be a single word; got a list or a mapping"
             self._fault(
-                event, route, finding, "Put the string in quotes: `{` and `[` start a value."
+                event,
+                route,
+                "a key must be a single word; got a list or a mapping",
+                "Put the string in quotes: `{` and `[` start a value.",
             )
         self._value(event, (*route, "?"))
         return "?"
@@ -400,18 +421,29 @@ class _Builder:
     def _plain_only(self, event: yaml.Event, route: Route) -> None:
         anchor = getattr(event, "anchor", None)
         if isinstance(event, yaml.AliasEvent):
-            remedy = f'Repeat the value. A mode is written `S*`; a string `"*{anchor}"`.'
-            self._fault(event, route, f"aliases (*{anchor}) are not allowed in specs", remedy)
-        elif anchor:
-            remedy = (
-                f'Write the value in full. A string that starts with & needs quotes: `"&{anchor}"`.'
+            self._fault(
+                event,
+                route,
+                f"aliases (*{anchor}) are not allowed in specs",
+                f'Repeat the value. A mode is written `S*`; a string `"*{anchor}"`.',
             )
-            self._fault(event, route, f"anchors (&{anchor}) are not allowed in specs", remedy)
+        elif anchor:
+            self._fault(
+                event,
+                route,
+                f"anchors (&{anchor}) are not allowed in specs",
+                "Write the value in full. A string that starts with & needs quotes: "
+                f'`"&{anchor}"`.',
+            )
         tag = getattr(event, "tag", None)
         if tag:
             shown = tag.replace("tag:yaml.org,2002:", "!!")
-            finding = f"tags ({shown}) are not allowed in specs"
-            self._fault(event, route, finding, "Write the value without a tag.")
+            self._fault(
+                event,
+                route,
+                f"tags ({shown}) are not allowed in specs",
+                "Write the value without a tag.",
+            )
 
     def _syntax(self, error: yaml.MarkedYAMLError) -> None:
         mark = error.problem_mark or error.context_mark

@@ -89,11 +89,12 @@ def _expand(holder: Mapping, route: Route, homes: Sequence[str], fault: Report) 
         if len(modes) == len(PLACED):
             holder[key] = dict(zip(_STATES, modes, strict=True))
         else:
-            finding = (
+            fault(
+                route,
                 "a placement has 4 modes (parameters, optimizer, gradients, "
-                f"activations); got {len(modes)}"
+                f"activations); got {len(modes)}",
+                f"Use four modes: `{key}: [{', '.join(usual_modes(key))}]`.",
             )
-            fault(route, finding, f"Use four modes: `{key}: [{', '.join(usual_modes(key))}]`.")
     elif homes:
         _named_tuple(holder, route, homes, fault)
     else:
@@ -133,11 +134,11 @@ def _states_of_rest(tree: Tree, parts: Mapping, rest: Mapping, route: Route, fau
     """A state that stands beside both tuples is the rest's, where it does not say it itself."""
     for state in [state for state in _STATES if state in parts]:
         if state in rest:
-            finding = (
-                f"contradicts {REST}, which is the same placement: that of all non-expert tensors"
+            fault(
+                (*route, state),
+                f"contradicts {REST}, which is the same placement: that of all non-expert tensors",
+                f"Remove it, or use `{'.'.join((*route, REST, state))}={parts[state]}`.",
             )
-            remedy = f"Remove it, or use `{'.'.join((*route, REST, state))}={parts[state]}`."
-            fault((*route, state), finding, remedy)
         else:
             rest[state] = parts[state]
             _move_marks(tree, (*route, state), (*route, REST, state))

@@ -118,8 +118,14 @@ def without_bounds(facts: ModelFacts) -> ModelFacts:
     other ranks' tokens too, as many as these send: of how much nobody knows a bound."""
     if not facts.by_data:
         return facts
-    why = f"{facts.by_data}, and the rows of other ranks have no known bound"
-    return replace(facts, timeline=None, work=None, others=(), by_data="", untraced=why)
+    return replace(
+        facts,
+        timeline=None,
+        work=None,
+        others=(),
+        by_data="",
+        untraced=f"{facts.by_data}, and the rows of other ranks have no known bound",
+    )
 
 
 def extents_of(facts: ModelFacts) -> Sequence[tuple[ModelFacts, Extent]]:

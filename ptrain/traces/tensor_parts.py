@@ -209,9 +209,11 @@ def _as_text(spec: Spec) -> str:
     try:
         return json.dumps(to_mapping(traced_part(spec), sync_is_written=False))
     except TypeError as error:  # YAML knows dates and sets, JSON does not
-        finding = f"the model is built in another process, which needs JSON arguments: {error}"
-        remedy = "Use only numbers, strings, lists and mappings."
-        raise refused("model.arguments", finding, remedy) from error
+        raise refused(
+            "model.arguments",
+            f"the model is built in another process, which needs JSON arguments: {error}",
+            "Use only numbers, strings, lists and mappings.",
+        ) from error
 
 
 def timelines_of(traces: Traced) -> tuple[Timeline, ...]:
@@ -283,9 +285,11 @@ def _answers(requests: tuple[_PartRequest, ...], seconds: float) -> list[list[Tr
         rest = processes[-at_once:]
         return answers + [_answer(process, requests[0].axes, ends) for process in rest]
     except TimeoutExpired as error:
-        finding = f"tracing the shards of each rank took longer than {seconds:g} s"
-        remedy = "Use a larger `timeout.init`, or a smaller `batch.micro` or `batch.sequence`."
-        raise refused("timeout.init", finding, remedy) from error
+        raise refused(
+            "timeout.init",
+            f"tracing the shards of each rank took longer than {seconds:g} s",
+            "Use a larger `timeout.init`, or a smaller `batch.micro` or `batch.sequence`.",
+        ) from error
     finally:
         for process in processes:
             process.kill()
@@ -317,8 +321,11 @@ def _answer(process: Popen[str], axes: tuple[Axis, ...], ends: float) -> list[Tr
         raise PtrainError(said)
     if process.returncode:
         last = said.splitlines()[-1:] or [f"exit code {process.returncode}"]
-        finding = f"the full model runs, but the sharded model does not: {last[0]}"
-        raise refused(f"mesh.{axes[-1]}", finding, " ".join(_REMEDIES[axis] for axis in axes))
+        raise refused(
+            f"mesh.{axes[-1]}",
+            f"the full model runs, but the sharded model does not: {last[0]}",
+            " ".join(_REMEDIES[axis] for axis in axes),
+        )
     answers: list[Traced] = json.loads(output.splitlines()[-1])
     return answers
 

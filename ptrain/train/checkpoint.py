@@ -65,8 +65,11 @@ def save(program: Program, parent: Path, step: int, exchange: Exchange) -> Path:
     answers = exchange.gather({"problem": problem, "files": files})
     if problems := [answer["problem"] for answer in answers if answer["problem"]]:
         shutil.rmtree(temporary, ignore_errors=True)
-        remedy = "Free some space, or use another folder with `--run-dir DIR`."
-        raise refused(f"checkpoint {shown(final)}", f"is not writable: {problems[0]}", remedy)
+        raise refused(
+            f"checkpoint {shown(final)}",
+            f"is not writable: {problems[0]}",
+            "Free some space, or use another folder with `--run-dir DIR`.",
+        )
     if program.world.is_first:
         _commit(program, temporary, final, step, answers)
     exchange.barrier()
@@ -409,8 +412,11 @@ def _set_aside(folder: RunFolder, step: int, exchange: Exchange) -> None:
         except OSError as error:
             problem = f"a later checkpoint cannot be renamed: {error}"
     if problem := exchange.first(problem):
-        remedy = "Make the folder writable, or use another one with `--run-dir DIR`."
-        raise refused(f"checkpoints in {shown(folder.path)}", problem, remedy)
+        raise refused(
+            f"checkpoints in {shown(folder.path)}",
+            problem,
+            "Make the folder writable, or use another one with `--run-dir DIR`.",
+        )
 
 
 def _rename(paths: Iterable[Path]) -> None:

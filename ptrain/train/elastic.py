@@ -63,8 +63,7 @@ def local_address(endpoint: str) -> str:
         try:
             probe.connect((address, port))
         except OSError as error:
-            finding = f"it is not reachable: {error.strerror or error}"
-            raise _refused(endpoint, finding) from error
+            raise _refused(endpoint, f"it is not reachable: {error.strerror or error}") from error
         return str(probe.getsockname()[0])
 
 
@@ -94,15 +93,17 @@ def _resolved(endpoint: str) -> tuple[socket.AddressFamily, str, int]:
     try:
         families = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
     except OSError as error:
-        finding = f"{host} cannot be resolved: {error.strerror or error}"
-        raise _refused(endpoint, finding) from error
+        raise _refused(endpoint, f"{host} cannot be resolved: {error.strerror or error}") from error
     family, *_, address = families[0]
     return family, str(address[0]), int(port)
 
 
 def _refused(endpoint: str, finding: str) -> SpecError:
-    remedy = "Use the address of one of the nodes on their private network, and a free port."
-    return refused(f"--rdzv-endpoint {endpoint}", finding, remedy)
+    return refused(
+        f"--rdzv-endpoint {endpoint}",
+        finding,
+        "Use the address of one of the nodes on their private network, and a free port.",
+    )
 
 
 def main(argv: Sequence[str]) -> int:

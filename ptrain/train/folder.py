@@ -205,8 +205,9 @@ def open_run(spec: Spec, *, given: Path | None, resuming: bool, command: str) ->
         if claim:
             with suppress(OSError):
                 claim.withdraw()
-        finding = f"is not writable: {error.strerror or error}"
-        raise refused(f"run folder {wanted}", finding, _ELSEWHERE) from error
+        raise refused(
+            f"run folder {wanted}", f"is not writable: {error.strerror or error}", _ELSEWHERE
+        ) from error
     return claim
 
 
@@ -309,8 +310,11 @@ def _given(path: Path, resuming: bool) -> Path:
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     require_free(path)
     if not resuming and any(entry.name != LOCK_NAME for entry in path.iterdir()):
-        remedy = "Use another folder, or add `--resume auto` to continue this run."
-        raise refused(place, "is not empty", remedy)
+        raise refused(
+            place,
+            "is not empty",
+            "Use another folder, or add `--resume auto` to continue this run.",
+        )
     return path.resolve()
 
 
@@ -470,8 +474,11 @@ def require_resumable(spec: Spec, options: Options) -> None:
 def require_fitting(spec: Spec, source: str, path: Path, checkpoint: Manifest) -> None:
     """Raises SpecError for a checkpoint of a training that is done, or of another model."""
     if checkpoint.step >= spec.train.steps:
-        finding = f"already at step {checkpoint.step} of {spec.train.steps}"
-        raise refused(_place(source), finding, f"Set `train.steps` to more than {checkpoint.step}.")
+        raise refused(
+            _place(source),
+            f"already at step {checkpoint.step} of {spec.train.steps}",
+            f"Set `train.steps` to more than {checkpoint.step}.",
+        )
     if fault := manifest.other_model(checkpoint.trained, spec):
         raise SpecError(fault._replace(source=f"checkpoint {shown(path)}"))
 
@@ -479,10 +486,11 @@ def require_fitting(spec: Spec, source: str, path: Path, checkpoint: Manifest) -
 def none_sound(source: str, complaints: Sequence[str]) -> SpecError:
     """Return the refusal that says that there is no checkpoint, or what is wrong with each."""
     if not complaints:
-        remedy = (
-            "Train with `checkpoint.every=N` or `checkpoint.at_end=true`, or remove `--resume`."
+        return refused(
+            _place(source),
+            "contains no checkpoint",
+            "Train with `checkpoint.every=N` or `checkpoint.at_end=true`, or remove `--resume`.",
         )
-        return refused(_place(source), "contains no checkpoint", remedy)
     several = f"none of its {len(complaints)} checkpoints can be used"
     finding = several if len(complaints) > 1 else "its only checkpoint cannot be used"
     return refused(

@@ -53,10 +53,12 @@ class IndexReader(FileSystemReader):
             raise refused(f"checkpoint {self.path}", f"{METADATA} contains no metadata", _REMEDY)
         for info in (metadata.storage_data or {}).values():
             if info.relative_path not in self._listed:
-                finding = (
-                    f"{METADATA} refers to {info.relative_path!r}, which the manifest does not list"
+                raise refused(
+                    f"checkpoint {self.path}",
+                    f"{METADATA} refers to {info.relative_path!r}, which the manifest does not "
+                    "list",
+                    _REMEDY,
                 )
-                raise refused(f"checkpoint {self.path}", finding, _REMEDY)
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata
@@ -69,5 +71,6 @@ class _Unpickler(pickle.Unpickler):
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if is_dtype or (module, name) in _UNPICKLED:
             return super().find_class(module, name)
-        finding = f"{METADATA} refers to {module}.{name}, which is not allowed"
-        raise refused("checkpoint", finding, _REMEDY)
+        raise refused(
+            "checkpoint", f"{METADATA} refers to {module}.{name}, which is not allowed", _REMEDY
+        )

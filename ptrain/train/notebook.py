@@ -146,9 +146,11 @@ def load_trainable(
 def _require_no_launcher() -> None:
     """Raises SpecError in one of several ranks, each of which would start a training."""
     if (started := environment.world_size()) > 1:
-        finding = f"a launcher started {started} ranks, but this training starts its own ranks"
-        remedy = "Start it without a launcher. Under a launcher, use `ptrain train SPEC --strict`."
-        raise refused("WORLD_SIZE", finding, remedy)
+        raise refused(
+            "WORLD_SIZE",
+            f"a launcher started {started} ranks, but this training starts its own ranks",
+            "Start it without a launcher. Under a launcher, use `ptrain train SPEC --strict`.",
+        )
 
 
 def _train(file: Path, *, run_dir: Path | None, allow_import: bool) -> Run:

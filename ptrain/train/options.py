@@ -147,5 +147,8 @@ def require_reachable(spec: Spec) -> None:
     """Raise SpecError if a step to profile is not a step of the training."""
     steps = spec.train.steps
     if beyond := [step for step in spec.profile if not 1 <= step <= steps]:
-        remedy = f"Use steps from 1 to {steps}, or raise `train.steps`."
-        raise refused("profile", f"there is no step {beyond[0]}", remedy)
+        raise refused(
+            "profile",
+            f"there is no step {beyond[0]}",
+            f"Use steps from 1 to {steps}, or raise `train.steps`.",
+        )

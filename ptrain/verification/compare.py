@@ -87,11 +87,13 @@ class Liveness:
         )
         if self.again is not None:  # on the very batch of step 0: no batch's luck is in it
             first, fall = self.losses[0], self.losses[0] - self.again
-            why = (
+            yield claim(
+                f"{name}: learns",
+                fall,
+                fall > 0.0,
                 f"the loss of the first batch was {first:.6g} and is {self.again:.6g} after "
-                "the updates"
+                "the updates",
             )
-            yield claim(f"{name}: learns", fall, fall > 0.0, why)
 
 
 def parted(reference: Trajectory, run: Trajectory, tolerances: Tolerances) -> Iterator[Check]:
@@ -212,8 +214,9 @@ def at_most(name: str, difference: float, allowed: float, why: str) -> Check:
 
 def gradient_check(name: str, difference: float, allowed: float) -> Check:
     """Return the check of a gradient vector: its difference over its length."""
-    why = f"the gradient vector differs by {difference:.3g} of its length"
-    return at_most(name, difference, allowed, why)
+    return at_most(
+        name, difference, allowed, f"the gradient vector differs by {difference:.3g} of its length"
+    )
 
 
 def worst_of(differences: Sequence[float], allowed: Sequence[float]) -> int:
@@ -228,8 +231,9 @@ def _worst_step(name: str, differences: Sequence[float], limits: Sequence[float]
 
 
 def _check(name: str, difference: float, tolerance: float, place: str) -> Check:
-    why = f"differs by {difference:.3g} (relative) at {place}"
-    return at_most(name, difference, tolerance, why)
+    return at_most(
+        name, difference, tolerance, f"differs by {difference:.3g} (relative) at {place}"
+    )
 
 
 def _by_norm(expected: Tensor, actual: Tensor, scale: Magnitude) -> float:
@@ -316,8 +320,11 @@ class LargestDifference:
         if first is None:
             return check
         words = f" ({first.told})" if first.told else ""
-        why = f"differs at {first.place}, step {first.step}, rank {first.rank}{words}"
-        return replace(check, holds=False, why=why)
+        return replace(
+            check,
+            holds=False,
+            why=f"differs at {first.place}, step {first.step}, rank {first.rank}{words}",
+        )
 
 
 @dataclass(slots=True, kw_only=True)

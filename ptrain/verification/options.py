@@ -41,8 +41,11 @@ class VerifyOptions:
 def require_steps(steps: int) -> None:
     """Raises SpecError for a trajectory that shows nothing."""
     if steps < LEAST_STEPS:
-        finding = f"a trajectory needs at least {LEAST_STEPS} steps; got {steps}"
-        raise refused("--steps", finding, f"Use `--steps {STEPS}`, or omit the option.")
+        raise refused(
+            "--steps",
+            f"a trajectory needs at least {LEAST_STEPS} steps; got {steps}",
+            f"Use `--steps {STEPS}`, or omit the option.",
+        )
 
 
 def source_of(spec: str) -> str:
@@ -65,8 +68,11 @@ def parse(argv: Sequence[str]) -> VerifyOptions:
     options = parser.parse_intermixed_args(dotlist(argv))
     specs, overrides = split_arguments(options.arguments)
     if len(specs) > 1:
-        remedy = "Use `ptrain verify`, which takes several specs and starts the ranks of each."
-        raise refused("", f"these ranks verify one SPEC; got {' and '.join(specs)}", remedy)
+        raise refused(
+            "",
+            f"these ranks verify one SPEC; got {' and '.join(specs)}",
+            "Use `ptrain verify`, which takes several specs and starts the ranks of each.",
+        )
     rest = {name: value for name, value in vars(options).items() if name != "arguments"}
     require_steps(options.steps)
     return VerifyOptions(

@@ -359,8 +359,15 @@ def preconditions(spec: Spec, world: World, exchange: Exchange, make: Make) -> t
         starts = list(_starts(program, exchange))
         losses, skipped, broken = _steps(program, exchange)
         if broken:
-            why = f"{broken}; earlier differences, if any, are reported below"
-            return (counted("steps that end", STEPS, STEPS - len(losses), why), *starts)
+            return (
+                counted(
+                    "steps that end",
+                    STEPS,
+                    STEPS - len(losses),
+                    f"{broken}; earlier differences, if any, are reported below",
+                ),
+                *starts,
+            )
         first = _digests(program)
         counters = _counters(program, exchange, STEPS - skipped)
         del program
@@ -437,11 +444,14 @@ def _same_bits(losses: Sequence[float], again: Sequence[float]) -> Check:
 def _same_tensors(first: Digests, second: Digests, exchange: Exchange) -> Check:
     names = first | second
     own = [name for name in names if first.get(name) != second.get(name)]
-    why = (
+    return _of_all_ranks(
+        f"{REPEATED}: tensors",
+        len(names),
+        own,
         f"{{name}} has other bits on rank {{rank}} after {STEPS} steps: something is not a "
-        "function of the spec (an operator, an order of arrival, the random state)"
+        "function of the spec (an operator, an order of arrival, the random state)",
+        exchange,
     )
-    return _of_all_ranks(f"{REPEATED}: tensors", len(names), own, why, exchange)
 
 
 def _starts(program: Program, exchange: Exchange) -> Iterator[Check]:
@@ -453,8 +463,13 @@ def _starts(program: Program, exchange: Exchange) -> Iterator[Check]:
         whole = {name: tensor for (kind, name), tensor in expected.items() if kind is subject}
         wrong = [name for name, tensor in own.items() if not _is_part_of(tensor, whole.get(name))]
         wrong += _lacking(own, whole, exchange)
-        why = "{name} does not start as in the reference, on rank {rank}"
-        yield _of_all_ranks(f"initial {subject}", len(own), wrong, why, exchange)
+        yield _of_all_ranks(
+            f"initial {subject}",
+            len(own),
+            wrong,
+            "{name} does not start as in the reference, on rank {rank}",
+            exchange,
+        )
 
 
 def _is_part_of(tensor: torch.Tensor, whole: torch.Tensor | None) -> bool:
@@ -489,8 +504,13 @@ def _counters(program: Program, exchange: Exchange, expected: int) -> Iterator[C
     if any(everywhere):  # SGD counts nothing
         counts = sorted({updates[name] for name in wrong})
         said = ", ".join(f"{count:g}" for count in counts)
-        why = f"{{name}} on rank {{rank}} counts {said}, but {expected} updates were made"
-        yield _of_all_ranks("step counters", len(updates), wrong, why, exchange)
+        yield _of_all_ranks(
+            "step counters",
+            len(updates),
+            wrong,
+            f"{{name}} on rank {{rank}} counts {said}, but {expected} updates were made",
+            exchange,
+        )
 
 
 def _counts(states: States) -> dict[str, float]:

@@ -151,13 +151,21 @@ def _losses(name: str, losses: Sequence[float], other: MeshResult, most: Sequenc
     """The step with the largest difference in units of what is allowed there."""
     pairs = list(zip(losses, other.losses, strict=False))[: len(most)]
     if len(pairs) < len(most):
-        why = f"{len(pairs)} of {len(most)} steps can be compared. Verify {other.name} alone first"
-        return at_most(name, math.inf, most[0], why)
+        return at_most(
+            name,
+            math.inf,
+            most[0],
+            f"{len(pairs)} of {len(most)} steps can be compared. Verify {other.name} alone first",
+        )
     off = [abs(one - its) for one, its in pairs]
     worst = worst_of(off, most)
     one, its = pairs[worst]
-    why = f"step {worst}: the loss is {one:.12g}, and {its:.12g} on the other mesh"
-    return at_most(name, off[worst], most[worst], why)
+    return at_most(
+        name,
+        off[worst],
+        most[worst],
+        f"step {worst}: the loss is {one:.12g}, and {its:.12g} on the other mesh",
+    )
 
 
 Steps: TypeAlias = dict[str, tuple[float, ...]]

@@ -38,8 +38,11 @@ def _function(target: str) -> Any:
     try:
         return getattr(importlib.import_module(module), name)
     except ModuleNotFoundError as error:
-        finding = f"a rank cannot import {module}: no module named {error.name!r}"
-        raise refused("function", finding, "Put its folder on the path of the tests.") from error
+        raise refused(
+            "function",
+            f"a rank cannot import {module}: no module named {error.name!r}",
+            "Put its folder on the path of the tests.",
+        ) from error
 
 
 def _plain(value: Any) -> Any:

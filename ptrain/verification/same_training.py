@@ -26,5 +26,8 @@ def require_alike(one: Mapping[str, str], other: Mapping[str, str], place: str) 
     """Raises SpecError for two specs that are not the same training."""
     for key, value in one.items():
         if other[key] != value:
-            finding = f"{key} is {other[key][:120]} there, and {value[:120]} here"
-            raise refused(place, finding, "Use a spec that differs only in mesh and placement.")
+            raise refused(
+                place,
+                f"{key} is {other[key][:120]} there, and {value[:120]} here",
+                "Use a spec that differs only in mesh and placement.",
+            )

@@ -373,8 +373,12 @@ def _by_parameter(measured: Mapping[str, float], allowed: Mapping[str, float]) -
     no gradient of is allowed nothing."""
     worst = max(measured, key=lambda name: share_of(measured[name], allowed.get(name, 0.0)))
     its, most = measured[worst], allowed.get(worst, 0.0)
-    why = f"the gradient of {worst} differs by {its:.3g} of its length"
-    return at_most("gradient of step 0 by parameter", its, most, why)
+    return at_most(
+        "gradient of step 0 by parameter",
+        its,
+        most,
+        f"the gradient of {worst} differs by {its:.3g} of its length",
+    )
 
 
 def _in_corridor(run: ProgramRun, within: Corridor) -> Check:
@@ -443,8 +447,11 @@ class BesideOneDevice:
         would."""
         spec = program.spec
         if without_dropout(spec) is not spec or dropping(spec, exchange):
-            finding = "the model uses dropout, and ranks may draw other masks than the reference"
-            raise refused("verify_every", finding, "Set dropout to 0, or remove `verify_every`.")
+            raise refused(
+                "verify_every",
+                "the model uses dropout, and ranks may draw other masks than the reference",
+                "Set dropout to 0, or remove `verify_every`.",
+            )
         self.every = spec.verify_every
         self._program, self._exchange = program, exchange
         self._is_measured, self._resume = is_measured, resume

@@ -240,7 +240,7 @@ def test_a_limit_to_what_one_side_lacks_fails():
         (["zero3", "nospec"], "there is no spec named 'nospec'", "ptrain specs"),
         (["zero3", "{folder}"], "so it is not a finished run", "Name a run folder"),
         (["zero3", "{text}"], "is not JSON: ", "--json"),
-        (["zero3", "{empty}"], "holds no record", "give what a command printed"),
+        (["zero3", "{empty}"], "holds no record", "Use a record that a command printed"),
         (["zero3", "{number}"], "a record is a mapping; here is 3", "predict, validate"),
         (["zero3", "{other}"], "it lacks spec, world_size, memory", "predict, validate"),
         (["zero3", "{damaged}"], "it is damaged: ", "predict, validate"),
@@ -250,7 +250,7 @@ def test_a_limit_to_what_one_side_lacks_fails():
         (["zero3", "{deep}"], "is not JSON: ", "--json"),
         (["zero3", "{bytes}"], "cannot be read: ", "Name a run folder"),
         (["zero3", "{error}"], "was refused: no such key", "repeat the command"),
-        (["zero3", "{refused}"], "b was refused there: why", "leave that point out"),
+        (["zero3", "{refused}"], "b was refused there: why", "Remove this point"),
         (["zero3", "{verification}"], "no figure in common", "compare two predictions"),
         (
             ["{verification}", "{verification}", "a.b=3"],

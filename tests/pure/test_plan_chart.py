@@ -141,7 +141,7 @@ def test_one_file_for_several_specs_is_refused(spec, drawn, folder, capsys):
 
 def test_a_spec_without_a_pipeline_is_refused(drawn, folder, capsys):
     message = refusal(["zero3", "--chart", str(folder / "a.png")], capsys)
-    assert "zero3 has no `pp` and no `cp` axis" in message
+    assert "zero3 has neither axis" in message
     assert "remedy: Remove it" in message
     assert not list(folder.iterdir())
 

@@ -467,11 +467,11 @@ def _recomputed(known: dict[str, nn.Module], name: str, kept: Kept) -> nn.Module
         return known[name]
     core = f"{name}.{_CORE}"
     if core not in known:
-        finding = f"policy attention needs an attention module, and {name} has none"
-        remedy = (
-            "Use `recompute=full`, `recompute=selective` or `recompute.keep=[matmul, attention]`."
+        raise refused(
+            "activations",
+            f"policy attention needs an attention module, and {name} has none",
+            "Use `recompute=full`, `recompute=selective` or `recompute.keep=[matmul, attention]`.",
         )
-        raise refused("activations", finding, remedy)
     return known[core]
 
 

@@ -237,10 +237,9 @@ def require_executed(spec: Spec, plan: Plan, facts: ModelFacts) -> None:
 def require_any(spec: Spec, is_any: bool) -> None:
     """Raises SpecError where a spec says where frozen parameters are, unless there is one."""
     if spec.frozen.is_written and not is_any:
-        finding = "the model has no frozen parameter (requires_grad=False)"
         raise refused(
             "frozen",
-            finding,
+            "the model has no frozen parameter (requires_grad=False)",
             "Remove `frozen`, or freeze parameters in the function of `model.target`.",
         )
 

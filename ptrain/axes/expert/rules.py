@@ -129,14 +129,23 @@ def _shared_experts_overlap(spec: Spec) -> Iterator[Fault]:
     if not spec.overlap_shared_experts:
         return
     if not isinstance(shape, ModelShape):
-        finding = "has no effect: custom models decide the order of their computation"
-        yield Fault(place=_OVERLAP, finding=finding, remedy="Remove it.")
+        yield Fault(
+            place=_OVERLAP,
+            finding="has no effect: custom models decide the order of their computation",
+            remedy="Remove it.",
+        )
     elif factor_of(spec) is None:
-        finding = "has no effect: the mesh has no ep axis with two or more ranks"
-        yield Fault(place=_OVERLAP, finding=finding, remedy="Remove it, or set `mesh.ep`.")
+        yield Fault(
+            place=_OVERLAP,
+            finding="has no effect: the mesh has no ep axis with two or more ranks",
+            remedy="Remove it, or set `mesh.ep`.",
+        )
     elif not shape.shared_experts:
-        finding = "has no effect: the model has no shared experts"
-        yield Fault(place=_OVERLAP, finding=finding, remedy="Remove it.")
+        yield Fault(
+            place=_OVERLAP,
+            finding="has no effect: the model has no shared experts",
+            remedy="Remove it.",
+        )
 
 
 def _by_groups(spec: Spec) -> Iterator[Fault]:

@@ -151,20 +151,27 @@ def faults_of_rows(listed: ListedSchedule, ranks: int) -> Iterator[Fault]:
             remedy=f"List one row per rank, or use `mesh.pp={rows}`.",
         )
     elif missing:
-        finding = f"stage {missing[0]} is in no row, but stage {listed.stages - 1} is"
-        yield Fault(place=_PLACE, finding=finding, remedy="Number the stages from 0 without gaps.")
+        yield Fault(
+            place=_PLACE,
+            finding=f"stage {missing[0]} is in no row, but stage {listed.stages - 1} is",
+            remedy="Number the stages from 0 without gaps.",
+        )
     elif len(set(counts.values())) > 1 or len(counts) < ranks:
         of_ranks = ", ".join(str(counts[rank]) for rank in range(ranks))
-        finding = f"all ranks need the same number of stages; got {of_ranks}"
         yield Fault(
-            place=_PLACE, finding=finding, remedy=("List the same number of stages in every row.")
+            place=_PLACE,
+            finding=f"all ranks need the same number of stages; got {of_ranks}",
+            remedy=("List the same number of stages in every row."),
         )
 
 
 def _sizes(listed: ListedSchedule, pipeline: PipelineShape) -> Iterator[Fault]:
     if listed.stages != pipeline.stages:
-        finding = f"the list has {listed.stages} stages, but the pipeline has {pipeline.stages}"
-        yield Fault(place="pipeline.stages", finding=finding, remedy="Remove `pipeline.stages`.")
+        yield Fault(
+            place="pipeline.stages",
+            finding=f"the list has {listed.stages} stages, but the pipeline has {pipeline.stages}",
+            remedy="Remove `pipeline.stages`.",
+        )
     there, wanted = listed.microbatches, pipeline.microbatches
     if there != wanted:
         yield Fault(

@@ -70,8 +70,9 @@ def of_router_losses(scene: Investigation, names: list[str]) -> Culprit | None:
     place = next((path for path in routers if f"{path}.weight" in names), "")
     cause = _counted(scene, counted[0], place)
     wrong = {n: g + factors[0] * alone[n] for n, g in scene.evidence.expected.gradients.items()}
-    words = f"{counted[0]:.4g} times the gradients of the router losses"
-    return proven(scene, cause, words, instead(wrong))
+    return proven(
+        scene, cause, f"{counted[0]:.4g} times the gradients of the router losses", instead(wrong)
+    )
 
 
 def _of_losses(scene: Investigation) -> dict[str, Tensor]:

@@ -241,8 +241,7 @@ def of_samples(scene: Investigation, names: list[str]) -> Culprit | None:
         return None
     own = coefficients.get(scene.rank, next(iter(coefficients.values())))
     sums = _weighed(scene, names, own)
-    words = "each sample's gradient weighted this way"
-    return proven(scene, cause, words, instead(sums))
+    return proven(scene, cause, "each sample's gradient weighted this way", instead(sums))
 
 
 def _weighed(
@@ -340,8 +339,9 @@ def of_other_ranks(scene: Investigation, names: list[str]) -> Culprit | None:
         return torch.stack(parts).sum(0) if parts else part.of(whole)
 
     tried = f"this holds for {name}, but not for everything that differs"
-    words = "the contributions of these ranks"
-    return proven(scene, cause, words, summed) or replace(cause, tried=tried)
+    return proven(scene, cause, "the contributions of these ranks", summed) or replace(
+        cause, tried=tried
+    )
 
 
 def _shares(scene: Investigation, names: Sequence[str]) -> dict[str, dict[int, torch.Tensor]]:

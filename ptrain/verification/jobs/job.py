@@ -262,20 +262,29 @@ class Terms:
 
     def __post_init__(self) -> None:
         if self.steps is not None and self.steps < 1:
-            remedy = "Omit it for one step per batch, or use 1 or more."
-            raise _refused("steps", f"{self.steps} steps compare nothing", remedy)
+            raise _refused(
+                "steps",
+                f"{self.steps} steps compare nothing",
+                "Omit it for one step per batch, or use 1 or more.",
+            )
         if self.examined is not None and self.examined < 0:
             raise _refused(
                 "examined", f"{self.examined} is not a number of steps", "Use 0 or more."
             )
         if self.tolerance is None and self.dtype not in (None, *TOLERANCES):
             known = ", ".join(map(str, TOLERANCES))
-            remedy = f"Use one of {known}, or set `tolerance`."
-            raise _refused("dtype", f"the rounding of {self.dtype} is unknown", remedy)
+            raise _refused(
+                "dtype",
+                f"the rounding of {self.dtype} is unknown",
+                f"Use one of {known}, or set `tolerance`.",
+            )
         if not callable(self.loss) and self.loss not in get_args(Known):
             known = ", ".join(map(repr, get_args(Known)))
-            remedy = f"Use one of {known}, or a function of all ranks' losses."
-            raise _refused("loss", f"{self.loss!r} is not a way to combine losses", remedy)
+            raise _refused(
+                "loss",
+                f"{self.loss!r} is not a way to combine losses",
+                f"Use one of {known}, or a function of all ranks' losses.",
+            )
 
 
 def _refused(term: str, finding: str, remedy: str) -> PtrainError:

@@ -96,9 +96,10 @@ class _Cores:
         """Return what the queries of a call attend to. `attend` is torch's own function. Raises
         SpecError for a call that is not plainly causal."""
         if call.fault:
-            finding = f"attention {call.fault}, unlike with a few tokens"
             raise refused(
-                "model", finding, "Use plain causal attention for all lengths, or remove `mesh.cp`."
+                "model",
+                f"attention {call.fault}, unlike with a few tokens",
+                "Use plain causal attention for all lengths, or remove `mesh.cp`.",
             )
         key = call.scale, call.is_grouped
         if key not in self._known:
@@ -414,8 +415,9 @@ class _Rehearsal:
             draws.require_all()
 
     def _draws_otherwise(self, draw: Draw, what: str) -> SpecError:
-        finding = f"{draw.module or self.name} {what}"
-        return refused(self.place, finding, f"{_BY_DROPOUT}, or remove `mesh.cp`.")
+        return refused(
+            self.place, f"{draw.module or self.name} {what}", f"{_BY_DROPOUT}, or remove `mesh.cp`."
+        )
 
     def _run(
         self,

@@ -177,23 +177,23 @@ def kernel_of(query: Tensor, scale: float | None, *, is_masked: bool = False) ->
             given,
         )
     if is_masked:
-        finding = (
+        raise refused(
+            "model",
             "not supported yet: document masks over keys of other ranks on CUDA (flash "
-            "attention accepts no mask)"
+            "attention accepts no mask)",
+            "Use `context.attention=ulysses`.",
         )
-        raise refused("model", finding, "write context.attention=ulysses")
     if query.dtype in (torch.float16, torch.bfloat16):
         return Kernel(
             _ATEN._scaled_dot_product_flash_attention.default,
             _ATEN._scaled_dot_product_flash_attention_backward.default,
             given,
         )
-    finding = (
-        f"not supported yet: attention over cp in {query.dtype} on CUDA (flash "
-        "attention does not support it)"
-    )
     raise refused(
-        "precision", finding, "Compute in bf16 or fp16, or use `context.attention=ulysses`."
+        "precision",
+        f"not supported yet: attention over cp in {query.dtype} on CUDA (flash "
+        "attention does not support it)",
+        "Compute in bf16 or fp16, or use `context.attention=ulysses`.",
     )
 
 

@@ -403,15 +403,15 @@ def _require_shape(hidden: Tensor, index: int, chain: Chain, samples: SampleBatc
     tokens = samples.inputs.shape[1] if isinstance(samples.data, TokenPair) else 0
     wanted = [samples.rows, *chain.sample_shape(tokens)]
     if list(hidden.shape) != wanted:
-        finding = f"stage {index} returns {list(hidden.shape)}, but hidden states are {wanted}"
-        raise _unlike(finding)
+        raise _unlike(f"stage {index} returns {list(hidden.shape)}, but hidden states are {wanted}")
 
 
 def _require_written_alike(part: nn.Module, index: int, buffers: Mapping[str, Tensor]) -> None:
     for name, buffer in part.named_buffers():
         if name in buffers and not _is_alike(buffer, buffers[name]):
-            finding = f"the forward pass modifies {name}, and stage {index} writes different values"
-            raise _unlike(finding)
+            raise _unlike(
+                f"the forward pass modifies {name}, and stage {index} writes different values"
+            )
 
 
 def _is_alike(own: Tensor, whole: Tensor) -> bool:

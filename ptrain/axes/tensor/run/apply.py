@@ -414,8 +414,11 @@ def require_rows(model: nn.Module, degree: int, shards: int) -> None:
                 "each split into "
             )
             finding += f"{shards} uneven shards"
-            remedy = f"Use a multiple of {degree} rows, or parameters R on the data axes."
-            raise refused("mesh.tp", finding, remedy)
+            raise refused(
+                "mesh.tp",
+                finding,
+                f"Use a multiple of {degree} rows, or parameters R on the data axes.",
+            )
 
 
 def whole_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
