@@ -228,6 +228,11 @@ class Void(NamedTuple):
 
 def voids(shape: ModelShape) -> Iterator[Void]:
     """Yield what another option makes void."""
+    yield from _void_positions(shape)
+    yield from _void_parts(shape)
+
+
+def _void_positions(shape: ModelShape) -> Iterator[Void]:
     if shape.positions is not Positions.ROPE:
         yield from _void(
             shape,
@@ -252,6 +257,9 @@ def voids(shape: ModelShape) -> Iterator[Void]:
             f"rope_scaling: {shape.rope_scaling} does not use this key",
             "rope_scaling=llama3",
         )
+
+
+def _void_parts(shape: ModelShape) -> Iterator[Void]:
     if not shape.is_latent:
         yield from _void(
             shape,
