@@ -32,13 +32,13 @@ STATES = {
     "parameters": ("parameter", "update", "learning rate", "step counter", "optimizer"),
     "optimizer state": ("optimizer",),
 }
-# As a culprit calls it where nobody said which axes the ranks are.
+# As a root cause calls it where nobody said which axes the ranks are.
 AXES = {"dp": ("dp", "ranks", "replicate", "shard"), "none": ("",)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What a case gave: whether the verdict holds, what was printed, the culprit's parts."""
+    """What a case gave: whether the verdict holds, what was printed, the root cause's parts."""
 
     holds: bool
     text: str
@@ -58,12 +58,12 @@ class Outcome:
 
     @property
     def is_unexplained(self) -> bool:
-        """Return whether it is said that nothing explains what departs."""
+        """Return whether it is said that nothing explains what differs."""
         return "not explained: " in self.cause
 
     @property
     def is_proven(self) -> bool:
-        """Return whether a cure was tried, and helped."""
+        """Return whether a fix was tried, and helped."""
         return "proven by trying: " in self.cause
 
     @property
@@ -73,7 +73,7 @@ class Outcome:
         return "; ".join(line.removeprefix("FAIL ") for line in lines if line.startswith("FAIL"))
 
     @property
-    def has_culprit(self) -> bool:
+    def has_root_cause(self) -> bool:
         return bool(self.state)
 
 
@@ -83,11 +83,15 @@ CHECKS = ("  ok", "  FAIL")
 def judged(name: str, fault: bool) -> dict[str, Any]:
     """Run a case on a rank; the parts of its verdict, as JSON has them."""
     verdict = run(name, fault)
-    culprit = verdict.culprit
+    root_cause = verdict.root_cause
     parts: dict[str, Any] = {"holds": verdict.holds, "text": str(verdict)}
-    if culprit is not None:
-        parts |= {"state": str(culprit.state.value), "axis": culprit.axis, "place": culprit.place}
-        parts |= {"ranks": list(culprit.ranks), "step": culprit.step}
+    if root_cause is not None:
+        parts |= {
+            "state": str(root_cause.state.value),
+            "axis": root_cause.axis,
+            "place": root_cause.place,
+        }
+        parts |= {"ranks": list(root_cause.ranks), "step": root_cause.step}
     return parts
 
 
@@ -125,8 +129,8 @@ def accused(fault: FieldFault, given: Outcome) -> list[str]:
 
 
 def is_localised(fault: FieldFault, given: Outcome) -> bool:
-    """Return whether state, axis and place of the culprit agree with the truth."""
-    if not given.has_culprit:
+    """Return whether state, axis and place of the root cause agree with the truth."""
+    if not given.has_root_cause:
         return False
     state = any(has(given.state, word) for kind in fault.wrong for word in STATES[kind])
     axes = AXES.get(fault.axis, (fault.axis, "ranks"))
@@ -155,7 +159,7 @@ def _is_place(place: str, given: Outcome) -> bool:
 
 
 def is_wrong(fault: FieldFault, given: Outcome) -> bool:
-    return given.has_culprit and not given.is_unexplained and not is_named(fault, given)
+    return given.has_root_cause and not given.is_unexplained and not is_named(fault, given)
 
 
 class Kept:
@@ -178,7 +182,7 @@ class Kept:
 
 
 def _named(fault: FieldFault, given: Outcome) -> str:
-    if given.is_unexplained or not (given.has_culprit and is_named(fault, given)):
+    if given.is_unexplained or not (given.has_root_cause and is_named(fault, given)):
         return _mark(False)
     return "proven" if given.is_proven else "yes"
 
@@ -195,14 +199,14 @@ def _cell(text: str) -> str:
 
 def fault_rows(faults: dict[str, tuple[Outcome, Outcome]]) -> Iterator[list[str]]:
     """One row for each fault: the truth, what was made of it, and what was printed."""
-    for name, (given, cure) in faults.items():
+    for name, (given, fix) in faults.items():
         fault = FAULTS[name]
         marks = [
             "error" if given.error else _mark(not given.holds),
             _mark(is_localised(fault, given)),
             _named(fault, given),
             "WRONG" if is_wrong(fault, given) else "",
-            "error" if cure.error else "" if cure.holds else "ALARM",
+            "error" if fix.error else "" if fix.holds else "ALARM",
         ]
         step = "" if given.step is None else str(given.step)
         yield [
@@ -216,7 +220,7 @@ def _mark(is_so: bool) -> str:
 
 
 def totals(faults: dict[str, tuple[Outcome, Outcome]]) -> list[tuple[str, int]]:
-    """How many of each; `WRONG` counts culprits that do not name the fault."""
+    """How many of each; `WRONG` counts root causes that do not name the fault."""
     pairs = [(FAULTS[name], given) for name, (given, _) in faults.items()]
     return [
         ("faults", len(pairs)),
@@ -227,8 +231,8 @@ def totals(faults: dict[str, tuple[Outcome, Outcome]]) -> list[tuple[str, int]]:
         ("said to be unexplained", sum(given.is_unexplained for _, given in pairs)),
         ("WRONG", sum(is_wrong(fault, given) for fault, given in pairs)),
         ("accusing what is right", sum(bool(accused(*pair)) for pair in pairs)),
-        ("caught without a culprit", sum(
-            not given.holds and not given.error and not given.has_culprit for _, given in pairs
+        ("caught without a root_cause", sum(
+            not given.holds and not given.error and not given.has_root_cause for _, given in pairs
         )),
         ("ended with an error", sum(bool(given.error) for _, given in pairs)),
     ]  # fmt: skip
@@ -242,13 +246,13 @@ def failures(
     for name, least in LEAST.items():
         if counts[name] < least * len(faults):
             yield f"{counts[name]} of {len(faults)} {name}, at least {least:.0%}"
-    for name, (given, cure) in faults.items():
+    for name, (given, fix) in faults.items():
         if given.error:
             yield f"{name}: {given.error}"
         elif is_wrong(FAULTS[name], given):
             yield f"{name}: WRONG: {_short(given)}"
-        if not cure.holds:
-            yield f"{name}: its cure raises an alarm: {_short(cure)}"
+        if not fix.holds:
+            yield f"{name}: its fix raises an alarm: {_short(fix)}"
     for name, given in programs.items():
         if not given.holds:
             yield f"{name}: a sound program raises an alarm: {_short(given)}"
@@ -260,7 +264,7 @@ def first_try(page: Path) -> Iterator[str]:
     start = next(n for n, line in enumerate(lines) if line.startswith("| – | faults"))
     yield (
         f"At the first try, before any of it was used to mend a verdict ([page]({page.name})). "
-        "There a culprit that claimed no cause did not exist, and an axis had to be named where "
+        "There a root_cause that claimed no cause did not exist, and an axis had to be named where "
         "the mesh has one alone:"
     )
     yield ""
@@ -270,11 +274,11 @@ def first_try(page: Path) -> Iterator[str]:
 def report(
     faults: dict[str, tuple[Outcome, Outcome]], programs: dict[str, Outcome]
 ) -> Iterator[str]:
-    alarms = [name for name, (_, cure) in faults.items() if not cure.holds]
+    alarms = [name for name, (_, fix) in faults.items() if not fix.holds]
     alarms += [name for name, given in programs.items() if not given.holds]
     counts = dict(totals(faults))
     yield "; ".join(f"{count} {name}" for name, count in counts.items()) + (
-        f"; {len(alarms)} alarms among {len(faults)} cures and {len(programs)} sound programs."
+        f"; {len(alarms)} alarms among {len(faults)} fixes and {len(programs)} sound programs."
     )
     yield ""
     late = {name: pair for name, pair in faults.items() if FAULTS[name].step >= 1}
@@ -286,7 +290,7 @@ def report(
     }  # fmt: skip
     rows = ([group, *(str(count) for _, count in totals(part))] for group, part in groups.items())
     yield table(["", *(name for name, _ in totals(faults))], rows)
-    columns = ["fault", "truth", "step / printed", "caught", "localised", "named", "wrong", "cure"]
+    columns = ["fault", "truth", "step / printed", "caught", "localised", "named", "wrong", "fix"]
     yield table([*columns, "printed", "what is wrong", "source"], fault_rows(faults))
     rows = (
         [f"`{name}`", SOUND[name].way, "holds" if given.holds else _cell(f"ALARM: {_short(given)}")]

@@ -11,7 +11,7 @@ import pytest
 @pytest.fixture
 def trains_like_one_device() -> Callable[..., None]:
     """`trains_like_one_device(my_loop, num_ranks=2)` starts ranks, on each of which `my_loop`
-    returns what `ptrain.verify` returns; it fails with the culprit's words."""
+    returns what `ptrain.verify` returns; it fails with the root cause's words."""
     from ptrain.testing import assert_trains_like_one_device
 
     return assert_trains_like_one_device

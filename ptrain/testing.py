@@ -37,7 +37,7 @@ def assert_trains_like_one_device(
 ) -> None:
     """Call `function(*arguments)` on every rank; it returns what `ptrain.verify` returns.
 
-    Raises AssertionError with the verdict, the culprit first, where it does not hold; RankFailed
+    Raises AssertionError with the verdict, the root cause first, where it does not hold; RankFailed
     with the first failing rank's error; PtrainError for a function that no rank can import or that
     returns no verdict. `arguments` must be JSON.
     """

@@ -1,4 +1,4 @@
-"""`ptrain verify SPEC… [a.b=c …]`: run specs against one device; on failure name the culprit.
+"""`ptrain verify SPEC… [a.b=c …]`: run specs against one device; on failure name the root cause.
 
 Like the parent of a training, this process stays free of torch and starts the ranks of each spec
 itself; under a launcher it becomes a rank.

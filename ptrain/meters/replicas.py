@@ -36,8 +36,8 @@ from ptrain.meters import holdings
 from ptrain.meters.holdings import Holding
 from ptrain.models.ledger import local
 from ptrain.models.modes import drops_out
-from ptrain.report.copies import Copy, alike_apart, culprit, differing, holders
-from ptrain.report.finding import Culprit, Departure, Moment, Subject, Way
+from ptrain.report.copies import Copy, alike_apart, differing, holders, root_cause
+from ptrain.report.finding import Mismatch, Moment, RootCause, Subject, Way
 from ptrain.spec.placement import CUTTING_AXES, SAMPLE_AXES, TOKEN_AXES, Axis
 from ptrain.units import grouped
 
@@ -176,7 +176,7 @@ class ReplicaMeter:
         if norm is not None:
             self._noted.append(_number(Moment.CLIP, Subject.NORM, "norm", repr(float(norm))))
 
-    def check(self, step: int, moment: Moment = Moment.UPDATE) -> tuple[Departure, ...]:
+    def check(self, step: int, moment: Moment = Moment.UPDATE) -> tuple[Mismatch, ...]:
         """Return what differs between ranks now, in the order of time. `step` is this rank's."""
         if self.program.world.size == 1 or self.program.world.backend == "fake":
             return ()
@@ -192,18 +192,18 @@ class ReplicaMeter:
                     "stale": [list(copy) for copy in holdings.stale_copies(self.program)],
                 }
             )
-            departures = [*_stale(answers, moment, step)]
+            mismatches = [*_stale(answers, moment, step)]
             if not _all_agree(answers):
-                departures += self._in_full(table, step)
-        departures += alike_apart([answer["random"] for answer in answers], moment, step)
-        departures.sort(key=lambda departure: departure.when)
-        if not departures:
+                mismatches += self._in_full(table, step)
+        mismatches += alike_apart([answer["random"] for answer in answers], moment, step)
+        mismatches.sort(key=lambda mismatch: mismatch.when)
+        if not mismatches:
             self.last_good = step
-        return tuple(departures)
+        return tuple(mismatches)
 
-    def culprit(self, departures: Sequence[Departure]) -> Culprit | None:
+    def root_cause(self, mismatches: Sequence[Mismatch]) -> RootCause | None:
         """Whose fault it is, of what `check` found; None where that is nothing."""
-        return culprit(departures, coordinates(self.program), self.last_good)
+        return root_cause(mismatches, coordinates(self.program), self.last_good)
 
     def _now(self, step: int, moment: Moment) -> Iterator[Copy]:
         """Yield a `Copy` of all that this rank holds between steps."""
@@ -237,7 +237,7 @@ class ReplicaMeter:
             if len(ranks) > 1
         }
 
-    def _in_full(self, table: Sequence[Copy], step: int) -> Iterator[Departure]:
+    def _in_full(self, table: Sequence[Copy], step: int) -> Iterator[Mismatch]:
         tables = self.exchange.gather(table, list[Copy])
         before, now = self._holders, holders(tables)
         self._holders = before | now
@@ -295,10 +295,10 @@ def _all_agree(answers: Sequence[Mapping[str, Any]]) -> bool:
     )
 
 
-def _stale(answers: Sequence[Mapping[str, Any]], moment: Moment, step: int) -> Iterator[Departure]:
+def _stale(answers: Sequence[Mapping[str, Any]], moment: Moment, step: int) -> Iterator[Mismatch]:
     for rank, answer in enumerate(answers):
         for name, words in answer["stale"]:
-            yield Departure(
+            yield Mismatch(
                 step=step,
                 moment=moment,
                 subject=Subject.PARAMETERS,
@@ -311,12 +311,12 @@ def _stale(answers: Sequence[Mapping[str, Any]], moment: Moment, step: int) -> I
 
 def _missing(
     before: Mapping[Identity, tuple[int, ...]], now: Mapping[Identity, tuple[int, ...]], step: int
-) -> Iterator[Departure]:
+) -> Iterator[Mismatch]:
     """What a rank had at an earlier check and has no more, and others still have."""
     for identity, ranks in now.items():
         moment, subject, name, _ = identity
         for rank in sorted({*before.get(identity, ())} - {*ranks}):
-            yield Departure(
+            yield Mismatch(
                 step=step,
                 moment=Moment(moment),
                 subject=Subject(subject),

@@ -48,8 +48,8 @@ from ptrain.meters import holdings
 from ptrain.meters.replicas import SupportsGather, digests, of_bytes
 from ptrain.models.ledger import OperatorMode, storage_of
 from ptrain.models.tags import is_tagged, tier_of
-from ptrain.report.calls import Call, culprit, differing
-from ptrain.report.finding import Culprit, Departure, Moment
+from ptrain.report.calls import Call, differing, root_cause
+from ptrain.report.finding import Mismatch, Moment, RootCause
 from ptrain.rooms.comm import Registry
 from ptrain.rooms.world import flight_recorder_size
 from ptrain.spec.placement import EXPERT_AXES, TOKEN_AXES, Axis, Tier
@@ -360,7 +360,7 @@ class CollectiveLedger(OperatorMode):
                 names.append(name)
         return span(names)
 
-    def check(self, exchange: SupportsGather, step: int) -> tuple[Departure, ...]:
+    def check(self, exchange: SupportsGather, step: int) -> tuple[Mismatch, ...]:
         """Return where the ranks of a group first differ, of every group; else where groups over
         the same axes do. The order is that of time, and the same on all ranks, all of which call
         it. What was written is forgotten."""
@@ -370,9 +370,9 @@ class CollectiveLedger(OperatorMode):
             answers = exchange.gather(digests)
             odd = sorted({key for key in set().union(*answers) if len(_values(answers, key)) > 1})
             in_groups = [key for key in odd if not key.startswith(_BESIDE)]
-            departures = _in_full(exchange, ledgers, in_groups or odd, step) if odd else []
+            mismatches = _in_full(exchange, ledgers, in_groups or odd, step) if odd else []
         self.calls = {name: [] for name in self.calls}
-        return tuple(sorted(departures, key=lambda departure: departure.when))
+        return tuple(sorted(mismatches, key=lambda mismatch: mismatch.when))
 
     def _ledgers(self) -> dict[str, tuple[str, list[Call]]]:
         """Return axes and calls by a key that the ranks which must agree have in common. Of a group
@@ -392,9 +392,9 @@ class CollectiveLedger(OperatorMode):
         mesh = self.program.mesh
         return f" in {mesh.coordinate(Axis.PP)}" if Axis.PP in mesh.axes else ""
 
-    def culprit(self, departures: Sequence[Departure]) -> Culprit | None:
+    def root_cause(self, mismatches: Sequence[Mismatch]) -> RootCause | None:
         """Whose fault it is, of what `check` found; None where that is nothing."""
-        return culprit(departures)
+        return root_cause(mismatches)
 
 
 def _in_full(
@@ -402,15 +402,15 @@ def _in_full(
     ledgers: Mapping[str, tuple[str, Sequence[Call]]],
     odd: Sequence[str],
     step: int,
-) -> list[Departure]:
+) -> list[Mismatch]:
     mine = {key: ledgers[key] for key in odd if key in ledgers}
     answers = exchange.gather(mine, dict[str, tuple[str, list[Call]]])
-    departures: list[Departure] = []
+    mismatches: list[Mismatch] = []
     for key in odd:
         have = {rank: answer[key] for rank, answer in enumerate(answers) if key in answer}
         axes = next(iter(have.values()))[0]
-        departures += differing(axes, {rank: calls for rank, (_, calls) in have.items()}, step)
-    return departures
+        mismatches += differing(axes, {rank: calls for rank, (_, calls) in have.items()}, step)
+    return mismatches
 
 
 def span(names: Sequence[str]) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ptrain.report.copies import listed
-from ptrain.report.finding import Culprit, Departure, Moment, Subject, Way
+from ptrain.report.finding import Mismatch, Moment, RootCause, Subject, Way
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,8 +39,8 @@ OVER = " over "
 ANOTHER_RESULT = "another result of one call"
 
 
-def differing(axes: str, ledgers: Mapping[int, Sequence[Call]], step: int) -> Iterator[Departure]:
-    """Yield where ranks that must call the same first differ, one departure for each rank that is
+def differing(axes: str, ledgers: Mapping[int, Sequence[Call]], step: int) -> Iterator[Mismatch]:
+    """Yield where ranks that must call the same first differ, one mismatch for each rank that is
     not with the most; of as many, for each rank that leaves a call out, else for all."""
     longest = max(ledgers.values(), key=len, default=())
     for index in range(len(longest)):
@@ -70,7 +70,7 @@ def _at(
     calls: Mapping[int, Call | None],
     counts: Counter[Call | None],
     step: int,
-) -> Iterator[Departure]:
+) -> Iterator[Mismatch]:
     (usual, most), (_, next_most) = counts.most_common(2)
     has_majority = most > next_most
     if not has_majority and None in counts:
@@ -84,7 +84,7 @@ def _at(
         assert known is not None
         way, difference = _difference(call, other)
         carried = f" ({known.carries})" if known.carries else ""
-        yield Departure(
+        yield Mismatch(
             step=step,
             moment=known.moment,
             subject=Subject.COLLECTIVE,
@@ -113,20 +113,20 @@ def _word(value: object, field: str) -> str:
     return str(value) or "nothing known"
 
 
-def culprit(departures: Sequence[Departure]) -> Culprit | None:
-    """Return the culprit of the first call that differs; None where none does."""
-    if not departures:
+def root_cause(mismatches: Sequence[Mismatch]) -> RootCause | None:
+    """Return the root cause of the first call that differs; None where none does."""
+    if not mismatches:
         return None
-    first = departures[0]
+    first = mismatches[0]
     same = [
-        departure
-        for departure in departures
-        if (departure.index, departure.between) == (first.index, first.between)
+        mismatch
+        for mismatch in mismatches
+        if (mismatch.index, mismatch.between) == (first.index, first.between)
     ]
-    ranks = tuple(sorted({departure.rank for departure in same}))
+    ranks = tuple(sorted({mismatch.rank for mismatch in same}))
     others = tuple(rank for rank in first.between if rank not in ranks)
     against = f"{listed(others)} agree" if others else "no majority of the ranks agrees"
-    return Culprit(
+    return RootCause(
         state=Subject.COLLECTIVE,
         axis=first.name.partition(OVER)[2].partition(" ")[0],
         factor=first.told,
@@ -137,7 +137,7 @@ def culprit(departures: Sequence[Departure]) -> Culprit | None:
     )
 
 
-def _remedy(first: Departure) -> str:
+def _remedy(first: Mismatch) -> str:
     if first.told == ANOTHER_RESULT:
         return (
             "All called alike and got different numbers: the backend, the link or the memory of "

@@ -309,7 +309,7 @@ def _training_record(training: ComparedTraining) -> dict[str, object]:
             for row in training.figures
         ],
         "verdicts": encode(training.verdicts),
-        "culprits": {"base": training.base.culprit, "head": training.head.culprit},
+        "culprits": {"base": training.base.root_cause, "head": training.head.root_cause},
         "only_base": encode(training.only_base),
         "only_head": encode(training.only_head),
     }
@@ -382,9 +382,12 @@ def _remarks(training: ComparedTraining, *, shows_all: bool) -> Iterator[str]:
     for side, groups in (("base", training.only_base), ("head", training.only_head)):
         if groups:
             yield f"only in {side}: {sources(groups)}"
-    for side, culprit in (("base", training.base.culprit), ("head", training.head.culprit)):
-        if culprit:
-            yield f"{side}: {culprit}"
+    for side, root_cause in (
+        ("base", training.base.root_cause),
+        ("head", training.head.root_cause),
+    ):
+        if root_cause:
+            yield f"{side}: {root_cause}"
 
 
 def _alone(comparison: RecordComparison) -> Iterator[str]:

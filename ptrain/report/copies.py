@@ -1,4 +1,4 @@
-"""Things that several ranks hold, and which rank's differs: who departs from whom, along which axis
+"""Things that several ranks hold, and which rank's differs: who differs from whom, along which axis
 of the mesh, and what to do about it. Pure: what was found are words and digests."""
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from ptrain.report.finding import Culprit, Departure, Moment, Subject, Way
+from ptrain.report.finding import Mismatch, Moment, RootCause, Subject, Way
 
 Coordinates = Mapping[int, Mapping[str, int]]  # rank -> axis -> place
 
@@ -43,7 +43,7 @@ def holders(tables: Sequence[Sequence[Copy]]) -> dict[tuple[int, str, str, str],
     return {identity: tuple(ranks) for identity, ranks in ranks_of.items()}
 
 
-def differing(tables: Sequence[Sequence[Copy]], step: int) -> Iterator[Departure]:
+def differing(tables: Sequence[Sequence[Copy]], step: int) -> Iterator[Mismatch]:
     """One for each rank whose copy is not that of the most; where no such majority is, for each
     rank that has one. In the order of time, then of the first rank that holds it."""
     copies: dict[tuple[int, str, str, str], list[tuple[int, Copy]]] = {}
@@ -58,7 +58,7 @@ def differing(tables: Sequence[Sequence[Copy]], step: int) -> Iterator[Departure
             yield from _differing(held, step)
 
 
-def _differing(held: Sequence[tuple[int, Copy]], step: int) -> Iterator[Departure]:
+def _differing(held: Sequence[tuple[int, Copy]], step: int) -> Iterator[Mismatch]:
     counts = Counter((copy.kind, copy.digest) for _, copy in held)
     if len(counts) == 1:
         return
@@ -69,7 +69,7 @@ def _differing(held: Sequence[tuple[int, Copy]], step: int) -> Iterator[Departur
         if has_majority and (copy.kind, copy.digest) == usual:
             continue
         other = usual if has_majority else next(c for c in counts if c != (copy.kind, copy.digest))
-        yield Departure(
+        yield Mismatch(
             step=step,
             moment=copy.moment,
             subject=copy.subject,
@@ -102,7 +102,7 @@ def _difference(copy: Copy, other: tuple[str, str]) -> str:
 
 def alike_apart(
     places: Sequence[tuple[str, str] | None], moment: Moment, step: int
-) -> Iterator[Departure]:
+) -> Iterator[Mismatch]:
     """Yield what two places share of things that ranks at one place have alike and at different
     places have not (`places`: of every rank its place and its digest, or None where it has none).
     Which ranks of one place differ is said by `differing`."""
@@ -114,7 +114,7 @@ def alike_apart(
     for group in alike.values():
         for rank, place in group:
             if place != group[0][1]:
-                yield Departure(
+                yield Mismatch(
                     step=step,
                     moment=moment,
                     subject=Subject.RANDOM,
@@ -125,19 +125,19 @@ def alike_apart(
                 )
 
 
-def culprit(
-    departures: Sequence[Departure], coordinates: Coordinates, last_good: int | None = None
-) -> Culprit | None:
-    """Return the culprit of the first thing that departs: all of its ranks, and the axes along
+def root_cause(
+    mismatches: Sequence[Mismatch], coordinates: Coordinates, last_good: int | None = None
+) -> RootCause | None:
+    """Return the root cause of the first thing that differs: all of its ranks, and the axes along
     which they differ from the others. `last_good`: the step after which the ranks agreed; None
     where that is not known."""
-    if not departures:
+    if not mismatches:
         return None
-    first = min(departures, key=lambda departure: departure.when)
-    same = [d for d in departures if (d.when, d.subject, d.name) == (*_thing(first),)]
-    ranks = tuple(sorted({departure.rank for departure in same}))
-    between = tuple(sorted({rank for departure in same for rank in departure.between}))
-    return Culprit(
+    first = min(mismatches, key=lambda mismatch: mismatch.when)
+    same = [d for d in mismatches if (d.when, d.subject, d.name) == (*_thing(first),)]
+    ranks = tuple(sorted({mismatch.rank for mismatch in same}))
+    between = tuple(sorted({rank for mismatch in same for rank in mismatch.between}))
+    return RootCause(
         state=first.subject,
         axis="" if _is_alone(first) else axes_between(ranks, between, coordinates),
         factor=_factor(first),
@@ -148,13 +148,13 @@ def culprit(
     )
 
 
-def _is_alone(departure: Departure) -> bool:
+def _is_alone(mismatch: Mismatch) -> bool:
     """Whether the rank itself has two things that must be the same."""
-    return departure.between == (departure.rank,)
+    return mismatch.between == (mismatch.rank,)
 
 
-def _thing(departure: Departure) -> tuple[tuple[int, int], Subject, str]:
-    return departure.when, departure.subject, departure.name
+def _thing(mismatch: Mismatch) -> tuple[tuple[int, int], Subject, str]:
+    return mismatch.when, mismatch.subject, mismatch.name
 
 
 _WITHOUT_PLACE = (Subject.RANDOM, Subject.NORM)
@@ -176,7 +176,7 @@ def axes_between(odd: Sequence[int], ranks: Sequence[int], coordinates: Coordina
     return "+".join(axes or spread)
 
 
-def _factor(first: Departure) -> str:
+def _factor(first: Mismatch) -> str:
     is_told = first.subject in _NUMBERS or first.told == SHARED or _is_alone(first)
     if first.way is not Way.VALUE or is_told:
         return first.told
@@ -187,7 +187,7 @@ _NUMBERS = (Subject.COUNTER, Subject.LEARNING_RATE, Subject.NORM)
 
 
 def _sentence(
-    first: Departure, ranks: tuple[int, ...], between: tuple[int, ...], last_good: int | None
+    first: Mismatch, ranks: tuple[int, ...], between: tuple[int, ...], last_good: int | None
 ) -> str:
     if _is_alone(first):
         who = f"{first.subject} {first.name} of {listed(ranks)} {first.told}"

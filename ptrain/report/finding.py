@@ -1,5 +1,5 @@
-"""What verification finds: where a run departs from one device, or its ranks from each other, and
-the culprit that this points to. Plain data, so that ranks can tell each other."""
+"""What verification finds: where a run differs from one device, or its ranks from each other, and
+the root cause that this points to. Plain data, so that ranks can tell each other."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ptrain.errors import VerdictFailed
 
 
 class Moment(IntEnum):
-    """When in a step, in the order of time: a departure at an earlier moment explains a later."""
+    """When in a step, in the order of time: a mismatch at an earlier moment explains a later."""
 
     START = 0  # parameters, optimizer state, counters, buffers before anything runs
     BATCH = 1  # the tokens that the model is given
@@ -22,7 +22,7 @@ class Moment(IntEnum):
 
 
 class Subject(StrEnum):
-    """What departs: one of the four states, or something that belongs to none."""
+    """What differs: one of the four states, or something that belongs to none."""
 
     PARAMETERS = "parameters"
     OPTIMIZER = "optimizer"
@@ -40,7 +40,7 @@ class Subject(StrEnum):
 
 
 class Way(StrEnum):
-    """How it departs."""
+    """How it differs."""
 
     VALUE = "value"
     DTYPE = "dtype"
@@ -49,7 +49,7 @@ class Way(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Departure:
+class Mismatch:
     """One thing on one rank that is not what one device has, or not what the other ranks have.
 
     `name`: a parameter's canonical name or a module's path. `difference` is relative, by the 2-norm
@@ -80,18 +80,18 @@ class Departure:
 
 
 class Certainty(StrEnum):
-    """How sure a culprit is."""
+    """How sure a root cause is."""
 
-    PROVEN = "proven by trying"  # its cure was tried, and makes what departs one device's
-    FITS = "fits"  # it explains what was seen, and its cure was not tried
-    UNEXPLAINED = "not explained"  # what departs first, and what was ruled out
+    PROVEN = "proven by trying"  # its fix was tried, and makes what differs one device's
+    FITS = "fits"  # it explains what was seen, and its fix was not tried
+    UNEXPLAINED = "not explained"  # what differs first, and what was ruled out
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Culprit:
+class RootCause:
     """Whose fault it is: the state, the mesh axis ("" where none is involved), the factor (`x 2`,
     `missing all-reduce`, `stale by 1 step`, `bfloat16 for float64`), the first module or tensor
-    that departs, since which step, on which ranks, a sentence to act on, and how sure that is:
+    that differs, since which step, on which ranks, a sentence to act on, and how sure that is:
     `tried` says what was tried and what came of it."""
 
     state: Subject
@@ -114,18 +114,18 @@ class Culprit:
             f"rank{'s' * (len(self.ranks) != 1)} {ranks}\n  {self.sentence}{sure}"
         )
 
-    def proven(self, tried: str) -> Culprit:
-        """Return it after its cure was tried."""
+    def proven(self, tried: str) -> RootCause:
+        """Return it after its fix was tried."""
         return replace(self, certainty=Certainty.PROVEN, tried=tried)
 
-    def unexplained(self, out: str) -> Culprit:
-        """Return it as what departs first, of which only so much was ruled out."""
+    def unexplained(self, out: str) -> RootCause:
+        """Return it as what differs first, of which only so much was ruled out."""
         return replace(self, certainty=Certainty.UNEXPLAINED, tried=f"ruled out: {out}")
 
 
-class Departed(VerdictFailed):
-    """A check in a running program found a culprit."""
+class MismatchFound(VerdictFailed):
+    """A check in a running program found a root cause."""
 
-    def __init__(self, culprit: Culprit) -> None:
-        super().__init__(str(culprit))
-        self.culprit = culprit
+    def __init__(self, root_cause: RootCause) -> None:
+        super().__init__(str(root_cause))
+        self.root_cause = root_cause

@@ -17,7 +17,7 @@ from ptrain.codec import Malformed, decode
 from ptrain.cost import Column, Estimate, Phase, State, busiest
 from ptrain.derivation.wire import WireRow
 from ptrain.errors import refused
-from ptrain.report.finding import Culprit
+from ptrain.report.finding import RootCause
 from ptrain.report.record import COUNTED_KINDS, Check
 from ptrain.report.table import largest, moved_bytes, on_tiers
 
@@ -111,12 +111,12 @@ Figures = Mapping[str, int | float | None]  # None: there is one, and it is not 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recorded:
     """The figures of one training. `verdicts`: by what they are about, with how many checks hold;
-    `culprit` is in words, "" where there is none."""
+    `root_cause` is in words, "" where there is none."""
 
     name: str
     groups: Mapping[FigureGroup, Figures]
     verdicts: Mapping[str, str]
-    culprit: str = ""
+    root_cause: str = ""
 
     @property
     def is_verified(self) -> bool:
@@ -149,7 +149,7 @@ def _joined(first: Recorded, second: Recorded) -> Recorded:
         name=first.name,
         groups={**second.groups, **first.groups},
         verdicts={**first.verdicts, **second.verdicts},
-        culprit=first.culprit or second.culprit,
+        root_cause=first.root_cause or second.root_cause,
     )
 
 
@@ -192,12 +192,12 @@ def _figures(record: Mapping[str, Any]) -> Recorded:
         held = sum(check.holds for check in reading.checks)
         about = ONE_DEVICE if is_verification else AS_PREDICTED
         verdicts[about] = f"{record['verdict']} ({held} of {len(reading.checks)})"
-    culprit = record.get("culprit")
+    root_cause = record.get("culprit")
     return Recorded(
         name=str(record["spec"]),
         groups=groups,
         verdicts=verdicts,
-        culprit=str(decode(culprit, Culprit)) if culprit else "",
+        root_cause=str(decode(root_cause, RootCause)) if root_cause else "",
     )
 
 

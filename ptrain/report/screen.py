@@ -26,7 +26,7 @@ _STYLES = (  # of words at the start of a line, and of cells between two blanks
     ),
     (
         _RED,
-        r"^(?:Does not fit|None fits|Nothing fits|verdict: fails|rejected|culprit)\b"
+        r"^(?:Does not fit|None fits|Nothing fits|verdict: fails|rejected|root cause)\b"
         r"|(?<=  )(?:no|rejected)(?=  |$)|\b(?:error|fails)(?=:)",
     ),
 )

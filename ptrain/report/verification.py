@@ -6,10 +6,10 @@ import math
 from collections.abc import Sequence
 
 from ptrain.codec import encode
-from ptrain.report.finding import Culprit, Departure
+from ptrain.report.finding import Mismatch, RootCause
 from ptrain.report.record import Check, record, verdict_line
 
-_MOST = 20  # departures in a record; the first explain the others
+_MOST = 20  # mismatches in a record; the first explain the others
 _WIDTH = 46  # of a check's name
 
 
@@ -17,16 +17,16 @@ def as_record(
     name: str,
     checks: Sequence[Check],
     *,
-    culprit: Culprit | None = None,
-    departures: Sequence[Departure] = (),
+    root_cause: RootCause | None = None,
+    mismatches: Sequence[Mismatch] = (),
     **more: object,
 ) -> dict[str, object]:
-    """Return the result record (`report.record`) with the root cause, the first departures and
+    """Return the result record (`report.record`) with the root cause, the first mismatches and
     `more`."""
     return record(name, (), checks=checks) | {
-        "culprit": encode(culprit),
-        "departures": encode(departures[:_MOST]),
-        "num_departures": len(departures),
+        "culprit": encode(root_cause),
+        "departures": encode(mismatches[:_MOST]),
+        "num_departures": len(mismatches),
         **more,
     }
 
@@ -52,13 +52,13 @@ def stage_text(name: str, checks: Sequence[Check], seconds: float, *, verbose: b
 
 
 def end_text(
-    checks: Sequence[Check], *, torch: str, culprit: Culprit | None, notes: Sequence[str]
+    checks: Sequence[Check], *, torch: str, root_cause: RootCause | None, notes: Sequence[str]
 ) -> str:
     """Return the notes, the verdict, and the root cause if it fails."""
     lines = [f"note: {note}" for note in notes]
     lines.append(verdict_line(checks, torch=torch))
-    if culprit is not None:
-        lines.append(str(culprit))
+    if root_cause is not None:
+        lines.append(str(root_cause))
     return "\n".join(lines)
 
 

@@ -46,7 +46,7 @@ class Consistency:
         if not self.every or steps == self._checked:
             return
         self._checked = steps
-        if (culprit := self._replicas.culprit(self._replicas.check(steps))) is None:
+        if (root_cause := self._replicas.root_cause(self._replicas.check(steps))) is None:
             LOG.debug("step %d  the ranks agree", steps)
             return
         command = self._resume()
@@ -56,7 +56,7 @@ class Consistency:
             else "Train again with `checkpoint.every=N`; no checkpoint was saved."
         )
         raise TrainingStopped(
-            f"step {steps}: values that must be identical on the ranks differ\n  {culprit}\n "
+            f"step {steps}: values that must be identical on the ranks differ\n  {root_cause}\n "
             f" remedy: {remedy}"
         )
 

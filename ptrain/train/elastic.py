@@ -135,7 +135,7 @@ def launch(settings: Options) -> int:
         argv = ("-P", "-m", module_of(spec), *options.to_argv(settings))
         elastic_launch(config, sys.executable)(*argv)
     except ChildFailedError as error:
-        rank, message = _culprit(error)
+        rank, message = _root_cause(error)
         part = dict(enumerate(parts_of_ranks(spec))).get(rank)
         raise RankFailed(f"error: rank {rank}{f' ({part})' if part else ''}: {message}") from error
     except SignalException as error:
@@ -154,7 +154,7 @@ def _ranks_per_node(world_size: int, num_nodes: int) -> int:
     return world_size // num_nodes
 
 
-def _culprit(error: ChildFailedError) -> tuple[int, str]:
+def _root_cause(error: ChildFailedError) -> tuple[int, str]:
     """Return the first rank to fail that did not fail because of another, and what it says; on this
     node, as each agent says."""
     failures = sorted(error.failures.items(), key=lambda failed: failed[1].timestamp)

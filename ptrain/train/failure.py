@@ -1,7 +1,7 @@
 """Which rank failed first, and why: what the parent reads off the ranks that ended. Torch-free.
 
-A rank that loses its peer raises too, often earlier than the culprit is noticed. Such victims are
-recognised by what they say, and folded into one line.
+A rank that loses its peer raises too, often earlier than the root cause is noticed. Such victims
+are recognised by what they say, and folded into one line.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def failures(ranks: Sequence[Rank], now: float) -> list[Failure]:
     return sorted(failed, key=lambda failure: failure.rank.ended or now)
 
 
-def culprit(failures: Sequence[Failure], living: Sequence[Rank]) -> Failure:
+def root_cause(failures: Sequence[Failure], living: Sequence[Rank]) -> Failure:
     """Return who is to blame: the first that is no victim; if all are, one that lives and is
     silent, of several the one that most victims waited for."""
     for failure in failures:
@@ -65,7 +65,7 @@ def culprit(failures: Sequence[Failure], living: Sequence[Rank]) -> Failure:
 
 
 def message(failure: Failure, num_failed: int, *, num_lines: int = 12) -> str:
-    """The culprit's number, cause and last words; the others in one line."""
+    """The root cause's number, cause and last words; the others in one line."""
     rank = failure.rank
     lines = [f"error: {rank} {failure.cause}"]
     if tail := _tail(rank, num_lines):

@@ -204,10 +204,10 @@ class Guard:
 
     def _gradients(self, loss: float, norm: torch.Tensor | None) -> str:
         """What is wrong with them, on all ranks alike. `norm` is of those computed again."""
-        culprits: Iterable[Unsound] = self._left_out
+        root_causes: Iterable[Unsound] = self._left_out
         if not self._program.updates_in_backward:
-            culprits = _unsound(self._program, holdings.gradients(self._program))
-        problem = _first(culprits, self._exchange) if self._is_repeated else ""
+            root_causes = _unsound(self._program, holdings.gradients(self._program))
+        problem = _first(root_causes, self._exchange) if self._is_repeated else ""
         if not problem:  # each is: the sum of their squares is what is not
             problem = "the gradient norm is not finite, although every gradient is finite"
             if self.is_late and (norm is None or norm.isfinite()):
@@ -393,10 +393,10 @@ def _counted(tensors: Sequence[torch.Tensor]) -> str:
     return f"{words} of {sum(tensor.numel() for tensor in tensors)} elements"
 
 
-def _first(culprits: Iterable[Unsound], exchange: Exchange) -> str:
+def _first(root_causes: Iterable[Unsound], exchange: Exchange) -> str:
     """The state and the first tensor that is not finite on any rank, and what the ranks have of it,
     in words that are the same on all of them; "" where there is none."""
-    here = list(culprits)
+    here = list(root_causes)
     firsts = list(chain.from_iterable(exchange.gather([u.place for u in here[:1]])))
     if not firsts:
         return ""

@@ -24,7 +24,7 @@ from ptrain.train.folder import RunFolder
 from ptrain.train.ranks import Rank, end, start, wait
 
 _EVERY = 0.05  # seconds between two looks
-_SETTLE = 2.0  # for a culprit to show after its first victim
+_SETTLE = 2.0  # for a root cause to show after its first victim
 _ORDERLY_GRACE = 30.0  # for the other ranks to end once one has in good order
 _INTERRUPT_GRACE = 60.0  # for a step to finish and a checkpoint to be written
 
@@ -172,7 +172,7 @@ def _overdue(ranks: Sequence[Rank], interrupts: LauncherSignals) -> int:
 
 
 def _blame(ranks: Sequence[Rank]) -> int:
-    """Give the culprit a moment to show, then name it. A rank that ended in good order, with
+    """Give the root cause a moment to show, then name it. A rank that ended in good order, with
     something to tell, explains the victims; its exit code is the job's."""
     deadline = time.monotonic() + _SETTLE
     while True:
@@ -188,7 +188,7 @@ def _blame(ranks: Sequence[Rank]) -> int:
     if orderly and all(suspect.is_victim for suspect in failures):
         _tell(orderly)
         return orderly[0].code or 0
-    raise RankFailed(failure.message(failure.culprit(failures, living), len(failures)))
+    raise RankFailed(failure.message(failure.root_cause(failures, living), len(failures)))
 
 
 def _ask_for_stacks(living: Sequence[Rank]) -> None:

@@ -17,7 +17,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from ptrain.report.finding import Departure, Moment, Subject, Way
+from ptrain.report.finding import Mismatch, Moment, Subject, Way
 from ptrain.report.record import Check
 from ptrain.verification.jobs.job import Ranks
 from ptrain.verification.parts import NOISE, Magnitude, difference, norm, numbers_apart
@@ -313,8 +313,8 @@ class LargestDifference:
         if not difference <= self.difference:
             self.difference, self.place = difference, place
 
-    def check(self, first: Departure | None = None) -> Check:
-        """Return the check that nothing of the kind departs; `first` is what does."""
+    def check(self, first: Mismatch | None = None) -> Check:
+        """Return the check that nothing of the kind differs; `first` is what does."""
         why = f"differs by {self.difference:.3g} (relative) at {self.place}"
         check = at_most(self.name, self.difference, self.tolerance, why)
         if first is None:
@@ -333,7 +333,7 @@ class Differences:
 
     step: int
     rank: int
-    departures: list[Departure] = field(default_factory=list)
+    mismatches: list[Mismatch] = field(default_factory=list)
     courses: dict[str, ParameterMove] = field(default_factory=dict)
     largest: dict[Kind, LargestDifference] = field(default_factory=dict)
 
@@ -359,12 +359,12 @@ class Differences:
         index: int = 0,
         words: str = "",
     ) -> None:
-        """See a difference; add a departure where it is beyond the tolerance, or not one of
+        """See a difference; add a mismatch where it is beyond the tolerance, or not one of
         values."""
         self.see((moment, subject), difference, tolerance, name)
         if way is not Way.VALUE or difference > tolerance:
-            self.departures.append(
-                Departure(
+            self.mismatches.append(
+                Mismatch(
                     step=self.step, moment=moment, subject=subject, name=name, rank=self.rank,
                     way=way, difference=difference, tolerance=tolerance, index=index, told=words,
                 )
@@ -373,30 +373,30 @@ class Differences:
     def add(
         self, moment: Moment, subject: Subject, name: str, words: str, way: Way = Way.VALUE
     ) -> None:
-        """Add a departure of something that is no tensor, or that one side alone has."""
+        """Add a mismatch of something that is no tensor, or that one side alone has."""
         self.see((moment, subject), math.inf, 0.0, name)
-        self.departures.append(
-            Departure(
+        self.mismatches.append(
+            Mismatch(
                 step=self.step, moment=moment, subject=subject, name=name, rank=self.rank, way=way,
                 told=words,
             )
         )  # fmt: skip
 
 
-_OF_RANK = tuple[dict[str, int], list[Departure], dict[Kind, LargestDifference]]
+_OF_RANK = tuple[dict[str, int], list[Mismatch], dict[Kind, LargestDifference]]
 
 
 class AllDifferences:
-    """What all ranks see, step after step: `departures`, the first first, the same on all ranks.
+    """What all ranks see, step after step: `mismatches`, the first first, the same on all ranks.
 
-    `parameters`: in the order in which the model has them. A rank tells of so many departures of
+    `parameters`: in the order in which the model has them. A rank tells of so many mismatches of
     a kind at `most`."""
 
     def __init__(
         self, ranks: Ranks, parameters: Iterable[str] = (), *, most: int | None = None
     ) -> None:
         self.ranks = ranks
-        self.departures: list[Departure] = []
+        self.mismatches: list[Mismatch] = []
         self._largest: dict[Kind, LargestDifference] = {}
         self._parameters = {name: place for place, name in enumerate(parameters)}
         self._modules: dict[str, int] = {}
@@ -404,34 +404,34 @@ class AllDifferences:
 
     def take(self, own: Differences, modules: Mapping[str, int] | None = None) -> bool:
         """Add every rank's differences of a step; `modules` are places along the model. Return
-        whether anything departs. All ranks call it."""
+        whether anything differs. All ranks call it."""
         self._modules |= modules or {}
-        own.departures = self._first_of_each_kind(own.departures)
-        departures = list(self.departures)
-        mine = self._modules, own.departures, own.largest
+        own.mismatches = self._first_of_each_kind(own.mismatches)
+        mismatches = list(self.mismatches)
+        mine = self._modules, own.mismatches, own.largest
         for places, its, largest in self.ranks.gather(mine, _OF_RANK):
             self._modules |= places
-            departures += its
+            mismatches += its
             for kind, of_rank in largest.items():
                 self._see(kind, of_rank, own.step)
-        self.departures = []
-        self.add(departures)
-        return bool(self.departures)
+        self.mismatches = []
+        self.add(mismatches)
+        return bool(self.mismatches)
 
-    def add(self, departures: Iterable[Departure]) -> None:
+    def add(self, mismatches: Iterable[Mismatch]) -> None:
         """Add what is known on all ranks."""
-        self.departures = sorted([*self.departures, *departures], key=self._when)
+        self.mismatches = sorted([*self.mismatches, *mismatches], key=self._when)
 
     @property
-    def first(self) -> list[Departure]:
+    def first(self) -> list[Mismatch]:
         """Those of the earliest step and moment."""
-        return [its for its in self.departures if its.when == self.departures[0].when]
+        return [its for its in self.mismatches if its.when == self.mismatches[0].when]
 
     def checks(self, since: Moment = Moment.START) -> Iterator[Check]:
         """Yield a check of each kind since a moment of the step, the start's counters and buffers
         with those of later; copies that are not alike are no difference from one device."""
-        departures = [its for its in self.departures if not its.between]
-        first = {_name(its.moment, its.subject): its for its in reversed(departures)}
+        mismatches = [its for its in self.mismatches if not its.between]
+        first = {_name(its.moment, its.subject): its for its in reversed(mismatches)}
         rows: dict[str, LargestDifference] = {}
         for its in (its for (moment, _), its in self._largest.items() if moment >= since):
             rows[its.name] = max(rows.get(its.name, its), its, key=lambda row: row.difference)
@@ -441,20 +441,20 @@ class AllDifferences:
         largest = self._largest.setdefault(kind, LargestDifference(of_rank.name, 0.0))
         largest.see(of_rank.difference, f"{of_rank.place}, step {step}", of_rank.tolerance)
 
-    def _first_of_each_kind(self, departures: Iterable[Departure]) -> list[Departure]:
-        groups: dict[Kind, list[Departure]] = {}
-        for departure in sorted(departures, key=self._when):
-            groups.setdefault((departure.moment, departure.subject), []).append(departure)
-        return [departure for group in groups.values() for departure in group[: self._most]]
+    def _first_of_each_kind(self, mismatches: Iterable[Mismatch]) -> list[Mismatch]:
+        groups: dict[Kind, list[Mismatch]] = {}
+        for mismatch in sorted(mismatches, key=self._when):
+            groups.setdefault((mismatch.moment, mismatch.subject), []).append(mismatch)
+        return [mismatch for group in groups.values() for mismatch in group[: self._most]]
 
-    def _when(self, departure: Departure) -> tuple[int, ...]:
+    def _when(self, mismatch: Mismatch) -> tuple[int, ...]:
         """Parameters that are used stand before what their module makes of them."""
-        is_used = departure.moment is Moment.FORWARD and departure.subject is Subject.PARAMETERS
-        module = departure.name.rpartition(".")[0] if is_used else departure.name
-        place = self._parameters.get(departure.name, len(self._modules))
+        is_used = mismatch.moment is Moment.FORWARD and mismatch.subject is Subject.PARAMETERS
+        module = mismatch.name.rpartition(".")[0] if is_used else mismatch.name
+        place = self._parameters.get(mismatch.name, len(self._modules))
         place = self._modules.get(module, place)
-        is_loss = departure.subject is Subject.LOSS
+        is_loss = mismatch.subject is Subject.LOSS
         return (
-            *departure.when, int(is_loss), departure.index,
-            -place if departure.moment is Moment.BACKWARD else place, not is_used, departure.rank,
+            *mismatch.when, int(is_loss), mismatch.index,
+            -place if mismatch.moment is Moment.BACKWARD else place, not is_used, mismatch.rank,
         )  # fmt: skip

@@ -7,8 +7,8 @@ buffers and peaks depend on the code around the model, and each framework has sc
 
 A wrapper that does something else than its configuration says (replicas where shards were asked
 for, one unit where blocks were meant) fails checks that name state and axis. Its cause is searched
-among other specs: one that predicts every figure to the byte, or some of the departing ones and all
-that held, if the departing ones are all of one kind of call.
+among other specs: one that predicts every figure to the byte, or some of the differing ones and all
+that held, if the differing ones are all of one kind of call.
 """
 
 from __future__ import annotations
@@ -245,16 +245,16 @@ def _with_cause(
 ) -> Comparison:
     """Add the cause that explains all figures that differ, or most of them. `seen` is what was
     measured, as the module shows it."""
-    departed = _departed(comparison.checks)
+    differed = _departed(comparison.checks)
     cause, explained = "", frozenset[str]()
     for other in otherwise(spec):
         predicted = _predicted(other, facts)
         left = _departed(checks_of(predicted, _with_masters(seen, predicted)))
-        names = departed - left
-        if left and not (left < departed and len(names) >= _OF_A_KIND):
+        names = differed - left
+        if left and not (left < differed and len(names) >= _OF_A_KIND):
             continue
         if len(names) > len(explained):
-            which = f"{len(names)} of the {len(departed)} figures that differ"
+            which = f"{len(names)} of the {len(differed)} figures that differ"
             claim = f"predicts {which if left else 'every figure'}"
             cause, explained = f"{other.does}; use `{other.words}`, which {claim}", names
         if not left:

@@ -1,10 +1,10 @@
 """Run a program and one device side by side for a few steps, compare everything that a step makes
-in the order of time on every rank, and explain the first departure: state, axis, factor and
+in the order of time on every rank, and explain the first mismatch: state, axis, factor and
 place.
 
 Every rank runs the whole reference, so only verdicts are sent. Both run in fp64 (the spec's
-`precision.compute`): another order of a sum departs by 1e-15, a fault by more than TOLERANCE. Where
-the parameters' gradients of the step tell more about the first departure (which samples, which
+`precision.compute`): another order of a sum differs by 1e-15, a fault by more than TOLERANCE. Where
+the parameters' gradients of the step tell more about the first mismatch (which samples, which
 ranks), they are explained first.
 """
 
@@ -20,7 +20,7 @@ import torch
 from ptrain.data.corpus import corpus
 from ptrain.interpreter.program import Program
 from ptrain.optimizers.update import COUNTER
-from ptrain.report.finding import Culprit, Departure, Moment, Subject, Way
+from ptrain.report.finding import Mismatch, Moment, RootCause, Subject, Way
 from ptrain.spec.placement import Axis
 from ptrain.train.exchange import Exchange
 from ptrain.train.schedule import learning_rate
@@ -53,7 +53,7 @@ from ptrain.verification.reference import (
     MicroBatch,
     Pass,
     ReferenceTraining,
-    sample_departures,
+    sample_mismatches,
 )
 from ptrain.verification.updates.repeat import UpdateRecorder, wholes
 
@@ -62,35 +62,35 @@ _ORDER = (Subject.COUNTER, Subject.OPTIMIZER, Subject.PARAMETERS, Subject.BUFFER
 
 
 def explain(
-    departures: Sequence[Departure],
+    mismatches: Sequence[Mismatch],
     evidence: Evidence | None,
     sides: tuple[Program, ReferenceTraining],
     ranks: Ranks,
-) -> Culprit:
-    """Explain all ranks' departures, the first first, with program and reference as they were when
-    these were seen. Collective: all ranks give the same `departures`."""
-    scene = Investigation(departures, evidence, sides, ranks)
+) -> RootCause:
+    """Explain all ranks' mismatches, the first first, with program and reference as they were when
+    these were seen. Collective: all ranks give the same `mismatches`."""
+    scene = Investigation(mismatches, evidence, sides, ranks)
     explainers = (*_EXPLAINERS[scene.first.subject], _unexplained)
     return next(filter(None, (explainer(scene) for explainer in explainers)))
 
 
-def _of_state(scene: Investigation) -> Culprit:
-    if scene.first.moment is not Moment.FORWARD:  # where parameters are used they depart alone
+def _of_state(scene: Investigation) -> RootCause:
+    if scene.first.moment is not Moment.FORWARD:  # where parameters are used they differ alone
         scene = scene.about(_most_telling(scene))
     return _skipped(scene) if _is_left_out(scene) else state_cause(scene)
 
 
-def _most_telling(scene: Investigation) -> Departure:
+def _most_telling(scene: Investigation) -> Mismatch:
     """Return of one moment a counter, then optimizer state, from which parameters follow; but first
     what is not trained, and what nobody updated at all."""
     alike = scene.at(scene.first.moment)
     if scene.has_evidence and (untouched := _not_updated(scene, alike)) is not None:
         return untouched
-    return min(alike, key=lambda departure: _ORDER.index(departure.subject))
+    return min(alike, key=lambda mismatch: _ORDER.index(mismatch.subject))
 
 
-def _not_updated(scene: Investigation, alike: Sequence[Departure]) -> Departure | None:
-    """One that is not trained departs. Or some parameters' counters and values depart on a rank and
+def _not_updated(scene: Investigation, alike: Sequence[Mismatch]) -> Mismatch | None:
+    """One that is not trained differs. Or some parameters' counters and values differ on a rank and
     others' there do not: its update did not take them along."""
     right = of_reference(scene.reference)
     counters = {
@@ -100,17 +100,17 @@ def _not_updated(scene: Investigation, alike: Sequence[Departure]) -> Departure 
     }
     some = any(scene.ranks.gather(any(counters.values()) and not all(counters.values())))
     counted = {
-        departure.name.rpartition(".")[0]
-        for departure in alike
-        if departure.subject is Subject.COUNTER
+        mismatch.name.rpartition(".")[0]
+        for mismatch in alike
+        if mismatch.subject is Subject.COUNTER
     }
-    for departure in alike:
-        if departure.subject is not Subject.PARAMETERS:
+    for mismatch in alike:
+        if mismatch.subject is not Subject.PARAMETERS:
             continue
-        if departure.name not in scene.evidence.expected.gradients:
-            return departure
-        if some and departure.name in counted:
-            return replace(departure, subject=Subject.OPTIMIZER)
+        if mismatch.name not in scene.evidence.expected.gradients:
+            return mismatch
+        if some and mismatch.name in counted:
+            return replace(mismatch, subject=Subject.OPTIMIZER)
     return None
 
 
@@ -120,7 +120,7 @@ def _is_left_out(scene: Investigation) -> bool:
     return one.subject is Subject.OPTIMIZER and one.name in scene.reference.parameters
 
 
-def _skipped(scene: Investigation) -> Culprit:
+def _skipped(scene: Investigation) -> RootCause:
     one = scene.one
     counter = replace(one, subject=Subject.COUNTER, name=f"{one.name}.{COUNTER}")
     of_values = replace(one, subject=Subject.PARAMETERS)
@@ -138,11 +138,11 @@ def _skipped(scene: Investigation) -> Culprit:
         "Give it to the optimizer, and step the optimizer of every shard."
     )
     tried = "all of these equal their values before the update"
-    cause = scene.culprit(scene.axis_of(ranks), "update skipped", sentence)
+    cause = scene.root_cause(scene.axis_of(ranks), "update skipped", sentence)
     return directly(replace(cause, ranks=ranks), tried, by_all=by_all)
 
 
-def _of_output(scene: Investigation) -> Culprit | None:
+def _of_output(scene: Investigation) -> RootCause | None:
     """Parameters' gradients tell more than the gradient of an output, unless a sum is missing from
     that."""
     cause = output_cause(scene)
@@ -151,16 +151,16 @@ def _of_output(scene: Investigation) -> Culprit | None:
     return _of_gradients(scene) or cause
 
 
-def _of_gradients(scene: Investigation) -> Culprit | None:
+def _of_gradients(scene: Investigation) -> RootCause | None:
     gradients = scene.at(Moment.GRADIENTS, Subject.GRADIENTS)
     if not gradients:
         return None
-    is_output = scene.first.moment is Moment.BACKWARD  # whose gradient departs before
+    is_output = scene.first.moment is Moment.BACKWARD  # whose gradient differs before
     one = replace(gradients[0], name=scene.first.name) if is_output else gradients[0]
     return gradient_cause(scene.about(one))
 
 
-def _samples(scene: Investigation) -> Culprit:
+def _samples(scene: Investigation) -> RootCause:
     words = scene.first.told
     kinds = [kind for kind, word in _LEDGER.items() if word in words]
     factor = f"{' and '.join(kinds)} sample{'s' * (len(kinds) > 1)}" if kinds else words
@@ -169,10 +169,10 @@ def _samples(scene: Investigation) -> Culprit:
         "which share of the batch each rank takes."
     )
     axis = scene.token_axis if OF_ITS_SAMPLES in words else None
-    return given_samples(scene, scene.culprit(axis, factor, sentence))
+    return given_samples(scene, scene.root_cause(axis, factor, sentence))
 
 
-def _learning_rate(scene: Investigation) -> Culprit:
+def _learning_rate(scene: Investigation) -> RootCause:
     cause = _rate_in_words(scene)
     update = next(iter(scene.at(Moment.UPDATE)), None)
     proof = proven_update(scene.about(update)) if update is not None else None
@@ -181,7 +181,7 @@ def _learning_rate(scene: Investigation) -> Culprit:
     return replace(cause, certainty=proof.certainty, tried=proof.tried)
 
 
-def _rate_in_words(scene: Investigation) -> Culprit:
+def _rate_in_words(scene: Investigation) -> RootCause:
     rate = float(scene.first.told.partition(" ")[0])
     schedule = scene.spec.optimizer
     others = [
@@ -194,15 +194,15 @@ def _rate_in_words(scene: Investigation) -> Culprit:
             f"The update has the learning rate of step {others[0]}: {scene.first.told}. Step "
             "the schedule once per update."
         )
-        return scene.culprit(None, f"of step {others[0]}", sentence)
+        return scene.root_cause(None, f"of step {others[0]}", sentence)
     sentence = (
         f"The update has another learning rate: {scene.first.told}. Set the scheduled rate "
         "in every group of every rank's optimizer."
     )
-    return scene.culprit(None, "other value", sentence)
+    return scene.root_cause(None, "other value", sentence)
 
 
-def _loss(scene: Investigation) -> Culprit:
+def _loss(scene: Investigation) -> RootCause:
     own, right = scene.evidence.seen.loss, scene.evidence.expected.loss
     ratio = own / right if right else math.inf
     text = factor_text(ratio, scene.degrees) if math.isfinite(ratio) else "not finite"
@@ -210,14 +210,14 @@ def _loss(scene: Investigation) -> Culprit:
         f"The loss is {own:.6g}, the reference loss is {right:.6g} ({text}). Sum it over the "
         "data ranks once, and divide by the global number of tokens."
     )
-    cause = scene.culprit("", text, sentence)
+    cause = scene.root_cause("", text, sentence)
     if products(ratio, scene.degrees, EXACT):
         return cause.proven(f"divided by {ratio:.4g} it matches the reference")
     out = "other targets, a product of the mesh's degrees; the gradients are right"
     return cause.unexplained(out)
 
 
-def _unexplained(scene: Investigation) -> Culprit:
+def _unexplained(scene: Investigation) -> RootCause:
     first = scene.first
     what = "gradient of its output" if first.moment is Moment.BACKWARD else "output"
     what = what if first.subject is Subject.ACTIVATIONS else str(first.subject)
@@ -230,11 +230,11 @@ def _unexplained(scene: Investigation) -> Culprit:
     if first.moment is Moment.GRADIENTS:
         out = GRADIENTS_RULED_OUT + untold(scene.spec.batch.accumulate)
     factor = f"differs by {first.difference:.3g}"
-    return scene.culprit(None, factor, sentence).unexplained(out)
+    return scene.root_cause(None, factor, sentence).unexplained(out)
 
 
-# What explains a first departure, by what departs: the first that can.
-_EXPLAINERS: dict[Subject, tuple[Callable[[Investigation], Culprit | None], ...]] = {
+# What explains a first mismatch, by what differs: the first that can.
+_EXPLAINERS: dict[Subject, tuple[Callable[[Investigation], RootCause | None], ...]] = {
     **dict.fromkeys(_ORDER, (_of_state,)),
     Subject.BATCH: (_samples,),
     Subject.ACTIVATIONS: (_of_output,),
@@ -247,21 +247,21 @@ _EXPLAINERS: dict[Subject, tuple[Callable[[Investigation], Culprit | None], ...]
 
 TOLERANCE = 1e-11  # relative, fp64: what Adam makes of 1e-15, with room; faults are 1e-6 and more
 KEPT = 4  # starts of steps with whose state a stale one is compared; each is a model in fp64
-MOST = 400  # departures of one state at one moment that a rank tells of: 0.1 MB
+MOST = 400  # mismatches of one state at one moment that a rank tells of: 0.1 MB
 _PARAMETERS = Subject.PARAMETERS
 _MASKED = (Subject.BUFFERS, Subject.ACTIVATIONS)  # that may be a mask of attention, infinite
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Examination(Verdict):
-    """`departures` of all ranks, the first first; `checks` have the largest difference of every
+    """`mismatches` of all ranks, the first first; `checks` have the largest difference of every
     subject over all ranks and steps."""
 
     steps: int
 
 
 def examine(program: Program, exchange: Exchange, steps: int = 3) -> Examination:
-    """`steps` steps from the program's initial state, or fewer where one departs. All ranks call
+    """`steps` steps from the program's initial state, or fewer where one differs. All ranks call
     it."""
     return _Examiner(program, exchange).run(steps)
 
@@ -288,12 +288,12 @@ class _Examiner:
         self.all.take(self.differences)
         evidence = None
         for step in range(steps):
-            if self.all.departures:
+            if self.all.mismatches:
                 break
             evidence = self._step(step, evidence)
             self._compare(evidence)
             self.all.take(self.differences, self.order)
-            if any(its.subject is not Subject.LEARNING_RATE for its in self.all.departures):
+            if any(its.subject is not Subject.LEARNING_RATE for its in self.all.mismatches):
                 break  # a learning rate is proven by its update
             with UpdateRecorder(wholes(self.reference.updater.updated)) as updates:
                 evidence.expected.norm = self.reference.update(step, dict(self.sums))
@@ -301,11 +301,11 @@ class _Examiner:
             self._norm(evidence)
             self._state(Moment.UPDATE)
             self.all.take(self.differences, self.order)
-        sides, departures = (self.program, self.reference), tuple(self.all.departures)
-        culprit = explain(departures, evidence, sides, self.all.ranks) if departures else None
+        sides, mismatches = (self.program, self.reference), tuple(self.all.mismatches)
+        root_cause = explain(mismatches, evidence, sides, self.all.ranks) if mismatches else None
         done = evidence.step + 1 if evidence else 0
         checks = tuple(self.all.checks())
-        return Examination(departures=departures, culprit=culprit, checks=checks, steps=done)
+        return Examination(mismatches=mismatches, root_cause=root_cause, checks=checks, steps=done)
 
     def _step(self, step: int, before: Evidence | None) -> Evidence:
         """Run one step of both; the reference's update is still to come."""
@@ -367,8 +367,8 @@ class _Examiner:
 
     def _samples(self, evidence: Evidence) -> None:
         batch, step = evidence.batch, evidence.step
-        its = [*sample_departures(batch, self.reference, step, self.rank, self.exchange)]
-        self.differences.departures += its
+        its = [*sample_mismatches(batch, self.reference, step, self.rank, self.exchange)]
+        self.differences.mismatches += its
         size = math.inf if its else 0.0
         self.differences.see((Moment.BATCH, Subject.BATCH), size, TOLERANCE)
 

@@ -40,8 +40,8 @@ from ptrain.meters.traffic import CollectiveLedger
 from ptrain.models.ledger import local
 from ptrain.models.modes import drops_out, own_dropouts
 from ptrain.optimizers.update import COUNTER, MASTER
-from ptrain.report.copies import SHARED, alike_apart, culprit, listed
-from ptrain.report.finding import Culprit, Departure, Moment, Subject, Way
+from ptrain.report.copies import SHARED, alike_apart, listed, root_cause
+from ptrain.report.finding import Mismatch, Moment, RootCause, Subject, Way
 from ptrain.report.record import Check
 from ptrain.rooms.world import World
 from ptrain.spec.placement import TOKEN_AXES
@@ -140,31 +140,31 @@ class Masks:
 
         return note
 
-    def check(self, exchange: Exchange, step: int) -> tuple[Departure, ...]:
-        """Return what departs, in the order in which the modules run."""
+    def check(self, exchange: Exchange, step: int) -> tuple[Mismatch, ...]:
+        """Return what differs, in the order in which the modules run."""
         everyone: list[dict[str, Seen]] = exchange.gather(self._seen)
         spec = self.program.spec
         lines = [line(spec, rank, *TOKEN_AXES) for rank in range(len(everyone))]
-        departures: list[Departure] = []
+        mismatches: list[Mismatch] = []
         for key in dict.fromkeys(key for its in everyone for key in its):
             path, _, micro_batch = key.rpartition(" ")
             seen = {rank: its[key] for rank, its in enumerate(everyone) if key in its}
-            departures += (
-                replace(departure, step=step, name=path, index=int(micro_batch))
-                for departure in departing(seen, lines)
+            mismatches += (
+                replace(mismatch, step=step, name=path, index=int(micro_batch))
+                for mismatch in differing(seen, lines)
             )
-        return tuple(departures)
+        return tuple(mismatches)
 
-    def culprit(self, departures: Sequence[Departure]) -> Culprit | None:
-        """Return whose masks they are that are wrong; None where nothing departs."""
-        same = [its for its in departures if its.told == departures[0].told]
-        cause = culprit(same, coordinates(self.program))
+    def root_cause(self, mismatches: Sequence[Mismatch]) -> RootCause | None:
+        """Return whose masks they are that are wrong; None where nothing differs."""
+        same = [its for its in mismatches if its.told == mismatches[0].told]
+        cause = root_cause(same, coordinates(self.program))
         if cause is None:
             return None
         first, ranks = same[0], cause.ranks
         if first.told != EVALUATES:  # all of them are involved
-            alike = (departure for departure in same if departure.name == first.name)
-            ranks = tuple(sorted({rank for departure in alike for rank in departure.between}))
+            alike = (mismatch for mismatch in same if mismatch.name == first.name)
+            ranks = tuple(sorted({rank for mismatch in alike for rank in mismatch.between}))
         sentence = f"Dropout in {first.place} on {listed(ranks)} {_REMEDIES[first.told]}"
         return replace(cause, factor=first.told, place=first.place, ranks=ranks, sentence=sentence)
 
@@ -178,12 +178,12 @@ _REMEDIES = {
 }
 
 
-def departing(seen: Mapping[int, Seen], lines: Sequence[Sequence[int]]) -> Iterator[Departure]:
-    """Yield what departs of one module's pass, by the ranks that run it. `lines`: of each rank
+def differing(seen: Mapping[int, Seen], lines: Sequence[Sequence[int]]) -> Iterator[Mismatch]:
+    """Yield what differs of one module's pass, by the ranks that run it. `lines`: of each rank
     those with slices of the same tokens, itself among them."""
     still = [rank for rank, (_, _, trains) in seen.items() if not trains]
     if 0 < len(still) < len(seen):
-        yield from (_departure(rank, seen, EVALUATES) for rank in still)
+        yield from (_mismatch(rank, seen, EVALUATES) for rank in still)
         return
     groups: dict[str, list[int]] = {}
     for rank in seen:
@@ -196,14 +196,14 @@ def departing(seen: Mapping[int, Seen], lines: Sequence[Sequence[int]]) -> Itera
             copies = (its for its in group if seen[its][0] == given and its not in lines[rank])
             if state != usual:
                 is_copy = any(seen[its][1] != state for its in copies)
-                yield _departure(rank, group, DIFFERENT if is_copy else UNLIKE)
+                yield _mismatch(rank, group, DIFFERENT if is_copy else UNLIKE)
     places = {rank: (whole, seen[rank][1]) for whole, group in groups.items() for rank in group}
     if not still:  # who evaluates draws nothing
         yield from alike_apart([places.get(rank) for rank in range(len(lines))], Moment.FORWARD, 0)
 
 
-def _departure(rank: int, between: Iterable[int], fault: str) -> Departure:
-    return Departure(
+def _mismatch(rank: int, between: Iterable[int], fault: str) -> Mismatch:
+    return Mismatch(
         step=0, moment=Moment.FORWARD, subject=Subject.RANDOM, name="", rank=rank,
         between=tuple(between), told=fault,
     )  # fmt: skip
@@ -214,14 +214,14 @@ EVERY = 10  # steps of a trajectory
 
 
 class Watch:
-    """Looks at steps of a program, and keeps what departs first. All ranks look at the same."""
+    """Looks at steps of a program, and keeps what differs first. All ranks look at the same."""
 
     def __init__(self, program: Program, exchange: Exchange, *, every_collective: bool) -> None:
         self.program, self.exchange = program, exchange
         self.replicas = ReplicaMeter(program, exchange)
         self.every_collective = every_collective
-        self.departures: tuple[Departure, ...] = ()
-        self.culprit: Culprit | None = None
+        self.mismatches: tuple[Mismatch, ...] = ()
+        self.root_cause: RootCause | None = None
         self.draws = any(exchange.gather(drops_out(program.model)))
         self.looks = {"state that ranks share": 0, "masks of dropout": 0, "collectives": 0}
         self.failed = ""
@@ -252,13 +252,19 @@ class Watch:
         self,
         name: str,
         by: ReplicaMeter | CollectiveLedger | Masks,
-        departures: tuple[Departure, ...],
+        mismatches: tuple[Mismatch, ...],
     ) -> None:
         self.looks[name] += self.exchange.world.size > 1  # one rank shares nothing
-        if departures and not self.departures:
-            self.departures, self.culprit, self.failed = departures, by.culprit(departures), name
-            if isinstance(by, ReplicaMeter) and self.culprit is not None:
-                self.culprit = closer(self.program, self.exchange, self.departures, self.culprit)
+        if mismatches and not self.mismatches:
+            self.mismatches, self.root_cause, self.failed = (
+                mismatches,
+                by.root_cause(mismatches),
+                name,
+            )
+            if isinstance(by, ReplicaMeter) and self.root_cause is not None:
+                self.root_cause = closer(
+                    self.program, self.exchange, self.mismatches, self.root_cause
+                )
 
     def checks(self) -> tuple[Check, ...]:
         """Return a check for each kind of look: how many there were, how many showed nothing."""
@@ -268,19 +274,19 @@ class Watch:
         failed = name == self.failed
         why = ""
         if failed:
-            first = self.departures[0]
+            first = self.mismatches[0]
             ranks = ", ".join(map(str, first.between or (first.rank,)))
             why = f"step {first.step}: {first.subject} {first.name} differs between ranks {ranks}"
         return counted(name, looks, int(failed), why)
 
 
 def consistency(program: Program, exchange: Exchange, *, every_collective: bool) -> Watch:
-    """STEPS steps, each looked at, or fewer where one departs. All ranks call it."""
+    """STEPS steps, each looked at, or fewer where one differs. All ranks call it."""
     source = corpus(program.spec.data)
     watch = Watch(program, exchange, every_collective=every_collective)
     watch.start()
     for step in range(COMPARED_STEPS):
-        if watch.departures:
+        if watch.mismatches:
             break
         with watch.step(step):
             drive(program, source, step)
@@ -288,28 +294,28 @@ def consistency(program: Program, exchange: Exchange, *, every_collective: bool)
 
 
 def closer(
-    program: Program, exchange: Exchange, departures: Sequence[Departure], culprit: Culprit
-) -> Culprit:
-    """Return `culprit` of these departures, with the bit where it is one bit of one element.
-    Collective; what departs has to be there still."""
-    first = min(departures, key=lambda departure: departure.when)
+    program: Program, exchange: Exchange, mismatches: Sequence[Mismatch], root_cause: RootCause
+) -> RootCause:
+    """Return `root_cause` of these mismatches, with the bit where it is one bit of one element.
+    Collective; what differs has to be there still."""
+    first = min(mismatches, key=lambda mismatch: mismatch.when)
     if first.way is not Way.VALUE or len(first.between) < 2:
-        return culprit
+        return root_cause
     own = _held(program, first) if program.world.rank in first.between else None
     sizes = exchange.gather(None if own is None else own.numel())
     ranks = [rank for rank in first.between if sizes[rank] is not None]
     if len(ranks) < 2 or len({sizes[rank] for rank in ranks}) > 1:
-        return culprit
+        return root_cause
     element = _one_element(own, sizes[ranks[0]], ranks, exchange)
     if element is None:
-        return culprit
+        return root_cause
     place, bits = element
     factor = f"flipped bit {bits[0]}" if len(bits) == 1 else "one element"
     sentence = f"Element {place} of {first.name} differs ({factor}), and no other. "
-    return replace(culprit, factor=factor, sentence=sentence + culprit.sentence)
+    return replace(root_cause, factor=factor, sentence=sentence + root_cause.sentence)
 
 
-def _held(program: Program, first: Departure) -> torch.Tensor | None:
+def _held(program: Program, first: Mismatch) -> torch.Tensor | None:
     """Return what this rank has under the name, as a row of integers."""
     known = (holdings.parameters, holdings.optimizer, holdings.buffers)
     for state in chain.from_iterable(holding(program) for holding in known):

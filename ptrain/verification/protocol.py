@@ -299,8 +299,8 @@ def _with(result: Verification, name: str, outcome: Verdict, seconds: float) -> 
     named = tuple(replace(check, name=f"{name}: {check.name}") for check in outcome.checks)
     return Verification(
         checks=(*result.checks, *named),
-        departures=(*result.departures, *outcome.departures),
-        culprit=result.culprit or outcome.culprit,
+        mismatches=(*result.mismatches, *outcome.mismatches),
+        root_cause=result.root_cause or outcome.root_cause,
         seconds=result.seconds | {name: seconds},
         trajectories=result.trajectories | steps,
         notes=(*result.notes, *outcome.notes),
@@ -352,11 +352,11 @@ def _in_fp64(context: Context) -> Verdict:
     spec, exchange = exactly(context.spec), context.exchange
     context.exact, outcome = _followed(context, spec, reference, within)
     stopped = context.exact.stopped
-    if stopped is not None and outcome.culprit is None:
+    if stopped is not None and outcome.root_cause is None:
         beside = examine(context.make(spec, context.world), exchange, stopped + 1)
-        outcome = replace(outcome, departures=beside.departures, culprit=beside.culprit)
+        outcome = replace(outcome, mismatches=beside.mismatches, root_cause=beside.root_cause)
     return replace(
-        outcome, culprit=outcome.culprit or of_reference(outcome.checks, context.world.size)
+        outcome, root_cause=outcome.root_cause or of_reference(outcome.checks, context.world.size)
     )
 
 
@@ -385,11 +385,13 @@ def _in_own_dtypes(context: Context) -> Verdict:
         else Corridor(center=reference.losses, allowed=fixed_in_fp32(reference), wider=parted)
     )
     run, outcome = _followed(context, spec, reference, within)
-    if outcome.culprit is not None:
+    if outcome.root_cause is not None:
         return outcome
     size, layout = context.world.size, spec.precision.layout.name
     of_one = of_reference(outcome.checks, size)
-    return replace(outcome, culprit=of_one or of_dtypes(outcome.checks, run.stopped, layout, size))
+    return replace(
+        outcome, root_cause=of_one or of_dtypes(outcome.checks, run.stopped, layout, size)
+    )
 
 
 def _followed(
@@ -410,7 +412,7 @@ def _followed(
     }
     all_checks = (*own_checks, *watch.checks())
     return run, FollowedStage(
-        checks=all_checks, departures=watch.departures, culprit=watch.culprit, notes=notes,
+        checks=all_checks, mismatches=watch.mismatches, root_cause=watch.root_cause, notes=notes,
         steps=steps,
     )  # fmt: skip
 
@@ -421,7 +423,7 @@ def _watch(context: Context, program: Program) -> Watch:
 
 
 def _watched(watch: Watch) -> Verdict:
-    return Verdict(checks=watch.checks(), departures=watch.departures, culprit=watch.culprit)
+    return Verdict(checks=watch.checks(), mismatches=watch.mismatches, root_cause=watch.root_cause)
 
 
 def _invariance(context: Context) -> Verdict:
@@ -532,7 +534,7 @@ def _end(verification: Verification, *, verbose: bool) -> str:
     return end_text(
         verification.checks,
         torch=torch.__version__,
-        culprit=verification.culprit,
+        root_cause=verification.root_cause,
         notes=[note for note in verification.notes if verbose or _HINT not in note],
     )
 
@@ -543,8 +545,8 @@ def _record(
     return as_record(
         spec.name,
         verification.checks,
-        culprit=verification.culprit,
-        departures=verification.departures,
+        root_cause=verification.root_cause,
+        mismatches=verification.mismatches,
         world_size=world.size,
         device=device_name(world),
         heading=heading,

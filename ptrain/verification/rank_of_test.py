@@ -47,7 +47,7 @@ def _function(target: str) -> Any:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, LoopVerdict):
-        return {"holds": value.holds, "text": str(value), "culprit": encode(value.culprit)}
+        return {"holds": value.holds, "text": str(value), "culprit": encode(value.root_cause)}
     return value
 
 

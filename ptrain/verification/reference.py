@@ -35,7 +35,7 @@ from ptrain.models.objective import Objective, SampleBatch, StepBatch, objective
 from ptrain.models.units import ROOT, unit_modules
 from ptrain.optimizers.build import initial_state, reference_optimizer
 from ptrain.optimizers.update import rule_of
-from ptrain.report.finding import Departure, Moment, Subject
+from ptrain.report.finding import Mismatch, Moment, Subject
 from ptrain.spec.model import ModelShape
 from ptrain.spec.optimizers import OPTIMIZERS
 from ptrain.spec.precision import INITIAL_SCALE, SCALE_BACKOFF, SCALE_GROWTH, SCALE_INTERVAL
@@ -383,9 +383,9 @@ UNKNOWN = -1
 OF_ITS_SAMPLES = "of its samples"  # what a rank of cp has, if tokens that are another's
 
 
-def sample_departures(
+def sample_mismatches(
     given: StepBatch, reference: ReferenceTraining, step: int, rank: int, exchange: Exchange
-) -> Iterator[Departure]:
+) -> Iterator[Mismatch]:
     """Compare the samples of this rank with those it should have; `given` is what its model ran on.
     All ranks call it."""
     spec = reference.spec
@@ -418,7 +418,7 @@ def sample_departures(
         _listed("in another order or place", own if is_order else []),
         f"{what} of no sample of this step" if UNKNOWN in seen else "",
     ]
-    yield Departure(
+    yield Mismatch(
         step=step,
         moment=Moment.BATCH,
         subject=Subject.BATCH,

@@ -33,7 +33,7 @@ from ptrain.data.corpus import corpus
 from ptrain.errors import TrainingStopped, refused
 from ptrain.interpreter.program import Program
 from ptrain.models.modes import forked
-from ptrain.report.finding import Culprit, Subject
+from ptrain.report.finding import RootCause, Subject
 from ptrain.report.record import Check
 from ptrain.spec.spec import Spec
 from ptrain.train.exchange import Exchange
@@ -187,7 +187,7 @@ class Onward:
     def _gradient_allowed(self) -> float:
         return FP64_GRADIENT if self.spec.precision.compute_fp64 else FP32_GRADIENT
 
-    def departs(self, step: int) -> bool:
+    def differs(self, step: int) -> bool:
         """Return whether what was compared in this step is off, on all ranks alike. All ranks call
         it."""
         if self._of < 0 or step - self._of > 1:
@@ -294,7 +294,7 @@ def follow(
     program: Program, exchange: Exchange, within: Corridor, watch: Watch, progress: Progress
 ) -> ProgramRun:
     """Run as many steps as the corridor has, or up to the first outside of it, or in which ranks
-    depart from each other. All ranks call it."""
+    differ from each other. All ranks call it."""
     source = corpus(program.spec.data)
     initial = whole(program.state_dict()["model"], exchange)
     losses: list[float] = []
@@ -322,7 +322,7 @@ def follow(
         progress.step("the ranks", step + 1, len(within.center))
         losses.append(loss)
         norms += [] if norm is None else [norm]
-        if watch.departures or onward.departs(step) or not within.contains(step, loss):
+        if watch.mismatches or onward.differs(step) or not within.contains(step, loss):
             stopped = step
             break
     parameters = whole(program.state_dict()["model"], exchange)
@@ -392,12 +392,12 @@ def _in_corridor(run: ProgramRun, within: Corridor) -> Check:
     return at_most("loss of every step", off[worst], allowed[worst], why)
 
 
-def of_reference(checks: Sequence[Check], size: int) -> Culprit | None:
+def of_reference(checks: Sequence[Check], size: int) -> RootCause | None:
     """Explain that one device does not learn: of several it says nothing. None where it does."""
     failed = [check for check in checks if check.name.startswith(_REFERENCE) and not check.holds]
     if not failed:
         return None
-    return Culprit(
+    return RootCause(
         state=Subject.LOSS,
         axis="",
         factor="the reference does not learn",
@@ -412,14 +412,14 @@ def of_reference(checks: Sequence[Check], size: int) -> Culprit | None:
 
 def of_dtypes(
     checks: Sequence[Check], stopped: int | None, layout: str, size: int
-) -> Culprit | None:
+) -> RootCause | None:
     """Explain what holds in fp64 and not in the spec's own dtypes; `stopped` is the step that was
     the last. None where all holds."""
     failed = next((check.name for check in checks if not check.holds), None)
     if failed is None:
         return None
     is_first = failed.startswith("gradient of step 0")
-    return Culprit(
+    return RootCause(
         state=Subject.GRADIENTS if "gradient" in failed else Subject.LOSS,
         axis="",
         factor=f"in {layout} only",
@@ -485,7 +485,7 @@ class BesideOneDevice:
 
     def judge(self, step: int, loss: float, norm: float | None) -> None:
         """Compare what is known after a step. Raises TrainingStopped on all ranks where it
-        departs."""
+        differs."""
         onward = self._onward
         if onward is None:
             return
@@ -495,14 +495,14 @@ class BesideOneDevice:
             self._capture = None
         else:
             onward.compare_following(step, loss)
-        if onward.departs(step):
+        if onward.differs(step):
             self._stop(onward, step)
         if not is_first:
             self._onward = None
             LOG.debug("step %d  the reference continues like the run", step + 1)
 
     def _stop(self, onward: Onward, step: int) -> None:
-        departing = [
+        differing = [
             (
                 f"{check.name.removeprefix('from its own state: ')} differs by "
                 f"{check.measured:.3g} (limit {check.tolerance:.3g})"
@@ -510,7 +510,7 @@ class BesideOneDevice:
             for check in onward.checks()
             if not check.holds
         ]
-        words = self._exchange.first("; ".join(departing))
+        words = self._exchange.first("; ".join(differing))
         command = self._resume()
         again = f" Then resume from the last checkpoint: {command}" if command else ""
         raise TrainingStopped(

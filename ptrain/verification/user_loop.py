@@ -6,7 +6,7 @@ The reference is the same loop on the plain module and the whole global batch. I
 rank, beside the distributed one, without a collective; so a rank compares what it holds where it
 is. Step by step: the weights before the first, each parameter's gradient when the optimizer takes
 it, parameters and optimizer state after the update, the replicas bit by bit, the loss. At the first
-step that departs the run ends, the first module that departs is named, and the ranks tell each
+step that differs the run ends, the first module that differs is named, and the ranks tell each
 other enough to name state, axis and factor.
 """
 
@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from ptrain.errors import PtrainError
-from ptrain.verification.jobs.culprits import families
 from ptrain.verification.jobs.job import Job, Terms
+from ptrain.verification.jobs.root_causes import families
 from ptrain.verification.jobs.run import Examiner
 from ptrain.verification.jobs.step import DrawsLater, Unattributed
 from ptrain.verification.jobs.verdict import LoopVerdict

@@ -27,7 +27,7 @@ NEW_MOMENTS = "optimizer|optimiser|moment|state|exp_avg"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FieldFault:
-    """A loop with a fault, and the same loop with its cure (`script(False)`).
+    """A loop with a fault, and the same loop with its fix (`script(False)`).
 
     wrong: the states that the fault spoils first. axis: dp, tp, pp, cp, ep or none. place: a glob
     of modules or parameters, or ranks. step: the first at which it shows, from 0.

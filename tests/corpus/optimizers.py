@@ -142,7 +142,7 @@ def gradients_of_the_step_before_kept(fault: bool) -> Any:
     wrong=("parameters",), axis="dp", place="*", step=0,
     sentence="half of the parameters are not sent to the other rank after its update of them",
     right=("parameter|weight|update", DATA, "differ|not sent|broadcast|gather|stale|not updated|"
-           "not the same|depart|old|replica|not move"),
+           "not the same|differ|old|replica|not move"),
     wrong_if=("not reduced", "learning rate", "counted twice"),
 )  # fmt: skip
 def updated_slices_not_gathered(fault: bool) -> Any:
@@ -277,7 +277,7 @@ def learning_rate_times_the_ranks(fault: bool) -> Any:
     source="https://github.com/huggingface/diffusers/blob/main/src/diffusers/training_utils.py",
     wrong=("parameters",), axis="none", place="*", step=3,
     sentence="from step 3 the averaged weights are trained: evaluation left them in place",
-    right=("parameter|weight|loss", "average|ema|other|step 3|replaced|evaluat|differ|depart"),
+    right=("parameter|weight|loss", "average|ema|other|step 3|replaced|evaluat|differ|differ"),
     wrong_if=("not reduced", "counted twice", "learning rate"),
 )  # fmt: skip
 def averaged_weights_left_in_place(fault: bool) -> Any:

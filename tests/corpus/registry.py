@@ -33,7 +33,7 @@ Losses = tuple[list[float], list[float]]
 
 
 def run(name: str, fault: bool) -> Any:
-    """Return what a case's script returns; `fault` chooses the fault or its cure."""
+    """Return what a case's script returns; `fault` chooses the fault or its fix."""
     return FAULTS[name].script(fault) if name in FAULTS else SOUND[name].script()
 
 

@@ -159,7 +159,7 @@ def schedule_begins_again(fault: bool) -> Any:
     source="https://docs.pytorch.org/tutorials/intermediate/ddp_tutorial.html",
     wrong=("parameters",), axis="dp", place="rank 1", step=RESTART,
     sentence="the checkpoint is loaded on rank 0 only: rank 1 goes on from its initial weights",
-    right=("rank 1|ranks|replica", "differ|depart|load|initial|not the same|other|weight"),
+    right=("rank 1|ranks|replica", "differ|differ|load|initial|not the same|other|weight"),
     wrong_if=("not reduced", "counted twice", "learning rate"),
 )  # fmt: skip
 def loaded_on_the_first_rank_only(fault: bool) -> Any:
@@ -174,7 +174,7 @@ def loaded_on_the_first_rank_only(fault: bool) -> Any:
     source="https://github.com/verl-project/verl/issues/7401",
     wrong=("parameters",), axis="none", place="*", step=RESTART,
     sentence="the checkpoint that is loaded at step 3 is older than the last update",
-    right=("parameter|weight|loss|state", LATE + "|old|stale|update|depart|differ"),
+    right=("parameter|weight|loss|state", LATE + "|old|stale|update|differ|differ"),
     wrong_if=("not reduced", "counted twice", "learning rate"),
 )  # fmt: skip
 def checkpoint_of_an_earlier_step(fault: bool) -> Any:
@@ -190,7 +190,7 @@ def checkpoint_of_an_earlier_step(fault: bool) -> Any:
     source="https://docs.pytorch.org/docs/stable/generated/torch.nn.Module.html",
     wrong=("parameters",), axis="none", place="*", step=RESTART,
     sentence="no weight is loaded at step 3: names have a prefix, and strict=False says nothing",
-    right=("parameter|weight|loss", LATE + "|initial|start|differ|depart"),
+    right=("parameter|weight|loss", LATE + "|initial|start|differ|differ"),
     wrong_if=("not reduced", "counted twice", "learning rate"),
 )  # fmt: skip
 def names_do_not_match(fault: bool) -> Any:

@@ -210,7 +210,7 @@ def norm_counts_copies_twice(fault: bool) -> Any:
 @planted(
     source="https://github.com/OrderLab/TrainCheck-Evaluation-Workloads (deepspeed-1801)",
     wrong=("gradients", "parameters"), axis="tp", place="norm.*", step=0,
-    sentence="gradients of what tp repeats are clipped on rank 0 only: norm departs between ranks",
+    sentence="gradients of what tp repeats are clipped on rank 0 only: norm differs between ranks",
     right=("norm|down.bias", "clip|rank 1|ranks|differ|replica"),
     wrong_if=("not reduced", "up.weight", "learning rate"),
 )  # fmt: skip

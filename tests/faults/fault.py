@@ -104,7 +104,7 @@ class Fault:
     """`plant` sabotages a program that is ready to run, on every rank of its mesh. `subjects` are
     what may be named as the state that is wrong; `axis` the mesh axis that has to do with it (""
     where it is not one, or any); `factor` and `place` are patterns that must be found in the
-    culprit's. `undetectable` says why nothing can notice it, where nothing can."""
+    root cause's. `undetectable` says why nothing can notice it, where nothing can."""
 
     name: str
     setting: Setting

@@ -36,7 +36,7 @@ BY_DEFAULT = {
     "counts of the micro-batch before (ep)",
     "experts twice in the norm",
 }
-# Named by what is seen, whose cure was not tried, or does not explain all that departs: what ranks
+# Named by what is seen, whose fix was not tried, or does not explain all that differs: what ranks
 # share is compared and not repeated; tokens of slices are no samples; a rounding is told by size.
 FITS = {
     "ranks of tp read different samples",
@@ -123,7 +123,7 @@ def bits_that_are_seen() -> list[int]:
         program = interpret(spec, world=world)
         flipped(bit)(program)
         watch = consistency(program, exchange, every_collective=False)
-        if watch.culprit is not None and watch.culprit.factor == f"flipped bit {bit}":
+        if watch.root_cause is not None and watch.root_cause.factor == f"flipped bit {bit}":
             found.append(bit)
     return found
 

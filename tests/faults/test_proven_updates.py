@@ -23,9 +23,9 @@ PROVEN = {
 def test_a_setting_of_a_ranks_optimizer_is_proven_by_repeating_its_update(
     ranks: Ranks, name: str
 ) -> None:
-    culprit = tried(ranks, name).culprit
-    assert culprit is not None
+    root_cause = tried(ranks, name).root_cause
+    assert root_cause is not None
     factor, exchange = PROVEN[name]
-    assert (culprit.factor, culprit.certainty) == (factor, Certainty.PROVEN)
+    assert (root_cause.factor, root_cause.certainty) == (factor, Certainty.PROVEN)
     words = f"the update replayed with {exchange} matches the reference to "
-    assert culprit.tried.startswith(words)
+    assert root_cause.tried.startswith(words)

@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass
 
 from ptrain.interpreter.program import Program, interpret
-from ptrain.report.finding import Certainty, Culprit
+from ptrain.report.finding import Certainty, RootCause
 from ptrain.report.record import Check
 from ptrain.rooms.world import World
 from ptrain.spec.spec import Spec
@@ -27,7 +27,7 @@ class Trial:
     """What rank 0 was told of one fault."""
 
     fault: str
-    culprit: Culprit | None
+    root_cause: RootCause | None
     failing: tuple[Check, ...]
     seconds: float
 
@@ -41,31 +41,31 @@ class Trial:
 
     @property
     def certainty(self) -> Certainty | None:
-        """How sure the culprit is."""
-        return None if self.culprit is None else self.culprit.certainty
+        """How sure the root cause is."""
+        return None if self.root_cause is None else self.root_cause.certainty
 
     @property
     def localised(self) -> bool:
         """The first module or tensor that is named is the one that was tampered with; where the
         fault is in no one tensor, the state is the right one."""
-        if self.culprit is None or self.culprit.state not in self.of.subjects:
+        if self.root_cause is None or self.root_cause.state not in self.of.subjects:
             return False
-        return bool(re.search(self.of.place, self.culprit.place))
+        return bool(re.search(self.of.place, self.root_cause.place))
 
     @property
     def named(self) -> bool:
         """State, axis and factor."""
-        culprit = self.culprit
-        if culprit is None or culprit.state not in self.of.subjects:
+        root_cause = self.root_cause
+        if root_cause is None or root_cause.state not in self.of.subjects:
             return False
-        on_axis = not self.of.axis or bool(re.fullmatch(self.of.axis, culprit.axis))
-        return on_axis and bool(re.search(self.of.factor, culprit.factor))
+        on_axis = not self.of.axis or bool(re.fullmatch(self.of.axis, root_cause.axis))
+        return on_axis and bool(re.search(self.of.factor, root_cause.factor))
 
     @property
     def line(self) -> str:
-        """The culprit in one line, or the check that fails."""
-        if self.culprit is not None:
-            return str(self.culprit).partition("\n")[0].removeprefix("root cause: ")
+        """The root cause in one line, or the check that fails."""
+        if self.root_cause is not None:
+            return str(self.root_cause).partition("\n")[0].removeprefix("root cause: ")
         return f"{self.failing[0].name}: {self.failing[0].why}" if self.failing else "holds"
 
 
@@ -90,7 +90,7 @@ def tried(ranks: Ranks, name: str) -> Trial:
     told: Verification = ranks.run(FAULTS[name].setting.world, verified, name, timeout=SECONDS)[0]
     return Trial(
         fault=name,
-        culprit=told.culprit,
+        root_cause=told.root_cause,
         failing=tuple(check for check in told.checks if not check.holds),
         seconds=time.perf_counter() - began,
     )

@@ -1,4 +1,4 @@
-"""What can depart on one rank of a running program, planted before a check of what ranks share."""
+"""What can differ on one rank of a running program, planted before a check of what ranks share."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from ptrain.interpreter.program import Program, interpret
 from ptrain.meters import holdings
 from ptrain.meters.replicas import ReplicaMeter, drawn
 from ptrain.meters.traffic import CollectiveLedger
-from ptrain.report.finding import Culprit, Departure, Moment
+from ptrain.report.finding import Mismatch, Moment, RootCause
 from ptrain.rooms.world import World
 from ptrain.spec.placement import Axis
 from ptrain.spec.spec import Spec
@@ -33,11 +33,11 @@ Fault = Callable[[Program, int], None]  # program, step: before that step's chec
 
 @dataclass(frozen=True, kw_only=True)
 class Seen:
-    """Of one rank: what departed, step by step until something did, whose fault it was, and how
+    """Of one rank: what differed, step by step until something did, whose fault it was, and how
     many things a check compares that some other rank has too."""
 
-    departures: tuple[Departure, ...]
-    culprit: Culprit | None
+    mismatches: tuple[Mismatch, ...]
+    root_cause: RootCause | None
     shared: int
     steps: int = 0
     names: tuple[str, ...] = ()  # of those things, or kinds of calls
@@ -51,21 +51,21 @@ def watch(spec: Spec, steps: int, fault: Fault | None = None) -> Seen:
     exchange = Exchange(world)
     replicas = ReplicaMeter(program, exchange)
     source = corpus(spec.data)
-    departures = replicas.check(0, Moment.START)
+    mismatches = replicas.check(0, Moment.START)
     done = 0
-    while not departures and done < steps:
+    while not mismatches and done < steps:
         with replicas.noted():
             drive(program, source, done)
         done += 1
         if fault is not None:
             fault(program, done)
-        departures = replicas.check(done)
-    found = replicas.culprit(departures)
+        mismatches = replicas.check(done)
+    found = replicas.root_cause(mismatches)
     exchange.close()
     held = [identity for identity, ranks in replicas._holders.items() if len(ranks) > 1]
     return Seen(
-        departures=departures,
-        culprit=found,
+        mismatches=mismatches,
+        root_cause=found,
         shared=len(held),
         steps=done,
         names=tuple(sorted({f"{subject} {name}" for _, subject, name, _ in held})),
@@ -80,10 +80,10 @@ def listen(spec: Spec, steps: int, fault: Fault | None = None) -> Seen:
     exchange = Exchange(world)
     source = corpus(spec.data)
     ledger = CollectiveLedger(program)
-    departures: tuple[Departure, ...] = ()
+    mismatches: tuple[Mismatch, ...] = ()
     done = calls = 0
     untouched = dist.all_reduce
-    while not departures and done < steps:
+    while not mismatches and done < steps:
         if fault is not None:
             fault(program, done + 1)
         with ledger:
@@ -92,11 +92,15 @@ def listen(spec: Spec, steps: int, fault: Fault | None = None) -> Seen:
         done += 1
         calls += sum(map(len, ledger.calls.values()))
         kinds = {f"{c.operator} {c.carries}" for calls in ledger.calls.values() for c in calls}
-        departures = ledger.check(exchange, done)
-    found = ledger.culprit(departures)
+        mismatches = ledger.check(exchange, done)
+    found = ledger.root_cause(mismatches)
     exchange.close()
     return Seen(
-        departures=departures, culprit=found, shared=calls, steps=done, names=tuple(sorted(kinds))
+        mismatches=mismatches,
+        root_cause=found,
+        shared=calls,
+        steps=done,
+        names=tuple(sorted(kinds)),
     )
 
 

@@ -231,14 +231,14 @@ def _wide(results: Sequence[Result]) -> Iterator[str]:
 
 def _worst_peak(checks: Sequence[Check]) -> str:
     """Nothing, where no peak is predicted for what a run routes."""
-    departures = [relative(check) for check in named(checks, "peak")]
-    return f"{max(departures):.2%}" if departures else ""
+    mismatches = [relative(check) for check in named(checks, "peak")]
+    return f"{max(mismatches):.2%}" if mismatches else ""
 
 
 def _worst(result: Result, kind: str) -> str:
     measured = [check.measured for check in named(result.against, kind)]
-    departures = [departure for departure in measured if departure is not None]
-    return f"{max(departures):.0e}" if departures else ""
+    mismatches = [mismatch for mismatch in measured if mismatch is not None]
+    return f"{max(mismatches):.0e}" if mismatches else ""
 
 
 def _row(cells: Sequence[str]) -> str:

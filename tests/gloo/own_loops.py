@@ -242,11 +242,11 @@ def judged(
 def told(way: str, fault: str = "", dtype: torch.dtype = torch.float64) -> dict[str, Any]:
     """What a test asks of a verdict, as plain data."""
     verdict = judged(way, fault, dtype)
-    culprit = verdict.culprit
+    root_cause = verdict.root_cause
     return {
         "holds": verdict.holds,
         "text": str(verdict),
-        "culprit": encode(culprit),
+        "culprit": encode(root_cause),
         "failing": [check.name for check in verdict.checks if not check.holds],
     }
 

@@ -80,4 +80,4 @@ def judged(fault: str = "") -> LoopVerdict:
 
 def told(fault: str = "") -> dict[str, Any]:
     verdict = judged(fault)
-    return {"holds": verdict.holds, "text": str(verdict), "culprit": encode(verdict.culprit)}
+    return {"holds": verdict.holds, "text": str(verdict), "culprit": encode(verdict.root_cause)}

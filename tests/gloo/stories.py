@@ -1,5 +1,5 @@
 """Failures that were reported in the field, and scripts on somebody else's wrapping, each with the
-cure beside it. Nothing of ptrain is in a loop; `verify` is called around it.
+fix beside it. Nothing of ptrain is in a loop; `verify` is called around it.
 
 Every story is a function (fault: bool) -> LoopVerdict, run on two ranks.
 """
@@ -62,7 +62,7 @@ def counted(batch: dict[str, Tensor]) -> int:
 def accumulation(fault: bool) -> LoopVerdict:
     """Fine-tuning with masked prompts under DDP and accumulation. The fault: every micro-batch's
     loss is the mean over its own tokens, and these means are averaged
-    (transformers#34191, mlx-lm#1413, prime-rl#583). The cure divides sums by the tokens of the
+    (transformers#34191, mlx-lm#1413, prime-rl#583). The fix divides sums by the tokens of the
     whole global batch."""
     plain = built()
     model = DistributedDataParallel(copy.deepcopy(plain))
@@ -112,7 +112,7 @@ def on_one_device(model: nn.Module, clip: float | None = None) -> ptrain.Job:
 def sequence_parallelism(fault: bool) -> LoopVerdict:
     """Tensor parallelism by hand, with norms on pieces of the sequence. A norm's weights are the
     same on all ranks, and each rank's gradient of them comes from its own piece. The fault: nobody
-    adds these up (Megatron-LM#1446, NeMo-RL#3716). The cure is one all-reduce over tp after
+    adds these up (Megatron-LM#1446, NeMo-RL#3716). The fix is one all-reduce over tp after
     backward."""
     plain = built()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
@@ -226,7 +226,7 @@ def gathered_context(fault: bool) -> LoopVerdict:
     torch.distributed.nn.functional.all_gather, gradients summed over cp. The fault is torch's: on
     gloo its backward pass takes gradients for contiguous, and those of fused attention have the
     strides of its operands, tokens in front of heads. No error says so, and the loss is right. The
-    cure makes them contiguous."""
+    fix makes them contiguous."""
     plain = attentive()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
     model = over_context(plain, is_contiguous=not fault)
@@ -290,14 +290,14 @@ def _divided(model: nn.Module) -> None:
 def experts_averaged(fault: bool) -> LoopVerdict:
     """Expert parallelism by hand, gradients averaged over the data ranks. The fault: those of
     experts have seen the tokens of all ranks already, and are averaged over the ranks that have
-    the same experts, of which there is one (pytorch#160285, Megatron-LM#5956). The cure divides
+    the same experts, of which there is one (pytorch#160285, Megatron-LM#5956). The fix divides
     them by the ranks that sent tokens."""
     return _experts((lambda _: None) if fault else _divided)
 
 
 def balance_per_rank(fault: bool) -> LoopVerdict:
     """The same with a loss that balances the experts. The fault: each rank balances its own tokens
-    (Megatron-LM#3768, #1652). The cure counts those of all ranks; the scores are averaged as the
+    (Megatron-LM#3768, #1652). The fix counts those of all ranks; the scores are averaged as the
     gradients are."""
 
     def balance(shares: Tensor, counts: Tensor) -> Tensor:
@@ -309,7 +309,7 @@ def balance_per_rank(fault: bool) -> LoopVerdict:
 def counts_overwritten(fault: bool) -> LoopVerdict:
     """The same; a rank's part of the loss counts by its own tokens, which it takes from the counts.
     The fault: these were all-reduced in place, so that the number is that of all ranks and the
-    router's gradient of it as many times too large (Megatron-LM#7452). The cure reduces a copy."""
+    router's gradient of it as many times too large (Megatron-LM#7452). The fix reduces a copy."""
 
     def balance(shares: Tensor, counts: Tensor) -> Tensor:
         everyone = _of_all(counts)
@@ -372,5 +372,5 @@ def told(name: str, fault: bool) -> dict[str, Any]:
     return {
         "holds": verdict.holds,
         "text": str(verdict),
-        "culprit": encode(verdict.culprit),
+        "culprit": encode(verdict.root_cause),
     }

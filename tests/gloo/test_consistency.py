@@ -1,4 +1,4 @@
-"""State consistency in running programs: what departs on one rank is named, and nothing is where
+"""State consistency in running programs: what differs on one rank is named, and nothing is where
 nothing does."""
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def small(name: str, *more: str) -> Spec:
 def test_nothing_departs_where_nothing_is_wrong(ranks: Ranks, name: str) -> None:
     spec = small(name)
     for seen in ranks.run(spec.world_size, watch, spec, 3):
-        assert not seen.departures
+        assert not seen.mismatches
         assert seen.shared
         assert seen.steps == 3
 
@@ -73,7 +73,7 @@ def test_nor_in_other_dtypes(ranks: Ranks, name: str, layout: str) -> None:
     except PtrainError:
         pytest.skip(f"{name} is not executed in {layout}")
     for seen in ranks.run(spec.world_size, watch, spec, 3):
-        assert not seen.departures
+        assert not seen.mismatches
 
 
 @pytest.mark.nightly
@@ -83,7 +83,7 @@ def test_nor_where_something_is_dropped_out(ranks: Ranks, name: str) -> None:
     gpt = "model={family: gpt, layers: 8, hidden: 24, heads: 4, vocab: 260, dropout: 0.1, "
     spec = small(name, f"{gpt}attention_dropout: {within}}}", "train.seed=3")
     for seen in ranks.run(spec.world_size, watch, spec, 3):
-        assert not seen.departures
+        assert not seen.mismatches
         assert seen.draws
 
 
@@ -93,7 +93,7 @@ def test_nor_where_something_is_dropped_out(ranks: Ranks, name: str) -> None:
 def test_the_ranks_of_a_group_call_and_get_the_same(ranks: Ranks, name: str) -> None:
     spec = small(name)
     for seen in ranks.run(spec.world_size, listen, spec, 2):
-        assert not seen.departures
+        assert not seen.mismatches
         assert seen.shared
 
 
@@ -108,13 +108,13 @@ def test_a_flipped_bit_on_one_replica_is_named_with_tensor_and_rank(
     ranks: Ranks, subject: Subject, name: str, bit: int
 ) -> None:
     for seen in ranks.run(4, watch, spec_of("ddp", *REPLICAS), 3, flipped(subject, name, bit, 2)):
-        (departure,) = seen.departures
-        assert (departure.subject, departure.name, departure.rank) == (subject, name, 2)
-        assert (departure.step, departure.moment) == (2, Moment.UPDATE)
-        assert departure.between == (0, 1, 2, 3)
-        assert seen.culprit is not None
-        assert (seen.culprit.axis, seen.culprit.factor) == ("dp_replicate", DIFFERS)
-        assert seen.culprit.ranks == (2,)
+        (mismatch,) = seen.mismatches
+        assert (mismatch.subject, mismatch.name, mismatch.rank) == (subject, name, 2)
+        assert (mismatch.step, mismatch.moment) == (2, Moment.UPDATE)
+        assert mismatch.between == (0, 1, 2, 3)
+        assert seen.root_cause is not None
+        assert (seen.root_cause.axis, seen.root_cause.factor) == ("dp_replicate", DIFFERS)
+        assert seen.root_cause.ranks == (2,)
 
 
 GPT = "model={family: gpt, layers: 2, hidden: 24, heads: 4, vocab: 260, dropout: 0.1}"
@@ -134,9 +134,9 @@ def test_the_axis_is_named_along_which_a_tensor_has_copies(
     spec = small(name, *more)
     fault = flipped(Subject.PARAMETERS, tensor, 7, on=spec.world_size - 1)
     for seen in ranks.run(spec.world_size, watch, spec, 3, fault):
-        assert len({departure.rank for departure in seen.departures}) == 2  # which, two cannot say
-        assert seen.culprit is not None
-        assert (seen.culprit.axis, seen.culprit.place) == (axis, tensor)
+        assert len({mismatch.rank for mismatch in seen.mismatches}) == 2  # which, two cannot say
+        assert seen.root_cause is not None
+        assert (seen.root_cause.axis, seen.root_cause.place) == (axis, tensor)
 
 
 @pytest.mark.parametrize(
@@ -162,9 +162,9 @@ def test_what_departs_is_named_by_state_and_factor(
     constant = "optimizer.schedule={warmup: 0}"
     spec = spec_of("ddp", *REPLICAS, constant, *more)
     for seen in ranks.run(4, watch, spec, 3, fault):
-        assert seen.culprit is not None
-        assert (seen.culprit.state, seen.culprit.factor) == (subject, factor)
-        assert seen.culprit.step == faults.STEP
+        assert seen.root_cause is not None
+        assert (seen.root_cause.state, seen.root_cause.factor) == (subject, factor)
+        assert seen.root_cause.step == faults.STEP
 
 
 PER_TENSOR = ("overlap=none", "bucket=per-tensor")
@@ -187,19 +187,19 @@ def test_a_call_that_differs_on_one_rank_is_named(
 ) -> None:
     spec = spec_of("ddp", *REPLICAS, *PER_TENSOR)
     for seen in ranks.run(4, listen, spec, 3, fault):
-        first = seen.departures[0]
+        first = seen.mismatches[0]
         assert (first.subject, first.rank, first.step) == (Subject.COLLECTIVE, 1, 2)
         assert (first.told, first.way) == (told, way)
-        assert seen.culprit is not None
-        assert (seen.culprit.axis, seen.culprit.ranks) == ("dp_replicate", (1,))
+        assert seen.root_cause is not None
+        assert (seen.root_cause.axis, seen.root_cause.ranks) == ("dp_replicate", (1,))
 
 
 def test_a_call_that_a_whole_group_leaves_out_is_named(ranks: Ranks) -> None:
     for seen in ranks.run(4, listen, small("tp-dp"), 3, runs.left_out):
-        assert seen.culprit is not None
-        assert (seen.culprit.axis, seen.culprit.factor) == ("dp_replicate", "is not called")
-        assert seen.culprit.ranks == (1, 3)
-        assert "gradients" in seen.culprit.place
+        assert seen.root_cause is not None
+        assert (seen.root_cause.axis, seen.root_cause.factor) == ("dp_replicate", "is not called")
+        assert seen.root_cause.ranks == (1, 3)
+        assert "gradients" in seen.root_cause.place
 
 
 def test_training_stops_before_what_the_ranks_disagree_on_is_saved(

@@ -47,7 +47,7 @@ def test_addends_of_what_experts_give_are_not_taken_for_it(ranks: Ranks, activat
     """Over tp they are summed behind the layer, and so are the gradients of what weighs them."""
     spec = spec_of("deep", {"tp": f"S,S,S,{activations}"}, shape={"aux_loss": 0.5})
     for examination in ranks.run(spec.world_size, examined, spec, 1):
-        assert not examination.departures
+        assert not examination.mismatches
 
 
 @pytest.mark.parametrize("activations", [pytest.param("S", marks=pytest.mark.nightly), "S*"])
@@ -59,7 +59,7 @@ def test_what_lies_by_expert_is_another_thing_of_slices_of_the_tokens(
     states = {"cp": f"S*,S,S,{activations}"}
     spec = spec_of("deep", states, shape={"aux_loss": 0.5, "capacity_factor": 1.0})
     for examination in ranks.run(spec.world_size, examined, spec, 1):
-        assert not examination.departures
+        assert not examination.mismatches
 
 
 def test_rows_of_other_ranks_are_not_taken_for_as_many_of_ones_own(ranks: Ranks) -> None:
@@ -67,7 +67,7 @@ def test_rows_of_other_ranks_are_not_taken_for_as_many_of_ones_own(ranks: Ranks)
     shape = {"experts": 2, "experts_per_token": 2}
     spec = spec_of("top-2", {"ep": "R,R,R,R"}, shape=shape)
     for examination in ranks.run(spec.world_size, examined, spec, 1):
-        assert not examination.departures
+        assert not examination.mismatches
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_nothing_of_a_step_departs_from_one_device(ranks: Ranks, strategy: str) 
     everyone = ranks.run(spec.world_size, examined, spec, 3)
     assert all(part == everyone[0] for part in everyone)
     (found, *_) = everyone
-    assert found.culprit is None and not found.departures
+    assert found.root_cause is None and not found.mismatches
     assert found.steps == 3
     checks = {check.name: check for check in found.checks}
     clipped = {"gradient norm"} if spec.optimizer.clip else set()

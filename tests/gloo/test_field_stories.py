@@ -1,5 +1,5 @@
 """Failures that were reported in the field, and faults on somebody else's wrapping, are named; each
-script with its cure holds."""
+script with its fix holds."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ EACH = [pytest.param(name, marks=MARKS.get(name, ())) for name in stories.STORIE
 def test_the_fault_is_named(ranks: Ranks, name: str) -> None:
     told = ranks.run(2, stories.told, name, True)
     assert all(verdict == told[0] for verdict in told)
-    culprit = told[0]["culprit"]
+    root_cause = told[0]["culprit"]
     state, axis, factor, place = NAMED[name]
-    assert (culprit["state"], culprit["axis"], culprit["factor"]) == (state, axis, factor)
-    assert culprit["place"].startswith(place)
+    assert (root_cause["state"], root_cause["axis"], root_cause["factor"]) == (state, axis, factor)
+    assert root_cause["place"].startswith(place)
     if name in UNEXPLAINED:
-        assert culprit["certainty"] == "not explained"
-        assert f"Backward is right down to {place}" in culprit["sentence"]
+        assert root_cause["certainty"] == "not explained"
+        assert f"Backward is right down to {place}" in root_cause["sentence"]
     assert not told[0]["holds"]
 
 
@@ -67,5 +67,5 @@ def test_the_script_with_its_cure_holds(ranks: Ranks, name: str) -> None:
     assert all(verdict["holds"] for verdict in told), told[0]["text"]
 
 
-def test_every_story_has_a_culprit_to_find() -> None:
+def test_every_story_has_a_root_cause_to_find() -> None:
     assert set(NAMED) == set(stories.STORIES)

@@ -64,7 +64,7 @@ BY_DEFAULT = {
 }  # fmt: skip
 
 
-def departures(ranks: Ranks, spec: Spec) -> list[str]:
+def mismatches(ranks: Ranks, spec: Spec) -> list[str]:
     """What is not as predicted, peaks to the byte, and what is not as on one device."""
     outcome = Outcome(spec, ranks.run(spec.world_size, train, spec, STEPS, MEASURED_STEP))
     against = compare(one_device(spec, STEPS), outcome.trajectory, FP64)
@@ -95,7 +95,7 @@ def peaks_off(outcome: Outcome) -> list[str]:
 def test_what_is_not_fused_is_predicted_to_the_byte_and_equals_one_device(
     ranks: Ranks, name: str, case: str
 ) -> None:
-    assert not departures(ranks, CASES[case](optimizer={"name": name}))
+    assert not mismatches(ranks, CASES[case](optimizer={"name": name}))
 
 
 @pytest.mark.nightly

@@ -122,7 +122,7 @@ def judged(fault: str = "", is_sequence: bool = False, is_distilled: bool = Fals
 
     rows = torch.randint(0, WORDS, (3, 4, 9), generator=torch.Generator().manual_seed(0))
     verdict = ptrain.verify(lambda: job(False), lambda: job(True), rows, share=lambda batch: batch)
-    return verdict.holds, str(verdict.culprit)
+    return verdict.holds, str(verdict.root_cause)
 
 
 @pytest.mark.parametrize("is_sequence", [False, True])
@@ -130,18 +130,18 @@ def test_a_loss_of_parts_whose_gradients_are_summed_holds(ranks: Ranks, is_seque
     assert ranks.run(2, judged, "", is_sequence, True)[0][0]
 
 
-def test_a_loss_of_parts_whose_gradients_are_not_summed_has_a_culprit(ranks: Ranks) -> None:
+def test_a_loss_of_parts_whose_gradients_are_not_summed_has_a_root_cause(ranks: Ranks) -> None:
     """No module does anything else than the plain one: none is blamed."""
-    holds, culprit = ranks.run(2, judged, "part", False, True)[0]
+    holds, root_cause = ranks.run(2, judged, "part", False, True)[0]
     assert not holds
-    assert "the plain module in place of head" in culprit and "not explained" in culprit
+    assert "the plain module in place of head" in root_cause and "not explained" in root_cause
 
 
 @pytest.mark.parametrize(("fault", "is_sequence"), [("head", False), ("norm", True)])
-def test_a_module_that_is_cut_and_wrong_has_a_culprit(
+def test_a_module_that_is_cut_and_wrong_has_a_root_cause(
     ranks: Ranks, fault: str, is_sequence: bool
 ) -> None:
-    holds, culprit = ranks.run(2, judged, fault, is_sequence)[0]
+    holds, root_cause = ranks.run(2, judged, fault, is_sequence)[0]
     assert not holds
     if not is_sequence:  # one that is given DTensors cannot be run alone
-        assert f"with the plain module in place of {fault}" in culprit
+        assert f"with the plain module in place of {fault}" in root_cause

@@ -1,4 +1,4 @@
-"""The first module that departs is named: tensor parallelism by hand, with a sum left out."""
+"""The first module that differs is named: tensor parallelism by hand, with a sum left out."""
 
 from __future__ import annotations
 
@@ -67,17 +67,17 @@ def row_parallel(is_summed: bool) -> dict[str, Any] | None:
     batches = torch.randn(2, 4, 8, dtype=torch.float64)
     terms = ptrain.Terms(mesh=mesh, steps=4)
     verdict = ptrain.verify(squares(plain), squares(model), batches, terms=terms)
-    assert verdict.holds or verdict.culprit, verdict
-    return encode(verdict.culprit)
+    assert verdict.holds or verdict.root_cause, verdict
+    return encode(verdict.root_cause)
 
 
 def sequence_parallel_without(name: str) -> dict[str, Any]:
     """Partial sums, or a rank's own gradient of its columns, are handed on as they are."""
     unsummed = {"out_of_rows": sequence_parallel.split, "into_columns": sequence_parallel.join}
     with patch.object(sequence_parallel, name, unsummed[name]):
-        culprit = stories.sequence_parallelism(fault=False).culprit
-    assert culprit is not None
-    return encode(culprit)
+        root_cause = stories.sequence_parallelism(fault=False).root_cause
+    assert root_cause is not None
+    return encode(root_cause)
 
 
 def test_a_row_parallel_linear_by_hand_holds(ranks: Ranks) -> None:
@@ -85,10 +85,10 @@ def test_a_row_parallel_linear_by_hand_holds(ranks: Ranks) -> None:
 
 
 def test_an_output_that_is_not_summed_is_named_with_axis_and_module(ranks: Ranks) -> None:
-    culprit = ranks.run(2, row_parallel, False)[0]
-    assert (culprit["state"], culprit["place"]) == ("activations", "rows")
-    assert (culprit["axis"], culprit["factor"]) == ("tp", "missing all-reduce over tp")
-    assert "with the plain module in place of rows" in culprit["tried"]
+    root_cause = ranks.run(2, row_parallel, False)[0]
+    assert (root_cause["state"], root_cause["place"]) == ("activations", "rows")
+    assert (root_cause["axis"], root_cause["factor"]) == ("tp", "missing all-reduce over tp")
+    assert "with the plain module in place of rows" in root_cause["tried"]
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_an_output_that_is_not_summed_is_named_with_axis_and_module(ranks: Ranks
 def test_the_innermost_module_is_named_with_which_the_plain_one_in_its_place_makes_the_step_right(
     ranks: Ranks, name: str, does: str
 ) -> None:
-    culprit = ranks.run(2, sequence_parallel_without, name)[0]
-    assert (culprit["state"], culprit["place"]) == ("activations", "blocks.*")
-    assert culprit["certainty"] == "proven by trying"
-    assert does in culprit["sentence"]
+    root_cause = ranks.run(2, sequence_parallel_without, name)[0]
+    assert (root_cause["state"], root_cause["place"]) == ("activations", "blocks.*")
+    assert root_cause["certainty"] == "proven by trying"
+    assert does in root_cause["sentence"]

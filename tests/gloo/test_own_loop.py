@@ -9,7 +9,7 @@ from torch import nn
 
 import ptrain
 from ptrain.errors import PtrainError, VerdictFailed
-from ptrain.report.finding import Departed
+from ptrain.report.finding import MismatchFound
 from tests.gloo import own_loops
 from tests.gloo.own_faults import FAULTS
 from tests.ranks import Ranks
@@ -94,12 +94,12 @@ def test_a_fault_in_the_loop_is_named(ranks: Ranks, way: str, fault: str) -> Non
     size = 4 if way in ("fsdp2_tp", "hsdp") else 2
     told = ranks.run(size, own_loops.told, way, fault)
     assert all(verdict["text"] == told[0]["text"] for verdict in told)
-    culprit = told[0]["culprit"]
+    root_cause = told[0]["culprit"]
     state, axis, factor, place = NAMED[way, fault]
-    assert (culprit["state"], culprit["axis"], culprit["factor"]) == (state, axis, factor)
-    assert place in culprit["place"]
-    assert culprit["factor"] in told[0]["text"]
-    assert culprit["sentence"] in told[0]["text"]
+    assert (root_cause["state"], root_cause["axis"], root_cause["factor"]) == (state, axis, factor)
+    assert place in root_cause["place"]
+    assert root_cause["factor"] in told[0]["text"]
+    assert root_cause["sentence"] in told[0]["text"]
 
 
 def test_every_fault_has_a_test() -> None:
@@ -181,8 +181,8 @@ def _weighed(*, is_narrow: bool = False) -> ptrain.Job:
 
 def test_an_argument_that_a_wrapper_drops_is_named() -> None:
     verdict = ptrain.verify(_weighed, lambda: _weighed(is_narrow=True), ROWS)
-    assert verdict.culprit is not None
-    assert (verdict.culprit.factor, verdict.culprit.place) == (
+    assert verdict.root_cause is not None
+    assert (verdict.root_cause.factor, verdict.root_cause.place) == (
         "missing argument",
         "weight",
     )
@@ -198,14 +198,14 @@ def test_one_process_without_a_group_is_judged_too() -> None:
 def test_a_factor_in_one_process_is_told() -> None:
     verdict = ptrain.verify(_line(), _line(factor=3.0), ROWS)
     assert not verdict.holds
-    with pytest.raises(Departed, match="× 3"):
+    with pytest.raises(MismatchFound, match="× 3"):
         verdict.raise_for_verdict()
 
 
 def test_two_dead_runs_do_not_hold() -> None:
     """They agree perfectly."""
     verdict = ptrain.verify(_line(rate=0.0), _line(rate=0.0), ROWS)
-    assert verdict.culprit is None
+    assert verdict.root_cause is None
     failing = [check.name for check in verdict.checks if not check.holds]
     assert "reference: parameters move" in failing
     assert "loop: learns" in failing
@@ -221,8 +221,8 @@ def test_zero_gradients_on_both_sides_do_not_hold() -> None:
 
 def test_a_reference_that_is_not_finite_is_told_as_such() -> None:
     verdict = ptrain.verify(_line(factor=1e400), _line(factor=1e400), ROWS)
-    assert verdict.culprit is not None
-    assert verdict.culprit.factor == "the reference is not finite"
+    assert verdict.root_cause is not None
+    assert verdict.root_cause.factor == "the reference is not finite"
 
 
 def test_a_loop_that_does_not_repeat_itself_is_told() -> None:
@@ -233,15 +233,15 @@ def test_a_loop_that_does_not_repeat_itself_is_told() -> None:
         return made[-1]
 
     verdict = ptrain.verify(_line(), drawn, ROWS)
-    assert verdict.culprit is not None
-    assert verdict.culprit.factor == "not reproducible"
+    assert verdict.root_cause is not None
+    assert verdict.root_cause.factor == "not reproducible"
 
 
 def test_dropout_on_one_side_alone_is_named() -> None:
-    culprit = ptrain.verify(_line(), _line(p=0.5), ROWS).culprit
-    assert culprit is not None
-    assert culprit.factor == "dropout in the loop only"
-    assert culprit.certainty == "proven by trying"
+    root_cause = ptrain.verify(_line(), _line(p=0.5), ROWS).root_cause
+    assert root_cause is not None
+    assert root_cause.factor == "dropout in the loop only"
+    assert root_cause.certainty == "proven by trying"
 
 
 def test_what_is_no_job_is_refused() -> None:

@@ -130,10 +130,10 @@ def test_a_sound_language_model_holds_with_every_relation_tried() -> None:
 def test_a_fault_that_both_sides_have_is_proven(fault: dict, factor: str, place: str) -> None:
     verdict = judged(**fault)
     assert not verdict.holds
-    assert verdict.culprit is not None
-    assert verdict.culprit.factor.startswith(factor), verdict
-    assert verdict.culprit.place.startswith(place)
-    assert verdict.culprit.certainty == "proven by trying"
+    assert verdict.root_cause is not None
+    assert verdict.root_cause.factor.startswith(factor), verdict
+    assert verdict.root_cause.place.startswith(place)
+    assert verdict.root_cause.certainty == "proven by trying"
 
 
 def test_samples_that_are_told_apart_by_their_place_are_a_note() -> None:

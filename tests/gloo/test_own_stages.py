@@ -24,7 +24,7 @@ def test_a_fault_between_stages_is_proven_by_its_factor(
     ranks: Ranks, fault: str, factor: str, place: str
 ) -> None:
     told = ranks.run(2, own_stages.told, fault)
-    culprit = told[0]["culprit"]
-    assert (culprit["factor"], culprit["certainty"]) == (factor, "proven by trying")
-    assert culprit["place"].startswith(place)
-    assert "number of ranks (2), or of micro-batches (2)" in culprit["sentence"]
+    root_cause = told[0]["culprit"]
+    assert (root_cause["factor"], root_cause["certainty"]) == (factor, "proven by trying")
+    assert root_cause["place"].startswith(place)
+    assert "number of ranks (2), or of micro-batches (2)" in root_cause["sentence"]

@@ -74,10 +74,13 @@ def test_each_fault_of_the_update_has_its_proven_sentence(ranks: Ranks, way: str
     wrong = {}
     for name, (state, has_axis, factor, step, who, proof) in NAMED.items():
         verdict = everyones[0][name]
-        culprit: dict[str, Any] = verdict["culprit"] or {}
+        root_cause: dict[str, Any] = verdict["culprit"] or {}
         expected = (state, AXES[way] if has_axis else "", factor, step, who, Certainty.PROVEN)
         keys = ("state", "axis", "factor", "step", "ranks", "certainty")
-        if tuple(culprit.get(key) for key in keys) != expected or proof not in culprit["tried"]:
+        if (
+            tuple(root_cause.get(key) for key in keys) != expected
+            or proof not in root_cause["tried"]
+        ):
             wrong[name] = verdict["text"]
     assert not wrong, "\n".join(wrong.values())
 
@@ -93,8 +96,8 @@ def test_sound_groups_clipping_and_masters_accuse_nobody(ranks: Ranks, way: str)
 def test_an_update_that_another_rank_makes_is_repeated_there(ranks: Ranks) -> None:
     verdicts = ranks.run(2, update_faults.verdicts, "ddp", ("zero", "zero of another rate"))[0]
     assert verdicts["zero"]["holds"], verdicts["zero"]["text"]
-    culprit = verdicts["zero of another rate"]["culprit"]
-    assert (culprit["factor"], culprit["certainty"]) == ("× 2", Certainty.PROVEN)
+    root_cause = verdicts["zero of another rate"]["culprit"]
+    assert (root_cause["factor"], root_cause["certainty"]) == ("× 2", Certainty.PROVEN)
 
 
 @pytest.mark.nightly
@@ -105,7 +108,7 @@ def test_a_rule_that_a_shard_does_not_tell_is_not_explained(ranks: Ranks) -> Non
         ranks.run(2, update_faults.verdicts, way, names)[0] for way in ("fsdp2", "ddp")
     )
     assert sharded["by norm"]["holds"], sharded["by norm"]["text"]
-    culprit = sharded["by norm of another rate"]["culprit"]
-    assert culprit["certainty"] == Certainty.UNEXPLAINED
-    assert culprit["tried"].endswith("; lr differed from the reference before it")
+    root_cause = sharded["by norm of another rate"]["culprit"]
+    assert root_cause["certainty"] == Certainty.UNEXPLAINED
+    assert root_cause["tried"].endswith("; lr differed from the reference before it")
     assert replicated["by norm of another rate"]["culprit"]["certainty"] == Certainty.PROVEN

@@ -164,7 +164,7 @@ UNSOUND = {
 
 def told(name: str) -> tuple[bool, str, dict[str, Any]]:
     verdict = globals()[name]()
-    return verdict.holds, str(verdict), encode(verdict.culprit) or {}
+    return verdict.holds, str(verdict), encode(verdict.root_cause) or {}
 
 
 @pytest.mark.parametrize("name", [program.__name__ for program in SOUND])
@@ -177,10 +177,10 @@ def test_a_sound_loop_holds(ranks: Ranks, name: str) -> None:
 
 @pytest.mark.parametrize("unsound", list(UNSOUND), ids=lambda program: program.__name__)
 def test_what_is_not_one_device_s_is_named(ranks: Ranks, unsound: Callable[[], Any]) -> None:
-    _, _, culprit = ranks.run(2, told, unsound.__name__)[0]
+    _, _, root_cause = ranks.run(2, told, unsound.__name__)[0]
     state, factor, place = UNSOUND[unsound]
-    assert (culprit["state"], culprit["factor"]) == (state, factor)
-    assert culprit["place"].startswith(place)
+    assert (root_cause["state"], root_cause["factor"]) == (state, factor)
+    assert root_cause["place"].startswith(place)
 
 
 def seeds(way: str, dtype: torch.dtype) -> list[str]:

@@ -66,7 +66,7 @@ def test_a_verification_holds_in_all_its_stages_alike_on_all_ranks(ranks: Ranks)
     spec = named("zero3", 2, layout="zero16", accumulate=2).spec()
     asked = Request(steps=3, every_collective=True)
     one, other = ranks.run(2, verified, spec, asked)
-    assert (one.checks, one.notes, one.culprit) == (other.checks, other.notes, other.culprit)
+    assert (one.checks, one.notes, one.root_cause) == (other.checks, other.notes, other.root_cause)
     assert one.holds, [f"{check.name}: {check.why}" for check in one.checks if not check.holds]
     assert of_stages(one.checks) == list(STAGES) == list(one.seconds)
     names = {check.name for check in one.checks}
@@ -112,8 +112,8 @@ def test_a_trajectory_stops_at_the_first_step_that_is_off_and_says_what_it_left_
     assert found.notes[-1] == (
         "trajectory in fp64 fails: trajectory in own dtypes, invariance not checked"
     )
-    assert found.culprit is not None  # the steps up to there, beside one device
-    assert found.culprit.step == LATE
+    assert found.root_cause is not None  # the steps up to there, beside one device
+    assert found.root_cause.step == LATE
 
 
 @pytest.mark.nightly

@@ -1,4 +1,4 @@
-"""The helper for somebody else's tests: it holds, it fails with the culprit, it shows the first
+"""The helper for somebody else's tests: it holds, it fails with the root cause, it shows the first
 failing rank's error, and it leaves no process."""
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def test_a_sound_loop_passes() -> None:
     assert_trains_like_one_device(own, "ddp", "")
 
 
-def test_a_faulty_loop_fails_with_the_culprit() -> None:
+def test_a_faulty_loop_fails_with_the_root_cause() -> None:
     with pytest.raises(AssertionError, match=r"root cause: gradients · axis ranks · ÷ 2") as caught:
         assert_trains_like_one_device(own, "ddp", "divided twice")
     assert "averaged over all ranks twice" in str(caught.value)

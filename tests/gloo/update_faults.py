@@ -316,10 +316,10 @@ def verdicts(way: str, names: tuple[str, ...]) -> dict[str, dict[str, Any]]:
     results = {}
     for name in names:
         verdict = judged(way, name)
-        culprit = verdict.culprit
+        root_cause = verdict.root_cause
         results[name] = {
             "holds": verdict.holds,
             "text": str(verdict),
-            "culprit": encode(culprit),
+            "culprit": encode(root_cause),
         }
     return results

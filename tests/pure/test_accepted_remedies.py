@@ -1,4 +1,4 @@
-"""Remedies name keys that exist, and those that are overrides are accepted and cure their fault."""
+"""Remedies name keys that exist, and those that are overrides are accepted and fix their fault."""
 
 from __future__ import annotations
 

@@ -17,14 +17,14 @@ import pytest
 from ptrain.cli.main import main
 from ptrain.cost import Column, Footprint, State
 from ptrain.report.comparison import compare_records, exceeded, limits
-from ptrain.report.finding import Culprit, Subject
+from ptrain.report.finding import RootCause, Subject
 from ptrain.report.record import Check, record
 from ptrain.report.recorded import FigureGroup, FigureKind, Recorded, recorded
 from ptrain.report.verification import as_record as verification_record
 from tests.pure.test_record import EXACT, KEY, MEASURED
 
 Printed = Callable[..., str]
-CULPRIT = Culprit(
+CULPRIT = RootCause(
     state=Subject.GRADIENTS,
     axis="dp_shard",
     factor="x 2",
@@ -55,7 +55,7 @@ def written(path: Path, *documents: object) -> Path:
 
 def verification(name: str = "zero3", *, holds: bool = True) -> dict[str, object]:
     check = Check(name="gradients", predicted=0.0, measured=0.1, tolerance=1.0, holds=holds)
-    return verification_record(name, (check,), culprit=None if holds else CULPRIT)
+    return verification_record(name, (check,), root_cause=None if holds else CULPRIT)
 
 
 def run_record(*, loss: float = 2.5, seconds: float = 0.5, name: str = "run") -> dict[str, Any]:

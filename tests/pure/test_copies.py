@@ -9,7 +9,7 @@ import pytest
 from ptrain.report import calls, copies
 from ptrain.report.calls import Call
 from ptrain.report.copies import Copy, alike_apart, axes_between
-from ptrain.report.finding import Departure, Moment, Subject, Way
+from ptrain.report.finding import Mismatch, Moment, Subject, Way
 
 # dp_replicate 2 x tp 2, row-major
 GRID = {rank: {"dp_replicate": rank // 2, "tp": rank % 2} for rank in range(4)}
@@ -59,8 +59,8 @@ def test_another_dtype_is_told_before_another_value():
 
 def test_another_shape_is_told():
     other = copy("b", kind="float32[5]")
-    (departure,) = found([copy("a")], [copy("a")], [other])
-    assert departure[2:] == (Way.SHAPE, "float32[5] for float32[4]")
+    (mismatch,) = found([copy("a")], [copy("a")], [other])
+    assert mismatch[2:] == (Way.SHAPE, "float32[5] for float32[4]")
 
 
 def test_numbers_are_told_in_words():
@@ -92,31 +92,37 @@ def test_the_axis_is_the_one_along_which_a_neighbour_differs(odd, ranks, axes):
     assert sorted(axes_between(odd, ranks, GRID).split("+")) == sorted(axes.split("+"))
 
 
-def test_the_culprit_is_the_first_thing_on_all_its_ranks():
+def test_the_root_cause_is_the_first_thing_on_all_its_ranks():
     good, bad = [copy("a", "v"), copy("a")], [copy("b", "v"), copy("b")]
-    departures = [*copies.differing([good, good, bad, bad, good], step=3)]
-    culprit = copies.culprit(departures, GRID | {4: {"dp_replicate": 2, "tp": 0}}, last_good=2)
-    assert culprit is not None
-    assert (culprit.state, culprit.place, culprit.ranks) == (Subject.PARAMETERS, "v", (2, 3))
-    assert culprit.axis == "dp_replicate"
-    assert culprit.factor == copies.DIFFERS
-    assert "all agreed after step 2" in culprit.sentence
-    assert copies.culprit([], GRID) is None
+    mismatches = [*copies.differing([good, good, bad, bad, good], step=3)]
+    root_cause = copies.root_cause(
+        mismatches, GRID | {4: {"dp_replicate": 2, "tp": 0}}, last_good=2
+    )
+    assert root_cause is not None
+    assert (root_cause.state, root_cause.place, root_cause.ranks) == (
+        Subject.PARAMETERS,
+        "v",
+        (2, 3),
+    )
+    assert root_cause.axis == "dp_replicate"
+    assert root_cause.factor == copies.DIFFERS
+    assert "all agreed after step 2" in root_cause.sentence
+    assert copies.root_cause([], GRID) is None
 
 
 def test_random_state_at_different_places_must_differ():
     places = [("dp=0", "x"), ("dp=0", "x"), ("dp=1", "y"), None]
     assert not [*alike_apart(places, Moment.UPDATE, 3)]
-    (departure,) = alike_apart([("dp=0", "x"), ("dp=1", "x")], Moment.UPDATE, 3)
-    assert (departure.rank, departure.between, departure.told) == (1, (0, 1), copies.SHARED)
-    culprit = copies.culprit([departure], {0: {"dp": 0}, 1: {"dp": 1}})
-    assert culprit is not None
-    assert (culprit.axis, culprit.factor) == ("dp", copies.SHARED)
+    (mismatch,) = alike_apart([("dp=0", "x"), ("dp=1", "x")], Moment.UPDATE, 3)
+    assert (mismatch.rank, mismatch.between, mismatch.told) == (1, (0, 1), copies.SHARED)
+    root_cause = copies.root_cause([mismatch], {0: {"dp": 0}, 1: {"dp": 1}})
+    assert root_cause is not None
+    assert (root_cause.axis, root_cause.factor) == ("dp", copies.SHARED)
 
 
 def test_a_rank_that_departs_from_itself_involves_no_axis():
     alone = [
-        Departure(
+        Mismatch(
             step=3,
             moment=Moment.UPDATE,
             subject=Subject.PARAMETERS,
@@ -127,17 +133,17 @@ def test_a_rank_that_departs_from_itself_involves_no_axis():
         )
         for rank in (0, 1)
     ]
-    culprit = copies.culprit(alone, GRID)
-    assert culprit is not None
-    assert (culprit.axis, culprit.factor, culprit.ranks) == ("", alone[0].told, (0, 1))
+    root_cause = copies.root_cause(alone, GRID)
+    assert root_cause is not None
+    assert (root_cause.axis, root_cause.factor, root_cause.ranks) == ("", alone[0].told, (0, 1))
 
 
 SUM = Call(operator="all_reduce", reduces="SUM", dtype="float32", numel=8, carries="gradients a")
 
 
 def first(*ledgers: list[Call]) -> list[tuple[int, int, Way, str]]:
-    departures = calls.differing("dp", dict(enumerate(ledgers)), 3)
-    return [(d.index, d.rank, d.way, d.told) for d in departures]
+    mismatches = calls.differing("dp", dict(enumerate(ledgers)), 3)
+    return [(d.index, d.rank, d.way, d.told) for d in mismatches]
 
 
 def changed(**fields: object) -> Call:
@@ -146,7 +152,7 @@ def changed(**fields: object) -> Call:
 
 def test_ranks_that_call_the_same_depart_from_nothing():
     assert not first([SUM, SUM], [SUM, SUM])
-    assert calls.culprit([]) is None
+    assert calls.root_cause([]) is None
 
 
 @pytest.mark.parametrize(
@@ -180,10 +186,14 @@ def test_who_leaves_a_call_out_is_named_where_as_many_have_it():
     ]
 
 
-def test_the_culprit_of_calls_names_operator_place_axis_and_ranks():
+def test_the_root_cause_of_calls_names_operator_place_axis_and_ranks():
     ledgers = {0: [SUM], 4: [SUM], 8: [changed(reduces="MAX")]}
-    culprit = calls.culprit([*calls.differing("dp_shard", ledgers, 3)])
-    assert culprit is not None
-    assert (culprit.axis, culprit.factor, culprit.ranks) == ("dp_shard", "MAX for SUM", (8,))
-    assert culprit.place == "all_reduce #0 over dp_shard (gradients a)"
-    assert "ranks 0, 4 agree" in culprit.sentence
+    root_cause = calls.root_cause([*calls.differing("dp_shard", ledgers, 3)])
+    assert root_cause is not None
+    assert (root_cause.axis, root_cause.factor, root_cause.ranks) == (
+        "dp_shard",
+        "MAX for SUM",
+        (8,),
+    )
+    assert root_cause.place == "all_reduce #0 over dp_shard (gradients a)"
+    assert "ranks 0, 4 agree" in root_cause.sentence

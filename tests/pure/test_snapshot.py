@@ -111,8 +111,8 @@ def test_one_rank_that_departs_is_named(modules):
     table = modules["_predictions"]
     before = {"exact": {"ranks": [[table.progressions(range(4096)), {"peak update": 1}]]}}
     others = [rank for rank in range(4096) if rank % 8 != 3]
-    departing = [[table.progressions([*range(3, 4096, 8)]), {"peak update": 2}]]
-    after = {"exact": {"ranks": [[table.progressions(others), {"peak update": 1}], *departing]}}
+    differing = [[table.progressions([*range(3, 4096, 8)]), {"peak update": 2}]]
+    after = {"exact": {"ranks": [[table.progressions(others), {"peak update": 1}], *differing]}}
     assert list(table.changes(before, after)) == [
         ("exact peak update, ranks 3–4091 by 8", 1, 2)
     ]  # fmt: skip

@@ -194,7 +194,7 @@ LOST = "RuntimeError: [gloo/tcp/pair.cc:559] Connection closed by peer [127.0.0.
 
 def test_a_killed_rank_is_blamed_and_not_those_that_lost_it(tmp_path):
     ranks = [rank(0, 3, said=LOST, tmp_path=tmp_path), rank(1, -9, tmp_path=tmp_path)]
-    blamed = failure.culprit(failure.failures(ranks, time.monotonic()), [])
+    blamed = failure.root_cause(failure.failures(ranks, time.monotonic()), [])
     assert blamed.rank.rank == 1
     assert "SIGKILL" in blamed.cause
 
@@ -204,7 +204,7 @@ def test_the_rank_that_raised_is_blamed_in_its_own_words(tmp_path):
         rank(0, 3, said=LOST, tmp_path=tmp_path),
         rank(1, 3, said="ValueError: no such token", tmp_path=tmp_path),
     ]
-    blamed = failure.culprit(failure.failures(ranks, time.monotonic()), [])
+    blamed = failure.root_cause(failure.failures(ranks, time.monotonic()), [])
     assert blamed.cause == "raised ValueError: no such token"
 
 
@@ -212,7 +212,7 @@ def test_a_rank_that_lives_and_is_silent_is_blamed_for_all_that_wait_for_it(tmp_
     waiting = rank(0, 3, said="RuntimeError: Timed out waiting 8000ms", tmp_path=tmp_path)
     silent = rank(1, None, tmp_path=tmp_path)
     found = failure.failures([waiting, silent], time.monotonic())
-    assert failure.culprit(found, [silent]).rank is silent
+    assert failure.root_cause(found, [silent]).rank is silent
 
 
 def test_of_several_silent_ranks_the_one_that_is_waited_for_is_blamed(tmp_path):
@@ -222,14 +222,14 @@ def test_of_several_silent_ranks_the_one_that_is_waited_for_is_blamed(tmp_path):
     waiting = rank(3, 3, said=told, tmp_path=tmp_path)
     living = [rank(number, None, tmp_path=tmp_path) for number in (0, 1, 2)]
     found = failure.failures([waiting, *living], time.monotonic())
-    assert failure.culprit(found, living).rank is living[2]
+    assert failure.root_cause(found, living).rank is living[2]
 
 
 def test_a_rank_of_a_pipeline_is_called_by_its_stage_too(tmp_path):
     failed = rank(1, 3, said="RankFailed: stage 1, micro-batch 2: KeyError: 4", tmp_path=tmp_path)
     failed.has = "stages 1 and 2"
     found = failure.failures([failed], time.monotonic())
-    text = failure.message(failure.culprit(found, []), 1)
+    text = failure.message(failure.root_cause(found, []), 1)
     assert text == "error: rank 1 (stages 1 and 2) failed: stage 1, micro-batch 2: KeyError: 4"
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from ptrain.cli.main import main
 from ptrain.errors import RankFailed
-from ptrain.report.finding import Culprit, Departure, Moment, Subject
+from ptrain.report.finding import Mismatch, Moment, RootCause, Subject
 from ptrain.report.record import Check
 from ptrain.report.verification import as_record, end_text, stage_text
 from ptrain.spec.load import load
@@ -24,11 +24,11 @@ ROOT = Path(__file__).parents[2]
 
 GOOD = Check(name="loss of every step", predicted=0.0, measured=2e-16, tolerance=1e-12, holds=True)
 BAD = Check(
-    name="gradients", predicted=0.0, measured=1.0, tolerance=1e-9, holds=False, why="departs at a.w"
+    name="gradients", predicted=0.0, measured=1.0, tolerance=1e-9, holds=False, why="differs at a.w"
 )
 COUNTED = Check(name="step counters", predicted=78, measured=78, tolerance=0.0, holds=True)
 ALIVE = Check(name="run: learns", predicted=None, measured=1.5, tolerance=0.0, holds=True)
-CULPRIT = Culprit(
+CULPRIT = RootCause(
     state=Subject.GRADIENTS,
     axis="dp_shard",
     factor="× 2",
@@ -130,7 +130,7 @@ def started(monkeypatch):
         found.append((asked, num_ranks, module, load(asked.spec).spec))
         if asked.account is None:
             checks = (GOOD,) if len(found) > 1 else (GOOD, BAD)
-            record = as_record(found[-1][3].name, checks, culprit=None)
+            record = as_record(found[-1][3].name, checks, root_cause=None)
             folder.summary.write_text(json.dumps(record))
             return 0 if len(found) > 1 else 1
         return 0
@@ -196,11 +196,11 @@ def test_the_logs_of_a_rank_that_failed_stay(tmp_path, monkeypatch, capsys):
 
 
 def test_the_record_extends_the_result_record():
-    departure = Departure(
+    mismatch = Mismatch(
         step=1, moment=Moment.GRADIENTS, subject=Subject.GRADIENTS, name="a.w", rank=0
     )
     found = as_record(
-        "zero3", (GOOD, BAD), culprit=CULPRIT, departures=[departure] * 50, world_size=2, notes=[]
+        "zero3", (GOOD, BAD), root_cause=CULPRIT, mismatches=[mismatch] * 50, world_size=2, notes=[]
     )
     assert {"spec", "versions", "memory", "traffic", "checks", "verdict"} <= found.keys()
     assert (found["verdict"], found["world_size"]) == ("fails", 2)
@@ -217,17 +217,17 @@ def test_a_stage_is_a_line_and_one_for_each_check_that_fails_or_all_of_them():
     assert max(map(len, lines[:2])) <= 80
     assert len(lines) == 5
     assert lines[1].split() == ["loss", "of", "every", "step", "2e-16", "<=", "1e-12"]
-    assert lines[2].endswith("fails: departs at a.w")
+    assert lines[2].endswith("fails: differs at a.w")
     assert lines[3].split()[-3:] == ["78", "of", "78"]
     assert lines[4].endswith("1 hold")
 
 
-def test_the_verdict_comes_last_and_names_the_culprit():
-    text = end_text((GOOD, BAD), torch="2.13.0", culprit=CULPRIT, notes=("no dropout",))
+def test_the_verdict_comes_last_and_names_the_root_cause():
+    text = end_text((GOOD, BAD), torch="2.13.0", root_cause=CULPRIT, notes=("no dropout",))
     assert text.splitlines()[:2] == ["note: no dropout", "verdict: fails (1 of 2)"]
     assert "root cause: gradients · axis dp_shard · × 2 · a.w · step 1 · ranks 0, 1" in text
     assert text.endswith("sum them once.\n  fits: the fix was not tried")
-    held = end_text((GOOD,), torch="2.13.0", culprit=None, notes=())
+    held = end_text((GOOD,), torch="2.13.0", root_cause=None, notes=())
     assert held == "verdict: holds (1 of 1)"
 
 

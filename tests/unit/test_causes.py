@@ -17,7 +17,7 @@ from ptrain.verification.causes.context import (
     under_other_strides,
 )
 from ptrain.verification.causes.rerun import _other
-from ptrain.verification.preconditions import DIFFERENT, EVALUATES, UNLIKE, Seen, departing
+from ptrain.verification.preconditions import DIFFERENT, EVALUATES, UNLIKE, Seen, differing
 
 WHOLE = torch.randn(8, 6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
@@ -58,7 +58,7 @@ def _told(*ranks: Seen, slices: int = 1) -> list[tuple[int, str]]:
     """Every `slices` neighbours have slices of the same tokens."""
     count = len(ranks)
     lines = [range(rank - rank % slices, rank - rank % slices + slices) for rank in range(count)]
-    return [(its.rank, its.told) for its in departing(dict(enumerate(ranks)), lines)]
+    return [(its.rank, its.told) for its in differing(dict(enumerate(ranks)), lines)]
 
 
 def test_ranks_draw_alike_where_they_are_given_the_same_and_apart_elsewhere() -> None:

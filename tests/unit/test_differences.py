@@ -1,4 +1,4 @@
-"""What all ranks see of a step: the first departure first, and one check of each kind."""
+"""What all ranks see of a step: the first mismatch first, and one check of each kind."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from ptrain.report.finding import Certainty, Culprit, Departure, Moment, Subject, Way
+from ptrain.report.finding import Certainty, Mismatch, Moment, RootCause, Subject, Way
 from ptrain.verification.compare import AllDifferences, Differences
 from ptrain.verification.jobs.job import Ranks
 
@@ -19,7 +19,7 @@ def step(number: int = 0) -> Differences:
     return Differences(step=number, rank=0)
 
 
-def test_departures_are_in_the_order_of_time_and_of_the_model_and_the_loss_is_last() -> None:
+def test_mismatches_are_in_the_order_of_time_and_of_the_model_and_the_loss_is_last() -> None:
     differences, own = AllDifferences(ONE, ["embed", "head"]), step()
     for kind, name in (
         ((Moment.UPDATE, Subject.LOSS), "loss"), (UPDATED, "head"), (UPDATED, "embed"),
@@ -28,12 +28,12 @@ def test_departures_are_in_the_order_of_time_and_of_the_model_and_the_loss_is_la
     ):  # fmt: skip
         own.compare(*kind, name, difference=1.0, tolerance=0.1)
     assert differences.take(own, {"blocks.0": 0, "blocks.1": 1})
-    names = [departure.name for departure in differences.departures]
+    names = [mismatch.name for mismatch in differences.mismatches]
     assert names == ["blocks.1", "blocks.0", "embed", "head", "loss"]
-    assert [departure.name for departure in differences.first] == ["blocks.1", "blocks.0"]
+    assert [mismatch.name for mismatch in differences.first] == ["blocks.1", "blocks.0"]
 
 
-def test_a_check_has_the_largest_difference_and_the_place_of_the_first_departure() -> None:
+def test_a_check_has_the_largest_difference_and_the_place_of_the_first_mismatch() -> None:
     differences = AllDifferences(ONE, ["embed", "head"])
     for number, size in enumerate((0.05, 0.3)):
         own = step(number)
@@ -59,11 +59,11 @@ def test_copies_that_differ_are_no_difference_from_one_device() -> None:
     differences, own = AllDifferences(ONE), step()
     own.compare(*UPDATED, "embed", difference=0.0, tolerance=0.1)
     assert not differences.take(own)
-    copy = Departure(
+    copy = Mismatch(
         step=0, moment=UPDATED[0], subject=UPDATED[1], name="embed", rank=0, between=(0, 1)
     )
     differences.add([copy])
-    assert differences.departures == [copy] and all(check.holds for check in differences.checks())
+    assert differences.mismatches == [copy] and all(check.holds for check in differences.checks())
 
 
 def test_counters_of_the_start_and_of_later_are_one_check_which_a_loop_leaves_out() -> None:
@@ -80,21 +80,21 @@ def test_counters_of_the_start_and_of_later_are_one_check_which_a_loop_leaves_ou
     assert [check.name for check in differences.checks(since=Moment.BATCH)] == ["step counter"]
 
 
-def test_of_a_kind_the_first_departures_alone_are_told_where_a_rank_has_too_many() -> None:
+def test_of_a_kind_the_first_mismatches_alone_are_told_where_a_rank_has_too_many() -> None:
     differences, own = AllDifferences(ONE, ["a", "b", "c"], most=2), step()
     for name in ("c", "b", "a"):
         own.compare(*UPDATED, name, difference=1.0, tolerance=0.1)
     differences.take(own)
-    assert [departure.name for departure in differences.departures] == ["a", "b"]
+    assert [mismatch.name for mismatch in differences.mismatches] == ["a", "b"]
 
 
-def test_a_culprit_says_what_came_of_its_cure_or_what_was_ruled_out() -> None:
-    culprit = Culprit(
+def test_a_root_cause_says_what_came_of_its_cure_or_what_was_ruled_out() -> None:
+    root_cause = RootCause(
         state=Subject.LOSS, axis="", factor="× 2", place="", step=0, ranks=(0,), sentence="Halve."
     )
-    assert "fits: the fix was not tried" in str(culprit)
-    assert str(culprit.proven("halved it is right")).endswith("by trying: halved it is right")
-    unexplained = culprit.unexplained("a sum")
+    assert "fits: the fix was not tried" in str(root_cause)
+    assert str(root_cause.proven("halved it is right")).endswith("by trying: halved it is right")
+    unexplained = root_cause.unexplained("a sum")
     assert (unexplained.certainty, unexplained.tried) == (
         Certainty.UNEXPLAINED, "ruled out: a sum"
     )  # fmt: skip

@@ -47,7 +47,7 @@ def test_micro_batches_in_another_order_fail_the_ledger_though_every_sum_is_righ
 
     swapped.forward_backward = forward_backward  # type: ignore[method-assign]
     found = examine(swapped, Exchange(World()), 1)
-    assert found.culprit is not None
+    assert found.root_cause is not None
     assert [check.name for check in found.checks if not check.holds] == ["samples"]
 
 
@@ -82,7 +82,7 @@ def test_beside_the_mask_of_documents_activations_are_judged(factor: float) -> N
 @pytest.mark.parametrize("name", ["window_TT", "cos_TK"])
 def test_a_table_that_departs_is_seen_beside_the_mask_of_a_window_which_does_not(name) -> None:
     windowed = interpret(resolve_auto(load("zero2", (*TINY, "model.window=4"))), world=World())
-    assert examine(windowed, Exchange(World()), 1).culprit is None
+    assert examine(windowed, Exchange(World()), 1).root_cause is None
     (model,) = modules(windowed)
     model.get_buffer(name)[1, 1] += 0.01
     checks = examine(windowed, Exchange(World()), 1).checks
@@ -93,7 +93,7 @@ def test_a_mask_of_documents_departs_where_it_hides_others_and_not_where_it_hide
     None
 ):
     spec = resolve_auto(load("zero2", (*TINY, "model.document_end=32")))
-    assert examine(interpret(spec, world=World()), Exchange(World()), 1).culprit is None
+    assert examine(interpret(spec, world=World()), Exchange(World()), 1).root_cause is None
     packed = interpret(spec, world=World())
     (model,) = modules(packed)
     model.documents.edge = 101
@@ -106,7 +106,7 @@ def test_a_learning_rate_that_is_no_number_departs() -> None:
     update = odd.step
     odd.step = lambda lr: update(math.nan)  # type: ignore[method-assign]
     found = examine(odd, Exchange(World()), 1)
-    assert found.culprit is not None
+    assert found.root_cause is not None
     assert "learning rate" in [check.name for check in found.checks if not check.holds]
 
 
@@ -159,10 +159,10 @@ def test_of_many_micro_batches_the_first_are_told_apart_and_that_is_said() -> No
 
     for parameter in many.model.parameters():
         parameter.register_hook(unlike)
-    culprit = examine(many, Exchange(World()), 1).culprit
-    assert culprit is not None
-    assert culprit.certainty == "not explained"
-    assert f"only the first {MOST} of 20 micro-batches of a rank were" in culprit.tried
+    root_cause = examine(many, Exchange(World()), 1).root_cause
+    assert root_cause is not None
+    assert root_cause.certainty == "not explained"
+    assert f"only the first {MOST} of 20 micro-batches of a rank were" in root_cause.tried
 
 
 def test_what_many_micro_batches_gave_is_not_gathered(monkeypatch: pytest.MonkeyPatch) -> None:

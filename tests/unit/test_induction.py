@@ -163,4 +163,4 @@ def test_a_run_in_16_bits_is_held_against_references_that_go_on_from_its_state()
     assert all(check.holds and check.tolerance > 0.0 for check in found)
     assert len(looking._others) == MANY
     looking.compare(own.loss * 1.1, own.sums)
-    assert looking.departs(26)
+    assert looking.differs(26)

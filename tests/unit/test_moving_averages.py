@@ -89,23 +89,23 @@ def test_a_sound_average_holds(way: str) -> None:
 def test_what_a_faulty_average_was_made_of_is_named(
     fault: str, said: str, step: int, decay: float
 ) -> None:
-    culprit = ptrain.verify(job(decay=decay), job(decay=decay, fault=fault), ROWS).culprit
-    assert culprit is not None
-    assert (culprit.state, culprit.step) == ("moving average", step)
-    assert said in culprit.sentence
-    assert culprit.certainty == "proven by trying"
+    root_cause = ptrain.verify(job(decay=decay), job(decay=decay, fault=fault), ROWS).root_cause
+    assert root_cause is not None
+    assert (root_cause.state, root_cause.step) == ("moving average", step)
+    assert said in root_cause.sentence
+    assert root_cause.certainty == "proven by trying"
 
 
 def test_another_decay_is_named_with_both() -> None:
-    culprit = ptrain.verify(job(decay=0.99), job(decay=0.9), ROWS).culprit
-    assert culprit is not None
-    assert "decay 0.9)" in culprit.sentence and "decay 0.99)" in culprit.sentence
+    root_cause = ptrain.verify(job(decay=0.99), job(decay=0.9), ROWS).root_cause
+    assert root_cause is not None
+    assert "decay 0.9)" in root_cause.sentence and "decay 0.99)" in root_cause.sentence
 
 
 def test_an_average_that_begins_elsewhere_is_named() -> None:
-    culprit = ptrain.verify(job(), job(fault="zeros"), ROWS).culprit
-    assert culprit is not None
-    assert (culprit.factor, culprit.place) == ("other initial values", "0.weight")
+    root_cause = ptrain.verify(job(), job(fault="zeros"), ROWS).root_cause
+    assert root_cause is not None
+    assert (root_cause.factor, root_cause.place) == ("other initial values", "0.weight")
 
 
 def test_an_average_is_not_blamed_for_parameters_that_depart() -> None:
@@ -115,16 +115,18 @@ def test_an_average_is_not_blamed_for_parameters_that_depart() -> None:
             model=loop.model, average=loop.average, step=lambda rows: loop.step(rows * 1.1)
         )
 
-    culprit = ptrain.verify(job(), slower, ROWS).culprit
-    assert culprit is not None
-    assert culprit.state != "moving average"
+    root_cause = ptrain.verify(job(), slower, ROWS).root_cause
+    assert root_cause is not None
+    assert root_cause.state != "moving average"
 
 
 def test_an_average_that_is_right_again_after_a_step_is_named_all_the_same() -> None:
-    culprit = ptrain.verify(job(decay=0.0), job(decay=0.0, fault="not at first"), ROWS).culprit
-    assert culprit is not None
-    assert culprit.state == "moving average"
-    assert "it was not updated in an earlier step" in culprit.sentence
+    root_cause = ptrain.verify(
+        job(decay=0.0), job(decay=0.0, fault="not at first"), ROWS
+    ).root_cause
+    assert root_cause is not None
+    assert root_cause.state == "moving average"
+    assert "it was not updated in an earlier step" in root_cause.sentence
 
 
 def test_a_tolerance_of_nothing_holds_for_the_same_bits() -> None:

@@ -106,7 +106,7 @@ def test_a_branch_whose_gradient_is_zero_holds_under_momentum() -> None:
         optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
     )
     verdict = ptrain.verify(sound, sound, ROWS)
-    assert "emptied" not in str(verdict.culprit)
+    assert "emptied" not in str(verdict.root_cause)
 
 
 def test_weights_whose_updates_their_dtype_has_no_number_for_are_a_note() -> None:
@@ -115,7 +115,7 @@ def test_weights_whose_updates_their_dtype_has_no_number_for_are_a_note() -> Non
 
     sound = job(norm, optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=1e-4))
     verdict = ptrain.verify(sound, sound, ROWS)
-    assert verdict.culprit is None, verdict
+    assert verdict.root_cause is None, verdict
     assert any("stays the same to the bit" in note for note in verdict.notes)
 
 
@@ -138,8 +138,8 @@ def test_a_gradient_with_a_nan_is_not_finite_and_no_multiple() -> None:
     verdict = ptrain.verify(
         job(lambda: Ends().double()), job(lambda: Ends().double(), between=double), ROWS
     )
-    assert verdict.culprit is not None
-    assert verdict.culprit.factor == "not finite"
+    assert verdict.root_cause is not None
+    assert verdict.root_cause.factor == "not finite"
 
 
 def test_a_module_is_not_blamed_for_a_gradient_that_was_wrong_without_it() -> None:
@@ -149,8 +149,8 @@ def test_a_module_is_not_blamed_for_a_gradient_that_was_wrong_without_it() -> No
     verdict = ptrain.verify(
         job(lambda: Ends().double()), job(lambda: Ends(1e-9).double(), between=scale), ROWS
     )
-    assert verdict.culprit is not None
-    assert verdict.culprit.certainty != "proven by trying", verdict
+    assert verdict.root_cause is not None
+    assert verdict.root_cause.certainty != "proven by trying", verdict
 
 
 def test_groups_with_each_others_betas_are_said_in_words() -> None:
@@ -172,8 +172,8 @@ def test_groups_with_each_others_betas_are_said_in_words() -> None:
     verdict = ptrain.verify(
         job(build, optimizer=groups(ones, others)), job(build, optimizer=groups(others, ones)), ROWS
     )
-    assert verdict.culprit is not None
-    assert "betas" in verdict.culprit.sentence
+    assert verdict.root_cause is not None
+    assert "betas" in verdict.root_cause.sentence
 
 
 class Drawing(nn.Module):

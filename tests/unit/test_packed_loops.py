@@ -59,10 +59,10 @@ def judged(*, across: bool, stays: bool = True, end: int | None = END) -> LoopVe
 
 
 def test_labels_across_documents_are_named() -> None:
-    culprit = judged(across=True).culprit
-    assert culprit is not None
-    assert culprit.factor == "labels across documents"
-    assert "6 of 6" not in culprit.sentence and "6 of 6 tokens 0" in culprit.tried
+    root_cause = judged(across=True).root_cause
+    assert root_cause is not None
+    assert root_cause.factor == "labels across documents"
+    assert "6 of 6" not in root_cause.sentence and "6 of 6 tokens 0" in root_cause.tried
 
 
 def test_labels_that_stay_within_their_document_hold() -> None:

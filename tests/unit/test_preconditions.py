@@ -42,7 +42,7 @@ def test_a_tensor_that_only_one_of_two_runs_has_is_another() -> None:
 
 @pytest.mark.parametrize("error", [RuntimeError, TypeError])
 def test_a_step_that_breaks_off_is_a_check_that_fails(error: type[Exception]) -> None:
-    """What broke it may have departed in the step before, which is then looked at."""
+    """What broke it may have differed in the step before, which is then looked at."""
 
     def make(spec: Spec, world: World) -> Program:
         program = interpret(spec, world=world)

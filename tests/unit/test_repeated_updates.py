@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import ptrain
-from ptrain.report.finding import Certainty, Culprit
+from ptrain.report.finding import Certainty, RootCause
 from ptrain.verification.jobs.record import StepRecorder
 from ptrain.verification.jobs.shards import ParameterShard
 from ptrain.verification.updates.repeat import CannotRepeat, repeat
@@ -131,7 +131,7 @@ def nothing(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """The loop is sound."""
 
 
-def judged(own: Optimizers, other: Optimizers, late: Act = nothing) -> Culprit | None:
+def judged(own: Optimizers, other: Optimizers, late: Act = nothing) -> RootCause | None:
     """`late` is done once, before the update of the step 3."""
     net = model()
 
@@ -150,7 +150,7 @@ def judged(own: Optimizers, other: Optimizers, late: Act = nothing) -> Culprit |
         return ptrain.Job(model=net, step=step)
 
     jobs = job(copy.deepcopy(net), other, nothing), job(net, own, late)
-    return ptrain.verify(*jobs, rows(), terms=ptrain.Terms(examined=6)).culprit
+    return ptrain.verify(*jobs, rows(), terms=ptrain.Terms(examined=6)).root_cause
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:
@@ -176,10 +176,14 @@ SETTINGS = [
 def test_a_setting_is_named_after_the_update_was_repeated_with_one_devices(
     own: Optimizers, other: Optimizers, factor: str, step: int
 ) -> None:
-    culprit = judged(own, other)
-    assert culprit is not None
-    assert (culprit.factor, culprit.step, culprit.certainty) == (factor, step, Certainty.PROVEN)
-    assert culprit.tried.startswith("the update replayed with ")
+    root_cause = judged(own, other)
+    assert root_cause is not None
+    assert (root_cause.factor, root_cause.step, root_cause.certainty) == (
+        factor,
+        step,
+        Certainty.PROVEN,
+    )
+    assert root_cause.tried.startswith("the update replayed with ")
 
 
 def test_moments_and_momentum_that_are_lost_are_named() -> None:
@@ -187,9 +191,9 @@ def test_moments_and_momentum_that_are_lost_are_named() -> None:
         optimizer.state.clear()
 
     for kind in (adamw(), sgd):
-        culprit = judged(kind, kind, forget)
-        assert culprit is not None
-        assert (culprit.factor, culprit.certainty) == ("moments lost", Certainty.PROVEN)
+        root_cause = judged(kind, kind, forget)
+        assert root_cause is not None
+        assert (root_cause.factor, root_cause.certainty) == ("moments lost", Certainty.PROVEN)
 
 
 def test_moments_of_other_values_are_not_called_lost() -> None:
@@ -197,9 +201,9 @@ def test_moments_of_other_values_are_not_called_lost() -> None:
         for state in optimizer.state.values():
             state["exp_avg"].mul_(2)
 
-    culprit = judged(adamw(), adamw(), double)
-    assert culprit is not None
-    assert (culprit.factor, culprit.certainty) == ("exp_avg 1 off", Certainty.PROVEN)
+    root_cause = judged(adamw(), adamw(), double)
+    assert root_cause is not None
+    assert (root_cause.factor, root_cause.certainty) == ("exp_avg 1 off", Certainty.PROVEN)
 
 
 def test_a_buffer_that_no_trial_exchanges_is_not_explained() -> None:
@@ -211,11 +215,11 @@ def test_a_buffer_that_no_trial_exchanges_is_not_explained() -> None:
     def kind(parameters: Any) -> torch.optim.Optimizer:
         return Heavy(parameters, 1e-2)
 
-    culprit = judged(kind, kind, forget)
-    assert culprit is not None
-    assert culprit.certainty is Certainty.UNEXPLAINED
-    assert "to the bit" in culprit.tried
-    assert "Not explained".lower() in str(culprit)
+    root_cause = judged(kind, kind, forget)
+    assert root_cause is not None
+    assert root_cause.certainty is Certainty.UNEXPLAINED
+    assert "to the bit" in root_cause.tried
+    assert "Not explained".lower() in str(root_cause)
 
 
 def test_what_hooks_write_within_a_step_is_told_from_settings() -> None:
@@ -229,15 +233,18 @@ def test_what_hooks_write_within_a_step_is_told_from_settings() -> None:
         optimizer.register_step_post_hook(halve)
         return optimizer
 
-    culprit = judged(hooked, adamw())
-    assert culprit is not None
-    assert (culprit.factor, culprit.certainty) == ("written within the step", Certainty.PROVEN)
+    root_cause = judged(hooked, adamw())
+    assert root_cause is not None
+    assert (root_cause.factor, root_cause.certainty) == (
+        "written within the step",
+        Certainty.PROVEN,
+    )
 
 
 def test_a_class_that_adds_to_its_base_is_named_and_counts_one_update() -> None:
-    culprit = judged(lambda p: Decaying(p, lr=1e-2), adamw())
-    assert culprit is not None
-    assert (culprit.factor, culprit.certainty) == ("Decaying for AdamW", Certainty.PROVEN)
+    root_cause = judged(lambda p: Decaying(p, lr=1e-2), adamw())
+    assert root_cause is not None
+    assert (root_cause.factor, root_cause.certainty) == ("Decaying for AdamW", Certainty.PROVEN)
 
 
 def test_state_that_is_written_after_the_step_is_told_from_state_before_it() -> None:
@@ -256,18 +263,21 @@ def test_state_that_is_written_after_the_step_is_told_from_state_before_it() -> 
         return ptrain.Job(model=net, step=step)
 
     verdict = ptrain.verify(job(copy.deepcopy(net), False), job(net, True), rows(1))
-    assert verdict.culprit is not None
-    assert verdict.culprit.factor == "state written after the update"
-    assert verdict.culprit.certainty is Certainty.PROVEN
+    assert verdict.root_cause is not None
+    assert verdict.root_cause.factor == "state written after the update"
+    assert verdict.root_cause.certainty is Certainty.PROVEN
 
 
 def test_a_parameter_that_one_device_does_not_train_is_named() -> None:
     def first_alone(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         return adamw()(parameters[:2])
 
-    culprit = judged(adamw(), first_alone)
-    assert culprit is not None
-    assert (culprit.factor, culprit.certainty) == ("frozen parameter updated", Certainty.PROVEN)
-    culprit = judged(first_alone, adamw())
-    assert culprit is not None
-    assert (culprit.factor, culprit.certainty) == ("not updated", Certainty.PROVEN)
+    root_cause = judged(adamw(), first_alone)
+    assert root_cause is not None
+    assert (root_cause.factor, root_cause.certainty) == (
+        "frozen parameter updated",
+        Certainty.PROVEN,
+    )
+    root_cause = judged(first_alone, adamw())
+    assert root_cause is not None
+    assert (root_cause.factor, root_cause.certainty) == ("not updated", Certainty.PROVEN)

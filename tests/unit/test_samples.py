@@ -13,7 +13,7 @@ from ptrain.rooms.world import World
 from ptrain.selection.recompute import resolve_auto
 from ptrain.spec.load import load
 from ptrain.train.exchange import Exchange
-from ptrain.verification.reference import MicroBatch, ReferenceTraining, sample_departures
+from ptrain.verification.reference import MicroBatch, ReferenceTraining, sample_mismatches
 
 ROWS = torch.tensor([[1, 2, 3], [4, 5, 6], [1, 2, 3], [7, 8, 9]])  # the first and third are equal
 
@@ -33,7 +33,7 @@ class Reference(ReferenceTraining):
 
 def told(rows: Tensor) -> list[str]:
     given = LocalBatch(tokens=rows, global_tokens=8, sample_ids=(0, 1, 2, 3))
-    found = list(sample_departures(given, Reference(), 0, 0, Exchange(World())))
+    found = list(sample_mismatches(given, Reference(), 0, 0, Exchange(World())))
     assert all(each.subject is Subject.BATCH for each in found)
     return [each.told for each in found]
 

@@ -1,4 +1,4 @@
-"""What a departure is told from: where a shard lies in its tensor, where a rank is in its mesh, and
+"""What a mismatch is told from: where a shard lies in its tensor, where a rank is in its mesh, and
 what a difference looks like that comes of a dtype or of one bit."""
 
 from __future__ import annotations

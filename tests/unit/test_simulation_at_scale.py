@@ -115,7 +115,7 @@ PAPER: Mapping[str, tuple[float | None, float]] = {
 
 
 def differing(job: Job) -> list[str]:
-    """Return the figures, peaks apart, in which a simulated rank departs from the prediction."""
+    """Return the figures, peaks apart, in which a simulated rank differs from the prediction."""
     name, *overrides = job.words
     spec = require(load(name, overrides))
     exact = derive(spec, facts_of(spec)).exact

@@ -116,7 +116,7 @@ def test_dropout_that_is_off_in_some_steps_is_replayed(
     make = with_rates(rates)
     both = (make(), make()) if are_jobs else (make, make)
     verdict = ptrain.verify(*both, ROWS)
-    assert not verdict.departures, str(verdict)
+    assert not verdict.mismatches, str(verdict)
     assert "are replayed in the reference" in str(verdict)
 
 
@@ -164,11 +164,11 @@ def once_wrong(draws: bool, wrong_pass: int) -> ptrain.Job:
 
 
 def test_a_fault_that_a_repetition_has_not_is_not_put_down_to_dropout() -> None:
-    culprit = ptrain.verify(once_wrong(False, -1), once_wrong(True, 2), ROWS).culprit
-    assert culprit is not None
-    assert culprit.step == 2
-    assert "dropout" not in culprit.factor
-    assert culprit.certainty != "proven by trying"
+    root_cause = ptrain.verify(once_wrong(False, -1), once_wrong(True, 2), ROWS).root_cause
+    assert root_cause is not None
+    assert root_cause.step == 2
+    assert "dropout" not in root_cause.factor
+    assert root_cause.certainty != "proven by trying"
 
 
 def test_slopes_that_are_drawn_are_seen_and_others_put_in_their_place() -> None:

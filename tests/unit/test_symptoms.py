@@ -1,4 +1,4 @@
-"""What all ranks' samples of a gradient tell of it, and what a cure may not excuse."""
+"""What all ranks' samples of a gradient tell of it, and what a fix may not excuse."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 from ptrain.verification.jobs.evidence import Sample
 from ptrain.verification.jobs.job import Ranks
-from ptrain.verification.jobs.symptoms import Cure, Symptom, SymptomKind, symptom
+from ptrain.verification.jobs.symptoms import Fix, Symptom, SymptomKind, symptom
 
 PAIR = Ranks(rank=0, size=2, device=torch.device("cpu"), axes={"dp": ((0, 1),)})
 DRAWN = torch.randn(2, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -62,9 +62,9 @@ def test_parts_of_a_sum_over_two_axes_are_told_by_both() -> None:
 
 
 def test_a_gradient_that_is_there_and_wrong_is_not_excused_by_one_that_is_missing() -> None:
-    cure = Cure(symptom=Symptom(SymptomKind.EMPTY, ranks=(0, 1)), names={"missing", "wrong"})
+    fix = Fix(symptom=Symptom(SymptomKind.EMPTY, ranks=(0, 1)), names={"missing", "wrong"})
     missing, wrong = _sample(torch.zeros_like(DRAWN)), _sample(DRAWN)
-    for given, truth in cure.of("missing", missing, PAIR):
+    for given, truth in fix.of("missing", missing, PAIR):
         assert torch.equal(given, truth)
-    for given, truth in cure.of("wrong", wrong, PAIR):
+    for given, truth in fix.of("wrong", wrong, PAIR):
         assert not torch.equal(given, truth)

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from ptrain.models.moe import Balance, Gate, weigh
-from ptrain.report.finding import Culprit, Moment, Subject
+from ptrain.report.finding import Moment, RootCause, Subject
 from ptrain.verification.causes.context import (
     OF_VALUES,
     Explanation,
     Sides,
     context_cause,
-    departing,
+    differing,
     of_values,
 )
 from ptrain.verification.causes.experts import experts_cause
@@ -51,7 +51,7 @@ from ptrain.verification.parts import (
 _ENOUGH = 8  # tensors that tell
 
 
-def of_router_losses(scene: Investigation, names: list[str]) -> Culprit | None:
+def of_router_losses(scene: Investigation, names: list[str]) -> RootCause | None:
     """The gradients are right but for a multiple of those of the routers' losses. Collective."""
     modules = dict(scene.reference.module.named_modules())
     if not any(isinstance(its, Balance) and its.is_wanted for its in modules.values()):
@@ -103,7 +103,7 @@ def _multiples(scene: Investigation, alone: dict[str, Tensor], names: Sequence[s
     return factors
 
 
-def _of_tokens_together(scene: Investigation) -> Culprit | None:
+def _of_tokens_together(scene: Investigation) -> RootCause | None:
     """The gradients are those of losses of all tokens of a micro-batch, not of each sample's."""
     reference, evidence = scene.reference, scene.evidence
     balances = [its for its in reference.module.modules() if isinstance(its, Balance)]
@@ -114,12 +114,12 @@ def _of_tokens_together(scene: Investigation) -> Culprit | None:
     finally:
         for balance in balances:
             del balance.forward
-    cause = scene.culprit(*_TOGETHER)
+    cause = scene.root_cause(*_TOGETHER)
     return proven(scene, cause, "the router losses of all tokens together", instead(wrong))
 
 
-def balance_cause(scene: Investigation) -> Culprit | None:
-    """Explain what a router's loss is, where the departing module computes one: that of all tokens
+def balance_cause(scene: Investigation) -> RootCause | None:
+    """Explain what a router's loss is, where the differing module computes one: that of all tokens
     of a micro-batch. Collective."""
     path, number = scene.first.name, scene.first.index
     balance = scene.reference.module.get_submodule(path)
@@ -132,7 +132,7 @@ def balance_cause(scene: Investigation) -> Culprit | None:
     everyone = [its for its in scene.ranks.gather(None if own is None else fits) if its is not None]
     if not everyone or not all(everyone):
         return None
-    cause = scene.culprit(*_TOGETHER)
+    cause = scene.root_cause(*_TOGETHER)
     return cause.proven(f"{path} with all tokens together reproduces the output on the ranks")
 
 
@@ -152,17 +152,17 @@ def _together(loss: Callable[..., Tensor], *routing_BT: Tensor) -> Tensor:
     return len(routing_BT[0]) * loss(*(x_BT.flatten(0, 1)[None] for x_BT in routing_BT))
 
 
-def _counted(scene: Investigation, ratio: float, place: str) -> Culprit:
+def _counted(scene: Investigation, ratio: float, place: str) -> RootCause:
     once = "Minimize their sum over all samples, divided by the global number of samples."
     if abs(ratio) <= EXACT:
         sentence = f"The router losses are left out of the objective. {once}"
         factor = "router losses left out"
-        return scene.culprit("", factor, sentence, place=place)
+        return scene.root_cause("", factor, sentence, place=place)
     candidates = products(ratio, scene.degrees)
     axis = next((name for its in candidates for name in its.axes if name != "K"), "")
     text = factor_text(ratio, scene.degrees)
     factor, sentence = f"router losses {text}", f"The router losses are weighted {text}. {once}"
-    return scene.culprit(axis, factor, sentence, place=place)
+    return scene.root_cause(axis, factor, sentence, place=place)
 
 
 _MOST_VALUES = 4096  # of an output that ranks tell each other
@@ -172,9 +172,9 @@ RULED_OUT = (
 )
 
 
-def output_cause(scene: Investigation) -> Culprit | None:
-    """Explain the first departure, a module's output or the gradient of it. Collective."""
-    causes: tuple[Callable[[Investigation], Culprit | None], ...] = (
+def output_cause(scene: Investigation) -> RootCause | None:
+    """Explain the first mismatch, a module's output or the gradient of it. Collective."""
+    causes: tuple[Callable[[Investigation], RootCause | None], ...] = (
         balance_cause,
         _partial,
         _other_weights,
@@ -190,9 +190,9 @@ def _what(scene: Investigation) -> str:
     return f"the {what} of {scene.first.place}"
 
 
-def _partial(scene: Investigation) -> Culprit | None:
-    """Over some axis the sum of what the departing ranks have is one device's."""
-    sides, departing_ranks = departing(scene), set(scene.ranks_of(scene.first))
+def _partial(scene: Investigation) -> RootCause | None:
+    """Over some axis the sum of what the differing ranks have is one device's."""
+    sides, departing_ranks = differing(scene), set(scene.ranks_of(scene.first))
     rows = torch.full((2, _MOST_VALUES), math.nan, dtype=torch.float64)
     for row, tensor in zip(rows, (sides.own, sides.expected) if sides else (), strict=False):
         values = tensor.double().reshape(-1)[:_MOST_VALUES].nan_to_num(nan=math.inf)
@@ -204,15 +204,17 @@ def _partial(scene: Investigation) -> Culprit | None:
         if factor is not None and abs(factor - 1.0) <= EXACT:
             axes = axis.replace("+", " and ")
             what = f"Each rank of {axes} has a partial sum of {_what(scene)}. Sum it over {axes}."
-            cause = scene.culprit(axis.partition("+")[0], f"missing all-reduce over {axes}", what)
+            cause = scene.root_cause(
+                axis.partition("+")[0], f"missing all-reduce over {axes}", what
+            )
             return cause.proven(f"summed over {axes} it matches the reference")
     return None
 
 
-def _other_weights(scene: Investigation) -> Culprit | None:
+def _other_weights(scene: Investigation) -> RootCause | None:
     """The output is what the module makes with the weights of an earlier step, or rounded ones."""
     said: list[str] = []
-    sides = departing(scene)
+    sides = differing(scene)
     if scene.first.moment is Moment.FORWARD and sides is not None and _is_off(sides):
         for text, weights in _candidates(scene):
             output = output_with(scene, weights)
@@ -236,11 +238,11 @@ def _other_weights(scene: Investigation) -> Culprit | None:
         f"with these parameters, {scene.first.place} of the reference returns the values "
         "on the ranks"
     )
-    return directly(scene.culprit(None, text, sentence), tried, by_all=by_all)
+    return directly(scene.root_cause(None, text, sentence), tried, by_all=by_all)
 
 
 def _candidates(scene: Investigation) -> list[tuple[str, dict[str, torch.Tensor]]]:
-    """Return parameters of the departing module that might have been used: those of earlier steps,
+    """Return parameters of the differing module that might have been used: those of earlier steps,
     and the right ones rounded."""
     evidence, path = scene.evidence, scene.first.name
     candidates = []
@@ -264,16 +266,16 @@ def _is_off(sides: Sides) -> bool:
     return relative(sides.own, sides.expected) > EXACT * 1e-3
 
 
-def _by_values(scene: Investigation) -> Culprit | None:
+def _by_values(scene: Investigation) -> RootCause | None:
     """What it is of one device's, whatever computes it."""
-    sides, name = departing(scene), scene.first.name
+    sides, name = differing(scene), scene.first.name
     boxes = scene.boxes({} if sides is None else {name: sides.part}).get(name, {})
     is_off = sides is not None and _is_off(sides)
     said = of_values(scene, _what(scene), sides, boxes) if sides is not None and is_off else None
     if (elected := scene.elected([] if said is None else [list(said)])) is None:
         return None
     agreed, by_all = Explanation(*elected[0]), elected[1]
-    cause = scene.culprit(agreed.axis or None, agreed.factor, agreed.sentence)
+    cause = scene.root_cause(agreed.axis or None, agreed.factor, agreed.sentence)
     if agreed.tried:
         return directly(cause, agreed.tried, by_all=by_all)
     return replace(cause, tried=LIKE_ROUNDINGS if agreed.factor.startswith("rounded") else "")

@@ -23,7 +23,7 @@ from ptrain.axes.context.draw import spans_text
 from ptrain.facts.parameters import OF_TOKENS
 from ptrain.models.attention import Core
 from ptrain.models.transformer import LearnedPositions
-from ptrain.report.finding import Culprit, Moment
+from ptrain.report.finding import Moment, RootCause
 from ptrain.spec.model import ModelShape
 from ptrain.steps.step import ContextParallel
 from ptrain.verification.causes.rerun import (
@@ -81,7 +81,7 @@ OF_VALUES = (
 
 class Explanation(NamedTuple):
     """What one rank says of its part: the factor, what to do, what came of undoing it ("" where
-    that was not tried), the axis where it is one's whichever ranks depart, and of which ranks the
+    that was not tried), the axis where it is one's whichever ranks differ, and of which ranks the
     factor is."""
 
     factor: str
@@ -179,11 +179,11 @@ def _belongs(part: Tensor, wanted: tuple[Tensor, ...]) -> int | None:
 
 def agreed(
     scene: Investigation, explanations: Callable[[Own], Iterable[Explanation]], axis: str = ""
-) -> Culprit | None:
-    """Return the culprit that most ranks where the first departure is say of it, of several
-    explanations each; None where nobody says anything. `axis`: along which ranks depart, where the
+) -> RootCause | None:
+    """Return the root cause that most ranks where the first mismatch is say of it, of several
+    explanations each; None where nobody says anything. `axis`: along which ranks differ, where the
     explanation does not say it. Collective."""
-    own = Own.departing(scene)
+    own = Own.differing(scene)
     said = [] if own is None else explanations(own)
     everyone = scene.ranks.gather(list(said), list[Explanation])
     factors = Counter(factor for its in everyone for factor in {why.factor: why for why in its})
@@ -193,7 +193,7 @@ def agreed(
     named = Counter(its for said in everyone for its in said if its.factor == usual)
     explanation, _ = named.most_common(1)[0]  # ranks may see one factor in several ways
     axis = explanation.axis or axis
-    cause = scene.culprit(axis or None, usual + explanation.whose, explanation.sentence)
+    cause = scene.root_cause(axis or None, usual + explanation.whose, explanation.sentence)
     what = "returns" if scene.first.moment is Moment.FORWARD else "passes back"
     tried = (
         f"{scene.first.place} of the reference, computed this way, {what} the values on the ranks"
@@ -201,8 +201,8 @@ def agreed(
     return directly(cause, tried, by_all=scene.by_all(everyone))
 
 
-def departing(scene: Investigation) -> Sides | None:
-    """Return both sides of the first departure, a module's output or its gradient; None where this
+def differing(scene: Investigation) -> Sides | None:
+    """Return both sides of the first mismatch, a module's output or its gradient; None where this
     rank has none of it."""
     key, evidence = (scene.first.name, scene.first.index), scene.evidence
     is_forward = scene.first.moment is Moment.FORWARD
@@ -218,7 +218,7 @@ def departing(scene: Investigation) -> Sides | None:
 
 @dataclass(frozen=True, slots=True)
 class Own:
-    """What this rank has of the departing tensor, and should have: the part `box` of its tokens."""
+    """What this rank has of the differing tensor, and should have: the part `box` of its tokens."""
 
     scene: Investigation
     tensor: Tensor
@@ -226,9 +226,9 @@ class Own:
     box: TensorBox
 
     @classmethod
-    def departing(cls, scene: Investigation) -> Own | None:
+    def differing(cls, scene: Investigation) -> Own | None:
         """None where this rank has none of it, or has it right."""
-        sides = departing(scene)
+        sides = differing(scene)
         if sides is None or relative(sides.own, sides.expected) <= EXACT:
             return None
         return cls(scene, sides.own, sides.expected, sides.part)
@@ -295,7 +295,7 @@ def shares_of(
     layout: TokenLayout,
     attend: Callable[[Tensor, Core, Heads, Tensor | None], Tensor],
 ) -> list[Tensor]:
-    """Return what the tokens of each rank, `attend`'s first argument, have a share of the departing
+    """Return what the tokens of each rank, `attend`'s first argument, have a share of the differing
     gradient; nothing where no attention stands beside it."""
     path, shares = core_of(scene), []
     for owner in range(layout.degree) if path and path != scene.first.name else ():
@@ -559,8 +559,8 @@ def _ranks_of(
     return ranks_text(scene, ranks)
 
 
-def context_cause(scene: Investigation) -> Culprit | None:
-    """Explain a module's output, or the gradient of it, that departs where cp cuts the tokens: by
+def context_cause(scene: Investigation) -> RootCause | None:
+    """Explain a module's output, or the gradient of it, that differs where cp cuts the tokens: by
     what most ranks say, each of which may have several explanations. Collective."""
     step = context_of(scene.spec)
     if step is None:

@@ -30,7 +30,7 @@ from ptrain.axes.expert.form import factor_of
 from ptrain.facts.parameters import expert_modules
 from ptrain.facts.stages import is_within
 from ptrain.models.moe import MoE
-from ptrain.report.finding import Culprit, Moment
+from ptrain.report.finding import Moment, RootCause
 from ptrain.spec.placement import REDUCED_AXES, Axis
 from ptrain.spec.spec import Spec, ranks_over
 from ptrain.verification.causes.context import Explanation, Own, agreed
@@ -43,7 +43,7 @@ from ptrain.verification.causes.rerun import (
     own_part_of,
     proven,
 )
-from ptrain.verification.jobs.culprits import families
+from ptrain.verification.jobs.root_causes import families
 from ptrain.verification.parts import (
     DegreeProduct,
     TensorBox,
@@ -66,8 +66,8 @@ def is_of_experts(spec: Spec, name: str) -> bool:
     return is_within(name, expert_modules(spec))
 
 
-def of_experts(scene: Investigation, names: list[str]) -> Culprit | None:
-    """Gradients of experts alone depart: they count otherwise than all others, or are reduced over
+def of_experts(scene: Investigation, names: list[str]) -> RootCause | None:
+    """Gradients of experts alone differ: they count otherwise than all others, or are reduced over
     ranks that have other experts, or other features of them. Collective."""
     axis = expert_axis(scene.spec)
     if axis is None or not all(is_of_experts(scene.spec, name) for name in names):
@@ -75,7 +75,7 @@ def of_experts(scene: Investigation, names: list[str]) -> Culprit | None:
     return _counted(scene, axis, names) or _of_different_ones(scene, axis, names)
 
 
-def _counted(scene: Investigation, axis: Axis, names: list[str]) -> Culprit | None:
+def _counted(scene: Investigation, axis: Axis, names: list[str]) -> RootCause | None:
     pairs = [pair for name in names if (pair := own_part_of(scene, name)) is not None]
     own = 0.0
     if pairs:
@@ -99,7 +99,7 @@ def _counted(scene: Investigation, axis: Axis, names: list[str]) -> Culprit | No
         f"{' × '.join(of_experts)}. Reduce it over {_others(scene, axis)}, and divide it by "
         "the global number of tokens, like all other gradients."
     )
-    cause, all_names = scene.culprit(axes, text, sentence), set(names)
+    cause, all_names = scene.root_cause(axes, text, sentence), set(names)
     truths = scene.evidence.expected.gradients.items()
     factors = {n: g * ratio for n, g in truths if n in all_names}
     return proven(scene, cause, f"the experts' gradients {text}", instead(factors))
@@ -119,7 +119,7 @@ def _others(scene: Investigation, axis: Axis) -> str:
     return f"{' and '.join(map(str, axes))} only" if axes else "no axis"
 
 
-def _of_different_ones(scene: Investigation, axis: Axis, names: list[str]) -> Culprit | None:
+def _of_different_ones(scene: Investigation, axis: Axis, names: list[str]) -> RootCause | None:
     """Return whose parts were added to each other. Collective."""
     of_experts = scene.spec.expert_axes
     for along in (axis, Axis.TP):
@@ -132,7 +132,7 @@ def _of_different_ones(scene: Investigation, axis: Axis, names: list[str]) -> Cu
                 f"hold different {which}. Reduce them over {_others(scene, axis)}."
             )
             hypothesis = _summed(scene, names, (outer, degree), factor, dims)
-            cause = scene.culprit(along, f"{what} over {along}", sentence)
+            cause = scene.root_cause(along, f"{what} over {along}", sentence)
             if (
                 one := proven(scene, cause, f"its shards {what} over {along}", hypothesis)
             ) is not None:
@@ -182,7 +182,7 @@ def copies(scene: Investigation, whole: Tensor) -> Iterator[tuple[int, Tensor]]:
 
 @dataclass(frozen=True)
 class RoutedLayer:
-    """A layer of one device in the departing micro-batch: what it was given, the router's weights
+    """A layer of one device in the differing micro-batch: what it was given, the router's weights
     and choices, and what the experts made of their rows."""
 
     layer: MoE
@@ -480,8 +480,8 @@ def _weights_of_others(
         yield explanation, weights_NK, routed.rows_NKC
 
 
-def experts_cause(scene: Investigation) -> Culprit | None:
-    """Explain what a layer of experts gives, by what most ranks say that depart. Collective."""
+def experts_cause(scene: Investigation) -> RootCause | None:
+    """Explain what a layer of experts gives, by what most ranks say that differ. Collective."""
     if scene.first.moment is not Moment.FORWARD:
         return None
     return agreed(scene, lambda own: islice(_explanations(scene, own), 1))

@@ -19,7 +19,7 @@ from torch import Tensor
 from ptrain.axes.context.attention import Span, all_spans, context_of
 from ptrain.models.objective import IGNORED, SampleBatch, StepBatch, TokenPair
 from ptrain.report.copies import listed
-from ptrain.report.finding import Certainty, Culprit, Moment, Subject
+from ptrain.report.finding import Certainty, Moment, RootCause, Subject
 from ptrain.spec.placement import REDUCED_AXES, SAMPLE_AXES, Axis
 from ptrain.spec.spec import Spec
 from ptrain.verification.causes.activations import of_router_losses
@@ -36,7 +36,6 @@ from ptrain.verification.causes.rerun import (
     own_part_of,
     proven,
 )
-from ptrain.verification.jobs.culprits import families
 from ptrain.verification.jobs.diagnosis import by_given, explain_gradients, with_trial
 from ptrain.verification.jobs.evidence import (
     MOST,
@@ -46,6 +45,7 @@ from ptrain.verification.jobs.evidence import (
     sampled,
 )
 from ptrain.verification.jobs.job import TOLERANCES
+from ptrain.verification.jobs.root_causes import families
 from ptrain.verification.jobs.shards import ParameterShard
 from ptrain.verification.jobs.symptoms import SymptomKind
 from ptrain.verification.parts import (
@@ -218,7 +218,7 @@ def _known(scene: Investigation) -> KnownFactors:
     )  # fmt: skip
 
 
-def of_samples(scene: Investigation, names: list[str]) -> Culprit | None:
+def of_samples(scene: Investigation, names: list[str]) -> RootCause | None:
     """The gradient is a combination of the samples' gradients other than their sum."""
     evidence = scene.evidence
     samples = scene.spec.batch.global_samples
@@ -259,7 +259,7 @@ def _weighed(
 
 def _uneven(
     scene: Investigation, sources: list[Source], by_rank: dict[int, list[float]]
-) -> Culprit | None:
+) -> RootCause | None:
     """Explain what coefficients other than all the same mean."""
     usual = _usual([coefficient for its in by_rank.values() for coefficient in its])
     odd = {
@@ -279,7 +279,7 @@ def _uneven(
             sentence = (
                 f"Each {what} divides by its local number of tokens. Divide by the global number."
             )
-            return scene.culprit(axis, f"normalised per {what}", sentence)
+            return scene.root_cause(axis, f"normalised per {what}", sentence)
     return _odd_samples(scene, odd)
 
 
@@ -294,19 +294,19 @@ def _dividing(scene: Investigation) -> dict[str, tuple[str, Callable[[Source], o
     }
 
 
-def _odd_samples(scene: Investigation, odd: dict[int, float]) -> Culprit:
+def _odd_samples(scene: Investigation, odd: dict[int, float]) -> RootCause:
     kinds = (0.0, "missing", "is in no gradient"), (2.0, "duplicate", "counts twice")
     for share, factor, words in kinds:
         if which := [sample for sample, its in odd.items() if abs(its - share) < 1e-3]:
             listed = ", ".join(map(str, which))
-            return scene.culprit("", f"{factor} sample", f"Sample {listed} {words}. {SUM_ONCE}")
+            return scene.root_cause("", f"{factor} sample", f"Sample {listed} {words}. {SUM_ONCE}")
     sample, share = next(iter(odd.items()))
-    return scene.culprit(
+    return scene.root_cause(
         "", f"sample × {share:.4g}", f"Sample {sample} counts {share:.4g} times. {SUM_ONCE}"
     )
 
 
-def of_other_ranks(scene: Investigation, names: list[str]) -> Culprit | None:
+def of_other_ranks(scene: Investigation, names: list[str]) -> RootCause | None:
     """The contributions of other ranks than those of the data axes were summed, or the shard is
     another rank's."""
     name = chosen(scene, names, least=2 * scene.spec.world_size)
@@ -369,7 +369,7 @@ _OPERATORS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 }
 
 
-def of_another_operator(scene: Investigation, names: list[str]) -> Culprit | None:
+def of_another_operator(scene: Investigation, names: list[str]) -> RootCause | None:
     """The ranks' gradients were reduced, but not summed; or cut and put together without a
     reduction, so that every element is what one rank contributes."""
     shares = _shares(scene, names)
@@ -382,7 +382,7 @@ def of_another_operator(scene: Investigation, names: list[str]) -> Culprit | Non
                 sentence = (
                     "without a reduction, so each element is from one rank. Reduce-scatter them."
                 )
-            cause = scene.culprit(
+            cause = scene.root_cause(
                 str(axis), factor, f"The gradients are combined over {axis} {sentence}"
             )
             reduced = proven(scene, cause, words, _reduced(scene, axis, shares, reduce))
@@ -414,7 +414,7 @@ def _reduced(
     return hypothesis
 
 
-def _summed_over(scene: Investigation, everyone: list[list[int]]) -> Culprit | None:
+def _summed_over(scene: Investigation, everyone: list[list[int]]) -> RootCause | None:
     data = tuple(axis for axis in scene.axes if axis in REDUCED_AXES)
     others = [axis for axis in scene.axes if axis not in REDUCED_AXES]
     for rank, said in enumerate(everyone):
@@ -424,10 +424,10 @@ def _summed_over(scene: Investigation, everyone: list[list[int]]) -> Culprit | N
             if set(said) == set(scene.line(rank, axis)):
                 right = " and ".join(map(str, data)) or "no axis"
                 sentence = f"The gradients are summed over {axis}. Sum them over {right} instead."
-                return scene.culprit(str(axis), f"summed over {axis} for {right}", sentence)
+                return scene.root_cause(str(axis), f"summed over {axis} for {right}", sentence)
         names = ", ".join(map(str, said))
         sentence = f"Rank {rank} has the contributions of ranks {names}. Check its process groups."
-        return scene.culprit(scene.axis_of([rank]), f"contributions of ranks {names}", sentence)
+        return scene.root_cause(scene.axis_of([rank]), f"contributions of ranks {names}", sentence)
     return None
 
 
@@ -448,17 +448,17 @@ RULED_OUT = (
 _ENOUGH = 8  # tensors that tell of roundings
 
 
-def gradient_cause(scene: Investigation) -> Culprit | None:
-    """Return the first culprit that explains them; None where none does. Collective."""
-    departing = (departure.name for departure in scene.at(Moment.GRADIENTS, Subject.GRADIENTS))
+def gradient_cause(scene: Investigation) -> RootCause | None:
+    """Return the first root cause that explains them; None where none does. Collective."""
+    differing = (mismatch.name for mismatch in scene.at(Moment.GRADIENTS, Subject.GRADIENTS))
     trained = scene.evidence.expected.gradients
-    names = [name for name in dict.fromkeys(departing) if name in trained]
+    names = [name for name in dict.fromkeys(differing) if name in trained]
     lost = _lost(scene)
     names += [name for name in lost if name not in names]
     return next(_causes(scene, names, lost), None) if names else None
 
 
-def given_samples(scene: Investigation, cause: Culprit) -> Culprit:
+def given_samples(scene: Investigation, cause: RootCause) -> RootCause:
     """Return the cause of a batch that is not one device's, proven where one device makes the
     program's gradients of the samples that its ranks were given. Collective."""
     tried = "the inputs of each rank's model were compared with the batch, row by row"
@@ -470,8 +470,8 @@ def given_samples(scene: Investigation, cause: Culprit) -> Culprit:
     return trial if trial.certainty is Certainty.PROVEN else replace(cause, tried=tried)
 
 
-def _causes(scene: Investigation, names: list[str], lost: Sequence[str]) -> Iterator[Culprit]:
-    before: tuple[Callable[[Investigation, list[str]], Culprit | None], ...] = (
+def _causes(scene: Investigation, names: list[str], lost: Sequence[str]) -> Iterator[RootCause]:
+    before: tuple[Callable[[Investigation, list[str]], RootCause | None], ...] = (
         _one_element,
         of_experts,
     )
@@ -479,14 +479,14 @@ def _causes(scene: Investigation, names: list[str], lost: Sequence[str]) -> Iter
     yield from filter(None, (cause(scene, names) for cause in before))
     # a sample, or a rank of cp, says more of uneven weights than a micro-batch
     evidence, limit = as_job(scene), TOLERANCES[torch.float64]
-    departures = [
+    mismatches = [
         *scene.at(Moment.GRADIENTS, Subject.GRADIENTS),
         *(replace(scene.first, subject=Subject.GRADIENTS, name=name) for name in lost),
     ]
     for without in ((SymptomKind.UNEVEN,), ()):
-        culprit = explain_gradients(departures, evidence, scene.ranks, limit, without)
-        if culprit.certainty is Certainty.PROVEN:
-            yield replace(culprit, state=scene.one.subject)  # a program shows its loss
+        root_cause = explain_gradients(mismatches, evidence, scene.ranks, limit, without)
+        if root_cause.certainty is Certainty.PROVEN:
+            yield replace(root_cause, state=scene.one.subject)  # a program shows its loss
         if without:
             yield from filter(None, (cause(scene, names) for cause in behind))
     yield from filter(None, [_without_gradient(scene, lost), _rounded(scene, names)])
@@ -501,8 +501,8 @@ def _lost(scene: Investigation) -> list[str]:
     return [name for name, whole in expected if name not in reached and bool(whole.any())]
 
 
-def _without_gradient(scene: Investigation, gone: Sequence[str]) -> Culprit | None:
-    """No rank has a gradient of some parameters, and others depart, which may follow from it."""
+def _without_gradient(scene: Investigation, gone: Sequence[str]) -> RootCause | None:
+    """No rank has a gradient of some parameters, and others differ, which may follow from it."""
     if not gone:
         return None
     sentence = (
@@ -511,10 +511,10 @@ def _without_gradient(scene: Investigation, gone: Sequence[str]) -> Culprit | No
         "reduction."
     )
     tried = "whether all other differences follow from it was not tested"
-    return scene.culprit("", "no gradient", sentence, place=families(gone), tried=tried)
+    return scene.root_cause("", "no gradient", sentence, place=families(gone), tried=tried)
 
 
-def _one_element(scene: Investigation, names: list[str]) -> Culprit | None:
+def _one_element(scene: Investigation, names: list[str]) -> RootCause | None:
     """One element of one tensor is off, and nothing else."""
     if len(names) > 1:
         return None
@@ -536,10 +536,10 @@ def _one_element(scene: Investigation, names: list[str]) -> Culprit | None:
     )
     tried = "with the reference value of this element, all gradients match the reference"
     by_all = all(everyone[rank] == factors[0] for rank in ranks)
-    return directly(scene.culprit(None, factors[0], sentence), tried, by_all=by_all)
+    return directly(scene.root_cause(None, factors[0], sentence), tried, by_all=by_all)
 
 
-def _rounded(scene: Investigation, names: list[str]) -> Culprit | None:
+def _rounded(scene: Investigation, names: list[str]) -> RootCause | None:
     """It differs by the rounding of a coarser dtype, in size and evenness alone."""
     pairs = [pair for name in names[:_ENOUGH] if (pair := own_part_of(scene, name)) is not None]
     dtypes = [dtype for own, right, _ in pairs if (dtype := rounded_to(own, right))]
@@ -548,4 +548,4 @@ def _rounded(scene: Investigation, names: list[str]) -> Culprit | None:
     dtype, _ = elected
     sentence = f"The gradients have the rounding of {dtype}. Compute and reduce them in one dtype."
     axis = scene.axis_of(scene.ranks_of(scene.first))
-    return scene.culprit(axis, f"rounded to {dtype}", sentence, tried=LIKE_ROUNDINGS)
+    return scene.root_cause(axis, f"rounded to {dtype}", sentence, tried=LIKE_ROUNDINGS)

@@ -22,13 +22,13 @@ from ptrain.axes.context.attention import Span
 from ptrain.interpreter.program import Program
 from ptrain.models.attention import Core
 from ptrain.models.objective import IGNORED, SampleBatch, TokenPair
-from ptrain.report.finding import Culprit, Departure, Moment, Subject
+from ptrain.report.finding import Mismatch, Moment, RootCause, Subject
 from ptrain.spec.placement import TOKEN_AXES, Axis
 from ptrain.verification.capture import Outputs, as_held, clipped_by, watched
 from ptrain.verification.evidence import Evidence
-from ptrain.verification.jobs.culprits import culprit
 from ptrain.verification.jobs.job import Ranks
 from ptrain.verification.jobs.metamorphic import targets_of
+from ptrain.verification.jobs.root_causes import root_cause
 from ptrain.verification.jobs.shards import ParameterShard, numbered
 from ptrain.verification.parts import Magnitude, TensorBox, difference, held, part_of, relative
 from ptrain.verification.places import TokensOfRank, coordinates, data_place, line
@@ -43,13 +43,13 @@ class Investigation:
 
     def __init__(
         self,
-        departures: Sequence[Departure],
+        mismatches: Sequence[Mismatch],
         evidence: Evidence | None,
         sides: tuple[Program, ReferenceTraining],
         ranks: Ranks,
     ) -> None:
-        self.found = departures
-        self.first = self.one = departures[0]
+        self.found = mismatches
+        self.first = self.one = mismatches[0]
         self.program, self.reference = sides
         self.spec = self.reference.spec
         self.ranks, self.rank = ranks, ranks.rank
@@ -69,7 +69,7 @@ class Investigation:
     def has_evidence(self) -> bool:
         return self._evidence is not None
 
-    def culprit(
+    def root_cause(
         self,
         axis: str | None,
         factor: str,
@@ -77,42 +77,42 @@ class Investigation:
         *,
         place: str = "",
         tried: str = "",
-    ) -> Culprit:
-        """Return the culprit of what is explained; `place` where it is not where that is. Without
-        an `axis` it is the one that parts the ranks where it departs from the others."""
+    ) -> RootCause:
+        """Return the root cause of what is explained; `place` where it is not where that is.
+        Without an `axis` it is the one that parts the ranks where it differs from the others."""
         one, ranks = self.one, self.blamed(self.one)
         axis = self.axis_of(ranks) if axis is None else axis
-        return culprit(
+        return root_cause(
             [one], self.ranks, state=one.subject, axis=axis, factor=factor, sentence=sentence,
             names=[place or one.place], who=ranks, tried=tried,
         )  # fmt: skip
 
-    def about(self, one: Departure) -> Investigation:
-        """Return the same, to explain this departure, which tells more of the first."""
+    def about(self, one: Mismatch) -> Investigation:
+        """Return the same, to explain this mismatch, which tells more of the first."""
         other = copy(self)
         other.one = one
         return other
 
-    def blamed(self, one: Departure) -> tuple[int, ...]:
-        """Return the ranks where the same thing departs; of gradients anything, for a rank may have
+    def blamed(self, one: Mismatch) -> tuple[int, ...]:
+        """Return the ranks where the same thing differs; of gradients anything, for a rank may have
         nothing of the first tensor that is not zero."""
         if one.subject is not Subject.GRADIENTS:
             return self.ranks_of(one)
-        return tuple(sorted({departure.rank for departure in self.at(one.moment, one.subject)}))
+        return tuple(sorted({mismatch.rank for mismatch in self.at(one.moment, one.subject)}))
 
-    def ranks_of(self, one: Departure) -> tuple[int, ...]:
-        """Return the ranks where the same thing departs at the same moment."""
+    def ranks_of(self, one: Mismatch) -> tuple[int, ...]:
+        """Return the ranks where the same thing differs at the same moment."""
         alike = (one.step, one.moment, one.subject, one.name)
-        departing = (its for its in self.found if (*its.when, its.subject, its.name) == alike)
-        return tuple(sorted({departure.rank for departure in departing}))
+        differing = (its for its in self.found if (*its.when, its.subject, its.name) == alike)
+        return tuple(sorted({mismatch.rank for mismatch in differing}))
 
-    def by_all(self, everyone: Sequence[object], one: Departure | None = None) -> bool:
-        """Return whether each rank where this departs (without one the first) says something."""
+    def by_all(self, everyone: Sequence[object], one: Mismatch | None = None) -> bool:
+        """Return whether each rank where this differs (without one the first) says something."""
         return all(bool(everyone[rank]) for rank in self.ranks_of(one or self.first))
 
     def elected(self, votes: Sequence[Any]) -> tuple[Any, bool] | None:
         """Return what most of all ranks' votes are for, and whether each rank where the first
-        departure is has one; None where nobody has. Collective."""
+        mismatch is has one; None where nobody has. Collective."""
         everyone = self.ranks.gather(list(votes))
         known = {str(vote): vote for its in everyone for vote in its}
         counts = Counter(str(vote) for its in everyone for vote in its)
@@ -126,14 +126,14 @@ class Investigation:
                 boxes.setdefault(name, {})[rank] = box
         return boxes
 
-    def at(self, moment: Moment, subject: Subject | None = None) -> list[Departure]:
-        """Return the departures of the first departure's step."""
+    def at(self, moment: Moment, subject: Subject | None = None) -> list[Mismatch]:
+        """Return the mismatches of the first mismatch's step."""
         return [
-            departure
-            for departure in self.found
-            if departure.step == self.first.step
-            and departure.moment is moment
-            and subject in (None, departure.subject)
+            mismatch
+            for mismatch in self.found
+            if mismatch.step == self.first.step
+            and mismatch.moment is moment
+            and subject in (None, mismatch.subject)
         ]
 
     @property
@@ -199,7 +199,7 @@ class Investigation:
 
 SUM_ONCE = "Sum each sample's gradient once, and divide by the global number of tokens."
 LIKE_ROUNDINGS = "the difference is as large and as even as such roundings"
-_SHARE = 0.1  # of what departs, that a cause may leave
+_SHARE = 0.1  # of what differs, that a cause may leave
 # A parameter's name, one device's gradient of it, and which part of that this rank has, to this
 # part as the cause makes it.
 Hypothesis: TypeAlias = "Callable[[str, Tensor, TensorBox], Tensor]"
@@ -220,7 +220,7 @@ def own_part_of(scene: Investigation, name: str) -> tuple[Tensor, Tensor, Tensor
 
 def chosen(scene: Investigation, names: Iterable[str], least: int) -> str:
     """The smallest parameter of which every rank has at least so many elements, else the largest;
-    chosen by the first departure's kind of tensor, so that it is one that departs."""
+    chosen by the first mismatch's kind of tensor, so that it is one that differs."""
     known = [name for name in names if name in scene.evidence.expected.gradients]
     sizes = {name: scene.evidence.expected.gradients[name].numel() for name in known}
     enough = [name for name in known if sizes[name] >= least * scene.spec.world_size]
@@ -230,22 +230,22 @@ def chosen(scene: Investigation, names: Iterable[str], least: int) -> str:
 
 
 def proven(
-    scene: Investigation, cause: Culprit, words: str, hypothesis: Hypothesis
-) -> Culprit | None:
+    scene: Investigation, cause: RootCause, words: str, hypothesis: Hypothesis
+) -> RootCause | None:
     """Return the cause, proven, where it makes of one device's gradients those that the program's
     optimizers took, all of them, on all ranks; None where it does not. Collective."""
     truths = scene.evidence.expected.gradients
     scale = Magnitude.of(truths)
-    left, departure = 0.0, 0.0
+    left, mismatch = 0.0, 0.0
     for name, whole in truths.items():
         if (pair := own_part_of(scene, name)) is None:
             continue
         own, expected, part = pair
         length = scale.length(whole, expected)
         left = max(left, difference(own, hypothesis(name, whole, part), length))
-        departure = max(departure, difference(own, expected, length))
-    lefts, departures = zip(*scene.ranks.gather([left, departure]), strict=True)
-    if max(lefts) > min(EXACT, _SHARE * max(departures)):
+        mismatch = max(mismatch, difference(own, expected, length))
+    lefts, mismatches = zip(*scene.ranks.gather([left, mismatch]), strict=True)
+    if max(lefts) > min(EXACT, _SHARE * max(mismatches)):
         return None
     count = len(truths)
     whose = f"all {count} gradients" if count > 1 else "the gradient"
@@ -265,8 +265,8 @@ def instead(rows: Mapping[str, Tensor]) -> Hypothesis:
     return hypothesis
 
 
-def directly(cause: Culprit, words: str, *, by_all: bool) -> Culprit:
-    """Return the cause, proven where all ranks that depart say the same of it."""
+def directly(cause: RootCause, words: str, *, by_all: bool) -> RootCause:
+    """Return the cause, proven where all ranks that differ say the same of it."""
     return cause.proven(words) if by_all else replace(cause, tried=f"on some ranks only: {words}")
 
 
@@ -274,7 +274,7 @@ Heads = tuple[Tensor, Tensor, Tensor]  # queries, keys, values: [samples, heads,
 
 
 def output_with(scene: Investigation, tensors: Mapping[str, Tensor]) -> Tensor | None:
-    """Return the whole output of the departing module, with these in the place of the model's
+    """Return the whole output of the differing module, with these in the place of the model's
     parameters and buffers."""
     path, k = scene.first.name, scene.first.index
     outputs, module = Outputs(), scene.reference.module
@@ -288,7 +288,7 @@ def output_with(scene: Investigation, tensors: Mapping[str, Tensor]) -> Tensor |
 def gradient_with(
     scene: Investigation, path: str, attend: Callable[[Core, Heads, Tensor | None], Tensor]
 ) -> Tensor | None:
-    """Return the whole gradient of the departing module's output, with another computation in the
+    """Return the whole gradient of the differing module's output, with another computation in the
     core `path`."""
     first, module, outputs = scene.first, scene.reference.module, Outputs()
     objective, scale = scene.reference.objective, scene.reference.updater.scale
@@ -317,7 +317,7 @@ def inputs_of(scene: Investigation, path: str) -> tuple[Heads, Tensor | None]:
 def call_of(
     scene: Investigation, path: str, at: tuple[int, int] | None = None
 ) -> tuple[tuple[Any, ...], Any]:
-    """Return what a module of one device is given in the departing micro-batch, at its first call,
+    """Return what a module of one device is given in the differing micro-batch, at its first call,
     and what it returns; or in that of another share of the batch and another number, `at`."""
     module, calls = scene.reference.module, []
 
@@ -329,7 +329,7 @@ def call_of(
 
 
 def _run(scene: Investigation, watch: RemovableHandle, at: tuple[int, int] | None = None) -> None:
-    """Run the departing micro-batch, or that `at` another place, forward on one device, under a
+    """Run the differing micro-batch, or that `at` another place, forward on one device, under a
     hook that is removed then."""
     try:
         with torch.no_grad():
@@ -340,7 +340,7 @@ def _run(scene: Investigation, watch: RemovableHandle, at: tuple[int, int] | Non
 
 
 def core_of(scene: Investigation) -> str:
-    """Return the path of the core that the departing module is, or that stands beside it; "" where
+    """Return the path of the core that the differing module is, or that stands beside it; "" where
     there is none."""
     module, path = scene.reference.module, scene.first.name
     if isinstance(module.get_submodule(path), Core):
@@ -355,7 +355,7 @@ def core_of(scene: Investigation) -> str:
 
 
 def _departing(scene: Investigation, at: tuple[int, int] | None = None) -> Iterator[MicroBatch]:
-    """Yield the one in which this rank departs, or the one `at` a share of the batch and number."""
+    """Yield the one in which this rank differs, or the one `at` a share of the batch and number."""
     place, number = at or (None, scene.first.index)
     yield from (its for its in scene.own_micro_batches(place) if its.k == number)
 
@@ -367,7 +367,7 @@ def _mask(args: tuple[Any, ...]) -> Tensor | None:
 _MOST = 0.99  # of the tokens that agree, where the ends of rows may not
 
 
-def targets_cause(scene: Investigation) -> Culprit | None:
+def targets_cause(scene: Investigation) -> RootCause | None:
     """The logits are right and the loss is not: it has other targets. Collective."""
     answers = scene.ranks.gather(next(_said(scene), ["", True]))
     everyone = [targets for targets, _ in answers]
@@ -378,7 +378,7 @@ def targets_cause(scene: Investigation) -> Culprit | None:
     ranks = [rank for rank, answer in enumerate(everyone) if answer == targets]
     sentence = f"The logits are right, but the loss compares them with {targets}. Check the loader."
     lacking = [rank for rank, answer in enumerate(everyone) if answer not in ("", targets)]
-    cause = scene.culprit(scene.axis_of(ranks), targets, sentence, place="loss")
+    cause = scene.root_cause(scene.axis_of(ranks), targets, sentence, place="loss")
     if not all(is_made for _, is_made in answers):
         tried = "the gradient of the logits shows that nearly all positions have these targets"
         return replace(cause, tried=tried)

@@ -20,7 +20,7 @@ from ptrain.axes.data.run.target import NamedTarget
 from ptrain.cost import State
 from ptrain.facts.parameters import OF_TOKENS
 from ptrain.interpreter.program import Program
-from ptrain.report.finding import Culprit, Departure, Moment, Subject
+from ptrain.report.finding import Mismatch, Moment, RootCause, Subject
 from ptrain.spec.placement import CUT, Axis, Distribution
 from ptrain.spec.spec import Spec, position, ranks_over
 from ptrain.verification.causes.context import (
@@ -53,7 +53,7 @@ from ptrain.verification.updates.explain import UpdateExplainer
 from ptrain.verification.updates.repeat import Ingredients, UpdateOutcome, UpdateRecord, is_row
 
 
-def norm_cause(scene: Investigation) -> Culprit:
+def norm_cause(scene: Investigation) -> RootCause:
     """Say whether the norm is that of this rank's shards alone, or of gradients with the loss's
     scale, or counts something several times. Collective."""
     evidence = scene.evidence
@@ -64,7 +64,7 @@ def norm_cause(scene: Investigation) -> Culprit:
         sentence = (
             f"Clipping uses the norm of each rank's local shards. Sum the squared norm over {text}."
         )
-        cause = scene.culprit(axes[0], f"missing all-reduce over {text}", sentence)
+        cause = scene.root_cause(axes[0], f"missing all-reduce over {text}", sentence)
         tried = (
             f"the squared norms of the local shards, summed over {text}, give the reference norm"
         )
@@ -76,7 +76,9 @@ def norm_cause(scene: Investigation) -> Culprit:
             "The gradients are clipped while they have the loss scale. Divide by the "
             "loss scale first."
         )
-        cause = scene.culprit("", f"× {evidence.scale:g}: the loss scale is not undone", sentence)
+        cause = scene.root_cause(
+            "", f"× {evidence.scale:g}: the loss scale is not undone", sentence
+        )
         return cause.proven("divided by the loss scale it matches the reference")
     if (of_some := _of_some(scene, norm)) is not None:
         return of_some
@@ -84,7 +86,7 @@ def norm_cause(scene: Investigation) -> Culprit:
     along = next((name for candidate in candidates for name in candidate.axes if name != "K"), "")
     text = factor_text(ratio, scene.degrees)
     sentence = f"The gradient norm is {text}: {scene.first.told}. Count every element once."
-    cause = scene.culprit(along or None, text, sentence)
+    cause = scene.root_cause(along or None, text, sentence)
     if candidates:
         return cause.proven(f"divided by {ratio:.4g} it matches the reference")
     return cause.unexplained(
@@ -136,7 +138,7 @@ def _cuts(spec: Spec, axis: Axis) -> bool:
     )
 
 
-def _of_some(scene: Investigation, norm: float) -> Culprit | None:
+def _of_some(scene: Investigation, norm: float) -> RootCause | None:
     """The squares of experts alone, or of all but experts, count several times or not at all."""
     axis = expert_axis(scene.spec)
     if axis is None:
@@ -144,7 +146,7 @@ def _of_some(scene: Investigation, norm: float) -> Culprit | None:
     squares = {True: 0.0, False: 0.0}
     for name, whole in scene.evidence.expected.gradients.items():
         squares[is_of_experts(scene.spec, name)] += float(whole.double().square().sum())
-    for is_of_these, what, cure in (
+    for is_of_these, what, fix in (
         (True, "experts", f"Each expert is on one rank of {axis}. Count it there, and sum once."),
         (False, "all but experts", f"Every rank of {axis} has them. Count those of one rank."),
     ):
@@ -153,14 +155,14 @@ def _of_some(scene: Investigation, norm: float) -> Culprit | None:
             continue
         times = (norm**2 - others) / own
         if abs(times) <= EXACT:
-            sentence = f"The gradient norm omits the squares of {what}. {cure}"
+            sentence = f"The gradient norm omits the squares of {what}. {fix}"
             tried = f"with the squares of {what} it matches the reference"
-            return scene.culprit(axis, f"{what} left out", sentence).proven(tried)
+            return scene.root_cause(axis, f"{what} left out", sentence).proven(tried)
         if fits := products(times, scene.degrees, EXACT):
             text, axes = several(fits, axis)
-            sentence = f"The gradient norm counts the squares of {what} {text} ({axes}). {cure}"
+            sentence = f"The gradient norm counts the squares of {what} {text} ({axes}). {fix}"
             tried = f"with the squares of {what} counted once it matches the reference"
-            return scene.culprit(axes, f"{what} {text}", sentence).proven(tried)
+            return scene.root_cause(axes, f"{what} {text}", sentence).proven(tried)
     return None
 
 
@@ -170,7 +172,7 @@ _LEAST = 1e-6  # of all squares: of less, fp64 does not tell how often they coun
 _UPDATED = (Subject.PARAMETERS, Subject.OPTIMIZER, Subject.COUNTER)
 
 
-def proven_update(scene: Investigation) -> Culprit | None:
+def proven_update(scene: Investigation) -> RootCause | None:
     """Return the cause of an update that is one device's once it is repeated with some of one
     device's settings, state or values; None where it is not. Collective."""
     one = scene.one
@@ -179,21 +181,21 @@ def proven_update(scene: Investigation) -> Culprit | None:
     case = _case(scene)
     if case is None or not any(scene.ranks.gather(_parameter(one) in case.own)):
         return None
-    departures = [
-        replace(departure, name=_parameter(departure))
+    mismatches = [
+        replace(mismatch, name=_parameter(mismatch))
         for subject in _UPDATED
-        for departure in scene.at(Moment.UPDATE, subject)
+        for mismatch in scene.at(Moment.UPDATE, subject)
     ]
-    culprit = UpdateExplainer(departures, case, scene.ranks).exchanged()
-    if culprit is None:
+    root_cause = UpdateExplainer(mismatches, case, scene.ranks).exchanged()
+    if root_cause is None:
         return None
-    return replace(culprit, state=one.subject, axis=scene.axis_of(culprit.ranks))
+    return replace(root_cause, state=one.subject, axis=scene.axis_of(root_cause.ranks))
 
 
-def _parameter(departure: Departure) -> str:
+def _parameter(mismatch: Mismatch) -> str:
     """Of optimizer state the parameter that it is kept beside."""
-    is_state = departure.subject is not Subject.PARAMETERS
-    return departure.name.rpartition(".")[0] if is_state else departure.name
+    is_state = mismatch.subject is not Subject.PARAMETERS
+    return mismatch.name.rpartition(".")[0] if is_state else mismatch.name
 
 
 def _case(scene: Investigation) -> UpdateCase | None:
@@ -304,8 +306,8 @@ _AS_BEFORE = "the differing elements equal the earlier reference values, to the 
 RULED_OUT = f"one element, an earlier step, other positions, {OF_VALUES}"
 
 
-def state_cause(scene: Investigation) -> Culprit:
-    """Explain a departure of state. Collective."""
+def state_cause(scene: Investigation) -> RootCause:
+    """Explain a mismatch of state. Collective."""
     one = scene.one
     if (proven := proven_update(scene)) is not None:
         return proven
@@ -323,7 +325,7 @@ def state_cause(scene: Investigation) -> Culprit:
     wrong = Counter(its for its, _ in everyone if its) or {_other(one): 1}
     agreed = max(wrong, key=lambda its: wrong[its])
     axis = agreed.axis or _axis(scene, one)
-    cause = scene.culprit(axis, agreed.factor, agreed.sentence)
+    cause = scene.root_cause(axis, agreed.factor, agreed.sentence)
     known = [its for _, tried in everyone for its in tried]
     if known and all(known):
         others = f"; the same holds for all {len(known)} differences" * (len(known) > 1)
@@ -334,8 +336,8 @@ def state_cause(scene: Investigation) -> Culprit:
     return replace(cause, tried=words)
 
 
-def _alike(scene: Investigation, one: Departure) -> dict[Key, Sides]:
-    """Return what departs with it, as far as this rank has it."""
+def _alike(scene: Investigation, one: Mismatch) -> dict[Key, Sides]:
+    """Return what differs with it, as far as this rank has it."""
     if one.moment is Moment.FORWARD:  # as it is used
         parameters = scene.evidence.states[-1]
         its = {(one.subject, name): tensor for name, tensor in scene.evidence.seen.in_use.items()}
@@ -343,10 +345,10 @@ def _alike(scene: Investigation, one: Departure) -> dict[Key, Sides]:
     else:
         states, wholes = of_program(scene.program), of_reference(scene.reference, scene.rank)
     sides = {}
-    # what is counted wrong is a step that was left out, or nothing else departs
+    # what is counted wrong is a step that was left out, or nothing else differs
     subject = None if one.subject is Subject.COUNTER else one.subject
-    for departure in scene.at(one.moment, subject):
-        key = departure.subject, departure.name
+    for mismatch in scene.at(one.moment, subject):
+        key = mismatch.subject, mismatch.name
         own, whole = (its.get(key) for its in (states, wholes))
         part = None if own is None or whole is None else scene.own_part(own, whole)
         if own is not None and whole is not None and part is not None:
@@ -354,7 +356,7 @@ def _alike(scene: Investigation, one: Departure) -> dict[Key, Sides]:
     return sides
 
 
-def _axis(scene: Investigation, one: Departure) -> str:
+def _axis(scene: Investigation, one: Mismatch) -> str:
     """Along which some ranks are wrong; where all are, the one that cuts the state."""
     if along := scene.axis_of(scene.ranks_of(one)):
         return along
@@ -364,7 +366,7 @@ def _axis(scene: Investigation, one: Departure) -> str:
 
 
 def _said(
-    scene: Investigation, one: Departure, sides: Sides, places: Mapping[int, TensorBox]
+    scene: Investigation, one: Mismatch, sides: Sides, places: Mapping[int, TensorBox]
 ) -> Explanation | None:
     """Return what is wrong; None where this rank has it right."""
     own, expected = sides.own, sides.expected
@@ -392,7 +394,7 @@ def _said(
     )
 
 
-def _of_one_element(one: Departure, sides: Sides) -> Explanation | None:
+def _of_one_element(one: Mismatch, sides: Sides) -> Explanation | None:
     bit = flipped_bit(sides.own, sides.expected)
     if bit is None and odd_element(sides.own, sides.expected) is None:
         return None
@@ -419,7 +421,7 @@ def _counted(own: float, expected: float) -> Explanation | None:
     )
 
 
-def _stale(scene: Investigation, one: Departure, sides: Sides) -> Explanation | None:
+def _stale(scene: Investigation, one: Mismatch, sides: Sides) -> Explanation | None:
     """What is wrong of it is as it was at the start of a step."""
     own, wrong = sides.own, sides.wrong
     is_used = one.moment is Moment.FORWARD  # in the step at whose start it is right
@@ -444,7 +446,7 @@ def _stale(scene: Investigation, one: Departure, sides: Sides) -> Explanation | 
     return None
 
 
-def _frozen(scene: Investigation, one: Departure, sides: Sides) -> Explanation | None:
+def _frozen(scene: Investigation, one: Mismatch, sides: Sides) -> Explanation | None:
     if not is_frozen(scene, one.name):
         return None
     before = scene.evidence.states[-1].get((one.subject, one.name))
@@ -465,7 +467,7 @@ def is_frozen(scene: Investigation, name: str) -> bool:
 _CAUSES = (_stale, _frozen)
 
 
-def _of_positions(scene: Investigation, one: Departure, sides: Sides) -> Explanation | None:
+def _of_positions(scene: Investigation, one: Mismatch, sides: Sides) -> Explanation | None:
     """A table with a row for each token has those of other tokens."""
     table = dict(scene.reference.module.named_buffers()).get(one.name)
     spans = own_spans(scene.spec, scene.rank)
@@ -477,7 +479,7 @@ def _of_positions(scene: Investigation, one: Departure, sides: Sides) -> Explana
     return Explanation(text, sentence, tried, scene.token_axis) if text else None
 
 
-def _of_other_experts(scene: Investigation, one: Departure, sides: Sides) -> Explanation | None:
+def _of_other_experts(scene: Investigation, one: Mismatch, sides: Sides) -> Explanation | None:
     """All ranks have one rank's experts."""
     if not is_of_experts(scene.spec, one.name):
         return None
@@ -494,7 +496,7 @@ def _of_other_experts(scene: Investigation, one: Departure, sides: Sides) -> Exp
     return None
 
 
-def _other(one: Departure) -> Explanation:
+def _other(one: Mismatch) -> Explanation:
     sentence = (
         f"{one.name} ({one.subject}) differs from the reference. Check its last write "
         "(initialization, load, gather, copy or update)."

@@ -1,5 +1,5 @@
 """Moving averages of the parameters (torch.optim.swa_utils.AveragedModel, or a copy by hand) beside
-one device's after every step, and what an update of one that departs was made of."""
+one device's after every step, and what an update of one that differs was made of."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ptrain.report.finding import Culprit, Departure, Moment, Subject
+from ptrain.report.finding import Mismatch, Moment, RootCause, Subject
 from ptrain.verification.compare import Differences
-from ptrain.verification.jobs.culprits import culprit, families
 from ptrain.verification.jobs.job import Average, Job, Ranks, Tolerance
 from ptrain.verification.jobs.record import beside_way
+from ptrain.verification.jobs.root_causes import families, root_cause
 from ptrain.verification.jobs.shards import ParameterShard, shard_of
 from ptrain.verification.parts import canonical_name, difference, held, multiple, norm
 
@@ -90,7 +90,7 @@ class Averages:
         self._origin = self._origin or self._before[1]
 
     def compare(self, differences: Differences, limit: Tolerance) -> None:
-        """Add a departure of each average that is not one device's."""
+        """Add a mismatch of each average that is not one device's."""
         now, wholes = self._values()
         parameters = self._own_parameters()
         names = [name for name in now if name in wholes]
@@ -240,22 +240,22 @@ def is_undecided(moves: tuple[AverageMove, AverageMove] | None) -> bool:
 
 
 def explain_average(
-    departures: Sequence[Departure],
+    mismatches: Sequence[Mismatch],
     averages: Averages,
     ranks: Ranks,
-) -> Culprit:
-    """Explain averages that depart though the parameters do not. All ranks call it."""
+) -> RootCause:
+    """Explain averages that differ though the parameters do not. All ranks call it."""
     mine = ("", 0.0, 0.0) if averages.moves is None else cause_of(averages.moves)
     if mine[0] == "other initial values" and averages.stood:
         mine = "left out in a step", *mine[1:]
     everyones = ranks.gather([*mine, averages.left])
-    who = sorted({departure.rank for departure in departures})
+    who = sorted({mismatch.rank for mismatch in mismatches})
     causes = {everyones[rank][0] for rank in who}
-    largest = max(departure.difference for departure in departures)
+    largest = max(mismatch.difference for mismatch in mismatches)
     cause = causes.pop() if len(causes) == 1 else ""
     _, now, weight, _ = everyones[who[0]]
     left = max(everyones[rank][3] for rank in who)
-    place = families(departure.name for departure in departures)
+    place = families(mismatch.name for mismatch in mismatches)
     where = f"on rank {', '.join(map(str, who))}" if len(who) < ranks.size else "on every rank"
     sentences = {
         "other initial values": f"{where} it has other initial values than the reference. Copy "
@@ -281,8 +281,8 @@ def explain_average(
             "optimizer.step(), before the average is updated"
         )
     is_proven = bool(cause) and (left <= _FITS or cause == "other initial values")
-    said = culprit(
-        departures, ranks, state=Subject.AVERAGE, factor=cause or f"differs by {largest:.3g}",
+    said = root_cause(
+        mismatches, ranks, state=Subject.AVERAGE, factor=cause or f"differs by {largest:.3g}",
         sentence=f"The parameters match the reference, but their moving average ({place}) "
                  "does not"
         + (f": {sentences[cause]}." if cause else "."),

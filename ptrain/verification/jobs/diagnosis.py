@@ -10,13 +10,13 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
-from ptrain.report.finding import Certainty, Culprit, Departure, Subject
-from ptrain.verification.jobs.culprits import culprit, families, over_axis, unclear
+from ptrain.report.finding import Certainty, Mismatch, RootCause, Subject
 from ptrain.verification.jobs.evidence import JobEvidence, Samples
 from ptrain.verification.jobs.job import Ranks, Tolerance
+from ptrain.verification.jobs.root_causes import families, over_axis, root_cause, unclear
 from ptrain.verification.jobs.symptoms import (
     Contributions,
-    Cure,
+    Fix,
     Symptom,
     SymptomKind,
     by_micro_batches,
@@ -38,14 +38,14 @@ class Diagnosis:
 
     def __init__(
         self,
-        departures: Sequence[Departure],
+        mismatches: Sequence[Mismatch],
         evidence: JobEvidence,
         ranks: Ranks,
         tolerance: float,
         names: Sequence[str],
         first: Symptom,
     ) -> None:
-        self.departures, self.evidence, self.ranks = departures, evidence, ranks
+        self.mismatches, self.evidence, self.ranks = mismatches, evidence, ranks
         self.tolerance, self.names, self.first = tolerance, list(names), first
         self.samples = [evidence.samples[name] for name in self.names]
         every = len(self.names) == len(evidence.samples)
@@ -58,7 +58,7 @@ class Diagnosis:
         """What the micro-batches give of these parameters."""
         return contributions(self.samples)
 
-    def cure(self, scale: float) -> Cure | None:
+    def fix(self, scale: float) -> Fix | None:
         """What undoes the symptom; None where nothing does."""
         symptom, contributed, factors = self.first, None, None
         factor, axis = symptom.factor, symptom.axis
@@ -89,12 +89,12 @@ class Diagnosis:
                 return None
         is_scaled = abs(scale - 1) > self.tolerance
         both = f"divided by {scale:.4g} and " if is_scaled else ""
-        return Cure(
+        return Fix(
             symptom=symptom, names=set(self.names), scale=scale, contributed=contributed,
             factors=factors, words=both + words,
         )  # fmt: skip
 
-    def culprit(self) -> Culprit:
+    def root_cause(self) -> RootCause:
         match self.first.kind:
             case SymptomKind.NOT_FINITE:
                 return self._say("", "not finite", "The gradient has an infinity or a NaN.")
@@ -134,15 +134,15 @@ class Diagnosis:
         *,
         ranks: Sequence[int] = (),
         state: Subject = Subject.GRADIENTS,
-    ) -> Culprit:
-        here = [departure for departure in self.departures if departure.name in self.names]
-        return culprit(
-            here or self.departures, self.ranks, state=state, axis=axis, factor=factor,
-            names=self.names, who=ranks or {departure.rank for departure in here},
+    ) -> RootCause:
+        here = [mismatch for mismatch in self.mismatches if mismatch.name in self.names]
+        return root_cause(
+            here or self.mismatches, self.ranks, state=state, axis=axis, factor=factor,
+            names=self.names, who=ranks or {mismatch.rank for mismatch in here},
             sentence=sentence,
         )  # fmt: skip
 
-    def _empty(self) -> Culprit:
+    def _empty(self) -> RootCause:
         holders = {rank for sample in self.samples for rank in sample.holders()}
         own = self.evidence.own
         seen = [own.emptiness(name) for name in self.names if name in own.holds]
@@ -157,7 +157,7 @@ class Diagnosis:
             ranks=self.first.ranks,
         )
 
-    def _partial(self) -> Culprit:
+    def _partial(self) -> RootCause:
         axis = self.first.axis
         size = len(self.ranks.summed[axis][0])
         kind, factor = "sum", self.first.factor
@@ -172,7 +172,7 @@ class Diagnosis:
             f"All-reduce it {over_axis(axis)} ({kind}) before the optimizer steps.",
         )
 
-    def _local(self) -> Culprit:
+    def _local(self) -> RootCause:
         over = over_axis(self.first.axis)
         return self._say(
             self.first.axis.partition("+")[0],
@@ -181,7 +181,7 @@ class Diagnosis:
             f"coordinate. Reduce it {over} before the optimizer steps.",
         )
 
-    def _some(self) -> Culprit:
+    def _some(self) -> RootCause:
         ranks, numbers, count = self.first.ranks, self.first.numbers, self.evidence.micro_batches
         listed = ", ".join(map(str, numbers))
         if set(numbers) == set(range(count - 1)) and count > 1:
@@ -208,7 +208,7 @@ class Diagnosis:
             ranks=ranks,
         )
 
-    def _even(self) -> Culprit:
+    def _even(self) -> RootCause:
         factor = self.first.factor
         if (known := self.evidence.known) is not None:
             for number, text, sentence in known.factors:
@@ -219,7 +219,7 @@ class Diagnosis:
             return self._scaled(factor, self.contributed)
         return self._either(factor)
 
-    def _weights(self, contributed: Contributions) -> Culprit:
+    def _weights(self, contributed: Contributions) -> RootCause:
         """Every micro-batch is in it, but not with the weight that its share of the batch has."""
         weights = contributed.of_truth.coefficients
         mean = sum(weights) / len(weights)
@@ -235,7 +235,7 @@ class Diagnosis:
             state=Subject.LOSS,
         )
 
-    def _uneven(self, contributed: Contributions) -> Culprit:
+    def _uneven(self, contributed: Contributions) -> RootCause:
         """One device gives every micro-batch the same weight, and the loop does not."""
         right = contributed.of_truth.coefficients
         actual = next(iter(contributed.of_loop.values())).coefficients
@@ -253,7 +253,7 @@ class Diagnosis:
             "clipped, or divided by a local norm or count. Clip and divide the full gradient.",
         )
 
-    def _scaled(self, factor: float, contributed: Contributions) -> Culprit:
+    def _scaled(self, factor: float, contributed: Contributions) -> RootCause:
         """Say which side has the factor, by the weight that a micro-batch's own gradient has in the
         loop's and in one device's: the synchronisation, where the first is neither that of a mean
         nor of a sum over ranks; else the loss, or a mean in the place of a sum."""
@@ -277,7 +277,7 @@ class Diagnosis:
             return self._product(factor, axes | {"K": micro_batches})
         return self._of_accumulation(factor)
 
-    def _of_accumulation(self, factor: float) -> Culprit:
+    def _of_accumulation(self, factor: float) -> RootCause:
         count = self.evidence.micro_batches
         sign = "×" if factor > 1 else "÷"
         how = "are means, and are summed" if factor > 1 else "are divided twice"
@@ -288,7 +288,7 @@ class Diagnosis:
             state=Subject.LOSS,
         )
 
-    def _either(self, factor: float) -> Culprit:
+    def _either(self, factor: float) -> RootCause:
         """What the ranks' samples give by themselves is not known, so that a loss that is divided
         otherwise cannot be told from gradients that are."""
         degrees = self.ranks.degrees | {"micro-batches": self.evidence.micro_batches}
@@ -306,7 +306,7 @@ class Diagnosis:
             f"gradient, or the loss, is divided by the number of {numbers}.",
         )
 
-    def _product(self, factor: float, degrees: dict[str, int]) -> Culprit:
+    def _product(self, factor: float, degrees: dict[str, int]) -> RootCause:
         sizes = degrees | self.ranks.degrees
         fits = products(factor, sizes, self.tolerance)
         if not fits:
@@ -324,12 +324,12 @@ class Diagnosis:
             return self._say(where, text, f"The gradient is the reference {text}. Check {why}.")
         over = over_axis(where)
         if factor > 1:
-            cure = (
+            fix = (
                 f"too large: it is summed {over} although each rank's loss is already a mean "
                 f"over its share, or averaged and then multiplied. Average {over}, once."
             )
         else:
-            cure = (
+            fix = (
                 f"too small: it is averaged {over} twice (once by the wrapper, once by "
                 "hand), or averaged although the loss is already divided by the tokens of "
                 "all ranks."
@@ -337,12 +337,12 @@ class Diagnosis:
         whose = f"The gradient of {self.count} is {size:.4g} times "
         known = self.evidence.known
         if known is not None and abs(known.loss / factor - 1) <= self.tolerance:
-            cure += " The loss has the same factor, so the loss is divided differently."
+            fix += " The loss has the same factor, so the loss is divided differently."
         if others := [axis for fit in fits[1:] for axis in fit.axes if len(fit.axes) == 1]:
-            cure += f" The factor also fits {' or '.join(others)}, with as many ranks."
-        return self._say(where, text, whose + cure)
+            fix += f" The factor also fits {' or '.join(others)}, with as many ranks."
+        return self._say(where, text, whose + fix)
 
-    def _odd(self, factor: float) -> Culprit:
+    def _odd(self, factor: float) -> RootCause:
         if len(self.names) == len(self.evidence.samples):
             return self._say(
                 "",
@@ -357,7 +357,7 @@ class Diagnosis:
             f"The gradients of {self.count} are {factor:.4g} times the reference.",
         )
 
-    def _by_rank(self) -> Culprit:
+    def _by_rank(self) -> RootCause:
         """Every rank has a factor of its own, or nothing fits."""
         evidence = self.evidence
         if self.first.kind is SymptomKind.EACH:
@@ -383,7 +383,7 @@ class Diagnosis:
                 f"({listed}): it is clipped or scaled per rank, after the reduction.",
                 ranks=[rank for rank, its in factors.items() if abs(its - 1) > self.tolerance],
             )
-        here = [departure for departure in self.departures if departure.name in self.names]
+        here = [mismatch for mismatch in self.mismatches if mismatch.name in self.names]
         return unclear(here, self.evidence, self.names, self.ranks)
 
 
@@ -397,17 +397,17 @@ _FEWEST = 1e-6
 
 
 def explain_gradients(
-    departures: Sequence[Departure],
+    mismatches: Sequence[Mismatch],
     evidence: JobEvidence,
     ranks: Ranks,
     limit: Tolerance,
     without: Collection[SymptomKind] = (),
-) -> Culprit:
-    """Explain departures at the moment of gradients by what the optimizer was given, and try the
-    cure on all of it; `without` these, which others tell better. All ranks call it."""
+) -> RootCause:
+    """Explain mismatches at the moment of gradients by what the optimizer was given, and try the
+    fix on all of it; `without` these, which others tell better. All ranks call it."""
     loose = _loose(limit)
     names = [
-        name for name in evidence.samples if any(departure.name == name for departure in departures)
+        name for name in evidence.samples if any(mismatch.name == name for mismatch in mismatches)
     ]
     scale = common_factor([evidence.samples[name] for name in evidence.samples], loose)
     diagnoses = {
@@ -420,21 +420,21 @@ def explain_gradients(
         if diagnosis.kind not in (SymptomKind.RIGHT, *without)
     }
     if evidence.ledger:
-        by_batch = _batch(evidence.ledger, departures, ranks)
+        by_batch = _batch(evidence.ledger, mismatches, ranks)
         by_batch = with_trial(by_batch, by_given(evidence), evidence, ranks, limit)
         if by_batch.certainty is not Certainty.UNEXPLAINED:
             return by_batch
-    unexplained = unclear(departures, evidence, names, ranks)
+    unexplained = unclear(mismatches, evidence, names, ranks)
     if (rounded := coarse_sum(unexplained, evidence, ranks, limit.gradients)) is not None:
         return rounded
     if not wrong:
         return unexplained
-    likeliest: Culprit | None = None
+    likeliest: RootCause | None = None
     for first, alike in _hypotheses(wrong, evidence, ranks, loose):
         if first.kind in without:
             continue
-        case = Diagnosis(departures, evidence, ranks, loose, alike, first)
-        likeliest = with_trial(case.culprit(), case.cure(scale), evidence, ranks, limit)
+        case = Diagnosis(mismatches, evidence, ranks, loose, alike, first)
+        likeliest = with_trial(case.root_cause(), case.fix(scale), evidence, ranks, limit)
         if likeliest.certainty is not Certainty.UNEXPLAINED:
             return likeliest
     assert likeliest is not None, "something is wrong, so there is a hypothesis"
@@ -472,23 +472,23 @@ def _hypotheses(
 
 
 def of_own_samples(
-    departures: Sequence[Departure],
+    mismatches: Sequence[Mismatch],
     evidence: JobEvidence,
     ranks: Ranks,
     limit: Tolerance,
     is_plain: bool,
-) -> Culprit | None:
-    """Return the culprit of gradients that are the mean of what the ranks' samples give by
+) -> RootCause | None:
+    """Return the root cause of gradients that are the mean of what the ranks' samples give by
     themselves, where one device's are not: the samples are others, or the loss asks something else
     of them, or something ties them together. All ranks call it."""
-    cure, reports = by_given(evidence), evidence.rows
-    if cure is None or cure.contributed is None:
+    fix, reports = by_given(evidence), evidence.rows
+    if fix is None or fix.contributed is None:
         return None
-    if cure.contributed.of_truth.holds(_loose(limit)):
+    if fix.contributed.of_truth.holds(_loose(limit)):
         return None
     if any(report.sliced for report in reports) or not all(report.count for report in reports):
         return None  # pieces of samples: by themselves they are no samples
-    names = [name for name in evidence.samples if any(d.name == name for d in departures)]
+    names = [name for name in evidence.samples if any(d.name == name for d in mismatches)]
     state, factor, place, sentence = _why(evidence, families(names))
     if state is Subject.LOSS and not is_plain:
         return None  # what the model returns of the same samples is not one device's already
@@ -497,11 +497,11 @@ def of_own_samples(
         for rank, report in enumerate(reports)
         if report.unknown or report.otherwise or not report.asks_alike
     ]
-    culprit = Culprit(
-        state=state, axis="", factor=factor, place=place, step=departures[0].step,
+    root_cause = RootCause(
+        state=state, axis="", factor=factor, place=place, step=mismatches[0].step,
         ranks=tuple(odd or range(ranks.size)), sentence=sentence,
     )  # fmt: skip
-    return with_trial(culprit, cure, evidence, ranks, limit)
+    return with_trial(root_cause, fix, evidence, ranks, limit)
 
 
 def _why(evidence: JobEvidence, place: str) -> tuple[Subject, str, str, str]:
@@ -535,14 +535,14 @@ def _why(evidence: JobEvidence, place: str) -> tuple[Subject, str, str, str]:
     )  # fmt: skip
 
 
-def by_given(evidence: JobEvidence) -> Cure | None:
+def by_given(evidence: JobEvidence) -> Fix | None:
     """All gradients are what the micro-batches that were seen give, each with the same weight."""
     contributed = contributions(list(evidence.samples.values()))
     if contributed is None:
         return None
     if not all(is_even(fit.coefficients, _EVEN) for fit in contributed.of_loop.values()):
         return None
-    return Cure(
+    return Fix(
         symptom=Symptom(SymptomKind.OWN),
         names=set(evidence.samples),
         contributed=contributed,
@@ -551,18 +551,18 @@ def by_given(evidence: JobEvidence) -> Cure | None:
 
 
 def with_trial(
-    culprit: Culprit, cure: Cure | None, evidence: JobEvidence, ranks: Ranks, limit: Tolerance
-) -> Culprit:
-    """Return the culprit with what came of its cure."""
-    if cure is None:
-        return culprit
-    trial = tried(cure, evidence.own, ranks, limit)
-    if not trial.cures:
-        return replace(culprit, certainty=Certainty.UNEXPLAINED)
+    root_cause: RootCause, fix: Fix | None, evidence: JobEvidence, ranks: Ranks, limit: Tolerance
+) -> RootCause:
+    """Return the root cause with what came of its fix."""
+    if fix is None:
+        return root_cause
+    trial = tried(fix, evidence.own, ranks, limit)
+    if not trial.fixes:
+        return replace(root_cause, certainty=Certainty.UNEXPLAINED)
     count = len(evidence.samples)
     whose = f"all {count} gradients match" if count > 1 else "the gradient matches"
-    what = "the loop" if cure.symptom.kind is SymptomKind.OWN else "the reference"
-    return culprit.proven(f"{cure.words}, {whose} {what} to {trial.left:.1e}")
+    what = "the loop" if fix.symptom.kind is SymptomKind.OWN else "the reference"
+    return root_cause.proven(f"{fix.words}, {whose} {what} to {trial.left:.1e}")
 
 
 _EVEN = 1e-3  # weights of micro-batches that differ by no more are the same
@@ -571,7 +571,7 @@ _EVEN = 1e-3  # weights of micro-batches that differ by no more are the same
 _MOST_TRIALS = 8  # of which each reads every gradient once
 
 
-def _batch(ledger: Samples, departures: Sequence[Departure], ranks: Ranks) -> Culprit:
+def _batch(ledger: Samples, mismatches: Sequence[Mismatch], ranks: Ranks) -> RootCause:
     """Samples that are missing or come twice."""
     lists = {"missing": ledger.missing, "doubled": ledger.doubled}
     words = [
@@ -580,8 +580,8 @@ def _batch(ledger: Samples, departures: Sequence[Departure], ranks: Ranks) -> Cu
         for word, rows in lists.items()
         if rows
     ]
-    return culprit(
-        departures, ranks, state=Subject.BATCH, names=["samples"], who=range(ranks.size),
+    return root_cause(
+        mismatches, ranks, state=Subject.BATCH, names=["samples"], who=range(ranks.size),
         axis=next(iter(ranks.axes), "") if ledger.doubled else "",
         factor=" and ".join(word for word, rows in lists.items() if rows),
         sentence="The ranks together do not process the global batch exactly once: "

@@ -164,7 +164,7 @@ def ledger_of(reference: Sequence[str], everyones: Sequence[Sequence[str]]) -> S
 
 _SAMPLE = 256  # elements of a parameter: half of them its largest, half evenly spread
 ROW_TOLERANCE = 1e-3  # relative: of outputs, and of what a loss asks; a fault is larger
-_SHARE = 0.1  # of what departs, that a rounding may leave
+_SHARE = 0.1  # of what differs, that a rounding may leave
 _CHUNK = 1 << 25  # numbers (in fp64) that are gathered of all ranks' rows at once
 MOST = 16  # micro-batches whose contributions are told apart
 

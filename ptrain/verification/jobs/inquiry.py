@@ -1,9 +1,9 @@
-"""Run a step whose gradients depart again from its initial state and find the cause: what each
-rank's own samples give, which module differs from the plain one, whether plain modules cure the
+"""Run a step whose gradients differ again from its initial state and find the cause: what each
+rank's own samples give, which module differs from the plain one, whether plain modules fix the
 step, and whether random numbers were drawn on one side only, differently by ranks with the same
 samples, or differently in a recomputation.
 
-Modules that depart by themselves, by family, and what is said of one with which the step is
+Modules that differ by themselves, by family, and what is said of one with which the step is
 right again.
 """
 
@@ -20,8 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ptrain.report.finding import Certainty, Culprit, Departure, Moment, Subject
-from ptrain.verification.jobs.culprits import families, family, over_axis, proven
+from ptrain.report.finding import Certainty, Mismatch, Moment, RootCause, Subject
 from ptrain.verification.jobs.diagnosis import explain_gradients, of_own_samples
 from ptrain.verification.jobs.draws import Key, drawn_again_otherwise
 from ptrain.verification.jobs.evidence import JobEvidence, evidence, places_of, untold
@@ -39,7 +38,8 @@ from ptrain.verification.jobs.modules import (
     violations,
 )
 from ptrain.verification.jobs.record import ForwardCall, StepRecorder, digests, swapped
-from ptrain.verification.jobs.slice_culprits import SliceInquiry
+from ptrain.verification.jobs.root_causes import families, family, over_axis, proven
+from ptrain.verification.jobs.slice_root_causes import SliceInquiry
 from ptrain.verification.jobs.step import Drawing, LoopPair, StepComparison
 from ptrain.verification.parts import (
     Magnitude,
@@ -57,7 +57,7 @@ _LOOSE_SUSPECT = 10  # tolerances of an output within which it is a sum or a mul
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Suspect:
-    """A family of modules (blocks.*.attn) that depart by themselves: where, in which pass, by how
+    """A family of modules (blocks.*.attn) that differ by themselves: where, in which pass, by how
     much at most, and which ranks saw it; `rewritten`: only where their parameters are not those of
     their first pass."""
 
@@ -82,8 +82,8 @@ class Suspects:
     step: int
     reference: nn.Module
 
-    def of_dtypes(self, mine: Sequence[Violation], suspects: Sequence[Suspect]) -> Culprit | None:
-        """All modules that depart return another dtype than the plain ones: no cure is tried, as
+    def of_dtypes(self, mine: Sequence[Violation], suspects: Sequence[Suspect]) -> RootCause | None:
+        """All modules that differ return another dtype than the plain ones: no fix is tried, as
         the loop would cast between them."""
         kinds = {
             " for ".join(str(side.dtype).removeprefix("torch.") for side in (v.actual, v.expected))
@@ -97,7 +97,7 @@ class Suspects:
             return None
         (kind,) = known
         actual, _, expected = kind.partition(" for ")
-        return Culprit(
+        return RootCause(
             state=Subject.ACTIVATIONS, axis="", factor=kind,
             place=families([path for suspect in suspects for path in suspect.paths]),
             step=self.step, ranks=tuple(range(self.ranks.size)),
@@ -138,11 +138,11 @@ class Suspects:
 
     def blamed(
         self, suspect: Suspect, mine: Sequence[Violation], tested: set[str], order: Calls
-    ) -> Culprit:
+    ) -> RootCause:
         """Say what the modules do, and over which axis a sum is missing."""
         axis, factor = self._shared(suspect, mine)
         if suspect.rewritten:
-            return Culprit(
+            return RootCause(
                 state=Subject.PARAMETERS, axis="", factor=f"differs by {suspect.difference:.3g}",
                 place=suspect.place, step=self.step, ranks=suspect.ranks,
                 sentence=f"The parameters of {suspect.place} are written between the passes "
@@ -175,7 +175,7 @@ class Suspects:
             if closed:
                 sentences.append(f"{families(closed)} could not be run separately.")
             sentences.append("Check its forward and its wrappers.")
-        return Culprit(
+        return RootCause(
             state=Subject.ACTIVATIONS, axis=axis,
             factor=factor or f"differs by {suspect.difference:.3g}",
             place=families(closed) if closed and not path else suspect.place,
@@ -216,8 +216,8 @@ def _factor(ranks: Ranks, everyones: Tensor, tolerance: float) -> tuple[str, str
     return "", factor_text(fit.factor, ranks.degrees) if is_multiple else ""
 
 
-def culprit_of_masks(inquiry: Inquiry, first: Sequence[Departure]) -> Culprit | None:
-    """Return the culprit that a trial proves; None where none does. All ranks call it."""
+def root_cause_of_masks(inquiry: Inquiry, first: Sequence[Mismatch]) -> RootCause | None:
+    """Return the root cause that a trial proves; None where none does. All ranks call it."""
     drawing = inquiry.drawing
     if not drawing.any:
         return None
@@ -290,7 +290,7 @@ def _modules(keys: set[Key]) -> str:
 
 
 _MOST_TRIALS = 6  # families of modules that are replaced, one after the other
-_SHARE = 1e-3  # of what departs within a module, that departs outside of it too
+_SHARE = 1e-3  # of what differs within a module, that differs outside of it too
 _LOOSE = 10  # tolerances of an output within which it is a sum or a multiple
 
 
@@ -317,13 +317,13 @@ class Inquiry:
         self._ruled_out: list[str] = []
         self._is_plain = False  # the model as a whole does what the plain one does
 
-    def culprit(self, first: Sequence[Departure], before: Mapping[str, Tensor]) -> Culprit:
-        """Explain the first departures, at the moment of gradients; `before` are one device's
+    def root_cause(self, first: Sequence[Mismatch], before: Mapping[str, Tensor]) -> RootCause:
+        """Explain the first mismatches, at the moment of gradients; `before` are one device's
         gradients of the step before."""
         self.rewind()
-        modules, again, departs = self._run_again()
+        modules, again, differs = self._run_again()
         # a step that is right by itself the second time is put right by no other masks
-        if departs and (of_masks := culprit_of_masks(self, first)) is not None:
+        if differs and (of_masks := root_cause_of_masks(self, first)) is not None:
             return of_masks
         # Generators go on: of draws that no operator is known for, one device would be given the
         # loop's own numbers, and what they explain would count as proven.
@@ -340,7 +340,7 @@ class Inquiry:
             "one multiple, a sum over an axis, other micro-batches or the previous step in "
             "all gradients"
         )
-        of_slices = SliceInquiry(self, modules).culprit() if again else None
+        of_slices = SliceInquiry(self, modules).root_cause() if again else None
         if of_slices is not None and of_slices.certainty is Certainty.PROVEN:
             return of_slices
         if again and (by_modules := self._of_modules(probe, modules)) is not None:
@@ -357,7 +357,7 @@ class Inquiry:
             return by_sums
         return self._unexplained(first, job_evidence, probe, again)
 
-    def _dropped_arguments(self, first: Sequence[Departure]) -> Culprit | None:
+    def _dropped_arguments(self, first: Sequence[Mismatch]) -> RootCause | None:
         """Arguments that one device's model is given and the loop's, within its wrappers, is not.
         Of a stage nothing is said: it is given something else."""
         forward = inspect.signature(self.pair.reference.model.forward)
@@ -371,7 +371,7 @@ class Inquiry:
         if not lacking:
             return None
         listed = ", ".join(sorted(lacking))
-        return Culprit(
+        return RootCause(
             state=Subject.BATCH, axis="", factor="missing argument", place=listed,
             step=first[0].step, ranks=tuple(range(self.ranks.size)),
             sentence=f"The reference model is called with {listed}, but the loop's model is "
@@ -401,7 +401,7 @@ class Inquiry:
         self.step.reference_state.restore()
 
     def _run_again(self) -> tuple[Calls, bool, bool]:
-        """Every module's passes, whether the step gave the same bits, and whether it departs."""
+        """Every module's passes, whether the step gave the same bits, and whether it differs."""
         model, holds = self.pair.loop.model, self.pair.holds
         recorder = ModuleRecorder(model)
         seen, _ = self.stepped(recorder, self.drawing.repeated(model))
@@ -412,8 +412,8 @@ class Inquiry:
         with self.drawing.replayed(self.pair.reference.model):
             return probed(self.pair.reference.model, self.step.seen.calls)
 
-    def _of_modules(self, probe: ProbeResult, modules: Calls) -> Culprit | None:
-        """Put plain modules in the place of those that depart by themselves, the innermost, one
+    def _of_modules(self, probe: ProbeResult, modules: Calls) -> RootCause | None:
+        """Put plain modules in the place of those that differ by themselves, the innermost, one
         family after the other and then all; what makes the step right is where the fault is."""
         reference, autocast = self.pair.reference.model, autocast_of(self.step.seen.calls[:1])
         with untouched(reference), autocast, self.drawing.repeated(reference):
@@ -461,11 +461,11 @@ class Inquiry:
         within = max(self._gradients_apart(own, self.step.seen.gradients), default=0.0)
         outside = self.ranks.gather([max(before, default=0.0), within])
         most = max(size for size, _ in outside)
-        # what departs within, and no more than roundings of it outside, is not tried by this
+        # what differs within, and no more than roundings of it outside, is not tried by this
         least = _SHARE * min(1.0, max(size for _, size in outside))
-        departed = most > bound and most >= least
+        differed = most > bound and most >= least
         worst = [size for size in self.ranks.gather(max(after, default=None)) if size is not None]
-        return (max(worst) if worst and departed else None), len(names)
+        return (max(worst) if worst and differed else None), len(names)
 
     def _gradients_apart(
         self,
@@ -507,10 +507,10 @@ class Inquiry:
         return [] if right is None or measured is None else [numbers_apart(right, measured)]
 
     def _unexplained(
-        self, first: Sequence[Departure], job_evidence: JobEvidence, probe: ProbeResult, again: bool
-    ) -> Culprit:
+        self, first: Sequence[Mismatch], job_evidence: JobEvidence, probe: ProbeResult, again: bool
+    ) -> RootCause:
         names = [n for n in job_evidence.samples if any(d.name == n for d in first)]
-        largest = max(departure.difference for departure in first)
+        largest = max(mismatch.difference for mismatch in first)
         out = "; ".join(self._ruled_out) + untold(job_evidence.micro_batches)
         module, later = _right_down_to(names, _in_order(job_evidence, probe.modules))
         place = module or families(names) or first[0].name
@@ -528,13 +528,13 @@ class Inquiry:
         measured = self._loss.of(right, own)
         is_forward = right is not None and measured is not None
         is_forward = is_forward and numbers_apart(right or 0.0, measured or 0.0) > self.limit.losses
-        return Culprit(
+        return RootCause(
             state=Subject.LOSS if is_forward else first[0].subject,
             axis="",
             factor=f"differs by {largest:.3g}",
             place=place,
             step=first[0].step,
-            ranks=tuple(sorted({departure.rank for departure in first})),
+            ranks=tuple(sorted({mismatch.rank for mismatch in first})),
             sentence=f"The gradient of {len(names)} of {len(job_evidence.samples)} "
             "parameters differs from the reference when the optimizer "
             f"steps{', and so does the loss' if is_forward else ''}; this is the "
@@ -566,7 +566,7 @@ def _right_down_to(names: Sequence[str], parameters: Sequence[str]) -> tuple[str
     return (parameters[last].rpartition(".")[0], later) if last >= 0 and later else ("", ())
 
 
-def _with_norms(culprit: Culprit, model: nn.Module) -> Culprit:
+def _with_norms(root_cause: RootCause, model: nn.Module) -> RootCause:
     """Say which batch norms the model has, as they tie samples together."""
     norms = [
         path
@@ -574,10 +574,10 @@ def _with_norms(culprit: Culprit, model: nn.Module) -> Culprit:
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training
     ]
     if not norms:
-        return culprit
+        return root_cause
     return replace(
-        culprit, factor="per-rank batch statistics", place=families(norms),
+        root_cause, factor="per-rank batch statistics", place=families(norms),
         state=Subject.ACTIVATIONS,
-        sentence=f"{culprit.sentence} {families(norms)} uses mean and variance of the "
+        sentence=f"{root_cause.sentence} {families(norms)} uses mean and variance of the "
                  "samples of each micro-batch. Use torch.nn.SyncBatchNorm, or another norm.",
     )  # fmt: skip

@@ -19,10 +19,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ptrain.report.finding import Culprit, Subject
+from ptrain.report.finding import RootCause, Subject
 from ptrain.report.record import Check
 from ptrain.verification.compare import claim
-from ptrain.verification.jobs.culprits import families, proven
 from ptrain.verification.jobs.job import Alone, Job, Tolerance
 from ptrain.verification.jobs.modules import (
     Calls,
@@ -33,6 +32,7 @@ from ptrain.verification.jobs.modules import (
     tokens_of,
 )
 from ptrain.verification.jobs.record import ForwardCall, ModelState, StepRecorder, seeded
+from ptrain.verification.jobs.root_causes import families, proven
 from ptrain.verification.jobs.shards import ParameterShard
 from ptrain.verification.jobs.step import Drawing
 from ptrain.verification.parts import Magnitude, canonical_modules, difference, multiple, norm
@@ -229,19 +229,23 @@ Tensors = Mapping[str, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class TriedRelation:
-    """One relation that was tried: its check, and the culprit where it is broken."""
+    """One relation that was tried: its check, and the root cause where it is broken."""
 
     check: Check
-    culprit: Culprit | None
+    root_cause: RootCause | None
 
     @classmethod
     def of(
-        cls, name: str, culprit: Culprit | None = None, *, why: str = "", value: float | None = None
+        cls,
+        name: str,
+        root_cause: RootCause | None = None,
+        *,
+        why: str = "",
+        value: float | None = None,
     ) -> TriedRelation:
-        """Without a culprit it holds; `why` not, where the culprit's factor and place do not say
-        it."""
-        otherwise = why or (f"{culprit.factor}: {culprit.place}" if culprit else "")
-        return cls(claim(f"shared code: {name}", value, culprit is None, otherwise), culprit)
+        """Without a root cause it holds; `why` not, where its factor and place do not say it."""
+        otherwise = why or (f"{root_cause.factor}: {root_cause.place}" if root_cause else "")
+        return cls(claim(f"shared code: {name}", value, root_cause is None, otherwise), root_cause)
 
 
 class Metamorphic:
@@ -378,14 +382,14 @@ class Metamorphic:
             return
         if shift in (0, 2):
             says = "the current token" if shift == 0 else "the token after the next"
-            cure = (
+            fix = (
                 "Shift the labels by one: logits[:, :-1] against tokens[:, 1:]"
                 if shift == 0
                 else "The model or the data already shifts the labels: shift them once"
             )
             yield TriedRelation.of(name, self._blame(
                 Subject.BATCH, "labels not shifted" if shift == 0 else "labels shifted twice", [],
-                f"The loss has {says} as the target of every position. {cure}.",
+                f"The loss has {says} as the target of every position. {fix}.",
                 f"at {count} positions the target is {says}, according to the gradient of "
                 "the loss",
                 place="labels",
@@ -471,7 +475,7 @@ class Metamorphic:
 
     def _is_causal(self, call: ForwardCall, task: TokenTask) -> bool:
         relation = self._sees_no_future(call, task)
-        return relation is not None and relation.culprit is None
+        return relation is not None and relation.root_cause is None
 
     def _logits(self, call: ForwardCall, args: Any, kwargs: Any) -> Tensor:
         still = self._drawing.stilled(self._job.model)
@@ -486,7 +490,7 @@ class Metamorphic:
     def _blame(
         self, state: Subject, factor: str, names: Sequence[str], sentence: str, tried: str,
         place: str = "",
-    ) -> Culprit:  # fmt: skip
+    ) -> RootCause:  # fmt: skip
         place = place or families(names)
         return of_both_sides(state, factor, place, sentence, tried, num_ranks=self._num_ranks)
 
@@ -494,8 +498,8 @@ class Metamorphic:
 def of_both_sides(
     state: Subject, factor: str, place: str, sentence: str, tried: str, *, num_ranks: int,
     step: int = 0,
-) -> Culprit:  # fmt: skip
-    """Return the culprit that is in code which one device runs too: it shows on every rank."""
+) -> RootCause:  # fmt: skip
+    """Return the root cause that is in code which one device runs too: it shows on every rank."""
     return proven(state, factor, place, sentence, tried, step=step, ranks=range(num_ranks))
 
 

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ptrain.internals.autograd import is_in_backward
 from ptrain.models.arguments import first_real, is_real
 from ptrain.report.copies import Copy, differing
-from ptrain.report.finding import Departure, Moment, Subject, Way
+from ptrain.report.finding import Mismatch, Moment, Subject, Way
 from ptrain.verification.compare import Differences, ParameterMove
 from ptrain.verification.evidence import StepSide
 from ptrain.verification.jobs.job import Tolerance
@@ -491,16 +491,16 @@ def digest(tensor: Tensor | None) -> str:
     return hashlib.blake2b(raw.tobytes(), digest_size=12).hexdigest()
 
 
-def replicas(step: int, everyones: Sequence[Mapping[str, Sequence[str]]]) -> Iterator[Departure]:
-    """Yield a departure where ranks hold the same part of a parameter and do not have the same bits
+def replicas(step: int, everyones: Sequence[Mapping[str, Sequence[str]]]) -> Iterator[Mismatch]:
+    """Yield a mismatch where ranks hold the same part of a parameter and do not have the same bits
     of it."""
     when = Moment.UPDATE, Subject.PARAMETERS
     tables = [
         [Copy(*when, name, part, "", bits) for name, (part, bits) in mine.items()]
         for mine in everyones
     ]
-    for departure in differing(tables, step):
-        yield replace(departure, difference=math.inf, told="replicas differ")
+    for mismatch in differing(tables, step):
+        yield replace(mismatch, difference=math.inf, told="replicas differ")
 
 
 def state_of(

@@ -1,4 +1,4 @@
-"""Run both loops side by side, step by step, until one departs or all steps are done. A loop that
+"""Run both loops side by side, step by step, until one differs or all steps are done. A loop that
 does not repeat its own result bit by bit cannot be judged.
 
 What the steps of a run show of the reference by itself: what gets a gradient, what moves, what
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ptrain.errors import Fault
 from ptrain.models.boundary import CodeRaised, boundary, said
-from ptrain.report.finding import Culprit, Departure, Moment, Subject
+from ptrain.report.finding import Mismatch, Moment, RootCause, Subject
 from ptrain.report.record import Check
 from ptrain.verification.compare import (
     AllDifferences,
@@ -26,15 +26,6 @@ from ptrain.verification.compare import (
     claim,
 )
 from ptrain.verification.jobs.averages import explain_average, is_undecided
-from ptrain.verification.jobs.culprits import (
-    culprit,
-    explain_in_use,
-    explain_loss,
-    explain_precision,
-    explain_start,
-    families,
-    reference_not_finite,
-)
 from ptrain.verification.jobs.evidence import ledger_of, rows_of
 from ptrain.verification.jobs.inquiry import Inquiry
 from ptrain.verification.jobs.job import (
@@ -53,6 +44,15 @@ from ptrain.verification.jobs.job import (
 )
 from ptrain.verification.jobs.metamorphic import Metamorphic, TriedRelation, of_both_sides
 from ptrain.verification.jobs.record import StepRecorder, at_start, digest, digests, replicas
+from ptrain.verification.jobs.root_causes import (
+    explain_in_use,
+    explain_loss,
+    explain_precision,
+    explain_start,
+    families,
+    reference_not_finite,
+    root_cause,
+)
 from ptrain.verification.jobs.shards import ParameterShard, held_by, parameter_names, values_of
 from ptrain.verification.jobs.step import (
     Drawing,
@@ -137,7 +137,7 @@ class Watched:
         yield TriedRelation.of("optimizers keep their state", self._emptied())
         yield TriedRelation.of("units differ", self._copies(origin))
 
-    def _unmoved(self, origin: Mapping[str, Tensor]) -> Culprit | None:
+    def _unmoved(self, origin: Mapping[str, Tensor]) -> RootCause | None:
         still = sorted(n for n in self.trained if torch.equal(self._values[n], origin[n].flatten()))
         if self.has_masters or not still or len(still) == len(self.trained):
             return None  # masters move in finer steps; where nothing moves, that is said already
@@ -149,14 +149,14 @@ class Watched:
         still = [name for name in still if name not in self._given]
         if not still:
             return None
-        return self._culprit(
+        return self._root_cause(
             Subject.PARAMETERS, "not updated in the reference either", families(still),
             "It gets a gradient in the reference and in the loop, but no update changes it. "
             "Give it to the optimizer, or freeze it (requires_grad_(False)).",
             f"its value is the same to the bit after {len(self.steps)} steps",
         )  # fmt: skip
 
-    def _stalled(self) -> Culprit | None:
+    def _stalled(self) -> RootCause | None:
         """The last steps have gradients and move nothing."""
         count = 0
         for had_gradient, moved in reversed(self.steps):
@@ -166,7 +166,7 @@ class Watched:
         if count < _STILL or count == len(self.steps):
             return None
         first = len(self.steps) - count
-        return self._culprit(
+        return self._root_cause(
             Subject.LEARNING_RATE, "no update in the reference either", "all parameters",
             f"From step {first} on no parameter changes, although each has a gradient: the "
             "learning rate is zero, or an update is too small for the dtype of the "
@@ -174,12 +174,12 @@ class Watched:
             f"the last {count} steps leave every value the same to the bit", first,
         )  # fmt: skip
 
-    def _emptied(self) -> Culprit | None:
+    def _emptied(self) -> RootCause | None:
         """In every step but the first."""
         names = sorted(n for n, times in self.emptied.items() if times == len(self.steps) - 1 > 1)
         if not names:
             return None
-        return self._culprit(
+        return self._root_cause(
             Subject.OPTIMIZER, "emptied in every step, in the reference too", families(names),
             "The optimizer starts every step without its state of the previous step "
             "(moments, step counters): it is created again, or its state is emptied, in "
@@ -187,7 +187,7 @@ class Watched:
             "when it steps there is no state of a parameter that it has updated before",
         )  # fmt: skip
 
-    def _copies(self, origin: Mapping[str, Tensor]) -> Culprit | None:
+    def _copies(self, origin: Mapping[str, Tensor]) -> RootCause | None:
         """Matrices that moved, and whose rows are all the same nevertheless."""
         alike = sorted(
             name
@@ -198,7 +198,7 @@ class Watched:
         )  # fmt: skip
         if not alike:
             return None
-        return self._culprit(
+        return self._root_cause(
             Subject.PARAMETERS, "identical units", families(alike),
             "All rows are the same after updates, because they were initialized identically "
             "(zeros, one value). They get the same gradient and never differ. Initialize "
@@ -206,10 +206,10 @@ class Watched:
             f"the rows are the same to the bit after {len(self.steps)} steps",
         )  # fmt: skip
 
-    def _culprit(
+    def _root_cause(
         self, state: Subject, factor: str, place: str, sentence: str, tried: str,
         step: int | None = None,
-    ) -> Culprit:  # fmt: skip
+    ) -> RootCause:  # fmt: skip
         """Without a `step` it is the last that ran that shows it."""
         shown = len(self.steps) - 1 if step is None else step
         return of_both_sides(
@@ -233,12 +233,12 @@ def repeated(
     shares: Sequence[Any],
     first: Sequence[Sums],
     drawing: Drawing,
-) -> Culprit | None:
+) -> RootCause | None:
     """Runs as many steps as `first` has checksums of, which begins with those of the start."""
     holds, ranks = held_by(job.model, wholes, terms.part), drawing.ranks
     differing = _gathered(ranks, _differing(first[0], {"parameters": _sums(holds)}))
     if differing:
-        return _culprit(
+        return _root_cause(
             differing,
             0,
             "Built again, the loop has other weights. Seed its construction on every rank.",
@@ -249,7 +249,7 @@ def repeated(
         now = {"gradients": digests(holds, seen.gradients), "parameters": _sums(holds)}
         differing = _gathered(ranks, _differing(expected, now))
         if differing:
-            return _culprit(
+            return _root_cause(
                 differing, step,
                 "Run again from the same weights on the same batch, the loop gives other "
                 "bits: an unseeded dropout or draw, or an operator that is not deterministic "
@@ -284,9 +284,11 @@ def _gathered(ranks: Ranks, mine: dict[str, list[str]]) -> list[tuple[int, str, 
     return []
 
 
-def _culprit(differing: Sequence[tuple[int, str, list[str]]], step: int, sentence: str) -> Culprit:
+def _root_cause(
+    differing: Sequence[tuple[int, str, list[str]]], step: int, sentence: str
+) -> RootCause:
     names = dict.fromkeys(name for _, _, group in differing for name in group)
-    return Culprit(
+    return RootCause(
         state=Subject(differing[0][1]),
         axis="",
         factor="not reproducible",
@@ -336,7 +338,7 @@ class Examiner:
         self.losses: tuple[list[float], list[float]] = ([], [])
         self.norms: tuple[list[float], list[float]] = ([], [])
         self.sums = [start_sums(self.pair.holds)]
-        self.culprit: Culprit | None = None
+        self.root_cause: RootCause | None = None
         self.before: dict[str, torch.Tensor] = {}
         self._count = 0  # of steps
         self._batch: Any = None  # of the step that is examined
@@ -345,8 +347,8 @@ class Examiner:
         self.watched = Watched(self.ranks.size)
 
     @property
-    def departures(self) -> list[Departure]:
-        return self.differences.departures
+    def mismatches(self) -> list[Mismatch]:
+        return self.differences.mismatches
 
     def run(
         self, batches: Sequence[Any], shares: Sequence[Any], again: Callable[[], Job] | None
@@ -355,7 +357,7 @@ class Examiner:
         self._begin()
         steps, self._count = 0, len(batches)
         for step, (batch, share) in enumerate(zip(batches, shares, strict=True)):
-            if self.culprit is not None:
+            if self.root_cause is not None:
                 break
             if self.terms.examined is None or step < self.terms.examined:
                 self._examine(step, batch, share)
@@ -364,15 +366,15 @@ class Examiner:
                 self._compare_losses(step, *both)
             steps += 1
         repeats = [self._repeat(again, shares[: len(self.sums) - 1])] if again else []
-        life = [] if self.culprit else self._life(batches[0], shares[0])
-        relations, notes = self._relations(batches[0]) if self.culprit is None else ([], [])
-        self.culprit = next((r.culprit for r in relations if r.culprit), self.culprit)
+        life = [] if self.root_cause else self._life(batches[0], shares[0])
+        relations, notes = self._relations(batches[0]) if self.root_cause is None else ([], [])
+        self.root_cause = next((r.root_cause for r in relations if r.root_cause), self.root_cause)
         shared = [relation.check for relation in relations]
         return LoopVerdict(
             checks=(*self._checks(life, repeats), *shared),
             notes=(*self.drawing.notes(), *self.notes, *notes),
-            departures=tuple(self.departures),
-            culprit=self.culprit,
+            mismatches=tuple(self.mismatches),
+            root_cause=self.root_cause,
             losses=(tuple(self.losses[0]), tuple(self.losses[1])),
             num_ranks=self.ranks.size,
             steps=steps,
@@ -403,7 +405,7 @@ class Examiner:
         self.history.begin(self.pair.holds)
         self.watched.begin(self.pair.wholes)
         if self.differences.take(differences):
-            self.culprit = explain_start(self.differences.first, self.ranks)
+            self.root_cause = explain_start(self.differences.first, self.ranks)
 
     def _examine(self, step: int, batch: Any, share: Any) -> None:
         self._batch, self._share = batch, share
@@ -412,7 +414,7 @@ class Examiner:
         self.sums += [sums] if step < _REPEATED else []
         self.differences.take(seen.differences)
         self.differences.add(replicas(step, self.ranks.gather(sums["parameters"])))
-        self.drawing.require_attributed(bool(self.departures))
+        self.drawing.require_attributed(bool(self.mismatches))
         self._note_norms(seen)
         self.watched.see(seen.expected, self.pair.wholes)
         if step == 0:
@@ -430,18 +432,18 @@ class Examiner:
                 "step only losses are compared"
             )
         if not is_finite(seen.expected.gradients, self.pair.wholes):
-            self.culprit = reference_not_finite(step, self.ranks)
-        elif self.departures and not self._waits(step):
-            self.culprit = self._explain(seen)
+            self.root_cause = reference_not_finite(step, self.ranks)
+        elif self.mismatches and not self._waits(step):
+            self.root_cause = self._explain(seen)
         self.history.see(self.pair.holds)
         self.before = {name: gradient.clone() for name, gradient in seen.expected.gradients.items()}
 
     def _waits(self, step: int) -> bool:
         """An average that stands still may be updated before the parameters are, from a stale copy
-        of them, or never: a later step says which. While only averages depart, their first
-        departure stays."""
-        if any(departure.subject is not Subject.AVERAGE for departure in self.departures):
-            self.differences.departures = [its for its in self.departures if its.step == step]
+        of them, or never: a later step says which. While only averages differ, their first
+        mismatch stays."""
+        if any(mismatch.subject is not Subject.AVERAGE for mismatch in self.mismatches):
+            self.differences.mismatches = [its for its in self.mismatches if its.step == step]
             return False
         mine = is_undecided(self.pair.averages.moves)
         last = min(self._count, self.terms.examined or self._count) - 1
@@ -455,7 +457,7 @@ class Examiner:
         ):
             norms.append(norm)
 
-    def _explain(self, step: StepComparison) -> Culprit:
+    def _explain(self, step: StepComparison) -> RootCause:
         first = self.differences.first
         match first[0].moment:
             case Moment.START:
@@ -473,20 +475,20 @@ class Examiner:
                     return explain_average(first, self.pair.averages, self.ranks)
                 return explain_update(others, step.case, self.ranks)
 
-    def _explain_updates(self, first: Sequence[Departure], step: StepComparison) -> Culprit:
+    def _explain_updates(self, first: Sequence[Mismatch], step: StepComparison) -> RootCause:
         """Ranks whose optimizers do not step as often as one device's, and what these update."""
         updated = step.seen.updated or step.expected.updated
         mine = sorted(name for name in updated if name in self.pair.holds)
         everyones = self.ranks.gather(mine)
         names = [name for rank in {d.rank for d in first} for name in everyones[rank]]
-        counted = culprit(
+        counted = root_cause(
             first, self.ranks, state=Subject.COUNTER, factor=first[0].told,
             sentence="The optimizer does not step as often as in the reference in this step. "
                      "Step it once per global batch, after the last micro-batch.",
         )  # fmt: skip
         return replace(counted, place=families(sorted(names)) or counted.place)
 
-    def _explain_gradients(self, step: StepComparison, first: Sequence[Departure]) -> Culprit:
+    def _explain_gradients(self, step: StepComparison, first: Sequence[Mismatch]) -> RootCause:
         wholes = step.unclipped, step.expected.gradients
         if (clipped := clipping(first, step.case, wholes, self.ranks)) is not None:
             return clipped
@@ -498,14 +500,14 @@ class Examiner:
             self.pair, step, self.limit, loss=self.loss, batch=self._batch, share=self._share,
             drawing=self.drawing,
         )  # fmt: skip
-        return inquiry.culprit(first, self.before)
+        return inquiry.root_cause(first, self.before)
 
-    def _explain_loss(self, departures: Sequence[Departure], own: float | None) -> Culprit:
+    def _explain_loss(self, mismatches: Sequence[Mismatch], own: float | None) -> RootCause:
         right, measured = self.losses[0][-1], self.losses[1][-1]
         ways = self.loss.ways(right, own)
         limit = self.worst_loss.tolerance
         fitting = [how for how, loss in ways.items() if numbers_apart(right, loss) <= limit]
-        return explain_loss(departures, self.ranks, (right, measured), fitting)
+        return explain_loss(mismatches, self.ranks, (right, measured), fitting)
 
     def _compare_losses(self, step: int, returned: Any, own: Any) -> None:
         right = number(returned)
@@ -524,18 +526,18 @@ class Examiner:
             losses.append(loss)
         size = numbers_apart(right, measured)
         self.worst_loss.see(size, f"step {step}")
-        if size > limit and not self.departures:
-            departure = Departure(
+        if size > limit and not self.mismatches:
+            mismatch = Mismatch(
                 step=step, moment=Moment.UPDATE, subject=Subject.LOSS, name="loss", rank=0,
                 difference=size, tolerance=limit,
             )  # fmt: skip
-            self.differences.add([departure])
+            self.differences.add([mismatch])
             if self.terms.examined is not None and step >= self.terms.examined:
-                self.culprit = self._explain_loss([departure], number(own))
+                self.root_cause = self._explain_loss([mismatch], number(own))
 
     def _repeat(self, again: Callable[[], Job], shares: Sequence[Any]) -> Check:
         """Run the loop again from the same start; a loop that does not repeat itself is why
-        anything else departs."""
+        anything else differs."""
         wholes = {
             name: row.view(self.pair.wholes[name].shape) for name, row in self.pair.origin.items()
         }
@@ -544,7 +546,7 @@ class Examiner:
         cause = repeated(
             job, wholes, self.terms, shares=shares, first=self.sums, drawing=self.drawing
         )
-        self.culprit = cause or self.culprit
+        self.root_cause = cause or self.root_cause
         return claim("the same twice", None, cause is None, "other bits")
 
     def _life(self, batch: Any, share: Any) -> list[Liveness]:
@@ -570,14 +572,14 @@ class Examiner:
         ]  # fmt: skip
 
     def _checks(self, life: Sequence[Liveness], repeats: Sequence[Check]) -> Iterator[Check]:
-        starts = [departure for departure in self.departures if departure.moment is Moment.START]
-        held = not any(departure.subject is Subject.PARAMETERS for departure in starts)
+        starts = [mismatch for mismatch in self.mismatches if mismatch.moment is Moment.START]
+        held = not any(mismatch.subject is Subject.PARAMETERS for mismatch in starts)
         yield claim("same weights at the start", None, held, "they differ")
-        counts = [departure.told for departure in starts if departure.subject is Subject.COUNTER]
+        counts = [mismatch.told for mismatch in starts if mismatch.subject is Subject.COUNTER]
         yield claim("updates in a step", None, not counts, "".join(counts[:1]))
         yield from repeats
         yield from self.differences.checks(since=Moment.BATCH)
-        unlike = any(departure.between for departure in self.departures)
+        unlike = any(mismatch.between for mismatch in self.mismatches)
         yield claim("replicas", None, not unlike, "ranks have different bits")
         if self.worst_loss.count:
             yield self.worst_loss.check()

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from ptrain.report.finding import Moment, Subject
 from ptrain.verification.compare import Differences, ParameterMove
 from ptrain.verification.jobs.averages import Averages
-from ptrain.verification.jobs.culprits import families
 from ptrain.verification.jobs.draws import DrawMode, EveryonesDraws, Key, RandomDraw
 from ptrain.verification.jobs.job import Alone, Job, Ranks, Tolerance
 from ptrain.verification.jobs.record import (
@@ -35,6 +34,7 @@ from ptrain.verification.jobs.record import (
     state_of,
     sure_of,
 )
+from ptrain.verification.jobs.root_causes import families
 from ptrain.verification.jobs.shards import ParameterShard, values_of
 from ptrain.verification.parts import COARSER, Magnitude, named, square
 from ptrain.verification.updates.clip import Accumulation, UpdateCase, compare_masters
@@ -160,15 +160,15 @@ class Drawing:
         """Return what passes are to run in that are to draw nothing."""
         return nullcontext() if self.ends else DrawMode(model, replace=RandomDraw.stilled)
 
-    def require_attributed(self, departs: bool) -> None:
+    def require_attributed(self, differs: bool) -> None:
         """Raises Unattributed on every rank where what one device draws is not told, or something
-        departs and it was assumed. All ranks call it, when one device has done its step too."""
+        differs and it was assumed. All ranks call it, when one device has done its step too."""
         self.lasts |= self.any or bool(self.hidden)
         self.ends = not self.lasts
         if not self.any:
             return
         everyones = self.everyones
-        mine = everyones.lost | (everyones.assumed if departs else set())
+        mine = everyones.lost | (everyones.assumed if differs else set())
         paths = {path for paths in self.ranks.gather(sorted(mine)) for path in paths}
         if paths:
             raise Unattributed(tuple(sorted(paths | self.still)))

@@ -1,6 +1,6 @@
 """Tell what is wrong with the gradient of one parameter from all ranks' samples of it: a multiple
 of the right one, a part of a sum over an axis, some micro-batches only, the step before; and try
-the cure on every element of every gradient.
+the fix on every element of every gradient.
 """
 
 from __future__ import annotations
@@ -220,7 +220,7 @@ def _kept_apart(
 
 
 def common_factor(samples: Sequence[Sample], tolerance: float) -> float:
-    """Return what most parameters are multiplied by, where the others depart in another way: a clip
+    """Return what most parameters are multiplied by, where the others differ in another way: a clip
     by a norm to which the others contributed. It is 1 where there is no such thing."""
     fits = [multiple(*together([sample])[:2]) for sample in samples if sample.holders()]
     even = sorted(fit.factor for fit in fits if fit.holds(tolerance))
@@ -231,12 +231,12 @@ def common_factor(samples: Sequence[Sample], tolerance: float) -> float:
     return middle if alike and math.isfinite(middle) and middle > 0 else 1.0
 
 
-_ROUNDINGS = 10  # a cure divides and adds once more: so many tolerances
+_ROUNDINGS = 10  # a fix divides and adds once more: so many tolerances
 _LOOSEST = 0.1  # of 16 bits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cure:
+class Fix:
     """What undoes `symptom` in the gradients of `names`; all gradients are divided by `scale`
     first. `contributed` is what micro-batches give, where the symptom is told by it; `factors` are
     each rank's own; `words` say what is tried."""
@@ -301,35 +301,35 @@ class Cure:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What a cure leaves: the largest difference of a gradient (relative), and whether that is
+    """What a fix leaves: the largest difference of a gradient (relative), and whether that is
     within what roundings make."""
 
     left: float
-    cures: bool
+    fixes: bool
 
 
-def tried(cure: Cure, own: OwnGradients, ranks: Ranks, limit: Tolerance) -> Trial:
-    """Try a cure on all gradients. All ranks call it."""
+def tried(fix: Fix, own: OwnGradients, ranks: Ranks, limit: Tolerance) -> Trial:
+    """Try a fix on all gradients. All ranks call it."""
     truths = own.truths
     scale = Magnitude.of(truths)
     bound = min(_ROUNDINGS * limit.gradients, max(limit.gradients, _LOOSEST))
-    largest, cures = 0.0, True
+    largest, fixes = 0.0, True
     for name, whole in truths.items():
-        for left, before in _apart(cure, own, name, scale.quiet(whole), ranks):
+        for left, before in _apart(fix, own, name, scale.quiet(whole), ranks):
             largest = max(largest, left)
             helps = left <= before / 2 or before <= limit.gradients
-            cures = cures and left <= bound and helps
-    return Trial(largest, cures)
+            fixes = fixes and left <= bound and helps
+    return Trial(largest, fixes)
 
 
 def _apart(
-    cure: Cure, own: OwnGradients, name: str, quiet: float, ranks: Ranks
+    fix: Fix, own: OwnGradients, name: str, quiet: float, ranks: Ranks
 ) -> Iterator[tuple[float, float]]:
     """Yield of each rank how far a parameter's gradient is from one device's (relative), with the
-    cure and as it was; `quiet`: the size of an element that counts as nothing."""
+    fix and as it was; `quiet`: the size of an element that counts as nothing."""
     squares: dict[int, Tensor] = {}
     for sample in own.of_all_ranks(name, ranks):
-        rows = zip(sample.holders(), _held(sample), cure.of(name, sample, ranks), strict=True)
+        rows = zip(sample.holders(), _held(sample), fix.of(name, sample, ranks), strict=True)
         for rank, was, (gradient, truth) in rows:
             sizes = [norm(gradient - truth), norm(was - truth), norm(truth)]
             counted = torch.tensor([*(size**2 for size in sizes), truth.numel()]).double()

@@ -1,11 +1,11 @@
-"""The verdict: checks, departures and the culprit, the same on every rank."""
+"""The verdict: checks, mismatches and the root cause, the same on every rank."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from ptrain.errors import VerdictFailed
-from ptrain.report.finding import Culprit, Departed, Departure
+from ptrain.report.finding import Mismatch, MismatchFound, RootCause
 from ptrain.report.record import Check
 
 
@@ -15,13 +15,13 @@ class Verdict:
     and why."""
 
     checks: tuple[Check, ...]
-    departures: tuple[Departure, ...] = ()
-    culprit: Culprit | None = None
+    mismatches: tuple[Mismatch, ...] = ()
+    root_cause: RootCause | None = None
     notes: tuple[str, ...] = ()
 
     @property
     def fails(self) -> bool:
-        return self.culprit is not None or not all(check.holds for check in self.checks)
+        return self.root_cause is not None or not all(check.holds for check in self.checks)
 
     @property
     def holds(self) -> bool:
@@ -37,9 +37,9 @@ class LoopVerdict(Verdict):
     steps: int = 0
 
     def raise_for_verdict(self) -> None:
-        """Raises Departed with the culprit, VerdictFailed where there is none."""
-        if self.culprit is not None:
-            raise Departed(self.culprit)
+        """Raises MismatchFound with the root cause, VerdictFailed where there is none."""
+        if self.root_cause is not None:
+            raise MismatchFound(self.root_cause)
         if not self.holds:
             raise VerdictFailed(str(self))
 
@@ -51,7 +51,7 @@ class LoopVerdict(Verdict):
             f"checks, {self.steps} step{'s' * (self.steps != 1)}, {ranks} against the "
             "single-device reference)"
         )
-        rows = [str(self.culprit)] if self.culprit else []
+        rows = [str(self.root_cause)] if self.root_cause else []
         rows += [_row(check) for check in self.checks]
         rows += [f"note: {note}" for note in self.notes]
         return "\n".join([head, *(f"  {line}" for row in rows for line in row.splitlines())])

@@ -16,12 +16,12 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from ptrain.report.finding import Certainty, Culprit, Departure, Moment, Subject
+from ptrain.report.finding import Certainty, Mismatch, Moment, RootCause, Subject
 from ptrain.verification.compare import Differences, ParameterMove
 from ptrain.verification.evidence import StepSide
-from ptrain.verification.jobs.culprits import culprit
 from ptrain.verification.jobs.job import Ranks, Tolerance
 from ptrain.verification.jobs.record import compare_states, compare_update, digest
+from ptrain.verification.jobs.root_causes import root_cause
 from ptrain.verification.jobs.shards import ParameterShard
 from ptrain.verification.parts import Magnitude, multiple, square
 from ptrain.verification.updates.repeat import Ingredients, UpdateOutcome, UpdateRecord, is_row
@@ -32,7 +32,7 @@ _COARSE = 1e-3  # a dtype's rounding above which a skipped update of some elemen
 @dataclass(frozen=True, slots=True)
 class Remainder:
     """How far an update's outcome is from one device's, on one rank or on all: how many tensors
-    depart, and the largest differences of parameters and of state, relative as the verdict's."""
+    differ, and the largest differences of parameters and of state, relative as the verdict's."""
 
     count: int
     parameters: float
@@ -51,10 +51,10 @@ class Remainder:
             state=max(its.state for its in everyones),
         )
 
-    def is_cure_of(self, departure: Remainder) -> bool:
-        """Return whether nothing departs any more, and what is left is a tenth or less of what
+    def is_cure_of(self, mismatch: Remainder) -> bool:
+        """Return whether nothing differs any more, and what is left is a tenth or less of what
         did: a tolerance of 16 bits is no proof by itself."""
-        return self.count == 0 and self.worst <= 0.1 * departure.worst
+        return self.count == 0 and self.worst <= 0.1 * mismatch.worst
 
 
 BROKEN = Remainder(1, math.inf, math.inf)  # of an update that cannot be repeated
@@ -138,7 +138,7 @@ class UpdateCase:
             scratch.most(Moment.UPDATE, subject)
             for subject in (Subject.PARAMETERS, Subject.OPTIMIZER)
         )
-        return Remainder(len(scratch.departures), values, state)
+        return Remainder(len(scratch.mismatches), values, state)
 
     def differences(self, outcomes: Mapping[str, UpdateOutcome]) -> Differences:
         """Compare outcomes with one device's as the verdict does."""
@@ -200,12 +200,10 @@ def compare_masters(differences: Differences, case: UpdateCase) -> None:
         if name in case.seen.after and _is_as_fine(case.own[name].value, case.other[name].value)
     }
     scratch = case.differences(masters)
-    for departure in scratch.departures:
-        if departure.subject is Subject.PARAMETERS:
-            differences.departures.append(
-                replace(
-                    departure, subject=Subject.OPTIMIZER, name=f"{departure.name} · master copy"
-                )
+    for mismatch in scratch.mismatches:
+        if mismatch.subject is Subject.PARAMETERS:
+            differences.mismatches.append(
+                replace(mismatch, subject=Subject.OPTIMIZER, name=f"{mismatch.name} · master copy")
             )
 
 
@@ -228,7 +226,7 @@ def _is_alike(repeated: Tensor, seen: Tensor, before: Tensor) -> bool:
 _EPSILONS = (1e-6, 0.0)  # that torch adds to a norm, and who clips by hand does not
 _LOOSE, _LOOSEST = 10.0, 3e-2  # tolerances of a gradient, of which a factor is a ratio; at most
 _FITS = 4.0  # tolerances of a factor, that elements may be off it
-_SHARE = 0.1  # of what departs, that a way may leave
+_SHARE = 0.1  # of what differs, that a way may leave
 _LEAST = 1e-9  # of a factor: what is nearer to 1 is no clipping
 
 
@@ -320,12 +318,12 @@ class ClipWay:
 
 
 def clipping(
-    departures: Sequence[Departure],
+    mismatches: Sequence[Mismatch],
     case: UpdateCase,
     wholes: tuple[Mapping[str, float], Mapping[str, Tensor]],
     ranks: Ranks,
-) -> Culprit | None:
-    """Return the culprit of gradients that are clipped in one of these ways; None where they are
+) -> RootCause | None:
+    """Return the root cause of gradients that are clipped in one of these ways; None where they are
     not. `wholes`: one device's squares before clipping, and its gradients. All ranks call it."""
     tolerance = min(_LOOSE * case.limit.gradients, _LOOSEST)
     gradient = ClippedGradient.of(*wholes, tolerance)
@@ -337,8 +335,8 @@ def clipping(
         math.isfinite(row.factor) for row in rows
     ):
         return None
-    departure = max((abs(row.factor - 1.0) for row in rows), default=0.0)
-    if departure <= tolerance:
+    mismatch = max((abs(row.factor - 1.0) for row in rows), default=0.0)
+    if mismatch <= tolerance:
         return None
     errors = [
         (_error(way, gradient, rows, (one, other)), way)
@@ -346,9 +344,9 @@ def clipping(
         for one, other in product(_EPSILONS, _EPSILONS)
     ]
     error, way = min(errors, key=lambda pair: pair[0])
-    if error > min(tolerance, _SHARE * departure):
+    if error > min(tolerance, _SHARE * mismatch):
         return None
-    return _culprit(way, departures, ranks, rows, error, tolerance)
+    return _root_cause(way, mismatches, ranks, rows, error, tolerance)
 
 
 def _scalings(
@@ -427,14 +425,14 @@ def _error(
     return max(errors.values())
 
 
-def _culprit(
+def _root_cause(
     way: ClipWay,
-    departures: Sequence[Departure],
+    mismatches: Sequence[Mismatch],
     ranks: Ranks,
     rows: Sequence[Scaling],
     error: float,
     tolerance: float,
-) -> Culprit:
+) -> RootCause:
     wrong = sorted({row.rank for row in rows if abs(row.factor - 1.0) > tolerance})
     right = sorted({row.rank for row in rows} - set(wrong))
     factor, sentence, axis, where = way.factor, way.sentence, "", ""
@@ -448,8 +446,8 @@ def _culprit(
         where = f" on rank {', '.join(map(str, wrong))}"
     elif way.factor == "clipped by the local norm":
         axis = next(iter(ranks.axes), "")
-    return culprit(
-        departures, ranks, state=Subject.NORM, axis=axis, factor=factor, who=wrong,
+    return root_cause(
+        mismatches, ranks, state=Subject.NORM, axis=axis, factor=factor, who=wrong,
         sentence=sentence, certainty=Certainty.PROVEN,
         tried=f"{way.proof}{where}, to {error:.2g}; clipped by the global norm they match "
               "the reference",

@@ -1,5 +1,5 @@
-"""Explain an update that departs although its gradients are right: the culprit if the evidence
-proves one, else what departs first and what was ruled out. Ranks that hold the same part of a
+"""Explain an update that differs although its gradients are right: the root cause if the evidence
+proves one, else what differs first and what was ruled out. Ranks that hold the same part of a
 parameter must have the same bits of it.
 """
 
@@ -11,10 +11,10 @@ from itertools import chain
 
 import torch
 
-from ptrain.report.finding import Certainty, Culprit, Departure, Subject
-from ptrain.verification.jobs.culprits import culprit, families
+from ptrain.report.finding import Certainty, Mismatch, RootCause, Subject
 from ptrain.verification.jobs.job import Ranks
 from ptrain.verification.jobs.record import digest
+from ptrain.verification.jobs.root_causes import families, root_cause
 from ptrain.verification.updates.clip import BROKEN, Remainder, UpdateCase
 from ptrain.verification.updates.repeat import (
     CannotRepeat,
@@ -35,10 +35,10 @@ from ptrain.verification.updates.swaps import (
 )
 
 
-def explain_replicas(departures: Sequence[Departure], case: UpdateCase, ranks: Ranks) -> Culprit:
+def explain_replicas(mismatches: Sequence[Mismatch], case: UpdateCase, ranks: Ranks) -> RootCause:
     """Ranks have the same part, right to rounding, and not the same bits of it."""
-    first = departures[0]
-    names = [departure.name for departure in departures]
+    first = mismatches[0]
+    names = [mismatch.name for mismatch in mismatches]
     after = case.seen.after
     left = ranks.gather({name: digest(after[name].value) for name in names if name in after})
     written = ranks.gather(sorted(set(case.written_after()) & set(names)))
@@ -46,28 +46,28 @@ def explain_replicas(departures: Sequence[Departure], case: UpdateCase, ranks: R
     writers = [rank for rank in first.between if first.name in written[rank]]
     is_proven = len(alike) == 1 and None not in alike and bool(writers)
     who = ", ".join(map(str, first.between))
-    cure = (
+    fix = (
         "the optimizers left the same bits on all of them, and rank "
         f"{', '.join(map(str, writers))} has others at the end of its step"
     )
-    return culprit(
-        departures, ranks, state=first.subject, axis=ranks.axis_of(first.between),
+    return root_cause(
+        mismatches, ranks, state=first.subject, axis=ranks.axis_of(first.between),
         factor="replicas differ", who=writers if is_proven else None,
         sentence=f"Ranks {who} hold the same shard with different bits. Broadcast it once, "
                  "and check the computation on each rank.",
         certainty=Certainty.PROVEN if is_proven else Certainty.UNEXPLAINED,
-        tried=cure if is_proven else "the difference from the reference is within rounding",
+        tried=fix if is_proven else "the difference from the reference is within rounding",
     )  # fmt: skip
 
 
-def explain_update(departures: Sequence[Departure], case: UpdateCase, ranks: Ranks) -> Culprit:
-    """Explain departures at the moment of the update. All ranks call it with the same."""
-    explainer = UpdateExplainer(departures, case, ranks)
-    if any(departure.subject in _UPDATED for departure in explainer.departures):
-        return explainer.culprit()
-    if explainer.departures:
+def explain_update(mismatches: Sequence[Mismatch], case: UpdateCase, ranks: Ranks) -> RootCause:
+    """Explain mismatches at the moment of the update. All ranks call it with the same."""
+    explainer = UpdateExplainer(mismatches, case, ranks)
+    if any(mismatch.subject in _UPDATED for mismatch in explainer.mismatches):
+        return explainer.root_cause()
+    if explainer.mismatches:
         return explainer.unexplained("parameters and the optimizer state match the reference")
-    return explain_replicas(departures, case, ranks)
+    return explain_replicas(mismatches, case, ranks)
 
 
 _COARSE = 1e-6  # of what is left: a reader wants to see what it was before
@@ -75,58 +75,58 @@ _UPDATED = (Subject.PARAMETERS, Subject.OPTIMIZER)
 
 
 class UpdateExplainer:
-    """All ranks call `culprit`, with the same departures of the moment of the update."""
+    """All ranks call `root_cause`, with the same mismatches of the moment of the update."""
 
-    def __init__(self, departures: Sequence[Departure], case: UpdateCase, ranks: Ranks) -> None:
-        self.departures = [departure for departure in departures if not departure.between]
+    def __init__(self, mismatches: Sequence[Mismatch], case: UpdateCase, ranks: Ranks) -> None:
+        self.mismatches = [mismatch for mismatch in mismatches if not mismatch.between]
         self.case, self.ranks = case, ranks
         self.obstacle = ""
 
-    def exchanged(self) -> Culprit | None:
-        """Return the culprit where the update repeats as it was, and with some of one device's
+    def exchanged(self) -> RootCause | None:
+        """Return the root cause where the update repeats as it was, and with some of one device's
         ingredients is one device's; None otherwise."""
         case = self.case
-        departure = self._departure()
-        if self._obstacle() or departure.count == 0:
+        mismatch = self._mismatch()
+        if self._obstacle() or mismatch.count == 0:
             return None
         _, outcomes = self._repeated(dict(case.own))
         if any(self.ranks.gather(bool(self.obstacle) or bool(case.repeats(outcomes)))):
             return None
-        result = search(case, self.ranks, departure)
-        return self._exchanged(result, "") if result.cure else None
+        result = search(case, self.ranks, mismatch)
+        return self._exchanged(result, "") if result.fix else None
 
-    def culprit(self) -> Culprit:
+    def root_cause(self) -> RootCause:
         """Return the first explanation whose trial holds."""
         case = self.case
-        departing = self._departing()
+        differing = self._departing()
         if any(self.ranks.gather(bool(without := self._without_a_step()))):
             return self._left_out(without)
-        foreign = (departing & case.seen.after.keys()) - case.other.keys()
+        foreign = (differing & case.seen.after.keys()) - case.other.keys()
         if any(self.ranks.gather(bool(foreign))):
             return self._not_to_be_stepped(foreign)
         if obstacle := self._obstacle():
             return self.unexplained(f"the update cannot be replayed: {obstacle}{self._differing()}")
-        departure = self._departure()
-        if departure.count == 0:
-            return self._written_after(departure)
-        return self._in_the_step(departure)
+        mismatch = self._mismatch()
+        if mismatch.count == 0:
+            return self._written_after(mismatch)
+        return self._in_the_step(mismatch)
 
     def _obstacle(self) -> str:
         """Return why some rank's update cannot be repeated; "" where all can."""
         everyones = self.ranks.gather(self.case.seen.obstacle or self.case.expected.obstacle)
         return next(filter(None, everyones), "")
 
-    def _departure(self) -> Remainder:
+    def _mismatch(self) -> Remainder:
         """Return how far the update as it was is from one device's."""
         after = self.case.seen.after
         return self._of_all(self.case.remainder({name: after[name] for name in self.case.own}))
 
     def _departing(self) -> set[str]:
-        """Return the parameters that depart on this rank, or whose state does."""
+        """Return the parameters that differ on this rank, or whose state does."""
         return {
-            departure.name.partition(" · ")[0]
-            for departure in self.departures
-            if departure.rank == self.case.rank and departure.subject in _UPDATED
+            mismatch.name.partition(" · ")[0]
+            for mismatch in self.mismatches
+            if mismatch.rank == self.case.rank and mismatch.subject in _UPDATED
         }
 
     def _rows(self, names: Sequence[str]) -> list[tuple[int, str]]:
@@ -140,7 +140,7 @@ class UpdateExplainer:
     def _repeated(
         self, taken: dict[str, Ingredients]
     ) -> tuple[Remainder, dict[str, UpdateOutcome]]:
-        """Return what is left of the departure on all ranks, and this rank's outcomes."""
+        """Return what is left of the mismatch on all ranks, and this rank's outcomes."""
         try:
             outcomes = repeat(taken)
         except CannotRepeat as error:
@@ -149,7 +149,7 @@ class UpdateExplainer:
         return self._of_all(mine), outcomes
 
     def _without_a_step(self) -> set[str]:
-        """Return what departs here and no optimizer of this rank stepped, but for what has the
+        """Return what differs here and no optimizer of this rank stepped, but for what has the
         bits of a rank where one did (ZeRO: its update counts there)."""
         case = self.case
         without = self._departing() - case.seen.after.keys()
@@ -161,8 +161,8 @@ class UpdateExplainer:
         """Which part of a parameter this rank has, and a checksum of it after the step."""
         return [self.case.part(name), digest(self.case.courses[name].run_after)]
 
-    def _left_out(self, without: set[str]) -> Culprit:
-        """No optimizer that stepped on this rank has what departs here."""
+    def _left_out(self, without: set[str]) -> RootCause:
+        """No optimizer that stepped on this rank has what differs here."""
         case = self.case
         still = {name for name in without if case.courses[name].stood_still}
         if any(self.ranks.gather(bool(without - still))):
@@ -184,7 +184,7 @@ class UpdateExplainer:
             for name in still
         }
         left, _ = self._repeated(taken)
-        departure = Remainder(1, max(d.difference for d in self.departures), 0.0)
+        mismatch = Remainder(1, max(d.difference for d in self.mismatches), 0.0)
         everyones = self.ranks.gather(sorted([name, case.part(name)] for name in still))
         moved = {
             (name, part)
@@ -195,7 +195,7 @@ class UpdateExplainer:
         }
         rows = [(rank, name, part) for rank, its in enumerate(everyones) for name, part in its]
         is_stale = all((name, part) in moved for _, name, part in rows)
-        if not left.is_cure_of(departure):
+        if not left.is_cure_of(mismatch):
             return self.unexplained(
                 "no optimizer that steps has the differing tensors, and with the reference "
                 "optimizer and the present gradient they would still differ by "
@@ -221,7 +221,7 @@ class UpdateExplainer:
             names, ranks, proof,
         )  # fmt: skip
 
-    def _not_to_be_stepped(self, names: set[str]) -> Culprit:
+    def _not_to_be_stepped(self, names: set[str]) -> RootCause:
         """One device's optimizers do not have these."""
         courses = self.case.courses
         alike = all(torch.equal(courses[n].run_before, courses[n].after) for n in names)
@@ -239,13 +239,13 @@ class UpdateExplainer:
             "its value before the step equals the reference value after the step",
         )  # fmt: skip
 
-    def _written_after(self, departure: Remainder) -> Culprit:
+    def _written_after(self, mismatch: Remainder) -> RootCause:
         """What the optimizers left is one device's on every rank."""
         rows = self._rows(self.case.written_after())
-        departing = {(d.rank, d.name) for d in self.departures if d.subject is Subject.PARAMETERS}
-        rows = [row for row in rows if row in departing]
-        states = [] if departing else [(d.rank, d.name) for d in self.departures]
-        proof = f"the optimizers' own results match the reference to {departure.worst:.2g}"
+        differing = {(d.rank, d.name) for d in self.mismatches if d.subject is Subject.PARAMETERS}
+        rows = [row for row in rows if row in differing]
+        states = [] if differing else [(d.rank, d.name) for d in self.mismatches]
+        proof = f"the optimizers' own results match the reference to {mismatch.worst:.2g}"
         if states:
             return self._proven(
                 Subject.OPTIMIZER, "state written after the update",
@@ -263,7 +263,7 @@ class UpdateExplainer:
             [name for _, name in rows], sorted({rank for rank, _ in rows}), proof,
         )  # fmt: skip
 
-    def _not_written_after(self, proof: str) -> Culprit:
+    def _not_written_after(self, proof: str) -> RootCause:
         """One device's parameters are not what its own optimizer left."""
         case = self.case
         names = [
@@ -284,14 +284,14 @@ class UpdateExplainer:
             f"{proof}, and the reference has other values at the end of its step",
         )  # fmt: skip
 
-    def _in_the_step(self, departure: Remainder) -> Culprit:
+    def _in_the_step(self, mismatch: Remainder) -> RootCause:
         case = self.case
         left, outcomes = self._repeated(dict(case.own))
         others = case.repeats(outcomes) if outcomes else sorted(case.own)
         rows = self._rows(others)
         if obstacle := next(filter(None, self.ranks.gather(self.obstacle)), ""):
             return self.unexplained(f"{obstacle}{self._differing()}")
-        if rows and left.is_cure_of(departure):
+        if rows and left.is_cure_of(mismatch):
             return self._skipped(rows, left)
         if rows:
             return self.unexplained(
@@ -299,12 +299,12 @@ class UpdateExplainer:
                 f"settings give {families((name for _, name in rows))} other values than its "
                 f"step did{self._differing()}"
             )
-        result = search(case, self.ranks, departure)
-        if not result.cure:
+        result = search(case, self.ranks, mismatch)
+        if not result.fix:
             return self.unexplained(_ruled_out(result))
         is_coarse = result.left.worst > _COARSE
         return self._exchanged(
-            result, f" (it differed by {departure.worst:.2g})" if is_coarse else ""
+            result, f" (it differed by {mismatch.worst:.2g})" if is_coarse else ""
         )
 
     def _differing(self) -> str:
@@ -319,7 +319,7 @@ class UpdateExplainer:
         listed = ", ".join(sorted(titles)) or "none of its settings and state"
         return f"; {listed} differed from the reference before it"
 
-    def _skipped(self, rows: Sequence[tuple[int, str]], left: Remainder) -> Culprit:
+    def _skipped(self, rows: Sequence[tuple[int, str]], left: Remainder) -> RootCause:
         """The step did not do what its optimizer does with what it was given."""
         seen = self.case.seen
         stood = all(
@@ -346,13 +346,13 @@ class UpdateExplainer:
             f"the step replayed with its inputs matches the reference to {left.worst:.2g}",
         )  # fmt: skip
 
-    def _exchanged(self, result: SwapSearch, was: str) -> Culprit:
-        mine = differing_pairs(self.case, result.cure)
+    def _exchanged(self, result: SwapSearch, was: str) -> RootCause:
+        mine = differing_pairs(self.case, result.fix)
         rows = [*chain.from_iterable(self.ranks.gather(mine, list[IngredientPair]))]
-        said = words(result.cure, rows, self.ranks.degrees, is_first=self.case.step == 0)
-        what = " and ".join(_with(swap, rows) for swap in result.cure[:3])
-        if len(result.cure) > 3:
-            what = "the reference's " + ", ".join(swap.key or "rule" for swap in result.cure)
+        said = words(result.fix, rows, self.ranks.degrees, is_first=self.case.step == 0)
+        what = " and ".join(_with(swap, rows) for swap in result.fix[:3])
+        if len(result.fix) > 3:
+            what = "the reference's " + ", ".join(swap.key or "rule" for swap in result.fix)
         return self._proven(
             said.state, said.factor, said.sentence, [row.name for row in rows],
             sorted({row.rank for row in rows}),
@@ -370,16 +370,16 @@ class UpdateExplainer:
         proof: str,
         *,
         axis: str | None = None,
-    ) -> Culprit:
-        return culprit(
-            self.departures, self.ranks, state=state, factor=factor, sentence=sentence,
+    ) -> RootCause:
+        return root_cause(
+            self.mismatches, self.ranks, state=state, factor=factor, sentence=sentence,
             names=names, who=ranks, axis=axis,
         ).proven(proof)  # fmt: skip
 
-    def unexplained(self, ruled_out: str) -> Culprit:
-        first = max(self.departures, key=lambda departure: departure.difference)
-        alike = [d for d in self.departures if d.subject is first.subject]
-        return culprit(
+    def unexplained(self, ruled_out: str) -> RootCause:
+        first = max(self.mismatches, key=lambda mismatch: mismatch.difference)
+        alike = [d for d in self.mismatches if d.subject is first.subject]
+        return root_cause(
             alike, self.ranks, state=first.subject, factor=f"differs by {first.difference:.3g}",
             sentence="The gradients match the reference, but this differs at the end of the step.",
             certainty=Certainty.UNEXPLAINED, tried=ruled_out,

@@ -18,10 +18,10 @@ from typing import Any, assert_never
 import torch
 from torch import Tensor
 
-from ptrain.report.finding import Certainty, Culprit, Subject
-from ptrain.verification.jobs.culprits import families
+from ptrain.report.finding import Certainty, RootCause, Subject
 from ptrain.verification.jobs.evidence import JobEvidence, Sample
 from ptrain.verification.jobs.job import Ranks
+from ptrain.verification.jobs.root_causes import families
 from ptrain.verification.parts import (
     difference,
     factor_text,
@@ -43,7 +43,7 @@ from ptrain.verification.updates.repeat import (
 
 _COARSE = (torch.bfloat16, torch.float16)
 _LOOSE = 10.0  # tolerances of a gradient
-_SHARE = 0.1  # of what departs, that roundings may leave
+_SHARE = 0.1  # of what differs, that roundings may leave
 _QUIET = 1e-3  # of the root mean square of all gradients
 
 
@@ -73,18 +73,18 @@ class CoarseSum:
 
 
 def coarse_sum(
-    unclear: Culprit, evidence: JobEvidence, ranks: Ranks, tolerance: float
-) -> Culprit | None:
-    """Return the culprit where a sum of rounded micro-batches is what every optimizer takes, and
+    unclear: RootCause, evidence: JobEvidence, ranks: Ranks, tolerance: float
+) -> RootCause | None:
+    """Return the root cause where a sum of rounded micro-batches is what every optimizer takes, and
     without roundings it is one device's, over all elements of all gradients; None where it is not.
     What the samples tell is looked for first. All ranks call it."""
     samples = evidence.samples
     known = {n: [s] for n, s in samples.items() if s.basis.numel() and not s.basis.isnan().any()}
     if not known or len(known) < len(samples):
         return None
-    departure = _worst(known, _departing)
+    mismatch = _worst(known, _departing)
     right, count = (
-        min(_LOOSE * tolerance, _SHARE * departure),
+        min(_LOOSE * tolerance, _SHARE * mismatch),
         next(iter(samples.values())).basis.shape[1],
     )
     for way in _ways(samples):
@@ -269,18 +269,18 @@ def left_with(case: UpdateCase, swaps: Swaps) -> Remainder:
 
 @dataclass(frozen=True, slots=True)
 class SwapSearch:
-    """`cure`: the fewest swaps that make the update one device's, on all ranks, and what is left
+    """`fix`: the fewest swaps that make the update one device's, on all ranks, and what is left
     then; `singles`: what is left with each alone; `num_combined`: how often several were tried."""
 
-    cure: Swaps
+    fix: Swaps
     left: Remainder
     singles: dict[Swap, Remainder]
     num_combined: int = 0
 
 
-def search(case: UpdateCase, ranks: Ranks, departure: Remainder) -> SwapSearch:
+def search(case: UpdateCase, ranks: Ranks, mismatch: Remainder) -> SwapSearch:
     """Try one ingredient, then all of a kind, then pairs. All ranks call it with the same
-    `departure`, which is that of the update as it was."""
+    `mismatch`, which is that of the update as it was."""
     everyones = ranks.gather(list(differing(case)), list[Swap])
     order = list(Ingredient)
     swaps = sorted(
@@ -291,14 +291,14 @@ def search(case: UpdateCase, ranks: Ranks, departure: Remainder) -> SwapSearch:
     by_swap = {swap: left for (swap,), left in singles.items()}
     for stage in (singles, None):
         lefts = stage or _all_ranks(case, ranks, _several(swaps))
-        cures = {its: left for its, left in lefts.items() if left.is_cure_of(departure)}
-        if cures:
-            fewest = min(map(len, cures)) if stage is None else 1
-            cure = min(
-                (its for its in cures if len(its) == fewest), key=lambda its: cures[its].worst
+        fixes = {its: left for its, left in lefts.items() if left.is_cure_of(mismatch)}
+        if fixes:
+            fewest = min(map(len, fixes)) if stage is None else 1
+            fix = min(
+                (its for its in fixes if len(its) == fewest), key=lambda its: fixes[its].worst
             )
-            return SwapSearch(cure, cures[cure], by_swap)
-    return SwapSearch((), departure, by_swap, len(lefts))
+            return SwapSearch(fix, fixes[fix], by_swap)
+    return SwapSearch((), mismatch, by_swap, len(lefts))
 
 
 def _several(swaps: Sequence[Swap]) -> list[Swaps]:
@@ -340,7 +340,7 @@ class IngredientPair:
 
 @dataclass(frozen=True, slots=True)
 class CureWords:
-    """What is said of a cure."""
+    """What is said of a fix."""
 
     state: Subject
     factor: str
@@ -393,11 +393,11 @@ def _text(value: Any, other: Any) -> str:
 
 
 def words(
-    cure: Swaps, rows: Sequence[IngredientPair], degrees: dict[str, int], *, is_first: bool
+    fix: Swaps, rows: Sequence[IngredientPair], degrees: dict[str, int], *, is_first: bool
 ) -> CureWords:
     """Say what these swaps are; `rows` are all ranks', `is_first` of the first step."""
-    kinds = {swap.ingredient for swap in cure}
-    keys = {swap.key for swap in cure}
+    kinds = {swap.ingredient for swap in fix}
+    keys = {swap.key for swap in fix}
     if Ingredient.RULE in kinds or "decoupled_weight_decay" in keys:
         own, right = rows[0].kinds
         return CureWords(
@@ -406,20 +406,20 @@ def words(
         )  # fmt: skip
     if kinds == {Ingredient.STATE}:
         return _of_state(keys, rows, is_first)
-    settled = tuple(swap for swap in cure if swap.ingredient is Ingredient.SETTING)
+    settled = tuple(swap for swap in fix if swap.ingredient is Ingredient.SETTING)
     if settled and all(row.own == "none" for row in rows if row.swap not in settled):
-        cure = settled  # what is kept beside a parameter follows from these
+        fix = settled  # what is kept beside a parameter follows from these
         rows = [row for row in rows if row.swap in settled]
-    if len(cure) > 1:
+    if len(fix) > 1:
         parts = [
             words((swap,), [row for row in rows if row.swap == swap], degrees, is_first=is_first)
-            for swap in cure
+            for swap in fix
         ]
         return CureWords(
             parts[0].state, " and ".join(part.factor for part in parts),
             " ".join(part.sentence for part in parts),
         )  # fmt: skip
-    (swap,) = cure
+    (swap,) = fix
     match swap.ingredient:
         case Ingredient.SETTING | Ingredient.ATTRIBUTE:
             return _of_setting(swap.key, rows, degrees)
@@ -472,7 +472,7 @@ def _of_setting(key: str, rows: Sequence[IngredientPair], degrees: dict[str, int
         factor = factor_text(own / right, degrees)
     else:
         factor = f"{key} {row.own} for {row.other}"
-    cure = (
+    fix = (
         "Set it, or step its schedule, as in the reference"
         if key == "lr"
         else "Use the same settings on every rank"
@@ -480,7 +480,7 @@ def _of_setting(key: str, rows: Sequence[IngredientPair], degrees: dict[str, int
     return CureWords(
         state, factor,
         f"The optimizer updates {_names(rows)} with {key} {row.own}, the reference with "
-        f"{row.other}. {cure}.",
+        f"{row.other}. {fix}.",
     )  # fmt: skip
 
 

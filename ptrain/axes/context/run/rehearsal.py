@@ -375,7 +375,7 @@ class _Rehearsal:
         self._torchs: Callable[..., Tensor] = F.scaled_dot_product_attention
 
     def require_alike(self) -> None:
-        """Raises SpecError for the first departure: in training mode without dropout, or in
+        """Raises SpecError for the first mismatch: in training mode without dropout, or in
         evaluation mode where the model still draws random numbers."""
         ends, every = {0, self.step.ulysses * self.step.ring - 1}, ((0, self.step.sequence),)
         with copied_buffers(self.model), forked(), without_dropout(self.model):

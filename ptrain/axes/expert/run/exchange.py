@@ -53,7 +53,7 @@ class Transit:
         result = compute()
         return _Arrival.apply(x, self), result
 
-    def depart(self, x: Tensor) -> Tensor:
+    def differ(self, x: Tensor) -> Tensor:
         """Begin the exchange, and return what nobody may read until it has arrived."""
         self._leaving = x
         return all_to_all(x, self._arrived, self._left, self._group)
@@ -70,7 +70,7 @@ class Transit:
 
     def arrive_back(self) -> Tensor:
         """End it, and return those of the rows that left."""
-        assert self._coming is not None, "they have departed"
+        assert self._coming is not None, "they have differed"
         gradient, self._leaving, self._coming = awaited(self._coming), None, None
         return gradient
 
@@ -79,7 +79,7 @@ class _Departure(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, transit: Transit) -> Tensor:
         ctx.transit = transit
-        return transit.depart(x)
+        return transit.differ(x)
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:

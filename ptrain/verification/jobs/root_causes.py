@@ -1,4 +1,4 @@
-"""Culprits that are not gradients or updates: weights that differ before the first step or are
+"""RootCauses that are not gradients or updates: weights that differ before the first step or are
 written before a forward pass, another autocast, a reference without numbers, a loss that is made up
 otherwise.
 
@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import torch
 
-from ptrain.report.finding import Certainty, Culprit, Departure, Subject, Way
+from ptrain.report.finding import Certainty, Mismatch, RootCause, Subject, Way
 from ptrain.verification.jobs.evidence import JobEvidence
 from ptrain.verification.jobs.job import RANKS, Ranks
 from ptrain.verification.parts import factor_text, named
@@ -37,8 +37,8 @@ def over_axis(axis: str) -> str:
     return "over all ranks" if axis == RANKS else f"over {axis.replace('+', ' and ')}"
 
 
-def culprit(
-    departures: Sequence[Departure],
+def root_cause(
+    mismatches: Sequence[Mismatch],
     ranks: Ranks,
     *,
     state: Subject,
@@ -49,14 +49,14 @@ def culprit(
     axis: str | None = None,
     certainty: Certainty = Certainty.FITS,
     tried: str = "",
-) -> Culprit:
-    """Return the culprit of these departures, in these words; of their ranks and their names, and
-    the axis that parts those from the others, where no other ones are given."""
-    blamed = sorted({departure.rank for departure in departures} if who is None else set(who))
-    return Culprit(
+) -> RootCause:
+    """Return the root cause of these mismatches, in these words; of their ranks and their names,
+    and the axis that parts those from the others, where no other ones are given."""
+    blamed = sorted({mismatch.rank for mismatch in mismatches} if who is None else set(who))
+    return RootCause(
         state=state, axis=ranks.parting(blamed) if axis is None else axis, factor=factor,
-        place=families([departure.name for departure in departures] if names is None else names),
-        step=departures[0].step, ranks=tuple(blamed), sentence=sentence, certainty=certainty,
+        place=families([mismatch.name for mismatch in mismatches] if names is None else names),
+        step=mismatches[0].step, ranks=tuple(blamed), sentence=sentence, certainty=certainty,
         tried=tried,
     )  # fmt: skip
 
@@ -64,24 +64,24 @@ def culprit(
 def proven(
     state: Subject, factor: str, place: str, sentence: str, tried: str, *, step: int,
     ranks: Iterable[int], axis: str = "",
-) -> Culprit:  # fmt: skip
-    """Return a culprit whose cure was tried, in these words."""
-    return Culprit(
+) -> RootCause:  # fmt: skip
+    """Return a root cause whose fix was tried, in these words."""
+    return RootCause(
         state=state, axis=axis, factor=factor, place=place, step=step, ranks=tuple(ranks),
         sentence=sentence, certainty=Certainty.PROVEN, tried=tried,
     )  # fmt: skip
 
 
-def explain_start(departures: Sequence[Departure], ranks: Ranks) -> Culprit:
+def explain_start(mismatches: Sequence[Mismatch], ranks: Ranks) -> RootCause:
     """The loop does not start with the reference's weights."""
-    missing = [departure for departure in departures if departure.way is Way.MISSING]
+    missing = [mismatch for mismatch in mismatches if mismatch.way is Way.MISSING]
     if missing:
-        return culprit(
+        return root_cause(
             missing, ranks, state=Subject.PARAMETERS, factor="missing",
             sentence=f"{missing[0].name}: {missing[0].told}. Build both from the same module.",
         )  # fmt: skip
-    return culprit(
-        departures, ranks, state=Subject.PARAMETERS, factor="other weights at the start",
+    return root_cause(
+        mismatches, ranks, state=Subject.PARAMETERS, factor="other weights at the start",
         sentence="The loop does not start from the reference's weights. Copy the module "
                  "before it is wrapped (copy.deepcopy), or seed both identically on every "
                  "rank.",
@@ -89,14 +89,14 @@ def explain_start(departures: Sequence[Departure], ranks: Ranks) -> Culprit:
 
 
 def explain_in_use(
-    departures: Sequence[Departure],
+    mismatches: Sequence[Mismatch],
     ranks: Ranks,
     written: Sequence[Mapping[str, Sequence[object]]],
-) -> Culprit:
+) -> RootCause:
     """Parameters were written before the forward pass, and are not what one device has there;
     `written`: by rank and parameter, [the step after which it had these values, a dtype that one
     device's are rounded to]."""
-    kinds = {tuple(written[departure.rank][departure.name]) for departure in departures}
+    kinds = {tuple(written[mismatch.rank][mismatch.name]) for mismatch in mismatches}
     step, rounded = kinds.pop() if len(kinds) == 1 else (None, "")
     what, is_known = "", True
     if isinstance(step, int):
@@ -112,19 +112,21 @@ def explain_in_use(
         what = f"every element equals the reference rounded to {rounded}"
         sentence = f"The parameters loaded before this forward pass were saved in {rounded}."
     else:
-        factor, is_known = _size(departures), False
+        factor, is_known = _size(mismatches), False
         what = "the values of an earlier step, a rounding"
         sentence = (
             "The parameters are written between the previous update and this forward pass, "
             "and differ from the reference there."
         )
-    blamed = culprit(departures, ranks, state=Subject.PARAMETERS, factor=factor, sentence=sentence)
+    blamed = root_cause(
+        mismatches, ranks, state=Subject.PARAMETERS, factor=factor, sentence=sentence
+    )
     return blamed.proven(what) if is_known else blamed.unexplained(what)
 
 
-def explain_precision(actual: str, expected: str, step: int, ranks: Ranks) -> Culprit:
+def explain_precision(actual: str, expected: str, step: int, ranks: Ranks) -> RootCause:
     """The loop's forward runs under another autocast than the reference's."""
-    return Culprit(
+    return RootCause(
         state=Subject.ACTIVATIONS, axis="", factor=f"{actual} for {expected}", place="autocast",
         step=step, ranks=tuple(range(ranks.size)),
         sentence=f"The loop's forward runs in {actual}, the reference's in {expected}, "
@@ -133,13 +135,13 @@ def explain_precision(actual: str, expected: str, step: int, ranks: Ranks) -> Cu
     )  # fmt: skip
 
 
-def _size(departures: Sequence[Departure]) -> str:
-    return f"differs by {max(departure.difference for departure in departures):.3g}"
+def _size(mismatches: Sequence[Mismatch]) -> str:
+    return f"differs by {max(mismatch.difference for mismatch in mismatches):.3g}"
 
 
-def reference_not_finite(step: int, ranks: Ranks) -> Culprit:
+def reference_not_finite(step: int, ranks: Ranks) -> RootCause:
     """One device has no numbers either."""
-    return Culprit(
+    return RootCause(
         state=Subject.PARAMETERS, axis="", factor="the reference is not finite", place="reference",
         step=step, ranks=tuple(range(ranks.size)),
         sentence="The gradients or parameters of the reference are infinite or NaN after "
@@ -149,19 +151,19 @@ def reference_not_finite(step: int, ranks: Ranks) -> Culprit:
 
 
 def explain_loss(
-    departures: Sequence[Departure],
+    mismatches: Sequence[Mismatch],
     ranks: Ranks,
     losses: tuple[float, float],
     fitting: Sequence[str],
-) -> Culprit:
+) -> RootCause:
     """Everything else held: the loss is reported wrong. `losses`: one device's, and the global one
     of the ranks; `fitting`: ways to make up the global one by which it would be one device's."""
     expected, actual = losses
     ratio = actual / expected if expected else 0.0
     is_near = abs(ratio - 1) < 1e-3
-    blamed = culprit(
-        departures, ranks, state=Subject.LOSS, axis="",
-        factor=_size(departures) if is_near else factor_text(ratio, ranks.degrees),
+    blamed = root_cause(
+        mismatches, ranks, state=Subject.LOSS, axis="",
+        factor=_size(mismatches) if is_near else factor_text(ratio, ranks.degrees),
         sentence=f"The loss is {actual:.6g}, the reference loss is {expected:.6g}, and the "
                  "gradients match: the reported loss is combined in another way than the "
                  "trained loss. Set how the ranks' losses combine: `Terms(loss='mean' | "
@@ -177,11 +179,11 @@ _ROUNDINGS = {torch.bfloat16: 5e-2, torch.float16: 1e-2, torch.float32: 1e-5}
 
 
 def unclear(
-    departures: Sequence[Departure], evidence: JobEvidence, names: Sequence[str], ranks: Ranks
-) -> Culprit:
-    """What departs, where no sum explains it: it may be a rounding. All ranks call it."""
-    first = departures[0]
-    largest = max(departure.difference for departure in departures)
+    mismatches: Sequence[Mismatch], evidence: JobEvidence, names: Sequence[str], ranks: Ranks
+) -> RootCause:
+    """What differs, where no sum explains it: it may be a rounding. All ranks call it."""
+    first = mismatches[0]
+    largest = max(mismatch.difference for mismatch in mismatches)
     rounded = next(
         (
             dtype
@@ -190,8 +192,8 @@ def unclear(
         ),
         None,
     )
-    unknown = culprit(
-        departures, ranks, state=first.subject, axis="", factor=f"differs by {largest:.3g}",
+    unknown = root_cause(
+        mismatches, ranks, state=first.subject, axis="", factor=f"differs by {largest:.3g}",
         names=names or [first.name], certainty=Certainty.UNEXPLAINED,
         sentence="It is not a multiple of the reference and not an addend of a sum over an "
                  "axis. Compare the inputs of this place.",

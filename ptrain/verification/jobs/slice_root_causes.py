@@ -2,7 +2,7 @@
 hand).
 
 What modules receive, what the loss trains, which tokens influence others and which gradients return
-to a module is compared with the same tokens on one device. The first departure is corrected in one
+to a module is compared with the same tokens on one device. The first mismatch is corrected in one
 more step of the loop: another input of a module, another gradient of its output, the attention mask
 of the tokens' real positions.
 """
@@ -22,8 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from ptrain.models.arguments import first_real
-from ptrain.report.finding import Certainty, Culprit, Subject
-from ptrain.verification.jobs.culprits import families, family, proven
+from ptrain.report.finding import Certainty, RootCause, Subject
 from ptrain.verification.jobs.metamorphic import AskedTokens
 from ptrain.verification.jobs.modules import (
     Calls,
@@ -35,6 +34,7 @@ from ptrain.verification.jobs.modules import (
     untouched,
 )
 from ptrain.verification.jobs.record import ForwardCall
+from ptrain.verification.jobs.root_causes import families, family, proven
 from ptrain.verification.parts import canonical_modules, multiple, relative
 
 _HIDDEN = -1e4  # what a mask adds to the scores that it hides, or less (-inf)
@@ -200,14 +200,14 @@ _MOST_TOKENS = 16  # that are changed, one after the other, to see which others 
 
 
 class SliceInquiry:
-    """`culprit` by all ranks alike; `modules` are the passes of this rank's modules."""
+    """`root_cause` by all ranks alike; `modules` are the passes of this rank's modules."""
 
     def __init__(self, inquiry: Inquiry, modules: Calls) -> None:
         self.inquiry, self.own = inquiry, modules
         self.ranks, self.step = inquiry.ranks, inquiry.step
         self.slice = slice_of(self.step.expected.calls, self.step.seen.calls)
 
-    def culprit(self) -> Culprit | None:
+    def root_cause(self) -> RootCause | None:
         """Return what a trial proves, else what was measured; None where ranks have no slices, or
         nothing is known."""
         if not all(self.ranks.gather(self.slice is not None)):
@@ -215,22 +215,22 @@ class SliceInquiry:
         assert self.slice is not None, "every rank has a slice"
         with self.inquiry.drawing.replayed(self.inquiry.pair.reference.model):
             self.truth = probed(self.inquiry.pair.reference.model, self.step.expected.calls).modules
-        fits: Culprit | None = None
-        causes: tuple[Callable[[TokenSlice], Culprit | None], ...] = (
+        fits: RootCause | None = None
+        causes: tuple[Callable[[TokenSlice], RootCause | None], ...] = (
             self._of_inputs, self._of_loss, self._of_attention, self._of_exchanges,
         )  # fmt: skip
         for cause in causes:
-            culprit = cause(self.slice)
-            if culprit is not None and culprit.certainty is Certainty.PROVEN:
-                return culprit
-            fits = fits or culprit
+            root_cause = cause(self.slice)
+            if root_cause is not None and root_cause.certainty is Certainty.PROVEN:
+                return root_cause
+            fits = fits or root_cause
         return fits
 
     def _blame(
         self, state: Subject, factor: str, place: str, sentence: str, tried: str,
         who: Sequence[int] = (),
-    ) -> Culprit:  # fmt: skip
-        """The culprit that a trial proves; without `who` on every rank."""
+    ) -> RootCause:  # fmt: skip
+        """The root cause that a trial proves; without `who` on every rank."""
         return proven(
             state, factor, place, sentence, tried, step=self.step.differences.step,
             ranks=who or range(self.ranks.size), axis=self._axis(),
@@ -244,7 +244,7 @@ class SliceInquiry:
         repeated = self.inquiry.drawing.repeated(model)
         return self.inquiry.left_with(repeated, forced(model, places), mask or nullcontext())
 
-    def _of_inputs(self, part: TokenSlice) -> Culprit | None:
+    def _of_inputs(self, part: TokenSlice) -> RootCause | None:
         """Numbers that a module is given (places, masks, labels) which are not its tokens'."""
         mine: dict[str, dict[int, Tensor]] = {}
         shifts: dict[str, list[int]] = {}
@@ -294,7 +294,7 @@ class SliceInquiry:
     def _axis(self) -> str:
         return self.ranks.axis_of(range(self.ranks.size))
 
-    def _of_loss(self, part: TokenSlice) -> Culprit | None:
+    def _of_loss(self, part: TokenSlice) -> RootCause | None:
         """What the loss asks of the logits: of which token, and with which weight."""
         own = self.step.seen.calls[0].upstream.get(0)
         truth = None if own is None else part.of(self.step.expected.calls[0].upstream.get(0), own)
@@ -321,7 +321,9 @@ class SliceInquiry:
                 return self._said_of_labels(reports, f"{left:.1e}")
         return None
 
-    def _of_counts(self, own: Tensor, count: int, reports: Sequence[AskedTokens]) -> Culprit | None:
+    def _of_counts(
+        self, own: Tensor, count: int, reports: Sequence[AskedTokens]
+    ) -> RootCause | None:
         """Each rank divides by its own number of targets: that is undone, and the number in the
         whole samples divides in its place."""
         whole = self.step.expected.calls[0].upstream[0]
@@ -345,7 +347,7 @@ class SliceInquiry:
 
     def _of_weights(
         self, truth: Tensor, factors: Sequence[float], reports: Sequence[AskedTokens]
-    ) -> Culprit | None:
+    ) -> RootCause | None:
         listed = ", ".join(
             f"rank {n}: × {its.factor:.3g}" for n, its in enumerate(reports) if its.count
         )
@@ -363,7 +365,7 @@ class SliceInquiry:
                 )  # fmt: skip
         return None
 
-    def _said_of_labels(self, reports: Sequence[AskedTokens], left: str) -> Culprit:
+    def _said_of_labels(self, reports: Sequence[AskedTokens], left: str) -> RootCause:
         tried = (
             "with the reference gradient of the logits of each shard the gradients match the "
             f"reference to {left}"
@@ -389,7 +391,7 @@ class SliceInquiry:
             f"Shard labels like tokens over {self._axis()}.", tried, who,
         )  # fmt: skip
 
-    def _of_attention(self, part: TokenSlice) -> Culprit | None:
+    def _of_attention(self, part: TokenSlice) -> RootCause | None:
         """Which tokens notice another one is measured on both sides, where the model itself is
         called, on all ranks as often; then the mask of their places is tried."""
         if not all(self.ranks.gather(len(self.step.seen.calls) == 1)):
@@ -425,7 +427,7 @@ class SliceInquiry:
         factor = "sees too few tokens" if lacking else "sees tokens that it must not"
         counts = f"{lacking} pairs of tokens fewer and {more} more than in the reference"
         left = self._left_by_mask(right, changed, part)
-        culprit = self._blame(
+        root_cause = self._blame(
             Subject.ACTIVATIONS, factor, "attention",
             f"On rank {who[0]} token {token} {verb} token {other}, which it "
             f"{'sees' if lacking else 'does not see'} in the reference. Use the attention "
@@ -435,12 +437,12 @@ class SliceInquiry:
             f"with that mask the gradients match the reference to {left or 0.0:.1e}", who,
         )  # fmt: skip
         if left is not None:
-            return culprit
+            return root_cause
         measured = (
             "tokens were changed one by one, and the changes of the logits compared: "
             f"{counts}; no fix that was tried helps"
         )
-        return replace(culprit, certainty=Certainty.FITS, tried=measured)
+        return replace(root_cause, certainty=Certainty.FITS, tried=measured)
 
     def _left_by_mask(
         self, right: Tensor, changed: Sequence[int], part: TokenSlice
@@ -468,7 +470,7 @@ class SliceInquiry:
                 return left
         return None
 
-    def _of_exchanges(self, part: TokenSlice) -> Culprit | None:
+    def _of_exchanges(self, part: TokenSlice) -> RootCause | None:
         """The last module that returns what it must, and to which another gradient comes back."""
         root, whole = self.own.get(("", 0)), self.truth.get(("", 0))
         factor = 1.0
