@@ -245,7 +245,7 @@ def totals(faults: dict[str, tuple[Outcome, Outcome]]) -> list[tuple[str, int]]:
         ("said to be unexplained", sum(given.is_unexplained for _, given in pairs)),
         ("WRONG", sum(is_wrong(fault, given) for fault, given in pairs)),
         ("accusing what is right", sum(bool(accused(*pair)) for pair in pairs)),
-        ("caught without a root_cause", sum(
+        ("caught without a root cause", sum(
             not given.holds and not given.error and not given.has_root_cause for _, given in pairs
         )),
         ("ended with an error", sum(bool(given.error) for _, given in pairs)),
