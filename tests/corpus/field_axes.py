@@ -31,7 +31,7 @@ from tests.corpus.parts import (
     token_loss,
     writer,
 )
-from tests.corpus.pipeline import PIPELINE, RegressorStage
+from tests.corpus.pipeline import RegressorStage
 from tests.corpus.pipeline import terms as of_stages
 
 
@@ -192,9 +192,9 @@ def weights_of_other_rows(fault: bool) -> Any:
     )
 
 
-def through_stages(stage: RegressorStage, batch: Tensor, *, reuses: bool, scale: float) -> Tensor:
-    """Run two micro-batches through both stages. Stage 1 receives them in one buffer if `reuses`;
-    gradients are those of the mean times `scale`."""
+def through_stages(stage: RegressorStage, batch: Tensor, *, reuses: bool) -> Tensor:
+    """Run two micro-batches through both stages. Stage 1 receives them in one buffer if
+    `reuses`."""
     micros, loss = list(batch.chunk(2)), torch.zeros(1)
     if rank() == 0:
         outputs = [stage.first(micro) for micro in micros]
@@ -212,7 +212,7 @@ def through_stages(stage: RegressorStage, batch: Tensor, *, reuses: bool, scale:
             inputs.append(received.requires_grad_(True))
             losses.append(stage.loss(inputs[-1], micro))
         for value in losses:
-            (value * scale / 2).backward()
+            (value / 2).backward()
         for received in inputs:
             assert received.grad is not None
             dist.send(received.grad, dst=0)
@@ -221,12 +221,12 @@ def through_stages(stage: RegressorStage, batch: Tensor, *, reuses: bool, scale:
     return loss[0]
 
 
-def staged(*, reuses: bool = False, scale: float = 1.0) -> ptrain.Job:
+def staged(*, reuses: bool) -> ptrain.Job:
     stage = RegressorStage()
     optimizer = torch.optim.SGD(stage.parameters(), lr=0.05)
 
     def step(batch: Tensor) -> Tensor:
-        loss = through_stages(stage, batch, reuses=reuses, scale=scale)
+        loss = through_stages(stage, batch, reuses=reuses)
         optimizer.step()
         optimizer.zero_grad()
         return loss
@@ -248,20 +248,4 @@ def unstaged() -> ptrain.Job:
     wrong_if=("not reduced", "learning rate", "norm.weight", "up.weight", "down.bias"),
 )  # fmt: skip
 def receive_buffer_used_again(fault: bool) -> Any:
-    return ptrain.verify(
-        unstaged, lambda: staged(reuses=fault), row_batches(), terms=of_stages()
-    )
-
-
-@planted(
-    source="https://github.com/pytorch/torchtitan/pull/4194",
-    wrong=("gradients",), axis="none", place="*", step=0,
-    sentence="gradients are 8 times what they should be: only the reported loss is divided by the "
-             "number of rows, after the schedule's backward",
-    right=("8|too large|times|not divided|summed|factor", "gradient|" + PIPELINE),
-    wrong_if=("not reduced", "lack", "learning rate"),
-)  # fmt: skip
-def loss_divided_after_the_schedule(fault: bool) -> Any:
-    return ptrain.verify(
-        unstaged, lambda: staged(scale=8.0 if fault else 1.0), row_batches(), terms=of_stages()
-    )
+    return ptrain.verify(unstaged, lambda: staged(reuses=fault), row_batches(), terms=of_stages())

@@ -114,7 +114,7 @@ def auxiliary_loss_counted_twice(fault: bool) -> Any:
 @planted(
     source="https://github.com/NVIDIA/Megatron-LM/issues/3672",
     wrong=("loss", "gradients"), axis="dp", place="router.weight", step=0,
-    sentence="the global balancing loss is half: it sums one rank's rows, and divides by all ranks'",
+    sentence="the global balancing loss is half: one rank's rows, divided by the rows of all",
     right=("loss|router|" + TERM, TOO_SMALL + "|too small"),
     wrong_if=("not reduced", "learning rate", "head.weight", "experts."),
 )  # fmt: skip
