@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ptrain
 from tests.corpus.collectives import GatherParts, gathered, own_part
 from tests.corpus.experts import whole_mixture
-from tests.corpus.fault import DATA, NOT_REDUCED, TOO_SMALL, planted
+from tests.corpus.fault import DATA, NOT_REDUCED, TOO_LARGE, TOO_SMALL, planted
 from tests.corpus.parts import (
     FEATURES,
     Regressor,
@@ -290,3 +290,56 @@ def features_gathered_without_gradient(fault: bool) -> Any:
         paired_rows(),
         share=my_rows,
     )
+
+
+class Shared(nn.Module):
+    """A layer that is called twice, and one that only some ranks' rows need."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.trunk, self.common = nn.Linear(FEATURES, 8), nn.Linear(8, 1)
+        self.rare = nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.trunk(x))
+        is_rare = x[:, :1] > 0.9
+        y = self.common(hidden)
+        return y + is_rare * self.rare(hidden) if is_rare.any() else y
+
+
+def rare_rows() -> Tensor:
+    """Return rows of which those of rank 1 alone need the rare layer in every batch."""
+    rows = row_batches()
+    rows[..., :4, 0] = rows[..., :4, 0].clamp(max=0.8)
+    rows[..., 6, 0] = 1.5
+    return rows
+
+
+@planted(
+    source="https://github.com/deepspeedai/DeepSpeed/pull/291",
+    wrong=("gradients",), axis="dp", place="rare.*", step=0,
+    sentence="the rare layer's gradient is divided by the ranks that used it, not by all",
+    right=(TOO_LARGE, "rare"),
+    wrong_if=("not reduced", "common", "trunk", "learning rate"),
+)  # fmt: skip
+def averaged_over_the_ranks_that_used_it(fault: bool) -> Any:
+    def job() -> ptrain.Job:
+        model = Shared()
+
+        def reduce() -> None:
+            for parameter in model.parameters():
+                used = torch.tensor([float(parameter.grad is not None)])
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                dist.all_reduce(used)
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= float(used) if fault else size()
+
+        return looped(model, optimizer=sgd(model), before_update=reduce)
+
+    def plain() -> ptrain.Job:
+        model = Shared()
+        return looped(model, optimizer=sgd(model))
+
+    return ptrain.verify(plain, job, rare_rows(), share=my_rows)
