@@ -125,7 +125,7 @@ class NormedMixture(RowMixture):
     wrong=("activations", "loss", "gradients"), axis="none", place="head, router*, experts*",
     step=0,
     sentence="the router gets no gradient: the one chosen weight is divided by itself, and is 1",
-    right=("router|weight of the expert|head|combine", "no gradient|zero|0|input|normal|weight|"
+    right=("router|weight of the expert|head|combine", "no gradient|zero|input|normal|weight|"
            "output|differ|forward"),
     wrong_if=("not reduced", "learning rate", "counted twice"),
 )  # fmt: skip

@@ -201,7 +201,8 @@ def adapter_attached_after_sharding(fault: bool) -> Any:
     source="https://github.com/deepspeedai/DeepSpeed/pull/7985",
     wrong=("gradients",), axis="none", place="*", step=0,
     sentence="the last micro-batch's gradient misses the reduction and leaks into the next step",
-    right=("micro-batch|last|step before|earlier", "miss|lack|leak|left|late|only|not in|previous"),
+    right=("micro-batch|last|step before|earlier|sample|row",
+           "miss|lack|leak|left|late|only|not in|previous"),
     wrong_if=("learning rate", "counted twice"),
 )  # fmt: skip
 def last_micro_batch_leaks_into_the_next_step(fault: bool) -> Any:
@@ -262,8 +263,8 @@ def paired_rows() -> Tensor:
     source="https://github.com/facebookresearch/SLIP/issues/31",
     wrong=("gradients",), axis="dp", place="*", step=0,
     sentence="features of the other rank give no gradient: the gather is not differentiable",
-    right=("gather|feature|contrast|negative|other rank|cross-rank|gradient", DATA),
-    wrong_if=("learning rate", "counted twice", "not averaged"),
+    right=("gather|feature|negative|other rank|across|differentiable|detach|rows of", DATA),
+    wrong_if=("learning rate", "counted twice", "not averaged", "not reduced"),
 )  # fmt: skip
 def features_gathered_without_gradient(fault: bool) -> Any:
     def gather(own: Tensor) -> Tensor:

@@ -176,7 +176,7 @@ def log_probability(model: nn.Module, tokens: Tensor) -> Tensor:
     source="https://github.com/allenai/open-instruct/pull/1182",
     wrong=("loss",), axis="dp", place="*", step=0,
     sentence="the reference model's log-probabilities are 0: gathered by MAX over zeros",
-    right=("loss|reference|log-prob|margin|pair", "zero|0|max|collective|all-reduce|differ|wrong"),
+    right=("log-prob|margin|pair|frozen|cache|all-reduce|maximum|max|term", "loss"),
     wrong_if=("not reduced", "learning rate", "counted twice"),
 )  # fmt: skip
 def reference_gathered_by_maximum(fault: bool) -> Any:

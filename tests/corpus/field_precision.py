@@ -93,8 +93,8 @@ def rotary_frequencies_in_bf16(fault: bool) -> Any:
     wrong=("loss", "gradients"), axis="none", place="*", step=1,
     sentence="the penalty is 0: autocast still has the trained weights' casts when the anchor's "
              "are swapped in",
-    right=("loss|autocast|anchor|penalty|term|cast", "cache|stale|zero|0|differ|term|weights|miss"),
-    wrong_if=("not reduced", "learning rate", "counted twice", "round"),
+    right=("autocast|anchor|penalty|term|cast|second", "cache|stale|zero|lack|term|old|miss"),
+    wrong_if=("not reduced", "learning rate", "counted twice", "are rounded"),
 )  # fmt: skip
 def anchor_behind_autocast_cache(fault: bool) -> Any:
     def loop(model: nn.Module, inner: nn.Module, shares_cache: bool) -> ptrain.Job:

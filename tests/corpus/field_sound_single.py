@@ -341,11 +341,17 @@ class Dropping(Regressor):
         return self.down(F.dropout(F.gelu(self.up(self.norm(x))), 0.3, self.training))
 
 
-@sound("float32: dropout, for which each rank has a seed of its own")
+@sound("float32: dropout, which each rank seeds by the step and by its rank")
 def single_dropout() -> Any:
     def loop(model: nn.Module, is_parallel: bool) -> ptrain.Job:
-        torch.manual_seed(11 + (rank() if is_parallel else 0))
-        return looped(model)
+        inner, done = looped(model), [0]
+
+        def step(rows: Tensor) -> Any:
+            torch.manual_seed(100 * done[0] + (rank() if is_parallel else 0))
+            done[0] += 1
+            return inner.step(rows)
+
+        return ptrain.Job(model=model, step=step)
 
     def build() -> nn.Module:
         torch.manual_seed(0)
