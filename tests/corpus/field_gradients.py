@@ -317,6 +317,10 @@ def rare_rows() -> Tensor:
     return rows
 
 
+def slow_descent(model: nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=0.02)
+
+
 @planted(
     source="https://github.com/deepspeedai/DeepSpeed/pull/291",
     wrong=("gradients",), axis="dp", place="rare.*", step=0,
@@ -337,10 +341,10 @@ def averaged_over_the_ranks_that_used_it(fault: bool) -> Any:
                 dist.all_reduce(parameter.grad)
                 parameter.grad /= float(used) if fault else size()
 
-        return looped(model, optimizer=sgd(model), before_update=reduce)
+        return looped(model, optimizer=slow_descent(model), before_update=reduce)
 
     def plain() -> ptrain.Job:
         model = Shared()
-        return looped(model, optimizer=sgd(model))
+        return looped(model, optimizer=slow_descent(model))
 
     return ptrain.verify(plain, job, rare_rows(), share=my_rows)
