@@ -18,7 +18,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported, here and in the
 from _script import Script, table
 
 from tests.corpus.fault import FieldFault
-from tests.corpus.registry import FAULTS, SOUND, run
+from tests.corpus.registry import FAULTS, SOUND, is_blind, run
 from tests.ranks import RankError, Ranks
 
 SCRIPT = Script("fault_corpus")
@@ -33,6 +33,8 @@ STATES = {
     "gradients": ("gradient",),
     "parameters": ("parameter", "update", "learning rate", "step counter", "optimizer"),
     "optimizer state": ("optimizer",),
+    "buffers": ("buffer",),
+    "averages": ("average",),
 }
 # As a root cause calls it where nobody said which axes the ranks are.
 AXES = {"dp": ("dp", "ranks", "replicate", "shard"), "none": ("",)}
@@ -298,9 +300,10 @@ def report(
     late = {name: pair for name, pair in faults.items() if FAULTS[name].step >= 1}
     both = {name: pair for name, pair in faults.items() if "shared" in _room(name)}
     later = {name: pair for name, pair in faults.items() if "accelerated" in _room(name)}
+    blind = {name: pair for name, pair in faults.items() if is_blind(name)}
     groups = {
         "all": faults, "that show after step 0": late, "that both sides have": both,
-        "added later": later,
+        "added later": later, "written blind": blind,
     }  # fmt: skip
     rows = ([group, *(str(count) for _, count in totals(part))] for group, part in groups.items())
     yield table(["", *(name for name, _ in totals(faults))], rows)
