@@ -92,6 +92,16 @@ def test_sound_groups_clipping_and_masters_accuse_nobody(ranks: Ranks, way: str)
     assert verdicts["sound"]["holds"], verdicts["sound"]["text"]
 
 
+def test_a_norm_that_counts_copies_twice_is_told_with_the_axis(ranks: Ranks) -> None:
+    root_cause = ranks.run(2, update_faults.verdicts, "ddp", ("clip by copies",))[0][
+        "clip by copies"
+    ]["culprit"]
+    keys = ("state", "axis", "factor", "certainty")
+    expected = ("gradient norm", "ranks", "counted several times", Certainty.PROVEN)
+    assert tuple(root_cause[key] for key in keys) == expected, root_cause
+    assert "counted 2 times" in root_cause["sentence"]
+
+
 @pytest.mark.nightly
 def test_an_update_that_another_rank_makes_is_repeated_there(ranks: Ranks) -> None:
     verdicts = ranks.run(2, update_faults.verdicts, "ddp", ("zero", "zero of another rate"))[0]

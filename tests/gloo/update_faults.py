@@ -140,6 +140,16 @@ class ClippedByGroupLate(ClippedByGroup):
     since = LATE
 
 
+class ClippedByAllCopies(Clipped):
+    """The squares are summed over ranks that hold copies of each other."""
+
+    def clip(self) -> None:
+        gradients = [p.grad for p in self.model.parameters()]
+        total = sum(gradient.double().square().sum() for gradient in gradients)
+        dist.all_reduce(total)
+        nn.utils.clip_grads_with_norm_(self.model.parameters(), CLIP, total.sqrt())
+
+
 class ClippedOnOneRank(Clipped):
     def clip(self) -> None:
         unclipped = [p.grad.clone() for p in self.model.parameters()]
@@ -294,6 +304,7 @@ CASES = {
 }
 # Of what a rank's piece does not tell all.
 APART = {
+    "clip by copies": Case(ClippedByAllCopies, Clipped),
     "zero": Case(Zero, Plain),
     "zero of another rate": Case(ZeroOfOtherRate, Plain),
     "by norm": Case(Even, Even),

@@ -1,6 +1,7 @@
 """Find gradients that are clipped in another way than one device's: group by group, on some ranks
-only, by the norm of a rank's own shards, or not at all. No factor is fitted: each way is applied
-to one device's gradient and compared with what the optimizers take.
+only, by the norm of a rank's own shards, by squares that copies count several times, or not at
+all. No factor is fitted: each way is applied to one device's gradient and compared with what the
+optimizers take.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from ptrain.verification.compare import Differences, ParameterMove
 from ptrain.verification.evidence import StepSide
 from ptrain.verification.jobs.job import Ranks, Tolerance
 from ptrain.verification.jobs.record import compare_states, compare_update, digest
-from ptrain.verification.jobs.root_causes import root_cause
+from ptrain.verification.jobs.root_causes import families, root_cause
 from ptrain.verification.jobs.shards import ParameterShard
 from ptrain.verification.parts import Magnitude, multiple, square
 from ptrain.verification.updates.repeat import Ingredients, UpdateOutcome, UpdateRecord, is_row
@@ -227,6 +228,7 @@ _EPSILONS = (1e-6, 0.0)  # that torch adds to a norm, and who clips by hand does
 _LOOSE, _LOOSEST = 10.0, 3e-2  # tolerances of a gradient, of which a factor is a ratio; at most
 _FITS = 4.0  # tolerances of a factor, that elements may be off it
 _SHARE = 0.1  # of what differs, that a way may leave
+_REPRODUCED = 1e-6  # of a factor: to which a norm of an axis is reproduced where that is proven
 _LEAST = 1e-9  # of a factor: what is nearer to 1 is no clipping
 
 
@@ -259,13 +261,14 @@ class Accumulation:
 class Scaling:
     """What one rank's gradient of one parameter is multiplied by, beside one device's after
     clipping; `group` is that of its optimizer, `local` the norm of what the rank holds of one
-    device's gradient before clipping."""
+    device's gradient before clipping; `part` tells which elements of the parameter it holds."""
 
     rank: int
     name: str
     group: int
     factor: float
     local: float
+    part: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,6 +318,8 @@ class ClipWay:
     proof: str
     norm: Callable[[Scaling], float]
     excused: bool = False  # some ranks may do as one device does
+    axis: str = ""  # over which squares are counted in another way than once
+    names: tuple[str, ...] = ()  # whose squares are
 
 
 def clipping(
@@ -338,15 +343,55 @@ def clipping(
     mismatch = max((abs(row.factor - 1.0) for row in rows), default=0.0)
     if mismatch <= tolerance:
         return None
-    errors = [
-        (_error(way, gradient, rows, (one, other)), way)
-        for way in _ways(gradient, rows)
-        for one, other in product(_EPSILONS, _EPSILONS)
-    ]
-    error, way = min(errors, key=lambda pair: pair[0])
-    if error > min(tolerance, _SHARE * mismatch):
+    bound = min(tolerance, _SHARE * mismatch)
+    fitting = [pair for pair in fits(gradient, rows, ranks) if pair[0] <= bound]
+    if not fitting:
         return None
-    return _root_cause(way, mismatches, ranks, rows, error, tolerance)
+    error, way = min(fitting, key=lambda pair: pair[0])
+    if not way.axis:
+        return _root_cause(way, mismatches, ranks, rows, error, tolerance)
+    is_proven = error <= _REPRODUCED and len(fitting) == 1
+    certainty = Certainty.PROVEN if is_proven else Certainty.FITS
+    is_same_way = all(other.factor == way.factor for _, other in fitting)
+    if not is_same_way:  # the facts fit several rules: none is named
+        return None
+    axis = way.axis if len(fitting) == 1 else ""
+    sentence = (
+        way.sentence
+        if axis
+        else (
+            f"{way.sentence} The norm fits the same way over "
+            f"{', '.join(other.axis for _, other in fitting)}."
+        )
+    )
+    return root_cause(
+        mismatches, ranks, state=Subject.NORM, axis=axis, factor=way.factor, names=way.names,
+        who={row.rank for row in rows if abs(row.factor - 1.0) > tolerance},
+        sentence=sentence, certainty=certainty, tried=f"{way.proof}, to {error:.2g}",
+    )  # fmt: skip
+
+
+def fits(
+    gradient: ClippedGradient, rows: Sequence[Scaling], ranks: Ranks
+) -> list[tuple[float, ClipWay]]:
+    """Return every way to clip with how far the factors are from it. A way of an axis that is
+    another way by another name on these ranks (only one axis shards) is left out."""
+    measured = []
+    predictions: list[list[float]] = []
+    for way in (*_ways(gradient, rows), *_ways_of_axes(gradient, rows, ranks)):
+        factors = [gradient.scaled(way.norm(row), (0.0, 0.0)) for row in rows]
+        if way.axis and any(
+            all(math.isclose(*both, rel_tol=_REPRODUCED) for both in zip(factors, its, strict=True))
+            for its in predictions
+        ):
+            continue
+        if not way.axis:
+            predictions.append(factors)
+        error = min(
+            _error(way, gradient, rows, epsilons) for epsilons in product(_EPSILONS, _EPSILONS)
+        )
+        measured.append((error, way))
+    return measured
 
 
 def _scalings(
@@ -363,7 +408,7 @@ def _scalings(
         factor = fit.factor if fit is not None and fit.holds(_FITS * tolerance) else math.nan
         taken = case.seen.before.get(name)
         group = -1 if taken is None else taken.group
-        yield Scaling(case.rank, name, group, factor, local / gradient.factor)
+        yield Scaling(case.rank, name, group, factor, local / gradient.factor, case.part(name))
 
 
 def _ways(gradient: ClippedGradient, rows: Sequence[Scaling]) -> Iterator[ClipWay]:
@@ -405,6 +450,46 @@ def _ways(gradient: ClippedGradient, rows: Sequence[Scaling]) -> Iterator[ClipWa
         lambda row: 0.0,
         excused=True,
     )
+
+
+def _ways_of_axes(
+    gradient: ClippedGradient, rows: Sequence[Scaling], ranks: Ranks
+) -> Iterator[ClipWay]:
+    """Yield the ways that count squares of what is replicated over an axis, or over several
+    together, once for each copy, or not at all."""
+    parts = {(row.name, row.rank): row.part for row in rows}
+    names = sorted({row.name for row in rows})
+    for axis, groups in ranks.summed.items():
+        degree = len(groups[0])
+        copied = tuple(
+            name
+            for name in names
+            if all(len({parts.get((name, rank)) for rank in group}) == 1 for group in groups)
+        )
+        sharded = tuple(name for name in names if name not in copied)
+        both = ((copied, "replicated"), (sharded, "sharded"))
+        for chosen, kind in both:
+            if not chosen:
+                continue
+            counted = gradient.norm(chosen) ** 2
+            total = gradient.norm() ** 2
+            ways = [("left out of the norm", 0, "left out")]
+            if kind == "replicated":
+                ways.append(("counted several times", degree, f"counted {degree} times"))
+            for factor, times, verb in ways:
+                length = math.sqrt(max(total + (times - 1) * counted, 0.0))
+                yield ClipWay(
+                    factor,
+                    f"In the norm, the squares of what is {kind} over {axis} "
+                    f"({families(chosen)}) are {verb}. Count each element once.",
+                    f"the reference gradient before clipping, with these squares {verb}, equals "
+                    "the gradients that the optimizers take",
+                    partial(_constant, length), axis=axis, names=chosen,
+                )  # fmt: skip
+
+
+def _constant(length: float, row: Scaling) -> float:
+    return length
 
 
 def _error(
