@@ -82,17 +82,17 @@ def parse(argv: Sequence[str]) -> VerifyOptions:
 
 def to_argv(options: VerifyOptions) -> list[str]:
     """The command line that gives these options to a rank."""
-    return [options.spec, *options.overrides, *_said(options)]
+    return [options.spec, *options.overrides, *said(options)]
 
 
-def _said(options: VerifyOptions) -> Iterator[str]:
+def said(options: VerifyOptions) -> Iterator[str]:
+    """Yield the words that are no spec and no override."""
     yield from ("--steps", str(options.steps))
-    for flag in ("quick", "every_collective", "verbose", "json", "allow_import"):
-        if getattr(options, flag):
-            yield "--" + flag.replace("_", "-")
+    yield from ("--" + flag.replace("_", "-") for flag in FLAGS if getattr(options, flag))
     for name in _PATHS:
         if (path := getattr(options, name)) is not None:
             yield from (f"--{name}", str(path))
 
 
+FLAGS = ("quick", "every_collective", "verbose", "json", "allow_import")
 _PATHS = ("folder", "references", "account", "compare")
