@@ -146,9 +146,7 @@ def _other(args: Namespace, jobs: list[TitledSpec], overrides: Sequence[str]) ->
 
 def _options(args: Namespace) -> VerifyOptions:
     """Return what the command says of every spec."""
-    return VerifyOptions(
-        spec="", steps=args.steps, **{flag: getattr(args, flag) for flag in options.FLAGS}
-    )
+    return VerifyOptions(steps=args.steps, **{flag: getattr(args, flag) for flag in options.FLAGS})
 
 
 def _become_rank(args: Namespace) -> None:

@@ -19,12 +19,15 @@ STEPS, LEAST_STEPS = 100, 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyOptions:
-    """One spec on its ranks. `folder` is the private one of the command that started them: logs,
-    and the record, which is printed otherwise. `references` keeps what specs of one command share,
-    `account` is where the run is left for another mesh (and nothing is verified), `compare` where
-    the other mesh left its own."""
+    """One spec on its ranks: `steps` of each trajectory; `quick`: without these; whether what a
+    collective leaves is hashed over its group (`every_collective`).
 
-    spec: str
+    `folder` is the private one of the command that started them: logs, and the record, which is
+    printed otherwise. `references` keeps what specs of one command share, `account` is where the
+    run is left for another mesh (and nothing is verified), `compare` where the other mesh left its
+    own."""
+
+    spec: str = ""
     overrides: tuple[str, ...] = ()
     steps: int = STEPS
     quick: bool = False

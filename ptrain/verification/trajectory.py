@@ -54,9 +54,8 @@ from ptrain.verification.compare import (
 )
 from ptrain.verification.parts import whole
 from ptrain.verification.preconditions import EVERY, Watch
-from ptrain.verification.progress import Progress
 from ptrain.verification.reference import ReferenceTraining, Trajectory, distance
-from ptrain.verification.references import Permuted, ReferenceRun
+from ptrain.verification.references import Permuted, Progress, ReferenceRun
 from ptrain.verification.tolerances import (
     FP32_GRADIENT,
     FP32_LOSS,
