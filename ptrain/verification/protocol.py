@@ -54,7 +54,7 @@ from ptrain.train.folder import RunFolder, write_json
 from ptrain.train.heading import announce_node, header
 from ptrain.train.session import device_name
 from ptrain.verification.capture import Capture, drive_and_add
-from ptrain.verification.compare import apart, at_most, gradient_check, worst_of
+from ptrain.verification.compare import apart, at_most, gradient_check
 from ptrain.verification.examine import examine
 from ptrain.verification.jobs.verdict import Verdict
 from ptrain.verification.options import VerifyOptions
@@ -80,6 +80,7 @@ from ptrain.verification.trajectory import (
     follow,
     from_rank,
     of_dtypes,
+    of_losses,
     of_reference,
 )
 from ptrain.verification.variants import (
@@ -137,33 +138,18 @@ def against(run: ProgramRun, other: MeshResult, allowed: Sequence[float]) -> tup
     """Compare gradient and losses of two meshes; `allowed` is that of one device's loss in each
     step (absolute). Where each of two is off by as much, by chance, they are sqrt(2) times that
     apart."""
-    title = f"against {other.name}"
+    title, losses = f"against {other.name}", run.trajectory.losses
     most = [math.sqrt(2) * limit for limit in allowed]
-    between = apart(other.gradients, run.gradients)
+    count = min(len(losses), len(other.losses))
+    name = f"{title}: loss of every step"
+    why = f"{count} of {len(most)} steps can be compared. Verify {other.name} alone first"
     return (
-        gradient_check(f"{title}: gradient of step 0", between, FP64_GRADIENT),
-        _losses(f"{title}: loss of every step", run.trajectory.losses, other, most),
-    )
-
-
-def _losses(name: str, losses: Sequence[float], other: MeshResult, most: Sequence[float]) -> Check:
-    """The step with the largest difference in units of what is allowed there."""
-    pairs = list(zip(losses, other.losses, strict=False))[: len(most)]
-    if len(pairs) < len(most):
-        return at_most(
-            name,
-            math.inf,
-            most[0],
-            f"{len(pairs)} of {len(most)} steps can be compared. Verify {other.name} alone first",
-        )
-    off = [abs(one - its) for one, its in pairs]
-    worst = worst_of(off, most)
-    one, its = pairs[worst]
-    return at_most(
-        name,
-        off[worst],
-        most[worst],
-        f"step {worst}: the loss is {one:.12g}, and {its:.12g} on the other mesh",
+        gradient_check(
+            f"{title}: gradient of step 0", apart(other.gradients, run.gradients), FP64_GRADIENT
+        ),
+        at_most(name, math.inf, most[0], why)
+        if count < len(most)
+        else of_losses(name, losses, other.losses, most, "and {} on the other mesh"),
     )
 
 
