@@ -58,7 +58,8 @@ class Outcome:
     def cause(self) -> str:
         """Return what is printed as the cause: all lines but the verdict and its checks."""
         lines = self.text.splitlines()
-        return " ".join(line.strip() for line in lines[1:] if not line.startswith(CHECKS))
+        text = " ".join(line.strip() for line in lines[1:] if not line.startswith(CHECKS))
+        return re.sub(r", called at \S+", "", text)  # a file's name blames nothing
 
     @property
     def is_unexplained(self) -> bool:

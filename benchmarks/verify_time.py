@@ -15,7 +15,7 @@ from start_up import seconds
 from ptrain.spec.names import listing
 
 EXAMPLE, STEPS = "tp-sp", 20
-LIMITS = {"--quick": 40.0, "--full": 100.0}  # wall seconds of the example
+LIMITS = {"--quick": 30.0, "--full": 100.0}  # wall seconds of the example
 SCRIPT = Script("verify_time", steps=STEPS)
 Took = dict[str, Any]
 

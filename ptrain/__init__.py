@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from ptrain.spec.load import expand as expand
     from ptrain.spec.load import load as load
     from ptrain.traces.facts import read_facts as read_facts
+    from ptrain.train.comparison import compare as compare
     from ptrain.train.notebook import run as run
-    from ptrain.verification.comparison import compare as compare
     from ptrain.verification.jobs.job import Job as Job
     from ptrain.verification.jobs.job import Terms as Terms
     from ptrain.verification.user_loop import verify as verify
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "load": "ptrain.spec.load",
     "expand": "ptrain.spec.load",
-    "compare": "ptrain.verification.comparison",
+    "compare": "ptrain.train.comparison",
     "derive": "ptrain.derivation.estimate",
     "lower": "ptrain.plan.lower",
     "interpret": "ptrain.interpreter.program",

@@ -15,18 +15,21 @@ nothing of them is in the process of the tests. Torch-free: pytest collects with
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+from ptrain.codec import encode
 from ptrain.errors import PtrainError, RankFailed, VerdictFailed, refused
 from ptrain.installed import require_torch
 from ptrain.train import environment
-from ptrain.train.folder import RunFolder
+from ptrain.train.folder import RunFolder, write_json
 from ptrain.train.launch import launch
 
 _GRACE = 10.0  # seconds for the parent of the ranks to end them
@@ -155,12 +158,49 @@ def _parent(words: Sequence[str]) -> int:
             [function, folder, arguments],
             num_ranks=int(num_ranks),
             folder=RunFolder(Path(folder)),
-            module="ptrain.verification.rank_of_test",
+            module="ptrain.testing",
         )
     except PtrainError as error:
         print(error, file=sys.stderr)
         return error.exit_code
 
 
+def _become_rank(words: Sequence[str]) -> None:
+    """Run a rank of the test: FUNCTION FOLDER ARGUMENTS. It calls the function, and leaves what
+    that returned in FOLDER/rank0.json …"""
+    import torch
+
+    from ptrain.rooms.world import World
+    from ptrain.train.rank_exit import live
+    from ptrain.verification.jobs.verdict import LoopVerdict
+
+    def run() -> int:
+        function, folder, arguments = words
+        torch.set_num_threads(1)
+        with closing(World.join(device="cpu", backend="gloo")) as world:
+            returned = _function(function)(*json.loads(arguments))
+            if isinstance(returned, LoopVerdict):
+                culprit = encode(returned.root_cause)
+                returned = {"holds": returned.holds, "text": str(returned), "culprit": culprit}
+            write_json(Path(folder) / f"rank{world.rank}.json", returned)
+        return 0
+
+    live(run)
+
+
+def _function(target: str) -> Any:
+    module, _, name = target.partition(":")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except ModuleNotFoundError as error:
+        raise refused(
+            "function",
+            f"a rank cannot import {module}: no module named {error.name!r}",
+            "Put its folder on the path of the tests.",
+        ) from error
+
+
 if __name__ == "__main__":
+    if environment.launched():
+        _become_rank(sys.argv[1:])
     sys.exit(_parent(sys.argv[1:]))

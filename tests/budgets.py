@@ -24,7 +24,7 @@ SMALL = 80  # lines
 
 # begin
 BUDGETS: dict[str, int] = {
-    "ptrain": 56100,
+    "ptrain": 56050,
     "ptrain/activations": 360,
     "ptrain/algebra": 290,
     "ptrain/axes": 150,
@@ -35,7 +35,7 @@ BUDGETS: dict[str, int] = {
     "ptrain/axes/tensor": 730,
     "ptrain/calibration": 1080,
     "ptrain/charts": 860,
-    "ptrain/cli": 1600,
+    "ptrain/cli": 1630,
     "ptrain/convert": 440,
     "ptrain/data": 1080,
     "ptrain/derivation": 5180,
@@ -47,18 +47,18 @@ BUDGETS: dict[str, int] = {
     "ptrain/optimizers": 540,
     "ptrain/plan": 510,
     "ptrain/rates": 360,
-    "ptrain/report": 2210,
+    "ptrain/report": 2230,
     "ptrain/rooms": 990,
     "ptrain/selection": 4030,
     "ptrain/simulation": 1070,
     "ptrain/spec": 4440,
     "ptrain/steps": 460,
     "ptrain/traces": 2220,
-    "ptrain/train": 3040,
-    "ptrain/verification": 9310,
+    "ptrain/train": 3200,
+    "ptrain/verification": 9020,
 }
-ONE_IMPORTER = 81  # modules that exactly one other imports
-SMALL_MODULES = 102  # modules with fewer lines than SMALL
+ONE_IMPORTER = 79  # modules that exactly one other imports
+SMALL_MODULES = 98  # modules with fewer lines than SMALL
 # end
 
 

@@ -4,6 +4,11 @@ at the end; and the run of one device."""
 from __future__ import annotations
 
 import math
+import statistics
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_iter
 
 from ptrain.report.record import Check
 from ptrain.spec.spec import Spec
@@ -11,12 +16,31 @@ from ptrain.verification.compare import Liveness, Tolerances, at_most, claim, pa
 from ptrain.verification.reference import OneDeviceRun, ReferenceTraining, Trajectory
 
 
-def one_device(spec: Spec, steps: int) -> Trajectory:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OneDeviceTrajectory(Trajectory):
+    """`logits`: the root mean squares of each step's, which their roundings are relative to."""
+
+    logits: tuple[float, ...]
+
+
+def one_device(spec: Spec, steps: int) -> OneDeviceTrajectory:
     """Run `steps` updates from the initial weights."""
-    run = OneDeviceRun(ReferenceTraining(spec), steps)
-    while not run.step():
-        pass
-    return run.trajectory()
+    device, squares, logits = ReferenceTraining(spec), list[float](), list[float]()
+
+    def note(_: nn.Module, __: object, output: object) -> None:
+        real = (leaf for leaf in tree_iter(output) if isinstance(leaf, Tensor))
+        first = next(leaf for leaf in real if leaf.is_floating_point())
+        squares.append(first.detach().double().square().mean().item())
+
+    device.module.register_forward_hook(note)
+    run, is_last = OneDeviceRun(device, steps), False
+    while not is_last:
+        is_last = run.step()
+        logits.append(math.sqrt(statistics.fmean(squares)))  # micro-batches are of one size
+        squares.clear()
+    its = run.trajectory()
+    plain = {name: getattr(its, name) for name in Trajectory.__dataclass_fields__}
+    return OneDeviceTrajectory(**plain, logits=tuple(logits))
 
 
 def compare(reference: Trajectory, run: Trajectory, tolerances: Tolerances) -> tuple[Check, ...]:

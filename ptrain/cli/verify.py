@@ -6,6 +6,7 @@ itself; under a launcher it becomes a rank.
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import shutil
@@ -14,6 +15,7 @@ import tempfile
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +31,14 @@ from ptrain.spec.load import load, parse_override, split_arguments, sweeps
 from ptrain.spec.model import ModelShape
 from ptrain.spec.names import names
 from ptrain.spec.spec import Spec
+from ptrain.spec.write import to_yaml
 from ptrain.train import environment
+from ptrain.train.folder import RunFolder
+from ptrain.train.heading import parts_of_ranks
 from ptrain.train.host_memory import require_host_memory
+from ptrain.train.launch import launch
 from ptrain.verification import options
-from ptrain.verification.options import VerifyOptions, source_of
-from ptrain.verification.same_training import common, is_within, require_alike
-from ptrain.verification.start import Interrupted, start
+from ptrain.verification.options import VerifyOptions, source_of, to_argv
 
 # Parameters, gradients and their sum, two moments: what the reference has in fp64 beside each rank.
 _REFERENCE_BYTES = 5 * 8
@@ -82,26 +86,17 @@ def _started(
     jobs: Sequence[TitledSpec], other: TitledSpec | None, args: Namespace, folder: Path
 ) -> list[dict[str, Any]]:
     """The records of all jobs, one after the other; the other mesh goes first."""
-    options = VerifyOptions(
-        spec="",
-        steps=args.steps,
-        quick=args.quick,
-        every_collective=args.every_collective,
-        verbose=args.verbose,
-        json=args.json,
-        allow_import=args.allow_import,
-        references=folder / "references",
-    )
+    every = replace(_options(args), references=folder / "references")
     (folder / "references").mkdir(mode=0o700)
     if other is not None:
         account = folder / "account.pt"
-        start(other.spec, replace(options, account=account), folder / "other")
-        options = replace(options, compare=account)
+        start(other.spec, replace(every, account=account), folder / "other")
+        every = replace(every, compare=account)
     records = []
     for number, job in enumerate(jobs):
         if not args.json and len(jobs) > 1:
             print(*[""] * bool(number), job.title, sep="\n", flush=True)
-        records.append(start(job.spec, options, folder / str(number)))
+        records.append(start(job.spec, every, folder / str(number)))
     return records
 
 
@@ -131,11 +126,27 @@ def _other(args: Namespace, jobs: list[TitledSpec], overrides: Sequence[str]) ->
     if args.against is None:
         return None
     keys = common(jobs[0].spec)
-    shared = [override for override in overrides if is_within(parse_override(override).route, keys)]
+    routes = {override: parse_override(override).route for override in overrides}
+    shared = [
+        override
+        for override, route in routes.items()
+        if any(".".join(route[: key.count(".") + 1]) == key for key in keys)  # it, or below it
+    ]
     other = _checked(args.against, next(sweeps(shared)), allow_import=args.allow_import)
-    for job in jobs:
-        require_alike(common(job.spec), common(other.spec), f"--against {args.against}")
+    there = common(other.spec)
+    for key, here in chain.from_iterable(common(job.spec).items() for job in jobs):
+        if there[key] != here:
+            raise refused(
+                f"--against {args.against}",
+                f"{key} is {there[key][:120]} there, and {here[:120]} here",
+                "Use a spec that differs only in mesh and placement.",
+            )
     return other
+
+
+def _options(args: Namespace) -> VerifyOptions:
+    """Return what the command says of every spec."""
+    return VerifyOptions(steps=args.steps, **{flag: getattr(args, flag) for flag in options.FLAGS})
 
 
 def _become_rank(args: Namespace) -> None:
@@ -145,9 +156,49 @@ def _become_rank(args: Namespace) -> None:
             "starts the ranks of both specs, and torchrun has started ranks already",
             "Run `ptrain verify` without torchrun.",
         )
-    words = [*args.arguments, "--steps", str(args.steps)]
-    for flag in ("quick", "every_collective", "verbose", "json", "allow_import"):
-        words += ["--" + flag.replace("_", "-")] if getattr(args, flag) else []
     sys.stdout.flush()
+    words = [*args.arguments, *options.said(_options(args))]
     words = [sys.executable, "-P", "-m", "ptrain.verification", *words]
     os.execve(sys.executable, words, environment.of_ptrain())
+
+
+def common(spec: Spec) -> dict[str, str]:
+    """Return what another spec must have in common with this one, as text, by key of the spec."""
+    shape = {"model": spec.model, "optimizer": spec.optimizer, "data": spec.data}
+    batch = {"batch.global": spec.batch.global_samples, "batch.sequence": spec.batch.window}
+    rest = {"train.seed": spec.train.seed}
+    return {key: str(value) for key, value in (shape | batch | rest).items()}
+
+
+class Interrupted(Exception):
+    """By a signal; `code` is what the command ends with."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(f"interrupted, exit code {code}")
+        self.code = code
+
+
+def start(spec: Spec, options: VerifyOptions, folder: Path) -> dict[str, Any]:
+    """Verify `spec` in a new private `folder`; return the record, empty where only an account was
+    asked for. `options` say how; `spec` and `folder` take the place of theirs.
+
+    Raises RankFailed, PtrainError in a rank's words, Interrupted.
+    """
+    (folder / "logs").mkdir(mode=0o700, parents=True)
+    written = folder / "spec.resolved.yaml"
+    written.write_text(to_yaml(spec.resolved), encoding="utf-8")
+    argv = to_argv(replace(options, spec=str(written), overrides=(), folder=folder))
+    run = RunFolder(folder)
+    code = launch(
+        argv,
+        num_ranks=spec.world_size,
+        folder=run,
+        parts=parts_of_ranks(spec),
+        module="ptrain.verification",
+    )
+    if code not in (0, VerdictFailed.exit_code):
+        raise Interrupted(code)
+    if options.account is not None:
+        return {}
+    record: dict[str, Any] = json.loads(run.summary.read_text(encoding="utf-8"))
+    return record

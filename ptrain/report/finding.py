@@ -3,9 +3,11 @@ the root cause that this points to. Plain data, so that ranks can tell each othe
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import re
+from dataclasses import dataclass, field, replace
 from enum import IntEnum, StrEnum
 
+from ptrain.codec import RARE
 from ptrain.errors import VerdictFailed
 
 
@@ -87,12 +89,28 @@ class Certainty(StrEnum):
     UNEXPLAINED = "not explained"  # what differs first, and what was ruled out
 
 
+POSSIBLE = "Possible causes: "  # how a sentence of a root cause begins that lists some
+# How a sentence begins that says what to do; one with "must" says it, too.
+_FIXES = re.compile(
+    r"(If this is intended|Accumulate|Add|All-reduce|Apply|Average|Bring|Broadcast|Build|Call|Check"
+    r"|Clip|Compare|Compute|Concatenate|Copy|Count|Divide|Do|Draw|Exchange|Exclude|Find|Gather|Give"
+    r"|Halve|Ignore|Initialize|Keep|Load|Look|Lower|Make|Mask|Minimize|Multiply|Normalize|Number"
+    r"|Omit|Pass|Permute|Preserve|Reduce|Reduce-scatter|Refresh|Remove|Restore|Run|Scale|Seed|Send"
+    r"|Set|Shard|Shift|Sort|Split|Step|Sum|Suspect|Update|Use|Wait|Write)\b|.* must "
+)
+_SENTENCES = re.compile(r"(?<=[.)]) (?=[A-Z`])")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RootCause:
     """Whose fault it is: the state, the mesh axis ("" where none is involved), the factor (`x 2`,
     `missing all-reduce`, `stale by 1 step`, `bfloat16 for float64`), the first module or tensor
     that differs, since which step, on which ranks, a sentence to act on, and how sure that is:
-    `tried` says what was tried and what came of it."""
+    `tried` says what was tried and what came of it. `called_at` is the file and line that calls
+    the module, if that is known.
+
+    `sentence` is what differs; then, if there are several that fit, `POSSIBLE` and these; then the
+    fix, which begins with a verb."""
 
     state: Subject
     axis: str
@@ -103,16 +121,36 @@ class RootCause:
     sentence: str
     certainty: Certainty = Certainty.FITS
     tried: str = ""
+    called_at: str = field(default="", metadata=RARE)
 
     def __str__(self) -> str:
         on = f" · axis {self.axis}" if self.axis else ""
         where = f" · {self.place}" if self.place else ""
-        ranks = ", ".join(map(str, self.ranks))
-        sure = f"\n  {self.certainty}: {self.tried or 'the fix was not tried'}"
-        return (
-            f"root cause: {self.state}{on} · {self.factor}{where} · step {self.step} · "
-            f"rank{'s' * (len(self.ranks) != 1)} {ranks}\n  {self.sentence}{sure}"
-        )
+        ranks = f"rank{'s' * (len(self.ranks) != 1)} {', '.join(map(str, self.ranks))}"
+        call = f"{self.place}, called at {self.called_at}" if self.called_at else self.place
+        head = f"{self.state}{on} · {self.factor}{where} · step {self.step} · {ranks}"
+        lines = {
+            "root cause": head,
+            **self._said(),
+            "where": "; ".join(filter(None, [call, f"first in step {self.step}, on {ranks}"])),
+            str(self.certainty): self.tried or "the fix was not tried",
+        }
+        order = ("root cause", "what differs", "where", "possible causes", "fix", self.certainty)
+        return "\n  ".join(f"{label}: {lines[label]}" for label in order if label in lines)
+
+    def _said(self) -> dict[str, str]:
+        """Return the sentences by what they are about."""
+        said: dict[str, list[str]] = {"what differs": []}
+        label = "what differs"
+        for sentence in filter(None, _SENTENCES.split(self.sentence)):
+            if sentence.startswith(POSSIBLE):
+                label = "possible causes"
+            elif _FIXES.match(sentence):
+                label = "fix"
+            said.setdefault(label, []).append(sentence.removeprefix(POSSIBLE))
+        said["what differs"] = said["what differs"] or [f"{self.state}: {self.factor}"]
+        said.setdefault("fix", ["not known"])
+        return {label: " ".join(sentences) for label, sentences in said.items()}
 
     def proven(self, tried: str) -> RootCause:
         """Return it after its fix was tried."""

@@ -10,7 +10,7 @@ or whose loss does not fall holds nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
@@ -98,8 +98,23 @@ class Liveness:
 
 def parted(reference: Trajectory, run: Trajectory, tolerances: Tolerances) -> Iterator[Check]:
     """Yield the checks of the gradient norms of every step, and of the parameters at the end."""
-    yield from _norms(reference, run, tolerances)
-    yield from _parameters(reference, run, tolerances)
+    norms = reference.gradient_norms, run.gradient_norms
+    if tolerances.gradient_norms is not None and all(norms):
+        differences = [  # 0 where both overflowed and skipped the step
+            0.0 if math.isinf(norm) and not math.isfinite(its) else numbers_apart(norm, its)
+            for norm, its in zip(*norms, strict=True)
+        ]
+        limits = [tolerances.of_norm(step) for step in range(len(differences))]
+        step = worst_of(differences, limits)
+        yield _relative("gradient norms", differences[step], limits[step], f"step {step}")
+    if tolerances.parameters is None:
+        return
+    if names := reference.parameters.keys() ^ run.parameters.keys():
+        yield claim("parameters", len(names), False, f"{sorted(names)[0]} exists on one side only")
+        return
+    for kind, sizes in _by_kind(reference.parameters, run.parameters).items():
+        name = max(sizes, key=sizes.__getitem__)
+        yield _relative(f"parameters {kind}", sizes[name], tolerances.parameters, name)
 
 
 def claim(name: str, value: float | None, holds: bool, otherwise: str) -> Check:
@@ -117,47 +132,18 @@ def counted(name: str, number: int, differing: int, why: str) -> Check:
     )  # fmt: skip
 
 
-def _norms(reference: Trajectory, run: Trajectory, tolerances: Tolerances) -> Iterator[Check]:
-    if tolerances.gradient_norms is None or not (reference.gradient_norms and run.gradient_norms):
-        return
-    both = zip(reference.gradient_norms, run.gradient_norms, strict=True)
-    differences = [  # 0 where both overflowed and skipped the step
-        0.0 if math.isinf(norm) and not math.isfinite(its) else numbers_apart(norm, its)
-        for norm, its in both
-    ]
-    limits = [tolerances.of_norm(step) for step in range(len(differences))]
-    yield _worst_step("gradient norms", differences, limits)
+def _by_kind(
+    expected: Mapping[str, Tensor], actual: Mapping[str, Tensor]
+) -> dict[str, dict[str, float]]:
+    """Return how far each tensor is off, by norm and by its largest element."""
+    ways = {"by norm": _by_norm, "by element": _by_element}
+    return {kind: apart_by_tensor(expected, actual, way) for kind, way in ways.items()}
 
 
-def _parameters(reference: Trajectory, run: Trajectory, tolerances: Tolerances) -> Iterator[Check]:
-    if tolerances.parameters is None:
-        return
-    names = reference.parameters.keys() ^ run.parameters.keys()
-    if names:
-        yield claim("parameters", len(names), False, f"{sorted(names)[0]} exists on one side only")
-        return
-    for kind, (name, size) in _worst(reference.parameters, run.parameters).items():
-        yield _check(f"parameters {kind}", size, tolerances.parameters, name)
-
-
-def worst_parameters(reference: Mapping[str, Tensor], run: Mapping[str, Tensor]) -> float:
+def worst_parameters(expected: Mapping[str, Tensor], actual: Mapping[str, Tensor]) -> float:
     """Return the difference of the tensor that differs most, by norm or by its largest element;
     infinite where it is no number."""
-    return max(size for _, size in _worst(reference, run).values())
-
-
-def _worst(
-    reference: Mapping[str, Tensor], run: Mapping[str, Tensor]
-) -> dict[str, tuple[str, float]]:
-    """Return by norm and by element which tensor differs most, and how far."""
-    scale, farthest = Magnitude.of(reference), {}
-    for kind, measure in (("by norm", _by_norm), ("by element", _by_element)):
-        differences = {
-            name: measure(tensor, run[name], scale) for name, tensor in reference.items()
-        }
-        worst = max(differences, key=differences.__getitem__)
-        farthest[kind] = (worst, differences[worst])
-    return farthest
+    return max(max(sizes.values()) for sizes in _by_kind(expected, actual).values())
 
 
 def apart(expected: Mapping[str, Tensor], actual: Mapping[str, Tensor]) -> float:
@@ -176,11 +162,21 @@ def apart(expected: Mapping[str, Tensor], actual: Mapping[str, Tensor]) -> float
     return ratio if math.isfinite(ratio) else math.inf
 
 
+def _by_norm(expected: Tensor, actual: Tensor, scale: Magnitude) -> float:
+    if expected.shape != actual.shape:
+        return math.inf
+    noise = scale.usual * math.sqrt(expected.numel()) if scale.is_noise(expected) else 0.0
+    return difference(actual, expected, max(norm(expected), noise))
+
+
 def apart_by_tensor(
-    expected: Mapping[str, Tensor], actual: Mapping[str, Tensor]
+    expected: Mapping[str, Tensor],
+    actual: Mapping[str, Tensor],
+    measure: Callable[[Tensor, Tensor, Magnitude], float] = _by_norm,
 ) -> dict[str, float]:
     """Return the same of each tensor by itself, relative to its own length; one that is NOISE is
-    relative to the usual length of as many elements."""
+    relative to the usual length of as many elements. `measure`: of two tensors beside the magnitude
+    of all."""
     names = {**expected, **actual}
     scale = Magnitude.of(expected)
     if scale.usual == 0.0:
@@ -190,7 +186,7 @@ def apart_by_tensor(
         one, other = expected.get(name), actual.get(name)
         one = torch.zeros_like(actual[name]) if one is None else one
         other = torch.zeros_like(one) if other is None else other
-        differences[name] = _by_norm(one, other, scale)
+        differences[name] = measure(one, other, scale)
     return differences
 
 
@@ -225,22 +221,9 @@ def worst_of(differences: Sequence[float], allowed: Sequence[float]) -> int:
     return max(range(len(shares)), key=shares.__getitem__)
 
 
-def _worst_step(name: str, differences: Sequence[float], limits: Sequence[float]) -> Check:
-    worst = worst_of(differences, limits)
-    return _check(name, differences[worst], limits[worst], f"step {worst}")
-
-
-def _check(name: str, difference: float, tolerance: float, place: str) -> Check:
-    return at_most(
-        name, difference, tolerance, f"differs by {difference:.3g} (relative) at {place}"
-    )
-
-
-def _by_norm(expected: Tensor, actual: Tensor, scale: Magnitude) -> float:
-    if expected.shape != actual.shape:
-        return math.inf
-    noise = scale.usual * math.sqrt(expected.numel()) if scale.is_noise(expected) else 0.0
-    return difference(actual, expected, max(norm(expected), noise))
+def _relative(name: str, difference: float, tolerance: float, place: str) -> Check:
+    why = f"differs by {difference:.3g} (relative) at {place}"
+    return at_most(name, difference, tolerance, why)
 
 
 def _by_element(expected: Tensor, actual: Tensor, scale: Magnitude) -> float:
@@ -315,8 +298,7 @@ class LargestDifference:
 
     def check(self, first: Mismatch | None = None) -> Check:
         """Return the check that nothing of the kind differs; `first` is what does."""
-        why = f"differs by {self.difference:.3g} (relative) at {self.place}"
-        check = at_most(self.name, self.difference, self.tolerance, why)
+        check = _relative(self.name, self.difference, self.tolerance, self.place)
         if first is None:
             return check
         words = f" ({first.told})" if first.told else ""

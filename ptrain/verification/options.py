@@ -19,12 +19,15 @@ STEPS, LEAST_STEPS = 100, 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyOptions:
-    """One spec on its ranks. `folder` is the private one of the command that started them: logs,
-    and the record, which is printed otherwise. `references` keeps what specs of one command share,
-    `account` is where the run is left for another mesh (and nothing is verified), `compare` where
-    the other mesh left its own."""
+    """One spec on its ranks: `steps` of each trajectory; `quick`: without these; whether what a
+    collective leaves is hashed over its group (`every_collective`).
 
-    spec: str
+    `folder` is the private one of the command that started them: logs, and the record, which is
+    printed otherwise. `references` keeps what specs of one command share, `account` is where the
+    run is left for another mesh (and nothing is verified), `compare` where the other mesh left its
+    own."""
+
+    spec: str = ""
     overrides: tuple[str, ...] = ()
     steps: int = STEPS
     quick: bool = False
@@ -82,17 +85,17 @@ def parse(argv: Sequence[str]) -> VerifyOptions:
 
 def to_argv(options: VerifyOptions) -> list[str]:
     """The command line that gives these options to a rank."""
-    return [options.spec, *options.overrides, *_said(options)]
+    return [options.spec, *options.overrides, *said(options)]
 
 
-def _said(options: VerifyOptions) -> Iterator[str]:
+def said(options: VerifyOptions) -> Iterator[str]:
+    """Yield the words that are no spec and no override."""
     yield from ("--steps", str(options.steps))
-    for flag in ("quick", "every_collective", "verbose", "json", "allow_import"):
-        if getattr(options, flag):
-            yield "--" + flag.replace("_", "-")
+    yield from ("--" + flag.replace("_", "-") for flag in FLAGS if getattr(options, flag))
     for name in _PATHS:
         if (path := getattr(options, name)) is not None:
             yield from (f"--{name}", str(path))
 
 
+FLAGS = ("quick", "every_collective", "verbose", "json", "allow_import")
 _PATHS = ("folder", "references", "account", "compare")

@@ -468,7 +468,9 @@ def _starts(program: Program, exchange: Exchange) -> Iterator[Check]:
         own = {name: tensor for (kind, name), tensor in states.items() if kind is subject}
         whole = {name: tensor for (kind, name), tensor in expected.items() if kind is subject}
         wrong = [name for name, tensor in own.items() if not _is_part_of(tensor, whole.get(name))]
-        wrong += _lacking(own, whole, exchange)
+        known = {name for its in exchange.gather(sorted(own)) for name in its}
+        if exchange.world.is_first:  # which tells what no rank has
+            wrong += [name for name in whole if name not in known]
         yield _of_all_ranks(
             f"initial {subject}",
             len(own),
@@ -490,18 +492,14 @@ def _digest(tensor: torch.Tensor) -> str:
     return f"{kind(tensor)} {digests([tensor])[0]}"
 
 
-def _lacking(
-    own: Mapping[str, torch.Tensor], whole: Mapping[str, torch.Tensor], exchange: Exchange
-) -> list[str]:
-    """What no rank has, told by rank 0."""
-    known = {name for its in exchange.gather(sorted(own)) for name in its}
-    return [name for name in whole if name not in known] if exchange.world.is_first else []
-
-
 def _counters(program: Program, exchange: Exchange, expected: int) -> Iterator[Check]:
     """Compare the optimizer's own counts. One device tells which parameters have no gradient: they
     are not updated, and count none."""
-    updates = _counts(of_program(program))
+    updates = {
+        name: float(held(tensor))
+        for (subject, name), tensor in of_program(program).items()
+        if subject is Subject.COUNTER
+    }
     wrong = [name for name, count in updates.items() if count != expected]
     if wrong and any(updates[name] == 0 for name in wrong):
         updated = ReferenceTraining(program.spec).accumulate(0).sums
@@ -517,14 +515,6 @@ def _counters(program: Program, exchange: Exchange, expected: int) -> Iterator[C
             f"{{name}} on rank {{rank}} counts {said}, but {expected} updates were made",
             exchange,
         )
-
-
-def _counts(states: States) -> dict[str, float]:
-    return {
-        name: float(held(tensor))
-        for (subject, name), tensor in states.items()
-        if subject is Subject.COUNTER
-    }
 
 
 def _of_all_ranks(

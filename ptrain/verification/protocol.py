@@ -54,14 +54,13 @@ from ptrain.train.folder import RunFolder, write_json
 from ptrain.train.heading import announce_node, header
 from ptrain.train.session import device_name
 from ptrain.verification.capture import Capture, drive_and_add
-from ptrain.verification.compare import apart, at_most, gradient_check, worst_of
+from ptrain.verification.compare import apart, at_most, gradient_check
 from ptrain.verification.examine import examine
 from ptrain.verification.jobs.verdict import Verdict
 from ptrain.verification.options import VerifyOptions
 from ptrain.verification.preconditions import REPEATED, Make, Watch, consistency, preconditions
-from ptrain.verification.progress import Progress
 from ptrain.verification.reference import ReferenceTraining
-from ptrain.verification.references import Ask, ReferenceRun, references
+from ptrain.verification.references import Ask, Progress, ReferenceRun, references
 from ptrain.verification.tolerances import (
     FP64_GRADIENT,
     Allowed,
@@ -81,6 +80,7 @@ from ptrain.verification.trajectory import (
     follow,
     from_rank,
     of_dtypes,
+    of_losses,
     of_reference,
 )
 from ptrain.verification.variants import (
@@ -138,51 +138,22 @@ def against(run: ProgramRun, other: MeshResult, allowed: Sequence[float]) -> tup
     """Compare gradient and losses of two meshes; `allowed` is that of one device's loss in each
     step (absolute). Where each of two is off by as much, by chance, they are sqrt(2) times that
     apart."""
-    title = f"against {other.name}"
+    title, losses = f"against {other.name}", run.trajectory.losses
     most = [math.sqrt(2) * limit for limit in allowed]
-    between = apart(other.gradients, run.gradients)
+    count = min(len(losses), len(other.losses))
+    name = f"{title}: loss of every step"
+    why = f"{count} of {len(most)} steps can be compared. Verify {other.name} alone first"
     return (
-        gradient_check(f"{title}: gradient of step 0", between, FP64_GRADIENT),
-        _losses(f"{title}: loss of every step", run.trajectory.losses, other, most),
-    )
-
-
-def _losses(name: str, losses: Sequence[float], other: MeshResult, most: Sequence[float]) -> Check:
-    """The step with the largest difference in units of what is allowed there."""
-    pairs = list(zip(losses, other.losses, strict=False))[: len(most)]
-    if len(pairs) < len(most):
-        return at_most(
-            name,
-            math.inf,
-            most[0],
-            f"{len(pairs)} of {len(most)} steps can be compared. Verify {other.name} alone first",
-        )
-    off = [abs(one - its) for one, its in pairs]
-    worst = worst_of(off, most)
-    one, its = pairs[worst]
-    return at_most(
-        name,
-        off[worst],
-        most[worst],
-        f"step {worst}: the loss is {one:.12g}, and {its:.12g} on the other mesh",
+        gradient_check(
+            f"{title}: gradient of step 0", apart(other.gradients, run.gradients), FP64_GRADIENT
+        ),
+        at_most(name, math.inf, most[0], why)
+        if count < len(most)
+        else of_losses(name, losses, other.losses, most, "and {} on the other mesh"),
     )
 
 
 Steps: TypeAlias = dict[str, tuple[float, ...]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """`steps` of each trajectory; `quick`: without these. `every_collective`: what a collective
-    leaves is hashed over its group. `folder` keeps references for other specs. `account` is where
-    this run leaves what another mesh is compared with, `against` what another left."""
-
-    steps: int = 100
-    quick: bool = False
-    every_collective: bool = False
-    folder: Path | None = None
-    account: Path | None = None
-    against: Path | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,7 +181,7 @@ class Context:
     spec: Spec
     world: World
     exchange: Exchange
-    request: Request
+    request: VerifyOptions
     make: Make
     progress: Progress = field(default_factory=Progress)
     plan: ReferencePlan | None = None
@@ -223,7 +194,7 @@ class Context:
         missing = [ask for ask in asks if ask.key not in self.references]
         if missing:
             self.references |= references(
-                missing, self.exchange, self.request.folder, self.progress
+                missing, self.exchange, self.request.references, self.progress
             )
         return [self.references[ask.key] for ask in asks]
 
@@ -241,7 +212,7 @@ def verify_here(
     spec: Spec,
     world: World,
     exchange: Exchange,
-    request: Request | None = None,
+    request: VerifyOptions | None = None,
     *,
     make: Make = interpreted,
     speak: Speak | None = None,
@@ -250,11 +221,12 @@ def verify_here(
     """Verify on every rank of a world that is up. `make` builds the programs; `speak` is called
     with each stage that is over, `progress` within the long ones."""
     context = Context(
-        spec=spec, world=world, exchange=exchange, request=request or Request(), make=make,
+        spec=spec, world=world, exchange=exchange, request=request or VerifyOptions(), make=make,
         progress=progress or Progress(),
     )  # fmt: skip
     quick = context.request.quick
-    result = Verification(checks=(), notes=(*_notes(spec), *([_QUICK] if quick else [])))
+    drops = without_dropout(spec) is not spec
+    result = Verification(checks=(), notes=(*[NOTE] * drops, *[_QUICK] * quick))
     stages = {name: stage for name, stage in STAGES.items() if not quick or name in _OF_STEPS}
     names, failed = list(stages), ""
     for name, stage in stages.items():
@@ -282,7 +254,7 @@ def _asks_examination(name: str, checks: Sequence[Check]) -> bool:
     return is_first and all(check.holds for check in checks if check.name.startswith(REPEATED))
 
 
-def account_here(spec: Spec, world: World, exchange: Exchange, request: Request) -> None:
+def account_here(spec: Spec, world: World, exchange: Exchange, request: VerifyOptions) -> None:
     """Run in fp64 alone, for another spec to be compared with."""
     context = Context(spec=spec, world=world, exchange=exchange, request=request, make=interpreted)
     program = context.make(exactly(spec), world)
@@ -305,12 +277,6 @@ def _with(result: Verification, name: str, outcome: Verdict, seconds: float) -> 
         trajectories=result.trajectories | steps,
         notes=(*result.notes, *outcome.notes),
     )
-
-
-def _notes(spec: Spec) -> tuple[str, ...]:
-    if without_dropout(spec) is not spec:
-        return (NOTE,)
-    return ()
 
 
 def _preconditions(context: Context) -> Verdict:
@@ -432,7 +398,7 @@ def _invariance(context: Context) -> Verdict:
     spec = exactly(context.spec)
     all_checks, note = in_micro_batches(spec, run, context.world, exchange, context.make)
     notes = [note]
-    if (path := context.request.against) is not None:
+    if (path := context.request.compare) is not None:
         other = read(path) if exchange.world.is_first else None
 
         def beside(allowed: Allowed) -> tuple[Check, ...]:
@@ -472,18 +438,11 @@ def run(options: VerifyOptions) -> int:
         exchange = Exchange(world)
         stack.callback(exchange.close)
         require_corpus(corpus(spec.data), spec, logits)
-        request = Request(
-            steps=options.steps,
-            quick=options.quick,
-            every_collective=options.every_collective,
-            folder=options.references,
-            account=options.account,
-            against=options.compare,
-        )
+        gc.freeze()  # what imports made is looked at by no collection after
         if options.account is not None:
-            account_here(spec, world, exchange, request)
+            account_here(spec, world, exchange, options)
             return 0
-        return _verify(spec, world, exchange, request, options)
+        return _verify(spec, world, exchange, options)
 
 
 def _num_logits(spec: Spec) -> int | None:
@@ -495,9 +454,7 @@ def _num_logits(spec: Spec) -> int | None:
         return forward_once(model, spec)
 
 
-def _verify(
-    spec: Spec, world: World, exchange: Exchange, request: Request, options: VerifyOptions
-) -> int:
+def _verify(spec: Spec, world: World, exchange: Exchange, options: VerifyOptions) -> int:
     heading = _heading(spec, world) if world.is_first else ""
     speaks = world.is_first and not options.json
     progress = Progress(sys.stderr if speaks else None)
@@ -511,16 +468,22 @@ def _verify(
     elif not options.json:
         announce_node(world.rank, world.size)
     verification = verify_here(
-        spec, world, exchange, request, speak=print_stage if speaks else None, progress=progress
+        spec, world, exchange, options, speak=print_stage if speaks else None, progress=progress
     )
     if world.is_first:
-        result = _record(spec, verification, world, request, heading)
+        result = _record(spec, verification, world, options.steps, heading)
         if options.folder is not None:
             write_json(RunFolder(options.folder).summary, result)
         if options.json and options.folder is None:
             print(json.dumps(result, indent=2, ensure_ascii=False))
     if speaks:
-        show(_end(verification, verbose=options.verbose))
+        notes = [note for note in verification.notes if options.verbose or _HINT not in note]
+        show(
+            end_text(
+                verification.checks, torch=torch.__version__,
+                root_cause=verification.root_cause, notes=notes,
+            )
+        )  # fmt: skip
     exchange.barrier()  # no rank ends with a failed verdict before the record says so
     return 0 if verification.holds else VerdictFailed.exit_code
 
@@ -530,17 +493,8 @@ def _heading(spec: Spec, world: World) -> str:
     return header(spec, numel=numel, backend=world.backend, device=world.device.type)
 
 
-def _end(verification: Verification, *, verbose: bool) -> str:
-    return end_text(
-        verification.checks,
-        torch=torch.__version__,
-        root_cause=verification.root_cause,
-        notes=[note for note in verification.notes if verbose or _HINT not in note],
-    )
-
-
 def _record(
-    spec: Spec, verification: Verification, world: World, request: Request, heading: str
+    spec: Spec, verification: Verification, world: World, steps: int, heading: str
 ) -> dict[str, object]:
     return as_record(
         spec.name,
@@ -550,7 +504,7 @@ def _record(
         world_size=world.size,
         device=device_name(world),
         heading=heading,
-        steps=request.steps,
+        steps=steps,
         seconds=verification.seconds,
         trajectories=verification.trajectories,
         notes=list(verification.notes),

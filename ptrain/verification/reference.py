@@ -12,7 +12,6 @@ was given: none may be missing and none doubled (Theorem 3).
 from __future__ import annotations
 
 import math
-import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -21,7 +20,6 @@ from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_iter
 
 from ptrain.axes.context.attention import Span, all_spans, context_of
 from ptrain.axes.context.draw import spans_text
@@ -151,14 +149,12 @@ class Trajectory:
     """What a run of some steps did. `losses` are the global batches' means, before each update;
     `gradient_norms` of the global gradient, before clipping (empty where nobody computed them);
     `parameters` full tensors by canonical name; `travelled` is the distance of the parameters
-    from their initial values, relative to these, all by the 2-norm. `logits` are the root mean
-    squares of each step's logits, which their roundings are relative to (the reference's only)."""
+    from their initial values, relative to these, all by the 2-norm."""
 
     losses: tuple[float, ...]
     gradient_norms: tuple[float, ...]
     parameters: Mapping[str, Tensor]
     travelled: float
-    logits: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,12 +181,11 @@ class MicroBatch:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pass:
     """Forward and backward of a global batch: the gradients' sums by name (of the loss times its
-    scale), the mean loss, and the root mean square of the logits."""
+    scale), and the mean loss."""
 
     sums: dict[str, Tensor]
     scale: float
     loss: float
-    logits: float
 
     @property
     def gradients(self) -> dict[str, Tensor]:
@@ -262,15 +257,13 @@ class ReferenceTraining:
         if layout.scales_loss:
             scale_losses(self.module, torch.tensor(self.updater.scale))
         sums: dict[str, Tensor] = {}
-        total = squares = 0.0
+        total = 0.0
         clear_counts(self.module)
         for micro_batch in micro_batches:
-            with around(micro_batch), _squares_of_outputs(self.module) as outputs:
+            with around(micro_batch):
                 loss = micro_batch.loss(self.objective, self.module)
                 (loss * self.updater.scale).backward()
             total += loss.item()
-            share = micro_batch.samples.rows / micro_batch.batch.global_samples
-            squares += statistics.fmean(outputs or [0.0]) * share
             for name, parameter in self.module.named_parameters():
                 if parameter.grad is not None:
                     gradient = parameter.grad.to(travels)
@@ -278,7 +271,7 @@ class ReferenceTraining:
                     sums[name] = sums[name].add_(gradient) if name in sums else gradient
                     parameter.grad = None
         sums = {name: sum_.to(kept) for name, sum_ in sums.items()}
-        return Pass(sums=sums, scale=self.updater.scale, loss=total, logits=math.sqrt(squares))
+        return Pass(sums=sums, scale=self.updater.scale, loss=total)
 
     def update(self, step: int, sums: Mapping[str, Tensor]) -> float:
         """One update, of gradients that are clipped in place. Returns their norm before that,
@@ -297,7 +290,7 @@ class OneDeviceRun:
         self.device, self.steps = device, steps
         self.gradients: dict[str, Tensor] = {}
         self._initial = {name: tensor.clone() for name, tensor in device.parameters.items()}
-        self._passes: list[tuple[float, float, float]] = []  # loss, norm, logits
+        self._passes: list[tuple[float, float]] = []  # loss, norm
 
     def step(self) -> bool:
         """Run one update; return whether it was the last."""
@@ -306,14 +299,14 @@ class OneDeviceRun:
         if step == 0:
             self.gradients = accumulated.gradients
         norm = device.update(step, accumulated.sums)
-        self._passes.append((accumulated.loss, norm, accumulated.logits))
+        self._passes.append((accumulated.loss, norm))
         return step + 1 == self.steps
 
     def trajectory(self) -> Trajectory:
-        losses, norms, logits = zip(*self._passes, strict=True)
+        losses, norms = zip(*self._passes, strict=True)
         parameters = self.device.parameters
         return Trajectory(
-            losses=losses, gradient_norms=norms, parameters=parameters, logits=logits,
+            losses=losses, gradient_norms=norms, parameters=parameters,
             travelled=distance(self._initial, parameters),
         )  # fmt: skip
 
@@ -337,25 +330,6 @@ def _module(spec: Spec) -> nn.Module:
     cast(module, TORCH_DTYPES[spec.precision.effective.parameters])
     weigh(module, 1.0 / spec.batch.global_samples)
     return module
-
-
-@contextmanager
-def _squares_of_outputs(module: nn.Module) -> Iterator[list[float]]:
-    """While entered, the mean squares of the real numbers that a model returns, once for each
-    call."""
-    squares: list[float] = []
-
-    def note(_: nn.Module, __: object, output: object) -> None:
-        for leaf in tree_iter(output):
-            if isinstance(leaf, Tensor) and leaf.is_floating_point():
-                squares.append(leaf.detach().double().square().mean().item())
-                break  # the logits come first, if they are among them
-
-    handle = module.register_forward_hook(note)
-    try:
-        yield squares
-    finally:
-        handle.remove()
 
 
 def clear_counts(module: nn.Module) -> None:

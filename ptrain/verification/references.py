@@ -26,11 +26,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TextIO, TypeAlias
 
 import torch
 from torch import Tensor
@@ -38,7 +39,6 @@ from torch import Tensor
 from ptrain.models.ledger import OperatorMode
 from ptrain.spec.spec import Spec
 from ptrain.train.exchange import Exchange
-from ptrain.verification.progress import Progress
 from ptrain.verification.reference import (
     Around,
     MicroBatch,
@@ -49,6 +49,51 @@ from ptrain.verification.reference import (
     nothing,
 )
 from ptrain.verification.variants import on_one_device
+
+SECONDS = 10.0  # between two lines of a log
+_SILENT, _REDRAWN = 2.0, 0.2  # seconds before a terminal's line, and between two drawings
+_CLEAR = "\r\x1b[2K"
+
+
+@dataclass(slots=True)
+class Progress:
+    """The progress of a verification. Draws a line on a terminal that rank 0 prints to, and writes
+    one every SECONDS to `stream`, which is a log. Without a stream it does neither."""
+
+    stream: TextIO | None = None
+    stage: str = ""
+    _last: float = field(default_factory=time.monotonic)
+    _began: float = field(default_factory=time.monotonic)
+    _drawn: float = 0.0
+    _what: str = ""
+
+    def begin(self, stage: str) -> None:
+        """A stage begins."""
+        self.stage, self._what, self._last = stage, "", time.monotonic()
+
+    def step(self, what: str, done: int, count: int) -> None:
+        """`done` of `count` steps of something are over."""
+        now = time.monotonic()
+        if what != self._what:
+            self._what, self._began = what, now
+        if self.stream is None:
+            return
+        text = f"{self.stage}: {what}, step {done} of {count}"
+        if now - self._last >= SECONDS:
+            self._last = now
+            print(text, file=self.stream, flush=True)
+        is_due = now - self._began >= _SILENT and now - self._drawn >= _REDRAWN
+        if is_due and sys.stdout.isatty():
+            left = (now - self._began) / max(1, done) * (count - done)
+            self._drawn = now
+            print(f"{_CLEAR}{text}, {left:.0f} s left", end="", flush=True)
+
+    def clear(self) -> None:
+        """Remove the line from the terminal."""
+        if self._drawn:
+            self._drawn = 0.0
+            print(_CLEAR, end="", flush=True)
+
 
 PARTS = (2, 4, 8)  # groups of a contraction: what degrees of tp make of it
 
@@ -151,7 +196,7 @@ class Permuted(ReferenceTraining):
             return super().update(step, sums)
 
 
-_SECONDS = 2.0  # that a rank works before it tells the others
+_WORKED = 2.0  # seconds that a rank works before it tells the others
 _PERMUTED = 2.3  # times what a run takes with its sums in the usual order, on a CPU in fp32
 
 
@@ -223,7 +268,7 @@ def references(
     done = 0
     while (everyones := sum(exchange.gather(done))) < count:  # a sign of life
         progress.step("reference runs", everyones, count)
-        until = time.monotonic() + _SECONDS
+        until = time.monotonic() + _WORKED
         while (running or to_do) and time.monotonic() < until:
             running = running or _begun(to_do.pop(0))
             done += 1

@@ -54,9 +54,8 @@ from ptrain.verification.compare import (
 )
 from ptrain.verification.parts import whole
 from ptrain.verification.preconditions import EVERY, Watch
-from ptrain.verification.progress import Progress
 from ptrain.verification.reference import ReferenceTraining, Trajectory, distance
-from ptrain.verification.references import Permuted, ReferenceRun
+from ptrain.verification.references import Permuted, Progress, ReferenceRun
 from ptrain.verification.tolerances import (
     FP32_GRADIENT,
     FP32_LOSS,
@@ -97,14 +96,9 @@ class LargestShare:
             self.share, self.measured, self.allowed, self.step = share, measured, allowed, step
 
 
-@dataclass(frozen=True, slots=True)
-class Other:
-    """What a permuted reference makes of the same state: both losses, and how far its gradient is
-    from the first's."""
-
-    loss: float
-    following: float
-    distance: float
+# What a permuted reference makes of the same state: both losses, and how far its gradient is from
+# the first's.
+Other = tuple[float, float, float]
 
 
 @dataclass(slots=True)
@@ -145,7 +139,7 @@ class Onward:
 
     def _other(self, seed: int, first: ReferenceStep, states: States) -> Other:
         its = self._onward(Permuted(self.spec, seed), states)
-        return Other(its.loss, its.following, apart(first.gradients, its.gradients))
+        return its.loss, its.following, apart(first.gradients, its.gradients)
 
     def _onward(self, device: ReferenceTraining, states: States) -> ReferenceStep:
         """Run two steps from a state; the second without an update."""
@@ -160,18 +154,18 @@ class Onward:
         """Compare the run's loss in that step, and its gradients without clipping."""
         if self._first is None:
             return
-        first, others = self._first, self._others
-        losses = [first.loss, *(other.loss for other in others)]
+        first, distances = self._first, [distance for *_, distance in self._others]
+        losses = [first.loss, *(other for other, *_ in self._others)]
         self._add("loss", loss - first.loss, self._loss_allowed(losses))
-        distances = [other.distance for other in others]
-        allowed = from_permuted(distances) if others else self._gradient_allowed()
+        fixed = FP64_GRADIENT if self.spec.precision.compute_fp64 else FP32_GRADIENT
+        allowed = from_permuted(distances) if distances else fixed
         self._add("gradient", apart(first.gradients, gradients), allowed)
 
     def compare_following(self, step: int, loss: float) -> None:
         """Compare the run's loss in the step after, if `step` is that."""
         if self._first is None or step != self._of + 1:
             return
-        losses = [self._first.following, *(other.following for other in self._others)]
+        losses = [self._first.following, *(following for _, following, _ in self._others)]
         self._add("loss after the update", loss - losses[0], self._loss_allowed(losses))
 
     def _add(self, name: str, difference: float, allowed: float) -> None:
@@ -183,9 +177,6 @@ class Onward:
         if self.spec.precision.compute_fp64:
             return FP64.of_loss(0) * abs(losses[0])
         return FP32_LOSS
-
-    def _gradient_allowed(self) -> float:
-        return FP64_GRADIENT if self.spec.precision.compute_fp64 else FP32_GRADIENT
 
     def differs(self, step: int) -> bool:
         """Return whether what was compared in this step is off, on all ranks alike. All ranks call
@@ -347,13 +338,19 @@ def checks(
     """All checks of a run, made on the rank that has the reference; equal on all."""
     own: list[Check] = []
     if (solo := reference.solo) is not None:
-        within = Corridor(center=reference.losses, allowed=allowed)
+        losses = run.trajectory.losses
         own = [
             gradient_check(
                 "gradient of step 0", apart(solo.gradients, run.gradients), allowed.gradient
             ),
             _by_parameter(apart_by_tensor(solo.gradients, run.gradients), allowed.by_parameter),
-            _in_corridor(run, within),
+            of_losses(  # where it is more than allowed, that is the last step that ran
+                "loss of every step",
+                losses,
+                reference.losses,
+                allowed.losses,
+                worst=None if run.stopped is None else len(losses) - 1,
+            ),
             *Liveness.of("reference", solo.trajectory, solo.again).checks(),
         ]
         if run.stopped is None:
@@ -381,15 +378,18 @@ def _by_parameter(measured: Mapping[str, float], allowed: Mapping[str, float]) -
     )
 
 
-def _in_corridor(run: ProgramRun, within: Corridor) -> Check:
-    """The step with the largest share of what is allowed: where it is more, the last that ran."""
-    losses = run.trajectory.losses
-    off = within.off(losses)
-    allowed = within.allowed.losses
-    worst = worst_of(off, allowed) if run.stopped is None else len(losses) - 1
+def of_losses(
+    name: str, losses: Sequence[float], center: Sequence[float], allowed: Sequence[float],
+    words: str = "the reference has {}", worst: int | None = None,
+) -> Check:  # fmt: skip
+    """Return the check of the step with the largest share of what is allowed (`worst`, if that is
+    known); `words` say what should be there."""
+    off = [abs(loss - its) for loss, its in zip(losses, center, strict=False)]
+    worst = worst_of(off, allowed) if worst is None else worst
     why = f"step {worst}: the loss is {losses[worst]:.12g}"
-    why += f", the reference has {within.center[worst]:.12g}" * math.isfinite(losses[worst])
-    return at_most("loss of every step", off[worst], allowed[worst], why)
+    if math.isfinite(losses[worst]):
+        why += f", {words.format(f'{center[worst]:.12g}')}"
+    return at_most(name, off[worst], allowed[worst], why)
 
 
 def of_reference(checks: Sequence[Check], size: int) -> RootCause | None:

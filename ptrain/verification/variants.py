@@ -10,6 +10,7 @@ the same is none that can be judged.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -72,11 +73,14 @@ def is_banded(spec: Spec) -> bool:
 def in_other_batches(spec: Spec) -> tuple[Spec | None, str]:
     """The same global batch in one micro-batch a rank, or in the fewest (but not as many as now)
     that are legal. None and why, where there are no others."""
-    why = "one sample per rank is one micro-batch"
-    for accumulate in _divisors(spec.batch.micro * spec.batch.accumulate):
-        if accumulate == spec.batch.accumulate:
+    why, samples = (
+        "one sample per rank is one micro-batch",
+        spec.batch.micro * spec.batch.accumulate,
+    )
+    for accumulate in range(1, samples + 1):
+        if samples % accumulate or accumulate == spec.batch.accumulate:
             continue
-        other = with_micro(spec, spec.batch.micro * spec.batch.accumulate // accumulate)
+        other = with_micro(spec, samples // accumulate)
         faults = (*check(other), *executed(other))
         if not faults:
             return other, ""
@@ -84,15 +88,10 @@ def in_other_batches(spec: Spec) -> tuple[Spec | None, str]:
     return None, why
 
 
-def _divisors(number: int) -> Iterator[int]:
-    return (divisor for divisor in range(1, number + 1) if number % divisor == 0)
-
-
 NOTE = (
     "dropout is 0 in the comparison with the reference: ranks may draw other masks than "
     "the reference"
 )
-_SEEDS = (0, 1)
 
 
 @contextmanager
@@ -118,7 +117,7 @@ def dropping(spec: Spec, exchange: Exchange) -> bool:
     thrice. All ranks call it."""
     if isinstance(spec.model, ModelShape):
         return False
-    seen = _Look(spec).seen() if exchange.world.is_first else None
+    seen = _seen(spec) if exchange.world.is_first else None
     drops, place, finding = next(answer for answer in exchange.gather(seen) if answer is not None)
     if finding:
         remedy = "Draw with torch.nn.functional.dropout, called by this name, as nn.Dropout "
@@ -127,35 +126,26 @@ def dropping(spec: Spec, exchange: Exchange) -> bool:
     return bool(drops)
 
 
-class _Look:
-    """One device's forward passes of a micro-batch."""
+def _seen(spec: Spec) -> tuple[bool, str, str]:
+    """Run a micro-batch forward on one device. Return whether it drops; and where its loss depends
+    on what else it draws, place and finding."""
+    device = ReferenceTraining(exactly(spec))
+    micro_batch: MicroBatch = next(iter(device.micro_batches(0)))
 
-    def __init__(self, spec: Spec) -> None:
-        self.spec = spec
-        self.device = ReferenceTraining(exactly(spec))
-        self.micro_batch: MicroBatch = next(iter(self.device.micro_batches(0)))
+    def run() -> Tensor:
+        return micro_batch.loss(device.objective, device.module)
 
-    def seen(self) -> tuple[bool, str, str]:
-        """Return whether it drops; and where its loss depends on what else it draws, place and
-        finding."""
-        with undropped(self.spec) as off, forked():
-            first, other = (self._loss(seed) for seed in _SEEDS)
-            if first == other or first != first:
-                return off.drops, "", ""
-            place, name = named_in_spec(self.device.module, self.spec)
-            module = f"{first_drawing(self.device.module, self._run) or 'the loss'} of {name}"
-            finding = (
-                f"{module} draws random numbers by itself, and the loss depends on them: no two "
-            )
-            return off.drops, place, f"{finding}runs with other draws can be compared"
-
-    @torch.no_grad()
-    def _loss(self, seed: int) -> float:
-        reseed(seed)
-        return self._run().item()
-
-    def _run(self) -> Tensor:
-        return self.micro_batch.loss(self.device.objective, self.device.module)
+    with undropped(spec) as off, forked(), torch.no_grad():
+        losses = []
+        for seed in (0, 1):
+            reseed(seed)
+            losses.append(run().item())
+        if losses[0] == losses[1] or math.isnan(losses[0]):
+            return off.drops, "", ""
+        place, name = named_in_spec(device.module, spec)
+        module = f"{first_drawing(device.module, run) or 'the loss'} of {name}"
+    finding = f"{module} draws random numbers by itself, and the loss depends on them: no two "
+    return off.drops, place, f"{finding}runs with other draws can be compared"
 
 
 @torch.no_grad()

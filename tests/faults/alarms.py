@@ -15,7 +15,8 @@ from ptrain.selection.recompute import resolve_auto
 from ptrain.spec.load import Document, load
 from ptrain.spec.spec import Spec
 from ptrain.train.exchange import Exchange
-from ptrain.verification.protocol import Request, Verification, verify_here
+from ptrain.verification.options import VerifyOptions
+from ptrain.verification.protocol import Verification, verify_here
 from tests.ranks import Ranks
 
 SEEDS = range(5)
@@ -95,7 +96,9 @@ def cases() -> Iterator[tuple[str, str]]:
 def verified(spec: Spec, references: Path) -> Verification:
     """On this rank of a pool."""
     world = World.join(spec.timeout)
-    return verify_here(spec, world, Exchange(world), Request(steps=STEPS, folder=references))
+    return verify_here(
+        spec, world, Exchange(world), VerifyOptions(steps=STEPS, references=references)
+    )
 
 
 def seeds(layout: str) -> range:

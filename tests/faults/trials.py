@@ -13,7 +13,8 @@ from ptrain.report.record import Check
 from ptrain.rooms.world import World
 from ptrain.spec.spec import Spec
 from ptrain.train.exchange import Exchange
-from ptrain.verification.protocol import Request, Verification, verify_here
+from ptrain.verification.options import VerifyOptions
+from ptrain.verification.protocol import Verification, verify_here
 from tests.faults.catalogue import FAULTS
 from tests.faults.fault import Fault
 from tests.ranks import Ranks
@@ -81,7 +82,7 @@ def verified(name: str) -> Verification:
         return program
 
     exchange = Exchange(world)
-    return verify_here(spec, world, exchange, Request(steps=STEPS), make=make)
+    return verify_here(spec, world, exchange, VerifyOptions(steps=STEPS), make=make)
 
 
 def tried(ranks: Ranks, name: str) -> Trial:

@@ -40,12 +40,12 @@ from ptrain.optimizers.muon import ADAMW_RMS, COEFFICIENTS, ITERATIONS
 from ptrain.spec.precision import DType
 from ptrain.spec.spec import Spec
 from ptrain.train.schedule import learning_rate
-from ptrain.verification.reference import Trajectory
+from tests.trajectories import OneDeviceTrajectory
 
 LAMBDA = 4.0
 
 
-def loss_band(spec: Spec, reference: Trajectory) -> tuple[float, ...]:
+def loss_band(spec: Spec, reference: OneDeviceTrajectory) -> tuple[float, ...]:
     """The relative tolerance of each step's loss."""
     layout = spec.precision.effective
     unit = _round_off(layout.parameters)
@@ -65,7 +65,7 @@ def loss_band(spec: Spec, reference: Trajectory) -> tuple[float, ...]:
     return tuple(band)
 
 
-def _slope(spec: Spec, reference: Trajectory, norm: float) -> float:
+def _slope(spec: Spec, reference: OneDeviceTrajectory, norm: float) -> float:
     """How far the loss moves per lr and per relative change of a gradient of this norm."""
     match spec.optimizer.name:
         case "adamw":

@@ -20,9 +20,8 @@ from ptrain.spec.spec import Spec
 from ptrain.traces.facts import facts_of
 from ptrain.train.exchange import Exchange
 from ptrain.verification.compare import FP64, Tolerances
-from ptrain.verification.progress import Progress
 from ptrain.verification.reference import Trajectory
-from ptrain.verification.references import references
+from ptrain.verification.references import Progress, references
 from ptrain.verification.tolerances import in_fp64, plan
 from tests.gloo.band import loss_band
 from tests.gloo.recording import counted, named, relative

@@ -20,7 +20,7 @@ from ptrain.models.initialize import build, initialize
 from ptrain.report.record import Check
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
-from ptrain.verification.comparison import Comparison, compare, ranks_over_axes
+from ptrain.train.comparison import Comparison, compare, ranks_over_axes
 from tests.ranks import Ranks
 
 pytestmark = pytest.mark.gloo

@@ -10,7 +10,8 @@ import pytest
 from ptrain.algebra.legality import require
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
-from ptrain.verification.protocol import STAGES, Request
+from ptrain.verification.options import VerifyOptions
+from ptrain.verification.protocol import STAGES
 from tests.gloo.cases import named
 from tests.gloo.verify_runs import LATE, Otherwise, accounted, presupposed, verified
 from tests.jobs import TINY, run
@@ -18,7 +19,7 @@ from tests.ranks import Ranks
 
 pytestmark = pytest.mark.gloo
 
-SHORT = Request(steps=4)
+SHORT = VerifyOptions(steps=4)
 SMALL = (
     *(each for each in TINY if "layers" not in each and "batch" not in each),
     "batch.sequence=32",
@@ -64,7 +65,7 @@ def test_each_precondition_is_checked_and_the_one_that_fails_is_named(
 
 def test_a_verification_holds_in_all_its_stages_alike_on_all_ranks(ranks: Ranks) -> None:
     spec = named("zero3", 2, layout="zero16", accumulate=2).spec()
-    asked = Request(steps=3, every_collective=True)
+    asked = VerifyOptions(steps=3, every_collective=True)
     one, other = ranks.run(2, verified, spec, asked)
     assert (one.checks, one.notes, one.root_cause) == (other.checks, other.notes, other.root_cause)
     assert one.holds, [f"{check.name}: {check.why}" for check in one.checks if not check.holds]
@@ -102,7 +103,7 @@ def test_a_trajectory_stops_at_the_first_step_that_is_off_and_says_what_it_left_
     ranks: Ranks, otherwise: Otherwise
 ) -> None:
     spec = named("ddp", 2, accumulate=1).spec()
-    found = ranks.run(2, verified, spec, Request(steps=8), otherwise)[0]
+    found = ranks.run(2, verified, spec, VerifyOptions(steps=8), otherwise)[0]
     failed = {check.name: check.why for check in found.checks if not check.holds}
     first = LATE + (otherwise is Otherwise.LATE_RATE)  # an update shows in the next step's loss
     why = failed["trajectory in fp64: loss of every step"]
@@ -121,11 +122,11 @@ def test_two_meshes_are_compared_with_each_other(ranks: Ranks, tmp_path: Path) -
     account = tmp_path / "account.pt"
     ranks.run(4, accounted, named("hsdp", 4, accumulate=1).spec(), account, 2)
     spec = named("zero3", 2, accumulate=2).spec()
-    found = ranks.run(2, verified, spec, Request(steps=2, against=account))[0]
+    found = ranks.run(2, verified, spec, VerifyOptions(steps=2, compare=account))[0]
     directly = [check for check in found.checks if "against hsdp" in check.name]
     assert [check.holds for check in directly] == [True, True]
     assert all(check.measured < 1e-13 for check in directly)
-    short = ranks.run(2, verified, spec, Request(steps=3, against=account))[0]
+    short = ranks.run(2, verified, spec, VerifyOptions(steps=3, compare=account))[0]
     assert [check.why for check in short.checks if not check.holds] == [
         "2 of 3 steps can be compared. Verify hsdp alone first"
     ]

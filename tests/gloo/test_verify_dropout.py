@@ -11,7 +11,8 @@ import pytest
 from ptrain.algebra.legality import require
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
-from ptrain.verification.protocol import Request, Verification
+from ptrain.verification.options import VerifyOptions
+from ptrain.verification.protocol import Verification
 from ptrain.verification.variants import NOTE
 from tests.gloo.context_cases import spec_of
 from tests.gloo.verify_runs import verified
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.gloo
 
 nightly = partial(pytest.param, marks=pytest.mark.nightly)
 
-REQUEST = Request(steps=3)
+REQUEST = VerifyOptions(steps=3)
 
 
 def own(kind: str) -> dict[str, Any]:

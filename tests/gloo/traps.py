@@ -95,7 +95,7 @@ def ask(which: str) -> Trapped:
     import torch.nn.functional as F
 
     from ptrain import measure
-    from ptrain.verification.comparison import compare
+    from ptrain.train.comparison import compare
 
     environment(dist.get_rank())
     accelerator, spec = ACCELERATORS[which](), spec_of_all()

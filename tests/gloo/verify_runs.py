@@ -14,9 +14,9 @@ from ptrain.report.record import Check
 from ptrain.rooms.world import World
 from ptrain.spec.spec import Spec
 from ptrain.train.exchange import Exchange
+from ptrain.verification.options import VerifyOptions
 from ptrain.verification.preconditions import preconditions
 from ptrain.verification.protocol import (
-    Request,
     Verification,
     account_here,
     interpreted,
@@ -106,7 +106,7 @@ def presupposed(spec: Spec, otherwise: Otherwise | None) -> tuple[Check, ...]:
         exchange.close()
 
 
-def verified(spec: Spec, asked: Request, otherwise: Otherwise | None = None) -> Verification:
+def verified(spec: Spec, asked: VerifyOptions, otherwise: Otherwise | None = None) -> Verification:
     world = World.join(spec.timeout)
     exchange = Exchange(world)
     try:
@@ -119,6 +119,6 @@ def accounted(spec: Spec, path: Path, steps: int) -> None:
     world = World.join(spec.timeout)
     exchange = Exchange(world)
     try:
-        account_here(spec, world, exchange, Request(steps=steps, account=path))
+        account_here(spec, world, exchange, VerifyOptions(steps=steps, account=path))
     finally:
         exchange.close()

@@ -97,7 +97,7 @@ LAZY = {
     "ptrain.train.wandb",
     "ptrain.charts.canvas",
     "ptrain.selection.arrays",
-    "ptrain.verification.rank_of_test",
+    "ptrain.testing",  # torch, in a rank of a test alone
     "ptrain.pytest_plugin",
 }
 # The world reads the environment; a launcher hands it on to the ranks it starts; an entry sees in

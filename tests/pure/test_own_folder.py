@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import yaml
 
+from ptrain.cli.verify import common
 from ptrain.errors import SpecError
 from ptrain.report.differences import _settings
 from ptrain.spec.load import load
 from ptrain.spec.model import ExternalModel
 from ptrain.spec.write import to_yaml
 from ptrain.train.manifest import other_model, trained
-from ptrain.verification.same_training import common
 
 OWN: dict[str, Any] = {
     "model": {"target": "my_model:build"},

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from ptrain.cli import verify
 from ptrain.cli.main import main
 from ptrain.errors import RankFailed
 from ptrain.report.finding import Mismatch, Moment, RootCause, Subject
@@ -17,7 +18,7 @@ from ptrain.report.record import Check
 from ptrain.report.verification import as_record, end_text, stage_text
 from ptrain.spec.load import load
 from ptrain.testing import assert_verified
-from ptrain.verification import options, start
+from ptrain.verification import options
 from ptrain.verification.options import VerifyOptions, parse, source_of, to_argv
 
 ROOT = Path(__file__).parents[2]
@@ -35,7 +36,7 @@ CULPRIT = RootCause(
     place="a.w",
     step=1,
     ranks=(0, 1),
-    sentence="sum them once.",
+    sentence="Sum them once.",
 )
 
 
@@ -135,7 +136,7 @@ def started(monkeypatch):
             return 0 if len(found) > 1 else 1
         return 0
 
-    monkeypatch.setattr(start, "launch", launch)
+    monkeypatch.setattr(verify, "launch", launch)
     return found
 
 
@@ -175,7 +176,7 @@ def test_what_is_of_the_training_holds_for_both_meshes_and_what_is_of_the_mesh_f
 
 
 def test_an_interrupted_command_ends_like_its_ranks_and_leaves_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(start, "launch", lambda *_, **__: 130)
+    monkeypatch.setattr(verify, "launch", lambda *_, **__: 130)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     assert main(["verify", "zero3"]) == 130
     assert not list(tmp_path.iterdir())
@@ -185,7 +186,7 @@ def test_the_logs_of_a_rank_that_failed_stay(tmp_path, monkeypatch, capsys):
     def launch(*_, **__):
         raise RankFailed("error: rank 1 was killed by SIGKILL")
 
-    monkeypatch.setattr(start, "launch", launch)
+    monkeypatch.setattr(verify, "launch", launch)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     assert main(["verify", "zero3"]) == 3
     assert "rank 1 was killed" in capsys.readouterr().err
@@ -226,7 +227,7 @@ def test_the_verdict_comes_last_and_names_the_root_cause():
     text = end_text((GOOD, BAD), torch="2.13.0", root_cause=CULPRIT, notes=("no dropout",))
     assert text.splitlines()[:2] == ["note: no dropout", "verdict: fails (1 of 2)"]
     assert "root cause: gradients · axis dp_shard · × 2 · a.w · step 1 · ranks 0, 1" in text
-    assert text.endswith("sum them once.\n  fits: the fix was not tried")
+    assert text.endswith("\n  fix: Sum them once.\n  fits: the fix was not tried")
     held = end_text((GOOD,), torch="2.13.0", root_cause=None, notes=())
     assert held == "verdict: holds (1 of 1)"
 

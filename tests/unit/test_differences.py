@@ -6,6 +6,7 @@ import math
 
 import torch
 
+from ptrain.codec import decode, encode
 from ptrain.report.finding import Certainty, Mismatch, Moment, RootCause, Subject, Way
 from ptrain.verification.compare import AllDifferences, Differences
 from ptrain.verification.jobs.job import Ranks
@@ -88,7 +89,38 @@ def test_of_a_kind_the_first_mismatches_alone_are_told_where_a_rank_has_too_many
     assert [mismatch.name for mismatch in differences.mismatches] == ["a", "b"]
 
 
-def test_a_root_cause_says_what_came_of_its_cure_or_what_was_ruled_out() -> None:
+def test_a_root_cause_says_what_differs_where_the_fix_and_how_sure_it_is_in_a_line_each() -> None:
+    found = RootCause(
+        state=Subject.GRADIENTS, axis="dp", factor="÷ 2", place="a", step=3, ranks=(0, 1),
+        sentence="The gradients are half as large. Possible causes: the loss is divided twice; a "
+        "sum is missing. Divide once, after optimizer.step(). Or not at all.",
+        called_at="train.py:41",
+    )  # fmt: skip
+    assert str(found).splitlines() == [
+        "root cause: gradients · axis dp · ÷ 2 · a · step 3 · ranks 0, 1",
+        "  what differs: The gradients are half as large.",
+        "  where: a, called at train.py:41; first in step 3, on ranks 0, 1",
+        "  possible causes: the loss is divided twice; a sum is missing.",
+        "  fix: Divide once, after optimizer.step(). Or not at all.",
+        "  fits: the fix was not tried",
+    ]
+    assert decode(encode(found), RootCause) == found
+
+
+def test_a_root_cause_without_a_fix_says_so() -> None:
+    found = RootCause(
+        state=Subject.LOSS, axis="", factor="NaN", place="", step=0, ranks=(0,), sentence=""
+    )
+    assert str(found.unexplained("a sum")).splitlines()[1:] == [
+        "  what differs: loss: NaN",
+        "  where: first in step 0, on rank 0",
+        "  fix: not known",
+        "  not explained: ruled out: a sum",
+    ]
+    assert "called_at" not in encode(found)  # records stay what they were
+
+
+def test_a_root_cause_says_what_came_of_its_fix_or_what_was_ruled_out() -> None:
     root_cause = RootCause(
         state=Subject.LOSS, axis="", factor="× 2", place="", step=0, ranks=(0,), sentence="Halve."
     )

@@ -21,9 +21,10 @@ from ptrain.verification.evidence import Evidence
 from ptrain.verification.examine import KEPT, examine
 from ptrain.verification.jobs.evidence import MOST, JobEvidence, KnownFactors, OwnGradients
 from ptrain.verification.jobs.job import Ranks
+from ptrain.verification.options import VerifyOptions
 from ptrain.verification.parts import numbers_apart
 from ptrain.verification.preconditions import consistency
-from ptrain.verification.protocol import STAGES, Context, Request, interpreted
+from ptrain.verification.protocol import STAGES, Context, interpreted
 from ptrain.verification.variants import NOTE
 
 TINY = (
@@ -144,7 +145,11 @@ def test_dropout_that_a_model_brings_along_is_off_and_it_is_said(rate) -> None:
     world = World()
     outcome = STAGES["examination"](
         Context(
-            spec=spec, world=world, exchange=Exchange(world), request=Request(), make=interpreted
+            spec=spec,
+            world=world,
+            exchange=Exchange(world),
+            request=VerifyOptions(),
+            make=interpreted,
         )
     )
     failing = {check.name: check.why for check in outcome.checks if not check.holds}

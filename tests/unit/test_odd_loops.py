@@ -4,6 +4,7 @@ nothing. One process, fp64."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -251,3 +252,36 @@ def test_a_bias_whose_gradient_is_a_sum_that_cancels_is_as_exact_as_its_addends(
     assert difference(2 * bias, bias, scale.length(bias, bias)) > 1e-2
     row = bias.expand(2)
     assert difference(row + rounding, row, scale.length(row, row)) > 1e-5
+
+
+class Called(nn.Module):
+    """A module that another calls."""
+
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.part = part
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return self.part(rows)  # called here
+
+
+class Squared(nn.Linear):
+    """Another result than the plain module's."""
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return super().forward(rows).square()
+
+
+def test_a_module_that_differs_is_named_with_the_line_that_calls_it() -> None:
+    verdict = ptrain.verify(
+        job(lambda: nn.Sequential(Called(nn.Linear(4, 4)), nn.ReLU())),
+        job(lambda: nn.Sequential(Called(Squared(4, 4)), nn.ReLU())),
+        ROWS,
+    )
+    source = Path(__file__)
+    lines = source.read_text(encoding="utf-8").splitlines()
+    line = next(at for at, text in enumerate(lines, 1) if text.endswith("# called here"))
+    assert verdict.root_cause is not None
+    assert verdict.root_cause.place == "0.part"
+    assert Path(verdict.root_cause.called_at).name == f"{source.name}:{line}"
+    assert f"where: 0.part, called at {verdict.root_cause.called_at}" in str(verdict)

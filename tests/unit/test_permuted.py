@@ -12,12 +12,12 @@ from ptrain.rooms.world import World
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
 from ptrain.train.exchange import Exchange
-from ptrain.verification.progress import Progress
 from ptrain.verification.reference import ReferenceTraining, Trajectory
 from ptrain.verification.references import (
     Ask,
     Permuted,
     PermutedSums,
+    Progress,
     ReferenceRun,
     Solo,
     _owners,

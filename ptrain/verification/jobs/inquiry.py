@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
@@ -316,6 +317,7 @@ class Inquiry:
         )  # fmt: skip
         self._ruled_out: list[str] = []
         self._is_plain = False  # the model as a whole does what the plain one does
+        self._calls: Calls = {}
 
     def root_cause(self, first: Sequence[Mismatch], before: Mapping[str, Tensor]) -> RootCause:
         """Explain the first mismatches, at the moment of gradients; `before` are one device's
@@ -356,6 +358,18 @@ class Inquiry:
         if by_sums.certainty is Certainty.FITS:
             return by_sums
         return self._unexplained(first, job_evidence, probe, again)
+
+    def with_call(self, root_cause: RootCause) -> RootCause:
+        """Add the line that calls the module which the root cause names, the first of several. All
+        ranks call it, after `root_cause`."""
+        first = re.split(", | and ", root_cause.place)[0]
+        lines = (
+            call.called_at
+            for (path, _), call in self._calls.items()
+            if first in (path or "the model", family(path))
+        )
+        everyones = self.ranks.gather(next(lines, ""))
+        return replace(root_cause, called_at=next(filter(None, everyones), ""))
 
     def _dropped_arguments(self, first: Sequence[Mismatch]) -> RootCause | None:
         """Arguments that one device's model is given and the loop's, within its wrappers, is not.
@@ -405,6 +419,7 @@ class Inquiry:
         model, holds = self.pair.loop.model, self.pair.holds
         recorder = ModuleRecorder(model)
         seen, _ = self.stepped(recorder, self.drawing.repeated(model))
+        self._calls = recorder.calls
         same = digests(holds, seen.gradients) == digests(holds, self.step.seen.gradients)
         return recorder.calls, all(self.ranks.gather(same)), self.left(seen.gradients) is None
 

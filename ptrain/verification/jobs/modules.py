@@ -12,10 +12,12 @@ is the same part of any tensor that one device has for all tokens.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -148,6 +150,7 @@ def _longest_runs(alike: Tensor) -> Tensor:
     return runs
 
 
+_NOT_USERS = ("torch", "ptrain")
 _QUIET = 1e-6  # a tensor below this share of what it belongs to is rounding
 
 
@@ -156,11 +159,13 @@ class ModuleCall:
     """One forward pass of one module: what it was given, the first floating tensor that it
     returned, the gradient of that (`upstream`) and the one of its first floating input that it
     handed back (`handed`). `place` is that input's among the leaves of `given`; `others`: what else
-    it returned; `weights`: a checksum of its own parameters then."""
+    it returned; `weights`: a checksum of its own parameters then; `called_at`: the file and line
+    that called it."""
 
     given: tuple[tuple[Any, ...], dict[str, Any]]
     place: int | None
     weights: str = ""
+    called_at: str = ""
     output: Tensor | None = None
     others: tuple[Tensor, ...] = ()
     upstream: Tensor | None = None
@@ -232,7 +237,9 @@ class ModuleRecorder:
         weights = "".join(
             digest(held(parameter).clone()) for parameter in own
         )  # numpy pins storage
-        call = ModuleCall(given=tree_unflatten(kept, spec), place=place, weights=weights)
+        call = ModuleCall(
+            given=tree_unflatten(kept, spec), place=place, weights=weights, called_at=_caller()
+        )
         self.calls[key] = call
         if place is None or isinstance(leaves[place], DTensor):
             return None
@@ -253,6 +260,16 @@ class ModuleRecorder:
         call.others = tuple(leaf.detach().clone() for leaf in real[1:])
         if first.requires_grad:
             first.register_hook(partial(_keep, call, "upstream"))
+
+
+def _caller() -> str:
+    """Return the file and line of the innermost frame that is neither torch's nor ptrain's."""
+    frame, here = sys._getframe(1), Path.cwd()
+    while frame.f_back and str(frame.f_globals.get("__name__")).partition(".")[0] in _NOT_USERS:
+        frame = frame.f_back
+    file = Path(frame.f_code.co_filename)
+    place = file.relative_to(here) if file.is_relative_to(here) else file.name
+    return f"{place}:{frame.f_lineno}"
 
 
 def _keep(call: ModuleCall, side: str, gradient: Tensor) -> None:

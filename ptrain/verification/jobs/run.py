@@ -500,7 +500,7 @@ class Examiner:
             self.pair, step, self.limit, loss=self.loss, batch=self._batch, share=self._share,
             drawing=self.drawing,
         )  # fmt: skip
-        return inquiry.root_cause(first, self.before)
+        return inquiry.with_call(inquiry.root_cause(first, self.before))
 
     def _explain_loss(self, mismatches: Sequence[Mismatch], own: float | None) -> RootCause:
         right, measured = self.losses[0][-1], self.losses[1][-1]

@@ -30,9 +30,8 @@ from ptrain.report.summary import summary
 from ptrain.spec.dials import GradientSync, Reshard, UnitKind, UnitSize
 from ptrain.spec.placement import OFFLOADED, S_STAR, Distribution, Mode, Placement, R, S, Tier
 from ptrain.spec.precision import LAYOUTS
-from ptrain.spec.spec import Spec
+from ptrain.spec.spec import Spec, groups
 from ptrain.traces.facts import facts_of
-from ptrain.verification.places import line
 
 _TUPLES = {
     Placement(parameters=R, optimizer=R, gradients=R): "every rank has the full model, as in ddp",
@@ -245,11 +244,11 @@ def _with_cause(
 ) -> Comparison:
     """Add the cause that explains all figures that differ, or most of them. `seen` is what was
     measured, as the module shows it."""
-    differed = _departed(comparison.checks)
+    differed = _differing(comparison.checks)
     cause, explained = "", frozenset[str]()
     for other in otherwise(spec):
         predicted = _predicted(other, facts)
-        left = _departed(checks_of(predicted, _with_masters(seen, predicted)))
+        left = _differing(checks_of(predicted, _with_masters(seen, predicted)))
         names = differed - left
         if left and not (left < differed and len(names) >= _OF_A_KIND):
             continue
@@ -266,7 +265,7 @@ def _with_cause(
     return replace(comparison, checks=checks, cause=cause, notes=measured.policies)
 
 
-def _departed(checks: tuple[Check, ...]) -> frozenset[str]:
+def _differing(checks: tuple[Check, ...]) -> frozenset[str]:
     return frozenset(check.name for check in checks if not check.holds)
 
 
@@ -279,7 +278,10 @@ def ranks_over_axes(spec: Spec, rank: int) -> dict[Axes, tuple[int, ...]]:
     """Return for every choice of axes the ranks that differ from `rank` on these alone."""
     axes = [factor.axis for factor in spec.factors if factor.degree > 1]
     choices = chain.from_iterable(combinations(axes, n + 1) for n in range(len(axes)))
-    return {tuple(map(str, chosen)): line(spec, rank, *chosen) for chosen in choices}
+    return {
+        tuple(map(str, chosen)): next(group for group in groups(spec, chosen) if rank in group)
+        for chosen in choices
+    }
 
 
 def with_axes_of(estimate: Estimate, spec: Spec, measurement: Measurement) -> Estimate:
