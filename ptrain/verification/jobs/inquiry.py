@@ -12,16 +12,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from functools import partial
-from typing import Any, Self
-from unittest.mock import patch
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
 
 from ptrain.errors import Fault
-from ptrain.models.arguments import first_real, is_real
 from ptrain.models.boundary import CodeRaised, boundary, said
 from ptrain.models.ledger import OperatorMode
 from ptrain.report.finding import Certainty, Mismatch, RootCause, Subject
@@ -30,13 +27,13 @@ from ptrain.verification.jobs.draws import Key, drawn_again_otherwise
 from ptrain.verification.jobs.evidence import JobEvidence, evidence, rows_of, untold
 from ptrain.verification.jobs.job import Alone, GlobalLoss, Tolerance, number
 from ptrain.verification.jobs.localise import ModuleInquiry
+from ptrain.verification.jobs.loss import LossTerms
 from ptrain.verification.jobs.modules import Calls, ModuleRecorder, ProbeResult, is_within, probed
-from ptrain.verification.jobs.record import ForwardCall, StepRecorder, counts, digests
+from ptrain.verification.jobs.record import ForwardCall, StepRecorder, digests
 from ptrain.verification.jobs.root_causes import families, family, proven
 from ptrain.verification.jobs.step import Drawing, LoopPair, StepComparison
 from ptrain.verification.parts import (
     Magnitude,
-    canonical_modules,
     difference,
     is_even,
     numbers_apart,
@@ -55,100 +52,6 @@ class Waited(OperatorMode):
             if isinstance(work, torch.ScriptObject):
                 dist.Work.unbox(work).wait()
         return result
-
-
-# What passes a gradient on to several terms, or times a number; of a mean or a sum where it is of
-# terms that are stacked.
-_LINEAR = {
-    "AddBackward0", "SubBackward0", "MulBackward0", "DivBackward0", "NegBackward0",
-    "StackBackward0", "ToCopyBackward0", "ViewBackward0", "SqueezeBackward0", "UnsqueezeBackward0", "CloneBackward0",
-}  # fmt: skip
-_OF_STACKED = {"MeanBackward0", "SumBackward0"}
-
-
-class Joined(torch.autograd.Function):
-    """A tensor whose backward gives another one a gradient too, which is a number."""
-
-    @staticmethod
-    def forward(ctx: Any, first: Tensor, term: Tensor, coefficient: float) -> Tensor:
-        ctx.coefficient, ctx.like = coefficient, torch.empty_like(term)
-        return first.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
-        return gradient, torch.full_like(ctx.like, ctx.coefficient), None
-
-
-class LossTerms:
-    """`with LossTerms(model) as terms:` around a step: the `coefficients` that the terms of a loss
-    have in it, by name: what the model returns beside its first output by its key, else the
-    operator that makes the term. `times`: what the gradients of these terms are multiplied by;
-    `joined`: coefficients of terms of the model that are given one though the loss lacks them."""
-
-    def __init__(
-        self, model: nn.Module, times: Mapping[str, float] | None = None,
-        joined: Mapping[str, float] | None = None,
-    ) -> None:  # fmt: skip
-        self.coefficients: dict[str, float] = {}
-        self.outputs: dict[str, int] = {}  # terms that the model returns, and how often
-        self._nodes: dict[Any, str] = {}
-        self._model, self._times, self._joined = model, times or {}, joined or {}
-        self._stack = ExitStack()
-
-    def __enter__(self) -> Self:
-        root = dict(canonical_modules(self._model))[""]
-        self._stack.callback(root.register_forward_hook(self._returned).remove)
-        run = torch.autograd.backward
-
-        def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
-            losses = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-            if len(losses) == 1 and losses[0].numel() == 1:
-                self._watch(losses[0].grad_fn)
-            run(tensors, *args, **kwargs)
-
-        self._stack.enter_context(patch.object(torch.autograd, "backward", backward))
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stack.close()
-
-    def _returned(self, module: nn.Module, args: Any, output: Any) -> Any:
-        first, joined = first_real(output), first_real(output)
-        leaves, spec = tree_flatten_with_path(output)
-        if first is None or not counts():
-            return None
-        put = []
-        for place, leaf in leaves:
-            if is_real(leaf) and leaf.numel() == 1 and leaf is not first and leaf.requires_grad:
-                name = f"output{keystr(place)}"
-                self.outputs[name] = self.outputs.get(name, 0) + 1
-                self._nodes[leaf.grad_fn] = name
-                if name in self._joined:
-                    joined, leaf = Joined.apply(joined, leaf, self._joined[name]), leaf.detach()
-            put.append(leaf)
-        return tree_unflatten([joined if leaf is first else leaf for leaf in put], spec)
-
-    def _watch(self, loss: Any) -> None:
-        seen: dict[str, int] = {}
-        nodes = [loss]
-        while nodes:
-            node = nodes.pop()
-            inner = [its for its, _ in node.next_functions if its is not None]
-            name = self._nodes.get(node, "")
-            is_linear = node.name() in _LINEAR and (len(inner) == 1 or "Mul" not in node.name())
-            is_linear |= node.name() in _OF_STACKED and inner[0].name() == "StackBackward0"
-            if not name and is_linear:
-                nodes += inner[::-1]
-                continue
-            name = name or node.name().removesuffix("Backward0")
-            seen[name] = seen.get(name, 0) + 1
-            full = name if seen[name] == 1 else f"{name} ({seen[name]})"
-            node.register_prehook(partial(self._weighed, full))
-
-    def _weighed(self, name: str, gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        own = float(gradients[0].detach().double().sum())
-        self.coefficients[name] = self.coefficients.get(name, 0.0) + own
-        return (gradients[0] * self._times.get(name, 1.0), *gradients[1:])
 
 
 def root_cause_of_masks(inquiry: Inquiry, first: Sequence[Mismatch]) -> RootCause | None:
@@ -291,7 +194,7 @@ class Inquiry:
             return _with_norms(own, self.pair.reference.model) if is_tied else own
         if by_sums.certainty is Certainty.FITS:
             return by_sums
-        return self._unexplained(first, job_evidence, probe, localised)
+        return self._unexplained(first, job_evidence, localised)
 
     def _of_collectives(self, first: Sequence[Mismatch]) -> RootCause | None:
         """Every collective is waited for: that makes a step right whose loop does not wait."""
@@ -491,23 +394,16 @@ class Inquiry:
         return [] if right is None or measured is None else [numbers_apart(right, measured)]
 
     def _unexplained(
-        self, first: Sequence[Mismatch], job_evidence: JobEvidence, probe: ProbeResult,
+        self, first: Sequence[Mismatch], job_evidence: JobEvidence,
         localised: ModuleInquiry | None,
     ) -> RootCause:  # fmt: skip
         names = [n for n in job_evidence.samples if any(d.name == n for d in first)]
         largest = max(mismatch.difference for mismatch in first)
         out = "; ".join(self._ruled_out) + untold(job_evidence.micro_batches)
-        module, later = _right_down_to(names, _in_order(job_evidence, probe.modules))
-        place = module or families(names) or first[0].name
-        where = ""
-        if later:
-            where = (
-                f" The gradients of parameters that are used after {module} ({families(later)}) "
-                "match the reference."
-            )
+        place, where = families(names) or first[0].name, ""
         suspect = None if localised is None else localised.first_in_words()
         if suspect is not None:
-            place, where = suspect[0] or place, f"{where} {suspect[1]}"
+            place, where = suspect[0] or place, f" {suspect[1]}"
         if localised is None:
             out += "; the step is not reproducible to the bit, so no module could be tried"
         right, own = (number(loss) for loss in self.step.losses)
@@ -535,21 +431,6 @@ def _arguments(forward: inspect.Signature, call: ForwardCall) -> set[str] | None
     except TypeError:
         return None
     return {name for name, value in given.items() if value is not None}
-
-
-def _in_order(job_evidence: JobEvidence, modules: Calls) -> list[str]:
-    """Return the parameters that have a gradient, as the modules that have them first run."""
-    order = list(dict.fromkeys(path for path, _ in modules))
-    known = [name for name in job_evidence.samples if name.rpartition(".")[0] in order]
-    return sorted(known, key=lambda name: order.index(name.rpartition(".")[0]))
-
-
-def _right_down_to(names: Sequence[str], parameters: Sequence[str]) -> tuple[str, Sequence[str]]:
-    """Return down to which module the backward pass is right, and the parameters that are used
-    after it; nothing where none is right that runs later."""
-    last = max((parameters.index(name) for name in names if name in parameters), default=-1)
-    later = parameters[last + 1 :]
-    return (parameters[last].rpartition(".")[0], later) if last >= 0 and later else ("", ())
 
 
 def _with_norms(root_cause: RootCause, model: nn.Module) -> RootCause:

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from ptrain.report.finding import RootCause, Subject
 from ptrain.verification.jobs.evidence import JobEvidence, places_of
 from ptrain.verification.jobs.job import Ranks
-from ptrain.verification.jobs.metamorphic import AskedTokens
+from ptrain.verification.jobs.loss import AskedTokens
 from ptrain.verification.jobs.modules import (
     Calls,
     Forced,
@@ -75,7 +75,7 @@ Place = tuple[str, Side]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
+class TensorFit:
     """One tensor of a pass beside the part of the reference's that it stands for: how far off, and
     whether its rows are those of the reference in another order."""
 
@@ -98,7 +98,7 @@ def _row_sums(tensor: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class FirstDifference:
     """The first difference: of which module, on which ranks, and what it is by an axis."""
 
     path: str
@@ -122,7 +122,7 @@ class ModuleInquiry:
     ) -> None:
         self.inquiry, self.own, self.probe = inquiry, modules, probe
         self.ranks, self.step = inquiry.ranks, inquiry.step
-        self.suspect: Found | None = None
+        self.suspect: FirstDifference | None = None
         expected, seen = self.step.expected.calls, self.step.seen.calls
         self.part = slice_of(expected, seen)
         rows, pair = evidence.rows[self.ranks.rank], inquiry.pair
@@ -143,9 +143,9 @@ class ModuleInquiry:
 
     def root_cause(self) -> RootCause | None:
         """Return what a trial proves, or a dtype shows; None where nothing does."""
-        found = self._first(self.own, {})
-        self.suspect = found
-        is_backward = found is None or found.side is Side.UPSTREAM
+        first = self._first(self.own, {})
+        self.suspect = first
+        is_backward = first is None or first.side is Side.UPSTREAM
         if is_backward and (of_loss := self._of_loss()) is not None:
             return of_loss
         factors = [*self.ranks.degrees.values(), 1] if self._factor is None else [self._factor]
@@ -153,20 +153,20 @@ class ModuleInquiry:
             self._factor = factor
             if (root_cause := self._undone()) is not None:
                 return root_cause
-        if found is not None and " for " in found.factor:
-            return self._said([found], self.own)
+        if first is not None and " for " in first.factor:
+            return self._said([first], self.own)
         return None
 
     def _undone(self) -> RootCause | None:
         """Undo what differs first, then what differs still, until the step is right."""
         forces: dict[tuple[str, int], Forced] = {}
-        named: list[Found] = []
+        named: list[FirstDifference] = []
         modules, probe = self.own, self.probe
         for _ in range(_MOST_ROUNDS):
-            found = self._first(modules, forces)
-            if found is None or not self._force(found, modules, forces):
+            first = self._first(modules, forces)
+            if first is None or not self._force(first, modules, forces):
                 break
-            named.append(found)
+            named.append(first)
             seen, left, modules = self._tried(forces, named)
             if left is not None:
                 return self._said(named, modules, left[1]).proven(
@@ -182,18 +182,18 @@ class ModuleInquiry:
 
     def first_in_words(self) -> tuple[str, str] | None:
         """Return the place of the first difference, "" where it is in backward, and a sentence."""
-        found = self.suspect
-        if found is None:
+        first = self.suspect
+        if first is None:
             return None
-        place = families([found.path]) or "the model"
-        axis = f", as partial sums {over_axis(found.axis)} do" if found.axis else ""
-        match found.side:
+        place = families([first.path]) or "the model"
+        axis = f", as partial sums {over_axis(first.axis)} do" if first.axis else ""
+        match first.side:
             case Side.GIVEN:
                 return place, f"The input of {place} is the first that differs in forward{axis}."
             case Side.OUTPUT:
                 return place, f"The output of {place} is the first that differs in forward{axis}."
             case _:
-                return place if found.is_last else "", (
+                return place if first.is_last else "", (
                     "Every output that could be compared matches the reference; the gradient of "
                     f"the output of {place} is the first that differs in backward{axis}."
                 )
@@ -211,7 +211,7 @@ class ModuleInquiry:
 
     def _of_call(
         self, path: str, number: int, call: ModuleCall
-    ) -> Iterator[tuple[Side, Comparison]]:
+    ) -> Iterator[tuple[Side, TensorFit]]:
         """Yield what can be compared of a pass."""
         rights = list(self._rights(path, number))
         for at, own in enumerate(tree_leaves(call.given)):
@@ -236,7 +236,7 @@ class ModuleInquiry:
     def _fit(
         self, own: Any, wholes: Sequence[Any], number: int, leaf: int = 0,
         place: tuple[int, int] | None = None,
-    ) -> Comparison | None:  # fmt: skip
+    ) -> TensorFit | None:  # fmt: skip
         """Return the part of the reference's tensors that fits best, or the one at this place; None
         where there is none."""
         if not isinstance(own, Tensor) or not own.dim():
@@ -254,7 +254,7 @@ class ModuleInquiry:
                 both = without_masks(held(own).double(), held(truth).double())
                 length = max(norm(both[1]), _QUIET * norm(held(whole).double().nan_to_num()))
                 fits.append(
-                    Comparison(
+                    TensorFit(
                         number=number, leaf=leaf, size=difference(*both, length), own=own,
                         truth=truth, place=(index, part),
                     )
@@ -291,9 +291,9 @@ class ModuleInquiry:
         exact = limit.gradients if side is Side.UPSTREAM else limit.outputs
         return min(_LOOSE * exact, _COARSEST)
 
-    def _compared(self, modules: Calls) -> dict[Place, Comparison]:
+    def _compared(self, modules: Calls) -> dict[Place, TensorFit]:
         """Return the worst of every place, of the first micro-batch in which that is wrong."""
-        worst: dict[Place, Comparison] = {}
+        worst: dict[Place, TensorFit] = {}
         for (path, number), call in modules.items():
             for side, fit in self._of_call(path, number, call):
                 known = worst.get((path, side))
@@ -304,7 +304,9 @@ class ModuleInquiry:
                     worst[path, side] = fit
         return worst
 
-    def _first(self, modules: Calls, forces: Mapping[tuple[str, int], Forced]) -> Found | None:
+    def _first(
+        self, modules: Calls, forces: Mapping[tuple[str, int], Forced]
+    ) -> FirstDifference | None:
         """Return the first place, on any rank, that differs and is not forced; but no partial sum,
         nor rows in another order, where what follows is right."""
         mine = self._compared(modules)
@@ -351,7 +353,7 @@ class ModuleInquiry:
             gone = [p for p, s in self._order[: self._order.index((path, side))] if s is kind]
             unknown = [p for p in gone if (p, kind) not in table and self._has_parameters(p)]
             later = [p for p, s in known[:at] if s is Side.UPSTREAM]
-            return Found(
+            return FirstDifference(
                 path=path, side=side, size=max(row[1] for row in its), number=number,
                 ranks=tuple(row[0] for row in its), before=tuple(right),
                 between=tuple(innermost(unknown)), is_last=not later, axis=axis, factor=factor,
@@ -382,30 +384,32 @@ class ModuleInquiry:
         both = torch.stack([truth[where], own[where]])
         return _factor(self.ranks, self.ranks.stack(both), self._limit(side))
 
-    def _force(self, found: Found, modules: Calls, forces: dict[tuple[str, int], Forced]) -> bool:
+    def _force(
+        self, first: FirstDifference, modules: Calls, forces: dict[tuple[str, int], Forced]
+    ) -> bool:
         """Put the reference's values in the place of what this family of modules has; False where
         a rank cannot: a module runs several times in a pass, or has no part of the reference's."""
         is_possible = True
         for (path, number), call in modules.items():
-            if family(path) != family(found.path):
+            if family(path) != family(first.path):
                 continue
-            fits = [fit for side, fit in self._of_call(path, number, call) if side is found.side]
+            fits = [fit for side, fit in self._of_call(path, number, call) if side is first.side]
             if call.times > 1 or not fits:
                 is_possible = False
                 continue
             forced = forces.setdefault((path, number), Forced())
-            if found.side is Side.GIVEN:
+            if first.side is Side.GIVEN:
                 forced.given |= {
-                    fit.leaf: fit.truth for fit in fits if fit.size > self._limit(found.side)
+                    fit.leaf: fit.truth for fit in fits if fit.size > self._limit(first.side)
                 }
-            elif found.side is Side.OUTPUT:
+            elif first.side is Side.OUTPUT:
                 forced.output = fits[0].truth
             else:
                 forced.upstream = fits[0].truth
         return all(self.ranks.gather(is_possible))
 
     def _tried(
-        self, forces: Mapping[tuple[str, int], Forced], named: Sequence[Found]
+        self, forces: Mapping[tuple[str, int], Forced], named: Sequence[FirstDifference]
     ) -> tuple[StepRecorder | None, tuple[str, bool] | None, Calls]:
         """Run the step with the reference's values in these places; return what is seen of it, in
         words what is right then, and whether that is all, and what the modules do then. The loss of
@@ -423,53 +427,55 @@ class ModuleInquiry:
         left = self.inquiry.left_outside(seen, None if is_of_labels else loss, inside)
         return seen, left, recorder.calls
 
-    def _forced_words(self, named: Sequence[Found]) -> str:
+    def _forced_words(self, named: Sequence[FirstDifference]) -> str:
         return " and ".join(
             f"{_WORDS[side]} {' and '.join(families(self._members(f)) or 'the model' for f in its)}"
             for side in Side
-            if (its := [found for found in named if found.side is side])
+            if (its := [first for first in named if first.side is side])
         )
 
-    def _members(self, found: Found) -> list[str]:
+    def _members(self, first: FirstDifference) -> list[str]:
         """Return the modules of its family that run on any rank."""
-        mine = [path for path, _ in self.own if family(path) == family(found.path)]
+        mine = [path for path, _ in self.own if family(path) == family(first.path)]
         return [path for its in self.ranks.gather(list(dict.fromkeys(mine))) for path in its]
 
-    def _said(self, named: Sequence[Found], modules: Calls, is_all: bool = False) -> RootCause:
+    def _said(
+        self, named: Sequence[FirstDifference], modules: Calls, is_all: bool = False
+    ) -> RootCause:
         """Say what the first of these modules does; `is_all`: with the reference's in its place all
         gradients are right, also of what could not be compared before it."""
-        found = named[0]
+        first = named[0]
         wrong = [
             path
             for (path, side), fit in self._compared(modules).items()
-            if side is found.side and family(path) == family(found.path)
+            if side is first.side and family(path) == family(first.path)
             and fit.size > self._limit(side)
         ]  # fmt: skip
         everyones = self.ranks.gather(wrong)
-        members = {path for its in everyones for path in its} or {found.path}
+        members = {path for its in everyones for path in its} or {first.path}
         place = families(sorted(members)) or "the model"
-        who = [rank for rank, its in enumerate(everyones) if its] or found.ranks
+        who = [rank for rank, its in enumerate(everyones) if its] or first.ranks
         blamed = RootCause(
-            state=Subject.ACTIVATIONS, axis=found.axis, place=place, sentence="",
-            factor=found.factor or f"differs by {found.size:.3g}", step=self.step.differences.step,
+            state=Subject.ACTIVATIONS, axis=first.axis, place=place, sentence="",
+            factor=first.factor or f"differs by {first.size:.3g}", step=self.step.differences.step,
             ranks=tuple(who),
         )  # fmt: skip
-        match found.side:
+        match first.side:
             case Side.GIVEN:
-                return self._said_of_input(found, blamed, is_all)
+                return self._said_of_input(first, blamed, is_all)
             case Side.OUTPUT:
-                return self._said_of_output(found, blamed, named)
-            case _ if found.between and not is_all:
-                closed = families(found.between)
+                return self._said_of_output(first, blamed, named)
+            case _ if first.between and not is_all:
+                closed = families(first.between)
                 return replace(
-                    blamed, state=Subject.GRADIENTS, axis=found.axis or self._axis, place=closed,
+                    blamed, state=Subject.GRADIENTS, axis=first.axis or self._axis, place=closed,
                     sentence=f"The gradient that {closed} hands back to {place} differs from the "
                     f"reference, and what runs later is right. {closed} could not be compared: "
                     "check its backward pass.",
                 )  # fmt: skip
-            case _ if found.is_last:
+            case _ if first.is_last:
                 return replace(
-                    blamed, state=Subject.LOSS, axis=found.axis or self._axis,
+                    blamed, state=Subject.LOSS, axis=first.axis or self._axis,
                     sentence=f"{place} returns its reference output, but the gradient of the loss "
                     "by that output differs: the loss has other labels, masks or weights than the "
                     f"reference for the same samples{self._over}.",
@@ -483,15 +489,15 @@ class ModuleInquiry:
                     else ""
                 )
                 return replace(
-                    blamed, state=Subject.GRADIENTS, axis=found.axis or self._axis,
-                    factor=found.factor or "other gradient in backward",
+                    blamed, state=Subject.GRADIENTS, axis=first.axis or self._axis,
+                    factor=first.factor or "other gradient in backward",
                     sentence=f"{place} returns its reference output, but the gradient of that "
                     "output differs from the reference, and is right in all modules that run "
                     f"later.{shared}",
                 )  # fmt: skip
 
-    def _said_of_input(self, found: Found, blamed: RootCause, is_all: bool) -> RootCause:
-        mine = self._shifts(found)
+    def _said_of_input(self, first: FirstDifference, blamed: RootCause, is_all: bool) -> RootCause:
+        mine = self._shifts(first)
         everyones = self.ranks.gather(mine)
         who = [rank for rank, its in enumerate(everyones) if its is not None]
         place, axis = blamed.place, blamed.axis or self._axis
@@ -508,13 +514,13 @@ class ModuleInquiry:
                 sentence=f"{place} gets other inputs (positions, a mask, labels) than the "
                 f"reference for the same tokens. Shard them like the tokens{self._over}.",
             )  # fmt: skip
-        last = families(found.before[-1:]) or "the input of the model"
+        last = families(first.before[-1:]) or "the input of the model"
         attention = (
             ". In attention these are the mask, and the keys and values that ranks gather"
             if self.part is not None
             else ""
         )
-        closed = "" if is_all else families(found.between)
+        closed = "" if is_all else families(first.between)
         unknown = f" {closed} could not be compared." if closed else ""
         return replace(
             blamed, axis=axis, place=closed or place,
@@ -522,15 +528,17 @@ class ModuleInquiry:
             f"{unknown} Check what is computed between {last} and {place}{attention}{self._over}.",
         )  # fmt: skip
 
-    def _shifts(self, found: Found) -> list[int] | None:
+    def _shifts(self, first: FirstDifference) -> list[int] | None:
         """Return by which numbers this rank's whole numbers are too small; None of no such."""
-        call = self.own.get((found.path, found.number))
-        for side, fit in self._of_call(found.path, found.number, call) if call else ():
+        call = self.own.get((first.path, first.number))
+        for side, fit in self._of_call(first.path, first.number, call) if call else ():
             if side is Side.GIVEN and fit.size and not fit.own.is_floating_point():
                 return (held(fit.truth).long() - held(fit.own).long()).unique().tolist()
         return None
 
-    def _said_of_output(self, found: Found, blamed: RootCause, named: Sequence[Found]) -> RootCause:
+    def _said_of_output(
+        self, first: FirstDifference, blamed: RootCause, named: Sequence[FirstDifference]
+    ) -> RootCause:
         place = blamed.place
         outputs = [its for its in named if its.side is Side.OUTPUT]
         several = " and ".join(families(self._members(its)) for its in outputs)
@@ -553,23 +561,23 @@ class ModuleInquiry:
                 f"intended, set `Terms(dtype=torch.{actual})`.",
             )  # fmt: skip
         inside = {
-            path for path, _ in self._order if path != found.path and is_within(path, found.path)
+            path for path, _ in self._order if path != first.path and is_within(path, first.path)
         }
-        inner = [path for path in found.before if path in inside]
-        closed = [path for path in found.between if path in inside]
+        inner = [path for path in first.before if path in inside]
+        closed = [path for path in first.between if path in inside]
         sentences = [f"{place} returns another output than in the reference for the same samples."]
-        if found.axis:
+        if first.axis:
             sentences.append(
-                f"The ranks {over_axis(found.axis)} have partial sums. All-reduce them."
+                f"The ranks {over_axis(first.axis)} have partial sums. All-reduce them."
             )
         if inner:
             sentences.append(f"Its submodules {families(inner)} match the reference.")
         if closed:
             sentences.append(f"{families(closed)} could not be compared.")
-        if not found.axis:
+        if not first.axis:
             sentences.append("Check its forward and its wrappers.")
         return replace(
-            blamed, place=families(closed) if closed and not found.path else several,
+            blamed, place=families(closed) if closed and not first.path else several,
             sentence=" ".join(sentences),
         )  # fmt: skip
 
