@@ -88,7 +88,7 @@ def test_an_output_that_is_not_summed_is_named_with_axis_and_module(ranks: Ranks
     root_cause = ranks.run(2, row_parallel, False)[0]
     assert (root_cause["state"], root_cause["place"]) == ("activations", "rows")
     assert (root_cause["axis"], root_cause["factor"]) == ("tp", "missing all-reduce over tp")
-    assert "with the plain module in place of rows" in root_cause["tried"]
+    assert "with the reference's output of rows in its place" in root_cause["tried"]
 
 
 @pytest.mark.parametrize(

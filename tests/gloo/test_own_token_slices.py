@@ -39,7 +39,7 @@ def named(case: str) -> dict[str, Any]:
     ("case", "said"),
     [
         ("positions_begin_at_zero", "positions not offset by rank"),
-        ("mask_of_the_first_slice", "sees too few tokens"),
+        ("mask_of_the_first_slice", "differs by"),
         ("gathered_keys_keep_their_own_gradient", "other gradient in backward"),
         ("labels_shifted_within_a_slice", "labels shifted within a shard"),
     ],

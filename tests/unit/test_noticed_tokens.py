@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
+from ptrain.verification.jobs.slice_root_causes import noticed, seen_by_one
 from torch import Tensor, nn
 
 from ptrain.verification.jobs.record import ForwardCall
-from ptrain.verification.jobs.slice_root_causes import noticed, seen_by_one
 
 TOKENS = torch.tensor([[3, 1, 4, 1, 5, 0, 2, 6], [2, 0, 1, 0, 2, 4, 5, 0]])
 

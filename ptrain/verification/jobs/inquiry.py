@@ -1,10 +1,7 @@
 """Run a step whose gradients differ again from its initial state and find the cause: what each
-rank's own samples give, which module differs from the plain one, whether plain modules fix the
-step, and whether random numbers were drawn on one side only, differently by ranks with the same
-samples, or differently in a recomputation.
-
-Modules that differ by themselves, by family, and what is said of one with which the step is
-right again.
+rank's own samples give, which module differs from the reference first, whether a collective is not
+waited for, and whether random numbers were drawn on one side only, differently by ranks with the
+same samples, or differently in a recomputation.
 """
 
 from __future__ import annotations
@@ -14,207 +11,48 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from ptrain.report.finding import Certainty, Mismatch, Moment, RootCause, Subject
+from ptrain.errors import Fault
+from ptrain.models.boundary import CodeRaised, boundary, said
+from ptrain.models.ledger import OperatorMode
+from ptrain.report.finding import Certainty, Mismatch, RootCause, Subject
 from ptrain.verification.jobs.diagnosis import explain_gradients, of_own_samples
 from ptrain.verification.jobs.draws import Key, drawn_again_otherwise
-from ptrain.verification.jobs.evidence import JobEvidence, evidence, places_of, untold
-from ptrain.verification.jobs.job import GlobalLoss, Ranks, Tolerance, number
-from ptrain.verification.jobs.modules import (
-    Calls,
-    ModuleRecorder,
-    ProbeResult,
-    Violation,
-    autocast_of,
-    innermost,
-    is_within,
-    probed,
-    untouched,
-    violations,
-)
-from ptrain.verification.jobs.record import ForwardCall, StepRecorder, digests, swapped
-from ptrain.verification.jobs.root_causes import families, family, over_axis, proven
-from ptrain.verification.jobs.slice_root_causes import SliceInquiry
+from ptrain.verification.jobs.evidence import JobEvidence, evidence, rows_of, untold
+from ptrain.verification.jobs.job import Alone, GlobalLoss, Tolerance, number
+from ptrain.verification.jobs.localise import ModuleInquiry
+from ptrain.verification.jobs.loss import LossTerms
+from ptrain.verification.jobs.modules import Calls, ModuleRecorder, ProbeResult, is_within, probed
+from ptrain.verification.jobs.record import ForwardCall, StepRecorder, digests
+from ptrain.verification.jobs.root_causes import families, family, proven
 from ptrain.verification.jobs.step import Drawing, LoopPair, StepComparison
 from ptrain.verification.parts import (
     Magnitude,
-    canonical_modules,
     difference,
-    factor_text,
-    missing_sum,
-    multiple,
+    is_even,
     numbers_apart,
 )
 
-_PLAIN = 1e-4  # a factor that is nearer to 1 is printed as 1
-_LOOSE_SUSPECT = 10  # tolerances of an output within which it is a sum or a multiple
 
+class Waited(OperatorMode):
+    """While entered, every collective is waited for where it starts; what is sent or received by
+    itself is not, as two ranks that send to each other would wait forever."""
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Suspect:
-    """A family of modules (blocks.*.attn) that differ by themselves: where, in which pass, by how
-    much at most, and which ranks saw it; `rewritten`: only where their parameters are not those of
-    their first pass."""
-
-    paths: tuple[str, ...]
-    moment: Moment
-    difference: float
-    rewritten: bool
-    ranks: tuple[int, ...]
-
-    @property
-    def place(self) -> str:
-        return families(self.paths) or "the model"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Suspects:
-    """Of one step of a job, whose plain model is the `reference`. All ranks call its methods
-    alike."""
-
-    ranks: Ranks
-    limit: Tolerance
-    step: int
-    reference: nn.Module
-
-    def of_dtypes(self, mine: Sequence[Violation], suspects: Sequence[Suspect]) -> RootCause | None:
-        """All modules that differ return another dtype than the plain ones: no fix is tried, as
-        the loop would cast between them."""
-        kinds = {
-            " for ".join(str(side.dtype).removeprefix("torch.") for side in (v.actual, v.expected))
-            for v in mine
-            if v.actual.dtype != v.expected.dtype
-        }
-        count = sum(v.actual.dtype != v.expected.dtype for v in mine)
-        everyones = self.ranks.gather([sorted(kinds), count == len(mine)])
-        known = {kind for its, _ in everyones for kind in its}
-        if len(known) != 1 or not all(is_all for _, is_all in everyones):
-            return None
-        (kind,) = known
-        actual, _, expected = kind.partition(" for ")
-        return RootCause(
-            state=Subject.ACTIVATIONS, axis="", factor=kind,
-            place=families([path for suspect in suspects for path in suspect.paths]),
-            step=self.step, ranks=tuple(range(self.ranks.size)),
-            sentence=f"Its modules compute in {actual}, the reference in {expected}. If this "
-                     f"is intended, set `Terms(dtype=torch.{actual})`.",
-        )  # fmt: skip
-
-    def of_all_ranks(
-        self, mine: Sequence[Violation], tested: set[str], order: Calls
-    ) -> tuple[list[Suspect], set[str]]:
-        """Return all ranks' suspects in the order in which their modules run, and the modules that
-        some rank could run by themselves."""
-        everyones = self.ranks.gather(
-            [[v.path, int(v.moment), v.difference, v.rewritten] for v in mine]
-        )
-        tested = {path for paths in self.ranks.gather(sorted(tested)) for path in paths}
-        rows = [(rank, *row) for rank, its in enumerate(everyones) for row in its]
-        orders = self.ranks.gather(list(dict.fromkeys(path for path, _ in order)))
-        every = (path for path, _ in canonical_modules(self.reference))
-        places = list(dict.fromkeys([*(path for its in orders for path in its), *every]))
-        paths = innermost([row[1] for row in rows])
-        grouped: dict[str, list[str]] = {}
-        for path in sorted(paths, key=places.index):
-            grouped.setdefault(family(path), []).append(path)
-        suspects = []
-        for members in grouped.values():
-            of = [row for row in rows if row[1] in members]
-            suspects.append(
-                Suspect(
-                    paths=tuple(members),
-                    moment=Moment(min(row[2] for row in of)),
-                    difference=max(row[3] for row in of),
-                    rewritten=all(row[4] for row in of),
-                    ranks=tuple(sorted({row[0] for row in of})),
-                )
-            )
-        return sorted(suspects, key=lambda suspect: suspect.moment), tested
-
-    def blamed(
-        self, suspect: Suspect, mine: Sequence[Violation], tested: set[str], order: Calls
-    ) -> RootCause:
-        """Say what the modules do, and over which axis a sum is missing."""
-        axis, factor = self._shared(suspect, mine)
-        if suspect.rewritten:
-            return RootCause(
-                state=Subject.PARAMETERS, axis="", factor=f"differs by {suspect.difference:.3g}",
-                place=suspect.place, step=self.step, ranks=suspect.ranks,
-                sentence=f"The parameters of {suspect.place} are written between the passes "
-                         "of one step (a moving average after each micro-batch, an update in "
-                         "backward). Write them once, after the last pass.",
-            )  # fmt: skip
-        path = suspect.paths[0]
-        inside = [
-            other
-            for other in dict.fromkeys(name for name, _ in order)  # those that run at all
-            if other != path and is_within(other, path)
-        ]
-        inner = sorted(other for other in inside if other in tested)
-        closed = innermost([other for other in inside if other not in tested])
-        if suspect.moment is Moment.FORWARD:
-            what = f"{suspect.place} returns another output than the plain module for the same "
-            what += "inputs."
-        else:
-            what = f"{suspect.place} returns another gradient of its input than the plain "
-            what += "module, for the same gradient of its output."
-        sentences = [what]
-        if axis:
-            when = "" if suspect.moment is Moment.FORWARD else " in backward"
-            sentences.append(
-                f"The ranks {over_axis(axis)} have partial sums. All-reduce them{when}."
-            )
-        else:
-            if inner:
-                sentences.append(f"Its submodules {families(inner)} match the plain ones.")
-            if closed:
-                sentences.append(f"{families(closed)} could not be run separately.")
-            sentences.append("Check its forward and its wrappers.")
-        return RootCause(
-            state=Subject.ACTIVATIONS, axis=axis,
-            factor=factor or f"differs by {suspect.difference:.3g}",
-            place=families(closed) if closed and not path else suspect.place,
-            step=self.step, ranks=suspect.ranks, sentence=" ".join(sentences),
-        )  # fmt: skip
-
-    def _shared(self, suspect: Suspect, mine: Sequence[Violation]) -> tuple[str, str]:
-        """The axis and the factor of a module's output (or of the gradient that it hands back): a
-        sum over an axis that is missing, or a multiple. Empty strings where it is neither."""
-        own = next(
-            (v for v in mine if v.path == suspect.paths[0] and v.moment is suspect.moment), None
-        )
-        is_readable = own is not None and own.expected.shape == own.actual.shape
-        kinds = [str(own.actual.dtype), str(own.expected.dtype)] if own is not None else None
-        shape = list(own.expected.shape) if own is not None and is_readable else None
-        everyones = self.ranks.gather([shape, kinds])
-        dtypes = next((its for _, its in everyones if its and its[0] != its[1]), None)
-        if dtypes is not None:
-            return "", " for ".join(dtypes).replace("torch.", "")
-        if own is None or any(its != everyones[0][0] or its is None for its, _ in everyones):
-            return "", ""
-        row = own.expected.flatten()
-        (where,) = places_of(self.ranks, {"": row}).values()
-        both = torch.stack([row[where].double(), own.actual.flatten()[where].to(row).double()])
-        both = both.nan_to_num(nan=math.inf, posinf=math.inf, neginf=-math.inf)  # NaN: has it not
-        tolerance = _LOOSE_SUSPECT * self.limit.outputs
-        return _factor(self.ranks, self.ranks.stack(both), tolerance)
-
-
-def _factor(ranks: Ranks, everyones: Tensor, tolerance: float) -> tuple[str, str]:
-    """[ranks, 2, elements]: what is right, and what is there."""
-    truths, parts = everyones.unbind(1)
-    for axis, groups in ranks.axes.items():
-        if missing_sum(parts, truths, groups, tolerance) is not None:
-            return axis, f"missing all-reduce {over_axis(axis)}"
-    fit = multiple(parts, truths)
-    is_multiple = fit.holds(tolerance) and abs(fit.factor - 1) > _PLAIN
-    return "", factor_text(fit.factor, ranks.degrees) if is_multiple else ""
+    def operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = function(*args, **kwargs)
+        name = function._schema.name
+        if name.startswith("c10d::") and not any(word in name for word in ("send", "recv")):
+            work = result[-1] if isinstance(result, tuple) else result
+            if isinstance(work, torch.ScriptObject):
+                dist.Work.unbox(work).wait()
+        return result
 
 
 def root_cause_of_masks(inquiry: Inquiry, first: Sequence[Mismatch]) -> RootCause | None:
@@ -290,9 +128,9 @@ def _modules(keys: set[Key]) -> str:
     return families(path or "the model" for path, _ in sorted(keys))
 
 
-_MOST_TRIALS = 6  # families of modules that are replaced, one after the other
+_EVEN = 1e-3  # relative: weights of terms that are alike
 _SHARE = 1e-3  # of what differs within a module, that differs outside of it too
-_LOOSE = 10  # tolerances of an output within which it is a sum or a multiple
+_LOOSE = 10  # tolerances of a gradient: the same addends in another order
 
 
 class Inquiry:
@@ -311,12 +149,7 @@ class Inquiry:
     ) -> None:
         self.pair, self.step, self.ranks, self.limit = pair, step, loss.ranks, limit
         self._loss, self.batch, self.share, self.drawing = loss, batch, share, drawing
-        self.suspects = Suspects(
-            ranks=loss.ranks, limit=limit, step=step.differences.step,
-            reference=pair.reference.model,
-        )  # fmt: skip
         self._ruled_out: list[str] = []
-        self._is_plain = False  # the model as a whole does what the plain one does
         self._calls: Calls = {}
 
     def root_cause(self, first: Sequence[Mismatch], before: Mapping[str, Tensor]) -> RootCause:
@@ -324,13 +157,16 @@ class Inquiry:
         gradients of the step before."""
         self.rewind()
         modules, again, differs = self._run_again()
+        differs = differs or self.left_with() is None
+        if differs and (unwaited := self._of_collectives(first)) is not None:
+            return unwaited
         # a step that is right by itself the second time is put right by no other masks
         if differs and (of_masks := root_cause_of_masks(self, first)) is not None:
             return of_masks
         # Generators go on: of draws that no operator is known for, one device would be given the
         # loop's own numbers, and what they explain would count as proven.
         self._restore_models()
-        probe = self._probe()
+        probe = self.probe_of(self.step.seen)
         job_evidence = evidence(
             self.ranks, self.pair.holds, reference=self.step.expected, run=self.step.seen,
             probe=probe, before=before,
@@ -342,22 +178,89 @@ class Inquiry:
             "one multiple, a sum over an axis, other micro-batches or the previous step in "
             "all gradients"
         )
-        of_slices = SliceInquiry(self, modules).root_cause() if again else None
-        if of_slices is not None and of_slices.certainty is Certainty.PROVEN:
-            return of_slices
-        if again and (by_modules := self._of_modules(probe, modules)) is not None:
+        if (of_terms := self._of_terms(first)) is not None:
+            return of_terms
+        localised = ModuleInquiry(self, job_evidence, probe, modules) if again else None
+        if localised is not None and (by_modules := localised.root_cause()) is not None:
             return by_modules
         if (dropped := self._dropped_arguments(first)) is not None:
             return dropped
-        own = of_own_samples(first, job_evidence, self.ranks, self.limit, self._is_plain)
+        is_plain = localised is None or localised.is_plain
+        # of ranks with the reference's own passes no samples are torn apart
+        passes = [rows_of([call]) for call in self.step.seen.calls]
+        is_same = passes == [rows_of([call]) for call in self.step.expected.calls]
+        is_plain = is_plain and not all(self.ranks.gather(is_same))
+        own = of_own_samples(first, job_evidence, self.ranks, self.limit, is_plain)
         if own is not None and own.certainty is Certainty.PROVEN:
             is_tied = own.state is Subject.LOSS
             return _with_norms(own, self.pair.reference.model) if is_tied else own
-        if of_slices is not None:
-            return of_slices
         if by_sums.certainty is Certainty.FITS:
             return by_sums
-        return self._unexplained(first, job_evidence, probe, again)
+        return self._unexplained(first, job_evidence, localised)
+
+    def _of_collectives(self, first: Sequence[Mismatch]) -> RootCause | None:
+        """Every collective is waited for: that makes a step right whose loop does not wait."""
+        if self.ranks.size == 1:
+            return None
+        left = self.left_with(self.drawing.repeated(self.pair.loop.model), Waited())
+        if left is None:
+            return None
+        names = families([mismatch.name for mismatch in first])
+        return proven(
+            Subject.COLLECTIVE, "not waited for", names,
+            "A collective is started (async_op=True) and its result is used before it is done. "
+            "Wait for it first (`work.wait()`).",
+            "with every collective waited for where it starts, the gradients match the reference "
+            f"to {left:.1e}", step=first[0].step, ranks=range(self.ranks.size),
+        )  # fmt: skip
+
+    def _of_terms(self, first: Sequence[Mismatch]) -> RootCause | None:
+        """One term of the loss has another weight beside the others than in the reference, or no
+        gradient."""
+        loop, plain = self.pair.loop.model, self.pair.reference.model
+        self.rewind()
+        with LossTerms(plain) as expected, self.drawing.replayed(plain), Alone():
+            self.pair.reference.step(self.batch)
+        self.rewind()
+        own = LossTerms(loop)
+        ran = self.stepped(own, self.drawing.repeated(loop))
+        everyones = [its for its in self.ranks.gather(own.coefficients) if its]
+        if (
+            ran is None
+            or not everyones
+            or any(its.keys() != everyones[0].keys() for its in everyones)
+        ):
+            return None
+        mean = {n: sum(its[n] for its in everyones) / len(everyones) for n in everyones[0]}
+        right = expected.coefficients
+        ratios = {n: mean[n] / right[n] for n in mean if right.get(n)}
+        for name in dict.fromkeys((*right, *mean)):
+            others = [ratio for other, ratio in ratios.items() if other != name]
+            is_alone = {*right, *mean} - {name} == ratios.keys() - {name}
+            if not others or not is_alone or not is_even(others, _EVEN):
+                continue
+            if name not in mean and name in expected.outputs:
+                wanted = right[name] * others[0] / max(own.outputs.get(name, 0), 1)
+                change = LossTerms(loop, joined={name: wanted})
+                said, what = "no gradient", "gets no gradient from the loss of the loop"
+            elif name not in right:
+                change, said = LossTerms(loop, times={name: 0.0}), "not in the reference"
+                what = "is not in the loss of the reference"
+            elif name in mean and abs(ratios[name] / others[0] - 1) > _EVEN:
+                change = LossTerms(loop, times={name: others[0] / ratios[name]})
+                said = f"× {ratios[name] / others[0]:.4g}"
+                what = f"has {said.removeprefix('× ')} times its weight beside the other terms"
+            else:
+                continue
+            left = self.left_with(change, self.drawing.repeated(loop))
+            if left is not None:
+                return proven(
+                    Subject.LOSS, said, name,
+                    f"The term {name} of the loss {what}.",
+                    f"with the weight that it has in the reference the gradients match to "
+                    f"{left:.1e}", step=first[0].step, ranks=range(self.ranks.size),
+                )  # fmt: skip
+        return None
 
     def with_call(self, root_cause: RootCause) -> RootCause:
         """Add the line that calls the module which the root cause names, the first of several. All
@@ -397,18 +300,28 @@ class Inquiry:
         self.step.random.restore()
         self._restore_models()
 
-    def stepped(self, *within: AbstractContextManager[object]) -> tuple[StepRecorder, Any]:
-        """Run the loop's step once more within these; return what is seen of it, and its loss."""
-        with StepRecorder(self.pair.loop.model, self.pair.holds) as seen, ExitStack() as stack:
-            for context in within:
-                stack.enter_context(context)
-            return seen, self.pair.loop.step(self.share)
+    def stepped(self, *within: AbstractContextManager[object]) -> tuple[StepRecorder, Any] | None:
+        """Run the loop's step once more within these; return what is seen of it, and its loss; None
+        on every rank where it cannot be run on some. All ranks call it."""
+        seen, loss, raised = StepRecorder(self.pair.loop.model, self.pair.holds), None, False
+        try:
+            with (
+                boundary(lambda error: Fault(place="step", finding=said(error))),
+                ExitStack() as stack,
+            ):
+                for context in (seen, *within):
+                    stack.enter_context(context)
+                loss = self.pair.loop.step(self.share)
+        except CodeRaised:
+            raised = True
+        return None if any(self.ranks.gather(raised)) else (seen, loss)
 
     def left_with(self, *within: AbstractContextManager[object]) -> float | None:
         """Run the loop's step from where it began, within these; return how far it is from one
         device's, if that is near."""
         self.rewind()
-        return self.left(self.stepped(*within)[0].gradients)
+        ran = self.stepped(*within)
+        return None if ran is None else self.left(ran[0].gradients)
 
     def _restore_models(self) -> None:
         self.step.loop_state.restore()
@@ -418,69 +331,42 @@ class Inquiry:
         """Every module's passes, whether the step gave the same bits, and whether it differs."""
         model, holds = self.pair.loop.model, self.pair.holds
         recorder = ModuleRecorder(model)
-        seen, _ = self.stepped(recorder, self.drawing.repeated(model))
-        self._calls = recorder.calls
-        same = digests(holds, seen.gradients) == digests(holds, self.step.seen.gradients)
-        return recorder.calls, all(self.ranks.gather(same)), self.left(seen.gradients) is None
+        ran = self.stepped(recorder, self.drawing.repeated(model))
+        if ran is None:
+            return {}, False, False
+        self._calls, gradients = recorder.calls, ran[0].gradients
+        same = digests(holds, gradients) == digests(holds, self.step.seen.gradients)
+        return recorder.calls, all(self.ranks.gather(same)), self.left(gradients) is None
 
-    def _probe(self) -> ProbeResult:
+    def probe_of(self, seen: StepRecorder) -> ProbeResult:
+        """Run the reference's model on what this rank's model was given."""
         with self.drawing.replayed(self.pair.reference.model):
-            return probed(self.pair.reference.model, self.step.seen.calls)
+            return probed(self.pair.reference.model, seen.calls)
 
-    def _of_modules(self, probe: ProbeResult, modules: Calls) -> RootCause | None:
-        """Put plain modules in the place of those that differ by themselves, the innermost, one
-        family after the other and then all; what makes the step right is where the fault is."""
-        reference, autocast = self.pair.reference.model, autocast_of(self.step.seen.calls[:1])
-        with untouched(reference), autocast, self.drawing.repeated(reference):
-            mine = violations(self.pair.reference.model, probe.modules, modules, self.limit)
-        self._is_plain = not any(self.ranks.gather(any(not v.path for v in mine.list)))
-        suspects, tested = self.suspects.of_all_ranks(mine.list, mine.tested, probe.modules)
-        trials: list[tuple[Suspect, ...]] = [(suspect,) for suspect in suspects[:_MOST_TRIALS]]
-        trials += [tuple(suspects)] if len(suspects) > 1 else []
-        for chosen in trials:
-            paths = [path for suspect in chosen for path in suspect.paths]
-            left, count = self._with_plain(paths)
-            places = " and ".join(suspect.place for suspect in chosen)
-            if left is not None and left <= self.limit.gradients * _LOOSE:
-                others = f" and the other {count} gradients" if count else ""
-                be = "are" if count else "is"
-                tried = (
-                    f"with the plain module in place of {places} the loss{others} {be} "
-                    f"within {left:.1e} of the reference"
-                )
-                blamed = self.suspects.blamed(chosen[0], mine.list, tested, probe.modules)
-                return replace(
-                    blamed.proven(tried), place=places if len(chosen) > 1 else blamed.place
-                )
-            self._ruled_out.append(f"the plain module in place of {places}")
-        return self.suspects.of_dtypes(mine.list, suspects)
-
-    def _with_plain(self, paths: Sequence[str]) -> tuple[float | None, int]:
-        """Run the step with plain modules in these places. Return the largest difference that is
-        left (relative) over all ranks, of the loss and of the gradients of what is not in them, and
-        how many gradients these are; None where neither can be compared."""
-        self.rewind()
-        reference, model = self.pair.reference.model, self.pair.loop.model
-        plain = {path: reference.get_submodule(path) for path in paths}
-        inside = {id(parameter) for path in paths for parameter in plain[path].parameters()}
-        names = [
-            name for name, whole in self.pair.wholes.items()
-            if id(whole.parameter) not in inside and name in self.step.expected.gradients
-        ]  # fmt: skip
-        with untouched(reference), swapped(model, plain):
-            seen, loss = self.stepped(self.drawing.repeated(model, reference))
-        before = [*self._gradients_apart(names, self.step.seen.gradients), *self._loss_apart()]
-        after = [*self._gradients_apart(names, seen.gradients), *self._loss_apart(loss)]
+    def left_outside(
+        self, seen: StepRecorder, loss: Any, inside: Sequence[str]
+    ) -> tuple[str, bool] | None:
+        """Return in words what of a step is the reference's: the loss, and all gradients or those
+        of parameters that are not in modules of these families, if any of it differed before, and
+        whether it is all; else None. All ranks call it."""
+        losses = self._loss_apart(loss)
+        if any(apart > self.limit.losses for apart in losses):
+            return None
+        names = list(self.step.expected.gradients)
+        others = [n for n in names if not any(is_within(family(n), path) for path in inside)]
         bound = _LOOSE * self.limit.gradients
-        own = [name for name in self.step.expected.gradients if name not in names]
-        within = max(self._gradients_apart(own, self.step.seen.gradients), default=0.0)
-        outside = self.ranks.gather([max(before, default=0.0), within])
-        most = max(size for size, _ in outside)
-        # what differs within, and no more than roundings of it outside, is not tried by this
-        least = _SHARE * min(1.0, max(size for _, size in outside))
-        differed = most > bound and most >= least
-        worst = [size for size in self.ranks.gather(max(after, default=None)) if size is not None]
-        return (max(worst) if worst and differed else None), len(names)
+        for chosen in (names, others):
+            before = [*self._gradients_apart(chosen, self.step.seen.gradients), *self._loss_apart()]
+            within = max(self._gradients_apart(names, self.step.seen.gradients), default=0.0)
+            after = max(self._gradients_apart(chosen, seen.gradients), default=0.0)
+            rows = self.ranks.gather([max(before, default=0.0), within, after])
+            most, inner, left = (max(row[place] for row in rows) for place in range(3))
+            # what differs within, and no more than roundings of it outside, is not tried by this
+            if left <= bound < most and most >= _SHARE * min(1.0, inner):
+                is_all = len(chosen) == len(names)
+                whose = f"{'the loss and ' * bool(losses)}{'all' if is_all else 'the other'}"
+                return f"{whose} {len(chosen)} gradients match the reference to {left:.1e}", is_all
+        return None
 
     def _gradients_apart(
         self,
@@ -522,22 +408,17 @@ class Inquiry:
         return [] if right is None or measured is None else [numbers_apart(right, measured)]
 
     def _unexplained(
-        self, first: Sequence[Mismatch], job_evidence: JobEvidence, probe: ProbeResult, again: bool
-    ) -> RootCause:
+        self, first: Sequence[Mismatch], job_evidence: JobEvidence,
+        localised: ModuleInquiry | None,
+    ) -> RootCause:  # fmt: skip
         names = [n for n in job_evidence.samples if any(d.name == n for d in first)]
         largest = max(mismatch.difference for mismatch in first)
         out = "; ".join(self._ruled_out) + untold(job_evidence.micro_batches)
-        module, later = _right_down_to(names, _in_order(job_evidence, probe.modules))
-        place = module or families(names) or first[0].name
-        if len(later) > 0:
-            where = (
-                f" Backward is right down to {module}: the gradients of parameters used "
-                f"after it ({families(later)}) match the reference. Check the consumers of "
-                f"the output of {module}, and its backward pass."
-            )
-        else:
-            where = ""
-        if not again:
+        place, where = families(names) or first[0].name, ""
+        suspect = None if localised is None else localised.first_in_words()
+        if suspect is not None:
+            place, where = suspect[0] or place, f" {suspect[1]}"
+        if localised is None:
             out += "; the step is not reproducible to the bit, so no module could be tried"
         right, own = (number(loss) for loss in self.step.losses)
         measured = self._loss.of(right, own)
@@ -564,21 +445,6 @@ def _arguments(forward: inspect.Signature, call: ForwardCall) -> set[str] | None
     except TypeError:
         return None
     return {name for name, value in given.items() if value is not None}
-
-
-def _in_order(job_evidence: JobEvidence, modules: Calls) -> list[str]:
-    """Return the parameters that have a gradient, as the modules that have them first run."""
-    order = list(dict.fromkeys(path for path, _ in modules))
-    known = [name for name in job_evidence.samples if name.rpartition(".")[0] in order]
-    return sorted(known, key=lambda name: order.index(name.rpartition(".")[0]))
-
-
-def _right_down_to(names: Sequence[str], parameters: Sequence[str]) -> tuple[str, Sequence[str]]:
-    """Return down to which module the backward pass is right, and the parameters that are used
-    after it; nothing where none is right that runs later."""
-    last = max((parameters.index(name) for name in names if name in parameters), default=-1)
-    later = parameters[last + 1 :]
-    return (parameters[last].rpartition(".")[0], later) if last >= 0 and later else ("", ())
 
 
 def _with_norms(root_cause: RootCause, model: nn.Module) -> RootCause:

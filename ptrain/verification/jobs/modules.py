@@ -1,6 +1,5 @@
-"""Compare each module by itself: its inputs and outputs in a step with the plain module's results
-for the same inputs. A module that agrees forward and backward is not where a step starts to differ,
-so the fault is inside a module that does not agree.
+"""Record what every module is given, returns and gets back in backward, and put the reference's in
+its place.
 
 The reference's model also runs on this rank's own micro-batches. The wrapped modules must return
 its outputs. Its parameters' gradients are this rank's contribution to the global gradient, so the
@@ -15,32 +14,24 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from ptrain.errors import Fault
-from ptrain.models.arguments import first_real, is_real
+from ptrain.models.arguments import is_real
 from ptrain.models.boundary import CodeRaised, boundary, said
-from ptrain.report.finding import Moment
 from ptrain.verification.capture import Key
-from ptrain.verification.jobs.job import Tolerance
-from ptrain.verification.jobs.record import ForwardCall, counts, cuda_devices, digest, pieces
-from ptrain.verification.parts import (
-    canonical_modules,
-    canonical_parameters,
-    difference,
-    held,
-    norm,
-)
-
-_MOST_PAIRS = 1 << 26  # of tokens that are compared, 5 bytes for each: 8k of 8k
+from ptrain.verification.jobs.record import ForwardCall, counts, cuda_devices, digest
+from ptrain.verification.jobs.shards import shard_of
+from ptrain.verification.parts import canonical_modules, canonical_parameters, held
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,23 +42,16 @@ class TokenSlice:
     columns: Tensor
     whole: torch.Size
 
-    def of(self, tensor: Tensor | None, like: Tensor) -> Tensor | None:
-        """Return this part of a tensor of one device: the tokens' dimension cut to the columns, the
-        samples' to the rows; None where that does not give the shape of `like`."""
-        if tensor is None or tensor.dim() != like.dim():
-            return None
-        for dim, size in enumerate(like.shape):
-            if tensor.size(dim) == size:
-                continue
-            for index, whole in ((self.columns, self.whole[1]), (self.rows, self.whole[0])):
-                if tensor.size(dim) == whole and size == index.numel():
-                    tensor = tensor.index_select(dim, index.to(tensor.device))
-                    break
-            else:
-                return None
-        if len(set(self.whole)) == 1 and tensor.dim() > 1:
-            return None  # samples and tokens cannot be told apart
-        return tensor
+    def indices(self, whole: int, own: int) -> Iterator[Tensor]:
+        """Yield what a dimension of this size is cut to: the tokens, the samples, or both in one
+        dimension."""
+        both = self.rows[:, None] * self.whole[1] + self.columns
+        for index, size in (
+            (self.columns, self.whole[1]), (self.rows, self.whole[0]),
+            (both.flatten(), self.whole.numel()),
+        ):  # fmt: skip
+            if (size, index.numel()) == (whole, own):
+                yield index
 
 
 def tokens_of(call: ForwardCall) -> Tensor | None:
@@ -93,115 +77,121 @@ def slice_of(reference: Sequence[ForwardCall], run: Sequence[ForwardCall]) -> To
         return None
     count = own.size(0)
     for start in range(0, whole.size(0) - count + 1, count):
-        columns = _columns(whole[start : start + count], own)
-        if columns is not None:
-            rows = torch.arange(start, start + count)
-            return TokenSlice(rows=rows, columns=columns, whole=whole.shape)
+        rows = torch.arange(start, start + count)
+        windows = torch.arange(whole.size(1)).unfold(0, own.size(1), 1)
+        for columns in (*cuts(whole.size(1), own.size(1)), *windows):
+            if torch.equal(whole[start : start + count, columns.to(whole.device)], own):
+                return TokenSlice(rows=rows, columns=columns, whole=whole.shape)
     return None
 
 
-def _columns(whole: Tensor, own: Tensor) -> Tensor | None:
-    """Return which columns these are: those of a usual way to cut, where one fits, else the ones
-    that follow each other where several are alike."""
-    for columns in _usual_cuts(whole.size(1), own.size(1)):
-        if torch.equal(whole[:, columns.to(whole.device)], own):
-            return columns
-    if whole.size(1) * own.size(1) > _MOST_PAIRS:
-        return None
-    alike = torch.ones(own.size(1), whole.size(1), dtype=torch.bool, device=own.device)
-    for of_whole, of_own in zip(whole, own, strict=True):
-        alike &= of_own[:, None] == of_whole
-    if not bool(alike.any(1).all()):
-        return None
-    return _following(alike.cpu())
+_FUSED = (1, 2, 3)  # matrices in one (q, k and v), of which each is cut
 
 
-def _usual_cuts(whole: int, own: int) -> Iterator[Tensor]:
-    """Yield columns: a slice in one piece; an early and a late one (zigzag), as rank r of n has
-    the slices r and 2n - 1 - r; every n-th token."""
+def cuts(whole: int, own: int) -> Iterator[Tensor]:
+    """Yield the indices of every usual way to cut a dimension: in one piece, of each of several
+    fused parts; an early and a late piece (zigzag), as rank r of n has the slices r and
+    2n - 1 - r; every n-th."""
     if not own or whole % own:
         return
-    count = whole // own
-    tokens = torch.arange(whole)
-    yield from tokens.chunk(count)
+    count, every = whole // own, torch.arange(whole)
+    for fused in _FUSED:
+        if own % fused == 0:
+            parts = every.view(fused, count, own // fused)
+            yield from (parts[:, rank].flatten() for rank in range(count))
     if own % 2 == 0:
-        chunks = tokens.chunk(2 * count)
+        chunks = every.chunk(2 * count)
         yield from (torch.cat([chunks[rank], chunks[-1 - rank]]) for rank in range(count))
-    yield from (tokens[rank::count] for rank in range(count))
+    yield from (every[rank::count] for rank in range(count))
 
 
-def _following(alike: Tensor) -> Tensor | None:
-    """[own, whole]: which are alike."""
-    runs = _longest_runs(alike)
-    chosen: list[int] = []
-    for place in range(alike.size(0)):
-        following = chosen[-1] + 1 if chosen else -1
-        fits = 0 <= following < alike.size(1) and bool(alike[place, following])
-        chosen.append(following if fits else int(runs[place].argmax()))
-    columns = torch.tensor(chosen)
-    return columns if columns.unique().numel() == columns.numel() else None
-
-
-def _longest_runs(alike: Tensor) -> Tensor:
-    """[own, whole]: for how many columns from there on both go on alike."""
-    runs = alike.int()
-    for place in range(alike.size(0) - 2, -1, -1):
-        runs[place, :-1] += torch.where(alike[place, :-1], runs[place + 1, 1:], 0)
-    return runs
-
-
-_NOT_USERS = ("torch", "ptrain")
-_QUIET = 1e-6  # a tensor below this share of what it belongs to is rounding
+def parts_of(whole: Tensor, own: Tensor, part: TokenSlice | None = None) -> Iterator[Tensor]:
+    """Yield every part of one device's tensor that this rank's may stand for: itself, or what is
+    cut along one or two dimensions; of a DTensor the one that its placements say."""
+    if isinstance(own, DTensor):
+        is_sum = any(placement.is_partial() for placement in own.placements)
+        if whole.shape == own.shape and not is_sum:
+            yield shard_of("", own, whole.shape).of(whole).view(held(own).shape)
+        return
+    sizes = list(enumerate(zip(whole.shape, own.shape, strict=False)))
+    cut = [(dim, *both) for dim, both in sizes if both[0] != both[1]]
+    if whole.dim() != own.dim() or len(cut) > 2:
+        return
+    ways = [
+        [(dim, index) for index in (part and [*part.indices(*both)]) or cuts(*both)]
+        for dim, *both in cut
+    ]
+    for chosen in product(*ways):
+        result = whole
+        for dim, index in chosen:
+            result = result.index_select(dim, index.to(whole.device))
+        yield result
 
 
 @dataclass(slots=True, kw_only=True)
 class ModuleCall:
-    """One forward pass of one module: what it was given, the first floating tensor that it
-    returned, the gradient of that (`upstream`) and the one of its first floating input that it
-    handed back (`handed`). `place` is that input's among the leaves of `given`; `others`: what else
-    it returned; `weights`: a checksum of its own parameters then; `called_at`: the file and line
-    that called it."""
+    """The first pass of one module in a micro-batch, and how often it ran (`times`): what it was
+    given, the first floating tensor that it returned, and the gradient of that (`upstream`).
+    `others`: what else it returned; `weights`: a checksum of its own parameters then; `called_at`:
+    the file and line that called it."""
 
     given: tuple[tuple[Any, ...], dict[str, Any]]
-    place: int | None
+    times: int = 1
     weights: str = ""
     called_at: str = ""
     output: Tensor | None = None
     others: tuple[Tensor, ...] = ()
     upstream: Tensor | None = None
-    handed: Tensor | None = None
-
-    @property
-    def kinds(self) -> list[object]:
-        """Of what it was given: the dimensions of a tensor, with the number of features, and the
-        type of whatever else."""
-        return [
-            (leaf.dim(), leaf.shape[-1:] if is_real(leaf) else ())
-            if isinstance(leaf, Tensor)
-            else type(leaf)
-            for leaf in self._leaves
-        ]
-
-    @property
-    def is_whole(self) -> bool:
-        """No part of anything: one device could be given it."""
-        return not any(isinstance(leaf, DTensor) for leaf in (*self._leaves, self.output))
-
-    @property
-    def _leaves(self) -> list[Any]:
-        return tree_leaves(self.given)
 
 
 Calls = dict[Key, ModuleCall]
+Event = tuple[str, bool]  # a module's path, and whether it returns (it begins)
+
+
+@dataclass(slots=True, kw_only=True)
+class Forced:
+    """What a pass of a module gets in the place of what it has: leaves of what it is given by their
+    place, the first floating tensor that it returns, and the gradient of that."""
+
+    given: dict[int, Tensor] = field(default_factory=dict)
+    output: Tensor | None = None
+    upstream: Tensor | None = None
+
+
+class Instead(torch.autograd.Function):
+    """Other values in the place of a tensor's, whose gradient is the other's."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, other: Tensor) -> Tensor:
+        return _like(own, other)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+def _like(own: Tensor, other: Tensor) -> Tensor:
+    """Return other values in the dtype, and with the placements, of a tensor."""
+    local = other.to(held(own).dtype).to(own.device).clone()
+    if not isinstance(own, DTensor):
+        return local
+    return DTensor.from_local(
+        local, own.device_mesh, own.placements, run_check=False, shape=own.shape,
+        stride=own.stride(),
+    )  # fmt: skip
 
 
 class ModuleRecorder:
-    """`with ModuleRecorder(model) as modules:` around a step, or around passes of a model."""
+    """`with ModuleRecorder(model) as modules:` around a step, or around passes of a model: the
+    `calls`, as they are before anything is `forced` in its place, and the `events` of the first
+    micro-batch in the order of time."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, forced: Mapping[Key, Forced] | None = None) -> None:
         self.calls: Calls = {}
-        self._model = model
+        self.events: list[Event] = []
+        self._model, self._forced = model, forced or {}
         self._micro_batch = -1
+        self._runs: dict[str, int] = {}  # of modules, where the root does not run
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
@@ -223,43 +213,64 @@ class ModuleRecorder:
         if not counts():
             return None
         self._micro_batch += not path
-        key = path, max(self._micro_batch, 0)
+        self._runs[path] = self._runs.get(path, -1) + 1
+        key = self._key(path)
         if key in self.calls:
+            self.calls[key].times += 1
             return None
         leaves, spec = tree_flatten((args, kwargs))
-        # one tensor that is given twice stays one: attention to itself is computed in another way
-        copies = {id(leaf): leaf.detach().clone() for leaf in leaves if isinstance(leaf, Tensor)}
-        kept = [copies.get(id(leaf), leaf) for leaf in leaves]
-        place = next(
-            (at for at, leaf in enumerate(leaves) if is_real(leaf) and leaf.requires_grad), None
-        )
+        kept = [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         own = [parameter.detach() for parameter in module.parameters(recurse=False)]
         weights = "".join(
             digest(held(parameter).clone()) for parameter in own
         )  # numpy pins storage
-        call = ModuleCall(
-            given=tree_unflatten(kept, spec), place=place, weights=weights, called_at=_caller()
+        self.calls[key] = ModuleCall(
+            given=tree_unflatten(kept, spec), weights=weights, called_at=_caller()
         )
-        self.calls[key] = call
-        if place is None or isinstance(leaves[place], DTensor):
+        self._happens(key, False)
+        given = self._forced[key].given if key in self._forced else {}
+        if not given:
             return None
-        # a node of its own: the gradient that this module hands back, without that of others that
-        # take the same tensor
-        first = leaves[place]
-        node = first.view_as(first)
-        node.register_hook(partial(_keep, call, "handed"))
-        return tree_unflatten([node if leaf is first else leaf for leaf in leaves], spec)
+        put = [
+            leaf if at not in given
+            else Instead.apply(leaf, given[at]) if is_real(leaf)
+            else _like(leaf, given[at])
+            for at, leaf in enumerate(leaves)
+        ]  # fmt: skip
+        return tree_unflatten(put, spec)
 
-    def _ends(self, path: str, module: nn.Module, args: Any, output: Any) -> None:
-        call = self.calls.get((path, max(self._micro_batch, 0)))
+    def _key(self, path: str) -> Key:
+        return path, self._runs[path] if self._micro_batch < 0 else self._micro_batch
+
+    def _happens(self, key: Key, ends: bool) -> None:
+        if not key[1]:
+            self.events.append((key[0], ends))
+
+    def _ends(self, path: str, module: nn.Module, args: Any, output: Any) -> Any:
+        key = self._key(path) if path in self._runs else (path, 0)
+        call = self.calls.get(key)
         real = [leaf for leaf in tree_leaves(output) if is_real(leaf)]
         first = next(iter(real), None)
         if not counts() or call is None or call.output is not None or first is None:
-            return
+            return None
         call.output = first.detach().clone()
         call.others = tuple(leaf.detach().clone() for leaf in real[1:])
-        if first.requires_grad:
-            first.register_hook(partial(_keep, call, "upstream"))
+        self._happens(key, True)
+        forced = self._forced.get(key, Forced())
+        other = first if forced.output is None else Instead.apply(first, forced.output)
+        if forced.upstream is not None and other is first:
+            other = first.clone()
+        if other.requires_grad:
+            other.register_hook(partial(_keep, call))
+            if forced.upstream is not None:
+                truth = forced.upstream
+                other.register_hook(lambda gradient: _like(gradient, truth))
+        if other is first:
+            return None
+        return tree_map(lambda leaf: other if leaf is first else leaf, output)
+
+
+_NOT_USERS = ("torch", "ptrain")
 
 
 def _caller() -> str:
@@ -272,136 +283,8 @@ def _caller() -> str:
     return f"{place}:{frame.f_lineno}"
 
 
-def _keep(call: ModuleCall, side: str, gradient: Tensor) -> None:
-    setattr(call, side, gradient.detach().clone())
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Violation:
-    """A module that does something else than the plain one with the same inputs, or hands another
-    gradient back for the same gradient: how far off (relative), and both sides. `rewritten`: its
-    parameters are not those of its first pass in the step."""
-
-    path: str
-    micro_batch: int
-    moment: Moment
-    difference: float
-    expected: Tensor
-    actual: Tensor
-    rewritten: bool = False
-
-
-@dataclass(slots=True)
-class Violations:
-    """Of one rank, and which modules could be run by themselves at all."""
-
-    list: list[Violation] = field(default_factory=list)
-    tested: set[str] = field(default_factory=set)
-
-
-def violations(
-    model: nn.Module, expected: Mapping[Key, ModuleCall], actual: Mapping[Key, ModuleCall],
-    limit: Tolerance,
-) -> Violations:  # fmt: skip
-    """Run each plain module on what the loop's was given: the whole, or samples or tokens of it.
-    One that the loop gives other features (a slice of the heads) cannot be run by itself."""
-    result, first = Violations(), dict[str, str]()
-    modules = dict(canonical_modules(model))
-    with torch.random.fork_rng(devices=cuda_devices(model)):
-        for key, call in actual.items():
-            right = expected.get(key)
-            if right is None or not _is_testable(call, right):
-                continue
-            its = _of_module(modules[key[0]], key, call, right, limit)
-            if its is not None:
-                rewritten = call.weights != first.setdefault(key[0], call.weights)
-                result.tested.add(key[0])
-                result.list += [replace(violation, rewritten=rewritten) for violation in its]
-    return result
-
-
-def _is_testable(call: ModuleCall, right: ModuleCall) -> bool:
-    return (
-        call.is_whole
-        and call.output is not None
-        and right.output is not None
-        and call.kinds == right.kinds
-    )
-
-
-def _of_module(
-    module: nn.Module, key: Key, call: ModuleCall, right: ModuleCall, limit: Tolerance
-) -> list[Violation] | None:
-    """Return what it does otherwise; None where it cannot be run by itself."""
-    path, number = key
-    try:
-        with boundary(lambda error: Fault(place=path, finding=said(error))):
-            output, handed = alone(module, call, right)
-    except CodeRaised:  # some take no slice
-        return None
-    assert call.output is not None
-    if output is None:
-        return None
-    for moment, truth, own in (
-        (Moment.FORWARD, output, call.output),
-        (Moment.BACKWARD, handed, call.handed),
-    ):
-        if truth is None or own is None:
-            continue
-        size = _apart(own, truth)
-        if size > limit.outputs:
-            return [  # what it hands back follows from what it returns
-                Violation(
-                    path=path, micro_batch=number, moment=moment, difference=size, expected=truth,
-                    actual=own,
-                )
-            ]  # fmt: skip
-    return []
-
-
-def _apart(own: Tensor, truth: Tensor) -> float:
-    """Return how far it is from the piece of the truth that fits best; 0 where it is no piece."""
-    sizes = (
-        difference(own, piece, max(norm(piece), _QUIET * norm(truth)))
-        for piece in pieces(truth, own.shape)
-    )
-    return min(sizes, default=0.0)
-
-
-def alone(
-    module: nn.Module, call: ModuleCall, right: ModuleCall
-) -> tuple[Tensor | None, Tensor | None]:
-    """Return what a plain module returns for what the loop's was given, and the gradient that it
-    hands back for the gradient that the loop's had: None where there is none, or the loop's output
-    is only a part of it."""
-    leaves, spec = tree_flatten(call.given)
-    dtypes = [getattr(leaf, "dtype", None) for leaf in tree_leaves(right.given)]
-    leaves = [
-        leaf.to(dtype) if is_real(leaf) else leaf
-        for leaf, dtype in zip(leaves, dtypes, strict=True)
-    ]
-    if call.place is not None:
-        given = leaves[call.place]
-        fresh = given.clone().requires_grad_()
-        leaves = [fresh if leaf is given else leaf for leaf in leaves]
-    args, kwargs = tree_unflatten(leaves, spec)
-    with torch.enable_grad():
-        output = module(*args, **kwargs)
-    first = first_real(output)
-    if first is None:
-        return None, None
-    upstream, place = call.upstream, call.place
-    if (
-        upstream is None
-        or place is None
-        or upstream.shape != first.shape
-        or not first.requires_grad
-    ):
-        return first.detach(), None
-    (handed,) = torch.autograd.grad(
-        first, leaves[place], upstream.to(first.dtype), allow_unused=True
-    )
-    return first.detach(), handed
+def _keep(call: ModuleCall, gradient: Tensor) -> None:
+    call.upstream = gradient.detach().clone()
 
 
 def innermost(paths: Sequence[str]) -> list[str]:
@@ -420,10 +303,12 @@ def is_within(path: str, whole: str) -> bool:
 
 @dataclass(slots=True)
 class ProbeResult:
-    """`gradients` by micro-batch and parameter; a micro-batch without is one that cannot be run on
-    one device (inputs that are DTensors, outputs that no loss was computed of)."""
+    """What `ModuleRecorder` has, and `gradients` by micro-batch and parameter; a micro-batch
+    without is one that cannot be run on one device (inputs that are DTensors, outputs that no loss
+    was computed of)."""
 
     modules: Calls = field(default_factory=dict)
+    events: list[Event] = field(default_factory=list)
     gradients: list[dict[str, Tensor]] = field(default_factory=list)
 
 
@@ -431,7 +316,7 @@ def probed(model: nn.Module, calls: Sequence[ForwardCall]) -> ProbeResult:
     """Leaves the model as it was: no gradient is kept, buffers are put back."""
     with untouched(model), ModuleRecorder(model) as recorder:
         gradients = [_run(model, call) for call in calls]
-    return ProbeResult(recorder.calls, gradients)
+    return ProbeResult(recorder.calls, recorder.events, gradients)
 
 
 def _run(model: nn.Module, call: ForwardCall) -> dict[str, Tensor]:

@@ -11,14 +11,14 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ptrain.internals.autograd import is_in_backward
@@ -92,68 +92,6 @@ class ModelState:
 def _local(tensor: Tensor) -> Tensor:
     to_local = getattr(tensor, "to_local", None)
     return to_local() if to_local is not None else tensor.detach()
-
-
-@contextmanager
-def swapped(model: nn.Module, plain: Mapping[str, nn.Module]) -> Iterator[None]:
-    """Put plain modules in the place of some of a model's, by path. These still run, their
-    collectives with them, and what they return counts for nothing."""
-    modules = dict(canonical_modules(model))
-    with ExitStack() as stack:
-        for path, module in plain.items():
-            if path not in modules:  # another rank's stage has it
-                continue
-            given: list[Any] = []  # of the passes that have begun, the latest last
-            begins = partial(_take, given)
-            hook = modules[path].register_forward_pre_hook(begins, with_kwargs=True)
-            stack.callback(hook.remove)
-            hook = modules[path].register_forward_hook(partial(_instead, module, given))
-            stack.callback(hook.remove)
-        yield
-
-
-def _take(given: list[Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Keep the arguments for the plain module. DTensors are detached for the wrapped one: its zero
-    gradient is a partial sum, and DTensor's sum with the plain one's would average over the ranks.
-    """
-    given.append((args, kwargs))
-
-    def detach(leaf: Any) -> Any:
-        is_distributed = isinstance(leaf, DTensor)
-        return leaf.detach().requires_grad_(leaf.requires_grad) if is_distributed else leaf
-
-    return tree_map(detach, (args, kwargs))
-
-
-def _instead(plain: nn.Module, given: list[Any], module: nn.Module, _: Any, output: Any) -> Any:
-    dtypes = {parameter.dtype for parameter in plain.parameters()}
-    dtype = dtypes.pop() if len(dtypes) == 1 else None
-
-    def cast(leaf: Any) -> Any:
-        if isinstance(leaf, DTensor):  # of parallelize_module, whose hooks ran before this one
-            leaf = leaf.full_tensor()
-        return leaf.to(dtype) if dtype is not None and is_real(leaf) else leaf
-
-    args, kwargs = tree_map(cast, given.pop())
-    right = iter(tree_leaves(plain(*args, **kwargs)))
-
-    def put(leaf: Any) -> Any:
-        other = next(right, leaf)
-        if not (is_real(leaf) and is_real(other)) or leaf.shape != other.shape:
-            return leaf
-        if isinstance(leaf, DTensor):
-            other = _distributed_as(leaf, other)
-        # its parameters get gradients of zero, on time; infinities would make them NaN
-        return other.to(leaf.dtype) + 0 * torch.nan_to_num(leaf)
-
-    return tree_map(put, output)
-
-
-def _distributed_as(like: DTensor, full: Tensor) -> DTensor:
-    """Return a full tensor, equal on all ranks, with the mesh and placements of a DTensor."""
-    mesh = like.device_mesh
-    replicated = DTensor.from_local(full, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    return replicated.redistribute(placements=like.placements)
 
 
 def cuda_devices(model: nn.Module) -> list[int]:

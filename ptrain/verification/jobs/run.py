@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ptrain.errors import Fault
 from ptrain.models.boundary import CodeRaised, boundary, said
-from ptrain.report.finding import Mismatch, Moment, RootCause, Subject
+from ptrain.report.finding import Certainty, Mismatch, Moment, RootCause, Subject
 from ptrain.report.record import Check
 from ptrain.verification.compare import (
     AllDifferences,
@@ -252,8 +252,8 @@ def repeated(
             return _root_cause(
                 differing, step,
                 "Run again from the same weights on the same batch, the loop gives other "
-                "bits: an unseeded dropout or draw, or an operator that is not deterministic "
-                "(torch.use_deterministic_algorithms).",
+                "bits: an unseeded dropout or draw, a collective that is not waited for, or an "
+                "operator that is not deterministic (torch.use_deterministic_algorithms).",
             )  # fmt: skip
     return None
 
@@ -546,7 +546,8 @@ class Examiner:
         cause = repeated(
             job, wholes, self.terms, shares=shares, first=self.sums, drawing=self.drawing
         )
-        self.root_cause = cause or self.root_cause
+        if self.root_cause is None or self.root_cause.certainty is not Certainty.PROVEN:
+            self.root_cause = cause or self.root_cause
         return claim("the same twice", None, cause is None, "other bits")
 
     def _life(self, batch: Any, share: Any) -> list[Liveness]:

@@ -1,0 +1,679 @@
+"""Find the first module of a step that differs from the reference, also where ranks have slices of
+features, tokens or samples.
+
+What modules are given, what they return and the gradient that comes back to it is compared with the
+reference's: the same elements by a DTensor's placements, else the slice that fits best. The first
+difference is undone in one more step of the loop, by the reference's values in its place; what
+differs then is undone too, until the step is right or nothing is left to undo.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from ptrain.report.finding import RootCause, Subject
+from ptrain.verification.jobs.evidence import JobEvidence, places_of
+from ptrain.verification.jobs.job import Ranks
+from ptrain.verification.jobs.loss import AskedTokens
+from ptrain.verification.jobs.modules import (
+    Calls,
+    Forced,
+    ModuleCall,
+    ModuleRecorder,
+    ProbeResult,
+    innermost,
+    is_within,
+    parts_of,
+    probed,
+    slice_of,
+)
+from ptrain.verification.jobs.record import StepRecorder
+from ptrain.verification.jobs.root_causes import families, family, over_axis, proven
+from ptrain.verification.parts import (
+    difference,
+    factor_text,
+    held,
+    missing_sum,
+    multiple,
+    norm,
+    root_mean_square,
+    without_masks,
+)
+
+if TYPE_CHECKING:
+    from ptrain.verification.jobs.inquiry import Inquiry
+
+
+class Side(IntEnum):
+    """What of a pass of a module is compared."""
+
+    GIVEN = 0
+    OUTPUT = 1
+    UPSTREAM = 2
+
+
+_WORDS = {
+    Side.GIVEN: "the reference's input of",
+    Side.OUTPUT: "the reference's output of",
+    Side.UPSTREAM: "the reference's gradient of the output of",
+}
+_LOOSE = 10  # tolerances of a module that are roundings of the ones before it too
+_COARSEST = 0.1  # relative: a fault is larger, whatever the dtype
+_QUIET = 1e-6  # a tensor below this share of what it belongs to is rounding
+_NEAR = 1e-3  # relative: a multiple; a fault is larger
+_PLAIN = 1e-4  # a factor that is nearer to 1 is printed as 1
+_MOST_ROUNDS = 6  # differences that are undone, one after the other
+
+Place = tuple[str, Side]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorFit:
+    """One tensor of a pass beside the part of the reference's that it stands for: how far off, and
+    whether its rows are those of the reference in another order."""
+
+    number: int
+    leaf: int
+    size: float
+    own: Tensor
+    truth: Tensor
+    place: tuple[int, int]  # which part of which of the reference's passes
+
+    @property
+    def is_reordered(self) -> bool:
+        own, truth = (_row_sums(held(side)) for side in (self.own, self.truth))
+        return self.own.dim() > 1 and difference(own, truth, norm(truth)) <= _PLAIN
+
+
+def _row_sums(tensor: Tensor) -> Tensor:
+    rows = tensor.double().flatten(0, -2) if tensor.dim() > 1 else tensor.double()[None]
+    return (rows @ torch.linspace(1, 2, rows.size(-1), dtype=rows.dtype)).sort().values
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FirstDifference:
+    """The first difference: of which module, on which ranks, and what it is by an axis."""
+
+    path: str
+    side: Side
+    size: float
+    number: int
+    ranks: tuple[int, ...]
+    before: tuple[str, ...]  # modules that have returned the reference's by then
+    between: tuple[str, ...]  # modules that have parameters and could not be compared by then
+    is_last: bool  # nothing that was compared runs later: the loss takes it
+    axis: str = ""
+    factor: str = ""
+
+
+class ModuleInquiry:
+    """Of one step that differs; `modules` are the passes of this rank's modules. All ranks call its
+    methods alike."""
+
+    def __init__(
+        self, inquiry: Inquiry, evidence: JobEvidence, probe: ProbeResult, modules: Calls
+    ) -> None:
+        self.inquiry, self.own, self.probe = inquiry, modules, probe
+        self.ranks, self.step = inquiry.ranks, inquiry.step
+        self.suspect: FirstDifference | None = None
+        expected, seen = self.step.expected.calls, self.step.seen.calls
+        self.part = slice_of(expected, seen)
+        rows, pair = evidence.rows[self.ranks.rank], inquiry.pair
+        is_run = bool(probe.gradients) and all(probe.gradients) and not rows.sliced
+        is_whole = len(pair.holds) == len(pair.wholes)
+        self._is_alone = is_run and self.part is None and (is_whole or not rows.unknown)
+        if not self._is_alone:
+            with inquiry.drawing.replayed(pair.reference.model):
+                self.probe = probed(pair.reference.model, expected)
+        upstreams = [its.upstream for its in self.probe.modules.values()]
+        self._usual = max((root_mean_square([u]) for u in upstreams if u is not None), default=0.0)
+        events = self.ranks.gather([list(event) for event in self.probe.events])[0]
+        order: list[Place] = [(path, Side(int(ends))) for path, ends in events]
+        self._order = [*order, *((path, Side.UPSTREAM) for path, ends in order[::-1] if ends)]
+        self._factor = self._factor_of_upstreams(modules)
+        first = self._first(modules, {})
+        self.is_plain = first is None or first.side is Side.UPSTREAM  # forward is the reference's
+
+    def root_cause(self) -> RootCause | None:
+        """Return what a trial proves, or a dtype shows; None where nothing does."""
+        first = self._first(self.own, {})
+        self.suspect = first
+        is_backward = first is None or first.side is Side.UPSTREAM
+        if is_backward and (of_loss := self._of_loss()) is not None:
+            return of_loss
+        factors = [*self.ranks.degrees.values(), 1] if self._factor is None else [self._factor]
+        for factor in dict.fromkeys(factors if is_backward else [self._factor]):
+            self._factor = factor
+            if (root_cause := self._undone()) is not None:
+                return root_cause
+        if first is not None and " for " in first.factor:
+            return self._said([first], self.own)
+        return None
+
+    def _undone(self) -> RootCause | None:
+        """Undo what differs first, then what differs still, until the step is right."""
+        forces: dict[tuple[str, int], Forced] = {}
+        named: list[FirstDifference] = []
+        modules, probe = self.own, self.probe
+        for _ in range(_MOST_ROUNDS):
+            first = self._first(modules, forces)
+            if first is None or not self._force(first, modules, forces):
+                break
+            named.append(first)
+            seen, left, modules = self._tried(forces, named)
+            if left is not None:
+                return self._said(named, modules, left[1]).proven(
+                    f"with {self._forced_words(named)} in its place {left[0]}"
+                )
+            if seen is None:
+                break
+            if self._is_alone:  # another forward, another gradient of the loss
+                self.probe = self.inquiry.probe_of(seen)
+            self._factor = self._factor or self._factor_of_upstreams(modules)
+        self.probe = probe
+        return None
+
+    def first_in_words(self) -> tuple[str, str] | None:
+        """Return the place of the first difference, "" where it is in backward, and a sentence."""
+        first = self.suspect
+        if first is None:
+            return None
+        place = families([first.path]) or "the model"
+        axis = f", as partial sums {over_axis(first.axis)} do" if first.axis else ""
+        match first.side:
+            case Side.GIVEN:
+                return place, f"The input of {place} is the first that differs in forward{axis}."
+            case Side.OUTPUT:
+                return place, f"The output of {place} is the first that differs in forward{axis}."
+            case _:
+                return place if first.is_last else "", (
+                    "Every output that could be compared matches the reference; the gradient of "
+                    f"the output of {place} is the first that differs in backward{axis}."
+                )
+
+    def _rights(self, path: str, number: int) -> Iterator[ModuleCall]:
+        """Yield the passes of the reference that this one may be a part of."""
+        its = self.probe.modules
+        if self._is_alone:
+            yield from (its[key] for key in ((path, number),) if key in its)
+        else:
+            yield from (
+                call for (name, _), call in its.items()
+                if name == path and (call.times == 1 or not number)
+            )  # fmt: skip
+
+    def _of_call(
+        self, path: str, number: int, call: ModuleCall
+    ) -> Iterator[tuple[Side, TensorFit]]:
+        """Yield what can be compared of a pass."""
+        rights = list(self._rights(path, number))
+        for at, own in enumerate(tree_leaves(call.given)):
+            wholes = [tree_leaves(right.given) for right in rights]
+            pairs = [its[at] for its in wholes if len(its) == len(tree_leaves(call.given))]
+            if (fit := self._fit(own, pairs, number, at)) is not None:
+                yield Side.GIVEN, fit
+        returned = self._fit(call.output, [its.output for its in rights], number)
+        if returned is not None:
+            yield Side.OUTPUT, returned
+        loud = [
+            its.upstream * (self._factor or 1.0)
+            if its.upstream is not None
+            and root_mean_square([held(its.upstream)]) > _QUIET * self._usual
+            else None
+            for its in rights
+        ]
+        place = returned.place if returned is not None else None
+        if (fit := self._fit(call.upstream, loud, number, place=place)) is not None:
+            yield Side.UPSTREAM, fit
+
+    def _fit(
+        self, own: Any, wholes: Sequence[Any], number: int, leaf: int = 0,
+        place: tuple[int, int] | None = None,
+    ) -> TensorFit | None:  # fmt: skip
+        """Return the part of the reference's tensors that fits best, or the one at this place; None
+        where there is none."""
+        if not isinstance(own, Tensor) or not own.dim():
+            return None
+        fits = []
+        for index, whole in enumerate(wholes):
+            if (
+                not isinstance(whole, Tensor)
+                or whole.is_floating_point() != own.is_floating_point()
+            ):
+                continue
+            for part, truth in enumerate(parts_of(whole, own, self.part)):
+                if place is not None and place != (index, part):
+                    continue
+                both = without_masks(held(own).double(), held(truth).double())
+                length = max(norm(both[1]), _QUIET * norm(held(whole).double().nan_to_num()))
+                fits.append(
+                    TensorFit(
+                        number=number, leaf=leaf, size=difference(*both, length), own=own,
+                        truth=truth, place=(index, part),
+                    )
+                )  # fmt: skip
+        return min(fits, key=lambda fit: fit.size, default=None)
+
+    def _factor_of_upstreams(self, modules: Calls) -> float | None:
+        """Return what multiple of the reference's gradients come back on this rank, whose loss may
+        be a mean over its own tokens; None on every rank where one cannot tell. All ranks call
+        it."""
+        mine = self._own_factor(modules)
+        return mine if all(factor is not None for factor in self.ranks.gather(mine)) else None
+
+    def _own_factor(self, modules: Calls) -> float | None:
+        if self._is_alone:
+            return 1.0
+        for path, side in self._order:
+            call = modules.get((path, 0))
+            if side is not Side.UPSTREAM or call is None or call.upstream is None:
+                continue
+            for right in self._rights(path, 0):
+                for truth in (
+                    ()
+                    if right.upstream is None
+                    else parts_of(right.upstream, call.upstream, self.part)
+                ):
+                    fit = multiple(held(call.upstream).flatten(), held(truth).flatten())
+                    if fit.holds(_NEAR):
+                        return fit.factor
+        return None
+
+    def _limit(self, side: Side) -> float:
+        limit = self.inquiry.limit
+        exact = limit.gradients if side is Side.UPSTREAM else limit.outputs
+        return min(_LOOSE * exact, _COARSEST)
+
+    def _compared(self, modules: Calls) -> dict[Place, TensorFit]:
+        """Return the worst of every place, of the first micro-batch in which that is wrong."""
+        worst: dict[Place, TensorFit] = {}
+        for (path, number), call in modules.items():
+            for side, fit in self._of_call(path, number, call):
+                known = worst.get((path, side))
+                if known is None or (
+                    fit.size > known.size
+                    and (known.size <= self._limit(side) or fit.number == known.number)
+                ):
+                    worst[path, side] = fit
+        return worst
+
+    def _first(
+        self, modules: Calls, forces: Mapping[tuple[str, int], Forced]
+    ) -> FirstDifference | None:
+        """Return the first place, on any rank, that differs and is not forced; but no partial sum,
+        nor rows in another order, where what follows is right."""
+        mine = self._compared(modules)
+        rows = [
+            [
+                path,
+                int(side),
+                fit.size,
+                fit.number,
+                fit.size > self._limit(side) and fit.is_reordered,
+            ]
+            for (path, side), fit in mine.items()
+        ]
+        table: dict[Place, list[tuple[int, float, int, bool]]] = {}
+        for rank, its in enumerate(self.ranks.gather(rows)):
+            for path, side, size, number, is_reordered in its:
+                table.setdefault((path, Side(side)), []).append((rank, size, number, is_reordered))
+        done = {
+            path
+            for paths in self.ranks.gather(_forced_places(forces))
+            for path in map(tuple, paths)
+        }
+        known = [place for place in self._order if place in table and place not in done]
+        wrong = {
+            place: [row for row in table[place] if row[1] > self._limit(place[1])]
+            for place in known
+        }
+        for at, (path, side) in enumerate(known):
+            if not (its := wrong[path, side]):
+                continue
+            number = min(row[2] for row in its)
+            axis, factor = self._shared(path, side, number, modules)
+            ahead = [
+                place
+                for place in known[at + 1 :]
+                if place[1] is not Side.UPSTREAM
+                and not (wrong[place] and all(row[3] for row in wrong[place]))
+            ]
+            is_undone = bool(ahead) and not wrong[ahead[0]] and side is not Side.UPSTREAM
+            if is_undone and (axis or all(row[3] for row in its)):
+                continue
+            right = [p for p, s in known[:at] if s is Side.OUTPUT and not wrong[p, s]]
+            kind = Side.UPSTREAM if side is Side.UPSTREAM else Side.OUTPUT
+            gone = [p for p, s in self._order[: self._order.index((path, side))] if s is kind]
+            unknown = [p for p in gone if (p, kind) not in table and self._has_parameters(p)]
+            later = [p for p, s in known[:at] if s is Side.UPSTREAM]
+            return FirstDifference(
+                path=path, side=side, size=max(row[1] for row in its), number=number,
+                ranks=tuple(row[0] for row in its), before=tuple(right),
+                between=tuple(innermost(unknown)), is_last=not later, axis=axis, factor=factor,
+            )  # fmt: skip
+        return None
+
+    def _has_parameters(self, path: str) -> bool:
+        module = self.inquiry.pair.reference.model.get_submodule(path)
+        return any(True for _ in module.parameters())
+
+    def _shared(self, path: str, side: Side, number: int, modules: Calls) -> tuple[str, str]:
+        """The axis and the factor of what differs: a sum over an axis that is missing, or a
+        multiple, or another dtype. Empty strings where it is none of these."""
+        call = modules.get((path, number))
+        fits = () if call is None else self._of_call(path, number, call)
+        fit = max((f for s, f in fits if s is side), key=lambda f: f.size, default=None)
+        kinds = None if fit is None else [str(fit.own.dtype), str(fit.truth.dtype)]
+        everyones = self.ranks.gather([None if fit is None else list(fit.own.shape), kinds])
+        dtypes = next((its for _, its in everyones if its and its[0] != its[1]), None)
+        if dtypes is not None:
+            return "", " for ".join(dtypes).replace("torch.", "")
+        if fit is None or any(its != everyones[0][0] or its is None for its, _ in everyones):
+            return "", ""
+        truth, own = (held(its).flatten().double() for its in (fit.truth, fit.own))
+        if not bool(torch.isfinite(own).all()):
+            truth = own = torch.zeros_like(own)
+        (where,) = places_of(self.ranks, {"": truth}).values()
+        both = torch.stack([truth[where], own[where]])
+        return _factor(self.ranks, self.ranks.stack(both), self._limit(side))
+
+    def _force(
+        self, first: FirstDifference, modules: Calls, forces: dict[tuple[str, int], Forced]
+    ) -> bool:
+        """Put the reference's values in the place of what this family of modules has; False where
+        a rank cannot: a module runs several times in a pass, or has no part of the reference's."""
+        is_possible = True
+        for (path, number), call in modules.items():
+            if family(path) != family(first.path):
+                continue
+            fits = [fit for side, fit in self._of_call(path, number, call) if side is first.side]
+            if call.times > 1 or not fits:
+                is_possible = False
+                continue
+            forced = forces.setdefault((path, number), Forced())
+            if first.side is Side.GIVEN:
+                forced.given |= {
+                    fit.leaf: fit.truth for fit in fits if fit.size > self._limit(first.side)
+                }
+            elif first.side is Side.OUTPUT:
+                forced.output = fits[0].truth
+            else:
+                forced.upstream = fits[0].truth
+        return all(self.ranks.gather(is_possible))
+
+    def _tried(
+        self, forces: Mapping[tuple[str, int], Forced], named: Sequence[FirstDifference]
+    ) -> tuple[StepRecorder | None, tuple[str, bool] | None, Calls]:
+        """Run the step with the reference's values in these places; return what is seen of it, in
+        words what is right then, and whether that is all, and what the modules do then. The loss of
+        forced labels is not the loop's."""
+        model = self.inquiry.pair.loop.model
+        recorder = ModuleRecorder(model, forces)
+        self.inquiry.rewind()
+        ran = self.inquiry.stepped(recorder, self.inquiry.drawing.repeated(model))
+        if ran is None or not all(self.ranks.gather(set(forces) <= set(recorder.calls))):
+            return None, None, recorder.calls
+        inside = [family(its.path) for its in named if its.side is Side.OUTPUT and its.path]
+        inside += [family(path) for its in named[:1] for path in its.between]
+        seen, loss = ran
+        is_of_labels = not named or (named[0].side is Side.UPSTREAM and named[0].is_last)
+        left = self.inquiry.left_outside(seen, None if is_of_labels else loss, inside)
+        return seen, left, recorder.calls
+
+    def _forced_words(self, named: Sequence[FirstDifference]) -> str:
+        return " and ".join(
+            f"{_WORDS[side]} {' and '.join(families(self._members(f)) or 'the model' for f in its)}"
+            for side in Side
+            if (its := [first for first in named if first.side is side])
+        )
+
+    def _members(self, first: FirstDifference) -> list[str]:
+        """Return the modules of its family that run on any rank."""
+        mine = [path for path, _ in self.own if family(path) == family(first.path)]
+        return [path for its in self.ranks.gather(list(dict.fromkeys(mine))) for path in its]
+
+    def _said(
+        self, named: Sequence[FirstDifference], modules: Calls, is_all: bool = False
+    ) -> RootCause:
+        """Say what the first of these modules does; `is_all`: with the reference's in its place all
+        gradients are right, also of what could not be compared before it."""
+        first = named[0]
+        wrong = [
+            path
+            for (path, side), fit in self._compared(modules).items()
+            if side is first.side and family(path) == family(first.path)
+            and fit.size > self._limit(side)
+        ]  # fmt: skip
+        everyones = self.ranks.gather(wrong)
+        members = {path for its in everyones for path in its} or {first.path}
+        place = families(sorted(members)) or "the model"
+        who = [rank for rank, its in enumerate(everyones) if its] or first.ranks
+        blamed = RootCause(
+            state=Subject.ACTIVATIONS, axis=first.axis, place=place, sentence="",
+            factor=first.factor or f"differs by {first.size:.3g}", step=self.step.differences.step,
+            ranks=tuple(who),
+        )  # fmt: skip
+        match first.side:
+            case Side.GIVEN:
+                return self._said_of_input(first, blamed, is_all)
+            case Side.OUTPUT:
+                return self._said_of_output(first, blamed, named)
+            case _ if first.between and not is_all:
+                closed = families(first.between)
+                return replace(
+                    blamed, state=Subject.GRADIENTS, axis=first.axis or self._axis, place=closed,
+                    sentence=f"The gradient that {closed} hands back to {place} differs from the "
+                    f"reference, and what runs later is right. {closed} could not be compared: "
+                    "check its backward pass.",
+                )  # fmt: skip
+            case _ if first.is_last:
+                return replace(
+                    blamed, state=Subject.LOSS, axis=first.axis or self._axis,
+                    sentence=f"{place} returns its reference output, but the gradient of the loss "
+                    "by that output differs: the loss has other labels, masks or weights than the "
+                    f"reference for the same samples{self._over}.",
+                )  # fmt: skip
+            case _:
+                shared = (
+                    f" If the other ranks over {self._axis} use it too (keys and values), backward "
+                    "must sum the gradients of all of them (reduce-scatter). Without that, each "
+                    "rank has a partial gradient."
+                    if self._axis
+                    else ""
+                )
+                return replace(
+                    blamed, state=Subject.GRADIENTS, axis=first.axis or self._axis,
+                    factor=first.factor or "other gradient in backward",
+                    sentence=f"{place} returns its reference output, but the gradient of that "
+                    "output differs from the reference, and is right in all modules that run "
+                    f"later.{shared}",
+                )  # fmt: skip
+
+    def _said_of_input(self, first: FirstDifference, blamed: RootCause, is_all: bool) -> RootCause:
+        mine = self._shifts(first)
+        everyones = self.ranks.gather(mine)
+        who = [rank for rank, its in enumerate(everyones) if its is not None]
+        place, axis = blamed.place, blamed.axis or self._axis
+        if who and all(len(everyones[rank]) == 1 for rank in who):
+            listed = ", ".join(f"rank {rank}: {everyones[rank][0]} too few" for rank in who)
+            return replace(
+                blamed, axis=axis, factor="positions not offset by rank",
+                sentence=f"{place} gets positions without the offset of its shard ({listed}). "
+                f"Positions must start at the offset of the rank's shard{self._over}.",
+            )  # fmt: skip
+        if who:
+            return replace(
+                blamed, axis=axis, factor="other inputs",
+                sentence=f"{place} gets other inputs (positions, a mask, labels) than the "
+                f"reference for the same tokens. Shard them like the tokens{self._over}.",
+            )  # fmt: skip
+        last = families(first.before[-1:]) or "the input of the model"
+        attention = (
+            ". In attention these are the mask, and the keys and values that ranks gather"
+            if self.part is not None
+            else ""
+        )
+        closed = "" if is_all else families(first.between)
+        unknown = f" {closed} could not be compared." if closed else ""
+        return replace(
+            blamed, axis=axis, place=closed or place,
+            sentence=f"{place} gets another input than in the reference, although {last} matches."
+            f"{unknown} Check what is computed between {last} and {place}{attention}{self._over}.",
+        )  # fmt: skip
+
+    def _shifts(self, first: FirstDifference) -> list[int] | None:
+        """Return by which numbers this rank's whole numbers are too small; None of no such."""
+        call = self.own.get((first.path, first.number))
+        for side, fit in self._of_call(first.path, first.number, call) if call else ():
+            if side is Side.GIVEN and fit.size and not fit.own.is_floating_point():
+                return (held(fit.truth).long() - held(fit.own).long()).unique().tolist()
+        return None
+
+    def _said_of_output(
+        self, first: FirstDifference, blamed: RootCause, named: Sequence[FirstDifference]
+    ) -> RootCause:
+        place = blamed.place
+        outputs = [its for its in named if its.side is Side.OUTPUT]
+        several = " and ".join(families(self._members(its)) for its in outputs)
+        keys = [(its.path, its.number) for its in outputs]
+        mine = [
+            self.own[key].weights != self.own[key[0], 0].weights for key in keys if key in self.own
+        ]
+        if any(self.ranks.gather(bool(mine) and all(mine))):
+            return replace(
+                blamed, state=Subject.PARAMETERS, place=several,
+                sentence=f"The parameters of {several} are written between the passes of one step "
+                "(a moving average after each micro-batch, an update in backward). Write them "
+                "once, after the last pass.",
+            )  # fmt: skip
+        if " for " in blamed.factor:
+            actual, _, expected = blamed.factor.partition(" for ")
+            return replace(
+                blamed,
+                sentence=f"{place} computes in {actual}, the reference in {expected}. If this is "
+                f"intended, set `Terms(dtype=torch.{actual})`.",
+            )  # fmt: skip
+        inside = {
+            path for path, _ in self._order if path != first.path and is_within(path, first.path)
+        }
+        inner = [path for path in first.before if path in inside]
+        closed = [path for path in first.between if path in inside]
+        sentences = [f"{place} returns another output than in the reference for the same samples."]
+        if first.axis:
+            sentences.append(
+                f"The ranks {over_axis(first.axis)} have partial sums. All-reduce them."
+            )
+        if inner:
+            sentences.append(f"Its submodules {families(inner)} match the reference.")
+        if closed:
+            sentences.append(f"{families(closed)} could not be compared.")
+        if not first.axis:
+            sentences.append("Check its forward and its wrappers.")
+        return replace(
+            blamed, place=families(closed) if closed and not first.path else several,
+            sentence=" ".join(sentences),
+        )  # fmt: skip
+
+    @property
+    def _axis(self) -> str:
+        return self.ranks.axis_of(range(self.ranks.size)) if self.part is not None else ""
+
+    @property
+    def _over(self) -> str:
+        return f" (over {self._axis})" if self._axis else ""
+
+    def _of_loss(self) -> RootCause | None:
+        """What the loss asks of a slice's logits: of which token, and with which weight."""
+        if not all(self.ranks.gather(self.part is not None)):
+            return None
+        own = self.step.seen.calls[0].upstream.get(0)
+        whole = self.step.expected.calls[0].upstream.get(0)
+        both = own is not None and whole is not None and own.dim() == 3
+        truth = next(iter(parts_of(whole, own, self.part)), None) if both else None
+        if not all(self.ranks.gather(truth is not None)):
+            return None
+        assert own is not None and truth is not None and whole is not None, "every rank has both"
+        reports = self.ranks.gather(AskedTokens.of(own, truth), AskedTokens)
+        known = [report for report in reports if report.count] or reports
+        factors = [report.factor for report in known]
+        is_even = max(factors) - min(factors) <= _NEAR * max(map(abs, factors))
+        is_right = all(report.is_right for report in reports)
+        if is_right and is_even:
+            return None
+        sizes = (float(self.ranks.size), *map(float, self.ranks.degrees.values()), 1.0)
+        for factor in dict.fromkeys((*sizes, max(factors), min(factors))):
+            forces = {("", 0): Forced(upstream=factor * truth)}
+            _, left, _ = self._tried(forces, ())
+            if left is not None:
+                tried = f"with the reference gradient of the logits of each shard {left[0]}"
+                return self._said_of_loss(reports, is_right, tried)
+        return None
+
+    def _said_of_loss(
+        self, reports: Sequence[AskedTokens], is_right: bool, tried: str
+    ) -> RootCause:
+        who = [n for n, its in enumerate(reports) if is_right or not its.is_right]
+        count = sum(reports[rank].other + reports[rank].lacking for rank in who)
+        by_count = [its.factor * its.count for its in reports if its.count]
+        listed = ", ".join(f"rank {n}: {its.count}" for n, its in enumerate(reports))
+        weights = ", ".join(f"rank {n}: × {i.factor:.3g}" for n, i in enumerate(reports) if i.count)
+        if is_right and max(by_count) - min(by_count) <= _NEAR * max(by_count):
+            said = (
+                Subject.LOSS, "averaged per shard", "loss",
+                f"Each rank of {self._axis} divides the loss by the number of targets in its "
+                f"shard, and these numbers differ ({listed}). Divide the sum of the loss by the "
+                "number of targets in the full samples.",
+            )  # fmt: skip
+        elif is_right:
+            said = (
+                Subject.LOSS, "shards of uneven weight", "loss",
+                "The tokens of a shard have other weights in the loss than in the reference, "
+                f"with different factors on the ranks of {self._axis} ({weights}). Give each "
+                "token its weight in the full samples.",
+            )  # fmt: skip
+        elif all(reports[rank].at_end for rank in who):
+            is_other = any(reports[rank].other for rank in who)
+            said = (
+                Subject.BATCH, "labels shifted within a shard", "labels",
+                "The last token of a shard has as its target "
+                f"{'another token than' if is_other else 'nothing instead of'} the token that "
+                f"follows it in the sample ({count} labels), which is on the next rank of "
+                f"{self._axis}. Shift labels before samples are sharded.",
+            )  # fmt: skip
+        else:
+            said = (
+                Subject.BATCH, "labels of other tokens", "labels",
+                f"For {count} tokens of the shards the loss has other labels than the reference. "
+                f"Shard labels like tokens over {self._axis}.",
+            )  # fmt: skip
+        return proven(*said, tried, step=self.step.differences.step, ranks=who, axis=self._axis)
+
+
+def _forced_places(forces: Mapping[tuple[str, int], Forced]) -> list[list[Any]]:
+    return [
+        [path, int(side)]
+        for (path, _), forced in forces.items()
+        for side, has in (
+            (Side.GIVEN, forced.given), (Side.OUTPUT, forced.output is not None),
+            (Side.UPSTREAM, forced.upstream is not None),
+        )
+        if has
+    ]  # fmt: skip
+
+
+def _factor(ranks: Ranks, everyones: Tensor, tolerance: float) -> tuple[str, str]:
+    """[ranks, 2, elements]: what is right, and what is there."""
+    truths, parts = everyones.unbind(1)
+    for axis, groups in ranks.axes.items():
+        if missing_sum(parts, truths, groups, tolerance) is not None:
+            return axis, f"missing all-reduce {over_axis(axis)}"
+    fit = multiple(parts, truths)
+    is_multiple = fit.holds(tolerance) and abs(fit.factor - 1) > _PLAIN
+    return "", factor_text(fit.factor, ranks.degrees) if is_multiple else ""

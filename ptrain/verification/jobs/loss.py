@@ -1,0 +1,154 @@
+"""What a loss is made of, told by its backward pass: the weight of each of its terms, and what it
+asks of each token.
+
+What a loss asks of a token is told by the gradient of the logits: cross-entropy's is the
+probabilities less 1 at the target, times a positive number, so it is negative there alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Self
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
+
+from ptrain.models.arguments import first_real, is_real
+from ptrain.verification.jobs.record import counts
+from ptrain.verification.parts import canonical_modules
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AskedTokens:
+    """What a rank's loss asks of its tokens beside one device's: how many have another target, how
+    many have none where one device has one, whether all of these stand at the end of the slice, the
+    factor of the others' gradient, and the `count` of the targets that one device has here."""
+
+    other: int
+    lacking: int
+    at_end: bool
+    factor: float
+    count: int
+
+    @classmethod
+    def of(cls, own: Tensor, truth: Tensor) -> AskedTokens:
+        """[samples, tokens, vocabulary] both: gradients of logits."""
+        (has, targets), (should, right_targets) = map(targets_of, (own, truth))
+        other, lacking = has & should & (targets != right_targets), should & ~own.any(-1)
+        wrong, right = other | lacking, (should & ~(other | lacking)).double()
+        product, square = (float(((its * truth).sum(-1) * right).sum()) for its in (own, truth))
+        return cls(
+            other=int(other.sum()), lacking=int(lacking.sum()),
+            at_end=bool(wrong.any()) and not bool(wrong[:, :-1].any()),
+            factor=product / square if square else 1.0, count=int(truth.any(-1).sum()),
+        )  # fmt: skip
+
+    @property
+    def is_right(self) -> bool:
+        return not (self.other or self.lacking)
+
+
+def targets_of(gradient: Tensor) -> tuple[Tensor, Tensor]:
+    """Return which tokens have a target, and the target that each has, by the gradient of logits
+    [..., vocabulary]."""
+    return (gradient < 0).sum(-1) == 1, gradient.argmin(-1)
+
+
+# What passes a gradient on to several terms, or times a number; of a mean or a sum where it is of
+# terms that are stacked.
+_LINEAR = {
+    "AddBackward0", "SubBackward0", "MulBackward0", "DivBackward0", "NegBackward0",
+    "StackBackward0", "ToCopyBackward0", "ViewBackward0", "SqueezeBackward0",
+    "UnsqueezeBackward0", "CloneBackward0",
+}  # fmt: skip
+_OF_STACKED = {"MeanBackward0", "SumBackward0"}
+
+
+class WithTerm(torch.autograd.Function):
+    """A tensor whose backward gives another one a gradient too, which is a number."""
+
+    @staticmethod
+    def forward(ctx: Any, first: Tensor, term: Tensor, coefficient: float) -> Tensor:
+        ctx.coefficient, ctx.like = coefficient, torch.empty_like(term)
+        return first.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        return gradient, torch.full_like(ctx.like, ctx.coefficient), None
+
+
+class LossTerms:
+    """`with LossTerms(model) as terms:` around a step: the `coefficients` that the terms of a loss
+    have in it, by name: what the model returns beside its first output by its key, else the
+    operator that makes the term. `times`: what the gradients of these terms are multiplied by;
+    `joined`: coefficients of terms of the model that are given one though the loss lacks them."""
+
+    def __init__(
+        self, model: nn.Module, times: Mapping[str, float] | None = None,
+        joined: Mapping[str, float] | None = None,
+    ) -> None:  # fmt: skip
+        self.coefficients: dict[str, float] = {}
+        self.outputs: dict[str, int] = {}  # terms that the model returns, and how often
+        self._nodes: dict[Any, str] = {}
+        self._model, self._times, self._joined = model, times or {}, joined or {}
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        root = dict(canonical_modules(self._model))[""]
+        self._stack.callback(root.register_forward_hook(self._returned).remove)
+        run = torch.autograd.backward
+
+        def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
+            losses = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+            if len(losses) == 1 and losses[0].numel() == 1:
+                self._watch(losses[0].grad_fn)
+            run(tensors, *args, **kwargs)
+
+        self._stack.enter_context(patch.object(torch.autograd, "backward", backward))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def _returned(self, module: nn.Module, args: Any, output: Any) -> Any:
+        first, joined = first_real(output), first_real(output)
+        leaves, spec = tree_flatten_with_path(output)
+        if first is None or not counts():
+            return None
+        put = []
+        for place, leaf in leaves:
+            if is_real(leaf) and leaf.numel() == 1 and leaf is not first and leaf.requires_grad:
+                name = f"output{keystr(place)}"
+                self.outputs[name] = self.outputs.get(name, 0) + 1
+                self._nodes[leaf.grad_fn] = name
+                if name in self._joined:
+                    joined, leaf = WithTerm.apply(joined, leaf, self._joined[name]), leaf.detach()
+            put.append(leaf)
+        return tree_unflatten([joined if leaf is first else leaf for leaf in put], spec)
+
+    def _watch(self, loss: Any) -> None:
+        seen: dict[str, int] = {}
+        nodes = [loss]
+        while nodes:
+            node = nodes.pop()
+            inner = [its for its, _ in node.next_functions if its is not None]
+            name = self._nodes.get(node, "")
+            is_linear = node.name() in _LINEAR and (len(inner) == 1 or "Mul" not in node.name())
+            is_linear |= node.name() in _OF_STACKED and inner[0].name() == "StackBackward0"
+            if not name and is_linear:
+                nodes += inner[::-1]
+                continue
+            name = name or node.name().removesuffix("Backward0")
+            seen[name] = seen.get(name, 0) + 1
+            full = name if seen[name] == 1 else f"{name} ({seen[name]})"
+            node.register_prehook(partial(self._weighed, full))
+
+    def _weighed(self, name: str, gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        own = float(gradients[0].detach().double().sum())
+        self.coefficients[name] = self.coefficients.get(name, 0.0) + own
+        return (gradients[0] * self._times.get(name, 1.0), *gradients[1:])
