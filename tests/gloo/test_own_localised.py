@@ -92,12 +92,16 @@ def test_an_output_that_is_not_summed_is_named_with_axis_and_module(ranks: Ranks
 
 
 @pytest.mark.parametrize(
-    ("name", "does"), [("out_of_rows", "returns another output"), ("into_columns", "hands back")]
+    ("name", "state", "place", "does"),
+    [
+        ("out_of_rows", "activations", "blocks.*.down", "returns another output"),
+        ("into_columns", "gradients", "blocks.*.norm", "the gradient of that output differs"),
+    ],
 )
-def test_the_innermost_module_is_named_with_which_the_plain_one_in_its_place_makes_the_step_right(
-    ranks: Ranks, name: str, does: str
+def test_the_innermost_module_is_named_whose_values_make_the_step_right(
+    ranks: Ranks, name: str, state: str, place: str, does: str
 ) -> None:
     root_cause = ranks.run(2, sequence_parallel_without, name)[0]
-    assert (root_cause["state"], root_cause["place"]) == ("activations", "blocks.*")
+    assert (root_cause["state"], root_cause["place"]) == (state, place)
     assert root_cause["certainty"] == "proven by trying"
     assert does in root_cause["sentence"]

@@ -1,5 +1,5 @@
-"""Which tokens a rank has is told by the tokens, also of samples in which they repeat, within a
-bounded memory; so is what the loss asks of them."""
+"""Which tokens a rank has is told by the tokens, also of samples in which they repeat, and
+which part of any tensor; so is what the loss asks of them."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from ptrain.verification.jobs import modules
-from ptrain.verification.jobs.metamorphic import AskedTokens
-from ptrain.verification.jobs.modules import slice_of
+from ptrain.verification.jobs.loss import AskedTokens
+from ptrain.verification.jobs.modules import parts_of, slice_of
 from ptrain.verification.jobs.record import ForwardCall
 
 
@@ -34,19 +33,24 @@ def test_columns_are_known_though_tokens_repeat(cut: str) -> None:
     assert columns_of(tokens, tokens[:, columns]) == columns
 
 
-def test_an_unusual_cut_is_told_by_runs_of_tokens() -> None:
-    tokens = torch.randperm(16, generator=torch.Generator().manual_seed(0)).expand(2, 16)
-    columns = [3, 4, 5, 12, 13, 0]
-    assert columns_of(tokens, tokens[:, columns]) == columns
-
-
-def test_of_more_tokens_than_are_compared_an_unusual_cut_is_not_told(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(modules, "_MOST_PAIRS", 95)
+def test_a_piece_of_an_uneven_cut_is_told() -> None:
     tokens = torch.arange(16).expand(2, 16)
-    assert columns_of(tokens, tokens[:, [3, 4, 5, 12, 13, 0]]) is None
-    assert columns_of(tokens, tokens[:, 8:]) is not None
+    assert columns_of(tokens, tokens[:, 5:12]) == list(range(5, 12))
+
+
+def test_a_tensor_is_cut_along_tokens_and_features() -> None:
+    """[samples, heads, tokens, features], of which a rank has every second head and late tokens."""
+    whole = torch.randn(2, 4, 6, 3)
+    own = whole[:, 2:, [2, 3]]
+    parts = list(parts_of(whole, own))
+    assert sum(torch.equal(part, own) for part in parts) == 1
+    assert not list(parts_of(whole, torch.zeros(1, 2, 2, 3)))
+
+
+def test_the_parts_of_fused_matrices_are_cut_one_by_one() -> None:
+    whole = torch.arange(12.0)
+    own = torch.tensor([2.0, 3.0, 6.0, 7.0, 10.0, 11.0])
+    assert any(torch.equal(part, own) for part in parts_of(whole, own))
 
 
 def gradient(labels: Tensor, vocabulary: int, weight: float = 1.0) -> Tensor:
@@ -58,11 +62,7 @@ def gradient(labels: Tensor, vocabulary: int, weight: float = 1.0) -> Tensor:
     return logits.grad
 
 
-@pytest.mark.parametrize("most", [4, 1 << 22])
-def test_what_is_asked_of_tokens_is_told_piece_by_piece(
-    monkeypatch: pytest.MonkeyPatch, most: int
-) -> None:
-    monkeypatch.setattr("ptrain.verification.jobs.metamorphic._MOST", most)
+def test_what_is_asked_of_tokens_is_told() -> None:
     right = torch.tensor([[1, 2, -100, 0], [3, 3, 2, 1]])
     own = torch.tensor([[1, 2, -100, 2], [3, 3, 2, -100]])
     asked = AskedTokens.of(gradient(own, 5, 2.5), gradient(right, 5))

@@ -27,7 +27,7 @@ from ptrain.spec.placement import TOKEN_AXES, Axis
 from ptrain.verification.capture import Outputs, as_held, clipped_by, watched
 from ptrain.verification.evidence import Evidence
 from ptrain.verification.jobs.job import Ranks
-from ptrain.verification.jobs.loss import targets_of
+from ptrain.verification.jobs.metamorphic import targets_of
 from ptrain.verification.jobs.root_causes import root_cause
 from ptrain.verification.jobs.shards import ParameterShard, numbered
 from ptrain.verification.parts import Magnitude, TensorBox, difference, held, part_of, relative

@@ -356,6 +356,8 @@ class Inquiry:
         others = [n for n in names if not any(is_within(family(n), path) for path in inside)]
         bound = _LOOSE * self.limit.gradients
         for chosen in (names, others):
+            if not (chosen or losses):
+                continue  # nothing is left to be right
             before = [*self._gradients_apart(chosen, self.step.seen.gradients), *self._loss_apart()]
             within = max(self._gradients_apart(names, self.step.seen.gradients), default=0.0)
             after = max(self._gradients_apart(chosen, seen.gradients), default=0.0)

@@ -21,13 +21,14 @@ from torch.utils._pytree import tree_leaves
 from ptrain.report.finding import RootCause, Subject
 from ptrain.verification.jobs.evidence import JobEvidence, places_of
 from ptrain.verification.jobs.job import Ranks
-from ptrain.verification.jobs.loss import AskedTokens
+from ptrain.verification.jobs.loss import AskedTokens, of_slices
 from ptrain.verification.jobs.modules import (
     Calls,
     Forced,
     ModuleCall,
     ModuleRecorder,
     ProbeResult,
+    TensorFit,
     innermost,
     is_within,
     parts_of,
@@ -35,7 +36,7 @@ from ptrain.verification.jobs.modules import (
     slice_of,
 )
 from ptrain.verification.jobs.record import StepRecorder
-from ptrain.verification.jobs.root_causes import families, family, over_axis, proven
+from ptrain.verification.jobs.root_causes import families, family, over_axis
 from ptrain.verification.parts import (
     difference,
     factor_text,
@@ -75,29 +76,6 @@ Place = tuple[str, Side]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TensorFit:
-    """One tensor of a pass beside the part of the reference's that it stands for: how far off, and
-    whether its rows are those of the reference in another order."""
-
-    number: int
-    leaf: int
-    size: float
-    own: Tensor
-    truth: Tensor
-    place: tuple[int, int]  # which part of which of the reference's passes
-
-    @property
-    def is_reordered(self) -> bool:
-        own, truth = (_row_sums(held(side)) for side in (self.own, self.truth))
-        return self.own.dim() > 1 and difference(own, truth, norm(truth)) <= _PLAIN
-
-
-def _row_sums(tensor: Tensor) -> Tensor:
-    rows = tensor.double().flatten(0, -2) if tensor.dim() > 1 else tensor.double()[None]
-    return (rows @ torch.linspace(1, 2, rows.size(-1), dtype=rows.dtype)).sort().values
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class FirstDifference:
     """The first difference: of which module, on which ranks, and what it is by an axis."""
 
@@ -122,7 +100,6 @@ class ModuleInquiry:
     ) -> None:
         self.inquiry, self.own, self.probe = inquiry, modules, probe
         self.ranks, self.step = inquiry.ranks, inquiry.step
-        self.suspect: FirstDifference | None = None
         expected, seen = self.step.expected.calls, self.step.seen.calls
         self.part = slice_of(expected, seen)
         rows, pair = evidence.rows[self.ranks.rank], inquiry.pair
@@ -138,14 +115,12 @@ class ModuleInquiry:
         order: list[Place] = [(path, Side(int(ends))) for path, ends in events]
         self._order = [*order, *((path, Side.UPSTREAM) for path, ends in order[::-1] if ends)]
         self._factor = self._factor_of_upstreams(modules)
-        first = self._first(modules, {})
-        self.is_plain = first is None or first.side is Side.UPSTREAM  # forward is the reference's
+        self.suspect = self._first(modules, {})
+        self.is_plain = self.suspect is None or self.suspect.side is Side.UPSTREAM  # of forward
 
     def root_cause(self) -> RootCause | None:
         """Return what a trial proves, or a dtype shows; None where nothing does."""
-        first = self._first(self.own, {})
-        self.suspect = first
-        is_backward = first is None or first.side is Side.UPSTREAM
+        first, is_backward = self.suspect, self.is_plain
         if is_backward and (of_loss := self._of_loss()) is not None:
             return of_loss
         factors = [*self.ranks.degrees.values(), 1] if self._factor is None else [self._factor]
@@ -187,16 +162,13 @@ class ModuleInquiry:
             return None
         place = families([first.path]) or "the model"
         axis = f", as partial sums {over_axis(first.axis)} do" if first.axis else ""
-        match first.side:
-            case Side.GIVEN:
-                return place, f"The input of {place} is the first that differs in forward{axis}."
-            case Side.OUTPUT:
-                return place, f"The output of {place} is the first that differs in forward{axis}."
-            case _:
-                return place if first.is_last else "", (
-                    "Every output that could be compared matches the reference; the gradient of "
-                    f"the output of {place} is the first that differs in backward{axis}."
-                )
+        if first.side is Side.UPSTREAM:
+            return place if first.is_last else "", (
+                "Every output that could be compared matches the reference; the gradient of the "
+                f"output of {place} is the first that differs in backward{axis}."
+            )
+        what = "input" if first.side is Side.GIVEN else "output"
+        return place, f"The {what} of {place} is the first that differs in forward{axis}."
 
     def _rights(self, path: str, number: int) -> Iterator[ModuleCall]:
         """Yield the passes of the reference that this one may be a part of."""
@@ -271,20 +243,16 @@ class ModuleInquiry:
     def _own_factor(self, modules: Calls) -> float | None:
         if self._is_alone:
             return 1.0
-        for path, side in self._order:
-            call = modules.get((path, 0))
-            if side is not Side.UPSTREAM or call is None or call.upstream is None:
-                continue
-            for right in self._rights(path, 0):
-                for truth in (
-                    ()
-                    if right.upstream is None
-                    else parts_of(right.upstream, call.upstream, self.part)
-                ):
-                    fit = multiple(held(call.upstream).flatten(), held(truth).flatten())
-                    if fit.holds(_NEAR):
-                        return fit.factor
-        return None
+        fits = (
+            multiple(held(call.upstream).flatten(), held(truth).flatten())
+            for path, side in self._order
+            if side is Side.UPSTREAM
+            and (call := modules.get((path, 0))) is not None and call.upstream is not None
+            for right in self._rights(path, 0)
+            if right.upstream is not None
+            for truth in parts_of(right.upstream, call.upstream, self.part)
+        )  # fmt: skip
+        return next((fit.factor for fit in fits if fit.holds(_NEAR)), None)
 
     def _limit(self, side: Side) -> float:
         limit = self.inquiry.limit
@@ -311,24 +279,14 @@ class ModuleInquiry:
         nor rows in another order, where what follows is right."""
         mine = self._compared(modules)
         rows = [
-            [
-                path,
-                int(side),
-                fit.size,
-                fit.number,
-                fit.size > self._limit(side) and fit.is_reordered,
-            ]
-            for (path, side), fit in mine.items()
+            [*place, fit.size, fit.number, fit.size > self._limit(place[1]) and fit.is_reordered]
+            for place, fit in mine.items()
         ]
         table: dict[Place, list[tuple[int, float, int, bool]]] = {}
         for rank, its in enumerate(self.ranks.gather(rows)):
             for path, side, size, number, is_reordered in its:
                 table.setdefault((path, Side(side)), []).append((rank, size, number, is_reordered))
-        done = {
-            path
-            for paths in self.ranks.gather(_forced_places(forces))
-            for path in map(tuple, paths)
-        }
+        done = {(path, side) for its in self.ranks.gather(_places(forces)) for path, side in its}
         known = [place for place in self._order if place in table and place not in done]
         wrong = {
             place: [row for row in table[place] if row[1] > self._limit(place[1])]
@@ -351,7 +309,11 @@ class ModuleInquiry:
             right = [p for p, s in known[:at] if s is Side.OUTPUT and not wrong[p, s]]
             kind = Side.UPSTREAM if side is Side.UPSTREAM else Side.OUTPUT
             gone = [p for p, s in self._order[: self._order.index((path, side))] if s is kind]
-            unknown = [p for p in gone if (p, kind) not in table and self._has_parameters(p)]
+            unknown = [
+                p
+                for p in gone
+                if (p, kind) not in table and not is_within(path, p) and self._has_parameters(p)
+            ]
             later = [p for p, s in known[:at] if s is Side.UPSTREAM]
             return FirstDifference(
                 path=path, side=side, size=max(row[1] for row in its), number=number,
@@ -456,7 +418,7 @@ class ModuleInquiry:
         place = families(sorted(members)) or "the model"
         who = [rank for rank, its in enumerate(everyones) if its] or first.ranks
         blamed = RootCause(
-            state=Subject.ACTIVATIONS, axis=first.axis, place=place, sentence="",
+            state=Subject.ACTIVATIONS, axis=first.axis or self._axis, place=place, sentence="",
             factor=first.factor or f"differs by {first.size:.3g}", step=self.step.differences.step,
             ranks=tuple(who),
         )  # fmt: skip
@@ -468,17 +430,18 @@ class ModuleInquiry:
             case _ if first.between and not is_all:
                 closed = families(first.between)
                 return replace(
-                    blamed, state=Subject.GRADIENTS, axis=first.axis or self._axis, place=closed,
+                    blamed, state=Subject.GRADIENTS, place=closed,
                     sentence=f"The gradient that {closed} hands back to {place} differs from the "
                     f"reference, and what runs later is right. {closed} could not be compared: "
                     "check its backward pass.",
                 )  # fmt: skip
             case _ if first.is_last:
                 return replace(
-                    blamed, state=Subject.LOSS, axis=first.axis or self._axis,
+                    blamed, state=Subject.LOSS,
                     sentence=f"{place} returns its reference output, but the gradient of the loss "
-                    "by that output differs: the loss has other labels, masks or weights than the "
-                    f"reference for the same samples{self._over}.",
+                    "by that output differs: what is computed from it (the labels, masks and "
+                    "weights of the loss) is not the reference's for the same samples"
+                    f"{self._over}.",
                 )  # fmt: skip
             case _:
                 shared = (
@@ -489,7 +452,7 @@ class ModuleInquiry:
                     else ""
                 )
                 return replace(
-                    blamed, state=Subject.GRADIENTS, axis=first.axis or self._axis,
+                    blamed, state=Subject.GRADIENTS,
                     factor=first.factor or "other gradient in backward",
                     sentence=f"{place} returns its reference output, but the gradient of that "
                     "output differs from the reference, and is right in all modules that run "
@@ -500,17 +463,17 @@ class ModuleInquiry:
         mine = self._shifts(first)
         everyones = self.ranks.gather(mine)
         who = [rank for rank, its in enumerate(everyones) if its is not None]
-        place, axis = blamed.place, blamed.axis or self._axis
+        place = blamed.place
         if who and all(len(everyones[rank]) == 1 for rank in who):
             listed = ", ".join(f"rank {rank}: {everyones[rank][0]} too few" for rank in who)
             return replace(
-                blamed, axis=axis, factor="positions not offset by rank",
+                blamed, factor="positions not offset by rank",
                 sentence=f"{place} gets positions without the offset of its shard ({listed}). "
                 f"Positions must start at the offset of the rank's shard{self._over}.",
             )  # fmt: skip
         if who:
             return replace(
-                blamed, axis=axis, factor="other inputs",
+                blamed, factor="other inputs",
                 sentence=f"{place} gets other inputs (positions, a mask, labels) than the "
                 f"reference for the same tokens. Shard them like the tokens{self._over}.",
             )  # fmt: skip
@@ -523,7 +486,7 @@ class ModuleInquiry:
         closed = "" if is_all else families(first.between)
         unknown = f" {closed} could not be compared." if closed else ""
         return replace(
-            blamed, axis=axis, place=closed or place,
+            blamed, place=closed or place,
             sentence=f"{place} gets another input than in the reference, although {last} matches."
             f"{unknown} Check what is computed between {last} and {place}{attention}{self._over}.",
         )  # fmt: skip
@@ -613,56 +576,18 @@ class ModuleInquiry:
             _, left, _ = self._tried(forces, ())
             if left is not None:
                 tried = f"with the reference gradient of the logits of each shard {left[0]}"
-                return self._said_of_loss(reports, is_right, tried)
+                return of_slices(reports, self._axis, tried, step=self.step.differences.step)
         return None
 
-    def _said_of_loss(
-        self, reports: Sequence[AskedTokens], is_right: bool, tried: str
-    ) -> RootCause:
-        who = [n for n, its in enumerate(reports) if is_right or not its.is_right]
-        count = sum(reports[rank].other + reports[rank].lacking for rank in who)
-        by_count = [its.factor * its.count for its in reports if its.count]
-        listed = ", ".join(f"rank {n}: {its.count}" for n, its in enumerate(reports))
-        weights = ", ".join(f"rank {n}: × {i.factor:.3g}" for n, i in enumerate(reports) if i.count)
-        if is_right and max(by_count) - min(by_count) <= _NEAR * max(by_count):
-            said = (
-                Subject.LOSS, "averaged per shard", "loss",
-                f"Each rank of {self._axis} divides the loss by the number of targets in its "
-                f"shard, and these numbers differ ({listed}). Divide the sum of the loss by the "
-                "number of targets in the full samples.",
-            )  # fmt: skip
-        elif is_right:
-            said = (
-                Subject.LOSS, "shards of uneven weight", "loss",
-                "The tokens of a shard have other weights in the loss than in the reference, "
-                f"with different factors on the ranks of {self._axis} ({weights}). Give each "
-                "token its weight in the full samples.",
-            )  # fmt: skip
-        elif all(reports[rank].at_end for rank in who):
-            is_other = any(reports[rank].other for rank in who)
-            said = (
-                Subject.BATCH, "labels shifted within a shard", "labels",
-                "The last token of a shard has as its target "
-                f"{'another token than' if is_other else 'nothing instead of'} the token that "
-                f"follows it in the sample ({count} labels), which is on the next rank of "
-                f"{self._axis}. Shift labels before samples are sharded.",
-            )  # fmt: skip
-        else:
-            said = (
-                Subject.BATCH, "labels of other tokens", "labels",
-                f"For {count} tokens of the shards the loss has other labels than the reference. "
-                f"Shard labels like tokens over {self._axis}.",
-            )  # fmt: skip
-        return proven(*said, tried, step=self.step.differences.step, ranks=who, axis=self._axis)
 
-
-def _forced_places(forces: Mapping[tuple[str, int], Forced]) -> list[list[Any]]:
+def _places(forces: Mapping[tuple[str, int], Forced]) -> list[Place]:
     return [
-        [path, int(side)]
+        (path, side)
         for (path, _), forced in forces.items()
-        for side, has in (
-            (Side.GIVEN, forced.given), (Side.OUTPUT, forced.output is not None),
-            (Side.UPSTREAM, forced.upstream is not None),
+        for side, has in zip(
+            Side,
+            (forced.given, forced.output is not None, forced.upstream is not None),
+            strict=True,
         )
         if has
     ]  # fmt: skip

@@ -7,7 +7,7 @@ probabilities less 1 at the target, times a positive number, so it is negative t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -19,8 +19,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
 
 from ptrain.models.arguments import first_real, is_real
+from ptrain.report.finding import RootCause, Subject
+from ptrain.verification.jobs.metamorphic import targets_of
 from ptrain.verification.jobs.record import counts
+from ptrain.verification.jobs.root_causes import proven
 from ptrain.verification.parts import canonical_modules
+
+_NEAR = 1e-3  # relative: weights that are alike
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,10 +58,44 @@ class AskedTokens:
         return not (self.other or self.lacking)
 
 
-def targets_of(gradient: Tensor) -> tuple[Tensor, Tensor]:
-    """Return which tokens have a target, and the target that each has, by the gradient of logits
-    [..., vocabulary]."""
-    return (gradient < 0).sum(-1) == 1, gradient.argmin(-1)
+def of_slices(reports: Sequence[AskedTokens], axis: str, tried: str, *, step: int) -> RootCause:
+    """Say what the ranks' losses ask of their slices of the tokens, over an axis."""
+    is_right = all(report.is_right for report in reports)
+    who = [n for n, its in enumerate(reports) if is_right or not its.is_right]
+    count = sum(reports[rank].other + reports[rank].lacking for rank in who)
+    by_count = [its.factor * its.count for its in reports if its.count]
+    listed = ", ".join(f"rank {n}: {its.count}" for n, its in enumerate(reports))
+    weights = ", ".join(f"rank {n}: × {i.factor:.3g}" for n, i in enumerate(reports) if i.count)
+    if is_right and max(by_count) - min(by_count) <= _NEAR * max(by_count):
+        said = (
+            Subject.LOSS, "averaged per shard", "loss",
+            f"Each rank of {axis} divides the loss by the number of targets in its "
+            f"shard, and these numbers differ ({listed}). Divide the sum of the loss by the "
+            "number of targets in the full samples.",
+        )  # fmt: skip
+    elif is_right:
+        said = (
+            Subject.LOSS, "shards of uneven weight", "loss",
+            "The tokens of a shard have other weights in the loss than in the reference, "
+            f"with different factors on the ranks of {axis} ({weights}). Give each "
+            "token its weight in the full samples.",
+        )  # fmt: skip
+    elif all(reports[rank].at_end for rank in who):
+        is_other = any(reports[rank].other for rank in who)
+        said = (
+            Subject.BATCH, "labels shifted within a shard", "labels",
+            "The last token of a shard has as its target "
+            f"{'another token than' if is_other else 'nothing instead of'} the token that "
+            f"follows it in the sample ({count} labels), which is on the next rank of "
+            f"{axis}. Shift labels before samples are sharded.",
+        )  # fmt: skip
+    else:
+        said = (
+            Subject.BATCH, "labels of other tokens", "labels",
+            f"For {count} tokens of the shards the loss has other labels than the reference. "
+            f"Shard labels like tokens over {axis}.",
+        )  # fmt: skip
+    return proven(*said, tried, step=step, ranks=who, axis=axis)
 
 
 # What passes a gradient on to several terms, or times a number; of a mean or a sum where it is of

@@ -20,7 +20,6 @@ from ptrain.report.finding import RootCause, Subject
 from ptrain.report.record import Check
 from ptrain.verification.compare import claim
 from ptrain.verification.jobs.job import Alone, Job, Tolerance
-from ptrain.verification.jobs.loss import targets_of
 from ptrain.verification.jobs.modules import (
     Calls,
     ModuleCall,
@@ -34,6 +33,13 @@ from ptrain.verification.jobs.root_causes import families, proven
 from ptrain.verification.jobs.shards import ParameterShard
 from ptrain.verification.jobs.step import Drawing
 from ptrain.verification.parts import Magnitude, canonical_modules, difference, multiple, norm
+
+
+def targets_of(gradient: Tensor) -> tuple[Tensor, Tensor]:
+    """Return which tokens have a target, and the target that each has, by the gradient of logits
+    [..., vocabulary]."""
+    return (gradient < 0).sum(-1) == 1, gradient.argmin(-1)
+
 
 _NEARLY_ALL = 0.99  # of the positions that have a target
 _RARELY = 0.9

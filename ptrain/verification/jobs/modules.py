@@ -31,7 +31,13 @@ from ptrain.models.boundary import CodeRaised, boundary, said
 from ptrain.verification.capture import Key
 from ptrain.verification.jobs.record import ForwardCall, counts, cuda_devices, digest
 from ptrain.verification.jobs.shards import shard_of
-from ptrain.verification.parts import canonical_modules, canonical_parameters, held
+from ptrain.verification.parts import (
+    canonical_modules,
+    canonical_parameters,
+    difference,
+    held,
+    norm,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,6 +132,32 @@ def parts_of(whole: Tensor, own: Tensor, part: TokenSlice | None = None) -> Iter
         for dim, index in chosen:
             result = result.index_select(dim, index.to(whole.device))
         yield result
+
+
+_SAME_ROWS = 1e-4  # relative: sums of rows that are in another order
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorFit:
+    """One tensor of a pass beside the part of the reference's that it stands for: how far off, and
+    whether its rows are those of the reference in another order."""
+
+    number: int
+    leaf: int
+    size: float
+    own: Tensor
+    truth: Tensor
+    place: tuple[int, int]  # which part of which of the reference's passes
+
+    @property
+    def is_reordered(self) -> bool:
+        own, truth = (_row_sums(held(side)) for side in (self.own, self.truth))
+        return self.own.dim() > 1 and difference(own, truth, norm(truth)) <= _SAME_ROWS
+
+
+def _row_sums(tensor: Tensor) -> Tensor:
+    rows = tensor.double().flatten(0, -2) if tensor.dim() > 1 else tensor.double()[None]
+    return (rows @ torch.linspace(1, 2, rows.size(-1), dtype=rows.dtype)).sort().values
 
 
 @dataclass(slots=True, kw_only=True)

@@ -1,0 +1,113 @@
+"""Terms of a loss, and collectives that are not waited for: each is told by undoing it alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import ptrain
+from tests.corpus.parts import average, looped, my_rows, row_batches, size
+from tests.ranks import Ranks
+
+pytestmark = pytest.mark.gloo
+
+
+class Mixture(nn.Module):
+    """Four experts, with the two usual terms of a router beside the output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.router, self.out = nn.Linear(8, 4), nn.Linear(8, 1)
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        scores = self.router(x)
+        shares = scores.softmax(-1)
+        mixed = sum(shares[:, [n]] * expert(x) for n, expert in enumerate(self.experts))
+        z = scores.logsumexp(-1).square().mean()
+        return {"out": self.out(mixed), "aux": (shares * shares).sum(-1).mean(), "z": z}
+
+
+def loss_of(fault: str) -> Any:
+    def loss(model: nn.Module, rows: Tensor) -> Tensor:
+        its = model(rows[:, :8])
+        aux, z = its["aux"] * (1.0 if fault == "weight" else 0.1), its["z"] * 0.05
+        aux, z = aux.detach() if fault == "aux" else aux, z.detach() if fault == "z" else z
+        distilled = its["out"].tanh().abs().mean() * (0.3 if fault == "distilled" else 0.2)
+        return F.mse_loss(its["out"], rows[:, 8:]) + aux + z + distilled
+
+    return loss
+
+
+def termed(fault: str) -> dict[str, Any]:
+    def loop() -> ptrain.Job:
+        model = Mixture()
+        return looped(model, loss=loss_of(fault), before_update=lambda: average(model.parameters()))
+
+    verdict = ptrain.verify(
+        lambda: looped(Mixture(), loss=loss_of("")), loop, row_batches(), share=my_rows
+    )
+    return {"holds": verdict.holds, "text": str(verdict)}
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("aux", "The term output['aux'] of the loss gets no gradient"),
+        ("z", "The term output['z'] of the loss gets no gradient"),
+        ("weight", "The term output['aux'] of the loss has 10 times its weight"),
+        ("distilled", "has 1.5 times its weight beside the other terms"),
+    ],
+)
+def test_a_term_of_the_loss_is_named(ranks: Ranks, fault: str, said: str) -> None:
+    text = ranks.run(2, termed, fault)[0]["text"]
+    assert said in text
+    assert "proven by trying: with the weight that it has in the reference" in text
+
+
+def test_a_loss_of_several_terms_holds(ranks: Ranks) -> None:
+    verdict = ranks.run(2, termed, "")[0]
+    assert verdict["holds"], verdict["text"]
+
+
+def waiting(waits: bool) -> dict[str, Any]:
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(9, 2000), nn.GELU(), nn.Linear(2000, 500), nn.Linear(500, 1))
+
+    def loss(called: nn.Module, rows: Tensor) -> Tensor:
+        return called(rows).square().mean()
+
+    def job(is_loop: bool) -> ptrain.Job:
+        built, kept = model(), []
+
+        def reduce() -> None:
+            for parameter in built.parameters() if is_loop else ():
+                assert parameter.grad is not None
+                kept.append(dist.all_reduce(parameter.grad, async_op=True))
+                if waits:
+                    kept[-1].wait()
+                parameter.grad /= size()
+
+        optimizer = torch.optim.SGD(built.parameters(), lr=0.1)
+        return looped(built, loss=loss, before_update=reduce, optimizer=optimizer)
+
+    verdict = ptrain.verify(lambda: job(False), lambda: job(True), row_batches(), share=my_rows)
+    return {"holds": verdict.holds, "text": str(verdict)}
+
+
+def test_a_collective_that_is_not_waited_for_is_proven(ranks: Ranks) -> None:
+    text = ranks.run(2, waiting, False)[0]["text"]
+    assert "collective · not waited for" in text
+    assert "with every collective waited for where it starts" in text
+
+
+def test_a_collective_that_is_waited_for_holds(ranks: Ranks) -> None:
+    verdict = ranks.run(2, waiting, True)[0]
+    assert verdict["holds"], verdict["text"]
