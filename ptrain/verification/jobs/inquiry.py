@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ptrain.report.finding import Certainty, Mismatch, Moment, RootCause, Subject
-from ptrain.verification.jobs.diagnosis import explain_gradients, of_own_samples
+from ptrain.verification.jobs.diagnosis import TIED, explain_gradients, of_own_samples
 from ptrain.verification.jobs.draws import Key, drawn_again_otherwise
 from ptrain.verification.jobs.evidence import JobEvidence, evidence, places_of, untold
 from ptrain.verification.jobs.job import GlobalLoss, Ranks, Tolerance, number
@@ -336,10 +336,11 @@ class Inquiry:
         by_sums = explain_gradients(first, job_evidence, self.ranks, self.limit)
         if by_sums.certainty is Certainty.PROVEN:
             return by_sums
-        self._ruled_out.append(
-            "one multiple, a sum over an axis, other micro-batches or the previous step in "
-            "all gradients"
-        )
+        if by_sums.certainty is Certainty.UNEXPLAINED:
+            self._ruled_out.append(
+                "one multiple, a sum over an axis, other micro-batches or the previous step in "
+                "all gradients"
+            )
         of_slices = SliceInquiry(self, modules).root_cause() if again else None
         if of_slices is not None and of_slices.certainty is Certainty.PROVEN:
             return of_slices
@@ -349,7 +350,7 @@ class Inquiry:
             return dropped
         own = of_own_samples(first, job_evidence, self.ranks, self.limit, self._is_plain)
         if own is not None and own.certainty is Certainty.PROVEN:
-            is_tied = own.state is Subject.LOSS
+            is_tied = own.factor == TIED
             return _with_norms(own, self.pair.reference.model) if is_tied else own
         if of_slices is not None:
             return of_slices
