@@ -11,9 +11,15 @@ from dataclasses import replace
 from functools import cached_property
 
 from ptrain.report.finding import Certainty, Mismatch, RootCause, Subject
-from ptrain.verification.jobs.evidence import JobEvidence, Samples
+from ptrain.verification.jobs.evidence import JobEvidence
 from ptrain.verification.jobs.job import Ranks, Tolerance
-from ptrain.verification.jobs.root_causes import families, over_axis, root_cause, unclear
+from ptrain.verification.jobs.root_causes import (
+    explain_samples,
+    families,
+    over_axis,
+    root_cause,
+    unclear,
+)
 from ptrain.verification.jobs.symptoms import (
     Contributions,
     Fix,
@@ -27,9 +33,10 @@ from ptrain.verification.jobs.symptoms import (
     symptom,
     tried,
 )
-from ptrain.verification.parts import factor_text, is_even, products
+from ptrain.verification.parts import DegreeProduct, factor_text, is_even, products
 from ptrain.verification.updates.swaps import coarse_sum
 
+TIED = "samples of one micro-batch only"
 _NEAR_NORM = 0.01  # of the reference's, in coarse dtypes
 
 
@@ -48,6 +55,7 @@ class Diagnosis:
         self.mismatches, self.evidence, self.ranks = mismatches, evidence, ranks
         self.tolerance, self.names, self.first = tolerance, list(names), first
         self.samples = [evidence.samples[name] for name in self.names]
+        self.is_unique = True  # no other cause has the same fix
         every = len(self.names) == len(evidence.samples)
         self.count = (
             f"{'all' if every else f'{len(self.names)} of'} {len(evidence.samples)} parameters"
@@ -293,24 +301,37 @@ class Diagnosis:
         otherwise cannot be told from gradients that are."""
         degrees = self.ranks.degrees | {"micro-batches": self.evidence.micro_batches}
         fits = products(factor, degrees, self.tolerance)
-        if not fits:
-            return self._odd(factor)
-        numbers = ", or of ".join(
-            " and ".join(f"{name} ({degrees[name]})" for name in fit.axes) for fit in fits
-        )
-        size, way = max(factor, 1 / factor), "large" if factor > 1 else "small"
+        return self._possible(factor, fits, degrees)
+
+    def _possible(
+        self, factor: float, fits: Sequence[DegreeProduct], sizes: Mapping[str, int]
+    ) -> RootCause:
+        """State the factor, and apart from it what may cause it: the fix is the same for all."""
+        self.is_unique = False
+        listed = [
+            " and ".join(f"{'micro-batches' if n == 'K' else n} ({sizes[n]})" for n in fit.axes)
+            for fit in fits
+        ]
+        what = "summed over {}, or not divided by their number"
+        if factor < 1:
+            what = "averaged twice over {}, or divided by their number once too often"
+        causes = [*(what.format(numbers) for numbers in listed), "another scale of the loss"]
+        is_norm = not fits and len(self.names) == len(self.evidence.samples)
+        causes += ["another clipping norm"] * is_norm
         return self._say(
             "",
-            str(fits[0]),
-            f"The gradient of {self.count} is {size:.4g} times too {way}. Check where the "
-            f"gradient, or the loss, is divided by the number of {numbers}.",
+            str(fits[0]) if len(fits) == 1 else f"× {factor:.4g}",
+            f"The gradient of {self.count} is {factor:.4g} times the reference. Possible causes: "
+            f"{'; '.join(causes)}.",
+            state=Subject.NORM if is_norm else Subject.GRADIENTS,
         )
 
     def _product(self, factor: float, degrees: dict[str, int]) -> RootCause:
         sizes = degrees | self.ranks.degrees
         fits = products(factor, sizes, self.tolerance)
-        if not fits:
-            return self._odd(factor)
+        alike = [fit for fit in fits if _powers(fit) == _powers(fits[0])]
+        if len(alike) != 1:
+            return self._possible(factor, alike, sizes)
         text = str(fits[0])
         axes = [axis for axis in fits[0].axes if axis != "K"]
         where = "+".join(axes)
@@ -338,24 +359,7 @@ class Diagnosis:
         known = self.evidence.known
         if known is not None and abs(known.loss / factor - 1) <= self.tolerance:
             fix += " The loss has the same factor, so the loss is divided differently."
-        if others := [axis for fit in fits[1:] for axis in fit.axes if len(fit.axes) == 1]:
-            fix += f" The factor also fits {' or '.join(others)}, with as many ranks."
         return self._say(where, text, whose + fix)
-
-    def _odd(self, factor: float) -> RootCause:
-        if len(self.names) == len(self.evidence.samples):
-            return self._say(
-                "",
-                f"× {factor:.4g}",
-                "Every gradient has the right direction and the wrong length: the clipping "
-                "norm, or the loss scale, differs from the reference.",
-                state=Subject.NORM,
-            )
-        return self._say(
-            "",
-            f"× {factor:.4g}",
-            f"The gradients of {self.count} are {factor:.4g} times the reference.",
-        )
 
     def _by_rank(self) -> RootCause:
         """Every rank has a factor of its own, or nothing fits."""
@@ -385,6 +389,10 @@ class Diagnosis:
             )
         here = [mismatch for mismatch in self.mismatches if mismatch.name in self.names]
         return unclear(here, self.evidence, self.names, self.ranks)
+
+
+def _powers(fit: DegreeProduct) -> list[float]:
+    return sorted(power for _, power in fit.powers)
 
 
 def _mean(numbers: Sequence[float]) -> float:
@@ -420,7 +428,7 @@ def explain_gradients(
         if diagnosis.kind not in (SymptomKind.RIGHT, *without)
     }
     if evidence.ledger:
-        by_batch = _batch(evidence.ledger, mismatches, ranks)
+        by_batch = explain_samples(evidence.ledger, mismatches, ranks)
         by_batch = with_trial(by_batch, by_given(evidence), evidence, ranks, limit)
         if by_batch.certainty is not Certainty.UNEXPLAINED:
             return by_batch
@@ -435,6 +443,8 @@ def explain_gradients(
             continue
         case = Diagnosis(mismatches, evidence, ranks, loose, alike, first)
         likeliest = with_trial(case.root_cause(), case.fix(scale), evidence, ranks, limit)
+        if likeliest.certainty is Certainty.PROVEN and not case.is_unique:
+            return replace(likeliest, certainty=Certainty.FITS)  # the fact is proven alone
         if likeliest.certainty is not Certainty.UNEXPLAINED:
             return likeliest
     assert likeliest is not None, "something is wrong, so there is a hypothesis"
@@ -521,13 +531,21 @@ def _why(evidence: JobEvidence, place: str) -> tuple[Subject, str, str, str]:
         )  # fmt: skip
     returned = sum(report.returned for report in reports)
     unlike = sum(report.compared for report in reports if not report.asks_alike)
+    weighted = sum(report.compared for report in reports if report.is_weighted)
+    if unlike and not returned and weighted == sum(report.compared for report in reports):
+        return Subject.LOSS, "other weights in the loss", place, (
+            f"For {unlike} of {count} samples the gradient of the loss by the model output has "
+            "the direction of the reference at every position, with different factors: the "
+            "loss weighs samples, tokens or micro-batches differently. Divide the sum of the "
+            "loss by the same global number as the reference."
+        )  # fmt: skip
     if unlike and not returned:
         return Subject.BATCH, "other targets in the loss", "labels", (
             f"For {unlike} of {count} samples the model output matches the reference, but "
             "the gradient of the loss is not a multiple of the reference: the labels, or the "
             "masks or weights of the loss, belong to other samples."
         )  # fmt: skip
-    return Subject.LOSS, "samples of one micro-batch only", place, (
+    return Subject.LOSS, TIED, place, (
         "The optimizer takes the mean of the micro-batches computed separately, but the "
         "reference gradient is not such a mean: something depends on samples of several "
         "ranks or micro-batches (batch statistics, a loss of pairs, a balancing term, a mean "
@@ -569,22 +587,3 @@ _EVEN = 1e-3  # weights of micro-batches that differ by no more are the same
 
 
 _MOST_TRIALS = 8  # of which each reads every gradient once
-
-
-def _batch(ledger: Samples, mismatches: Sequence[Mismatch], ranks: Ranks) -> RootCause:
-    """Samples that are missing or come twice."""
-    lists = {"missing": ledger.missing, "doubled": ledger.doubled}
-    words = [
-        f"{len(rows)} of {ledger.count} {word} (row {', '.join(map(str, rows[:4]))}"
-        f"{', …' if len(rows) > 4 else ''})"
-        for word, rows in lists.items()
-        if rows
-    ]
-    return root_cause(
-        mismatches, ranks, state=Subject.BATCH, names=["samples"], who=range(ranks.size),
-        axis=next(iter(ranks.axes), "") if ledger.doubled else "",
-        factor=" and ".join(word for word, rows in lists.items() if rows),
-        sentence="The ranks together do not process the global batch exactly once: "
-                 f"{' and '.join(words)}. Check how each rank's share is drawn (sampler, "
-                 "drop_last, padding to an even split).",
-    )  # fmt: skip

@@ -23,7 +23,7 @@ from ptrain.errors import Fault
 from ptrain.models.boundary import CodeRaised, boundary, said
 from ptrain.models.ledger import OperatorMode
 from ptrain.report.finding import Certainty, Mismatch, RootCause, Subject
-from ptrain.verification.jobs.diagnosis import explain_gradients, of_own_samples
+from ptrain.verification.jobs.diagnosis import TIED, explain_gradients, of_own_samples
 from ptrain.verification.jobs.draws import Key, drawn_again_otherwise
 from ptrain.verification.jobs.evidence import JobEvidence, evidence, rows_of, untold
 from ptrain.verification.jobs.job import Alone, GlobalLoss, Tolerance, number
@@ -174,10 +174,11 @@ class Inquiry:
         by_sums = explain_gradients(first, job_evidence, self.ranks, self.limit)
         if by_sums.certainty is Certainty.PROVEN:
             return by_sums
-        self._ruled_out.append(
-            "one multiple, a sum over an axis, other micro-batches or the previous step in "
-            "all gradients"
-        )
+        if by_sums.certainty is Certainty.UNEXPLAINED:
+            self._ruled_out.append(
+                "one multiple, a sum over an axis, other micro-batches or the previous step in "
+                "all gradients"
+            )
         if (of_terms := self._of_terms(first)) is not None:
             return of_terms
         localised = ModuleInquiry(self, job_evidence, probe, modules) if again else None
@@ -192,7 +193,7 @@ class Inquiry:
         is_plain = is_plain and not all(self.ranks.gather(is_same))
         own = of_own_samples(first, job_evidence, self.ranks, self.limit, is_plain)
         if own is not None and own.certainty is Certainty.PROVEN:
-            is_tied = own.state is Subject.LOSS
+            is_tied = own.factor == TIED
             return _with_norms(own, self.pair.reference.model) if is_tied else own
         if by_sums.certainty is Certainty.FITS:
             return by_sums

@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 
 from ptrain.report.finding import Certainty, Mismatch, RootCause, Subject, Way
-from ptrain.verification.jobs.evidence import JobEvidence
+from ptrain.verification.jobs.evidence import JobEvidence, Samples
 from ptrain.verification.jobs.job import RANKS, Ranks
 from ptrain.verification.parts import factor_text, named
 
@@ -172,6 +172,25 @@ def explain_loss(
     if not fitting:
         return blamed.unexplained("the mean, the sum and the loss of one rank")
     return blamed.proven(f"with loss={fitting[0]!r} it matches the reference")
+
+
+def explain_samples(ledger: Samples, mismatches: Sequence[Mismatch], ranks: Ranks) -> RootCause:
+    """Samples that are missing or come twice."""
+    lists = {"missing": ledger.missing, "doubled": ledger.doubled}
+    words = [
+        f"{len(rows)} of {ledger.count} {word} (row {', '.join(map(str, rows[:4]))}"
+        f"{', …' if len(rows) > 4 else ''})"
+        for word, rows in lists.items()
+        if rows
+    ]
+    return root_cause(
+        mismatches, ranks, state=Subject.BATCH, names=["samples"], who=range(ranks.size),
+        axis=next(iter(ranks.axes), "") if ledger.doubled else "",
+        factor=" and ".join(word for word, rows in lists.items() if rows),
+        sentence="The ranks together do not process the global batch exactly once: "
+                 f"{' and '.join(words)}. Check how each rank's share is drawn (sampler, "
+                 "drop_last, padding to an even split).",
+    )  # fmt: skip
 
 
 # How much some roundings change a gradient, at most; the coarsest first, whose numbers are others'.

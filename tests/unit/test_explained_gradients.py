@@ -1,0 +1,68 @@
+"""What is said of gradients that are a multiple, and of a loss that weighs samples otherwise."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ptrain.report.finding import Certainty, Mismatch, Moment, RootCause, Subject
+from ptrain.verification.jobs.diagnosis import explain_gradients
+from ptrain.verification.jobs.evidence import OwnGradients, compare_rows, sampled
+from ptrain.verification.jobs.job import TOLERANCES, Axes, Ranks
+from ptrain.verification.jobs.record import ForwardCall
+from ptrain.verification.jobs.shards import held_by
+
+LIMIT = TOLERANCES[torch.float64]
+INPUTS, LOGITS = torch.randn(4, 3), torch.randn(4, 5)
+
+
+def _explained(factor: float, *axes: str) -> RootCause:
+    """Return what is said of a gradient that is a multiple, on axes of two ranks each."""
+    model = nn.Linear(4, 3, bias=False).double()
+    truth = torch.randn(12, dtype=torch.float64)
+    own = OwnGradients(
+        holds=held_by(model, dict(model.named_parameters())), truths={"weight": truth},
+        taken={"weight": truth * factor}, given=[], before={}, micro_batches=0,
+    )  # fmt: skip
+    degrees: Axes = dict.fromkeys(axes, ((0, 1),))
+    ranks = Ranks(rank=0, size=1, device=torch.device("cpu"), axes=degrees)
+    mismatch = Mismatch(
+        step=0, moment=Moment.GRADIENTS, subject=Subject.GRADIENTS, name="weight", rank=0,
+        difference=abs(factor - 1),
+    )  # fmt: skip
+    return explain_gradients([mismatch], sampled(ranks, own), ranks, LIMIT)
+
+
+@pytest.mark.parametrize("factor", [0.5, 2.0])
+def test_of_two_axes_with_the_same_degree_neither_is_named(factor: float) -> None:
+    said = _explained(factor, "dp", "tp")
+    assert (said.axis, said.certainty) == ("", Certainty.FITS)
+    assert f"{factor:.4g} times the reference. Possible causes: " in said.sentence
+    assert "dp (2)" in said.sentence
+    assert "tp (2)" in said.sentence
+
+
+def test_a_factor_that_no_degree_explains_has_possible_causes_only() -> None:
+    said = _explained(0.37, "dp")
+    assert said.certainty is Certainty.FITS
+    assert "0.37 times the reference. Possible causes: " in said.sentence
+
+
+def _call(targets: Tensor, weights: Tensor) -> ForwardCall:
+    call = ForwardCall((INPUTS,), {}, None)
+    logits = LOGITS.clone().requires_grad_()
+    losses = nn.functional.cross_entropy(logits, targets, reduction="none")
+    (losses * weights).sum().backward()
+    call.output, call.upstream = LOGITS, {0: logits.grad}
+    return call
+
+
+def test_other_weights_of_samples_are_told_from_other_labels() -> None:
+    labels, ones = torch.tensor([0, 1, 2, 3]), torch.ones(4)
+    right = [_call(labels, ones)]
+    weighted = compare_rows(right, [_call(labels, torch.tensor([1.0, 1, 3, 3]))], 1e-3)
+    assert (weighted.asks_alike, weighted.is_weighted) == (False, True)
+    for other in (_call(labels.flip(0), ones), _call(labels, torch.tensor([1.0, 1, 0, 1]))):
+        report = compare_rows(right, [other], 1e-3)
+        assert (report.asks_alike, report.is_weighted) == (False, False)
