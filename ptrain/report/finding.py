@@ -84,7 +84,8 @@ class Mismatch:
 class Certainty(StrEnum):
     """How sure a root cause is."""
 
-    PROVEN = "proven by trying"  # its fix was tried, and makes what differs one device's
+    PROVEN = "proven by trying"  # its fix was tried, and makes what differs the reference's
+    LOCATED = "located by trying"  # with the reference's values there all is right; why is unknown
     FITS = "fits"  # it explains what was seen, and its fix was not tried
     UNEXPLAINED = "not explained"  # what differs first, and what was ruled out
 
@@ -155,6 +156,10 @@ class RootCause:
     def proven(self, tried: str) -> RootCause:
         """Return it after its fix was tried."""
         return replace(self, certainty=Certainty.PROVEN, tried=tried)
+
+    def located(self, tried: str) -> RootCause:
+        """Return it as the place where a run begins to differ, for a reason that is not known."""
+        return replace(self, certainty=Certainty.LOCATED, tried=tried)
 
     def unexplained(self, out: str) -> RootCause:
         """Return it as what differs first, of which only so much was ruled out."""

@@ -37,6 +37,7 @@ from ptrain.verification.parts import DegreeProduct, factor_text, is_even, produ
 from ptrain.verification.updates.swaps import coarse_sum
 
 TIED = "samples of one micro-batch only"
+OTHER_LOSS, OTHER_WEIGHTS = "other gradient of the loss", "other weights in the loss"
 _NEAR_NORM = 0.01  # of the reference's, in coarse dtypes
 
 
@@ -500,7 +501,7 @@ def of_own_samples(
         return None  # pieces of samples: by themselves they are no samples
     names = [name for name in evidence.samples if any(d.name == name for d in mismatches)]
     state, factor, place, sentence = _why(evidence, families(names))
-    if state is Subject.LOSS and not is_plain:
+    if factor == TIED and not is_plain:
         return None  # what the model returns of the same samples is not one device's already
     odd = [
         rank
@@ -511,7 +512,10 @@ def of_own_samples(
         state=state, axis="", factor=factor, place=place, step=mismatches[0].step,
         ranks=tuple(odd or range(ranks.size)), sentence=sentence,
     )  # fmt: skip
-    return with_trial(root_cause, fix, evidence, ranks, limit)
+    trial = with_trial(root_cause, fix, evidence, ranks, limit)
+    if trial.certainty is Certainty.PROVEN and factor in (TIED, OTHER_LOSS, OTHER_WEIGHTS):
+        return replace(trial, certainty=Certainty.LOCATED)  # between samples and optimizer
+    return trial
 
 
 def _why(evidence: JobEvidence, place: str) -> tuple[Subject, str, str, str]:
@@ -533,23 +537,25 @@ def _why(evidence: JobEvidence, place: str) -> tuple[Subject, str, str, str]:
     unlike = sum(report.compared for report in reports if not report.asks_alike)
     weighted = sum(report.compared for report in reports if report.is_weighted)
     if unlike and not returned and weighted == sum(report.compared for report in reports):
-        return Subject.LOSS, "other weights in the loss", place, (
+        return Subject.LOSS, OTHER_WEIGHTS, place, (
             f"For {unlike} of {count} samples the gradient of the loss by the model output has "
-            "the direction of the reference at every position, with different factors: the "
-            "loss weighs samples, tokens or micro-batches differently. Divide the sum of the "
-            "loss by the same global number as the reference."
+            "the direction of the reference at every position, with different factors. Possible "
+            "causes: the loss weighs samples, tokens or micro-batches differently, for example by "
+            "local numbers of tokens; another number that it computes for each sample differs (a "
+            "margin, the output of a frozen model)."
         )  # fmt: skip
     if unlike and not returned:
-        return Subject.BATCH, "other targets in the loss", "labels", (
+        return Subject.LOSS, OTHER_LOSS, place, (
             f"For {unlike} of {count} samples the model output matches the reference, but "
-            "the gradient of the loss is not a multiple of the reference: the labels, or the "
-            "masks or weights of the loss, belong to other samples."
+            "the gradient of the loss by it does not. Possible causes: labels, masks or weights of "
+            "the loss that belong to other samples; a loss that is computed, reduced or gathered "
+            "over the ranks in another way."
         )  # fmt: skip
     return Subject.LOSS, TIED, place, (
         "The optimizer takes the mean of the micro-batches computed separately, but the "
-        "reference gradient is not such a mean: something depends on samples of several "
-        "ranks or micro-batches (batch statistics, a loss of pairs, a balancing term, a mean "
-        "of ratios)."
+        "reference gradient is not such a mean. Possible causes: something depends on samples of "
+        "several ranks or micro-batches (batch statistics, a loss of pairs, a balancing term, a "
+        "mean of ratios); a term of the loss is divided by another number."
     )  # fmt: skip
 
 

@@ -192,7 +192,7 @@ class Inquiry:
         is_same = passes == [rows_of([call]) for call in self.step.expected.calls]
         is_plain = is_plain and not all(self.ranks.gather(is_same))
         own = of_own_samples(first, job_evidence, self.ranks, self.limit, is_plain)
-        if own is not None and own.certainty is Certainty.PROVEN:
+        if own is not None and own.certainty in (Certainty.PROVEN, Certainty.LOCATED):
             is_tied = own.factor == TIED
             return _with_norms(own, self.pair.reference.model) if is_tied else own
         if by_sums.certainty is Certainty.FITS:
@@ -461,7 +461,7 @@ def _with_norms(root_cause: RootCause, model: nn.Module) -> RootCause:
         return root_cause
     return replace(
         root_cause, factor="per-rank batch statistics", place=families(norms),
-        state=Subject.ACTIVATIONS,
-        sentence=f"{root_cause.sentence} {families(norms)} uses mean and variance of the "
+        state=Subject.ACTIVATIONS, certainty=Certainty.PROVEN,
+        sentence=f"{families(norms)} uses mean and variance of the "
                  "samples of each micro-batch. Use torch.nn.SyncBatchNorm, or another norm.",
     )  # fmt: skip

@@ -91,6 +91,15 @@ class FirstDifference:
     factor: str = ""
 
 
+def _is_cause(first: FirstDifference, said: RootCause) -> bool:
+    """Return whether what is said of the first difference is why it differs, and not only where:
+    of a module whose inputs match and that returns something else, or where the difference has a
+    name (a missing sum, positions of other tokens, another dtype)."""
+    if first.side is Side.OUTPUT and first.path and not first.between:
+        return True
+    return not said.factor.startswith(("differs by", "other gradient"))
+
+
 class ModuleInquiry:
     """Of one step that differs; `modules` are the passes of this rank's modules. All ranks call its
     methods alike."""
@@ -144,9 +153,9 @@ class ModuleInquiry:
             named.append(first)
             seen, left, modules = self._tried(forces, named)
             if left is not None:
-                return self._said(named, modules, left[1]).proven(
-                    f"with {self._forced_words(named)} in its place {left[0]}"
-                )
+                said = self._said(named, modules, left[1])
+                tried = f"with {self._forced_words(named)} in its place {left[0]}"
+                return said.proven(tried) if _is_cause(named[0], said) else said.located(tried)
             if seen is None:
                 break
             if self._is_alone:  # another forward, another gradient of the loss
@@ -439,9 +448,8 @@ class ModuleInquiry:
                 return replace(
                     blamed, state=Subject.LOSS,
                     sentence=f"{place} returns its reference output, but the gradient of the loss "
-                    "by that output differs: what is computed from it (the labels, masks and "
-                    "weights of the loss) is not the reference's for the same samples"
-                    f"{self._over}.",
+                    f"by that output differs{self._over}. Possible causes: other labels, masks "
+                    "or weights of the loss; a loss that is computed or reduced in another way.",
                 )  # fmt: skip
             case _:
                 shared = (

@@ -392,7 +392,11 @@ def _scales_of(states: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Magnitud
 
 
 def compare_buffers(
-    differences: Differences, reference: nn.Module, run: nn.Module, limit: Tolerance
+    differences: Differences,
+    reference: nn.Module,
+    run: nn.Module,
+    limit: Tolerance,
+    moment: Moment = Moment.UPDATE,
 ) -> None:
     """Compare floating buffers, but not the statistics of batches, which each rank has of its
     own."""
@@ -408,7 +412,7 @@ def compare_buffers(
             size = difference(held(other), buffer, norm(buffer))
             full = f"{path}.{name}" if path else name
             differences.compare(
-                Moment.UPDATE, Subject.BUFFERS, full, difference=size, tolerance=limit.updates
+                moment, Subject.BUFFERS, full, difference=size, tolerance=limit.updates
             )
 
 

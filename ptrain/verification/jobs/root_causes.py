@@ -80,6 +80,14 @@ def explain_start(mismatches: Sequence[Mismatch], ranks: Ranks) -> RootCause:
             missing, ranks, state=Subject.PARAMETERS, factor="missing",
             sentence=f"{missing[0].name}: {missing[0].told}. Build both from the same module.",
         )  # fmt: skip
+    if all(mismatch.subject is Subject.BUFFERS for mismatch in mismatches):
+        return root_cause(
+            mismatches, ranks, state=Subject.BUFFERS, factor="other values at the start",
+            sentence="The buffer does not start with the values of the reference. Broadcast "
+                     "buffers from one rank, or compute them from the same seed and in the same "
+                     "dtype on every rank.",
+        )  # fmt: skip
+    mismatches = [its for its in mismatches if its.subject is not Subject.BUFFERS]
     return root_cause(
         mismatches, ranks, state=Subject.PARAMETERS, factor="other weights at the start",
         sentence="The loop does not start from the reference's weights. Copy the module "

@@ -43,7 +43,14 @@ from ptrain.verification.jobs.job import (
     tolerance_of,
 )
 from ptrain.verification.jobs.metamorphic import Metamorphic, TriedRelation, of_both_sides
-from ptrain.verification.jobs.record import StepRecorder, at_start, digest, digests, replicas
+from ptrain.verification.jobs.record import (
+    StepRecorder,
+    at_start,
+    compare_buffers,
+    digest,
+    digests,
+    replicas,
+)
 from ptrain.verification.jobs.root_causes import (
     explain_in_use,
     explain_loss,
@@ -402,6 +409,8 @@ class Examiner:
         wholes = {name: shard.parameter.detach() for name, shard in self.pair.wholes.items()}
         elsewhere = {name for own in self.ranks.gather(sorted(self.pair.holds)) for name in own}
         at_start(differences, wholes, names, self.pair.holds, elsewhere)
+        sides = self.pair.reference.model, self.pair.loop.model
+        compare_buffers(differences, *sides, self.limit, Moment.START)
         self.history.begin(self.pair.holds)
         self.watched.begin(self.pair.wholes)
         if self.differences.take(differences):
