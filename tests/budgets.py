@@ -24,7 +24,7 @@ SMALL = 80  # lines
 
 # begin
 BUDGETS: dict[str, int] = {
-    "ptrain": 56070,
+    "ptrain": 56080,
     "ptrain/activations": 360,
     "ptrain/algebra": 290,
     "ptrain/axes": 150,
@@ -55,7 +55,7 @@ BUDGETS: dict[str, int] = {
     "ptrain/steps": 460,
     "ptrain/traces": 2220,
     "ptrain/train": 3200,
-    "ptrain/verification": 9040,
+    "ptrain/verification": 9050,
 }
 ONE_IMPORTER = 79  # modules that exactly one other imports
 SMALL_MODULES = 98  # modules with fewer lines than SMALL

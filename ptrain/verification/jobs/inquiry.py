@@ -179,6 +179,8 @@ class Inquiry:
                 "one multiple, a sum over an axis, other micro-batches or the previous step in "
                 "all gradients"
             )
+        if (read := self._of_other_samples(first, job_evidence)) is not None:
+            return read
         if (of_terms := self._of_terms(first)) is not None:
             return of_terms
         localised = ModuleInquiry(self, job_evidence, probe, modules) if again else None
@@ -199,6 +201,32 @@ class Inquiry:
             return by_sums
         return self._unexplained(first, job_evidence, localised)
 
+    def _of_other_samples(
+        self, first: Sequence[Mismatch], job_evidence: JobEvidence
+    ) -> RootCause | None:
+        """Some ranks read samples that are not in the batch, and others read only those that are:
+        what their modules return cannot be compared."""
+        reports = job_evidence.rows
+        who = [rank for rank, its in enumerate(reports) if its.count and its.unknown == its.count]
+        is_clear = not any(its.sliced for its in reports) and all(
+            not its.unknown for rank, its in enumerate(reports) if rank not in who
+        )
+        if not who or len(who) == len(reports) or not is_clear:
+            return None
+        own = of_own_samples(first, job_evidence, self.ranks, self.limit, True)
+        if own is not None and own.certainty is Certainty.PROVEN:
+            return own
+        listed = ", ".join(map(str, who))
+        return RootCause(
+            state=Subject.BATCH, axis=self.ranks.parting(who), factor="other samples",
+            place="samples", step=first[0].step, ranks=tuple(who),
+            sentence=f"None of the samples that ranks {listed} read are in the global batch; all "
+                     "that the other ranks read are. Check how these ranks draw their samples (the "
+                     "seed, the epoch, the position in the data); ranks of tensor parallelism must "
+                     "read the same ones.",
+            tried="the inputs of the model were compared with the global batch, sample by sample",
+        )  # fmt: skip
+
     def _of_collectives(self, first: Sequence[Mismatch]) -> RootCause | None:
         """Every collective is waited for: that makes a step right whose loop does not wait."""
         if self.ranks.size == 1:
@@ -208,7 +236,7 @@ class Inquiry:
             return None
         names = families([mismatch.name for mismatch in first])
         return proven(
-            Subject.COLLECTIVE, "not waited for", names,
+            first[0].subject, "collective not waited for", names,
             "A collective is started (async_op=True) and its result is used before it is done. "
             "Wait for it first (`work.wait()`).",
             "with every collective waited for where it starts, the gradients match the reference "
