@@ -27,7 +27,7 @@ def test_a_script_that_accumulates_and_clips_holds(ranks: Ranks) -> None:
 @pytest.mark.parametrize(
     ("case", "said"),
     [
-        ("loss_divided_by_accelerate_too", "or of micro-batches (2)"),
+        ("loss_divided_by_accelerate_too", "micro-batches (2)"),
         ("optimizer_not_prepared", "2 updates, 1 in the reference"),
     ],
 )

@@ -95,7 +95,7 @@ def waiting(waits: bool) -> dict[str, Any]:
                     kept[-1].wait()
                 parameter.grad /= size()
 
-        optimizer = torch.optim.SGD(built.parameters(), lr=0.1)
+        optimizer = torch.optim.SGD(built.parameters(), lr=0.01)
         return looped(built, loss=loss, before_update=reduce, optimizer=optimizer)
 
     verdict = ptrain.verify(lambda: job(False), lambda: job(True), row_batches(), share=my_rows)
@@ -104,7 +104,7 @@ def waiting(waits: bool) -> dict[str, Any]:
 
 def test_a_collective_that_is_not_waited_for_is_proven(ranks: Ranks) -> None:
     text = ranks.run(2, waiting, False)[0]["text"]
-    assert "collective · not waited for" in text
+    assert "gradients · collective not waited for" in text
     assert "with every collective waited for where it starts" in text
 
 

@@ -43,7 +43,7 @@ def test_a_tensor_is_cut_along_tokens_and_features() -> None:
     whole = torch.randn(2, 4, 6, 3)
     own = whole[:, 2:, [2, 3]]
     parts = list(parts_of(whole, own))
-    assert sum(torch.equal(part, own) for part in parts) == 1
+    assert any(torch.equal(part, own) for part in parts)
     assert not list(parts_of(whole, torch.zeros(1, 2, 2, 3)))
 
 

@@ -20,7 +20,6 @@ from torch.utils._pytree import tree_leaves
 
 from ptrain.report.finding import RootCause, Subject
 from ptrain.verification.jobs.evidence import JobEvidence, places_of
-from ptrain.verification.jobs.job import Ranks
 from ptrain.verification.jobs.loss import AskedTokens, of_slices
 from ptrain.verification.jobs.modules import (
     Calls,
@@ -36,12 +35,10 @@ from ptrain.verification.jobs.modules import (
     slice_of,
 )
 from ptrain.verification.jobs.record import StepRecorder
-from ptrain.verification.jobs.root_causes import families, family, over_axis
+from ptrain.verification.jobs.root_causes import families, family, over_axis, shared_factor
 from ptrain.verification.parts import (
     difference,
-    factor_text,
     held,
-    missing_sum,
     multiple,
     norm,
     root_mean_square,
@@ -69,7 +66,6 @@ _LOOSE = 10  # tolerances of a module that are roundings of the ones before it t
 _COARSEST = 0.1  # relative: a fault is larger, whatever the dtype
 _QUIET = 1e-6  # a tensor below this share of what it belongs to is rounding
 _NEAR = 1e-3  # relative: a multiple; a fault is larger
-_PLAIN = 1e-4  # a factor that is nearer to 1 is printed as 1
 _MOST_ROUNDS = 6  # differences that are undone, one after the other
 
 Place = tuple[str, Side]
@@ -353,7 +349,7 @@ class ModuleInquiry:
             truth = own = torch.zeros_like(own)
         (where,) = places_of(self.ranks, {"": truth}).values()
         both = torch.stack([truth[where], own[where]])
-        return _factor(self.ranks, self.ranks.stack(both), self._limit(side))
+        return shared_factor(self.ranks, self.ranks.stack(both), self._limit(side))
 
     def _force(
         self, first: FirstDifference, modules: Calls, forces: dict[tuple[str, int], Forced]
@@ -599,14 +595,3 @@ def _places(forces: Mapping[tuple[str, int], Forced]) -> list[Place]:
         )
         if has
     ]  # fmt: skip
-
-
-def _factor(ranks: Ranks, everyones: Tensor, tolerance: float) -> tuple[str, str]:
-    """[ranks, 2, elements]: what is right, and what is there."""
-    truths, parts = everyones.unbind(1)
-    for axis, groups in ranks.axes.items():
-        if missing_sum(parts, truths, groups, tolerance) is not None:
-            return axis, f"missing all-reduce {over_axis(axis)}"
-    fit = multiple(parts, truths)
-    is_multiple = fit.holds(tolerance) and abs(fit.factor - 1) > _PLAIN
-    return "", factor_text(fit.factor, ranks.degrees) if is_multiple else ""

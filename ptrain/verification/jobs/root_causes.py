@@ -12,11 +12,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from ptrain.report.finding import Certainty, Mismatch, RootCause, Subject, Way
 from ptrain.verification.jobs.evidence import JobEvidence, Samples
 from ptrain.verification.jobs.job import RANKS, Ranks
-from ptrain.verification.parts import factor_text, named
+from ptrain.verification.parts import factor_text, missing_sum, multiple, named
 
 
 def family(name: str) -> str:
@@ -240,3 +241,18 @@ def unclear(
         if is_it
         else f"every element is a number of {dtype}, and few elements of the reference are",
     )
+
+
+_PLAIN = 1e-4  # a factor that is nearer to 1 is printed as 1
+
+
+def shared_factor(ranks: Ranks, everyones: Tensor, tolerance: float) -> tuple[str, str]:
+    """Return the axis over which a sum of these is missing, or the factor that they are multiplied
+    by; [ranks, 2, elements]: what is right, and what is there."""
+    truths, parts = everyones.unbind(1)
+    for axis, groups in ranks.axes.items():
+        if missing_sum(parts, truths, groups, tolerance) is not None:
+            return axis, f"missing all-reduce {over_axis(axis)}"
+    fit = multiple(parts, truths)
+    is_multiple = fit.holds(tolerance) and abs(fit.factor - 1) > _PLAIN
+    return "", factor_text(fit.factor, ranks.degrees) if is_multiple else ""
