@@ -18,13 +18,15 @@ def test_two_stages_by_hand_hold(ranks: Ranks) -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     ("fault", "factor", "place"),
-    [("unscaled", "× 2", "embed.weight"), ("gradient", "÷ 2", "embed.weight, blocks.0")],
+    [("unscaled", "× 2", "embed.weight"), ("gradient", "× 0.5", "embed.weight, blocks.0")],
 )
-def test_a_fault_between_stages_is_proven_by_its_factor(
+def test_a_factor_that_several_degrees_have_names_none_of_them(
     ranks: Ranks, fault: str, factor: str, place: str
 ) -> None:
     told = ranks.run(2, own_stages.told, fault)
     root_cause = told[0]["culprit"]
-    assert (root_cause["factor"], root_cause["certainty"]) == (factor, "proven by trying")
+    assert (root_cause["factor"], root_cause["certainty"]) == (factor, "fits")
     assert root_cause["place"].startswith(place)
-    assert "number of ranks (2), or of micro-batches (2)" in root_cause["sentence"]
+    assert root_cause["axis"] == ""
+    assert "over ranks (2)" in root_cause["sentence"]
+    assert "over micro-batches (2)" in root_cause["sentence"]
