@@ -53,6 +53,7 @@ PAGES = (
     "docs/howto/chats.md",
     "docs/howto/verify-a-spec.md",
     "docs/howto/verify-a-loop.md",
+    "docs/howto/verify-with-your-trainer.md",
     "docs/howto/python.md",
     "docs/howto/gate-a-pull-request.md",
     "specs/README.md",

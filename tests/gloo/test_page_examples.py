@@ -13,6 +13,7 @@ pytestmark = pytest.mark.gloo
 
 ROOT = Path(__file__).parents[2]
 TOUR, VERIFY, PYTHON = "docs/tour.md", "docs/howto/verify-a-loop.md", "docs/howto/python.md"
+TRAINERS = "docs/howto/verify-with-your-trainer.md"
 ROUNDING = re.compile(r"\d\.\d+e-\d\d")  # a processor's own
 EXAMPLES = [
     (VERIFY, "measured.py"),
@@ -20,7 +21,17 @@ EXAMPLES = [
     pytest.param(PYTHON, "loop.py", marks=pytest.mark.nightly),
     pytest.param(VERIFY, "check.py", marks=pytest.mark.nightly),
 ]
-RUN = {"loop.py", "measured.py", "check.py", "broken.py"}
+# A recipe, its package, a line of it, a mistake in its place, and the finding of the verdict.
+SUMMED = "The losses of 2 micro-batches are means, and are summed."
+HALVED = "parameters is 0.5 times the reference."
+RECIPES = [
+    ("check_ddp.py", "torch", "part) / MICRO", "part)", SUMMED),
+    ("check_fsdp2.py", "torch", "part) / MICRO", "part)", SUMMED),
+    ("check_trainer.py", "transformers", "inputs, count)", "inputs, 2 * count)", HALVED),
+    ("check_accelerate.py", "accelerate", "backward(loss)", "backward(loss / MICRO)", HALVED),
+    ("check_fabric.py", "lightning_fabric", "backward(loss)", "backward(loss / MICRO)", HALVED),
+]
+RUN = {"loop.py", "measured.py", "check.py", "broken.py", *(recipe[0] for recipe in RECIPES)}
 
 
 @pytest.fixture
@@ -40,7 +51,23 @@ def test_an_example_prints_what_its_page_says(examples: ModuleType, page: str, n
     assert ROUNDING.sub("ε", printed) in ROUNDING.sub("ε", text)
 
 
-@pytest.mark.parametrize("page", [TOUR, PYTHON, VERIFY])
+@pytest.mark.nightly
+@pytest.mark.parametrize(("name", "package", "line", "mistake", "finding"), RECIPES)
+def test_a_recipe_holds_and_its_verdict_names_a_wrong_scale(
+    examples: ModuleType, name: str, package: str, line: str, mistake: str, finding: str
+) -> None:
+    pytest.importorskip(package, reason=f"{package} is not installed")
+    text = text_of(TRAINERS)
+    command = examples.launched(text)[name]
+    assert "verdict: holds" in examples.printed(command, text)
+    code = examples.files(text)[name]
+    assert code.count(line) == 1
+    wrong = text.replace(code, code.replace(line, mistake))
+    unclipped = wrong.replace("MICRO, CLIP = 2, 0.5", 'MICRO, CLIP = 2, float("inf")')
+    assert finding in examples.printed(command, unclipped)
+
+
+@pytest.mark.parametrize("page", [TOUR, PYTHON, VERIFY, TRAINERS])
 def test_every_file_of_a_page_is_started_or_imported(examples: ModuleType, page: str) -> None:
     text = text_of(page)
     for name, code in examples.files(text).items():
