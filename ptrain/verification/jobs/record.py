@@ -181,8 +181,10 @@ class StepRecorder(UpdateRecorder):
         return tree_map(seen, output)
 
 
-def _keep_upstream(call: ForwardCall, place: int, gradient: Tensor) -> None:
-    call.upstream[place] = gradient.detach().clone()
+def _keep_upstream(call: ForwardCall, place: int, gradient: Tensor | None) -> None:
+    # DDP with find_unused_parameters hands None back to an output that the loss does not use
+    if gradient is not None:
+        call.upstream[place] = gradient.detach().clone()
 
 
 def counts() -> bool:
