@@ -55,7 +55,7 @@ BUDGETS: dict[str, int] = {
     "ptrain/steps": 460,
     "ptrain/traces": 2220,
     "ptrain/train": 3200,
-    "ptrain/verification": 9050,
+    "ptrain/verification": 9060,
 }
 ONE_IMPORTER = 79  # modules that exactly one other imports
 SMALL_MODULES = 98  # modules with fewer lines than SMALL

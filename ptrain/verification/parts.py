@@ -24,8 +24,12 @@ from ptrain.internals.dtensor import compute_local_shape_and_global_offset
 from ptrain.models.ledger import local
 from ptrain.train.exchange import Exchange
 
-# What DistributedDataParallel, torch.compile, FSDP1 and checkpoint_wrapper put into a path.
-_WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+# What DistributedDataParallel, torch.compile, FSDP1, checkpoint_wrapper and Lightning Fabric (which
+# also keeps the module that it was given) put into a path.
+_WRAPPERS = {
+    "module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module",
+    "_forward_module", "_original_module",
+}  # fmt: skip
 
 
 def canonical_name(name: str) -> str:

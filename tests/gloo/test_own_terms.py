@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 import ptrain
 from tests.corpus.parts import average, looped, my_rows, row_batches, size
@@ -110,4 +111,34 @@ def test_a_collective_that_is_not_waited_for_is_proven(ranks: Ranks) -> None:
 
 def test_a_collective_that_is_waited_for_holds(ranks: Ranks) -> None:
     verdict = ranks.run(2, waiting, True)[0]
+    assert verdict["holds"], verdict["text"]
+
+
+class TwoOutputs(nn.Module):
+    """A model with an output that the loss does not use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.used, self.unused = nn.Linear(8, 1), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.used(x), self.unused(x)
+
+
+def with_unused_output() -> dict[str, Any]:
+    def job(model: nn.Module) -> ptrain.Job:
+        return looped(model, loss=lambda called, rows: called(rows[:, :8])[0].square().mean())
+
+    verdict = ptrain.verify(
+        lambda: job(TwoOutputs()),
+        lambda: job(DistributedDataParallel(TwoOutputs(), find_unused_parameters=True)),
+        row_batches(),
+        share=my_rows,
+    )
+    return {"holds": verdict.holds, "text": str(verdict)}
+
+
+def test_an_output_that_ddp_gives_no_gradient_is_no_error(ranks: Ranks) -> None:
+    verdict = ranks.run(2, with_unused_output)[0]
     assert verdict["holds"], verdict["text"]

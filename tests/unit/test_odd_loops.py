@@ -285,3 +285,38 @@ def test_a_module_that_differs_is_named_with_the_line_that_calls_it() -> None:
     assert verdict.root_cause.place == "0.part"
     assert Path(verdict.root_cause.called_at).name == f"{source.name}:{line}"
     assert f"where: 0.part, called at {verdict.root_cause.called_at}" in str(verdict)
+
+
+def clipping(scale: float) -> Callable[[], ptrain.Job]:
+    """A loop in fp32 that trains `scale` times the loss, and clips."""
+
+    def made() -> ptrain.Job:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 1)
+        optimizer = torch.optim.AdamW(model.parameters())
+
+        def step(rows: Tensor) -> Tensor:
+            loss = scale * model(rows.float()).square().mean()
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        return ptrain.Job(model=model, step=step)
+
+    return made
+
+
+def test_a_trained_loss_whose_factor_clipping_hides_is_not_said_to_be_reported_wrong() -> None:
+    verdict = ptrain.verify(clipping(1.0), clipping(2.0), ROWS)
+    assert verdict.root_cause is not None
+    assert "match after clipping" in verdict.root_cause.sentence
+    assert "reported loss" not in str(verdict)
+    assert "a factor that clipping hides" in str(verdict)
+
+
+def test_a_loss_of_steps_without_compared_gradients_does_not_claim_that_they_match() -> None:
+    verdict = ptrain.verify(clipping(1.0), clipping(2.0), ROWS, terms=ptrain.Terms(examined=0))
+    assert not verdict.holds
+    assert "of this step were not compared" in str(verdict)

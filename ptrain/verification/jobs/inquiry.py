@@ -115,7 +115,7 @@ def _left_of_loop(inquiry: Inquiry, still: set[Key]) -> float | None:
 
 
 def _left_of_reference(inquiry: Inquiry, still: set[Key]) -> float | None:
-    """Run one device's step once more; return how far the loop's is from it, if that is near."""
+    """Run the reference's step once more; return how far the loop's is from it, if that is near."""
     inquiry.rewind()
     pair = inquiry.pair
     draws = inquiry.drawing.replayed(pair.reference.model, still=still)
@@ -153,7 +153,7 @@ class Inquiry:
         self._calls: Calls = {}
 
     def root_cause(self, first: Sequence[Mismatch], before: Mapping[str, Tensor]) -> RootCause:
-        """Explain the first mismatches, at the moment of gradients; `before` are one device's
+        """Explain the first mismatches, at the moment of gradients; `before` are the reference's
         gradients of the step before."""
         self.rewind()
         modules, again, differs = self._run_again()
@@ -163,7 +163,7 @@ class Inquiry:
         # a step that is right by itself the second time is put right by no other masks
         if differs and (of_masks := root_cause_of_masks(self, first)) is not None:
             return of_masks
-        # Generators go on: of draws that no operator is known for, one device would be given the
+        # Generators go on: of draws that no operator is known for, the reference would be given the
         # loop's own numbers, and what they explain would count as proven.
         self._restore_models()
         probe = self.probe_of(self.step.seen)
@@ -304,8 +304,8 @@ class Inquiry:
         return replace(root_cause, called_at=next(filter(None, everyones), ""))
 
     def _dropped_arguments(self, first: Sequence[Mismatch]) -> RootCause | None:
-        """Arguments that one device's model is given and the loop's, within its wrappers, is not.
-        Of a stage nothing is said: it is given something else."""
+        """Arguments that the reference's model is given and the loop's, within its wrappers, is
+        not. Of a stage nothing is said: it is given something else."""
         forward = inspect.signature(self.pair.reference.model.forward)
         is_whole = len(self.pair.holds) == len(self.pair.wholes)
         expected, seen = (
@@ -405,7 +405,7 @@ class Inquiry:
         gradients: Mapping[str, Tensor],
         truth: Mapping[str, Tensor] | None = None,
     ) -> Iterator[float]:
-        """Yield how far gradients are from one device's (relative); one that is missing, and is
+        """Yield how far gradients are from the reference's (relative); one that is missing, and is
         more than rounding there, infinitely."""
         expected = self.step.expected.gradients if truth is None else truth
         scale = Magnitude.of(expected)
@@ -422,16 +422,16 @@ class Inquiry:
     def left(
         self, gradients: Mapping[str, Tensor], expected: Mapping[str, Tensor] | None = None
     ) -> float | None:
-        """Return the largest difference of a gradient (relative) over all ranks, from one device's
-        or `expected`, where it is rounding; else None. All ranks call it."""
+        """Return the largest difference of a gradient (relative) over all ranks, from the
+        reference's or `expected`, where it is rounding; else None. All ranks call it."""
         its = self.step.expected.gradients if expected is None else expected
         mine = max(self._gradients_apart(list(its), gradients, its), default=0.0)
         most = max(self.ranks.gather(mine))
         return most if most <= _LOOSE * self.limit.gradients else None
 
     def _loss_apart(self, *losses: Any) -> list[float]:
-        """How far the global loss is from one device's: of this rank's, or of the step as it was;
-        nothing where there is none. All ranks call it."""
+        """How far the global loss is from the reference's: of this rank's, or of the step as it
+        was; nothing where there is none. All ranks call it."""
         right, own = (
             number(loss) for loss in (*self.step.losses[:1], *(losses or self.step.losses[1:]))
         )

@@ -30,9 +30,10 @@ _NEAR = 1e-3  # relative: weights that are alike
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AskedTokens:
-    """What a rank's loss asks of its tokens beside one device's: how many have another target, how
-    many have none where one device has one, whether all of these stand at the end of the slice, the
-    factor of the others' gradient, and the `count` of the targets that one device has here."""
+    """What a rank's loss asks of its tokens compared with the reference's: how many have another
+    target, how many have none where the reference has one, whether all of these stand at the end of
+    the slice, the factor of the others' gradient, and the `count` of the targets that the reference
+    has here."""
 
     other: int
     lacking: int

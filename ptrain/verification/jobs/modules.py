@@ -5,8 +5,8 @@ The reference's model also runs on this rank's own micro-batches. The wrapped mo
 its outputs. Its parameters' gradients are this rank's contribution to the global gradient, so the
 optimizer's gradient can be expressed by ranks and micro-batches.
 
-The position of a rank's slice of the tokens in one device's samples is found by the tokens, and so
-is the same part of any tensor that one device has for all tokens.
+The position of a rank's slice of the tokens in the reference's samples is found by the tokens, and
+so is the same part of any tensor that the reference has for all tokens.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from ptrain.verification.parts import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenSlice:
-    """`rows` [samples] and `columns` [tokens] of one device's tokens, whose shape is `whole`."""
+    """`rows` [samples] and `columns` [tokens] of the reference's tokens, whose shape is `whole`."""
 
     rows: Tensor
     columns: Tensor
@@ -74,8 +74,8 @@ def tokens_of(call: ForwardCall) -> Tensor | None:
 
 
 def slice_of(reference: Sequence[ForwardCall], run: Sequence[ForwardCall]) -> TokenSlice | None:
-    """Return the slice that this rank's only pass has of one device's only pass; None where it has
-    whole samples, or its tokens are not found there."""
+    """Return the slice that this rank's only pass has of the reference's only pass; None where it
+    has whole samples, or its tokens are not found there."""
     if len(reference) != 1 or len(run) != 1:
         return None
     whole, own = tokens_of(reference[0]), tokens_of(run[0])
@@ -112,7 +112,7 @@ def cuts(whole: int, own: int) -> Iterator[Tensor]:
 
 
 def parts_of(whole: Tensor, own: Tensor, part: TokenSlice | None = None) -> Iterator[Tensor]:
-    """Yield every part of one device's tensor that this rank's may stand for: itself, or what is
+    """Yield every part of the reference's tensor that this rank's may stand for: itself, or what is
     cut along one or two dimensions; of a DTensor the one that its placements say."""
     if isinstance(own, DTensor):
         is_sum = any(placement.is_partial() for placement in own.placements)
@@ -336,8 +336,8 @@ def is_within(path: str, whole: str) -> bool:
 @dataclass(slots=True)
 class ProbeResult:
     """What `ModuleRecorder` has, and `gradients` by micro-batch and parameter; a micro-batch
-    without is one that cannot be run on one device (inputs that are DTensors, outputs that no loss
-    was computed of)."""
+    without is one that cannot be run on a single device (inputs that are DTensors, outputs that no
+    loss was computed of)."""
 
     modules: Calls = field(default_factory=dict)
     events: list[Event] = field(default_factory=list)

@@ -159,14 +159,28 @@ def reference_not_finite(step: int, ranks: Ranks) -> RootCause:
     )  # fmt: skip
 
 
+_OF_REPORTED = (
+    ": the reported loss is combined in another way than the trained loss. Set how the ranks' "
+    "losses combine: `Terms(loss='mean' | 'sum' | 'same' or a function)`."
+)
+_OF_EITHER = (
+    ". Possible causes: the ranks' losses combine in another way (`Terms(loss='mean' | 'sum' | "
+    "'same' or a function)`); the trained loss differs, for example by a factor that clipping "
+    "hides."
+)
+
+
 def explain_loss(
     mismatches: Sequence[Mismatch],
     ranks: Ranks,
     losses: tuple[float, float],
     fitting: Sequence[str],
+    gradients: str = "match",
 ) -> RootCause:
-    """Everything else held: the loss is reported wrong. `losses`: one device's, and the global one
-    of the ranks; `fitting`: ways to make up the global one by which it would be one device's."""
+    """Explain a loss that is the first mismatch. `losses`: the reference's, and the global one of
+    the ranks; `fitting`: ways to combine the ranks' losses that give the reference's; `gradients`:
+    what is known of them, in words. Only if they match as backward leaves them is the trained loss
+    right, and the reported one wrong."""
     expected, actual = losses
     ratio = actual / expected if expected else 0.0
     is_near = abs(ratio - 1) < 1e-3
@@ -174,13 +188,12 @@ def explain_loss(
         mismatches, ranks, state=Subject.LOSS, axis="",
         factor=_size(mismatches) if is_near else factor_text(ratio, ranks.degrees),
         sentence=f"The loss is {actual:.6g}, the reference loss is {expected:.6g}, and the "
-                 "gradients match: the reported loss is combined in another way than the "
-                 "trained loss. Set how the ranks' losses combine: `Terms(loss='mean' | "
-                 "'sum' | 'same' or a function)`.",
+                 f"gradients {gradients}{_OF_REPORTED if gradients == 'match' else _OF_EITHER}",
     )  # fmt: skip
     if not fitting:
         return blamed.unexplained("the mean, the sum and the loss of one rank")
-    return blamed.proven(f"with loss={fitting[0]!r} it matches the reference")
+    tried = f"with loss={fitting[0]!r} it matches the reference"
+    return blamed.proven(tried) if gradients == "match" else replace(blamed, tried=tried)
 
 
 def explain_samples(ledger: Samples, mismatches: Sequence[Mismatch], ranks: Ranks) -> RootCause:

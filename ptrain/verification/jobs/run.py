@@ -291,17 +291,15 @@ def _gathered(ranks: Ranks, mine: dict[str, list[str]]) -> list[tuple[int, str, 
     return []
 
 
-def _root_cause(
-    differing: Sequence[tuple[int, str, list[str]]], step: int, sentence: str
-) -> RootCause:
-    names = dict.fromkeys(name for _, _, group in differing for name in group)
+def _root_cause(rows: Sequence[tuple[int, str, list[str]]], step: int, sentence: str) -> RootCause:
+    names = dict.fromkeys(name for _, _, group in rows for name in group)
     return RootCause(
-        state=Subject(differing[0][1]),
+        state=Subject(rows[0][1]),
         axis="",
         factor="not reproducible",
         place=families(names),
         step=step,
-        ranks=tuple(rank for rank, _, _ in differing),
+        ranks=tuple(rank for rank, _, _ in rows),
         sentence=sentence,
     )
 
@@ -409,8 +407,8 @@ class Examiner:
         wholes = {name: shard.parameter.detach() for name, shard in self.pair.wholes.items()}
         elsewhere = {name for own in self.ranks.gather(sorted(self.pair.holds)) for name in own}
         at_start(differences, wholes, names, self.pair.holds, elsewhere)
-        sides = self.pair.reference.model, self.pair.loop.model
-        compare_buffers(differences, *sides, self.limit, Moment.START)
+        models = self.pair.reference.model, self.pair.loop.model
+        compare_buffers(differences, *models, self.limit, Moment.START)
         self.history.begin(self.pair.holds)
         self.watched.begin(self.pair.wholes)
         if self.differences.take(differences):
@@ -477,7 +475,8 @@ class Examiner:
             case Moment.GRADIENTS:
                 return self._explain_gradients(step, first)
             case _ if first[0].subject is Subject.LOSS:
-                return self._explain_loss(first, number(step.losses[1]))
+                known = "match after clipping" if step.is_clipped else "match"
+                return self._explain_loss(first, number(step.losses[1]), known)
             case _:
                 others = [its for its in first if its.subject is not Subject.AVERAGE]
                 if not others:
@@ -511,12 +510,15 @@ class Examiner:
         )  # fmt: skip
         return inquiry.with_call(inquiry.root_cause(first, self.before))
 
-    def _explain_loss(self, mismatches: Sequence[Mismatch], own: float | None) -> RootCause:
+    def _explain_loss(
+        self, mismatches: Sequence[Mismatch], own: float | None,
+        gradients: str = "of this step were not compared",
+    ) -> RootCause:  # fmt: skip
         right, measured = self.losses[0][-1], self.losses[1][-1]
         ways = self.loss.ways(right, own)
         limit = self.worst_loss.tolerance
         fitting = [how for how, loss in ways.items() if numbers_apart(right, loss) <= limit]
-        return explain_loss(mismatches, self.ranks, (right, measured), fitting)
+        return explain_loss(mismatches, self.ranks, (right, measured), fitting, gradients)
 
     def _compare_losses(self, step: int, returned: Any, own: Any) -> None:
         right = number(returned)

@@ -236,6 +236,9 @@ class LoopPair:
         self.origin = values_of(self.wholes)
 
 
+_CLIPPED = 1e-6  # of the squared norm: what it loses to clipping, beyond a rounding
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepComparison:
     """`losses`: the reference's and this rank's, as the steps returned them; `reference_state` and
@@ -251,6 +254,12 @@ class StepComparison:
     random: RandomState
     case: UpdateCase
     unclipped: dict[str, float]
+
+    @property
+    def is_clipped(self) -> bool:
+        """Return whether the reference's gradients were made shorter before its update."""
+        taken = sum(map(square, self.expected.gradients.values()))
+        return sum(self.unclipped.values()) > taken * (1 + _CLIPPED)
 
 
 Watches = Sequence[AbstractContextManager[object]]

@@ -52,10 +52,10 @@ class Remainder:
             state=max(its.state for its in everyones),
         )
 
-    def is_cure_of(self, mismatch: Remainder) -> bool:
+    def is_fix_of(self, before: Remainder) -> bool:
         """Return whether nothing differs any more, and what is left is a tenth or less of what
         did: a tolerance of 16 bits is no proof by itself."""
-        return self.count == 0 and self.worst <= 0.1 * mismatch.worst
+        return self.count == 0 and self.worst <= 0.1 * before.worst
 
 
 BROKEN = Remainder(1, math.inf, math.inf)  # of an update that cannot be repeated
@@ -340,10 +340,10 @@ def clipping(
         math.isfinite(row.factor) for row in rows
     ):
         return None
-    mismatch = max((abs(row.factor - 1.0) for row in rows), default=0.0)
-    if mismatch <= tolerance:
+    largest = max((abs(row.factor - 1.0) for row in rows), default=0.0)
+    if largest <= tolerance:
         return None
-    bound = min(tolerance, _SHARE * mismatch)
+    bound = min(tolerance, _SHARE * largest)
     fitting = [pair for pair in fits(gradient, rows, ranks) if pair[0] <= bound]
     if not fitting:
         return None

@@ -195,7 +195,7 @@ class UpdateExplainer:
         }
         rows = [(rank, name, part) for rank, its in enumerate(everyones) for name, part in its]
         is_stale = all((name, part) in moved for _, name, part in rows)
-        if not left.is_cure_of(mismatch):
+        if not left.is_fix_of(mismatch):
             return self.unexplained(
                 "no optimizer that steps has the differing tensors, and with the reference "
                 "optimizer and the present gradient they would still differ by "
@@ -291,7 +291,7 @@ class UpdateExplainer:
         rows = self._rows(others)
         if obstacle := next(filter(None, self.ranks.gather(self.obstacle)), ""):
             return self.unexplained(f"{obstacle}{self._differing()}")
-        if rows and left.is_cure_of(mismatch):
+        if rows and left.is_fix_of(mismatch):
             return self._skipped(rows, left)
         if rows:
             return self.unexplained(

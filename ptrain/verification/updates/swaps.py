@@ -291,7 +291,7 @@ def search(case: UpdateCase, ranks: Ranks, mismatch: Remainder) -> SwapSearch:
     by_swap = {swap: left for (swap,), left in singles.items()}
     for stage in (singles, None):
         lefts = stage or _all_ranks(case, ranks, _several(swaps))
-        fixes = {its: left for its, left in lefts.items() if left.is_cure_of(mismatch)}
+        fixes = {its: left for its, left in lefts.items() if left.is_fix_of(mismatch)}
         if fixes:
             fewest = min(map(len, fixes)) if stage is None else 1
             fix = min(
