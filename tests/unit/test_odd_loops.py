@@ -320,3 +320,21 @@ def test_a_loss_of_steps_without_compared_gradients_does_not_claim_that_they_mat
     verdict = ptrain.verify(clipping(1.0), clipping(2.0), ROWS, terms=ptrain.Terms(examined=0))
     assert not verdict.holds
     assert "of this step were not compared" in str(verdict)
+
+
+def stretched() -> nn.Module:
+    """A sequence whose first layer returns more than it computes."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 1)).double()
+    model[0].register_forward_hook(lambda module, args, output: 1.1 * output)
+    return model
+
+
+def plain_sequence() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 1)).double()
+
+
+def test_a_layer_of_a_plain_sequence_is_named_and_proven_by_the_gradients_of_the_others() -> None:
+    verdict = ptrain.verify(job(plain_sequence), job(stretched), ROWS)
+    assert verdict.root_cause is not None
+    assert (verdict.root_cause.place, verdict.root_cause.factor) == ("0", "× 1.1")
+    assert "the other 2 gradients match the reference" in verdict.root_cause.tried

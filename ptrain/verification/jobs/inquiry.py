@@ -384,7 +384,7 @@ class Inquiry:
         names = list(self.step.expected.gradients)
         others = [n for n in names if not any(is_within(family(n), path) for path in inside)]
         bound = _LOOSE * self.limit.gradients
-        for chosen in (names, others):
+        for chosen in filter(None, (names, others)):
             if not (chosen or losses):
                 continue  # nothing is left to be right
             before = [*self._gradients_apart(chosen, self.step.seen.gradients), *self._loss_apart()]

@@ -21,8 +21,9 @@ from ptrain.verification.parts import factor_text, missing_sum, multiple, named
 
 
 def family(name: str) -> str:
-    """Return `blocks.*.norm.weight` for one of numbered layers."""
-    return re.sub(r"\b\d+\b", "*", name)
+    """Return `blocks.*.norm.weight` for one of numbered layers; a number that begins the name is
+    kept, as the layers of a plain nn.Sequential have nothing in common."""
+    return re.sub(r"(?<=\.)\d+\b", "*", name)
 
 
 def families(names: Iterable[str]) -> str:
