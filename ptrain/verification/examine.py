@@ -20,29 +20,25 @@ import torch
 from ptrain.data.corpus import corpus
 from ptrain.interpreter.program import Program
 from ptrain.optimizers.update import COUNTER
-from ptrain.report.finding import Mismatch, Moment, RootCause, Subject, Way
+from ptrain.report.finding import Certainty, Mismatch, Moment, RootCause, Subject, Way
 from ptrain.spec.placement import Axis
 from ptrain.train.exchange import Exchange
 from ptrain.train.schedule import learning_rate
 from ptrain.verification.capture import Capture, Outputs, clipped_by, drive, watched
-from ptrain.verification.causes.activations import RULED_OUT as OUTPUTS_RULED_OUT
-from ptrain.verification.causes.activations import output_cause
-from ptrain.verification.causes.gradients import RULED_OUT as GRADIENTS_RULED_OUT
 from ptrain.verification.causes.gradients import given_samples, gradient_cause
-from ptrain.verification.causes.rerun import EXACT, Investigation, directly, targets_cause
-from ptrain.verification.causes.states import norm_cause, proven_update, state_cause
+from ptrain.verification.causes.scene import EXACT, Evidence, Investigation, ProgramSide
+from ptrain.verification.causes.states import norm_cause, of_a_product, proven_update, state_cause
 from ptrain.verification.compare import AllDifferences, Differences
-from ptrain.verification.evidence import Evidence, ProgramSide
 from ptrain.verification.jobs.evidence import untold
 from ptrain.verification.jobs.job import Ranks, ranks_of_spec
+from ptrain.verification.jobs.root_causes import over_axis
 from ptrain.verification.jobs.verdict import Verdict
 from ptrain.verification.parts import (
     Magnitude,
-    factor_text,
     held,
+    missing_sum,
     numbers_apart,
     part_of,
-    products,
     relative,
     without_masks,
 )
@@ -58,6 +54,7 @@ from ptrain.verification.reference import (
 from ptrain.verification.updates.repeat import UpdateRecorder, wholes
 
 _LEDGER = {"missing": "missing", "duplicate": "twice"}  # samples, and the word that says so
+_MOST_VALUES = 4096  # of an output that ranks tell each other
 _ORDER = (Subject.COUNTER, Subject.OPTIMIZER, Subject.PARAMETERS, Subject.BUFFERS)
 
 
@@ -139,16 +136,47 @@ def _skipped(scene: Investigation) -> RootCause:
     )
     tried = "all of these equal their values before the update"
     cause = scene.root_cause(scene.axis_of(ranks), "update skipped", sentence)
-    return directly(replace(cause, ranks=ranks), tried, by_all=by_all)
+    cause = replace(cause, ranks=ranks)
+    return cause.proven(tried) if by_all else replace(cause, tried=f"on some ranks only: {tried}")
 
 
 def _of_output(scene: Investigation) -> RootCause | None:
     """Parameters' gradients tell more than the gradient of an output, unless a sum is missing from
     that."""
-    cause = output_cause(scene)
-    if scene.first.moment is Moment.FORWARD or (cause and cause.factor.startswith("missing")):
+    if (cause := _partial(scene)) is not None or scene.first.moment is Moment.FORWARD:
         return cause
-    return _of_gradients(scene) or cause
+    return _of_gradients(scene)
+
+
+def _partial(scene: Investigation) -> RootCause | None:
+    """Over some axis the sum of what the differing ranks have is one device's."""
+    key, evidence = (scene.first.name, scene.first.index), scene.evidence
+    is_forward = scene.first.moment is Moment.FORWARD
+    rows = torch.full((2, _MOST_VALUES), math.nan, dtype=torch.float64)
+    own, whole = (
+        (outputs.forward if is_forward else outputs.backward).get(key)
+        for outputs in (evidence.seen.outputs, evidence.expected.outputs)
+    )
+    part = None if own is None or whole is None else scene.own_part(own, whole)
+    if own is not None and whole is not None and part is not None:
+        for row, tensor in zip(rows, (held(own), part.of(whole)), strict=True):
+            values = tensor.double().reshape(-1)[:_MOST_VALUES].nan_to_num(nan=math.inf)
+            row[: len(values)] = values
+    parts, truths = scene.ranks.stack(rows).unbind(1)
+    differing = set(scene.ranks_of(scene.first))
+    for axis, groups in scene.ranks.summed.items():
+        its = [group for group in groups if differing & set(group)]
+        factor = missing_sum(parts, truths, its, EXACT)
+        if factor is not None and abs(factor - 1.0) <= EXACT:
+            over = over_axis(axis)
+            what = "output" if is_forward else "gradient of the output"
+            sentence = (
+                f"Each rank has a partial sum of the {what} of {scene.first.place}. Sum it {over}."
+            )
+            name = axis.partition("+")[0]
+            cause = scene.root_cause(name, f"missing all-reduce {over}", sentence)
+            return cause.proven(f"summed {over} it matches the reference")
+    return None
 
 
 def _of_gradients(scene: Investigation) -> RootCause | None:
@@ -202,19 +230,13 @@ def _rate_in_words(scene: Investigation) -> RootCause:
     return scene.root_cause(None, "other value", sentence)
 
 
-def _loss(scene: Investigation) -> RootCause:
+def _loss(scene: Investigation) -> RootCause | None:
     own, right = scene.evidence.seen.loss, scene.evidence.expected.loss
-    ratio = own / right if right else math.inf
-    text = factor_text(ratio, scene.degrees) if math.isfinite(ratio) else "not finite"
     sentence = (
-        f"The loss is {own:.6g}, the reference loss is {right:.6g} ({text}). Sum it over the "
-        "data ranks once, and divide by the global number of tokens."
+        f"The loss is {own:.6g}, the reference loss is {right:.6g}. Sum it over the data ranks "
+        "once, and divide by the global number of tokens."
     )
-    cause = scene.root_cause("", text, sentence)
-    if products(ratio, scene.degrees, EXACT):
-        return cause.proven(f"divided by {ratio:.4g} it matches the reference")
-    out = "other targets, a product of the mesh's degrees; the gradients are right"
-    return cause.unexplained(out)
+    return of_a_product(scene, own / right, sentence) if right else None
 
 
 def _unexplained(scene: Investigation) -> RootCause:
@@ -226,11 +248,12 @@ def _unexplained(scene: Investigation) -> RootCause:
         "Everything before it matches the reference. Check how it is computed and "
         "communicated between ranks."
     )
-    out = OUTPUTS_RULED_OUT
+    tried = ""
     if first.moment is Moment.GRADIENTS:
-        out = GRADIENTS_RULED_OUT + untold(scene.spec.batch.accumulate)
-    factor = f"differs by {first.difference:.3g}"
-    return scene.root_cause(None, factor, sentence).unexplained(out)
+        tried = "no sum or multiple of its micro-batches' gradients equals it"
+        tried += untold(scene.spec.batch.accumulate)
+    cause = scene.root_cause(None, f"differs by {first.difference:.3g}", sentence, tried=tried)
+    return replace(cause, certainty=Certainty.UNEXPLAINED)
 
 
 # What explains a first mismatch, by what differs: the first that can.
@@ -238,7 +261,7 @@ _EXPLAINERS: dict[Subject, tuple[Callable[[Investigation], RootCause | None], ..
     **dict.fromkeys(_ORDER, (_of_state,)),
     Subject.BATCH: (_samples,),
     Subject.ACTIVATIONS: (_of_output,),
-    Subject.LOSS: (targets_cause, _of_gradients, _loss),
+    Subject.LOSS: (_of_gradients, _loss),
     Subject.LEARNING_RATE: (_learning_rate,),
     Subject.GRADIENTS: (_of_gradients,),
     Subject.NORM: (norm_cause,),

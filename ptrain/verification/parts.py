@@ -381,50 +381,9 @@ def mean_size(tensor: Tensor) -> float:
 
 COARSER = (torch.bfloat16, torch.float16, torch.float32)
 INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
-# Rounding to nearest errs by eps/2 at most and eps/sqrt(48) in the root mean square (mantissas
-# uniform in log); sums and products of rounded numbers by some times that.
-_LEAST, _USUAL, _MOST = 0.02, 0.2, 4.0
 # What another order of summation does to an element in fp64, with room; relative to the element,
 # or to the tensor's root mean square where the element is nearly nothing beside it.
 _SAME, _NEARLY_NOTHING = 1e-10, 1e-3
-
-
-def rounded_to(actual: Tensor, expected: Tensor) -> str:
-    """Return the name of the coarser dtype whose rounding the difference is; "" where it is none.
-
-    Rounding moves nearly every element that is not zero, each by itself: what leaves a part of a
-    tensor as it is, or moves it along what is expected, is something else of the same size."""
-    for dtype in COARSER:
-        if dtype.itemsize >= expected.dtype.itemsize:
-            continue
-        if torch.equal(rounded(expected, dtype), actual.to(expected.dtype)):
-            return named(dtype)
-    wanted, difference = expected.double().reshape(-1), (actual.double() - expected.double())
-    length, size = norm(wanted), norm(difference)
-    if not length or not math.isfinite(size) or not size:
-        return ""
-    if not _is_everywhere(difference.reshape(-1), wanted):
-        return ""
-    shares = {
-        dtype: size / length / torch.finfo(dtype).eps
-        for dtype in COARSER
-        if dtype.itemsize < expected.dtype.itemsize
-    }
-    likely = [dtype for dtype, share in shares.items() if _LEAST <= share <= _MOST]
-    if not likely:
-        return ""
-    return named(min(likely, key=lambda dtype: abs(math.log(shares[dtype] / _USUAL))))
-
-
-def _is_everywhere(difference: Tensor, wanted: Tensor) -> bool:
-    """Nearly all elements are off, and not in one direction: the cosine between the difference and
-    what is expected is what chance makes of so many elements, 1/sqrt(n) with room."""
-    alive = wanted != 0
-    count = int(alive.sum())
-    if int((difference[alive] != 0).sum()) < 0.97 * count or bool(difference[~alive].any()):
-        return False
-    cosine = float(torch.dot(difference, wanted)) / (norm(difference) * norm(wanted))
-    return abs(cosine) <= 0.1 + 4 / math.sqrt(count)
 
 
 def odd_element(actual: Tensor, expected: Tensor) -> int | None:

@@ -19,6 +19,7 @@ from tests.faults.effects import changes
 from tests.faults.of_batches import DDP
 from tests.faults.of_states import flipped
 from tests.faults.trials import tried
+from tests.faults.unexplained import NOT_LOCALISED, UNEXPLAINED
 from tests.ranks import Ranks
 
 pytestmark = pytest.mark.gloo
@@ -36,13 +37,11 @@ BY_DEFAULT = {
     "counts of the micro-batch before (ep)",
     "experts twice in the norm",
 }
-# Named by what is seen, whose fix was not tried, or does not explain all that differs: what ranks
-# share is compared and not repeated; tokens of slices are no samples; a rounding is told by size.
+# Named by what is seen, whose fix was not tried, does not explain all that differs, or is one of
+# several that fit: what ranks share is compared and not repeated; degrees may be equal.
 FITS = {
     "ranks of tp read different samples",
     "micro-batches of the last stage in another order than the first's",
-    "reduced in bf16",
-    "dtype mismatch on one rank: its gradients in bf16",
     "dropout masks shared where they must differ (heads of tp)",
     "dropout masks different where they must be shared (tp)",
     "dropout masks shared by data ranks",
@@ -51,6 +50,7 @@ FITS = {
     "ranks of cp read different samples: zigzag",
     "ranks of cp read different samples: all-gather",
     "ranks of cp read different samples: ulysses",
+    "ranks of cp read different samples: hybrid",
     "dropout masks different where slices of one must be taken (cp)",
     "ranks of cp have samples in different orders",
     "contiguous tokens for a zigzag ring",
@@ -58,22 +58,16 @@ FITS = {
     "a router's gradient lost",
     "a router's gradient lost among replicas",
     "a router's gradient lost under fully_shard",
-    "dropped tokens counted: given what lies in the last place",
-    "experts' biases moved by a rank's own tokens",
-    "dropped tokens given what lies last (ep)",
-    "experts' biases moved by a rank's own tokens (ep)",
+    "experts' gradient times ep: replicas",
+    "experts' gradient times ep: shards",
+    "experts' gradient times ep: stages",
+    "experts' gradient divided by ep: shards",
+    "experts' gradient times tp",
+    "folded experts' gradient times tp",
     "a router's gradient lost (ep)",
+    "a router's gradient lost (ep, shards)",
     "a flipped bit in replicated parameters: lowest bit",
     "a flipped bit in replicated optimizer state: lowest bit",
-    "one rank begins with other values",
-    "swapped tp and dp groups",
-    "ranks of cp read different samples: hybrid",
-    "a router's gradient lost (ep, shards)",
-}
-# Other arithmetic, of which nobody has a guess.
-UNEXPLAINED = {
-    "wrong rope offset under SP",
-    "no causal mask on one rank",
 }
 UNDETECTABLE = sorted(name for name, fault in FAULTS.items() if fault.undetectable)
 
@@ -91,13 +85,13 @@ def test_there_are_at_least_thirty_faults_and_some_run_by_default() -> None:
 
 
 @pytest.mark.parametrize("name", named([name for name in FAULTS if name not in UNDETECTABLE]))
-def test_a_fault_is_caught_localised_and_named(ranks: Ranks, name: str) -> None:
+def test_a_fault_is_caught_localised_and_named_or_not_explained(ranks: Ranks, name: str) -> None:
     trial = tried(ranks, name)
     assert trial.caught
-    assert trial.localised, trial.line
-    assert trial.named, trial.line
+    assert trial.localised is (name not in NOT_LOCALISED), trial.line
     fits = Certainty.UNEXPLAINED if name in UNEXPLAINED else Certainty.FITS
     assert trial.certainty is (fits if name in FITS | UNEXPLAINED else Certainty.PROVEN), trial.line
+    assert trial.named or name in UNEXPLAINED, trial.line
 
 
 @pytest.mark.nightly

@@ -17,7 +17,7 @@ from ptrain.train.exchange import Exchange
 from ptrain.verification import examine as examination
 from ptrain.verification.capture import modules
 from ptrain.verification.causes import gradients
-from ptrain.verification.evidence import Evidence
+from ptrain.verification.causes.scene import Evidence
 from ptrain.verification.examine import KEPT, examine
 from ptrain.verification.jobs.evidence import MOST, JobEvidence, KnownFactors, OwnGradients
 from ptrain.verification.jobs.job import Ranks

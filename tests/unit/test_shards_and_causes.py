@@ -18,7 +18,6 @@ from ptrain.verification.parts import (
     odd_element,
     part_of,
     relative,
-    rounded_to,
 )
 from ptrain.verification.places import coordinates, data_place, line
 
@@ -75,17 +74,6 @@ def test_a_difference_is_relative_to_what_is_expected_or_to_what_is_usual() -> N
     assert relative(torch.tensor([math.nan]), torch.tensor([1.0])) == math.inf
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_the_rounding_of_a_dtype_is_known_by_its_values_and_by_its_size(dtype: torch.dtype) -> None:
-    expected = torch.randn(4096, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    rounded = expected.to(dtype).double()
-    name = str(dtype).removeprefix("torch.")
-    assert rounded_to(rounded, expected) == name
-    assert rounded_to((rounded * 1.7 + rounded) / 2.7, expected) == name  # no longer representable
-    assert rounded_to(expected * (1 + 1e-15), expected) == ""
-    assert rounded_to(expected * 2, expected) == ""
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_any_flipped_bit_is_told_with_its_place(dtype: torch.dtype) -> None:
     width = 8 * dtype.itemsize
@@ -98,16 +86,6 @@ def test_any_flipped_bit_is_told_with_its_place(dtype: torch.dtype) -> None:
         assert flipped_bit(found, expected) == bit
     assert flipped_bit(expected * 3, expected) is None
     assert flipped_bit(expected, expected) is None
-
-
-def test_what_leaves_a_part_as_it_is_or_moves_all_one_way_is_no_rounding() -> None:
-    expected = torch.randn(64, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    noise = torch.randn(64, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    assert rounded_to(expected * (1 + 2e-3 * noise), expected) == "bfloat16"
-    partly = expected * (1 + 2e-3 * noise)
-    partly[:4] = expected[:4]
-    assert rounded_to(partly, expected) == ""
-    assert rounded_to(expected * 1.002, expected) == ""
 
 
 def test_a_flipped_bit_is_told_among_the_roundings_of_another_order_of_summation() -> None:

@@ -2,7 +2,7 @@
 update is explained by repeating it with the inputs that the program's optimizers received.
 
 The norm by which gradients are clipped differs from one device's if squares count for one rank
-alone, or more than once.
+alone.
 """
 
 from __future__ import annotations
@@ -10,35 +10,24 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any, TypeAlias
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from ptrain.axes.data.run.target import NamedTarget
 from ptrain.cost import State
-from ptrain.facts.parameters import OF_TOKENS
 from ptrain.interpreter.program import Program
-from ptrain.report.finding import Mismatch, Moment, RootCause, Subject
+from ptrain.report.finding import Certainty, Mismatch, Moment, RootCause, Subject
 from ptrain.spec.placement import CUT, Axis, Distribution
-from ptrain.spec.spec import Spec, position, ranks_over
-from ptrain.verification.causes.context import (
-    ALIKE,
-    OF_VALUES,
-    Explanation,
-    Sides,
-    of_values,
-    positions_text,
-)
-from ptrain.verification.causes.experts import copies, expert_axis, is_of_experts, several
-from ptrain.verification.causes.rerun import EXACT, Investigation
+from ptrain.spec.spec import Spec
+from ptrain.verification.causes.scene import EXACT, Investigation
 from ptrain.verification.compare import Differences, ParameterMove
 from ptrain.verification.jobs.job import TOLERANCES
 from ptrain.verification.jobs.shards import ParameterShard
 from ptrain.verification.parts import (
     TensorBox,
-    factor_text,
     flipped_bit,
     held,
     odd_element,
@@ -46,16 +35,15 @@ from ptrain.verification.parts import (
     relative,
     rounded,
 )
-from ptrain.verification.places import own_spans
 from ptrain.verification.preconditions import of_program, of_reference
 from ptrain.verification.updates.clip import UpdateCase
 from ptrain.verification.updates.explain import UpdateExplainer
 from ptrain.verification.updates.repeat import Ingredients, UpdateOutcome, UpdateRecord, is_row
 
 
-def norm_cause(scene: Investigation) -> RootCause:
+def norm_cause(scene: Investigation) -> RootCause | None:
     """Say whether the norm is that of this rank's shards alone, or of gradients with the loss's
-    scale, or counts something several times. Collective."""
+    scale, or a product of degrees. Collective."""
     evidence = scene.evidence
     norms = scene.ranks.gather(evidence.seen.norm)
     expected = evidence.expected.norm
@@ -80,18 +68,27 @@ def norm_cause(scene: Investigation) -> RootCause:
             "", f"× {evidence.scale:g}: the loss scale is not undone", sentence
         )
         return cause.proven("divided by the loss scale it matches the reference")
-    if (of_some := _of_some(scene, norm)) is not None:
-        return of_some
-    candidates = products(ratio, scene.degrees, EXACT)
-    along = next((name for candidate in candidates for name in candidate.axes if name != "K"), "")
-    text = factor_text(ratio, scene.degrees)
-    sentence = f"The gradient norm is {text}: {scene.first.told}. Count every element once."
-    cause = scene.root_cause(along or None, text, sentence)
-    if candidates:
-        return cause.proven(f"divided by {ratio:.4g} it matches the reference")
-    return cause.unexplained(
-        "the norm of a rank's local shards, the loss scale, a product of degrees"
-    )
+    sentence = f"The gradient norm differs: {scene.first.told}. Count every element once."
+    return of_a_product(scene, ratio, sentence)
+
+
+def of_a_product(scene: Investigation, ratio: float, sentence: str) -> RootCause | None:
+    """Say of a number how large it is beside the reference's, and, apart from that, of which
+    degrees this is a product; None where it is of none. An axis is named where no other has as
+    many ranks."""
+    fits = products(ratio, scene.degrees, EXACT) if math.isfinite(ratio) else ()
+    if not fits:
+        return None
+    text, axes = str(fits[0]), fits[0].axes if len(fits) == 1 else ()
+    axis = axes[0] if len(axes) == 1 and axes != ("K",) else ""
+    causes = " or ".join(" and ".join(_degree(scene, name) for name in fit.axes) for fit in fits)
+    sentence += f" The factor {text} may come from {causes}."
+    return scene.root_cause(axis, text, sentence)
+
+
+def _degree(scene: Investigation, name: str) -> str:
+    what = "the number of micro-batches" if name == "K" else name
+    return f"{what} ({scene.degrees[name]})"
 
 
 def _of_own_shards(scene: Investigation) -> tuple[str, ...]:
@@ -105,7 +102,7 @@ def _of_own_shards(scene: Investigation) -> tuple[str, ...]:
         part = scene.own_part(tensor, whole) if tensor is not None else None
         if part is not None:
             own = part.of(whole).double()
-            square += float(_own_rows(scene, name, own).square().sum())
+            square += float(own.square().sum())
     norm = evidence.seen.norm if evidence.seen.norm is not None else math.nan
     is_own = math.isclose(math.sqrt(square), norm, rel_tol=EXACT)
     right = evidence.expected.norm or math.nan
@@ -120,53 +117,12 @@ def _of_own_shards(scene: Investigation) -> tuple[str, ...]:
     return cut if all(are_own) else ()
 
 
-def _own_rows(scene: Investigation, name: str, values: Tensor) -> Tensor:
-    """Return of experts those of this rank, where values of all ranks' were gathered."""
-    axes = scene.spec.expert_axes
-    if not axes or not is_of_experts(scene.spec, name):
-        return values
-    experts, ranks = scene.evidence.expected.gradients[name].shape[0], ranks_over(scene.spec, axes)
-    own = position(scene.spec, scene.rank, axes)
-    return values.chunk(ranks)[own] if len(values) == experts else values
-
-
 def _cuts(spec: Spec, axis: Axis) -> bool:
     """Whether ranks along it have other parts of a gradient."""
     placed = next(factor.placement for factor in spec.factors if factor.axis is axis)
     return axis in spec.expert_axes or any(
         placed[state].distribution in CUT for state in (State.GRADIENTS, State.OPTIMIZER)
     )
-
-
-def _of_some(scene: Investigation, norm: float) -> RootCause | None:
-    """The squares of experts alone, or of all but experts, count several times or not at all."""
-    axis = expert_axis(scene.spec)
-    if axis is None:
-        return None
-    squares = {True: 0.0, False: 0.0}
-    for name, whole in scene.evidence.expected.gradients.items():
-        squares[is_of_experts(scene.spec, name)] += float(whole.double().square().sum())
-    for is_of_these, what, fix in (
-        (True, "experts", f"Each expert is on one rank of {axis}. Count it there, and sum once."),
-        (False, "all but experts", f"Every rank of {axis} has them. Count those of one rank."),
-    ):
-        own, others = squares[is_of_these], squares[not is_of_these]
-        if own < _LEAST * others:
-            continue
-        times = (norm**2 - others) / own
-        if abs(times) <= EXACT:
-            sentence = f"The gradient norm omits the squares of {what}. {fix}"
-            tried = f"with the squares of {what} it matches the reference"
-            return scene.root_cause(axis, f"{what} left out", sentence).proven(tried)
-        if fits := products(times, scene.degrees, EXACT):
-            text, axes = several(fits, axis)
-            sentence = f"The gradient norm counts the squares of {what} {text} ({axes}). {fix}"
-            tried = f"with the squares of {what} counted once it matches the reference"
-            return scene.root_cause(axes, f"{what} {text}", sentence).proven(tried)
-    return None
-
-
-_LEAST = 1e-6  # of all squares: of less, fp64 does not tell how often they count
 
 
 _UPDATED = (Subject.PARAMETERS, Subject.OPTIMIZER, Subject.COUNTER)
@@ -299,11 +255,40 @@ def _courses(
 
 
 Key: TypeAlias = tuple[Subject, str]
+ALIKE = EXACT * 1e-4  # relative: what is closer than this is the same
+
+
+class Explanation(NamedTuple):
+    """What one rank says of its part: the factor, what to do, and what came of undoing it ("" where
+    that was not tried)."""
+
+    factor: str
+    sentence: str
+    tried: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Sides:
+    """What this rank has, the reference's whole tensor, and which part of it this should be."""
+
+    own: Tensor
+    whole: Tensor
+    part: TensorBox
+
+    @property
+    def expected(self) -> Tensor:
+        return self.part.of(self.whole)
+
+    @property
+    def wrong(self) -> Tensor:
+        """Which elements are: a rank's rows may be made of several ranks' shards."""
+        expected = self.expected.double()
+        return (self.own.double() - expected).abs() > ALIKE * expected.abs()
+
+
 _OTHER = "other values"
+_COMPARED = "it equals no earlier state of the reference, and more than one element differs"
 _AS_BEFORE = "the differing elements equal the earlier reference values, to the last digits"
-
-
-RULED_OUT = f"one element, an earlier step, other positions, {OF_VALUES}"
 
 
 def state_cause(scene: Investigation) -> RootCause:
@@ -312,9 +297,8 @@ def state_cause(scene: Investigation) -> RootCause:
     if (proven := proven_update(scene)) is not None:
         return proven
     alike = _alike(scene, one)
-    boxes = scene.boxes({key[1]: sides.part for key, sides in alike.items()})
     said = {
-        key: _said(scene, replace(one, subject=key[0], name=key[1]), sides, boxes.get(key[1], {}))
+        key: _said(scene, replace(one, subject=key[0], name=key[1]), sides)
         for key, sides in alike.items()
     }
     first = one.subject, one.name
@@ -324,14 +308,13 @@ def state_cause(scene: Investigation) -> RootCause:
     )
     wrong = Counter(its for its, _ in everyone if its) or {_other(one): 1}
     agreed = max(wrong, key=lambda its: wrong[its])
-    axis = agreed.axis or _axis(scene, one)
-    cause = scene.root_cause(axis, agreed.factor, agreed.sentence)
+    cause = scene.root_cause(_axis(scene, one), agreed.factor, agreed.sentence)
     known = [its for _, tried in everyone for its in tried]
     if known and all(known):
         others = f"; the same holds for all {len(known)} differences" * (len(known) > 1)
         return cause.proven(agreed.tried + others)
     if agreed.factor == _OTHER:
-        return cause.unexplained(RULED_OUT)
+        return replace(cause, certainty=Certainty.UNEXPLAINED, tried=_COMPARED)
     words = f"this holds for {sum(known)} of the {len(known)} differences" if any(known) else ""
     return replace(cause, tried=words)
 
@@ -365,9 +348,7 @@ def _axis(scene: Investigation, one: Mismatch) -> str:
     return str(cut[0]) if cut and one.subject is not Subject.COUNTER else ""
 
 
-def _said(
-    scene: Investigation, one: Mismatch, sides: Sides, places: Mapping[int, TensorBox]
-) -> Explanation | None:
+def _said(scene: Investigation, one: Mismatch, sides: Sides) -> Explanation | None:
     """Return what is wrong; None where this rank has it right."""
     own, expected = sides.own, sides.expected
     if own.dtype != expected.dtype:
@@ -386,12 +367,7 @@ def _said(
     for cause in _CAUSES[:1] if is_used else _CAUSES if scene.has_evidence else ():
         if (known := cause(scene, one, sides)) is not None:
             return known
-    return (
-        _of_positions(scene, one, sides)
-        or _of_other_experts(scene, one, sides)
-        or of_values(scene, one.name, sides, places)
-        or _other(one)
-    )
+    return _other(one)
 
 
 def _of_one_element(one: Mismatch, sides: Sides) -> Explanation | None:
@@ -465,35 +441,6 @@ def is_frozen(scene: Investigation, name: str) -> bool:
 
 
 _CAUSES = (_stale, _frozen)
-
-
-def _of_positions(scene: Investigation, one: Mismatch, sides: Sides) -> Explanation | None:
-    """A table with a row for each token has those of other tokens."""
-    table = dict(scene.reference.module.named_buffers()).get(one.name)
-    spans = own_spans(scene.spec, scene.rank)
-    if one.subject is not Subject.BUFFERS or table is None or not spans:
-        return None
-    text = positions_text(sides.own, table, spans) if one.name.endswith(OF_TOKENS) else ""
-    sentence = f"{one.name} has {text}. Number tokens by their position in the full sequence."
-    tried = "the reference rows at these positions have the same values"
-    return Explanation(text, sentence, tried, scene.token_axis) if text else None
-
-
-def _of_other_experts(scene: Investigation, one: Mismatch, sides: Sides) -> Explanation | None:
-    """All ranks have one rank's experts."""
-    if not is_of_experts(scene.spec, one.name):
-        return None
-    for place, repeated in copies(scene, sides.whole):
-        if relative(sides.own, sides.part.of(repeated)) <= EXACT:
-            axis = " × ".join(scene.spec.expert_axes)
-            sentence = (
-                f"{one.name} has the experts of {axis} rank {place} on every rank of {axis}. "
-                "Broadcast or load only replicated tensors, and give each rank different "
-                "experts."
-            )
-            tried = "the reference values of these experts are the values on this rank"
-            return Explanation(f"experts of {axis} rank {place}", sentence, tried, axis)
-    return None
 
 
 def _other(one: Mismatch) -> Explanation:

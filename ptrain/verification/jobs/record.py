@@ -26,7 +26,6 @@ from ptrain.models.arguments import first_real, is_real
 from ptrain.report.copies import Copy, differing
 from ptrain.report.finding import Mismatch, Moment, Subject, Way
 from ptrain.verification.compare import Differences, ParameterMove
-from ptrain.verification.evidence import StepSide
 from ptrain.verification.jobs.job import Tolerance
 from ptrain.verification.jobs.shards import ParameterShard
 from ptrain.verification.parts import (
@@ -38,7 +37,7 @@ from ptrain.verification.parts import (
     mean_size,
     norm,
 )
-from ptrain.verification.updates.repeat import UpdateRecorder
+from ptrain.verification.updates.repeat import StepSide, UpdateRecorder
 
 
 @dataclass(frozen=True, slots=True)

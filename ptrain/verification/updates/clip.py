@@ -19,13 +19,18 @@ from torch import Tensor
 
 from ptrain.report.finding import Certainty, Mismatch, Moment, RootCause, Subject
 from ptrain.verification.compare import Differences, ParameterMove
-from ptrain.verification.evidence import StepSide
 from ptrain.verification.jobs.job import Ranks, Tolerance
 from ptrain.verification.jobs.record import compare_states, compare_update, digest
 from ptrain.verification.jobs.root_causes import families, root_cause
 from ptrain.verification.jobs.shards import ParameterShard
 from ptrain.verification.parts import Magnitude, multiple, square
-from ptrain.verification.updates.repeat import Ingredients, UpdateOutcome, UpdateRecord, is_row
+from ptrain.verification.updates.repeat import (
+    Ingredients,
+    StepSide,
+    UpdateOutcome,
+    UpdateRecord,
+    is_row,
+)
 
 _COARSE = 1e-3  # a dtype's rounding above which a skipped update of some elements is no difference
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from types import FunctionType, MethodType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -252,6 +252,21 @@ class UpdateRecord:
     shards: dict[str, ParameterShard] = field(default_factory=dict)
     masters: set[str] = field(default_factory=set)
     obstacle: str = ""
+
+
+class StepSide(Protocol):
+    """What any side, a program, a loop or one device, shows of a step. `in_use`: the parameters as
+    the first pass has them; `gradients` as the optimizers took them; `record`: what these were
+    given and left."""
+
+    @property
+    def in_use(self) -> Mapping[str, Tensor]: ...
+
+    @property
+    def gradients(self) -> Mapping[str, Tensor]: ...
+
+    @property
+    def record(self) -> UpdateRecord: ...
 
 
 class UpdateRecorder:
