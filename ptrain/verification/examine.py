@@ -11,7 +11,7 @@ ranks), they are explained first.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
@@ -19,257 +19,165 @@ import torch
 
 from ptrain.data.corpus import corpus
 from ptrain.interpreter.program import Program
-from ptrain.optimizers.update import COUNTER
 from ptrain.report.finding import Certainty, Mismatch, Moment, RootCause, Subject, Way
 from ptrain.spec.placement import Axis
 from ptrain.train.exchange import Exchange
 from ptrain.train.schedule import learning_rate
 from ptrain.verification.capture import Capture, Outputs, clipped_by, drive, watched
-from ptrain.verification.causes.gradients import given_samples, gradient_cause
-from ptrain.verification.causes.scene import EXACT, Evidence, Investigation, ProgramSide
-from ptrain.verification.causes.states import norm_cause, of_a_product, proven_update, state_cause
 from ptrain.verification.compare import AllDifferences, Differences
+from ptrain.verification.jobs.diagnosis import explain_gradients
 from ptrain.verification.jobs.evidence import untold
-from ptrain.verification.jobs.job import Ranks, ranks_of_spec
-from ptrain.verification.jobs.root_causes import over_axis
+from ptrain.verification.jobs.job import TOLERANCES, Ranks, ranks_of_spec
+from ptrain.verification.jobs.root_causes import over_axis, root_cause, shared_factor
 from ptrain.verification.jobs.verdict import Verdict
 from ptrain.verification.parts import (
     Magnitude,
+    factor_text,
     held,
-    missing_sum,
     numbers_apart,
     part_of,
     relative,
     without_masks,
 )
 from ptrain.verification.places import coordinates, data_place
-from ptrain.verification.preconditions import States, of_program, of_reference
-from ptrain.verification.reference import (
-    OF_ITS_SAMPLES,
-    MicroBatch,
-    Pass,
-    ReferenceTraining,
-    sample_mismatches,
-)
+from ptrain.verification.preconditions import of_program, of_reference
+from ptrain.verification.program_step import ProgramSide, ProgramStep
+from ptrain.verification.reference import MicroBatch, Pass, ReferenceTraining, sample_mismatches
+from ptrain.verification.updates.explain import explain_update
 from ptrain.verification.updates.repeat import UpdateRecorder, wholes
 
-_LEDGER = {"missing": "missing", "duplicate": "twice"}  # samples, and the word that says so
-_MOST_VALUES = 4096  # of an output that ranks tell each other
 _ORDER = (Subject.COUNTER, Subject.OPTIMIZER, Subject.PARAMETERS, Subject.BUFFERS)
+_MOST_VALUES = 4096  # of an output that ranks tell each other
+_EXACT = 1e-6  # a relative residual below which a sum is the reference
 
 
-def explain(
-    mismatches: Sequence[Mismatch],
-    evidence: Evidence | None,
-    sides: tuple[Program, ReferenceTraining],
-    ranks: Ranks,
+def explain(mismatches: Sequence[Mismatch], step: ProgramStep | None, ranks: Ranks) -> RootCause:
+    """Explain all ranks' mismatches, the first first: gradients and updates as those of any loop,
+    and of what a program alone shows the first difference. All ranks give the same."""
+    first = mismatches[0]
+    if step is None or first.moment is Moment.START:
+        return _first_difference(mismatches, first, ranks)
+    if first.subject is Subject.BATCH:
+        return _of_samples(mismatches, ranks)
+    if first.subject is Subject.ACTIVATIONS and (partial := _partial(mismatches, step, ranks)):
+        return partial
+    if first.moment in (Moment.BACKWARD, Moment.GRADIENTS) or first.subject is Subject.LOSS:
+        return _of_gradients(mismatches, step, ranks)
+    if any(mismatch.moment is Moment.UPDATE for mismatch in mismatches):
+        return _of_update(mismatches, step, ranks)
+    return _first_difference(mismatches, first, ranks)
+
+
+def _first_difference(
+    mismatches: Sequence[Mismatch], one: Mismatch, ranks: Ranks, tried: str = ""
 ) -> RootCause:
-    """Explain all ranks' mismatches, the first first, with program and reference as they were when
-    these were seen. Collective: all ranks give the same `mismatches`."""
-    scene = Investigation(mismatches, evidence, sides, ranks)
-    explainers = (*_EXPLAINERS[scene.first.subject], _unexplained)
-    return next(filter(None, (explainer(scene) for explainer in explainers)))
-
-
-def _of_state(scene: Investigation) -> RootCause:
-    if scene.first.moment is not Moment.FORWARD:  # where parameters are used they differ alone
-        scene = scene.about(_most_telling(scene))
-    return _skipped(scene) if _is_left_out(scene) else state_cause(scene)
-
-
-def _most_telling(scene: Investigation) -> Mismatch:
-    """Return of one moment a counter, then optimizer state, from which parameters follow; but first
-    what is not trained, and what nobody updated at all."""
-    alike = scene.at(scene.first.moment)
-    if scene.has_evidence and (untouched := _not_updated(scene, alike)) is not None:
-        return untouched
-    return min(alike, key=lambda mismatch: _ORDER.index(mismatch.subject))
-
-
-def _not_updated(scene: Investigation, alike: Sequence[Mismatch]) -> Mismatch | None:
-    """One that is not trained differs. Or some parameters' counters and values differ on a rank and
-    others' there do not: its update did not take them along."""
-    right = of_reference(scene.reference)
-    counters = {
-        name: float(held(tensor)) == float(right[subject, name])
-        for (subject, name), tensor in of_program(scene.program).items()
-        if subject is Subject.COUNTER
-    }
-    some = any(scene.ranks.gather(any(counters.values()) and not all(counters.values())))
-    counted = {
-        mismatch.name.rpartition(".")[0]
-        for mismatch in alike
-        if mismatch.subject is Subject.COUNTER
-    }
-    for mismatch in alike:
-        if mismatch.subject is not Subject.PARAMETERS:
-            continue
-        if mismatch.name not in scene.evidence.expected.gradients:
-            return mismatch
-        if some and mismatch.name in counted:
-            return replace(mismatch, subject=Subject.OPTIMIZER)
-    return None
-
-
-def _is_left_out(scene: Investigation) -> bool:
-    """A parameter in the place of its optimizer state."""
-    one = scene.one
-    return one.subject is Subject.OPTIMIZER and one.name in scene.reference.parameters
-
-
-def _skipped(scene: Investigation) -> RootCause:
-    one = scene.one
-    counter = replace(one, subject=Subject.COUNTER, name=f"{one.name}.{COUNTER}")
-    of_values = replace(one, subject=Subject.PARAMETERS)
-    ranks = scene.ranks_of(counter) or scene.ranks_of(of_values)
-    before = scene.evidence.states[-1]
-    still = True
-    for (subject, name), tensor in of_program(scene.program).items():
-        is_its = name == one.name or name.rpartition(".")[0] == one.name
-        whole = before.get((subject, name)) if is_its else None
-        if whole is not None and (part := scene.own_part(tensor, whole)) is not None:
-            still = still and (scene.rank not in ranks or torch.equal(held(tensor), part.of(whole)))
-    by_all = all(scene.ranks.gather(still))
-    sentence = (
-        f"The update omits {one.name}: its values, moments and step counter are as before. "
-        "Give it to the optimizer, and step the optimizer of every shard."
-    )
-    tried = "all of these equal their values before the update"
-    cause = scene.root_cause(scene.axis_of(ranks), "update skipped", sentence)
-    cause = replace(cause, ranks=ranks)
-    return cause.proven(tried) if by_all else replace(cause, tried=f"on some ranks only: {tried}")
-
-
-def _of_output(scene: Investigation) -> RootCause | None:
-    """Parameters' gradients tell more than the gradient of an output, unless a sum is missing from
-    that."""
-    if (cause := _partial(scene)) is not None or scene.first.moment is Moment.FORWARD:
-        return cause
-    return _of_gradients(scene)
-
-
-def _partial(scene: Investigation) -> RootCause | None:
-    """Over some axis the sum of what the differing ranks have is one device's."""
-    key, evidence = (scene.first.name, scene.first.index), scene.evidence
-    is_forward = scene.first.moment is Moment.FORWARD
-    rows = torch.full((2, _MOST_VALUES), math.nan, dtype=torch.float64)
-    own, whole = (
-        (outputs.forward if is_forward else outputs.backward).get(key)
-        for outputs in (evidence.seen.outputs, evidence.expected.outputs)
-    )
-    part = None if own is None or whole is None else scene.own_part(own, whole)
-    if own is not None and whole is not None and part is not None:
-        for row, tensor in zip(rows, (held(own), part.of(whole)), strict=True):
-            values = tensor.double().reshape(-1)[:_MOST_VALUES].nan_to_num(nan=math.inf)
-            row[: len(values)] = values
-    parts, truths = scene.ranks.stack(rows).unbind(1)
-    differing = set(scene.ranks_of(scene.first))
-    for axis, groups in scene.ranks.summed.items():
-        its = [group for group in groups if differing & set(group)]
-        factor = missing_sum(parts, truths, its, EXACT)
-        if factor is not None and abs(factor - 1.0) <= EXACT:
-            over = over_axis(axis)
-            what = "output" if is_forward else "gradient of the output"
-            sentence = (
-                f"Each rank has a partial sum of the {what} of {scene.first.place}. Sum it {over}."
-            )
-            name = axis.partition("+")[0]
-            cause = scene.root_cause(name, f"missing all-reduce {over}", sentence)
-            return cause.proven(f"summed {over} it matches the reference")
-    return None
-
-
-def _of_gradients(scene: Investigation) -> RootCause | None:
-    gradients = scene.at(Moment.GRADIENTS, Subject.GRADIENTS)
-    if not gradients:
-        return None
-    is_output = scene.first.moment is Moment.BACKWARD  # whose gradient differs before
-    one = replace(gradients[0], name=scene.first.name) if is_output else gradients[0]
-    return gradient_cause(scene.about(one))
-
-
-def _samples(scene: Investigation) -> RootCause:
-    words = scene.first.told
-    kinds = [kind for kind, word in _LEDGER.items() if word in words]
-    factor = f"{' and '.join(kinds)} sample{'s' * (len(kinds) > 1)}" if kinds else words
-    sentence = (
-        f"The mesh trains on other samples than the batch: {words}. Check the sampler, and "
-        "which share of the batch each rank takes."
-    )
-    axis = scene.token_axis if OF_ITS_SAMPLES in words else None
-    return given_samples(scene, scene.root_cause(axis, factor, sentence))
-
-
-def _learning_rate(scene: Investigation) -> RootCause:
-    cause = _rate_in_words(scene)
-    update = next(iter(scene.at(Moment.UPDATE)), None)
-    proof = proven_update(scene.about(update)) if update is not None else None
-    if proof is None:
-        return cause
-    return replace(cause, certainty=proof.certainty, tried=proof.tried)
-
-
-def _rate_in_words(scene: Investigation) -> RootCause:
-    rate = float(scene.first.told.partition(" ")[0])
-    schedule = scene.spec.optimizer
-    others = [
-        step
-        for step in range(scene.spec.train.steps + 1)
-        if math.isclose(learning_rate(schedule, step), rate, rel_tol=1e-9)
+    """Say what differs first, on which ranks; of gradients any, for a rank may have nothing of the
+    first."""
+    alike = [
+        its
+        for its in mismatches
+        if (its.when, its.subject) == (one.when, one.subject)
+        and (its.name == one.name or one.subject is Subject.GRADIENTS)
     ]
-    if others:
-        sentence = (
-            f"The update has the learning rate of step {others[0]}: {scene.first.told}. Step "
-            "the schedule once per update."
+    size = one.told or f"differs by {one.difference:.3g}"
+    what = str(one.subject)
+    if one.subject is Subject.ACTIVATIONS:
+        what = "gradient of its output" if one.moment is Moment.BACKWARD else "output"
+    return root_cause(
+        alike, ranks, state=one.subject, factor=size, names=[one.place], tried=tried,
+        certainty=Certainty.UNEXPLAINED,
+        sentence=f"{one.place} is the first difference, in its {what} ({size}). Everything before "
+                 "it matches the reference. Check how it is computed and communicated between "
+                 "ranks.",
+    )  # fmt: skip
+
+
+def _of_samples(mismatches: Sequence[Mismatch], ranks: Ranks) -> RootCause:
+    first = mismatches[0]
+    alike = [mismatch for mismatch in mismatches if mismatch.when == first.when]
+    return root_cause(
+        alike, ranks, state=Subject.BATCH, factor=first.told,
+        sentence=f"The mesh trains on other samples than the batch: {first.told}. Check the "
+                 "sampler, and which share of the batch each rank takes.",
+        tried="the inputs of each rank's model were compared with the batch, row by row",
+    )  # fmt: skip
+
+
+def _partial(mismatches: Sequence[Mismatch], step: ProgramStep, ranks: Ranks) -> RootCause | None:
+    """Over some axis the sum of what the differing ranks have is the reference's."""
+    first = mismatches[0]
+    is_forward = first.moment is Moment.FORWARD
+    own, whole = (
+        (side.outputs.forward if is_forward else side.outputs.backward).get(
+            (first.name, first.index)
         )
-        return scene.root_cause(None, f"of step {others[0]}", sentence)
-    sentence = (
-        f"The update has another learning rate: {scene.first.told}. Set the scheduled rate "
-        "in every group of every rank's optimizer."
+        for side in (step.seen, step.expected)
     )
-    return scene.root_cause(None, "other value", sentence)
+    part = None if own is None or whole is None else step.part_of(own, whole)
+    sizes = ranks.gather(None if own is None or part is None else own.numel())
+    if None in sizes or len(set(sizes)) > 1:
+        return None
+    assert own is not None and whole is not None and part is not None, "every rank has both"
+    both = (part.of(whole), held(own))
+    rows = torch.stack([its.double().reshape(-1)[:_MOST_VALUES] for its in both])
+    axis, factor = shared_factor(ranks, ranks.stack(rows.nan_to_num(posinf=0, neginf=0)), _EXACT)
+    if not axis:
+        return None
+    found = _first_difference(mismatches, first, ranks)
+    what = "output" if is_forward else "gradient of the output"
+    return replace(
+        found, axis=axis, factor=factor, certainty=Certainty.FITS,
+        sentence=f"Each rank has a partial sum of the {what} of {first.place}. Sum it "
+                 f"{over_axis(axis)}.",
+        tried=f"summed {over_axis(axis)} it matches the reference; the gradients then were not "
+              "compared",
+    )  # fmt: skip
 
 
-def _loss(scene: Investigation) -> RootCause | None:
-    own, right = scene.evidence.seen.loss, scene.evidence.expected.loss
-    sentence = (
-        f"The loss is {own:.6g}, the reference loss is {right:.6g}. Sum it over the data ranks "
-        "once, and divide by the global number of tokens."
-    )
-    return of_a_product(scene, own / right, sentence) if right else None
+def _of_gradients(mismatches: Sequence[Mismatch], step: ProgramStep, ranks: Ranks) -> RootCause:
+    """Explain an output's gradient, a loss, or gradients by what each micro-batch gives."""
+    first = mismatches[0]
+    gradients = [its for its in mismatches if its.subject is Subject.GRADIENTS]
+    if gradients:
+        limit = TOLERANCES[torch.float64]
+        found = explain_gradients(gradients, step.job_evidence(), ranks, limit)
+        if found.certainty is not Certainty.UNEXPLAINED:
+            return replace(found, state=first.subject)
+    tried = "no sum or multiple of its micro-batches' gradients equals it"
+    tried += untold(step.spec.batch.accumulate)
+    is_one = first.moment is Moment.GRADIENTS
+    return _first_difference(mismatches, first, ranks, tried if is_one else "")
 
 
-def _unexplained(scene: Investigation) -> RootCause:
-    first = scene.first
-    what = "gradient of its output" if first.moment is Moment.BACKWARD else "output"
-    what = what if first.subject is Subject.ACTIVATIONS else str(first.subject)
-    sentence = (
-        f"{first.place} is the first difference, by {first.difference:.3g} in its {what}. "
-        "Everything before it matches the reference. Check how it is computed and "
-        "communicated between ranks."
-    )
-    tried = ""
-    if first.moment is Moment.GRADIENTS:
-        tried = "no sum or multiple of its micro-batches' gradients equals it"
-        tried += untold(scene.spec.batch.accumulate)
-    cause = scene.root_cause(None, f"differs by {first.difference:.3g}", sentence, tried=tried)
-    return replace(cause, certainty=Certainty.UNEXPLAINED)
+def _of_update(mismatches: Sequence[Mismatch], step: ProgramStep, ranks: Ranks) -> RootCause:
+    """Explain an update by repeating it with the inputs that the program's optimizers received. Of
+    one moment a counter, then optimizer state, from which parameters follow."""
+    first = mismatches[0]
+    updated = [its for its in mismatches if its.moment is Moment.UPDATE]
+    one = first
+    if first.moment is Moment.UPDATE:
+        one = min(updated, key=lambda mismatch: _ORDER.index(mismatch.subject))
+    named = [_of_parameter(its) for its in updated if its.subject is not Subject.BUFFERS]
+    case = step.update_case()
+    known = set() if case is None else case.courses.keys()
+    lacks = {its.name for its in named if its.rank == ranks.rank} - known
+    if named and case is not None and not any(ranks.gather(bool(lacks))):
+        found = explain_update(named, case, ranks)
+        if found.certainty is not Certainty.UNEXPLAINED:
+            return found
+    return _first_difference(mismatches, one, ranks)
 
 
-# What explains a first mismatch, by what differs: the first that can.
-_EXPLAINERS: dict[Subject, tuple[Callable[[Investigation], RootCause | None], ...]] = {
-    **dict.fromkeys(_ORDER, (_of_state,)),
-    Subject.BATCH: (_samples,),
-    Subject.ACTIVATIONS: (_of_output,),
-    Subject.LOSS: (_of_gradients, _loss),
-    Subject.LEARNING_RATE: (_learning_rate,),
-    Subject.GRADIENTS: (_of_gradients,),
-    Subject.NORM: (norm_cause,),
-}
+def _of_parameter(mismatch: Mismatch) -> Mismatch:
+    """Return a mismatch of optimizer state, or of a counter, by the name of the parameter that it
+    is kept beside."""
+    if mismatch.subject is Subject.PARAMETERS:
+        return mismatch
+    name, _, key = mismatch.name.rpartition(".")
+    return replace(mismatch, subject=Subject.OPTIMIZER, name=f"{name} · {key}")
 
 
 TOLERANCE = 1e-11  # relative, fp64: what Adam makes of 1e-15, with room; faults are 1e-6 and more
-KEPT = 4  # starts of steps with whose state a stale one is compared; each is a model in fp64
 MOST = 400  # mismatches of one state at one moment that a rank tells of: 0.1 MB
 _PARAMETERS = Subject.PARAMETERS
 _MASKED = (Subject.BUFFERS, Subject.ACTIVATIONS)  # that may be a mask of attention, infinite
@@ -309,7 +217,7 @@ class _Examiner:
     def run(self, steps: int) -> Examination:
         self._state(Moment.START)
         self.all.take(self.differences)
-        evidence = None
+        evidence: ProgramStep | None = None
         for step in range(steps):
             if self.all.mismatches:
                 break
@@ -324,25 +232,24 @@ class _Examiner:
             self._norm(evidence)
             self._state(Moment.UPDATE)
             self.all.take(self.differences, self.order)
-        sides, mismatches = (self.program, self.reference), tuple(self.all.mismatches)
-        root_cause = explain(mismatches, evidence, sides, self.all.ranks) if mismatches else None
+        mismatches = tuple(self.all.mismatches)
+        found = explain(mismatches, evidence, self.all.ranks) if mismatches else None
         done = evidence.step + 1 if evidence else 0
         checks = tuple(self.all.checks())
-        return Examination(mismatches=mismatches, root_cause=root_cause, checks=checks, steps=done)
+        return Examination(mismatches=mismatches, root_cause=found, checks=checks, steps=done)
 
-    def _step(self, step: int, before: Evidence | None) -> Evidence:
+    def _step(self, step: int, before: ProgramStep | None) -> ProgramStep:
         """Run one step of both; the reference's update is still to come."""
-        earlier = before.states[1 - KEPT :] if before else []
-        states = [*earlier, _copied(of_reference(self.reference, self.rank))]
+        parameters = {name: its.clone() for name, its in self.reference.parameters.items()}
         outputs, expected = self._reference_pass(step)
         self.sums = expected.sums
         with Capture(self.program, self.watched_passes) as capture:
             share, norm = drive(self.program, self.source, step)
-        assert self.program.batch is not None, "a step has a batch"
-        return Evidence(
+        return ProgramStep(
             step=step,
-            states=states,
-            batch=self.program.batch,
+            program=self.program,
+            reference=self.reference,
+            ranks=self.all.ranks,
             seen=ProgramSide(
                 in_use=capture.used,
                 gradients=capture.gradients(self.exchange, clipped_by(self.spec, norm)),
@@ -352,7 +259,7 @@ class _Examiner:
                 norm=norm,
             ),
             expected=ProgramSide(
-                in_use={n: its for (kind, n), its in states[-1].items() if kind is _PARAMETERS},
+                in_use=parameters,
                 gradients=expected.gradients,
                 outputs=capture.beside(outputs),
                 loss=expected.loss,
@@ -375,7 +282,7 @@ class _Examiner:
             self.order.setdefault(path, len(self.order))
         return outputs, expected
 
-    def _compare(self, evidence: Evidence) -> None:
+    def _compare(self, evidence: ProgramStep) -> None:
         """Compare all up to the gradients."""
         self.differences = Differences(step=evidence.step, rank=self.rank)
         self._samples(evidence)
@@ -388,14 +295,15 @@ class _Examiner:
             self._number(Moment.GRADIENTS, Subject.LEARNING_RATE, own, rate)
         self._gradients(evidence)
 
-    def _samples(self, evidence: Evidence) -> None:
-        batch, step = evidence.batch, evidence.step
+    def _samples(self, evidence: ProgramStep) -> None:
+        batch, step = self.program.batch, evidence.step
+        assert batch is not None, "a step has a batch"
         its = [*sample_mismatches(batch, self.reference, step, self.rank, self.exchange)]
         self.differences.mismatches += its
         size = math.inf if its else 0.0
         self.differences.see((Moment.BATCH, Subject.BATCH), size, TOLERANCE)
 
-    def _activations(self, evidence: Evidence) -> None:
+    def _activations(self, evidence: ProgramStep) -> None:
         actual, expected = evidence.seen.outputs, evidence.expected.outputs
         for moment, *sides in (
             (Moment.FORWARD, actual.forward, expected.forward),
@@ -405,7 +313,7 @@ class _Examiner:
                 own, its = ({p: t for (p, n), t in side.items() if n == k} for side in sides)
                 self._tensors(moment, Subject.ACTIVATIONS, own, its, index=k)
 
-    def _gradients(self, evidence: Evidence) -> None:
+    def _gradients(self, evidence: ProgramStep) -> None:
         """Per parameter, the whole vector: without the loss's scale and what clipping did. One that
         one device has none of should be zeros."""
         expected = evidence.expected.gradients
@@ -416,8 +324,12 @@ class _Examiner:
         }
         both = evidence.seen.gradients, {**expected, **zeros}
         self._tensors(Moment.GRADIENTS, Subject.GRADIENTS, *both)
+        kind = Moment.GRADIENTS, Subject.GRADIENTS
+        for name in evidence.lost():
+            if name in evidence.seen.in_use and name not in both[0]:
+                self.differences.add(*kind, name, "no gradient", Way.MISSING)
 
-    def _norm(self, evidence: Evidence) -> None:
+    def _norm(self, evidence: ProgramStep) -> None:
         self.differences = Differences(step=evidence.step, rank=self.rank)
         norm, expected = evidence.seen.norm, evidence.expected.norm
         if norm is None:
@@ -452,8 +364,11 @@ class _Examiner:
             self._tensor(moment, subject, name, sides, scale=scale, index=index)
 
     def _number(self, moment: Moment, subject: Subject, actual: float, expected: float) -> None:
+        words = f"{actual!r} for {expected!r}"
+        if expected and math.isfinite(ratio := actual / expected) and ratio > 0:
+            words += f", {factor_text(ratio, self.all.ranks.degrees)}"
         self.differences.compare(
-            moment, subject, str(subject), words=f"{actual!r} for {expected!r}",
+            moment, subject, str(subject), words=words,
             difference=0.0 if actual == expected else numbers_apart(expected, actual),
             tolerance=TOLERANCE,
         )  # fmt: skip
@@ -495,7 +410,3 @@ class _Examiner:
 def _shown(tensor: torch.Tensor) -> torch.Tensor:
     """Without what a mask of attention hides, which is infinite: nothing is small beside that."""
     return without_masks(tensor, tensor)[0]
-
-
-def _copied(states: States) -> States:
-    return {key: tensor.clone() for key, tensor in states.items()}

@@ -14,12 +14,10 @@ from ptrain.rooms.world import World
 from ptrain.selection.recompute import resolve_auto
 from ptrain.spec.load import load
 from ptrain.train.exchange import Exchange
-from ptrain.verification import examine as examination
+from ptrain.verification import program_step
 from ptrain.verification.capture import modules
-from ptrain.verification.causes import gradients
-from ptrain.verification.causes.scene import Evidence
-from ptrain.verification.examine import KEPT, examine
-from ptrain.verification.jobs.evidence import MOST, JobEvidence, KnownFactors, OwnGradients
+from ptrain.verification.examine import examine
+from ptrain.verification.jobs.evidence import MOST, JobEvidence, OwnGradients
 from ptrain.verification.jobs.job import Ranks
 from ptrain.verification.options import VerifyOptions
 from ptrain.verification.parts import numbers_apart
@@ -50,21 +48,6 @@ def test_micro_batches_in_another_order_fail_the_ledger_though_every_sum_is_righ
     found = examine(swapped, Exchange(World()), 1)
     assert found.root_cause is not None
     assert [check.name for check in found.checks if not check.holds] == ["samples"]
-
-
-def test_the_evidence_of_a_late_step_has_the_states_of_the_last_few_alone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    counts: list[int] = []
-
-    def evidence(**parts: object) -> Evidence:
-        found = Evidence(**parts)  # type: ignore[arg-type]  # as it is made
-        counts.append(len(found.states))
-        return found
-
-    monkeypatch.setattr(examination, "Evidence", evidence)
-    assert examine(program(), Exchange(World()), KEPT + 2).steps == KEPT + 2
-    assert counts == [*range(1, KEPT + 1), KEPT, KEPT]
 
 
 @pytest.mark.parametrize("factor", [1.0, 1.0 + 1e-6])
@@ -172,12 +155,12 @@ def test_of_many_micro_batches_the_first_are_told_apart_and_that_is_said() -> No
 
 def test_what_many_micro_batches_gave_is_not_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[int, int]] = []
-    run = gradients.sampled
+    run = program_step.sampled
 
-    def sampled(ranks: Ranks, own: OwnGradients, known: KnownFactors | None) -> JobEvidence:
+    def sampled(ranks: Ranks, own: OwnGradients) -> JobEvidence:
         seen.append((len(own.given), own.micro_batches))
-        return run(ranks, own, known)
+        return run(ranks, own)
 
-    monkeypatch.setattr(gradients, "sampled", sampled)
+    monkeypatch.setattr(program_step, "sampled", sampled)
     test_of_many_micro_batches_the_first_are_told_apart_and_that_is_said()
     assert seen == [(MOST, MOST)]
