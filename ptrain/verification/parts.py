@@ -197,14 +197,6 @@ def absent(coefficients: Sequence[float]) -> tuple[int, ...]:
     )
 
 
-def lacking(own: Tensor, shares: Sequence[Tensor], tolerance: float) -> list[int]:
-    """Return which of the shares a sum lacks, of those that are not zero; none where it is no sum
-    of them."""
-    known = [number for number, share in enumerate(shares) if bool(share.any())]
-    fit = combination(own, [shares[number] for number in known])
-    return [known[i] for i in absent(fit.coefficients)] if fit.holds(tolerance) else []
-
-
 def is_even(coefficients: Sequence[float], tolerance: float = 1e-3) -> bool:
     """Return whether every addend counts alike."""
     least, most = min(coefficients), max(coefficients)
@@ -381,52 +373,6 @@ def mean_size(tensor: Tensor) -> float:
 
 COARSER = (torch.bfloat16, torch.float16, torch.float32)
 INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
-# What another order of summation does to an element in fp64, with room; relative to the element,
-# or to the tensor's root mean square where the element is nearly nothing beside it.
-_SAME, _NEARLY_NOTHING = 1e-10, 1e-3
-
-
-def odd_element(actual: Tensor, expected: Tensor) -> int | None:
-    """Return the one element, in row-major order, in which they differ; None where others do
-    too."""
-    if actual.shape != expected.shape:
-        return None
-    wanted = expected.double().reshape(-1)
-    difference = (actual.double().reshape(-1) - wanted).abs()
-    usual = math.sqrt(float(wanted.square().mean())) if wanted.numel() else 0.0
-    allowed = wanted.abs().clamp(min=_NEARLY_NOTHING * usual) * _SAME
-    places = (~(difference <= allowed)).nonzero()
-    return int(places[0]) if len(places) == 1 else None
-
-
-def flipped_bit(actual: Tensor, expected: Tensor) -> int | None:
-    """Return the one bit of the one element in which they differ, 0 the lowest; None where there
-    are others. All elements may have the rounding of another order of summation."""
-    if actual.dtype != expected.dtype:
-        return None
-    integers = INTEGERS[actual.dtype.itemsize]
-    one = actual.contiguous().view(integers).reshape(-1)
-    other = expected.contiguous().view(integers).reshape(-1)
-    places = (one != other).nonzero()
-    if len(places) == 1:
-        place = int(places[0])
-        both = int(one[place]) ^ int(other[place])
-        mask = both & (2 ** (8 * actual.dtype.itemsize) - 1)
-        return mask.bit_length() - 1 if mask.bit_count() == 1 else None
-    odd = odd_element(actual, expected)
-    return None if odd is None else _bit_between(one[odd], expected.reshape(-1)[odd])
-
-
-def _bit_between(actual: Tensor, expected: Tensor) -> int | None:
-    """Return the bit of `actual`, an integer's view of a number, without which it is what is
-    expected."""
-    width, wanted = 8 * actual.dtype.itemsize, float(expected)
-    for bit in range(width):
-        mask = 1 << bit if bit < width - 1 else -(1 << bit)
-        back = float((actual ^ mask).view(expected.dtype))
-        if wanted and abs(back - wanted) <= _SAME * abs(wanted):
-            return bit
-    return None
 
 
 def rounded(tensor: Tensor, dtype: torch.dtype) -> Tensor:

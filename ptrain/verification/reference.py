@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TypeAlias
@@ -21,8 +21,6 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 
-from ptrain.axes.context.attention import Span, all_spans, context_of
-from ptrain.axes.context.draw import spans_text
 from ptrain.data.corpus import corpus
 from ptrain.data.sampler import Split, batch
 from ptrain.models.initialize import build, cast, initialize, read_module_weights
@@ -40,7 +38,7 @@ from ptrain.spec.precision import INITIAL_SCALE, SCALE_BACKOFF, SCALE_GROWTH, SC
 from ptrain.spec.spec import Spec
 from ptrain.train.exchange import Exchange
 from ptrain.train.schedule import learning_rate
-from ptrain.verification.places import TokensOfRank, data_place, own_spans
+from ptrain.verification.places import TokensOfRank, data_place
 
 
 class Updater:
@@ -354,7 +352,6 @@ def move_biases(module: nn.Module) -> None:
 
 
 UNKNOWN = -1
-OF_ITS_SAMPLES = "of its samples"  # what a rank of cp has, if tokens that are another's
 
 
 def sample_mismatches(
@@ -370,15 +367,12 @@ def sample_mismatches(
     for ids in expected.values():
         for sample, key in ids:
             names.setdefault(key, sample)
-    seen = [names.get(_key(row), UNKNOWN) for row in given.micro_batches(1)]
+    given_tokens = TokensOfRank(spec, rank, ())
+    seen = [names.get(_key(row, given_tokens), UNKNOWN) for row in given.micro_batches(1)]
     everyone: list[list[int]] = exchange.gather(seen)
     own = [names[key] for _, key in expected[data_place(spec, rank)]]
     if seen == own:
         return
-    samples = _own_samples(reference, step, rank)
-    elsewhere = other_tokens(given, samples, spec, rank) if UNKNOWN in seen else ""
-    if not elsewhere and _are_at(spec, own_spans(spec, rank), _sides(given, samples, 0)):
-        return  # targets alone are others, which the loss tells
     once: dict[int, list[int]] = {}  # of ranks that share samples, one that knows all of its own
     for other, its in enumerate(everyone):
         place = data_place(spec, other)
@@ -398,7 +392,7 @@ def sample_mismatches(
         subject=Subject.BATCH,
         name=what,
         rank=rank,
-        told=elsewhere or "; ".join(filter(None, descriptions)) or "samples of another rank",
+        told="; ".join(filter(None, descriptions)) or "samples of another rank",
     )
 
 
@@ -415,65 +409,10 @@ def _expected(
     return samples
 
 
-def other_tokens(given: StepBatch, wanted: Sequence[SampleBatch], spec: Spec, rank: int) -> str:
-    """Return which tokens of its samples a rank of cp has in the place of its own, in words; ""
-    where they are not another rank's, nor those that other slices would give one."""
-    context = context_of(spec)
-    if context is None:
-        return ""
-    otherwise = replace(context, is_balanced=not context.is_balanced)
-    is_even = spec.batch.sequence % (2 * spec.degree(context.axis)) == 0
-    own = own_spans(spec, rank)
-    candidates = [own, *all_spans(context), *(all_spans(otherwise) if is_even else ())]
-    matches = [
-        next((spans for spans in candidates if _are_at(spec, spans, pairs)), None)
-        for pairs in (_sides(given, wanted, side) for side in range(2))
-    ]
-    if None in matches:
-        return ""
-    inputs, targets = (spans_text(spans) for spans in matches if spans is not None)
-    if inputs == targets:
-        return f"tokens {inputs} {OF_ITS_SAMPLES} for {spans_text(own)}"
-    return f"targets {targets} {OF_ITS_SAMPLES} for inputs {inputs}"
-
-
-def _own_samples(reference: ReferenceTraining, step: int, rank: int) -> list[SampleBatch]:
-    """Return the samples that a rank should have, whole, each by itself."""
-    return [
-        micro_batch.row(row).samples
-        for micro_batch in reference.micro_batches_of(data_place(reference.spec, rank), step)
-        for row in range(len(micro_batch.sample_ids))
-    ]
-
-
-def _sides(
-    given: StepBatch, wanted: Sequence[SampleBatch], side: int
-) -> list[tuple[Tensor, Tensor]]:
-    """Return one tensor of each sample that a rank has (0: what its model is given), beside that of
-    the sample which it should be; nothing where these are not as many."""
-    rows = list(given.micro_batches(1))
-    if len(rows) != len(wanted):
-        return []
-    return [
-        (row.tensors[side], sample.tensors[side]) for row, sample in zip(rows, wanted, strict=True)
-    ]
-
-
-def _are_at(spec: Spec, spans: Sequence[Span], pairs: Sequence[tuple[Tensor, Tensor]]) -> bool:
-    """Return whether there are tensors, and each has the tokens of a whole sample in `spans`."""
-    tokens = TokensOfRank(spec, 0, spans)
-    return bool(pairs) and all(
-        torch.equal(own.cpu(), tokens.of_output(whole)) for own, whole in pairs
-    )
-
-
-def _key(sample: SampleBatch, own: TokensOfRank | None = None) -> bytes:
-    """What a sample consists of, and nothing of what it is called."""
-    tensors = map(own.of_output, sample.tensors) if own else sample.tensors
-    return b"".join(map(_bytes, tensors))
-
-
-def _bytes(tensor: Tensor) -> bytes:
+def _key(sample: SampleBatch, own: TokensOfRank) -> bytes:
+    """Return what the model is given of a sample, at a rank's own tokens; what the loss asks of it
+    the loss tells."""
+    tensor = own.of_output(sample.tensors[0])
     return tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes()
 
 

@@ -14,8 +14,6 @@ from ptrain.spec.placement import Axis
 from ptrain.spec.spec import Spec
 from ptrain.verification.parts import (
     TensorBox,
-    flipped_bit,
-    odd_element,
     part_of,
     relative,
 )
@@ -72,28 +70,3 @@ def test_a_difference_is_relative_to_what_is_expected_or_to_what_is_usual() -> N
     assert relative(torch.tensor([1e-9]), torch.tensor([0.0])) == math.inf
     assert relative(torch.tensor([1e-9]), torch.tensor([0.0]), least=1.0) == pytest.approx(1e-9)
     assert relative(torch.tensor([math.nan]), torch.tensor([1.0])) == math.inf
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
-def test_any_flipped_bit_is_told_with_its_place(dtype: torch.dtype) -> None:
-    width = 8 * dtype.itemsize
-    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
-    expected = torch.linspace(0.3, 2.0, 9).to(dtype)
-    for bit in range(width):
-        found = expected.clone()
-        mask = 1 << bit if bit < width - 1 else -(1 << bit)
-        found.view(integers)[4] ^= mask
-        assert flipped_bit(found, expected) == bit
-    assert flipped_bit(expected * 3, expected) is None
-    assert flipped_bit(expected, expected) is None
-
-
-def test_a_flipped_bit_is_told_among_the_roundings_of_another_order_of_summation() -> None:
-    expected = torch.randn(64, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    for bit in (30, 51, 52, 60, 63):
-        found = expected * (1 + 2e-16)
-        mask = 1 << bit if bit < 63 else -(1 << 63)
-        found.view(torch.int64)[7] ^= mask
-        assert flipped_bit(found, expected) == bit
-        assert odd_element(found, expected) == 7
-    assert odd_element(expected * 2, expected) is None
