@@ -21,6 +21,7 @@ from ptrain.data.corpus import corpus
 from ptrain.interpreter.program import Program
 from ptrain.report.finding import Certainty, Mismatch, Moment, RootCause, Subject, Way
 from ptrain.spec.placement import Axis
+from ptrain.spec.spec import coordinates
 from ptrain.train.exchange import Exchange
 from ptrain.train.schedule import learning_rate
 from ptrain.verification.capture import Capture, Outputs, clipped_by, drive, watched
@@ -39,7 +40,7 @@ from ptrain.verification.parts import (
     relative,
     without_masks,
 )
-from ptrain.verification.places import coordinates, data_place
+from ptrain.verification.places import data_place
 from ptrain.verification.preconditions import of_program, of_reference
 from ptrain.verification.program_step import ProgramSide, ProgramStep
 from ptrain.verification.reference import MicroBatch, Pass, ReferenceTraining, sample_mismatches

@@ -45,12 +45,12 @@ from ptrain.report.finding import Mismatch, Moment, RootCause, Subject, Way
 from ptrain.report.record import Check
 from ptrain.rooms.world import World
 from ptrain.spec.placement import TOKEN_AXES
-from ptrain.spec.spec import Spec
+from ptrain.spec.spec import Spec, groups
 from ptrain.train.exchange import Exchange
 from ptrain.verification.capture import drive, modules, paths
 from ptrain.verification.compare import counted
 from ptrain.verification.parts import INTEGERS, held, part_of
-from ptrain.verification.places import TokensOfRank, line
+from ptrain.verification.places import TokensOfRank
 from ptrain.verification.reference import ReferenceTraining
 
 States: TypeAlias = dict[tuple[Subject, str], torch.Tensor]
@@ -144,7 +144,7 @@ class Masks:
         """Return what differs, in the order in which the modules run."""
         everyone: list[dict[str, Seen]] = exchange.gather(self._seen)
         spec = self.program.spec
-        lines = [line(spec, rank, *TOKEN_AXES) for rank in range(len(everyone))]
+        lines = {rank: group for group in groups(spec, TOKEN_AXES) for rank in group}
         mismatches: list[Mismatch] = []
         for key in dict.fromkeys(key for its in everyone for key in its):
             path, _, micro_batch = key.rpartition(" ")
@@ -178,7 +178,7 @@ _REMEDIES = {
 }
 
 
-def differing(seen: Mapping[int, Seen], lines: Sequence[Sequence[int]]) -> Iterator[Mismatch]:
+def differing(seen: Mapping[int, Seen], lines: Mapping[int, Sequence[int]]) -> Iterator[Mismatch]:
     """Yield what differs of one module's pass, by the ranks that run it. `lines`: of each rank
     those with slices of the same tokens, itself among them."""
     still = [rank for rank, (_, _, trains) in seen.items() if not trains]

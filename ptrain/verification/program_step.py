@@ -19,14 +19,14 @@ from ptrain.interpreter.program import Program
 from ptrain.models.objective import IGNORED, SampleBatch, TokenPair
 from ptrain.report.finding import Subject
 from ptrain.spec.placement import Axis
-from ptrain.spec.spec import Spec
+from ptrain.spec.spec import Spec, coordinates
 from ptrain.verification.capture import Outputs
 from ptrain.verification.compare import Differences, ParameterMove
 from ptrain.verification.jobs.evidence import MOST, JobEvidence, OwnGradients, sampled
 from ptrain.verification.jobs.job import TOLERANCES, Ranks
 from ptrain.verification.jobs.shards import ParameterShard, numbered
 from ptrain.verification.parts import TensorBox, held, part_of
-from ptrain.verification.places import coordinates, data_place, token_place, tokens_in
+from ptrain.verification.places import data_place, token_place, tokens_in
 from ptrain.verification.preconditions import of_program
 from ptrain.verification.reference import MicroBatch, ReferenceTraining
 from ptrain.verification.updates.clip import UpdateCase

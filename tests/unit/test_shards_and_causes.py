@@ -10,14 +10,13 @@ import torch
 
 from ptrain.selection.recompute import resolve_auto
 from ptrain.spec.load import load
-from ptrain.spec.placement import Axis
 from ptrain.spec.spec import Spec
 from ptrain.verification.parts import (
     TensorBox,
     part_of,
     relative,
 )
-from ptrain.verification.places import coordinates, data_place, line
+from ptrain.verification.places import data_place
 
 
 def _spec() -> Spec:
@@ -25,15 +24,8 @@ def _spec() -> Spec:
     return resolve_auto(load("tp-zero3", axes))
 
 
-def test_a_rank_is_at_its_row_major_place() -> None:
-    assert coordinates(_spec(), 5) == {Axis.DP_REPLICATE: 1, Axis.DP_SHARD: 0, Axis.TP: 1}
+def test_ranks_of_tp_have_the_same_samples() -> None:
     assert [data_place(_spec(), rank) for rank in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
-
-
-def test_a_line_is_the_ranks_that_differ_along_its_axes_alone() -> None:
-    assert line(_spec(), 5, Axis.TP) == (4, 5)
-    assert line(_spec(), 5, Axis.DP_REPLICATE, Axis.DP_SHARD) == (1, 3, 5, 7)
-    assert line(_spec(), 5) == (5,)
 
 
 @pytest.mark.parametrize(

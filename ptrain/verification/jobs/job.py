@@ -26,9 +26,8 @@ from ptrain.errors import PtrainError
 from ptrain.internals.dtensor import root_mesh
 from ptrain.interpreter.program import gather
 from ptrain.models.ledger import OperatorMode
-from ptrain.spec.spec import Spec
+from ptrain.spec.spec import Spec, groups
 from ptrain.train.exchange import Exchange
-from ptrain.verification.places import line
 
 RANKS = "ranks"
 Axes: TypeAlias = dict[str, tuple[tuple[int, ...], ...]]
@@ -113,8 +112,8 @@ class Ranks:
 
     def axis_of(self, ranks: Sequence[int]) -> str:
         """The first axis on which these ranks differ."""
-        for axis, groups in self.axes.items():
-            if any(len(set(group) & set(ranks)) > 1 for group in groups):
+        for axis, lines in self.axes.items():
+            if any(len(set(line) & set(ranks)) > 1 for line in lines):
                 return axis
         return ""
 
@@ -141,10 +140,9 @@ def ranks_of_spec(spec: Spec, exchange: Exchange) -> Ranks:
         size=exchange.world.size,
         device=torch.device("cpu"),
         axes={
-            str(axis): tuple(
-                dict.fromkeys(line(spec, rank, axis) for rank in range(spec.world_size))
-            )
-            for axis in (factor.axis for factor in spec.factors if factor.degree > 1)
+            str(factor.axis): groups(spec, [factor.axis])
+            for factor in spec.factors
+            if factor.degree > 1
         },
         group=exchange.group,
     )
