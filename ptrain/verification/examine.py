@@ -29,7 +29,7 @@ from ptrain.verification.compare import AllDifferences, Differences
 from ptrain.verification.jobs.diagnosis import explain_gradients
 from ptrain.verification.jobs.evidence import untold
 from ptrain.verification.jobs.job import TOLERANCES, Ranks, ranks_of_spec
-from ptrain.verification.jobs.root_causes import over_axis, root_cause, shared_factor
+from ptrain.verification.jobs.root_causes import families, over_axis, root_cause, shared_factor
 from ptrain.verification.jobs.verdict import Verdict
 from ptrain.verification.parts import (
     Magnitude,
@@ -144,6 +144,14 @@ def _of_gradients(mismatches: Sequence[Mismatch], step: ProgramStep, ranks: Rank
         found = explain_gradients(gradients, step.job_evidence(), ranks, limit)
         if found.certainty is not Certainty.UNEXPLAINED:
             return replace(found, state=first.subject)
+    if lost := [its for its in gradients if its.way is Way.MISSING]:
+        names = [its.name for its in lost]
+        return root_cause(
+            lost, ranks, state=Subject.GRADIENTS, factor="no gradient", names=names,
+            certainty=Certainty.UNEXPLAINED,
+            sentence=f"No gradient reaches {families(names)}, and one does in the reference.",
+            tried="whether all other differences follow from it was not tested",
+        )  # fmt: skip
     tried = "no sum or multiple of its micro-batches' gradients equals it"
     tried += untold(step.spec.batch.accumulate)
     is_one = first.moment is Moment.GRADIENTS

@@ -9,10 +9,9 @@ from ptrain.verification.preconditions import DIFFERENT, EVALUATES, UNLIKE, Seen
 def _told(*ranks: Seen, slices: int = 1) -> list[tuple[int, str]]:
     """Every `slices` neighbours have slices of the same tokens."""
     count = len(ranks)
-    lines = [range(rank - rank % slices, rank - rank % slices + slices) for rank in range(count)]
-    return [
-        (its.rank, its.told) for its in differing(dict(enumerate(ranks)), dict(enumerate(lines)))
-    ]
+    starts = {rank: rank - rank % slices for rank in range(count)}
+    lines = {rank: range(start, start + slices) for rank, start in starts.items()}
+    return [(its.rank, its.told) for its in differing(dict(enumerate(ranks)), lines)]
 
 
 def test_ranks_draw_alike_where_they_are_given_the_same_and_apart_elsewhere() -> None:
