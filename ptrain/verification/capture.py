@@ -132,6 +132,7 @@ class Capture:
         self.updates = UpdateRecorder(wholes(leaves))
         self._used: Named = {}  # parameters, as the first pass has them
         self._reduced: set[int] = set()  # which of the leaves there was a gradient for
+        self.omitted: set[str] = set()  # parameters with a gradient that no optimizer takes
         self._now: int | None = None
         self._stack = ExitStack()
 
@@ -224,10 +225,13 @@ class Capture:
         everyone = exchange.gather([stage, lacking, left])
         alike = [(absent, its) for place, absent, its in everyone if place == stage]
         frozen = set(lacking).intersection(*(absent for absent, _ in alike))
-        frozen |= {index for _, its in alike for index in its}
+        omitted = {index for _, its in alike for index in its}
         gradients: Named = {}
         for index, (target, leaf) in enumerate(self._leaves):
-            if index in frozen:
+            if index in omitted:
+                zeros = torch.zeros_like(target.value())
+                self.omitted |= self.program.canonical(target.named(zeros)).keys()
+            if index in frozen | omitted:
                 continue
             if index in given:  # a leaf may be empty but for its update
                 taken = self.updates.record.before.get(str(index))

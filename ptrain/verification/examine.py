@@ -33,10 +33,10 @@ from ptrain.verification.jobs.root_causes import families, over_axis, root_cause
 from ptrain.verification.jobs.verdict import Verdict
 from ptrain.verification.parts import (
     Magnitude,
-    factor_text,
     held,
     numbers_apart,
     part_of,
+    products,
     relative,
     without_masks,
 )
@@ -83,13 +83,13 @@ def _first_difference(
     size = one.told or f"differs by {one.difference:.3g}"
     what = str(one.subject)
     if one.subject is Subject.ACTIVATIONS:
-        what = "gradient of its output" if one.moment is Moment.BACKWARD else "output"
+        what = "gradient of the output" if one.moment is Moment.BACKWARD else "output"
+    what += f" of {one.place}" if one.place != what else ""
     return root_cause(
         alike, ranks, state=one.subject, factor=size, names=[one.place], tried=tried,
         certainty=Certainty.UNEXPLAINED,
-        sentence=f"{one.place} is the first difference, in its {what} ({size}). Everything before "
-                 "it matches the reference. Check how it is computed and communicated between "
-                 "ranks.",
+        sentence=f"The first difference is in the {what}: {size}. Everything before it matches the "
+                 "reference. Check how it is computed and communicated between ranks.",
     )  # fmt: skip
 
 
@@ -144,12 +144,11 @@ def _of_gradients(mismatches: Sequence[Mismatch], step: ProgramStep, ranks: Rank
         found = explain_gradients(gradients, step.job_evidence(), ranks, limit)
         if found.certainty is not Certainty.UNEXPLAINED:
             return replace(found, state=first.subject)
-    if lost := [its for its in gradients if its.way is Way.MISSING]:
-        names = [its.name for its in lost]
+    if lost := step.lost():
         return root_cause(
-            lost, ranks, state=Subject.GRADIENTS, factor="no gradient", names=names,
-            certainty=Certainty.UNEXPLAINED,
-            sentence=f"No gradient reaches {families(names)}, and one does in the reference.",
+            gradients or mismatches[:1], ranks, state=Subject.GRADIENTS, factor="no gradient",
+            names=lost,
+            sentence=f"No gradient reaches {families(lost)}, and one does in the reference.",
             tried="whether all other differences follow from it was not tested",
         )  # fmt: skip
     tried = "no sum or multiple of its micro-batches' gradients equals it"
@@ -166,6 +165,13 @@ def _of_update(mismatches: Sequence[Mismatch], step: ProgramStep, ranks: Ranks) 
     one = first
     if first.moment is Moment.UPDATE:
         one = min(updated, key=lambda mismatch: _ORDER.index(mismatch.subject))
+    if omitted := sorted({name for its in ranks.gather(sorted(step.omitted)) for name in its}):
+        return root_cause(
+            [its for its in updated if its.name in omitted] or updated, ranks,
+            state=Subject.OPTIMIZER, factor="update skipped", names=omitted,
+            sentence=f"{families(omitted)} has a gradient, but no optimizer steps it on these "
+                     "ranks. Give it to the optimizer, and step the optimizer of every shard.",
+        )  # fmt: skip
     named = [_of_parameter(its) for its in updated if its.subject is not Subject.BUFFERS]
     case = step.update_case()
     known = set() if case is None else case.courses.keys()
@@ -275,6 +281,7 @@ class _Examiner:
             ),
             earlier_gradients=before.expected.gradients if before else {},
             rates=capture.rates,
+            omitted=capture.omitted,
             scale=expected.scale,
         )
 
@@ -374,8 +381,9 @@ class _Examiner:
 
     def _number(self, moment: Moment, subject: Subject, actual: float, expected: float) -> None:
         words = f"{actual!r} for {expected!r}"
-        if expected and math.isfinite(ratio := actual / expected) and ratio > 0:
-            words += f", {factor_text(ratio, self.all.ranks.degrees)}"
+        ratio = actual / expected if expected else math.nan
+        if ratio > 0 and (fits := products(ratio, self.all.ranks.degrees, _EXACT)):
+            words += f", {fits[0]}"
         self.differences.compare(
             moment, subject, str(subject), words=words,
             difference=0.0 if actual == expected else numbers_apart(expected, actual),

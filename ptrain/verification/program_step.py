@@ -55,7 +55,8 @@ class ProgramSide:
 class ProgramStep:
     """One step of both sides. Gradients are without the loss's `scale` and what clipping did: those
     of `seen`, the program's, by the norm that their rank has, and its record by the number of a
-    leaf of its optimizers. `rates`: the learning rates that they used."""
+    leaf of its optimizers. `rates`: the learning rates that they used;
+    `omitted`: parameters with a gradient that no optimizer takes."""
 
     step: int
     program: Program
@@ -65,6 +66,7 @@ class ProgramStep:
     expected: ProgramSide
     earlier_gradients: Mapping[str, Tensor]
     rates: set[float]
+    omitted: set[str]
     scale: float
 
     @property
@@ -89,6 +91,7 @@ class ProgramStep:
         """Return the parameters with a gradient in the reference that have none, or zeros, on every
         rank. All ranks call it."""
         own = [name for name, its in self.seen.gradients.items() if bool(held(its).any())]
+        own += self.omitted
         reached = {name for its in self.ranks.gather(own) for name in its}
         expected = self.expected.gradients.items()
         return [name for name, whole in expected if name not in reached and bool(whole.any())]

@@ -286,9 +286,8 @@ FAULTS = (
         name="contiguous targets for zigzag tokens",
         setting=ZIGZAG,
         plant=contiguous_targets,
-        subjects=(Subject.BATCH,),
+        subjects=(Subject.BATCH, Subject.LOSS),
         axis="cp",
-        factor="targets 0-7 of its samples for inputs 0-3, 12-15",
     ),
     Fault(
         name="angles of contiguous positions for zigzag tokens",

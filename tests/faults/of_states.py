@@ -186,7 +186,7 @@ FAULTS = (
             plant=flipped(bit),
             subjects=(Subject.PARAMETERS,),
             axis="dp_replicate",
-            factor="bit|element",
+            factor="bit|element|written after",
         )
         for bit, words in _BITS
     ),
@@ -196,21 +196,21 @@ FAULTS = (
         plant=flipped(0, optimizer=True),
         subjects=(Subject.OPTIMIZER,),
         axis="dp_replicate",
-        factor="bit|element",
+        factor="bit|element|written after",
     ),
     Fault(
         name="a flipped bit in sharded parameters: exponent",
         setting=ZERO3,
         plant=flipped(-4),
         subjects=(Subject.PARAMETERS,),
-        factor="bit|element",
+        factor="bit|element|written after",
     ),
     Fault(
         name="a flipped bit in sharded optimizer state: exponent",
         setting=ZERO3,
         plant=flipped(-4, optimizer=True),
         subjects=(Subject.OPTIMIZER,),
-        factor="bit|element",
+        factor="bit|element|written after",
     ),
     Fault(
         name="a flipped bit in sharded parameters: lowest bit, bf16",

@@ -292,7 +292,7 @@ FAULTS = (
         name="weight decay missing on one rank",
         setting=DDP_DECAY,
         plant=decay_on_one_rank,
-        subjects=(Subject.PARAMETERS,),
+        subjects=(Subject.PARAMETERS, Subject.OPTIMIZER),
         factor="decay",
     ),
     Fault(

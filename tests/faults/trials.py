@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass
 
 from ptrain.interpreter.program import Program, interpret
-from ptrain.report.finding import Certainty, RootCause
+from ptrain.report.finding import POSSIBLE, Certainty, RootCause
 from ptrain.report.record import Check
 from ptrain.rooms.world import World
 from ptrain.spec.spec import Spec
@@ -61,6 +61,12 @@ class Trial:
             return False
         on_axis = not self.of.axis or bool(re.fullmatch(self.of.axis, root_cause.axis))
         return on_axis and bool(re.search(self.of.factor, root_cause.factor))
+
+    @property
+    def names_one_cause(self) -> bool:
+        """It says why, and does not list what may be."""
+        cause = self.root_cause
+        return self.certainty is not Certainty.UNEXPLAINED and (cause is None or POSSIBLE not in cause.sentence)
 
     @property
     def line(self) -> str:

@@ -255,13 +255,22 @@ class UpdateExplainer:
             )  # fmt: skip
         if not rows:
             return self._not_written_after(proof)
+        mine = (self._is_stale(name) for rank, name in rows if rank == self.case.rank)
+        is_stale = all(self.ranks.gather(all(mine)))
         return self._proven(
-            Subject.PARAMETERS, "written after the update",
-            "The optimizer's step is right, but the parameter differs at the end of the "
-            "loop's step. Check the writes to it after optimizer.step() (a broadcast, a "
-            "copy, an average, a clamp).",
+            Subject.PARAMETERS, f"{'stale' if is_stale else 'written'} after the update",
+            "The optimizer's step is right, but at the end of the loop's step the parameter "
+            + ("is as before it. Copy, gather or broadcast what the optimizer leaves." if is_stale
+            else "differs. Check the writes to it after optimizer.step() (a broadcast, a copy, an "
+                 "average, a clamp)."),
             [name for _, name in rows], sorted({rank for rank, _ in rows}), proof,
         )  # fmt: skip
+
+    def _is_stale(self, name: str) -> bool:
+        """Return whether all that is not as the optimizer left it is as before the step."""
+        course, left = self.case.courses[name], self.case.seen.after[name].value
+        after = course.run_after
+        return bool(((after == left.to(after)) | (after == course.run_before)).all())
 
     def _not_written_after(self, proof: str) -> RootCause:
         """One device's parameters are not what its own optimizer left."""
