@@ -167,7 +167,7 @@ def _of_update(mismatches: Sequence[Mismatch], step: ProgramStep, ranks: Ranks) 
         one = min(updated, key=lambda mismatch: _ORDER.index(mismatch.subject))
     if omitted := sorted({name for its in ranks.gather(sorted(step.omitted)) for name in its}):
         return root_cause(
-            [its for its in updated if its.name in omitted] or updated, ranks,
+            [its for its in updated if its.subject is one.subject], ranks,
             state=Subject.OPTIMIZER, factor="update skipped", names=omitted,
             sentence=f"{families(omitted)} has a gradient, but no optimizer steps it on these "
                      "ranks. Give it to the optimizer, and step the optimizer of every shard.",

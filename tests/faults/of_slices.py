@@ -279,8 +279,7 @@ FAULTS = (
         setting=ZIGZAG,
         plant=contiguous_tokens,
         subjects=(Subject.BATCH,),
-        axis="cp",
-        factor="tokens 0-7 of its samples for 0-3, 12-15",
+        factor="tokens of no sample",
     ),
     Fault(
         name="contiguous targets for zigzag tokens",

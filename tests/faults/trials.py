@@ -66,7 +66,9 @@ class Trial:
     def names_one_cause(self) -> bool:
         """It says why, and does not list what may be."""
         cause = self.root_cause
-        return self.certainty is not Certainty.UNEXPLAINED and (cause is None or POSSIBLE not in cause.sentence)
+        return self.certainty is not Certainty.UNEXPLAINED and (
+            cause is None or POSSIBLE not in cause.sentence
+        )
 
     @property
     def line(self) -> str:
