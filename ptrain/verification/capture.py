@@ -33,7 +33,7 @@ from ptrain.train.exchange import Exchange
 from ptrain.train.loop import local_batch, seed_dropout
 from ptrain.train.schedule import learning_rate
 from ptrain.verification.parts import whole
-from ptrain.verification.places import TokensOfRank
+from ptrain.verification.samples import TokensOfRank
 from ptrain.verification.updates.repeat import UpdateRecorder, wholes
 
 Key: TypeAlias = tuple[str, int]  # a module's path and a micro-batch

@@ -40,10 +40,10 @@ from ptrain.verification.parts import (
     relative,
     without_masks,
 )
-from ptrain.verification.places import data_place
 from ptrain.verification.preconditions import of_program, of_reference
 from ptrain.verification.program_step import ProgramSide, ProgramStep
-from ptrain.verification.reference import MicroBatch, Pass, ReferenceTraining, sample_mismatches
+from ptrain.verification.reference import MicroBatch, Pass, ReferenceTraining
+from ptrain.verification.samples import data_place, sample_mismatches
 from ptrain.verification.updates.explain import explain_update
 from ptrain.verification.updates.repeat import UpdateRecorder, wholes
 
@@ -124,10 +124,10 @@ def _partial(mismatches: Sequence[Mismatch], step: ProgramStep, ranks: Ranks) ->
     axis, factor = shared_factor(ranks, ranks.stack(rows.nan_to_num(posinf=0, neginf=0)), _EXACT)
     if not axis:
         return None
-    found = _first_difference(mismatches, first, ranks)
     what = "output" if is_forward else "gradient of the output"
     return replace(
-        found, axis=axis, factor=factor, certainty=Certainty.FITS,
+        _first_difference(mismatches, first, ranks), axis=axis, factor=factor,
+        certainty=Certainty.FITS,
         sentence=f"Each rank has a partial sum of the {what} of {first.place}. Sum it "
                  f"{over_axis(axis)}.",
         tried=f"summed {over_axis(axis)} it matches the reference; the gradients then were not "
@@ -141,9 +141,9 @@ def _of_gradients(mismatches: Sequence[Mismatch], step: ProgramStep, ranks: Rank
     gradients = [its for its in mismatches if its.subject is Subject.GRADIENTS]
     if gradients:
         limit = TOLERANCES[torch.float64]
-        found = explain_gradients(gradients, step.job_evidence(), ranks, limit)
-        if found.certainty is not Certainty.UNEXPLAINED:
-            return replace(found, state=first.subject)
+        by_sums = explain_gradients(gradients, step.job_evidence(), ranks, limit)
+        if by_sums.certainty is not Certainty.UNEXPLAINED:
+            return replace(by_sums, state=first.subject)
     if lost := step.lost():
         return root_cause(
             gradients or mismatches[:1], ranks, state=Subject.GRADIENTS, factor="no gradient",
@@ -177,9 +177,9 @@ def _of_update(mismatches: Sequence[Mismatch], step: ProgramStep, ranks: Ranks) 
     known = set() if case is None else case.courses.keys()
     lacks = {its.name for its in named if its.rank == ranks.rank} - known
     if named and case is not None and not any(ranks.gather(bool(lacks))):
-        found = explain_update(named, case, ranks)
-        if found.certainty is not Certainty.UNEXPLAINED:
-            return found
+        by_update = explain_update(named, case, ranks)
+        if by_update.certainty is not Certainty.UNEXPLAINED:
+            return by_update
     return _first_difference(mismatches, one, ranks)
 
 
@@ -248,10 +248,10 @@ class _Examiner:
             self._state(Moment.UPDATE)
             self.all.take(self.differences, self.order)
         mismatches = tuple(self.all.mismatches)
-        found = explain(mismatches, evidence, self.all.ranks) if mismatches else None
+        cause = explain(mismatches, evidence, self.all.ranks) if mismatches else None
         done = evidence.step + 1 if evidence else 0
         checks = tuple(self.all.checks())
-        return Examination(mismatches=mismatches, root_cause=found, checks=checks, steps=done)
+        return Examination(mismatches=mismatches, root_cause=cause, checks=checks, steps=done)
 
     def _step(self, step: int, before: ProgramStep | None) -> ProgramStep:
         """Run one step of both; the reference's update is still to come."""

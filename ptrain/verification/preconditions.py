@@ -50,8 +50,8 @@ from ptrain.train.exchange import Exchange
 from ptrain.verification.capture import drive, modules, paths
 from ptrain.verification.compare import counted
 from ptrain.verification.parts import INTEGERS, held, part_of
-from ptrain.verification.places import TokensOfRank
 from ptrain.verification.reference import ReferenceTraining
+from ptrain.verification.samples import TokensOfRank
 
 States: TypeAlias = dict[tuple[Subject, str], torch.Tensor]
 

@@ -26,9 +26,9 @@ from ptrain.verification.jobs.evidence import MOST, JobEvidence, OwnGradients, s
 from ptrain.verification.jobs.job import TOLERANCES, Ranks
 from ptrain.verification.jobs.shards import ParameterShard, numbered
 from ptrain.verification.parts import TensorBox, held, part_of
-from ptrain.verification.places import data_place, token_place, tokens_in
 from ptrain.verification.preconditions import of_program
 from ptrain.verification.reference import MicroBatch, ReferenceTraining
+from ptrain.verification.samples import data_place, token_place, tokens_in
 from ptrain.verification.updates.clip import UpdateCase
 from ptrain.verification.updates.repeat import (
     Ingredients,

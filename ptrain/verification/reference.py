@@ -4,15 +4,11 @@ Theorem 5 is tested against it, so it shares no execution with the interpreter: 
 loop, and torch's optimizers one tensor at a time on full tensors in the layout's dtypes. It takes
 the arithmetic from the spec (samples, initial weights, dtypes of each state with master copies,
 clipping, schedule). Of the mesh it knows only which micro-batches form the global batch.
-
-The sample ledger lists which samples of a global batch the mesh saw, by the tokens that the model
-was given: none may be missing and none doubled (Theorem 3).
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -31,14 +27,11 @@ from ptrain.models.objective import Objective, SampleBatch, StepBatch, objective
 from ptrain.models.units import ROOT, unit_modules
 from ptrain.optimizers.build import initial_state, reference_optimizer
 from ptrain.optimizers.update import rule_of
-from ptrain.report.finding import Mismatch, Moment, Subject
 from ptrain.spec.model import ModelShape
 from ptrain.spec.optimizers import OPTIMIZERS
 from ptrain.spec.precision import INITIAL_SCALE, SCALE_BACKOFF, SCALE_GROWTH, SCALE_INTERVAL
 from ptrain.spec.spec import Spec
-from ptrain.train.exchange import Exchange
 from ptrain.train.schedule import learning_rate
-from ptrain.verification.places import TokensOfRank, data_place
 
 
 class Updater:
@@ -349,73 +342,3 @@ def move_biases(module: nn.Module) -> None:
             chosen_E = gate.load_E.double()
             gate.bias_E += rate * (chosen_E.mean() - chosen_E).sign()
     clear_counts(module)
-
-
-UNKNOWN = -1
-
-
-def sample_mismatches(
-    given: StepBatch, reference: ReferenceTraining, step: int, rank: int, exchange: Exchange
-) -> Iterator[Mismatch]:
-    """Compare the samples of this rank with those it should have; `given` is what its model ran on.
-    All ranks call it."""
-    spec = reference.spec
-    what = "tokens" if spec.data.function is None else "samples"
-    own_tokens = TokensOfRank(spec, rank)
-    expected = _expected(reference, step, own_tokens)
-    names: dict[bytes, int] = {}  # tokens are one sample, however often the batch has them
-    for ids in expected.values():
-        for sample, key in ids:
-            names.setdefault(key, sample)
-    given_tokens = TokensOfRank(spec, rank, ())
-    seen = [names.get(_key(row, given_tokens), UNKNOWN) for row in given.micro_batches(1)]
-    everyone: list[list[int]] = exchange.gather(seen)
-    own = [names[key] for _, key in expected[data_place(spec, rank)]]
-    if seen == own:
-        return
-    once: dict[int, list[int]] = {}  # of ranks that share samples, one that knows all of its own
-    for other, its in enumerate(everyone):
-        place = data_place(spec, other)
-        once[place] = its if UNKNOWN in once.get(place, [UNKNOWN]) else once[place]
-    counts = Counter(sample for its in once.values() for sample in its if sample != UNKNOWN)
-    wanted = Counter(names[key] for ids in expected.values() for _, key in ids)
-    is_order = counts == wanted and UNKNOWN not in seen
-    descriptions = [
-        _listed("missing", list(wanted - counts)),
-        _listed("seen twice", list(counts - wanted)),
-        _listed("in another order or place", own if is_order else []),
-        f"{what} of no sample of this step" if UNKNOWN in seen else "",
-    ]
-    yield Mismatch(
-        step=step,
-        moment=Moment.BATCH,
-        subject=Subject.BATCH,
-        name=what,
-        rank=rank,
-        told="; ".join(filter(None, descriptions)) or "samples of another rank",
-    )
-
-
-def _expected(
-    reference: ReferenceTraining, step: int, own: TokensOfRank
-) -> dict[int, list[tuple[int, bytes]]]:
-    """Return by data rank its samples, and of their tokens this rank's own."""
-    samples: dict[int, list[tuple[int, bytes]]] = {}
-    for micro_batch in reference.micro_batches(step):
-        samples.setdefault(micro_batch.data_index, []).extend(
-            (sample, _key(micro_batch.row(row).samples, own))
-            for row, sample in enumerate(micro_batch.sample_ids)
-        )
-    return samples
-
-
-def _key(sample: SampleBatch, own: TokensOfRank) -> bytes:
-    """Return what the model is given of a sample, at a rank's own tokens; what the loss asks of it
-    the loss tells."""
-    tensor = own.of_output(sample.tensors[0])
-    return tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes()
-
-
-def _listed(what: str, samples: list[int]) -> str:
-    shown = ", ".join(map(str, samples[:4])) + (" …" if len(samples) > 4 else "")
-    return f"sample{'s' * (len(samples) != 1)} {shown} {what}" if samples else ""

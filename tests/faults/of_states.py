@@ -169,7 +169,6 @@ FAULTS = (
         setting=ZERO2,
         plant=not_gathered,
         subjects=(Subject.PARAMETERS,),
-        axis="dp_shard",
         factor="stale|gather",
     ),
     Fault(

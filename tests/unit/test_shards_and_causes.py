@@ -16,7 +16,7 @@ from ptrain.verification.parts import (
     part_of,
     relative,
 )
-from ptrain.verification.places import data_place
+from ptrain.verification.samples import data_place
 
 
 def _spec() -> Spec:
