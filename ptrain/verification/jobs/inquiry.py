@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ptrain.errors import Fault
 from ptrain.models.boundary import CodeRaised, boundary, said
 from ptrain.models.ledger import OperatorMode
-from ptrain.report.finding import Certainty, Mismatch, RootCause, Subject
+from ptrain.report.finding import RULED_OUT, Certainty, Mismatch, RootCause, Subject
 from ptrain.verification.jobs.diagnosis import TIED, explain_gradients, of_own_samples
 from ptrain.verification.jobs.draws import Key, drawn_again_otherwise
 from ptrain.verification.jobs.evidence import JobEvidence, evidence, rows_of, untold
@@ -174,11 +174,8 @@ class Inquiry:
         by_sums = explain_gradients(first, job_evidence, self.ranks, self.limit)
         if by_sums.certainty is Certainty.PROVEN:
             return by_sums
-        if by_sums.certainty is Certainty.UNEXPLAINED:
-            self._ruled_out.append(
-                "one multiple, a sum over an axis, other micro-batches or the previous step in "
-                "all gradients"
-            )
+        if by_sums.certainty is Certainty.UNEXPLAINED and by_sums.tried:
+            self._ruled_out.append(f"all gradients {by_sums.tried.removeprefix(RULED_OUT)}")
         if (read := self._of_other_samples(first, job_evidence)) is not None:
             return read
         if (of_terms := self._of_terms(first)) is not None:
@@ -233,6 +230,7 @@ class Inquiry:
             return None
         left = self.left_with(self.drawing.repeated(self.pair.loop.model), Waited())
         if left is None:
+            self._ruled_out.append("every collective waited for where it starts")
             return None
         names = families([mismatch.name for mismatch in first])
         return proven(
@@ -444,7 +442,8 @@ class Inquiry:
     ) -> RootCause:  # fmt: skip
         names = [n for n in job_evidence.samples if any(d.name == n for d in first)]
         largest = max(mismatch.difference for mismatch in first)
-        out = "; ".join(self._ruled_out) + untold(job_evidence.micro_batches)
+        out = "; ".join(self._ruled_out) or "nothing, as no fix that is known fits"
+        out += untold(job_evidence.micro_batches)
         place, where = families(names) or first[0].name, ""
         suspect = None if localised is None else localised.first_in_words()
         if suspect is not None:
