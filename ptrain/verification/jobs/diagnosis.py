@@ -248,7 +248,8 @@ class Diagnosis:
                 f"{what}: it is {causes[0]}{where}. Divide by their number once.",
                 state=Subject.LOSS if is_loss else Subject.GRADIENTS,
             )
-        is_norm = not fits and len(self.names) == len(self.evidence.samples)
+        every = len(self.names) == len(self.evidence.samples)
+        is_norm = not fits and every and where != _OF_LOSS
         causes += [f"another scale{_REDUCED if where == _REDUCED else ' of the loss'}"]
         causes += ["another clipping norm"] * is_norm
         return self._say(
