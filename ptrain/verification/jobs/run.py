@@ -52,6 +52,7 @@ from ptrain.verification.jobs.record import (
     replicas,
 )
 from ptrain.verification.jobs.root_causes import (
+    explain_buffers,
     explain_in_use,
     explain_loss,
     explain_precision,
@@ -412,7 +413,8 @@ class Examiner:
         self.history.begin(self.pair.holds)
         self.watched.begin(self.pair.wholes)
         if self.differences.take(differences):
-            self.root_cause = explain_start(self.differences.first, self.ranks)
+            first = self.differences.first
+            self.root_cause = self._explain_buffers(first) or explain_start(first, self.ranks)
 
     def _examine(self, step: int, batch: Any, share: Any) -> None:
         self._batch, self._share = batch, share
@@ -481,7 +483,18 @@ class Examiner:
                 others = [its for its in first if its.subject is not Subject.AVERAGE]
                 if not others:
                     return explain_average(first, self.pair.averages, self.ranks)
-                return explain_update(others, step.case, self.ranks)
+                return self._explain_buffers(others) or explain_update(
+                    others, step.case, self.ranks
+                )
+
+    def _explain_buffers(self, mismatches: Sequence[Mismatch]) -> RootCause | None:
+        """None where something else differs too."""
+        if any(its.subject is not Subject.BUFFERS and not its.between for its in mismatches):
+            return None
+        buffers = [its for its in mismatches if its.subject is Subject.BUFFERS]
+        models = self.pair.reference.model, self.pair.loop.model
+        limit = self.limit.updates
+        return explain_buffers(buffers, models, self.ranks, limit) if buffers else None
 
     def _explain_updates(self, first: Sequence[Mismatch], step: StepComparison) -> RootCause:
         """Ranks whose optimizers do not step as often as one device's, and what these update."""
