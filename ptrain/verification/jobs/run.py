@@ -410,6 +410,8 @@ class Examiner:
             self.root_cause = reference_not_finite(step, self.ranks)
         elif self.mismatches and not self._waits(step):
             self.root_cause = self._explain(seen)
+        elif not self.mismatches:
+            self.root_cause = self._inquiry(seen).accumulated(self.before)
         self.history.see(self.pair.holds)
         self.before = {name: gradient.clone() for name, gradient in seen.expected.gradients.items()}
 
@@ -483,11 +485,14 @@ class Examiner:
         for actual, expected in lower:
             if actual != expected:
                 return explain_precision(actual, expected, first[0].step, self.ranks)
-        inquiry = Inquiry(
+        inquiry = self._inquiry(step)
+        return inquiry.with_call(inquiry.root_cause(first, self.before))
+
+    def _inquiry(self, step: StepComparison) -> Inquiry:
+        return Inquiry(
             self.pair, step, self.limit, loss=self.loss, batch=self._batch, share=self._share,
             drawing=self.drawing,
         )  # fmt: skip
-        return inquiry.with_call(inquiry.root_cause(first, self.before))
 
     def _explain_loss(
         self, mismatches: Sequence[Mismatch], own: float | None,
