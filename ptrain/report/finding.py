@@ -90,6 +90,7 @@ class Certainty(StrEnum):
     UNEXPLAINED = "not explained"  # what differs first, and what was ruled out
 
 
+RULED_OUT = "ruled out: "
 POSSIBLE = "Possible causes: "  # how a sentence of a root cause begins that lists some
 # How a sentence begins that says what to do; one with "must" says it, too.
 _FIXES = re.compile(
@@ -154,8 +155,9 @@ class RootCause:
         return {label: " ".join(sentences) for label, sentences in said.items()}
 
     def proven(self, tried: str) -> RootCause:
-        """Return it after its fix was tried."""
-        return replace(self, certainty=Certainty.PROVEN, tried=tried)
+        """Return it after its fix was tried; of one that lists several causes it proves none."""
+        certainty = Certainty.FITS if POSSIBLE in self.sentence else Certainty.PROVEN
+        return replace(self, certainty=certainty, tried=tried)
 
     def located(self, tried: str) -> RootCause:
         """Return it as the place where a run begins to differ, for a reason that is not known."""
@@ -163,7 +165,7 @@ class RootCause:
 
     def unexplained(self, out: str) -> RootCause:
         """Return it as what differs first, of which only so much was ruled out."""
-        return replace(self, certainty=Certainty.UNEXPLAINED, tried=f"ruled out: {out}")
+        return replace(self, certainty=Certainty.UNEXPLAINED, tried=f"{RULED_OUT}{out}")
 
 
 class MismatchFound(VerdictFailed):

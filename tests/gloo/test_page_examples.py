@@ -22,7 +22,7 @@ EXAMPLES = [
     pytest.param(VERIFY, "check.py", marks=pytest.mark.nightly),
 ]
 # A recipe, its package, a line of it, a mistake in its place, and the finding of the verdict.
-SUMMED = "The losses of 2 micro-batches are means, and are summed."
+SUMMED = "it is not divided by the micro-batches (2) in the loss."
 HALVED = "parameters is 0.5 times the reference."
 RECIPES = [
     ("check_ddp.py", "torch", "part) / MICRO", "part)", SUMMED),

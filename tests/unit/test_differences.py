@@ -105,6 +105,7 @@ def test_a_root_cause_says_what_differs_where_the_fix_and_how_sure_it_is_in_a_li
         "  fits: the fix was not tried",
     ]
     assert decode(encode(found), RootCause) == found
+    assert found.proven("divided once").certainty is Certainty.FITS  # none of several is proven
 
 
 def test_a_root_cause_without_a_fix_says_so() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -17,19 +19,29 @@ LIMIT = TOLERANCES[torch.float64]
 INPUTS, LOGITS = torch.randn(4, 3), torch.randn(4, 5)
 
 
-def _explained(factor: float, *axes: str) -> RootCause:
-    """Return what is said of a gradient that is a multiple, on axes of two ranks each."""
-    model = nn.Linear(4, 3, bias=False).double()
+def _explained(factor: float, *axes: str, given: Sequence[Tensor] = ()) -> RootCause:
+    """Return what is said of a gradient that is a multiple, on axes of two ranks each; `given`:
+    what each micro-batch gives by itself, whose sum the loop takes."""
     truth = torch.randn(12, dtype=torch.float64)
+    taken = sum(given, torch.zeros(())) if given else truth * factor
+    truth = taken / factor
+    return _explained_of(truth, taken, *axes, given=given)
+
+
+def _explained_of(
+    truth: Tensor, taken: Tensor, *axes: str, given: Sequence[Tensor] = ()
+) -> RootCause:
+    model = nn.Linear(4, 3, bias=False).double()
     own = OwnGradients(
         holds=held_by(model, dict(model.named_parameters())), truths={"weight": truth},
-        taken={"weight": truth * factor}, given=[], before={}, micro_batches=0,
+        taken={"weight": taken}, given=[{"weight": row} for row in given], before={},
+        micro_batches=len(given),
     )  # fmt: skip
     degrees: Axes = dict.fromkeys(axes, ((0, 1),))
     ranks = Ranks(rank=0, size=1, device=torch.device("cpu"), axes=degrees)
     mismatch = Mismatch(
         step=0, moment=Moment.GRADIENTS, subject=Subject.GRADIENTS, name="weight", rank=0,
-        difference=abs(factor - 1),
+        difference=1.0,
     )  # fmt: skip
     return explain_gradients([mismatch], sampled(ranks, own), ranks, LIMIT)
 
@@ -47,6 +59,27 @@ def test_a_factor_that_no_degree_explains_has_possible_causes_only() -> None:
     said = _explained(0.37, "dp")
     assert said.certainty is Certainty.FITS
     assert "0.37 times the reference. Possible causes: " in said.sentence
+
+
+def test_a_loss_that_the_micro_batches_do_not_divide_is_the_only_cause() -> None:
+    given = [torch.randn(12, dtype=torch.float64) for _ in range(3)]
+    said = _explained(3.0, "dp", given=given)
+    assert (said.state, said.certainty) == (Subject.LOSS, Certainty.PROVEN)
+    assert said.factor == "× 3 (micro-batches)"
+    assert "not divided by the micro-batches (3) in the loss." in said.sentence
+
+
+def test_a_factor_between_powers_of_several_degrees_names_none() -> None:
+    said = _explained(2 / 3, "dp", given=list(torch.randn(3, 12).double()))
+    assert (said.axis, said.certainty) == ("", Certainty.FITS)
+    assert "Possible causes: another scale of the loss." in said.sentence
+
+
+def test_only_the_fixes_that_were_tried_are_ruled_out() -> None:
+    truth = torch.randn(12, dtype=torch.float64)
+    said = _explained_of(truth, truth.flip(0))
+    assert said.certainty is Certainty.UNEXPLAINED
+    assert said.tried == "ruled out: divided by a different factor on each rank"
 
 
 def _call(targets: Tensor, weights: Tensor) -> ForwardCall:

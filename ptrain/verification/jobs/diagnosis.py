@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from statistics import fmean
 
-from ptrain.report.finding import Certainty, Mismatch, RootCause, Subject
+from ptrain.report.finding import POSSIBLE, RULED_OUT, Certainty, Mismatch, RootCause, Subject
 from ptrain.verification.jobs.evidence import JobEvidence
-from ptrain.verification.jobs.job import Ranks, Tolerance
+from ptrain.verification.jobs.job import RANKS, Ranks, Tolerance
 from ptrain.verification.jobs.root_causes import (
     explain_samples,
     families,
@@ -38,7 +39,11 @@ from ptrain.verification.updates.swaps import coarse_sum
 
 TIED = "samples of one micro-batch only"
 OTHER_LOSS, OTHER_WEIGHTS = "other gradient of the loss", "other weights in the loss"
-_NEAR_NORM = 0.01  # of the reference's, in coarse dtypes
+_NEAR_NORM = 0.01  # of the reference's: any norm is within the tolerance of 16 bits
+_EPSILON = 1e-5  # of a norm, to which torch adds 1e-6 before it divides by it
+_MICRO = "micro-batches"
+_NAMES = {RANKS: "all ranks", _MICRO: "the micro-batches"}
+_OF_LOSS, _REDUCED = " in the loss", " after the backward pass"
 
 
 class Diagnosis:
@@ -56,7 +61,6 @@ class Diagnosis:
         self.mismatches, self.evidence, self.ranks = mismatches, evidence, ranks
         self.tolerance, self.names, self.first = tolerance, list(names), first
         self.samples = [evidence.samples[name] for name in self.names]
-        self.is_unique = True  # no other cause has the same fix
         every = len(self.names) == len(evidence.samples)
         self.count = (
             f"{'all' if every else f'{len(self.names)} of'} {len(evidence.samples)} parameters"
@@ -218,15 +222,69 @@ class Diagnosis:
         )
 
     def _even(self) -> RootCause:
-        factor = self.first.factor
-        if (known := self.evidence.known) is not None:
-            for number, text, sentence in known.factors:
-                if abs(factor / number - 1) <= self.tolerance < abs(number - 1):
-                    return self._say("", text, sentence)
-            return self._product(factor, self.ranks.degrees | {"K": self.evidence.micro_batches})
-        if self.contributed is not None and self.contributed.of_truth.holds(self.tolerance):
-            return self._scaled(factor, self.contributed)
-        return self._either(factor)
+        """State the multiple, and the number of ranks or micro-batches that it is; apart from it
+        what may cause it, where that is not one of these alone."""
+        factor, known = self.first.factor, self.evidence.known
+        for number, text, sentence in known.factors if known is not None else ():
+            if abs(factor / number - 1) <= self.tolerance < abs(number - 1):
+                return self._say("", text, sentence)
+        sizes, where = self._side_of(factor)
+        fits = products(factor, sizes, self.tolerance)
+        alike = [fit for fit in fits if _powers(fit) == _powers(fits[0])]
+        verb = "not divided by" if factor > 1 else "divided twice by"
+        causes = [
+            f"{verb} "
+            + " and ".join(f"{_NAMES.get(n, f'the ranks of {n}')} ({sizes[n]})" for n in fit.axes)
+            for fit in alike
+            if set(_powers(fit)) in ({1.0}, {-1.0})
+        ]
+        text = str(fits[0]) if len(alike) == 1 else f"× {factor:.4g}"
+        what = f"The gradient of {self.count} is {factor:.4g} times the reference"
+        if where and len(causes) == len(alike) == 1:
+            is_loss = fits[0].axes == (_MICRO,)
+            return self._say(
+                "" if is_loss else "+".join(axis for axis in fits[0].axes if axis != _MICRO),
+                f"{text} ({_MICRO})" if is_loss else text,
+                f"{what}: it is {causes[0]}{where}. Divide by their number once.",
+                state=Subject.LOSS if is_loss else Subject.GRADIENTS,
+            )
+        every = len(self.names) == len(self.evidence.samples)
+        is_norm = not fits and every and where != _OF_LOSS
+        causes += [f"another scale{_REDUCED if where == _REDUCED else ' of the loss'}"]
+        causes += ["another clipping norm"] * is_norm
+        return self._say(
+            "", text, f"{what}. {POSSIBLE}{'; '.join(causes)}.",
+            state=Subject.NORM if is_norm else Subject.GRADIENTS,
+        )  # fmt: skip
+
+    def _side_of(self, factor: float) -> tuple[dict[str, int], str]:
+        """Return what may have the factor, with sizes, and where it is: in the loss or in the
+        reduction, as the weight says that a micro-batch's own gradient has in the loop's and in the
+        reference's; nothing where these are not known."""
+        degrees, micro = self.ranks.degrees, {_MICRO: self.evidence.micro_batches}
+        known, contributed = self.evidence.known, self.contributed
+        if known is not None:
+            is_loss = abs(known.loss / factor - 1) <= self.tolerance
+            return degrees | micro, _OF_LOSS if is_loss else " in the gradients"
+        if contributed is None or not contributed.of_truth.holds(self.tolerance):
+            return degrees | micro, ""
+        actual = fmean(next(iter(contributed.of_loop.values())).coefficients)
+        right = fmean(contributed.of_truth.coefficients)
+        # not every rank need use these parameters
+        data = (contributions([*self.evidence.samples.values()]) or contributed).data_ranks
+        is_mean, is_sum = (abs(actual * n - 1) <= self.tolerance for n in (len(data), 1))
+        if not (is_mean or is_sum):
+            return degrees, _REDUCED
+        axes = {
+            axis: len(groups[0])
+            for axis, groups in self.ranks.axes.items()
+            if any(len(set(group) & set(data)) > 1 for group in groups)
+        }
+        if axes and is_sum and abs(right * len(data) - 1) <= self.tolerance:
+            return axes, ", neither in the loss nor in the reduction"
+        if axes and is_mean and abs(right - 1) <= self.tolerance:
+            return axes | micro, ", in the loss and in the reduction"
+        return micro if products(factor, micro, self.tolerance) else degrees, _OF_LOSS
 
     def _weights(self, contributed: Contributions) -> RootCause:
         """Every micro-batch is in it, but not with the weight that its share of the batch has."""
@@ -258,119 +316,17 @@ class Diagnosis:
             "" if several else self.ranks.axis_of(contributed.data_ranks),
             f"scaled before the sum, × {min(ratios):.3g} to × {max(ratios):.3g}",
             f"The gradient of each {'micro-batch' if several else 'rank'} is multiplied by a "
-            f"different number before the sum ({listed}), but not in the reference: it is "
-            "clipped, or divided by a local norm or count. Clip and divide the full gradient.",
+            f"different number before the sum ({listed}), but not in the reference. Clip and "
+            "divide the full gradient.",
         )
-
-    def _scaled(self, factor: float, contributed: Contributions) -> RootCause:
-        """Say which side has the factor, by the weight that a micro-batch's own gradient has in the
-        loop's and in one device's: the synchronisation, where the first is neither that of a mean
-        nor of a sum over ranks; else the loss, or a mean in the place of a sum."""
-        data, micro_batches = len(contributed.data_ranks), self.evidence.micro_batches
-        axes = {
-            axis: len(groups[0])
-            for axis, groups in self.ranks.axes.items()
-            if any(len(set(group) & set(contributed.data_ranks)) > 1 for group in groups)
-        }
-        actual = _mean(next(iter(contributed.of_loop.values())).coefficients)
-        right = _mean(contributed.of_truth.coefficients)
-        is_mean, is_sum = (abs(actual * n - 1) <= self.tolerance for n in (data, 1))
-        if not (is_mean or is_sum):
-            return self._product(factor, axes)
-        by_micro_batches = products(factor, {"K": micro_batches}, self.tolerance)
-        if is_sum and data > 1 and abs(right * data - 1) <= self.tolerance:
-            return self._product(factor, axes)
-        if is_mean and data > 1 and abs(right - 1) <= self.tolerance:
-            return self._either(factor) if by_micro_batches else self._product(factor, axes)
-        if not by_micro_batches:
-            return self._product(factor, axes | {"K": micro_batches})
-        return self._of_accumulation(factor)
-
-    def _of_accumulation(self, factor: float) -> RootCause:
-        count = self.evidence.micro_batches
-        sign = "×" if factor > 1 else "÷"
-        how = "are means, and are summed" if factor > 1 else "are divided twice"
-        return self._say(
-            "",
-            f"{sign} {count} (micro-batches)",
-            f"The losses of {count} micro-batches {how}. Divide each by {count}, once.",
-            state=Subject.LOSS,
-        )
-
-    def _either(self, factor: float) -> RootCause:
-        """What the ranks' samples give by themselves is not known, so that a loss that is divided
-        otherwise cannot be told from gradients that are."""
-        degrees = self.ranks.degrees | {"micro-batches": self.evidence.micro_batches}
-        fits = products(factor, degrees, self.tolerance)
-        return self._possible(factor, fits, degrees)
-
-    def _possible(
-        self, factor: float, fits: Sequence[DegreeProduct], sizes: Mapping[str, int]
-    ) -> RootCause:
-        """State the factor, and apart from it what may cause it: the fix is the same for all."""
-        self.is_unique = False
-        listed = [
-            " and ".join(f"{'micro-batches' if n == 'K' else n} ({sizes[n]})" for n in fit.axes)
-            for fit in fits
-        ]
-        what = "summed over {}, or not divided by their number"
-        if factor < 1:
-            what = "averaged twice over {}, or divided by their number once too often"
-        causes = [*(what.format(numbers) for numbers in listed), "another scale of the loss"]
-        is_norm = not fits and len(self.names) == len(self.evidence.samples)
-        causes += ["another clipping norm"] * is_norm
-        return self._say(
-            "",
-            str(fits[0]) if len(fits) == 1 else f"× {factor:.4g}",
-            f"The gradient of {self.count} is {factor:.4g} times the reference. Possible causes: "
-            f"{'; '.join(causes)}.",
-            state=Subject.NORM if is_norm else Subject.GRADIENTS,
-        )
-
-    def _product(self, factor: float, degrees: dict[str, int]) -> RootCause:
-        sizes = degrees | self.ranks.degrees
-        fits = products(factor, sizes, self.tolerance)
-        alike = [fit for fit in fits if _powers(fit) == _powers(fits[0])]
-        if len(alike) != 1:
-            return self._possible(factor, alike, sizes)
-        text = str(fits[0])
-        axes = [axis for axis in fits[0].axes if axis != "K"]
-        where = "+".join(axes)
-        size = max(factor, 1 / factor)
-        if fits[0].powers in ((("K", 1.0),), (("K", -1.0),)):
-            return self._of_accumulation(factor)
-        if {power for _, power in fits[0].powers} not in ({1.0}, {-1.0}) or "K" in fits[0].axes:
-            why = " and ".join(
-                f"{'micro-batches' if n == 'K' else n} ({sizes[n]})" for n in fits[0].axes
-            )
-            return self._say(where, text, f"The gradient is the reference {text}. Check {why}.")
-        over = over_axis(where)
-        if factor > 1:
-            fix = (
-                f"too large: it is summed {over} although each rank's loss is already a mean "
-                f"over its share, or averaged and then multiplied. Average {over}, once."
-            )
-        else:
-            fix = (
-                f"too small: it is averaged {over} twice (once by the wrapper, once by "
-                "hand), or averaged although the loss is already divided by the tokens of "
-                "all ranks."
-            )
-        whose = f"The gradient of {self.count} is {size:.4g} times "
-        known = self.evidence.known
-        if known is not None and abs(known.loss / factor - 1) <= self.tolerance:
-            fix += " The loss has the same factor, so the loss is divided differently."
-        return self._say(where, text, whose + fix)
 
     def _by_rank(self) -> RootCause:
         """Every rank has a factor of its own, or nothing fits."""
         evidence = self.evidence
         if self.first.kind is SymptomKind.EACH:
-            # `updates.clip` undoes no factor of gradients whose accumulation no hook sees; any norm
-            # is within the tolerance of 16 bits
-            near = min(10 * self.tolerance, _NEAR_NORM) * evidence.norm
-            clipped = [abs(norm - evidence.norm) < near for norm in evidence.norms]
-            if sum(clipped) > len(clipped) // 2:
+            # `updates.clip` undoes no factor of gradients whose accumulation no hook sees
+            near = min(max(self.tolerance / 10, _EPSILON), _NEAR_NORM) * evidence.norm
+            if all(abs(norm - evidence.norm) < near for norm in evidence.norms):
                 return self._say(
                     next(iter(self.ranks.axes), ""),
                     "clipped by the local norm",
@@ -385,7 +341,8 @@ class Diagnosis:
                 next(iter(self.ranks.axes), ""),
                 "different factor on each rank",
                 "On every rank the gradient has the right direction and a different length "
-                f"({listed}): it is clipped or scaled per rank, after the reduction.",
+                f"({listed}): each rank scales it by its own number after the reduction. Clip by "
+                "one norm on all ranks.",
                 ranks=[rank for rank, its in factors.items() if abs(its - 1) > self.tolerance],
             )
         here = [mismatch for mismatch in self.mismatches if mismatch.name in self.names]
@@ -394,10 +351,6 @@ class Diagnosis:
 
 def _powers(fit: DegreeProduct) -> list[float]:
     return sorted(power for _, power in fit.powers)
-
-
-def _mean(numbers: Sequence[float]) -> float:
-    return sum(numbers) / len(numbers)
 
 
 _LOOSE = 100.0  # samples are compared with so many tolerances: a fault is larger
@@ -438,18 +391,16 @@ def explain_gradients(
         return rounded
     if not wrong:
         return unexplained
-    likeliest: RootCause | None = None
+    out: list[str] = []
     for first, alike in _hypotheses(wrong, evidence, ranks, loose):
         if first.kind in without:
             continue
         case = Diagnosis(mismatches, evidence, ranks, loose, alike, first)
         likeliest = with_trial(case.root_cause(), case.fix(scale), evidence, ranks, limit)
-        if likeliest.certainty is Certainty.PROVEN and not case.is_unique:
-            return replace(likeliest, certainty=Certainty.FITS)  # the fact is proven alone
         if likeliest.certainty is not Certainty.UNEXPLAINED:
             return likeliest
-    assert likeliest is not None, "something is wrong, so there is a hypothesis"
-    return likeliest
+        out.append(likeliest.tried.removeprefix(RULED_OUT))
+    return unexplained.unexplained("; ".join(filter(None, dict.fromkeys(out))))
 
 
 def _loose(limit: Tolerance) -> float:
@@ -513,7 +464,7 @@ def of_own_samples(
         ranks=tuple(odd or range(ranks.size)), sentence=sentence,
     )  # fmt: skip
     trial = with_trial(root_cause, fix, evidence, ranks, limit)
-    if trial.certainty is Certainty.PROVEN and factor in (TIED, OTHER_LOSS, OTHER_WEIGHTS):
+    if trial.certainty is not Certainty.UNEXPLAINED and POSSIBLE in sentence:
         return replace(trial, certainty=Certainty.LOCATED)  # between samples and optimizer
     return trial
 
@@ -582,7 +533,7 @@ def with_trial(
         return root_cause
     trial = tried(fix, evidence.own, ranks, limit)
     if not trial.fixes:
-        return replace(root_cause, certainty=Certainty.UNEXPLAINED)
+        return root_cause.unexplained(fix.words)
     count = len(evidence.samples)
     whose = f"all {count} gradients match" if count > 1 else "the gradient matches"
     what = "the loop" if fix.symptom.kind is SymptomKind.OWN else "the reference"

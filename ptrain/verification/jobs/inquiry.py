@@ -22,11 +22,11 @@ from torch import Tensor, nn
 from ptrain.errors import Fault
 from ptrain.models.boundary import CodeRaised, boundary, said
 from ptrain.models.ledger import OperatorMode
-from ptrain.report.finding import Certainty, Mismatch, RootCause, Subject
+from ptrain.report.finding import RULED_OUT, Certainty, Mismatch, Moment, RootCause, Subject
 from ptrain.verification.jobs.diagnosis import TIED, explain_gradients, of_own_samples
 from ptrain.verification.jobs.draws import Key, drawn_again_otherwise
 from ptrain.verification.jobs.evidence import JobEvidence, evidence, rows_of, untold
-from ptrain.verification.jobs.job import Alone, GlobalLoss, Tolerance, number
+from ptrain.verification.jobs.job import TOLERANCES, Alone, GlobalLoss, Tolerance, number
 from ptrain.verification.jobs.localise import ModuleInquiry
 from ptrain.verification.jobs.loss import LossTerms
 from ptrain.verification.jobs.modules import Calls, ModuleRecorder, ProbeResult, is_within, probed
@@ -37,8 +37,10 @@ from ptrain.verification.parts import (
     Magnitude,
     difference,
     is_even,
+    named,
     numbers_apart,
 )
+from ptrain.verification.updates.swaps import coarse_sum
 
 
 class Waited(OperatorMode):
@@ -130,6 +132,8 @@ def _modules(keys: set[Key]) -> str:
 
 _EVEN = 1e-3  # relative: weights of terms that are alike
 _SHARE = 1e-3  # of what differs within a module, that differs outside of it too
+_HALF = 2  # bytes
+_FINE = TOLERANCES[torch.float32]
 _LOOSE = 10  # tolerances of a gradient: the same addends in another order
 
 
@@ -165,20 +169,12 @@ class Inquiry:
             return of_masks
         # Generators go on: of draws that no operator is known for, the reference would be given the
         # loop's own numbers, and what they explain would count as proven.
-        self._restore_models()
-        probe = self.probe_of(self.step.seen)
-        job_evidence = evidence(
-            self.ranks, self.pair.holds, reference=self.step.expected, run=self.step.seen,
-            probe=probe, before=before,
-        )  # fmt: skip
+        probe, job_evidence = self._evidence(before)
         by_sums = explain_gradients(first, job_evidence, self.ranks, self.limit)
         if by_sums.certainty is Certainty.PROVEN:
             return by_sums
-        if by_sums.certainty is Certainty.UNEXPLAINED:
-            self._ruled_out.append(
-                "one multiple, a sum over an axis, other micro-batches or the previous step in "
-                "all gradients"
-            )
+        if by_sums.certainty is Certainty.UNEXPLAINED and by_sums.tried:
+            self._ruled_out.append(f"all gradients {by_sums.tried.removeprefix(RULED_OUT)}")
         if (read := self._of_other_samples(first, job_evidence)) is not None:
             return read
         if (of_terms := self._of_terms(first)) is not None:
@@ -200,6 +196,44 @@ class Inquiry:
         if by_sums.certainty is Certainty.FITS:
             return by_sums
         return self._unexplained(first, job_evidence, localised)
+
+    def _evidence(self, before: Mapping[str, Tensor]) -> tuple[ProbeResult, JobEvidence]:
+        self._restore_models()
+        probe = self.probe_of(self.step.seen)
+        return probe, evidence(
+            self.ranks, self.pair.holds, reference=self.step.expected, run=self.step.seen,
+            probe=probe, before=before,
+        )  # fmt: skip
+
+    def accumulated(self, before: Mapping[str, Tensor]) -> RootCause | None:
+        """Return the root cause of gradients within the tolerance whose micro-batches are added up
+        in 16 bits, and the reference's are not: by the dtype of `.grad`, or in the first step by
+        that sum itself. None of one micro-batch. All ranks call it."""
+        own, right = self.step.seen.gradients, self.step.expected.gradients
+        both = [name for name in own if name in right and right[name].dtype.itemsize > _HALF]
+        halves = [name for name in both if own[name].dtype.itemsize == _HALF]
+        count, apart = len(self.step.seen.calls), self.step.differences
+        is_apart = apart.most(Moment.GRADIENTS, Subject.GRADIENTS) > _FINE.gradients
+        is_hidden = not apart.step and is_apart and self.limit.gradients > _FINE.gradients
+        everyones = self.ranks.gather((halves if count > 1 else [], is_hidden and count > 1))
+        names = [*dict.fromkeys(name for its, _ in everyones for name in its)] or both
+        blamed = RootCause(
+            state=Subject.GRADIENTS, axis="", factor="", place=families(names), sentence="",
+            step=self.step.differences.step, ranks=tuple(range(self.ranks.size)),
+        )  # fmt: skip
+        if any(its for its, _ in everyones):
+            dtypes = self.ranks.gather([named(own[name].dtype) for name in halves[:1]])
+            dtype = next(its[0] for its in dtypes if its)
+            return replace(
+                blamed, factor=f"accumulated in {dtype}",
+                sentence=f"The gradients of {count} micro-batches are added up in {dtype}, unlike "
+                "in the reference. Accumulate them in a dtype as fine as the reference's.",
+                tried="the dtypes of .grad were compared when the optimizer steps",
+            )  # fmt: skip
+        if not all(is_tried for _, is_tried in everyones):
+            return None
+        _, job_evidence = self._evidence(before)
+        return coarse_sum(blamed, job_evidence, self.ranks, self.limit.gradients)
 
     def _of_other_samples(
         self, first: Sequence[Mismatch], job_evidence: JobEvidence
@@ -233,6 +267,7 @@ class Inquiry:
             return None
         left = self.left_with(self.drawing.repeated(self.pair.loop.model), Waited())
         if left is None:
+            self._ruled_out.append("every collective waited for where it starts")
             return None
         names = families([mismatch.name for mismatch in first])
         return proven(
@@ -444,7 +479,8 @@ class Inquiry:
     ) -> RootCause:  # fmt: skip
         names = [n for n in job_evidence.samples if any(d.name == n for d in first)]
         largest = max(mismatch.difference for mismatch in first)
-        out = "; ".join(self._ruled_out) + untold(job_evidence.micro_batches)
+        out = "; ".join(self._ruled_out) or "nothing, as no fix that is known fits"
+        out += untold(job_evidence.micro_batches)
         place, where = families(names) or first[0].name, ""
         suspect = None if localised is None else localised.first_in_words()
         if suspect is not None:

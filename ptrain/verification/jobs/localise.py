@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from ptrain.report.finding import RootCause, Subject
+from ptrain.report.finding import POSSIBLE, RootCause, Subject
 from ptrain.verification.jobs.evidence import JobEvidence, places_of
 from ptrain.verification.jobs.loss import AskedTokens, of_slices
 from ptrain.verification.jobs.modules import (
@@ -91,6 +91,8 @@ def _is_cause(first: FirstDifference, said: RootCause) -> bool:
     """Return whether what is said of the first difference is why it differs, and not only where:
     of a module whose inputs match and that returns something else, or where the difference has a
     name (a missing sum, positions of other tokens, another dtype)."""
+    if POSSIBLE in said.sentence:
+        return False
     if first.side is Side.OUTPUT and first.path and not first.between:
         return True
     return not said.factor.startswith(("differs by", "other gradient"))

@@ -392,15 +392,9 @@ def _scales_of(states: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Magnitud
     return {key: Magnitude.of(tensors) for key, tensors in kinds.items()}
 
 
-def compare_buffers(
-    differences: Differences,
-    reference: nn.Module,
-    run: nn.Module,
-    limit: Tolerance,
-    moment: Moment = Moment.UPDATE,
-) -> None:
-    """Compare floating buffers, but not the statistics of batches, which each rank has of its
-    own."""
+def shared_buffers(reference: nn.Module, run: nn.Module) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Yield the floating buffers that both sides have, by name, the reference's first; but not the
+    statistics of batches, which each rank has of its own."""
     wrapped = dict(canonical_modules(run))
     for path, module in canonical_modules(reference):
         if isinstance(module, nn.modules.batchnorm._BatchNorm) or path not in wrapped:
@@ -408,13 +402,24 @@ def compare_buffers(
         theirs = dict(wrapped[path].named_buffers(recurse=False))
         for name, buffer in module.named_buffers(recurse=False):
             other = theirs.get(name)
-            if other is None or not buffer.is_floating_point() or other.shape != buffer.shape:
-                continue
-            size = difference(held(other), buffer, norm(buffer))
-            full = f"{path}.{name}" if path else name
-            differences.compare(
-                moment, Subject.BUFFERS, full, difference=size, tolerance=limit.updates
-            )
+            if other is not None and buffer.is_floating_point() and other.shape == buffer.shape:
+                yield (f"{path}.{name}" if path else name), held(buffer), held(other)
+
+
+def compare_buffers(
+    differences: Differences,
+    reference: nn.Module,
+    run: nn.Module,
+    limit: Tolerance,
+    moment: Moment = Moment.UPDATE,
+) -> None:
+    """Compare floating buffers; at the start as closely as what a module computes."""
+    bound = limit.outputs if moment is Moment.START else limit.updates
+    for name, right, own in shared_buffers(reference, run):
+        differences.compare(
+            moment, Subject.BUFFERS, name, difference=difference(own, right, norm(right)),
+            tolerance=bound,
+        )  # fmt: skip
 
 
 def digests(

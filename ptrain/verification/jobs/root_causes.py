@@ -10,14 +10,34 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from ptrain.report.finding import Certainty, Mismatch, RootCause, Subject, Way
+from ptrain.report.finding import (
+    POSSIBLE,
+    Certainty,
+    Mismatch,
+    Moment,
+    RootCause,
+    Subject,
+    Way,
+)
 from ptrain.verification.jobs.evidence import JobEvidence, Samples
 from ptrain.verification.jobs.job import RANKS, Ranks
-from ptrain.verification.parts import factor_text, missing_sum, multiple, named
+from ptrain.verification.jobs.record import digest, shared_buffers
+from ptrain.verification.parts import (
+    COARSER,
+    difference,
+    factor_text,
+    is_number_of,
+    missing_sum,
+    multiple,
+    named,
+    norm,
+    rounded,
+)
 
 
 def family(name: str) -> str:
@@ -82,13 +102,6 @@ def explain_start(mismatches: Sequence[Mismatch], ranks: Ranks) -> RootCause:
             missing, ranks, state=Subject.PARAMETERS, factor="missing",
             sentence=f"{missing[0].name}: {missing[0].told}. Build both from the same module.",
         )  # fmt: skip
-    if all(mismatch.subject is Subject.BUFFERS for mismatch in mismatches):
-        return root_cause(
-            mismatches, ranks, state=Subject.BUFFERS, factor="other values at the start",
-            sentence="The buffer does not start with the values of the reference. Broadcast "
-                     "buffers from one rank, or compute them from the same seed and in the same "
-                     "dtype on every rank.",
-        )  # fmt: skip
     mismatches = [its for its in mismatches if its.subject is not Subject.BUFFERS]
     return root_cause(
         mismatches, ranks, state=Subject.PARAMETERS, factor="other weights at the start",
@@ -96,6 +109,66 @@ def explain_start(mismatches: Sequence[Mismatch], ranks: Ranks) -> RootCause:
                  "before it is wrapped (copy.deepcopy), or seed both identically on every "
                  "rank.",
     )  # fmt: skip
+
+
+def explain_buffers(
+    mismatches: Sequence[Mismatch], models: tuple[nn.Module, nn.Module], ranks: Ranks, limit: float
+) -> RootCause:
+    """Explain buffers that differ though nothing else does, by the first of them: whether it is
+    rounded, the same on all ranks, or each rank's own. `models`: the reference's and the loop's.
+    All ranks call it."""
+    first = mismatches[0]
+    blame = partial(
+        root_cause, [its for its in mismatches if its.name == first.name], ranks,
+        state=Subject.BUFFERS,
+    )  # fmt: skip
+    right, own = next(
+        ((its, other) for name, its, other in shared_buffers(*models) if name == first.name),
+        (torch.empty(0), torch.empty(0)),  # of another stage
+    )
+    coarse = [d for d in COARSER if is_number_of(own, d) and not is_number_of(right, d)]
+    dtype = named(coarse[0]) if coarse else ""
+    is_it = bool(coarse) and torch.equal(rounded(right, coarse[0]).double(), own.double())
+    fit = multiple(own, right)
+    times = f"× {fit.factor:.4g}" if fit.holds(limit) else ""
+    everyones = ranks.gather((digest(own), dtype, is_it, times), tuple[str, str, bool, str])
+    kinds = {everyones[its.rank][1:3] for its in mismatches if its.name == first.name}
+    when = "at the start" if first.moment is Moment.START else "at the end of the step"
+    dtype, is_it = min(kinds)
+    if dtype and len({name for name, _ in kinds}) == 1:
+        said = blame(
+            factor=f"rounded to {dtype}",
+            sentence=f"Every element of the buffer is {when} a number of {dtype}, unlike in the "
+            "reference. Keep it in the dtype of the reference when the model is cast.",
+        )
+        return said.proven(f"it equals the reference rounded to {dtype}") if is_it else said
+    bits = [its for its, *_ in everyones if its != digest(torch.empty(0))]
+    if len(set(bits)) == 1:
+        times = everyones[first.rank][3]
+        return blame(
+            factor=times or "other values on all ranks",
+            sentence=f"The buffer has {when} the same values on all ranks"
+            f"{times and f', the reference {times}'}. Check what writes it.",
+        )
+    if first.moment is Moment.START:
+        return blame(
+            factor="other values at the start",
+            sentence="The ranks start with different values of the buffer. Broadcast it from one "
+            "rank, or compute it from the same seed on every rank.",
+        )
+    is_whole = len(bits) == ranks.size
+    mean = ranks.stack(own).mean(0) if is_whole else own.double()
+    if all(ranks.gather(is_whole and difference(mean, right, norm(right)) <= limit)):
+        return blame(
+            factor="missing all-reduce over all ranks",
+            sentence="Each rank has its own values of the buffer, and their mean is the reference. "
+            "All-reduce them (mean).",
+        ).proven("the mean over all ranks matches the reference")
+    return blame(
+        factor="ranks differ",
+        sentence=f"The ranks have different values of the buffer {when}. {POSSIBLE}it is computed "
+        "from what is not reduced over the ranks; it is not broadcast from one rank.",
+    )
 
 
 def explain_in_use(
@@ -226,7 +299,7 @@ def unclear(
     """What differs, where no sum explains it: it may be a rounding. All ranks call it."""
     first = mismatches[0]
     largest = max(mismatch.difference for mismatch in mismatches)
-    rounded = next(
+    coarse = next(
         (
             dtype
             for dtype, most in _ROUNDINGS.items()
@@ -240,10 +313,10 @@ def unclear(
         sentence="It is not a multiple of the reference and not an addend of a sum over an "
                  "axis. Compare the inputs of this place.",
     )  # fmt: skip
-    if rounded is None:
+    if coarse is None:
         return unknown
-    dtype = named(rounded)
-    is_it = all(ranks.gather(evidence.own.is_rounding_of(rounded, names)))
+    dtype = named(coarse)
+    is_it = all(ranks.gather(evidence.own.is_rounding_of(coarse, names)))
     return replace(
         unknown,
         factor=f"rounded to {dtype}",

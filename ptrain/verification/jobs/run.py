@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -52,6 +53,7 @@ from ptrain.verification.jobs.record import (
     replicas,
 )
 from ptrain.verification.jobs.root_causes import (
+    explain_buffers,
     explain_in_use,
     explain_loss,
     explain_precision,
@@ -103,9 +105,7 @@ class Watched:
     def begin(self, wholes: Mapping[str, ParameterShard]) -> None:
         """Take the values of the start."""
         self._values = values_of(wholes)
-        self._shapes = {
-            name: shard.shape for name, shard in wholes.items() if shard.parameter.requires_grad
-        }
+        self._shapes = {name: shard.shape for name, shard in wholes.items()}
 
     def see(self, run: StepRecorder, wholes: Mapping[str, ParameterShard]) -> None:
         """Take what a step shows."""
@@ -137,96 +137,63 @@ class Watched:
     def relations(self, origin: Mapping[str, Tensor]) -> Iterator[TriedRelation]:
         """Yield what holds of any training, and what does not; `origin`: the values of the
         start."""
-        if len(self.steps) < 2:
+        count = len(self.steps)
+        if count < 2:
             return
-        yield TriedRelation.of("what gets a gradient moves", self._unmoved(origin))
-        yield TriedRelation.of("every step moves", self._stalled())
-        yield TriedRelation.of("optimizers keep their state", self._emptied())
-        yield TriedRelation.of("units differ", self._copies(origin))
-
-    def _unmoved(self, origin: Mapping[str, Tensor]) -> RootCause | None:
-        still = sorted(n for n in self.trained if torch.equal(self._values[n], origin[n].flatten()))
-        if self.has_masters or not still or len(still) == len(self.trained):
-            return None  # masters move in finer steps; where nothing moves, that is said already
+        moved = {n for n in self.trained if not torch.equal(self._values[n], origin[n].flatten())}
+        still = [] if self.has_masters or not moved else sorted(self.trained - moved)
         if rounded := [name for name in still if name in self._given]:
             self.notes.append(
                 f"{families(rounded)} gets a gradient but stays the same to the bit: its "
                 "learning rate is zero, or its updates are too small for its dtype"
             )
-        still = [name for name in still if name not in self._given]
-        if not still:
-            return None
-        return self._root_cause(
-            Subject.PARAMETERS, "not updated in the reference either", families(still),
-            "It gets a gradient in the reference and in the loop, but no update changes it. "
-            "Give it to the optimizer, or freeze it (requires_grad_(False)).",
-            f"its value is the same to the bit after {len(self.steps)} steps",
-        )  # fmt: skip
-
-    def _stalled(self) -> RootCause | None:
-        """The last steps have gradients and move nothing."""
-        count = 0
-        for had_gradient, moved in reversed(self.steps):
-            if moved or not had_gradient:
-                break
-            count += 1
-        if count < _STILL or count == len(self.steps):
-            return None
-        first = len(self.steps) - count
-        return self._root_cause(
-            Subject.LEARNING_RATE, "no update in the reference either", "all parameters",
-            f"From step {first} on no parameter changes, although each has a gradient: the "
-            "learning rate is zero, or an update is too small for the dtype of the "
-            "parameters.",
-            f"the last {count} steps leave every value the same to the bit", first,
-        )  # fmt: skip
-
-    def _emptied(self) -> RootCause | None:
-        """In every step but the first."""
-        names = sorted(n for n, times in self.emptied.items() if times == len(self.steps) - 1 > 1)
-        if not names:
-            return None
-        return self._root_cause(
-            Subject.OPTIMIZER, "emptied in every step, in the reference too", families(names),
-            "The optimizer starts every step without its state of the previous step "
-            "(moments, step counters): it is created again, or its state is emptied, in "
-            "every step.",
-            "when it steps there is no state of a parameter that it has updated before",
-        )  # fmt: skip
-
-    def _copies(self, origin: Mapping[str, Tensor]) -> RootCause | None:
-        """Matrices that moved, and whose rows are all the same nevertheless."""
-        alike = sorted(
-            name
-            for name, shape in self._shapes.items()
-            if len(shape) >= 2 and shape[0] >= 2 and shape.numel() and name in self.trained
-            and not torch.equal(self._values[name], origin[name].flatten())
-            and _has_equal_rows(self._values[name], shape)
-        )  # fmt: skip
-        if not alike:
-            return None
-        return self._root_cause(
-            Subject.PARAMETERS, "identical units", families(alike),
-            "All rows are the same after updates, because they were initialized identically "
-            "(zeros, one value). They get the same gradient and never differ. Initialize "
-            "them randomly (nn.init).",
-            f"the rows are the same to the bit after {len(self.steps)} steps",
-        )  # fmt: skip
-
-    def _root_cause(
-        self, state: Subject, factor: str, place: str, sentence: str, tried: str,
-        step: int | None = None,
-    ) -> RootCause:  # fmt: skip
-        """Without a `step` it is the last that ran that shows it."""
-        shown = len(self.steps) - 1 if step is None else step
-        return of_both_sides(
-            state, factor, place, sentence, tried, num_ranks=self.num_ranks, step=shown
-        )
+        stalled = len([*takewhile(lambda its: its == (True, False), reversed(self.steps))])
+        is_stalled = _STILL <= stalled < count
+        emptied = [n for n, times in self.emptied.items() if times == count - 1 > 1]
+        alike = [name for name in moved if _has_equal_rows(self._values[name], self._shapes[name])]
+        wrong = {
+            "what gets a gradient moves": (
+                Subject.PARAMETERS, "not updated in the reference either",
+                families(name for name in still if name not in self._given),
+                "It gets a gradient in the reference and in the loop, but no update changes it. "
+                "Give it to the optimizer, or freeze it (requires_grad_(False)).",
+                f"its value is the same to the bit after {count} steps",
+            ),
+            "every step moves": (
+                Subject.LEARNING_RATE, "no update in the reference either",
+                "all parameters" * is_stalled,
+                f"From step {count - stalled} on no parameter changes, although each has a "
+                "gradient: the learning rate is zero, or an update is too small for the dtype of "
+                "the parameters.",
+                f"the last {stalled} steps leave every value the same to the bit",
+            ),
+            "optimizers keep their state": (
+                Subject.OPTIMIZER, "emptied in every step, in the reference too",
+                families(sorted(emptied)),
+                "The optimizer starts every step without its state of the previous step "
+                "(moments, step counters): it is created again, or its state is emptied, in "
+                "every step.",
+                "when it steps there is no state of a parameter that it has updated before",
+            ),
+            "units differ": (
+                Subject.PARAMETERS, "identical units", families(sorted(alike)),
+                "All rows are the same after updates, because they were initialized identically "
+                "(zeros, one value). They get the same gradient and never differ. Initialize "
+                "them randomly (nn.init).",
+                f"the rows are the same to the bit after {count} steps",
+            ),
+        }  # fmt: skip
+        for name, of_it in wrong.items():
+            step = count - stalled if of_it[0] is Subject.LEARNING_RATE else count - 1
+            root_cause = of_both_sides(*of_it, num_ranks=self.num_ranks, step=step)
+            yield TriedRelation.of(name, root_cause if of_it[2] else None)
 
 
 def _has_equal_rows(values: Tensor, shape: torch.Size) -> bool:
+    """Return whether it is a matrix, and all its rows are the same."""
     rows = values.view(shape)
-    return bool((rows == rows[:1]).all())
+    is_matrix = len(shape) >= 2 and shape[0] >= 2 and bool(shape.numel())
+    return is_matrix and bool((rows == rows[:1]).all())
 
 
 Sums = dict[str, dict[str, list[str]]]
@@ -412,7 +379,8 @@ class Examiner:
         self.history.begin(self.pair.holds)
         self.watched.begin(self.pair.wholes)
         if self.differences.take(differences):
-            self.root_cause = explain_start(self.differences.first, self.ranks)
+            first = self.differences.first
+            self.root_cause = self._explain_buffers(first) or explain_start(first, self.ranks)
 
     def _examine(self, step: int, batch: Any, share: Any) -> None:
         self._batch, self._share = batch, share
@@ -442,6 +410,8 @@ class Examiner:
             self.root_cause = reference_not_finite(step, self.ranks)
         elif self.mismatches and not self._waits(step):
             self.root_cause = self._explain(seen)
+        elif not self.mismatches:
+            self.root_cause = self._inquiry(seen).accumulated(self.before)
         self.history.see(self.pair.holds)
         self.before = {name: gradient.clone() for name, gradient in seen.expected.gradients.items()}
 
@@ -481,7 +451,18 @@ class Examiner:
                 others = [its for its in first if its.subject is not Subject.AVERAGE]
                 if not others:
                     return explain_average(first, self.pair.averages, self.ranks)
-                return explain_update(others, step.case, self.ranks)
+                return self._explain_buffers(others) or explain_update(
+                    others, step.case, self.ranks
+                )
+
+    def _explain_buffers(self, mismatches: Sequence[Mismatch]) -> RootCause | None:
+        """None where something else differs too."""
+        if any(its.subject is not Subject.BUFFERS and not its.between for its in mismatches):
+            return None
+        buffers = [its for its in mismatches if its.subject is Subject.BUFFERS]
+        models = self.pair.reference.model, self.pair.loop.model
+        limit = self.limit.updates
+        return explain_buffers(buffers, models, self.ranks, limit) if buffers else None
 
     def _explain_updates(self, first: Sequence[Mismatch], step: StepComparison) -> RootCause:
         """Ranks whose optimizers do not step as often as one device's, and what these update."""
@@ -504,11 +485,14 @@ class Examiner:
         for actual, expected in lower:
             if actual != expected:
                 return explain_precision(actual, expected, first[0].step, self.ranks)
-        inquiry = Inquiry(
+        inquiry = self._inquiry(step)
+        return inquiry.with_call(inquiry.root_cause(first, self.before))
+
+    def _inquiry(self, step: StepComparison) -> Inquiry:
+        return Inquiry(
             self.pair, step, self.limit, loss=self.loss, batch=self._batch, share=self._share,
             drawing=self.drawing,
         )  # fmt: skip
-        return inquiry.with_call(inquiry.root_cause(first, self.before))
 
     def _explain_loss(
         self, mismatches: Sequence[Mismatch], own: float | None,

@@ -323,6 +323,7 @@ class ClipWay:
     proof: str
     norm: Callable[[Scaling], float]
     excused: bool = False  # some ranks may do as one device does
+    is_local: bool = False
     axis: str = ""  # over which squares are counted in another way than once
     names: tuple[str, ...] = ()  # whose squares are
 
@@ -345,34 +346,34 @@ def clipping(
         math.isfinite(row.factor) for row in rows
     ):
         return None
+    wrong = {row.rank for row in rows if abs(row.factor - 1.0) > tolerance}
     largest = max((abs(row.factor - 1.0) for row in rows), default=0.0)
-    if largest <= tolerance:
-        return None
-    bound = min(tolerance, _SHARE * largest)
+    bound = min(case.limit.gradients, _LOOSEST, _SHARE * largest)
     fitting = [pair for pair in fits(gradient, rows, ranks) if pair[0] <= bound]
-    if not fitting:
-        return None
+    if not wrong or len({way.factor for _, way in fitting}) != 1:
+        return None  # none fits, or several rules do
     error, way = min(fitting, key=lambda pair: pair[0])
-    if not way.axis:
-        return _root_cause(way, mismatches, ranks, rows, error, tolerance)
-    is_proven = error <= _REPRODUCED and len(fitting) == 1
-    certainty = Certainty.PROVEN if is_proven else Certainty.FITS
-    is_same_way = all(other.factor == way.factor for _, other in fitting)
-    if not is_same_way:  # the facts fit several rules: none is named
-        return None
-    axis = way.axis if len(fitting) == 1 else ""
-    sentence = (
-        way.sentence
-        if axis
-        else (
-            f"{way.sentence} The norm fits the same way over "
-            f"{', '.join(other.axis for _, other in fitting)}."
+    right = sorted({row.rank for row in rows} - wrong)
+    factor, sentence, axis, where = way.factor, way.sentence, way.axis, ""
+    if len(fitting) > 1:
+        axis = ""
+        sentence += f" The norm fits the same way over {', '.join(w.axis for _, w in fitting)}."
+    elif way.excused and right:
+        listed, where = (", ".join(map(str, sorted(its))) for its in (right, wrong))
+        factor = f"clip on {'one rank' if len(right) == 1 else 'some ranks'} only"
+        sentence = (
+            f"Rank {listed} clips the gradients, rank {where} does not. Clip on all ranks, by the "
+            "same norm."
         )
-    )
+        axis, where = ranks.axis_of([right[0], min(wrong)]), f" on rank {where}"
+    elif way.is_local:
+        axis = next(iter(ranks.axes), "")
+    is_proven = len(fitting) == 1 and (not way.names or error <= _REPRODUCED)
     return root_cause(
-        mismatches, ranks, state=Subject.NORM, axis=axis, factor=way.factor, names=way.names,
-        who={row.rank for row in rows if abs(row.factor - 1.0) > tolerance},
-        sentence=sentence, certainty=certainty, tried=f"{way.proof}, to {error:.2g}",
+        mismatches, ranks, state=Subject.NORM, axis=axis, factor=factor, names=way.names or None,
+        who=wrong, sentence=sentence,
+        certainty=Certainty.PROVEN if is_proven else Certainty.FITS,
+        tried=f"{way.proof}{where}, to {error:.2g}",
     )  # fmt: skip
 
 
@@ -446,6 +447,7 @@ def _ways(gradient: ClippedGradient, rows: Sequence[Scaling]) -> Iterator[ClipWa
         f"{before}, clipped on each rank by its local norm, equals the gradients that the "
         "optimizers take",
         lambda row: row.local,
+        is_local=True,
     )
     yield ClipWay(
         "not clipped",
@@ -513,32 +515,3 @@ def _error(
         if way.excused:
             errors[rank] = min(errors[rank], max(abs(row.factor - 1.0) for row in own))
     return max(errors.values())
-
-
-def _root_cause(
-    way: ClipWay,
-    mismatches: Sequence[Mismatch],
-    ranks: Ranks,
-    rows: Sequence[Scaling],
-    error: float,
-    tolerance: float,
-) -> RootCause:
-    wrong = sorted({row.rank for row in rows if abs(row.factor - 1.0) > tolerance})
-    right = sorted({row.rank for row in rows} - set(wrong))
-    factor, sentence, axis, where = way.factor, way.sentence, "", ""
-    if way.excused and right:
-        factor = f"clip on {'one rank' if len(right) == 1 else 'some ranks'} only"
-        sentence = (
-            f"Rank {', '.join(map(str, right))} clips the gradients, rank "
-            f"{', '.join(map(str, wrong))} does not. Clip on all ranks, by the same norm."
-        )
-        axis = ranks.axis_of([right[0], wrong[0]])
-        where = f" on rank {', '.join(map(str, wrong))}"
-    elif way.factor == "clipped by the local norm":
-        axis = next(iter(ranks.axes), "")
-    return root_cause(
-        mismatches, ranks, state=Subject.NORM, axis=axis, factor=factor, who=wrong,
-        sentence=sentence, certainty=Certainty.PROVEN,
-        tried=f"{way.proof}{where}, to {error:.2g}; clipped by the global norm they match "
-              "the reference",
-    )  # fmt: skip

@@ -65,8 +65,6 @@ def explain_update(mismatches: Sequence[Mismatch], case: UpdateCase, ranks: Rank
     explainer = UpdateExplainer(mismatches, case, ranks)
     if any(mismatch.subject in _UPDATED for mismatch in explainer.mismatches):
         return explainer.root_cause()
-    if explainer.mismatches:
-        return explainer.unexplained("parameters and the optimizer state match the reference")
     return explain_replicas(mismatches, case, ranks)
 
 
