@@ -346,7 +346,7 @@ class Diagnosis:
                 ranks=[rank for rank, its in factors.items() if abs(its - 1) > self.tolerance],
             )
         here = [mismatch for mismatch in self.mismatches if mismatch.name in self.names]
-        return unclear(here, self.evidence, self.names, self.ranks)
+        return unclear(here or self.mismatches, self.evidence, self.names, self.ranks)
 
 
 def _powers(fit: DegreeProduct) -> list[float]:
