@@ -16,6 +16,7 @@ from ptrain.spec.leaf import (
     Either,
     KeptText,
     ModesByBlock,
+    Section,
     Size,
     Text,
     Truth,
@@ -24,7 +25,6 @@ from ptrain.spec.leaf import (
     refuse,
 )
 from ptrain.spec.placement import Distribution, Mode, Tier
-from ptrain.spec.section import Section
 
 
 class Operators(StrEnum):

@@ -23,11 +23,11 @@ from ptrain.spec.leaf import (
     describe,
     plain,
     refuse,
+    section,
 )
 from ptrain.spec.model import NAME_OR_FILE
 from ptrain.spec.optimizers import FUSED
 from ptrain.spec.precision import DType
-from ptrain.spec.section import section
 from ptrain.word import Word
 
 
