@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from operator import attrgetter
-from typing import Annotated, Any, NamedTuple, TypeVar
+from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar
 
 from ptrain.spec import slips
 from ptrain.spec.context import ContextSpec
@@ -176,28 +176,24 @@ _TUPLE = (
 class FrozenMode(ModeText):
     """The tuple of a frozen parameter on one axis: the mode of its Θ, which is all that it has."""
 
-    def check(self, value: Any) -> object:
-        if isinstance(value, str) and "," in value:
-            refuse(f"{value!r} has several modes", f"{_TUPLE}. Use `{value.partition(',')[0]}`.")
-        if value == "M":
-            refuse(
-                "M is cast from the master copy in the optimizer state, and frozen "
-                "parameters have none",
-                "Use `S*`, `R` or `O`.",
-            )
-        return super().check(value)
-
-    def say(self, value: object) -> object:
-        return None if value is None else super().say(value)
+    modes: ClassVar[Mapping[str, str]] = {mode: about for mode, about in MODE_MEANINGS.items() if mode not in _NO_PLACE}
 
     def takes(self) -> str:
         return "a mode of Θ: R, S* or O, or with a tier (R@host, S*@file)"
 
-    def meant(self, value: object) -> str:
-        return "Did you mean `S*`?" if value == "S" else super().meant(value)
+    def fit(self, value: Any) -> object:
+        if isinstance(value, str) and "," in value:
+            refuse(f"{value!r} has several modes", f"{_TUPLE}. Use `{value.partition(',')[0]}`.")
+        if value == "M":
+            refuse(
+                "M is cast from the master copy in the optimizer state, and frozen parameters have "
+                "none",
+                "Use `S*`, `R` or `O`.",
+            )
+        return super().fit(value)
 
-    def words(self) -> Mapping[str, str]:
-        return {mode: about for mode, about in MODE_MEANINGS.items() if mode not in _NO_PLACE}
+    def meant(self, value: Any) -> str:
+        return "Did you mean `S*`?" if value == "S" else super().meant(value)
 
 
 @section

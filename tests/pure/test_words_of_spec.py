@@ -179,7 +179,7 @@ def test_activations_in_words_are_told_their_mode():
 
 def test_every_mode_may_be_written_and_activations_know_two_more():
     modes = ["R", "S", "S*", "M", "O", "R@host", "S*@host", "R@file", "S@file", "S*@file", "S@host"]
-    assert list(MODE_MEANINGS) == modes == list(ModeText("").words())
+    assert list(MODE_MEANINGS) == modes == list(ModeText.modes)
     assert list(KEPT_MEANINGS) == [*modes, "M@host", "M@file"]
     assert [str(KeptText("").check(mode)) for mode in modes[:-1]] == modes[:-1]
     assert str(ModeText("").check("S@host")) == "O"
