@@ -24,8 +24,8 @@ from ptrain.spec.model import ModelShape
 from ptrain.spec.placement import MODES, Placement
 from ptrain.spec.precision import DType
 from ptrain.spec.rates import OperatorKind
+from ptrain.spec.shorthand import fault_of_experts
 from ptrain.spec.spec import Spec
-from ptrain.spec.tuples import fault_of_experts
 
 RANKS, TOKENS, CAPACITY = 8, 4096, 1.25
 _SCALAR = 1000  # bytes: the gradient's norm takes fewer

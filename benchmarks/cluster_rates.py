@@ -18,10 +18,9 @@ from _script import Script
 from ptrain.facts.model import Operator
 from ptrain.rates.measured import MeasuredPace
 from ptrain.spec.cluster import Cluster
-from ptrain.spec.leaf import Leaf
+from ptrain.spec.leaf import Leaf, keys
 from ptrain.spec.precision import DType
 from ptrain.spec.rates import OperatorKind, Rates
-from ptrain.spec.section import keys
 from ptrain.spec.write import to_yaml
 
 PAGE = ROOT / "benchmarks" / "results" / "gpu_rates_hbm3_2026-11-24.md"

@@ -24,7 +24,7 @@ SMALL = 80  # lines
 
 # begin
 BUDGETS: dict[str, int] = {
-    "ptrain": 54430,
+    "ptrain": 54330,
     "ptrain/activations": 360,
     "ptrain/algebra": 290,
     "ptrain/axes": 150,
@@ -35,7 +35,7 @@ BUDGETS: dict[str, int] = {
     "ptrain/axes/tensor": 730,
     "ptrain/calibration": 1080,
     "ptrain/charts": 860,
-    "ptrain/cli": 1630,
+    "ptrain/cli": 1620,
     "ptrain/convert": 440,
     "ptrain/data": 1080,
     "ptrain/derivation": 5180,
@@ -51,14 +51,14 @@ BUDGETS: dict[str, int] = {
     "ptrain/rooms": 990,
     "ptrain/selection": 4030,
     "ptrain/simulation": 1070,
-    "ptrain/spec": 4440,
+    "ptrain/spec": 4340,
     "ptrain/steps": 460,
     "ptrain/traces": 2220,
     "ptrain/train": 3200,
     "ptrain/verification": 7400,
 }
-ONE_IMPORTER = 79  # modules that exactly one other imports
-SMALL_MODULES = 97  # modules with fewer lines than SMALL
+ONE_IMPORTER = 78  # modules that exactly one other imports
+SMALL_MODULES = 92  # modules with fewer lines than SMALL
 # end
 
 

@@ -23,7 +23,7 @@ from ptrain.report.table import size
 from ptrain.selection.recompute import resolve_auto
 from ptrain.spec.load import load
 from ptrain.spec.placement import DATA_AXES, Axis
-from ptrain.spec.reference import KeyRow, reference
+from ptrain.spec.schema import KeyRow, reference
 from ptrain.spec.spec import Spec
 from ptrain.spec.text import read
 

@@ -29,10 +29,9 @@ from ptrain.installed import versions
 from ptrain.processor import cores, gpus, physical_memory
 from ptrain.rates.pace import bus_factor
 from ptrain.spec.cluster import Cluster
-from ptrain.spec.leaf import Leaf
+from ptrain.spec.leaf import Leaf, keys
 from ptrain.spec.load import load
 from ptrain.spec.rates import Rates
-from ptrain.spec.section import keys
 from ptrain.spec.text import read
 from ptrain.spec.write import section, to_yaml
 from ptrain.train import environment

@@ -86,9 +86,9 @@ def options_of(verb: str) -> Iterator[str]:
 
 def _hint(verb: str, word: str, following: str) -> str:
     """Return what to write in place of an unknown option."""
-    from ptrain.spec.reference import reference
+    from ptrain.spec.check import for_foreign, of_any_section
+    from ptrain.spec.schema import reference
     from ptrain.spec.slips import NEAR, close
-    from ptrain.spec.suggest import for_foreign, of_any_section
 
     name, _, value = word.partition("=")
     key = name.lstrip("-").replace("-", "_")

@@ -31,7 +31,7 @@ from ptrain.cli.arguments import CommandParser
 from ptrain.cli.main import VERBS
 from ptrain.errors import PtrainError
 from ptrain.spec.names import SPEC_FOLDERS, listing
-from ptrain.spec.reference import reference
+from ptrain.spec.schema import reference
 
 # In reading order. README links to each page.
 PAGES = (

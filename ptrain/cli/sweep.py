@@ -24,8 +24,7 @@ from ptrain.report.predict import Prediction, require_cuda
 from ptrain.report.screen import command_line, next_line, show
 from ptrain.report.step_time import critical_path
 from ptrain.report.sweep import SweepPoint, as_csv, fastest_that_fits, ordered, table
-from ptrain.spec.follow import followers
-from ptrain.spec.load import sweeps
+from ptrain.spec.load import followers, sweeps
 
 _OPTION = "--timeline"
 _LISTS = "ptrain specs"

@@ -26,8 +26,7 @@ from ptrain.report.routing import routes
 from ptrain.selection.preflight import require_fit
 from ptrain.selection.recompute import resolve_auto
 from ptrain.spec.batch import chosen_lines
-from ptrain.spec.extras import require_leave, require_transformers
-from ptrain.spec.file_tier import require_file_tier
+from ptrain.spec.extras import require_file_tier, require_leave, require_transformers
 from ptrain.spec.load import load
 from ptrain.spec.model import ModelShape
 from ptrain.spec.spec import Spec

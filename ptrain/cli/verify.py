@@ -25,8 +25,7 @@ from ptrain.installed import require_torch
 from ptrain.plan.lower import own_facts
 from ptrain.report.screen import command_line, next_line, show
 from ptrain.selection.recompute import resolve_auto
-from ptrain.spec.extras import require_leave, require_transformers
-from ptrain.spec.file_tier import require_file_tier
+from ptrain.spec.extras import require_file_tier, require_leave, require_transformers
 from ptrain.spec.load import load, parse_override, split_arguments, sweeps
 from ptrain.spec.model import ModelShape
 from ptrain.spec.names import names

@@ -31,8 +31,7 @@ from ptrain.report.table import (
 )
 from ptrain.selection.fit import HOST_UNKNOWN, usable_text
 from ptrain.spec.batch import batch_lines
-from ptrain.spec.follow import MeshFollower
-from ptrain.spec.load import parse_override
+from ptrain.spec.load import MeshFollower, parse_override
 from ptrain.units import format_count, format_seconds
 
 _NAMED_POINTS = 6  # of what followed the mesh; more of them are not named

@@ -26,7 +26,7 @@ from ptrain.models.tags import is_tagged, tag, tier_of
 from ptrain.rooms.comm import Mesh, Registry, all_gather, all_reduce, reduce_scatter
 from ptrain.rooms.room import Axes, Move, Shape, Work
 from ptrain.spec.dials import ReduceScatterVia
-from ptrain.spec.file_tier import unusable
+from ptrain.spec.extras import unusable
 from ptrain.spec.placement import Axis, Tier
 from ptrain.spec.precision import DType
 

@@ -18,8 +18,8 @@ from ptrain.spec.model import Attention, ModelShape
 from ptrain.spec.names import listing, strategy
 from ptrain.spec.placement import CUT, DATA_AXES, S_STAR, Axis, Mode, Placement, R, S
 from ptrain.spec.precision import LAYOUTS
+from ptrain.spec.shorthand import POLICIES, modes_of
 from ptrain.spec.spec import Spec
-from ptrain.spec.tuples import POLICIES, modes_of
 
 Overrides = tuple[str, ...]
 

@@ -11,8 +11,7 @@ from ptrain.cost import State
 from ptrain.errors import refused
 from ptrain.selection.space import SEARCHED_AXES, ways_to_keep
 from ptrain.spec.activations import Kept
-from ptrain.spec.keys import dials
-from ptrain.spec.offload import Offload
+from ptrain.spec.keys import Offload, dials
 from ptrain.spec.placement import DATA_AXES, Axis, R, Tier
 from ptrain.spec.spec import Spec
 from ptrain.spec.text import flow

@@ -16,6 +16,7 @@ from ptrain.spec.leaf import (
     Either,
     KeptText,
     ModesByBlock,
+    Section,
     Size,
     Text,
     Truth,
@@ -24,7 +25,6 @@ from ptrain.spec.leaf import (
     refuse,
 )
 from ptrain.spec.placement import Distribution, Mode, Tier
-from ptrain.spec.section import Section
 
 
 class Operators(StrEnum):
@@ -131,9 +131,9 @@ class Words(Choice):
     def check(self, value: Any) -> object:
         values = value if isinstance(value, list) else [value]
         words = [super(Words, self).check(text) for text in values]
-        twice = next((word for word in words if words.count(word) > 1), None)
-        if twice is not None:
-            refuse(f"{twice} is listed twice", "Remove one of the two.")
+        for word in words:
+            if words.count(word) > 1:
+                refuse(f"{word} is listed twice", "Remove one of the two.")
         return words
 
     def schema(self) -> dict[str, Any]:
@@ -231,7 +231,7 @@ ACTIVATIONS = Either(
     "Default: R (save everything).",
     "a mode (R, M or O; M@host), or modes by block",
     (KeptText(""), ModesByBlock("")),
-    hint=KeptText("").meant,
+    hint=lambda value: KeptText("").meant(value) if isinstance(value, str) else "",
 )
 RECOMPUTE = Section(
     RecomputeRaw, "What backward recomputes in blocks with activations M.", also=_words(POLICIES)

@@ -2,10 +2,20 @@
 
 from typing import Annotated, Any
 
-from ptrain.spec.leaf import Choice, Leaf, Real, Size, Text, Whole, describe, refuse
+from ptrain.spec.leaf import (
+    Choice,
+    Leaf,
+    Real,
+    Section,
+    Size,
+    Text,
+    Whole,
+    describe,
+    refuse,
+    section,
+)
 from ptrain.spec.model import NAME_OR_FILE
 from ptrain.spec.rates import Rates
-from ptrain.spec.section import Section, section
 
 
 class _Alike(Leaf):

@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from ptrain.spec.leaf import Choice, Either, Free, Whole, declared, refuse
-from ptrain.spec.section import section
+from ptrain.spec.leaf import Choice, Either, Free, Whole, declared, refuse, section
 from ptrain.word import Word
 
 _MOST = 2**17

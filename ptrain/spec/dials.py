@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated
 
-from ptrain.spec.leaf import Choice, Dial, Either, Truth, Whole
-from ptrain.spec.section import section
+from ptrain.spec.leaf import Choice, Dial, Either, Truth, Whole, section
 from ptrain.word import Word
 
 MAX_SHARDS = 2**17

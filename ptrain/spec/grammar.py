@@ -21,6 +21,7 @@ from ptrain.spec.leaf import (
     Free,
     KeptText,
     ModeText,
+    Section,
     Text,
     Truth,
     Whole,
@@ -30,7 +31,6 @@ from ptrain.spec.leaf import (
 from ptrain.spec.model import ModelRaw
 from ptrain.spec.placement import Mode, S
 from ptrain.spec.precision import PrecisionRaw
-from ptrain.spec.section import Section
 
 MAX_DEGREE = 2**17
 _TUPLE_TEXTS = (

@@ -5,9 +5,8 @@ from typing import Annotated
 
 from ptrain.spec.activations import Words
 from ptrain.spec.function import ARGUMENTS, FOLDER, FORM, PATH, UserFunction
-from ptrain.spec.leaf import Choice, Numbers, Real, Text, Truth, Whole
+from ptrain.spec.leaf import Choice, Numbers, Real, Section, Text, Truth, Whole, section
 from ptrain.spec.optimizers import OPTIMIZERS, OptimizerRow, defaults
-from ptrain.spec.section import Section, section
 from ptrain.spec.text import DataSource, Sources
 
 

@@ -1,11 +1,11 @@
 """The keys that a spec's file and the resolved spec have alike: each is declared here, or in its
 section's class, and nowhere else."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from operator import attrgetter
-from typing import Annotated, Any, NamedTuple, TypeVar
+from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar
 
 from ptrain.spec import slips
 from ptrain.spec.context import ContextSpec
@@ -19,7 +19,6 @@ from ptrain.spec.dials import (
     UnitKind,
     UnitSize,
 )
-from ptrain.spec.frozen import FrozenSpec
 from ptrain.spec.job import (
     CheckpointSpec,
     DataSpec,
@@ -29,13 +28,204 @@ from ptrain.spec.job import (
     Timeout,
     TrainSpec,
 )
-from ptrain.spec.leaf import Choice, Dial, Either, Leaf, Numbers, Size, Text, Truth, Whole
-from ptrain.spec.offload import Offload
+from ptrain.spec.leaf import (
+    MODE_MEANINGS,
+    Choice,
+    Dial,
+    Either,
+    Free,
+    Leaf,
+    ModeText,
+    Numbers,
+    Section,
+    Size,
+    Text,
+    Truth,
+    Whole,
+    declared,
+    keys,
+    refuse,
+    section,
+)
 from ptrain.spec.pipeline import PipelineSpec
+from ptrain.spec.placement import Axis, Mode, Tier
+from ptrain.spec.role import GIVEN, Role, Roles
 from ptrain.spec.routing import Routing, RoutingText, plain_routing, read_routing
-from ptrain.spec.section import Section, keys
-from ptrain.spec.tensor import TensorSpec
+from ptrain.spec.slips import TIER_SLIPS
 from ptrain.spec.text import flow
+
+PAIRED, NAIVE = "paired", "naive"
+CUT, FOLDED = "cut", "folded"
+
+
+def _plan(written: str | Mapping[str, str]) -> str | Roles:
+    """A plan's name, or the roles of a model's modules."""
+    if isinstance(written, str):
+        return written
+    return tuple((name, Role(role)) for name, role in written.items()) or PAIRED
+
+
+def _written(plan: str | Roles) -> object:
+    return plan if isinstance(plan, str) else {name: role.value for name, role in plan}
+
+
+@section
+class TensorSpec:
+    """How operators are cut over tp."""
+
+    plan: Annotated[
+        str | Roles,
+        Either(
+            "Parallel plan of built-in models, or a mapping from module names to roles for your"
+            " own model.",
+            "paired or naive, or a mapping of module names to roles",
+            (
+                Choice(
+                    "",
+                    {
+                        PAIRED: "column- and row-parallel layers in pairs (Megatron): two all-"
+                        "reduces per block in forward, two in backward",
+                        NAIVE: "every column-parallel layer reduces its input gradient separately",
+                    },
+                ),
+                Free("", values=Choice("", {str(role): about for role, about in GIVEN.items()})),
+            ),
+            read=_plan,
+            write=_written,
+        ),
+    ] = PAIRED
+    loss_parallel: Annotated[
+        bool, Truth("Keep logits sharded over the vocabulary until the loss is computed.")
+    ] = True
+    experts: Annotated[
+        str,
+        Choice(
+            "How tensor-parallel ranks share the experts of an ep rank.",
+            {
+                CUT: "each rank holds a shard of every expert",
+                FOLDED: "each rank of ep × tp holds some experts in full and routes its shard "
+                "of the tokens",
+            },
+        ),
+    ] = CUT
+    asynchronous: Annotated[
+        bool,
+        Truth(
+            "Split collectives into pieces that overlap with matrix products (async TP).",
+            executed=(False,),
+            why="; torch supports it only on CUDA, where it is not tested",
+        ),
+    ] = False
+
+    @property
+    def is_naive(self) -> bool:
+        """Whether every column operator sums its input's gradient by itself."""
+        return self.plan == NAIVE
+
+    @property
+    def is_folded(self) -> bool:
+        """Whether ranks of tp have experts of their own, beside those of ep."""
+        return self.experts == FOLDED
+
+    @property
+    def roles(self) -> Roles:
+        """What the spec says of a model that is not built in, by patterns of module names."""
+        return () if isinstance(self.plan, str) else self.plan
+
+
+@section
+class Offload:
+    """Where the mode O is, and who updates optimizer state that is not on the device."""
+
+    tier: Annotated[
+        Tier | None,
+        Choice(
+            "Memory tier that mode O stands for in this spec.",
+            {"host": "S@host: a shard in host memory", "file": "S@file: a shard in a file"},
+            slips=TIER_SLIPS,
+            read=Tier,
+        ),
+    ] = None
+    path: Annotated[
+        str | None,
+        Text("Folder of the offload files (NVMe). Default: the folder for temporary files."),
+    ] = None
+    update: Annotated[
+        Tier,
+        Choice(
+            "Where optimizer state that is not on the device is updated.",
+            {
+                "host": "on the CPU; S* states that are gathered for the update still move to "
+                "the device",
+                "device": "on the device: states are copied there and back, unit by unit",
+            },
+            slips=TIER_SLIPS,
+            read=Tier,
+        ),
+    ] = Tier.HOST
+
+
+_NO_PLACE = ("S", "M")  # no whole values to use, and no masters to make them of
+_TUPLE = (
+    "frozen parameters have no optimizer state, gradients or activations, so their "
+    "placement is one mode"
+)
+
+
+@declared
+class FrozenMode(ModeText):
+    """The tuple of a frozen parameter on one axis: the mode of its Θ, which is all that it has."""
+
+    modes: ClassVar[Mapping[str, str]] = {mode: about for mode, about in MODE_MEANINGS.items() if mode not in _NO_PLACE}
+
+    def takes(self) -> str:
+        return "a mode of Θ: R, S* or O, or with a tier (R@host, S*@file)"
+
+    def fit(self, value: Any) -> object:
+        if isinstance(value, str) and "," in value:
+            refuse(f"{value!r} has several modes", f"{_TUPLE}. Use `{value.partition(',')[0]}`.")
+        if value == "M":
+            refuse(
+                "M is cast from the master copy in the optimizer state, and frozen parameters have "
+                "none",
+                "Use `S*`, `R` or `O`.",
+            )
+        return super().fit(value)
+
+    def meant(self, value: Any) -> str:
+        return "Did you mean `S*`?" if value == "S" else super().meant(value)
+
+
+@section
+class FrozenSpec:
+    """The modes of frozen parameters by axis; without one they are where all others are."""
+
+    dp_replicate: Annotated[
+        Mode | None,
+        FrozenMode(
+            "Mode of frozen parameters on dp_replicate. Default: as for trained parameters."
+        ),
+    ] = None
+    dp_shard: Annotated[
+        Mode | None,
+        FrozenMode("Mode of frozen parameters on dp_shard. Default: as for trained parameters."),
+    ] = None
+
+    @property
+    def is_written(self) -> bool:
+        """Return whether there is any mode."""
+        return self.dp_replicate is not None or self.dp_shard is not None
+
+    def of(self, axis: Axis) -> Mode | None:
+        """Return the mode that is written for an axis, if any is."""
+        mode: Mode | None = getattr(self, axis.value, None)
+        return mode
+
+    def written(self) -> dict[Axis, Mode]:
+        """Return the modes that are, by axis."""
+        modes = {Axis(spot.name): getattr(self, spot.name) for spot in fields(self)}
+        return {axis: mode for axis, mode in modes.items() if mode is not None}
+
 
 _BUCKETS = {"per-tensor": 1, "size": STOCK_BUCKET_BYTES, "whole": WHOLE_BUCKET}
 

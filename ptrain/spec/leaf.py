@@ -11,10 +11,11 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import MISSING, Field, dataclass, field, fields
 from enum import Enum
-from typing import Any, NamedTuple, NoReturn, TypeVar, dataclass_transform
+from functools import cache
+from typing import Any, ClassVar, NamedTuple, NoReturn, TypeVar, dataclass_transform
 
 from ptrain.spec import slips
 from ptrain.spec.placement import Mode
@@ -22,6 +23,7 @@ from ptrain.units import as_bytes
 
 Kind = TypeVar("Kind")
 
+Shape = dict[str, Any]  # a JSON Schema
 _NULL = {"type": "null"}
 _OR_NULL = ", or null"
 
@@ -77,6 +79,9 @@ class Dial(NamedTuple):
     other: object = None
 
 
+UNFIT: Any = object()  # what a value becomes that is not taken
+
+
 @declared
 class Leaf:
     """One kind of value; `about` is the hover text of its key.
@@ -85,7 +90,8 @@ class Leaf:
     how a file calls the field, where that is not its name; `aka` what others call it. `follows`:
     what stands for a key that is left out depends on others. `executed`: the values that something
     executes by now, where the grammar knows more; `why` not the others. `dial`: of a key that the
-    wrapper of units obeys, and not every one.
+    wrapper of units obeys, and not every one. `words` are taken as they are (`auto`), and so is
+    null where it may be.
     """
 
     about: str = field(kw_only=False)
@@ -98,6 +104,8 @@ class Leaf:
     write: Callable[[Any], object] | None = None
     key: str = ""
     null: bool = False
+    words: Collection[str] = ()
+    shows_lists: ClassVar[bool] = False  # of a list that is refused, what is in it
 
     def take(self, value: object) -> object:
         """The value as the spec holds it. Refuses what does not fit."""
@@ -106,50 +114,60 @@ class Leaf:
 
     def say(self, value: object) -> object:
         """The value as a file says it."""
-        if self.write is not None and value is not None:
-            return self.write(value)
-        return plain(value)
+        return plain(value) if self.write is None or value is None else self.write(value)
+
+    def check(self, value: Any) -> object:
+        """The value as it is written. Refuses what does not fit."""
+        is_word = isinstance(value, str) and value in self.words
+        fitting = value if is_word or (value is None and self.null) else self.fit(value)
+        if fitting is UNFIT:
+            got = value if isinstance(value, list) and self.shows_lists else describe(value)
+            refuse(f"must be {self.takes()}; got {got}", self.meant(value))
+        return fitting
 
     def takes(self) -> str:
         """Return what a value must be, as a phrase."""
         raise NotImplementedError
 
-    def check(self, value: Any) -> object:
-        """The value as it is written. Refuses what does not fit."""
-        raise NotImplementedError
+    def fit(self, value: Any) -> object:
+        """Return a value that is no word as it is kept; UNFIT where it does not fit."""
+        return UNFIT
 
-    def schema(self) -> dict[str, Any]:
+    def meant(self, value: Any) -> str:
+        """Return what was meant by a value that does not fit, as a remedy."""
+        return ""
+
+    def schema(self) -> Shape:
         """The JSON Schema of what `check` accepts."""
+        words = ({"const": word} for word in self.words)
+        return one_of(*self.shapes(), *words, *[_NULL] * self.null)
+
+    def shapes(self) -> tuple[Shape, ...]:
+        """Return the schemas of what `fit` accepts."""
         raise NotImplementedError
 
 
 @declared
 class Whole(Leaf):
-    """An integer in `low..high`; `words` are texts that stand beside numbers (`auto`)."""
+    """An integer in `low..high`."""
 
     low: int = field(default=1, kw_only=False)
     high: int = field(default=10**9, kw_only=False)
-    words: tuple[str, ...] = ()
 
     def takes(self) -> str:
         words = "".join(f" or {word}" for word in self.words)
         return f"an integer in {self.low}..{self.high}{words}{_OR_NULL * self.null}"
 
-    def check(self, value: Any) -> object:
-        is_word = isinstance(value, str) and value in self.words
-        if is_word or (value is None and self.null):
-            return value
-        if type(value) is int and self.low <= value <= self.high:
-            return value
+    def fit(self, value: Any) -> object:
+        return value if type(value) is int and self.low <= value <= self.high else UNFIT
+
+    def meant(self, value: Any) -> str:
         is_near = isinstance(value, float) and self.low <= value <= self.high
         whole = f"Use `{value:.0f}`." if is_near and value == round(value) else ""
-        slip = whole or (slips.null(value) if self.null else "") or slips.unquote(value)
-        refuse(f"must be {self.takes()}; got {describe(value)}", slip)
+        return whole or (slips.null(value) if self.null else "") or slips.unquote(value)
 
-    def schema(self) -> dict[str, Any]:
-        number = {"type": "integer", "minimum": self.low, "maximum": self.high}
-        words = ({"const": word} for word in self.words)
-        return one_of(number, *words, *([_NULL] if self.null else []))
+    def shapes(self) -> tuple[Shape, ...]:
+        return ({"type": "integer", "minimum": self.low, "maximum": self.high},)
 
 
 @declared
@@ -160,30 +178,24 @@ class Real(Leaf):
     high: float = field(default=math.inf, kw_only=False)
     open: bool = False
 
-    def check(self, value: Any) -> object:
-        if value is None and self.null:
-            return None
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        if number and self._inside(value):
-            return float(value)
-        null = slips.null(value) if self.null else ""
-        refuse(f"must be {self.takes()}; got {describe(value)}", null or slips.unquote(value))
-
-    def _inside(self, value: float) -> bool:
-        above = value > self.low if self.open else value >= self.low
-        return above and value <= self.high and abs(value) < 10**300
-
     def takes(self) -> str:
         low = f"{'>' if self.open else '>='} {self.low:g}"
         high = "" if self.high == math.inf else f" and <= {self.high:g}"
         return f"a finite number {low}{high}{_OR_NULL * self.null}"
 
-    def schema(self) -> dict[str, Any]:
-        number: dict[str, Any] = {"type": "number"}
-        number["exclusiveMinimum" if self.open else "minimum"] = self.low
-        if self.high != math.inf:
-            number["maximum"] = self.high
-        return one_of(number, *([_NULL] if self.null else []))
+    def fit(self, value: Any) -> object:
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            return UNFIT
+        above = value > self.low if self.open else value >= self.low
+        return float(value) if above and value <= self.high and abs(value) < 10**300 else UNFIT
+
+    def meant(self, value: Any) -> str:
+        return (slips.null(value) if self.null else "") or slips.unquote(value)
+
+    def shapes(self) -> tuple[Shape, ...]:
+        low = {"exclusiveMinimum" if self.open else "minimum": self.low}
+        high = {} if self.high == math.inf else {"maximum": self.high}
+        return ({"type": "number", **low, **high},)
 
 
 @declared
@@ -193,13 +205,14 @@ class Truth(Leaf):
     def takes(self) -> str:
         return "true or false"
 
-    def check(self, value: Any) -> object:
-        if isinstance(value, bool):
-            return value
-        refuse(f"must be {self.takes()}; got {describe(value)}", "Use `true` or `false`.")
+    def fit(self, value: Any) -> object:
+        return value if isinstance(value, bool) else UNFIT
 
-    def schema(self) -> dict[str, Any]:
-        return {"type": "boolean"}
+    def meant(self, value: Any) -> str:
+        return "Use `true` or `false`."
+
+    def shapes(self) -> tuple[Shape, ...]:
+        return ({"type": "boolean"},)
 
 
 @declared
@@ -212,11 +225,6 @@ class Choice(Leaf):
 
     def takes(self) -> str:
         return f"one of {', '.join(self.words)}{_OR_NULL * self.null}"
-
-    def check(self, value: Any) -> object:
-        if (value is None and self.null) or (isinstance(value, str) and value in self.words):
-            return value
-        refuse(f"must be {self.takes()}; got {describe(value)}", self.meant(value))
 
     def word(self, value: str) -> str:
         """The word that the value is, or is another word for; nothing of others."""
@@ -233,8 +241,8 @@ class Choice(Leaf):
         guess = nearest(text, tuple(known)) if isinstance(value, str) else text
         return slips.ask(known.get(guess, ""))
 
-    def schema(self) -> dict[str, Any]:
-        return one_of(meanings(self.words), *([_NULL] if self.null else []))
+    def schema(self) -> Shape:
+        return one_of(meanings(self.words), *[_NULL] * self.null)
 
 
 @declared
@@ -247,43 +255,24 @@ class Text(Leaf):
     def takes(self) -> str:
         return self.kind
 
-    def check(self, value: Any) -> object:
-        if isinstance(value, str) and re.fullmatch(self.pattern, value):
-            return value
-        if value is None and self.null:
-            return value
-        refuse(f"must be {self.takes()}; got {describe(value)}", slips.quote(value))
+    def fit(self, value: Any) -> object:
+        return value if isinstance(value, str) and re.fullmatch(self.pattern, value) else UNFIT
 
-    def schema(self) -> dict[str, Any]:
-        text = {"type": "string", "pattern": f"^{self.pattern}$"}
-        return one_of(text, *([_NULL] if self.null else []))
+    def meant(self, value: Any) -> str:
+        return slips.quote(value)
+
+    def shapes(self) -> tuple[Shape, ...]:
+        return ({"type": "string", "pattern": f"^{self.pattern}$"},)
 
 
 @declared
 class Size(Leaf):
-    """Bytes, as a number or with a unit; `rate` reads `450 GB/s` too; `words` stand beside it."""
+    """Bytes, as a number or with a unit; `rate` reads `450 GB/s` too."""
 
     low: int = 1
     high: int = 10**18
     rate: bool = False
-    words: tuple[str, ...] = ()
     example: str = "80 GiB"
-
-    def check(self, value: Any) -> object:
-        if isinstance(value, str) and value in self.words:
-            return value
-        size = as_bytes(value, rate=self.rate)
-        if size is not None and self.low <= size <= self.high:
-            return size
-        refuse(
-            f"must be {self.takes()}; got {describe(value)}",
-            slips.small_size(value, size, self.low, self.words)
-            or slips.near_word(value, self.words)
-            or (
-                "Use a number of bytes, or a number with a unit: kB, MB, GB, TB (powers of "
-                "1000), KiB, MiB, GiB or TiB."
-            ),
-        )
 
     def takes(self) -> str:
         example = "450 GB/s" if self.rate else self.example
@@ -291,11 +280,23 @@ class Size(Leaf):
         or_ = "or " if words else ""
         return f"{words}{or_}a size like {example} in {self.low}..{self.high} bytes"
 
-    def schema(self) -> dict[str, Any]:
+    def fit(self, value: Any) -> object:
+        size = as_bytes(value, rate=self.rate)
+        return size if size is not None and self.low <= size <= self.high else UNFIT
+
+    def meant(self, value: Any) -> str:
+        size = as_bytes(value, rate=self.rate)
+        return (
+            slips.small_size(value, size, self.low, self.words)
+            or slips.near_word(value, self.words)
+            or "Use a number of bytes, or a number with a unit: kB, MB, GB, TB (powers of 1000), "
+            "KiB, MiB, GiB or TiB."
+        )
+
+    def shapes(self) -> tuple[Shape, ...]:
         rate = "(/s)?" if self.rate else ""
         text = {"type": "string", "pattern": f"^[0-9.]+ *([kKMGT]i?B|B)?{rate}$"}
-        number = {"type": "integer", "minimum": self.low, "maximum": self.high}
-        return one_of(text, number, *({"const": word} for word in self.words))
+        return text, {"type": "integer", "minimum": self.low, "maximum": self.high}
 
 
 @declared
@@ -306,27 +307,26 @@ class Numbers(Leaf):
     high: float = field(default=1, kw_only=False)
     count: int = 0
     whole: bool = False
-
-    def check(self, value: Any) -> object:
-        values = value if isinstance(value, list) else [value]
-        kinds = (int,) if self.whole else (int, float)
-        right = all(type(v) in kinds and self.low <= v <= self.high for v in values)
-        if right and (isinstance(value, list) or self.whole) and self.count in (0, len(values)):
-            return tuple(v if self.whole else float(v) for v in values)
-        got = value if isinstance(value, list) else describe(value)
-        refuse(f"must be {self.takes()}; got {got}")
+    shows_lists = True
 
     def takes(self) -> str:
         kind = f"{self.count} " * bool(self.count) + "whole " * self.whole + "numbers"
         alone = ", or one" * (self.whole and self.count < 2)
         return f"a list of {kind} in {self.low:g}..{self.high:g}{alone}"
 
-    def schema(self) -> dict[str, Any]:
+    def fit(self, value: Any) -> object:
+        values = value if isinstance(value, list) else [value]
+        kinds = (int,) if self.whole else (int, float)
+        right = all(type(v) in kinds and self.low <= v <= self.high for v in values)
+        if right and (isinstance(value, list) or self.whole) and self.count in (0, len(values)):
+            return tuple(v if self.whole else float(v) for v in values)
+        return UNFIT
+
+    def shapes(self) -> tuple[Shape, ...]:
         kind = "integer" if self.whole else "number"
         items = {"type": kind, "minimum": self.low, "maximum": self.high}
         size = {"minItems": self.count, "maxItems": self.count} if self.count else {}
-        many = {"type": "array", "items": items, **size}
-        return one_of(many, *([items] if self.whole else []))
+        return {"type": "array", "items": items, **size}, *[items] * self.whole
 
 
 @declared
@@ -338,21 +338,24 @@ class Free(Leaf):
     def takes(self) -> str:
         return "a mapping"
 
-    def check(self, value: Any) -> object:
+    def fit(self, value: Any) -> Any:
         if not isinstance(value, dict):
-            refuse(f"must be {self.takes()}; got {describe(value)}")
-        return {key: self._value(key, inner) for key, inner in value.items()}
+            return UNFIT
+        if self.values is None:
+            return dict(value)
+        return {key: checked(self.values.check, inner, key) for key, inner in value.items()}
 
-    def _value(self, key: object, value: object) -> object:
-        """The fault of a value names its key."""
-        try:
-            return self.values.check(value) if self.values else value
-        except Refused as error:
-            refuse(f"{key}: {error.finding}", error.remedy)
-
-    def schema(self) -> dict[str, Any]:
+    def shapes(self) -> tuple[Shape, ...]:
         values = {"additionalProperties": self.values.schema()} if self.values else {}
-        return {"type": "object", **values}
+        return ({"type": "object", **values},)
+
+
+def checked(check: Callable[[Any], object], value: object, part: object, remedy: str = "") -> Any:
+    """Return what a check makes of a part of a value. Its fault names the part."""
+    try:
+        return check(value)
+    except Refused as error:
+        refuse(f"{part}: {error.finding}", error.remedy or remedy)
 
 
 @declared
@@ -364,9 +367,10 @@ class Either(Leaf):
     options: tuple[Leaf, ...] = field(kw_only=False)
     hint: Callable[[object], str] | None = None
 
-    def check(self, value: Any) -> object:
-        if value is None and self.null:
-            return None
+    def takes(self) -> str:
+        return self.wanted + _OR_NULL * self.null
+
+    def fit(self, value: Any) -> object:
         for option in self.options:
             if isinstance(option, Free) and isinstance(value, dict):
                 return option.take(value)  # it was meant, and says which entry is at fault
@@ -374,16 +378,15 @@ class Either(Leaf):
                 return option.take(value)
             except Refused:
                 continue
+        return UNFIT
+
+    def meant(self, value: Any) -> str:
         choices = [option.meant for option in self.options if isinstance(option, Choice)]
         guesses = (guess(value) for guess in ([self.hint] if self.hint else choices))
-        remedy = next((guess for guess in guesses if guess), "")
-        refuse(f"must be {self.takes()}; got {describe(value)}", remedy)
+        return next((guess for guess in guesses if guess), "")
 
-    def takes(self) -> str:
-        return self.wanted + _OR_NULL * self.null
-
-    def schema(self) -> dict[str, Any]:
-        return one_of(*(option.schema() for option in self.options), *[_NULL] * self.null)
+    def shapes(self) -> tuple[Shape, ...]:
+        return tuple(option.schema() for option in self.options)
 
 
 def plain(value: object) -> object:
@@ -430,46 +433,38 @@ KEPT_MEANINGS = MODE_MEANINGS | {
 class ModeText(Leaf):
     """A mode of Definition 2 with its tier."""
 
-    def check(self, value: Any) -> object:
-        if isinstance(value, Mode):
-            return value
-        mode = _parsed(value)
-        if mode is None or str(mode) not in self.words():
-            refuse(
-                f"must be {self.takes()}; got {describe(value)}",
-                self.meant(value) or slips.quote(value),
-            )
-        return mode
+    modes: ClassVar[Mapping[str, str]] = MODE_MEANINGS  # what may be written, and what it means
 
     def takes(self) -> str:
         return "a mode: R, S, S*, M or O, or with a tier (R@host, S@file)"
 
-    def say(self, value: object) -> object:
-        return str(value)
+    def fit(self, value: Any) -> object:
+        try:
+            mode = Mode.parse(value) if isinstance(value, str) else value
+        except ValueError:
+            return UNFIT
+        return mode if isinstance(mode, Mode) and str(mode) in self.modes else UNFIT
 
-    def meant(self, value: object) -> str:
+    def say(self, value: object) -> object:
+        return None if value is None else str(value)
+
+    def meant(self, value: Any) -> str:
         """The question whether another mode was meant."""
         mode = slips.mode(value) if isinstance(value, str) else ""
-        return f"Did you mean `{mode}`?" if mode in self.words() else ""
+        return f"Did you mean `{mode}`?" if mode in self.modes else slips.quote(value)
 
-    def words(self) -> Mapping[str, str]:
-        """Return what may be written, each with its meaning."""
-        return MODE_MEANINGS
-
-    def schema(self) -> dict[str, Any]:
-        return meanings(self.words())
+    def schema(self) -> Shape:
+        return meanings(self.modes)
 
 
 @declared
 class KeptText(ModeText):
     """A mode of A, which knows one more: the inputs of blocks that are recomputed may lie apart."""
 
-    def words(self) -> Mapping[str, str]:
-        return KEPT_MEANINGS
+    modes = KEPT_MEANINGS
 
-    def meant(self, value: object) -> str:
-        word = _IN_WORDS.get(str(value).lower(), "")
-        return super().meant(word or value)
+    def meant(self, value: Any) -> str:
+        return super().meant(_IN_WORDS.get(str(value).lower(), "") or value)
 
 
 @declared
@@ -478,10 +473,9 @@ class ModesByBlock(Free):
 
     values: Leaf | None = KeptText("")
 
-    def check(self, value: Any) -> object:
-        checked = super().check(value)
-        assert isinstance(checked, dict), "it was a mapping"
-        ranges = sorted((_range(key), key) for key in checked)
+    def fit(self, value: Any) -> Any:
+        checked = super().fit(value)
+        ranges = sorted((_range(key), key) for key in checked) if checked is not UNFIT else ()
         for ((_, last), key), ((first, _), other) in itertools.pairwise(ranges):
             if last >= first:
                 refuse(
@@ -490,13 +484,10 @@ class ModesByBlock(Free):
                 )
         return checked
 
-    def schema(self) -> dict[str, Any]:
+    def shapes(self) -> tuple[Shape, ...]:
         assert self.values is not None, "modes"
-        return {
-            "type": "object",
-            "patternProperties": {f"^{_BLOCKS}$": self.values.schema()},
-            "additionalProperties": False,
-        }
+        blocks = {f"^{_BLOCKS}$": self.values.schema()}
+        return ({"type": "object", "patternProperties": blocks, "additionalProperties": False},)
 
 
 _IN_WORDS = {
@@ -512,13 +503,6 @@ _IN_WORDS = {
     "keep": "R",
     "none": "R",
 }
-
-
-def _parsed(value: object) -> Mode | None:
-    try:
-        return Mode.parse(value) if isinstance(value, str) else None
-    except ValueError:
-        return None
 
 
 def blocks_of(text: str) -> tuple[int, int | None]:
@@ -541,3 +525,44 @@ def _range(text: str) -> tuple[int, float]:
     if last is not None and last < first:
         refuse(f"the range {text!r} ends before it starts", f'Use `"{last}-{first}"`.')
     return first, math.inf if last is None else last
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
+def section(kind: type[Kind]) -> type[Kind]:
+    """A section of a spec whose values are at once those that a file says and those that ptrain
+    reads: each field is declared here alone."""
+    return dataclass(frozen=True, kw_only=True)(kind)
+
+
+@declared
+class Section:
+    """A nested mapping of the grammar; `also` is what may stand for it in a file. What
+    `is_partial` may lack what the section needs, which a preset gives; of what `is_sparse` only
+    what is not the default is written."""
+
+    kind: type = field(kw_only=False)
+    about: str = field(kw_only=False)
+    also: tuple[dict[str, Any], ...] = ()
+    null: bool = False
+    key: str = ""
+    is_partial: bool = False
+    is_sparse: bool = False
+
+
+@cache
+def keys(kind: type) -> Mapping[str, tuple[Field[Any], Leaf | Section]]:
+    """The keys of a section as they are written, each with its field and what it holds: the
+    annotations of a section are evaluated, not texts. A field without one is no key."""
+    declared_as: Mapping[str, Any] = {spot.name: spot.type for spot in fields(kind)}
+    holds = {
+        spot: declared_as[spot.name].__metadata__[0]
+        for spot in fields(kind)
+        if hasattr(declared_as[spot.name], "__metadata__")
+    }
+    return {leaf.key or spot.name: (spot, leaf) for spot, leaf in holds.items()}
+
+
+@cache
+def is_required(spot: Field[Any]) -> bool:
+    """Return whether there is no section without this field."""
+    return spot.default is MISSING and spot.default_factory is MISSING

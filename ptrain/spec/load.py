@@ -23,17 +23,15 @@ from typing import NamedTuple
 
 from ptrain.errors import Fault, SpecError
 from ptrain.spec import slips
-from ptrain.spec.check import validate
+from ptrain.spec.check import for_foreign_file, validate
 from ptrain.spec.grammar import SpecRaw
-from ptrain.spec.leaf import KEPT_MEANINGS, Leaf, describe
+from ptrain.spec.leaf import KEPT_MEANINGS, Leaf, Section, describe, keys
 from ptrain.spec.names import find_spec, names
 from ptrain.spec.placement import DATA_AXES, EXPERT_AXES
 from ptrain.spec.resolve import resolve
-from ptrain.spec.section import Section, keys
-from ptrain.spec.shorthand import expand_shorthands, mark_of
+from ptrain.spec.shorthand import EXPERTS, REST, expand_shorthands, mark_of, route_of
 from ptrain.spec.slips import parse_toml
 from ptrain.spec.spec import Spec
-from ptrain.spec.suggest import for_foreign_file
 from ptrain.spec.text import (
     COMMAND_LINE,
     MAX_BYTES,
@@ -45,7 +43,7 @@ from ptrain.spec.text import (
     parse_value,
     read,
 )
-from ptrain.spec.tuples import EXPERTS, REST, route_of
+from ptrain.units import ceil_div
 
 _OVERRIDE = re.compile(r"[\w-]+(\.[\w-]+)*=")
 _CORPUS, _PATH, _SOURCES = (("data", key) for key in ("corpus", "path", "sources"))
@@ -493,3 +491,53 @@ def _locate(tree: Tree, fault: Fault, overrides: Sequence[str]) -> Fault:
     ]
     spoken = f" (with {' '.join(involved)} from the command line)" if involved else ""
     return mark.fault(fault.place, f"{fault.finding}{spoken}", fault.remedy)
+
+
+# The least batch that a mesh takes: micro x accumulate x data degree, whatever is written.
+_LEAST = ("batch.global=1 tokens", "batch.round=none")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeshFollower:
+    """A key that follows the mesh: the number that is written for it, and the one that the mesh
+    takes."""
+
+    key: str
+    before: int
+    after: int
+
+    @property
+    def override(self) -> str:
+        """Return it as the command line has it."""
+        return f"{self.key}={self.after}"
+
+
+def followers(source: Source, overrides: Sequence[str]) -> tuple[MeshFollower, ...]:
+    """Return what follows the mesh that the overrides make. Raises SpecError for faults of others.
+
+    The global batch is what a training's convergence asks for, and accumulation fills the gap (the
+    notes' rule): it stays where whole micro-batches make it up, else it grows until they do. With
+    `accumulate` written it is that which stays.
+    """
+    pinned = {parse_override(override).route for override in overrides}
+    batch = () if pinned & {("batch",), ("batch", "global")} else tuple(_batch(source, overrides))
+    if pinned & {("cluster",), ("cluster", "devices")}:
+        return batch
+    spec = load(source, [*overrides, *(follower.override for follower in batch)]).spec
+    cluster, ranks = spec.cluster, spec.world_size
+    if cluster is None or cluster.devices >= ranks:
+        return batch
+    return (*batch, MeshFollower(key="cluster.devices", before=cluster.devices, after=ranks))
+
+
+def _batch(source: Source, overrides: Sequence[str]) -> Iterator[MeshFollower]:
+    """Yield the global batch where the mesh does not take it; tokens follow by themselves."""
+    tree = written(source, overrides)
+    samples = tree.at(("batch", "global"))
+    if not isinstance(samples, int) or samples < 1:
+        return
+    least = load(source, [*overrides, *_LEAST]).spec.batch.global_samples
+    is_fixed = tree.has("batch", "accumulate")
+    grown = least if is_fixed else ceil_div(samples, least) * least
+    if grown != samples:
+        yield MeshFollower(key="batch.global", before=samples, after=grown)

@@ -3,9 +3,8 @@
 import re
 from typing import Annotated, Any, Self
 
-from ptrain.spec.leaf import Choice, Either, Numbers, Whole, one_of, refuse
+from ptrain.spec.leaf import Choice, Either, Numbers, Whole, one_of, refuse, section
 from ptrain.spec.schedule_file import ListedSchedule, listed, slip
-from ptrain.spec.section import section
 from ptrain.word import Word
 
 MAX_LAYERS = 10_000

@@ -15,19 +15,20 @@ from ptrain.spec.leaf import (
     Leaf,
     Numbers,
     Real,
-    Refused,
+    Shape,
     Size,
     Text,
     Whole,
+    checked,
     declared,
     describe,
     plain,
     refuse,
+    section,
 )
 from ptrain.spec.model import NAME_OR_FILE
 from ptrain.spec.optimizers import FUSED
 from ptrain.spec.precision import DType
-from ptrain.spec.section import section
 from ptrain.word import Word
 
 
@@ -109,7 +110,7 @@ class Rows(Leaf):
         figures = ", ".join(self.figures) or "seconds by ranks at once"
         return f"rows [{', '.join(self.columns)}, {figures}]"
 
-    def check(self, value: Any) -> object:
+    def fit(self, value: Any) -> object:
         if not isinstance(value, list):
             refuse(f"must be a list of {self.takes()}; got {describe(value)}")
         rows = tuple(self._row(number, row) for number, row in enumerate(value, 1))
@@ -120,38 +121,27 @@ class Rows(Leaf):
         return rows
 
     def _row(self, number: int, row: object) -> RateRow:
-        num_figures = len(self.figures)
-        num_cells = len(row) if isinstance(row, list) else 0
-        is_long = num_cells > len(self.columns)
-        if not is_long or (num_figures and num_cells != len(self.columns) + num_figures):
+        cells = row if isinstance(row, list) else []
+        width, num_figures = len(self.columns), len(self.figures)
+        if len(cells) <= width or (num_figures and len(cells) != width + num_figures):
             shown = row if isinstance(row, list) else describe(row)
             refuse(f"row {number} must be {self.takes()[5:]}; got {shown}")
-        assert isinstance(row, list), "it has cells"
-        leaves = self.columns.items()
-        key = tuple(
-            self._cell(number, name, leaf, cell)
-            for (name, leaf), cell in zip(leaves, row, strict=False)
+        names = (*self.columns, *(self.figures or ("seconds",) * (len(cells) - width)))
+        leaves = (*self.columns.values(), *[_FIGURE] * (len(cells) - width))
+        # a word that nothing resembles is another version's
+        taken = tuple(
+            checked(leaf.take, cell, f"row {number}, {name}", _ANEW * isinstance(leaf, Choice))
+            for name, leaf, cell in zip(names, leaves, cells, strict=True)
         )
-        names = self.figures or ("seconds",) * (num_cells - len(self.columns))
-        cells = zip(names, row[len(self.columns) :], strict=True)
-        return RateRow(key, tuple(self._cell(number, name, _FIGURE, cell) for name, cell in cells))
-
-    def _cell(self, number: int, name: str, leaf: Leaf, cell: object) -> Any:
-        """The fault of a cell names its row and its column."""
-        try:
-            return leaf.take(cell)
-        except Refused as error:
-            # a word that nothing resembles is another version's
-            anew = _ANEW if isinstance(leaf, Choice) else ""
-            refuse(f"row {number}, {name}: {error.finding}", error.remedy or anew)
+        return RateRow(taken[:width], taken[width:])
 
     def say(self, value: object) -> object:
         assert isinstance(value, tuple), "rows"
         return [[plain(cell) for cell in (*row.key, *row.figures)] for row in value]
 
-    def schema(self) -> dict[str, Any]:
+    def shapes(self) -> tuple[Shape, ...]:
         least = len(self.columns) + max(1, len(self.figures))
-        return {"type": "array", "items": {"type": "array", "minItems": least}}
+        return ({"type": "array", "items": {"type": "array", "minItems": least}},)
 
 
 _ANEW = "If another version of ptrain wrote the file, run `ptrain calibrate` again."

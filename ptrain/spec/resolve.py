@@ -34,11 +34,10 @@ from ptrain.spec.dials import (
     GradientSync,
     SyncPolicy,
 )
-from ptrain.spec.frozen import FrozenSpec
 from ptrain.spec.function import StepRaw, UserFunction
 from ptrain.spec.grammar import MAX_DEGREE, MeshRaw, PlacementRaw, SpecRaw
 from ptrain.spec.job import DataSpec
-from ptrain.spec.keys import Keys
+from ptrain.spec.keys import FrozenSpec, Keys, TensorSpec
 from ptrain.spec.names import root
 from ptrain.spec.placement import (
     EXPERT_AXES,
@@ -65,11 +64,9 @@ from ptrain.spec.resolve_sections import (
     resolve_optimizer,
     resolve_precision,
 )
-from ptrain.spec.shorthand import mark_of
+from ptrain.spec.shorthand import fault_of_experts, mark_of, route_of, usual_modes
 from ptrain.spec.spec import LossSpec, Spec
-from ptrain.spec.tensor import TensorSpec
 from ptrain.spec.text import Route, Tree
-from ptrain.spec.tuples import fault_of_experts, route_of, usual_modes
 from ptrain.spec.write import to_mapping
 
 _ONE = "Remove one of the two."

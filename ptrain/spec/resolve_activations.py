@@ -25,9 +25,9 @@ from ptrain.spec.leaf import blocks_of
 from ptrain.spec.model import Attention
 from ptrain.spec.placement import DATA_AXES, Axis, Distribution, Mode, R, Tier
 from ptrain.spec.resolve_sections import Report
+from ptrain.spec.shorthand import two_ranks
 from ptrain.spec.spec import ActivationSpec, LossSpec
 from ptrain.spec.text import Tree
-from ptrain.spec.tuples import two_ranks
 
 CHUNK = 1024  # tokens: 128 MiB of fp32 logits over a vocabulary of 32000
 _POLICIES = {"none": None, "full": FULL, "selective": SELECTIVE, "attention": ATTENTION_ONLY}

@@ -15,9 +15,9 @@ from ptrain.cost import PLACED
 from ptrain.spec.activations import ATTENTION_ONLY, FULL, SELECTIVE, Kept, Policy, belongs_to_rank
 from ptrain.spec.batch import AUTO
 from ptrain.spec.block import BlockOptions
-from ptrain.spec.frozen import FrozenSpec
 from ptrain.spec.function import UserFunction
-from ptrain.spec.leaf import Leaf
+from ptrain.spec.keys import FrozenSpec, Offload, TensorSpec
+from ptrain.spec.leaf import Leaf, Section, keys
 from ptrain.spec.model import (
     FAMILIES,
     Attention,
@@ -27,7 +27,6 @@ from ptrain.spec.model import (
     ModelSpec,
 )
 from ptrain.spec.names import listing
-from ptrain.spec.offload import Offload
 from ptrain.spec.pipeline import PipelineSpec
 from ptrain.spec.placement import (
     DATA_AXES,
@@ -40,9 +39,7 @@ from ptrain.spec.placement import (
     Tier,
 )
 from ptrain.spec.precision import CUSTOM, LAYOUTS, Precision
-from ptrain.spec.section import Section, keys
 from ptrain.spec.spec import ActivationSpec, LossSpec, Spec
-from ptrain.spec.tensor import TensorSpec
 
 _NAMED = {FULL: "full", SELECTIVE: "selective", ATTENTION_ONLY: "attention"}
 UNWRITTEN: dict[str, object] = {

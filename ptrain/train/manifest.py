@@ -22,8 +22,17 @@ from pathlib import Path
 from typing import Any, cast
 
 from ptrain.errors import Fault, PtrainError
-from ptrain.spec.leaf import Free, Leaf, Refused, Text, Whole, declared, describe, refuse
-from ptrain.spec.section import is_required
+from ptrain.spec.leaf import (
+    Free,
+    Leaf,
+    Refused,
+    Text,
+    Whole,
+    declared,
+    describe,
+    is_required,
+    refuse,
+)
 from ptrain.spec.spec import Spec
 
 _REMEDY = "Use the model of the checkpoint, or remove `--resume` to train from the start."

@@ -20,14 +20,13 @@ from random import Random
 from typing import Any
 
 from ptrain.spec.grammar import SpecRaw
-from ptrain.spec.leaf import Leaf
+from ptrain.spec.leaf import Leaf, Section, keys
 from ptrain.spec.names import listing, strategy
 from ptrain.spec.placement import DATA_AXES, EXPERT_AXES, OF_EXPERTS, Axis
 from ptrain.spec.rates import Rates
 from ptrain.spec.schema import schema
-from ptrain.spec.section import Section, keys
+from ptrain.spec.shorthand import POLICIES
 from ptrain.spec.text import flow
-from ptrain.spec.tuples import POLICIES
 
 Shape = Mapping[str, Any]  # a JSON Schema
 

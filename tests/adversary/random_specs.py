@@ -26,8 +26,8 @@ from ptrain.spec.load import load
 from ptrain.spec.model import ModelShape
 from ptrain.spec.names import strategy
 from ptrain.spec.placement import EXPERT_AXES, OF_EXPERTS, Axis, Mode, Placement
+from ptrain.spec.shorthand import EXPERTS, REST, route_of
 from ptrain.spec.spec import Spec
-from ptrain.spec.tuples import EXPERTS, REST, route_of
 from tests.adversary.key_values import LIMITS, values
 
 Written = dict[str, Any]  # a spec as it stands in a file

@@ -12,8 +12,8 @@ from typing import Any
 from ptrain.cost import PLACED
 from ptrain.errors import SpecError
 from ptrain.spec.load import load
+from ptrain.spec.shorthand import POLICIES
 from ptrain.spec.text import flow
-from ptrain.spec.tuples import POLICIES
 from tests.adversary.random_specs import TooLarge, Written, accepted
 
 Route = tuple[str, ...]

@@ -9,7 +9,7 @@ from ptrain.algebra.legality import check, executed
 from ptrain.errors import SpecError
 from ptrain.facts.model import ModelFacts
 from ptrain.plan.lower import lower
-from ptrain.spec.file_tier import require_file_tier
+from ptrain.spec.extras import require_file_tier
 from ptrain.spec.load import load
 from ptrain.spec.pipeline import ScheduleName
 

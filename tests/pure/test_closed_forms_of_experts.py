@@ -21,12 +21,12 @@ from ptrain.facts.parameters import expert_modules, facts
 from ptrain.plan.lower import lower
 from ptrain.spec.activations import Kept, Operators, Policy
 from ptrain.spec.context import ContextAttention, ContextSpec
+from ptrain.spec.keys import FOLDED as FOLDED_EXPERTS
+from ptrain.spec.keys import TensorSpec
 from ptrain.spec.model import Family, ModelShape
 from ptrain.spec.placement import Axis
 from ptrain.spec.precision import LAYOUTS
 from ptrain.spec.spec import Spec
-from ptrain.spec.tensor import FOLDED as FOLDED_EXPERTS
-from ptrain.spec.tensor import TensorSpec
 from ptrain.steps.step import Plan
 from tests.oracles.expert import (
     of_a_layer,

@@ -13,8 +13,7 @@ import pytest
 from ptrain.cli.completion import keys_of_schema
 from ptrain.cli.main import VERBS, main
 from ptrain.spec.names import SPEC_FOLDERS, listing
-from ptrain.spec.reference import reference
-from ptrain.spec.schema import schema
+from ptrain.spec.schema import reference, schema
 
 # What a shell runs after the script, to print what completes a line.
 COMPLETE = {

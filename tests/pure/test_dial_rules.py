@@ -21,8 +21,8 @@ from ptrain.spec.dials import (
     UnitKind,
     UnitSize,
 )
+from ptrain.spec.keys import Offload
 from ptrain.spec.load import load
-from ptrain.spec.offload import Offload
 from ptrain.spec.placement import Axis, Tier
 from ptrain.spec.precision import LAYOUTS
 from ptrain.spec.spec import Spec

@@ -17,13 +17,13 @@ from ptrain.facts.model import ExpertLayers
 from ptrain.facts.parameters import facts
 from ptrain.spec.block import Bias
 from ptrain.spec.job import OptimizerSpec
+from ptrain.spec.keys import FOLDED as FOLDED_EXPERTS
+from ptrain.spec.keys import NAIVE, TensorSpec
 from ptrain.spec.load import load
 from ptrain.spec.model import HuggingFaceModel
 from ptrain.spec.placement import MODES, Axis, Placement, R, axes_named
 from ptrain.spec.routing import histogram
 from ptrain.spec.spec import Spec
-from ptrain.spec.tensor import FOLDED as FOLDED_EXPERTS
-from ptrain.spec.tensor import NAIVE, TensorSpec
 from ptrain.steps.experts import token_places
 from tests.gloo.expert_cases import spec_of
 from tests.pure.build import GATHERED, ODD_SHAPE, WHOLE, make_spec, tuple_of

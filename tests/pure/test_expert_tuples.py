@@ -10,7 +10,7 @@ import pytest
 from ptrain.errors import Fault, SpecError
 from ptrain.spec.load import Document, load, sweeps
 from ptrain.spec.placement import MODES, Axis, Placement, S
-from ptrain.spec.tuples import fault_of_experts
+from ptrain.spec.shorthand import fault_of_experts
 from tests.pure.build import GATHERED, WHOLE, ZERO_1, tuple_of
 
 EXPERTS = {"parameters": "S", "optimizer": "S", "gradients": "S", "activations": "S"}

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from ptrain.errors import SpecError
-from ptrain.spec import suggest
+from ptrain.spec import check
 from ptrain.spec.grammar import SpecRaw
 from ptrain.spec.load import load
 from ptrain.spec.names import names
@@ -238,7 +238,7 @@ SHARES = ("optimizer.betas", "optimizer.eps", "optimizer.schedule.min_lr_ratio")
 
 
 def answers() -> list[str]:
-    table = suggest.foreign_keys().values()
+    table = check.foreign_keys().values()
     return sorted(
         {text for said in table for text in ([said] if isinstance(said, str) else said.values())}
     )
@@ -246,13 +246,13 @@ def answers() -> list[str]:
 
 @pytest.mark.parametrize("answer", answers())
 def test_each_answer_is_a_key_with_a_value_that_it_takes_or_a_sentence(answer):
-    match = suggest._ANSWER.fullmatch(answer)
+    match = check._ANSWER.fullmatch(answer)
     if not match:
         assert answer.startswith(("Remove it", "Set it")) and answer.endswith(".")
         return
     key, value, more = match.groups()
     route = tuple(key.split("."))
-    known = suggest._places(SpecRaw, ())
+    known = check._places(SpecRaw, ())
     assert route in known or route[:2] == ("model", "arguments") or route[0] == "placement"
     assert more is None or more.endswith(".")
     value = re.sub(r"\bN\b", "0.5" if key in SHARES else "2", value)
@@ -267,8 +267,8 @@ def test_each_answer_is_a_key_with_a_value_that_it_takes_or_a_sentence(answer):
 
 
 def test_an_answer_by_value_covers_all_values():
-    by_value = [said for said in suggest.foreign_keys().values() if not isinstance(said, str)]
+    by_value = [said for said in check.foreign_keys().values() if not isinstance(said, str)]
     assert by_value and all("else" in said for said in by_value)
-    for tool, rows in suggest.hints()["keys"].items():
-        others = [set(keys) for name, keys in suggest.hints()["keys"].items() if name != tool]
+    for tool, rows in check.hints()["keys"].items():
+        others = [set(keys) for name, keys in check.hints()["keys"].items() if name != tool]
         assert set(rows).isdisjoint(set().union(*others)), "one tool has each key"

@@ -9,10 +9,9 @@ import pytest
 from ptrain.errors import SpecError
 from ptrain.spec.grammar import SpecRaw
 from ptrain.spec.keys import Keys, dials
-from ptrain.spec.leaf import Leaf
+from ptrain.spec.leaf import Leaf, Section, keys
 from ptrain.spec.load import load
-from ptrain.spec.reference import KeyRow, reference
-from ptrain.spec.section import Section, keys
+from ptrain.spec.schema import KeyRow, reference
 from ptrain.spec.spec import Spec
 from ptrain.spec.text import flow, parse_value
 from ptrain.spec.write import section, to_yaml

@@ -13,7 +13,7 @@ from ptrain.cli import validate
 from ptrain.cli.main import main
 from ptrain.errors import Fault, PtrainError, SpecError
 from ptrain.spec import extras
-from ptrain.spec.file_tier import require_file_tier, unusable
+from ptrain.spec.extras import require_file_tier, unusable
 from ptrain.spec.load import load
 from ptrain.train import folder, manifest
 from ptrain.train.folder import RunFolder, begin, candidates

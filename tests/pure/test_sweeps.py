@@ -21,8 +21,7 @@ from ptrain.derivation.estimate import derive
 from ptrain.errors import Fault, SpecError
 from ptrain.report.predict import prediction_of
 from ptrain.report.sweep import SORTS, SweepPoint, figures, ordered, step_seconds, table
-from ptrain.spec.follow import followers
-from ptrain.spec.load import load
+from ptrain.spec.load import followers, load
 from ptrain.spec.names import listing
 from ptrain.spec.placement import DATA_AXES
 

@@ -14,19 +14,17 @@ from ptrain.spec import (
     activations,
     block,
     dials,
-    frozen,
     job,
+    keys,
     model,
-    offload,
     pipeline,
     placement,
     role,
     spec,
-    tensor,
     text,
 )
 from ptrain.spec.cluster import Cluster
-from ptrain.spec.leaf import Choice, Either, Free, Numbers, Real, Size, Text, Truth, Whole
+from ptrain.spec.leaf import Choice, Either, Free, Numbers, Real, Section, Size, Text, Truth, Whole
 from ptrain.spec.names import SPEC_FOLDERS, root
 from ptrain.spec.placement import (
     CUTTING_AXES,
@@ -53,7 +51,6 @@ from ptrain.spec.precision import (
     Precision,
 )
 from ptrain.spec.schema import FILE
-from ptrain.spec.section import Section
 from tests.pure.test_schema import KEYS, VALIDATOR
 
 SETS = {
@@ -182,9 +179,9 @@ SECTIONS = {
     job.CheckpointSpec: {"at_end": False, "every": 0},
     job.Timeout: {"init": 300.0, "step": 120.0},
     job.LogSpec: {"every": 10, "trackers": ()},
-    frozen.FrozenSpec: {"dp_replicate": None, "dp_shard": None},
-    offload.Offload: {"tier": None, "path": None, "update": "host"},
-    tensor.TensorSpec: {"plan": "paired", "loss_parallel": True, "experts": "cut",
+    keys.FrozenSpec: {"dp_replicate": None, "dp_shard": None},
+    keys.Offload: {"tier": None, "path": None, "update": "host"},
+    keys.TensorSpec: {"plan": "paired", "loss_parallel": True, "experts": "cut",
                         "asynchronous": False},
     spec.ActivationSpec: {
         "default": {"policy": None, "tier": "device"}, "by_block": (), "every": 1, "budget": None,

@@ -9,10 +9,11 @@ from typing import Any, get_type_hints
 import pytest
 
 from ptrain.errors import Fault, SpecError
-from ptrain.spec import check, load, slips, suggest, tuples
+from ptrain.spec import check, load, shorthand, slips
 from ptrain.spec.activations import LossRaw, RecomputeRaw
 from ptrain.spec.batch import MAX_SAMPLES
 from ptrain.spec.grammar import SpecRaw
+from ptrain.spec.keys import Offload
 from ptrain.spec.leaf import (
     KEPT_MEANINGS,
     MODE_MEANINGS,
@@ -21,12 +22,11 @@ from ptrain.spec.leaf import (
     ModesByBlock,
     ModeText,
     Refused,
+    keys,
 )
-from ptrain.spec.offload import Offload
 from ptrain.spec.pipeline import MAX_LAYERS, PipelineSpec
 from ptrain.spec.placement import M
 from ptrain.spec.resolve_activations import CHUNK
-from ptrain.spec.section import keys
 from ptrain.spec.spec import Spec
 from ptrain.spec.write import UNWRITTEN, to_yaml
 from tests.pure.changes import BASE, faults, loaded
@@ -74,7 +74,7 @@ def test_every_key_of_other_tools_is_told_what_it_is_called_here():
     found = remedies(**dict.fromkeys(KEYS, 1))
     assert {word: said[: len(asked[word])] for word, said in found.items()} == asked
     assert "Use `activations: M`." in remedies(**{"Gradient-Checkpointing": True}).values()
-    assert "gradient" not in suggest.foreign_keys()
+    assert "gradient" not in check.foreign_keys()
 
 
 def test_every_word_for_a_tier_is_told_the_tier():
@@ -179,7 +179,7 @@ def test_activations_in_words_are_told_their_mode():
 
 def test_every_mode_may_be_written_and_activations_know_two_more():
     modes = ["R", "S", "S*", "M", "O", "R@host", "S*@host", "R@file", "S@file", "S*@file", "S@host"]
-    assert list(MODE_MEANINGS) == modes == list(ModeText("").words())
+    assert list(MODE_MEANINGS) == modes == list(ModeText.modes)
     assert list(KEPT_MEANINGS) == [*modes, "M@host", "M@file"]
     assert [str(KeptText("").check(mode)) for mode in modes[:-1]] == modes[:-1]
     assert str(ModeText("").check("S@host")) == "O"
@@ -340,7 +340,7 @@ def test_a_fault_in_these_sections_silences_findings_about_those():
 
 
 def test_short_forms_have_their_keys():
-    assert tuples.POLICIES == ("sync", "tensor", "pipeline", "context", "recompute")
+    assert shorthand.POLICIES == ("sync", "tensor", "pipeline", "context", "recompute")
     wrong = faults(recompute="fulll", loss="fussed", reshard=1)
     assert set(wrong) == {"recompute.policy", "loss.kind", "sync.reshard_after_forward"}
     assert loaded(placement={"dp": "S*,S,S,R"}, mesh={"dp": 2}) == loaded()

@@ -16,7 +16,7 @@ import pytest
 
 from ptrain.errors import SpecError
 from ptrain.spec.job import LogSpec
-from ptrain.spec.section import keys
+from ptrain.spec.leaf import keys
 from ptrain.train import journal
 from ptrain.train import tracker as tracker_module
 from ptrain.train.folder import RunFolder

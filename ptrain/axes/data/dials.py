@@ -29,12 +29,11 @@ from ptrain.spec.dials import (
     Reshard,
     UnitSize,
 )
-from ptrain.spec.keys import dials
+from ptrain.spec.keys import Offload, dials
 from ptrain.spec.model import ModelShape
-from ptrain.spec.offload import Offload
 from ptrain.spec.placement import CUT, Axis, Distribution, Tier
+from ptrain.spec.shorthand import two_ranks
 from ptrain.spec.spec import Spec
-from ptrain.spec.tuples import two_ranks
 from ptrain.steps.wraps import BY_TENSOR, REPLICAS, Form
 
 REASON = "every key has an effect"

@@ -19,8 +19,8 @@ from ptrain.facts.parameters import expert_layers
 from ptrain.spec.batch import PADDED
 from ptrain.spec.model import HuggingFaceModel, ModelShape
 from ptrain.spec.placement import Axis, R
+from ptrain.spec.shorthand import two_ranks
 from ptrain.spec.spec import Spec, ranks_over
-from ptrain.spec.tuples import two_ranks
 from ptrain.units import ceil_div, counted
 
 _IMPLEMENTATION, _GROUPED = "experts_implementation", "grouped_mm"  # of transformers

@@ -25,8 +25,8 @@ from ptrain.spec.model import ModelShape
 from ptrain.spec.pipeline import PipelineSpec
 from ptrain.spec.placement import S_STAR, Axis, M, Placement, R, S, Tier
 from ptrain.spec.schedule_file import ListedSchedule
+from ptrain.spec.shorthand import two_ranks
 from ptrain.spec.spec import Spec
-from ptrain.spec.tuples import two_ranks
 from ptrain.steps.wraps import Form
 from ptrain.units import counted
 

@@ -17,12 +17,12 @@ from ptrain.axes.tensor.cost import cut_sizes, shards_differ, slices
 from ptrain.errors import Fault
 from ptrain.spec.batch import PADDED
 from ptrain.spec.job import OptimizerSpec
+from ptrain.spec.keys import TensorSpec
 from ptrain.spec.model import ModelShape
 from ptrain.spec.placement import S_STAR, Axis, Placement, R, S
 from ptrain.spec.role import Role
+from ptrain.spec.shorthand import two_ranks
 from ptrain.spec.spec import Spec
-from ptrain.spec.tensor import TensorSpec
-from ptrain.spec.tuples import two_ranks
 from ptrain.steps.wraps import BY_TENSOR
 from ptrain.units import ceil_div, counted
 
