@@ -24,8 +24,8 @@ SMALL = 80  # lines
 
 # begin
 BUDGETS: dict[str, int] = {
-    "ptrain": 54330,
-    "ptrain/activations": 360,
+    "ptrain": 54240,
+    "ptrain/activations": 340,
     "ptrain/algebra": 290,
     "ptrain/axes": 150,
     "ptrain/axes/context": 1210,
@@ -42,13 +42,13 @@ BUDGETS: dict[str, int] = {
     "ptrain/facts": 700,
     "ptrain/internals": 350,
     "ptrain/interpreter": 1070,
-    "ptrain/meters": 1520,
-    "ptrain/models": 4990,
+    "ptrain/meters": 1510,
+    "ptrain/models": 4930,
     "ptrain/optimizers": 540,
     "ptrain/plan": 510,
     "ptrain/rates": 360,
     "ptrain/report": 2230,
-    "ptrain/rooms": 990,
+    "ptrain/rooms": 980,
     "ptrain/selection": 4030,
     "ptrain/simulation": 1070,
     "ptrain/spec": 4340,
@@ -58,7 +58,7 @@ BUDGETS: dict[str, int] = {
     "ptrain/verification": 7400,
 }
 ONE_IMPORTER = 78  # modules that exactly one other imports
-SMALL_MODULES = 92  # modules with fewer lines than SMALL
+SMALL_MODULES = 88  # modules with fewer lines than SMALL
 # end
 
 

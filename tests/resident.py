@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from ptrain.cost import State
 from ptrain.meters.memory import Metered
-from ptrain.models.ledger import storage_of
-from ptrain.models.tags import tier_of
+from ptrain.models.ledger import storage_of, tier_of
 from ptrain.spec.placement import Tier
 
 

@@ -27,8 +27,8 @@ from ptrain.axes.data.run.flat import WrappedModel
 from ptrain.axes.data.run.target import NamedTarget
 from ptrain.axes.tensor.run.apply import local
 from ptrain.cost import Phase, State
+from ptrain.models.ledger import is_tagged, tier_of
 from ptrain.models.objective import LossInside, NextToken, Objective, SampleBatch, StepBatch
-from ptrain.models.tags import is_tagged, tier_of
 from ptrain.rooms.comm import Mesh
 from ptrain.rooms.torch import Tiers, alike, cast
 from ptrain.spec.placement import Axis, Tier, without

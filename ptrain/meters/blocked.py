@@ -27,7 +27,7 @@ from ptrain.cost import Blocked
 from ptrain.internals import process_groups
 from ptrain.internals.autograd import at_end_of_backward, is_in_backward
 from ptrain.meters.traffic import SILENT, group_of
-from ptrain.models.ledger import OperatorMode
+from ptrain.models.ledger import OfStorages, OperatorMode
 
 _CALLS = (
     "allreduce", "allreduce_coalesced", "_allgather_base", "all_gather_single", "allgather",
@@ -54,7 +54,7 @@ class Stopwatch(OperatorMode):
         self._issued: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._unwaited: dict[int, Axes] = {}
         self._numbers = itertools.count(1)
-        self._functional: dict[int, Axes] = {}
+        self._functional: OfStorages[Axes] = weakref.WeakKeyDictionary()
         self._has_callback = False
         self._began = self._waited_before = 0.0
 
@@ -171,13 +171,13 @@ class Stopwatch(OperatorMode):
         seconds = time.perf_counter() - began
         name = function._schema.name.split("::")[1]
         if name == "wait_tensor":
-            axes = self._functional.pop(args[0].untyped_storage()._cdata, None)
+            axes = self._functional.pop(args[0].untyped_storage(), None)
             if axes is not None:
                 self._add(axes, seconds)
         elif name not in SILENT and isinstance(result, torch.Tensor):
             axes = self._axes(group_of((args, kwargs)))
             if axes is not None:
-                self._functional[result.untyped_storage()._cdata] = axes
+                self._functional[result.untyped_storage()] = axes
         return result
 
 

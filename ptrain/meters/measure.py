@@ -49,6 +49,7 @@ from ptrain.interpreter.program import Observer, Program
 from ptrain.meters.memory import MemoryMeter
 from ptrain.meters.traffic import TrafficMeter
 from ptrain.models.ledger import OperatorMode, local
+from ptrain.models.watch import watching
 from ptrain.rooms.comm import Registry
 from ptrain.rooms.world import World
 
@@ -303,15 +304,16 @@ class PhaseWatch(OperatorMode):
         self._micro_batch = -1
 
     def __enter__(self) -> Self:
-        self._hook = self._module.register_forward_pre_hook(self._begins, prepend=True)
+        self._watch = watching([("", self._module)], before=self._begins, is_first=True)
+        self._watch.__enter__()
         super().__enter__()
         return self
 
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
-        self._hook.remove()
+        self._watch.__exit__(None, None, None)
 
-    def _begins(self, module: nn.Module, args: object) -> None:
+    def _begins(self, *_: object) -> None:
         if not is_in_backward():
             self._micro_batch += 1
             self._enter(Phase.FORWARD)

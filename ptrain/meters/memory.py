@@ -22,8 +22,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from ptrain.cost import Footprint, Peak, Phase, State
-from ptrain.models.ledger import Ledger, storage_of
-from ptrain.models.tags import is_tagged, tier_of
+from ptrain.models.ledger import Ledger, is_tagged, storage_of, tier_of
 from ptrain.rooms.comm import Registry
 from ptrain.spec.placement import Tier
 
@@ -100,12 +99,12 @@ class MemoryMeter(Ledger):
         self._resizable: set[int] = set()
         self._inner: set[int] = set()
         self._after_collective = False
-        self._communicated: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._communicated: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
         self._newborn: dict[int, int] = {}
         self._dead: list[tuple[int, int]] = []
         self._read: dict[State, Footprint] = {}
         self._allocator: dict[Phase, int] = {}
-        self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._alive: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
         self._older: set[int] = set()
 
     def operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -114,10 +113,9 @@ class MemoryMeter(Ledger):
         result = super().operator(function, args, kwargs)
         self._after_collective = _is_of_threads(function, self._device)
         if self._after_collective:
-            for tensor in tree_leaves((args, kwargs)):
-                if isinstance(tensor, torch.Tensor):
-                    storage = storage_of(tensor)
-                    self._communicated[storage._cdata] = weakref.ref(storage)
+            leaves = tree_leaves((args, kwargs))
+            tensors = (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+            self._communicated.update(map(storage_of, tensors))
         return result
 
     def _resize_storage(self, storage: torch.UntypedStorage, size: int) -> Any:
@@ -136,7 +134,7 @@ class MemoryMeter(Ledger):
         reduce-scatter works on a copy of its input).
         """
         self._tiers[key] = tier_of(storage, self._device)
-        if key in self._alive and self._alive[key]() is storage:
+        if storage in self._alive:
             self._older.add(key)
         known = key in self._states or key in self._older or self._program.registry.knows(storage)
         if storage.nbytes() and not known:
@@ -193,8 +191,7 @@ class MemoryMeter(Ledger):
         if self._tiers[key] is Tier.DEVICE:
             self.live += size
             if self._phase and self.live > self._peaks[self._phase]:
-                is_sent = any(ref() is not None for ref in self._communicated.values())
-                self._pause(_RELEASE_SECONDS if is_sent else _SETTLE_SECONDS)
+                self._pause(_RELEASE_SECONDS if len(self._communicated) else _SETTLE_SECONDS)
                 self._peaks[self._phase] = max(self.live, self._peaks[self._phase])
 
     def phase(self, phase: Phase, micro_batch: int) -> None:
@@ -212,12 +209,12 @@ class MemoryMeter(Ledger):
     def _await_release(self) -> None:
         """A collective that ran beside the phase before may be just over: what it worked on and
         nobody declares is given some time to go."""
-        declared = {storage_of(tensor)._cdata for _, tensor in self._program.storages()}
-        waiting = [ref for key, ref in self._communicated.items() if key not in declared]
-        self._communicated.clear()
+        waiting = self._communicated
+        waiting.difference_update(storage_of(tensor) for _, tensor in self._program.storages())
+        self._communicated = weakref.WeakSet()
         give_up = time.monotonic() + (_LONGEST_RELEASE_SECONDS if self._waits else 0)
         self._pause(_RELEASE_SECONDS)
-        while any(ref() is not None for ref in waiting) and time.monotonic() < give_up:
+        while len(waiting) and time.monotonic() < give_up:
             time.sleep(_RELEASE_SECONDS)
 
     def _pause(self, seconds: float) -> None:
@@ -241,7 +238,7 @@ class MemoryMeter(Ledger):
     def _exclude_inputs(self) -> None:
         """Stop counting the caller's batches, even those that were born within the step."""
         unseen = self.sizes.keys() - self._states.keys() - self._inner
-        for key in unseen & self._program.registry.inputs.keys():
+        for key in unseen & {storage._cdata for storage in self._program.registry.inputs}:
             self._inner.add(key)
             self._add_to_all(key, -self.sizes[key])
 
@@ -283,7 +280,7 @@ class MemoryMeter(Ledger):
 
     def __enter__(self) -> Self:
         self._register()
-        self._alive = {storage._cdata: weakref.ref(storage) for storage in _living()}
+        self._alive = weakref.WeakSet(_living())
         self._note_allocator()
         return super().__enter__()
 

@@ -13,10 +13,12 @@ Note: of a storage that nothing read or wrote in the step no role is known; `Rol
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -28,7 +30,8 @@ from torch.optim.optimizer import (
 from torch.utils._pytree import tree_iter
 
 from ptrain.cost import State
-from ptrain.models.ledger import Ledger, storage_of
+from ptrain.models.ledger import OfStorages, OperatorMode, storage_of
+from ptrain.models.watch import watching
 from ptrain.units import format_bytes
 
 # Operators that hand elements on: what they write comes from all that they read.
@@ -75,15 +78,15 @@ class RoleRow:
         return f"{format_bytes(self.nbytes)} declared as {self.declared}, but {used}"
 
 
-class Finder(Ledger):
-    """Enter it around one steady step, from its forward pass to its update. Storages are followed
-    from birth to death; none is kept alive."""
+class Finder(OperatorMode):
+    """Enter it around one steady step, from its forward pass to its update. Storages are numbered
+    as they are met; none is kept alive."""
 
     def __init__(self, program: ObservableProgram) -> None:
         super().__init__()
         self._program = program
-        self._numbers: dict[int, int] = {}  # of the storages that live, by address
-        self._count = 0
+        self._numbers: OfStorages[int] = WeakKeyDictionary()
+        self._next = itertools.count()
         self._sources: dict[int, set[int]] = {}
         self._used: dict[int, set[torch.dtype]] = {}  # by modules, and in which dtypes
         self._dtypes: dict[int, torch.dtype] = {}
@@ -98,12 +101,10 @@ class Finder(Ledger):
         self._declare()
         self._program.gradient_observers.append(self)
         self._stack.callback(self._program.gradient_observers.remove, self)
-        for hook in (
-            register_optimizer_step_pre_hook(self._before_update),
-            register_optimizer_step_post_hook(self._after_update),
-            *(m.register_forward_pre_hook(self._before_use) for m in self._program.model.modules()),
-        ):
-            self._stack.callback(hook.remove)
+        self._stack.callback(register_optimizer_step_pre_hook(self._before_update).remove)
+        self._stack.callback(register_optimizer_step_post_hook(self._after_update).remove)
+        modules = self._program.model.named_modules()
+        self._stack.enter_context(watching(modules, before=self._before_use))
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -159,7 +160,7 @@ class Finder(Ledger):
                 self._declared[number] = state, storage_of(tensor).nbytes()
             seen.add(number)
 
-    def _before_use(self, module: nn.Module, _: object) -> None:
+    def _before_use(self, _: str, module: nn.Module, *__: object) -> None:
         for parameter in module._parameters.values():
             if parameter is not None:
                 self._used.setdefault(self._number(parameter), set()).add(parameter.dtype)
@@ -176,19 +177,13 @@ class Finder(Ledger):
             self._held |= {self._number(v) for v in tensors if isinstance(v, torch.Tensor)}
 
     def _number(self, tensor: torch.Tensor) -> int:
-        self.watch(tensor)
-        if (key := storage_of(tensor)._cdata) not in self._numbers:
-            self._count += 1
-            self._numbers[key] = self._count
-        number = self._numbers[key]
+        if (number := self._numbers.get(storage := storage_of(tensor))) is None:
+            number = self._numbers[storage] = next(self._next)
         self._dtypes.setdefault(number, tensor.dtype)
         return number
 
-    def died(self, key: int, size: int) -> None:
-        self._numbers.pop(key, None)
-
     def operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        result = super().operator(function, args, kwargs)
+        result = function(*args, **kwargs)
         if (ends := _ends(function, args, kwargs, result)) is not None:
             read = {self._number(tensor) for tensor in ends[0]}
             for tensor in ends[1]:

@@ -13,8 +13,7 @@ tokens of a sample.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
+from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -25,7 +24,7 @@ from ptrain.cost import Phase
 from ptrain.internals.dispatch import without_modes
 from ptrain.interpreter.program import Program
 from ptrain.models.moe import ExpertPlaces, Gate, RoutedRows
-from ptrain.models.recomputing import runs_again
+from ptrain.models.watch import After, runs_again, watching
 from ptrain.report.routing import LayerRouting
 from ptrain.spec.placement import without
 from ptrain.spec.routing import Histogram
@@ -67,20 +66,17 @@ class RoutingMeter:
         """Count what is chosen within."""
         self._sums, self._choices = {}, {}
         self._observers.append(self)
-        hooks = []
-        for layer, gate in self._gates.items() if self._counts else ():
-            hooks.append(gate.score.register_forward_hook(_beside(partial(self._scored, layer))))
-            hooks.append(gate.register_forward_hook(_beside(partial(self._chosen, layer))))
-        for layer, places in self._places.items() if self._counts else ():
-            hooks.append(places.register_forward_hook(_beside(partial(self._placed, layer))))
-        for layer, experts in self._experts.items() if self._counts else ():
-            hooks.append(experts.register_forward_hook(_beside(partial(self._routed, layer))))
-        try:
+        watched: tuple[tuple[dict[str, Any], Callable[..., None]], ...] = (
+            ({layer: gate.score for layer, gate in self._gates.items()}, self._scored),
+            (self._gates, self._chosen),
+            (self._places, self._placed),
+            (self._experts, self._routed),
+        )
+        with ExitStack() as stack:
+            stack.callback(self._observers.remove, self)
+            for modules, count in watched if self._counts else ():
+                stack.enter_context(watching(modules.items(), after=_beside(count)))
             yield
-        finally:
-            self._observers.remove(self)
-            for hook in hooks:
-                hook.remove()
 
     def phase(self, phase: Phase, micro_batch: int) -> None:
         """The program enters a pass of a micro-batch."""
@@ -143,14 +139,14 @@ def _num_experts(gate: Gate) -> int:
     return gate.shape.experts
 
 
-def _beside(count: Callable[..., None]) -> Callable[[nn.Module, Any, Any], None]:
+def _beside(count: Callable[..., None]) -> After:
     """Return a hook whose operators nobody else sees."""
 
-    def hook(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def hook(layer: str, _: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if runs_again() or not torch.is_grad_enabled():
             return
         with torch.no_grad(), without_modes():
-            count(*args, output)
+            count(layer, *args, output)
 
     return hook
 

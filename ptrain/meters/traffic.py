@@ -46,8 +46,7 @@ from ptrain.internals.dispatch import without_modes
 from ptrain.interpreter.program import Program
 from ptrain.meters import holdings
 from ptrain.meters.replicas import SupportsGather, digests, of_bytes
-from ptrain.models.ledger import OperatorMode, storage_of
-from ptrain.models.tags import is_tagged, tier_of
+from ptrain.models.ledger import OperatorMode, is_tagged, storage_of, tier_of
 from ptrain.report.calls import Call, differing, root_cause
 from ptrain.report.finding import Mismatch, Moment, RootCause
 from ptrain.rooms.comm import Registry
@@ -353,10 +352,10 @@ class CollectiveLedger(OperatorMode):
 
     def _known(self, tensors: Sequence[torch.Tensor]) -> str:
         """Return the names of all whose storage one of these tensors has."""
-        storages = {storage_of(tensor)._cdata for tensor in tensors}
+        storages = set(map(storage_of, tensors))
         names: list[str] = []
         for name, tensor in holdings.storages_by_name(self.program):
-            if storage_of(tensor)._cdata in storages and name not in names:
+            if storage_of(tensor) in storages and name not in names:
                 names.append(name)
         return span(names)
 

@@ -21,7 +21,7 @@ numbers drawn behind a layer in what the next is given.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -32,13 +32,13 @@ from torch.utils._pytree import tree_iter, tree_map
 
 from ptrain.errors import refused
 from ptrain.facts.stages import ENDS, Chain, Ends, is_within
-from ptrain.models.arguments import is_real
 from ptrain.models.contract import outcome_of
 from ptrain.models.modes import OutsideDraws, copied_buffers, forked, in_mode, reseed
 from ptrain.models.objective import SampleBatch, TokenPair, sample_batch, uses_of_leaves
 from ptrain.models.roles import named_in_spec, plan_of_module
 from ptrain.models.transformer import Transformer
 from ptrain.models.units import blocks_of, unit_modules
+from ptrain.models.watch import first_real, is_real, watching
 from ptrain.spec.placement import Axis
 from ptrain.spec.spec import Spec
 from ptrain.units import grouped
@@ -75,7 +75,12 @@ class Redraws:
 
     def _pass(self) -> Tensor:
         self._visited = []
-        with forked(), copied_buffers(self._model), self._watching():
+        modules = ((name, self._model.get_submodule(name)) for name in self._layers)
+        with (
+            forked(),
+            copied_buffers(self._model),
+            watching(modules, before=self._enters, after=self._leaves),
+        ):
             reseed(self._number)
             output = self._run()
         if not self._fault and self._visited != [*self._layers]:
@@ -87,45 +92,25 @@ class Redraws:
         other one, so that what was drawn before shows in what the next is given."""
         return (index + self._number) % 2 == 0
 
-    @contextmanager
-    def _watching(self) -> Iterator[None]:
-        with ExitStack() as handles:
-            for index, name in enumerate(self._layers):
-                layer = self._model.get_submodule(name)
-                enters = layer.register_forward_pre_hook(self._enters(index), with_kwargs=True)
-                handles.callback(enters.remove)
-                handles.callback(layer.register_forward_hook(self._leaves(index)).remove)
-            yield
+    def _enters(self, name: str, _: nn.Module, args: Any, kwargs: Any) -> None:
+        self._visited.append(name)
+        given = [*tree_iter(tree_map(_copied, (args, kwargs)))]
+        if not self._number:
+            self._given[name] = given
+        elif not self._fault and (name not in self._given or not self._is_alike(name, given)):
+            self._fault = f"the input of {name} depends on earlier random numbers, and {_OWN}"
 
-    def _enters(self, index: int) -> Any:
-        name = self._layers[index]
-
-        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self._visited.append(name)
-            given = [*tree_iter(tree_map(_copied, (args, kwargs)))]
-            if not self._number:
-                self._given[name] = given
-            elif not self._fault and (name not in self._given or not self._is_alike(index, given)):
-                self._fault = f"the input of {name} depends on earlier random numbers, and {_OWN}"
-
-        return hook
-
-    def _is_alike(self, index: int, given: list[Any]) -> bool:
-        before = self._given[self._layers[index]]
+    def _is_alike(self, name: str, given: list[Any]) -> bool:
+        before, index = self._given[name], self._layers.index(name)
         if index == 0:  # hidden states may differ
             return _are_alike(_beside_hidden(before), _beside_hidden(given))
         return not self._repeats(index - 1) or _are_alike(before, given)
 
-    def _leaves(self, index: int) -> Any:
-        name = self._layers[index]
-
-        def hook(_: nn.Module, __: Any, output: Any) -> Any:
-            if not self._number:
-                self._gave[name] = tree_map(_copied, output)
-            reseed(0 if self._repeats(index) else self._number)
-            return tree_map(_copied, self._gave.get(name, output))
-
-        return hook
+    def _leaves(self, name: str, _: nn.Module, __: Any, output: Any) -> Any:
+        if not self._number:
+            self._gave[name] = tree_map(_copied, output)
+        reseed(0 if self._repeats(self._layers.index(name)) else self._number)
+        return tree_map(_copied, self._gave.get(name, output))
 
 
 def _copied(value: object) -> object:
@@ -200,15 +185,8 @@ class FlowWatch:
     def watching(self) -> Iterator[None]:
         """Around the forward pass."""
         self._outside = OutsideDraws()
-        with ExitStack() as handles:
-            for name, module in self._model.named_modules():
-                if name in self._layers:
-                    before = module.register_forward_pre_hook(self._enters(name), with_kwargs=True)
-                    handles.callback(before.remove)
-                    handles.callback(module.register_forward_hook(self._leaves_layer(name)).remove)
-                elif name and not self._is_around_or_in_a_layer(name):
-                    handles.callback(module.register_forward_pre_hook(self._calls).remove)
-                    handles.callback(module.register_forward_hook(self._called(name)).remove)
+        modules = ((n, module) for n, module in self._model.named_modules() if self._is_watched(n))
+        with watching(modules, before=self._begins, after=self._ends):
             yield
 
     def end(self, output: Any) -> Flow:
@@ -220,65 +198,55 @@ class FlowWatch:
             self._require_from(last, tensor, "the output of the model", flow.used_behind)
         return flow
 
-    def _is_around_or_in_a_layer(self, name: str) -> bool:
-        return is_within(name, self._layers) or any(
-            is_within(layer, (name,)) for layer in self._layers
-        )
+    def _is_watched(self, name: str) -> bool:
+        """Whether it is a layer, or neither around one nor within."""
+        is_within_one = is_within(name, self._layers)
+        is_around = any(is_within(layer, (name,)) for layer in self._layers)
+        return name in self._layers or (bool(name) and not (is_within_one or is_around))
 
-    def _calls(self, *_: Any) -> None:
+    def _begins(self, name: str, _: nn.Module, args: Any, kwargs: Any) -> Any:
         if self._outside.enter():
             self._drew_between |= bool(self.flow.visited)
             self.flow.draws_itself |= not self.flow.visited
+        return self._enters_layer(name, (args, kwargs)) if name in self._layers else None
 
-    def _called(self, name: str) -> Any:
-        def hook(module: nn.Module, _: Any, output: Any) -> None:
-            self._outside.leave()
-            if not self.flow.visited:
-                has_any = next(module.parameters(), None) is not None
-                if has_any or next(_differentiable(output), None) is not None:
-                    self.flow.front.append(name)
-                    self._watch_writes(output)
-            else:
-                self.flow.behind.append(name)
-
-        return hook
-
-    def _enters(self, layer: str) -> Any:
-        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            self._calls()
-            if self._drew_between:
-                self.flow.faults.append(f"{_DRAWS}: stages would draw different ones")
-            self.flow.draws |= self._outside.enter_layer()
-            before = self.flow.visited[-1:]
-            self.flow.visited.append(layer)
-            self.flow.is_written |= any(x._version != version for x, version in self._versions)
-            self._versions.clear()
-            self.flow.behind.clear()
-            hidden = next((x for x in tree_iter((args, kwargs)) if is_real(x)), None)
-            if hidden is None:
-                self.flow.faults.append(f"{layer} receives no floating-point tensor")
-                return None
-            self._require_alone(layer, hidden, (args, kwargs))
-            self._require_from(before, hidden, f"the input of {layer}", self.flow.used_in_front)
-            self.flow.shapes.append(tuple(hidden.shape))
-            leaf = hidden.detach().requires_grad_()
-            self._leaves[id(leaf)] = layer
-            self._kept.append(leaf)
-            return tree_map(lambda x: leaf if x is hidden else x, (args, kwargs))
-
-        return hook
-
-    def _watch_writes(self, output: Any) -> None:
-        self._versions += [(x, x._version) for x in tree_iter(output) if is_real(x)]
-
-    def _leaves_layer(self, layer: str) -> Any:
-        def hook(_: nn.Module, __: Any, output: Any) -> None:
-            self._outside.leave()
+    def _ends(self, name: str, module: nn.Module, _: Any, output: Any) -> None:
+        self._outside.leave()
+        if name in self._layers:
             self._outside.leave_layer()
             self.flow.returns.append(len(output) if isinstance(output, tuple | list) else 0)
             self._watch_writes(output)
+        elif self.flow.visited:
+            self.flow.behind.append(name)
+        else:
+            has_any = next(module.parameters(), None) is not None
+            if has_any or next(_differentiable(output), None) is not None:
+                self.flow.front.append(name)
+                self._watch_writes(output)
 
-        return hook
+    def _enters_layer(self, layer: str, given: Any) -> Any:
+        if self._drew_between:
+            self.flow.faults.append(f"{_DRAWS}: stages would draw different ones")
+        self.flow.draws |= self._outside.enter_layer()
+        before = self.flow.visited[-1:]
+        self.flow.visited.append(layer)
+        self.flow.is_written |= any(x._version != version for x, version in self._versions)
+        self._versions.clear()
+        self.flow.behind.clear()
+        hidden = first_real(given)
+        if hidden is None:
+            self.flow.faults.append(f"{layer} receives no floating-point tensor")
+            return None
+        self._require_alone(layer, hidden, given)
+        self._require_from(before, hidden, f"the input of {layer}", self.flow.used_in_front)
+        self.flow.shapes.append(tuple(hidden.shape))
+        leaf = hidden.detach().requires_grad_()
+        self._leaves[id(leaf)] = layer
+        self._kept.append(leaf)
+        return tree_map(lambda x: leaf if x is hidden else x, given)
+
+    def _watch_writes(self, output: Any) -> None:
+        self._versions += [(x, x._version) for x in tree_iter(output) if is_real(x)]
 
     def _require_alone(self, layer: str, hidden: Tensor, given: Any) -> None:
         more = [tensor for tensor in _differentiable(given) if tensor is not hidden]

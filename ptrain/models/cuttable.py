@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from math import gcd
 from typing import Any
 
@@ -18,16 +19,15 @@ from torch import Tensor, nn
 
 from ptrain.errors import Fault, SpecError, refused
 from ptrain.internals.fakes import detect_fake_mode
-from ptrain.models.arguments import with_first
 from ptrain.models.boundary import boundary, said
 from ptrain.models.linear import features, is_linear
 from ptrain.models.modes import in_mode
 from ptrain.models.one_pass import OnePass, least_embeddings
-from ptrain.models.own_tokens import TokenSlices
-from ptrain.models.slices import follow
+from ptrain.models.slices import TokenSlices, follow
 from ptrain.models.sub_blocks import standing_alone
 from ptrain.models.transformer import Transformer
 from ptrain.models.units import blocks_of
+from ptrain.models.watch import watching, with_first
 from ptrain.spec import slips
 from ptrain.spec.placement import Axis
 from ptrain.spec.role import COLUMNS, ROWS, Fusions, Role, Roles, fits, in_any_block
@@ -137,18 +137,24 @@ def _crossing(
     module: nn.Module, named: Named, blocks: Sequence[str], tensors: _AllTokens | _Part
 ) -> Iterator[None]:
     """While entered, what crosses a boundary goes through `tensors`."""
-    handles: list[Any] = []
-    for at in _boundaries(module, named, blocks):
-        child = module.get_submodule(at.name)
-        if at.of_input:
-            handles.append(child.register_forward_pre_hook(_enter(at, tensors), with_kwargs=True))
-        else:
-            handles.append(child.register_forward_hook(_leave(at, tensors)))
-    try:
+    boundaries = {(at.name, at.of_input): at for at in _boundaries(module, named, blocks)}
+
+    def enter(name: str, _: nn.Module, args: Any, kwargs: Any) -> Any:
+        if (at := boundaries.get((name, True))) is None:
+            return None
+        return with_first(args, kwargs, partial(tensors.crossed, at))
+
+    def leave(name: str, _: nn.Module, __: object, output: Any) -> Any:
+        if (at := boundaries.get((name, False))) is None:
+            return None
+        if isinstance(output, tuple):
+            first, *others = output
+            return (tensors.crossed(at, first), *others)
+        return tensors.crossed(at, output)
+
+    modules = {name: module.get_submodule(name) for name, _ in boundaries}
+    with watching(modules.items(), before=enter, after=leave):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _boundaries(module: nn.Module, named: Named, blocks: Sequence[str]) -> Iterator[_Boundary]:
@@ -162,23 +168,6 @@ def _boundaries(module: nn.Module, named: Named, blocks: Sequence[str]) -> Itera
         elif role in ROWS:
             yield _Boundary(name, of_input=False, gathers=False)
     yield _Boundary(blocks[-1], of_input=False, gathers=True)
-
-
-def _enter(at: _Boundary, tensors: _AllTokens | _Part) -> Any:
-    def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return with_first(args, kwargs, lambda tensor: tensors.crossed(at, tensor))
-
-    return enter
-
-
-def _leave(at: _Boundary, tensors: _AllTokens | _Part) -> Any:
-    def leave(_: nn.Module, __: object, output: Any) -> Any:
-        if isinstance(output, tuple):
-            first, *others = output
-            return (tensors.crossed(at, first), *others)
-        return tensors.crossed(at, output)
-
-    return leave
 
 
 _LINEAR = (*COLUMNS, *ROWS)

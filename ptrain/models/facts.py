@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -47,6 +47,7 @@ from ptrain.models.pretrained import ignored_fields
 from ptrain.models.roles import cutting_of_module, named_in_spec, names_of_experts
 from ptrain.models.transformer import Transformer
 from ptrain.models.units import ROOT, blocks_of, unit_modules
+from ptrain.models.watch import watching
 from ptrain.spec.model import HuggingFaceModel, ModelShape
 from ptrain.spec.placement import EXPERT_AXES
 from ptrain.spec.spec import Spec
@@ -159,27 +160,14 @@ class AttentionWatch:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Calls made within it are given on."""
-        with ExitStack() as stack:
-            for name, module in self._model.named_modules():
-                enter, leave = self._entering(name), self._leaving
-                stack.callback(module.register_forward_pre_hook(enter).remove)
-                stack.callback(module.register_forward_hook(leave, always_call=True).remove)
-            stack.enter_context(attention_by(self._called))
+        modules = self._model.named_modules()
+        with watching(modules) as self._running, attention_by(self._called):
             yield
 
     @property
     def running(self) -> str:
         """The module whose code runs; "" is the model."""
         return self._running[-1] if self._running else ""
-
-    def _entering(self, name: str) -> Callable[..., None]:
-        def enter(*_: Any) -> None:
-            self._running.append(name)
-
-        return enter
-
-    def _leaving(self, *_: Any) -> None:
-        self._running.pop()
 
     def _called(self, call: AttendingCall) -> Tensor:
         return self._attend(self.running, call)
@@ -318,17 +306,14 @@ def head_of(model: nn.Module, spec: Spec) -> str:
         return ROOT
     outputs: Made = {}
     tokens = sample(model, spec)
-    handles = [
-        module.register_forward_hook(_notes(outputs, name, tokens.shape))
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear)
-    ]
-    try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            logits = logits_of(model, tokens, spec)
-    finally:
-        for handle in handles:
-            handle.remove()
+
+    def note(name: str, _: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
+        if inputs and inputs[0].shape[:-1] == tokens.shape:
+            outputs[name] = output, output._version
+
+    linears = (known for known in model.named_modules() if isinstance(known[1], nn.Linear))
+    with torch.no_grad(), torch.random.fork_rng(devices=[]), watching(linears, after=note):
+        logits = logits_of(model, tokens, spec)
     for name, (output, version) in outputs.items():
         if _is(logits, output, version):
             return name
@@ -338,14 +323,6 @@ def head_of(model: nn.Module, spec: Spec) -> str:
     raise refused(
         "loss", finding, "Remove `loss` to compute full logits, or end the model with an nn.Linear."
     )
-
-
-def _notes(outputs: Made, name: str, shape: torch.Size) -> Callable[..., None]:
-    def hook(_: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
-        if inputs and inputs[0].shape[:-1] == shape:
-            outputs[name] = output, output._version
-
-    return hook
 
 
 def _is(logits: Tensor, output: Tensor, version: int) -> bool:

@@ -1,4 +1,12 @@
-"""Which storages live: every birth, change of size and death, as operators run.
+"""Which storages live: every birth, change of size and death, as operators run; and what is known
+of one, for as long as it lives.
+
+`OfStorages` is the registry that all use who keep something by storage: entries are found by the
+storage itself, not by its address, which may be another's as soon as a storage is gone, and leave
+with it. torch gives a storage one Python object for as long as it lives.
+
+Which storages stand off the device by decision is written in such a registry here: on a machine
+without an accelerator every tensor is on the CPU, so a tag tells what counts as device memory.
 
 Note: what an operator allocates and frees inside itself is not seen.
 """
@@ -9,7 +17,7 @@ import gc
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Self
+from typing import Any, Self, TypeAlias, TypeVar
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -17,6 +25,28 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from ptrain.internals.functional_collectives import AsyncCollectiveTensor
+from ptrain.spec.placement import Tier
+
+X = TypeVar("X")
+OfStorages: TypeAlias = weakref.WeakKeyDictionary[torch.UntypedStorage, X]
+_TIERS: OfStorages[Tier] = weakref.WeakKeyDictionary()
+
+
+def tag(tensor: torch.Tensor, tier: Tier) -> None:
+    """Says on which tier the tensor's storage counts."""
+    _TIERS[tensor.untyped_storage()] = tier
+
+
+def tier_of(storage: torch.UntypedStorage, device: str = "cpu") -> Tier:
+    """Return the tagged tier; without a tag a CPU storage beside another kind of device is the
+    host's, and anything else device memory."""
+    untagged = Tier.HOST if storage.device.type == "cpu" != device else Tier.DEVICE
+    return _TIERS.get(storage, untagged)
+
+
+def is_tagged(storage: torch.UntypedStorage) -> bool:
+    """Return whether somebody decided where this storage counts."""
+    return storage in _TIERS
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

@@ -48,6 +48,7 @@ from ptrain.models.external import resolved
 from ptrain.models.launch import sent_to
 from ptrain.models.numerics import TORCH_DTYPES, widen
 from ptrain.models.transformer import Transformer
+from ptrain.models.watch import watching
 from ptrain.spec.function import UserFunction
 from ptrain.spec.spec import LossSpec, Spec
 from ptrain.steps.step import ChunkedLoss
@@ -68,15 +69,9 @@ class ModelCalls:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """While entered, calls are noted. Nothing that the model gives is changed."""
-        handles = (
-            self._model.register_forward_pre_hook(self._begin, prepend=True),
-            self._model.register_forward_hook(self._end),
-        )
-        try:
+        root = [("", self._model)]
+        with watching(root, before=self._begin, after=self._end, is_first=True):
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def used_beside(self, loss: Tensor) -> list[str]:
         """Return the names of the parameters of which the loss is computed outside any call."""
@@ -91,10 +86,10 @@ class ModelCalls:
     def _is_within(self, node: Node | None) -> bool:
         return node is not None and any(number_of(node) in span for span in self._spans)
 
-    def _begin(self, _: nn.Module, __: object) -> None:
+    def _begin(self, *_: object) -> None:
         self._begun.append(next_number())
 
-    def _end(self, _: nn.Module, __: object, ___: object) -> None:
+    def _end(self, *_: object) -> None:
         self._spans.append(range(self._begun.pop(), next_number()))
 
 

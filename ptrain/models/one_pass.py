@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_iter, tree_map
 from ptrain.internals.fakes import detect_fake_mode
 from ptrain.models.dataset import MapDataset, dataset_of
 from ptrain.models.objective import SampleBatch, in_dtype_of, objective_of, of_tokens, sample_batch
+from ptrain.models.watch import watching
 from ptrain.spec.spec import Spec
 
 
@@ -60,16 +61,13 @@ class OnePass:
         """Return how many vectors of the sample a block gives; None where it gives no tensor."""
         counts: list[int] = []
 
-        def note(_: nn.Module, __: object, output: object) -> None:
+        def note(_: str, __: nn.Module, ___: object, output: object) -> None:
             real = (leaf for leaf in tree_iter(output) if isinstance(leaf, torch.Tensor))
             counts.extend(leaf.numel() // leaf.shape[-1] for leaf in real if leaf.dim() > 1)
 
-        handle = self._module.get_submodule(block).register_forward_hook(note)
-        try:
-            with torch.no_grad(), torch.random.fork_rng(devices=[]), self.prepared() as run:
-                run()
-        finally:
-            handle.remove()
+        watch = watching([(block, self._module.get_submodule(block))], after=note)
+        with torch.no_grad(), torch.random.fork_rng(devices=[]), self.prepared() as run, watch:
+            run()
         return next(iter(counts), None)
 
     @contextmanager

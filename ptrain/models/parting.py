@@ -12,13 +12,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import zip_longest
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-from ptrain.models.ledger import storage_of
+from ptrain.models.ledger import OfStorages, storage_of
 from ptrain.spec.role import in_any_block
 
 
@@ -59,24 +60,21 @@ class Projections:
     features do not lie side by side."""
 
     def __init__(self) -> None:
-        self._outputs: dict[int, tuple[str, int, int]] = {}  # name, features and elements
+        # name, features and elements
+        self._outputs: OfStorages[tuple[str, int, int]] = WeakKeyDictionary()
         self._features: dict[str, int] = {}
         self._pieces: dict[str, set[tuple[int, int]]] = {}  # first feature and number of features
 
     def gives(self, name: str, output: torch.Tensor) -> None:
         """Declare what a layer gives."""
         self._features[name] = features = output.shape[-1]
-        self._outputs[storage_of(output)._cdata] = name, features, output.numel()
-
-    def died(self, key: int) -> None:
-        """A storage is gone."""
-        self._outputs.pop(key, None)
+        self._outputs[storage_of(output)] = name, features, output.numel()
 
     def see(self, read: Iterable[torch.Tensor], results: Iterable[torch.Tensor]) -> None:
         """An operator made `results` of what it read."""
-        whole = {storage_of(tensor)._cdata for tensor in read if self.is_whole(tensor)}
+        whole = {storage_of(tensor) for tensor in read if self.is_whole(tensor)}
         for tensor in results:
-            key = storage_of(tensor)._cdata
+            key = storage_of(tensor)
             if key in whole and not self.is_whole(tensor):
                 name, features, elements = self._outputs[key]
                 number, rest = divmod(tensor.numel() * features, elements)
@@ -93,11 +91,11 @@ class Projections:
 
     def owner(self, tensor: torch.Tensor) -> str:
         """Return the layer that gives a tensor, or what it is a view of; empty where none does."""
-        return self._outputs.get(storage_of(tensor)._cdata, ("", 0, -1))[0]
+        return self._outputs.get(storage_of(tensor), ("", 0, -1))[0]
 
     def is_whole(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor is a view of all that a layer gives."""
-        _, _, elements = self._outputs.get(storage_of(tensor)._cdata, ("", 0, -1))
+        _, _, elements = self._outputs.get(storage_of(tensor), ("", 0, -1))
         return tensor.numel() == elements
 
 
@@ -113,19 +111,15 @@ class CutDimensions:
     any view the dimension that is cut is the outermost within."""
 
     def __init__(self) -> None:
-        self._extents: dict[int, int] = {}
+        self._extents: OfStorages[int] = WeakKeyDictionary()
 
     def gives(self, output: torch.Tensor) -> None:
         """Declare what a column layer gives: its last dimension is cut."""
         self._keep(output, output.dim() - 1)
 
-    def died(self, key: int) -> None:
-        """A storage is gone."""
-        self._extents.pop(key, None)
-
     def dimension(self, tensor: torch.Tensor) -> int | None:
         """Return the dimension that is cut; None where that is not known."""
-        extent = self._extents.get(storage_of(tensor)._cdata, 0)
+        extent = self._extents.get(storage_of(tensor), 0)
         strides = enumerate(zip(tensor.stride(), tensor.shape, strict=True))
         cut = [(stride, d) for d, (stride, size) in strides if 0 < stride < extent and size > 1]
         return max(cut)[1] if cut else None
@@ -134,9 +128,9 @@ class CutDimensions:
         """An operator made `results` of slices: where a new tensor has a dimension of the same size
         in the same place, from either end, that is cut."""
         sources = [(tensor, cut) for tensor in read if (cut := self.dimension(tensor)) is not None]
-        views = {storage_of(tensor)._cdata for tensor in read}
+        views = {storage_of(tensor) for tensor in read}
         for result in results:
-            if storage_of(result)._cdata not in views:
+            if storage_of(result) not in views:
                 places = (
                     place for tensor, cut in sources for place in _places(tensor, cut, result)
                 )
@@ -166,7 +160,7 @@ class CutDimensions:
 
     def _keep(self, tensor: torch.Tensor, dimension: int) -> None:
         extent = tensor.stride(dimension) * tensor.shape[dimension]
-        self._extents[storage_of(tensor)._cdata] = extent
+        self._extents[storage_of(tensor)] = extent
 
 
 def _places(tensor: torch.Tensor, cut: int, result: torch.Tensor) -> Iterable[int]:
@@ -203,11 +197,6 @@ class Parting:
         """Declare what a column layer gives."""
         self.projections.gives(column, output)
         self._cut.gives(output)
-
-    def died(self, key: int) -> None:
-        """A storage is gone."""
-        self.projections.died(key)
-        self._cut.died(key)
 
     def operator(
         self,

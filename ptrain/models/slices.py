@@ -15,19 +15,22 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
-from typing import Any
+from typing import Any, TypeAlias
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_iter
 
-from ptrain.models.arguments import is_real
-from ptrain.models.ledger import Ledger, storage_of
+from ptrain.models.ledger import OfStorages, OperatorMode, storage_of
 from ptrain.models.linear import is_linear
 from ptrain.models.one_pass import OnePass
-from ptrain.models.own_tokens import TokenSlices
 from ptrain.models.parting import Parting, Problem, ViewCalls
+from ptrain.models.watch import is_real, watching
 from ptrain.spec.role import COLUMNS, ROWS, Role, in_any_block
+
+Named = Mapping[str, Role]  # modules with their roles
+Storage: TypeAlias = torch.UntypedStorage
 
 _LIKE = "empty_like"
 _WITH_MASKS = ("aten::bernoulli", "aten::bernoulli_", "aten::native_dropout", "aten::uniform_")
@@ -42,7 +45,7 @@ class Draws:
         self._blocks = frozenset(blocks)
         self._named = named
         self._inside: set[str] = set()
-        self._like_own: dict[int, bool] = {}
+        self._like_own: OfStorages[bool] = WeakKeyDictionary()
 
     def enter(self, name: str) -> None:
         """A module is about to run."""
@@ -57,24 +60,61 @@ class Draws:
         if self._named.get(name) in COLUMNS and not self._blocks:
             self._inside.update(o for o in self._owners if o and name.startswith(f"{o}."))
 
-    def died(self, key: int) -> None:
-        """A storage is gone."""
-        self._like_own.pop(key, None)
-
     def see(self, function: Any, results: Iterable[torch.Tensor], *, is_own: bool) -> bool:
         """Return whether an operator that read what only its rank has, or did not, drew a mask as
         no rank may."""
         name = function._schema.name
-        keys = [storage_of(tensor)._cdata for tensor in results]
+        storages = [*map(storage_of, results)]
         if name.endswith(_LIKE):
-            self._like_own.update(dict.fromkeys(keys, is_own))
+            self._like_own.update(dict.fromkeys(storages, is_own))
         if name not in _WITH_MASKS:
             return False
-        is_own = is_own or any(self._like_own.get(key, False) for key in keys)
+        is_own = is_own or any(self._like_own.get(storage, False) for storage in storages)
         return is_own is not bool(self._inside)
 
 
-Named = Mapping[str, Role]  # modules with their roles
+class TokenSlices:
+    """Says of the storages that live which are a slice of the tokens on a rank; what is in a
+    sub-block is not, nor what is in front of the `blocks` and behind them; where there are none,
+    nothing is. A sample has `count` tokens."""
+
+    def __init__(self, named: Named, blocks: Sequence[str], count: int) -> None:
+        self.blocks, self.count = blocks, count
+        self.modules: set[str] = set()  # whose parameters are used on slices
+        self._named = named
+        self.first = blocks[0] if blocks else None
+        self.last = blocks[-1] if blocks else None
+        self._on_all: set[str] = set()  # whose parameters are used on all tokens
+        self._slices: WeakSet[Storage] = WeakSet()
+
+    @property
+    def on_both(self) -> set[str]:
+        """The modules whose parameters are used on slices and on all tokens: whose gradient is then
+        whole on a rank in part."""
+        return self.modules & self._on_all
+
+    def __contains__(self, storage: Storage) -> bool:
+        return storage in self._slices
+
+    def enter(self, name: str, first: Storage) -> None:
+        """A module is given a tensor."""
+        if name == self.first:
+            self._slices.add(first)
+
+    def leave(self, name: str, outputs: Iterable[Storage]) -> None:
+        """A module has run."""
+        role = self._named.get(name)
+        if name == self.last or role in COLUMNS:
+            self._slices.difference_update(outputs)
+        elif role in ROWS and self._slices:
+            self._slices.update(outputs)
+
+    def see(self, owners: Iterable[str], results: Iterable[Storage], *, is_slice: bool) -> None:
+        """An operator read parameters of `owners`, and a slice or all of the tokens."""
+        (self.modules if is_slice else self._on_all).update(owners)
+        if is_slice:
+            self._slices.update(results)
+
 
 _OPERATORS = (*COLUMNS, *ROWS, Role.HEAD, Role.VOCABULARY)  # cut together with what they read
 _SHAPES_ALONE = ("_like", "new_zeros", "new_ones", "new_empty", "new_full", "new_empty_strided")
@@ -108,7 +148,7 @@ def follow(
     return follower
 
 
-class Follower(Ledger):
+class Follower(OperatorMode):
     """Says of every storage that lives what it is: a slice, and of which layers; the input that a
     sub-block makes whole; learnt, of which parameters alone or of the tokens too; given."""
 
@@ -128,36 +168,24 @@ class Follower(Ledger):
         self.tokens = tokens
         self._draws = Draws(named, tokens.blocks)
         self._counting = counting
-        self._counted: dict[int, str] = {}  # what modules that count are given
+        self._counted: OfStorages[str] = WeakKeyDictionary()  # what modules that count are given
         self._module, self._named, self._is_naive = module, named, is_naive
         self._running: list[str] = []
-        self._slices: dict[int, frozenset[str]] = {}
-        self._opened: dict[int, str] = {}
-        self._learnt: dict[int, frozenset[str]] = {}  # empty: of the tokens too
-        self._given: set[int] = set()
-
-    def died(self, key: int, size: int) -> None:
-        for marks in (self._slices, self._opened, self._learnt):
-            marks.pop(key, None)
-        self._given.discard(key)
-        self._parting.died(key)
-        self._draws.died(key)
-        self.tokens.died(key)
-        self._counted.pop(key, None)
+        self._slices: OfStorages[frozenset[str]] = WeakKeyDictionary()
+        self._opened: OfStorages[str] = WeakKeyDictionary()
+        self._learnt: OfStorages[frozenset[str]] = WeakKeyDictionary()  # empty: of the tokens too
+        self._given: WeakSet[Storage] = WeakSet()
 
     def give(self, inputs: Iterable[torch.Tensor]) -> None:
         """Declares what the model is given, and its parameters."""
-        for tensor in inputs:
-            self.watch(tensor)
-            self._given.add(_key(tensor))
+        self._given.update(map(storage_of, inputs))
         for name, parameter in self._module.named_parameters():
-            self.watch(parameter)
-            self._learnt[_key(parameter)] = frozenset((name,))
+            self._learnt[storage_of(parameter)] = frozenset((name,))
 
     def end(self, output: object) -> None:
         """Complain where the model returns a slice of the features."""
         self._say_first(self._parting.end())
-        origins = self._origins(map(_key, _tensors(output)))
+        origins = self._origins(map(storage_of, _tensors(output)))
         if columns := [name for name in origins if self._named.get(name) is not Role.HEAD]:
             column = min(columns)
             self._say(
@@ -167,68 +195,53 @@ class Follower(Ledger):
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
-        """While entered, hooks say which module runs."""
-        handles: list[Any] = []
-        for name, child in self._module.named_modules():
-            enter, leave = self._hooks(name, child)
-            handles += [
-                child.register_forward_pre_hook(enter, with_kwargs=True),
-                child.register_forward_hook(leave),
-            ]
-        try:
+        """While entered, it is told which module runs."""
+        modules = self._module.named_modules()
+        with watching(modules, before=self._begins, after=self._ends) as self._running:
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
-    def _hooks(self, name: str, child: nn.Module) -> tuple[Any, Any]:
+    def _begins(self, name: str, child: nn.Module, args: Any, kwargs: Any) -> None:
         role = self._named.get(name)
-        may_be_a_row = role is None and is_linear(child)
-
-        def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self._running.append(name)
-            self._draws.enter(name)
-            if role in _OPERATORS and not args:  # torch's styles look at what has a place alone
+        self._draws.enter(name)
+        if role in _OPERATORS and not args:  # torch's styles look at what has a place alone
+            self._say(
+                f"{name} has the role {role}, but receives its input as a keyword argument",
+                "Pass the input as the first positional argument: `layer(x)`.",
+            )
+        first = next(filter(is_real, (*args, *kwargs.values())), None)
+        if first is None:
+            return
+        given = storage_of(first)
+        self.tokens.enter(name, given)
+        self._enter(name, role, given)
+        if name in self._counting:
+            self._counted[given] = name
+            if self._is_own(given):
                 self._say(
-                    f"{name} has the role {role}, but receives its input as a keyword argument",
-                    "Pass the input as the first positional argument: `layer(x)`.",
+                    f"{name} has the role count, but receives a shard of the tokens",
+                    f"Give {in_any_block(name)} the role `whole input`.",
                 )
-            first = next(filter(is_real, (*args, *kwargs.values())), None)
-            if isinstance(first, torch.Tensor):
-                self.tokens.enter(name, _key(first))
-                self._enter(name, role, _key(first))
-                if name in self._counting:
-                    self._counted[_key(first)] = name
-                    if self._is_own(_key(first)):
-                        self._say(
-                            f"{name} has the role count, but receives a shard of the tokens",
-                            f"Give {in_any_block(name)} the role `whole input`.",
-                        )
-                if name == self.tokens.first and first.shape[1:2] != (self.tokens.count,):
-                    shape = tuple(first.shape)
-                    finding = (
-                        f"{name}, the first block, receives {shape} for {self.tokens.count} tokens"
-                    )
-                    self._say(
-                        f"{finding}; dimension 1 must be the tokens",
-                        "Use `placement.tp.activations=R`.",
-                    )
-                if may_be_a_row and _key(first) in self._slices:
-                    self._say_unpaired(name, min(self._slices[_key(first)]))
+        if name == self.tokens.first and first.shape[1:2] != (self.tokens.count,):
+            shape = tuple(first.shape)
+            finding = f"{name}, the first block, receives {shape} for {self.tokens.count} tokens"
+            self._say(
+                f"{finding}; dimension 1 must be the tokens", "Use `placement.tp.activations=R`."
+            )
+        if role is None and is_linear(child) and given in self._slices:
+            self._say_unpaired(name, min(self._slices[given]))
 
-        def leave(_: nn.Module, __: object, output: object) -> None:
-            self._running.pop()
-            self._draws.leave(name)
-            self._counted = {key: of for key, of in self._counted.items() if of != name}
-            outputs = [_key(tensor) for tensor in _tensors(output)]
-            self.tokens.leave(name, outputs)
-            self._leave(name, role, outputs)
-            if role in COLUMNS and isinstance(output, torch.Tensor):
-                self._parting.gives(name, output)
+    def _ends(self, name: str, _: nn.Module, __: object, output: object) -> None:
+        role = self._named.get(name)
+        self._draws.leave(name)
+        for storage in [storage for storage, of in self._counted.items() if of == name]:
+            del self._counted[storage]
+        outputs = [storage_of(tensor) for tensor in _tensors(output)]
+        self.tokens.leave(name, outputs)
+        self._leave(name, role, outputs)
+        if role in COLUMNS and isinstance(output, torch.Tensor):
+            self._parting.gives(name, output)
 
-        return enter, leave
-
-    def _enter(self, name: str, role: Role | None, first: int) -> None:
+    def _enter(self, name: str, role: Role | None, first: Storage) -> None:
         match role:
             case Role.ROW | Role.TRANSPOSED_ROW if first not in self._slices:
                 finding = f"{name} has the role row, but its input is replicated: "
@@ -260,7 +273,7 @@ class Follower(Ledger):
         )
         self._say(finding, f"{remedy}or remove the role of {in_any_block(column)}.")
 
-    def _leave(self, name: str, role: Role | None, outputs: list[int]) -> None:
+    def _leave(self, name: str, role: Role | None, outputs: list[Storage]) -> None:
         match role:
             case _ if role in (*COLUMNS, Role.HEAD):
                 self._slices.update(dict.fromkeys(outputs, frozenset((name,))))
@@ -275,8 +288,8 @@ class Follower(Ledger):
 
     def operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensors = list(_tensors((args, kwargs)))
-        read = [_key(tensor) for tensor in tensors]
-        result = super().operator(function, args, kwargs)
+        read = [storage_of(tensor) for tensor in tensors]
+        result = function(*args, **kwargs)
         self.projections.see(tensors, _tensors(result))
         is_own = bool(self._origins(read)) or any(map(self._is_own, read))
         if self._draws.see(function, _tensors(result), is_own=is_own):
@@ -284,26 +297,28 @@ class Follower(Ledger):
         self._judge_count(read)
         if not function._schema.name.endswith(_SHAPES_ALONE):
             if not any(self._named.get(name) in _OPERATORS for name in self._running[-1:]):
-                self._see_tokens(read, [_key(tensor) for tensor in _tensors(result)])
+                self._see_tokens(read, [storage_of(tensor) for tensor in _tensors(result)])
                 slices = [
-                    (t, min(self._slices[_key(t)])) for t in tensors if _key(t) in self._slices
+                    (t, min(self._slices[storage_of(t)]))
+                    for t in tensors
+                    if storage_of(t) in self._slices
                 ]
                 parted = self._parting.operator(function, args, kwargs, slices, self._where())
                 self._say_first(parted)
             self._judge(read)
             for tensor in _tensors(result):
                 self._mark(tensor, read)
-            narrow = (tensor for tensor in tensors if _key(tensor) in self._slices)
+            narrow = (tensor for tensor in tensors if storage_of(tensor) in self._slices)
             self._parting.passes_on(narrow, _tensors(result))
         return result
 
     def judge_view(self, tensor: torch.Tensor, sizes: tuple[int, ...], view: torch.Tensor) -> None:
         """Complain where heads are counted of a slice, and nobody counts for a rank."""
-        column = min(self._slices.get(_key(tensor), ()), default="")
+        column = min(self._slices.get(storage_of(tensor), ()), default="")
         if column and not any(name in self._counting for name in self._running[-1:]):
             self._say_first(self._parting.view(tensor, sizes, view, column, self._where()))
 
-    def _judge(self, read: list[int]) -> None:
+    def _judge(self, read: list[Storage]) -> None:
         slices, learnt = self._origins(read), self._whole(read)
         if any(self._named.get(name) in _OPERATORS for name in self._running[-1:]):
             return
@@ -326,11 +341,11 @@ class Follower(Ledger):
             finding += "there; only its column layers may use it"
             self._say(finding, f"Remove the role of {in_any_block(opened[0])}.")
 
-    def _is_own(self, key: int) -> bool:
+    def _is_own(self, storage: Storage) -> bool:
         """Whether a rank has its slice of the tokens alone."""
-        return key in self.tokens and key not in self._opened
+        return storage in self.tokens and storage not in self._opened
 
-    def _see_tokens(self, read: list[int], results: list[int]) -> None:
+    def _see_tokens(self, read: list[Storage], results: list[Storage]) -> None:
         on_slice = [key for key in read if self._is_own(key)]
         learnt = [key for key in self._whole(read) if key not in self.tokens]
         names = {name for key in learnt for name in self._learnt[key]}
@@ -346,7 +361,7 @@ class Follower(Ledger):
         if on_slice or is_met or any(key in self._opened for key in read):
             self.tokens.see(owners, results, is_slice=bool(on_slice))
 
-    def _judge_meeting(self, slices: list[str], learnt: list[int]) -> None:
+    def _judge_meeting(self, slices: list[str], learnt: list[Storage]) -> None:
         for key in learnt:
             names = self._learnt[key]
             alone = sorted(name for name in names if not self._is_summed(name))
@@ -364,7 +379,7 @@ class Follower(Ledger):
                     f"{column}.",
                 )
 
-    def _judge_count(self, read: list[int]) -> None:
+    def _judge_count(self, read: list[Storage]) -> None:
         """What a module is given that counts features is narrower than that on a rank."""
         is_within = any(self._named.get(name) in COLUMNS for name in self._running[-1:])
         counted = [self._counted[key] for key in read if key in self._counted]
@@ -403,8 +418,8 @@ class Follower(Ledger):
         owner = parameter.rpartition(".")[0]
         return self._named.get(owner) is Role.SHARED and owner in self._running
 
-    def _mark(self, tensor: torch.Tensor, read: list[int]) -> None:
-        key, learnt = _key(tensor), self._whole(read)
+    def _mark(self, tensor: torch.Tensor, read: list[Storage]) -> None:
+        key, learnt = storage_of(tensor), self._whole(read)
         opened = [self._opened[source] for source in read if source in self._opened]
         if slices := self._origins(read):
             self._slices[key] = slices
@@ -417,15 +432,15 @@ class Follower(Ledger):
         elif learnt or any(source in self._given for source in read):
             self._given.add(key)
 
-    def _origins(self, keys: Iterable[int]) -> frozenset[str]:
+    def _origins(self, storages: Iterable[Storage]) -> frozenset[str]:
         """The layers whose slices are among storages."""
-        return frozenset(chain(*(self._slices.get(key, ()) for key in keys)))
+        return frozenset(chain(*(self._slices.get(key, ()) for key in storages)))
 
-    def _whole(self, keys: Iterable[int]) -> list[int]:
+    def _whole(self, storages: Iterable[Storage]) -> list[Storage]:
         """Those storages that every rank has whole and that gradients flow into."""
         return [
             key
-            for key in keys
+            for key in storages
             if key in self._learnt and key not in self._slices and key not in self._opened
         ]
 
@@ -438,10 +453,6 @@ class Follower(Ledger):
 
     def _say(self, finding: str, remedy: str) -> None:
         self.problem = self.problem or (finding, remedy)
-
-
-def _key(tensor: torch.Tensor) -> int:
-    return storage_of(tensor)._cdata
 
 
 def _tensors(tree: Any) -> Iterator[torch.Tensor]:

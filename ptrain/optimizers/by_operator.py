@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from ptrain.internals.fakes import FakeTensor, detect_fake_mode
-from ptrain.models.ledger import OperatorMode, storage_of
-from ptrain.models.tags import is_tagged, tag
+from ptrain.models.ledger import OperatorMode, is_tagged, storage_of, tag
 from ptrain.spec.placement import Tier
 
 _READ = torch.ops.aten._local_scalar_dense.default

@@ -4,18 +4,17 @@ later, tagged with the state they move.
 The mesh is torch's DeviceMesh; any set of its axes has a process group.
 
 The registry maps a storage to its state. Wraps and collectives write it, and the meters read it. A
-storage is known by its address in the C++ runtime and forgotten when it dies, so that an address
-that is used again does not inherit an old tag.
+storage is forgotten when it dies, so that one at the same address does not inherit an old tag.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -32,6 +31,7 @@ from ptrain.internals.process_groups import (
     gloo_options,
     reduce_scatter_single,
 )
+from ptrain.models.ledger import OfStorages
 from ptrain.rooms.room import Move
 from ptrain.rooms.world import World, set_timeout
 from ptrain.spec.dials import ReduceScatterVia
@@ -57,8 +57,8 @@ class Registry:
     moment are made, where the backend would make them itself, out of sight."""
 
     def __init__(self) -> None:
-        self._tags: dict[int, tuple[weakref.ref[torch.UntypedStorage], Tag]] = {}
-        self.inputs: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._tags: OfStorages[Tag] = WeakKeyDictionary()
+        self.inputs: WeakSet[torch.UntypedStorage] = WeakSet()
         self.listeners: list[Callable[[torch.UntypedStorage, Tag], None]] = []
         self.executed: Collective | None = None
 
@@ -82,23 +82,17 @@ class Registry:
         """Remember that this tensor's storage holds `state`; return the tensor. A name that it had
         stays."""
         storage = tensor.untyped_storage()
-        key = storage._cdata
-        alive, before = self._tags.get(key, (None, None))
-        if before is not None and not name:
+        if not name and (before := self._tags.get(storage)) is not None:
             name = before.name
-        label = Tag(state, substitute, phase, name)
-        # the reference calls `pop` with itself, which is what is not there any more
-        self._tags[key] = alive or weakref.ref(storage, partial(self._tags.pop, key)), label
+        self._tags[storage] = label = Tag(state, substitute, phase, name)
         for listener in self.listeners:
             listener(storage, label)
         return tensor
 
     def mark_input(self, tensor: torch.Tensor) -> None:
         """Mark a tensor of the caller's, or a view of one, from which the program only copies: its
-        storage, a key of `inputs` while it lives, is no memory of the program."""
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        self.inputs[key] = weakref.ref(storage, lambda _: self.inputs.pop(key, None))
+        storage is no memory of the program."""
+        self.inputs.add(tensor.untyped_storage())
 
     def of(self, tensor: torch.Tensor) -> Tag | None:
         """The tag of this tensor's storage, if anybody gave it one."""
@@ -106,12 +100,11 @@ class Registry:
 
     def of_storage(self, storage: torch.UntypedStorage) -> Tag | None:
         """The tag of this storage, if anybody gave it one."""
-        entry = self._tags.get(storage._cdata)
-        return None if entry is None else entry[1]
+        return self._tags.get(storage)
 
     def knows(self, storage: torch.UntypedStorage) -> bool:
         """Return whether this storage is tagged."""
-        return storage._cdata in self._tags
+        return storage in self._tags
 
 
 _all_gather, _reduce_scatter = all_gather_single, reduce_scatter_single

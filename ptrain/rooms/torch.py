@@ -21,8 +21,8 @@ import torch
 
 from ptrain.cost import State
 from ptrain.internals.fakes import detect_fake_mode
+from ptrain.models.ledger import is_tagged, tag, tier_of
 from ptrain.models.numerics import DTYPE_NAMES, TORCH_DTYPES
-from ptrain.models.tags import is_tagged, tag, tier_of
 from ptrain.rooms.comm import Mesh, Registry, all_gather, all_reduce, reduce_scatter
 from ptrain.rooms.room import Axes, Move, Shape, Work
 from ptrain.spec.dials import ReduceScatterVia

@@ -35,7 +35,7 @@ from ptrain.meters.traffic import TrafficMeter
 from ptrain.models.fake_values import READ
 from ptrain.models.ledger import OperatorMode
 from ptrain.models.objective import StepBatch
-from ptrain.models.recomputing import runs_again
+from ptrain.models.watch import runs_again
 from ptrain.models.work import products as product_sizes
 from ptrain.report.composition import MemoryHistory
 from ptrain.rooms import pretence

@@ -23,12 +23,11 @@ from torch.utils.hooks import RemovableHandle
 from ptrain.axes.pipeline.run.cut import CalledOnce, apart, run_stage
 from ptrain.axes.pipeline.run.passes import backward, backward_input, backward_weight
 from ptrain.cost import Collective
-from ptrain.models.ledger import Ledger, local, storage_of, tensors_of
+from ptrain.models.ledger import Ledger, local, storage_of, tensors_of, tier_of
 from ptrain.models.objective import SampleBatch
 from ptrain.models.parting import has_gradient, when_left
-from ptrain.models.recomputing import runs_again
-from ptrain.models.tags import tier_of
 from ptrain.models.trace import Born, Completion, Died, Event, Extent, Recording, Selection, Works
+from ptrain.models.watch import runs_again
 from ptrain.models.work import (
     VIEW,
     OperatorWork,

@@ -24,8 +24,8 @@ from ptrain.data.sampler import SampleSource
 from ptrain.facts.model import prefixes
 from ptrain.facts.stages import is_within
 from ptrain.interpreter.program import Program
-from ptrain.models.arguments import first_real
 from ptrain.models.moe import MoE
+from ptrain.models.watch import first_real
 from ptrain.optimizers.build import tensor_of
 from ptrain.spec.role import Role, Roles, fits
 from ptrain.spec.spec import Spec

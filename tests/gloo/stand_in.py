@@ -13,7 +13,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ptrain.models.tags import is_tagged, tag
+from ptrain.models.ledger import is_tagged, tag
 from ptrain.rooms.queue import DeviceQueue
 from ptrain.spec.placement import Tier
 from ptrain.train import loop

@@ -16,8 +16,7 @@ import torch
 
 from ptrain.cost import Collective, State
 from ptrain.meters.traffic import TrafficMeter
-from ptrain.models.ledger import Ledger
-from ptrain.models.tags import tier_of
+from ptrain.models.ledger import Ledger, tier_of
 from ptrain.rooms.comm import Mesh
 from ptrain.rooms.ghost import Ghost, GhostRoom
 from ptrain.rooms.room import Axes, Room, Shape, T

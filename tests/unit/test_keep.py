@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ptrain.activations.run import apply
 from ptrain.activations.run.apply import keep
 from ptrain.errors import SpecError
-from ptrain.models import tags
+from ptrain.models import ledger
 from ptrain.models.initialize import build, initialize
 from ptrain.models.objective import token_loss_sum
 from ptrain.models.trace import to_timeline
@@ -229,29 +229,29 @@ def test_modules_are_looked_through_once_a_pass_and_not_for_each_tensor(monkeypa
 
 def test_a_pass_that_has_no_backward_leaves_nothing_off_the_device():
     gc.collect()
-    before = len(tags._TAGS)
+    before = len(ledger._TIERS)
     module = made(kept=(AWAY, VARIANTS["M@host"], VARIANTS["O@file"]))
     loss = loss_of(module)
-    assert len(tags._TAGS) > before
+    assert len(ledger._TIERS) > before
     del loss
-    assert len(tags._TAGS) == before
+    assert len(ledger._TIERS) == before
     with torch.no_grad():
         held = loss_of(module)
-    assert len(tags._TAGS) == before and held.isfinite()
+    assert len(ledger._TIERS) == before and held.isfinite()
     loss_of(module).backward()
-    assert len(tags._TAGS) == before
+    assert len(ledger._TIERS) == before
 
 
 def test_a_block_that_fails_leaves_nothing_and_the_next_pass_is_right():
     module, gave = made(kept=(AWAY,) * LAYERS), run(made())
-    before = len(tags._TAGS)
+    before = len(ledger._TIERS)
     hook = module.get_submodule("blocks.1.mlp").register_forward_hook(_fail)
     with pytest.raises(ZeroDivisionError):
         loss_of(module)
     hook.remove()
     assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
     gc.collect()
-    assert len(tags._TAGS) == before
+    assert len(ledger._TIERS) == before
     require_equal(run(module), gave)
 
 

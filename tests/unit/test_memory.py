@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ptrain.cost import Phase, State
 from ptrain.meters.memory import MemoryMeter
-from ptrain.models.tags import tag
+from ptrain.models.ledger import tag
 from ptrain.rooms.comm import Registry
 from ptrain.spec.placement import Tier
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ptrain.interpreter.loss import LossScale, global_norm, scale_down
-from ptrain.models.tags import tag, tier_of
+from ptrain.models.ledger import tag, tier_of
 from ptrain.rooms.comm import Mesh
 from ptrain.rooms.world import World
 from ptrain.spec.placement import Tier

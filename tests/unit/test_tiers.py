@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ptrain.cost import State
 from ptrain.errors import SpecError
-from ptrain.models.tags import tier_of
+from ptrain.models.ledger import tier_of
 from ptrain.rooms.comm import Registry
 from ptrain.rooms.torch import Tiers, cast
 from ptrain.spec.placement import Tier

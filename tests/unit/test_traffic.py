@@ -6,7 +6,7 @@ import torch
 
 from ptrain.cost import Collective, Phase, State
 from ptrain.meters.traffic import TrafficMeter
-from ptrain.models.tags import tag
+from ptrain.models.ledger import tag
 from ptrain.rooms.comm import Registry
 from ptrain.spec.placement import Tier
 

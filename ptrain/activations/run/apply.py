@@ -36,10 +36,9 @@ from ptrain.errors import refused
 from ptrain.internals.checkpoint import checkpoint
 from ptrain.internals.dispatch import operator_names
 from ptrain.internals.functional_collectives import AsyncCollectiveTensor
-from ptrain.models.ledger import storage_of
-from ptrain.models.recomputing import runs_again
-from ptrain.models.tags import is_tagged
+from ptrain.models.ledger import OfStorages, is_tagged, storage_of
 from ptrain.models.transformer import Transformer
+from ptrain.models.watch import runs_again
 from ptrain.rooms.comm import Registry
 from ptrain.rooms.torch import Tiers
 from ptrain.spec.activations import Kept, Operators, Policy, Scope
@@ -172,8 +171,7 @@ class OffloadHooks:
         self.model = model
         self.tiers = tiers
         self.streams = _Streams(tiers.device) if tiers.device.type == "cuda" else None
-        self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], int, weakref.ref[Away]]]
-        self._known = {}
+        self._known: OfStorages[tuple[int, weakref.ref[Away]]] = weakref.WeakKeyDictionary()
         self._last: _ModulePass | None = None
         self._buffers: list[_Home] | None = None  # of a forward pass
         model.register_forward_pre_hook(self._begin)
@@ -236,7 +234,7 @@ class OffloadHooks:
             self._buffers = _homes(self.model, "_buffers")
         homes = (*owner.homes, *self._buffers)
         tensors = (tensor for home in homes for tensor in home.values() if tensor is not None)
-        return any(storage_of(tensor)._cdata == storage._cdata for tensor in tensors)
+        return any(storage_of(tensor) is storage for tensor in tensors)
 
     def _away(self, held: torch.Tensor, owner: _ModulePass) -> Away:
         """The tensor's storage off the device."""
@@ -244,26 +242,13 @@ class OffloadHooks:
             return away
         away = Away(held, owner.tier, self.tiers, self.streams)
         owner.moved.append(weakref.ref(away))
-        storage = held.untyped_storage()
-        key = storage._cdata
-        forget = partial(_forget, self._known, key)
-        self._known[key] = weakref.ref(storage, forget), held._version, weakref.ref(away)
+        self._known[held.untyped_storage()] = held._version, weakref.ref(away)
         return away
 
     def _moved(self, held: torch.Tensor) -> Away | None:
         """As it was moved before, if it has not been written to since."""
-        storage = held.untyped_storage()
-        entry = self._known.get(storage._cdata)
-        if entry is None:
-            return None
-        known, version, reference = entry
-        return reference() if known() is storage and version == held._version else None
-
-
-def _forget(known: dict[int, Any], key: int, reference: object) -> None:
-    """A storage is gone; its address may be another's by now."""
-    if key in known and known[key][0] is reference:
-        del known[key]
+        version, reference = self._known.get(held.untyped_storage(), (None, None))
+        return reference() if reference is not None and version == held._version else None
 
 
 class Away:

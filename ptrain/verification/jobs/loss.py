@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
 
-from ptrain.models.arguments import first_real, is_real
+from ptrain.models.watch import first_real, is_real
 from ptrain.report.finding import RootCause, Subject
 from ptrain.verification.jobs.metamorphic import targets_of
 from ptrain.verification.jobs.record import counts

@@ -26,8 +26,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from ptrain.errors import Fault
-from ptrain.models.arguments import is_real
 from ptrain.models.boundary import CodeRaised, boundary, said
+from ptrain.models.watch import is_real
 from ptrain.verification.capture import Key
 from ptrain.verification.jobs.record import ForwardCall, counts, cuda_devices, digest
 from ptrain.verification.jobs.shards import shard_of

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ptrain.internals.autograd import is_in_backward
-from ptrain.models.arguments import first_real, is_real
+from ptrain.models.watch import first_real, is_real
 from ptrain.report.copies import Copy, differing
 from ptrain.report.finding import Mismatch, Moment, Subject, Way
 from ptrain.verification.compare import Differences, ParameterMove

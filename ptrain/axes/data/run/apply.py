@@ -37,7 +37,7 @@ from ptrain.internals.fsdp2 import FSDPParamGroup, parameter_groups
 from ptrain.models.initialize import keeps_its_weights
 from ptrain.models.ledger import local
 from ptrain.models.numerics import TORCH_DTYPES
-from ptrain.models.recomputing import runs_again
+from ptrain.models.watch import runs_again
 from ptrain.rooms.comm import Mesh, Registry, TaggedAllGather, TaggedReduceScatter
 from ptrain.spec.dials import GradientSync, Reshard
 from ptrain.spec.job import OptimizerSpec

@@ -42,8 +42,8 @@ from ptrain.cost import State
 from ptrain.facts.stages import Units
 from ptrain.facts.stages import Units as UnitModules
 from ptrain.models.parting import when_left
-from ptrain.models.recomputing import runs_again
 from ptrain.models.units import ROOT
+from ptrain.models.watch import runs_again
 from ptrain.optimizers.update import Scale
 from ptrain.rooms.comm import Mesh, Registry
 from ptrain.rooms.room import OptimizerLeaf

@@ -26,13 +26,13 @@ from torch.utils._pytree import tree_map
 from ptrain.errors import Fault, SpecError, refused
 from ptrain.facts.stages import Chain, Stage
 from ptrain.internals.dispatch import without_modes
-from ptrain.models.arguments import first_real, is_real
 from ptrain.models.boundary import boundary, said
 from ptrain.models.chain import probe
 from ptrain.models.meta import as_meta, on_meta
 from ptrain.models.modes import copied_buffers, drawn_state, forked, in_mode, without_dropout
 from ptrain.models.objective import SampleBatch, TokenPair, objective_of
 from ptrain.models.transformer import Transformer
+from ptrain.models.watch import first_real, is_real
 from ptrain.spec.spec import Spec
 
 

@@ -64,11 +64,11 @@ from ptrain.axes.tensor.run.styles import (
 from ptrain.errors import refused
 from ptrain.facts.stages import is_within
 from ptrain.internals.dtensor import RANDOM
-from ptrain.models.arguments import with_first
 from ptrain.models.chain import names_of_parameters
 from ptrain.models.modes import drops_out
 from ptrain.models.objective import LossInside, token_loss_sum
 from ptrain.models.sub_blocks import standing_alone
+from ptrain.models.watch import with_first
 from ptrain.models.window import Window
 from ptrain.rooms.comm import Registry
 from ptrain.spec.role import COLUMNS, ROWS, Role, fits

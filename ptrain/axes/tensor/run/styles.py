@@ -29,8 +29,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle
 
 from ptrain.cost import State
 from ptrain.internals.autograd import Hooks, saving_hooks
-from ptrain.models.arguments import with_first
 from ptrain.models.moe import weigh
+from ptrain.models.watch import with_first
 from ptrain.rooms.comm import Registry
 
 

@@ -1,0 +1,89 @@
+"""Watch the forward calls of modules: the one set of hooks of whoever looks at a pass.
+
+Hooks that a run keeps for good (of wraps and of cut operators) are theirs to register; these are
+gone with the look. What a module is given, as its hooks see it, is read here too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_iter
+
+from ptrain.internals.autograd import is_in_backward
+
+Before = Callable[[str, nn.Module, Any, Any], Any]  # path, module, args and kwargs
+After = Callable[[str, nn.Module, Any, Any], Any]  # path, module, args and output
+
+
+@contextmanager
+def watching(
+    modules: Iterable[tuple[str, nn.Module]],
+    *,
+    before: Before | None = None,
+    after: After | None = None,
+    is_first: bool = False,
+) -> Iterator[list[str]]:
+    """Give the paths of the modules that run, outermost first. `before` is told what a module is
+    given, and `after` what it gave; what they return stands in the place of that, unless it is
+    None. `is_first`: ahead of the hooks that a module has."""
+    running: list[str] = []
+    with ExitStack() as stack:
+
+        def left(*_: object) -> None:
+            running.pop()
+
+        for path, module in modules:
+            handles = [
+                module.register_forward_pre_hook(partial(_enter, running, path), prepend=is_first)
+            ]
+            if before is not None:
+                hook = partial(before, path)
+                handles.append(
+                    module.register_forward_pre_hook(hook, with_kwargs=True, prepend=is_first)
+                )
+            if after is not None:
+                handles.append(module.register_forward_hook(partial(after, path)))
+            # a module that raises has run, too, and gave nothing
+            handles.append(module.register_forward_hook(left, always_call=True))
+            for handle in handles:
+                stack.callback(handle.remove)
+        yield running
+
+
+def _enter(running: list[str], path: str, *_: object) -> None:
+    running.append(path)
+
+
+def runs_again() -> bool:
+    """Return whether a module's forward runs within a backward pass: only for what it did not keep.
+    Its hooks have done their work. The engine's thread knows the pass that it works for."""
+    return is_in_backward()
+
+
+def with_first(
+    args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[torch.Tensor], Any]
+) -> Any:
+    """The arguments with the first floating tensor changed; None where there is none."""
+    for index, value in enumerate(args):
+        if is_real(value):
+            return (*args[:index], change(value), *args[index + 1 :]), kwargs
+    for name, value in kwargs.items():
+        if is_real(value):
+            return args, kwargs | {name: change(value)}
+    return None
+
+
+def first_real(value: Any) -> torch.Tensor | None:
+    """Return the first tensor of reals among the leaves of a value."""
+    return next((leaf for leaf in tree_iter(value) if is_real(leaf)), None)
+
+
+def is_real(value: object) -> bool:
+    """Return whether it is a tensor of reals."""
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
