@@ -176,7 +176,9 @@ _TUPLE = (
 class FrozenMode(ModeText):
     """The tuple of a frozen parameter on one axis: the mode of its Θ, which is all that it has."""
 
-    modes: ClassVar[Mapping[str, str]] = {mode: about for mode, about in MODE_MEANINGS.items() if mode not in _NO_PLACE}
+    modes: ClassVar[Mapping[str, str]] = {
+        mode: about for mode, about in MODE_MEANINGS.items() if mode not in _NO_PLACE
+    }
 
     def takes(self) -> str:
         return "a mode of Θ: R, S* or O, or with a tier (R@host, S*@file)"

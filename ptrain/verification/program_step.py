@@ -113,7 +113,7 @@ class ProgramStep:
             given=given, before=self.earlier_gradients,
             micro_batches=max(self.ranks.gather(len(given))),  # as many rows on all ranks
         )  # fmt: skip
-        return sampled(self.ranks, own)
+        return replace(sampled(self.ranks, own), is_weighed=True)
 
     def _gradient_shard(
         self, name: str, whole: Tensor, *, is_reached: bool

@@ -224,10 +224,7 @@ class Diagnosis:
     def _even(self) -> RootCause:
         """State the multiple, and the number of ranks or micro-batches that it is; apart from it
         what may cause it, where that is not one of these alone."""
-        factor, known = self.first.factor, self.evidence.known
-        for number, text, sentence in known.factors if known is not None else ():
-            if abs(factor / number - 1) <= self.tolerance < abs(number - 1):
-                return self._say("", text, sentence)
+        factor = self.first.factor
         sizes, where = self._side_of(factor)
         fits = products(factor, sizes, self.tolerance)
         alike = [fit for fit in fits if _powers(fit) == _powers(fits[0])]
@@ -262,10 +259,7 @@ class Diagnosis:
         reduction, as the weight says that a micro-batch's own gradient has in the loop's and in the
         reference's; nothing where these are not known."""
         degrees, micro = self.ranks.degrees, {_MICRO: self.evidence.micro_batches}
-        known, contributed = self.evidence.known, self.contributed
-        if known is not None:
-            is_loss = abs(known.loss / factor - 1) <= self.tolerance
-            return degrees | micro, _OF_LOSS if is_loss else " in the gradients"
+        contributed = None if self.evidence.is_weighed else self.contributed
         if contributed is None or not contributed.of_truth.holds(self.tolerance):
             return degrees | micro, ""
         actual = fmean(next(iter(contributed.of_loop.values())).coefficients)

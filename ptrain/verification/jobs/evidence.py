@@ -302,21 +302,12 @@ class OwnGradients:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KnownFactors:
-    """What only a program shows: each micro-batch's gradient is as the global loss weighs it;
-    `factors`: numbers that a gradient may be multiplied by once too often, with how that is called
-    and what to do; `loss`: which multiple of one device's its loss is."""
-
-    factors: Sequence[tuple[float, str, str]] = ()
-    loss: float = 1.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class JobEvidence:
     """`norms`: of each rank's gradients, all parameters together; `norm`: the reference's.
     `micro_batches` is the most that any rank ran; `ledger` the samples that they saw, `rows` these
-    beside one device's, by rank; `own` what this rank has of all elements; `known` what is of a
-    program alone."""
+    beside one device's, by rank; `own` what this rank has of all elements. `is_weighed`: each
+    micro-batch's gradient is as the global loss weighs it, so that a factor of the loss is not told
+    from one of the reduction."""
 
     samples: dict[str, Sample]
     own: OwnGradients
@@ -325,7 +316,7 @@ class JobEvidence:
     micro_batches: int
     ledger: Samples | None = None
     rows: tuple[RowReport, ...] = ()
-    known: KnownFactors | None = None
+    is_weighed: bool = False
 
 
 def evidence(
@@ -364,7 +355,7 @@ def _most(ranks: Ranks, given: Sequence[object]) -> int:
     return min(max(ranks.gather(len(given))), MOST)
 
 
-def sampled(ranks: Ranks, own: OwnGradients, known: KnownFactors | None = None) -> JobEvidence:
+def sampled(ranks: Ranks, own: OwnGradients) -> JobEvidence:
     """Gather samples of the gradients of both sides on all ranks. All ranks call it."""
     names = list(own.truths)
     places = places_of(ranks, {name: own.truths[name].flatten() for name in names})
@@ -381,7 +372,6 @@ def sampled(ranks: Ranks, own: OwnGradients, known: KnownFactors | None = None) 
         norm=math.sqrt(total),
         micro_batches=own.micro_batches,
         own=own,
-        known=known,
     )
 
 
