@@ -24,7 +24,7 @@ SMALL = 80  # lines
 
 # begin
 BUDGETS: dict[str, int] = {
-    "ptrain": 54240,
+    "ptrain": 54100,
     "ptrain/activations": 340,
     "ptrain/algebra": 290,
     "ptrain/axes": 150,
@@ -33,7 +33,7 @@ BUDGETS: dict[str, int] = {
     "ptrain/axes/expert": 590,
     "ptrain/axes/pipeline": 1690,
     "ptrain/axes/tensor": 730,
-    "ptrain/calibration": 1080,
+    "ptrain/calibration": 1050,
     "ptrain/charts": 860,
     "ptrain/cli": 1620,
     "ptrain/convert": 440,
@@ -42,8 +42,8 @@ BUDGETS: dict[str, int] = {
     "ptrain/facts": 700,
     "ptrain/internals": 350,
     "ptrain/interpreter": 1070,
-    "ptrain/meters": 1510,
-    "ptrain/models": 4930,
+    "ptrain/meters": 1490,
+    "ptrain/models": 4860,
     "ptrain/optimizers": 540,
     "ptrain/plan": 510,
     "ptrain/rates": 360,
@@ -55,10 +55,10 @@ BUDGETS: dict[str, int] = {
     "ptrain/steps": 460,
     "ptrain/traces": 2220,
     "ptrain/train": 3200,
-    "ptrain/verification": 7400,
+    "ptrain/verification": 7390,
 }
-ONE_IMPORTER = 78  # modules that exactly one other imports
-SMALL_MODULES = 88  # modules with fewer lines than SMALL
+ONE_IMPORTER = 76  # modules that exactly one other imports
+SMALL_MODULES = 81  # modules with fewer lines than SMALL
 # end
 
 

@@ -411,13 +411,22 @@ class Bench:
         return (time.perf_counter() - began) / calls
 
 
-class RateSheet:
-    """What a rank measured: seconds by table and by what was measured."""
+Rows = Iterator[tuple[tuple[Any, ...], float]]  # what was measured, and its seconds
 
-    def __init__(self) -> None:
-        self.tables: dict[str, dict[tuple[Any, ...], float]] = {}
 
-    def note(self, table: str, *key: Any, seconds: float) -> None:
-        """Write a measurement down. No time is nothing: a difference may come out as that."""
-        plain = tuple(str(cell) if isinstance(cell, str) else cell for cell in key)
-        self.tables.setdefault(table, {})[plain] = max(seconds, 1e-9)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Benchmark:
+    """How rows of one table of rates come about, in a `share` of the time. `points`: of what there
+    is a measurement, those first that take least; of them at `least` so many are measured. `rows`:
+    sets one of them up and times it."""
+
+    table: str
+    share: float
+    points: Callable[[Bench, Points], Iterable[Any]] = lambda _, points: (points,)
+    least: int = 1
+    rows: Callable[[Bench, Any], Rows]
+
+    def measured(self, bench: Bench, points: Points) -> Rows:
+        """Yield the rows of as many points as there is time for."""
+        for point in bench.in_time(self.points(bench, points), least=self.least):
+            yield from self.rows(bench, point)

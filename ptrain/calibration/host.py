@@ -32,7 +32,7 @@ from ptrain.axes.pipeline.run.stage import BoundaryTensor, LocalStage, PassCallb
 from ptrain.axes.pipeline.schedule import Action
 from ptrain.axes.pipeline.stage_facts import chain_of, stages_of
 from ptrain.axes.tensor.run.apply import parallelize
-from ptrain.calibration.bench import Bench, Between, Points, RateSheet
+from ptrain.calibration.bench import Bench, Between, Points, Rows
 from ptrain.cost import Collective, Phase
 from ptrain.derivation.estimate import derive
 from ptrain.derivation.work import model_work
@@ -60,7 +60,8 @@ from ptrain.steps.step import Keep
 from ptrain.timeline import Kind
 from ptrain.units import grouped
 
-_HOOK_SAMPLES, _HOOK_TOKENS, _FEATURES = 1, 4, 16
+# so few features that operators compute next to nothing
+_HOOK_SAMPLES, _TOKENS, _FEATURES = 1, 4, 16
 _STAGES = 3
 _MIDDLE = 1
 _PASSES = 2  # forward and backward
@@ -69,9 +70,10 @@ _PASSES = 2  # forward and backward
 def pipeline_pass(bench: Bench, rounds: int) -> float:
     """Seconds of one pass beside those of what it computes."""
     device = bench.device
-    runner, layer = _runner(_stages_spec(_STAGES), device), _layer(device)
-    x = torch.ones((_HOOK_SAMPLES, _HOOK_TOKENS, _FEATURES), device=device)
-    tokens = torch.zeros((_HOOK_SAMPLES, _HOOK_TOKENS), dtype=torch.int64, device=device)
+    runner = _runner(_stages_spec(_STAGES), device)
+    layer = _model(_stages_spec(1), device)
+    x = torch.ones((_HOOK_SAMPLES, _TOKENS, _FEATURES), device=device)
+    tokens = torch.zeros((_HOOK_SAMPLES, _TOKENS), dtype=torch.int64, device=device)
     samples = SampleBatch(TokenPair(tokens, tokens))
 
     def passes() -> None:
@@ -106,7 +108,7 @@ def _stages_spec(layers: int) -> Spec:
         "batch": {
             "global": layers * _HOOK_SAMPLES,
             "micro": _HOOK_SAMPLES,
-            "sequence": _HOOK_TOKENS,
+            "sequence": _TOKENS,
         },
     }
     return load(written).spec
@@ -114,16 +116,9 @@ def _stages_spec(layers: int) -> Spec:
 
 def _built(spec: Spec) -> nn.Module:
     assert isinstance(spec.model, ModelShape), "only built-in models"
-    model = build(spec.model, sequence=_HOOK_TOKENS)
+    model = build(spec.model, sequence=_TOKENS)
     initialize(model, seed=0)
     return model
-
-
-def _layer(device: torch.device) -> nn.Module:
-    """A model of one layer, given and giving hidden states."""
-    model = _built(_stages_spec(1))
-    model.embed, model.norm, model.head = nn.Identity(), nn.Identity(), nn.Identity()
-    return model.to(device)
 
 
 def _runner(spec: Spec, device: torch.device) -> StageRunner:
@@ -141,7 +136,7 @@ def _runner(spec: Spec, device: torch.device) -> StageRunner:
     return StageRunner(
         LocalStage(_MIDDLE, part, ParameterWrap(part, ((ROOT,),))),
         len(stages),
-        BoundaryTensor((_HOOK_SAMPLES, _HOOK_TOKENS, _FEATURES), torch.float32, device),
+        BoundaryTensor((_HOOK_SAMPLES, _TOKENS, _FEATURES), torch.float32, device),
         PassCallbacks(
             forward=forward,
             given=lambda _: nullcontext(),
@@ -173,17 +168,17 @@ _DATA = {  # axis, tuple, dials, and the hooks of gathers and of reductions
 }
 
 
-def hooks(bench: Bench, sheet: RateSheet, points: Points) -> None:
+def hooks(bench: Bench, points: Points) -> Rows:
     """Of one rank only a stage's pass: nothing else has anything to send."""
-    sheet.note("hooks", Hook.PIPELINE_PASS, seconds=pipeline_pass(bench, points.rounds))
+    yield (Hook.PIPELINE_PASS,), pipeline_pass(bench, points.rounds)
     if bench.world.size == 1:
         return
     for placement, (dials, gather, reduction) in _DATA.items():
         axis, _, modes = placement.partition(": ")
         wrapped, mesh = _wrapped(_placed_spec(bench, axis, modes, dials), bench, points)
         plain = ParameterWrap(_stack(bench, points.units), _units(points))
-        _note_data(bench, sheet, points, (wrapped, plain), mesh, (gather, reduction))
-    _cut_product(bench, sheet, points)
+        yield from _of_data(bench, points, (wrapped, plain), mesh, (gather, reduction))
+    yield (Hook.CUT_PRODUCT,), _cut_product(bench, points)
 
 
 def _placed_spec(bench: Bench, axis: str, modes: str, dials: Iterable[str] = ()) -> Spec:
@@ -219,14 +214,13 @@ def _wrapped(spec: Spec, bench: Bench, points: Points) -> tuple[WrappedModel, Me
 Halves = dict[Phase, float]
 
 
-def _note_data(
+def _of_data(
     bench: Bench,
-    sheet: RateSheet,
     points: Points,
     models: tuple[WrappedModel, WrappedModel],
     mesh: Mesh,
     pair: tuple[Hook | None, Hook],
-) -> None:
+) -> Rows:
     """A gather costs what forward takes more, where one is; a reduction what backward does, without
     the gathers in it."""
     _warm_up(bench, models)
@@ -236,12 +230,12 @@ def _note_data(
     of_gather = 0.0
     if gather is not None:
         of_gather = max(0.0, excess[Phase.FORWARD]) / _calls(meter, Phase.FORWARD, _GATHERS)
-        sheet.note("hooks", gather, seconds=of_gather)
+        yield (gather,), of_gather
     again = _calls(meter, Phase.BACKWARD, _GATHERS, least=0)
     rest = excess[Phase.BACKWARD] - again * of_gather
     if gather is None:
         rest += excess[Phase.FORWARD]
-    sheet.note("hooks", reduction, seconds=rest / _calls(meter, Phase.BACKWARD, _REDUCTIONS))
+    yield (reduction,), rest / _calls(meter, Phase.BACKWARD, _REDUCTIONS)
 
 
 def _warm_up(bench: Bench, models: Iterable[WrappedModel]) -> None:
@@ -340,7 +334,7 @@ class _SubBlock(nn.Module):  # type: ignore[misc]  # torch is untyped here
         return self.between(hidden)
 
 
-def _cut_product(bench: Bench, sheet: RateSheet, points: Points) -> None:
+def _cut_product(bench: Bench, points: Points) -> float:
     """Sub-blocks cut by ptrain's plan, against those that a rank has of them."""
     spec = _placed_spec(bench, Axis.TP.value, "S,S,S,R")
     roles = (
@@ -360,15 +354,14 @@ def _cut_product(bench: Bench, sheet: RateSheet, points: Points) -> None:
     models = ParameterWrap(cut, ((ROOT,),)), ParameterWrap(plain, ((ROOT,),))
     _warm_up(bench, models)
     excess = sum(_excess(bench, points.rounds, models, mesh).values())
-    sheet.note("hooks", Hook.CUT_PRODUCT, seconds=excess / (points.units * _LINEARS * _PRODUCTS))
+    return excess / (points.units * _LINEARS * _PRODUCTS)
 
 
-_HIDDEN = 16  # so few features that operators compute next to nothing
 _SHAPES: tuple[dict[str, object], ...] = (
-    {"family": "llama", "layers": 2, "hidden": _HIDDEN, "heads": 2, "kv_heads": 2, "ffn": 16},
-    {"family": "gpt", "layers": 2, "hidden": _HIDDEN, "heads": 2},
+    {"family": "llama", "layers": 2, "hidden": _FEATURES, "heads": 2, "kv_heads": 2, "ffn": 16},
+    {"family": "gpt", "layers": 2, "hidden": _FEATURES, "heads": 2},
 )
-_VOCAB, _SAMPLES, _TOKENS = 260, 2, 4
+_VOCAB, _SAMPLES = 260, 2
 
 Work = Callable[[Any], object]
 
@@ -392,12 +385,12 @@ class _Called(OperatorMode):
         super().__init__()
         self.calls: list[Callable[[], object]] = []
 
-    def operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        result = function(*args, **kwargs)
+    def ran(
+        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+    ) -> None:
         ran = sizes_of(function, args, kwargs, result)
         if any(what.kind is not OperatorKind.VIEW for what in ran):
             self.calls.append(partial(function, *args, **kwargs))
-        return result
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def again(self) -> None:
@@ -406,7 +399,7 @@ class _Called(OperatorMode):
             call()
 
 
-def host(bench: Bench, sheet: RateSheet, _: Points) -> None:
+def host(bench: Bench, _: Points) -> Rows:
     """Of both families the mean."""
     seconds_of = issuing_seconds if bench.device.type == "cuda" else excess_seconds
     seconds = grouped(
@@ -414,8 +407,7 @@ def host(bench: Bench, sheet: RateSheet, _: Points) -> None:
         for shape in _SHAPES
         for passes in host_passes(shape, bench.device)
     )
-    for hook, taken in seconds.items():
-        sheet.note("hooks", hook, seconds=statistics.fmean(taken))
+    yield from (((hook,), statistics.fmean(taken)) for hook, taken in seconds.items())
 
 
 def excess_seconds(bench: Bench, passes: HostPass) -> float:
@@ -447,15 +439,13 @@ def host_passes(fields: dict[str, object], device: torch.device) -> Iterator[Hos
 
 def _model(spec: Spec, device: torch.device) -> nn.Module:
     """Its layers, and nothing around them: given and giving hidden states."""
-    assert isinstance(spec.model, ModelShape), "only built-in models"
-    model = build(spec.model, sequence=_TOKENS)
-    initialize(model, seed=0)
+    model = _built(spec)
     model.embed, model.norm, model.head = nn.Identity(), nn.Identity(), nn.Identity()
     return model.to(device)
 
 
 def _hidden(device: torch.device) -> torch.Tensor:
-    return torch.randn(_SAMPLES, _TOKENS, _HIDDEN, device=device, requires_grad=True)
+    return torch.randn(_SAMPLES, _TOKENS, _FEATURES, device=device, requires_grad=True)
 
 
 def _passes(spec: Spec, device: torch.device) -> Iterator[HostPass]:

@@ -1,28 +1,46 @@
-"""One rank of a calibration: it measures all parts beside the others; rank 0 keeps the mean."""
+"""One rank of a calibration: it measures all parts beside the others; rank 0 keeps the mean.
+
+Measured are matrix products, attention, memory-bound operators, the optimizer update and gradient
+clipping, with the shapes and calls of a training; collectives on every process group that a mesh
+can have; and copies between device and host.
+
+Computation delays a collective on CPUs only, where they share the cores; this delay is measured
+too.
+"""
 
 from __future__ import annotations
 
 import statistics
 import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, cycle, product
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
 
-from ptrain.calibration.bench import BRIEF, GPUS, PROCESSORS, Bench, RateSheet
-from ptrain.calibration.host import hooks, host
-from ptrain.calibration.operators import (
-    attention,
-    collectives,
-    copies,
-    lateness,
-    memory_bound,
-    peers_of,
-    products,
-    updates,
+from ptrain.axes.data.run.flat import ParameterWrap
+from ptrain.calibration.bench import (
+    BRIEF,
+    GPUS,
+    PROCESSORS,
+    AttentionShape,
+    Bench,
+    Benchmark,
+    Points,
+    ProductShape,
+    Rows,
+    Work,
+    compute,
+    factors_of,
 )
+from ptrain.calibration.host import hooks, host
 from ptrain.calibration.write import (
     SECONDS,
     CalibrationOptions,
@@ -32,35 +50,416 @@ from ptrain.calibration.write import (
     require_writable,
 )
 from ptrain.codec import encode
+from ptrain.cost import Collective, State
+from ptrain.interpreter.loss import global_norm, scale_down
+from ptrain.models.numerics import TORCH_DTYPES
+from ptrain.models.units import ROOT
+from ptrain.optimizers.build import TorchRules
+from ptrain.optimizers.update import TargetsUpdate
 from ptrain.processor import cores
+from ptrain.rooms.comm import Mesh, Registry, all_gather, all_reduce, reduce_scatter
 from ptrain.rooms.queue import keep_freed_memory
+from ptrain.rooms.torch import Tiers, TorchRoom
 from ptrain.rooms.world import World
+from ptrain.spec.dials import ReduceScatterVia
+from ptrain.spec.job import OptimizerSpec
+from ptrain.spec.optimizers import FUSED
+from ptrain.spec.placement import Tier
+from ptrain.spec.precision import LAYOUTS, DType, Layout
+from ptrain.spec.rates import CLIP, OperatorKind
+from ptrain.steps.step import Clip, CreateMesh
 from ptrain.train import environment
 from ptrain.train.folder import write_json
 
-_MEASURES = {
-    "host": host,
-    "updates": updates,
-    "copies": copies,
-    "operators": memory_bound,
-    "attention": attention,
-    "products": products,
-    "hooks": hooks,
-    "lateness": lateness,
+_WIDTH, _HEADS, _SAMPLES, _TOKENS = 128, 4, 2, 128
+_BYTES = 64 * 2**10  # of the full tensor
+_MOST_IN_TURNS = 2  # of the points
+
+
+def lateness(bench: Bench, points: Points) -> Rows:
+    """Yield it of a gather of 64 KiB by all ranks, which stands for every collective."""
+    if bench.world.size == 1 or bench.device.type == "cuda":
+        return
+    group, registry = dist.group.WORLD, Registry()
+    assert group is not None, "several ranks"
+    shard = torch.zeros(_BYTES // 4 // bench.world.size, device=bench.device)
+    whole = torch.zeros(shard.numel() * bench.world.size, device=bench.device)
+    layer = Layer(bench.device)
+
+    def gather() -> None:
+        all_gather(whole, shard, group, registry)
+
+    first = bench.meeting_seconds(gather)
+    yield _agreed(bench, bench.busy_seconds(lambda: compute(bench.device)), 0.0)
+    of_layer = bench.busy_seconds(layer)
+    # Where ranks take turns it is a small part of what many passes take, and lost in their spread.
+    passes = points.late[:_MOST_IN_TURNS] if bench.is_shared else points.late
+    for times in bench.in_time(passes, least=1):
+        late = bench.meeting_seconds(gather, between=partial(layer, times)) - first
+        yield _agreed(bench, times * of_layer, late)
+
+
+def _agreed(bench: Bench, computed: float, late: float) -> tuple[tuple[int], float]:
+    """Return one rank's figures on all: a mean of what is cut off below nothing is too much."""
+    return (round(1e6 * bench.agreed(computed)),), bench.agreed(late)
+
+
+class Layer:
+    """A layer's passes, as a step has them between two collectives."""
+
+    def __init__(self, device: torch.device) -> None:
+        torch.manual_seed(0)
+        self.layer = nn.TransformerEncoderLayer(
+            _WIDTH, _HEADS, 4 * _WIDTH, dropout=0.0, batch_first=True, device=device
+        )
+        self.x = torch.ones(_SAMPLES, _TOKENS, _WIDTH, device=device, requires_grad=True)
+
+    def __call__(self, times: int = 1) -> None:
+        for _ in range(times):
+            self.layer(self.x).sum().backward()
+
+
+_ROUTES = {
+    Tier.HOST: (Collective.DEVICE_TO_HOST, Collective.HOST_TO_DEVICE),
+    Tier.FILE: (Collective.FILE_WRITE, Collective.FILE_READ),
 }
-# Of the time, by table: what one leaves is for those that follow. What ranks do together comes
+
+
+def copies(bench: Bench, point: tuple[int, Tier]) -> Rows:
+    """Files are in the system's temporary folder, and as warm as the kernel keeps them."""
+    size, tier = point
+    here = torch.zeros(size // 4, device=bench.device)
+    stored = Tiers(bench.device, Registry()).move(here, tier, State.OPTIMIZER)
+    there, back = _ROUTES[tier]
+    for copy, target, source in ((there, stored, here), (back, here, stored)):
+        yield (copy, size), bench.seconds(partial(target.copy_, source, non_blocking=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Peers:
+    """This rank's group among those of one size that all ranks are divided into, and on how many
+    nodes each of them is."""
+
+    group: dist.ProcessGroup
+    ranks: int
+    nodes: int
+
+
+def peers_of(world_size: int, ranks_per_node: int, rank: int) -> Iterator[Peers]:
+    """Yield a group of each size that divides the ranks of a node, and over nodes one of a rank of
+    each and one of all."""
+    nodes = world_size // ranks_per_node
+    for size in _divisors(ranks_per_node):
+        lines = [list(range(first, first + size)) for first in range(0, world_size, size)]
+        yield Peers(_own(lines, rank), size, 1)
+    if nodes > 1:
+        lines = [list(range(first, world_size, ranks_per_node)) for first in range(ranks_per_node)]
+        yield Peers(_own(lines, rank), nodes, nodes)
+        if ranks_per_node > 1:
+            yield Peers(_own([list(range(world_size))], rank), world_size, nodes)
+
+
+def _divisors(number: int) -> list[int]:
+    return [size for size in range(2, number + 1) if number % size == 0]
+
+
+def _own(lines: list[list[int]], rank: int) -> dist.ProcessGroup:
+    """The group of this rank; every rank makes all of them."""
+    groups = [dist.new_group(line) for line in lines]
+    return next(group for group, line in zip(groups, lines, strict=True) if rank in line)
+
+
+def collectives(peers: list[Peers], bench: Bench, size: int) -> Rows:
+    """Yield those of every group, of messages between neighbours too."""
+    for known in peers:
+        whole = max(1, size // 4 // known.ranks) * known.ranks
+        for collective, work in _collective_works(known, whole, bench.device):
+            key = (collective, known.ranks, known.nodes, 4 * whole)
+            yield key, bench.meeting_seconds(work)
+        if known is _neighbours(peers, known.nodes):
+            one_by_one = bench.device.type == "cuda"  # of a GPU's queue there and back
+            taken = bench.seconds_beside(
+                partial(_messages, known, whole, bench.device), parts=2 if one_by_one else 1
+            )
+            yield (Collective.SEND, 2, known.nodes, 4 * whole), taken
+
+
+def _ends_first(sizes: Sequence[int]) -> Iterator[int]:
+    """Yield the smallest, then from the largest downwards: what is left out lies between, or what
+    each byte of a large tensor takes would be what one of a small does."""
+    yield sizes[0]
+    yield from reversed(sizes[1:])
+
+
+def _neighbours(peers: list[Peers], nodes: int) -> Peers:
+    """The smallest group on so many nodes: a pair, where the ranks are an even number."""
+    return min((known for known in peers if known.nodes == nodes), key=lambda known: known.ranks)
+
+
+def _collective_works(
+    peers: Peers, numel: int, device: torch.device
+) -> Iterator[tuple[Collective, Callable[[], object]]]:
+    """Of a full tensor of `numel` numbers."""
+    group, registry = peers.group, Registry()
+    whole, other = torch.zeros(numel, device=device), torch.zeros(numel, device=device)
+    shard = torch.zeros(numel // peers.ranks, device=device)
+    yield Collective.ALL_REDUCE, lambda: all_reduce(whole, group)
+    yield Collective.ALL_GATHER, lambda: all_gather(whole, shard, group, registry)
+    yield (
+        Collective.REDUCE_SCATTER,
+        lambda: reduce_scatter(shard, whole, group, ReduceScatterVia.NATIVE, registry).wait(),
+    )
+    yield Collective.ALL_TO_ALL, lambda: dist.all_to_all_single(other, whole, group=group)
+    yield Collective.BROADCAST, lambda: dist.broadcast(whole, group=group, group_src=0)
+
+
+@contextmanager
+def _messages(peers: Peers, numel: int, device: torch.device) -> Iterator[Work]:
+    """Messages as stages of a pipeline send them, which compute while they are under way: each
+    call sends one to the next rank and waits for what the call before sent and received."""
+    group, place = peers.group, dist.get_rank(peers.group)
+    pending: deque[tuple[dist.Work | None, torch.Tensor]] = deque()
+
+    def send() -> None:
+        sent = torch.zeros(numel, device=device)
+        pending.append((dist.isend(sent, group=group, group_dst=(place + 1) % peers.ranks), sent))
+
+    def receive() -> None:
+        received = torch.empty(numel, device=device)
+        source = (place - 1) % peers.ranks
+        pending.append((dist.irecv(received, group=group, group_src=source), received))
+
+    # a ring in which all send first would wait for itself on NCCL
+    acts = (send, receive) if place % 2 == 0 else (receive, send)
+
+    def wait(left: int) -> None:
+        while len(pending) > left:
+            work, _ = pending.popleft()
+            assert work is not None, "the rank is in the group"
+            work.wait()
+
+    def work() -> None:
+        for act in acts:
+            act()
+        wait(len(acts))
+
+    yield work
+    wait(0)
+
+
+_VALUE = 0.01  # of parameters and gradients: nothing depends on it
+
+
+def updates(bench: Bench, point: tuple[tuple[int, int], Layout]) -> Rows:
+    """Yield those of every rule, and of clipping."""
+    (elements, tensors), layout = point
+    for name, work in _updates_work(layout, elements, tensors, bench.device):
+        yield (name, layout.updated, elements, tensors), bench.busy_seconds(work)
+
+
+def _plain(points: Points) -> Iterator[Layout]:
+    """Yield the layouts that keep every state in one dtype: what others cast beside it are
+    copies."""
+    for layout in LAYOUTS.values():
+        is_one = layout.parameters is layout.gradients is layout.moments and not layout.master
+        if is_one and layout.parameters in points.sides:
+            yield layout
+
+
+def _updates_work(
+    layout: Layout, elements: int, tensors: int, device: torch.device
+) -> Iterator[tuple[str, Work]]:
+    dtype, own = TORCH_DTYPES[layout.updated], elements // tensors
+    mesh = Mesh(CreateMesh(axes=(), degrees=()), World(device=device))
+    for rule in FUSED:
+        model = nn.ParameterList(
+            torch.full((own,), _VALUE, dtype=dtype, device=device) for _ in range(tensors)
+        )
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, _VALUE)
+        update = TargetsUpdate(
+            ParameterWrap(model, ((ROOT,),)).targets(),
+            OptimizerSpec(name=rule),
+            layout,
+            TorchRoom(mesh, mesh.registry),
+            TorchRules(),
+        )
+        yield rule, lambda update=update: update.step(1e-9)  # type: ignore[misc]
+    step = Clip(max_norm=1.0, axes=())
+    gradients = [torch.full((own,), _VALUE, dtype=dtype, device=device) for _ in range(tensors)]
+
+    def clip() -> None:
+        with torch.no_grad():
+            scale_down(gradients, global_norm(gradients, step, mesh), step)
+
+    yield CLIP, clip
+
+
+Factors = tuple[torch.Tensor, torch.Tensor]
+
+# What operators read comes from so many places, or as many as there are in so many numbers.
+_PLACES, _COLD_ELEMENTS = 16, 4 * 2**20
+_COLD_BYTES = 4 * _COLD_ELEMENTS
+_ROW = 256  # elements of a row that is normed, or looked up by its number
+
+
+def _shapes(bench: Bench, points: Points) -> Iterator[tuple[DType, ProductShape, torch.Tensor]]:
+    """Yield dtype and shape of each product, and the numbers that factors are taken from."""
+    shapes = points.products()
+    most = max(_COLD_ELEMENTS, *(factors_of(shape) for _, shape in shapes))
+    numbers = {
+        dtype: torch.randn(most, dtype=TORCH_DTYPES[dtype], device=bench.device)
+        for dtype in points.sides
+    }
+    yield from ((dtype, shape, numbers[dtype]) for dtype, shape in shapes)
+
+
+def products(bench: Bench, point: tuple[DType, ProductShape, torch.Tensor]) -> Rows:
+    """A shape by all three layouts of a step: forward, and the gradients of input and weight. Each
+    call takes its factors from another place of the numbers."""
+    dtype, shape, numbers = point
+    size = factors_of(shape)
+    places = range(0, numbers.numel() - size + 1, size)[:_PLACES]
+    layouts = [_layouts(shape, numbers[place : place + size]) for place in places]
+    works = [tuple(partial(torch.matmul, *pair) for pair in pairs) for pairs in layouts]
+    work = _in_turns(works, _COLD_ELEMENTS // size)
+    yield (dtype, *shape), bench.busy_seconds(work, parts=3)
+
+
+def _layouts(shape: ProductShape, numbers: torch.Tensor) -> tuple[Factors, ...]:
+    """The factors, which stand one behind the other, as the three products of a step have them."""
+    matrices, rows, inner, columns = shape
+    batch = (matrices,) if matrices > 1 else ()
+    end = matrices * rows * inner
+    first, second = numbers[:end], numbers[end:]
+    left, right = first.view(*batch, rows, inner), second.view(*batch, inner, columns)
+    turned_left = first.view(*batch, inner, rows).mT
+    turned_right = second.view(*batch, columns, inner).mT
+    return (left, turned_right), (left, right), (turned_left, right)
+
+
+def attention(bench: Bench, point: tuple[AttentionShape, DType]) -> Rows:
+    """Yield forward and backward."""
+    shape, dtype = point
+    samples, heads, tokens, features = shape
+    query, key, value = parts = [
+        torch.randn(shape, dtype=TORCH_DTYPES[dtype], device=bench.device, requires_grad=True)
+        for _ in range(3)
+    ]
+
+    def forward() -> torch.Tensor:
+        attended: torch.Tensor = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return attended
+
+    output = forward()
+    gradient = torch.randn_like(output)
+
+    def backward() -> object:
+        return torch.autograd.grad(output, parts, gradient, retain_graph=True)
+
+    for kind, work in (
+        (OperatorKind.ATTENTION, forward),
+        (OperatorKind.ATTENTION_BACKWARD, backward),
+    ):
+        key = (kind, dtype, samples, heads, tokens, tokens, features)
+        yield key, bench.busy_seconds(_in_turns([(work,)], _COLD_ELEMENTS // query.numel()))
+
+
+def memory_bound(bench: Bench, point: tuple[int, DType]) -> Rows:
+    """Yield each kind by the bytes that it reads and writes."""
+    size, dtype = point
+    num_places = min(_PLACES, max(1, _COLD_BYTES // size))
+    places = [_works(size, TORCH_DTYPES[dtype], bench.device) for _ in range(num_places)]
+    for alike in zip(*places, strict=True):
+        kind, times, works = alike[0]
+        work = _in_turns([works for *_, works in alike], num_places)
+        yield (kind, dtype, times * size), bench.busy_seconds(work, parts=len(works))
+
+
+def _in_turns(places: Sequence[tuple[Work, ...]], num_kept: int) -> Work:
+    """The operators of one place after the other, of which some turns' results stay: in a step
+    neither what is read nor where it is written is in the nearest cache, and both would be if the
+    same call came again."""
+    turns = cycle(places)
+    maxlen = min(_PLACES, max(1, num_kept))
+    kept: deque[object] = deque(maxlen=maxlen)
+
+    def work() -> None:
+        kept.append([operator() for operator in next(turns)])
+
+    # A process's first touch of memory costs a page fault for every 4 KiB, up to ten times as long
+    # as the operator; from its second step on a training writes where others stood before.
+    for _ in range(maxlen + 1):
+        work()
+    return work
+
+
+Moved = tuple[OperatorKind, int, tuple[Work, ...]]
+
+
+def _works(size: int, dtype: torch.dtype, device: torch.device) -> list[Moved]:
+    """Operators on tensors of `size` bytes, by kind: each of one kind reads and writes so many
+    times as many. What autograd notes of them in a forward pass is in their time."""
+    width = min(_ROW, size // dtype.itemsize)
+    x = torch.randn(size // dtype.itemsize // width, width, dtype=dtype, device=device)
+    other, scale = torch.randn_like(x), torch.ones(width, dtype=dtype, device=device)
+    x.requires_grad_()
+    numbers = torch.randint(len(x), (len(x),), device=device)
+    turned = x.detach().view(2, -1, width // 2).transpose(0, 1)
+
+    return [
+        (OperatorKind.POINTWISE, 3, (lambda: x + other, lambda: x * other)),
+        (OperatorKind.ACTIVATION, 2, (lambda: F.gelu(x), lambda: F.silu(x))),
+        (OperatorKind.NORM, 2, (lambda: F.layer_norm(x, (width,), scale, scale),)),
+        (OperatorKind.SOFTMAX, 2, (lambda: F.softmax(x, -1), lambda: F.log_softmax(x, -1))),
+        (OperatorKind.COPY, 2, (x.clone, turned.contiguous)),
+        (OperatorKind.INDEX, 2, (lambda: F.embedding(numbers, x),)),
+        (OperatorKind.DRAW, 1, (lambda: torch.empty_like(other).bernoulli_(0.9),)),
+    ]
+
+
+# What one leaves of its share of the time is for those that follow. What ranks do together comes
 # last, for of that the fewest points take longest: in front of them it left the tables of computing
 # with their smallest points alone, on a machine that was slow.
-_SHARES = {
-    "host": 0.04,
-    "updates": 0.04,
-    "copies": 0.01,
-    "operators": 0.15,
-    "attention": 0.08,
-    "products": 0.2,
-    "hooks": 0.13,
-    "lateness": 0.06,
-    "collectives": 0.35,
+_BENCHES = {
+    "host": Benchmark(table="hooks", share=0.04, rows=host),
+    "updates": Benchmark(
+        table="updates",
+        share=0.04,
+        points=lambda _, points: product(points.updates, [*_plain(points)]),
+        least=8,  # of two layouts: some have several tensors
+        rows=updates,
+    ),
+    "copies": Benchmark(
+        table="copies",
+        share=0.01,
+        points=lambda _, points: product(points.copied, _ROUTES),
+        least=4,
+        rows=copies,
+    ),
+    "operators": Benchmark(
+        table="operators",
+        share=0.15,
+        points=lambda _, points: points.operator_sizes(),
+        least=6,  # of all dtypes: in the third size the bytes decide, and no longer the dispatch
+        rows=memory_bound,
+    ),
+    "attention": Benchmark(
+        table="attention",
+        share=0.08,
+        points=lambda _, points: product(points.attention, points.sides),
+        least=4,
+        rows=attention,
+    ),
+    "products": Benchmark(
+        table="products",
+        share=0.2,
+        points=_shapes,
+        least=8,  # of all dtypes: a roofline has two of each at least
+        rows=products,
+    ),
+    "hooks": Benchmark(table="hooks", share=0.13, rows=hooks),
+    "lateness": Benchmark(table="lateness", share=0.06, rows=lateness),
 }
 
 
@@ -91,15 +490,24 @@ def measured(world: World, local: int, options: CalibrationOptions) -> MeasuredP
     deadline = options.seconds if options.until is None else options.until - time.time()
     patience = max(1.0, options.seconds / SECONDS)
     bench = Bench(world, turns=turns, deadline=max(0.0, deadline), patience=patience)
-    sheet = RateSheet()
-    tables = dict(_MEASURES)
+    benches = dict(_BENCHES)
     if peers := list(peers_of(world.size, local, world.rank)):
-        tables["collectives"] = partial(collectives, peers=peers)
-    shares = [_SHARES[name] for name in tables]
-    for (name, measure), until in zip(tables.items(), accumulate(shares), strict=True):
+        benches["collectives"] = Benchmark(
+            table="collectives",
+            share=0.35,
+            points=lambda _, points: _ends_first(points.sent),
+            least=3,
+            rows=partial(collectives, peers),
+        )
+    tables: dict[str, dict[tuple[Any, ...], float]] = {}
+    shares = [known.share for known in benches.values()]
+    for (name, known), until in zip(benches.items(), accumulate(shares), strict=True):
         bench.begin(name, until / sum(shares))
-        measure(bench, sheet, points)
-    sheets = _gathered(sheet, world)
+        for key, taken in known.measured(bench, points):
+            plain = tuple(str(cell) if isinstance(cell, str) else cell for cell in key)
+            # no time is nothing: a difference may come out as that
+            tables.setdefault(known.table, {})[plain] = max(taken, 1e-9)
+    everyone = _gathered(tables, world)
     spreads = _gathered(bench.spreads, world)
     if not world.is_first:
         return None
@@ -113,7 +521,7 @@ def measured(world: World, local: int, options: CalibrationOptions) -> MeasuredP
             for table in spreads[0]
         },
         left_out=bench.left_out,
-        tables=_mean([rank.tables for rank in sheets]),
+        tables=_mean(everyone),
         device_memory=_memory(world.device),
         sm=_capability(world.device),
         name=torch.cuda.get_device_name(world.device) if is_cuda else "",

@@ -25,8 +25,7 @@ from torch import Tensor
 from torch.utils._pytree import keystr, tree_leaves_with_path
 
 from ptrain.errors import SpecError, refused
-from ptrain.models.described import kind_of
-from ptrain.models.launch import sent_to
+from ptrain.models.boundary import kind_of
 from ptrain.models.objective import (
     IGNORED,
     SampleBatch,
@@ -34,6 +33,7 @@ from ptrain.models.objective import (
     in_dtype_of,
     of_tokens,
     sample_batch,
+    sent_to,
 )
 from ptrain.spec.batch import Batch
 from ptrain.spec.spec import Spec

@@ -4,14 +4,14 @@ templates, whose ways are options of the whole process."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor.experimental._context_parallel import _attention as ring
 
-from ptrain.internals.part import PrivatePart
+from ptrain.internals.part import PrivatePart, replaced
 
 _TOKENS = 2  # the dimension of tokens, behind those of samples and heads
 _OPTIONS = ring._cp_options
@@ -91,18 +91,15 @@ def merged(
     return merger.results()
 
 
-@contextmanager
-def _ways(dtype: torch.dtype, *, is_balanced: bool) -> Iterator[None]:
+def _ways(dtype: torch.dtype, *, is_balanced: bool) -> AbstractContextManager[None]:
     """Sets the process's options while one call runs. Sums of blocks are fp32, but in fp64: that
     option would make them narrower there."""
-    before = _OPTIONS.convert_to_f32, _OPTIONS.enable_load_balance, _OPTIONS.rotate_method
-    _OPTIONS.convert_to_f32 = _is_narrow(dtype)
-    _OPTIONS.enable_load_balance = is_balanced
-    _OPTIONS.rotate_method = ring._RotateMethod.ALL_TO_ALL
-    try:
-        yield
-    finally:
-        _OPTIONS.convert_to_f32, _OPTIONS.enable_load_balance, _OPTIONS.rotate_method = before
+    return replaced(
+        _OPTIONS,
+        convert_to_f32=_is_narrow(dtype),
+        enable_load_balance=is_balanced,
+        rotate_method=ring._RotateMethod.ALL_TO_ALL,
+    )
 
 
 def _is_narrow(dtype: torch.dtype) -> bool:

@@ -27,6 +27,9 @@ __all__ = [
     "unset_fake_temporarily",
 ]
 
+# What torch raises where code reads a value, or a shape that depends on values, off a fake tensor,
+# which has none.
+READ = (DataDependentOutputException, DynamicOutputShapeException)
 COPIES = FakeTensor, "__deepcopy__"
 LOGGER = "torch._subclasses.fake_tensor"
 

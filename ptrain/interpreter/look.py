@@ -12,7 +12,7 @@ From a spec's model to a wrapped module with values: the same weights whatever t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ptrain.axes.data.run.flat_target import RowWriter
 from ptrain.axes.data.run.target import Parameter, whole_parameter, window_of
@@ -41,7 +40,7 @@ from ptrain.models.initialize import (
     read_module_weights,
     reset_buffers,
 )
-from ptrain.models.ledger import local
+from ptrain.models.ledger import OperatorMode, local
 from ptrain.models.meta import NeedsValues, hollow
 from ptrain.models.moe import weigh
 from ptrain.models.numerics import TORCH_DTYPES
@@ -233,7 +232,7 @@ def _first(shape: Sequence[int], count: int) -> Window:
     return window
 
 
-class _ByColumns(TorchDispatchMode):
+class _ByColumns(OperatorMode):
     """Computes a product with a matrix whose rows overlap some columns at a time, each copied to
     the same place: of places that are freed in between, glibc takes none again."""
 
@@ -241,21 +240,15 @@ class _ByColumns(TorchDispatchMode):
         super().__init__()
         self._place = torch.empty(MOST_COPIED, dtype=torch.uint8)
 
-    def __torch_dispatch__(
-        self,
-        function: Any,
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if function in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
             *addends, left, right = args
             columns = MOST_COPIED // max(1, right.itemsize * right.shape[0])
             if overlaps(right) and columns:
-                product = partial(function, **(kwargs or {}))
+                product = partial(function, **kwargs)
                 outputs = self._by_columns(product, addends, left, right.split(columns, 1))
                 return torch.cat([*outputs], -1)
-        return function(*args, **(kwargs or {}))
+        return function(*args, **kwargs)
 
     def _by_columns(
         self,

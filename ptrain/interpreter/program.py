@@ -33,7 +33,7 @@ from ptrain.interpreter.execute import execute
 from ptrain.interpreter.look import look_at, look_at_built
 from ptrain.interpreter.loss import Loss, StepLoss
 from ptrain.models.attention import require_trainable
-from ptrain.models.dataset import dataset_of
+from ptrain.models.external import dataset_of
 from ptrain.models.initialize import accept, keeps_its_weights
 from ptrain.models.ledger import tensors_of
 from ptrain.models.numerics import TORCH_DTYPES

@@ -46,7 +46,7 @@ from ptrain.internals.dispatch import without_modes
 from ptrain.interpreter.program import Program
 from ptrain.meters import holdings
 from ptrain.meters.replicas import SupportsGather, digests, of_bytes
-from ptrain.models.ledger import OperatorMode, is_tagged, storage_of, tier_of
+from ptrain.models.ledger import OperatorMode, is_tagged, storage_of, tensors_of, tier_of
 from ptrain.report.calls import Call, differing, root_cause
 from ptrain.report.finding import Mismatch, Moment, RootCause
 from ptrain.rooms.comm import Registry
@@ -64,13 +64,21 @@ _COLLECTIVES: dict[str, tuple[Collective, str]] = {
     "allreduce_coalesced_": (Collective.ALL_REDUCE, "input"),
     "all_reduce": (Collective.ALL_REDUCE, "input"),
     "all_reduce_": (Collective.ALL_REDUCE, "input"),
+    "all_reduce_coalesced": (Collective.ALL_REDUCE, "input"),
+    "all_reduce_coalesced_": (Collective.ALL_REDUCE, "input"),
     "_allgather_base_": (Collective.ALL_GATHER, "first"),
     "allgather_": (Collective.ALL_GATHER, "first"),
+    "allgather_coalesced_": (Collective.ALL_GATHER, "first"),
     "allgather_into_tensor_coalesced_": (Collective.ALL_GATHER, "first"),
     "all_gather_into_tensor": (Collective.ALL_GATHER, "result"),
+    "all_gather_into_tensor_coalesced": (Collective.ALL_GATHER, "result"),
+    "all_gather_into_tensor_out": (Collective.ALL_GATHER, "result"),
     "_reduce_scatter_base_": (Collective.REDUCE_SCATTER, "second"),
     "reduce_scatter_": (Collective.REDUCE_SCATTER, "second"),
     "reduce_scatter_tensor": (Collective.REDUCE_SCATTER, "input"),
+    "reduce_scatter_tensor_out": (Collective.REDUCE_SCATTER, "input"),
+    "reduce_scatter_tensor_coalesced": (Collective.REDUCE_SCATTER, "input"),
+    "reduce_scatter_tensor_coalesced_": (Collective.REDUCE_SCATTER, "second"),
     "alltoall_base_": (Collective.ALL_TO_ALL, "second"),
     "alltoall_": (Collective.ALL_TO_ALL, "second"),
     "all_to_all_single": (Collective.ALL_TO_ALL, "input"),
@@ -132,23 +140,23 @@ class TrafficMeter(OperatorMode):
         """Return what ran, one row per kind of call."""
         return add_traffic(self._rows)
 
-    def operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        result = function(*args, **kwargs)
+    def ran(
+        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+    ) -> None:
         if function in _COPIES:
             self._count_moves(function, args, result)
         elif function.namespace in _NAMESPACES:
             name = function._schema.name.partition("::")[2]
             if name not in SILENT:
                 self._count(name, args, kwargs, result)
-        return result
 
     def _count(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         collective, where = _COLLECTIVES[name]
         group = group_of((args, kwargs))
-        whole = _tensors(
+        whole = tensors_of(
             {"first": args[:1], "second": args[1:2], "result": result}.get(where, args)
         )
-        tag = next(filter(None, map(self._registry.of, _tensors((args, result)))), None)
+        tag = next(filter(None, map(self._registry.of, tensors_of((args, result)))), None)
         via = None
         if tag is not None and tag.substitute is not None:
             collective, via = tag.substitute, str(collective)
@@ -229,10 +237,6 @@ def ring_bytes(collective: Collective, payload: int, ranks: int) -> int:
     return (rounds * payload + ranks - 1) // ranks
 
 
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
-
-
 def group_of(tree: Any) -> dist.ProcessGroup:
     """The process group of a call: boxed in c10d's operators, by name in the functional ones."""
     for leaf in tree_leaves(tree):
@@ -247,19 +251,6 @@ def group_of(tree: Any) -> dist.ProcessGroup:
 _REDUCTIONS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM")
 # Between two ranks, each of which calls something else.
 _BETWEEN_TWO = ("send", "isend", "recv_", "irecv", "recv_any_source_", "batch_p2p_ops")
-# Operators by how c10d and the functional collectives begin their names.
-_OPERATORS = {
-    "allreduce": "all_reduce",
-    "all_reduce": "all_reduce",
-    "allgather": "all_gather",
-    "_allgather": "all_gather",
-    "all_gather": "all_gather",
-    "broadcast": "broadcast",
-    "_reduce_scatter": "reduce_scatter",
-    "reduce_scatter": "reduce_scatter",
-    "alltoall": "all_to_all",
-    "all_to_all": "all_to_all",
-}
 _ALIKE = ("all_reduce", "all_gather", "broadcast")  # all ranks get the same
 _MOMENTS = {
     Phase.FORWARD: Moment.FORWARD,
@@ -320,15 +311,14 @@ class CollectiveLedger(OperatorMode):
             self._groups[group.group_name] = tuple(dist.get_process_group_ranks(group))
 
     def _call(self, name: str, named: dict[str, Any], result: Any, carries: str) -> Call:
-        begins = sorted((prefix for prefix in _OPERATORS if name.startswith(prefix)), key=len)
-        operator = _OPERATORS[begins[-1]] if begins else name.strip("_")
+        operator = str(_COLLECTIVES[name][0]) if name in _COLLECTIVES else name.strip("_")
         is_c10d = any(isinstance(leaf, torch.ScriptObject) for leaf in tree_leaves(result))
-        whole = _tensors_of(next(iter(named.values())) if is_c10d else result)
+        whole = [*tensors_of(next(iter(named.values())) if is_c10d else result)]
         digest = ""
         if operator in _ALIKE:
             _wait(result, whole)
             digest = of_bytes("".join(digests(whole)).encode())
-        sent = whole if operator in _ALIKE else _tensors_of(named)
+        sent = whole if operator in _ALIKE else [*tensors_of(named)]
         meant = self.program.registry.executed
         is_sum = meant is Collective.REDUCE_SCATTER
         return Call(
@@ -344,7 +334,7 @@ class CollectiveLedger(OperatorMode):
 
     def _carries(self, tree: Any) -> str:
         """`gradients blocks.1`: as the registry and the program's own tensors tell."""
-        tensors = _tensors_of(tree)
+        tensors = [*tensors_of(tree)]
         tags = [tag for tag in map(self.program.registry.of, tensors) if tag is not None]
         state = str(tags[0].state) if tags else ""
         name = self._known(tensors) or next((tag.name for tag in tags if tag.name), "")
@@ -436,10 +426,6 @@ def _wait(result: Any, tensors: Sequence[torch.Tensor]) -> None:
     if not works:
         for tensor in tensors:
             torch.ops._c10d_functional.wait_tensor(tensor)
-
-
-def _tensors_of(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 _NAMES = {

@@ -8,12 +8,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from traceback import extract_tb
+from typing import Any
 
 import torch
+from torch import Tensor
 
 import ptrain
 from ptrain.errors import Fault, PtrainError, SpecError
-from ptrain.models.fake_values import READ
+from ptrain.internals.fakes import READ
 
 _INSTALLED = ("site-packages", "dist-packages")
 _NOT_THEIRS = tuple(str(Path(module.__file__ or "").parent) for module in (ptrain, torch))
@@ -74,3 +76,18 @@ def _is_code(file: str) -> bool:
     is_standard = file.startswith(f"{_STANDARD}/") and not any(part in file for part in _INSTALLED)
     is_known = any(file.startswith(f"{folder}/") for folder in _NOT_THEIRS)
     return not (file.startswith("<") or is_standard or is_known)
+
+
+def kind_of(value: Any) -> str:
+    """`a tuple of (float32 [2, 16, 260], NoneType)`: types and shapes, no values."""
+    match value:
+        case Tensor():
+            return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+        case dict():
+            inner = ", ".join(f"{key}: {kind_of(item)}" for key, item in list(value.items())[:4])
+        case tuple() | list():
+            inner = ", ".join(map(kind_of, value[:4]))
+        case _:
+            return type(value).__name__
+    more = ", …" if len(value) > 4 else ""
+    return f"{type(value).__name__} ({inner}{more})"

@@ -33,9 +33,10 @@ from torch.utils._pytree import tree_iter, tree_map
 from ptrain.errors import refused
 from ptrain.facts.stages import ENDS, Chain, Ends, is_within
 from ptrain.models.contract import outcome_of
+from ptrain.models.external import named_in_spec
 from ptrain.models.modes import OutsideDraws, copied_buffers, forked, in_mode, reseed
 from ptrain.models.objective import SampleBatch, TokenPair, sample_batch, uses_of_leaves
-from ptrain.models.roles import named_in_spec, plan_of_module
+from ptrain.models.roles import plan_of_module
 from ptrain.models.transformer import Transformer
 from ptrain.models.units import blocks_of, unit_modules
 from ptrain.models.watch import first_real, is_real, watching

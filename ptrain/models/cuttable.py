@@ -20,11 +20,10 @@ from torch import Tensor, nn
 from ptrain.errors import Fault, SpecError, refused
 from ptrain.internals.fakes import detect_fake_mode
 from ptrain.models.boundary import boundary, said
-from ptrain.models.linear import features, is_linear
+from ptrain.models.contract import OnePass, least_embeddings
 from ptrain.models.modes import in_mode
-from ptrain.models.one_pass import OnePass, least_embeddings
+from ptrain.models.parting import features, is_linear, standing_alone
 from ptrain.models.slices import TokenSlices, follow
-from ptrain.models.sub_blocks import standing_alone
 from ptrain.models.transformer import Transformer
 from ptrain.models.units import blocks_of
 from ptrain.models.watch import watching, with_first

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ptrain.internals.initialization import truncated_normal_as
+from ptrain.models.ledger import OperatorMode
 from ptrain.models.meta import (
     Build,
     NeedsValues,
@@ -145,7 +145,7 @@ class _RecordedCall:
             return self.function(*args, **kwargs)
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(OperatorMode):
     """Records writes to the parameters that `empty` has taken the values of. `draws`: whether
     random operators run, which takes as long as they do; without, the record gives other values."""
 
@@ -181,14 +181,7 @@ class _Recorder(TorchDispatchMode):
         storage = parameter.untyped_storage()
         self.histories[storage._cdata] = _History(storage, parameter.dtype, base)
 
-    def __torch_dispatch__(
-        self,
-        function: Any,
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
+    def operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if any(self.tracks(tensor) for tensor in tensors):
             return self._record(function, args, kwargs)

@@ -35,16 +35,17 @@ from ptrain.facts.model import (
     UnitFacts,
 )
 from ptrain.facts.parameters import expert_modules
+from ptrain.internals.part import replaced
 from ptrain.models.boundary import boundary, said
 from ptrain.models.chain import TOKENS, chain_of_module, sample
-from ptrain.models.contract import forward_of, logits_of, require_logits
+from ptrain.models.contract import OnePass, forward_of, logits_of, require_logits
+from ptrain.models.external import named_in_spec
 from ptrain.models.ledger import storage_of
 from ptrain.models.modes import DropoutCall, copied_buffers, dropout_by, drops_out, forked, in_mode
 from ptrain.models.moe import NUMBER
 from ptrain.models.objective import can_fuse, sample_bytes
-from ptrain.models.one_pass import OnePass
 from ptrain.models.pretrained import ignored_fields
-from ptrain.models.roles import cutting_of_module, named_in_spec, names_of_experts
+from ptrain.models.roles import cutting_of_module, names_of_experts
 from ptrain.models.transformer import Transformer
 from ptrain.models.units import ROOT, blocks_of, unit_modules
 from ptrain.models.watch import watching
@@ -116,18 +117,6 @@ class AttendingCall:
 
 
 @contextmanager
-def replaced_attention(replacement: Callable[..., Tensor]) -> Iterator[None]:
-    """Within it the name stands for `replacement`, which is called as torch's function is."""
-    functional: Any = F
-    before = functional.scaled_dot_product_attention
-    functional.scaled_dot_product_attention = replacement
-    try:
-        yield
-    finally:
-        functional.scaled_dot_product_attention = before
-
-
-@contextmanager
 def attention_by(attend: Callable[[AttendingCall], Tensor]) -> Iterator[None]:
     """Within it `attend` is given every call."""
 
@@ -145,7 +134,7 @@ def attention_by(attend: Callable[[AttendingCall], Tensor]) -> Iterator[None]:
             AttendingCall(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         )
 
-    with replaced_attention(attended):
+    with replaced(F, scaled_dot_product_attention=attended):
         yield
 
 

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ptrain.models.facts import replaced_attention
+from ptrain.internals.part import replaced
 from ptrain.models.ledger import OperatorMode, is_wrapper
 from ptrain.models.numerics import DTYPE_NAMES
 
@@ -254,10 +254,5 @@ def _replacing(attention: _Kernels | None) -> Iterator[None]:
             return y
         return rms_norm(input, weight, dims=len(normalized_shape))
 
-    functional: Any = F
-    functional.dropout, functional.rms_norm = masked, normalized
-    try:
-        with replaced_attention(fused):
-            yield
-    finally:
-        functional.dropout, functional.rms_norm = drop, normalize
+    with replaced(F, scaled_dot_product_attention=fused, dropout=masked, rms_norm=normalized):
+        yield

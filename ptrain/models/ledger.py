@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Self, TypeAlias, TypeVar
 
@@ -80,9 +79,16 @@ class OperatorMode(TorchDispatchMode):
             return NotImplemented
         return self.operator(function, args, kwargs or {})
 
-    @abstractmethod
     def operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator, and return its result."""
+        result = function(*args, **kwargs)
+        self.ran(function, args, kwargs, result)
+        return result
+
+    def ran(
+        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+    ) -> None:
+        """An operator has run. Modes that only look define this one."""
 
 
 class Ledger(OperatorMode):

@@ -19,13 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils import swap_tensors
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_leaves
 
 from ptrain.errors import refused
 from ptrain.internals.dispatch import without_modes
+from ptrain.internals.part import replaced
 from ptrain.models.boundary import CodeRaised, boundary
 from ptrain.models.external import raised
+from ptrain.models.ledger import OperatorMode
 from ptrain.spec.function import UserFunction
 
 Build = Callable[[int], nn.Module]  # given how much is added to the seed
@@ -78,11 +79,8 @@ def without_values(
             empty(param)
         register(module, name, param)
 
-    nn.Module.register_parameter = registered
-    try:
+    with replaced(nn.Module, register_parameter=registered):
         yield
-    finally:
-        nn.Module.register_parameter = register
 
 
 def has_memory(tensor: Tensor) -> bool:
@@ -143,7 +141,7 @@ def _are_equal(these: list[Any], those: list[Any]) -> bool:
     )
 
 
-class _ConstructorDraws(TorchDispatchMode):
+class _ConstructorDraws(OperatorMode):
     """Sees which random numbers are drawn: `of_values`, for a tensor that has some;
     `by_own_generator`, of one that the code made itself."""
 
@@ -151,19 +149,13 @@ class _ConstructorDraws(TorchDispatchMode):
         super().__init__()
         self.of_values = self.by_own_generator = False
 
-    def __torch_dispatch__(
-        self,
-        function: Any,
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        result = function(*args, **(kwargs or {}))
+    def ran(
+        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+    ) -> None:
         if torch.Tag.nondeterministic_seeded in function.tags:
             leaves = tree_leaves((args, kwargs, result))
             self.by_own_generator |= any(isinstance(x, torch.Generator) for x in leaves)
             self.of_values |= any(isinstance(x, Tensor) and not x.is_meta for x in leaves)
-        return result
 
 
 _RESETS = ("reset_parameters", "_reset_parameters")  # torch's layers have one or the other
@@ -266,22 +258,17 @@ def _run_own_initialization(module: nn.Module, device: torch.device) -> str:
     return "neither init_weights() nor reset_parameters() sets values for"
 
 
-class WrittenStorages(TorchDispatchMode):
+class WrittenStorages(OperatorMode):
     """The storages that operators write to: an in-place operator, and one with `out`."""
 
     def __init__(self) -> None:
         super().__init__()
         self.keys: set[int] = set()
 
-    def __torch_dispatch__(
-        self,
-        function: Any,
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        self.keys.update(map(storage_key, written_tensors(function, args, kwargs or {})))
-        return function(*args, **(kwargs or {}))
+    def ran(
+        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+    ) -> None:
+        self.keys.update(map(storage_key, written_tensors(function, args, kwargs)))
 
 
 def written_tensors(

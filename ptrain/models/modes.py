@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from ptrain.internals.fakes import detect_fake_mode
+from ptrain.internals.part import replaced
 
 _FUNCTIONS = (
     "dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout",
@@ -68,16 +69,9 @@ class SwitchedOff:
 @contextmanager
 def switched_off() -> Iterator[SwitchedOff]:
     """Within it nothing is dropped by torch's functions, outside of attention."""
-    functional: Any = F
-    before = {name: getattr(functional, name) for name in _FUNCTIONS}
     off = SwitchedOff()
-    try:
-        for name in _FUNCTIONS:
-            setattr(functional, name, off)
+    with replaced(F, **dict.fromkeys(_FUNCTIONS, off)):
         yield off
-    finally:
-        for name, function in before.items():
-            setattr(functional, name, function)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,11 +96,10 @@ Drop: TypeAlias = Callable[[DropoutCall], Tensor]
 def dropout_by(drop: Drop) -> Iterator[None]:
     """Within it `drop` is given every call by this name that draws; nn.Dropout calls it so. Where
     dropout is switched off it is that."""
-    functional: Any = F
-    if isinstance(functional.dropout, SwitchedOff):
+    before: Any = F.dropout
+    if isinstance(before, SwitchedOff):
         yield
         return
-    before: Callable[..., Tensor] = functional.dropout
 
     def dropped(
         input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
@@ -115,11 +108,8 @@ def dropout_by(drop: Drop) -> Iterator[None]:
             return before(input, p, training, inplace)
         return drop(DropoutCall(input, p, inplace, before))
 
-    functional.dropout = dropped
-    try:
+    with replaced(F, dropout=dropped):
         yield
-    finally:
-        functional.dropout = before
 
 
 def drawn_state() -> Any:

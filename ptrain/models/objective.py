@@ -25,15 +25,13 @@ in the order in which the forward pass makes them, so a call is a span of number
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._guards import detect_fake_mode
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.autograd.graph import Node
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
@@ -42,10 +40,10 @@ from torch.utils.checkpoint import checkpoint
 
 from ptrain.errors import refused
 from ptrain.internals.autograd import next_number, number_of
-from ptrain.models.dataset import dataset_of
-from ptrain.models.described import kind_of
-from ptrain.models.external import resolved
-from ptrain.models.launch import sent_to
+from ptrain.internals.fakes import detect_fake_mode, unset_fake_temporarily
+from ptrain.internals.part import replaced
+from ptrain.models.boundary import kind_of
+from ptrain.models.external import dataset_of, resolved
 from ptrain.models.numerics import TORCH_DTYPES, widen
 from ptrain.models.transformer import Transformer
 from ptrain.models.watch import watching
@@ -412,15 +410,10 @@ class LossInside:
         self.step, self.loss = step, loss
         self.targets: Tensor | None = None
 
-    @contextmanager
-    def given(self, targets_BT: Tensor) -> Iterator[None]:
+    def given(self, targets_BT: Tensor) -> AbstractContextManager[None]:
         """While entered, the model returns the loss of these, of which IGNORED count for nothing;
         0-d."""
-        self.targets = targets_BT
-        try:
-            yield
-        finally:
-            self.targets = None
+        return replaced(self, targets=targets_BT)
 
     def attach(self, model: nn.Module, head: str) -> None:
         """To a model, or to that part of it which makes the logits; `head` names the module that
@@ -535,3 +528,12 @@ class _Whole(torch.autograd.Function):
         assert isinstance(gradient, DTensor)
         assert gradient.placements == (Partial(),), "the head is sharded"
         return gradient.to_local(), None
+
+
+def sent_to(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor on a device. To CUDA it travels from pinned memory, in the stream's order,
+    and the host goes on: a copy from other memory waits until the device has nothing left to do.
+    torch's allocator keeps the pinned memory until the copy is over."""
+    if device.type == "cuda" and tensor.device.type == "cpu" and detect_fake_mode() is None:
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)

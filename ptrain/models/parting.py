@@ -2,7 +2,8 @@
 features, or counting heads that it does not have all of.
 
 Also finds which dimension of a tensor holds sliced features, which operators work along it, and
-which linear layers are several projections in one.
+which linear layers are several projections in one. Linear layers are of two kinds: torch's own, and
+transformers' Conv1D, whose weight is stored inputs by outputs.
 
 A backward pass has left a module when the gradients of its inputs are complete.
 """
@@ -15,12 +16,12 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from ptrain.models.ledger import OfStorages, storage_of
-from ptrain.spec.role import in_any_block
+from ptrain.spec.role import Role, in_any_block
 
 
 class _LeaveBackward(torch.autograd.Function):
@@ -303,3 +304,28 @@ def _flat(written: list[Any]) -> tuple[int, ...] | None:
         s for value in written for s in (value if isinstance(value, list | tuple) else [value])
     ]
     return tuple(sizes) if all(isinstance(size, int) for size in sizes) else None
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """Return whether it is transformers' Conv1D, which only models that have it import."""
+    kind = type(module)
+    return kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Return whether it is a linear layer of either kind."""
+    return isinstance(module, nn.Linear) or is_transposed(module)
+
+
+def features(module: nn.Module) -> tuple[int, int]:
+    """Return inputs and outputs of a linear layer."""
+    first, second = module.get_parameter("weight").shape
+    return (first, second) if is_transposed(module) else (second, first)
+
+
+def standing_alone(named: Iterable[tuple[str, Role]]) -> frozenset[str]:
+    """Return the names of those that are in none: what such a column is given it makes whole for
+    itself."""
+    roles = dict(named)
+    opened = tuple(f"{name}." for name, role in roles.items() if role is Role.WHOLE_INPUT)
+    return frozenset(name for name in roles if not name.startswith(opened))

@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cache, lru_cache, partial
 from pathlib import Path
@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from ptrain.errors import Fault, SpecError, refused
 from ptrain.internals.fakes import detect_fake_mode
+from ptrain.internals.part import replaced
 from ptrain.models.boundary import boundary
 from ptrain.models.meta import has_memory
 from ptrain.models.published_config import (
@@ -202,19 +203,11 @@ def masks() -> ModuleType:
     return module
 
 
-@contextmanager
-def _never_packed() -> Iterator[None]:
+def _never_packed() -> AbstractContextManager[None]:
     """Within it transformers makes no mask of positions. Where one is not followed by the next it
     takes them for several samples in a row; they are a rank's chunks of one sample."""
-    before = getattr(masks(), PACKED, None)
-    if before is None:  # an older transformers does not look at them
-        yield
-        return
-    setattr(masks(), PACKED, never_packed)
-    try:
-        yield
-    finally:
-        setattr(masks(), PACKED, before)
+    looks = hasattr(masks(), PACKED)  # an older transformers does not look at them
+    return replaced(masks(), **{PACKED: never_packed}) if looks else nullcontext()
 
 
 def never_packed(position_ids: Tensor) -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import assert_never
 
 from torch import nn
 
@@ -20,10 +19,11 @@ from ptrain.errors import Fault, refused
 from ptrain.facts.roles import roles_of
 from ptrain.models.boundary import boundary, said
 from ptrain.models.cuttable import cutting, matching
-from ptrain.models.linear import is_transposed
+from ptrain.models.external import named_in_spec
+from ptrain.models.parting import is_transposed
 from ptrain.models.transformer import Transformer
 from ptrain.models.units import blocks_of
-from ptrain.spec.model import ExternalModel, HuggingFaceModel, ModelShape
+from ptrain.spec.model import ModelShape
 from ptrain.spec.placement import Axis, R
 from ptrain.spec.role import COLUMNS, GIVEN, Fusions, Role, Roles, fits, in_any_block
 from ptrain.spec.spec import Spec
@@ -193,19 +193,6 @@ def _their_plan(module: nn.Module) -> dict[str, str]:
         if pattern not in base
     }
     return {**named, **(getattr(type(module), "_tp_plan", None) or {}), **own}
-
-
-def named_in_spec(module: nn.Module, spec: Spec) -> tuple[str, str]:
-    """Return where the spec says which model it is, and what it is called."""
-    match spec.model:
-        case HuggingFaceModel(hf=name):
-            return "model.hf", name
-        case ExternalModel(target=name):
-            return "model.target", name
-        case ModelShape():  # another module was given in its place
-            return "model", type(module).__name__
-        case model:
-            assert_never(model)
 
 
 def _known(module: nn.Module, plan: _Plan) -> Iterator[tuple[str, Role]]:

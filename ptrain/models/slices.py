@@ -20,12 +20,10 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_iter
 
-from ptrain.models.ledger import OfStorages, OperatorMode, storage_of
-from ptrain.models.linear import is_linear
-from ptrain.models.one_pass import OnePass
-from ptrain.models.parting import Parting, Problem, ViewCalls
+from ptrain.models.contract import OnePass
+from ptrain.models.ledger import OfStorages, OperatorMode, storage_of, tensors_of
+from ptrain.models.parting import Parting, Problem, ViewCalls, is_linear
 from ptrain.models.watch import is_real, watching
 from ptrain.spec.role import COLUMNS, ROWS, Role, in_any_block
 
@@ -185,7 +183,7 @@ class Follower(OperatorMode):
     def end(self, output: object) -> None:
         """Complain where the model returns a slice of the features."""
         self._say_first(self._parting.end())
-        origins = self._origins(map(storage_of, _tensors(output)))
+        origins = self._origins(map(storage_of, tensors_of(output)))
         if columns := [name for name in origins if self._named.get(name) is not Role.HEAD]:
             column = min(columns)
             self._say(
@@ -235,7 +233,7 @@ class Follower(OperatorMode):
         self._draws.leave(name)
         for storage in [storage for storage, of in self._counted.items() if of == name]:
             del self._counted[storage]
-        outputs = [storage_of(tensor) for tensor in _tensors(output)]
+        outputs = [storage_of(tensor) for tensor in tensors_of(output)]
         self.tokens.leave(name, outputs)
         self._leave(name, role, outputs)
         if role in COLUMNS and isinstance(output, torch.Tensor):
@@ -287,17 +285,17 @@ class Follower(OperatorMode):
                     self._learnt[key] = frozenset()
 
     def operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        tensors = list(_tensors((args, kwargs)))
+        tensors = list(tensors_of((args, kwargs)))
         read = [storage_of(tensor) for tensor in tensors]
         result = function(*args, **kwargs)
-        self.projections.see(tensors, _tensors(result))
+        self.projections.see(tensors, tensors_of(result))
         is_own = bool(self._origins(read)) or any(map(self._is_own, read))
-        if self._draws.see(function, _tensors(result), is_own=is_own):
+        if self._draws.see(function, tensors_of(result), is_own=is_own):
             self._say_drawn(function)
         self._judge_count(read)
         if not function._schema.name.endswith(_SHAPES_ALONE):
             if not any(self._named.get(name) in _OPERATORS for name in self._running[-1:]):
-                self._see_tokens(read, [storage_of(tensor) for tensor in _tensors(result)])
+                self._see_tokens(read, [storage_of(tensor) for tensor in tensors_of(result)])
                 slices = [
                     (t, min(self._slices[storage_of(t)]))
                     for t in tensors
@@ -306,10 +304,10 @@ class Follower(OperatorMode):
                 parted = self._parting.operator(function, args, kwargs, slices, self._where())
                 self._say_first(parted)
             self._judge(read)
-            for tensor in _tensors(result):
+            for tensor in tensors_of(result):
                 self._mark(tensor, read)
             narrow = (tensor for tensor in tensors if storage_of(tensor) in self._slices)
-            self._parting.passes_on(narrow, _tensors(result))
+            self._parting.passes_on(narrow, tensors_of(result))
         return result
 
     def judge_view(self, tensor: torch.Tensor, sizes: tuple[int, ...], view: torch.Tensor) -> None:
@@ -453,11 +451,3 @@ class Follower(OperatorMode):
 
     def _say(self, finding: str, remedy: str) -> None:
         self.problem = self.problem or (finding, remedy)
-
-
-def _tensors(tree: Any) -> Iterator[torch.Tensor]:
-    return (
-        leaf
-        for leaf in tree_iter(tree)
-        if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided
-    )

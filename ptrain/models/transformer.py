@@ -26,8 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ptrain.facts.parameters import LOCAL, tables_of
-from ptrain.models.attention import attention_core
-from ptrain.models.documents import documents_of
+from ptrain.models.attention import attention_core, documents_of
 from ptrain.models.moe import FeedForward, MoE
 from ptrain.models.numerics import capped, widen
 from ptrain.spec.block import Bias, Norm, Positions, RopeScaling

@@ -33,31 +33,25 @@ def watching(
     given, and `after` what it gave; what they return stands in the place of that, unless it is
     None. `is_first`: ahead of the hooks that a module has."""
     running: list[str] = []
+
+    def begins(path: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        running.append(path)
+        return None if before is None else before(path, module, args, kwargs)
+
+    def ended(*_: object) -> None:
+        running.pop()
+
     with ExitStack() as stack:
-
-        def left(*_: object) -> None:
-            running.pop()
-
         for path, module in modules:
-            handles = [
-                module.register_forward_pre_hook(partial(_enter, running, path), prepend=is_first)
-            ]
-            if before is not None:
-                hook = partial(before, path)
-                handles.append(
-                    module.register_forward_pre_hook(hook, with_kwargs=True, prepend=is_first)
-                )
+            begun = module.register_forward_pre_hook(
+                partial(begins, path), with_kwargs=True, prepend=is_first
+            )
+            stack.callback(begun.remove)
             if after is not None:
-                handles.append(module.register_forward_hook(partial(after, path)))
+                stack.callback(module.register_forward_hook(partial(after, path)).remove)
             # a module that raises has run, too, and gave nothing
-            handles.append(module.register_forward_hook(left, always_call=True))
-            for handle in handles:
-                stack.callback(handle.remove)
+            stack.callback(module.register_forward_hook(ended, always_call=True).remove)
         yield running
-
-
-def _enter(running: list[str], path: str, *_: object) -> None:
-    running.append(path)
 
 
 def runs_again() -> bool:

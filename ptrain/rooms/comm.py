@@ -9,8 +9,8 @@ storage is forgotten when it dies, so that one at the same address does not inhe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -25,6 +25,7 @@ from ptrain.errors import Fault, SpecError
 from ptrain.internals.dtensor import flattened
 from ptrain.internals.fakes import unset_fake_temporarily
 from ptrain.internals.fsdp2 import AllGather, ReduceScatter
+from ptrain.internals.part import replaced
 from ptrain.internals.process_groups import (
     Work,
     all_gather_single,
@@ -62,14 +63,9 @@ class Registry:
         self.listeners: list[Callable[[torch.UntypedStorage, Tag], None]] = []
         self.executed: Collective | None = None
 
-    @contextmanager
-    def executing(self, collective: Collective) -> Iterator[None]:
+    def executing(self, collective: Collective) -> AbstractContextManager[None]:
         """What is called meanwhile is how `collective` is executed."""
-        self.executed = collective
-        try:
-            yield
-        finally:
-            self.executed = None
+        return replaced(self, executed=collective)
 
     def tag(
         self,

@@ -27,6 +27,7 @@ from ptrain.internals import (
 from ptrain.internals.dispatch import without_modes
 from ptrain.internals.dtensor import TRACERS, ShardingPropagator, forget_shapes
 from ptrain.internals.fakes import FakeTensor
+from ptrain.internals.part import replaced
 from ptrain.models.pretrained import PACKED, masks, never_packed
 from ptrain.spec.model import HuggingFaceModel, ModelSpec
 from ptrain.version import REFERENCE_TORCH, TESTED_TORCH, is_tested
@@ -63,18 +64,10 @@ def patched(model: ModelSpec) -> Iterator[None]:
     with ExitStack() as stack:
         stack.callback(forget_shapes)
         for patch in (*PATCHES, *_of_transformers(model)):
-            stack.enter_context(_applied(patch))
+            original = getattr(patch.owner, patch.attribute)
+            stand_in = {patch.attribute: patch.replacement(original)}
+            stack.enter_context(replaced(patch.owner, **stand_in))
         yield
-
-
-@contextmanager
-def _applied(patch: Patch) -> Iterator[None]:
-    original = getattr(patch.owner, patch.attribute)
-    setattr(patch.owner, patch.attribute, patch.replacement(original))
-    try:
-        yield
-    finally:
-        setattr(patch.owner, patch.attribute, original)
 
 
 def _alone(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -28,9 +28,9 @@ from ptrain.derivation.flat import joined
 from ptrain.derivation.tensor import local_units
 from ptrain.errors import PtrainError
 from ptrain.facts.model import ModelFacts
+from ptrain.internals.fakes import READ
 from ptrain.models.contract import forward_once
 from ptrain.models.facts import untraced_facts
-from ptrain.models.fake_values import READ
 from ptrain.models.ledger import OperatorMode
 from ptrain.models.pretrained import layers_of, with_layers
 from ptrain.plan.lower import lower, own_facts

@@ -30,9 +30,9 @@ from ptrain.data.sampler import blank_batch
 from ptrain.derivation.allocator import AllocatedStep, AllocatorEvent, Reserved, reserved
 from ptrain.derivation.workspaces import products
 from ptrain.errors import RankFailed, refused
+from ptrain.internals.fakes import READ
 from ptrain.interpreter.program import Observer, Program, interpret
 from ptrain.meters.traffic import TrafficMeter
-from ptrain.models.fake_values import READ
 from ptrain.models.ledger import OperatorMode
 from ptrain.models.objective import StepBatch
 from ptrain.models.watch import runs_again

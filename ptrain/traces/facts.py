@@ -25,6 +25,7 @@ from ptrain.activations.run.apply import keep_traced
 from ptrain.derivation.estimate import facts_from_shape
 from ptrain.derivation.layers import is_tabulated
 from ptrain.facts.model import ModelFacts
+from ptrain.internals.fakes import READ
 from ptrain.interpreter.construction import stages_of_module
 from ptrain.interpreter.look import why_built_whole
 from ptrain.models.attention import is_trainable
@@ -34,10 +35,10 @@ from ptrain.models.contract import (
     forward_once,
     logits_of,
     loss_of,
+    other_samples,
     require_takes_tokens,
 )
 from ptrain.models.facts import head_of, untraced_facts
-from ptrain.models.fake_values import READ
 from ptrain.models.initialize import (
     accept,
     build,
@@ -56,7 +57,6 @@ from ptrain.models.objective import (
     sample_batch,
     token_loss_sum,
 )
-from ptrain.models.one_pass import other_samples
 from ptrain.models.trace import BOUNDS, Extent, Selected
 from ptrain.plan.lower import lower
 from ptrain.rooms.world import fake_tensors

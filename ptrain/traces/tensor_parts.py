@@ -35,11 +35,10 @@ from ptrain.errors import PtrainError, refused
 from ptrain.facts.model import ModelFacts, RowsTimeline, WorkByKind
 from ptrain.facts.traced_part import traced_part
 from ptrain.internals.dtensor import forget_shapes
-from ptrain.internals.fakes import FakeTensorMode
+from ptrain.internals.fakes import READ, FakeTensorMode
 from ptrain.interpreter.look import build_module
 from ptrain.models.boundary import CodeRaised
 from ptrain.models.facts import untraced_facts
-from ptrain.models.fake_values import READ
 from ptrain.models.initialize import build, cast
 from ptrain.models.numerics import TORCH_DTYPES
 from ptrain.models.trace import Extent

@@ -19,7 +19,7 @@ from ptrain.cost import State
 from ptrain.internals.dispatch import without_modes
 from ptrain.interpreter.loss import LossScale, not_finite
 from ptrain.interpreter.program import Program
-from ptrain.models.launch import sent_to
+from ptrain.models.objective import sent_to
 from ptrain.rooms.queue import DeviceQueue, Milestone
 from ptrain.spec.placement import Tier
 from ptrain.train.interrupt import SIGNALS, Interrupts, strongest

@@ -23,7 +23,7 @@ from ptrain.cost import Estimate, Phase, Traffic, add_traffic
 from ptrain.interpreter.program import Program
 from ptrain.meters.blocked import Stopwatch
 from ptrain.meters.measure import Measurement, measure
-from ptrain.meters.roles import Finder
+from ptrain.meters.memory import Finder
 from ptrain.rooms.world import World
 from ptrain.spec.dials import GatherAfterUpdate
 from ptrain.spec.spec import Spec

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 
 from ptrain.algebra.legality import check, executed
 from ptrain.errors import refused
+from ptrain.models.external import named_in_spec
 from ptrain.models.facts import AttendingCall, attention_by
 from ptrain.models.modes import SwitchedOff, drawn_state, forked, reseed, switched_off
-from ptrain.models.roles import named_in_spec
 from ptrain.selection.alternatives import with_micro
 from ptrain.spec.model import ModelShape
 from ptrain.spec.precision import DType, Precision

@@ -15,7 +15,7 @@ from ptrain.algebra.legality import require
 from ptrain.cost import State
 from ptrain.data.corpus import corpus
 from ptrain.interpreter.program import Program, interpret
-from ptrain.meters.roles import Finder, RoleRow
+from ptrain.meters.memory import Finder, RoleRow
 from ptrain.rooms.world import World
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec

@@ -18,7 +18,7 @@ TOUCHES_PRIVATE = {
     "ptrain.axes.tensor.run.styles",  # overrides ColwiseParallel._prepare_output_fn
     "ptrain.axes.tensor.run.apply",  # calls it, and its like
     "ptrain.models.objective",  # samples where tensors are fake
-    "ptrain.models.dataset",  # and those of a dataset, which are not
+    "ptrain.models.external",  # and those of a dataset, which are not
 }
 
 

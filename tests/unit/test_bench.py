@@ -10,7 +10,7 @@ import torch
 
 from ptrain.calibration import bench as bench_module
 from ptrain.calibration.bench import Bench, Work
-from ptrain.calibration.operators import _ends_first
+from ptrain.calibration.session import _ends_first
 from ptrain.rooms.world import World
 
 

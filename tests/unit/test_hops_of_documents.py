@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ptrain.axes.context.run.slices import HopKernel, Kernel, kernel_of
 from ptrain.internals.context_parallel import merged
-from ptrain.models.documents import added_mask
+from ptrain.models.attention import added_mask
 
 RANKS, TOKENS, HEADS, KV_HEADS, HEAD_DIM = 3, 8, 4, 2, 16
 # In the second sample no document goes over an edge of slices: whole hops attend to nothing.

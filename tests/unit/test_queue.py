@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from ptrain.models.launch import sent_to
+from ptrain.models.objective import sent_to
 from ptrain.rooms.queue import DeviceQueue
 
 GPU, PROCESSOR = torch.device("cuda", 0), torch.device("cpu")

@@ -16,7 +16,7 @@ from ptrain.data.corpus import corpus
 from ptrain.data.sampler import Split, batch, require
 from ptrain.errors import Fault, SpecError
 from ptrain.interpreter.program import interpret
-from ptrain.models.dataset import MapDataset
+from ptrain.models.external import MapDataset
 from ptrain.models.objective import sample_batch
 from ptrain.rooms.world import World
 from ptrain.spec.load import load

@@ -33,9 +33,11 @@ from ptrain.axes.context.run.slices import MicroBatchCut, SlicedMasks, masks_at
 from ptrain.errors import SpecError, refused
 from ptrain.facts.model import Attending
 from ptrain.internals.dispatch import without_modes
-from ptrain.internals.fakes import detect_fake_mode
+from ptrain.internals.fakes import READ, detect_fake_mode
+from ptrain.internals.part import replaced
 from ptrain.models.boundary import CodeRaised
 from ptrain.models.contract import forward_of
+from ptrain.models.external import named_in_spec
 from ptrain.models.facts import (
     POSITIONS,
     AttendingCall,
@@ -43,9 +45,7 @@ from ptrain.models.facts import (
     attention_by,
     logits_at,
     not_plain,
-    replaced_attention,
 )
-from ptrain.models.fake_values import READ
 from ptrain.models.ledger import OperatorMode
 from ptrain.models.meta import on_meta
 from ptrain.models.modes import (
@@ -58,7 +58,6 @@ from ptrain.models.modes import (
     reseed,
     without_dropout,
 )
-from ptrain.models.roles import named_in_spec
 from ptrain.spec.misfits import divisors
 from ptrain.spec.placement import Axis, R
 from ptrain.spec.spec import Spec
@@ -105,7 +104,7 @@ class _Cores:
         if key not in self._known:
             inner = TorchCore(call.scale, is_grouped=call.is_grouped)
             self._known[key] = self._core_over(inner, call.scale)
-        with replaced_attention(attend):
+        with replaced(F, scaled_dot_product_attention=attend):
             y_BHTD: Tensor = self._known[key](call.query, call.key, call.value)
         return y_BHTD
 
@@ -258,23 +257,18 @@ class _Draws(OperatorMode):
         self._watch, self._meet = watch, meet
         self._is_hidden = False
 
-    @contextmanager
-    def hidden(self) -> Iterator[None]:
+    def hidden(self) -> AbstractContextManager[None]:
         """Within it none is met."""
-        self._is_hidden = True
-        try:
-            yield
-        finally:
-            self._is_hidden = False
+        return replaced(self, _is_hidden=True)
 
-    def operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        result = function(*args, **kwargs)
+    def ran(
+        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+    ) -> None:
         name = function._schema.name.partition("::")[2]
         draws = torch.Tag.nondeterministic_seeded in function.tags
         if draws and not self._is_hidden and not name.startswith(_ATTENTION):
             shape = next(tuple(x.shape) for x in tree_iter(result) if isinstance(x, Tensor))
             self._meet(Draw(self._watch.running, name, shape))
-        return result
 
 
 Spans = tuple[Span, ...]

@@ -32,7 +32,7 @@ from ptrain.axes.context.attention import Span, all_spans, spans_at
 from ptrain.cost import State
 from ptrain.errors import refused
 from ptrain.internals.functional_collectives import all_gathered, all_summed
-from ptrain.models.documents import Documents, added_mask, are_apart, hiding
+from ptrain.models.attention import Documents, added_mask, are_apart, hiding
 from ptrain.models.modes import DropoutCall, dropout_by
 from ptrain.models.moe import Balance, ExpertPlaces, SampleTokens, weigh
 from ptrain.models.objective import SampleBatch, StepBatch, TokenPair

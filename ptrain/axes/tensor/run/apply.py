@@ -64,10 +64,11 @@ from ptrain.axes.tensor.run.styles import (
 from ptrain.errors import refused
 from ptrain.facts.stages import is_within
 from ptrain.internals.dtensor import RANDOM
+from ptrain.internals.part import replaced
 from ptrain.models.chain import names_of_parameters
 from ptrain.models.modes import drops_out
 from ptrain.models.objective import LossInside, token_loss_sum
-from ptrain.models.sub_blocks import standing_alone
+from ptrain.models.parting import standing_alone
 from ptrain.models.watch import with_first
 from ptrain.models.window import Window
 from ptrain.rooms.comm import Registry
@@ -238,17 +239,11 @@ class _AsIs:
         return nullcontext()
 
 
-@contextmanager
-def drawn_by_rank() -> Iterator[None]:
+def drawn_by_rank() -> AbstractContextManager[None]:
     """Within it a DTensor's random numbers are those of the rank's own generator, whose seed says
     which ranks draw alike. Sets torch's tracker of them."""
     module, tracker = RANDOM
-    before = getattr(module, tracker)
-    setattr(module, tracker, _AsIs())
-    try:
-        yield
-    finally:
-        setattr(module, tracker, before)
+    return replaced(module, **{tracker: _AsIs()})
 
 
 # Torch's parallel styles for layers whose weight is stored inputs by outputs (transformers'
