@@ -26,7 +26,7 @@ from ptrain.verification.compare import (
     Liveness,
     claim,
 )
-from ptrain.verification.jobs.averages import explain_average, is_undecided
+from ptrain.verification.jobs.averages import explain_average
 from ptrain.verification.jobs.evidence import ledger_of, rows_of
 from ptrain.verification.jobs.inquiry import Inquiry
 from ptrain.verification.jobs.job import (
@@ -415,23 +415,12 @@ class Examiner:
             )
         if not is_finite(seen.expected.gradients, self.pair.wholes):
             self.root_cause = reference_not_finite(step, self.ranks)
-        elif self.mismatches and not self._waits(step):
+        elif self.mismatches:
             self.root_cause = self._explain(seen)
-        elif not self.mismatches:
+        else:
             self.root_cause = self._inquiry(seen).accumulated(self.before)
         self.history.see(self.pair.holds)
         self.before = {name: gradient.clone() for name, gradient in seen.expected.gradients.items()}
-
-    def _waits(self, step: int) -> bool:
-        """An average that stands still may be updated before the parameters are, from a stale copy
-        of them, or never: a later step says which. While only averages differ, their first
-        mismatch stays."""
-        if any(mismatch.subject is not Subject.AVERAGE for mismatch in self.mismatches):
-            self.differences.mismatches = [its for its in self.mismatches if its.step == step]
-            return False
-        mine = is_undecided(self.pair.averages.moves)
-        last = min(self._count, self.terms.examined or self._count) - 1
-        return all(self.ranks.gather(mine)) and step < last
 
     def _note_norms(self, step: StepComparison) -> None:
         if not step.expected.updates or step.expected.has_closure:
