@@ -12,8 +12,14 @@ other enough to name state, axis and factor.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import count as counted
 from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
 
 from ptrain.errors import PtrainError
 from ptrain.verification.jobs.job import Job, Terms
@@ -52,7 +58,8 @@ def verify(
 
     Raises:
         PtrainError: The loops cannot be compared, for example because the reference communicates
-            or there is no batch.
+            or there is no batch; or another rank raised, while this one waited for it. Such a wait
+            ends when the other process does, or with the timeout of the process group.
 
     Example:
         >>> import copy, torch, ptrain
@@ -92,17 +99,45 @@ def verify(
         except DrawsLater:
             return run(still, lasts=True)
 
-    try:
-        return recorded(())
-    except Unattributed as first:
-        if not is_built:
-            raise _not_told(
-                first, "Pass functions that make the jobs, so that both can run again."
-            ) from None
+    with _raised_on_any_rank():
         try:
-            return recorded(first.paths)
-        except Unattributed as second:
-            raise _not_told(second, "Set its rate to 0 for the verdict, on both sides.") from None
+            return recorded(())
+        except Unattributed as first:
+            if not is_built:
+                raise _not_told(
+                    first, "Pass functions that make the jobs, so that both can run again."
+                ) from None
+            try:
+                return recorded(first.paths)
+            except Unattributed as second:
+                remedy = "Set its rate to 0 for the verdict, on both sides."
+                raise _not_told(second, remedy) from None
+
+
+_VERDICTS = counted()  # as many on every rank
+
+
+@contextmanager
+def _raised_on_any_rank() -> Iterator[None]:
+    """Tell the other ranks what this one raises; where a collective fails because another rank has
+    raised, raise what that did."""
+    key = f"ptrain/verify/{next(_VERDICTS)}"
+    try:
+        yield
+    except Exception as error:
+        if not dist.is_initialized():
+            raise
+        own = f"rank {dist.get_rank()} raised {type(error).__name__}: {error}"
+        try:
+            first = _get_default_store().compare_set(key, "", own).decode()
+        except RuntimeError:  # the process that has the store is gone
+            raise error from None
+        if first == own or not _OF_COLLECTIVES.search(str(error)):
+            raise
+        raise PtrainError(f"verify: {first}\n  remedy: Find why it raised on this rank.") from error
+
+
+_OF_COLLECTIVES = re.compile("gloo|NCCL|c10d|[Cc]onnection|[Tt]imed out")
 
 
 def _not_told(unattributed: Unattributed, remedy: str) -> PtrainError:

@@ -270,11 +270,21 @@ def test_terms_that_are_none_are_refused_with_a_remedy(terms: dict, message: str
         ptrain.Terms(**terms)
 
 
-def test_what_is_no_loss_is_refused_with_a_remedy() -> None:
-    odd = _line()
-    returning = ptrain.Job(model=odd.model, step=lambda x: {"loss": odd.step(x)})
-    with pytest.raises(PtrainError, match=r"a step returned {'loss': .*\n  remedy: "):
-        ptrain.verify(_line(), returning, ROWS)
+@pytest.mark.parametrize("odd", [{"loss": 1.0}, (1.0, 2.0), "0.5", torch.ones(3)])
+def test_what_is_no_loss_is_a_note_and_the_rest_is_compared(odd: object) -> None:
+    own = _line()
+
+    def step(rows: torch.Tensor) -> object:
+        own.step(rows)
+        return odd
+
+    verdict = ptrain.verify(_line(), ptrain.Job(model=own.model, step=step), ROWS)
+    assert verdict.holds, verdict
+    assert [note for note in verdict.notes if note.startswith("losses: not compared, the step of")]
+    assert "gradients" in [check.name for check in verdict.checks]
+
+
+def test_a_function_of_losses_that_returns_none_is_refused_with_a_remedy() -> None:
     terms = ptrain.Terms(loss=lambda losses: list(losses))  # type: ignore[arg-type,return-value]
     with pytest.raises(PtrainError, match=r"Terms.loss returned \[.*\n  remedy: "):
         ptrain.verify(_line(), _line(), ROWS, terms=terms)

@@ -239,6 +239,9 @@ class Terms:
             sharded in a way that neither a DTensor nor their shape shows.
         document_end: The token that ends a document, if samples contain several. Tokens after it
             belong to another document and are not expected to depend on it.
+        padded: Number of rows (first dimension) of the loop's full tensor, by parameter name, where
+            it is padded to more rows than in the reference, for example a vocabulary to a multiple
+            of the ranks. The rows that the reference does not have are not compared.
 
     Raises:
         PtrainError: An option is invalid.
@@ -247,6 +250,8 @@ class Terms:
         >>> import ptrain
         >>> ptrain.Terms(steps=10, loss="sum").steps
         10
+        >>> vocabulary = 50304  # 50257 tokens, padded to a multiple of 128
+        >>> terms = ptrain.Terms(padded={"embed.weight": vocabulary, "head.weight": vocabulary})
     """
 
     steps: int | None = None
@@ -257,6 +262,7 @@ class Terms:
     mesh: DeviceMesh | None = None
     part: Callable[[str, Tensor], Tensor] | None = None
     document_end: int | None = None
+    padded: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.steps is not None and self.steps < 1:
@@ -287,6 +293,17 @@ class Terms:
 
 def _refused(term: str, finding: str, remedy: str) -> PtrainError:
     return PtrainError(f"verify: Terms.{term}: {finding}\n  remedy: {remedy}")
+
+
+def require_padded(terms: Terms, wholes: Mapping[str, Tensor]) -> None:
+    """Raises PtrainError for a padded parameter that the reference has not, or with more rows."""
+    for name, rows in terms.padded.items():
+        if name not in wholes or not wholes[name].dim() or rows < len(wholes[name]):
+            raise _refused(
+                "padded",
+                f"the reference has no parameter {name} of up to {rows} rows",
+                "Use a parameter's name, and the rows of the loop's full tensor.",
+            )
 
 
 def tolerance_of(dtype: torch.dtype | None, parameters: Iterable[Tensor]) -> Tolerance:
@@ -362,24 +379,24 @@ def loss_dtype(loss: Any) -> torch.dtype | None:
     return loss.dtype if isinstance(loss, torch.Tensor) else None
 
 
-def number(loss: Any, by: str = "a step") -> float | None:
-    """A loss that was returned: None, a number, a tensor with one element, also a DTensor."""
-    if loss is None:
-        return None
+def number(loss: Any) -> float | None:
+    """A loss that was returned: None, a number, a tensor with one element, also a DTensor. None of
+    anything else."""
     if isinstance(loss, DTensor):
         loss = loss.full_tensor()
-    if isinstance(loss, torch.Tensor):
-        if loss.numel() != 1:
-            raise _no_loss(by, f"a tensor of {tuple(loss.shape)}")
-        return float(loss.detach())
+    is_one = loss.numel() == 1 if isinstance(loss, torch.Tensor) else not isinstance(loss, str)
     try:
-        return float(loss)
-    except (TypeError, ValueError):
-        raise _no_loss(by, f"{loss!r:.60}") from None
+        return float(loss) if is_one else None
+    except (TypeError, ValueError, RuntimeError):
+        return None
 
 
-def _no_loss(by: str, what: str) -> PtrainError:
-    return PtrainError(f"verify: {by} returned {what}\n  remedy: Return the loss only, or None.")
+def odd_loss(loss: Any) -> str:
+    """Return in words what was returned in the place of a loss; nothing where it is one."""
+    if loss is None or number(loss) is not None:
+        return ""
+    is_tensor = isinstance(loss, torch.Tensor)
+    return f"a tensor of {tuple(loss.shape)}" if is_tensor else f"{loss!r:.60}"
 
 
 def has_parameters(model: nn.Module) -> None:
@@ -404,6 +421,17 @@ class GlobalLoss:
         losses = [loss for loss in self.ranks.gather(mine) if loss is not None]
         return None if right is None or not losses else self._made_up(self.how, right, losses)
 
+    def notes(self, right: Any, mine: Any) -> list[str]:
+        """Say what steps returned that is no loss. All ranks call it."""
+        everyones = self.ranks.gather([odd_loss(right), odd_loss(mine)])
+        rows = [row for its in everyones for row in zip(("reference", "loop"), its, strict=True)]
+        return [
+            f"losses: not compared, the step of the {side} returned {words}. Return the loss only, "
+            "or None"
+            for side, words in dict.fromkeys(rows)
+            if words
+        ]
+
     def ways(self, right: float, mine: float | None) -> dict[Known, float]:
         """Return what the global loss would be by each known way. All ranks call it."""
         losses = [loss for loss in self.ranks.gather(mine) if loss is not None]
@@ -419,5 +447,10 @@ class GlobalLoss:
             case "same":
                 return max(losses, key=lambda loss: abs(loss - right))
             case reduce:
-                total = number(reduce(losses), "Terms.loss")
-                return math.nan if total is None else total
+                total = reduce(losses)
+                if words := odd_loss(total):
+                    raise PtrainError(
+                        f"verify: Terms.loss returned {words}\n  remedy: Return one number."
+                    )
+                value = number(total)
+                return math.nan if value is None else value

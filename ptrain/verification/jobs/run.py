@@ -26,7 +26,7 @@ from ptrain.verification.compare import (
     Liveness,
     claim,
 )
-from ptrain.verification.jobs.averages import explain_average, is_undecided
+from ptrain.verification.jobs.averages import explain_average
 from ptrain.verification.jobs.evidence import ledger_of, rows_of
 from ptrain.verification.jobs.inquiry import Inquiry
 from ptrain.verification.jobs.job import (
@@ -40,6 +40,7 @@ from ptrain.verification.jobs.job import (
     number,
     ranks_of,
     require_one_reference,
+    require_padded,
     require_plain,
     tolerance_of,
 )
@@ -62,7 +63,13 @@ from ptrain.verification.jobs.root_causes import (
     reference_not_finite,
     root_cause,
 )
-from ptrain.verification.jobs.shards import ParameterShard, held_by, parameter_names, values_of
+from ptrain.verification.jobs.shards import (
+    ParameterShard,
+    held_by,
+    parameter_names,
+    tied_names,
+    values_of,
+)
 from ptrain.verification.jobs.step import (
     Drawing,
     History,
@@ -207,9 +214,11 @@ def repeated(
     shares: Sequence[Any],
     first: Sequence[Sums],
     drawing: Drawing,
+    tied: Mapping[str, str],
 ) -> RootCause | None:
     """Runs as many steps as `first` has checksums of, which begins with those of the start."""
-    holds, ranks = held_by(job.model, wholes, terms.part), drawing.ranks
+    holds = held_by(job.model, wholes, terms.part, tied=tied, padded=terms.padded)
+    ranks = drawing.ranks
     differing = _gathered(ranks, _differing(first[0], {"parameters": _sums(holds)}))
     if differing:
         return _root_cause(
@@ -230,10 +239,6 @@ def repeated(
                 "operator that is not deterministic (torch.use_deterministic_algorithms).",
             )  # fmt: skip
     return None
-
-
-def start_sums(holds: Mapping[str, ParameterShard]) -> Sums:
-    return {"parameters": _sums(holds)}
 
 
 def _sums(holds: Mapping[str, ParameterShard]) -> dict[str, list[str]]:
@@ -287,6 +292,8 @@ class Examiner:
         self.terms = terms
         self.ranks = ranks_of(loop.model.parameters(), terms.mesh)
         wholes = canonical_parameters(reference.model)
+        require_padded(terms, wholes)
+        self._tied = tied_names(reference.model)
         require_one_reference(
             self.ranks, {n: digest(whole.flatten()) for n, whole in wholes.items()}
         )
@@ -297,7 +304,7 @@ class Examiner:
         self.pair = LoopPair(
             reference=reference,
             loop=loop,
-            holds=held_by(loop.model, wholes, terms.part),
+            holds=held_by(loop.model, wholes, terms.part, tied=self._tied, padded=terms.padded),
             wholes={
                 name: ParameterShard(name, whole, whole.shape) for name, whole in wholes.items()
             },
@@ -309,7 +316,7 @@ class Examiner:
         self.notes: list[str] = []
         self.losses: tuple[list[float], list[float]] = ([], [])
         self.norms: tuple[list[float], list[float]] = ([], [])
-        self.sums = [start_sums(self.pair.holds)]
+        self.sums = [{"parameters": _sums(self.pair.holds)}]
         self.root_cause: RootCause | None = None
         self.before: dict[str, torch.Tensor] = {}
         self._count = 0  # of steps
@@ -370,7 +377,7 @@ class Examiner:
 
     def _begin(self) -> None:
         differences = Differences(step=0, rank=self.ranks.rank)
-        names = parameter_names(self.pair.loop.model)
+        names = parameter_names(self.pair.loop.model, self._tied)
         wholes = {name: shard.parameter.detach() for name, shard in self.pair.wholes.items()}
         elsewhere = {name for own in self.ranks.gather(sorted(self.pair.holds)) for name in own}
         at_start(differences, wholes, names, self.pair.holds, elsewhere)
@@ -408,23 +415,12 @@ class Examiner:
             )
         if not is_finite(seen.expected.gradients, self.pair.wholes):
             self.root_cause = reference_not_finite(step, self.ranks)
-        elif self.mismatches and not self._waits(step):
+        elif self.mismatches:
             self.root_cause = self._explain(seen)
-        elif not self.mismatches:
+        else:
             self.root_cause = self._inquiry(seen).accumulated(self.before)
         self.history.see(self.pair.holds)
         self.before = {name: gradient.clone() for name, gradient in seen.expected.gradients.items()}
-
-    def _waits(self, step: int) -> bool:
-        """An average that stands still may be updated before the parameters are, from a stale copy
-        of them, or never: a later step says which. While only averages differ, their first
-        mismatch stays."""
-        if any(mismatch.subject is not Subject.AVERAGE for mismatch in self.mismatches):
-            self.differences.mismatches = [its for its in self.mismatches if its.step == step]
-            return False
-        mine = is_undecided(self.pair.averages.moves)
-        last = min(self._count, self.terms.examined or self._count) - 1
-        return all(self.ranks.gather(mine)) and step < last
 
     def _note_norms(self, step: StepComparison) -> None:
         if not step.expected.updates or step.expected.has_closure:
@@ -507,6 +503,7 @@ class Examiner:
     def _compare_losses(self, step: int, returned: Any, own: Any) -> None:
         right = number(returned)
         measured = self.loss.of(right, number(own))
+        self.notes += [its for its in self.loss.notes(returned, own) if its not in self.notes]
         if right is None or measured is None:
             return
         if not self.terms.tolerance:
@@ -539,7 +536,13 @@ class Examiner:
         job = again()
         self.random.restore()
         cause = repeated(
-            job, wholes, self.terms, shares=shares, first=self.sums, drawing=self.drawing
+            job,
+            wholes,
+            self.terms,
+            shares=shares,
+            first=self.sums,
+            drawing=self.drawing,
+            tied=self._tied,
         )
         if self.root_cause is None or self.root_cause.certainty is not Certainty.PROVEN:
             self.root_cause = cause or self.root_cause

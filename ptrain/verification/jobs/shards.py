@@ -79,28 +79,35 @@ def held_by(
     model: nn.Module,
     wholes: Mapping[str, Tensor],
     part: Callable[[str, Tensor], Tensor] | None = None,
+    *,
+    tied: Mapping[str, str] | None = None,
+    padded: Mapping[str, int] | None = None,
 ) -> dict[str, ParameterShard]:
-    """Return all parameters that both sides have, in the order of `wholes`. Raises PtrainError for
-    one whose part of the whole nothing tells."""
+    """Return all parameters that both sides have, in the order of `wholes`. `tied`: other names of
+    these; `padded`: rows of the loop's whole tensors that have more. Raises PtrainError for one
+    whose part of the whole nothing tells."""
     shards: dict[str, ParameterShard] = {}
     unclear: list[tuple[str, Tensor]] = []
-    for name, parameter, flat in _tensors(model):
+    for name, parameter, flat in _renamed(model, tied or {}):
         if name not in wholes or name in shards:
             continue
         shape = wholes[name].shape
-        at: Tensor | None
+        numbers = _padded(numbered(shape), (padded or {}).get(name, 0))
+        within = None
         if flat is not None:
-            at = flat.at
+            row, within = flat.at, flat.within
         elif part is not None and not isinstance(parameter, DTensor):
-            at = _row(part(name, numbered(shape)), shape)
+            row = part(name, numbers).flatten()
         elif isinstance(parameter, DTensor):
-            at = _row(_cut(numbered(shape), parameter), shape)
-        elif parameter.shape == shape:
-            at = None
+            row = _cut(numbers, parameter).flatten()
+        elif parameter.shape == numbers.shape:
+            row = numbers.flatten()
         else:
             unclear.append((name, parameter))
             continue
-        within = flat.within if flat is not None else None
+        count = int((row >= 0).sum())  # what is padded stands behind the other rows
+        within = slice(0, count) if count < row.numel() else within
+        at = None if count == shape.numel() else row[row >= 0]
         shards[name] = _checked(ParameterShard(name, parameter, shape, at, within))
     shards.update(_settled(unclear, wholes))
     return {name: shards[name] for name in wholes if name in shards}
@@ -108,17 +115,44 @@ def held_by(
 
 def shard_of(name: str, tensor: DTensor, shape: torch.Size) -> ParameterShard:
     """Return which elements of a tensor of this shape a DTensor has on this rank."""
-    return _checked(ParameterShard(name, tensor, shape, _row(_cut(numbered(shape), tensor), shape)))
+    row = _cut(numbered(shape), tensor).flatten()
+    at = None if row.numel() == shape.numel() else row
+    return _checked(ParameterShard(name, tensor, shape, at))
 
 
-def parameter_names(model: nn.Module) -> list[str]:
-    """Canonical, also of what FSDP1 has flattened away."""
-    return [name for name, _, _ in _tensors(model)]
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """Return the first name of each parameter that has several, by its other names."""
+    first: dict[Tensor, str] = {}
+    names = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        known = first.setdefault(parameter, canonical_name(name))
+        names[canonical_name(name)] = known
+    return {name: known for name, known in names.items() if name != known}
 
 
-def _row(numbers: Tensor, shape: torch.Size) -> Tensor | None:
-    row = numbers.flatten()
-    return None if row.numel() == shape.numel() else row
+def parameter_names(model: nn.Module, tied: Mapping[str, str]) -> list[str]:
+    """Canonical, also of what FSDP1 has flattened away, and of what is tied in the reference."""
+    return [name for name, _, _ in _renamed(model, tied)]
+
+
+def _renamed(
+    model: nn.Module, tied: Mapping[str, str]
+) -> Iterator[tuple[str, Tensor, _Flat | None]]:
+    """Yield what has another name of a tied parameter under its first name, unless the model has
+    another tensor of that name: then it is not tied there."""
+    rows = list(_tensors(model))
+    known = {name for name, _, _ in rows}
+    for name, parameter, flat in rows:
+        first = tied.get(name, name)
+        yield name if first in known else first, parameter, flat
+
+
+def _padded(numbers: Tensor, rows: int) -> Tensor:
+    """Return it with rows of -1 behind it, so many in all."""
+    more = max(rows - len(numbers), 0) if numbers.dim() else 0
+    return (
+        torch.cat([numbers, numbers.new_full((more, *numbers.shape[1:]), -1)]) if more else numbers
+    )
 
 
 def _checked(one: ParameterShard) -> ParameterShard:
