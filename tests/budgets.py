@@ -55,7 +55,7 @@ BUDGETS: dict[str, int] = {
     "ptrain/steps": 460,
     "ptrain/traces": 2220,
     "ptrain/train": 3200,
-    "ptrain/verification": 7390,
+    "ptrain/verification": 7400,
 }
 ONE_IMPORTER = 76  # modules that exactly one other imports
 SMALL_MODULES = 81  # modules with fewer lines than SMALL
