@@ -24,7 +24,7 @@ SMALL = 80  # lines
 
 # begin
 BUDGETS: dict[str, int] = {
-    "ptrain": 54760,
+    "ptrain": 54580,
     "ptrain/activations": 360,
     "ptrain/algebra": 290,
     "ptrain/axes": 150,
@@ -51,13 +51,13 @@ BUDGETS: dict[str, int] = {
     "ptrain/rooms": 990,
     "ptrain/selection": 4030,
     "ptrain/simulation": 1070,
-    "ptrain/spec": 4370,
+    "ptrain/spec": 4190,
     "ptrain/steps": 460,
     "ptrain/traces": 2220,
     "ptrain/train": 3200,
     "ptrain/verification": 7810,
 }
-ONE_IMPORTER = 79  # modules that exactly one other imports
+ONE_IMPORTER = 78  # modules that exactly one other imports
 SMALL_MODULES = 92  # modules with fewer lines than SMALL
 # end
 
