@@ -24,7 +24,7 @@ SMALL = 80  # lines
 
 # begin
 BUDGETS: dict[str, int] = {
-    "ptrain": 54100,
+    "ptrain": 53950,
     "ptrain/activations": 340,
     "ptrain/algebra": 290,
     "ptrain/axes": 150,
@@ -51,13 +51,13 @@ BUDGETS: dict[str, int] = {
     "ptrain/rooms": 980,
     "ptrain/selection": 4030,
     "ptrain/simulation": 1070,
-    "ptrain/spec": 4340,
+    "ptrain/spec": 4190,
     "ptrain/steps": 460,
     "ptrain/traces": 2220,
     "ptrain/train": 3200,
     "ptrain/verification": 7400,
 }
-ONE_IMPORTER = 76  # modules that exactly one other imports
+ONE_IMPORTER = 75  # modules that exactly one other imports
 SMALL_MODULES = 81  # modules with fewer lines than SMALL
 # end
 

@@ -33,10 +33,9 @@ from ptrain.errors import Fault, SpecError, refused
 from ptrain.models.external import dataset_of
 from ptrain.models.objective import IGNORED, in_dtype_of
 from ptrain.spec.function import UserFunction
-from ptrain.spec.job import DataSpec
+from ptrain.spec.job import DataSource, DataSpec, quotas
 from ptrain.spec.model import ExternalModel, ModelShape, ModelSpec
 from ptrain.spec.spec import Spec
-from ptrain.spec.text import DataSource, quotas
 
 _ROUNDS = 6
 _MASK = 2**64 - 1

@@ -186,9 +186,9 @@ def _names(axis: str) -> dict[str, str]:
     others = (*(f"\n{key}:" for key in POLICIES), *(f"\n  {a}: {{" for a in Axis if a != axis))
     for name, path in listing("strategies").items():
         is_named = f"{axis}:" in (text := path.read_text(encoding="utf-8"))
-        tree = strategy(name) if is_named and not any(o in text for o in others) else None
-        if tree and isinstance(tree.root, dict) and not {*POLICIES} & {*tree.root}:
-            own = tree.root["placement"]
+        named = strategy(name) if is_named and not any(o in text for o in others) else None
+        if named and not {*POLICIES} & {*named}:
+            own = named["placement"]
             if own.keys() == {axis}:
                 names.setdefault(",".join(modes_of(own[axis])), name)
     return names

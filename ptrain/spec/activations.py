@@ -21,6 +21,7 @@ from ptrain.spec.leaf import (
     Text,
     Truth,
     Whole,
+    by_word,
     declared,
     refuse,
 )
@@ -234,7 +235,10 @@ ACTIVATIONS = Either(
     hint=lambda value: KeptText("").meant(value) if isinstance(value, str) else "",
 )
 RECOMPUTE = Section(
-    RecomputeRaw, "What backward recomputes in blocks with activations M.", also=_words(POLICIES)
+    RecomputeRaw,
+    "What backward recomputes in blocks with activations M.",
+    also=_words(POLICIES),
+    alone=by_word("policy"),
 )
 LOSS = Section(
     LossRaw,
@@ -247,4 +251,5 @@ LOSS = Section(
             "vocab-parallel": "on slices of the vocabulary",
         }
     ),
+    alone=by_word("kind"),
 )

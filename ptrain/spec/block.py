@@ -331,8 +331,7 @@ class BlockOptions(ExpertOptions):
         ),
     ] = None
     dropout: Annotated[
-        float,
-        Real("Default probability of the three dropout layers below. Default: 0.", *_RATE),
+        float, Real("Default probability of the three dropout layers below. Default: 0.", *_RATE)
     ] = 0.0
     embedding_dropout: Annotated[
         float | None,

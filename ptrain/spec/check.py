@@ -13,11 +13,22 @@ from ptrain.errors import Fault
 from ptrain.spec import slips
 from ptrain.spec.batch import BatchRaw
 from ptrain.spec.grammar import MeshRaw, SpecRaw
-from ptrain.spec.leaf import Choice, Leaf, Refused, Section, describe, is_required, keys, nearest
+from ptrain.spec.leaf import (
+    Choice,
+    Leaf,
+    Refused,
+    Route,
+    Section,
+    describe,
+    is_required,
+    keys,
+    nearest,
+    walk,
+)
 from ptrain.spec.model import ModelRaw
-from ptrain.spec.names import listing, root
-from ptrain.spec.shorthand import REST, mark_of
-from ptrain.spec.text import COMMAND_LINE, Route, Tree, flow, read
+from ptrain.spec.names import listing, table_of
+from ptrain.spec.shorthand import REST
+from ptrain.spec.text import COMMAND_LINE, Findings, Tree, flow
 
 _MOST_LISTED = 12  # keys in a remedy
 _MOST_MEANT = 4  # places in a question
@@ -30,12 +41,9 @@ Show = Callable[[Route, str], str]  # a key and its value's text, in the syntax 
 Places = Mapping[Route, tuple[str, ...]]  # a key's names: its own, and what others call it
 
 
-@cache
 def hints() -> Mapping[str, Any]:
     """Return the tables of `specs/hints.yaml`: answers by tool and key, and files by tool."""
-    table = read(root() / "hints.yaml").root
-    assert isinstance(table, dict), "specs/hints.yaml is a mapping"
-    return table
+    return table_of("hints.yaml")
 
 
 @cache
@@ -145,8 +153,8 @@ def _meant(key: str, kind: type, route: Route) -> list[Route]:
     (below the top, whose `devices` are the cluster's); what is called so anywhere; then what is
     nearly called so."""
     word = key.lower().replace("-", "_")
-    here = {(*route, name): (name, *_others(holds)) for name, (_, holds) in keys(kind).items()}
-    known = tuple(name for name, (_, holds) in keys(kind).items() if _is_executed(holds))
+    here = {(*route, name): (name, *holds.aka) for name, (_, holds) in keys(kind).items()}
+    known = tuple(name for name, (_, holds) in keys(kind).items() if holds.executed != ())
     everywhere = _places(SpecRaw, ())
     if exact := _called(word, here):
         return exact
@@ -169,36 +177,22 @@ def _meant(key: str, kind: type, route: Route) -> list[Route]:
 def is_called(key: str, kind: type, route: Route) -> bool:
     """Return True if a key of the section below the top has this other name."""
     word = key.lower().replace("-", "_")
-    return bool(route) and any(word in _others(holds) for _, holds in keys(kind).values())
+    return bool(route) and any(word in holds.aka for _, holds in keys(kind).values())
 
 
 def _called(word: str, places: Places) -> list[Route]:
     return [place for place, names in places.items() if word in names][:_MOST_MEANT]
 
 
+@cache
 def _places(kind: type, above: Route) -> Places:
     """Every key of the grammar that something executes, with its names; not those of tuples, which
     are all alike."""
-    return dict(_walked(kind, above))
-
-
-def _walked(kind: type, above: Route) -> Iterator[tuple[Route, tuple[str, ...]]]:
-    for key, (_, holds) in keys(kind).items():
-        place = (*above, key)
-        if isinstance(holds, Section):
-            yield place, (key,)
-            if place[0] != "placement":
-                yield from _walked(holds.kind, place)
-        elif _is_executed(holds):
-            yield place, (key, *holds.aka)
-
-
-def _is_executed(holds: Leaf | Section) -> bool:
-    return isinstance(holds, Section) or holds.executed != ()
-
-
-def _others(holds: Leaf | Section) -> tuple[str, ...]:
-    return holds.aka if isinstance(holds, Leaf) else ()
+    return {
+        place: (place[-1], *holds.aka)
+        for place, _, holds in walk(kind, above)
+        if holds.executed != () and (place[0] != "placement" or len(place) == 1)
+    }
 
 
 # Stand-ins for what every spec needs: nothing more is reported of a section that is at fault.
@@ -228,17 +222,13 @@ def validate(
     stage can still look at what is sound. The section is None where nothing of it is. One that
     `is_partial` is a mapping of the values that are written.
     """
-    walk = _Walk(tree)
-    raw = walk.section(kind, tree.root, (), is_partial=is_partial)
-    return (None if raw is MISSING else raw), walk.faults
+    checked = _Walk(tree=tree)
+    raw = checked.section(kind, tree.root, (), is_partial=is_partial)
+    return (None if raw is MISSING else raw), checked.faults
 
 
-class _Walk:
+class _Walk(Findings):
     """Walks a tree once, along the grammar. MISSING stands for a value that is at fault."""
-
-    def __init__(self, tree: Tree) -> None:
-        self.tree = tree
-        self.faults: dict[Route, Fault] = {}
 
     def section(
         self, kind: type, written: object, route: Route, *, is_partial: bool = False
@@ -253,10 +243,12 @@ class _Walk:
             value: object = MISSING
             if key in written:
                 value = self._value(holds, written[key], inner)
-            elif is_required(spot) and not is_partial and not self._is_given(inner):
-                finding, remedy = _missing(inner)
-                mark = mark_of(self.tree, route, key=True)
-                self.faults[inner] = mark.fault(".".join(inner), finding, remedy)
+            elif (
+                is_required(spot)
+                and not is_partial
+                and self.tree.at(_GIVEN_BY.get(inner, inner)) is None
+            ):
+                self.add(inner, *_missing(inner), at=route, key=True)
             values[spot.name] = _NEEDED.get(inner, value) if value is MISSING else value
         for key in written:
             if key not in known:
@@ -268,10 +260,6 @@ class _Walk:
             return MISSING
         return kind(**sound)
 
-    def _is_given(self, route: Route) -> bool:
-        """Return whether another key makes this one unnecessary."""
-        return route in _GIVEN_BY and self.tree.at(_GIVEN_BY[route]) is not None
-
     def _value(self, holds: Leaf | Section, value: object, route: Route) -> object:
         if isinstance(holds, Section):
             if value is None and holds.null:
@@ -280,7 +268,7 @@ class _Walk:
         try:
             return holds.take(value)
         except Refused as error:
-            self._fault(route, error.finding, error.remedy)
+            self.add(route, error.finding, error.remedy)
             return MISSING
 
     def _no_mapping(self, kind: type, value: object, route: Route) -> None:
@@ -290,7 +278,7 @@ class _Walk:
         remedy = remedy or listed("its keys", kind, route)
         if route == ("checkpoint",):
             remedy = slips.checkpointed(value) or remedy
-        self._fault(route, f"must be a mapping; got {describe(value)}", remedy)
+        self.add(route, f"must be a mapping; got {describe(value)}", remedy)
 
     def _unknown(self, key: str, kind: type, route: Route, value: object) -> None:
         place, finding = (*route, key), f"unknown key {key!r}"
@@ -301,7 +289,7 @@ class _Walk:
             if isinstance(value, dict) and self._unknown_section(place, value):
                 return
             remedy = self._of_other_tool(place, value)
-        self._fault(place, finding, remedy or for_unknown(key, kind, route), key=True)
+        self.add(place, finding, remedy or for_unknown(key, kind, route), key=True)
 
     def _unknown_section(self, route: Route, value: dict[str, object]) -> bool:
         """Report the keys of another tool's section; False if no tool has one of them."""
@@ -313,7 +301,7 @@ class _Walk:
         if not any(remedies.values()):
             return False
         for inner, remedy in remedies.items():
-            self._fault(
+            self.add(
                 inner,
                 f"unknown key {'.'.join(inner)!r}",
                 remedy or "Remove it: no key stands for it.",
@@ -339,16 +327,12 @@ class _Walk:
     def _said(self, route: Route, text: str, at: Route) -> str:
         """Return a key with its value's text, in the syntax of the key at fault: that of the
         command line, or of a file."""
-        if mark_of(self.tree, at, key=True).source.startswith(COMMAND_LINE):
+        if self.tree.mark(at, key=True).source.startswith(COMMAND_LINE):
             return f"{'.'.join(route)}={text}"
         section, *inner = route
         if not inner:
             return f"{section}: {text}"
         return f"{section}: {{{': {'.join(inner)}: {text}{'}' * len(inner)}"
-
-    def _fault(self, route: Route, finding: str, remedy: str, *, key: bool = False) -> None:
-        mark = mark_of(self.tree, route, key=key)
-        self.faults[route] = mark.fault(".".join(route), finding, remedy)
 
 
 def _missing(route: Route) -> tuple[str, str]:

@@ -145,8 +145,7 @@ class Cluster:
         ),
     ] = None
     price: Annotated[
-        float | None,
-        _Figure("Price of one device per hour, in any currency.", 0.0, 1e9),
+        float | None, _Figure("Price of one device per hour, in any currency.", 0.0, 1e9)
     ] = None
     flops: Annotated[
         float, _Figure("Peak operations per second of one device; 0 if unknown.", 0.0, 1e20)

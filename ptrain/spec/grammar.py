@@ -266,12 +266,10 @@ class SpecRaw(Keys, _Head):
     ] = None
     loss: Annotated[LossRaw | None, LOSS] = None
     step: Annotated[
-        StepRaw | None,
-        Section(StepRaw, "Your function that runs the model and returns its loss."),
+        StepRaw | None, Section(StepRaw, "Your function that runs the model and returns its loss.")
     ] = None
     reshard: Annotated[
-        bool | int | str | None,
-        replace(RESHARD, about="Alias of `sync.reshard_after_forward`."),
+        bool | int | str | None, replace(RESHARD, about="Alias of `sync.reshard_after_forward`.")
     ] = None
     compile: Annotated[bool, Truth("Compile the blocks with torch.compile.", executed=(False,))] = (
         False

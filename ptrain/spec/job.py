@@ -1,13 +1,129 @@
 """What a job reads, how it updates, how long it runs, and what it writes down."""
 
+import os.path
+from collections.abc import Mapping, Sequence
 from dataclasses import field
-from typing import Annotated
+from math import gcd
+from typing import Annotated, Any, NamedTuple
 
 from ptrain.spec.activations import Words
 from ptrain.spec.function import ARGUMENTS, FOLDER, FORM, PATH, UserFunction
-from ptrain.spec.leaf import Choice, Numbers, Real, Section, Text, Truth, Whole, section
+from ptrain.spec.leaf import (
+    Choice,
+    Leaf,
+    Numbers,
+    Real,
+    Refused,
+    Section,
+    Text,
+    Truth,
+    Whole,
+    declared,
+    describe,
+    refuse,
+    section,
+)
 from ptrain.spec.optimizers import OPTIMIZERS, OptimizerRow, defaults
-from ptrain.spec.text import DataSource, Sources
+
+CYCLE = 2**16  # samples, at most, in which every source has its share
+
+
+class DataSource(NamedTuple):
+    """A token file, and the share of samples that it has, over the sum of all weights."""
+
+    path: str
+    weight: float = 1.0
+    loss_mask: str | None = None
+
+
+_KEYS: Mapping[str, Leaf] = {
+    "path": Text("a memory-mapped token file"),
+    "weight": Real("its share of the samples, over the sum of all", 0.0, 1e9, open=True),
+    "loss_mask": Text("as data.loss_mask, of this file", null=True),
+}
+
+
+@declared
+class Sources(Leaf):
+    """A list of token files, each with a weight."""
+
+    def takes(self) -> str:
+        return "a list of {path, weight, loss_mask}"
+
+    def check(self, value: Any) -> object:
+        if not isinstance(value, list) or not value:
+            got = "an empty list" if value == [] else describe(value)
+            refuse(f"must be {self.takes()}; got {got}", "Use `[{path: a.npy, weight: 2}, …]`.")
+        sources = [_source(number, source) for number, source in enumerate(value, 1)]
+        numbers: dict[str, int] = {}
+        for number, source in enumerate(sources, 1):
+            first = numbers.setdefault(os.path.abspath(source.path), number)
+            if first != number:
+                refuse(
+                    f"source {number} repeats the file of source {first}: {source.path}",
+                    "Remove one of the two and add up their weights.",
+                )
+        for number, quota in enumerate(quotas([source.weight for source in sources]), 1):
+            if not quota:
+                refuse(
+                    f"source {number} gets less than one sample in {CYCLE}",
+                    "Use a larger weight, or remove the source.",
+                )
+        return tuple(sources)
+
+    def say(self, value: object) -> object:
+        if value is None:
+            return None
+        assert isinstance(value, tuple), "sources"
+        said = ({key: getattr(source, key) for key in _KEYS} for source in value)
+        return [{key: one for key, one in keys.items() if one is not None} for keys in said]
+
+    def schema(self) -> dict[str, Any]:
+        items = {
+            "type": "object",
+            "properties": {key: leaf.schema() for key, leaf in _KEYS.items()},
+            "required": ["path"],
+            "additionalProperties": False,
+        }
+        return {"type": "array", "items": items, "minItems": 1}
+
+
+def _source(number: int, source: object) -> DataSource:
+    """The fault of a value names its source and its key."""
+    if not isinstance(source, dict):
+        refuse(f"source {number} must be a mapping; got {describe(source)}", "Use `{path: FILE}`.")
+    unknown = [str(key) for key in source if key not in _KEYS]
+    if unknown:
+        refuse(f"source {number} has no key {unknown[0]!r}", f"Allowed keys: {', '.join(_KEYS)}.")
+    if "path" not in source:
+        refuse(f"source {number} has no path", "Use `{path: FILE, weight: NUMBER}`.")
+    values: dict[str, Any] = {}
+    for key, value in source.items():
+        try:
+            values[key] = _KEYS[key].take(value)
+        except Refused as error:
+            refuse(f"source {number}, {key}: {error.finding}", error.remedy or "Use another value.")
+    return DataSource(**values)
+
+
+def quotas(weights: Sequence[float]) -> tuple[int, ...]:
+    """Return how many samples of a cycle each source has: the shortest cycle in which shares are as
+    the weights say, to the digit; where that is longer than CYCLE, as near as that many allow."""
+    whole = _in_proportion(weights)
+    if (total := sum(whole)) <= CYCLE:
+        return whole
+    quotas, rests = zip(*(divmod(weight * CYCLE, total) for weight in whole), strict=True)
+    longest = sorted(range(len(rests)), key=lambda n: -rests[n])[: CYCLE - sum(quotas)]
+    return tuple(quota + (n in longest) for n, quota in enumerate(quotas))
+
+
+def _in_proportion(weights: Sequence[float]) -> tuple[int, ...]:
+    """Return the smallest whole numbers that have the ratios of weights, to the digit."""
+    parts = [f"{weight!r}e0".split("e")[:2] for weight in weights]
+    digits = [(text.partition(".")[2], text.replace(".", ""), int(power)) for text, power in parts]
+    powers = [power - len(behind) for behind, _, power in digits]
+    whole = [int(n) * 10 ** (p - min(powers)) for (_, n, _), p in zip(digits, powers, strict=True)]
+    return tuple(number // gcd(*whole) for number in whole)
 
 
 @section
@@ -36,11 +152,7 @@ class OptimizerSpec:
     """The update of the parameters."""
 
     name: Annotated[
-        str,
-        Choice(
-            "Optimizer.",
-            {name: row.about for name, row in OPTIMIZERS.items()},
-        ),
+        str, Choice("Optimizer.", {name: row.about for name, row in OPTIMIZERS.items()})
     ] = "adamw"
     lr: Annotated[
         float, Real("Peak learning rate.", 0.0, 1e6, open=True, aka=("learning_rate",))
@@ -59,8 +171,7 @@ class OptimizerSpec:
     eps: Annotated[float, Real(f"Epsilon. Default: {defaults('eps')}.", 0.0, 1.0, open=True)] = 1e-8
     weight_decay: Annotated[float, Real("Decoupled weight decay.", 0.0, 1e3, aka=("wd",))] = 0.1
     momentum: Annotated[
-        float,
-        Real(f"Momentum. Default: {defaults('momentum')}.", 0.0, 0.999999, follows=True),
+        float, Real(f"Momentum. Default: {defaults('momentum')}.", 0.0, 0.999999, follows=True)
     ] = 0.0
     schedule: Annotated[ScheduleSpec, Section(ScheduleSpec, "Learning-rate schedule.")] = field(
         default_factory=ScheduleSpec
@@ -166,10 +277,7 @@ class DataSpec:
         if self.target is None:
             return None
         return UserFunction(
-            section="data",
-            target=self.target,
-            arguments=self.arguments or {},
-            folder=self.folder,
+            section="data", target=self.target, arguments=self.arguments or {}, folder=self.folder
         )
 
 

@@ -1,7 +1,7 @@
 """The keys that a spec's file and the resolved spec have alike: each is declared here, or in its
 section's class, and nowhere else."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from operator import attrgetter
@@ -43,14 +43,14 @@ from ptrain.spec.leaf import (
     Truth,
     Whole,
     declared,
-    keys,
     refuse,
     section,
+    walk,
 )
 from ptrain.spec.pipeline import PipelineSpec
-from ptrain.spec.placement import Axis, Mode, Tier
+from ptrain.spec.placement import DATA_AXES, Axis, Mode, Tier
 from ptrain.spec.role import GIVEN, Role, Roles
-from ptrain.spec.routing import Routing, RoutingText, plain_routing, read_routing
+from ptrain.spec.routing import FILE, Routing, RoutingText, plain_routing, read_routing
 from ptrain.spec.slips import TIER_SLIPS
 from ptrain.spec.text import flow
 
@@ -232,6 +232,22 @@ class FrozenSpec:
 _BUCKETS = {"per-tensor": 1, "size": STOCK_BUCKET_BYTES, "whole": WHOLE_BUCKET}
 
 
+def _via(written: str | bool) -> ReduceScatterVia:
+    if isinstance(written, bool):
+        return ReduceScatterVia.ALL_TO_ALL if written else ReduceScatterVia.NATIVE
+    return ReduceScatterVia.NATIVE if written == "stock" else ReduceScatterVia(written)
+
+
+def _on_data_axes(mode: object, spec: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a mode of frozen parameters on every data axis of the mesh; dp_shard stands for
+    none."""
+    mesh = spec.get("mesh")
+    if not isinstance(mode, str) or not isinstance(mesh, dict):
+        return {}
+    axes = [axis.value for axis in DATA_AXES if mesh.get(axis.value, 1) != 1]
+    return dict.fromkeys(axes or [Axis.DP_SHARD.value], mode)
+
+
 def _unit(written: str) -> UnitSize:
     """`block`, `sub-block`, `model` or `n blocks`; one block is `block`."""
     count, _, blocks = written.partition(" ")
@@ -275,6 +291,7 @@ class Keys:
             CheckpointSpec,
             "When checkpoints are saved.",
             also=({"const": "at_end", "description": "Save a checkpoint after the last step."},),
+            alone=lambda value, _: {"at_end": True} if value == "at_end" else {},
         ),
     ] = field(default_factory=CheckpointSpec)
     timeout: Annotated[
@@ -283,6 +300,7 @@ class Keys:
             Timeout,
             "Timeouts in seconds, after which a silent rank counts as hung.",
             also=({"type": "number"},),
+            alone=lambda value, _: {"step": value} if type(value) in (int, float) else {},
         ),
     ] = field(default_factory=Timeout)
     log: Annotated[LogSpec, Section(LogSpec, "What is printed and tracked.")] = field(
@@ -333,7 +351,7 @@ class Keys:
                 ),
                 Truth("true: all_to_all"),
             ),
-            read=ReduceScatterVia,
+            read=_via,
             dial=Dial(free="native", other="all_to_all"),
         ),
     ] = ReduceScatterVia.NATIVE
@@ -436,8 +454,7 @@ class Keys:
         field(default_factory=PipelineSpec)
     )
     context: Annotated[
-        ContextSpec | None,
-        Section(ContextSpec, "Options of context parallelism.", null=True),
+        ContextSpec | None, Section(ContextSpec, "Options of context parallelism.", null=True)
     ] = None
     offload: Annotated[Offload, Section(Offload, "States that are not on the device.")] = field(
         default_factory=Offload
@@ -448,6 +465,7 @@ class Keys:
             FrozenSpec,
             "Placement of frozen parameters: a mode per data axis, or one mode for all data axes.",
             also=({"type": "string", "description": "the mode on all data axes"},),
+            alone=_on_data_axes,
         ),
     ] = field(default_factory=FrozenSpec)
     consistency_every: Annotated[
@@ -490,6 +508,7 @@ class Keys:
             },
             slips={"even": "balanced", "uniform": "balanced"},
             read=read_routing,
+            file=FILE,
             write=plain_routing,
         ),
     ] = None
@@ -539,13 +558,8 @@ class DialKey(NamedTuple):
 @cache
 def dials() -> tuple[DialKey, ...]:
     """The dials of the data axes, in the order of their declaration."""
-    return tuple(_dials(Keys, (), ()))
-
-
-def _dials(kind: type, above: tuple[str, ...], path: tuple[str, ...]) -> Iterator[DialKey]:
-    for key, (spot, holds) in keys(kind).items():
-        place, fields = (*above, key), (*path, spot.name)
-        if isinstance(holds, Section):
-            yield from _dials(holds.kind, place, fields)
-        elif holds.dial is not None:
-            yield DialKey(place=".".join(place), path=fields, leaf=holds, default=spot.default)
+    return tuple(
+        DialKey(".".join(route), (*route[:-1], spot.name), holds, spot.default)
+        for route, spot, holds in walk(Keys)
+        if isinstance(holds, Leaf) and holds.dial is not None
+    )

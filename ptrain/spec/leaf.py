@@ -11,10 +11,11 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
 from enum import Enum
 from functools import cache
+from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, NoReturn, TypeVar, dataclass_transform
 
 from ptrain.spec import slips
@@ -24,6 +25,7 @@ from ptrain.units import as_bytes
 Kind = TypeVar("Kind")
 
 Shape = dict[str, Any]  # a JSON Schema
+Route = tuple[str, ...]  # keys and list positions from the root
 _NULL = {"type": "null"}
 _OR_NULL = ", or null"
 
@@ -82,6 +84,17 @@ class Dial(NamedTuple):
 UNFIT: Any = object()  # what a value becomes that is not taken
 
 
+class OwnFile(NamedTuple):
+    """A file of the user's that stands for what is in it: how its name ends; `read` returns that or
+    why it cannot be read, `slip` finding and remedy of what is wrong in it; `remedy`: what to use
+    instead of a file that cannot be read."""
+
+    suffix: str
+    read: Callable[[Path], object]
+    slip: Callable[[Any], tuple[str, str] | None]
+    remedy: str
+
+
 @declared
 class Leaf:
     """One kind of value; `about` is the hover text of its key.
@@ -105,6 +118,7 @@ class Leaf:
     key: str = ""
     null: bool = False
     words: Collection[str] = ()
+    file: OwnFile | None = None
     shows_lists: ClassVar[bool] = False  # of a list that is refused, what is in it
 
     def take(self, value: object) -> object:
@@ -491,17 +505,9 @@ class ModesByBlock(Free):
 
 
 _IN_WORDS = {
-    "recompute": "M",
-    "recomputed": "M",
-    "checkpoint": "M",
-    "checkpointing": "M",
-    "full": "M",
-    "offload": "O",
-    "offloaded": "O",
-    "host": "O",
-    "cpu": "O",
-    "keep": "R",
-    "none": "R",
+    **dict.fromkeys(("recompute", "recomputed", "checkpoint", "checkpointing", "full"), "M"),
+    **dict.fromkeys(("offload", "offloaded", "host", "cpu"), "O"),
+    **dict.fromkeys(("keep", "none"), "R"),
 }
 
 
@@ -538,7 +544,8 @@ def section(kind: type[Kind]) -> type[Kind]:
 class Section:
     """A nested mapping of the grammar; `also` is what may stand for it in a file. What
     `is_partial` may lack what the section needs, which a preset gives; of what `is_sparse` only
-    what is not the default is written."""
+    what is not the default is written. `alone` returns what a value that is no mapping stands for
+    in the section of a whole spec, or nothing."""
 
     kind: type = field(kw_only=False)
     about: str = field(kw_only=False)
@@ -547,6 +554,16 @@ class Section:
     key: str = ""
     is_partial: bool = False
     is_sparse: bool = False
+    executed: tuple[object, ...] | None = None
+    dial: Dial | None = None
+    aka: tuple[str, ...] = ()
+    file: OwnFile | None = None
+    alone: Callable[[Any, Mapping[str, Any]], dict[str, Any]] | None = None
+
+
+def by_word(key: str) -> Callable[[Any, object], dict[str, Any]]:
+    """Return the short form of a section in which a word alone is that key."""
+    return lambda value, _: {key: value} if isinstance(value, str | bool | int | float) else {}
 
 
 @cache
@@ -560,6 +577,14 @@ def keys(kind: type) -> Mapping[str, tuple[Field[Any], Leaf | Section]]:
         if hasattr(declared_as[spot.name], "__metadata__")
     }
     return {leaf.key or spot.name: (spot, leaf) for spot, leaf in holds.items()}
+
+
+def walk(kind: type, above: Route = ()) -> Iterator[tuple[Route, Field[Any], Leaf | Section]]:
+    """Yield every key of a section and of those in it, in the order of the declaration."""
+    for key, (spot, holds) in keys(kind).items():
+        yield (*above, key), spot, holds
+        if isinstance(holds, Section):
+            yield from walk(holds.kind, (*above, key))
 
 
 @cache

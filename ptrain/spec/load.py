@@ -25,20 +25,19 @@ from ptrain.errors import Fault, SpecError
 from ptrain.spec import slips
 from ptrain.spec.check import for_foreign_file, validate
 from ptrain.spec.grammar import SpecRaw
-from ptrain.spec.leaf import KEPT_MEANINGS, Leaf, Section, describe, keys
+from ptrain.spec.leaf import KEPT_MEANINGS, Leaf, Route, describe, walk
 from ptrain.spec.names import find_spec, names
 from ptrain.spec.placement import DATA_AXES, EXPERT_AXES
 from ptrain.spec.resolve import resolve
-from ptrain.spec.shorthand import EXPERTS, REST, expand_shorthands, mark_of, route_of
+from ptrain.spec.shorthand import EXPERTS, REST, expand_shorthands, route_of
 from ptrain.spec.slips import parse_toml
 from ptrain.spec.spec import Spec
 from ptrain.spec.text import (
     COMMAND_LINE,
     MAX_BYTES,
-    Route,
+    Findings,
     SourceMark,
     Tree,
-    as_override,
     flow,
     parse_value,
     read,
@@ -144,7 +143,7 @@ def apply(tree: Tree, override: Override) -> list[Fault]:
     assert isinstance(node, dict), "only mappings are entered"
     node[route[-1]] = value.root
     _displace(tree, route)
-    _take_marks(tree, as_override(value, override.source), route)
+    _take_marks(tree, value, override, route)
     return []
 
 
@@ -192,15 +191,13 @@ def _displace(tree: Tree, route: Route) -> None:
                 node.pop(other[-1], None)
 
 
-def _take_marks(tree: Tree, value: Tree, route: Route) -> None:
-    for known in [mark for mark in tree.values if mark[: len(route)] == route]:
-        del tree.values[known]
-        tree.keys.pop(known, None)
-    mark = SourceMark(source=value.source)
-    tree.keys[route] = tree.values[route] = mark
-    for inner in value.values:
-        tree.values[route + inner] = mark
-        tree.keys[route + inner] = mark
+def _take_marks(tree: Tree, value: Tree, override: Override, route: Route) -> None:
+    """What stands at a route, and all in it, stands on the command line."""
+    mark = SourceMark(source=override.source)
+    for table in (tree.keys, tree.values):
+        for known in [known for known in table if known[: len(route)] == route]:
+            del table[known]
+        table.update(dict.fromkeys(((*route, *inner) for inner in ((), *value.values)), mark))
 
 
 def _is_tuple(key: str, parts: list[str]) -> bool:
@@ -239,44 +236,27 @@ def _shown(argument: str) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
+@cache
+def _planned() -> tuple[tuple[Route, Leaf], ...]:
+    """The keys with values that nothing executes yet."""
+    leaves = ((route, holds) for route, _, holds in walk(SpecRaw) if isinstance(holds, Leaf))
+    return tuple((route, leaf) for route, leaf in leaves if leaf.executed is not None)
+
+
 def refusals(tree: Tree) -> dict[Route, Fault]:
     """Every key of the tree that is valid and not executed yet."""
-    faults: dict[Route, Fault] = {}
-    for route, finding, remedy in _rows(tree):
-        faults[route] = mark_of(tree, route).fault(".".join(route), finding, remedy)
-    return faults
-
-
-_Finding = tuple[Route, str, str]
-
-
-def _rows(tree: Tree) -> Iterator[_Finding]:
-    for route, leaf in _all_planned():
-        value, executed = tree.at(route), leaf.executed or ()
+    findings = Findings(tree=tree)
+    for route, leaf in _planned():
+        name, value, executed = route[-1], tree.at(route), leaf.executed or ()
         if value is None or any(value == o and type(value) is type(o) for o in executed):
             continue
-        words = [flow(word) for word in executed]
-        name = route[-1]
-        works = f"Supported: {name}={' or '.join(words)}." if words else f"Remove `{name}`."
+        words = " or ".join(map(flow, executed))
         shown = f" {flow(value)}" if isinstance(value, str | int | float) else ""
         finding = f"not supported yet: {name}{shown} is reserved{leaf.why}"
-        yield route, finding, works
-
-
-@cache
-def _all_planned() -> tuple[tuple[Route, Leaf], ...]:
-    """The keys of a whole spec, of which there are as many however often one is loaded."""
-    return tuple(planned(SpecRaw))
-
-
-def planned(kind: type, above: Route = ()) -> Iterator[tuple[Route, Leaf]]:
-    """The keys with values that nothing executes yet."""
-    for key, (_, holds) in keys(kind).items():
-        route = (*above, key)
-        if isinstance(holds, Section):
-            yield from planned(holds.kind, route)
-        elif holds.executed is not None:
-            yield route, holds
+        findings.add(
+            route, finding, f"Supported: {name}={words}." if words else f"Remove `{name}`."
+        )
+    return findings.faults
 
 
 Source = str | Path | Mapping[str, object] | None
@@ -343,7 +323,7 @@ def load(
         faults |= {("override", str(number), str(i)): fault for i, fault in enumerate(hindrances)}
     for place in without:
         _drop(tree, place)
-    short = {tuple(fault.place.split(".")): fault for fault in expand_shorthands(tree)}
+    short = expand_shorthands(tree)
     faults = {route: known for route, known in faults.items() if route[:-1] not in short} | short
     raw, invalid = validate(tree)
     for route, fault in (refusals(tree) | invalid).items():
@@ -361,11 +341,9 @@ def load(
 
 def _drop(tree: Tree, place: str) -> None:
     *outer, last = place.split(".")
-    node = tree.root
-    for key in outer:
-        node = node.get(key) if isinstance(node, dict) else None
-    if isinstance(node, dict):
-        node.pop(last, None)
+    section = tree.at(tuple(outer))
+    if isinstance(section, dict):
+        section.pop(last, None)
 
 
 def written(source: Source, overrides: Sequence[str]) -> Tree:
@@ -483,7 +461,7 @@ def _locate(tree: Tree, fault: Fault, overrides: Sequence[str]) -> Fault:
     """The same fault with the place of its key in the file or on the command line. In the file, a
     fault may be one only with what the command line says, which is named then."""
     route = tuple(fault.place.split(".")) if fault.place else ()
-    mark: SourceMark = mark_of(tree, route)
+    mark: SourceMark = tree.mark(route)
     involved = [
         override
         for override in overrides

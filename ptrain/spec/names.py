@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ptrain.errors import SpecError
 from ptrain.spec.leaf import nearest
-from ptrain.spec.text import SourceMark, Tree, read
+from ptrain.spec.text import SourceMark, read
 
 SPEC_FOLDERS = ("strategies", "experts", "paper", "node")
 _HERE = Path(__file__).resolve()
@@ -40,10 +40,16 @@ def file_of_preset(name: str, folder: Path) -> Path | None:
 
 
 @cache
+def table_of(file: str | Path) -> Mapping[str, Any]:
+    """Return the mapping that a file of `specs/` is."""
+    values = read(root() / file).root
+    assert isinstance(values, dict), f"{file} is a mapping"
+    return values
+
+
+@cache
 def names() -> Names:
-    tree = read(root() / "names.yaml").root
-    assert isinstance(tree, dict), "specs/names.yaml is a mapping"
-    return Names(default=tree["default"], aliases=tree["aliases"])
+    return Names(**table_of("names.yaml"))
 
 
 @cache
@@ -93,10 +99,10 @@ def _short(name: str) -> str:
 
 
 @cache
-def strategy(name: str) -> Tree | None:
-    """Return the tree of a named strategy's spec file, or None."""
+def strategy(name: str) -> dict[str, Any] | None:
+    """Return what a named strategy's spec file says, or None."""
     path = listing("strategies").get(canonical(name))
-    return read(path) if path else None
+    return dict(table_of(path)) if path else None
 
 
 def unusable(error: SpecError) -> tuple[str, str]:

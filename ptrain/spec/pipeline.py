@@ -4,7 +4,7 @@ import re
 from typing import Annotated, Any, Self
 
 from ptrain.spec.leaf import Choice, Either, Numbers, Whole, one_of, refuse, section
-from ptrain.spec.schedule_file import ListedSchedule, listed, slip
+from ptrain.spec.schedule_file import FILE, ListedSchedule, listed, slip
 from ptrain.word import Word
 
 MAX_LAYERS = 10_000
@@ -203,6 +203,7 @@ class PipelineSpec:
             {name.value: name.meaning for name in ScheduleName},
             slips={word: name.value for name in ScheduleName for word in name.words},
             read=_schedule,
+            file=FILE,
             write=_written,
         ),
     ] = ScheduleName.ONE_F_ONE_B
@@ -221,10 +222,7 @@ class PipelineSpec:
             "How layers are assigned to stages: balanced by parameters or time, by equal "
             "numbers of layers, or a list with each stage's number of layers.",
             "parameters, time, layers or a list of each stage's number of layers",
-            (
-                _SPLITS,
-                Numbers("each stage's number of layers", 1, MAX_LAYERS, whole=True),
-            ),
+            (_SPLITS, Numbers("each stage's number of layers", 1, MAX_LAYERS, whole=True)),
             hint=_split_meant,
         ),
     ] = SplitBy.PARAMETERS

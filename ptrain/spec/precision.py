@@ -240,6 +240,5 @@ class PrecisionRaw:
         ),
     ] = None
     moments: Annotated[
-        str | None,
-        Choice("Dtype of the optimizer moments.", _DTYPES, slips=_DTYPE_SLIPS),
+        str | None, Choice("Dtype of the optimizer moments.", _DTYPES, slips=_DTYPE_SLIPS)
     ] = None

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NamedTuple
 
-from ptrain.spec.names import root
-from ptrain.spec.text import read
+from ptrain.spec.names import table_of
 
 Config = Mapping[str, Any]
 _REFUSED = {
@@ -96,12 +95,9 @@ def _silent() -> frozenset[str]:
     return frozenset(name for row in table()["silent"] for name in row)
 
 
-@cache
 def table() -> Mapping[str, Any]:
     """Return the tables of `specs/published.yaml`."""
-    root_of_file = read(root() / "published.yaml").root
-    assert isinstance(root_of_file, dict), "specs/published.yaml is a mapping"
-    return root_of_file
+    return table_of("published.yaml")
 
 
 Keys = dict[str, Any]  # of the spec's section `model`

@@ -197,10 +197,7 @@ class Rates:
     threads: Annotated[
         tuple[int, ...],
         Numbers(
-            "Threads per rank on CPUs, one number per entry of `at_once`.",
-            1,
-            2**12,
-            whole=True,
+            "Threads per rank on CPUs, one number per entry of `at_once`.", 1, 2**12, whole=True
         ),
     ] = ()
     spread: Annotated[
@@ -231,11 +228,7 @@ class Rates:
         tuple[RateRow, ...],
         Rows(
             "Times of memory-bound operators, by the bytes they read and write.",
-            {
-                "kind": _words("kind", OperatorKind, *_OF_BYTES),
-                "dtype": _DTYPE,
-                "bytes": _BYTES,
-            },
+            {"kind": _words("kind", OperatorKind, *_OF_BYTES), "dtype": _DTYPE, "bytes": _BYTES},
         ),
     ] = ()
     updates: Annotated[

@@ -1,23 +1,25 @@
-"""Resolution of the sections that need no mesh, and of the batch.
-
-Resolution of a cluster's rates: those of a preset, and the tables that override it.
-"""
+"""Resolution of the sections that need no mesh: presets filled in, a cluster's rates with tables
+that override a preset's, and the user's functions of data, loss and step named."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import fields, replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from ptrain.errors import Fault, SpecError
+from ptrain.spec.activations import LossRaw
 from ptrain.spec.block import UNSAID, BlockOptions
 from ptrain.spec.check import validate
 from ptrain.spec.cluster import Cluster
-from ptrain.spec.job import OptimizerSpec
+from ptrain.spec.function import StepRaw, UserFunction
+from ptrain.spec.grammar import SpecRaw
+from ptrain.spec.job import DataSpec, OptimizerSpec
+from ptrain.spec.keys import TensorSpec
 from ptrain.spec.misfits import misfits, voids
 from ptrain.spec.model import (
     BESIDE,
@@ -30,67 +32,84 @@ from ptrain.spec.model import (
     ModelShape,
     ModelSpec,
 )
-from ptrain.spec.names import file_of_preset, listing, missing, unusable
+from ptrain.spec.names import file_of_preset, listing, missing, root, unusable
+from ptrain.spec.placement import Axis
 from ptrain.spec.precision import FP32, LAYOUTS, DType, Precision, PrecisionRaw, custom
 from ptrain.spec.rates import Rates, misshapen
-from ptrain.spec.text import Tree, read
+from ptrain.spec.shorthand import two_ranks
+from ptrain.spec.spec import LossSpec
+from ptrain.spec.text import Findings, Tree, read
 
 if TYPE_CHECKING:
     from ptrain.spec.published import FieldFault
 
-_FOLDER, _PLACE = "rates", "cluster.rates"
+# By section: where it stands, what a preset of it is called, its folder, and what it consists of.
+_PRESETS: Mapping[type, tuple[str, str, str, str]] = {
+    ModelRaw: ("model", "model", "models", "fields"),
+    Cluster: ("cluster", "cluster", "clusters", "fields"),
+    Rates: ("cluster.rates", "table of rates", "rates", "tables"),
+}
 
-Add = Callable[[str, str, str], None]  # place, finding, remedy
+
+def _preset(name: str | None, kind: type, report: Findings) -> Mapping[str, Any] | None:
+    """Return the values that a preset's file says; None where it says none that can be used."""
+    if name is None:
+        return {}
+    section, noun, folder, parts = _PRESETS[kind]
+    path = listing(folder).get(name)
+    read_values = _values_of_own if path else _values
+    if path is None and Path(name).suffix in (".yaml", ".yml"):
+        path = file_of_preset(name, folder_of(report.tree))
+    try:
+        values = {} if path is None else read_values(path, kind)
+    except SpecError as error:
+        report.add(f"{section}.preset", *unusable(error))
+        return None
+    if path is None:
+        report.add(f"{section}.preset", *missing(name, noun, folder))
+    elif "preset" in values:
+        finding = f"{path.name} refers to another preset"
+        report.add(f"{section}.preset", finding, f"Put the {parts} into the file.")
+    else:
+        return {"name": path.stem, **values} if kind is Cluster else values
+    return None
 
 
-def resolve_rates(written: Mapping[str, Any] | None, folder: Path, add: Add) -> Rates | None:
-    """Return the preset's tables with those that are written beside it on top; a file is looked for
-    in `folder` first. Tables of specs/rates that nothing overrides stay by their name, which
-    `tables` reads."""
+def _values(path: Path, kind: type) -> dict[str, Any]:
+    """Return the values of a file. Raises SpecError with all its faults."""
+    tree = read(path)
+    values, faults = validate(tree, kind, is_partial=True)
+    if faults or tree.faults:
+        raise SpecError(*tree.faults.values(), *faults.values())
+    return dict(values)
+
+
+_values_of_own = cache(_values)  # of presets in `specs/`, which are as the process finds them first
+
+
+def resolve_rates(written: Mapping[str, Any] | None, report: Findings) -> Rates | None:
+    """Return the preset's tables with those that are written beside it on top. Tables of `specs`
+    that nothing overrides stay by their name, which `tables` reads."""
     if written is None:
         return None
     name = written.get("preset")
-    if name is None:
-        return _sound(written, add)
-    path = listing(_FOLDER).get(name)
-    if path is not None and written.keys() == {"preset"}:
+    if written.keys() == {"preset"} and name in listing("rates"):
         return Rates(preset=name)
-    if path is None and Path(name).suffix in (".yaml", ".yml"):
-        path = file_of_preset(name, folder)
-    if path is None:
-        add(f"{_PLACE}.preset", *missing(name, "table of rates", _FOLDER))
+    preset = _preset(name, Rates, report)
+    if preset is None:
         return None
-    try:
-        values = _rate_values(path)
-    except SpecError as error:
-        add(f"{_PLACE}.preset", *unusable(error))
-        return None
-    if "preset" in values:
-        add(
-            f"{_PLACE}.preset",
-            f"{path.name} refers to another preset",
-            "Put the tables into the file.",
-        )
-        return None
-    return _sound({**values, **written, "preset": None}, add)
-
-
-def _sound(values: Mapping[str, Any], add: Add) -> Rates | None:
-    """The tables, if each row has a figure for each number of ranks at once."""
+    values = {**preset, **written, "preset": None}
     faults = tuple(misshapen(values))
     for key, finding, remedy in faults:
-        add(f"{_PLACE}.{key}", finding, remedy)
+        report.add(f"cluster.rates.{key}", finding, remedy)
     return None if faults else Rates(**values)
 
 
-def _rate_values(path: Path) -> Mapping[str, Any]:
-    """The fields of a file. Raises SpecError with all its faults."""
-    tree = read(path)
-    values, faults = validate(tree, Rates, is_partial=True)
-    if faults or tree.faults:
-        raise SpecError(*tree.faults.values(), *faults.values())
-    fields: Mapping[str, Any] = values
-    return fields
+@cache
+def _named(name: str) -> Rates:
+    values = _values_of_own(listing("rates")[name], Rates)
+    assert not tuple(misshapen(values)), f"specs/rates/{name}.yaml: rows lack figures"
+    return Rates(**values)
 
 
 def tables(rates: Rates) -> Rates:
@@ -98,74 +117,27 @@ def tables(rates: Rates) -> Rates:
     return rates if rates.preset is None else _named(rates.preset)
 
 
-@cache
-def _named(name: str) -> Rates:
-    values = _rate_values(listing(_FOLDER)[name])
-    assert not tuple(misshapen(values)), f"specs/rates/{name}.yaml: rows lack figures"
-    return Rates(**values)
-
-
+CHUNK = 1024  # tokens: 128 MiB of fp32 logits over a vocabulary of 32000
 CONFIG = "config.json"  # as a published model's folder has it
 _PRETRAINED = "model.pretrained"
 _ROPE, _OLD_ROPE = "rope_parameters", ("rope_theta", "rope_scaling")
 ARCHITECTURES = "architectures"  # the classes that a published config is of
 
 
-class Report(Protocol):
-    """Where faults go, and the folder that relative files stand in. `home` is the folder of the
-    user's own spec file; None of a spec that is no such file."""
-
-    @property
-    def folder(self) -> Path: ...
-
-    @property
-    def home(self) -> Path | None: ...
-
-    def add(self, place: str, finding: str, remedy: str = "", *, part: str = "") -> None: ...
+def folder_of(tree: Tree) -> Path:
+    """Return the folder that relative files of a spec stand in."""
+    return Path(tree.source).parent if Path(tree.source).suffix else Path()
 
 
-def _preset(name: str | None, kind: type, section: str, report: Report) -> Mapping[str, Any] | None:
-    """The values that a preset's file says; None where it says none that can be used."""
-    if name is None:
-        return {}
-    folder = f"{section}s"
-    path = listing(folder).get(name)
-    read_values: Callable[[Path, type], Mapping[str, Any]] = _values_of_own if path else _values
-    if path is None and Path(name).suffix in (".yaml", ".yml"):
-        path = file_of_preset(name, report.folder)
-    if path is None:
-        report.add(f"{section}.preset", *missing(name, section, folder))
-        return None
-    try:
-        values = read_values(path, kind)
-    except SpecError as error:
-        report.add(f"{section}.preset", *unusable(error))
-        return None
-    if "preset" in values:
-        report.add(
-            f"{section}.preset",
-            f"{path.name} refers to another preset",
-            "Put the fields into the file.",
-        )
-        return None
-    named: Mapping[str, Any] = {"name": path.stem, **values} if section == "cluster" else values
-    return named
+def home_of(tree: Tree) -> Path | None:
+    """Return the folder of the user's own spec file, where links lead to it, as Python has a
+    script's; None of a spec that is no such file."""
+    file = Path(tree.source).resolve()
+    is_file = bool(tree.source) and file.is_file()
+    return file.parent if is_file and not file.is_relative_to(root()) else None
 
 
-def _values(path: Path, kind: type) -> Mapping[str, Any]:
-    """Return the values of a file. Raises SpecError with all its faults."""
-    tree = read(path)
-    values, faults = validate(tree, kind, is_partial=True)
-    if faults or tree.faults:
-        raise SpecError(*tree.faults.values(), *faults.values())
-    said: Mapping[str, Any] = values
-    return said
-
-
-_values_of_own = cache(_values)  # of presets in `specs/`, which are as the process finds them first
-
-
-def resolve_model(raw: ModelRaw, attention: Attention | None, report: Report) -> ModelSpec | None:
+def resolve_model(raw: ModelRaw, attention: Attention | None, report: Findings) -> ModelSpec | None:
     if raw.target is not None:
         for key in _written(raw, besides=("target", "arguments", "blocks", "folder", "pretrained")):
             report.add(
@@ -183,7 +155,7 @@ def resolve_model(raw: ModelRaw, attention: Attention | None, report: Report) ->
             target=raw.target,
             arguments=raw.arguments or {},
             blocks=raw.blocks,
-            folder=_folder(raw.folder, report.home),
+            folder=_folder(raw.folder, home_of(report.tree)),
             pretrained=raw.pretrained,
         )
     if raw.folder != BESIDE:
@@ -214,7 +186,7 @@ def resolve_model(raw: ModelRaw, attention: Attention | None, report: Report) ->
         )
     if raw.pretrained is not None:
         return _begun(raw, raw.pretrained, attention, report)
-    preset = _preset(raw.preset, ModelRaw, "model", report)
+    preset = _preset(raw.preset, ModelRaw, report)
     if preset is None:
         return None
     shape = _shape(preset, said := _said(raw), report)
@@ -227,7 +199,7 @@ def resolve_model(raw: ModelRaw, attention: Attention | None, report: Report) ->
 
 
 def _begun(
-    raw: ModelRaw, folder: str, attention: Attention | None, report: Report
+    raw: ModelRaw, folder: str, attention: Attention | None, report: Findings
 ) -> ModelShape | None:
     """The model of a published folder, which stands for a preset."""
     from ptrain.spec.published import WHOLE, read_config
@@ -253,7 +225,7 @@ def _begun(
     return replace(shape, attention=chosen, pretrained=folder, ignored=model.ignored)
 
 
-def _published(path: Path, report: Report) -> Mapping[str, Any] | None:
+def _published(path: Path, report: Findings) -> Mapping[str, Any] | None:
     """Return the fields of a published model's config; None, with a fault, if it has none."""
     config = _json(path)
     if isinstance(config, str):
@@ -263,7 +235,7 @@ def _published(path: Path, report: Report) -> Mapping[str, Any] | None:
     return config
 
 
-def _add_faults(path: Path, faults: Iterable[FieldFault], report: Report) -> None:
+def _add_faults(path: Path, faults: Iterable[FieldFault], report: Findings) -> None:
     for fault in faults:
         report.add(_PRETRAINED, f"{path}: {fault.finding}", fault.remedy, part=fault.field)
 
@@ -281,14 +253,14 @@ def _names_class(config: object) -> bool:
 
 
 def _hugging_face_model(
-    raw: ModelRaw, attention: Attention | None, report: Report
+    raw: ModelRaw, attention: Attention | None, report: Findings
 ) -> HuggingFaceModel | None:
     """None, with a fault, where the config cannot be read or nobody says of which class it is."""
     from ptrain.spec.published import find_refused
 
     config = raw.config if isinstance(raw.config, dict) else {}
     if isinstance(raw.config, str):
-        read_config = _json(report.folder / raw.config)
+        read_config = _json(folder_of(report.tree) / raw.config)
         if not isinstance(read_config, dict):
             report.add(
                 "model.config",
@@ -321,11 +293,7 @@ def _hugging_face_model(
         )
         return None
     return HuggingFaceModel(
-        hf=hf,
-        config=config,
-        blocks=raw.blocks,
-        attention=attention,
-        pretrained=raw.pretrained,
+        hf=hf, config=config, blocks=raw.blocks, attention=attention, pretrained=raw.pretrained
     )
 
 
@@ -362,7 +330,7 @@ def _said(raw: ModelRaw) -> dict[str, Any]:
 
 
 def _shape(
-    preset: Mapping[str, Any], beside: Mapping[str, Any], report: Report
+    preset: Mapping[str, Any], beside: Mapping[str, Any], report: Findings
 ) -> ModelShape | None:
     """What is written beside a preset overrides it, and so takes from it what it makes void."""
     said = {**preset, **beside}
@@ -447,17 +415,17 @@ def resolve_optimizer(optimizer: OptimizerSpec, tree: Tree) -> OptimizerSpec:
     return replace(optimizer, **unsaid)
 
 
-def resolve_cluster(written: Mapping[str, Any] | None, report: Report) -> Cluster | None:
+def resolve_cluster(written: Mapping[str, Any] | None, report: Findings) -> Cluster | None:
     """The preset's fields, with those that are written beside it on top."""
     if written is None:
         return None
-    preset = _preset(written.get("preset"), Cluster, "cluster", report)
+    preset = _preset(written.get("preset"), Cluster, report)
     if preset is None:
         return None
     if written.get("kind") == "cpu":  # processors in the preset's place
         preset = {name: value for name, value in preset.items() if name != "sm"}
     values = {**preset, **written, "preset": None}
-    values["rates"] = resolve_rates(values.get("rates"), report.folder, report.add)
+    values["rates"] = resolve_rates(values.get("rates"), report)
     needed = ("devices", "device_memory", "intra_node_bandwidth")
     missing_keys = [key for key in needed if key not in values]
     if missing_keys:
@@ -471,3 +439,141 @@ def resolve_cluster(written: Mapping[str, Any] | None, report: Report) -> Cluste
         devices_per_node=cluster.devices_per_node or cluster.devices,
         inter_node_bandwidth=cluster.inter_node_bandwidth or cluster.intra_node_bandwidth,
     )
+
+
+def resolve_data(raw: SpecRaw, report: Findings) -> DataSpec:
+    """Return the section with one of corpus, path, sources and target; two are a fault."""
+    data, tree = raw.data, report.tree
+    given = [key for key in ("corpus", "path", "sources") if tree.has("data", key)]
+    ignoring = [key for key in ("ignored", "loss_mask") if getattr(data, key) is not None]
+    if data.target is None:
+        if _lacks_target("data", data, report):
+            return data
+        if data.loss_mask is not None and data.path is None:
+            report.add("data.loss_mask", *(_ONE_MASK if data.sources is None else _MASK_EACH))
+        elif len(given) > 1:
+            finding = f"both a {given[0]} and {'a ' * (given[1] == 'path')}{given[1]} are given"
+            report.add(f"data.{given[1]}", finding, _ONE)
+        return replace(data, corpus=None) if data.is_of_files else data
+    if given:
+        finding = f"`data.target` provides the samples, so {given[0]} has no effect"
+        report.add(f"data.{given[0]}", finding, _ONE)
+    elif ignoring:
+        for key in ignoring:
+            finding = f"{_NO_TOKENS}; this key selects target tokens"
+            report.add(f"data.{key}", finding, f"Remove `data.{key}`.")
+    elif raw.batch.pad:
+        report.add("batch.pad", _NO_TOKENS, "Remove `batch.pad`.")
+    elif not tree.has("step") and not tree.has("loss", "target"):
+        report.add("data.target", "samples that are not tokens need a custom loss", _ADD_LOSS)
+    folder = beside(data.folder, report)
+    return replace(data, corpus=None, arguments=data.arguments or {}, folder=folder)
+
+
+_ONE = "Remove one of the two."
+_NO_TOKENS = "`data.target` provides samples that are not tokens"
+_ADD_LOSS = (
+    "Add `loss: {target: package.module:function}`, a function of the model's output and the "
+    "batch, or `step: {target: package.module:function}`."
+)
+_ONE_MASK = (
+    "a loss mask needs a token file, and `data.path` is not set",
+    "Add `data.path=FILE`, or use `data.ignored=[ID, …]`.",
+)
+_MASK_EACH = (
+    "a loss mask belongs to one file, but `data.sources` lists several",
+    "Put `loss_mask` into the entry of its source.",
+)
+
+
+def resolve_functions(raw: SpecRaw, report: Findings) -> LossSpec:
+    """Return the loss's or the step's function, if the spec names one of them; what contradicts it
+    is reported as a fault."""
+    loss, step = raw.loss or LossRaw(), raw.step
+    kinds = [key for key in ("kind", "chunk", "fused") if getattr(loss, key) is not None]
+    if loss.target is None:
+        _lacks_target("loss", loss, report)
+    elif kinds:
+        report.add(
+            f"loss.{kinds[0]}",
+            f"`target` computes the loss, so {kinds[0]} has no effect",
+            "Remove one of the two.",
+        )
+    if step is None:
+        return LossSpec(function=_function("loss", loss, report))
+    if loss.target is not None or kinds:
+        report.add(
+            "step", "`step` computes the loss, so `loss` has no effect", "Remove one of the two."
+        )
+    return LossSpec(step=_function("step", step, report))
+
+
+def _lacks_target(section: str, raw: DataSpec | LossRaw, report: Findings) -> bool:
+    """Report what belongs to a target; return whether there is any."""
+    keys = [key for key in ("arguments", "folder") if getattr(raw, key) is not None]
+    for key in keys:
+        report.add(
+            f"{section}.{key}", f"{key} requires `target`", f"Add `target`, or remove `{key}`."
+        )
+    return bool(keys)
+
+
+def _function(section: str, raw: LossRaw | StepRaw, report: Findings) -> UserFunction | None:
+    if raw.target is None:
+        return None
+    return UserFunction(
+        section=section,
+        target=raw.target,
+        arguments=raw.arguments or {},
+        folder=beside(raw.folder, report),
+    )
+
+
+def beside(written: str | None, report: Findings) -> str | None:
+    """Return a folder, absolute and without links: the spec's own where none is written."""
+    home = home_of(report.tree)
+    if written is None:
+        return None if home is None else os.path.realpath(home)
+    return os.path.realpath((home or folder_of(report.tree)) / written)
+
+
+def resolve_tensor(
+    raw: SpecRaw, loss: LossSpec, degrees: Mapping[Axis, int], report: Findings
+) -> TensorSpec:
+    """Return the section; a function of the user's is given whole logits, unless cut ones are
+    asked for, which is a fault."""
+    if loss.user_function is None or degrees.get(Axis.TP, 1) == 1 or not raw.tensor.loss_parallel:
+        return raw.tensor
+    if report.tree.has("tensor", "loss_parallel"):
+        report.add(
+            "tensor.loss_parallel",
+            f"true: {loss.user_function.target} would receive sharded logits",
+            "Remove it, or use `false`.",
+        )
+    return replace(raw.tensor, loss_parallel=False)
+
+
+def resolve_attention(text: str | None) -> Attention | None:
+    """Return what the spec says; None where it says nothing. `flash`, which is refused, gets a
+    stand-in."""
+    return Attention({"math": "eager", "flash": "sdpa"}.get(text, text)) if text else None
+
+
+def resolve_loss(raw: SpecRaw, degrees: Mapping[Axis, int], report: Findings) -> LossSpec:
+    """Return how logits and loss are computed where no function of the user's does it."""
+    loss = raw.loss or LossRaw()
+    if loss.kind == "vocab-parallel" and degrees.get(Axis.TP, 1) == 1:
+        remedy = f"Use `loss=cross-entropy`, or {two_ranks(Axis.TP)}"
+        report.add("loss", "vocab-parallel needs at least two tp ranks", remedy)
+    elif loss.kind == "vocab-parallel" and not raw.tensor.loss_parallel:
+        report.add("loss", "vocab-parallel contradicts tensor.loss_parallel: false", _ONE)
+    is_cut = loss.kind in ("chunked", "fused") or loss.chunk is not None or bool(loss.fused)
+    if loss.kind == "cross-entropy" and is_cut:
+        key = "chunk" if loss.chunk is not None else "fused"
+        finding = "cross-entropy computes all logits at once"
+        report.add(f"loss.{key}", finding, f"Remove `{key}`, or use `loss.kind=chunked`.")
+    if loss.kind == "fused" and loss.fused is False:
+        report.add("loss.fused", "false contradicts kind fused", _ONE)
+    if not is_cut:
+        return LossSpec()
+    return LossSpec(chunk=loss.chunk or CHUNK, fused=loss.kind == "fused" or bool(loss.fused))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from ptrain.spec.leaf import Choice, one_of, refuse
+from ptrain.spec.leaf import Choice, OwnFile, one_of, refuse
+from ptrain.spec.text import contents
 
 MAX_BYTES = 2**28  # of a file
 FORM = "{LAYER: [rank][micro-batch][expert], …}: the choices of a rank's tokens, by layer"
@@ -55,7 +56,7 @@ class RoutingText(Choice):
         if not isinstance(value, Mapping):
             return super().check(value)
         if wrong := slip(value):
-            refuse(wrong, f"Use {FORM}.")
+            refuse(*wrong)
         return value
 
     def schema(self) -> dict[str, Any]:
@@ -101,39 +102,40 @@ def histogram(plain: Mapping[str, Any]) -> Histogram:
     )
 
 
-def slip(plain: object) -> str:
-    """Return what is wrong with counts by themselves, with its place; empty where nothing is. That
-    they fit a spec is a rule of the expert axis."""
+def slip(plain: object) -> tuple[str, str] | None:
+    """Return what is wrong with counts by themselves, with its place, and the remedy; None where
+    nothing is. That they fit a spec is a rule of the expert axis."""
+    wrong = next(_slips(plain), None)
+    return wrong if wrong is None else (wrong, f"Use {FORM}.")
+
+
+def _slips(plain: object) -> Iterator[str]:
     if not isinstance(plain, Mapping) or not plain:
-        return "there are no counts by layer"
+        yield "there are no counts by layer"
+        return
     for layer, of_layer in plain.items():
         if not isinstance(of_layer, list):
-            return f"{layer} has no list of ranks"
+            yield f"{layer} has no list of ranks"
+            return
         for rank, of_rank in enumerate(of_layer):
             if not isinstance(of_rank, list):
-                return f"{layer}, rank {rank}: no list of micro-batches"
+                yield f"{layer}, rank {rank}: no list of micro-batches"
+                return
             for number, choices in enumerate(of_rank):
-                if reason := _slip_of(choices):
-                    return f"{layer}, rank {rank}, micro-batch {number}: {reason}"
-    return ""
-
-
-def _slip_of(choices: object) -> str:
-    if not isinstance(choices, list):
-        return "no list of experts"
-    for expert, number in enumerate(choices):
-        if type(number) is not int or number < 0:
-            return f"{number!r} for expert {expert} is not a count"
-    return ""
+                at = f"{layer}, rank {rank}, micro-batch {number}"
+                if not isinstance(choices, list):
+                    yield f"{at}: no list of experts"
+                    return
+                for expert, count in enumerate(choices):
+                    if type(count) is not int or count < 0:
+                        yield f"{at}: {count!r} for expert {expert} is not a count"
 
 
 def read(path: Path) -> dict[str, Any] | str:
     """Return what a JSON file holds; or why it cannot be read."""
-    try:
-        with path.open("rb") as file:
-            data = file.read(MAX_BYTES + 1)
-    except (OSError, ValueError) as error:
-        return (getattr(error, "strerror", None) or str(error)).lower()
+    data = contents(path, MAX_BYTES)
+    if isinstance(data, str):
+        return data
     if len(data) > MAX_BYTES:
         return f"it is larger than {MAX_BYTES:,} bytes"
     try:
@@ -141,3 +143,6 @@ def read(path: Path) -> dict[str, Any] | str:
     except (ValueError, RecursionError) as error:
         return f"it is not valid JSON: {error}"
     return plain if isinstance(plain, dict) else "it does not contain a mapping of layers"
+
+
+FILE = OwnFile(".json", read, slip, f"Use a JSON file, {FORM}, or a routing name.")

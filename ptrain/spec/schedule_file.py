@@ -12,6 +12,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ptrain.spec.leaf import OwnFile
+from ptrain.spec.text import contents
 from ptrain.timeline import Kind
 
 MAX_CELLS = 1_000_000
@@ -94,18 +96,20 @@ def passes_of(cell: str) -> tuple[Pass, ...]:
 
 def read(path: Path) -> list[str] | str:
     """The lines of a CSV file; or why it cannot be read."""
-    try:
-        with path.open("rb") as file:
-            data = file.read(8 * MAX_CELLS + 1)
-    except (OSError, ValueError) as error:
-        return (getattr(error, "strerror", None) or str(error)).lower()
+    data = contents(path, 8 * MAX_CELLS)
+    if isinstance(data, str):
+        return data
     if len(data) > 8 * MAX_CELLS:
         return f"it is larger than {8 * MAX_CELLS:,} bytes"
     try:
-        text = data.decode("utf-8-sig")
+        return [line for line in data.decode("utf-8-sig").splitlines() if line.strip()]
     except UnicodeDecodeError:
         return "it is not UTF-8"
-    return [line for line in text.splitlines() if line.strip()]
+
+
+FILE = OwnFile(
+    ".csv", read, slip, "Use a file in torch's CSV format of compute actions, or a schedule name."
+)
 
 
 def _pass(cell: str) -> Pass:

@@ -7,13 +7,12 @@ import inspect
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass
-from functools import cache
 from typing import Any
 
 from ptrain.spec.grammar import EXPERTS_TUPLE, ExpertTupleRaw, SpecRaw, TupleRaw
 from ptrain.spec.leaf import Choice, Leaf, Section, Size, Truth, is_required, keys, one_of
-from ptrain.spec.names import root
-from ptrain.spec.text import flow, read
+from ptrain.spec.names import table_of
+from ptrain.spec.text import flow
 
 FILE = "ptrain.schema.json"
 Shape = dict[str, Any]
@@ -107,12 +106,9 @@ class KeyRow:
 _OF_TUPLES = "a strategy name, or a mode for each state"
 
 
-@cache
 def _examples() -> Mapping[str, str]:
     """Read the example values of specs/examples.yaml by dotted key."""
-    rows = read(root() / "examples.yaml").root
-    assert isinstance(rows, dict), "specs/examples.yaml is a mapping"
-    return rows
+    return table_of("examples.yaml")
 
 
 def reference(kind: type = SpecRaw, above: str = "") -> Iterator[KeyRow]:

@@ -38,10 +38,7 @@ UNSUPPORTED: Mapping[tuple[str, ...], tuple[str, str]] = {
         "a shared expert with a separate width and gate",
         "Use `model.shared_experts=N`, which is N x expert_ffn wide and has no gate.",
     ),
-    ("model", "router_jitter_noise"): (
-        "noise on the router's input",
-        "Remove it.",
-    ),
+    ("model", "router_jitter_noise"): ("noise on the router's input", "Remove it."),
     ("model", "expert_capacity"): (
         "a capacity in tokens",
         (

@@ -3,8 +3,6 @@
 PyYAML's C parser delivers events; the tree is built from them here, because its constructors read
 YAML 1.1 (`3e-4` a text, `on` a boolean, `1:30` ninety), keep the last of two equal keys and follow
 aliases. Anchors, aliases and tags are refused: a spec is a plain tree.
-
-Token files that a training draws from by weight.
 """
 
 from __future__ import annotations
@@ -12,125 +10,22 @@ from __future__ import annotations
 import json
 import os.path
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from functools import lru_cache
-from math import gcd
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import yaml
 
 from ptrain.errors import Fault, SpecError
-from ptrain.spec.leaf import Leaf, Real, Refused, Text, declared, describe, refuse
-
-CYCLE = 2**16  # samples, at most, in which every source has its share
-
-
-class DataSource(NamedTuple):
-    """A token file, and the share of samples that it has, over the sum of all weights."""
-
-    path: str
-    weight: float = 1.0
-    loss_mask: str | None = None
-
-
-_KEYS: Mapping[str, Leaf] = {
-    "path": Text("a memory-mapped token file"),
-    "weight": Real("its share of the samples, over the sum of all", 0.0, 1e9, open=True),
-    "loss_mask": Text("as data.loss_mask, of this file", null=True),
-}
-
-
-@declared
-class Sources(Leaf):
-    """A list of token files, each with a weight."""
-
-    def takes(self) -> str:
-        return "a list of {path, weight, loss_mask}"
-
-    def check(self, value: Any) -> object:
-        if not isinstance(value, list) or not value:
-            got = "an empty list" if value == [] else describe(value)
-            refuse(f"must be {self.takes()}; got {got}", "Use `[{path: a.npy, weight: 2}, …]`.")
-        sources = [_source(number, source) for number, source in enumerate(value, 1)]
-        numbers: dict[str, int] = {}
-        for number, source in enumerate(sources, 1):
-            first = numbers.setdefault(os.path.abspath(source.path), number)
-            if first != number:
-                refuse(
-                    f"source {number} repeats the file of source {first}: {source.path}",
-                    "Remove one of the two and add up their weights.",
-                )
-        for number, quota in enumerate(quotas([source.weight for source in sources]), 1):
-            if not quota:
-                refuse(
-                    f"source {number} gets less than one sample in {CYCLE}",
-                    "Use a larger weight, or remove the source.",
-                )
-        return tuple(sources)
-
-    def say(self, value: object) -> object:
-        if value is None:
-            return None
-        assert isinstance(value, tuple), "sources"
-        said = ({key: getattr(source, key) for key in _KEYS} for source in value)
-        return [{key: one for key, one in keys.items() if one is not None} for keys in said]
-
-    def schema(self) -> dict[str, Any]:
-        items = {
-            "type": "object",
-            "properties": {key: leaf.schema() for key, leaf in _KEYS.items()},
-            "required": ["path"],
-            "additionalProperties": False,
-        }
-        return {"type": "array", "items": items, "minItems": 1}
-
-
-def _source(number: int, source: object) -> DataSource:
-    """The fault of a value names its source and its key."""
-    if not isinstance(source, dict):
-        refuse(f"source {number} must be a mapping; got {describe(source)}", "Use `{path: FILE}`.")
-    unknown = [str(key) for key in source if key not in _KEYS]
-    if unknown:
-        refuse(f"source {number} has no key {unknown[0]!r}", f"Allowed keys: {', '.join(_KEYS)}.")
-    if "path" not in source:
-        refuse(f"source {number} has no path", "Use `{path: FILE, weight: NUMBER}`.")
-    values: dict[str, Any] = {}
-    for key, value in source.items():
-        try:
-            values[key] = _KEYS[key].take(value)
-        except Refused as error:
-            refuse(f"source {number}, {key}: {error.finding}", error.remedy or "Use another value.")
-    return DataSource(**values)
-
-
-def quotas(weights: Sequence[float]) -> tuple[int, ...]:
-    """Return how many samples of a cycle each source has: the shortest cycle in which shares are as
-    the weights say, to the digit; where that is longer than CYCLE, as near as that many allow."""
-    whole = _in_proportion(weights)
-    if (total := sum(whole)) <= CYCLE:
-        return whole
-    quotas, rests = zip(*(divmod(weight * CYCLE, total) for weight in whole), strict=True)
-    longest = sorted(range(len(rests)), key=lambda n: -rests[n])[: CYCLE - sum(quotas)]
-    return tuple(quota + (n in longest) for n, quota in enumerate(quotas))
-
-
-def _in_proportion(weights: Sequence[float]) -> tuple[int, ...]:
-    """Return the smallest whole numbers that have the ratios of weights, to the digit."""
-    parts = [f"{weight!r}e0".split("e")[:2] for weight in weights]
-    digits = [(text.partition(".")[2], text.replace(".", ""), int(power)) for text, power in parts]
-    powers = [power - len(behind) for behind, _, power in digits]
-    whole = [int(n) * 10 ** (p - min(powers)) for (_, n, _), p in zip(digits, powers, strict=True)]
-    return tuple(number // gcd(*whole) for number in whole)
-
+from ptrain.spec.leaf import Route
 
 MAX_BYTES = 2**20
 MAX_DEPTH = 32
 _TOO_DEEP = f"nested deeper than {MAX_DEPTH} levels", "specs are flat"
 
 COMMAND_LINE = "command line: "  # the source of what an override says begins so
-Route = tuple[str, ...]  # keys and list positions from the root
 
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _INTEGER = re.compile(r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+")
@@ -193,10 +88,64 @@ class Tree:
             faults=dict(self.faults),
         )
 
+    def mark(self, route: Route, *, key: bool = False) -> SourceMark:
+        """Return where the value (or the key) of `route` stands, or else what encloses it."""
+        table = self.keys if key else self.values
+        while route and route not in table:
+            route = route[:-1]
+            table = self.keys  # of what encloses a missing value its key is shown
+        return table.get(route, SourceMark(source=self.source))
+
+    def move_marks(self, route: Route, to: Route) -> None:
+        """Look for what stood at one route at another."""
+        for table in (self.keys, self.values):
+            if route in table:
+                table[to] = table[route]
+
+    def beside(self, route: Route, file: str) -> Path:
+        """Return where a file stands that a key names: beside the spec, or where the command line
+        is that names it."""
+        is_in_file = self.source and self.mark(route).source == self.source
+        return (Path(self.source).parent if is_in_file else Path()) / file
+
     def has(self, *route: str) -> bool:
         """Return whether a key stands there, whatever its value."""
         section = self.at(route[:-1])
         return isinstance(section, dict) and route[-1] in section
+
+
+@dataclass(slots=True, kw_only=True)
+class Findings:
+    """Collects the faults of a tree: the first one of a route."""
+
+    tree: Tree
+    faults: dict[Route, Fault] = field(default_factory=dict)
+
+    def add(
+        self,
+        where: str | Route,
+        finding: str,
+        remedy: str = "",
+        *,
+        at: Route = (),
+        key: bool = False,
+        part: str = "",
+    ) -> None:
+        """Add a fault, or that of a `part` of a value; `at`: where it is shown instead, `key`: it
+        is the key that is at fault."""
+        route = tuple(where.split(".")) if isinstance(where, str) else where
+        fault = self.tree.mark(at or route, key=key).fault(".".join(route), finding, remedy)
+        self.faults.setdefault((*route, part) if part else route, fault)
+
+
+def contents(path: Path, most: int) -> bytes | str:
+    """Return the bytes of a file, one more than `most` of a larger one; or why it cannot be
+    read."""
+    try:
+        with path.open("rb") as file:
+            return file.read(most + 1)
+    except (OSError, ValueError) as error:
+        return (getattr(error, "strerror", None) or str(error)).lower()
 
 
 def _copied(value: object) -> object:
@@ -244,16 +193,11 @@ def read(path: Path) -> Tree:
     """Return the tree of a file. Raises SpecError when it cannot be read or is no plain YAML
     mapping."""
     source = str(path)
-    try:
-        if path.is_dir():
+    data = contents(path, MAX_BYTES)
+    if isinstance(data, str):
+        if os.path.isdir(source):
             raise _unreadable(source, "it is a directory", "Use a YAML file in it.")
-        with path.open("rb") as file:
-            data = file.read(MAX_BYTES + 1)
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise _unreadable(
-            source, reason.lower(), "Run `ptrain specs` to list the built-in specs."
-        ) from None
+        raise _unreadable(source, data, "Run `ptrain specs` to list the built-in specs.")
     if len(data) > MAX_BYTES:
         raise _unreadable(source, "it is larger than 1 MiB", "Use a YAML file of at most 1 MiB.")
     if b"\0" in data:
@@ -306,11 +250,7 @@ def _parsed(text: str, source: str) -> Tree:
     if builder.is_cut_short:
         raise SpecError(*builder.faults.values())
     return Tree(
-        root=root,
-        source=source,
-        keys=builder.keys,
-        values=builder.values,
-        faults=builder.faults,
+        root=root, source=source, keys=builder.keys, values=builder.values, faults=builder.faults
     )
 
 
@@ -478,9 +418,3 @@ class _Builder:
 def _window(column: int, text: str) -> tuple[int, str]:
     """A line of a terminal's width; a line that is longer is cut after it."""
     return column, text.replace("\t", " ")[: max(160, column + 40)] if len(text) > 160 else text
-
-
-def as_override(tree: Tree, source: str) -> Tree:
-    """The same values, standing on the command line."""
-    mark = SourceMark(source=source)
-    return replace(tree, source=source, keys={}, values=dict.fromkeys(tree.values, mark))

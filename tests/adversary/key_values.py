@@ -128,8 +128,7 @@ def texts() -> Mapping[str, tuple[str, ...]]:
 
 def _tuples(strategies: tuple[str, ...], axes: Set[str]) -> tuple[str, ...]:
     """The strategies that are a tuple on one of these axes, and nothing else."""
-    files = {name: strategy(name) for name in strategies}
-    roots: dict[str, Any] = {name: tree.root for name, tree in files.items() if tree}
+    roots = {name: strategy(name) or {} for name in strategies}
     return tuple(
         name
         for name, root in roots.items()

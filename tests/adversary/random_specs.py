@@ -98,8 +98,8 @@ def _bases(draw: Random, refused: Counter[str], most_ranks: int) -> Iterator[Wri
         axes = _named_axes(draw) if draw.random() < NAMED else _axes(draw)
         if isinstance(axes, str):
             named = strategy(axes)
-            assert named is not None and isinstance(named.root, dict), "a strategy has a file"
-            mesh = _degrees(draw, list(named.root["placement"]), most_ranks)
+            assert named is not None, "a strategy has a file"
+            mesh = _degrees(draw, list(named["placement"]), most_ranks)
             placement: Any = axes
         else:
             mesh = _degrees(draw, axes, most_ranks)

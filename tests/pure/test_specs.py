@@ -24,7 +24,6 @@ from ptrain.spec.model import ModelShape
 from ptrain.spec.names import SPEC_FOLDERS, find_spec, listing, names, root
 from ptrain.spec.pipeline import ScheduleName
 from ptrain.spec.placement import Axis, M, R
-from ptrain.spec.shorthand import mark_of
 from ptrain.spec.spec import Spec
 from ptrain.spec.text import parse, read
 from ptrain.spec.write import to_yaml
@@ -267,7 +266,7 @@ def test_show_prints_a_spec_that_runs(capsys):
     tree = parse(capsys.readouterr().out, "out.yaml")
     assert isinstance(tree.root, dict)
     assert load(tree.root).spec == load("zero3", ["mesh.dp_shard=4"]).spec
-    assert mark_of(tree, ("mesh", "dp_shard")).line == 4
+    assert tree.mark(("mesh", "dp_shard")).line == 4
 
 
 def test_show_gives_json_and_a_list_for_a_sweep(capsys):

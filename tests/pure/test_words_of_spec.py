@@ -26,7 +26,7 @@ from ptrain.spec.leaf import (
 )
 from ptrain.spec.pipeline import MAX_LAYERS, PipelineSpec
 from ptrain.spec.placement import M
-from ptrain.spec.resolve_activations import CHUNK
+from ptrain.spec.resolve_sections import CHUNK
 from ptrain.spec.spec import Spec
 from ptrain.spec.write import UNWRITTEN, to_yaml
 from tests.pure.changes import BASE, faults, loaded
