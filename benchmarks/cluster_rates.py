@@ -75,6 +75,11 @@ class Gpu:
     within: Link
     between: Link
 
+    @property
+    def half(self) -> str:
+        """Return the 16-bit dtype that its matrix units have: bf16, or before those fp16."""
+        return "bf16" if "bf16" in self.flops else "fp16"
+
 
 def published() -> dict[str, Gpu]:
     """Return the GPUs of gpus.yaml, by name."""
@@ -147,7 +152,10 @@ def derived(measured: Tables, gpu: Gpu) -> Tables:
         for row in rows:
             least[row[0]] = min(row[-1], least.get(row[0], math.inf))
         tables[key] = [
-            [*row[:-1], _rounded(_elsewhere(row[-1], least[row[0]], _work(key, row), gpu))]
+            [
+                *(gpu.half if cell == "bf16" else cell for cell in row[:-1]),
+                _rounded(_elsewhere(row[-1], least[row[0]], _work(key, row), gpu)),
+            ]
             for row in rows
         ]
     return tables
@@ -165,7 +173,7 @@ def _roofline(work: tuple[str, float, float], gpu: Gpu) -> float:
     dtype, flops, size = work
     if dtype == "host":
         return size / gpu.host
-    return max(flops / gpu.flops[dtype], size / gpu.memory)
+    return max(flops / gpu.flops[gpu.half if dtype == "bf16" else dtype], size / gpu.memory)
 
 
 def _work(key: str, row: list[Any]) -> tuple[str, float, float]:
@@ -197,7 +205,7 @@ def text(name: str, page: str) -> str:
     gpu, head = H100, {"source": source, **_head(page)}
     if name != "h100":
         gpu = GPUS[name]
-        peaks = f"{gpu.flops['bf16'] / 1e12:g} TFLOP/s bf16, {gpu.memory / 1e12:g} TB/s"
+        peaks = f"{gpu.flops[gpu.half] / 1e12:g} TFLOP/s {gpu.half}, {gpu.memory / 1e12:g} TB/s"
         said = (
             f"derived: published peaks ({gpu.source}, {peaks}) x the H100's efficiency in {source}"
         )

@@ -117,6 +117,7 @@ class Surface:
         return tuple(math.log(size) for size in self.coordinates(shape))
 
 
+_BF16 = 80  # the first compute capability with matrix units for bf16
 # The tensor cores of GPUs multiply both at one pace, and neither has a path of its own in memory.
 _ALIKE = {DType.FP16: DType.BF16, DType.BF16: DType.FP16}
 CALIBRATED = (DType.FP32, DType.BF16)  # what `ptrain calibrate` measures
@@ -188,6 +189,7 @@ class MeasuredPace:
 
     def __init__(self, cluster: Cluster, rates: Rates, ranks: int) -> None:
         self.is_cuda = cluster.kind == "cuda"
+        self.has_bf16 = cluster.sm is None or cluster.sm >= _BF16
         self.overlaps = self.is_cuda
         self.ranks = _on_a_node(cluster, ranks)
         last = len(rates.at_once) - 1
@@ -238,7 +240,8 @@ class MeasuredPace:
         self, surfaces: Mapping[tuple[Any, ...], Surface], kind: OperatorKind, dtype: DType
     ) -> Surface:
         surface = surfaces.get((dtype,))
-        if surface is None and self.is_cuda and dtype in _ALIKE:
+        is_alike = self.is_cuda and self.has_bf16 and dtype in _ALIKE
+        if surface is None and is_alike:
             surface = surfaces.get((_ALIKE[dtype],))
         if surface is None:
             raise self._unknown(f"{kind} in {dtype}", is_calibrated=dtype in CALIBRATED)

@@ -36,7 +36,12 @@ OFFLOADED = (
 UNSTATED = "cluster={devices: 8, device_memory: 79.1 GiB, intra_node_bandwidth: 450 GB/s}"
 # torch's "total capacity" in reports of CUDA out-of-memory errors: the least and the largest
 CAPACITIES = {"a100": (79.15, 79.35), "b200": (178.34, 178.36), "h100": (79.09, 79.21)}
-CAPACITIES["h200"] = (139.72, 139.81)
+CAPACITIES |= {"h200": (139.72, 139.81), "a10": (22.19, 22.21), "l40s": (44.4, 44.53)}
+CAPACITIES |= {"mi300x": (191.4, 191.99), "v100": (31.73, 31.75)}
+CAPACITIES |= {"rtx3090": (23.68, 23.71), "rtx4090": (23.52, 23.68)}
+# of which no report is known: below the data sheet's GB
+CAPACITIES |= {"a6000": (44.0, 48e9 / GIB), "b300": (240.0, 288e9 / GIB), "l4": (22.0, 24e9 / GIB)}
+HOSTS = {"a100": 2e12, "b200": 2e12, "b300": 2e12, "h100": 2e12, "h200": 2e12, "v100": 512e9}
 
 
 def cluster_of(spec: Spec) -> Cluster:
@@ -58,7 +63,7 @@ def test_a_preset_states_the_capacity_that_torch_reports(name):
     if cluster.kind == "cuda":
         low, high = CAPACITIES[card]
         assert low <= cluster.device_memory / GIB <= high
-        assert cluster.host_memory == (None if name == "h200-1" else 2 * 10**12)
+        assert cluster.host_memory == (None if name == "h200-1" else HOSTS.get(card))
     else:
         assert cluster.device_memory < cluster.host_memory == 16 * GIB
 

@@ -16,6 +16,8 @@ from ptrain.spec.resolve_sections import tables
         ("h100-64", "NVLink 4", "NDR"),
         ("h200-64", "NVLink 4", "NDR"),
         ("b200-64", "NVLink 5", "NDR"),
+        ("b300-8", "NVLink 5", "XDR"),
+        ("v100-8", "NVLink 2", "EDR"),
     ],
 )
 def test_shares_of_links_name_the_links_of_their_cluster_and_are_below_one(name, link, network):

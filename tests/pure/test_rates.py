@@ -398,3 +398,19 @@ def test_another_gpu_takes_as_much_longer_than_its_peaks_as_the_measured_one():
     assert ratio(moved) == pytest.approx(3.35 / 2.039, rel=1e-3)
     dispatched = product(1, 512, 512, 512, dtype=DType.BF16)
     assert ratio(dispatched) == 1
+
+
+def test_a_gpu_without_matrix_units_for_bf16_has_no_rate_of_it() -> None:
+    """A V100's rates are of fp16, which an A100's stand for bf16 too."""
+    product = Operator(OperatorKind.PRODUCT, DType.BF16, (1, 4096, 4096, 4096))
+    for name, is_known in (("a100-8", True), ("v100-8", False)):
+        known = load("zero3", [f"cluster.preset={name}"]).spec.cluster
+        pace = pace_of(known, 1)
+        assert pace is not None
+        half = product._replace(dtype=DType.FP16)
+        assert pace.operator_seconds(half) > 0
+        if is_known:
+            assert pace.operator_seconds(product) == pace.operator_seconds(half)
+        else:
+            with pytest.raises(UnknownRate, match="product in bf16"):
+                pace.operator_seconds(product)
