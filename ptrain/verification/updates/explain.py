@@ -347,12 +347,12 @@ class UpdateExplainer:
     def _exchanged(self, result: SwapSearch, was: str) -> RootCause:
         mine = differing_pairs(self.case, result.fix)
         rows = [*chain.from_iterable(self.ranks.gather(mine, list[IngredientPair]))]
-        said = words(result.fix, rows, self.ranks.degrees, is_first=self.case.step == 0)
+        state, factor, sentence = words(result.fix, rows, self.ranks.degrees)
         what = " and ".join(_with(swap, rows) for swap in result.fix[:3])
         if len(result.fix) > 3:
             what = "the reference's " + ", ".join(swap.key or "rule" for swap in result.fix)
         return self._proven(
-            said.state, said.factor, said.sentence, [row.name for row in rows],
+            state, factor, sentence, [row.name for row in rows],
             sorted({row.rank for row in rows}),
             f"the update replayed with {what} matches the reference to "
             f"{result.left.worst:.2g}{was}",
