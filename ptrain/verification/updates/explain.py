@@ -239,47 +239,23 @@ class UpdateExplainer:
 
     def _written_after(self, mismatch: Remainder) -> RootCause:
         """What the optimizers left is one device's on every rank."""
-        rows = self._rows(self.case.written_after())
-        differing = {(d.rank, d.name) for d in self.mismatches if d.subject is Subject.PARAMETERS}
-        rows = [row for row in rows if row in differing]
-        states = [] if differing else [(d.rank, d.name) for d in self.mismatches]
-        proof = f"the optimizers' own results match the reference to {mismatch.worst:.2g}"
-        if states:
-            return self._proven(
-                Subject.OPTIMIZER, "state written after the update",
-                "The optimizer's step leaves the right state, but the state differs at the "
-                "end of the loop's step. Check the writes to it after optimizer.step().",
-                [name for _, name in states], sorted({rank for rank, _ in states}), proof,
-            )  # fmt: skip
-        if not rows:
-            return self._not_written_after(proof)
-        return self._proven(
-            Subject.PARAMETERS, "written after the update",
-            "The optimizer's step is right, but the parameter differs at the end of the "
-            "loop's step. Check the writes to it after optimizer.step() (a broadcast, a "
-            "copy, an average, a clamp).",
-            [name for _, name in rows], sorted({rank for rank, _ in rows}), proof,
-        )  # fmt: skip
-
-    def _not_written_after(self, proof: str) -> RootCause:
-        """One device's parameters are not what its own optimizer left."""
-        case = self.case
-        names = [
-            name
-            for name in self._departing() & case.own.keys()
-            if not torch.equal(
-                case.target(name).value.to(case.courses[name].after), case.courses[name].after
-            )
+        written = set(self._rows(self.case.written_after()))
+        rows = [
+            (its.rank, its.name.partition(" · ")[0])
+            for its in self.mismatches
+            if its.subject is Subject.OPTIMIZER or (its.rank, its.name) in written
         ]
-        rows = self._rows(sorted(names))
-        if not rows:
-            return self.unexplained(f"{proof}, and nothing is written after the update")
+        proof = f"the optimizers' own results match the reference to {mismatch.worst:.2g}"
+        if not rows:  # the reference's parameters are not what its own optimizer left
+            rows = [(its.rank, its.name) for its in self.mismatches]
+        is_state = all(its.subject is Subject.OPTIMIZER for its in self.mismatches)
+        state = Subject.OPTIMIZER if is_state else Subject.PARAMETERS
         return self._proven(
-            Subject.PARAMETERS, "not written after the update",
-            "The reference writes its parameters again after optimizer.step() (a clamp, an "
-            "average), but the loop does not. Do the same in the loop.",
-            [name for _, name in rows], sorted({rank for rank, _ in rows}),
-            f"{proof}, and the reference has other values at the end of its step",
+            state, "written after the update",
+            f"The optimizer's step is right, but the {state} differ at the end of the step. Do the "
+            "same after optimizer.step() as the reference (a broadcast, a copy, an average, a "
+            "clamp), or nothing.",
+            [name for _, name in rows], sorted({rank for rank, _ in rows}), proof,
         )  # fmt: skip
 
     def _in_the_step(self, mismatch: Remainder) -> RootCause:
@@ -290,7 +266,13 @@ class UpdateExplainer:
         if obstacle := next(filter(None, self.ranks.gather(self.obstacle)), ""):
             return self.unexplained(f"{obstacle}{self._differing()}")
         if rows and left.is_fix_of(mismatch):
-            return self._skipped(rows, left)
+            return self._proven(
+                Subject.PARAMETERS, "written within the step",
+                "optimizer.step() gives another result than its class computes from these "
+                "gradients, state and settings. Check its hooks and wrappers, and what skips it.",
+                [name for _, name in rows], sorted({rank for rank, _ in rows}),
+                f"the step replayed with its inputs matches the reference to {left.worst:.2g}",
+            )  # fmt: skip
         if rows:
             return self.unexplained(
                 "the update cannot be replayed element by element: its gradients, state and "
@@ -316,33 +298,6 @@ class UpdateExplainer:
         }
         listed = ", ".join(sorted(titles)) or "none of its settings and state"
         return f"; {listed} differed from the reference before it"
-
-    def _skipped(self, rows: Sequence[tuple[int, str]], left: Remainder) -> RootCause:
-        """The step did not do what its optimizer does with what it was given."""
-        seen = self.case.seen
-        stood = all(
-            torch.equal(seen.after[name].value, seen.before[name].value)
-            for rank, name in rows
-            if rank == self.case.rank
-        )
-        still = all(self.ranks.gather(stood))
-        factor = "step skipped" if still else "written within the step"
-        sentence = (
-            (
-                "optimizer.step() runs but does not change it: the step is skipped inside (an "
-                "overflow flag, a condition)."
-            )
-            if still
-            else (
-                "optimizer.step() gives another result than its class computes from these "
-                "gradients, state and settings. Check its hooks and wrappers."
-            )
-        )
-        return self._proven(
-            Subject.PARAMETERS, factor, sentence, [name for _, name in rows],
-            sorted({rank for rank, _ in rows}),
-            f"the step replayed with its inputs matches the reference to {left.worst:.2g}",
-        )  # fmt: skip
 
     def _exchanged(self, result: SwapSearch, was: str) -> RootCause:
         mine = differing_pairs(self.case, result.fix)
