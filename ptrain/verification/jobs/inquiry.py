@@ -30,7 +30,7 @@ from ptrain.verification.jobs.job import TOLERANCES, Alone, GlobalLoss, Toleranc
 from ptrain.verification.jobs.localise import ModuleInquiry
 from ptrain.verification.jobs.loss import LossTerms
 from ptrain.verification.jobs.modules import Calls, ModuleRecorder, ProbeResult, is_within, probed
-from ptrain.verification.jobs.record import ForwardCall, StepRecorder, digests
+from ptrain.verification.jobs.record import ForwardCall, ModelState, StepRecorder, digests
 from ptrain.verification.jobs.root_causes import families, family, proven
 from ptrain.verification.jobs.step import Drawing, LoopPair, StepComparison
 from ptrain.verification.parts import (
@@ -232,7 +232,10 @@ class Inquiry:
             )  # fmt: skip
         if not all(is_tried for _, is_tried in everyones):
             return None
+        now = [ModelState.of(job.model) for job in (self.pair.loop, self.pair.reference)]
         _, job_evidence = self._evidence(before)
+        for state in now:
+            state.restore()  # the run goes on
         return coarse_sum(blamed, job_evidence, self.ranks, self.limit.gradients)
 
     def _of_other_samples(

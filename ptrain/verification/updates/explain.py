@@ -239,57 +239,33 @@ class UpdateExplainer:
 
     def _written_after(self, mismatch: Remainder) -> RootCause:
         """What the optimizers left is one device's on every rank."""
-        rows = self._rows(self.case.written_after())
-        differing = {(d.rank, d.name) for d in self.mismatches if d.subject is Subject.PARAMETERS}
-        rows = [row for row in rows if row in differing]
-        states = [] if differing else [(d.rank, d.name) for d in self.mismatches]
+        written = set(self._rows(self.case.written_after()))
+        rows = [
+            (its.rank, its.name.partition(" · ")[0])
+            for its in self.mismatches
+            if its.subject is Subject.OPTIMIZER or (its.rank, its.name) in written
+        ]
         proof = f"the optimizers' own results match the reference to {mismatch.worst:.2g}"
-        if states:
-            return self._proven(
-                Subject.OPTIMIZER, "state written after the update",
-                "The optimizer's step leaves the right state, but the state differs at the "
-                "end of the loop's step. Check the writes to it after optimizer.step().",
-                [name for _, name in states], sorted({rank for rank, _ in states}), proof,
-            )  # fmt: skip
-        if not rows:
-            return self._not_written_after(proof)
-        mine = (self._is_stale(name) for rank, name in rows if rank == self.case.rank)
-        is_stale = all(self.ranks.gather(all(mine)))
+        if not rows:  # the reference's parameters are not what its own optimizer left
+            rows = [(its.rank, its.name) for its in self.mismatches]
+        is_state = all(its.subject is Subject.OPTIMIZER for its in self.mismatches)
+        state = Subject.OPTIMIZER if is_state else Subject.PARAMETERS
+        mine = {name for rank, name in rows if rank == self.case.rank}
+        is_stale = all(self.ranks.gather(not is_state and all(map(self._is_stale, mine))))
         return self._proven(
-            Subject.PARAMETERS, f"{'stale' if is_stale else 'written'} after the update",
-            "The optimizer's step is right, but at the end of the loop's step the parameter "
-            + ("is as before it. Copy, gather or broadcast what the optimizer leaves." if is_stale
-            else "differs. Check the writes to it after optimizer.step() (a broadcast, a copy, an "
-                 "average, a clamp)."),
+            state, f"{'stale' if is_stale else 'written'} after the update",
+            f"The optimizer's step is right, but the {state} differ at the end of the step"
+            f"{', where they are as before it' * is_stale}. Do the same after optimizer.step() as "
+            "the reference (a gather, a broadcast, a copy, an average, a clamp), or nothing.",
             [name for _, name in rows], sorted({rank for rank, _ in rows}), proof,
         )  # fmt: skip
 
     def _is_stale(self, name: str) -> bool:
         """Return whether all that is not as the optimizer left it is as before the step."""
-        course, left = self.case.courses[name], self.case.seen.after[name].value
+        course, left = self.case.courses[name], self.case.seen.after.get(name)
         after = course.run_after
-        return bool(((after == left.to(after)) | (after == course.run_before)).all())
-
-    def _not_written_after(self, proof: str) -> RootCause:
-        """One device's parameters are not what its own optimizer left."""
-        case = self.case
-        names = [
-            name
-            for name in self._departing() & case.own.keys()
-            if not torch.equal(
-                case.target(name).value.to(case.courses[name].after), case.courses[name].after
-            )
-        ]
-        rows = self._rows(sorted(names))
-        if not rows:
-            return self.unexplained(f"{proof}, and nothing is written after the update")
-        return self._proven(
-            Subject.PARAMETERS, "not written after the update",
-            "The reference writes its parameters again after optimizer.step() (a clamp, an "
-            "average), but the loop does not. Do the same in the loop.",
-            [name for _, name in rows], sorted({rank for rank, _ in rows}),
-            f"{proof}, and the reference has other values at the end of its step",
-        )  # fmt: skip
+        alike = after == course.run_before
+        return bool((alike if left is None else alike | (after == left.value.to(after))).all())
 
     def _in_the_step(self, mismatch: Remainder) -> RootCause:
         case = self.case
@@ -299,7 +275,13 @@ class UpdateExplainer:
         if obstacle := next(filter(None, self.ranks.gather(self.obstacle)), ""):
             return self.unexplained(f"{obstacle}{self._differing()}")
         if rows and left.is_fix_of(mismatch):
-            return self._skipped(rows, left)
+            return self._proven(
+                Subject.PARAMETERS, "written within the step",
+                "optimizer.step() gives another result than its class computes from these "
+                "gradients, state and settings. Check its hooks and wrappers, and what skips it.",
+                [name for _, name in rows], sorted({rank for rank, _ in rows}),
+                f"the step replayed with its inputs matches the reference to {left.worst:.2g}",
+            )  # fmt: skip
         if rows:
             return self.unexplained(
                 "the update cannot be replayed element by element: its gradients, state and "
@@ -326,42 +308,15 @@ class UpdateExplainer:
         listed = ", ".join(sorted(titles)) or "none of its settings and state"
         return f"; {listed} differed from the reference before it"
 
-    def _skipped(self, rows: Sequence[tuple[int, str]], left: Remainder) -> RootCause:
-        """The step did not do what its optimizer does with what it was given."""
-        seen = self.case.seen
-        stood = all(
-            torch.equal(seen.after[name].value, seen.before[name].value)
-            for rank, name in rows
-            if rank == self.case.rank
-        )
-        still = all(self.ranks.gather(stood))
-        factor = "step skipped" if still else "written within the step"
-        sentence = (
-            (
-                "optimizer.step() runs but does not change it: the step is skipped inside (an "
-                "overflow flag, a condition)."
-            )
-            if still
-            else (
-                "optimizer.step() gives another result than its class computes from these "
-                "gradients, state and settings. Check its hooks and wrappers."
-            )
-        )
-        return self._proven(
-            Subject.PARAMETERS, factor, sentence, [name for _, name in rows],
-            sorted({rank for rank, _ in rows}),
-            f"the step replayed with its inputs matches the reference to {left.worst:.2g}",
-        )  # fmt: skip
-
     def _exchanged(self, result: SwapSearch, was: str) -> RootCause:
         mine = differing_pairs(self.case, result.fix)
         rows = [*chain.from_iterable(self.ranks.gather(mine, list[IngredientPair]))]
-        said = words(result.fix, rows, self.ranks.degrees, is_first=self.case.step == 0)
+        state, factor, sentence = words(result.fix, rows, self.ranks.degrees)
         what = " and ".join(_with(swap, rows) for swap in result.fix[:3])
         if len(result.fix) > 3:
             what = "the reference's " + ", ".join(swap.key or "rule" for swap in result.fix)
         return self._proven(
-            said.state, said.factor, said.sentence, [row.name for row in rows],
+            state, factor, sentence, [row.name for row in rows],
             sorted({row.rank for row in rows}),
             f"the update replayed with {what} matches the reference to "
             f"{result.left.worst:.2g}{was}",

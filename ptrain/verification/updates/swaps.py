@@ -25,7 +25,6 @@ from ptrain.verification.jobs.root_causes import families
 from ptrain.verification.parts import (
     difference,
     factor_text,
-    is_number_of,
     named,
     norm,
     rounded,
@@ -207,6 +206,20 @@ class Swap:
             case _:
                 assert_never(self.ingredient)
 
+    def value(self, side: Ingredients) -> Any:
+        """Return this ingredient of one side."""
+        match self.ingredient:
+            case Ingredient.SETTING:
+                return side.settings.get(self.key)
+            case Ingredient.STATE:
+                return side.state.get(self.key)
+            case Ingredient.ATTRIBUTE:
+                return side.rule.attribute(self.key)
+            case Ingredient.VALUE:
+                return side.value
+            case _:
+                return side.gradient
+
 
 Swaps = tuple[Swap, ...]
 
@@ -323,9 +336,9 @@ def _all_ranks(case: UpdateCase, ranks: Ranks, trials: Sequence[Swaps]) -> dict[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IngredientPair:
-    """Of one parameter on one rank an ingredient that is not one device's: both in words, as
-    numbers where they are; `kinds` are the optimizers' classes. `is_rounded`: it is
-    numbers of bf16, one device's is not; `is_master`: the optimizer has a copy of the parameter."""
+    """Of one parameter on one rank an ingredient that is not one device's: both in words, and as
+    numbers where they are; `is_master`: the optimizer has a copy of the parameter; `kinds`: the
+    optimizers' classes."""
 
     swap: Swap
     name: str
@@ -333,18 +346,8 @@ class IngredientPair:
     own: str
     other: str
     numbers: tuple[float | None, float | None] = (None, None)
-    is_rounded: bool = False
     is_master: bool = False
     kinds: tuple[str, str] = ("", "")
-
-
-@dataclass(frozen=True, slots=True)
-class CureWords:
-    """What is said of a fix."""
-
-    state: Subject
-    factor: str
-    sentence: str
 
 
 def differing_pairs(case: UpdateCase, swaps: Swaps) -> list[IngredientPair]:
@@ -354,28 +357,11 @@ def differing_pairs(case: UpdateCase, swaps: Swaps) -> list[IngredientPair]:
 
 
 def _pair(case: UpdateCase, swap: Swap, name: str) -> IngredientPair:
-    own, other = case.own[name], case.other[name]
-    is_rounded = False
-    match swap.ingredient:
-        case Ingredient.SETTING:
-            pair: tuple[Any, Any] = own.settings.get(swap.key), other.settings.get(swap.key)
-        case Ingredient.STATE:
-            pair = own.state.get(swap.key), other.state.get(swap.key)
-        case Ingredient.ATTRIBUTE:
-            pair = own.rule.attribute(swap.key), other.rule.attribute(swap.key)
-        case Ingredient.VALUE:
-            pair = own.value, other.value
-            of_bf16 = [is_number_of(side.value, torch.bfloat16) for side in (own, other)]
-            is_rounded = of_bf16 == [True, False]
-        case Ingredient.RULE:
-            pair = own.rule.kind.__name__, other.rule.kind.__name__
-        case _:
-            pair = own.gradient, other.gradient
+    pair = [swap.value(side[name]) for side in (case.own, case.other)]
     return IngredientPair(
         swap=swap, name=name, rank=case.rank, own=_text(*pair), other=_text(*reversed(pair)),
-        numbers=(as_number(pair[0]), as_number(pair[1])), is_rounded=is_rounded,
-        is_master=name in case.seen.masters,
-        kinds=(own.rule.kind.__name__, other.rule.kind.__name__),
+        numbers=(as_number(pair[0]), as_number(pair[1])), is_master=name in case.seen.masters,
+        kinds=(case.own[name].rule.kind.__name__, case.other[name].rule.kind.__name__),
     )  # fmt: skip
 
 
@@ -392,151 +378,60 @@ def _text(value: Any, other: Any) -> str:
     return str(value) if number is None or isinstance(value, bool) else f"{number:g}"
 
 
+_FIXES = {
+    Ingredient.SETTING: "Use the same settings on every rank.",
+    Ingredient.STATE: "Keep the optimizer, or load all of its state when it is created again.",
+    Ingredient.ATTRIBUTE: "Build both optimizers alike.",
+    Ingredient.VALUE: "Check the loads and writes before the update.",
+    Ingredient.GRADIENT: "Sum it in a finer dtype or in one order, and check its copy to the "
+    "optimizer; or set `Terms(tolerance=...)`.",
+}  # fmt: skip
+
+
 def words(
-    fix: Swaps, rows: Sequence[IngredientPair], degrees: dict[str, int], *, is_first: bool
-) -> CureWords:
-    """Say what these swaps are; `rows` are all ranks', `is_first` of the first step."""
-    kinds = {swap.ingredient for swap in fix}
-    keys = {swap.key for swap in fix}
-    if Ingredient.RULE in kinds or "decoupled_weight_decay" in keys:
+    fix: Swaps, rows: Sequence[IngredientPair], degrees: dict[str, int]
+) -> tuple[Subject, str, str]:
+    """Return the state, the factor and the sentence of these swaps; `rows` are all ranks'."""
+    if any(s.ingredient is Ingredient.RULE or s.key == "decoupled_weight_decay" for s in fix):
         own, right = rows[0].kinds
-        return CureWords(
-            Subject.OPTIMIZER, f"{own} for {right}",
-            f"The loop steps {_names(rows)} by {own}, the reference by {right}. Use one class.",
+        names = families(row.name for row in rows)
+        return Subject.OPTIMIZER, f"{own} for {right}", (
+            f"The loop steps {names} by {own}, the reference by {right}. Use one class."
         )  # fmt: skip
-    if kinds == {Ingredient.STATE}:
-        return _of_state(keys, rows, is_first)
     settled = tuple(swap for swap in fix if swap.ingredient is Ingredient.SETTING)
     if settled and all(row.own == "none" for row in rows if row.swap not in settled):
         fix = settled  # what is kept beside a parameter follows from these
-        rows = [row for row in rows if row.swap in settled]
-    if len(fix) > 1:
-        parts = [
-            words((swap,), [row for row in rows if row.swap == swap], degrees, is_first=is_first)
-            for swap in fix
-        ]
-        return CureWords(
-            parts[0].state, " and ".join(part.factor for part in parts),
-            " ".join(part.sentence for part in parts),
-        )  # fmt: skip
-    (swap,) = fix
-    match swap.ingredient:
-        case Ingredient.SETTING | Ingredient.ATTRIBUTE:
-            return _of_setting(swap.key, rows, degrees)
-        case Ingredient.VALUE:
-            return _of_value(rows)
-        case _ if rows[0].other == "none":
-            return CureWords(
-                Subject.GRADIENTS, f"a gradient of {rows[0].own} for none",
-                f"The optimizer steps {_names(rows)} with a gradient of {rows[0].own}, but "
-                "the reference has none and skips it. A frozen parameter decays this way. "
-                "Set the gradient to None.",
-            )  # fmt: skip
-        case _ if not any(row.is_master for row in rows):
-            return CureWords(
-                Subject.GRADIENTS, f"gradients {rows[0].own}",
-                f"The gradients of {_names(rows)} match the reference within the tolerance "
-                f"({rows[0].own}), and the update amplifies the rest. Sum them in a finer "
-                "dtype or in one order, or set `Terms(tolerance=...)`.",
-            )  # fmt: skip
-        case _:
-            return CureWords(
-                Subject.GRADIENTS, f"gradients of the optimizer {rows[0].own}",
-                f"The gradient that the optimizer takes for {_names(rows)} differs from the "
-                f"reference ({rows[0].own}). Check the copy to the optimizer.",
-            )  # fmt: skip
+    parts = [_of_swap(swap, [row for row in rows if row.swap == swap], degrees) for swap in fix]
+    state, factor = parts[0][0], " and ".join(factor for _, factor, _ in parts)
+    kept = [row for row in rows if row.swap.key != "step" and not settled]
+    is_state = all(swap.ingredient is Ingredient.STATE for swap in fix)
+    if is_state and kept and all(row.own in ("none", "zeros") for row in kept):
+        state, factor = Subject.OPTIMIZER, "moments lost"
+    told = " ".join(sentence for _, _, sentence in parts)
+    return state, factor, f"{told} {_FIXES[fix[0].ingredient]}"
 
 
-def _names(rows: Sequence[IngredientPair]) -> str:
-    return families(row.name for row in rows)
-
-
-def _of_setting(key: str, rows: Sequence[IngredientPair], degrees: dict[str, int]) -> CureWords:
-    more = [row for row in rows if (row.numbers[0] or 0) > (row.numbers[1] or 0)]
-    less = [row for row in rows if (row.numbers[0] or 0) < (row.numbers[1] or 0)]
-    pairs = {(row.own, row.other) for row in rows}
-    are_swapped = len(pairs) == 2 and pairs == {(other, own) for own, other in pairs}
-    if are_swapped and more and less:
-        what = "decay" if key == "weight_decay" else key
-        return CureWords(
-            Subject.OPTIMIZER, f"{what} groups swapped",
-            f"{_names(more)} have {key} {more[0].own}, in the reference {more[0].other}; "
-            f"{_names(less)} have {less[0].own}, in the reference {less[0].other}: the "
-            "settings of the parameter groups are swapped.",
-        )  # fmt: skip
-    row = rows[0]
-    own, right = row.numbers
-    ratios = {mine / its if mine is not None and its else None for mine, its in _pairs(rows)}
-    state = Subject.LEARNING_RATE if key == "lr" else Subject.OPTIMIZER
-    if key == "lr" and len(pairs) == 1 and own is not None and right and None not in ratios:
-        factor = factor_text(own / right, degrees)
-    else:
-        factor = f"{key} {row.own} for {row.other}"
-    fix = (
-        "Set it, or step its schedule, as in the reference"
-        if key == "lr"
-        else "Use the same settings on every rank"
+def _of_swap(
+    swap: Swap, rows: Sequence[IngredientPair], degrees: dict[str, int]
+) -> tuple[Subject, str, str]:
+    title = swap.key or str(swap.ingredient)
+    pairs: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        pair = (rows[0].own, "") if "off" in row.own else (row.own, row.other)
+        pairs.setdefault(pair, []).append(row.name)
+    listed = "; ".join(
+        f"{own}{other and f', in the reference {other}'}, for {families(names)}"
+        for (own, other), names in list(pairs.items())[:3]
     )
-    return CureWords(
-        state, factor,
-        f"The optimizer updates {_names(rows)} with {key} {row.own}, the reference with "
-        f"{row.other}. {fix}.",
-    )  # fmt: skip
-
-
-def _pairs(rows: Sequence[IngredientPair]) -> list[tuple[float | None, float | None]]:
-    return [row.numbers for row in rows]
-
-
-def _of_state(keys: set[str], rows: Sequence[IngredientPair], is_first: bool) -> CureWords:
-    steps = [row for row in rows if row.swap.key == "step"]
-    tensors = [row for row in rows if row.swap.key != "step"]
-    lost = [row for row in tensors if row.own in ("none", "zeros")]
-    if not tensors:
-        row = steps[0]
-        own, right = row.numbers[0] or 0.0, row.numbers[1] or 0.0
-        word = "lost" if own < right else "ahead"
-        whose = "Adam" if "Adam" in row.kinds[0] else row.kinds[0]
-        return CureWords(
-            Subject.COUNTER, f"{whose}'s step {word}: {own:g} for {right:g}",
-            f"The optimizer counts {own:g} steps of {_names(rows)}, the reference {right:g}, "
-            "so the bias corrections of its moments differ. Load the counters with the "
-            "moments.",
-        )  # fmt: skip
-    names = ", ".join(sorted(keys - {"step"}))
-    if is_first:
-        return CureWords(
-            Subject.OPTIMIZER, "other state at the start",
-            f"Before the first update {names} of {_names(tensors)} are {tensors[0].own}, in "
-            f"the reference {tensors[0].other}. Build both optimizers identically, or load "
-            "both.",
-        )  # fmt: skip
-    if len(lost) == len(tensors):
-        and_step = f", and its counter {steps[0].own}" if steps else ""
-        return CureWords(
-            Subject.OPTIMIZER, "moments lost",
-            f"Before the update {names} of {_names(tensors)} are {lost[0].own}{and_step}, "
-            "but the reference has those of the previous steps. Keep the optimizer, or load "
-            "its state when it is created again (a resume).",
-        )  # fmt: skip
-    return CureWords(
-        Subject.OPTIMIZER, f"{names} {tensors[0].own}",
-        f"Before the update {names} of {_names(tensors)} differ from the reference "
-        f"({tensors[0].own}). Something writes them between the steps.",
-    )  # fmt: skip
-
-
-def _of_value(rows: Sequence[IngredientPair]) -> CureWords:
-    if all(row.is_rounded for row in rows):
-        return CureWords(
-            Subject.OPTIMIZER, "masters rebuilt from bf16",
-            f"Before the update, the values that the optimizer updates for {_names(rows)} "
-            f"are numbers of bfloat16 ({rows[0].own}), unlike in the reference. Keep the "
-            "master copies between steps, and save and load them instead of the model's "
-            "rounded weights.",
-        )  # fmt: skip
-    return CureWords(
-        Subject.PARAMETERS, f"values before the update {rows[0].own}",
-        f"Before the update, the values that the optimizer updates for {_names(rows)} differ "
-        f"from the reference ({rows[0].own}). Check the loads and writes before the update.",
-    )  # fmt: skip
+    own, other = next(iter(pairs))
+    factor = f"{title} {own}{other and f' for {other}'}"
+    mine, right = rows[0].numbers
+    if swap.key == "lr" and len(pairs) == 1 and mine is not None and right:
+        factor = factor_text(mine / right, degrees)
+    states = {
+        Ingredient.GRADIENT: Subject.GRADIENTS,
+        Ingredient.VALUE: Subject.OPTIMIZER if rows[0].is_master else Subject.PARAMETERS,
+    }
+    keys = {"lr": Subject.LEARNING_RATE, "step": Subject.COUNTER}
+    state = states.get(swap.ingredient, keys.get(swap.key, Subject.OPTIMIZER))
+    return state, factor, f"Before the update {title} is {listed}."
