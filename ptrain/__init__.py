@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from ptrain.train.notebook import run as run
     from ptrain.verification.jobs.job import Job as Job
     from ptrain.verification.jobs.job import Terms as Terms
+    from ptrain.verification.user_loop import share_of as share_of
     from ptrain.verification.user_loop import verify as verify
 
 _HOMES = {
@@ -38,12 +39,13 @@ _HOMES = {
     "run": "ptrain.train.notebook",
     "select": "ptrain.selection.choose",
     "resolve_auto": "ptrain.selection.recompute",
+    "share_of": "ptrain.verification.user_loop",
     "verify": "ptrain.verification.user_loop",
     "Job": "ptrain.verification.jobs.job",
     "Terms": "ptrain.verification.jobs.job",
 }
 # Imported with torch.
-_OF_TORCH = {"compare", "interpret", "measure", "read_facts", "verify", "Job", "Terms"}
+_OF_TORCH = {"compare", "interpret", "measure", "read_facts", "share_of", "verify", "Job", "Terms"}
 __all__ = [
     "Job",
     "Terms",
@@ -59,6 +61,7 @@ __all__ = [
     "resolve_auto",
     "run",
     "select",
+    "share_of",
     "verify",
 ]
 

@@ -19,10 +19,11 @@ from itertools import count as counted
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.distributed_c10d import _get_default_store
 
 from ptrain.errors import PtrainError
-from ptrain.verification.jobs.job import Job, Terms
+from ptrain.verification.jobs.job import Job, Terms, each_tensor
 from ptrain.verification.jobs.root_causes import families
 from ptrain.verification.jobs.run import Examiner
 from ptrain.verification.jobs.step import DrawsLater, Unattributed
@@ -49,8 +50,9 @@ def verify(
             function that makes one; with functions the loop runs twice from its start, and both
             runs must be identical to the bit.
         batches: The global batches, identical on every rank.
-        share: What this rank's step gets of each batch: a function of the global batch, or a list
-            of this rank's batches. None: the full batch (tensor parallelism only).
+        share: What this rank's step gets of each batch: a function of the global batch
+            (`share_of`: equal parts), or a list of this rank's batches. None: the full batch
+            (tensor parallelism only).
         terms: Number of steps, tolerance, and how losses are averaged (`Terms`).
 
     Returns:
@@ -138,6 +140,37 @@ def _raised_on_any_rank() -> Iterator[None]:
 
 
 _OF_COLLECTIVES = re.compile("gloo|NCCL|c10d|[Cc]onnection|[Tt]imed out")
+
+
+def share_of(batch: Any, rank: int | None = None, size: int | None = None) -> Any:
+    """Return one of `size` equal parts of a batch: tensors are split by samples (dimension 0), also
+    in lists, tuples and mappings; everything else stays.
+
+    Args:
+        batch: The global batch.
+        rank: Which part. Default: this process's rank.
+        size: Number of parts. Default: the number of ranks.
+
+    Raises:
+        PtrainError: The samples do not divide evenly.
+
+    Example:
+        >>> import torch, ptrain
+        >>> ptrain.share_of({"inputs": torch.arange(6)}, rank=1, size=3)
+        {'inputs': tensor([2, 3])}
+    """
+    if rank is None or size is None:
+        rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+    def part(samples: Tensor) -> Tensor:
+        if len(samples) % size:
+            raise PtrainError(
+                f"verify: {len(samples)} samples cannot be split evenly over {size} ranks\n  "
+                f"remedy: Use global batches of a multiple of {size} samples."
+            )
+        return samples.chunk(size)[rank]
+
+    return each_tensor(batch, part)
 
 
 def _not_told(unattributed: Unattributed, remedy: str) -> PtrainError:

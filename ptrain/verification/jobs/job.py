@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_map
 
 from ptrain.errors import PtrainError
 from ptrain.internals.dtensor import root_mesh
@@ -192,6 +193,15 @@ class Job:
     model: nn.Module
     step: Callable[[Any], Any]
     average: Average | None = None
+
+
+def each_tensor(batch: Any, change: Callable[[Tensor], Any]) -> Any:
+    """Return a batch with every tensor of samples changed."""
+    if isinstance(batch, Mapping):  # a tokenizer's has its own type, which torch takes for a leaf
+        return type(batch)({key: each_tensor(its, change) for key, its in batch.items()})  # type: ignore[call-arg]
+    return tree_map(
+        lambda leaf: change(leaf) if isinstance(leaf, Tensor) and leaf.dim() else leaf, batch
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ptrain.report.finding import RootCause, Subject
 from ptrain.report.record import Check
 from ptrain.verification.compare import claim
-from ptrain.verification.jobs.job import Alone, Job, Tolerance
+from ptrain.verification.jobs.job import Alone, Job, Tolerance, each_tensor
 from ptrain.verification.jobs.modules import (
     Calls,
     ModuleCall,
@@ -432,15 +432,13 @@ def of_both_sides(
 
 
 def _num_rows(batch: Any) -> int:
-    sizes = {leaf.size(0) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()}
+    sizes: set[int] = set()
+    each_tensor(batch, lambda rows: sizes.add(len(rows)))
     return sizes.pop() if len(sizes) == 1 else 0
 
 
 def _reordered(batch: Any, order: Tensor) -> Any:
-    def rows(leaf: Any) -> Any:
-        return leaf[order] if isinstance(leaf, Tensor) and leaf.dim() else leaf
-
-    return tree_map(rows, batch)
+    return each_tensor(batch, lambda rows: rows[order])
 
 
 def _has_gradient(call: ModuleCall) -> bool:
