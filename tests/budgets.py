@@ -24,7 +24,7 @@ SMALL = 80  # lines
 
 # begin
 BUDGETS: dict[str, int] = {
-    "ptrain": 53950,
+    "ptrain": 53930,
     "ptrain/activations": 340,
     "ptrain/algebra": 290,
     "ptrain/axes": 150,
@@ -51,11 +51,11 @@ BUDGETS: dict[str, int] = {
     "ptrain/rooms": 980,
     "ptrain/selection": 4030,
     "ptrain/simulation": 1070,
-    "ptrain/spec": 4190,
+    "ptrain/spec": 4200,
     "ptrain/steps": 460,
     "ptrain/traces": 2220,
     "ptrain/train": 3200,
-    "ptrain/verification": 7400,
+    "ptrain/verification": 7360,
 }
 ONE_IMPORTER = 75  # modules that exactly one other imports
 SMALL_MODULES = 81  # modules with fewer lines than SMALL

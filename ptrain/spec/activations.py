@@ -26,16 +26,21 @@ from ptrain.spec.leaf import (
     refuse,
 )
 from ptrain.spec.placement import Distribution, Mode, Tier
+from ptrain.word import MeantWord, words_of
 
 
-class Operators(StrEnum):
+class Operators(MeantWord):
     """Classes of operators whose results a policy may keep."""
 
-    MATMUL = "matmul"  # of activations with weights, and of scores where attention is eager
-    ATTENTION = "attention"  # fused kernels
-    SOFTMAX = "softmax"
-    NORM = "norm"
-    COLLECTIVE = "collective"  # what arrived from other ranks
+    # of activations with weights, and of scores where attention is eager
+    MATMUL = "matmul", "matrix products"
+    ATTENTION = "attention", "fused attention"
+    SOFTMAX = "softmax", "softmax of eager attention"
+    NORM = "norm", "normalization layers"
+    COLLECTIVE = (
+        "collective",
+        "results of collectives, so that nothing is communicated twice",
+    )
 
 
 class Scope(StrEnum):
@@ -103,13 +108,6 @@ POLICIES = {
     "fused attention",
     "attention": "attention scores, softmax and the product with the values",
 }
-_OPERATORS = {
-    Operators.MATMUL: "matrix products",
-    Operators.ATTENTION: "fused attention",
-    Operators.SOFTMAX: "softmax of eager attention",
-    Operators.NORM: "normalization layers",
-    Operators.COLLECTIVE: "results of collectives, so that nothing is communicated twice",
-}
 _OTHER_OPERATORS = {
     "mm": "matmul",
     "linear": "matmul",
@@ -153,7 +151,7 @@ class RecomputeRaw:
         list[str] | None,
         Words(
             "Operators of a block whose outputs are saved; all others are recomputed.",
-            {operators.value: about for operators, about in _OPERATORS.items()},
+            words_of(Operators),
             slips=_OTHER_OPERATORS,
         ),
     ] = None

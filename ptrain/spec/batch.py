@@ -4,24 +4,30 @@ data ranks."""
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 from typing import Annotated, NamedTuple
 
 from ptrain.spec.context import ContextAttention, ContextSpec, Hybrid
 from ptrain.spec.leaf import Choice, Either, Text, Truth, Whole, declared
 from ptrain.spec.placement import S_STAR, TOKEN_AXES, Axis, Factor, R
 from ptrain.units import parse_count
+from ptrain.word import MeantWord, words_of
 
 MAX_SAMPLES = 2**31 - 1
 AUTO = "auto"
 PADDED = ", or `batch.pad=true`, which adds ignored targets"  # a remedy beside others
 
 
-class Rounding(StrEnum):
+class Rounding(MeantWord):
     """What becomes of a batch that is written in tokens."""
 
-    POWER_OF_TWO = "power-of-two"
-    NONE = "none"
+    POWER_OF_TWO = (
+        "power-of-two",
+        "round to the nearest power of two if the micro-batches divide it; otherwise as none",
+    )
+    NONE = (
+        "none",
+        "round to the nearest multiple of micro x accumulate x data-parallel ranks",
+    )
 
 
 class WrittenTokens(NamedTuple):
@@ -83,12 +89,7 @@ class BatchRaw:
         str | None,
         Choice(
             "How a batch in tokens is rounded to samples. Default: power-of-two.",
-            {
-                Rounding.POWER_OF_TWO.value: "round to the nearest power of two if the micro-"
-                "batches divide it; otherwise as none",
-                Rounding.NONE.value: "round to the nearest multiple of micro x accumulate x "
-                "data-parallel ranks",
-            },
+            words_of(Rounding),
             slips={"pow2": "power-of-two", "power_of_two": "power-of-two", "false": "none"},
             key="round",
         ),

@@ -5,18 +5,18 @@ each may be left out. What then stands for norm, activation, bias and positions 
 """
 
 from dataclasses import dataclass, field, fields
-from enum import StrEnum
 from typing import Annotated, Any, NamedTuple, dataclass_transform
 
 from ptrain.spec.experts import ExpertOptions
 from ptrain.spec.leaf import Choice, Kind, Real, Truth, Whole, declared
+from ptrain.word import MeantWord, words_of
 
 
-class Norm(StrEnum):
-    LAYER = "layer"
-    LAYER_WITHOUT_BIAS = "layer-without-bias"
-    RMS = "rms"
-    RMS_PLUS_ONE = "rms-plus-one"
+class Norm(MeantWord):
+    LAYER = "layer", "LayerNorm"
+    LAYER_WITHOUT_BIAS = "layer-without-bias", "LayerNorm without bias"
+    RMS = "rms", "RMSNorm"
+    RMS_PLUS_ONE = "rms-plus-one", "RMSNorm with factor 1 + weight, in fp32 or wider (Gemma)"
 
     @property
     def tensors(self) -> tuple[str, ...]:
@@ -29,12 +29,12 @@ class Norm(StrEnum):
         return self in (Norm.RMS, Norm.RMS_PLUS_ONE)
 
 
-class Activation(StrEnum):
-    GELU = "gelu"
-    GELU_TANH = "gelu-tanh"
-    RELU2 = "relu2"
-    SWIGLU = "swiglu"
-    GEGLU = "geglu"
+class Activation(MeantWord):
+    GELU = "gelu", "exact GELU (error function)"
+    GELU_TANH = "gelu-tanh", "GELU with the tanh approximation (GPT-2)"
+    RELU2 = "relu2", "squared ReLU"
+    SWIGLU = "swiglu", "gated SiLU"
+    GEGLU = "geglu", "gated GELU with the tanh approximation (Gemma)"
 
     @property
     def is_gated(self) -> bool:
@@ -42,23 +42,23 @@ class Activation(StrEnum):
         return self in (Activation.SWIGLU, Activation.GEGLU)
 
 
-class Bias(StrEnum):
-    ALL = "all"
-    QKV = "qkv"
-    NONE = "none"
+class Bias(MeantWord):
+    ALL = "all", "all projections"
+    QKV = "qkv", "query, key and value projections"
+    NONE = "none", "none"
 
 
-class Positions(StrEnum):
-    LEARNED = "learned"
-    ROPE = "rope"
-    NONE = "none"
+class Positions(MeantWord):
+    LEARNED = "learned", "learned position embeddings"
+    ROPE = "rope", "rotary embeddings of queries and keys"
+    NONE = "none", "no positional encoding; only the causal mask"
 
 
-class RopeScaling(StrEnum):
-    NONE = "none"
-    LINEAR = "linear"
-    LLAMA3 = "llama3"
-    YARN = "yarn"
+class RopeScaling(MeantWord):
+    NONE = "none", "no scaling"
+    LINEAR = "linear", "divide all frequencies by rope_factor"
+    LLAMA3 = "llama3", "divide only low frequencies (Llama 3.1)"
+    YARN = "yarn", "interpolate by dimension (YaRN); set attention_scale separately"
 
 
 class Dropouts(NamedTuple):
@@ -90,12 +90,7 @@ class BlockOptions(ExpertOptions):
         Norm,
         Choice(
             "Type of the normalization layers. Default: from `family`.",
-            {
-                "layer": "LayerNorm",
-                "layer-without-bias": "LayerNorm without bias",
-                "rms": "RMSNorm",
-                "rms-plus-one": "RMSNorm with factor 1 + weight, in fp32 or wider (Gemma)",
-            },
+            words_of(Norm),
             read=Norm,
         ),
     ] = _OF_FAMILY
@@ -123,13 +118,7 @@ class BlockOptions(ExpertOptions):
         Activation,
         Choice(
             "Activation function of the feed-forward layer. Default: from `family`.",
-            {
-                "gelu": "exact GELU (error function)",
-                "gelu-tanh": "GELU with the tanh approximation (GPT-2)",
-                "relu2": "squared ReLU",
-                "swiglu": "gated SiLU",
-                "geglu": "gated GELU with the tanh approximation (Gemma)",
-            },
+            words_of(Activation),
             aka=("hidden_act", "activation_function", "hidden_activation"),
             read=Activation,
         ),
@@ -138,7 +127,7 @@ class BlockOptions(ExpertOptions):
         Bias,
         Choice(
             "Projections of a block that have a bias. Default: from `family`.",
-            {"all": "all projections", "qkv": "query, key and value projections", "none": "none"},
+            words_of(Bias),
             read=Bias,
         ),
     ] = _OF_FAMILY
@@ -232,11 +221,7 @@ class BlockOptions(ExpertOptions):
         Positions,
         Choice(
             "Type of positional encoding. Default: from `family`.",
-            {
-                "learned": "learned position embeddings",
-                "rope": "rotary embeddings of queries and keys",
-                "none": "no positional encoding; only the causal mask",
-            },
+            words_of(Positions),
             read=Positions,
         ),
     ] = _OF_FAMILY
@@ -277,12 +262,7 @@ class BlockOptions(ExpertOptions):
         RopeScaling,
         Choice(
             "How rotary frequencies are scaled for longer contexts. Default: none.",
-            {
-                "none": "no scaling",
-                "linear": "divide all frequencies by rope_factor",
-                "llama3": "divide only low frequencies (Llama 3.1)",
-                "yarn": "interpolate by dimension (YaRN); set attention_scale separately",
-            },
+            words_of(RopeScaling),
             read=RopeScaling,
         ),
     ] = RopeScaling.NONE

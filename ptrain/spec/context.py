@@ -4,17 +4,22 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from ptrain.spec.leaf import Choice, Either, Free, Whole, declared, refuse, section
-from ptrain.word import Word
+from ptrain.word import MeantWord, words_of
 
 _MOST = 2**17
 _PARTS = ("ulysses", "ring")
 
 
-class ContextAttention(Word):
-    RING = "ring"  # Liu et al. 2023: keys and values go round, contiguous slices of the tokens
-    ZIGZAG = "zigzag"  # the same, each rank with an early and a late chunk (Llama 3, section 3.3.2)
-    ALL_GATHER = "all-gather"  # keys and values of all ranks, kept until backward
-    ULYSSES = "ulysses"  # Jacobs et al. 2023: all tokens of some of the heads
+class ContextAttention(MeantWord):
+    # Liu et al. 2023; Llama 3, section 3.3.2; -; Jacobs et al. 2023
+    RING = "ring", "ring attention; each rank holds contiguous tokens"
+    ZIGZAG = (
+        "zigzag",
+        "ring attention; each rank holds an early and a late chunk, which balances causal "
+        "attention",
+    )
+    ALL_GATHER = "all-gather", "keys and values are all-gathered and saved for backward"
+    ULYSSES = "ulysses", "all-to-all: each rank computes some heads over all tokens"
 
     @property
     def is_balanced(self) -> bool:
@@ -79,13 +84,7 @@ class ContextSpec:
             (
                 Choice(
                     "",
-                    {
-                        "ring": "ring attention; each rank holds contiguous tokens",
-                        "zigzag": "ring attention; each rank holds an early and a late chunk, "
-                        "which balances causal attention",
-                        "all-gather": "keys and values are all-gathered and saved for backward",
-                        "ulysses": "all-to-all: each rank computes some heads over all tokens",
-                    },
+                    words_of(ContextAttention),
                     slips={
                         "allgather": "all-gather",
                         "all_gather": "all-gather",

@@ -4,26 +4,34 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from ptrain.spec.leaf import Choice, Dial, Either, Truth, Whole, section
-from ptrain.word import Word
+from ptrain.word import MeantWord, Word, words_of
 
 MAX_SHARDS = 2**17
 STOCK_BUCKET_BYTES = 25 * 2**20  # torch's own
 WHOLE_BUCKET = 2**40  # bytes: more than any model's gradients
 
 
-class GradientSync(Word):
+class GradientSync(MeantWord):
     """When accumulated gradients are reduced: after every micro-batch, or after the last."""
 
-    EVERY = "every"
-    LAST = "last"
+    EVERY = "every", "after every micro-batch"
+    LAST = (
+        "last",
+        "after the last micro-batch (no_sync); until then each rank holds the unsharded sum of "
+        "its local gradients",
+    )
 
 
-class Reshard(Word):
+class Reshard(MeantWord):
     """Which gathered units are given back after forward, where that is neither all nor none:
     `non-root` keeps the root for its backward pass, which begins at once. It is what torch's
     `fully_shard` does by itself (`reshard_after_forward=None`)."""
 
-    NON_ROOT = "non-root"
+    NON_ROOT = (
+        "non-root",
+        "all units except the root, whose backward starts immediately; the default of "
+        "fully_shard (reshard_after_forward=None)",
+    )
 
 
 RESHARD = Either(
@@ -36,10 +44,7 @@ RESHARD = Either(
         Whole("", 2, MAX_SHARDS),
         Choice(
             "",
-            {
-                "non-root": "all units except the root, whose backward starts immediately; the "
-                "default of fully_shard (reshard_after_forward=None)"
-            },
+            words_of(Reshard),
             slips={"nonroot": "non-root", "non_root": "non-root"},
             read=Reshard,
         ),
@@ -67,11 +72,7 @@ class SyncPolicy:
         Choice(
             "When accumulated gradients are reduced: after every micro-batch or after the last."
             " Default: every; last if gradients are R on every data axis.",
-            {
-                "every": "after every micro-batch",
-                "last": "after the last micro-batch (no_sync); until then each rank holds the "
-                "unsharded sum of its local gradients",
-            },
+            words_of(GradientSync),
             read=GradientSync,
             follows=True,
         ),
@@ -123,16 +124,21 @@ class UnitSize:
         return f"{self.count} blocks" if self.kind is UnitKind.BLOCKS else self.kind.value
 
 
-class Overlap(Word):
+class Overlap(MeantWord):
     """Whether gradients are reduced beside the backward pass."""
 
-    NONE = "none"
-    BACKWARD = "backward"
+    NONE = (
+        "none",
+        "wait for every reduction: DDP reduces after backward, fully_shard does not prefetch, "
+        "and flat units are gathered one by one after their update unless gather_after_update is "
+        "set",
+    )
+    BACKWARD = "backward", "reduce a unit or bucket while backward continues"
 
 
-class GatherAfterUpdate(Word):
+class GatherAfterUpdate(MeantWord):
     """When the ranks' updated parts of the parameters become whole."""
 
-    BLOCKING = "blocking"  # after each unit's update, awaited
-    DURING_UPDATE = "during-update"  # issued after each unit's update, awaited at the end
-    NEXT_FORWARD = "next-forward"  # by each unit when it is used next
+    BLOCKING = "blocking", "after each unit's update, before the next unit's update"
+    DURING_UPDATE = "during-update", "start after each unit's update, wait after the last update"
+    NEXT_FORWARD = "next-forward", "when the unit is used next"

@@ -1,10 +1,10 @@
 """The options of experts and of multi-head latent attention, declared once."""
 
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Annotated
 
 from ptrain.spec.leaf import Choice, Real, Truth, Whole
+from ptrain.word import MeantWord, words_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, init=False, eq=False, repr=False)
@@ -56,11 +56,11 @@ class LatentOptions:
     ] = 128
 
 
-class Router(StrEnum):
+class Router(MeantWord):
     """What makes scores of a router's logits."""
 
-    SOFTMAX = "softmax"
-    SIGMOID = "sigmoid"
+    SOFTMAX = "softmax", "softmax over all experts (Mixtral, Qwen3)"
+    SIGMOID = "sigmoid", "independent score per expert (DeepSeek-V3)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, init=False, eq=False, repr=False)
@@ -141,10 +141,7 @@ class ExpertOptions(LatentOptions):
         Choice(
             "Function that turns router logits into scores, computed in fp32 or wider. Default:"
             " softmax.",
-            {
-                "softmax": "softmax over all experts (Mixtral, Qwen3)",
-                "sigmoid": "independent score per expert (DeepSeek-V3)",
-            },
+            words_of(Router),
             aka=("scoring_func", "moe_router_score_function"),
             read=Router,
         ),

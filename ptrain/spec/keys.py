@@ -53,6 +53,7 @@ from ptrain.spec.role import GIVEN, Role, Roles
 from ptrain.spec.routing import FILE, Routing, RoutingText, plain_routing, read_routing
 from ptrain.spec.slips import TIER_SLIPS
 from ptrain.spec.text import flow
+from ptrain.word import words_of
 
 PAIRED, NAIVE = "paired", "naive"
 CUT, FOLDED = "cut", "folded"
@@ -402,12 +403,7 @@ class Keys:
         Choice(
             "Whether gradient reduction overlaps with the backward pass. Default: backward; "
             "none for flat units with replicated gradients.",
-            {
-                "none": "wait for every reduction: DDP reduces after backward, fully_shard does"
-                " not prefetch, and flat units are gathered one by one after their "
-                "update unless gather_after_update is set",
-                "backward": "reduce a unit or bucket while backward continues",
-            },
+            words_of(Overlap),
             slips={
                 "true": "backward",
                 "on": "backward",
@@ -437,11 +433,7 @@ class Keys:
         Choice(
             "When parameters that were updated in shards are gathered again. Default: during-"
             "update if that needs no extra memory, otherwise blocking.",
-            {
-                "blocking": "after each unit's update, before the next unit's update",
-                "during-update": "start after each unit's update, wait after the last update",
-                "next-forward": "when the unit is used next",
-            },
+            words_of(GatherAfterUpdate),
             read=GatherAfterUpdate,
             null=True,
             dial=Dial(free="blocking", other="during-update"),

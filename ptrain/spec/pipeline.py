@@ -5,7 +5,7 @@ from typing import Annotated, Any, Self
 
 from ptrain.spec.leaf import Choice, Either, Numbers, Whole, one_of, refuse, section
 from ptrain.spec.schedule_file import FILE, ListedSchedule, listed, slip
-from ptrain.word import Word
+from ptrain.word import MeantWord, Word, words_of
 
 MAX_LAYERS = 10_000
 
@@ -102,12 +102,19 @@ class ScheduleName(Word):
     )
 
 
-class SplitBy(Word):
+class SplitBy(MeantWord):
     """What stages have as equal parts of as can be."""
 
-    PARAMETERS = "parameters"
-    TIME = "time"  # by `axes.pipeline.catalogue`
-    LAYERS = "layers"
+    PARAMETERS = (
+        "parameters",
+        "minimize the parameters of the largest stage, with embedding, final norm and head",
+    )
+    TIME = (
+        "time",
+        "minimize the operations of the slowest stage: matrix products and attention scores, "
+        "with the head",
+    )
+    LAYERS = "layers", "equal numbers of layers"
 
 
 *_FIRST_OF_TWO, _LAST_OF_TWO = [name for name in ScheduleName if name.stages == 2]
@@ -171,13 +178,7 @@ def _split_meant(value: object) -> str:
 
 _SPLITS = Choice(
     "",
-    {
-        "parameters": "minimize the parameters of the largest stage, with embedding, final norm"
-        " and head",
-        "time": "minimize the operations of the slowest stage: matrix products and attention "
-        "scores, with the head",
-        "layers": "equal numbers of layers",
-    },
+    words_of(SplitBy),
     slips={"balanced": "parameters", "auto": "parameters", "even": "layers", "uniform": "layers"},
     read=SplitBy,
 )
