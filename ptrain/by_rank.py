@@ -115,16 +115,6 @@ def rows_by_rank(keys: Iterable[KeyT], rows: Callable[[KeyT], Sequence[RowT]]) -
     return ByRank(([rows(key) for key in kinds], [*map(kinds.__getitem__, keys)]))
 
 
-def of_own(columns: Sequence[Sequence[RowT]], column_of: Sequence[int]) -> Sequence[RowT]:
-    """Rank by rank the rows of its own among the columns, each of which has rows of every rank;
-    none where one of them has none."""
-    kept = [column for column in columns if isinstance(column, ByRank)]
-    if len(kept) < len(columns):
-        return ()
-    keys = ((number, kept[number].kinds_of(rank)) for rank, number in enumerate(column_of))
-    return rows_by_rank(keys, lambda key: kept[key[0]].of_kinds(key[1]))
-
-
 def distinct(rows: Sequence[RowT]) -> Iterable[RowT]:
     """Rows among which is every figure that a rank has, where ranks are kept by kind those of the
     first rank of each kind."""

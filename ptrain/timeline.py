@@ -1,7 +1,7 @@
 """When a model allocates, frees and completes gradients: one micro-batch as a list of items.
 
 A timeline holds only what the model does on one device. Wrappers act at its boundaries and where a
-gradient completes; `derivation.timeline` interleaves the two.
+gradient completes; `derivation.computing` interleaves the two.
 """
 
 from __future__ import annotations

@@ -12,17 +12,17 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from functools import partial
+from typing import NamedTuple, assert_never
 
 from ptrain.cost import Collective
 from ptrain.derivation.activation_moves import COPIES
 from ptrain.derivation.clock import Arrival, Clock, PassSeconds
 from ptrain.derivation.layers import Representatives
-from ptrain.derivation.tape import Marks, Scene
+from ptrain.derivation.tape import Marks, Tape
 from ptrain.facts.model import (
     LayerWork,
     ModelWork,
-    Passes,
     PassWork,
     TensorFacts,
     UnitFacts,
@@ -33,7 +33,7 @@ from ptrain.rates.pace import UnknownRate, around
 from ptrain.spec.activations import PLAIN, Kept
 from ptrain.spec.placement import Tier
 from ptrain.spec.spec import Spec
-from ptrain.timeline import Boundary, Complete, Item, Kind, Mark, Repeated, boundaries
+from ptrain.timeline import Boundary, Complete, Item, Kind, Mark, Repeated, Run, boundaries
 
 Shares = list[tuple[PassSeconds, float]]
 Moved = tuple[tuple[Tier, int], ...]
@@ -55,54 +55,27 @@ class PlayedWork:
     moved: Mapping[str, Moved] = field(default_factory=dict)
 
 
-class Timing(NamedTuple):
-    """What a step's time is made of: a clock, and the work of a micro-batch. `plays_all`: every
-    block by itself, whatever stands for it else."""
-
-    clock: Clock
-    work: ModelWork
-    plays_all: bool = False
-
-    def of_stage(
-        self,
-        spec: Spec,
-        stage: Stage,
-        ends: tuple[bool, bool],
-        played: Representatives | None,
-        units: Sequence[UnitFacts],
-        passes: Passes,
-        blocks: Sequence[str],
-    ) -> dict[Kind, PassScore]:
-        """Return what is computed when in these passes of a stage, which may have the ends of the
-        model."""
-        numbers = {name: number for number, name in enumerate(block_names(blocks, self.work))}
-        names = [stage.layers[place] for place, _ in played.turns] if played else stage.layers
-        kept = spec.activations.of(len(self.work.layers))
-        modes = {name: kept[numbers[name]] for name in stage.layers}
-        layers = PlayedWork(
-            kept=modes,
-            moved=_by_layer(modes, passes.moved),
-            layers={name: self.work.layers[numbers[name]] for name in names},
-            front=self.work.front if ends[0] else None,
-            behind=self.work.behind if ends[1] else None,
-        )
-        return scores(self.clock, passes.items, units, layers)
-
-    def scores(self, scene: Scene) -> dict[Kind, PassScore]:
-        """Return what is computed when in the passes of a whole model."""
-        names = block_names(scene.facts.blocks, self.work)
-        played = scene.representatives
-        places = [place for place, _ in played.turns] if played else range(len(names))
-        modes = dict(zip(names, scene.spec.activations.of(len(names)), strict=True))
-        layers = PlayedWork(
-            kept=modes,
-            moved=_by_layer(modes, scene.timeline.moved),
-            layers={names[place]: self.work.layers[place] for place in places},
-            front=self.work.front,
-            behind=self.work.behind,
-        )
-        passes = {Kind.FORWARD: scene.timeline.forward, Kind.BACKWARD: scene.timeline.backward}
-        return scores(self.clock, passes, scene.units, layers)
+def work_of_stage(
+    spec: Spec,
+    work: ModelWork,
+    blocks: Sequence[str],
+    stage: Stage,
+    ends: tuple[bool, bool],
+    played: Representatives | None,
+    moved: Sequence[tuple[str, int]],
+) -> PlayedWork:
+    """Return what of a model's work is a stage's, which may have the `ends` of the model."""
+    numbers = {name: number for number, name in enumerate(block_names(blocks, work))}
+    names = [stage.layers[place] for place, _ in played.turns] if played else stage.layers
+    kept = spec.activations.of(len(work.layers))
+    modes = {name: kept[numbers[name]] for name in stage.layers}
+    return PlayedWork(
+        kept=modes,
+        moved=_by_layer(modes, moved),
+        layers={name: work.layers[numbers[name]] for name in names},
+        front=work.front if ends[0] else None,
+        behind=work.behind if ends[1] else None,
+    )
 
 
 def block_names(blocks: Sequence[str], work: ModelWork) -> Sequence[str]:
@@ -238,6 +211,37 @@ class Computing:
         for work, share in shares:
             self.clock.compute(work, share)
         shares.clear()
+
+
+def play_pass(items: Sequence[Item], tape: Tape, wrap: Marks, score: PassScore | None) -> None:
+    """Play a pass, and what the model computes in it."""
+    if score is None or tape.clock is None:
+        play(items, tape, wrap)
+        return
+    computing = Computing(wrap, tape.clock, score)
+    play(items, tape, computing)
+    computing.finish()
+
+
+def play(items: Iterable[Item], tape: Tape, wrap: Marks) -> None:
+    at = {
+        Mark.ENTER: wrap.enter,
+        Mark.LEAVE: wrap.leave,
+        Mark.PRE_BACKWARD: wrap.before_backward,
+        Mark.POST_BACKWARD: wrap.after_backward,
+    }
+    for item in items:
+        if isinstance(item, Run):
+            tape.spike(item.rise)
+            tape.level += item.net
+        elif isinstance(item, Complete):
+            wrap.complete(item)
+        elif isinstance(item, Boundary):
+            at[item.mark](item.unit)
+        elif isinstance(item, Repeated):
+            tape.repeat(item.times, partial(play, item.items, tape, wrap))
+        else:
+            assert_never(item)
 
 
 def score(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -10,10 +10,7 @@ from math import inf
 from operator import attrgetter
 from typing import TypeVar
 
-from ptrain.axes.context.cost import own_kept
-from ptrain.axes.context.cost import sent as sent_over_context
 from ptrain.axes.data.form import require_executed
-from ptrain.axes.expert.cost import sent as sent_to_experts
 from ptrain.axes.expert.form import assumed
 from ptrain.axes.pipeline.catalogue import schedule_of
 from ptrain.by_rank import ByRank, distinct, rows_by_rank
@@ -23,27 +20,20 @@ from ptrain.cost import (
     Footprint,
     Peak,
     State,
-    StepTime,
     Traffic,
     TrafficKey,
-    add_traffic,
 )
-from ptrain.derivation import blocks, memory, tensor
-from ptrain.derivation.activation_moves import activation_row, kept_traffic
+from ptrain.derivation import blocks
 from ptrain.derivation.clock import LaneSpan
-from ptrain.derivation.ghosts.clipping import norm
-from ptrain.derivation.ghosts.table import wrapping
-from ptrain.derivation.ghosts.wrapping import Wrapping
+from ptrain.derivation.in_flight import in_flight
 from ptrain.derivation.interconnect import warnings
 from ptrain.derivation.layers import drops_in_parts, is_tabulated
 from ptrain.derivation.machine import Machine, machine_of
-from ptrain.derivation.memory import resident, startup_bytes
-from ptrain.derivation.notes import notes, pipeline_notes
+from ptrain.derivation.memory import startup_bytes
+from ptrain.derivation.notes import notes
 from ptrain.derivation.operations import operations
 from ptrain.derivation.paper import paper
-from ptrain.derivation.parts import RanksPart, joined, parts_of_ranks
-from ptrain.derivation.tables import setting_of
-from ptrain.derivation.timeline import Replay, replay
+from ptrain.derivation.pipeline import accounts, fullest_of, resident, staged
 from ptrain.derivation.workspaces import kernel_warnings, unclaimed
 from ptrain.errors import refused
 from ptrain.facts.model import ModelFacts
@@ -277,100 +267,35 @@ def exact(
 ) -> Estimate:
     """Memory per state and rank, peaks per phase, traffic per axes x collective x state x phase.
     Of a `machine` the step's time, too. With a `limit` the memory of the fullest ranks is asked
-    about, and nothing else; raises TooLarge for a peak above it."""
-    if plan.pipeline is not None:
-        return _exact_stages(spec, plan, facts, machine, limit=limit)
-    ranks = parts_of_ranks(spec, plan, facts)
-    of_part = partial(_exact_part, spec, plan, machine=machine, limit=limit)
-    estimate = joined(spec, ranks, [*map(of_part, ranks.parts)])
-    if limit is not None:
-        return estimate
-    operators = add_traffic(
-        (
-            *tensor.sent(spec, plan, facts),
-            *_over_context(spec, plan, facts),
-            *memory.summed(spec, plan, [facts]),
-        )
-    )
-    traffic = _with(estimate.traffic, operators)
-    return replace(
-        estimate,
-        traffic=traffic,
-        notes=tuple(notes(spec, plan, facts, traffic)),
-        warnings=tuple(warnings(spec, traffic)),
-        accounts=tuple(_with(rows, operators) for rows in estimate.accounts),
-    )
-
-
-def _over_context(spec: Spec, plan: Plan, facts: ModelFacts) -> Iterator[Traffic]:
-    if isinstance(spec.model, ModelShape):
-        yield from sent_over_context(spec, plan, spec.activations.of(spec.model.layers))
-    elif facts.attending is not None:
-        yield from sent_over_context(spec, plan, *own_kept(spec, facts.blocks, facts.attending))
-
-
-def _with(rows: Iterable[Traffic], operators: tuple[Traffic, ...]) -> tuple[Traffic, ...]:
-    """Return what a rank sends: `rows`, with what its `operators` send of the same key added, then
-    the other rows of the operators."""
-    traffic: list[Traffic] = []
-    sent_too = {row.key: row for row in operators}
-    for row in rows:
-        too = sent_too.get(row.key)
-        traffic += add_traffic((row, too)) if too else (row,)
-    keys = {row.key for row in traffic}
-    return (*traffic, *(row for row in operators if row.key not in keys))
-
-
-def _exact_stages(
-    spec: Spec,
-    plan: Plan,
-    facts: ModelFacts,
-    machine: Machine | None,
-    *,
-    limit: float | None,
-) -> Estimate:
-    """Each rank's rows from its stages; of traffic a row for each account, where they differ."""
-    from ptrain.derivation import pipeline
-    from ptrain.derivation.in_flight import fullest_of, in_flight
-
-    stages = pipeline.staged(spec, plan, facts)
-    most = inf if limit is None else limit
-    schedule = schedule_of(spec)
-    memory = pipeline.resident(spec, plan, stages)
-    peaks: Sequence[Peak] = ()
-    undefined: dict[str, str] = {}
-    step: StepTime | None = None
-    is_counted = plan.loads is None or bool(facts.stage_rows)
-    if is_tabulated(spec) or (facts.stage_passes and is_counted):
-        timing = machine.of_pipeline(spec, plan, facts, schedule) if machine else None
+    about, and nothing else; raises TooLarge for a peak above it. Each rank's rows are those of its
+    stages; of traffic there is a row for each account, where they differ."""
+    stages, schedule = staged(spec, plan, facts), schedule_of(spec)
+    memory = resident(spec, plan, stages, schedule)
+    estimate = Estimate(column=Column.EXACT, world_size=spec.world_size, memory=memory)
+    if (is_tabulated(spec) and not facts.roles) or stages[0].is_traced:
+        timing = machine.of_step(spec, plan, facts, schedule) if machine else None
         # a host counts all, and the time of a step depends on all
         is_all = limit is None or timing or spec.activations.tiers != {Tier.DEVICE}
         stands_for = None if is_all else fullest_of(schedule, stages)
+        most = inf if limit is None else limit
         flight = in_flight(spec, schedule, stages, memory, timing, stands_for, most)
-        step = flight.step
-        memory, peaks = memory.and_then(flight.memory), flight.peaks
+        memory = memory.and_then(flight.memory)
+        estimate = replace(estimate, memory=memory, peak=flight.peaks, step=flight.step)
     else:
-        undefined = _untold(spec, facts, _NOT_TRACED_BY_STAGE)
-    estimate = Estimate(
-        column=Column.EXACT,
-        world_size=spec.world_size,
-        memory=memory,
-        peak=peaks,
-        undefined=undefined,
-        step=step,
-    )
+        reason = _NOT_TRACED if plan.pipeline is None else _NOT_TRACED_BY_STAGE
+        estimate = replace(estimate, undefined=_untold(spec, facts, reason))
     if limit is not None:
         return estimate
-    accounts, account_of = pipeline.accounts(spec, plan, facts, stages, schedule)
-    keys = dict.fromkeys(row.key for rows in accounts for row in rows)
-    traffic = tuple(dict.fromkeys(_of_key(key, rows) for key in keys for rows in accounts))
+    own, account_of = accounts(spec, plan, facts, stages, schedule)
+    keys = dict.fromkeys(row.key for rows in own for row in rows)
+    traffic = tuple(dict.fromkeys(_of_key(key, rows) for key in keys for rows in own))
     return replace(
         estimate,
         traffic=traffic,
-        notes=tuple(pipeline_notes(plan, facts, schedule)),
+        notes=tuple(notes(spec, plan, facts, traffic, schedule)),
         warnings=tuple(warnings(spec, traffic)),
-        accounts=accounts,
-        account_of=account_of,
+        accounts=own if len(own) > 1 else (),
+        account_of=account_of if len(own) > 1 else (),
     )
 
 
@@ -378,59 +303,6 @@ def _of_key(key: TrafficKey, rows: Iterable[Traffic]) -> Traffic:
     """What an account says of one kind of call, which its rank may have none of."""
     none = Traffic(key=key, calls=0, payload_bytes=0, sent_bytes=0)
     return next((row for row in rows if row.key == key), none)
-
-
-def _exact_part(
-    spec: Spec, plan: Plan, part: RanksPart, machine: Machine | None, *, limit: float | None
-) -> Estimate:
-    """Of the ranks that have this part of the model, without what its operators send but to
-    experts."""
-    facts, index = part.facts, part.index
-    most = inf if limit is None else limit
-    ghost = wrapping(spec, plan, facts)
-    memory = resident(ghost)
-    estimate = Estimate(column=Column.EXACT, world_size=spec.world_size, memory=memory)
-    played = None
-    if facts.timeline is None and not (is_tabulated(spec) and not facts.roles):
-        estimate = replace(estimate, undefined=_untold(spec, facts, _NOT_TRACED))
-    else:
-        timing = machine.of_part(spec, plan, index) if machine else None
-        played = replay(ghost, memory, tensor.cut_of(spec, plan, index), timing, most)
-        memory = _with_passing(spec, memory, played)
-        estimate = replace(estimate, memory=memory, peak=played.peaks, step=played.step)
-    if limit is not None:
-        return estimate
-    traffic = _with(sent(ghost), add_traffic(sent_to_experts(spec, plan, loads=part.loads)))
-    more = _of_kept(spec, plan, played) if played else _of_untraced_blocks(spec, plan, index)
-    return replace(estimate, traffic=add_traffic((*traffic, *more)))
-
-
-def _of_kept(spec: Spec, plan: Plan, played: Replay) -> Iterator[Traffic]:
-    """Yield what the modes of activations move and send again, of each micro-batch."""
-    times = 1 if len(played.timelines) > 1 else None
-    for timeline in played.timelines:
-        yield from kept_traffic(spec, plan, timeline.moved, timeline.repeated, times)
-
-
-def _of_untraced_blocks(spec: Spec, plan: Plan, index: int) -> Iterable[Traffic]:
-    """Return what the blocks' modes move and send again, where tables tell."""
-    shape = spec.model
-    if not isinstance(shape, ModelShape) or not blocks.are_known(spec):
-        return ()
-    kept = spec.activations.of(shape.layers)
-    if all(mode.is_plain for mode in kept):
-        return ()
-    setting = setting_of(spec, tensor.cut_of(spec, plan, index))
-    return kept_traffic(spec, plan, blocks.moved(setting, kept), blocks.repeated(setting, kept))
-
-
-def _with_passing(spec: Spec, memory: ByRank[Footprint], played: Replay) -> ByRank[Footprint]:
-    """The rows of each rank, and what lives at the end of the last forward only."""
-    passing = (
-        activation_row(0, played.saved.saved_bytes, played.saved.moved),
-        Footprint(state=State.TRANSIENT, rank=0, device_bytes=played.transient_bytes),
-    )
-    return memory.and_then(ByRank(([passing], [0] * spec.world_size)))
 
 
 # Bounds in place of sizes, for a model that selects by data: the same step derived at several
@@ -488,17 +360,6 @@ def _bounds(rows: Sequence[RowT]) -> RowT:
     sizes = [row.device_bytes for row in rows]
     lower = None if min(sizes) == max(sizes) else min(sizes)
     return replace(rows[0], device_bytes=max(sizes), lower_bytes=lower)
-
-
-# Traffic of one steady step, call by call: the `exact` column of Theorem 2.
-#
-# Theorem 2 as printed forgets that a rank which updates a part of what it stores must gather the
-# rest; here every collective that the plan's wrap issues is counted, with its padding.
-
-
-def sent(ghost: Wrapping) -> tuple[Traffic, ...]:
-    """Return what every rank sends: once (setup) and in each step."""
-    return add_traffic((*ghost.sent(None), *norm(ghost)))
 
 
 # A step's lanes: what a rank does when, and what moves beside it; of a pipeline, what every rank

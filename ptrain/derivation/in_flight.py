@@ -1,10 +1,12 @@
-"""The micro-batches in flight on every rank of a pipeline, and the peaks: each rank's step replayed
-once for all ranks that have the same parts of the same stages."""
+"""The micro-batches in flight on every rank, and the peaks: each rank's step replayed once for all
+ranks that have the same parts of the same stages. Without a pipeline the model is one stage, whose
+micro-batches go forward and backward one after the other."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import inf
 from typing import NamedTuple
 
@@ -13,23 +15,18 @@ from ptrain.axes.pipeline.schedule import Action, Schedule
 from ptrain.by_rank import ByRank, rows_by_rank
 from ptrain.cost import Footprint, Peak, Phase, State, StepTime, Traffic
 from ptrain.derivation.activation_moves import activation_row
-from ptrain.derivation.clock import Clock, Seconds
-from ptrain.derivation.computing import PassScore
+from ptrain.derivation.clock import Clock, Seconds, Slowest
+from ptrain.derivation.computing import PassScore, play_pass
+from ptrain.derivation.ghosts.clipping import clip, norm_bytes
 from ptrain.derivation.ghosts.wrapping import Wrapping
 from ptrain.derivation.layers import Representatives, passes, represent
+from ptrain.derivation.memory import always, least_above, peaks, sum_in_time
 from ptrain.derivation.pipeline import StageParts
-from ptrain.derivation.pipeline_time import PipelineTiming, RankTime, pipeline_time
+from ptrain.derivation.pipeline_time import RankTime, StepTiming, step_time
 from ptrain.derivation.tape import Scene, Tape, Wrap
-from ptrain.derivation.timeline import (
-    always,
-    least_above,
-    peaks,
-    play_pass,
-    play_update,
-    seed_bytes,
-)
 from ptrain.facts.model import ModelFacts, Passes, net
 from ptrain.spec.placement import Axis
+from ptrain.spec.precision import DType, Layout
 from ptrain.spec.rates import Hook
 from ptrain.spec.spec import Spec, positions, ranks_over
 from ptrain.steps.experts import ByLayer
@@ -37,8 +34,8 @@ from ptrain.steps.step import Plan
 from ptrain.timeline import Kind, Run
 from ptrain.units import grouped
 
-# What a rank of a pipeline allocates in a step: its instructions, replayed, with what crosses the
-# boundaries of its stages and what each stage's wrap does.
+# What a rank allocates in a step: its instructions, replayed, with what crosses the boundaries of
+# its stages and what each stage's wrap does.
 #
 # A stage's input and output live until their micro-batch has come back, with halves until the
 # second of them, and what is sent until its `Release`; where two stages of a rank follow each
@@ -121,10 +118,21 @@ class Part:
         return self.ghost.wrapped.facts
 
 
+Turns = Iterable[tuple[int, Sequence[Instruction]]]  # with how often they come in a row
+
+
+def turns(own: Sequence[Instruction], *, are_alike: bool) -> Turns:
+    """Return the instructions of a rank's step. Where its micro-batches go forward and backward one
+    after the other and `are_alike`, all are as the second until the last one."""
+    if not are_alike or len(own) < 6:
+        return ((1, own),)
+    return (1, own[:2]), (len(own) // 2 - 2, own[2:4]), (1, own[-2:])
+
+
 def play_rank(
     spec: Spec,
     parts: Sequence[Part],
-    instructions: Iterable[Instruction],
+    instructions: Turns,
     is_last: int,
     clock: Clock | None = None,
     most: float = inf,
@@ -132,16 +140,10 @@ def play_rank(
     """`instructions` of one step; `is_last` is the index of the model's last stage. Raises TooLarge
     for a peak above `most`."""
     rank = _RankStep(spec, parts, is_last, Tape(clock=clock, most=most))
-    for instruction in instructions:
-        match instruction:
-            case Action():
-                rank.compute(instruction)
-            case Receive(message):
-                rank.boundaries.receive(message)
-            case Send(message):
-                rank.boundaries.send(message)
-            case Release(message):
-                rank.boundaries.release(message)
+    for times, some in instructions:
+        rank.tape.in_time(times, partial(rank.run, some))
+        for stage in rank.stages.values():
+            stage.left -= times - 1
     assert not rank.saved and not rank.boundaries.size, "nothing is in flight when a step is over"
     return Played(
         tape=rank.tape,
@@ -197,8 +199,11 @@ class _Stage:
 
 
 class _RankStep:
+    """What a rank does. `is_alone`: no other has a part of the model, so that no message comes, and
+    no pass is taken for an equal one, which what is on its way found otherwise."""
+
     def __init__(self, spec: Spec, parts: Sequence[Part], last: int, tape: Tape) -> None:
-        self.tape, self.last = tape, last
+        self.tape, self.last, self.is_alone = tape, last, parts[0].plan.pipeline is None
         self.seconds: dict[Action, float] = {}
         self.tails: dict[Action, float] = {}
         self.stages = {part.index: _stage(spec, part, self.tape) for part in parts}
@@ -206,6 +211,19 @@ class _RankStep:
         self.saved = self.most = self.gathered = 0
         self.moved: dict[str, int] = {}
         self.most_moved: dict[str, int] = {}
+
+    def run(self, instructions: Iterable[Instruction]) -> None:
+        """Do some of the step, in this order."""
+        for instruction in instructions:
+            match instruction:
+                case Action():
+                    self.compute(instruction)
+                case Receive(message):
+                    self.boundaries.receive(message)
+                case Send(message):
+                    self.boundaries.send(message)
+                case Release(message):
+                    self.boundaries.release(message)
 
     def compute(self, action: Action) -> None:
         stage, kind = self.stages[action.stage], action.kind
@@ -229,7 +247,8 @@ class _RankStep:
         if kind in (Kind.BACKWARD, Kind.WEIGHT):
             loss = stage.loss(passes)
             self.saved -= loss
-            self.tape.add(-loss)
+            if not self.is_alone:  # the timeline of a whole model ends with its loss
+                self.tape.add(-loss)
 
     def _begin_backward(self, stage: _Stage, kind: Kind) -> None:
         self.tape.enter(Phase.BACKWARD)
@@ -248,7 +267,7 @@ class _RankStep:
 
     def known(self, stage: _Stage, key: Hashable) -> Did | None:
         """Return what an equal pass did; None where there was none."""
-        return stage.part.known.get(key)
+        return None if self.is_alone else stage.part.known.get(key)
 
     def _play(self, stage: _Stage, kind: Kind, passes: Passes) -> float:
         """Return the seconds that it takes."""
@@ -260,10 +279,11 @@ class _RankStep:
                 clock.add(known.spent)
                 clock.meet(since=known.tail)
             return known.seconds
-        if clock is not None:
-            clock.meet()  # a message came, or the pass before sent one
         start = clock.moment() if clock else None
-        self.tape.hook(Hook.PIPELINE_PASS)
+        if not self.is_alone:
+            if clock is not None:
+                clock.meet()  # a message came, or the pass before sent one
+            self.tape.hook(Hook.PIPELINE_PASS)
         peak, level = self.tape.peak, self.tape.level
         self.tape.peak = level
         if kind in (Kind.INPUT, Kind.WEIGHT):
@@ -284,6 +304,14 @@ class _RankStep:
             stage.part.known[kind, id(passes), before] = Did(run, spent, seconds, tail)
         self.tape.peak = max(peak, self.tape.peak)
         return seconds
+
+
+def seed_bytes(layout: Layout) -> int:
+    """Return the bytes of a trace's seed that backward does not allocate: of a scaled loss it
+    begins with the scale, which lives for the whole run, in place of torch's 1. The loss and the
+    scale are fp32, unless the model computes in fp64, and the scale is cast."""
+    is_own = layout.scales_loss and layout.parameters is not DType.FP64
+    return DType.FP32.itemsize if is_own else 0
 
 
 def _stage(spec: Spec, part: Part, tape: Tape) -> _Stage:
@@ -388,6 +416,7 @@ class _Boundaries:
 
 
 Place = tuple[int, int, int]  # along pp, along tp, and of a rank's tokens where these differ
+_Alike = tuple[int, tuple[int, ...], int]  # along pp, along tp by stage, and which rows it sends
 
 
 class Flight(NamedTuple):
@@ -403,7 +432,7 @@ def in_flight(
     schedule: Schedule,
     stages: Sequence[StageParts],
     base: ByRank[Footprint],
-    timing: PipelineTiming | None = None,
+    timing: StepTiming | None = None,
     stands_for: Mapping[int, int] | None = None,
     limit: float = inf,
 ) -> Flight:
@@ -411,27 +440,27 @@ def in_flight(
     place along pp is played for each, itself where nothing is said. Raises TooLarge for a peak
     above `limit`."""
     most = least_above(base, limit)
-    played: dict[Place, _Rank] = {}
-    like: dict[Place, Place] = {}
-    first: dict[Hashable, Place] = {}
+    played: dict[_Alike, _Rank] = {}
+    like: dict[Place, _Alike] = {}
     instructions, parts = training(schedule), _PartsOfStages(spec, stages, timing)
     cutting, loads = stages[0].plan.cutting_axes, stages[0].plan.loads
     axes = (Axis.PP,), cutting, spec.routing_axes if loads else ()
     places = list(zip(*(positions(spec, names) for names in axes), strict=True))
+    rows_of = {tokens: loads.of(tokens) if loads else None for *_, tokens in places}
     for place, index, tokens in sorted(set(places)):
         stand_in = stands_for[place] if stands_for else place
-        own = schedule.stages_of(stand_in)
-        rows = loads.of(tokens) if loads else None
-        # ranks with the same parts: the first of them stands for all
-        alike = stand_in, id(rows), *(parts.first_of(stage, index) for stage in own)
-        key = like[place, index, tokens] = first.setdefault(alike, (place, index, tokens))
+        own, rows = schedule.stages_of(stand_in), rows_of[tokens]
+        # of ranks with the same parts the first stands for all
+        firsts = tuple(stages[stage].of(index)[1] for stage in own)
+        key = like[place, index, tokens] = stand_in, firsts, id(rows)
         if key not in played:
-            of_rank = [parts.of(stage, index, rows) for stage in own]
-            clock = timing.clock.another() if timing else None
-            step = play_rank(
-                spec, of_rank, instructions[stand_in], schedule.stages - 1, clock, most
-            )
-            sums = [row for stage in own for row in stages[stage].tied(index)] if clock else []
+            pairs = [*zip(own, firsts, strict=True)]
+            of_rank = [parts.of(*pair, rows) for pair in pairs]
+            clock = timing.clock_of(firsts[0]) if timing else None
+            are_alike = schedule.ranks == 1 and not of_rank[0].micro_batches
+            of_step = turns(instructions[stand_in], are_alike=are_alike)
+            step = play_rank(spec, of_rank, of_step, schedule.stages - 1, clock, most)
+            sums = [row for stage, at in pairs for row in stages[stage].tied(at)] if clock else []
             played[key] = _Rank(spec, step, sums)
     ranks = [like[place] for place in places]
     shards = positions(spec, stages[0].plan.differing_axes)
@@ -440,26 +469,11 @@ def in_flight(
     return Flight(
         memory=rows_by_rank(ranks, lambda rank: played[rank].rows()),
         peaks=peaks(always(base), keys, above),
-        step=pipeline_time(schedule, _timed(played), timing) if timing else None,
+        step=step_time(schedule, _timed(played), timing) if timing else None,
     )
 
 
-def fullest_of(schedule: Schedule, stages: Sequence[StageParts]) -> dict[int, int]:
-    """Return by place along pp who stands for it where the fullest rank is asked for: of those
-    with equal stages the first and the last, since from rank to rank there is more in flight, or
-    less."""
-    groups = grouped(
-        (tuple(stages[stage].like for stage in schedule.stages_of(place)), place)
-        for place in range(schedule.ranks)
-    )
-    return {
-        place: place if place == group[-1] else group[0]
-        for group in groups.values()
-        for place in group
-    }
-
-
-def _timed(played: Mapping[Place, _Rank]) -> list[RankTime]:
+def _timed(played: Mapping[_Alike, _Rank]) -> list[RankTime]:
     """The times of ranks of each place along pp, of each part of the model along tp."""
     return [
         RankTime(
@@ -500,18 +514,47 @@ class _Rank:
         return {**self.tape.peaks, Phase.UPDATE: update}
 
 
+def play_update(wraps: Sequence[Wrap], shards: Iterable[int]) -> dict[int, int]:
+    """Reduce what is partial, one norm over all, and the optimizer: the peak on the rank with each
+    of `shards`. Of flat units an update leaves nothing to play another with; it is alike on all
+    ranks, but for the norms before it."""
+    scene = wraps[0].scene
+    tape = scene.tape
+    for wrap in wraps:
+        wrap.reduce()
+    shards = [*shards]
+    kinds = zip(*(map(wrap.kind_of_shard, shards) for wrap in wraps), strict=True)
+    alike = grouped(zip(kinds, shards, strict=True))
+    clipped = {shard: [wrap.clipped(shard) for wrap in wraps] for shard, *_ in alike.values()}
+    clips = {shard: norm_bytes(scene, groups) for shard, groups in clipped.items()}
+    before, reduced = tape.level, tape.peak
+    is_alike = any(wrap.updates_alike for wrap in wraps)
+    slowest = Slowest(tape.clock)
+    peaks: dict[int, int] = {}
+    for (shard, (at_once, stays)), all_of_kind in zip(clips.items(), alike.values(), strict=True):
+        if not (peaks and is_alike):
+            tape.level = tape.peak = before + stays
+            slowest.begin()
+            clip(scene, clipped[shard])
+            if tape.clock is not None:
+                tape.clock.agree()
+            for wrap in wraps:
+                wrap.update(shard)
+            for wrap in wraps:
+                wrap.finish_update()
+            sum_in_time(scene.plan, tape, [wrap.scene.facts for wrap in wraps])
+            slowest.end()
+        peaks |= dict.fromkeys(all_of_kind, max(reduced, before + at_once, tape.peak))
+    slowest.stay()
+    return peaks
+
+
 class _PartsOfStages:
     """What the ranks have of the stages, equal stages taken apart once."""
 
-    def __init__(
-        self, spec: Spec, stages: Sequence[StageParts], timing: PipelineTiming | None
-    ) -> None:
+    def __init__(self, spec: Spec, stages: Sequence[StageParts], timing: StepTiming | None) -> None:
         self.spec, self.stages, self.timing = spec, stages, timing
         self.known: dict[tuple[int, int], Part] = {}
-
-    def first_of(self, stage: int, index: int) -> int:
-        """The first rank along tp that has the same part of a stage."""
-        return self.stages[stage].of(index)[1]
 
     def of(self, stage: int, index: int, rows: ByLayer | None = None) -> Part:
         """The part of a stage that the rank at this place along tp has, whose tokens send and get
@@ -530,7 +573,8 @@ class _PartsOfStages:
         if taken.passes:
             played, known = None, taken.passes[index]
         else:
-            played = represent(spec, ghost.wrapped.facts.units, stage.layers, ghost.reach)
+            reach = None if self.timing and self.timing.plays_all else ghost.reach
+            played = represent(spec, ghost.wrapped.facts.units, stage.layers, reach)
             known = passes(spec, stage, len(self.stages), played, taken.cut(spec, index))
         units = played.units if played else ghost.wrapped.facts.units
         return Part(

@@ -14,7 +14,7 @@ by themselves.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from functools import cache, lru_cache
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -267,26 +267,49 @@ def instantiate(template: Iterable[Any], number: str, places: Places) -> Iterato
 
 
 def passes(spec: Spec, stage: Stage, stages: int, played: Representatives, cut: RankCut) -> Passes:
-    """Return the passes of a built-in model's stage, of those units of it that are `played`; of one
-    rank's part of it, where operators are `cut`."""
+    """Return the passes of a built-in model's stage (of all of it, where that is the only one), of
+    those units of it that are `played`; of one rank's part of it, where operators are `cut`."""
     ends = {0: Place.FIRST, stages - 1: Place.LAST}
-    layers = _layers(spec, stage, cut, ends.get(stage.index, Place.MIDDLE))
-    return _passes(layers, layers.passes(played.modules, played.turns))
+    place = ends.get(stage.index, Place.MIDDLE) if stages > 1 else Place.ALONE
+    numbers, kept = _layers_of(spec, stage)
+    return _passes(setting_of(spec, cut), place, numbers, kept, played.modules, played.turns)
 
 
 def passes_at(setting: Setting, place: Place, kept: Sequence[Kept]) -> Passes:
     """Return the passes of a stage at this place, of as many layers, each a unit, as there are ways
     in which these are kept."""
-    layers = _layers_at(setting, place, [str(number) for number in range(len(kept))], kept)
-    units = *((f"blocks.{number}",) for number in layers.numbers), ("",)
-    return _passes(layers, layers.passes(units, tuple((at, 1) for at in range(len(kept)))))
+    numbers = tuple(str(number) for number in range(len(kept)))
+    units = *((f"blocks.{number}",) for number in numbers), ("",)
+    turns = tuple((at, 1) for at in range(len(kept)))
+    return _passes(setting, place, numbers, tuple(kept), units, turns)
 
 
-def _passes(layers: LayerPasses, items: Mapping[Kind, tuple[Item, ...]]) -> Passes:
-    if layers.place is Place.FIRST:
+@lru_cache(maxsize=2**7)
+def _passes(
+    setting: Setting,
+    place: Place,
+    numbers: tuple[str, ...],
+    kept: tuple[Kept, ...],
+    units: Units,
+    turns: Turns,
+) -> Passes:
+    """Return them of these units and turns: what the data axes choose besides is nothing to them,
+    so that a search asks for the same again."""
+    layers = LayerPasses(
+        setting=setting,
+        place=place,
+        numbers=numbers,
+        kept=kept,
+        held=0 if place in (Place.FIRST, Place.ALONE) else _hidden_bytes(setting),
+        head=_head(setting, place, len(numbers)),
+    )
+    items = layers.passes(units, turns)
+    if place is Place.ALONE:
+        of_stage = Passes(items=items, output=0, hidden=0)
+    elif place is Place.FIRST:
         of_stage = of_first_stage(items, output=layers.output())
     else:
-        hidden = _hidden_bytes(layers.setting)
+        hidden = _hidden_bytes(setting)
         of_stage = of_later_stage(items, output=layers.output(), hidden=hidden)
     return of_stage._replace(moved=layers.moved, repeated=layers.repeated)
 
@@ -294,29 +317,17 @@ def _passes(layers: LayerPasses, items: Mapping[Kind, tuple[Item, ...]]) -> Pass
 def moved_and_repeated(spec: Spec, stage: Stage, cut: RankCut) -> tuple[Pairs, Pairs]:
     """Return what goes off the device and comes back in one micro-batch on a built-in model's
     stage, and the collectives that backward runs again, as a timeline has them."""
-    layers = _layers(spec, stage, cut, Place.MIDDLE)
+    numbers, kept = _layers_of(spec, stage)
+    layers = LayerPasses(setting_of(spec, cut), Place.MIDDLE, numbers, kept)
     return layers.moved, layers.repeated
 
 
-def _layers(spec: Spec, stage: Stage, cut: RankCut, place: Place) -> LayerPasses:
-    setting, shape = setting_of(spec, cut), spec.model
-    assert isinstance(shape, ModelShape), "a built-in model"
-    kept = spec.activations.of(shape.layers)
-    numbers = [layer.rpartition(".")[2] for layer in stage.layers]
-    return _layers_at(setting, place, numbers, [kept[int(number)] for number in numbers])
-
-
-def _layers_at(
-    setting: Setting, place: Place, numbers: Sequence[str], kept: Sequence[Kept]
-) -> LayerPasses:
-    return LayerPasses(
-        setting=setting,
-        place=place,
-        numbers=numbers,
-        kept=kept,
-        held=0 if place is Place.FIRST else _hidden_bytes(setting),
-        head=_head(setting, len(numbers)) if place is Place.LAST else None,
-    )
+def _layers_of(spec: Spec, stage: Stage) -> tuple[tuple[str, ...], tuple[Kept, ...]]:
+    """Return the numbers of a stage's layers, and how their activations are kept."""
+    assert isinstance(spec.model, ModelShape), "a built-in model"
+    kept = spec.activations.of(spec.model.layers)
+    numbers = tuple([layer.rpartition(".")[2] for layer in stage.layers])
+    return numbers, tuple([kept[int(number)] for number in numbers])
 
 
 def _hidden_bytes(setting: Setting) -> int:
@@ -326,11 +337,12 @@ def _hidden_bytes(setting: Setting) -> int:
     return setting.batch * tokens * setting.shape.hidden * setting.compute.itemsize
 
 
-def _head(setting: Setting, layers: int) -> LossHead | None:
-    """What a loss in chunks does behind a last stage's layers, None of whole logits. The tables are
-    of one layer, whose input is the schedule's: that of the last of several goes with its forward
-    pass, where nothing saves it."""
-    if (head := tables.head_of(setting, Place.LAST)) is None or layers == 1:
+def _head(setting: Setting, place: Place, layers: int) -> LossHead | None:
+    """What a loss in chunks does behind a model's layers, None of whole logits. The tables of a
+    last stage are of one layer, whose input is the schedule's: that of the last of several goes
+    with its forward pass, where nothing saves it."""
+    head = tables.head_of(setting, place) if place in (Place.LAST, Place.ALONE) else None
+    if head is None or place is Place.ALONE or layers == 1:
         return head
     if not blocks.block(setting.without_context, PLAIN, Attention.SDPA).frees_input:
         return head
@@ -343,32 +355,13 @@ def timeline(
     """Return the timeline of one micro-batch of a whole model, of its units that are `played` (by
     default one block each and the root). `kept`: how the blocks' activations are, by default
     plain."""
-    number = setting.shape.layers
-    units: Units = (*((f"blocks.{block}",) for block in range(number)), ("",))
-    turns: Turns = tuple((block, 1) for block in range(number))
+    numbers = tuple(str(block) for block in range(setting.shape.layers))
+    units: Units = (*((f"blocks.{number}",) for number in numbers), ("",))
+    turns: Turns = tuple((block, 1) for block in range(len(numbers)))
     if played is not None:
         units, turns = played.modules, played.turns
-    return _timeline(setting, units, turns, kept or (PLAIN,) * number)
-
-
-@lru_cache(maxsize=2**5)
-def _timeline(setting: Setting, units: Units, turns: Turns, kept: tuple[Kept, ...]) -> Timeline:
-    """Return it of these units and turns: what the data axes choose besides is nothing to it, so
-    that a search asks for the same again."""
-    layers = LayerPasses(
-        setting=setting,
-        place=Place.ALONE,
-        numbers=[str(block) for block in range(setting.shape.layers)],
-        kept=kept,
-        head=tables.head_of(setting, Place.ALONE),
-    )
-    items = layers.passes(units, turns)
-    return Timeline(
-        forward=items[Kind.FORWARD],
-        backward=items[Kind.BACKWARD],
-        moved=layers.moved,
-        repeated=layers.repeated,
-    )
+    kept = kept or (PLAIN,) * len(numbers)
+    return _passes(setting, Place.ALONE, numbers, kept, units, turns).timeline
 
 
 def is_tabulated(spec: Spec) -> bool:

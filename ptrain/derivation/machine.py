@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import cache, partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from ptrain.axes.pipeline.schedule import Schedule
 from ptrain.axes.pipeline.stage_facts import chain_of
-from ptrain.cost import StepTime
 from ptrain.derivation.clock import Clock, LaneSpan
-from ptrain.derivation.computing import Timing, block_names
+from ptrain.derivation.computing import block_names
 from ptrain.derivation.interconnect import Network
+from ptrain.derivation.pipeline import message_bytes
+from ptrain.derivation.pipeline_time import StepTiming
 from ptrain.derivation.work import model_work, why_unknown
 from ptrain.facts.model import ModelFacts, ModelWork
 from ptrain.rates.measured import lacking, pace_of, pace_while_others_wait
@@ -20,9 +21,6 @@ from ptrain.spec.placement import Axis
 from ptrain.spec.rates import Hook
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import Plan
-
-if TYPE_CHECKING:
-    from ptrain.derivation.pipeline_time import PipelineTiming
 
 _NOBODY = (
     "waiting ranks are assumed to leave their cores idle: the cluster has no rates for "
@@ -42,31 +40,23 @@ class Machine(NamedTuple):
     fewer: Callable[[int], Pace | None] = lambda ranks: None
     spans: list[LaneSpan] | None = None
 
-    def of_part(self, spec: Spec, plan: Plan, index: int) -> Timing:
-        """Return what times the ranks at a place along tp."""
-        clock = self._clock(spec, plan)
-        clock.spans = self.spans if index == 0 else None
-        return Timing(clock=clock, work=self.work(index), plays_all=self.plays_all)
-
-    def of_pipeline(
-        self, spec: Spec, plan: Plan, facts: ModelFacts, schedule: Schedule
-    ) -> PipelineTiming:
-        """Return what times the ranks of a pipeline."""
-        from ptrain.derivation import pipeline, pipeline_time
-
+    def of_step(self, spec: Spec, plan: Plan, facts: ModelFacts, schedule: Schedule) -> StepTiming:
+        """Return what times the ranks."""
         work = cache(self.work)  # of the few places along tp that are played
-        speed, assumed = (None, ()) if self.pace.overlaps else self._sharing(spec, work(0))
-        return pipeline_time.PipelineTiming(
+        timing = StepTiming(
             spec=spec,
-            clock=self._clock(spec, plan),
+            clock=Clock(self.pace, Network(spec), plan.tensor.axis if plan.tensor else None),
             work=work,
             blocks=block_names(facts.blocks, work(0)),
             schedule=schedule,
-            message=pipeline.message_bytes(spec, plan, chain_of(spec, facts)),
-            speed=speed,
-            assumed=assumed,
             spans=self.spans,
+            plays_all=self.plays_all and schedule.ranks == 1,
         )
+        if schedule.ranks == 1:
+            return timing
+        speed, assumed = (None, ()) if self.pace.overlaps else self._sharing(spec, work(0))
+        message = message_bytes(spec, plan, chain_of(spec, facts))
+        return timing._replace(message=message, speed=speed, assumed=assumed)
 
     def _sharing(
         self, spec: Spec, work: ModelWork
@@ -93,9 +83,6 @@ class Machine(NamedTuple):
 
         return speed, ()
 
-    def _clock(self, spec: Spec, plan: Plan) -> Clock:
-        return Clock(self.pace, Network(spec), plan.tensor.axis if plan.tensor else None)
-
 
 def _layer_seconds(pace: Pace, work: ModelWork) -> float:
     """Return what a layer's operators take, the first one's for all."""
@@ -119,10 +106,3 @@ def _work(spec: Spec, plan: Plan, facts: ModelFacts, index: int) -> ModelWork:
     work = model_work(spec, plan, facts, index)
     assert work is not None, "nobody says why it is not known"
     return work
-
-
-def slowest(times: Iterable[StepTime | None]) -> StepTime | None:
-    """Return the longest; None where one is not known."""
-    known = list(times)
-    steps = [time for time in known if time is not None]
-    return max(steps, key=lambda time: time.seconds) if len(steps) == len(known) else None

@@ -9,18 +9,19 @@ At start-up a rank makes its part of the initial parameters on the host (`startu
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from math import inf
 
 from ptrain.axes.context.attention import held_buffers, held_tokens
 from ptrain.axes.ring import Calls, group_over
-from ptrain.by_rank import ByRank
-from ptrain.cost import Collective, Footprint, Phase, State, Traffic
+from ptrain.by_rank import ByRank, KeyT, rows_by_rank
+from ptrain.cost import Collective, Footprint, Peak, Phase, State, Traffic
 from ptrain.derivation.ghosts.wrapping import Wrapping
-from ptrain.derivation.tape import Tape
+from ptrain.derivation.tape import Tape, TooLarge
 from ptrain.facts.model import ModelFacts
 from ptrain.facts.parameters import COUNTS
 from ptrain.spec.precision import DType
-from ptrain.spec.spec import Spec, positions, ranks_over
+from ptrain.spec.spec import Spec, ranks_over
 from ptrain.steps.step import Plan
 
 Rows = tuple[Footprint, ...]
@@ -29,13 +30,6 @@ _TOKEN_BYTES = 8  # int64
 _DRAWN_BYTES = 4  # of an element: initial values are drawn in fp32, on the CPU
 _LOSS_BYTES = 4  # fp32
 _SCALING_BYTES = 12  # of a scaled loss: its scale, the steps since it grew, whether it overflowed
-
-
-def resident(ghost: Wrapping) -> ByRank[Footprint]:
-    """Rows of parameters, optimizer state, gradients and the rest, rank by rank."""
-    kinds, kind_of = by_shard(ghost)
-    places = positions(ghost.wrapped.spec, ghost.wrapped.plan.differing_axes)
-    return ByRank((kinds, [kind_of[shard] for shard in places]))
 
 
 def by_shard(ghost: Wrapping) -> tuple[list[Rows], list[int]]:
@@ -84,6 +78,43 @@ def ranks_per_node(spec: Spec) -> int:
     """Return the number of ranks on a node: all of them, if the spec names no cluster."""
     cluster = spec.cluster
     return min(spec.world_size, cluster.devices_per_node) if cluster else spec.world_size
+
+
+# Peaks: what lives for the whole step, and what a phase has above it.
+
+
+Phases = Mapping[Phase, int]
+
+_BASE = (State.PARAMETERS, State.OPTIMIZER, State.OTHER)  # what lives for the whole step
+
+
+def always(base: ByRank[Footprint]) -> list[int]:
+    """Return by rank the device bytes that live for the whole step."""
+    return base.totals(lambda row: row.device_bytes if row.state in _BASE else 0)
+
+
+def least_above(base: ByRank[Footprint], limit: float) -> float:
+    """Return how many bytes above what lives always are too many on every rank. Raises TooLarge if
+    on some rank that alone is."""
+    if limit == inf:
+        return inf
+    lives = always(base)
+    if max(lives) > limit:
+        raise TooLarge
+    return limit - min(lives)
+
+
+def peaks(lives: Sequence[int], keys: Sequence[KeyT], above: Mapping[KeyT, Phases]) -> ByRank[Peak]:
+    """Return by rank each phase's peak: what lives always, and what the rank's key has above it."""
+    first: dict[Hashable, KeyT] = {}
+    like = {key: first.setdefault(tuple(phases.items()), key) for key, phases in above.items()}
+    return rows_by_rank(
+        zip(lives, map(like.__getitem__, keys), strict=True),
+        lambda pair: [
+            Peak(phase=phase, rank=0, device_bytes=pair[0] + more)
+            for phase, more in above[pair[1]].items()
+        ],
+    )
 
 
 # What routers' biases cost: counts of choices that ranks keep, and what is sent to add them up.

@@ -21,8 +21,13 @@ from ptrain.steps.step import Plan
 from ptrain.units import format_bytes
 
 
-def notes(spec: Spec, plan: Plan, facts: ModelFacts, traffic: Iterable[Traffic]) -> Iterator[str]:
+def notes(
+    spec: Spec, plan: Plan, facts: ModelFacts, traffic: Iterable[Traffic], schedule: Schedule
+) -> Iterator[str]:
     """`traffic` is the `exact` column's."""
+    if plan.pipeline is not None:
+        yield from _of_stages(plan, facts, schedule)
+        return
     yield from wrapping(spec, plan, facts).notes()
     yield from _whole_beside_slices(plan, facts, sum(itemsizes(spec).values()))
     yield from _fewer_moments(spec, plan, facts)
@@ -88,8 +93,7 @@ def _copies(traffic: Iterable[Traffic]) -> Iterator[str]:
 # What a pipeline has and no theorem counts: a sentence each.
 
 
-def pipeline_notes(plan: Plan, facts: ModelFacts, schedule: Schedule) -> Iterator[str]:
-    """A sentence for each thing that the stages of a model have and no theorem counts."""
+def _of_stages(plan: Plan, facts: ModelFacts, schedule: Schedule) -> Iterator[str]:
     stages = plan.stages
     yield from _unequal(facts, stages, schedule)
     yield from _tied(facts, stages)

@@ -1,11 +1,11 @@
-"""The pipeline axis in the exact column: each stage's part of the model, what every rank holds of
-its stages, and what it sends over their boundaries.
+"""The stages in the exact column: each one's part of the model, what every rank holds of its
+stages, and what it sends for them and over their boundaries. Without pp the model is one stage.
 
 A stage is a model like any other, with fewer layers: the data axes and the operators of tp derive
 its costs as they do a whole model's. A rank adds up its stages, each wrapped by itself and with
 buffers of its own; the step's tokens and targets and the loss are there once, on every rank.
 
-What a step of pp leaves in flight is `in_flight`'s.
+What a step leaves in flight is `in_flight`'s.
 """
 
 from __future__ import annotations
@@ -40,13 +40,15 @@ from ptrain.derivation.ghosts.wrapping import Wrapping
 from ptrain.derivation.layers import Pairs, alike, moved_and_repeated
 from ptrain.derivation.memory import by_shard, other_bytes, summed
 from ptrain.derivation.tables import RankCut
-from ptrain.facts.model import AttentionHeads, ModelFacts, Passes, RowsPasses
+from ptrain.facts.model import AttentionHeads, ModelFacts, Passes, RowsPasses, passes_of
 from ptrain.facts.stages import ENDS, Chain, Ends, Stage
 from ptrain.spec.activations import Kept
 from ptrain.spec.model import ModelShape
+from ptrain.spec.placement import Axis
 from ptrain.spec.spec import Spec, positions, ranks_over
-from ptrain.steps.experts import ByLayer, Loads
+from ptrain.steps.experts import ByLayer
 from ptrain.steps.step import Plan
+from ptrain.units import grouped
 
 # Gradients of tensors that the first and the last stage both have, summed over the two.
 
@@ -62,8 +64,7 @@ def tied_sums(ghost: Wrapping, stage: Stage) -> tuple[Rows, ...]:
     their slices differ in size, else one for all; `ghost` wraps one rank's part of tp."""
     plan, part = ghost.wrapped.plan, ghost.wrapped.facts
     step = plan.pipeline
-    assert step is not None
-    if not stage.shared or step.rank_of[0] == step.rank_of[-1]:
+    if step is None or not stage.shared or step.rank_of[0] == step.rank_of[-1]:
         return ((),)
     units = [unit for unit in part.units if {t.name for t in unit.trained} & {*stage.shared}]
     if not units:  # what is frozen has no gradient
@@ -111,6 +112,11 @@ class StageParts(NamedTuple):
     passes: tuple[Passes, ...] = ()
     formulas: tuple[RowsPasses, ...] = ()
 
+    @property
+    def is_traced(self) -> bool:
+        """Whether traces tell what its passes allocate, with the rows that are sent to experts."""
+        return bool(self.passes) and (self.plan.loads is None or bool(self.formulas))
+
     def micro_batches(self, index: int, loads: ByLayer | None) -> tuple[Passes, ...]:
         """Return the passes of each micro-batch, on the rank at this place along the cutting axes
         that sends and gets these rows; nothing where all have the same."""
@@ -142,6 +148,8 @@ class StageParts(NamedTuple):
 
 def staged(spec: Spec, plan: Plan, facts: ModelFacts) -> tuple[StageParts, ...]:
     """The stages, first to last; of equal ones the first is taken apart for all."""
+    if plan.pipeline is None:
+        return (_whole_model(spec, plan, facts),)
     ends = chain_of(spec, facts).ends
     first: dict[Hashable, StageParts] = {}
     all_parts = []
@@ -166,6 +174,47 @@ def staged(spec: Spec, plan: Plan, facts: ModelFacts) -> tuple[StageParts, ...]:
     return tuple(all_parts)
 
 
+def _whole_model(spec: Spec, plan: Plan, facts: ModelFacts) -> StageParts:
+    """The only stage of a model that is not cut into any."""
+    parts = [*tensor.parts(spec, plan, facts)]
+    traced = {i: part.timeline for part, indices in parts for i in indices if part.timeline}
+    formulas: tuple[RowsPasses, ...] = ()
+    if plan.loads is not None:
+        traced = traced if facts.part_rows else {}
+        layers = tuple(plan.loads.of(0))
+        formulas = tuple(RowsPasses(layers, whole, None, False, 0, 0) for whole in facts.part_rows)
+    blocks = facts.blocks
+    if not blocks and isinstance(spec.model, ModelShape):
+        blocks = tuple(f"blocks.{number}" for number in range(spec.model.layers))
+    return StageParts(
+        stage=Stage(index=0, layers=blocks, tensors=(), shared=(), numel=facts.numel),
+        like=0,
+        plan=plan,
+        facts=facts,
+        parts=[(wrapping(spec, plan, part), indices) for part, indices in parts],
+        passes=tuple(
+            passes_of(whole, None, is_first=False, output=0, hidden=0)
+            for _, whole in sorted(traced.items())
+        ),
+        formulas=formulas,
+    )
+
+
+def fullest_of(schedule: Schedule, stages: Sequence[StageParts]) -> dict[int, int]:
+    """Return by place along pp who stands for it where the fullest rank is asked for: of those
+    with equal stages the first and the last, since from rank to rank there is more in flight, or
+    less."""
+    groups = grouped(
+        (tuple(stages[stage].like for stage in schedule.stages_of(place)), place)
+        for place in range(schedule.ranks)
+    )
+    return {
+        place: place if place == group[-1] else group[0]
+        for group in groups.values()
+        for place in group
+    }
+
+
 def _of_equal_passes(
     indices: tuple[int, ...], passes: Sequence[Passes]
 ) -> Sequence[tuple[int, ...]]:
@@ -187,10 +236,10 @@ def _kind(spec: Spec, facts: ModelFacts, stage: Stage, stages: int) -> Hashable:
     return alike(spec, stage.layers) or stage.index
 
 
-def resident(spec: Spec, plan: Plan, stages: Sequence[StageParts]) -> ByRank[Footprint]:
+def resident(
+    spec: Spec, plan: Plan, stages: Sequence[StageParts], schedule: Schedule
+) -> ByRank[Footprint]:
     """Rows of parameters, optimizer state, gradients and the rest, rank by rank."""
-    step = plan.pipeline
-    assert step is not None
     rows: list[tuple[Footprint, ...]] = []
     of_part: dict[tuple[int, int], list[int]] = {}  # by shard an index into the rows
     for taken in stages:
@@ -201,7 +250,7 @@ def resident(spec: Spec, plan: Plan, stages: Sequence[StageParts]) -> ByRank[Foo
                 rows += kinds
             numbers = of_part[taken.like, indices[0]]
             of_part |= {(taken.stage.index, index): numbers for index in indices}
-    stages_of = [step.stages_of(place) for place in range(spec.degree(step.axis))]
+    stages_of = [schedule.stages_of(place) for place in range(schedule.ranks)]
     number_of: dict[tuple[int, ...], int] = {}
     lists_at = [
         [
@@ -219,7 +268,7 @@ def resident(spec: Spec, plan: Plan, stages: Sequence[StageParts]) -> ByRank[Foo
         for key, lists in unlike.items()
     }
     kinds_at = [[kinds_of[place, *map(id, own)] for own in at] for place, at in enumerate(lists_at)]
-    places = map(partial(positions, spec), ((step.axis,), plan.cutting_axes, plan.differing_axes))
+    places = map(partial(positions, spec), ((Axis.PP,), plan.cutting_axes, plan.differing_axes))
     kind_of = [kinds_at[p][index][shard] for p, index, shard in zip(*places, strict=True)]
     kinds = [
         _rows(spec, stages, stages_of[place], [rows[number] for number in numbers])
@@ -262,44 +311,50 @@ def accounts(
     axes, the operators of tp and the sums of its shared tensors send, and what goes to experts.
     There is an account for each place along pp, and there along tp, for each shard and for the
     tokens of a rank where these differ; the second tuple says by rank which is its own."""
-    step = plan.pipeline
-    assert step is not None
-    crossing = transfers(schedule)
-    model = chain_of(spec, facts)
+    crossing, loads = transfers(schedule), plan.loads
     known: dict[Hashable, list[list[Rows]]] = {}
+    operators_of: dict[int, Rows] = {}
     of_stage = []
     for taken in stages:
         gathers = _gathers(plan, schedule, taken.stage.index)
         if (taken.like, gathers) not in known:
             known[taken.like, gathers] = _of_stage(spec, schedule, taken)
         of_stage.append(known[taken.like, gathers])
-    loads = plan.loads
-    place_of = _places(spec, plan, stages, of_stage, loads)
+        if taken.like not in operators_of:
+            operators_of[taken.like] = (
+                *tensor.sent(spec, taken.plan, taken.facts),
+                *sent_over_context(spec, taken.plan, *_attention(spec, taken)),
+            )
+    place_of = _places(spec, plan, stages, of_stage)
     ghost = wrapping(spec, plan, facts)
-    places = sorted(set(place_of))
-    account_rows = tuple(
-        add_traffic(
+
+    def of_place(rank: int, index: int, shard: int, tokens: int) -> Rows:
+        own = [stages[stage] for stage in schedule.stages_of(rank)]
+        layers = [layer for taken in own for layer in taken.stage.layers] if plan.pipeline else None
+        rows = loads.of(tokens) if loads else None
+        sent = [*norm(ghost), *sent_to_experts(spec, plan, layers, rows)]
+        for taken in own:
+            shards = of_stage[taken.stage.index][index]
+            sent += (*shards[shard if len(shards) > 1 else 0], *_kept(spec, taken, index, rows))
+        ordered = add_traffic(
             (
-                *over_boundaries(spec, plan, (t for t in crossing if t.rank == rank), model),
-                *norm(ghost),
-                *summed(spec, plan, [stages[s].facts for s in step.stages_of(rank)]),
-                *(
-                    row
-                    for s in step.stages_of(rank)
-                    for row in of_stage[s][index][shard if len(of_stage[s][index]) > 1 else 0]
-                ),
-                *sent_to_experts(
-                    spec,
-                    plan,
-                    [layer for s in step.stages_of(rank) for layer in stages[s].stage.layers],
-                    loads.of(tokens) if loads else None,
-                ),
+                *sent,
+                *(row for taken in own for row in operators_of[taken.like]),
+                *summed(spec, plan, [taken.facts for taken in own]),
+                *over_boundaries(spec, plan, facts, [t for t in crossing if t.rank == rank]),
             )
         )
-        for rank, index, shard, tokens in places
-    )
+        if plan.pipeline is None:  # what operators alone send stands behind the rest
+            first = {row.key for row in sent}
+            return tuple(sorted(ordered, key=lambda row: row.key not in first))
+        return ordered
+
+    places = sorted(set(place_of))
     account_of = {place: number for number, place in enumerate(places)}
-    return account_rows, tuple(account_of[place] for place in place_of)
+    return (
+        tuple(of_place(*place) for place in places),
+        tuple(account_of[place] for place in place_of),
+    )
 
 
 def _gathers(plan: Plan, schedule: Schedule, stage: int) -> Hashable:
@@ -314,28 +369,25 @@ def _places(
     plan: Plan,
     stages: Sequence[StageParts],
     of_stage: Sequence[list[list[Rows]]],
-    loads: Loads | None,
 ) -> list[tuple[int, int, int, int]]:
     """Return by rank its place along pp, along tp, among the shards and that of its tokens; 0 where
     all send the same."""
-    step = plan.pipeline
-    assert step is not None
     cut = plan.cutting_axes if any(len(stage_parts.parts) > 1 for stage_parts in stages) else ()
     is_uneven = any(len(shards) > 1 for of_index in of_stage for shards in of_index)
     shards = plan.differing_axes if is_uneven else ()
-    axes = (step.axis,), cut, shards, spec.routing_axes if loads else ()
+    axes = (Axis.PP,), cut, shards, spec.routing_axes if plan.loads else ()
     return list(zip(*(positions(spec, names) for names in axes), strict=True))
 
 
 def over_boundaries(
-    spec: Spec, plan: Plan, own: Iterable[Transfer], model: Chain
+    spec: Spec, plan: Plan, facts: ModelFacts, own: Sequence[Transfer]
 ) -> Iterator[Traffic]:
     """Yield what a rank sends and receives by its own transfers: activations of each micro-batch to
     the next stage and their gradients back, micro x sequence x hidden elements a call, of a slice
     of the tokens where tp has those between the blocks."""
-    step = plan.pipeline
-    assert step is not None
-    size, group = message_bytes(spec, plan, model), group_over(spec, (step.axis,))
+    if not own:
+        return
+    size, group = message_bytes(spec, plan, chain_of(spec, facts)), group_over(spec, (Axis.PP,))
     for transfer in own:
         calls = Calls(transfer.collective, State.ACTIVATIONS, transfer.phase, transfer.calls)
         yield calls.over(group, size)
@@ -347,25 +399,15 @@ def message_bytes(spec: Spec, plan: Plan, model: Chain) -> int:
     return spec.batch.micro * math.prod(shape) * spec.precision.effective.parameters.itemsize
 
 
-def _of_stage(spec: Spec, schedule: Schedule, stage_parts: StageParts) -> list[list[Rows]]:
-    """Return by index on tp what the ranks there send for a stage, of each shard where these
-    differ."""
-    times = partial(stage_gathers, schedule, stage_parts.stage.index)
-    operators = (
-        *tensor.sent(spec, stage_parts.plan, stage_parts.facts),
-        *sent_over_context(spec, stage_parts.plan, *_attention(spec, stage_parts)),
-    )
+def _of_stage(spec: Spec, schedule: Schedule, taken: StageParts) -> list[list[Rows]]:
+    """Return by index on tp what the data axes of the ranks there send for a stage, of each shard
+    where these differ."""
+    stage = taken.stage
+    times = partial(stage_gathers, schedule, stage.index) if taken.plan.pipeline else None
     rows_of: dict[int, list[Rows]] = {}
-    for ghost, indices in stage_parts.parts:
-        moved, repeated = _kept(spec, stage_parts, indices[0])
-        rows = add_traffic(
-            (
-                *ghost.sent(times),
-                *operators,
-                *kept_traffic(spec, stage_parts.plan, moved, repeated),
-            )
-        )
-        sums = tied_sums(ghost, stage_parts.stage)
+    for ghost, indices in taken.parts:
+        rows = add_traffic(ghost.sent(times))
+        sums = tied_sums(ghost, stage)
         rows_of |= {index: [(*rows, *more) for more in sums] for index in indices}
     return [rows_of[index] for index in sorted(rows_of)]
 
@@ -384,13 +426,19 @@ def _attention(
     return own_kept(spec, facts.blocks, facts.attending, stage.layers)
 
 
-def _kept(spec: Spec, stage_parts: StageParts, index: int) -> tuple[Pairs, Pairs]:
-    """Return what the modes of activations move and send again, on the rank at this place along
-    tp."""
-    if stage_parts.passes:
-        passes = stage_parts.passes[index]
-        return passes.moved, passes.repeated
+def _kept(spec: Spec, taken: StageParts, index: int, loads: ByLayer | None) -> Iterator[Traffic]:
+    """Yield what the modes of activations move and send again, on the rank at this place along tp
+    whose tokens send and get these rows."""
+    if micro_batches := taken.micro_batches(index, loads):
+        for passes in micro_batches:
+            yield from kept_traffic(spec, taken.plan, passes.moved, passes.repeated, 1)
+        return
+    moved, repeated = taken.passes[index][-2:] if taken.passes else _tabulated(spec, taken, index)
+    yield from kept_traffic(spec, taken.plan, moved, repeated)
+
+
+def _tabulated(spec: Spec, taken: StageParts, index: int) -> tuple[Pairs, Pairs]:
     is_plain = all(kept.is_plain for kept in spec.activations.modes)
     if is_plain or not isinstance(spec.model, ModelShape) or not blocks.are_known(spec):
         return (), ()  # nothing, or not traced: then nothing is said of it
-    return moved_and_repeated(spec, stage_parts.stage, stage_parts.cut(spec, index))
+    return moved_and_repeated(spec, taken.stage, taken.cut(spec, index))

@@ -1,4 +1,4 @@
-"""The time of a pipeline's step: what each pass takes on its rank, put into the schedule.
+"""The time of a step: what each pass takes on its rank, put into the schedule.
 
 A rank's passes are in its order, each as soon as what it needs has come. Where ranks send with the
 cores that compute, a message takes its sender's time, and who waits leaves its cores to the others;
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from operator import attrgetter
 from typing import NamedTuple
 
 from ptrain.axes.pipeline.instructions import given
@@ -18,7 +19,7 @@ from ptrain.axes.pipeline.schedule import Action, Schedule
 from ptrain.axes.pipeline.simulate import ActionCosts, Simulation, simulate, simulate_sharing
 from ptrain.cost import Collective, Phase, Spent, StepTime, TimeKey, TimeRow
 from ptrain.derivation.clock import Clock, LaneSpan, with_launches
-from ptrain.derivation.computing import PassScore, Timing
+from ptrain.derivation.computing import PassScore, scores, work_of_stage
 from ptrain.derivation.layers import Representatives
 from ptrain.facts.model import ModelWork, Passes, UnitFacts
 from ptrain.facts.stages import Stage
@@ -27,21 +28,29 @@ from ptrain.spec.spec import Spec
 from ptrain.timeline import Kind
 
 
-class PipelineTiming(NamedTuple):
-    """What the time of a pipeline's step is made of: a clock, the work of a micro-batch by place
-    along tp, the names of the model's blocks, the schedule, and a message's bytes. `speed`: how
-    much faster ranks are of so many places alone, where they share cores; `assumed` is what is said
-    of that."""
+class StepTiming(NamedTuple):
+    """What a step's time is made of: a clock, the work of a micro-batch by place along tp, the
+    names of the model's blocks, the schedule, and a message's bytes. `speed`: how much faster ranks
+    are of so many places alone, where they share cores; `assumed` is what is said of that.
+    `plays_all`: every block by itself, whatever stands for it else."""
 
     spec: Spec
     clock: Clock
     work: Callable[[int], ModelWork]
     blocks: Sequence[str]
     schedule: Schedule
-    message: int
+    message: int = 0
     speed: Callable[[int], float] | None = None
     assumed: tuple[str, ...] = ()
     spans: list[LaneSpan] | None = None
+    plays_all: bool = False
+
+    def clock_of(self, index: int) -> Clock:
+        """Return the clock of a rank at this place along tp. Without a pipeline that of the first
+        notes its lanes."""
+        clock = self.clock.another()
+        clock.spans = self.spans if index == 0 and self.schedule.ranks == 1 else None
+        return clock
 
     def simulated(self, seconds: Mapping[Action, float]) -> Simulation:
         """Return when the actions start and end that take so long."""
@@ -76,12 +85,12 @@ class PipelineTiming(NamedTuple):
     ) -> dict[Kind, PassScore]:
         """Return what is computed when in the passes of a stage, on the ranks at this place along
         tp."""
-        timing = Timing(clock=self.clock, work=self.work(index))
         kinds = _kinds(self.schedule, stage.index)
         items = {kind: items for kind, items in passes.items.items() if kind in kinds}
         ends = stage.index == 0, stage.index == self.schedule.stages - 1
-        own = passes._replace(items=items)
-        return timing.of_stage(self.spec, stage, ends, played, units, own, self.blocks)
+        own, work = passes._replace(items=items), self.work(index)
+        layers = work_of_stage(self.spec, work, self.blocks, stage, ends, played, own.moved)
+        return scores(self.clock, items, units, layers)
 
 
 def _kinds(schedule: Schedule, stage: int) -> set[Kind]:
@@ -108,11 +117,11 @@ class RankTime(NamedTuple):
         return self.clock.seconds - self.passes
 
 
-def pipeline_time(
-    schedule: Schedule, ranks: Sequence[RankTime], timing: PipelineTiming
-) -> StepTime:
+def step_time(schedule: Schedule, ranks: Sequence[RankTime], timing: StepTiming) -> StepTime:
     """Return the time of a step on the rank that has most to do, its idle time up to the end of the
     last one's step included; of ranks at one place along pp the slowest stands for all."""
+    if schedule.ranks == 1:
+        return max((rank.clock.step_time() for rank in ranks), key=attrgetter("seconds"))
     slowest: dict[int, RankTime] = {}
     for rank in ranks:
         other = slowest.setdefault(rank.place, rank)

@@ -111,7 +111,12 @@ class Passes(NamedTuple):
     @property
     def timeline(self) -> Timeline:
         """Forward and whole backward."""
-        return Timeline(forward=self.items[Kind.FORWARD], backward=self.items[Kind.BACKWARD])
+        return Timeline(
+            forward=self.items[Kind.FORWARD],
+            backward=self.items[Kind.BACKWARD],
+            moved=self.moved,
+            repeated=self.repeated,
+        )
 
 
 def passes_of(

@@ -11,11 +11,8 @@ from functools import cache
 from random import Random
 
 from ptrain.cost import State, Traffic
-from ptrain.derivation.estimate import sent
 from ptrain.derivation.flat import joined
 from ptrain.derivation.ghosts.table import wrapping
-from ptrain.derivation.memory import resident
-from ptrain.derivation.timeline import replay
 from ptrain.facts.model import ModelFacts
 from ptrain.plan.lower import lower
 from ptrain.spec.dials import GatherAfterUpdate, GradientSync, ReduceScatterVia, Reshard, SyncPolicy
@@ -29,6 +26,7 @@ from tests.oracles.data.chain import ChainUnit, UnitChain
 from tests.oracles.data.wrap import closed_form
 from tests.oracles.data.wrap import sent as sent_in_closed_form
 from tests.pure.build import BY_HAND, make_facts, make_spec, tuple_of
+from tests.pure.played import flight, resident, sent, transient
 
 SHARD, REPLICATE, CONTEXT = Axis.DP_SHARD, Axis.DP_REPLICATE, Axis.CP
 EXPERTS = Axis.EP
@@ -144,9 +142,9 @@ def by_life(spec: Spec, plan: Plan, facts: ModelFacts, *, is_fresh: bool) -> Fig
     timeline = empty_timeline(facts, itemsize, is_fresh=is_fresh)
     if plan.update.layout.scales_loss and plan.update.layout.parameters is not DType.FP64:
         timeline = seeded(timeline)
-    rows = resident(wrapping(spec, plan, facts))
-    step = replay(wrapping(spec, plan, replace(facts, timeline=timeline)), rows)
-    figures: Figures = {"transient": step.transient_bytes}
+    rows = resident(spec, plan, facts)
+    step = flight(spec, replace(facts, timeline=timeline))
+    figures: Figures = {"transient": transient(step)}
     index_of = positions(spec, plan.differing_axes)
     always = dict.fromkeys(index_of, 0)
     for row in rows:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ptrain.by_rank import ByRank, distinct, largest, of_own, of_ranks, rows_by_rank, totals
+from ptrain.by_rank import ByRank, distinct, largest, of_ranks, rows_by_rank, totals
 from ptrain.cost import Column, Estimate, Footprint, State
 
 
@@ -33,17 +33,6 @@ def test_rows_that_are_kept_once_are_those_of_every_rank_in_their_order():
 def test_some_ranks_have_the_same_rows_either_way():
     for ranks in ({1}, {0, 2}, set[int]()):
         assert of_ranks(KEPT, ranks) == of_ranks(WRITTEN, ranks)
-
-
-def test_a_rank_has_the_rows_of_its_own_column_rank_by_rank():
-    other = rows_by_rank("abc", lambda key: [row(State.OTHER, 0, 2 * ord(key))]).and_then(
-        rows_by_rank("aaa", lambda key: [row(State.GRADIENTS, 0, 1)])
-    )
-    expected = [
-        *of_ranks(KEPT, {0}), *of_ranks(other, {1}), *of_ranks(KEPT, {2}),
-    ]  # fmt: skip
-    assert list(of_own([KEPT, other], [0, 1, 0])) == expected
-    assert of_own([KEPT, ()], [0, 1, 0]) == ()
 
 
 def test_sums_by_rank_are_the_same_either_way():

@@ -12,12 +12,7 @@ from itertools import accumulate as running
 import pytest
 
 from ptrain.cost import Collective, Phase, Spent, StepTime
-from ptrain.derivation.clock import Clock
-from ptrain.derivation.computing import Timing
-from ptrain.derivation.ghosts.table import wrapping
-from ptrain.derivation.interconnect import Network
-from ptrain.derivation.timeline import replay
-from ptrain.plan.lower import lower
+from ptrain.derivation.machine import Machine
 from ptrain.spec.activations import Kept
 from ptrain.spec.cluster import Cluster
 from ptrain.spec.dials import GatherAfterUpdate, GradientSync, Overlap, SyncPolicy
@@ -36,6 +31,7 @@ from tests.pure.build import (
     tuple_of,
 )
 from tests.pure.paces import HandPace, chain, model
+from tests.pure.played import flight
 
 SHARD, REPLICATE = Axis.DP_SHARD, Axis.DP_REPLICATE
 BLOCKS, NUMEL = 4, 100
@@ -53,10 +49,8 @@ def step(spec: Spec, pace: HandPace, blocks: int = BLOCKS) -> StepTime:
         (tier,) = spec.activations.tiers
         moved = ((tier.value, MOVED),) * blocks
         facts = replace(facts, timeline=facts.timeline._replace(moved=moved))
-    plan = lower(spec, facts)
     work = model(FORWARD, BACKWARD, layers=blocks, front=FRONT, behind=BEHIND)
-    timing = Timing(clock=Clock(pace, Network(spec)), work=work)
-    time = replay(wrapping(spec, plan, facts), timing=timing).step
+    time = flight(spec, facts, Machine(pace=pace, work=lambda _: work)).step
     assert time is not None
     return time
 
@@ -385,10 +379,7 @@ def test_muon_takes_what_its_iterations_multiply_and_adamw_the_rest():
     names = tuple(Complete(t.name, 4 * t.numel) for t in reversed(facts.tensors))
     facts = replace(facts, timeline=timeline._replace(backward=names), blocks=("blocks.0",))
     muon = make_spec({}, clip=None, model=BY_HAND, optimizer="muon")
-    timing = Timing(
-        clock=Clock(HandPace(element=1000.0), Network(muon)), work=model(4, 4, layers=1)
-    )
-    plan = lower(muon, facts)
-    time = replay(wrapping(muon, plan, facts), timing=timing).step
+    work = model(4, 4, layers=1)
+    time = flight(muon, facts, Machine(pace=HandPace(element=1000.0), work=lambda _: work)).step
     products = 5 * 2 * (4 * 6 * 4 + 4 * 4 * 4 + 4 * 4 * 6)
     assert time is not None and time.spent(Spent.UPDATE) == products + 1000 * (3 + 10)

@@ -9,13 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ptrain.cost import Collective, Phase, State
-from ptrain.derivation.estimate import sent
 from ptrain.derivation.flat import Flat
 from ptrain.derivation.ghosts.flat_units import flat_rows
 from ptrain.derivation.ghosts.table import wrapping
-from ptrain.derivation.memory import resident
+from ptrain.derivation.in_flight import play_update
 from ptrain.derivation.tape import Scene, Tape
-from ptrain.derivation.timeline import play_update
 from ptrain.optimizers.ghost import muon_temporaries
 from ptrain.plan.lower import lower
 from ptrain.spec.dials import GatherAfterUpdate, GradientSync, ReduceScatterVia, Reshard, SyncPolicy
@@ -26,6 +24,7 @@ from ptrain.steps.step import Clip, Plan
 from ptrain.steps.wraps import FlatUnits
 from ptrain.timeline import Timeline
 from tests.pure.build import BY_HAND, ZERO_1, ZERO_2, make_facts, make_spec, tuple_of
+from tests.pure.played import resident, sent
 
 # Two blocks and a root; 17 -> 18 elements for 2 ranks.
 BLOCK = ((5, 3), (2,))
@@ -62,7 +61,7 @@ def held(spec: Spec, **dials) -> dict[State, tuple[int, int, int]]:
     """Device, host and file bytes of rank 1."""
     return {
         row.state: (row.device_bytes, row.host_bytes, row.file_bytes)
-        for row in resident(wrapping(spec, plan_of(spec, **dials), FACTS))
+        for row in resident(spec, plan_of(spec, **dials), FACTS)
         if row.rank == 1
     }
 

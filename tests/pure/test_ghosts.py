@@ -18,7 +18,6 @@ from ptrain.axes.data.cost import (
     reductions,
 )
 from ptrain.cost import Collective, Phase, State, add_traffic
-from ptrain.derivation.estimate import sent
 from ptrain.derivation.ghosts.in_place import InPlace
 from ptrain.derivation.ghosts.table import wrapping
 from ptrain.derivation.ghosts.wrapping import Wrapped
@@ -33,6 +32,7 @@ from ptrain.spec.spec import Spec
 from ptrain.steps.step import Plan
 from ptrain.steps.wraps import FullyShard
 from tests.pure.build import BY_HAND, GATHERED, WHOLE, ZERO_1, make_facts, make_spec, tuple_of
+from tests.pure.played import sent
 
 # Two blocks and a root, of which 4 ranks have unequal rows.
 BLOCK = ((5, 3), (2,))

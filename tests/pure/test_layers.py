@@ -78,8 +78,6 @@ LAZY = {
     "ptrain.cli.predict",
     "ptrain.cli.progress",  # rich, where a command takes longer than two seconds
     "ptrain.derivation.archive",
-    "ptrain.derivation.estimate",
-    "ptrain.derivation.machine",  # what only pipelines need
     "ptrain.spec.resolve_sections",
     "ptrain.spec.schedule_file",  # csv, for schedules in files
     "ptrain.spec.slips",

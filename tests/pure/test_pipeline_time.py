@@ -153,7 +153,7 @@ def test_ranks_that_share_cores_do_together_as_much_as_a_line_says(known: tuple[
     changes = {"mesh": {"pp": 4}, "placement": {"pp": "S,S,S,R"}}
     derivation = derive(load(of_all(changes)).spec)
     spec, plan, facts = derivation.spec, derivation.plan, derivation.facts
-    speed = machine.of_pipeline(spec, plan, facts, schedule_of(spec)).speed
+    speed = machine.of_step(spec, plan, facts, schedule_of(spec)).speed
     assert speed is not None
     assert [speed(busy) for busy in (1, 2, 3, 4)] == pytest.approx([2, 2, 4 / 3, 1])
 

@@ -11,7 +11,7 @@ from unittest.mock import patch
 import pytest
 
 from ptrain.algebra.legality import require
-from ptrain.derivation import in_flight, pipeline, timeline
+from ptrain.derivation import in_flight, pipeline
 from ptrain.derivation.estimate import derive
 from ptrain.derivation.ghosts.fsdp2 import FullySharded
 from ptrain.derivation.layers import Representatives, everyone, turns
@@ -69,8 +69,7 @@ def difference(spec: Spec) -> str:
     """What is another figure where every block and every stage is played by itself."""
     once = derive(spec).exact
     with ExitStack() as patches:
-        for module in (timeline, in_flight):
-            patches.enter_context(patch.object(module, "represent", every_block))
+        patches.enter_context(patch.object(in_flight, "represent", every_block))
         patches.enter_context(patch.object(pipeline, "_kind", by_itself))
         every = derive(spec).exact
     assert every.peak
@@ -100,7 +99,7 @@ def test_what_moves_beside_falls_as_far_behind_with_every_block_as_with_all(word
     batch = ["batch={global: 16, micro: 2, sequence: 1024}"]
     spec = require(load("70b-zero3", [*mesh, *batch, *words]))
     once = derive(spec).exact.step
-    with patch.object(timeline, "represent", every_block):
+    with patch.object(in_flight, "represent", every_block):
         every = derive(spec).exact.step
     assert once is not None and every is not None
     assert once.seconds == pytest.approx(every.seconds, rel=1e-9)
@@ -110,7 +109,7 @@ def test_gathers_that_take_longer_than_the_updates_beside_them_are_awaited_once(
     spec = legal("7b5-zero2", "mesh.dp_shard=64", "sync.gradients=last")
     assert spec is not None
     once = derive(spec).exact.step
-    with patch.object(timeline, "represent", every_block):
+    with patch.object(in_flight, "represent", every_block):
         every = derive(spec).exact.step
     alone = derive(replace(spec, gather_after_update=GatherAfterUpdate.BLOCKING)).exact.step
     assert once is not None and every is not None and alone is not None

@@ -9,19 +9,17 @@ import pytest
 
 from ptrain.cost import Phase, State
 from ptrain.derivation.estimate import derive
-from ptrain.derivation.ghosts.table import wrapping
-from ptrain.derivation.memory import resident
-from ptrain.derivation.timeline import Replay, replay
 from ptrain.facts.model import ModelFacts
 from ptrain.facts.parameters import facts as facts_of
 from ptrain.plan.lower import lower
 from ptrain.spec.dials import GradientSync, ReduceScatterVia, SyncPolicy
 from ptrain.spec.model import ModelShape
 from ptrain.spec.placement import Axis
-from ptrain.spec.precision import FP32, ZERO16
+from ptrain.spec.precision import ZERO16
 from ptrain.spec.spec import Spec
 from ptrain.timeline import Boundary, Complete, Item, Mark, Run, Timeline, run
 from tests.pure.build import BY_HAND, GATHERED, WHOLE, ZERO_2, make_facts, make_spec
+from tests.pure.played import flight, resident, transient
 
 SAVED, INSIDE = 1000, 5000  # bytes that each unit's forward leaves, and needs while it runs
 ROOT = 2  # the unit after the two blocks
@@ -53,19 +51,15 @@ def small(numel: int = 100) -> ModelFacts:
     return replace(facts, timeline=Timeline(forward=tuple(forward), backward=tuple(backward)))
 
 
-def play(spec: Spec, facts: ModelFacts) -> Replay:
-    return replay(wrapping(spec, lower(spec, facts), facts))
-
-
 def peaks(spec: Spec, facts: ModelFacts, rank: int = 0) -> dict[Phase, int]:
     """Above what lives for the whole step."""
     plan = lower(spec, facts)
     base = sum(
         row.device_bytes
-        for row in resident(wrapping(spec, plan, facts))
+        for row in resident(spec, plan, facts)
         if row.rank == rank and row.state is not State.GRADIENTS
     )
-    rows = replay(wrapping(spec, plan, facts)).peaks
+    rows = flight(spec, facts).peaks
     return {row.phase: row.device_bytes - base for row in rows if row.rank == rank}
 
 
@@ -167,8 +161,8 @@ def test_a_model_kept_gathered_after_forward_is_transient_at_its_end():
     kept = SyncPolicy(reshard_after_forward=False)
     facts = small()
     default = make_spec({Axis.DP_SHARD: (2, GATHERED)}, model=BY_HAND)
-    assert play(default, facts).transient_bytes == 0
-    assert play(replace(default, sync=kept), facts).transient_bytes == 3 * 400
+    assert transient(flight(default, facts)) == 0
+    assert transient(flight(replace(default, sync=kept), facts)) == 3 * 400
 
 
 def test_unreduced_gradients_are_whole_until_the_last_micro_batch():
@@ -207,27 +201,16 @@ def test_ranks_differ_by_the_rows_that_they_hold():
     spec = make_spec({Axis.DP_SHARD: (2, GATHERED)}, layout=ZERO16, model=BY_HAND)
     facts = small(numel=101)
     first, second = (
-        next(row.device_bytes for row in play(spec, facts).peaks if row.rank == rank)
+        next(row.device_bytes for row in flight(spec, facts).peaks if row.rank == rank)
         for rank in (0, 1)
     )
     assert first - second == 3 * 12  # one row less in each of three tensors, 12 bytes of state
 
 
-@pytest.mark.parametrize("layout", [FP32, ZERO16], ids=lambda layout: layout.name)
-def test_the_estimate_carries_the_replay(layout):
-    spec = make_spec({Axis.DP_SHARD: (2, GATHERED)}, layout=layout)
-    exact = derive(spec).exact
-    assert isinstance(spec.model, ModelShape)
-    facts = facts_of(spec.model, spec.batch.sequence)
-    played = replay(wrapping(spec, derive(spec).plan, facts))
-    assert exact.peak == played.peaks
-    assert exact.bytes_of(State.ACTIVATIONS) == played.saved.saved_bytes
-
-
 def test_a_foreign_model_without_a_trace_has_no_peak():
     spec = make_spec({}, model=BY_HAND)
-    with pytest.raises(Exception, match="trace"):
-        play(spec, make_facts(((4, 4),), ((4,),)))
+    exact = derive(spec, make_facts(((4, 4),), ((4,),))).exact
+    assert exact.peak_bytes() is None and "trace" in exact.undefined["peak"]
 
 
 def test_80_layers_replay_in_at_most_30_milliseconds():
@@ -238,10 +221,9 @@ def test_80_layers_replay_in_at_most_30_milliseconds():
     model = replace(spec.model, layers=80, hidden=8192, heads=64, kv_heads=8, ffn=28672)
     spec = replace(spec, model=model)
     facts = facts_of(model, 4096)
-    plan = lower(spec, facts)
     best = float("inf")
     for _ in range(5):
         start = time.process_time()
-        replay(wrapping(spec, plan, facts))
+        flight(spec, facts)
         best = min(best, time.process_time() - start)
     assert best <= 0.030

@@ -22,9 +22,8 @@ from ptrain.axes.data.run.apply import FullyShardedWrap
 from ptrain.axes.data.run.flat_target import ZeroRedundancyUpdate
 from ptrain.cost import Collective, Phase, State
 from ptrain.data.sampler import LocalBatch
-from ptrain.derivation import timeline
+from ptrain.derivation import in_flight
 from ptrain.derivation.ghosts import autograd
-from ptrain.derivation.ghosts.table import wrapping
 from ptrain.derivation.tape import Account, Tape
 from ptrain.internals.dtensor import forget_shapes
 from ptrain.internals.fsdp2 import parameter_groups
@@ -32,7 +31,6 @@ from ptrain.interpreter.program import Program, interpret
 from ptrain.meters.memory import MemoryMeter
 from ptrain.meters.traffic import SILENT, TrafficMeter
 from ptrain.models.ledger import local
-from ptrain.plan.lower import lower
 from ptrain.rooms.world import fake_world
 from ptrain.spec.dials import GradientSync, ReduceScatterVia, Reshard, SyncPolicy
 from ptrain.spec.placement import Axis, Tier
@@ -42,6 +40,7 @@ from ptrain.timeline import Complete
 from ptrain.traces.facts import facts_of
 from tests.covering import covering
 from tests.pure.build import GATHERED, WHOLE, ZERO_1, make_spec, tuple_of
+from tests.pure.played import flight
 from tests.resident import resident
 
 CHANGED = f"torch {torch.__version__} is not what its ghost imitates: "
@@ -136,8 +135,8 @@ def of_torch(spec: Spec) -> dict[Phase, list[Event]]:
 def of_ghost(spec: Spec, monkeypatch: pytest.MonkeyPatch) -> dict[Phase, list[Event]]:
     recorder = Recorder(spec)
     facts = facts_of(spec)
-    monkeypatch.setattr(timeline, "Tape", lambda clock, most: recorder)
-    timeline.replay(wrapping(spec, lower(spec, facts), facts))
+    monkeypatch.setattr(in_flight, "Tape", lambda clock, most: recorder)
+    flight(spec, facts)
     return recorder.events
 
 

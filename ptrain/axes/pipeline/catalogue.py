@@ -250,10 +250,12 @@ def size_of(name: ScheduleName, shape: PipelineShape) -> PipelineSize:
 
 
 def schedule_of(spec: Spec) -> Schedule:
-    """Return the schedule of a legal spec with pp."""
-    size = pipeline_of(spec)
-    assert size is not None, "a spec with pp"
-    return schedule(spec.pipeline.schedule, size)
+    """Return the schedule of a legal spec: without pp one micro-batch after the other goes through
+    a single stage."""
+    if size := pipeline_of(spec):
+        return schedule(spec.pipeline.schedule, size)
+    alone = PipelineShape(ranks=1, microbatches=spec.batch.accumulate)
+    return schedule(ScheduleName.NAIVE, alone)
 
 
 def faults(name: ScheduleName | ListedSchedule, pipeline: PipelineShape) -> Iterator[Fault]:

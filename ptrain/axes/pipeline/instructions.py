@@ -70,7 +70,9 @@ Instruction = Action | Receive | Send | Release
 @lru_cache(maxsize=16)  # of the variants that a command tries, most have the same schedule
 def training(schedule: Schedule) -> tuple[tuple[Instruction, ...], ...]:
     """The instructions of a step by rank. Raises BrokenSchedule where the schedule is none. Takes
-    O(n log n) of n actions."""
+    O(n log n) of n actions; a rank alone sends nothing."""
+    if schedule.ranks == 1:
+        return (tuple(part for step in schedule.orders[0] for part in step.parts),)
     return _instructions(schedule)
 
 
