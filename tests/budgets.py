@@ -24,7 +24,7 @@ SMALL = 80  # lines
 
 # begin
 BUDGETS: dict[str, int] = {
-    "ptrain": 53750,
+    "ptrain": 53790,
     "ptrain/activations": 340,
     "ptrain/algebra": 290,
     "ptrain/axes": 150,
@@ -38,8 +38,8 @@ BUDGETS: dict[str, int] = {
     "ptrain/cli": 1620,
     "ptrain/convert": 440,
     "ptrain/data": 1080,
-    "ptrain/derivation": 5000,
-    "ptrain/facts": 700,
+    "ptrain/derivation": 5010,
+    "ptrain/facts": 710,
     "ptrain/internals": 350,
     "ptrain/interpreter": 1070,
     "ptrain/meters": 1490,
@@ -53,7 +53,7 @@ BUDGETS: dict[str, int] = {
     "ptrain/simulation": 1070,
     "ptrain/spec": 4200,
     "ptrain/steps": 460,
-    "ptrain/traces": 2220,
+    "ptrain/traces": 2250,
     "ptrain/train": 3200,
     "ptrain/verification": 7360,
 }

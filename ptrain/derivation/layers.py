@@ -81,15 +81,24 @@ def represent(
     )
 
 
-def alike(spec: Spec, blocks: Sequence[str]) -> tuple[Kept, ...] | None:
-    """Return how the activations of these blocks are kept, where they are alike but for that: those
-    of a built-in model, of which no unit has more than one. It is None where nobody says that they
-    are."""
-    is_within = spec.unit_size.kind in (UnitKind.BLOCK, UnitKind.SUB_BLOCK)
-    if not isinstance(spec.model, ModelShape) or not is_within:
+class BlockKind(NamedTuple):
+    """What layers of a built-in model have in common that are alike."""
+
+    kept: Kept
+    has_experts: bool
+    is_local: bool
+
+
+def alike(spec: Spec, blocks: Sequence[str]) -> tuple[BlockKind, ...] | None:
+    """Return the kind of each of these blocks, of which those of one kind do the same: of a
+    built-in model, of whose blocks no unit has more than one. It is None where nobody says that
+    they do."""
+    is_within, shape = spec.unit_size.kind in (UnitKind.BLOCK, UnitKind.SUB_BLOCK), spec.model
+    if not isinstance(shape, ModelShape) or not is_within:
         return None
-    kept = spec.activations.of(spec.model.layers)
-    return tuple(kept[int(block.rpartition(".")[2])] for block in blocks)
+    kept = spec.activations.of(shape.layers)
+    numbers = [int(block.rpartition(".")[2]) for block in blocks]
+    return tuple(BlockKind(kept[n], shape.has_experts(n), shape.is_local(n)) for n in numbers)
 
 
 def turns(kinds: Sequence[Hashable], apart: int) -> Turns:

@@ -41,6 +41,10 @@ class RowsSize(NamedTuple):
         """Return the bytes where the layers get so many rows."""
         return self.number if self.layer == NO_LAYER else self.number * rows[self.layer]
 
+    def behind(self, layers: int) -> RowsSize:
+        """Return it of a layer so many further on."""
+        return self if self.layer == NO_LAYER else self._replace(layer=self.layer + layers)
+
 
 class StorageEvent(NamedTuple):
     """A storage is allocated, or `is_freed`."""

@@ -67,7 +67,7 @@ from ptrain.spec.spec import Spec
 from ptrain.steps.step import chunked_loss
 from ptrain.timeline import gradient_order
 from ptrain.traces.attention_kernels import kernels_for
-from ptrain.traces.rank_part import TracedLayers, only, running, running_units
+from ptrain.traces.rank_part import EqualLayers, TracedLayers, only, running_units
 from ptrain.traces.record import record
 from ptrain.traces.stage_parts import stage_formulas, stage_passes, stage_rows, stage_works
 from ptrain.traces.tensor_parts import (
@@ -136,9 +136,9 @@ def extents_of(facts: ModelFacts) -> Sequence[tuple[ModelFacts, Extent]]:
 
 
 def _with(known: ModelFacts, layers: TracedLayers) -> ModelFacts:
-    timeline = layers.timeline(known.blocks, known.unit_modules)
-    work = layers.work(known.blocks)
-    return replace(known, timeline=timeline, gradient_order=gradient_order(timeline), work=work)
+    timeline = layers.timeline(layers.layers, known.unit_modules)
+    order = gradient_order(timeline)
+    return replace(known, timeline=timeline, gradient_order=order, work=layers.work(layers.layers))
 
 
 def _unknown(known: ModelFacts, layers: TracedLayers, why: str) -> ModelFacts:
@@ -455,20 +455,20 @@ def module_facts(model: nn.Module, spec: Spec) -> ModelFacts:
         return known
     if known.experts is not None:  # as ranks run it that have some of them each
         route(model, known.experts.modules, known.experts.number)
-    names = running(spec, known.blocks)
-    units = running_units(known.unit_modules, known.blocks, names)
+    ran = EqualLayers.of(spec, known.blocks)
+    units = running_units(known.unit_modules, known.blocks, ran.ran)
     samples = sample_batch(spec)
     if not spec.is_cut_over((*CUTTING_AXES, Axis.PP)):
         keep_traced(model, lower(spec, known).keep)
     with (
         torch.random.fork_rng(devices=[]),
-        only(model, known.blocks, names),
+        only(model, known.blocks, ran.ran),
         _loss_of(model, spec) as loss,
     ):
 
         def traced(samples: SampleBatch, extent: Extent = Extent.GIVEN) -> TracedLayers:
             run = partial(record, model, units, lambda: loss(samples) / samples.rows)
-            return TracedLayers(run(*samples.tensors, extent=extent), names, units)
+            return TracedLayers(run(*samples.tensors, extent=extent), ran, units)
 
         before = torch.get_rng_state()
         with stops_of(model) as stops:

@@ -12,11 +12,12 @@ hands on what it is given.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import pairwise
+from itertools import accumulate, chain, groupby, pairwise
 from typing import Any, TypeVar
 
 import torch
@@ -26,12 +27,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from ptrain.activations.run.apply import keep_traced
 from ptrain.axes.context.run.apply import ContextGroups, parallelize_context
 from ptrain.axes.context.run.slices import MicroBatchCut, token_slices
-from ptrain.axes.expert.form import is_by_routing
 from ptrain.axes.pipeline.run.cut import part_of
 from ptrain.axes.pipeline.stage_facts import stage_roles
 from ptrain.axes.tensor.run.apply import loss_inside, micro_batch, parallelize
-from ptrain.derivation.layers import Places, alike, instantiate, places_of
-from ptrain.facts.model import Attending, WorkByKind
+from ptrain.derivation.layers import BlockKind, Places, alike, instantiate, places_of, turns
+from ptrain.facts.model import Attending, RowsSize, RowsTimeline, StorageEvents, WorkByKind
 from ptrain.facts.stages import Chain, Stage, is_within
 from ptrain.interpreter.loss import Loss
 from ptrain.models.objective import SampleBatch, objective_of, of_tokens, sample_batch
@@ -39,7 +39,6 @@ from ptrain.models.trace import Born, Event, Extent, Recording, sent_again, to_t
 from ptrain.models.units import ROOT
 from ptrain.rooms.comm import Mesh, Registry
 from ptrain.spec.dials import ReduceScatterVia
-from ptrain.spec.model import ModelShape
 from ptrain.spec.placement import Tier
 from ptrain.spec.role import Roles
 from ptrain.spec.spec import Spec
@@ -50,37 +49,80 @@ from ptrain.traces.record import TracedStage, Units, record, record_stage, run_u
 
 Names = tuple[str, ...]  # of layers, first to last
 
-Pairs = list[tuple[str, int]]
+Pairs = list[Any]
 X = TypeVar("X")
+T = TypeVar("T", Timeline, RowsTimeline)
 
-_AHEAD = 3  # the first one, the one that stands for others, and its witness
-
-
-def kind_of_row(spec: Spec, layers: Names) -> Hashable:
-    """Return what each of these layers does, where all do the same; None where nobody says so, and
-    where a router decides sizes, of which each layer has its own."""
-    if is_by_routing(spec):
-        return None
-    kinds = alike(spec, layers)
-    if not kinds or len({*kinds}) > 1 or spec.pipeline.is_in_halves:
-        return None
-    shape = spec.model
-    assert isinstance(shape, ModelShape), "only built-in models"
-    if not shape.are_equal(int(layer.rpartition(".")[2]) for layer in layers):
-        return None
-    is_on_device = kinds[0].tier is Tier.DEVICE  # when copies are back depends on what runs ahead
-    return kinds[0] if is_on_device else None
+_TEACHING = 2  # layers
+_MOST = 4  # layers of a row that run
 
 
-def running(spec: Spec, layers: Names) -> Names:
-    """Return those of the layers that run for all of them."""
-    is_long = len(layers) > _AHEAD + 1 and kind_of_row(spec, layers) is not None
-    return (*layers[:_AHEAD], layers[-1]) if is_long else layers
+@dataclass(frozen=True, slots=True)
+class EqualLayers:
+    """Layers, first to last, and the `kind` of each. Of equal ones in a row the first and the last
+    run, and the second, which stands for all between them, with the third as its witness."""
+
+    layers: Names
+    kinds: tuple[Hashable, ...]
+
+    @classmethod
+    def of(cls, spec: Spec, layers: Names) -> EqualLayers:
+        """Return these layers of a spec's model; each is a kind of its own where nobody says that
+        they are alike, and where copies or halves of passes depend on what runs beside them."""
+        kinds = alike(spec, layers)
+        is_alone = kinds is None or spec.pipeline.is_in_halves
+        if is_alone or any(kind.kept.tier is not Tier.DEVICE for kind in kinds or ()):
+            return cls(layers, layers)
+        return cls(layers, kinds or ())
+
+    @property
+    def rows(self) -> tuple[tuple[Hashable, int], ...]:
+        """Of each row of equal ones their kind and how many run: layers with the same rows do the
+        same, whatever their names."""
+        return tuple((kind, min(len([*row]), _MOST)) for kind, row in groupby(self.kinds))
+
+    @property
+    def ran(self) -> Names:
+        """The layers that run."""
+        return tuple(
+            name
+            for place, times in turns(self.kinds, 1)
+            for name in self.layers[place : place + min(times, 2)]
+        )
+
+    def ahead(self, names: Names) -> list[int]:
+        """Return how many layers of these names with experts are ahead of each of them."""
+        have = {
+            name: _has_experts(kind) for name, kind in zip(self.layers, self.kinds, strict=True)
+        }
+        return [*accumulate((have[name] for name in names), initial=0)][:-1]
+
+    @property
+    def taught(self) -> Names:
+        """The layers from which torch learns: of a kind the second is given what all behind it
+        are."""
+        seen = Counter[Hashable]()
+        names = []
+        for name, kind in zip(self.layers, self.kinds, strict=True):
+            seen[kind] += 1
+            names += [name] if seen[kind] <= _TEACHING else []
+        return tuple(names)
+
+    def of_all(self, parts: Sequence[X]) -> list[X]:
+        """Return a part for each of the layers, of those for the layers that ran."""
+        left, of_all = iter(parts), list[X]()
+        for _, times in turns(self.kinds, 1):
+            part = next(left)
+            assert times == 1 or part == next(left), "equal layers run different operators"
+            of_all += [part] * times
+        return of_all
 
 
-def alike_of(spec: Spec, layers: Names) -> Names:
-    """Return the layers that run, if they are alike; else none."""
-    return () if kind_of_row(spec, layers) is None else running(spec, layers)
+def _has_experts(kind: Hashable) -> bool:
+    return isinstance(kind, BlockKind) and kind.has_experts
+
+
+NO_LAYERS = EqualLayers((), ())
 
 
 def running_units(
@@ -114,18 +156,43 @@ def _put(model: nn.Module, name: str, layer: nn.Module) -> None:
     setattr(model.get_submodule(owner), attribute, layer)
 
 
+@dataclass(frozen=True, slots=True)
+class _LayerPart:
+    """What a layer did, without its number in names; so many layers with experts are `ahead`."""
+
+    items: list[Any]
+    ahead: int
+
+    def at(self, ahead: int) -> list[Any]:
+        """Return what it does behind so many."""
+        return [_shifted(item, ahead - self.ahead) for item in self.items]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _LayerPart) and self.items == other.at(self.ahead)
+
+
+def _shifted(item: Any, layers: int) -> Any:
+    """Return the item with the rows of so many layers with experts further on."""
+    match item:
+        case StorageEvents(events) if layers:
+            return StorageEvents(tuple(e._replace(size=e.size.behind(layers)) for e in events))
+        case str(), RowsSize():
+            return item[0], item[1].behind(layers)
+    return item
+
+
 class TracedLayers:
-    """What layers of these `names` did in a model, or a stage, of these `units`. They stand for as
-    many equal ones, or for more."""
+    """What those of some `layers` that ran did in a model, or a stage, of these `units`. They stand
+    for equal ones of these names, or of others."""
 
     def __init__(
         self,
         recording: Recording,
-        names: Names,
-        units: tuple[tuple[str, ...], ...],
+        layers: EqualLayers,
+        units: Units,
         halves: Recording | None = None,
     ) -> None:
-        self.recording, self.names, self.units, self.halves = recording, names, units, halves
+        self.recording, self.layers, self.units, self.halves = recording, layers, units, halves
 
     @cached_property
     def own_timeline(self) -> Timeline:
@@ -134,44 +201,63 @@ class TracedLayers:
 
     @cached_property
     def _own_work(self) -> WorkByKind | None:
-        return work_of(self.units, self.names, self.recording, self.halves)
+        return work_of(self.units, self.layers.ran, self.recording, self.halves)
 
-    def work(self, layers: Names) -> WorkByKind | None:
-        """Return what the layers compute, as `work_of` does."""
-        if (own := self._own_work) is None:
-            return None
-        return own._replace(order=tuple(_of_all(own.order, len(layers))))
+    def work(self, layers: EqualLayers) -> WorkByKind | None:
+        """Return what such layers compute, as `work_of` does."""
+        own = self._own_work
+        return own and own._replace(order=tuple(layers.of_all(own.order)))
 
-    def timeline(self, layers: Names, units: tuple[tuple[str, ...], ...]) -> Timeline:
-        """Return the timeline of the layers, in a model or stage of those units."""
-        if layers == self.names:
-            return self.own_timeline
-        whole, recording, places = self.own_timeline, self.recording, places_of(units)
-        enter, begin = self._boundaries(Mark.ENTER), self._boundaries(Mark.PRE_BACKWARD)[::-1]
-        number = len(layers)
-        return Timeline(
-            forward=self._items(whole.forward, enter, layers, places),
-            backward=self._items(whole.backward, begin, layers[::-1], places),
-            saved=tuple(_joined(_saved(recording, enter), number)),
-            moved=whole.moved,
-            repeated=tuple(_joined(_sent_again(recording, begin), number)),
+    def timeline(self, layers: EqualLayers, units: Units) -> Timeline:
+        """Return the timeline of such layers, in a model or stage of those units."""
+        return self.of_all(self.own_timeline, layers, units)
+
+    def of_all(self, own: T, layers: EqualLayers, units: Units) -> T:
+        """Return a timeline of what ran, or a formula of rows, as that of all such layers."""
+        if layers.layers == self.layers.ran:
+            return own
+        enter, begin, places = Mark.ENTER, Mark.PRE_BACKWARD, places_of(tuple(units))
+        saved = _saved(own.saved, self.recording, self._boundaries(enter))
+        again = _sent_again(self.recording, self._boundaries(begin))
+        return type(own)(
+            forward=self._items(own.forward, enter, layers, places),
+            backward=self._items(own.backward, begin, layers, places),
+            saved=tuple(chain(*self._all(saved, enter, layers))),
+            moved=own.moved,
+            repeated=tuple(chain(*self._all(again, begin, layers))),
         )
 
-    def _boundaries(self, mark: Mark) -> list[Boundary]:
-        return [Boundary(mark, self.units.index((name,))) for name in self.names]
-
     def _items(
-        self, items: Sequence[Item], marks: list[Boundary], layers: Names, places: Places
-    ) -> tuple[Item, ...]:
-        """Return a pass of all layers, which stand in its order. The `marks` are where those that
-        ran begin."""
-        front, *parts = _parted(items, marks)
-        names = [self.units[mark.unit][0] for mark in marks]
-        own = [[*self._template(part, name)] for part, name in zip(parts, names, strict=True)]
-        filled = [*instantiate(self._template(front), "", places)]
-        for template, name in zip(_of_all(own, len(layers)), layers, strict=True):
-            filled += instantiate(template, name.rpartition(".")[2], places)
-        return tuple(filled)
+        self, items: Sequence[Any], mark: Mark, layers: EqualLayers, places: Places
+    ) -> tuple[Any, ...]:
+        """Return a pass of all layers, in its own order. The `marks` are where those that ran
+        begin."""
+        is_reversed = mark is Mark.PRE_BACKWARD
+        marks = self._boundaries(mark)
+        names = "", *(self.units[mark.unit][0] for mark in marks)
+        parts = zip(_parted(items, marks), names, strict=True)
+        templates = [[*self._template(part, name)] for part, name in parts]
+        order = layers.layers[::-1] if is_reversed else layers.layers
+        numbers = "", *(layer.rpartition(".")[2] for layer in order)
+        return tuple(
+            item
+            for part, number in zip(self._all(templates, mark, layers), numbers, strict=True)
+            for item in _instantiated(part, number, places)
+        )
+
+    def _all(self, parts: Sequence[list[Any]], mark: Mark, layers: EqualLayers) -> list[list[Any]]:
+        """Return what is in front of all layers and the parts of each of them, in a pass's order,
+        of those of the layers that ran."""
+        order = -1 if mark is Mark.PRE_BACKWARD else 1
+        of_ran, of_all = self.layers.ahead(self.layers.ran), layers.ahead(layers.layers)
+        ran = [*map(_LayerPart, parts[1:][::order], of_ran)]
+        own = [part.at(at) for part, at in zip(layers.of_all(ran), of_all, strict=True)]
+        return [_LayerPart(parts[0], of_ran[::order][0]).at(of_all[::order][0]), *own[::order]]
+
+    def _boundaries(self, mark: Mark) -> list[Boundary]:
+        """Return where the layers that ran begin in a pass, in its order."""
+        marks = [Boundary(mark, self.units.index((name,))) for name in self.layers.ran]
+        return marks[::-1] if mark is Mark.PRE_BACKWARD else marks
 
     def _template(self, items: Sequence[Item], layer: str = "") -> Iterator[Any]:
         """Yield items as tables have them, without the layer's number in their names."""
@@ -185,25 +271,17 @@ class TracedLayers:
                     yield item
 
 
+def _instantiated(items: Iterable[Any], number: str, places: Places) -> Iterator[Any]:
+    for item in items:
+        if isinstance(item, StorageEvents):
+            yield item
+        else:
+            yield from instantiate((item,), number, places)
+
+
 def _pattern(name: str, layer: str) -> str:
     is_own = layer and is_within(name, (layer,))
     return f"{layer.rpartition('.')[0]}.*{name[len(layer) :]}" if is_own else name
-
-
-def _of_all(parts: Sequence[X], layers: int) -> list[X]:
-    """Return a part for each of so many layers, of those for the layers that ran."""
-    if layers == len(parts):
-        return [*parts]
-    first, second, third, last = parts
-    assert second == third, "identical layers run different operators"
-    return [first, *[second] * (layers - 2), last]
-
-
-def _joined(parts: Sequence[Pairs], layers: int) -> Iterator[tuple[str, int]]:
-    """Yield what stands in the part in front, and in those of so many layers."""
-    front, *own = parts
-    for part in (front, *_of_all(own, layers)):
-        yield from part
 
 
 def _parted(items: Sequence[X], marks: Sequence[X]) -> list[Sequence[X]]:
@@ -213,15 +291,11 @@ def _parted(items: Sequence[X], marks: Sequence[X]) -> list[Sequence[X]]:
     return [items[: ends[0]], *(items[start:end] for start, end in pairwise(ends))]
 
 
-def _saved(recording: Recording, marks: Sequence[Event]) -> list[Pairs]:
-    """Return what forward left for backward, by layer."""
-    alive = {event.id for event in recording.saved}
+def _saved(saved: Iterable[Any], recording: Recording, marks: Sequence[Event]) -> list[Pairs]:
+    """Return what forward left for backward, `saved`, by layer."""
+    alive, left = {event.id for event in recording.saved}, iter(saved)
     return [
-        [
-            (event.operator, event.size)
-            for event in part
-            if isinstance(event, Born) and event.id in alive
-        ]
+        [next(left) for event in part if isinstance(event, Born) and event.id in alive]
         for part in _parted(recording.forward, marks)
     ]
 
@@ -235,7 +309,6 @@ def _sent_again(recording: Recording, marks: Sequence[Event]) -> list[Pairs]:
     return parts
 
 
-_TEACHING = 2  # layers
 Change = Callable[[nn.Module], None]
 
 
@@ -289,13 +362,16 @@ class RankPart:
     has_learnt: bool = False  # torch, on a part with the same operators
     extent: Extent = Extent.GIVEN
 
-    def trace(self, model: nn.Module, units: Units, alike: Names = ()) -> Recording:
-        """Return the recording of a whole model, which is changed in place. Of layers that are
-        `alike` torch learns from two: the second is given what all behind it are."""
-        return self.traces(model, units, alike)[0]
+    def trace(self, model: nn.Module, units: Units) -> Recording:
+        """Return the recording of a whole model, which is changed in place."""
+        return self.traces(model, units)[0]
 
     def traces(
-        self, model: nn.Module, units: Units, alike: Names = (), *changes: Change
+        self,
+        model: nn.Module,
+        units: Units,
+        layers: EqualLayers = NO_LAYERS,
+        *changes: Change,
     ) -> list[Recording]:
         """Return the same, and another recording after each of `changes` to the model."""
         loss = self._prepared(model, self.tensor.roles if self.tensor else ())
@@ -306,9 +382,9 @@ class RankPart:
 
         with micro_batch(self.tensor)():
             run = partial(record, model, units, forward, *samples.tensors, extent=self.extent)
-            taught = alike[:_TEACHING]
-            learn = partial(run_unrecorded, model, running_units(units, alike, taught), forward)
-            recordings = [self._when_learnt(run, learn, partial(only, model, alike, taught))]
+            few = layers.ran, layers.taught
+            learn = partial(run_unrecorded, model, running_units(units, *few), forward)
+            recordings = [self._when_learnt(run, learn, partial(only, model, *few))]
             for change in changes:
                 change(model)
                 recordings.append(run())
@@ -320,13 +396,14 @@ class RankPart:
         units: Units,
         cuts: StageCuts,
         index: int,
-        alike: Names = (),
+        layers: EqualLayers = NO_LAYERS,
         *changes: Change,
         in_halves: bool,
     ) -> list[Recording]:
         """Return the recording of a stage's passes, and where its backward pass runs `in_halves`
-        that of the halves; the same after each of `changes` to its part; `alike` as of `trace`. The
-        model is not changed; its part may be on meta, and is then made of nothing in particular."""
+        that of the halves; the same after each of `changes` to its part. Of its `layers` that are
+        alike torch learns from two. The model is not changed; its part may be on meta, and is then
+        made of nothing in particular."""
         stages, ends = cuts.stages, cuts.chain.ends
         is_last = index == len(stages) - 1
         part = part_of(model, stages, index, cuts.chain)
@@ -349,12 +426,12 @@ class RankPart:
             extent=self.extent,
         )
         with micro_batch(self.tensor)():
-            recordings, runs, taught = [], [], alike[:_TEACHING]
-            short = replace(stage, units=running_units(units, alike, taught))
+            recordings, runs, few = [], [], (layers.ran, layers.taught)
+            short = replace(stage, units=running_units(units, *few))
             for halves in (False, True) if in_halves else (False,):
                 run = partial(record_stage, stage, in_halves=halves)
                 learn = partial(record_stage, short, in_halves=halves)
-                recordings.append(self._when_learnt(run, learn, partial(only, part, alike, taught)))
+                recordings.append(self._when_learnt(run, learn, partial(only, part, *few)))
                 runs.append(run)
             for change in changes:
                 change(part)

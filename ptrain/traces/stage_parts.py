@@ -61,13 +61,11 @@ from ptrain.steps.step import Plan
 from ptrain.timeline import Boundary, Timeline
 from ptrain.traces.rank_part import (
     ContextSlices,
+    EqualLayers,
     RankPart,
     StageCuts,
     TracedLayers,
-    alike_of,
-    kind_of_row,
     only,
-    running,
     running_units,
 )
 
@@ -82,10 +80,11 @@ class _NoFormula(Exception):
 class UnevenLoads:
     """The second trace of a model: the experts of its first layer with some get a row more than in
     the first trace, where all get as many `rows`, those of the next one two, and so on. So no two
-    layers' storages grow in the same ratio."""
+    layers' storages grow in the same ratio. `of_model`: all layers with experts, run or not."""
 
     layers: tuple[str, ...]
     rows: int
+    of_model: tuple[str, ...]
 
     def assume(self, model: nn.Module) -> None:
         """From now on the experts of `model` get so many."""
@@ -123,14 +122,14 @@ class UnevenLoads:
         raise _NoFormula(f"a storage of {first} bytes grew to {second} bytes")
 
 
-def uneven_loads(spec: Spec, plan: Plan, within: Sequence[str] | None = None) -> UnevenLoads | None:
-    """Return how to trace what the plan has made of a model, or of some layers of it, once more;
-    None where it allocates the same wherever tokens go."""
+def uneven_loads(spec: Spec, plan: Plan, layers: EqualLayers) -> UnevenLoads | None:
+    """Return how to trace what the plan has made of these layers of a model once more; None where
+    they allocate the same wherever tokens go."""
     if (step := plan.experts) is None or not is_by_routing(spec):
         return None
-    layers = layers_of(step)
-    own = layers if within is None else tuple(x for x in layers if is_within(x, within))
-    return UnevenLoads(layers=own, rows=choices(spec, step)) if own else None
+    of_model = layers_of(step)
+    own = tuple(name for name in of_model if is_within(name, layers.ran))
+    return UnevenLoads(layers=own, rows=choices(spec, step), of_model=of_model) if own else None
 
 
 def _operators(recording: Recording) -> object:
@@ -208,23 +207,23 @@ def stage_rows(
     cuts = StageCuts(stages=stages, chain=chain_of(spec, facts))
 
     def trace(stage: Stage, units: Units) -> _StageTraces:
-        names = running(spec, stage.layers)
-        ran = running_units(units, stage.layers, names)
+        layers = EqualLayers.of(spec, stage.layers)
+        ran = running_units(units, stage.layers, layers.ran)
         in_halves = spec.pipeline.is_in_halves and stage.index > 0
-        uneven = uneven_loads(spec, plan, stage.layers)
-        with only(module, stage.layers, names):
+        uneven = uneven_loads(spec, plan, layers)
+        with only(module, stage.layers, layers.ran):
             recordings = part.trace_stage(
                 module,
                 ran,
                 cuts,
                 stage.index,
-                alike_of(spec, stage.layers),
+                layers,
                 *([uneven.assume] if uneven else []),
                 in_halves=in_halves,
             )
         whole, *halves = recordings[: 1 + in_halves]
-        layers = TracedLayers(whole, names, ran, *halves)
-        return _StageTraces(layers, uneven, recordings[1 + in_halves :])
+        own = TracedLayers(whole, layers, ran, *halves)
+        return _StageTraces(own, uneven, recordings[1 + in_halves :])
 
     traced: dict[Hashable, _StageTraces] = {}
     rows: Rows = []
@@ -233,17 +232,15 @@ def stage_rows(
             units = stage.units(facts.unit_modules)
             if (kind := _kind_of_stage(spec, stage, len(stages))) not in traced:
                 traced[kind] = trace(stage, units)
-            rows.append(_rows(traced[kind], stage, units))
+            rows.append(_rows(traced[kind], EqualLayers.of(spec, stage.layers), units))
     return rows
 
 
 def _kind_of_stage(spec: Spec, stage: Stage, stages: int) -> Hashable:
-    """Return what stages have in common that do alike: none but its own index where nobody says
-    that their layers do."""
-    if (kind := kind_of_row(spec, stage.layers)) is None:
-        return stage.index
-    ends = stage.index == 0, stage.index == stages - 1
-    return *ends, kind, len(running(spec, stage.layers))
+    """Return what stages have in common that do alike: none but its own layers where nobody says
+    that these do."""
+    rows = EqualLayers.of(spec, stage.layers).rows
+    return stage.index == 0, stage.index == stages - 1, rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,9 +252,9 @@ class _StageTraces:
     uneven: UnevenLoads | None
     unevenly: Sequence[Recording]
 
-    def formulas(self) -> dict[str, Any]:
-        """Return its passes and their halves as formulas, null where there is none, and of which
-        layers; nothing where where tokens go changes nothing."""
+    def formulas(self, layers: EqualLayers, units: Units) -> dict[str, Any]:
+        """Return passes of such layers and their halves as formulas, null where there is none, and
+        of which layers; nothing where where tokens go changes nothing."""
         if self.uneven is None:
             return {}
         evenly = [self.layers.recording, *([self.layers.halves] if self.layers.halves else [])]
@@ -269,8 +266,10 @@ class _StageTraces:
                 strict=True,
             )
         ]
-        plain = [encode(formula, RowsTimeline | None) for formula in formulas]
-        return {"uneven": list(self.uneven.layers), "formulas": plain}
+        of_all = [of and self.layers.of_all(of, layers, units) for of in formulas]
+        plain = [encode(formula, RowsTimeline | None) for formula in of_all]
+        own = [name for name in self.uneven.of_model if is_within(name, layers.layers)]
+        return {"uneven": own, "formulas": plain}
 
 
 def _of_halves(recording: Recording) -> Recording:
@@ -279,18 +278,18 @@ def _of_halves(recording: Recording) -> Recording:
     return replace(recording, passes=passes, moved=(), works={})
 
 
-def _rows(traced: _StageTraces, stage: Stage, units: Units) -> dict[str, Any]:
-    layers = traced.layers
-    whole, halves = layers.recording, layers.halves
+def _rows(traced: _StageTraces, layers: EqualLayers, units: Units) -> dict[str, Any]:
+    own = traced.layers
+    whole, halves = own.recording, own.halves
     assert whole.output is not None, "the stage has no output"
     rows = {
-        "passes": encode(layers.timeline(stage.layers, units), Timeline),
+        "passes": encode(own.timeline(layers, units), Timeline),
         "output": whole.sizes[whole.output],
-        "work": encode(layers.work(stage.layers), WorkByKind | None),
+        "work": encode(own.work(layers), WorkByKind | None),
     }
     if halves is not None:
         rows["halves"] = encode(to_timeline(_of_halves(halves))._replace(saved=()), Timeline)
-    return rows | traced.formulas()
+    return rows | traced.formulas(layers, units)
 
 
 def stage_passes(

@@ -54,7 +54,7 @@ from ptrain.spec.write import to_mapping
 from ptrain.steps.step import CreateMesh, Plan
 from ptrain.timeline import Timeline
 from ptrain.traces.attention_kernels import kernels_for
-from ptrain.traces.rank_part import TracedLayers, alike_of, only, running, running_units
+from ptrain.traces.rank_part import EqualLayers, TracedLayers, only, running_units
 from ptrain.traces.stage_parts import rank_part, stage_rows, uneven_loads
 from ptrain.units import grouped
 from ptrain.version import TESTED_TORCH, is_tested
@@ -369,18 +369,21 @@ def _part_of(
     if spec.degree(Axis.PP) > 1:
         return stage_rows(module, spec, facts, mesh, extent=extent)
     part = rank_part(module, spec, facts, mesh, extent=extent)
-    names = running(spec, facts.blocks)
-    units = running_units(facts.unit_modules, facts.blocks, names)
-    with only(module, facts.blocks, names):
+    layers = EqualLayers.of(spec, facts.blocks)
+    units = running_units(facts.unit_modules, facts.blocks, layers.ran)
+    with only(module, facts.blocks, layers.ran):
         own = _copied(module) if is_kept else module
-        uneven = uneven_loads(spec, lower(spec, facts))
+        uneven = uneven_loads(spec, lower(spec, facts), layers)
         changes = [uneven.assume] if uneven else []
-        first, *others = part.traces(own, units, alike_of(spec, names), *changes)
-        layers = TracedLayers(first, names, units)
+        first, *others = part.traces(own, units, layers, *changes)
+    traced = TracedLayers(first, layers, units)
+    formula = uneven.formula(first, *others) if uneven else None
+    if formula is not None:
+        formula = traced.of_all(formula, layers, facts.unit_modules)
     return [
-        encode(layers.timeline(facts.blocks, facts.unit_modules), Timeline),
-        encode(layers.work(facts.blocks), WorkByKind | None),
-        encode(uneven.formula(first, *others) if uneven else None, RowsTimeline | None),
+        encode(traced.timeline(layers, facts.unit_modules), Timeline),
+        encode(traced.work(layers), WorkByKind | None),
+        encode(formula, RowsTimeline | None),
     ]
 
 

@@ -49,7 +49,7 @@ def with_all_layers(spec: Spec, monkeypatch: pytest.MonkeyPatch) -> ModelFacts:
         pytest.param("pp-1f1b", ("model.layers=13", "model.tied=true"), marks=nightly),
         ("fsdp-mixed", (*OVER_BOTH, "activations=M", "recompute=full")),
         ("zero3", (EXPERTS, "model.capacity_factor=1.5")),
-        ("zero3", (EXPERTS, *OVER_EXPERTS, "activations=M")),
+        ("zero3", (EXPERTS, *OVER_EXPERTS, "activations=M", "model.dense_layers=1")),
         pytest.param("zero3", (EXPERTS, "precision.compute=fp64"), marks=nightly),
         pytest.param(
             "pp-1f1b",

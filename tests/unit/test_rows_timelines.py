@@ -9,7 +9,8 @@ from ptrain.models.trace import Born, Completion, Died, Recording
 from ptrain.timeline import Boundary, Complete, Mark, Run
 from ptrain.traces.stage_parts import UnevenLoads
 
-LOADS = UnevenLoads(layers=("blocks.0.mlp", "blocks.1.mlp"), rows=16)
+LAYERS = ("blocks.0.mlp", "blocks.1.mlp")
+LOADS = UnevenLoads(layers=LAYERS, rows=16, of_model=LAYERS)
 ENTER, LEAVE = Boundary(Mark.ENTER, 0), Boundary(Mark.LEAVE, 0)
 
 
