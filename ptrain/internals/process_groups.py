@@ -24,7 +24,7 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 PARTS = (
     PrivatePart(
         owner=distributed_c10d,
-        members=("_resolve_process_group", "_set_pg_timeout", "_world"),
+        members=("_get_default_store", "_resolve_process_group", "_set_pg_timeout", "_world"),
     ),
     PrivatePart(owner=distributed_c10d._world, members=("pg_map", "pg_names")),
     PrivatePart(owner=RECORDER, members=("Work", "ProcessGroup")),
@@ -32,6 +32,13 @@ PARTS = (
     PrivatePart(owner=RECORDER.ProcessGroup, members=("_get_sequence_number_for_group",)),
     PrivatePart(owner=RECORDER.ProcessGroupGloo._Options, members=("_timeout",)),
 )
+
+
+def default_store() -> dist.Store:
+    """Return the store through which all ranks found each other. Raises ValueError where none
+    did."""
+    store: dist.Store = distributed_c10d._get_default_store()
+    return store
 
 
 def named(name: str) -> dist.ProcessGroup:

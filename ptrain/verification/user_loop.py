@@ -13,16 +13,17 @@ other enough to name state, axis and factor.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from itertools import count as counted
+from types import TracebackType
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import _get_default_store
 
 from ptrain.errors import PtrainError
+from ptrain.internals.process_groups import default_store
 from ptrain.verification.jobs.job import Job, Terms, each_tensor
 from ptrain.verification.jobs.root_causes import families
 from ptrain.verification.jobs.run import Examiner
@@ -101,7 +102,7 @@ def verify(
         except DrawsLater:
             return run(still, lasts=True)
 
-    with _raised_on_any_rank():
+    with _RaisedOnAnyRank():
         try:
             return recorded(())
         except Unattributed as first:
@@ -119,24 +120,26 @@ def verify(
 _VERDICTS = counted()  # as many on every rank
 
 
-@contextmanager
-def _raised_on_any_rank() -> Iterator[None]:
-    """Tell the other ranks what this one raises; where a collective fails because another rank has
-    raised, raise what that did."""
-    key = f"ptrain/verify/{next(_VERDICTS)}"
-    try:
-        yield
-    except Exception as error:
-        if not dist.is_initialized():
-            raise
+class _RaisedOnAnyRank:
+    """Tells the other ranks what this one raises; where a collective fails because another rank has
+    raised, raises what that did."""
+
+    def __init__(self) -> None:
+        self._key = f"ptrain/verify/{next(_VERDICTS)}"
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(
+        self, kind: object, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None or not dist.is_initialized():
+            return
         own = f"rank {dist.get_rank()} raised {type(error).__name__}: {error}"
-        try:
-            first = _get_default_store().compare_set(key, "", own).decode()
-        except RuntimeError:  # the process that has the store is gone
-            raise error from None
-        if first == own or not _OF_COLLECTIVES.search(str(error)):
-            raise
-        raise PtrainError(f"verify: {first}\n  remedy: Find why it raised on this rank.") from error
+        with suppress(RuntimeError):  # the process that has the store is gone
+            first = default_store().compare_set(self._key, "", own).decode()
+            if first != own and _OF_COLLECTIVES.search(str(error)):
+                remedy = "Find why it raised on this rank."
+                raise PtrainError(f"verify: {first}\n  remedy: {remedy}") from error
 
 
 _OF_COLLECTIVES = re.compile("gloo|NCCL|c10d|[Cc]onnection|[Tt]imed out")
