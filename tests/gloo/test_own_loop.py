@@ -140,54 +140,6 @@ def _line(*, rate: float = 1e-2, factor: float = 1.0, p: float = 0.0) -> ptrain.
 ROWS = [torch.arange(8.0, dtype=torch.float64).reshape(2, 4) / 8]
 
 
-class Weighed(nn.Module):
-    """Gives every row a weight, if there is one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 3)
-
-    def forward(self, x: torch.Tensor, weight: torch.Tensor | None = None) -> torch.Tensor:
-        y = self.linear(x)
-        return y if weight is None else y * weight[:, None]
-
-
-class Narrow(nn.Module):
-    """A wrapper that hands on what it is given first."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, x: torch.Tensor, **more: object) -> torch.Tensor:
-        return self.module(x)
-
-
-def _weighed(*, is_narrow: bool = False) -> ptrain.Job:
-    torch.manual_seed(0)
-    plain = Weighed().double()
-    model = Narrow(plain) if is_narrow else plain
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-
-    def step(x: torch.Tensor) -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = model(x, weight=x[:, 0] + 1).square().mean()
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    return ptrain.Job(model=model, step=step)
-
-
-def test_an_argument_that_a_wrapper_drops_is_named() -> None:
-    verdict = ptrain.verify(_weighed, lambda: _weighed(is_narrow=True), ROWS)
-    assert verdict.root_cause is not None
-    assert (verdict.root_cause.factor, verdict.root_cause.place) == (
-        "missing argument",
-        "weight",
-    )
-
-
 def test_one_process_without_a_group_is_judged_too() -> None:
     verdict = ptrain.verify(_line, _line, ROWS, terms=ptrain.Terms(steps=3))
     assert verdict.holds, verdict

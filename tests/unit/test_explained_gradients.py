@@ -10,13 +10,11 @@ from torch import Tensor, nn
 
 from ptrain.report.finding import Certainty, Mismatch, Moment, RootCause, Subject
 from ptrain.verification.jobs.diagnosis import explain_gradients
-from ptrain.verification.jobs.evidence import OwnGradients, compare_rows, sampled
+from ptrain.verification.jobs.evidence import OwnGradients, sampled
 from ptrain.verification.jobs.job import TOLERANCES, Axes, Ranks
-from ptrain.verification.jobs.record import ForwardCall
 from ptrain.verification.jobs.shards import held_by
 
 LIMIT = TOLERANCES[torch.float64]
-INPUTS, LOGITS = torch.randn(4, 3), torch.randn(4, 5)
 
 
 def _explained(factor: float, *axes: str, given: Sequence[Tensor] = ()) -> RootCause:
@@ -80,22 +78,3 @@ def test_only_the_fixes_that_were_tried_are_ruled_out() -> None:
     said = _explained_of(truth, truth.flip(0))
     assert said.certainty is Certainty.UNEXPLAINED
     assert said.tried == "ruled out: divided by a different factor on each rank"
-
-
-def _call(targets: Tensor, weights: Tensor) -> ForwardCall:
-    call = ForwardCall((INPUTS,), {}, None)
-    logits = LOGITS.clone().requires_grad_()
-    losses = nn.functional.cross_entropy(logits, targets, reduction="none")
-    (losses * weights).sum().backward()
-    call.output, call.upstream = LOGITS, {0: logits.grad}
-    return call
-
-
-def test_other_weights_of_samples_are_told_from_other_labels() -> None:
-    labels, ones = torch.tensor([0, 1, 2, 3]), torch.ones(4)
-    right = [_call(labels, ones)]
-    weighted = compare_rows(right, [_call(labels, torch.tensor([1.0, 1, 3, 3]))], 1e-3)
-    assert (weighted.asks_alike, weighted.is_weighted) == (False, True)
-    for other in (_call(labels.flip(0), ones), _call(labels, torch.tensor([1.0, 1, 0, 1]))):
-        report = compare_rows(right, [other], 1e-3)
-        assert (report.asks_alike, report.is_weighted) == (False, False)

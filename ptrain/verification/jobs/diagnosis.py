@@ -38,7 +38,7 @@ from ptrain.verification.parts import DegreeProduct, factor_text, is_even, produ
 from ptrain.verification.updates.swaps import coarse_sum
 
 TIED = "samples of one micro-batch only"
-OTHER_LOSS, OTHER_WEIGHTS = "other gradient of the loss", "other weights in the loss"
+OTHER_LOSS = "other gradient of the loss"
 _NEAR_NORM = 0.01  # of the reference's: any norm is within the tolerance of 16 bits
 _EPSILON = 1e-5  # of a norm, to which torch adds 1e-6 before it divides by it
 _MICRO = "micro-batches"
@@ -130,10 +130,8 @@ class Diagnosis:
                 return self._local()
             case SymptomKind.SOME:
                 return self._some()
-            case SymptomKind.WEIGHTS if self.contributed:
-                return self._weights(self.contributed)
-            case SymptomKind.UNEVEN if self.contributed:
-                return self._uneven(self.contributed)
+            case SymptomKind.WEIGHTS | SymptomKind.UNEVEN if self.contributed:
+                return self._reweighted(self.contributed)
             case SymptomKind.EVEN:
                 return self._even()
             case _:
@@ -280,38 +278,31 @@ class Diagnosis:
             return axes | micro, ", in the loss and in the reduction"
         return micro if products(factor, micro, self.tolerance) else degrees, _OF_LOSS
 
-    def _weights(self, contributed: Contributions) -> RootCause:
-        """Every micro-batch is in it, but not with the weight that its share of the batch has."""
-        weights = contributed.of_truth.coefficients
-        mean = sum(weights) / len(weights)
-        least, most = (mean / weight for weight in (max(weights), min(weights)))
-        several = self.evidence.micro_batches > 1
-        what = "micro-batch" if several else "rank's share"
-        return self._say(
-            "" if several else self.ranks.axis_of(contributed.data_ranks),
-            f"local normalisation, × {least:.3g} to × {most:.3g}",
-            f"The loss of every {what} is divided by its local number and then averaged, so "
-            f"its weight is {least:.3g} to {most:.3g} times the right one. Divide the sum of "
-            "the loss over all tokens by the number of tokens in the full global batch.",
-            state=Subject.LOSS,
-        )
-
-    def _uneven(self, contributed: Contributions) -> RootCause:
-        """One device gives every micro-batch the same weight, and the loop does not."""
+    def _reweighted(self, contributed: Contributions) -> RootCause:
+        """Every micro-batch is in it, but not with the weight that it has in the reference: there
+        all have the same, or in the loop."""
         right = contributed.of_truth.coefficients
         actual = next(iter(contributed.of_loop.values())).coefficients
         ratios = [its / other for its, other in zip(actual, right, strict=True)]
+        is_loss = self.first.kind is SymptomKind.WEIGHTS
         several = self.evidence.micro_batches > 1
         listed = ", ".join(
             f"{f'micro-batch {number} of ' * several}rank {rank}: × {ratio:.3g}"
             for (rank, number), ratio in list(zip(contributed.labels, ratios, strict=True))[:4]
         )
+        same, fix = (
+            ("in the loop, but not in the reference", "Divide the sum of the loss over all tokens "
+             "by the number of tokens in the full global batch")
+            if is_loss
+            else ("in the reference, but not in the loop", "Clip and divide the full gradient")
+        )  # fmt: skip
         return self._say(
             "" if several else self.ranks.axis_of(contributed.data_ranks),
-            f"scaled before the sum, × {min(ratios):.3g} to × {max(ratios):.3g}",
-            f"The gradient of each {'micro-batch' if several else 'rank'} is multiplied by a "
-            f"different number before the sum ({listed}), but not in the reference. Clip and "
-            "divide the full gradient.",
+            f"{'local normalisation' if is_loss else 'scaled before the sum'}, "
+            f"× {min(ratios):.3g} to × {max(ratios):.3g}",
+            f"The gradient of each {'micro-batch' if several else 'rank'} has the same weight in "
+            f"the sum {same}; they differ by these factors: {listed}. {fix}.",
+            state=Subject.LOSS if is_loss else Subject.GRADIENTS,
         )
 
     def _by_rank(self) -> RootCause:
@@ -480,21 +471,13 @@ def _why(evidence: JobEvidence, place: str) -> tuple[Subject, str, str, str]:
         )  # fmt: skip
     returned = sum(report.returned for report in reports)
     unlike = sum(report.compared for report in reports if not report.asks_alike)
-    weighted = sum(report.compared for report in reports if report.is_weighted)
-    if unlike and not returned and weighted == sum(report.compared for report in reports):
-        return Subject.LOSS, OTHER_WEIGHTS, place, (
-            f"For {unlike} of {count} samples the gradient of the loss by the model output has "
-            "the direction of the reference at every position, with different factors. Possible "
-            "causes: the loss weighs samples, tokens or micro-batches differently, for example by "
-            "local numbers of tokens; another number that it computes for each sample differs (a "
-            "margin, the output of a frozen model)."
-        )  # fmt: skip
     if unlike and not returned:
         return Subject.LOSS, OTHER_LOSS, place, (
             f"For {unlike} of {count} samples the model output matches the reference, but "
             "the gradient of the loss by it does not. Possible causes: labels, masks or weights of "
-            "the loss that belong to other samples; a loss that is computed, reduced or gathered "
-            "over the ranks in another way."
+            "the loss that belong to other samples; another number that it computes for each (a "
+            "local count, a margin, the output of a frozen model); a loss that is computed or "
+            "gathered over the ranks in another way."
         )  # fmt: skip
     return Subject.LOSS, TIED, place, (
         "The optimizer takes the mean of the micro-batches computed separately, but the "

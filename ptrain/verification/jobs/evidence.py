@@ -44,7 +44,7 @@ class RowReport:
     `unknown`: not in the batch; `otherwise`: the same input, and something else given with it;
     `returned`: of which the model returned something else; `compared`: of which both losses are
     known to ask something; `asks_alike`: what this rank's asks of all of these is one multiple of
-    what one device's does; `is_weighted`: of every sample or token it is a positive one."""
+    what one device's does."""
 
     count: int = 0
     sliced: int = 0
@@ -53,7 +53,6 @@ class RowReport:
     returned: int = 0
     compared: int = 0
     asks_alike: bool = True
-    is_weighted: bool = True
 
 
 def rows_of_calls(calls: Sequence[ForwardCall]) -> Iterator[Row]:
@@ -121,20 +120,7 @@ def compare_rows(
         sides = zip(*pairs, strict=True)
         own, truth = (torch.cat([row.flatten() for row in rows]) for rows in sides)
         report.asks_alike = multiple(own, truth).holds(tolerance)
-        report.is_weighted = all(_is_weighted(*pair, tolerance) for pair in pairs)
     return report
-
-
-def _is_weighted(own: Tensor, right: Tensor, tolerance: float) -> bool:
-    """Return whether every position has the right direction, and a positive factor of its own:
-    other labels turn it, a mask leaves nothing of it. One number has no direction."""
-    if not own.dim() or own.size(-1) < 2:
-        return False
-    own, right = (side.double().reshape(-1, side.size(-1)) for side in (own, right))
-    lengths = own.norm(dim=1), right.norm(dim=1)
-    apart = own * lengths[1][:, None] - right * lengths[0][:, None]
-    near = apart.norm(dim=1) <= tolerance * lengths[0] * lengths[1]
-    return bool(((lengths[0] > 0) == (lengths[1] > 0)).all() and near.all())
 
 
 def _differ(own: Tensor | None, right: Tensor | None, tolerance: float) -> bool:

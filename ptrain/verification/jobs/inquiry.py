@@ -6,7 +6,6 @@ same samples, or differently in a recomputation.
 
 from __future__ import annotations
 
-import inspect
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,20 +16,20 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from ptrain.errors import Fault
 from ptrain.models.boundary import CodeRaised, boundary, said
 from ptrain.models.ledger import OperatorMode
 from ptrain.report.finding import RULED_OUT, Certainty, Mismatch, Moment, RootCause, Subject
-from ptrain.verification.jobs.diagnosis import TIED, explain_gradients, of_own_samples
+from ptrain.verification.jobs.diagnosis import explain_gradients, of_own_samples
 from ptrain.verification.jobs.draws import Key, drawn_again_otherwise
 from ptrain.verification.jobs.evidence import JobEvidence, evidence, rows_of, untold
 from ptrain.verification.jobs.job import TOLERANCES, Alone, GlobalLoss, Tolerance, number
 from ptrain.verification.jobs.localise import ModuleInquiry
 from ptrain.verification.jobs.loss import LossTerms
 from ptrain.verification.jobs.modules import Calls, ModuleRecorder, ProbeResult, is_within, probed
-from ptrain.verification.jobs.record import ForwardCall, ModelState, StepRecorder, digests
+from ptrain.verification.jobs.record import ModelState, StepRecorder, digests
 from ptrain.verification.jobs.root_causes import families, family, proven
 from ptrain.verification.jobs.step import Drawing, LoopPair, StepComparison
 from ptrain.verification.parts import (
@@ -182,8 +181,6 @@ class Inquiry:
         localised = ModuleInquiry(self, job_evidence, probe, modules) if again else None
         if localised is not None and (by_modules := localised.root_cause()) is not None:
             return by_modules
-        if (dropped := self._dropped_arguments(first)) is not None:
-            return dropped
         is_plain = localised is None or localised.is_plain
         # of ranks with the reference's own passes no samples are torn apart
         passes = [rows_of([call]) for call in self.step.seen.calls]
@@ -191,8 +188,7 @@ class Inquiry:
         is_plain = is_plain and not all(self.ranks.gather(is_same))
         own = of_own_samples(first, job_evidence, self.ranks, self.limit, is_plain)
         if own is not None and own.certainty in (Certainty.PROVEN, Certainty.LOCATED):
-            is_tied = own.factor == TIED
-            return _with_norms(own, self.pair.reference.model) if is_tied else own
+            return own
         if by_sums.certainty is Certainty.FITS:
             return by_sums
         return self._unexplained(first, job_evidence, localised)
@@ -341,27 +337,6 @@ class Inquiry:
         everyones = self.ranks.gather(next(lines, ""))
         return replace(root_cause, called_at=next(filter(None, everyones), ""))
 
-    def _dropped_arguments(self, first: Sequence[Mismatch]) -> RootCause | None:
-        """Arguments that the reference's model is given and the loop's, within its wrappers, is
-        not. Of a stage nothing is said: it is given something else."""
-        forward = inspect.signature(self.pair.reference.model.forward)
-        is_whole = len(self.pair.holds) == len(self.pair.wholes)
-        expected, seen = (
-            _arguments(forward, calls[0]) if calls and is_whole else None
-            for calls in (self.step.expected.calls, self.step.seen.calls)
-        )
-        mine = [] if expected is None or seen is None else sorted(expected - seen)
-        lacking = {name for names in self.ranks.gather(mine) for name in names}
-        if not lacking:
-            return None
-        listed = ", ".join(sorted(lacking))
-        return RootCause(
-            state=Subject.BATCH, axis="", factor="missing argument", place=listed,
-            step=first[0].step, ranks=tuple(range(self.ranks.size)),
-            sentence=f"The reference model is called with {listed}, but the loop's model is "
-                     "not. A wrapper or the step does not pass it on.",
-        )  # fmt: skip
-
     def rewind(self) -> None:
         """Put both models and the loop's generators back to where the step began."""
         self.step.random.restore()
@@ -506,29 +481,3 @@ class Inquiry:
             f"steps{', and so does the loss' if is_forward else ''}; this is the "
             f"first difference.{where}",
         ).unexplained(out)
-
-
-def _arguments(forward: inspect.Signature, call: ForwardCall) -> set[str] | None:
-    """Return the names of what a call gives; None where the signature does not fit."""
-    try:
-        given = forward.bind(*call.args, **call.kwargs).arguments
-    except TypeError:
-        return None
-    return {name for name, value in given.items() if value is not None}
-
-
-def _with_norms(root_cause: RootCause, model: nn.Module) -> RootCause:
-    """Say which batch norms the model has, as they tie samples together."""
-    norms = [
-        path
-        for path, module in model.named_modules()
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training
-    ]
-    if not norms:
-        return root_cause
-    return replace(
-        root_cause, factor="per-rank batch statistics", place=families(norms),
-        state=Subject.ACTIVATIONS, certainty=Certainty.PROVEN,
-        sentence=f"{families(norms)} uses mean and variance of the "
-                 "samples of each micro-batch. Use torch.nn.SyncBatchNorm, or another norm.",
-    )  # fmt: skip
