@@ -3,6 +3,8 @@ named with state, axis and factor."""
 
 from __future__ import annotations
 
+from collections import UserDict
+
 import pytest
 import torch
 from torch import nn
@@ -206,6 +208,46 @@ def test_no_batch_and_a_wrong_number_of_shares_are_refused() -> None:
         ptrain.verify(_line(), _line(), [])
     with pytest.raises(PtrainError, match="1 global batches, but 2 shares"):
         ptrain.verify(_line(), _line(), ROWS, share=ROWS * 2)
+
+
+def test_a_share_is_an_equal_part_of_every_tensor_and_keeps_the_type_of_a_mapping() -> None:
+    batch = {"rows": torch.arange(6), "pair": [torch.arange(3), "name"]}
+    share = ptrain.share_of(UserDict(batch), 2, 3)
+    assert type(share) is UserDict
+    assert share["rows"].tolist() == [4, 5]
+    assert [share["pair"][0].tolist(), share["pair"][1]] == [[2], "name"]
+
+
+def test_the_share_of_a_process_is_that_of_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    assert ptrain.share_of(torch.arange(6)).tolist() == [2, 3]
+
+
+def test_samples_that_do_not_divide_evenly_are_refused_with_a_remedy() -> None:
+    with pytest.raises(PtrainError, match=r"7 samples .* over 3 ranks\n  remedy: .* multiple of 3"):
+        ptrain.share_of(torch.arange(7), 0, 3)
+
+
+def test_the_order_of_samples_is_tested_in_a_mapping_that_is_no_dictionary() -> None:
+    def job() -> ptrain.Job:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+        def step(batch: UserDict) -> torch.Tensor:
+            places = torch.arange(8.0)  # how much a sample counts is not to depend on its place
+            loss = (model(batch["rows"]).square().squeeze(1) * places).mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        return ptrain.Job(model=model, step=step)
+
+    rows = torch.randn(3, 8, 4, generator=torch.Generator().manual_seed(0))
+    verdict = ptrain.verify(job, job, [UserDict({"rows": its}) for its in rows])
+    assert "in another order give another gradient" in str(verdict)
 
 
 @pytest.mark.parametrize(

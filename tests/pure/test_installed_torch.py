@@ -138,7 +138,9 @@ def test_a_torch_within_the_range_is_not_refused(monkeypatch):
 
 
 @pytest.mark.parametrize("version", [UNSUPPORTED, None])
-@pytest.mark.parametrize("name", ["interpret", "measure", "read_facts", "verify", "Job", "Terms"])
+@pytest.mark.parametrize(
+    "name", ["interpret", "measure", "read_facts", "share_of", "verify", "Job", "Terms"]
+)
 def test_a_name_of_the_package_that_needs_torch_is_refused(name, version, monkeypatch):
     with_torch(version, monkeypatch)
     with pytest.raises(SpecError, match=f"remedy: {re.escape(REMEDY)}"):
