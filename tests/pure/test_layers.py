@@ -81,7 +81,7 @@ LAZY = {
     "ptrain.derivation.estimate",
     "ptrain.derivation.machine",  # what only pipelines need
     "ptrain.spec.resolve_sections",
-    "ptrain.spec.schedule_file",  # csv, for schedules in files
+    "ptrain.spec.pipeline",  # csv, for schedules in files
     "ptrain.spec.slips",
     "ptrain",
     "ptrain.models.external",
