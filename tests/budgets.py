@@ -24,7 +24,7 @@ SMALL = 80  # lines
 
 # begin
 BUDGETS: dict[str, int] = {
-    "ptrain": 53790,
+    "ptrain": 53700,
     "ptrain/activations": 340,
     "ptrain/algebra": 290,
     "ptrain/axes": 150,
@@ -40,7 +40,7 @@ BUDGETS: dict[str, int] = {
     "ptrain/data": 1080,
     "ptrain/derivation": 5010,
     "ptrain/facts": 710,
-    "ptrain/internals": 350,
+    "ptrain/internals": 360,
     "ptrain/interpreter": 1070,
     "ptrain/meters": 1490,
     "ptrain/models": 4860,
@@ -51,11 +51,11 @@ BUDGETS: dict[str, int] = {
     "ptrain/rooms": 980,
     "ptrain/selection": 4030,
     "ptrain/simulation": 1070,
-    "ptrain/spec": 4200,
+    "ptrain/spec": 4150,
     "ptrain/steps": 460,
     "ptrain/traces": 2250,
     "ptrain/train": 3200,
-    "ptrain/verification": 7360,
+    "ptrain/verification": 7320,
 }
 ONE_IMPORTER = 75  # modules that exactly one other imports
 SMALL_MODULES = 81  # modules with fewer lines than SMALL

@@ -35,8 +35,7 @@ from torch import Tensor, nn
 from ptrain.errors import PtrainError
 from ptrain.models.numerics import widen
 from ptrain.models.watch import runs_again
-from ptrain.spec.block import Activation, Bias
-from ptrain.spec.experts import Router
+from ptrain.spec.block import Activation, Bias, Router
 from ptrain.spec.model import ModelShape
 
 ALIGNED = 16  # bytes of a row that torch's grouped product takes

@@ -141,9 +141,6 @@ def _tuple(about: str) -> Section:
     return Section(TupleRaw, about, also=_TUPLE_TEXTS)
 
 
-REST_TUPLE = _tuple(
-    "Placement on ep of all tensors except the experts: a strategy name or the four modes."
-)
 EXPERTS_TUPLE = _tuple(
     "Placement of the experts on ep: each rank holds some experts in full (S, S, S, S)."
 )
@@ -156,25 +153,30 @@ class ExpertTupleRaw:
     experts: Annotated[TupleRaw, EXPERTS_TUPLE] = field(
         default_factory=partial(TupleRaw, parameters=S, optimizer=S, gradients=S, activations=S)
     )
-    rest: Annotated[TupleRaw, REST_TUPLE]
-
-
-PP_TUPLE = _tuple("Placement on pp: a strategy name or the four modes.")
-DP_REPLICATE_TUPLE = _tuple("Placement on dp_replicate: a strategy name or the four modes.")
-DP_SHARD_TUPLE = _tuple("Placement on dp_shard: a strategy name or the four modes.")
-CP_TUPLE = _tuple("Placement on cp: a strategy name or the four modes.")
-TP_TUPLE = _tuple("Placement on tp: a strategy name or the four modes.")
-DP_TUPLE = _tuple("Placement on `mesh.dp`: a strategy name or the four modes.")
+    rest: Annotated[
+        TupleRaw,
+        _tuple(
+            "Placement on ep of all tensors except the experts: a strategy name or the four modes."
+        ),
+    ]
 
 
 @declared
 class PlacementRaw:
     """One tuple per axis of the mesh: a strategy's name, or the modes."""
 
-    pp: Annotated[TupleRaw | None, PP_TUPLE] = None
-    dp_replicate: Annotated[TupleRaw | None, DP_REPLICATE_TUPLE] = None
-    dp_shard: Annotated[TupleRaw | None, DP_SHARD_TUPLE] = None
-    cp: Annotated[TupleRaw | None, CP_TUPLE] = None
+    pp: Annotated[
+        TupleRaw | None, _tuple("Placement on pp: a strategy name or the four modes.")
+    ] = None
+    dp_replicate: Annotated[
+        TupleRaw | None, _tuple("Placement on dp_replicate: a strategy name or the four modes.")
+    ] = None
+    dp_shard: Annotated[
+        TupleRaw | None, _tuple("Placement on dp_shard: a strategy name or the four modes.")
+    ] = None
+    cp: Annotated[
+        TupleRaw | None, _tuple("Placement on cp: a strategy name or the four modes.")
+    ] = None
     ep: Annotated[
         ExpertTupleRaw | None,
         Section(
@@ -184,8 +186,12 @@ class PlacementRaw:
             also=({"$ref": "#/$defs/TupleRaw"}, *_TUPLE_TEXTS),
         ),
     ] = None
-    tp: Annotated[TupleRaw | None, TP_TUPLE] = None
-    dp: Annotated[TupleRaw | None, DP_TUPLE] = None
+    tp: Annotated[
+        TupleRaw | None, _tuple("Placement on tp: a strategy name or the four modes.")
+    ] = None
+    dp: Annotated[
+        TupleRaw | None, _tuple("Placement on `mesh.dp`: a strategy name or the four modes.")
+    ] = None
 
 
 @dataclass(frozen=True, kw_only=True, init=False, eq=False, repr=False)

@@ -13,11 +13,12 @@ from ptrain.spec.leaf import (
     Leaf,
     Numbers,
     Real,
-    Refused,
     Section,
+    Shape,
     Text,
     Truth,
     Whole,
+    checked,
     declared,
     describe,
     refuse,
@@ -50,7 +51,7 @@ class Sources(Leaf):
     def takes(self) -> str:
         return "a list of {path, weight, loss_mask}"
 
-    def check(self, value: Any) -> object:
+    def fit(self, value: Any) -> object:
         if not isinstance(value, list) or not value:
             got = "an empty list" if value == [] else describe(value)
             refuse(f"must be {self.takes()}; got {got}", "Use `[{path: a.npy, weight: 2}, …]`.")
@@ -78,32 +79,32 @@ class Sources(Leaf):
         said = ({key: getattr(source, key) for key in _KEYS} for source in value)
         return [{key: one for key, one in keys.items() if one is not None} for keys in said]
 
-    def schema(self) -> dict[str, Any]:
+    def shapes(self) -> tuple[Shape, ...]:
         items = {
             "type": "object",
             "properties": {key: leaf.schema() for key, leaf in _KEYS.items()},
             "required": ["path"],
             "additionalProperties": False,
         }
-        return {"type": "array", "items": items, "minItems": 1}
+        return ({"type": "array", "items": items, "minItems": 1},)
 
 
 def _source(number: int, source: object) -> DataSource:
     """The fault of a value names its source and its key."""
     if not isinstance(source, dict):
         refuse(f"source {number} must be a mapping; got {describe(source)}", "Use `{path: FILE}`.")
-    unknown = [str(key) for key in source if key not in _KEYS]
-    if unknown:
-        refuse(f"source {number} has no key {unknown[0]!r}", f"Allowed keys: {', '.join(_KEYS)}.")
+    for key in source:
+        if key not in _KEYS:
+            refuse(f"source {number} has no key {key!r}", f"Allowed keys: {', '.join(_KEYS)}.")
     if "path" not in source:
         refuse(f"source {number} has no path", "Use `{path: FILE, weight: NUMBER}`.")
-    values: dict[str, Any] = {}
-    for key, value in source.items():
-        try:
-            values[key] = _KEYS[key].take(value)
-        except Refused as error:
-            refuse(f"source {number}, {key}: {error.finding}", error.remedy or "Use another value.")
-    return DataSource(**values)
+    other = "Use another value."
+    return DataSource(
+        **{
+            key: checked(_KEYS[key].take, value, f"source {number}, {key}", other)
+            for key, value in source.items()
+        }
+    )
 
 
 def quotas(weights: Sequence[float]) -> tuple[int, ...]:

@@ -158,10 +158,9 @@ def _latent(shape: ModelShape) -> Iterator[Fault]:
         yield Fault(place="model.qk_rope_head_dim", finding=finding, remedy="Use an even number.")
     if shape.v_head_dim > shape.head_dim:
         finding = (
-            f"not supported yet: value heads of dimension {shape.v_head_dim} with "
-            "query heads of dimension "
+            f"not supported yet: value heads of dimension {shape.v_head_dim} with query heads of "
+            f"dimension {shape.head_dim}"
         )
-        finding += f"{shape.head_dim}"
         yield Fault(
             place="model.v_head_dim", finding=finding, remedy=f"Use {shape.head_dim} or less."
         )
@@ -189,8 +188,8 @@ def _heads(shape: ModelShape) -> Iterator[Fault]:
         else:
             finding = (
                 f"{shape.rotary:g} of a head of dimension {shape.head_dim} is {shape.rotary_dim} "
+                "dimensions; rotary embeddings need an even number"
             )
-            finding += "dimensions; rotary embeddings need an even number"
             place, remedy = "model.rotary", "Use a fraction that gives an even number, 2 or more."
         yield Fault(place=place, finding=finding, remedy=remedy)
 
@@ -228,83 +227,53 @@ class Void(NamedTuple):
 
 def voids(shape: ModelShape) -> Iterator[Void]:
     """Yield what another option makes void."""
-    yield from _void_positions(shape)
-    yield from _void_parts(shape)
-
-
-def _void_positions(shape: ModelShape) -> Iterator[Void]:
-    if shape.positions is not Positions.ROPE:
-        yield from _void(
-            shape,
-            _OF_ROPE,
-            "positions",
+    scaling, experts = shape.rope_scaling, shape.experts
+    rows = (
+        (
+            shape.positions is not Positions.ROPE,
+            (_OF_ROPE, "positions", "positions=rope"),
             f"positions: {shape.positions} has no rotary embeddings",
-            "positions=rope",
-        )
-    if shape.rope_scaling is RopeScaling.NONE:
-        yield from _void(
-            shape,
-            ("rope_factor",),
-            "rope_scaling",
+        ),
+        (
+            scaling is RopeScaling.NONE,
+            (("rope_factor",), "rope_scaling", "rope_scaling=linear"),
             "rope_scaling: none does not scale frequencies",
-            "rope_scaling=linear",
-        )
-    if shape.rope_scaling not in _BY_TURNS:
-        yield from _void(
-            shape,
-            _OF_TURNS,
-            "rope_scaling",
-            f"rope_scaling: {shape.rope_scaling} does not use this key",
-            "rope_scaling=llama3",
-        )
-
-
-def _void_parts(shape: ModelShape) -> Iterator[Void]:
-    if not shape.is_latent:
-        yield from _void(
-            shape,
-            _OF_LATENT,
-            "kv_lora_rank",
+        ),
+        (
+            scaling not in _BY_TURNS,
+            (_OF_TURNS, "rope_scaling", "rope_scaling=llama3"),
+            f"rope_scaling: {scaling} does not use this key",
+        ),
+        (
+            not shape.is_latent,
+            (_OF_LATENT, "kv_lora_rank", "kv_lora_rank"),
             "the model has no latent attention (kv_lora_rank is not set)",
-            "kv_lora_rank",
-        )
-    if shape.window is None:
-        names = ("global_every", "window_rope_base")
-        yield from _void(
-            shape, names, "window", "no layer has a sliding window (window is not set)", "window"
-        )
-    if shape.experts is None:
-        yield from _void(
-            shape,
-            _OF_EXPERTS,
-            "experts",
+        ),
+        (
+            shape.window is None,
+            (("global_every", "window_rope_base"), "window", "window"),
+            "no layer has a sliding window (window is not set)",
+        ),
+        (
+            experts is None,
+            (_OF_EXPERTS, "experts", "experts"),
             "the model has no experts (experts is not set)",
-            "experts",
-        )
-    elif shape.expert_groups is None:
-        yield from _void(
-            shape,
-            ("groups_per_token",),
-            "expert_groups",
+        ),
+        (
+            experts is not None and shape.expert_groups is None,
+            (("groups_per_token",), "expert_groups", "expert_groups"),
             "there are no expert groups (expert_groups is not set)",
-            "expert_groups",
-        )
-    if shape.tied:
-        yield from _void(
-            shape,
-            ("head_bias",),
-            "tied",
+        ),
+        (
+            shape.tied,
+            (("head_bias",), "tied", "tied=false"),
             "a tied head uses the embedding, which has no bias",
-            "tied=false",
-        )
-
-
-def _void(
-    shape: ModelShape, names: tuple[str, ...], by: str, finding: str, other: str
-) -> Iterator[Void]:
-    for name in names:
-        if getattr(shape, name) != _DEFAULTS[name]:
-            yield Void(name, by, finding, f"Remove `model.{name}`, or set `model.{other}`.")
+        ),
+    )
+    for is_void, (names, by, other), finding in rows:
+        for name in names if is_void else ():
+            if getattr(shape, name) != _DEFAULTS[name]:
+                yield Void(name, by, finding, f"Remove `model.{name}`, or set `model.{other}`.")
 
 
 def divisors(number: int) -> list[int]:

@@ -137,20 +137,36 @@ def home_of(tree: Tree) -> Path | None:
     return file.parent if is_file and not file.is_relative_to(root()) else None
 
 
+# Keys of a model that others need: what is said of one that stands there without them.
+_ALONE = {
+    "config": ("config requires `hf`", "Add `model.hf`, or remove this key."),
+    "arguments": ("arguments require `target`", "Add `model.target`, or remove this key."),
+    "blocks": (
+        "`blocks` has no effect for built-in models",
+        "Remove `model.blocks`, or set `model.target` or `model.hf`.",
+    ),
+}
+
+
+def _refuse_shape(
+    raw: ModelRaw, besides: tuple[str, ...], builds: str, own: str, report: Findings
+) -> None:
+    """Report the keys of built-in models beside what builds another one."""
+    for key in _said(raw):
+        if key not in (*besides, "blocks", "folder", "pretrained"):
+            finding = f"{key} belongs to built-in models, but {builds}"
+            report.add(f"model.{key}", finding, f"{own}, or remove it.")
+
+
 def resolve_model(raw: ModelRaw, attention: Attention | None, report: Findings) -> ModelSpec | None:
+    """Return the model of the user's function, of a class, of a published folder or of a preset."""
     if raw.target is not None:
-        for key in _written(raw, besides=("target", "arguments", "blocks", "folder", "pretrained")):
-            report.add(
-                f"model.{key}",
-                f"{key} belongs to built-in models, but `target` builds the model",
-                "Put it into `model.arguments`, or remove it.",
-            )
+        own = "Put it into `model.arguments`"
+        _refuse_shape(raw, ("target", "arguments"), "`target` builds the model", own, report)
         if attention not in (None, Attention.SDPA):
-            report.add(
-                "attention",
-                f"{attention} has no effect: the function of `model.target` decides its attention",
-                "Remove `attention`, or put it into `model.arguments`.",
-            )
+            finding = f"{attention} has no effect: the function of `model.target` decides its"
+            remedy = "Remove `attention`, or put it into `model.arguments`."
+            report.add("attention", f"{finding} attention", remedy)
         return ExternalModel(
             target=raw.target,
             arguments=raw.arguments or {},
@@ -159,31 +175,15 @@ def resolve_model(raw: ModelRaw, attention: Attention | None, report: Findings) 
             pretrained=raw.pretrained,
         )
     if raw.folder != BESIDE:
-        report.add(
-            "model.folder", "folder requires `target`", "Add `model.target`, or remove this key."
-        )
+        remedy = "Add `model.target`, or remove this key."
+        report.add("model.folder", "folder requires `target`", remedy)
     if raw.hf is not None or isinstance(raw.config, str) or _names_class(raw.config):
-        for key in _written(raw, besides=("hf", "config", "blocks", "folder", "pretrained")):
-            report.add(
-                f"model.{key}",
-                f"{key} belongs to built-in models, but `hf` names a Transformers class",
-                "Put the class's config fields into `model.config`, or remove it.",
-            )
+        own = "Put the class's config fields into `model.config`"
+        _refuse_shape(raw, ("hf", "config"), "`hf` names a Transformers class", own, report)
         return _hugging_face_model(raw, attention, report)
-    if raw.config is not None:
-        report.add("model.config", "config requires `hf`", "Add `model.hf`, or remove this key.")
-    if raw.arguments is not None:
-        report.add(
-            "model.arguments",
-            "arguments require `target`",
-            "Add `model.target`, or remove this key.",
-        )
-    if raw.blocks is not None:
-        report.add(
-            "model.blocks",
-            "`blocks` has no effect for built-in models",
-            "Remove `model.blocks`, or set `model.target` or `model.hf`.",
-        )
+    for key, words in _ALONE.items():
+        if getattr(raw, key) is not None:
+            report.add(f"model.{key}", *words)
     if raw.pretrained is not None:
         return _begun(raw, raw.pretrained, attention, report)
     preset = _preset(raw.preset, ModelRaw, report)
@@ -313,10 +313,6 @@ def _folder(written: str | None, home: Path | None) -> str | None:
     if written is None or (written == BESIDE and home is None):
         return None
     return os.path.realpath((home or Path()) / written)
-
-
-def _written(raw: ModelRaw, besides: tuple[str, ...]) -> list[str]:
-    return [name for name in _said(raw) if name not in besides]
 
 
 def _said(raw: ModelRaw) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import takewhile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -258,6 +259,10 @@ class _TooDeep(Exception):
     """Ends the walk: what is nested deeper is not worth reading."""
 
 
+def _is_no_end(event: yaml.Event) -> bool:
+    return not isinstance(event, yaml.CollectionEndEvent)
+
+
 class _Builder:
     """Walks the parser's events once; collects values, places and faults."""
 
@@ -317,17 +322,13 @@ class _Builder:
 
     def _list(self, route: Route) -> list[object]:
         values: list[object] = []
-        for event in self.events:
-            if isinstance(event, yaml.SequenceEndEvent):
-                break
+        for event in takewhile(_is_no_end, self.events):
             values.append(self._value(event, (*route, str(len(values)))))
         return values
 
     def _mapping(self, route: Route) -> dict[str, object]:
         values: dict[str, object] = {}
-        for event in self.events:
-            if isinstance(event, yaml.MappingEndEvent):
-                break
+        for event in takewhile(_is_no_end, self.events):
             key = self._key(event, route)
             inner = (*route, key)
             first = self.keys.get(inner) if key in values else None
@@ -359,7 +360,7 @@ class _Builder:
         return "?"
 
     def _plain_only(self, event: yaml.Event, route: Route) -> None:
-        anchor = getattr(event, "anchor", None)
+        anchor, tag = getattr(event, "anchor", None), getattr(event, "tag", None)
         if isinstance(event, yaml.AliasEvent):
             self._fault(
                 event,
@@ -375,7 +376,6 @@ class _Builder:
                 "Write the value in full. A string that starts with & needs quotes: "
                 f'`"&{anchor}"`.',
             )
-        tag = getattr(event, "tag", None)
         if tag:
             shown = tag.replace("tag:yaml.org,2002:", "!!")
             self._fault(

@@ -5,14 +5,12 @@ rerun. Keys at their default are left out.
 from __future__ import annotations
 
 import re
-from dataclasses import Field
-from functools import cache
 from typing import Any
 
 import yaml
 
 from ptrain.cost import PLACED
-from ptrain.spec.activations import ATTENTION_ONLY, FULL, SELECTIVE, Kept, Policy, belongs_to_rank
+from ptrain.spec.activations import ATTENTION_ONLY, FULL, SELECTIVE, Kept, belongs_to_rank
 from ptrain.spec.batch import AUTO
 from ptrain.spec.block import BlockOptions
 from ptrain.spec.function import UserFunction
@@ -103,25 +101,15 @@ def _mode(kept: Kept) -> str:
 def _recompute(activations: ActivationSpec) -> object:
     """A word, or a mapping where there is more to say."""
     policy = next((kept.policy for kept in activations.modes if kept.policy), None)
-    if activations.budget is None:
-        return None if policy is None else _policy(policy, activations.every)
-    said = {} if activations.is_open else _written(policy)
+    name = "none" if policy is None else _NAMED.get(policy)
+    operators = [] if policy is None else [operators.value for operators in policy.keep]
+    said: dict[str, object] = {"policy": name} if name else {"keep": operators}
     every = {"every": activations.every} if activations.every != 1 else {}
-    return {"budget": activations.budget, **said, **every}
-
-
-def _policy(policy: Policy, every: int) -> object:
-    if every == 1 and policy in _NAMED:
-        return _NAMED[policy]
-    return _written(policy) | ({"every": every} if every != 1 else {})
-
-
-def _written(policy: Policy | None) -> dict[str, object]:
+    if activations.budget is not None:
+        return {"budget": activations.budget, **({} if activations.is_open else said), **every}
     if policy is None:
-        return {"policy": "none"}
-    if policy in _NAMED:
-        return {"policy": _NAMED[policy]}
-    return {"keep": [operators.value for operators in policy.keep]}
+        return None
+    return name if name and not every else {**said, **every}
 
 
 def _loss(loss: LossSpec) -> object:
@@ -179,36 +167,23 @@ def _tuples(factor: Factor) -> dict[str, object]:
     return {"experts": {str(state): str(OF_EXPERTS[state]) for state in PLACED}, "rest": modes}
 
 
-def section(values: object) -> dict[str, object]:
+def section(values: object, *, is_sparse: bool = False) -> dict[str, object]:
     """A section as a mapping that loads to it. A key is left out where it is None and the file says
-    so by leaving it out, and where nothing executes it yet."""
+    so by leaving it out, where nothing executes it yet, and of a sparse one at its default."""
     kind: type = type(values)
-    return {
-        key: _value(holds, value)
-        for key, spot, holds, may_be_unsaid in _said_keys(kind)
-        if (value := getattr(values, spot.name)) is not None or not may_be_unsaid
-    }
+    said: dict[str, object] = {}
+    for key, (spot, holds) in keys(kind).items():
+        value = getattr(values, spot.name)
+        is_unsaid = value is None and (spot.default is None or not holds.null)
+        if holds.executed is None and not is_unsaid and not (is_sparse and value == spot.default):
+            said[key] = _value(holds, value)
+    return said
 
 
 def _value(holds: Leaf | Section, value: object) -> object:
     if isinstance(holds, Leaf):
         return holds.say(value)
-    said = section(value)
-    if holds.is_sparse:
-        for key, spot, _, _ in _said_keys(holds.kind):
-            if getattr(value, spot.name) == spot.default:
-                said.pop(key, None)
-    return said
-
-
-@cache
-def _said_keys(kind: type) -> list[tuple[str, Field[Any], Leaf | Section, bool]]:
-    """Return the keys of a section that are executed, and whether each is left out for None."""
-    return [
-        (key, spot, holds, spot.default is None or not getattr(holds, "null", False))
-        for key, (spot, holds) in keys(kind).items()
-        if getattr(holds, "executed", None) is None
-    ]
+    return section(value, is_sparse=holds.is_sparse)
 
 
 def _precision(precision: Precision) -> dict[str, object]:
@@ -240,15 +215,20 @@ def _model(model: ModelSpec) -> dict[str, object]:
     match model:
         case ModelShape():
             known = {"preset": model.preset} if model.preset in listing("models") else {}
+            begun = _known(pretrained=model.pretrained)
             sizes = {name: getattr(model, name) for name in _SIZES}
-            family = {**_weights(model), "family": model.family.value}
-            return {**known, **family, **sizes, **_options(model)}
+            return {**known, **begun, "family": model.family.value, **sizes, **_options(model)}
         case ExternalModel():
-            named = {"target": model.target, "folder": model.folder}
-            return {**named, **_weights(model), "arguments": model.arguments, **_blocks(model)}
+            own: dict[str, object] = {"target": model.target, "folder": model.folder}
+            fields: dict[str, object] = {"arguments": model.arguments}
         case HuggingFaceModel():
-            own = {"config": model.config, **_blocks(model)}
-            return {"hf": model.hf, **_weights(model), **own}
+            own, fields = {"hf": model.hf}, {"config": model.config}
+    return {**own, **_known(pretrained=model.pretrained), **fields, **_known(blocks=model.blocks)}
+
+
+def _known(**values: object) -> dict[str, object]:
+    """Return those that are not None."""
+    return {key: value for key, value in values.items() if value is not None}
 
 
 def _options(model: ModelShape) -> dict[str, object]:
@@ -275,14 +255,6 @@ def keys_of_shape(model: ModelShape) -> dict[str, Any]:
 
 _SIZES = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab")
 _ALWAYS_WRITTEN = ("tied", "dropout", "rope_base")
-
-
-def _weights(model: ModelSpec) -> dict[str, object]:
-    return {"pretrained": model.pretrained} if model.pretrained else {}
-
-
-def _blocks(model: ExternalModel | HuggingFaceModel) -> dict[str, object]:
-    return {"blocks": model.blocks} if model.blocks is not None else {}
 
 
 def unwritten() -> dict[str, object]:

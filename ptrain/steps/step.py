@@ -11,11 +11,10 @@ from typing import Protocol, Self
 from ptrain.facts.stages import Stage, Units
 from ptrain.spec.activations import Kept
 from ptrain.spec.model import ModelShape
-from ptrain.spec.pipeline import ScheduleName
+from ptrain.spec.pipeline import ListedSchedule, ScheduleName
 from ptrain.spec.placement import SAMPLE_AXES, Axis
 from ptrain.spec.precision import Layout
 from ptrain.spec.role import Fusions, Role, Roles
-from ptrain.spec.schedule_file import ListedSchedule
 from ptrain.spec.spec import Spec
 from ptrain.steps.experts import ExpertParallel, Loads
 from ptrain.steps.kind import PlanStep

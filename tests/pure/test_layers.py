@@ -79,7 +79,7 @@ LAZY = {
     "ptrain.cli.progress",  # rich, where a command takes longer than two seconds
     "ptrain.derivation.archive",
     "ptrain.spec.resolve_sections",
-    "ptrain.spec.schedule_file",  # csv, for schedules in files
+    "ptrain.spec.pipeline",  # csv, for schedules in files
     "ptrain.spec.slips",
     "ptrain",
     "ptrain.models.external",

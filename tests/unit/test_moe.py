@@ -14,8 +14,7 @@ from ptrain.interpreter.construction import Balancing
 from ptrain.models.moe import Balance, ExpertPlaces, Gate, MoE, grouped_product, weigh
 from ptrain.rooms.comm import Mesh
 from ptrain.rooms.world import World
-from ptrain.spec.block import Activation
-from ptrain.spec.experts import Router
+from ptrain.spec.block import Activation, Router
 from ptrain.spec.model import ModelShape
 from ptrain.steps.step import BalanceExperts, CreateMesh
 from ptrain.traces.facts import read_facts

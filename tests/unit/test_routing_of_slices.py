@@ -14,7 +14,7 @@ from ptrain.axes.context.run import slices
 from ptrain.axes.context.run.slices import SampleSlices, taken
 from ptrain.models.moe import Balance, ExpertPlaces
 from ptrain.rooms.comm import Registry
-from ptrain.spec.experts import Router
+from ptrain.spec.block import Router
 from ptrain.spec.placement import Axis
 from ptrain.steps.step import ContextParallel
 from tests.pure.build import ODD_SHAPE

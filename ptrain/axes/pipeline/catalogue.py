@@ -33,9 +33,8 @@ from ptrain.errors import BrokenSchedule, Fault, SpecError
 from ptrain.facts.parameters import elements_met
 from ptrain.facts.stages import Layers, Stage, Tensor, balanced, cut, evenly
 from ptrain.spec.model import ModelShape
-from ptrain.spec.pipeline import ScheduleName, SplitBy
+from ptrain.spec.pipeline import ListedSchedule, Pass, ScheduleName, SplitBy
 from ptrain.spec.placement import Axis
-from ptrain.spec.schedule_file import ListedSchedule, Pass
 from ptrain.spec.spec import Spec
 from ptrain.units import counted
 

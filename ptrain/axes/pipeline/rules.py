@@ -22,9 +22,8 @@ from ptrain.facts.stages import unlike
 from ptrain.spec.dials import UnitKind
 from ptrain.spec.job import OptimizerSpec
 from ptrain.spec.model import ModelShape
-from ptrain.spec.pipeline import PipelineSpec
+from ptrain.spec.pipeline import ListedSchedule, PipelineSpec
 from ptrain.spec.placement import S_STAR, Axis, M, Placement, R, S, Tier
-from ptrain.spec.schedule_file import ListedSchedule
 from ptrain.spec.shorthand import two_ranks
 from ptrain.spec.spec import Spec
 from ptrain.steps.wraps import Form
