@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 from itertools import chain
 from typing import NamedTuple
 
@@ -237,12 +238,11 @@ class Clock:
         """Compute a share of a layer's pass, with the collectives within it."""
         began = self.now
         self.spend(_COMPUTES[self.phase], work.compute * share)
-        for (axis, collective), messages in work.messages:
-            key = TimeKey(Spent.COLLECTIVES, self.phase, axes_named(axis), collective)
-            self._beside(key, began, messages, share)
-        for (axis, collective), seconds in work.sums:
-            key = TimeKey(Spent.COLLECTIVES, self.phase, axes_named(axis), collective)
-            self._issue(axes_named(axis), key, seconds * share, None).wait()
+        for sent, messages in work.messages:
+            self._beside(_sent_in(self.phase, sent), began, messages, share)
+        for sent, seconds in work.sums:
+            key = _sent_in(self.phase, sent)
+            self._issue(key.axes, key, seconds * share, None).wait()
         if work.on_host:
             self._on_host(work.on_host * share)
         if work.sums or work.messages:
@@ -369,8 +369,10 @@ class Clock:
         return arrival
 
     def meet(self, since: float = 0.0) -> None:
-        """Ranks met so long ago, in a collective or by a message that a schedule places."""
-        self._met = self.seconds - since
+        """Ranks met so long ago, in a collective or by a message that a schedule places. Where
+        devices send beside what they compute nobody asks."""
+        if not self.pace.overlaps:
+            self._met = self.seconds - since
 
     @property
     def since_met(self) -> float:
@@ -534,6 +536,12 @@ class Clock:
         if question not in self._seconds_of:
             self._seconds_of[question] = ask(*words)
         return self._seconds_of[question]
+
+
+@cache  # of the few that a mesh has: layers are many
+def _sent_in(phase: Phase, sent: Sent) -> TimeKey:
+    axis, collective = sent
+    return TimeKey(Spent.COLLECTIVES, phase, axes_named(axis), collective)
 
 
 def _more(after: Seconds, before: Seconds) -> Seconds:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
 from itertools import chain
 
 from ptrain.axes.ring import Calls, group_over
@@ -24,8 +25,9 @@ def by_operator(scene: Scene, numels: Sequence[int]) -> list[list[int]]:
     if clip is None or not clip.operator_axes:
         return [[numel for numel, _ in sizes]]
     groups: list[list[int]] = [[] for _ in clip.groups]
+    group_of = cache(clip.group_of)
     for numel, tensor in sizes:
-        groups[clip.group_of(tensor.cut_over)].append(numel)
+        groups[group_of(tensor.cut_over)].append(numel)
     return groups
 
 
