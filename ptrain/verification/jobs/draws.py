@@ -408,22 +408,6 @@ class EveryonesDraws:
             return None
         return first.value if first.value.shape == draw.value.shape else None
 
-    def doubled(self) -> tuple[int, ...]:
-        """Return ranks that drew the same, every time, for other samples."""
-        by_rank: dict[int, list[RankDraw]] = {}
-        for draws in self.by_key.values():
-            for its in draws:
-                by_rank.setdefault(its.rank, []).append(its)
-        first, *others = by_rank or {0: []}
-        own = by_rank.get(first, [])
-        alike = [
-            rank
-            for rank in others
-            if len(by_rank[rank]) == len(own)
-            and all(_is_copy(a, b) for a, b in zip(own, by_rank[rank], strict=True))
-        ]
-        return (first, *alike) if alike else ()
-
 
 def _of_such_passes(
     held: Sequence[RankDraw], draw: RandomDraw, rows: Rows, times: int
@@ -435,11 +419,6 @@ def _of_such_passes(
     same = [its for its in graded if its.times == times]
     is_whole = not Counter(rows) - Counter(row for its in same for row in its.rows)
     return same if same and is_whole else graded
-
-
-def _is_copy(left: RankDraw, right: RankDraw) -> bool:
-    apart = bool(left.rows) and not set(left.rows) & set(right.rows)
-    return apart and torch.equal(left.value, right.value)
 
 
 def _is_one(held: Sequence[RankDraw]) -> bool:

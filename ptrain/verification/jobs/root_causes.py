@@ -174,37 +174,21 @@ def explain_buffers(
 def explain_in_use(
     mismatches: Sequence[Mismatch],
     ranks: Ranks,
-    written: Sequence[Mapping[str, Sequence[object]]],
+    everyones: Sequence[Mapping[str, tuple[str, str]]],
 ) -> RootCause:
     """Parameters were written before the forward pass, and are not what one device has there;
-    `written`: by rank and parameter, [the step after which it had these values, a dtype that one
-    device's are rounded to]."""
-    kinds = {tuple(written[mismatch.rank][mismatch.name]) for mismatch in mismatches}
-    step, rounded = kinds.pop() if len(kinds) == 1 else (None, "")
-    what, is_known = "", True
-    if isinstance(step, int):
-        when = "at the start" if step < 0 else f"after step {step}"
-        factor = "values of the start" if step < 0 else f"values of step {step}"
-        what = f"every element has its value {when}"
-        sentence = (
-            f"The parameters in use have their values {when}. Before this forward pass, a "
-            "checkpoint of that time is loaded, or nothing is loaded on these ranks."
-        )
-    elif rounded:
-        factor = f"rounded to {rounded}"
-        what = f"every element equals the reference rounded to {rounded}"
-        sentence = f"The parameters loaded before this forward pass were saved in {rounded}."
-    else:
-        factor, is_known = _size(mismatches), False
-        what = "the values of an earlier step, a rounding"
-        sentence = (
-            "The parameters are written between the previous update and this forward pass, "
-            "and differ from the reference there."
-        )
+    `everyones`: by rank and parameter, what it is as a factor and in words, if that is known."""
+    kinds = {everyones[mismatch.rank][mismatch.name] for mismatch in mismatches}
+    factor, what = kinds.pop() if len(kinds) == 1 else ("", "")
     blamed = root_cause(
-        mismatches, ranks, state=Subject.PARAMETERS, factor=factor, sentence=sentence
-    )
-    return blamed.proven(what) if is_known else blamed.unexplained(what)
+        mismatches, ranks, state=Subject.PARAMETERS, factor=factor or _size(mismatches),
+        sentence="The parameters in use differ from the reference before this forward pass, and "
+        f"not after the previous update{what and f': each {what}'}. Load the same checkpoint as "
+        "the reference, in its dtype, on every rank.",
+    )  # fmt: skip
+    if not factor:
+        return blamed.unexplained("the values of an earlier step, a rounding")
+    return blamed.proven(f"to the bit, each {what}")
 
 
 def explain_precision(actual: str, expected: str, step: int, ranks: Ranks) -> RootCause:

@@ -72,7 +72,6 @@ from ptrain.verification.jobs.shards import (
 )
 from ptrain.verification.jobs.step import (
     Drawing,
-    History,
     LoopPair,
     RandomState,
     StepComparison,
@@ -82,6 +81,7 @@ from ptrain.verification.jobs.step import (
     is_finite,
     run_step,
     travelled,
+    written,
 )
 from ptrain.verification.jobs.verdict import LoopVerdict
 from ptrain.verification.parts import canonical_parameters, numbers_apart
@@ -312,7 +312,6 @@ class Examiner:
         self.start = values_of(self.pair.holds)
         self.differences = AllDifferences(self.ranks, wholes)
         self.worst_loss = LargestDifference("losses", self.limit.losses)
-        self.history = History()
         self.notes: list[str] = []
         self.losses: tuple[list[float], list[float]] = ([], [])
         self.norms: tuple[list[float], list[float]] = ([], [])
@@ -344,7 +343,7 @@ class Examiner:
                 both = both_losses(self.pair, batch, share, self.drawing)
                 self._compare_losses(step, *both)
             steps += 1
-        repeats = [self._repeat(again, shares[: len(self.sums) - 1])] if again else []
+        repeats = [self._repeat(again, shares)] if again else []
         life = [] if self.root_cause else self._life(batches[0], shares[0])
         relations, notes = self._relations(batches[0]) if self.root_cause is None else ([], [])
         self.root_cause = next((r.root_cause for r in relations if r.root_cause), self.root_cause)
@@ -383,7 +382,6 @@ class Examiner:
         at_start(differences, wholes, names, self.pair.holds, elsewhere)
         models = self.pair.reference.model, self.pair.loop.model
         compare_buffers(differences, *models, self.limit, Moment.START)
-        self.history.begin(self.pair.holds)
         self.watched.begin(self.pair.wholes)
         if self.differences.take(differences):
             first = self.differences.first
@@ -393,7 +391,8 @@ class Examiner:
         self._batch, self._share = batch, share
         seen = run_step(self.pair, step, batch, share, self.limit, self.drawing)
         sums = checksums(self.pair, seen.seen.gradients)
-        self.sums += [sums] if step < _REPEATED else []
+        kept = sums if step < _REPEATED else {"parameters": sums["parameters"]}
+        self.sums.append(kept)
         self.differences.take(seen.differences)
         self.differences.add(replicas(step, self.ranks.gather(sums["parameters"])))
         self.drawing.require_attributed(bool(self.mismatches))
@@ -419,7 +418,6 @@ class Examiner:
             self.root_cause = self._explain(seen)
         else:
             self.root_cause = self._inquiry(seen).accumulated(self.before)
-        self.history.see(self.pair.holds)
         self.before = {name: gradient.clone() for name, gradient in seen.expected.gradients.items()}
 
     def _note_norms(self, step: StepComparison) -> None:
@@ -436,8 +434,10 @@ class Examiner:
             case Moment.START:
                 return self._explain_updates(first, step)
             case Moment.FORWARD:
-                written = self.ranks.gather(self.history.seen(step, self.pair.holds))
-                return explain_in_use(first, self.ranks, written)
+                sums = [its["parameters"] for its in self.sums[:-2]]
+                mine = written(step, self.pair.holds, sums)
+                everyones = self.ranks.gather(mine, dict[str, tuple[str, str]])
+                return explain_in_use(first, self.ranks, everyones)
             case Moment.GRADIENTS:
                 return self._explain_gradients(step, first)
             case _ if first[0].subject is Subject.LOSS:
@@ -535,15 +535,11 @@ class Examiner:
         }
         job = again()
         self.random.restore()
+        first = self.sums[: _REPEATED + 1]
         cause = repeated(
-            job,
-            wholes,
-            self.terms,
-            shares=shares,
-            first=self.sums,
-            drawing=self.drawing,
-            tied=self._tied,
-        )
+            job, wholes, self.terms, shares=shares[: len(first) - 1], first=first,
+            drawing=self.drawing, tied=self._tied,
+        )  # fmt: skip
         if self.root_cause is None or self.root_cause.certainty is not Certainty.PROVEN:
             self.root_cause = cause or self.root_cause
         return claim("the same twice", None, cause is None, "other bits")

@@ -88,7 +88,6 @@ class Drawing:
         self.loop = DrawMode()
         self.hidden: set[str] = set()
         self.count = 0
-        self.doubled: set[int] = set()
         self.lasts = lasts
         self.ends = False  # nothing was drawn in the first step
         self._before: tuple[RandomState, nn.Module] | None = None  # the loop's step
@@ -115,7 +114,6 @@ class Drawing:
         hidden = self.ranks.gather(sorted(self.loop.hidden))
         self.hidden |= {path for paths in hidden for path in paths}
         self.count = len(self.everyones.by_key)
-        self.doubled |= set(self.everyones.doubled())
 
     def replayed(self, *models: nn.Module, still: Collection[Key] = ()) -> Any:
         """Return what passes of the plain model are to run in: each sample is dropped out as on the
@@ -193,13 +191,6 @@ class Drawing:
                 "compared without dropout within attention "
                 f"({families(sorted(self.hidden))}): a fused kernel shows no mask. Use "
                 "torch.nn.attention.sdpa_kernel(SDPBackend.MATH) to compare with it"
-            )
-        if self.doubled:
-            ranks = ", ".join(map(str, sorted(self.doubled)))
-            yield (
-                f"ranks {ranks} draw the same random numbers for different samples. This is "
-                "legal, but seed them by the rank (torch.manual_seed(seed + rank)) after the "
-                "model is built"
             )
 
     def _stilled(self, draw: RandomDraw) -> Tensor | None:
@@ -388,38 +379,23 @@ def is_finite(gradients: Mapping[str, Tensor], holds: Mapping[str, ParameterShar
     return all(bool(torch.isfinite(tensor).all()) for tensor in values)
 
 
-@dataclass(slots=True)
-class History:
-    """Checksums of this rank's elements by parameter, of the start and after each step."""
-
-    sums: dict[str, list[str]] = field(default_factory=dict)
-
-    def begin(self, holds: Mapping[str, ParameterShard]) -> None:
-        """Take those of the start."""
-        self.sums = {name: [digest(shard.value())] for name, shard in holds.items()}
-
-    def see(self, holds: Mapping[str, ParameterShard]) -> None:
-        """Take those after a step."""
-        for name, shard in holds.items():
-            self.sums[name].append(digest(shard.value()))
-
-    def seen(
-        self, step: StepComparison, holds: Mapping[str, ParameterShard]
-    ) -> dict[str, list[object]]:
-        """Return what each parameter is that is in use: [the step after which it had these values
-        (-1: the start; None: none), the dtype that one device's are rounded to, if any]."""
-        return {name: self._written(name, step, holds) for name in step.seen.in_use}
-
-    def _written(
-        self, name: str, step: StepComparison, holds: Mapping[str, ParameterShard]
-    ) -> list[object]:
-        value = step.seen.in_use[name]
-        checksum = digest(value)
-        earlier = [n - 1 for n, its in enumerate(self.sums[name][:-1]) if its == checksum]
+def written(
+    step: StepComparison, holds: Mapping[str, ParameterShard],
+    sums: Sequence[Mapping[str, Sequence[str]]],
+) -> dict[str, tuple[str, str]]:  # fmt: skip
+    """Return, as a factor and in words, what each parameter is that is in use: its values of an
+    earlier time, or the reference's in a coarser dtype; nothing where it is neither. `sums`:
+    checksums of the start and after each step before the last."""
+    told = {}
+    for name, value in step.seen.in_use.items():
+        bits, right = digest(value), holds[name].of(step.expected.in_use[name])
+        earlier = [number for number, its in enumerate(sums) if its[name][1] == bits]
+        coarse = [d for d in COARSER if torch.equal(value, right.to(d).to(value.dtype))]
+        told[name] = "", ""
         if earlier:
-            return [earlier[-1], ""]
-        right = holds[name].of(step.expected.in_use[name])
-        for dtype in COARSER:
-            if torch.equal(value, right.to(dtype).to(value.dtype)):
-                return [None, named(dtype)]
-        return [None, ""]
+            when = f"step {earlier[-1] - 1}" if earlier[-1] else "the start"
+            told[name] = f"values of {when}", f"has its values of {when}"
+        elif coarse:
+            dtype = named(coarse[0])
+            told[name] = f"rounded to {dtype}", f"is the reference rounded to {dtype}"
+    return told

@@ -182,41 +182,32 @@ class UpdateExplainer:
             for name in still
         }
         left, _ = self._repeated(taken)
-        mismatch = Remainder(1, max(d.difference for d in self.mismatches), 0.0)
-        everyones = self.ranks.gather(sorted([name, case.part(name)] for name in still))
-        moved = {
-            (name, part)
-            for rank in self.ranks.gather(
-                [[name, case.part(name)] for name in case.seen.after if name in case.courses]
-            )
-            for name, part in rank
-        }
-        rows = [(rank, name, part) for rank, its in enumerate(everyones) for name, part in its]
-        is_stale = all((name, part) in moved for _, name, part in rows)
-        if not left.is_fix_of(mismatch):
+        if not left.is_fix_of(Remainder(1, max(d.difference for d in self.mismatches), 0.0)):
             return self.unexplained(
                 "no optimizer that steps has the differing tensors, and with the reference "
                 "optimizer and the present gradient they would still differ by "
                 f"{left.worst:.2g}"
             )
-        names, ranks = [name for _, name, _ in rows], sorted({rank for rank, _, _ in rows})
-        proof = (
-            "updated by the reference optimizer with the present gradient it matches the "
-            f"reference to {left.worst:.2g}"
-        )
-        if is_stale:
-            return self._proven(
-                Subject.PARAMETERS, "stale on some ranks",
-                "The parameter is updated on other ranks, but is stale here: it is not "
-                "broadcast or gathered from the rank that updates it.",
-                names, ranks, proof, axis=next(iter(self.ranks.axes), ""),
-            )  # fmt: skip
+        stepped = case.seen.after.keys() & case.courses.keys()
+        mine = ([[n, case.part(n)] for n in sorted(its)] for its in (still, stepped))
+        everyones = self.ranks.gather(list(mine))
+        rows = [(rank, part) for rank, (its, _) in enumerate(everyones) for part in its]
+        elsewhere = [part for _, its in everyones for part in its]
+        is_stale = all(part in elsewhere for _, part in rows)
+        what, fix = (
+            ("updated on other ranks and stale here", "Broadcast or gather it from the rank that "
+             "updates it")
+            if is_stale
+            else ("not updated, and no optimizer that steps on these ranks has it", "Give it to an "
+                  "optimizer")
+        )  # fmt: skip
         return self._proven(
-            Subject.PARAMETERS, "not updated",
-            "The parameter does not change in the update, although its gradient is right, "
-            "and no optimizer that steps on these ranks has it. Give it to an optimizer, or "
-            "copy it back from the rank that updates it.",
-            names, ranks, proof,
+            Subject.PARAMETERS, "stale on some ranks" if is_stale else "not updated",
+            f"The gradient of the parameter is right, but it is {what}. {fix}.",
+            [name for _, (name, _) in rows], sorted({rank for rank, _ in rows}),
+            "updated by the reference optimizer with the present gradient it matches the "
+            f"reference to {left.worst:.2g}",
+            axis=next(iter(self.ranks.axes), "") if is_stale else None,
         )  # fmt: skip
 
     def _not_to_be_stepped(self, names: set[str]) -> RootCause:
