@@ -24,7 +24,7 @@ SMALL = 80  # lines
 
 # begin
 BUDGETS: dict[str, int] = {
-    "ptrain": 53700,
+    "ptrain": 53670,
     "ptrain/activations": 340,
     "ptrain/algebra": 290,
     "ptrain/axes": 150,
@@ -38,7 +38,7 @@ BUDGETS: dict[str, int] = {
     "ptrain/cli": 1620,
     "ptrain/convert": 440,
     "ptrain/data": 1080,
-    "ptrain/derivation": 5010,
+    "ptrain/derivation": 5020,
     "ptrain/facts": 710,
     "ptrain/internals": 360,
     "ptrain/interpreter": 1070,
@@ -55,7 +55,7 @@ BUDGETS: dict[str, int] = {
     "ptrain/steps": 460,
     "ptrain/traces": 2250,
     "ptrain/train": 3200,
-    "ptrain/verification": 7320,
+    "ptrain/verification": 7280,
 }
 ONE_IMPORTER = 75  # modules that exactly one other imports
 SMALL_MODULES = 81  # modules with fewer lines than SMALL

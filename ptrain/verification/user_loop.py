@@ -12,7 +12,6 @@ other enough to name state, axis and factor.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -152,8 +151,8 @@ def share_of(batch: Any, rank: int | None = None, size: int | None = None) -> An
 
     Args:
         batch: The global batch.
-        rank: Which part. Default: this process's rank.
-        size: Number of parts. Default: the number of ranks.
+        rank: Which part. Default: this process's rank in the default group.
+        size: Number of parts. Default: the number of ranks in it.
 
     Raises:
         PtrainError: The samples do not divide evenly.
@@ -164,11 +163,7 @@ def share_of(batch: Any, rank: int | None = None, size: int | None = None) -> An
         {'inputs': tensor([2, 3])}
     """
     if rank is None or size is None:
-        rank, size = (
-            (dist.get_rank(), dist.get_world_size())
-            if dist.is_initialized()  # some wrappers make the group later
-            else (int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")))
-        )
+        rank, size = dist.get_rank(), dist.get_world_size()
 
     def part(samples: Tensor) -> Tensor:
         if len(samples) % size:

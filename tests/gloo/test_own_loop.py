@@ -218,12 +218,6 @@ def test_a_share_is_an_equal_part_of_every_tensor_and_keeps_the_type_of_a_mappin
     assert [share["pair"][0].tolist(), share["pair"][1]] == [[2], "name"]
 
 
-def test_the_share_of_a_process_is_that_of_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("WORLD_SIZE", "3")
-    assert ptrain.share_of(torch.arange(6)).tolist() == [2, 3]
-
-
 def test_samples_that_do_not_divide_evenly_are_refused_with_a_remedy() -> None:
     with pytest.raises(PtrainError, match=r"7 samples .* over 3 ranks\n  remedy: .* multiple of 3"):
         ptrain.share_of(torch.arange(7), 0, 3)
