@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Self
 
-from ptrain.spec.leaf import Choice, Either, Numbers, OwnFile, Whole, one_of, refuse, section
+from ptrain.spec.leaf import UNFIT, Choice, Either, Numbers, OwnFile, Whole, one_of, refuse, section
 from ptrain.spec.text import contents
 from ptrain.timeline import Kind
 from ptrain.word import MeantWord, Word, words_of
@@ -261,11 +261,10 @@ class ScheduleText(Choice):
     """A schedule by its name, or listed rank by rank (a file's name has given way to its rows). Of
     one that there is not the remedy says why."""
 
-    def check(self, value: Any) -> object:
+    def fit(self, value: Any) -> object:
         if not isinstance(value, list) or not all(isinstance(row, str) for row in value):
-            return super().check(value)
-        wrong = slip(value)
-        if wrong is not None:
+            return UNFIT
+        if wrong := slip(value):
             refuse(*wrong)
         return value
 

@@ -235,25 +235,26 @@ _ROPE = ("rope_theta", "rope_scaling", "rope_parameters", _PARTIAL)
 _WINDOW = (*_ROPE, "sliding_window")
 _GEMMA2 = (*_WINDOW, "query_pre_attn_scalar")
 _GEMMA3 = (*_GEMMA2, "rope_local_base_freq", _TURNS, f"_{_TURNS}")
-_READERS: Mapping[str, tuple[_Read, _Write, tuple[str, ...]]] = {
-    "": (lambda _, __: {}, lambda _: {}, ()),
-    "rope": (_rope, _of_rope, _ROPE),
-    "windows": (_windowed, _of_window, _WINDOW),
-    "gemma": (_gemma, _of_rope, _ROPE),
-    "gemma2": (_gemma2, _of_gemma2, _GEMMA2),
-    "gemma3": (_gemma3, _of_gemma3, _GEMMA3),
+_READERS: Mapping[str, dict[str, Any]] = {
+    "": {"read": lambda _, __: {}, "write": lambda _: {}, "fields": ()},
+    "rope": {"read": _rope, "write": _of_rope, "fields": _ROPE},
+    "windows": {"read": _windowed, "write": _of_window, "fields": _WINDOW},
+    "gemma": {"read": _gemma, "write": _of_rope, "fields": _ROPE},
+    "gemma2": {"read": _gemma2, "write": _of_gemma2, "fields": _GEMMA2},
+    "gemma3": {"read": _gemma3, "write": _of_gemma3, "fields": _GEMMA3},
 }
 
 
 @cache
 def kinds() -> Mapping[str, PublishedKind]:
     """Return the kinds of `specs/published.yaml` by `model_type`."""
-    return {name: _kind(**row) for name, row in table()["kinds"].items()}
-
-
-def _kind(reads: str = "", **row: Any) -> PublishedKind:
-    read, write, fields = _READERS[reads]
-    return PublishedKind(read=read, write=write, fields=fields, **row)
+    return {
+        name: PublishedKind(
+            **{key: value for key, value in row.items() if key != "reads"},
+            **_READERS[row.get("reads", "")],
+        )
+        for name, row in table()["kinds"].items()
+    }
 
 
 # A field that another one stands for in files of other versions.

@@ -9,7 +9,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from ptrain.spec.leaf import Choice, OwnFile, one_of, refuse
+from ptrain.spec.leaf import UNFIT, Choice, OwnFile, one_of, refuse
 from ptrain.spec.text import contents
 
 MAX_BYTES = 2**28  # of a file
@@ -52,9 +52,9 @@ Routing = Bound | Histogram | None  # None: every expert is chosen as often
 class RoutingText(Choice):
     """A word, or the counts themselves (a file's name has given way to them)."""
 
-    def check(self, value: Any) -> object:
+    def fit(self, value: Any) -> object:
         if not isinstance(value, Mapping):
-            return super().check(value)
+            return UNFIT
         if wrong := slip(value):
             refuse(*wrong)
         return value

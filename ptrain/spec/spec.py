@@ -5,7 +5,7 @@ row-major over the mesh, the outermost axis first, as DeviceMesh.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Self
@@ -232,14 +232,6 @@ def coordinates(spec: Spec, rank: int) -> dict[Axis, int]:
     for factor in reversed(spec.factors):
         rank, place[factor.axis] = divmod(rank, factor.degree)
     return {factor.axis: place[factor.axis] for factor in spec.factors}
-
-
-def rank_at(spec: Spec, place: Mapping[Axis, int]) -> int:
-    """The rank at these coordinates."""
-    rank = 0
-    for factor in spec.factors:
-        rank = rank * factor.degree + place[factor.axis]
-    return rank
 
 
 def groups(spec: Spec, axes: Sequence[Axis]) -> tuple[tuple[int, ...], ...]:

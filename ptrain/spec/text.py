@@ -246,13 +246,20 @@ def parse_value(text: str, source: str) -> Tree:
 @lru_cache(maxsize=2**8)
 def _parsed(text: str, source: str) -> Tree:
     """A command that changes a spec to see what fits reads the same few texts a hundred times."""
-    builder = _Builder(source, text)
-    root = builder.document()
-    if builder.is_cut_short:
-        raise SpecError(*builder.faults.values())
-    return Tree(
-        root=root, source=source, keys=builder.keys, values=builder.values, faults=builder.faults
-    )
+    tree = Tree(root=None, source=source)
+    builder = _Builder(tree, text)
+    try:
+        tree.root = builder.document()
+    except yaml.MarkedYAMLError as error:
+        tree.faults[("",)] = builder.of_syntax(error)
+    except yaml.YAMLError as error:
+        finding = f"not valid YAML: {str(error).splitlines()[0]}"
+        tree.faults[("",)] = SourceMark(source=source).fault("", finding)
+    except _TooDeep:
+        pass
+    else:
+        return tree
+    raise SpecError(*tree.faults.values())
 
 
 class _TooDeep(Exception):
@@ -266,46 +273,25 @@ def _is_no_end(event: yaml.Event) -> bool:
 class _Builder:
     """Walks the parser's events once; collects values, places and faults."""
 
-    def __init__(self, source: str, text: str) -> None:
-        self.source = source
-        self.text = text
-        self.lines = text.splitlines()
-        self.faults: dict[Route, Fault] = {}
-        self.is_cut_short = False
-        self.keys: dict[Route, SourceMark] = {}
-        self.values: dict[Route, SourceMark] = {}
-        self.events: Iterator[yaml.Event] = iter(())
+    def __init__(self, tree: Tree, text: str) -> None:
+        self.tree, self.lines = tree, text.splitlines()
+        self.events: Iterator[yaml.Event] = yaml.parse(text, Loader=_LOADER)
 
     def document(self) -> object:
-        root: object = None
-        try:
-            self.events = yaml.parse(self.text, Loader=_LOADER)
-            num_documents = 0
-            for event in self.events:
-                if isinstance(event, yaml.DocumentStartEvent):
-                    num_documents += 1
-                    if num_documents > 1:
-                        self._fault(
-                            event,
-                            (),
-                            "a second YAML document starts here",
-                            "Remove `---`: a file contains one spec.",
-                        )
-                        break
-                elif isinstance(event, yaml.NodeEvent):
-                    root = self._value(event, ())
-        except yaml.MarkedYAMLError as error:
-            self._syntax(error)
-        except yaml.YAMLError as error:
-            finding = f"not valid YAML: {str(error).splitlines()[0]}"
-            self.faults[("",)] = SourceMark(source=self.source).fault("", finding)
-            self.is_cut_short = True
-        except _TooDeep:
-            self.is_cut_short = True
+        """Return the value of the one document."""
+        root, num_documents = None, 0
+        for event in self.events:
+            num_documents += isinstance(event, yaml.DocumentStartEvent)
+            if num_documents > 1:
+                finding = "a second YAML document starts here"
+                self._fault(event, (), finding, "Remove `---`: a file contains one spec.")
+                break
+            if isinstance(event, yaml.NodeEvent):
+                root = self._value(event, ())
         return root
 
     def _value(self, event: yaml.Event, route: Route) -> object:
-        self.values[route] = self._mark(event)
+        self.tree.values[route] = self._mark(event)
         if isinstance(event, yaml.ScalarEvent):
             if event.anchor or event.tag:
                 self._plain_only(event, route)
@@ -331,7 +317,7 @@ class _Builder:
         for event in takewhile(_is_no_end, self.events):
             key = self._key(event, route)
             inner = (*route, key)
-            first = self.keys.get(inner) if key in values else None
+            first = self.tree.keys.get(inner) if key in values else None
             if first:
                 self._fault(
                     event,
@@ -340,7 +326,7 @@ class _Builder:
                     "Remove one of the two.",
                 )
             else:
-                self.keys[inner] = self._mark(event)
+                self.tree.keys[inner] = self._mark(event)
             values[key] = self._value(next(self.events), inner)
         return values
 
@@ -385,9 +371,10 @@ class _Builder:
                 "Write the value without a tag.",
             )
 
-    def _syntax(self, error: yaml.MarkedYAMLError) -> None:
+    def of_syntax(self, error: yaml.MarkedYAMLError) -> Fault:
+        """Return the fault of a text that is no YAML."""
         mark = error.problem_mark or error.context_mark
-        place = self._at(mark.line, mark.column) if mark else SourceMark(source=self.source)
+        place = self._at(mark.line, mark.column) if mark else SourceMark(source=self.tree.source)
         problem = error.problem or error.context or "it cannot be parsed"
         remedy = ""
         if "\t" in place.text[: place.column]:
@@ -397,12 +384,11 @@ class _Builder:
         finding = f"not valid YAML: {problem}"
         if "nesting depth" in problem:  # PyYAML 6.0.4 counts too, ahead of the walk
             finding, remedy = _TOO_DEEP
-        self.faults[("",)] = place.fault("", finding, remedy)
-        self.is_cut_short = True
+        return place.fault("", finding, remedy)
 
     def _fault(self, event: yaml.Event, route: Route, finding: str, remedy: str) -> None:
         place = ".".join(route)
-        self.faults[route] = self._mark(event).fault(place, finding, remedy)
+        self.tree.faults[route] = self._mark(event).fault(place, finding, remedy)
 
     def _mark(self, event: yaml.Event) -> SourceMark:
         mark = event.start_mark
@@ -412,7 +398,7 @@ class _Builder:
     def _at(self, line: int, column: int) -> SourceMark:
         text = self.lines[line] if line < len(self.lines) else ""
         column, text = _window(column, text)
-        return SourceMark(source=self.source, line=line + 1, column=column + 1, text=text)
+        return SourceMark(source=self.tree.source, line=line + 1, column=column + 1, text=text)
 
 
 def _window(column: int, text: str) -> tuple[int, str]:

@@ -15,7 +15,6 @@ from ptrain.spec.spec import (
     place_of,
     position,
     positions,
-    rank_at,
     ranks_over,
 )
 from tests.pure.build import WHOLE, make_spec
@@ -68,9 +67,10 @@ def test_groups_cover_every_rank_once(degrees, axes):
     assert {len(members) for members in found} == {ranks_over(spec, axes)}
 
 
-def test_the_rank_at_a_rank_s_coordinates_is_that_rank():
+def test_ranks_are_row_major_the_last_axis_counts_fastest():
     spec = mesh_of((2, 4))
-    assert [rank_at(spec, coordinates(spec, rank)) for rank in range(8)] == list(range(8))
+    places = [tuple(coordinates(spec, rank).values()) for rank in range(8)]
+    assert places == [(first, last) for first in range(2) for last in range(4)]
 
 
 @pytest.mark.parametrize("rank", [-1, 8])
