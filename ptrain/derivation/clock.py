@@ -547,29 +547,3 @@ def _sent_in(phase: Phase, sent: Sent) -> TimeKey:
 def _more(after: Seconds, before: Seconds) -> Seconds:
     more = {key: seconds - before.get(key, 0.0) for key, seconds in after.items()}
     return {key: seconds for key, seconds in more.items() if seconds}
-
-
-class Slowest:
-    """The rank that takes longest, of several that one clock plays in turn from the same moment.
-    Without a clock nothing happens."""
-
-    def __init__(self, clock: Clock | None) -> None:
-        self._clock = clock
-        self._start = clock.moment() if clock else None
-        self._end: ClockState | None = None
-        self._most = -1.0
-
-    def begin(self) -> None:
-        """Set the clock back to the moment at which all ranks start."""
-        if self._clock is not None and self._start is not None:
-            self._clock.back_to(self._start)
-
-    def end(self) -> None:
-        """Keep the moment at which this rank ends, if it is the latest."""
-        if self._clock is not None and self._clock.seconds > self._most:
-            self._most, self._end = self._clock.seconds, self._clock.moment()
-
-    def stay(self) -> None:
-        """Set the clock to the latest end, after the last rank."""
-        if self._clock is not None and self._end is not None:
-            self._clock.back_to(self._end)

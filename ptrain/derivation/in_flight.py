@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from math import inf
 from typing import NamedTuple
 
@@ -14,8 +14,9 @@ from ptrain.axes.pipeline.instructions import Instruction, Message, Receive, Rel
 from ptrain.axes.pipeline.schedule import Action, Schedule
 from ptrain.by_rank import ByRank, rows_by_rank
 from ptrain.cost import Footprint, Peak, Phase, State, StepTime, Traffic
+from ptrain.derivation import tensor
 from ptrain.derivation.activation_moves import activation_row
-from ptrain.derivation.clock import Clock, Seconds, Slowest
+from ptrain.derivation.clock import Clock, Seconds
 from ptrain.derivation.computing import PassScore, play_pass
 from ptrain.derivation.ghosts.clipping import clip, norm_bytes
 from ptrain.derivation.ghosts.wrapping import Wrapping
@@ -24,13 +25,12 @@ from ptrain.derivation.memory import always, least_above, peaks, sum_in_time
 from ptrain.derivation.pipeline import StageParts
 from ptrain.derivation.pipeline_time import RankTime, StepTiming, step_time
 from ptrain.derivation.tape import Scene, Tape, Wrap
-from ptrain.facts.model import ModelFacts, Passes, net
+from ptrain.facts.model import Passes, net
 from ptrain.spec.placement import Axis
 from ptrain.spec.precision import DType, Layout
 from ptrain.spec.rates import Hook
-from ptrain.spec.spec import Spec, positions, ranks_over
+from ptrain.spec.spec import Spec, positions
 from ptrain.steps.experts import ByLayer
-from ptrain.steps.step import Plan
 from ptrain.timeline import Kind, Run
 from ptrain.units import grouped
 
@@ -40,44 +40,6 @@ from ptrain.units import grouped
 # A stage's input and output live until their micro-batch has come back, with halves until the
 # second of them, and what is sent until its `Release`; where two stages of a rank follow each
 # other, one's output is the other's input.
-
-
-class _Tensors:
-    """The tensors at one boundary of a stage, one of each micro-batch in flight: `size` bytes of
-    each, and how often it is held. `is_taken`: the next stage is the same rank's, and takes it
-    too."""
-
-    __slots__ = ("holders", "is_taken", "size")
-
-    def __init__(self, size: int, *, is_taken: bool = False) -> None:
-        self.size, self.is_taken = size, is_taken
-        self.holders: dict[int, int] = {}
-
-
-class _Ends(NamedTuple):
-    """What a stage takes and gives. Where two stages of a rank follow each other, what one takes is
-    what the other gives."""
-
-    input: _Tensors
-    output: _Tensors
-    input_gradient: _Tensors
-    output_gradient: _Tensors
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Played:
-    """One rank's step up to the update. `activations`: bytes when most of them lived as a backward
-    pass began, and `moved` what was off the device then, (tier, bytes); `gathered`: of units, when
-    the last one did; where a clock went along, the `seconds` of each action, and of these the
-    `tails`, since its last collective."""
-
-    tape: Tape
-    wraps: tuple[Wrap, ...]
-    activations: int
-    gathered: int
-    moved: tuple[tuple[str, int], ...] = ()
-    seconds: Mapping[Action, float] = field(default_factory=dict)
-    tails: Mapping[Action, float] = field(default_factory=dict)
 
 
 class Did(NamedTuple):
@@ -109,14 +71,6 @@ class Part:
         """Return the passes of a micro-batch."""
         return self.micro_batches[micro_batch] if self.micro_batches else self.passes
 
-    @property
-    def plan(self) -> Plan:
-        return self.ghost.wrapped.plan
-
-    @property
-    def facts(self) -> ModelFacts:
-        return self.ghost.wrapped.facts
-
 
 Turns = Iterable[tuple[int, Sequence[Instruction]]]  # with how often they come in a row
 
@@ -136,37 +90,28 @@ def play_rank(
     is_last: int,
     clock: Clock | None = None,
     most: float = inf,
-) -> Played:
-    """`instructions` of one step; `is_last` is the index of the model's last stage. Raises TooLarge
-    for a peak above `most`."""
-    rank = _RankStep(spec, parts, is_last, Tape(clock=clock, most=most))
+) -> RankStep:
+    """Play the `instructions` of one step up to the update; `is_last` is the index of the model's
+    last stage. Raises TooLarge for a peak above `most`."""
+    rank = RankStep(spec, parts, is_last, Tape(clock=clock, most=most))
     for times, some in instructions:
         rank.tape.in_time(times, partial(rank.run, some))
         for stage in rank.stages.values():
             stage.left -= times - 1
     assert not rank.saved and not rank.boundaries.size, "nothing is in flight when a step is over"
-    return Played(
-        tape=rank.tape,
-        wraps=tuple(stage.wrap for stage in rank.stages.values()),
-        activations=rank.most,
-        gathered=rank.gathered,
-        moved=tuple(rank.most_moved.items()),
-        seconds=rank.seconds,
-        tails=rank.tails,
-    )
+    return rank
 
 
 @dataclass(slots=True)
 class _Stage:
-    """`nets`: bytes that passes leave, but for gradients, by the passes of a micro-batch, and
-    `losses` those of its loss. `left`: backward passes of the step. What the wrap says of itself is
-    asked once after each pass that was played: with those that are known it stays as it is."""
+    """`nets`: bytes that passes leave, but for gradients, by the passes of a micro-batch. `left`:
+    backward passes of the step. What the wrap says of itself is asked once after each pass that was
+    played: with those that are known it stays as it is."""
 
     part: Part
     wrap: Wrap
     left: int
     nets: dict[int, dict[Kind, int]] = field(default_factory=dict)
-    losses: dict[int, int] = field(default_factory=dict)
     begun: bool = False
     turn: tuple[bool, bool] | None = None  # whether the first backward pass is to come, or the last
     state: Hashable = None
@@ -178,12 +123,6 @@ class _Stage:
         if id(passes) not in self.nets:
             self.nets[id(passes)] = {k: sum(map(net, items)) for k, items in passes.items.items()}
         return self.nets[id(passes)][kind]
-
-    def loss(self, passes: Passes) -> int:
-        """Return the bytes of the loss, which are summed up once for many micro-batches."""
-        if id(passes) not in self.losses:
-            self.losses[id(passes)] = passes.loss
-        return self.losses[id(passes)]
 
     def begin(self, *, is_last: bool) -> None:
         """A backward pass is to come."""
@@ -198,16 +137,22 @@ class _Stage:
         self.lingering, self.gathered = self.wrap.lingering(), self.wrap.gathered()
 
 
-class _RankStep:
-    """What a rank does. `is_alone`: no other has a part of the model, so that no message comes, and
-    no pass is taken for an equal one, which what is on its way found otherwise."""
+class RankStep:
+    """One rank's step. `most`: bytes of activations when most of them lived as a backward pass
+    began, and `most_moved` what was off the device then, by tier; `gathered`: of units, when the
+    last one did; where a clock goes along, the `seconds` of each action, and of these the `tails`,
+    since its last collective; `passes` are those of all. `updates`: peaks by shard. `is_alone`: no
+    other rank has a part of the model, so that no message comes, and no pass is taken for an equal
+    one, which what is on its way found otherwise."""
 
     def __init__(self, spec: Spec, parts: Sequence[Part], last: int, tape: Tape) -> None:
-        self.tape, self.last, self.is_alone = tape, last, parts[0].plan.pipeline is None
+        self.tape, self.last, plan = tape, last, parts[0].ghost.wrapped.plan
+        self.is_alone, self.seed = plan.pipeline is None, seed_bytes(plan.update.layout)
+        self.passes, self.updates = 0.0, dict[int, int]()
         self.seconds: dict[Action, float] = {}
         self.tails: dict[Action, float] = {}
         self.stages = {part.index: _stage(spec, part, self.tape) for part in parts}
-        self.boundaries = _Boundaries(self.tape, _ends(parts), last)
+        self.boundaries = _Boundaries(self.tape, parts, last)
         self.saved = self.most = self.gathered = 0
         self.moved: dict[str, int] = {}
         self.most_moved: dict[str, int] = {}
@@ -245,7 +190,8 @@ class _RankStep:
             self.moved[tier] = self.moved.get(tier, 0) + more
         self.saved -= self.boundaries.passed(kind, action)
         if kind in (Kind.BACKWARD, Kind.WEIGHT):
-            loss = stage.loss(passes)
+            whole = stage.net(Kind.FORWARD, passes) + stage.net(Kind.BACKWARD, passes)
+            loss = whole - passes.output - passes.hidden
             self.saved -= loss
             if not self.is_alone:  # the timeline of a whole model ends with its loss
                 self.tape.add(-loss)
@@ -264,6 +210,24 @@ class _RankStep:
         stage.left -= kind is not Kind.INPUT
         stage.begin(is_last=is_last)
         stage.begun = stage.begun or kind is not Kind.INPUT
+
+    def update(self, shards: Iterable[int], sums: Iterable[Traffic]) -> None:
+        """The passes are over: update, on the ranks with these shards. `sums` are those of tensors
+        that the first and the last stage share."""
+        clock = self.tape.clock
+        self.passes = clock.seconds if clock else 0.0
+        self.tape.enter(Phase.UPDATE)
+        if clock is not None:
+            for row in sums:
+                clock.between_ends(row.key.collective, Axis.PP, row.payload_bytes)
+        self.updates = play_update([stage.wrap for stage in self.stages.values()], shards)
+
+    def rows(self) -> tuple[Footprint, ...]:
+        """Return what lives between the passes."""
+        return (
+            activation_row(0, self.most, tuple(self.most_moved.items())),
+            Footprint(state=State.TRANSIENT, rank=0, device_bytes=self.gathered),
+        )
 
     def known(self, stage: _Stage, key: Hashable) -> Did | None:
         """Return what an equal pass did; None where there was none."""
@@ -289,7 +253,7 @@ class _RankStep:
         if kind in (Kind.INPUT, Kind.WEIGHT):
             stage.wrap.begin_half(kind)
         begins = stage.part.index == self.last and kind in (Kind.BACKWARD, Kind.INPUT)
-        seed = seed_bytes(stage.part.plan.update.layout) if begins else 0
+        seed = self.seed if begins else 0
         self.tape.level -= seed
         play_pass(passes.items[kind], self.tape, stage.wrap, stage.part.scores.get(kind))
         self.tape.level += seed
@@ -315,104 +279,100 @@ def seed_bytes(layout: Layout) -> int:
 
 
 def _stage(spec: Spec, part: Part, tape: Tape) -> _Stage:
+    own = part.ghost.wrapped
     scene = Scene(
         tape=tape,
         spec=spec,
-        facts=part.facts,
-        plan=part.plan,
+        facts=own.facts,
+        plan=own.plan,
         timeline=part.passes.timeline,
         representatives=part.representatives,
     )
     stage = _Stage(
         part=part,
         wrap=part.ghost.player(scene),
-        left=part.plan.accumulate.micro_batches,
+        left=own.plan.accumulate.micro_batches,
     )
     stage.has_played()
     return stage
 
 
-def _ends(parts: Sequence[Part]) -> dict[int, _Ends]:
-    """Return what the stages of a rank take and give, by stage."""
-    passes = {part.index: part.passes for part in parts}
-    ends: dict[int, _Ends] = {}
-    for stage in sorted(passes):
-        here, before, after = passes[stage], ends.get(stage - 1), passes.get(stage + 1)
-        ends[stage] = _Ends(
-            input=before.output if before else _Tensors(here.hidden),
-            output=_Tensors(here.output, is_taken=after is not None),
-            input_gradient=before.output_gradient if before else _Tensors(here.hidden),
-            output_gradient=_Tensors(after.hidden if after else here.output),
-        )
-    return ends
+_Tensor = tuple[Phase, int, int]  # its boundary by the stage in front of it, and its micro-batch
 
 
 class _Boundaries:
-    """The tensors at the boundaries of a rank's stages, by who holds them: `size` bytes in all."""
+    """The tensors at the boundaries of a rank's stages, one of each micro-batch in flight, by how
+    often each is held: `size` bytes in all. Where two stages of a rank follow each other, what one
+    takes is what the other gives; behind the last one stand the logits."""
 
-    def __init__(self, tape: Tape, ends: Mapping[int, _Ends], last: int) -> None:
-        self.tape, self.ends, self.last = tape, ends, last
-        self.size = 0
+    def __init__(self, tape: Tape, parts: Sequence[Part], last: int) -> None:
+        self.tape, self.last, self.size = tape, last, 0
+        self.own = {part.index for part in parts}
+        self.holders: dict[_Tensor, int] = {}
+        self.sizes: dict[tuple[Phase, int], int] = {}
+        for part in sorted(parts, key=lambda part: part.index):
+            stage, output, hidden = part.index, part.passes.output, part.passes.hidden
+            self.sizes[Phase.FORWARD, stage] = output
+            self.sizes.setdefault((Phase.BACKWARD, stage), output)
+            self.sizes.setdefault((Phase.FORWARD, stage - 1), hidden)
+            self.sizes[Phase.BACKWARD, stage - 1] = hidden
 
     def passed(self, kind: Kind, action: Action) -> int:
         """A pass is over: it has made its output, or the gradient of its input, and nobody needs
         what it took. Between the halves the stage's state keeps input, output and its gradient; the
         input keeps its own gradient. Return the bytes that are no longer the pass's."""
-        ends, stage, index = self.ends[action.stage], action.stage, action.microbatch
-        is_last = stage == self.last
-        if kind is Kind.FORWARD:
-            return self._give(ends.output, index)
-        given = self._give(ends.input_gradient, index) if stage and kind is not Kind.WEIGHT else 0
+        stage, index, is_last = action.stage, action.microbatch, action.stage == self.last
+        output, taken = (Phase.FORWARD, stage, index), (Phase.FORWARD, stage - 1, index)
+        given, came = (Phase.BACKWARD, stage - 1, index), (Phase.BACKWARD, stage, index)
+        if kind is Kind.FORWARD:  # held for its own backward, too
+            return self._hold(output, 1 + (stage + 1 in self.own))
+        made = self._hold(given) if stage and kind is not Kind.WEIGHT else 0
         if kind is Kind.INPUT:
-            ends.input_gradient.holders[index] += 1
+            self._hold(given)
             if is_last:
-                self._drop(ends.output, index)
-            return given
+                self._drop(output)
+            return made
         if stage:
-            self._drop(ends.input, index)
+            self._drop(taken)
         if kind is Kind.BACKWARD or not is_last:
-            self._drop(ends.output, index)
+            self._drop(output)
         if kind is Kind.WEIGHT:
-            self._drop(ends.input_gradient, index)
+            self._drop(given)
         if not is_last:
-            self._drop(ends.output_gradient, index)
-        return given
+            self._drop(came)
+        return made
 
     def receive(self, message: Message) -> None:
         """A buffer is made, held for the pass that takes it."""
-        ends = self.ends[message.target]
-        is_input = message.phase is Phase.FORWARD
-        tensors = ends.input if is_input else ends.output_gradient
-        self.tape.add(tensors.size)
-        self.size += tensors.size
-        tensors.holders[message.microbatch] = 1
+        self.tape.add(self._hold(_tensor(message)))
 
     def send(self, message: Message) -> None:
         """A gradient goes over from the stage to its send; an output is held by both."""
         if message.phase is Phase.FORWARD:
-            self._sent(message).holders[message.microbatch] += 1
+            self._hold(_tensor(message))
 
     def release(self, message: Message) -> None:
-        self._drop(self._sent(message), message.microbatch)
+        self._drop(_tensor(message))
 
-    def _sent(self, message: Message) -> _Tensors:
-        ends = self.ends[message.source]
-        return ends.output if message.phase is Phase.FORWARD else ends.input_gradient
+    def _hold(self, tensor: _Tensor, times: int = 1) -> int:
+        """Return the bytes that are there from now on."""
+        size = 0 if tensor in self.holders else self.sizes[tensor[:2]]
+        self.size += size
+        self.holders[tensor] = self.holders.get(tensor, 0) + times
+        return size
 
-    def _give(self, tensors: _Tensors, index: int) -> int:
-        """Made by a pass, whose bytes it is no longer. Held for the next stage, or for the send
-        that is to come; an output for its own micro-batch's backward, too."""
-        self.size += tensors.size
-        tensors.holders[index] = 1 + tensors.is_taken
-        return tensors.size
-
-    def _drop(self, tensors: _Tensors, index: int) -> None:
+    def _drop(self, tensor: _Tensor) -> None:
         """One less holds it."""
-        tensors.holders[index] -= 1
-        if not tensors.holders[index]:
-            del tensors.holders[index]
-            self.size -= tensors.size
-            self.tape.add(-tensors.size)
+        self.holders[tensor] -= 1
+        if not self.holders[tensor]:
+            del self.holders[tensor]
+            self.size -= self.sizes[tensor[:2]]
+            self.tape.add(-self.sizes[tensor[:2]])
+
+
+def _tensor(message: Message) -> _Tensor:
+    is_gradient = message.phase is Phase.BACKWARD
+    return message.phase, message.source - is_gradient, message.microbatch
 
 
 Place = tuple[int, int, int]  # along pp, along tp, and of a rank's tokens where these differ
@@ -440,9 +400,10 @@ def in_flight(
     place along pp is played for each, itself where nothing is said. Raises TooLarge for a peak
     above `limit`."""
     most = least_above(base, limit)
-    played: dict[_Alike, _Rank] = {}
+    played: dict[_Alike, RankStep] = {}
+    shards = positions(spec, stages[0].plan.differing_axes)
     like: dict[Place, _Alike] = {}
-    instructions, parts = training(schedule), _PartsOfStages(spec, stages, timing)
+    instructions, part_of = training(schedule), cache(partial(_part_of, spec, stages, timing))
     cutting, loads = stages[0].plan.cutting_axes, stages[0].plan.loads
     axes = (Axis.PP,), cutting, spec.routing_axes if loads else ()
     places = list(zip(*(positions(spec, names) for names in axes), strict=True))
@@ -455,63 +416,32 @@ def in_flight(
         key = like[place, index, tokens] = stand_in, firsts, id(rows)
         if key not in played:
             pairs = [*zip(own, firsts, strict=True)]
-            of_rank = [parts.of(*pair, rows) for pair in pairs]
+            of_rank = [
+                _own_part(part_of(stages[stage].like, at), stages[stage], at, rows)
+                for stage, at in pairs
+            ]
             clock = timing.clock_of(firsts[0]) if timing else None
             are_alike = schedule.ranks == 1 and not of_rank[0].micro_batches
             of_step = turns(instructions[stand_in], are_alike=are_alike)
-            step = play_rank(spec, of_rank, of_step, schedule.stages - 1, clock, most)
+            rank = play_rank(spec, of_rank, of_step, schedule.stages - 1, clock, most)
             sums = [row for stage, at in pairs for row in stages[stage].tied(at)] if clock else []
-            played[key] = _Rank(spec, step, sums)
+            rank.update(sorted({*shards}), sums)
+            played[key] = rank
     ranks = [like[place] for place in places]
-    shards = positions(spec, stages[0].plan.differing_axes)
     keys = [(rank, played[rank].updates[s]) for rank, s in zip(ranks, shards, strict=True)]
-    above = {key: played[key[0]].above(update=key[1]) for key in dict.fromkeys(keys)}
+    above = {
+        key: {**played[key[0]].tape.peaks, Phase.UPDATE: key[1]} for key in dict.fromkeys(keys)
+    }
+    times = [
+        RankTime(place, rank.seconds, rank.tails, rank.passes, rank.tape.clock)
+        for (place, *_), rank in played.items()
+        if rank.tape.clock is not None
+    ]
     return Flight(
         memory=rows_by_rank(ranks, lambda rank: played[rank].rows()),
         peaks=peaks(always(base), keys, above),
-        step=step_time(schedule, _timed(played), timing) if timing else None,
+        step=step_time(schedule, times, timing) if timing else None,
     )
-
-
-def _timed(played: Mapping[_Alike, _Rank]) -> list[RankTime]:
-    """The times of ranks of each place along pp, of each part of the model along tp."""
-    return [
-        RankTime(
-            place=place,
-            seconds=rank.played.seconds,
-            tails=rank.played.tails,
-            passes=rank.passes,
-            clock=rank.clock,
-        )
-        for (place, *_), rank in played.items()
-        if rank.clock is not None
-    ]
-
-
-class _Rank:
-    """A step up to the update, and the updates of ranks with different shards."""
-
-    def __init__(self, spec: Spec, played: Played, sums: Sequence[Traffic] = ()) -> None:
-        """`sums` are those of tensors that the first and the last stage share."""
-        self.played, self.tape, self.clock = played, played.tape, played.tape.clock
-        axes = played.wraps[0].scene.plan.differing_axes
-        self.passes = self.clock.seconds if self.clock else 0.0
-        self.tape.enter(Phase.UPDATE)
-        if self.clock is not None:
-            for row in sums:
-                self.clock.between_ends(row.key.collective, Axis.PP, row.payload_bytes)
-        self.updates = play_update(played.wraps, range(ranks_over(spec, axes)))
-
-    def rows(self) -> tuple[Footprint, ...]:
-        played = self.played
-        return (
-            activation_row(0, played.activations, played.moved),
-            Footprint(state=State.TRANSIENT, rank=0, device_bytes=played.gathered),
-        )
-
-    def above(self, *, update: int) -> dict[Phase, int]:
-        """The peaks above what lives always, with one of its updates."""
-        return {**self.tape.peaks, Phase.UPDATE: update}
 
 
 def play_update(wraps: Sequence[Wrap], shards: Iterable[int]) -> dict[int, int]:
@@ -529,58 +459,56 @@ def play_update(wraps: Sequence[Wrap], shards: Iterable[int]) -> dict[int, int]:
     clips = {shard: norm_bytes(scene, groups) for shard, groups in clipped.items()}
     before, reduced = tape.level, tape.peak
     is_alike = any(wrap.updates_alike for wrap in wraps)
-    slowest = Slowest(tape.clock)
-    peaks: dict[int, int] = {}
+    clock, peaks, most = tape.clock, dict[int, int](), -1.0
+    start = slowest = clock.moment() if clock else None
     for (shard, (at_once, stays)), all_of_kind in zip(clips.items(), alike.values(), strict=True):
         if not (peaks and is_alike):
             tape.level = tape.peak = before + stays
-            slowest.begin()
+            if clock and start:  # all ranks begin at the same moment
+                clock.back_to(start)
             clip(scene, clipped[shard])
-            if tape.clock is not None:
-                tape.clock.agree()
+            if clock:
+                clock.agree()
             for wrap in wraps:
                 wrap.update(shard)
             for wrap in wraps:
                 wrap.finish_update()
             sum_in_time(scene.plan, tape, [wrap.scene.facts for wrap in wraps])
-            slowest.end()
+            if clock and clock.seconds > most:
+                most, slowest = clock.seconds, clock.moment()
         peaks |= dict.fromkeys(all_of_kind, max(reduced, before + at_once, tape.peak))
-    slowest.stay()
+    if clock and slowest:
+        clock.back_to(slowest)
     return peaks
 
 
-class _PartsOfStages:
-    """What the ranks have of the stages, equal stages taken apart once."""
+def _part_of(
+    spec: Spec, stages: Sequence[StageParts], timing: StepTiming | None, stage: int, index: int
+) -> Part:
+    """Return the part of a stage that the rank at this place along tp has."""
+    taken = stages[stage]
+    ghost, _ = taken.of(index)
+    if taken.passes:
+        played, known = None, taken.passes[index]
+    else:
+        reach = None if timing and timing.plays_all else ghost.reach
+        played = represent(spec, ghost.wrapped.facts.units, taken.stage.layers, reach)
+        cut = tensor.cut_of(spec, taken.plan, index)
+        known = passes(spec, taken.stage, len(stages), played, cut)
+    units = played.units if played else ghost.wrapped.facts.units
+    return Part(
+        index=stage,
+        ghost=ghost,
+        passes=known,
+        representatives=played,
+        scores=timing.scores(taken.stage, index, played, units, known) if timing else {},
+    )
 
-    def __init__(self, spec: Spec, stages: Sequence[StageParts], timing: StepTiming | None) -> None:
-        self.spec, self.stages, self.timing = spec, stages, timing
-        self.known: dict[tuple[int, int], Part] = {}
 
-    def of(self, stage: int, index: int, rows: ByLayer | None = None) -> Part:
-        """The part of a stage that the rank at this place along tp has, whose tokens send and get
-        these rows."""
-        like = self.stages[stage].like
-        if (like, index) not in self.known:
-            self.known[like, index] = self._part(self.stages[like], index)
-        # what a pass did is known to all of them: it depends on the wrap's signature alone
-        part = replace(self.known[like, index], index=stage)
-        if micro_batches := self.stages[stage].micro_batches(index, rows):
-            return replace(part, micro_batches=micro_batches, known={})
-        return part
-
-    def _part(self, taken: StageParts, index: int) -> Part:
-        spec, stage, (ghost, _) = self.spec, taken.stage, taken.of(index)
-        if taken.passes:
-            played, known = None, taken.passes[index]
-        else:
-            reach = None if self.timing and self.timing.plays_all else ghost.reach
-            played = represent(spec, ghost.wrapped.facts.units, stage.layers, reach)
-            known = passes(spec, stage, len(self.stages), played, taken.cut(spec, index))
-        units = played.units if played else ghost.wrapped.facts.units
-        return Part(
-            index=stage.index,
-            ghost=ghost,
-            passes=known,
-            representatives=played,
-            scores=self.timing.scores(stage, index, played, units, known) if self.timing else {},
-        )
+def _own_part(part: Part, taken: StageParts, index: int, rows: ByLayer | None) -> Part:
+    """Return the part as an equal stage has it, on the rank at this place along tp whose tokens
+    send and get these rows."""
+    micro_batches = taken.micro_batches(index, rows)
+    # what a pass did is known to all of them: it depends on the wrap's signature alone
+    known = {} if micro_batches else part.known
+    return replace(part, index=taken.stage.index, micro_batches=micro_batches, known=known)

@@ -39,7 +39,6 @@ from ptrain.derivation.ghosts.table import wrapping
 from ptrain.derivation.ghosts.wrapping import Wrapping
 from ptrain.derivation.layers import Pairs, alike, moved_and_repeated
 from ptrain.derivation.memory import by_shard, other_bytes, summed
-from ptrain.derivation.tables import RankCut
 from ptrain.facts.model import AttentionHeads, ModelFacts, Passes, RowsPasses, passes_of
 from ptrain.facts.stages import ENDS, Chain, Ends, Stage
 from ptrain.spec.activations import Kept
@@ -130,10 +129,6 @@ class StageParts(NamedTuple):
             numbers = tuple(of_layer.received for of_layer in rows)
             micro_batches.append(known.setdefault(numbers, formula.at(numbers)))
         return tuple(micro_batches)
-
-    def cut(self, spec: Spec, index: int) -> RankCut:
-        """Return what the rank at this place along the cutting axes has of a layer."""
-        return tensor.cut_of(spec, self.plan, index)
 
     def tied(self, index: int) -> Rows:
         """Return the sums of tensors that the first and the last stage share, on the rank at this
@@ -441,4 +436,4 @@ def _tabulated(spec: Spec, taken: StageParts, index: int) -> tuple[Pairs, Pairs]
     is_plain = all(kept.is_plain for kept in spec.activations.modes)
     if is_plain or not isinstance(spec.model, ModelShape) or not blocks.are_known(spec):
         return (), ()  # nothing, or not traced: then nothing is said of it
-    return moved_and_repeated(spec, taken.stage, taken.cut(spec, index))
+    return moved_and_repeated(spec, taken.stage, tensor.cut_of(spec, taken.plan, index))

@@ -18,7 +18,7 @@ from ptrain.plan.lower import lower
 from ptrain.spec.dials import GatherAfterUpdate, GradientSync, ReduceScatterVia, Reshard, SyncPolicy
 from ptrain.spec.placement import Axis, Placement, Tier
 from ptrain.spec.precision import LAYOUTS, DType, Layout
-from ptrain.spec.spec import Spec, positions
+from ptrain.spec.spec import Spec, positions, ranks_over
 from ptrain.steps.step import Plan
 from ptrain.steps.wraps import FlatUnits, FullyShard
 from ptrain.timeline import Boundary, Complete, Item, Mark, Run, Timeline
@@ -143,7 +143,9 @@ def by_life(spec: Spec, plan: Plan, facts: ModelFacts, *, is_fresh: bool) -> Fig
     if plan.update.layout.scales_loss and plan.update.layout.parameters is not DType.FP64:
         timeline = seeded(timeline)
     rows = resident(spec, plan, facts)
-    step = flight(spec, replace(facts, timeline=timeline))
+    timelines = (timeline,) * ranks_over(spec, plan.cutting_axes)
+    traced = replace(facts, timeline=timeline, part_timelines=timelines)
+    step = flight(spec, traced, plan=plan)
     figures: Figures = {"transient": transient(step)}
     index_of = positions(spec, plan.differing_axes)
     always = dict.fromkeys(index_of, 0)

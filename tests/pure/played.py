@@ -21,9 +21,11 @@ def resident(spec: Spec, plan: Plan, facts: ModelFacts) -> ByRank[Footprint]:
     return pipeline.resident(spec, plan, pipeline.staged(spec, plan, facts), schedule_of(spec))
 
 
-def flight(spec: Spec, facts: ModelFacts, machine: Machine | None = None) -> Flight:
+def flight(
+    spec: Spec, facts: ModelFacts, machine: Machine | None = None, plan: Plan | None = None
+) -> Flight:
     """Return what a step has in flight, its peaks and, with a machine, its time."""
-    plan, schedule = lower(spec, facts), schedule_of(spec)
+    plan, schedule = plan or lower(spec, facts), schedule_of(spec)
     stages = pipeline.staged(spec, plan, facts)
     timing = machine.of_step(spec, plan, facts, schedule) if machine else None
     return in_flight(spec, schedule, stages, resident(spec, plan, facts), timing)
