@@ -149,7 +149,8 @@ def peers_of(world_size: int, ranks_per_node: int, rank: int) -> Iterator[Peers]
     """Yield a group of each size that divides the ranks of a node, and over nodes one of a rank of
     each and one of all."""
     nodes = world_size // ranks_per_node
-    for size in _divisors(ranks_per_node):
+    divisors = (size for size in range(2, ranks_per_node + 1) if ranks_per_node % size == 0)
+    for size in divisors:
         lines = [list(range(first, first + size)) for first in range(0, world_size, size)]
         yield Peers(_own(lines, rank), size, 1)
     if nodes > 1:
@@ -157,10 +158,6 @@ def peers_of(world_size: int, ranks_per_node: int, rank: int) -> Iterator[Peers]
         yield Peers(_own(lines, rank), nodes, nodes)
         if ranks_per_node > 1:
             yield Peers(_own([list(range(world_size))], rank), world_size, nodes)
-
-
-def _divisors(number: int) -> list[int]:
-    return [size for size in range(2, number + 1) if number % size == 0]
 
 
 def _own(lines: list[list[int]], rank: int) -> dist.ProcessGroup:
@@ -361,8 +358,8 @@ def attention(bench: Bench, point: tuple[AttentionShape, DType]) -> Rows:
         (OperatorKind.ATTENTION, forward),
         (OperatorKind.ATTENTION_BACKWARD, backward),
     ):
-        key = (kind, dtype, samples, heads, tokens, tokens, features)
-        yield key, bench.busy_seconds(_in_turns([(work,)], _COLD_ELEMENTS // query.numel()))
+        row = (kind, dtype, samples, heads, tokens, tokens, features)
+        yield row, bench.busy_seconds(_in_turns([(work,)], _COLD_ELEMENTS // query.numel()))
 
 
 def memory_bound(bench: Bench, point: tuple[int, DType]) -> Rows:
@@ -521,8 +518,11 @@ def measured(world: World, local: int, options: CalibrationOptions) -> MeasuredP
             for table in spreads[0]
         },
         left_out=bench.left_out,
-        tables=_mean(everyone),
-        device_memory=_memory(world.device),
+        tables={  # of as many ranks as computed at once the mean
+            table: [[*key, statistics.fmean(rank[table][key] for rank in everyone)] for key in rows]
+            for table, rows in everyone[0].items()
+        },
+        device_memory=int(torch.cuda.mem_get_info(world.device)[1]) if is_cuda else None,
         sm=_capability(world.device),
         name=torch.cuda.get_device_name(world.device) if is_cuda else "",
     )
@@ -534,20 +534,6 @@ def _gathered(value: Any, world: World) -> list[Any]:
     values: list[Any] = [None] * world.size
     dist.all_gather_object(values, value)
     return values
-
-
-def _mean(ranks: list[dict[str, dict[tuple[Any, ...], float]]]) -> dict[str, list[list[Any]]]:
-    """The rows of all tables, of as many ranks as computed at once the mean."""
-    return {
-        table: [
-            [*key, statistics.fmean(rank[table][key] for rank in ranks)] for key in ranks[0][table]
-        ]
-        for table in ranks[0]
-    }
-
-
-def _memory(device: torch.device) -> int | None:
-    return int(torch.cuda.mem_get_info(device)[1]) if device.type == "cuda" else None
 
 
 def _capability(device: torch.device) -> int | None:

@@ -124,13 +124,10 @@ def hyperparameters(program: Program) -> dict[str, list[float]]:
     numbers_of: dict[str, set[float]] = {}
     for optimizer in optimizers:
         for key, value in chain.from_iterable(group.items() for group in optimizer.param_groups):
-            numbers = {n for n in _listed(value) if isinstance(n, float)}
+            listed = value if isinstance(value, tuple) else (value,)
+            numbers = {n for n in listed if isinstance(n, float)}
             numbers_of.setdefault(f"{type(optimizer).__name__}.{key}", set()).update(numbers)
     return {key: sorted(values) for key, values in numbers_of.items() if values}
-
-
-def _listed(value: object) -> tuple[object, ...]:
-    return value if isinstance(value, tuple) else (value,)
 
 
 def targets(program: Program) -> Iterator[NamedTarget]:

@@ -24,13 +24,13 @@ Note: of a storage that nothing read or wrote in the step no role is known; `Rol
 from __future__ import annotations
 
 import gc
-import itertools
 import os
 import time
 import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from itertools import chain, count
 from typing import Any, Protocol, Self
 from weakref import WeakKeyDictionary
 
@@ -95,16 +95,6 @@ def _is_of_threads(operator: Any, device: str) -> bool:
     name = operator._schema.name.partition("::")[2]
     is_dropped = device == "cpu" and name in _BETWEEN_TWO
     return operator.namespace in ("c10d", "_c10d_functional") and not is_dropped
-
-
-def _footprint(state: State, rank: int, tiers: dict[Tier, int]) -> Footprint:
-    return Footprint(
-        state=state,
-        rank=rank,
-        device_bytes=tiers[Tier.DEVICE],
-        host_bytes=tiers[Tier.HOST],
-        file_bytes=tiers[Tier.FILE],
-    )
 
 
 class MemoryMeter(Ledger):
@@ -280,7 +270,13 @@ class MemoryMeter(Ledger):
             if key not in self._inner:
                 sizes[self._state(key)][self._tiers[key]] += size
         for state in states:
-            footprint = _footprint(state, self._rank, sizes[state])
+            footprint = Footprint(
+                state=state,
+                rank=self._rank,
+                device_bytes=sizes[state][Tier.DEVICE],
+                host_bytes=sizes[state][Tier.HOST],
+                file_bytes=sizes[state][Tier.FILE],
+            )
             most = self._read.get(state)
             if state is State.ACTIVATIONS and most and most.device_bytes > footprint.device_bytes:
                 continue
@@ -391,7 +387,7 @@ class Finder(OperatorMode):
         super().__init__()
         self._program = program
         self._numbers: OfStorages[int] = WeakKeyDictionary()
-        self._next = itertools.count()
+        self._next = count()
         self._sources: dict[int, set[int]] = {}
         self._used: dict[int, set[torch.dtype]] = {}  # by modules, and in which dtypes
         self._dtypes: dict[int, torch.dtype] = {}
@@ -471,7 +467,7 @@ class Finder(OperatorMode):
                 self._used.setdefault(self._number(parameter), set()).add(parameter.dtype)
 
     def _before_update(self, optimizer: Optimizer, *_: object) -> None:
-        for leaf in _leaves(optimizer):
+        for leaf in chain.from_iterable(group["params"] for group in optimizer.param_groups):
             if leaf.grad is not None:
                 self._given.add(self._number(leaf.grad))
                 self._updated.add(self._number(leaf))
@@ -516,8 +512,3 @@ def _ends(
     ]
     written += [value for key, value in kwargs.items() if key == "out"]
     return [*tensors_of((args, kwargs))], [*tensors_of([*written, result])]
-
-
-def _leaves(optimizer: Optimizer) -> Iterator[torch.Tensor]:
-    for options in optimizer.param_groups:
-        yield from options["params"]

@@ -68,9 +68,9 @@ class RoutingMeter:
         self._observers.append(self)
         watched: tuple[tuple[dict[str, Any], Callable[..., None]], ...] = (
             ({layer: gate.score for layer, gate in self._gates.items()}, self._scored),
-            (self._gates, self._chosen),
+            (self._gates, lambda layer, _, output: self._count(layer, output[1])),
             (self._places, self._placed),
-            (self._experts, self._routed),
+            (self._experts, lambda layer, _, chosen_NK, *__: self._count(layer, chosen_NK)),
         )
         with ExitStack() as stack:
             stack.callback(self._observers.remove, self)
@@ -105,12 +105,6 @@ class RoutingMeter:
         sums = self._of(layer, entropy.device)
         sums[-2] += entropy
         sums[-1] += len(scores_NE)
-
-    def _chosen(self, layer: str, _: Tensor, output: tuple[Tensor, Tensor]) -> None:
-        self._count(layer, output[1])
-
-    def _routed(self, layer: str, _: Tensor, chosen_NK: Tensor, *__: Tensor) -> None:
-        self._count(layer, chosen_NK)
 
     def _count(self, layer: str, chosen_NK: Tensor) -> None:
         counts_E = F.one_hot(chosen_NK, self._numbers[layer]).sum((0, 1))

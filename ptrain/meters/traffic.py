@@ -52,6 +52,7 @@ from ptrain.report.finding import Mismatch, Moment, RootCause
 from ptrain.rooms.comm import Registry
 from ptrain.rooms.world import flight_recorder_size
 from ptrain.spec.placement import EXPERT_AXES, TOKEN_AXES, Axis, Tier
+from ptrain.units import grouped
 
 _OF_TOKENS = {axis.value for axis in (*TOKEN_AXES, *EXPERT_AXES)}
 _OF_ROWS = {axis.value for axis in (*EXPERT_AXES, Axis.TP)}  # where one is folded into the other
@@ -357,7 +358,8 @@ class CollectiveLedger(OperatorMode):
         with without_modes():
             digests = {key: of_bytes(repr(calls).encode()) for key, (_, calls) in ledgers.items()}
             answers = exchange.gather(digests)
-            odd = sorted({key for key in set().union(*answers) if len(_values(answers, key)) > 1})
+            said = grouped(item for answer in answers for item in answer.items())
+            odd = sorted(key for key, its in said.items() if len(set(its)) > 1)
             in_groups = [key for key in odd if not key.startswith(_BESIDE)]
             mismatches = _in_full(exchange, ledgers, in_groups or odd, step) if odd else []
         self.calls = {name: [] for name in self.calls}
@@ -367,19 +369,17 @@ class CollectiveLedger(OperatorMode):
         """Return axes and calls by a key that the ranks which must agree have in common. Of a group
         these are all; of groups over the same axes in one stage they lack how much is sent, and
         what comes of it."""
-        known = self.program.mesh.axes_by_group()
+        mesh = self.program.mesh
+        known = mesh.axes_by_group()
+        stage = f" in {mesh.coordinate(Axis.PP)}" if Axis.PP in mesh.axes else ""
         ledgers: dict[str, tuple[str, list[Call]]] = {}
         for name, calls in self.calls.items():
             axes, ranks = "+".join(known.get(name, (name,))), self._groups[name]
             ledgers[f"{name} of {','.join(map(str, ranks))}"] = axes, calls
             if name in known and Axis.PP not in known[name]:
                 beside = [replace(call, numel=0, result="") for call in calls]
-                ledgers[f"{_BESIDE}{axes} by {len(ranks)}{self._stage()}"] = axes, beside
+                ledgers[f"{_BESIDE}{axes} by {len(ranks)}{stage}"] = axes, beside
         return ledgers
-
-    def _stage(self) -> str:
-        mesh = self.program.mesh
-        return f" in {mesh.coordinate(Axis.PP)}" if Axis.PP in mesh.axes else ""
 
     def root_cause(self, mismatches: Sequence[Mismatch]) -> RootCause | None:
         """Whose fault it is, of what `check` found; None where that is nothing."""
@@ -405,10 +405,6 @@ def _in_full(
 def span(names: Sequence[str]) -> str:
     """Return the first name and the last as one text."""
     return " … ".join(dict.fromkeys((*names[:1], *names[-1:])))
-
-
-def _values(answers: Sequence[dict[str, str]], key: str) -> set[str]:
-    return {answer[key] for answer in answers if key in answer}
 
 
 def _reduction(operator: Any) -> str:

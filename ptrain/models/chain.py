@@ -264,7 +264,8 @@ class FlowWatch:
         """`before`: the layer that it comes from, if it comes from one. `used` takes the
         parameters that belong to none, where some may."""
         is_output = used is self.flow.used_behind
-        for leaf in _leaves_of(tensor):
+        # the tensors that autograd would give gradients, once each
+        for leaf in {id(leaf): leaf for leaf, _ in uses_of_leaves(tensor)}.values():
             origin = self._leaves.get(id(leaf))
             name = self._names.get(id(leaf), "")
             if origin is not None and origin not in before:
@@ -283,11 +284,6 @@ def _outermost(names: Sequence[str]) -> list[str]:
     """Return those that are in no other, once each, in their order."""
     others = {*names}
     return [name for name in dict.fromkeys(names) if not is_within(name, others - {name})]
-
-
-def _leaves_of(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield the tensors that autograd would give gradients, if it began at `tensor`, once each."""
-    yield from {id(leaf): leaf for leaf, _ in uses_of_leaves(tensor)}.values()
 
 
 def _differentiable(values: Any) -> Iterator[Tensor]:

@@ -200,19 +200,16 @@ def cutting(
     if faults := tuple(_unequal_projections(lengths, spec.degree(Axis.TP))):
         raise SpecError(*faults)
     if blocks:
-        _require_used_once(tokens.on_both, place)
+        if tokens.on_both:
+            raise refused(
+                place,
+                f"the parameters of {min(tokens.on_both)} are used on a shard of the tokens and on "
+                "all tokens",
+                "Use `placement.tp.activations=R`.",
+            )
         require_alike(module, named, blocks, place, spec)
     summed = tokens.modules - {n for n, role in named.items() if role is Role.SHARED}
     return tuple(_shared(module, summed)), tuple(_by_pattern(module, roles, lengths))
-
-
-def _require_used_once(modules: set[str], place: str) -> None:
-    if modules:
-        raise refused(
-            place,
-            f"the parameters of {min(modules)} are used on a shard of the tokens and on all tokens",
-            "Use `placement.tp.activations=R`.",
-        )
 
 
 def _shared(module: nn.Module, names: set[str]) -> Iterator[tuple[str, Role]]:

@@ -276,8 +276,8 @@ class MapDataset:
             raise self._refused(f"sample {index} of {self.name} is {_described(sample)}")
         self._form = self._form or form
         if form != self._form:
-            finding = f"sample {index} of {self.name} has {_worded(form)}, but sample 0 has "
-            raise self._refused(f"{finding}{_worded(self._form)}")
+            finding = f"sample {index} of {self.name} has {' and '.join(form)}, but sample 0 has "
+            raise self._refused(f"{finding}{' and '.join(self._form)}")
         return tree_map(lambda leaf: leaf[0], sample)
 
     def _refused(self, finding: str, remedy: str = _NEEDED) -> SpecError:
@@ -337,10 +337,6 @@ def _form(sample: Any) -> tuple[str, ...]:
         else ""
         for leaf in tree_iter(sample)
     )
-
-
-def _worded(form: Sequence[str]) -> str:
-    return " and ".join(form)
 
 
 def _described(sample: Any) -> str:

@@ -409,11 +409,17 @@ def initial(name: str, shape: Sequence[int], seed: int, module: nn.Module) -> Te
         return module.get_parameter(name).detach().to("cpu", torch.float32, copy=True)
     assert isinstance(module, Transformer), "only built-in models have no weights"
     if name.endswith("norm.weight"):
-        return torch.full(shape, _weight_of_norm(module), device="cpu")
+        # with which a norm does nothing but norm
+        weight = 0.0 if module.shape.norm is Norm.RMS_PLUS_ONE else 1.0
+        return torch.full(shape, weight, device="cpu")
     if name.endswith("bias"):
         return torch.zeros(*shape, device="cpu")
     drawn = torch.empty(*shape, device="cpu", dtype=torch.float32)
-    return drawn.normal_(0.0, _std(name, module), generator=_generator(seed, name))
+    num_residual = 2 * module.shape.layers  # every block adds twice to the residual stream
+    std = STD / math.sqrt(num_residual) if name.endswith(_RESIDUAL) else STD
+    digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
+    generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest, "big") >> 1)
+    return drawn.normal_(0.0, std, generator=generator)
 
 
 def initialize(module: nn.Module, seed: int) -> None:
@@ -447,23 +453,6 @@ def cast(module: nn.Module, dtype: torch.dtype) -> None:
                 setattr(child, name, buffer.to(wide))
     if wide is torch.float64:  # tables computed in fp64 and stored in fp32 have lost their tail
         reset_buffers(module)
-
-
-def _weight_of_norm(module: nn.Module) -> float:
-    """With which a norm does nothing but norm."""
-    assert isinstance(module, Transformer), "only built-in models are initialized here"
-    return 0.0 if module.shape.norm is Norm.RMS_PLUS_ONE else 1.0
-
-
-def _std(name: str, module: nn.Module) -> float:
-    assert isinstance(module, Transformer), "only built-in models are initialized here"
-    num_residual = 2 * module.shape.layers  # every block adds twice to the residual stream
-    return STD / math.sqrt(num_residual) if name.endswith(_RESIDUAL) else STD
-
-
-def _generator(seed: int, name: str) -> torch.Generator:
-    digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
-    return torch.Generator("cpu").manual_seed(int.from_bytes(digest, "big") >> 1)
 
 
 _PLACE = "model"

@@ -96,12 +96,8 @@ def run_constructor(build: Build, more: int) -> nn.Module:
         cause = error.__cause__
         if isinstance(cause, NeedsValues):
             raise cause from None
-        raise NeedsValues(f"its constructor fails on the meta device: {_message(error)}") from error
-
-
-def _message(error: CodeRaised) -> str:
-    cause = error.__cause__
-    return " ".join(f"{type(cause).__name__}: {cause}".split())
+        words = " ".join(f"{type(cause).__name__}: {cause}".split())
+        raise NeedsValues(f"its constructor fails on the meta device: {words}") from error
 
 
 def require_hollow(module: nn.Module) -> None:

@@ -10,7 +10,7 @@ A backward pass has left a module when the gradients of its inputs are complete.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -107,63 +107,6 @@ VIEWS = frozenset(
 _APART = VIEWS | {"aten::glu", "aten::index_select", "aten::unsafe_split", "aten::cat"}
 
 
-class CutDimensions:
-    """Keeps of each storage of a slice the extent, in elements, of the dimension that is cut: of
-    any view the dimension that is cut is the outermost within."""
-
-    def __init__(self) -> None:
-        self._extents: OfStorages[int] = WeakKeyDictionary()
-
-    def gives(self, output: torch.Tensor) -> None:
-        """Declare what a column layer gives: its last dimension is cut."""
-        self._keep(output, output.dim() - 1)
-
-    def dimension(self, tensor: torch.Tensor) -> int | None:
-        """Return the dimension that is cut; None where that is not known."""
-        extent = self._extents.get(storage_of(tensor), 0)
-        strides = enumerate(zip(tensor.stride(), tensor.shape, strict=True))
-        cut = [(stride, d) for d, (stride, size) in strides if 0 < stride < extent and size > 1]
-        return max(cut)[1] if cut else None
-
-    def passes_on(self, read: Iterable[torch.Tensor], results: Iterable[torch.Tensor]) -> None:
-        """An operator made `results` of slices: where a new tensor has a dimension of the same size
-        in the same place, from either end, that is cut."""
-        sources = [(tensor, cut) for tensor in read if (cut := self.dimension(tensor)) is not None]
-        views = {storage_of(tensor) for tensor in read}
-        for result in results:
-            if storage_of(result) not in views:
-                places = (
-                    place for tensor, cut in sources for place in _places(tensor, cut, result)
-                )
-                if (dimension := next(places, None)) is not None:
-                    self._keep(result, dimension)
-
-    def is_parted(
-        self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], tensor: torch.Tensor
-    ) -> bool:
-        """Whether an operator takes a slice apart, or puts slices together, where they are cut."""
-        if function._schema.name not in _APART:
-            return False
-        cut = self.dimension(tensor)
-        values = {
-            declared.name: value if value is not None else declared.default_value
-            for declared, value in zip_longest(function._schema.arguments, args)
-        } | dict(kwargs)
-        if cut is None or values["dim"] % tensor.dim() != cut:
-            return False
-        match function._schema.name:
-            case "aten::cat":
-                return len(values["tensors"]) > 1
-            case "aten::slice":
-                return not _is_of_every_part(values, tensor.shape[cut])
-            case _:
-                return True
-
-    def _keep(self, tensor: torch.Tensor, dimension: int) -> None:
-        extent = tensor.stride(dimension) * tensor.shape[dimension]
-        self._extents[storage_of(tensor)] = extent
-
-
 def _places(tensor: torch.Tensor, cut: int, result: torch.Tensor) -> Iterable[int]:
     from_end = cut - tensor.dim() + result.dim()
     yield from (
@@ -187,17 +130,20 @@ _RESHAPED = (torch.Tensor.view, torch.Tensor.reshape, torch.reshape)
 
 class Parting:
     """Judges operators and views on slices. Views of what a column layer itself gives may be its
-    projections: that shows when all of them have been seen."""
+    projections: that shows when all of them have been seen.
+
+    It keeps of each storage of a slice the extent, in elements, of the dimension that is cut: of
+    any view the dimension that is cut is the outermost within."""
 
     def __init__(self) -> None:
         self.projections = Projections()
-        self._cut = CutDimensions()
+        self._extents: OfStorages[int] = WeakKeyDictionary()
         self._if_not_projections: list[tuple[str, int, Problem]] = []  # layer, their number
 
     def gives(self, column: str, output: torch.Tensor) -> None:
-        """Declare what a column layer gives."""
+        """Declare what a column layer gives: its last dimension is cut."""
         self.projections.gives(column, output)
-        self._cut.gives(output)
+        self._keep(output, output.dim() - 1)
 
     def operator(
         self,
@@ -210,7 +156,7 @@ class Parting:
         """Yield what is wrong with an operator in the forward of `where` on slices, each beside its
         column."""
         for tensor, column in slices:
-            if self._cut.is_parted(function, args, kwargs, tensor):
+            if self._is_parted(function, args, kwargs, tensor):
                 name = function._schema.name
                 problem = _parted(name, column, where)
                 is_all = self.projections.is_whole(tensor)
@@ -218,10 +164,6 @@ class Parting:
                     self._if_not_projections.append((owner, 0, problem))
                 else:
                     yield problem
-
-    def passes_on(self, slices: Iterable[torch.Tensor], results: Iterable[torch.Tensor]) -> None:
-        """An operator made `results` of slices."""
-        self._cut.passes_on(list(slices), results)
 
     def view(
         self,
@@ -233,7 +175,7 @@ class Parting:
     ) -> Iterator[Problem]:
         """Yield a problem where a slice becomes heads of a number that is written and a width that
         is not."""
-        before, after = self._cut.dimension(tensor), self._cut.dimension(view)
+        before, after = self._dimension(tensor), self._dimension(view)
         if before is None or after is None or -1 not in sizes[after + 1 :]:
             return
         if view.shape[after] < tensor.shape[before]:
@@ -243,6 +185,51 @@ class Parting:
                 self._if_not_projections.append((owner, sizes[after], problem))
             else:
                 yield problem
+
+    def _dimension(self, tensor: torch.Tensor) -> int | None:
+        """Return the dimension that is cut; None where that is not known."""
+        extent = self._extents.get(storage_of(tensor), 0)
+        strides = enumerate(zip(tensor.stride(), tensor.shape, strict=True))
+        cut = [(stride, d) for d, (stride, size) in strides if 0 < stride < extent and size > 1]
+        return max(cut)[1] if cut else None
+
+    def passes_on(self, read: Sequence[torch.Tensor], results: Iterable[torch.Tensor]) -> None:
+        """An operator made `results` of slices: where a new tensor has a dimension of the same size
+        in the same place, from either end, that is cut."""
+        sources = [(tensor, cut) for tensor in read if (cut := self._dimension(tensor)) is not None]
+        views = {storage_of(tensor) for tensor in read}
+        for result in results:
+            if storage_of(result) not in views:
+                places = (
+                    place for tensor, cut in sources for place in _places(tensor, cut, result)
+                )
+                if (dimension := next(places, None)) is not None:
+                    self._keep(result, dimension)
+
+    def _is_parted(
+        self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], tensor: torch.Tensor
+    ) -> bool:
+        """Whether an operator takes a slice apart, or puts slices together, where they are cut."""
+        if function._schema.name not in _APART:
+            return False
+        cut = self._dimension(tensor)
+        values = {
+            declared.name: value if value is not None else declared.default_value
+            for declared, value in zip_longest(function._schema.arguments, args)
+        } | dict(kwargs)
+        if cut is None or values["dim"] % tensor.dim() != cut:
+            return False
+        match function._schema.name:
+            case "aten::cat":
+                return len(values["tensors"]) > 1
+            case "aten::slice":
+                return not _is_of_every_part(values, tensor.shape[cut])
+            case _:
+                return True
+
+    def _keep(self, tensor: torch.Tensor, dimension: int) -> None:
+        extent = tensor.stride(dimension) * tensor.shape[dimension]
+        self._extents[storage_of(tensor)] = extent
 
     def end(self) -> Iterator[Problem]:
         """Yield the problems of what would have been right of projections, and was of none."""

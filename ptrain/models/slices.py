@@ -12,8 +12,7 @@ statistics.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary, WeakSet
@@ -137,10 +136,11 @@ def follow(
         torch.no_grad(),
         torch.random.fork_rng(devices=devices),
         once.prepared() as run,
-        follower.hooked(),
+        watching(module.named_modules(), before=follower.begins, after=follower.ends) as running,
         follower,
         ViewCalls(follower.judge_view),
     ):
+        follower.running = running
         follower.give(once.samples.tensors)
         follower.end(run())
     return follower
@@ -168,7 +168,7 @@ class Follower(OperatorMode):
         self._counting = counting
         self._counted: OfStorages[str] = WeakKeyDictionary()  # what modules that count are given
         self._module, self._named, self._is_naive = module, named, is_naive
-        self._running: list[str] = []
+        self.running: list[str] = []
         self._slices: OfStorages[frozenset[str]] = WeakKeyDictionary()
         self._opened: OfStorages[str] = WeakKeyDictionary()
         self._learnt: OfStorages[frozenset[str]] = WeakKeyDictionary()  # empty: of the tokens too
@@ -191,14 +191,8 @@ class Follower(OperatorMode):
                 f"Give {column} the role `head`, or the next layer the role `row`.",
             )
 
-    @contextmanager
-    def hooked(self) -> Iterator[None]:
-        """While entered, it is told which module runs."""
-        modules = self._module.named_modules()
-        with watching(modules, before=self._begins, after=self._ends) as self._running:
-            yield
-
-    def _begins(self, name: str, child: nn.Module, args: Any, kwargs: Any) -> None:
+    def begins(self, name: str, child: nn.Module, args: Any, kwargs: Any) -> None:
+        """A module is about to run."""
         role = self._named.get(name)
         self._draws.enter(name)
         if role in _OPERATORS and not args:  # torch's styles look at what has a place alone
@@ -228,7 +222,8 @@ class Follower(OperatorMode):
         if role is None and is_linear(child) and given in self._slices:
             self._say_unpaired(name, min(self._slices[given]))
 
-    def _ends(self, name: str, _: nn.Module, __: object, output: object) -> None:
+    def ends(self, name: str, _: nn.Module, __: object, output: object) -> None:
+        """A module has run."""
         role = self._named.get(name)
         self._draws.leave(name)
         for storage in [storage for storage, of in self._counted.items() if of == name]:
@@ -294,7 +289,7 @@ class Follower(OperatorMode):
             self._say_drawn(function)
         self._judge_count(read)
         if not function._schema.name.endswith(_SHAPES_ALONE):
-            if not any(self._named.get(name) in _OPERATORS for name in self._running[-1:]):
+            if not any(self._named.get(name) in _OPERATORS for name in self.running[-1:]):
                 self._see_tokens(read, [storage_of(tensor) for tensor in tensors_of(result)])
                 slices = [
                     (t, min(self._slices[storage_of(t)]))
@@ -306,19 +301,19 @@ class Follower(OperatorMode):
             self._judge(read)
             for tensor in tensors_of(result):
                 self._mark(tensor, read)
-            narrow = (tensor for tensor in tensors if storage_of(tensor) in self._slices)
+            narrow = [tensor for tensor in tensors if storage_of(tensor) in self._slices]
             self._parting.passes_on(narrow, tensors_of(result))
         return result
 
     def judge_view(self, tensor: torch.Tensor, sizes: tuple[int, ...], view: torch.Tensor) -> None:
         """Complain where heads are counted of a slice, and nobody counts for a rank."""
         column = min(self._slices.get(storage_of(tensor), ()), default="")
-        if column and not any(name in self._counting for name in self._running[-1:]):
+        if column and not any(name in self._counting for name in self.running[-1:]):
             self._say_first(self._parting.view(tensor, sizes, view, column, self._where()))
 
     def _judge(self, read: list[Storage]) -> None:
         slices, learnt = self._origins(read), self._whole(read)
-        if any(self._named.get(name) in _OPERATORS for name in self._running[-1:]):
+        if any(self._named.get(name) in _OPERATORS for name in self.running[-1:]):
             return
         if slices:
             self._judge_meeting(sorted(slices), learnt)
@@ -349,9 +344,9 @@ class Follower(OperatorMode):
         names = {name for key in learnt for name in self._learnt[key]}
         owners = {name.rpartition(".")[0] for name in names}
         is_met = any(not self._learnt[key] for key in learnt)
-        if on_slice and (is_met or not owners <= {"", *self._running}):
+        if on_slice and (is_met or not owners <= {"", *self.running}):
             met = min(names) if names else "a tensor of all tokens"
-            where = self._running[-1] if self._running else "the model"
+            where = self.running[-1] if self.running else "the model"
             self._say(
                 f"in the forward pass of {where}, a shard of the tokens is combined with {met}",
                 "Use `placement.tp.activations=R`.",
@@ -366,7 +361,7 @@ class Follower(OperatorMode):
             if alone:
                 self._say_parameter(alone[0], slices)
             elif not names:
-                where = self._running[-1] if self._running else ""
+                where = self.running[-1] if self.running else ""
                 finding = f"the sharded output of {slices[0]} is combined with a replicated "
                 finding += f"tensor in the forward pass of {where or 'the model'}: "
                 finding += "there is no row between them"
@@ -379,7 +374,7 @@ class Follower(OperatorMode):
 
     def _judge_count(self, read: list[Storage]) -> None:
         """What a module is given that counts features is narrower than that on a rank."""
-        is_within = any(self._named.get(name) in COLUMNS for name in self._running[-1:])
+        is_within = any(self._named.get(name) in COLUMNS for name in self.running[-1:])
         counted = [self._counted[key] for key in read if key in self._counted]
         if counted and not is_within:
             finding = (
@@ -389,7 +384,7 @@ class Follower(OperatorMode):
             self._say(finding, "Give attributes of another module the role `count`.")
 
     def _say_drawn(self, function: Any) -> None:
-        where = self._running[-1] if self._running else ""
+        where = self.running[-1] if self.running else ""
         finding = (
             f"in the forward pass of {where or 'the model'}, {function._schema.name} "
             "draws one mask "
@@ -414,7 +409,7 @@ class Follower(OperatorMode):
     def _is_summed(self, parameter: str) -> bool:
         """Whether ranks add up a parameter's gradient: while its module runs, they do."""
         owner = parameter.rpartition(".")[0]
-        return self._named.get(owner) is Role.SHARED and owner in self._running
+        return self._named.get(owner) is Role.SHARED and owner in self.running
 
     def _mark(self, tensor: torch.Tensor, read: list[Storage]) -> None:
         key, learnt = storage_of(tensor), self._whole(read)
@@ -443,7 +438,7 @@ class Follower(OperatorMode):
         ]
 
     def _where(self) -> str:
-        return (self._running[-1] if self._running else "") or "the model"
+        return (self.running[-1] if self.running else "") or "the model"
 
     def _say_first(self, problems: Iterable[Problem]) -> None:
         for problem in problems:

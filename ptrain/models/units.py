@@ -41,15 +41,12 @@ def unit_modules(
             assert_never(kind)
     units, left = [], list(apart)
     for modules in (*inner, (ROOT,)):
-        own = [name for name in left if any(_is_part(name, outer) for outer in modules)]
+        own = [
+            n for n in left if any(n.startswith(f"{outer}." if outer else "") for outer in modules)
+        ]
         units += [*((name,) for name in own), modules]
         left = [name for name in left if name not in own]
     return tuple(units)
-
-
-def _is_part(name: str, outer: str) -> bool:
-    """Return whether a module is a part of another one."""
-    return name.startswith(f"{outer}." if outer else "")
 
 
 def blocks_of(module: nn.Module, pattern: str | None = None) -> list[str]:

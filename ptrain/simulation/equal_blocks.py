@@ -13,6 +13,7 @@ Note: code that only runs in a backward pass is compared through attributes of i
 
 from __future__ import annotations
 
+import itertools
 import types
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -33,6 +34,7 @@ from ptrain.models.contract import forward_once
 from ptrain.models.facts import untraced_facts
 from ptrain.models.ledger import OperatorMode
 from ptrain.models.pretrained import layers_of, with_layers
+from ptrain.models.watch import watching
 from ptrain.plan.lower import lower, own_facts
 from ptrain.spec.dials import UnitKind
 from ptrain.spec.model import ExternalModel, HuggingFaceModel, ModelShape, ModelSpec
@@ -224,19 +226,12 @@ class SectionRecorder(OperatorMode):
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Within it a forward pass of the model is recorded."""
-        hooks = [
-            block.register_forward_pre_hook(partial(self._enter, index))
-            for index, block in enumerate(self._blocks)
-        ]
-        try:
-            with self:
-                yield
-        finally:
-            for hook in hooks:
-                hook.remove()
+        numbered = zip(map(str, itertools.count()), self._blocks, strict=False)
+        with watching(numbered, before=self._enter), self:
+            yield
 
-    def _enter(self, index: int, *_: object) -> None:
-        self.entered.append(index)
+    def _enter(self, index: str, *_: object) -> None:
+        self.entered.append(int(index))
         self.sections.append([])
         self._births = 0
 

@@ -35,7 +35,7 @@ from ptrain.interpreter.program import Observer, Program, interpret
 from ptrain.meters.traffic import TrafficMeter
 from ptrain.models.ledger import OperatorMode
 from ptrain.models.objective import StepBatch
-from ptrain.models.watch import runs_again
+from ptrain.models.watch import runs_again, watching
 from ptrain.models.work import products as product_sizes
 from ptrain.report.composition import MemoryHistory
 from ptrain.rooms import pretence
@@ -43,7 +43,7 @@ from ptrain.rooms.patches import patched
 from ptrain.rooms.world import World, fake_tensors, fake_world
 from ptrain.simulation.choice import require_ranks
 from ptrain.simulation.equal_blocks import FEWEST, LEAST, EqualBlocks, equal_blocks
-from ptrain.simulation.living import LivingMeter, Modules
+from ptrain.simulation.living import LivingMeter, named
 from ptrain.simulation.replay import StepRecord, replayed
 from ptrain.spec.model import HuggingFaceModel, ModelShape
 from ptrain.spec.routing import Histogram
@@ -79,12 +79,13 @@ class OperationsMeter(OperatorMode):
     def phase(self, phase: Phase, micro_batch: int) -> None:
         self._phase = phase
 
-    def operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        result = function(*args, **kwargs)
+    def ran(
+        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+    ) -> None:
         packet = getattr(function, "_overloadpacket", None)
         formula = flop_registry.get(_ALIKE.get(packet, packet))
         if self._phase is Phase.UPDATE:
-            return result
+            return
         if _ATTENTION in function._schema.name and self._phase is Phase.FORWARD:
             self._attention[function._schema.name.removeprefix(_ATTENTION)] = None
         if formula is not None:
@@ -97,7 +98,6 @@ class OperationsMeter(OperatorMode):
             self._add(2 * sum(map(math.prod, product_sizes(_GROUPED, args))))
         elif function._schema.name == _FUSED:
             self._add_logits(args[0], args[1])
-        return result
 
     def _add_logits(self, x_NC: torch.Tensor, weight_VC: torch.Tensor) -> None:
         """Of a fused loss: its forward pass shows no operator inside, and its backward pass
@@ -350,18 +350,13 @@ def _steady_step(program: Program, batch: StepBatch) -> StepRecord:
     with _observing(program, before), before:
         _step(program, batch)
     rank, device = program.world.rank, program.world.device.type
-    modules, traffic = Modules(program.model, _vocab(program.spec)), _traffic_meter(program)
-    memory = LivingMeter(program, modules, rank=rank, device=device)
-    operations = OperationsMeter(rank=rank)
-    with (
-        _observing(program, memory, traffic, operations),
-        memory.listening(),
-        modules,
-        memory,
-        traffic,
-        operations,
-    ):
-        _step(program, batch)
+    traffic, operations = _traffic_meter(program), OperationsMeter(rank=rank)
+    modules = named(program.model, _vocab(program.spec))
+    with watching(modules, is_first=True) as running:
+        memory = LivingMeter(program, running, rank=rank, device=device)
+        observing = _observing(program, memory, traffic, operations)
+        with observing, memory.listening(), memory, traffic, operations:
+            _step(program, batch)
     stream = memory.stream()
     peaks = memory.peaks()
     if pretence.is_on():  # fakes are none of its allocator's

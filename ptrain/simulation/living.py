@@ -11,16 +11,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.utils.hooks import RemovableHandle
 
 from ptrain.axes.data.run.apply import allocating_streams, stream_key
 from ptrain.cost import Phase, State
@@ -39,52 +37,12 @@ from ptrain.spec.spec import Spec
 LOGITS = "logits"
 
 
-class Modules:
-    """While it is entered, `current` is the path of the innermost module that runs, None outside
-    of all, `logits` in a head (a linear layer with `vocab` outputs)."""
-
-    def __init__(self, model: nn.Module, vocab: int | None = None) -> None:
-        self._model = model
-        self._vocab = vocab
-        self._running: list[str] = []
-        self._handles: list[RemovableHandle] = []
-
-    @property
-    def current(self) -> str | None:
-        return self._running[-1] if self._running else None
-
-    def __enter__(self) -> Self:
-        names = {
-            module: LOGITS if self._is_head(module) else name
-            for name, module in self._model.named_modules()
-        }
-
-        def enter(module: nn.Module, _: Any) -> None:
-            self._running.append(names[module])
-
-        def leave(*_: Any) -> None:
-            self._running.pop()
-
-        for module in names:
-            self._handles += [
-                module.register_forward_pre_hook(enter, prepend=True),
-                module.register_forward_hook(leave, always_call=True),
-            ]
-        return self
-
-    def _is_head(self, module: nn.Module) -> bool:
-        return isinstance(module, nn.Linear) and module.out_features == self._vocab
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        self._running.clear()
+def named(model: nn.Module, vocab: int | None) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules of a model by path, a head (a linear layer with `vocab` outputs) as
+    `logits`."""
+    for name, module in model.named_modules():
+        is_head = isinstance(module, nn.Linear) and module.out_features == vocab
+        yield LOGITS if is_head else name, module
 
 
 _ATTENTION, _BACKWARD = "aten::_scaled_dot_product_", "_backward"
@@ -162,13 +120,14 @@ class Life:
 
 
 class LivingMeter(MemoryMeter):
-    """The memory meter, which also remembers what came and went: the step's stream."""
+    """The memory meter, which also remembers what came and went: the step's stream. `running`: the
+    paths of the modules that run, outermost first."""
 
-    def __init__(self, program: Program, modules: Modules, *, rank: int, device: str) -> None:
+    def __init__(self, program: Program, running: Sequence[str], *, rank: int, device: str) -> None:
         super().__init__(program, rank=rank, device=device, waits=False)
         self._within = within(program.spec)
         self._registry = program.registry
-        self._modules = modules
+        self._running = running
         self._units = dict(gathered_units(program))
         self._lives: dict[int, Life] = {}
         self._before: list[tuple[Life, int]] = []
@@ -203,9 +162,8 @@ class LivingMeter(MemoryMeter):
     def born(self, key: int, storage: torch.UntypedStorage, operator: str) -> None:
         current = torch.cuda if self._device == "cuda" else torch.cpu
         stream = self._streams.get(stream_key(current.current_stream()), COMPUTING)
-        self._lives[key] = Life(
-            self._modules.current, self._phase, micro_batch=self._micro_batch, stream=stream
-        )
+        module = self._running[-1] if self._running else None
+        self._lives[key] = Life(module, self._phase, micro_batch=self._micro_batch, stream=stream)
         super().born(key, storage, operator)
 
     def operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -58,6 +58,7 @@ from ptrain.models.objective import (
     token_loss_sum,
 )
 from ptrain.models.trace import BOUNDS, Extent, Selected
+from ptrain.models.watch import watching
 from ptrain.plan.lower import lower
 from ptrain.rooms.world import fake_tensors
 from ptrain.spec.extras import require_leave
@@ -190,16 +191,10 @@ def stops_of(model: nn.Module) -> Iterator[set[str]]:
     gradient whenever they run; none, where everything is trained."""
     stops: set[str] = set()
     goes_on: set[str] = set()
-    handles = []
-    if not all(parameter.requires_grad for parameter in model.parameters()):
-        for name, module in model.named_modules():
-            hook = partial(_look, stops, goes_on, name)
-            handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
-    try:
+    is_trained = all(parameter.requires_grad for parameter in model.parameters())
+    modules = () if is_trained else model.named_modules()
+    with watching(modules, before=partial(_look, stops, goes_on)):
         yield stops
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _look(

@@ -35,6 +35,7 @@ from ptrain.interpreter.program import Program
 from ptrain.meters import holdings
 from ptrain.meters.holdings import Holding
 from ptrain.models.ledger import local
+from ptrain.models.watch import watching
 from ptrain.optimizers.update import COUNTER
 from ptrain.report.finding import Subject
 from ptrain.report.routing import LayerRouting
@@ -256,16 +257,15 @@ class _Witness:
         program = self._program
         with self._hooks as hooks:
             hooks.push(self._keep)
-            for watching in (program.observers, program.gradient_observers):
-                hooks.callback(watching.__setitem__, slice(None), [*watching])
-                watching.clear()
+            for observers in (program.observers, program.gradient_observers):
+                hooks.callback(observers.__setitem__, slice(None), [*observers])
+                observers.clear()
             program.observers.append(self)
             for piece in program.pieces:
-                for name, module in piece.module.named_modules():
-                    own = partial(self._forward, name, piece.index)
-                    before = partial(self._parameters, name, piece.index)
-                    hooks.callback(module.register_forward_hook(own).remove)
-                    hooks.callback(module.register_forward_pre_hook(before).remove)
+                own = partial(self._forward, piece.index)
+                before = partial(self._parameters, piece.index)
+                modules = piece.module.named_modules()
+                hooks.enter_context(watching(modules, before=before, after=own))
             yield
 
     def _keep(self, _: object, error: BaseException | None, __: object) -> bool:
@@ -274,7 +274,7 @@ class _Witness:
             self.failure = [time.monotonic() - self._began, self._program.world.rank, words]
         return is_kept
 
-    def _parameters(self, name: str, stage: int, module: nn.Module, _: object) -> None:
+    def _parameters(self, stage: int, name: str, module: nn.Module, *_: object) -> None:
         """Hook those that the module has now: a gathered unit has others than it stores."""
         for key, parameter in module.named_parameters(name, recurse=False):
             if parameter.requires_grad and parameter not in self._hooked:
@@ -282,7 +282,7 @@ class _Witness:
                 hook = parameter.register_hook(partial(self._look, place, -stage))
                 self._hooked[parameter] = self._hooks.callback(hook.remove)
 
-    def _forward(self, name: str, stage: int, _: nn.Module, __: object, output: Any) -> None:
+    def _forward(self, stage: int, name: str, _: nn.Module, __: object, output: Any) -> None:
         place = f"the output of {name or 'the model'}"
         leaves = tree_leaves(output) if self._pass is Phase.FORWARD else []  # not if recomputed
         for tensor in filter(torch.is_tensor, leaves):
