@@ -13,8 +13,7 @@ other enough to name state, axis and factor.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from itertools import count as counted
 from typing import Any
 
@@ -99,7 +98,7 @@ def verify(
         except DrawsLater:
             return run(still, lasts=True)
 
-    with _raised_on_any_rank():
+    with _RaisedOnAnyRank():
         try:
             return recorded(())
         except Unattributed as first:
@@ -117,24 +116,24 @@ def verify(
 _VERDICTS = counted()  # as many on every rank
 
 
-@contextmanager
-def _raised_on_any_rank() -> Iterator[None]:
+class _RaisedOnAnyRank:
     """Tell the other ranks what this one raises; where a collective fails because another rank has
     raised, raise what that did."""
-    key = f"ptrain/verify/{next(_VERDICTS)}"
-    try:
-        yield
-    except Exception as error:
-        if not dist.is_initialized():
-            raise
+
+    def __enter__(self) -> None:
+        self.key = f"ptrain/verify/{next(_VERDICTS)}"
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if error is None or not dist.is_initialized():
+            return
         own = f"rank {dist.get_rank()} raised {type(error).__name__}: {error}"
         try:
-            first = _get_default_store().compare_set(key, "", own).decode()
+            first = _get_default_store().compare_set(self.key, "", own).decode()
         except RuntimeError:  # the process that has the store is gone
-            raise error from None
-        if first == own or not _OF_COLLECTIVES.search(str(error)):
-            raise
-        raise PtrainError(f"verify: {first}\n  remedy: Find why it raised on this rank.") from error
+            return
+        if first != own and _OF_COLLECTIVES.search(str(error)):
+            words = f"verify: {first}\n  remedy: Find why it raised on this rank."
+            raise PtrainError(words) from error
 
 
 _OF_COLLECTIVES = re.compile("gloo|NCCL|c10d|[Cc]onnection|[Tt]imed out")

@@ -407,8 +407,8 @@ def words(
     is_state = all(swap.ingredient is Ingredient.STATE for swap in fix)
     if is_state and kept and all(row.own in ("none", "zeros") for row in kept):
         state, factor = Subject.OPTIMIZER, "moments lost"
-    told = " ".join(sentence for _, _, sentence in parts)
-    return state, factor, f"{told} {_FIXES[fix[0].ingredient]}"
+    sentences = " ".join(sentence for _, _, sentence in parts)
+    return state, factor, f"{sentences} {_FIXES[fix[0].ingredient]}"
 
 
 def _of_swap(
