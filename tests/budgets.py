@@ -24,7 +24,7 @@ SMALL = 80  # lines
 
 # begin
 BUDGETS: dict[str, int] = {
-    "ptrain": 54840,
+    "ptrain": 54710,
     "ptrain/activations": 360,
     "ptrain/algebra": 290,
     "ptrain/axes": 150,
@@ -55,7 +55,7 @@ BUDGETS: dict[str, int] = {
     "ptrain/steps": 460,
     "ptrain/traces": 2220,
     "ptrain/train": 3200,
-    "ptrain/verification": 7810,
+    "ptrain/verification": 7670,
 }
 ONE_IMPORTER = 80  # modules that exactly one other imports
 SMALL_MODULES = 97  # modules with fewer lines than SMALL
