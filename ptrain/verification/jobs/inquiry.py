@@ -61,58 +61,56 @@ def root_cause_of_masks(inquiry: Inquiry, first: Sequence[Mismatch]) -> RootCaus
     drawing = inquiry.drawing
     if not drawing.any:
         return None
-    everyones, ranks = drawing.everyones, inquiry.ranks
+    everyones, ranks, loop = drawing.everyones, inquiry.ranks, inquiry.pair.loop.model
     alone, loop_only = everyones.alone, set(everyones.by_key) - everyones.used  # as on all ranks
-    unlike = dict(everyones.unlike)
     mine = sorted({draw.path or draw.outer for draw in drawn_again_otherwise(drawing.loop)})
     again = {path for paths in ranks.gather(mine) for path in paths}
-    blame, everywhere = partial(proven, step=first[0].step), range(ranks.size)
-    if unlike and (left := _left_alike(inquiry)) is not None:
-        who = tuple(sorted({rank for its in unlike.values() for rank in its}))
-        return blame(
-            Subject.RANDOM, "other masks for the same samples", families(unlike) or "the model",
-            f"Ranks {', '.join(map(str, who))} have the same samples but draw other masks "
-            f"for them in {families(unlike)}, so their replicas differ. Seed these ranks "
-            "identically, and differently from ranks with other samples.",
-            "with the masks of the first of them on all, the gradients match the reference "
-            f"to {left:.1e}", ranks=who, axis=ranks.axis_of(who),
-        )  # fmt: skip
-    if again and (left := _left_alike(inquiry)) is not None:
-        place = families(again) or "the model"
-        return blame(
-            Subject.GRADIENTS, "different mask in the recomputation", place,
-            f"The recomputation of {place} in backward draws other random numbers than "
-            "forward. Preserve the generator's state (checkpoint(..., "
-            "preserve_rng_state=True)), or draw outside of the recomputed code.",
-            f"with forward's masks in backward, the gradients match the reference to {left:.1e}",
-            ranks=everywhere,
-        )  # fmt: skip
-    if alone and (left := _left_of_reference(inquiry, alone)) is not None:
-        return blame(
-            Subject.RANDOM, "dropout in the reference only", _modules(alone),
-            f"In {_modules(alone)} the reference applies dropout, but no rank of the loop "
-            "does: it is in evaluation mode (call model.train() before the step), or its "
-            "rate is 0.",
-            f"without dropout there, the reference gradients match the loop to {left:.1e}",
-            ranks=everywhere,
-        )  # fmt: skip
-    if loop_only and (left := _left_of_loop(inquiry, loop_only)) is not None:
-        return blame(
-            Subject.RANDOM, "dropout in the loop only", _modules(loop_only),
-            f"In {_modules(loop_only)} the loop applies dropout, but the reference does not: "
-            "their rates or modes (train, eval) differ.",
-            f"without dropout there, the gradients match the reference to {left:.1e}",
-            ranks=everywhere,
-        )  # fmt: skip
+    who = sorted({rank for its in everyones.unlike.values() for rank in its})
+
+    def left_of_loop(**masks: Any) -> float | None:
+        return inquiry.left_with(drawing.repeated(loop, **masks))
+
+    for names, trial, factor, sentence, tried in (
+        (
+            sorted(everyones.unlike), partial(left_of_loop, alike=True),
+            "other masks for the same samples",
+            f"Ranks {', '.join(map(str, who))} have the same samples but draw other masks for "
+            "them, so their replicas differ. Seed these ranks identically, and differently from "
+            "ranks with other samples.",
+            "with the masks of the first of them on all",
+        ),
+        (
+            sorted(again), partial(left_of_loop, alike=True), "different mask in the recomputation",
+            "The recomputation in backward draws other random numbers than forward. Preserve the "
+            "generator's state (checkpoint(..., preserve_rng_state=True)), or draw outside of the "
+            "recomputed code.",
+            "with forward's masks in backward",
+        ),
+        (
+            [path for path, _ in sorted(alone)], partial(_left_of_reference, inquiry, alone),
+            "dropout in the reference only",
+            "The reference applies dropout, but no rank of the loop does. Use the same mode "
+            "(model.train() before the step) and rate in both.",
+            "without dropout there",
+        ),
+        (
+            [path for path, _ in sorted(loop_only)], partial(left_of_loop, still=loop_only),
+            "dropout in the loop only",
+            "The loop applies dropout, but the reference does not. Use the same mode (train, eval) "
+            "and rate in both.",
+            "without dropout there",
+        ),
+    ):  # fmt: skip
+        if names and (left := trial()) is not None:
+            is_unlike = "same samples" in factor
+            return proven(
+                Subject.GRADIENTS if "recomputation" in factor else Subject.RANDOM, factor,
+                families(path or "the model" for path in names), sentence,
+                f"{tried} the gradients match to {left:.1e}", step=first[0].step,
+                ranks=who if is_unlike else range(ranks.size),
+                axis=ranks.axis_of(who) if is_unlike else "",
+            )  # fmt: skip
     return None
-
-
-def _left_alike(inquiry: Inquiry) -> float | None:
-    return inquiry.left_with(inquiry.drawing.repeated(inquiry.pair.loop.model, alike=True))
-
-
-def _left_of_loop(inquiry: Inquiry, still: set[Key]) -> float | None:
-    return inquiry.left_with(inquiry.drawing.repeated(inquiry.pair.loop.model, still=still))
 
 
 def _left_of_reference(inquiry: Inquiry, still: set[Key]) -> float | None:
@@ -123,10 +121,6 @@ def _left_of_reference(inquiry: Inquiry, still: set[Key]) -> float | None:
     with StepRecorder(pair.reference.model, pair.wholes) as expected, draws:
         pair.reference.step(inquiry.batch)
     return inquiry.left(inquiry.step.seen.gradients, expected.gradients)
-
-
-def _modules(keys: set[Key]) -> str:
-    return families(path or "the model" for path, _ in sorted(keys))
 
 
 _EVEN = 1e-3  # relative: weights of terms that are alike

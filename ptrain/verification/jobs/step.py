@@ -386,16 +386,16 @@ def written(
     """Return, as a factor and in words, what each parameter is that is in use: its values of an
     earlier time, or the reference's in a coarser dtype; nothing where it is neither. `sums`:
     checksums of the start and after each step before the last."""
-    told = {}
+    kinds = {}
     for name, value in step.seen.in_use.items():
         bits, right = digest(value), holds[name].of(step.expected.in_use[name])
         earlier = [number for number, its in enumerate(sums) if its[name][1] == bits]
         coarse = [d for d in COARSER if torch.equal(value, right.to(d).to(value.dtype))]
-        told[name] = "", ""
+        kinds[name] = "", ""
         if earlier:
             when = f"step {earlier[-1] - 1}" if earlier[-1] else "the start"
-            told[name] = f"values of {when}", f"has its values of {when}"
+            kinds[name] = f"values of {when}", f"has its values of {when}"
         elif coarse:
             dtype = named(coarse[0])
-            told[name] = f"rounded to {dtype}", f"is the reference rounded to {dtype}"
-    return told
+            kinds[name] = f"rounded to {dtype}", f"is the reference rounded to {dtype}"
+    return kinds
