@@ -404,6 +404,13 @@ class AllDifferences:
         """Add what is known on all ranks."""
         self.mismatches = sorted([*self.mismatches, *mismatches], key=self._when)
 
+    def allow(self, mismatches: Sequence[Mismatch]) -> None:
+        """Take these differences for what is allowed of their kind. All ranks give the same."""
+        for mismatch in mismatches:
+            largest = self._largest[mismatch.moment, mismatch.subject]
+            largest.tolerance = max(largest.tolerance, mismatch.difference)
+        self.mismatches = [its for its in self.mismatches if its not in mismatches]
+
     @property
     def first(self) -> list[Mismatch]:
         """Those of the earliest step and moment."""

@@ -3,10 +3,12 @@ nothing. One process, fp64."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -338,3 +340,50 @@ def test_a_layer_of_a_plain_sequence_is_named_and_proven_by_the_gradients_of_the
     assert verdict.root_cause is not None
     assert (verdict.root_cause.place, verdict.root_cause.factor) == ("0", "× 1.1")
     assert "the other 2 gradients match the reference" in verdict.root_cause.tried
+
+
+class Balanced(nn.Module):
+    """Two classes with probabilities near one half: the gradient of the bias is a sum of addends of
+    both signs that cancel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(64, 64), nn.Linear(64, 2)
+        with torch.no_grad():
+            self.outer.weight.mul_(1e-3)
+            self.outer.bias.zero_()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outer(torch.tanh(self.inner(x)))
+
+
+@pytest.mark.parametrize(("factor", "holds"), [(1.0, True), (1.0005, False)])
+def test_a_gradient_that_cancels_may_round_as_its_addends_do_and_no_more(
+    factor: float, holds: bool
+) -> None:
+    torch.manual_seed(0)
+    plain = Balanced()
+    order = torch.randperm(256)
+    batch = torch.randn(256, 64)[order], (torch.arange(256) % 2)[order]
+
+    def in_parts(model: nn.Module, parts: int, factor: float) -> ptrain.Job:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(samples: tuple[Tensor, Tensor]) -> Tensor:
+            optimizer.zero_grad()
+            total = torch.zeros(())
+            for rows, labels in zip(*(side.chunk(parts) for side in samples), strict=True):
+                loss = torch.nn.functional.cross_entropy(model(rows), labels) / parts
+                (loss * factor).backward()
+                total += loss.detach()
+            optimizer.step()
+            return total
+
+        return ptrain.Job(model=model, step=step)
+
+    sides = (plain, 1, 1.0), (plain, 16, factor)
+    verdict = ptrain.verify(
+        *(lambda its=its: in_parts(copy.deepcopy(its[0]), *its[1:]) for its in sides), [batch]
+    )
+    assert verdict.holds is holds
+    assert any("a sum that cancels" in note for note in verdict.notes)

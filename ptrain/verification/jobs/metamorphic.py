@@ -9,11 +9,11 @@ predict the first of the next one.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ptrain.report.finding import RootCause, Subject
@@ -26,6 +26,7 @@ from ptrain.verification.jobs.modules import (
     ModuleRecorder,
     autocast_of,
     is_within,
+    probed,
     tokens_of,
 )
 from ptrain.verification.jobs.record import ForwardCall, ModelState, StepRecorder, seeded
@@ -150,6 +151,7 @@ def _ends(tokens: Tensor, end: int) -> Tensor:
     return is_end
 
 
+_ORDERS = 3  # of samples that are tried
 _LOOSE = 10  # tolerances: the same addends in another order
 
 Tensors = Mapping[str, Tensor]
@@ -421,6 +423,39 @@ class Metamorphic:
     ) -> RootCause:  # fmt: skip
         place = place or families(names)
         return of_both_sides(state, factor, place, sentence, tried, num_ranks=self._num_ranks)
+
+
+def rounding_of_order(
+    model: nn.Module, calls: Sequence[ForwardCall], drawing: Drawing
+) -> dict[str, float]:
+    """Return by parameter how far the gradient of these passes is off, relative to its length,
+    where their samples come in another order: the most of _ORDERS. What a sum rounds to depends on
+    its addends, and is large beside one that cancels."""
+    sums: list[dict[str, Tensor]] = []
+    for seed in range(_ORDERS + 1):  # the first: as they are
+        passes = [_in_order_of(call, seed) if seed else call for call in calls]
+        with drawing.stilled(model):
+            gradients = probed(model, passes).gradients
+        names = gradients[0] if all(gradients) else {}
+        sums.append({name: torch.stack([its[name] for its in gradients]).sum(0) for name in names})
+    first = sums[0]
+    return {
+        name: max(difference(its[name], own, norm(own)) for its in sums[1:])
+        for name, own in first.items()
+        if all(name in its for its in sums)
+    }
+
+
+def _in_order_of(call: ForwardCall, seed: int) -> ForwardCall:
+    """Return a pass with its samples in an order that a seed draws."""
+    given = call.args, call.kwargs
+    order = torch.randperm(_num_rows(given), generator=torch.Generator().manual_seed(seed))
+    args, kwargs = _reordered(given, order)
+    upstream = {
+        place: gradient[order] if gradient.dim() and len(gradient) == len(order) else gradient
+        for place, gradient in call.upstream.items()
+    }
+    return replace(call, args=args, kwargs=kwargs, upstream=upstream)
 
 
 def of_both_sides(
