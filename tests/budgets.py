@@ -24,7 +24,7 @@ SMALL = 80  # lines
 
 # begin
 BUDGETS: dict[str, int] = {
-    "ptrain": 53520,
+    "ptrain": 53530,
     "ptrain/activations": 340,
     "ptrain/algebra": 290,
     "ptrain/axes": 150,
@@ -51,11 +51,11 @@ BUDGETS: dict[str, int] = {
     "ptrain/rooms": 980,
     "ptrain/selection": 4030,
     "ptrain/simulation": 1050,
-    "ptrain/spec": 4130,
+    "ptrain/spec": 4090,
     "ptrain/steps": 460,
     "ptrain/traces": 2250,
     "ptrain/train": 3200,
-    "ptrain/verification": 7270,
+    "ptrain/verification": 7310,
 }
 ONE_IMPORTER = 75  # modules that exactly one other imports
 SMALL_MODULES = 81  # modules with fewer lines than SMALL

@@ -272,12 +272,12 @@ class _Walk(Findings):
             return MISSING
 
     def _no_mapping(self, kind: type, value: object, route: Route) -> None:
-        remedy = self._key_of(kind, value, route)
-        if not remedy and route:
-            remedy = self._of_other_tool(route, value)
-        remedy = remedy or listed("its keys", kind, route)
-        if route == ("checkpoint",):
-            remedy = slips.checkpointed(value) or remedy
+        remedy = (
+            (slips.checkpointed(value) if route == ("checkpoint",) else "")
+            or self._key_of(kind, value, route)
+            or (self._of_other_tool(route, value) if route else "")
+            or listed("its keys", kind, route)
+        )
         self.add(route, f"must be a mapping; got {describe(value)}", remedy)
 
     def _unknown(self, key: str, kind: type, route: Route, value: object) -> None:
@@ -321,7 +321,8 @@ class _Walk(Findings):
         for key, (_, holds) in known.items():
             if isinstance(holds, Choice) and (word := holds.word(value)):
                 return f"Use `{self._said((*route, key), flow(word), route)}`."
-        preset = nearest(value, tuple(listing(f"{route[-1]}s"))) if "preset" in known else ""
+        folder = f"{route[-1].removesuffix('s')}s" if route else ""  # of models, clusters, rates
+        preset = nearest(value, tuple(listing(folder))) if "preset" in known else ""
         return f"Use `{self._said((*route, 'preset'), flow(preset), route)}`." if preset else ""
 
     def _said(self, route: Route, text: str, at: Route) -> str:

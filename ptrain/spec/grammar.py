@@ -45,84 +45,67 @@ _TUPLE_TEXTS = (
 )
 
 
+_Degree = int | str | None
+
+
+def _degree(about: str, *aka: str) -> Whole:
+    return Whole(about, 1, MAX_DEGREE, words=("auto",), aka=aka)
+
+
 @declared
 class MeshRaw:
     """The ranks as a product of axes, outermost first. An axis of degree 1 vanishes."""
 
     pp: Annotated[
-        int | str | None,
-        Whole(
+        _Degree,
+        _degree(
             "Number of pipeline-parallel ranks; the layers are split over them.",
-            1,
-            MAX_DEGREE,
-            words=("auto",),
-            aka=("pipeline", "pipeline_parallel", "pipeline_model_parallel_size"),
+            "pipeline",
+            "pipeline_parallel",
+            "pipeline_model_parallel_size",
         ),
     ] = None
     dp_replicate: Annotated[
-        int | str | None,
-        Whole(
-            "Number of replicas of the model (DDP).",
-            1,
-            MAX_DEGREE,
-            words=("auto",),
-            aka=("replicate",),
-        ),
+        _Degree, _degree("Number of replicas of the model (DDP).", "replicate")
     ] = None
     dp_shard: Annotated[
-        int | str | None,
-        Whole(
+        _Degree,
+        _degree(
             "Number of ranks over which data parallelism shards states (ZeRO, FSDP).",
-            1,
-            MAX_DEGREE,
-            words=("auto",),
-            aka=("fsdp", "shard"),
+            "fsdp",
+            "shard",
         ),
     ] = None
     cp: Annotated[
-        int | str | None,
-        Whole(
-            "Number of context-parallel ranks; the tokens of a sequence are split over them.",
-            1,
-            MAX_DEGREE,
-            words=("auto",),
-        ),
+        _Degree,
+        _degree("Number of context-parallel ranks; the tokens of a sequence are split over them."),
     ] = None
     ep: Annotated[
-        int | str | None,
-        Whole(
+        _Degree,
+        _degree(
             "Number of expert-parallel ranks; the experts are split over them.",
-            1,
-            MAX_DEGREE,
-            words=("auto",),
-            aka=(
-                "expert",
-                "expert_parallel",
-                "ep_size",
-                "expert_parallel_size",
-                "expert_parallel_degree",
-                "expert_model_parallel_size",
-            ),
+            "expert",
+            "expert_parallel",
+            "ep_size",
+            "expert_parallel_size",
+            "expert_parallel_degree",
+            "expert_model_parallel_size",
         ),
     ] = None
     tp: Annotated[
-        int | str | None,
-        Whole(
+        _Degree,
+        _degree(
             "Number of tensor-parallel ranks; each operator is split over them.",
-            1,
-            MAX_DEGREE,
-            words=("auto",),
-            aka=("tensor", "tensor_parallel", "tensor_model_parallel_size"),
+            "tensor",
+            "tensor_parallel",
+            "tensor_model_parallel_size",
         ),
     ] = None
     dp: Annotated[
-        int | str | None,
-        Whole(
+        _Degree,
+        _degree(
             "Short for `dp_replicate` or `dp_shard`, whichever the placement of this axis "
-            "belongs to.",
-            1,
-            MAX_DEGREE,
-            words=("auto",),
+            "belongs to."
         ),
     ] = None
 
@@ -139,6 +122,10 @@ class TupleRaw:
 
 def _tuple(about: str) -> Section:
     return Section(TupleRaw, about, also=_TUPLE_TEXTS)
+
+
+def _tuple_on(axis: str) -> Section:
+    return _tuple(f"Placement on {axis}: a strategy name or the four modes.")
 
 
 EXPERTS_TUPLE = _tuple(
@@ -165,18 +152,10 @@ class ExpertTupleRaw:
 class PlacementRaw:
     """One tuple per axis of the mesh: a strategy's name, or the modes."""
 
-    pp: Annotated[
-        TupleRaw | None, _tuple("Placement on pp: a strategy name or the four modes.")
-    ] = None
-    dp_replicate: Annotated[
-        TupleRaw | None, _tuple("Placement on dp_replicate: a strategy name or the four modes.")
-    ] = None
-    dp_shard: Annotated[
-        TupleRaw | None, _tuple("Placement on dp_shard: a strategy name or the four modes.")
-    ] = None
-    cp: Annotated[
-        TupleRaw | None, _tuple("Placement on cp: a strategy name or the four modes.")
-    ] = None
+    pp: Annotated[TupleRaw | None, _tuple_on("pp")] = None
+    dp_replicate: Annotated[TupleRaw | None, _tuple_on("dp_replicate")] = None
+    dp_shard: Annotated[TupleRaw | None, _tuple_on("dp_shard")] = None
+    cp: Annotated[TupleRaw | None, _tuple_on("cp")] = None
     ep: Annotated[
         ExpertTupleRaw | None,
         Section(
@@ -186,12 +165,8 @@ class PlacementRaw:
             also=({"$ref": "#/$defs/TupleRaw"}, *_TUPLE_TEXTS),
         ),
     ] = None
-    tp: Annotated[
-        TupleRaw | None, _tuple("Placement on tp: a strategy name or the four modes.")
-    ] = None
-    dp: Annotated[
-        TupleRaw | None, _tuple("Placement on `mesh.dp`: a strategy name or the four modes.")
-    ] = None
+    tp: Annotated[TupleRaw | None, _tuple_on("tp")] = None
+    dp: Annotated[TupleRaw | None, _tuple_on("`mesh.dp`")] = None
 
 
 @dataclass(frozen=True, kw_only=True, init=False, eq=False, repr=False)

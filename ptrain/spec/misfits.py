@@ -145,24 +145,37 @@ def _latent(shape: ModelShape) -> Iterator[Fault]:
     }
     for name, (is_written, finding) in own.items():
         if is_written:
-            finding = f"not available with latent attention (kv_lora_rank): {finding}"
-            yield Fault(place=f"model.{name}", finding=finding, remedy=f"Remove `model.{name}`.")
+            yield Fault(
+                place=f"model.{name}",
+                finding=f"not available with latent attention (kv_lora_rank): {finding}",
+                remedy=f"Remove `model.{name}`.",
+            )
     if shape.bias is not Bias.NONE:
-        finding = f"not supported yet: bias {shape.bias} with latent attention (kv_lora_rank)"
-        yield Fault(place="model.bias", finding=finding, remedy="Use `model.bias=none`.")
-    if shape.positions is not Positions.ROPE:
-        finding = f"latent attention uses rotary embeddings; got {shape.positions}"
-        yield Fault(place="model.positions", finding=finding, remedy="Use `model.positions=rope`.")
-    if shape.qk_rope_head_dim % 2:
-        finding = f"{shape.qk_rope_head_dim} is odd; rotary embeddings need an even number"
-        yield Fault(place="model.qk_rope_head_dim", finding=finding, remedy="Use an even number.")
-    if shape.v_head_dim > shape.head_dim:
-        finding = (
-            f"not supported yet: value heads of dimension {shape.v_head_dim} with query heads of "
-            f"dimension {shape.head_dim}"
-        )
         yield Fault(
-            place="model.v_head_dim", finding=finding, remedy=f"Use {shape.head_dim} or less."
+            place="model.bias",
+            finding=f"not supported yet: bias {shape.bias} with latent attention (kv_lora_rank)",
+            remedy="Use `model.bias=none`.",
+        )
+    if shape.positions is not Positions.ROPE:
+        yield Fault(
+            place="model.positions",
+            finding=f"latent attention uses rotary embeddings; got {shape.positions}",
+            remedy="Use `model.positions=rope`.",
+        )
+    if shape.qk_rope_head_dim % 2:
+        yield Fault(
+            place="model.qk_rope_head_dim",
+            finding=f"{shape.qk_rope_head_dim} is odd; rotary embeddings need an even number",
+            remedy="Use an even number.",
+        )
+    if shape.v_head_dim > shape.head_dim:
+        yield Fault(
+            place="model.v_head_dim",
+            finding=(
+                f"not supported yet: value heads of dimension {shape.v_head_dim} with query heads "
+                f"of dimension {shape.head_dim}"
+            ),
+            remedy=f"Use {shape.head_dim} or less.",
         )
 
 

@@ -42,6 +42,7 @@ class Mode:
     tier: Tier = Tier.DEVICE
 
     @classmethod
+    @cache
     def parse(cls, text: str) -> Mode:
         """Raises ValueError for anything that is not a mode. That M has a tier for A alone (whose
         recomputed blocks keep their inputs there) the grammar says."""

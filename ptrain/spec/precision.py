@@ -4,14 +4,8 @@ from dataclasses import dataclass, replace
 from typing import Annotated
 
 from ptrain.spec.leaf import Choice, declared
-from ptrain.word import Word
+from ptrain.word import MeantWord, words_of
 
-_DTYPES = {
-    "fp32": "4 bytes",
-    "bf16": "2 bytes",
-    "fp16": "2 bytes, with loss scaling",
-    "fp64": "8 bytes",
-}
 _DTYPE_SLIPS = {
     "float64": "fp64",
     "double": "fp64",
@@ -24,11 +18,11 @@ _DTYPE_SLIPS = {
 _NO_MASTER = {"none": "no master copy: the optimizer updates the parameters"}
 
 
-class DType(Word):
-    FP64 = "fp64"
-    FP32 = "fp32"
-    BF16 = "bf16"
-    FP16 = "fp16"
+class DType(MeantWord):
+    FP64 = "fp64", "8 bytes"
+    FP32 = "fp32", "4 bytes"
+    BF16 = "bf16", "2 bytes"
+    FP16 = "fp16", "2 bytes, with loss scaling"
 
     @property
     def itemsize(self) -> int:
@@ -36,6 +30,7 @@ class DType(Word):
         return _ITEMSIZES[self]
 
 
+_DTYPES = words_of((DType.FP32, DType.BF16, DType.FP16, DType.FP64))
 _ITEMSIZES = {DType.FP64: 8, DType.FP32: 4, DType.BF16: 2, DType.FP16: 2}
 
 
@@ -178,6 +173,10 @@ SCALE_BACKOFF = 0.5
 SCALE_INTERVAL = 2000  # steps without overflow before it grows
 
 
+def _dtype(about: str) -> Choice:
+    return Choice(about, _DTYPES, slips=_DTYPE_SLIPS, read=DType)
+
+
 @declared
 class PrecisionRaw:
     """A layout: bytes per element of parameters, gradients and optimizer state. A dtype beside the
@@ -211,34 +210,26 @@ class PrecisionRaw:
         ),
     ] = None
     parameters: Annotated[
-        str | None,
-        Choice("Dtype of the parameters and of the computation.", _DTYPES, slips=_DTYPE_SLIPS),
+        DType | None, _dtype("Dtype of the parameters and of the computation.")
     ] = None
     gradients: Annotated[
-        str | None,
-        Choice(
-            "Dtype in which reduced gradients are stored and accumulated until the update.",
-            _DTYPES,
-            slips=_DTYPE_SLIPS,
-        ),
+        DType | None,
+        _dtype("Dtype in which reduced gradients are stored and accumulated until the update."),
     ] = None
     reduced: Annotated[
-        str | None,
-        Choice(
+        DType | None,
+        _dtype(
             "Dtype in which a micro-batch's gradients are collected and communicated. Default: "
-            "`gradients` if set.",
-            _DTYPES,
-            slips=_DTYPE_SLIPS,
+            "`gradients` if set."
         ),
     ] = None
     master: Annotated[
-        str | None,
+        DType | str | None,
         Choice(
             "Dtype of the master copy of the parameters, which the optimizer updates.",
             _DTYPES | _NO_MASTER,
             slips=_DTYPE_SLIPS,
+            read=lambda word: word if word in _NO_MASTER else DType(word),
         ),
     ] = None
-    moments: Annotated[
-        str | None, Choice("Dtype of the optimizer moments.", _DTYPES, slips=_DTYPE_SLIPS)
-    ] = None
+    moments: Annotated[DType | None, _dtype("Dtype of the optimizer moments.")] = None

@@ -39,7 +39,7 @@ from ptrain.spec.batch import (
 )
 from ptrain.spec.dials import GradientSync, SyncPolicy
 from ptrain.spec.grammar import MAX_DEGREE, MeshRaw, PlacementRaw, SpecRaw
-from ptrain.spec.keys import FrozenSpec, Keys
+from ptrain.spec.keys import FrozenSpec, Keys, TensorSpec
 from ptrain.spec.leaf import blocks_of
 from ptrain.spec.placement import (
     DATA_AXES,
@@ -63,10 +63,9 @@ from ptrain.spec.resolve_sections import (
     resolve_model,
     resolve_optimizer,
     resolve_precision,
-    resolve_tensor,
 )
 from ptrain.spec.shorthand import fault_of_experts, route_of, usual_modes
-from ptrain.spec.spec import ActivationSpec, Spec
+from ptrain.spec.spec import ActivationSpec, LossSpec, Spec
 from ptrain.spec.text import Findings, Tree
 from ptrain.spec.write import to_mapping
 
@@ -92,7 +91,7 @@ def resolve(raw: SpecRaw, tree: Tree, name: str, world_size: int | None) -> Spec
     activations = _activation_spec(raw, findings)
     own = resolve_functions(raw, findings)
     loss = own if own.user_function else resolve_loss(raw, degrees, findings)
-    tensor = resolve_tensor(raw, loss, degrees, findings)
+    tensor = _tensor(raw, loss, degrees, findings)
     cluster = resolve_cluster(raw.cluster, findings)
     _obeys_offload(raw, degrees, findings)
     _obeys_experts(raw, findings)
@@ -142,9 +141,11 @@ def _factors(raw: SpecRaw, world_size: int | None, findings: Findings) -> tuple[
             findings.add("placement" if raw.placement else "mesh." + axis, finding, remedy)
     for axis in Axis:
         if axis not in without and axis not in degrees:
-            finding = f"the placement has an entry for {axis}, but the mesh has no such axis"
-            remedy = f"Add `mesh.{axis}=N` (1 is allowed), or remove the entry."
-            findings.add(f"placement.{axis}", finding, remedy)
+            findings.add(
+                f"placement.{axis}",
+                f"the placement has an entry for {axis}, but the mesh has no such axis",
+                f"Add `mesh.{axis}=N` (1 is allowed), or remove the entry.",
+            )
     if any(route[0] in ("mesh", "placement") for route in findings.faults):
         return None
     large = ((axis, degree) for axis, degree in degrees.items() if degree > 1)
@@ -178,12 +179,14 @@ def _obeys_experts(raw: SpecRaw, findings: Findings) -> None:
 
 def _obeys_offload(raw: SpecRaw, degrees: Mapping[Axis, int], findings: Findings) -> None:
     """`offload.tier` is that of some mode O; on one rank it may be any mesh's."""
+    if raw.offload.tier is None:
+        return
     top = findings.tree.at(("activations",))
     texts = [*top.values()] if isinstance(top, dict) else [top]
     for axis in degrees:
         texts += [findings.tree.at((*route_of(axis), state.value)) for state in PLACED]
         texts.append(findings.tree.at(("frozen", axis.value)))
-    if raw.offload.tier is not None and degrees and "O" not in texts:
+    if degrees and "O" not in texts:
         findings.add(
             "offload.tier",
             f"tier {raw.offload.tier} has no effect: no state has mode O",
@@ -221,11 +224,12 @@ def _auto(axis: Axis, known: int, world_size: int | None, findings: Findings) ->
         remedy += "`ptrain select SPEC`."
         findings.add(f"mesh.{axis}", "auto needs the number of ranks, which is unknown", remedy)
     elif world_size % known:
-        finding = (
-            f"auto: {world_size} ranks are not a multiple of {known}, the product of the other axes"
+        findings.add(
+            f"mesh.{axis}",
+            f"auto: {world_size} ranks are not a multiple of {known}, the product of the other "
+            "axes",
+            f"Start a multiple of {known} ranks, or change the other axes.",
         )
-        remedy = f"Start a multiple of {known} ranks, or change the other axes."
-        findings.add(f"mesh.{axis}", finding, remedy)
     else:
         return world_size // known
     return None
@@ -301,14 +305,18 @@ def _batch(raw: BatchRaw, data_degree: int, findings: Findings) -> Batch | None:
     else."""
     micro = raw.micro if isinstance(raw.micro, int) else 1
     if raw.micro == AUTO and raw.samples is None:
-        finding = "auto needs a global batch as its upper bound"
-        remedy = "Set `batch.global` too: a number of samples, or `4M tokens`."
-        findings.add("batch.micro", finding, remedy)
+        findings.add(
+            "batch.micro",
+            "auto needs a global batch as its upper bound",
+            "Set `batch.global` too: a number of samples, or `4M tokens`.",
+        )
         return None
     if raw.micro == AUTO and raw.accumulate is not None:
-        finding = f"auto determines batch.accumulate, which is set to {raw.accumulate}"
-        remedy = "Remove `batch.accumulate`, or set `batch.micro` to a number."
-        findings.add("batch.micro", finding, remedy)
+        findings.add(
+            "batch.micro",
+            f"auto determines batch.accumulate, which is set to {raw.accumulate}",
+            "Remove `batch.accumulate`, or set `batch.micro` to a number.",
+        )
         return None
     unit = micro * data_degree
     step = unit * (raw.accumulate or 1)
@@ -316,8 +324,11 @@ def _batch(raw: BatchRaw, data_degree: int, findings: Findings) -> Batch | None:
     samples = raw.samples if isinstance(raw.samples, int) else step
     samples = rounded_samples(written, step) if written else samples
     if written and samples > MAX_SAMPLES:
-        finding = f"{written.text} are {written.samples} samples; a step needs 1..{MAX_SAMPLES}"
-        findings.add("batch.global", finding, "Use fewer tokens.")
+        findings.add(
+            "batch.global",
+            f"{written.text} are {written.samples} samples; a step needs 1..{MAX_SAMPLES}",
+            "Use fewer tokens.",
+        )
         return None
     accumulate = raw.accumulate or max(1, samples // unit)
     if samples != unit * accumulate:
@@ -353,8 +364,11 @@ def _written_tokens(raw: BatchRaw, findings: Findings) -> WrittenTokens | None:
         rounding = Rounding(raw.rounding or Rounding.POWER_OF_TWO)
         return written_tokens(raw.samples, raw.sequence, rounding)
     if raw.rounding is not None:
-        finding = f"{raw.rounding} has no effect: batch.global is not given in tokens"
-        findings.add("batch.round", finding, 'Remove it, or use `batch.global="4M tokens"`.')
+        findings.add(
+            "batch.round",
+            f"{raw.rounding} has no effect: batch.global is not given in tokens",
+            'Remove it, or use `batch.global="4M tokens"`.',
+        )
     return None
 
 
@@ -483,3 +497,19 @@ def _policy(raw: RecomputeRaw, findings: Findings) -> Policy | None:
             "Remove one of the two.",
         )
     return Policy(keep=tuple(operators for operators in Operators if operators in raw.keep))
+
+
+def _tensor(
+    raw: SpecRaw, loss: LossSpec, degrees: Mapping[Axis, int], findings: Findings
+) -> TensorSpec:
+    """Return the section; a function of the user's is given whole logits, unless cut ones are
+    asked for, which is a fault."""
+    if loss.user_function is None or degrees.get(Axis.TP, 1) == 1 or not raw.tensor.loss_parallel:
+        return raw.tensor
+    if findings.tree.has("tensor", "loss_parallel"):
+        findings.add(
+            "tensor.loss_parallel",
+            f"true: {loss.user_function.target} would receive sharded logits",
+            "Remove it, or use `false`.",
+        )
+    return replace(raw.tensor, loss_parallel=False)

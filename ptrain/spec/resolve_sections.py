@@ -19,7 +19,6 @@ from ptrain.spec.cluster import Cluster
 from ptrain.spec.function import StepRaw, UserFunction
 from ptrain.spec.grammar import SpecRaw
 from ptrain.spec.job import DataSpec, OptimizerSpec
-from ptrain.spec.keys import TensorSpec
 from ptrain.spec.misfits import misfits, voids
 from ptrain.spec.model import (
     BESIDE,
@@ -68,8 +67,11 @@ def _preset(name: str | None, kind: type, report: Findings) -> Mapping[str, Any]
     if path is None:
         report.add(f"{section}.preset", *missing(name, noun, folder))
     elif "preset" in values:
-        finding = f"{path.name} refers to another preset"
-        report.add(f"{section}.preset", finding, f"Put the {parts} into the file.")
+        report.add(
+            f"{section}.preset",
+            f"{path.name} refers to another preset",
+            f"Put the {parts} into the file.",
+        )
     else:
         return {"name": path.stem, **values} if kind is Cluster else values
     return None
@@ -154,32 +156,51 @@ def _refuse_shape(
     """Report the keys of built-in models beside what builds another one."""
     for key in _said(raw):
         if key not in (*besides, "blocks", "folder", "pretrained"):
-            finding = f"{key} belongs to built-in models, but {builds}"
-            report.add(f"model.{key}", finding, f"{own}, or remove it.")
+            report.add(
+                f"model.{key}",
+                f"{key} belongs to built-in models, but {builds}",
+                f"{own}, or remove it.",
+            )
 
 
 def resolve_model(raw: ModelRaw, attention: Attention | None, report: Findings) -> ModelSpec | None:
     """Return the model of the user's function, of a class, of a published folder or of a preset."""
     if raw.target is not None:
-        own = "Put it into `model.arguments`"
-        _refuse_shape(raw, ("target", "arguments"), "`target` builds the model", own, report)
+        _refuse_shape(
+            raw,
+            ("target", "arguments"),
+            "`target` builds the model",
+            "Put it into `model.arguments`",
+            report,
+        )
         if attention not in (None, Attention.SDPA):
             finding = f"{attention} has no effect: the function of `model.target` decides its"
-            remedy = "Remove `attention`, or put it into `model.arguments`."
-            report.add("attention", f"{finding} attention", remedy)
+            report.add(
+                "attention",
+                f"{finding} attention",
+                "Remove `attention`, or put it into `model.arguments`.",
+            )
         return ExternalModel(
             target=raw.target,
             arguments=raw.arguments or {},
             blocks=raw.blocks,
-            folder=_folder(raw.folder, home_of(report.tree)),
+            folder=beside(None if raw.folder == BESIDE else raw.folder, report)
+            if raw.folder
+            else None,
             pretrained=raw.pretrained,
         )
     if raw.folder != BESIDE:
-        remedy = "Add `model.target`, or remove this key."
-        report.add("model.folder", "folder requires `target`", remedy)
+        report.add(
+            "model.folder", "folder requires `target`", "Add `model.target`, or remove this key."
+        )
     if raw.hf is not None or isinstance(raw.config, str) or _names_class(raw.config):
-        own = "Put the class's config fields into `model.config`"
-        _refuse_shape(raw, ("hf", "config"), "`hf` names a Transformers class", own, report)
+        _refuse_shape(
+            raw,
+            ("hf", "config"),
+            "`hf` names a Transformers class",
+            "Put the class's config fields into `model.config`",
+            report,
+        )
         return _hugging_face_model(raw, attention, report)
     for key, words in _ALONE.items():
         if getattr(raw, key) is not None:
@@ -308,13 +329,6 @@ def _json(path: Path) -> dict[str, object] | str:
     return value if isinstance(value, dict) else "does not contain a mapping"
 
 
-def _folder(written: str | None, home: Path | None) -> str | None:
-    """Absolute, without links; a relative one stands in the spec's own."""
-    if written is None or (written == BESIDE and home is None):
-        return None
-    return os.path.realpath((home or Path()) / written)
-
-
 def _said(raw: ModelRaw) -> dict[str, Any]:
     """Return what a file says, by field: None where it says that there is none."""
     values = {spot.name: (getattr(raw, spot.name), spot.default) for spot in fields(raw)}
@@ -388,18 +402,14 @@ def _family(said: Mapping[str, Any]) -> Family:
 
 def resolve_precision(raw: PrecisionRaw) -> Precision:
     """The named layout, with the dtypes that are written beside it."""
-
-    def dtype(text: str | None) -> DType | None:
-        return DType(text) if text and text != "none" else None
-
     layout = custom(
         LAYOUTS[raw.layout or FP32.name],
-        parameters=dtype(raw.parameters),
-        gradients=dtype(raw.gradients),
-        reduced=dtype(raw.reduced),
-        master=dtype(raw.master),
-        has_master=raw.master != "none",
-        moments=dtype(raw.moments),
+        parameters=raw.parameters,
+        gradients=raw.gradients,
+        reduced=raw.reduced,
+        master=raw.master if isinstance(raw.master, DType) else None,
+        has_master=raw.master is None or isinstance(raw.master, DType),
+        moments=raw.moments,
     )
     return Precision(layout=layout, compute_fp64=raw.compute is not None)
 
@@ -448,16 +458,25 @@ def resolve_data(raw: SpecRaw, report: Findings) -> DataSpec:
         if data.loss_mask is not None and data.path is None:
             report.add("data.loss_mask", *(_ONE_MASK if data.sources is None else _MASK_EACH))
         elif len(given) > 1:
-            finding = f"both a {given[0]} and {'a ' * (given[1] == 'path')}{given[1]} are given"
-            report.add(f"data.{given[1]}", finding, _ONE)
+            report.add(
+                f"data.{given[1]}",
+                f"both a {given[0]} and {'a ' * (given[1] == 'path')}{given[1]} are given",
+                _ONE,
+            )
         return replace(data, corpus=None) if data.is_of_files else data
     if given:
-        finding = f"`data.target` provides the samples, so {given[0]} has no effect"
-        report.add(f"data.{given[0]}", finding, _ONE)
+        report.add(
+            f"data.{given[0]}",
+            f"`data.target` provides the samples, so {given[0]} has no effect",
+            _ONE,
+        )
     elif ignoring:
         for key in ignoring:
-            finding = f"{_NO_TOKENS}; this key selects target tokens"
-            report.add(f"data.{key}", finding, f"Remove `data.{key}`.")
+            report.add(
+                f"data.{key}",
+                f"{_NO_TOKENS}; this key selects target tokens",
+                f"Remove `data.{key}`.",
+            )
     elif raw.batch.pad:
         report.add("batch.pad", _NO_TOKENS, "Remove `batch.pad`.")
     elif not tree.has("step") and not tree.has("loss", "target"):
@@ -528,25 +547,9 @@ def _function(section: str, raw: LossRaw | StepRaw, report: Findings) -> UserFun
 def beside(written: str | None, report: Findings) -> str | None:
     """Return a folder, absolute and without links: the spec's own where none is written."""
     home = home_of(report.tree)
-    if written is None:
-        return None if home is None else os.path.realpath(home)
-    return os.path.realpath((home or folder_of(report.tree)) / written)
-
-
-def resolve_tensor(
-    raw: SpecRaw, loss: LossSpec, degrees: Mapping[Axis, int], report: Findings
-) -> TensorSpec:
-    """Return the section; a function of the user's is given whole logits, unless cut ones are
-    asked for, which is a fault."""
-    if loss.user_function is None or degrees.get(Axis.TP, 1) == 1 or not raw.tensor.loss_parallel:
-        return raw.tensor
-    if report.tree.has("tensor", "loss_parallel"):
-        report.add(
-            "tensor.loss_parallel",
-            f"true: {loss.user_function.target} would receive sharded logits",
-            "Remove it, or use `false`.",
-        )
-    return replace(raw.tensor, loss_parallel=False)
+    if home is None and written is None:
+        return None
+    return os.path.realpath((home or Path()) / (written or ""))
 
 
 def resolve_attention(text: str | None) -> Attention | None:
@@ -559,15 +562,21 @@ def resolve_loss(raw: SpecRaw, degrees: Mapping[Axis, int], report: Findings) ->
     """Return how logits and loss are computed where no function of the user's does it."""
     loss = raw.loss or LossRaw()
     if loss.kind == "vocab-parallel" and degrees.get(Axis.TP, 1) == 1:
-        remedy = f"Use `loss=cross-entropy`, or {two_ranks(Axis.TP)}"
-        report.add("loss", "vocab-parallel needs at least two tp ranks", remedy)
+        report.add(
+            "loss",
+            "vocab-parallel needs at least two tp ranks",
+            f"Use `loss=cross-entropy`, or {two_ranks(Axis.TP)}",
+        )
     elif loss.kind == "vocab-parallel" and not raw.tensor.loss_parallel:
         report.add("loss", "vocab-parallel contradicts tensor.loss_parallel: false", _ONE)
     is_cut = loss.kind in ("chunked", "fused") or loss.chunk is not None or bool(loss.fused)
     if loss.kind == "cross-entropy" and is_cut:
         key = "chunk" if loss.chunk is not None else "fused"
-        finding = "cross-entropy computes all logits at once"
-        report.add(f"loss.{key}", finding, f"Remove `{key}`, or use `loss.kind=chunked`.")
+        report.add(
+            f"loss.{key}",
+            "cross-entropy computes all logits at once",
+            f"Remove `{key}`, or use `loss.kind=chunked`.",
+        )
     if loss.kind == "fused" and loss.fused is False:
         report.add("loss.fused", "false contradicts kind fused", _ONE)
     if not is_cut:

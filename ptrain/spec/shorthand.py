@@ -52,16 +52,16 @@ def expand_shorthands(tree: Tree) -> dict[Route, Fault]:
         expand_tuples(placement, findings)
     _data_degree(root, findings)
     for key in keys(SpecRaw):
-        for inner, value in _alone(root, key).items():
-            root[key] = {**(root[key] if isinstance(root[key], dict) else {}), inner: value}
-            tree.move_marks((key,), (key, inner))
+        if alone := _alone(root, key):
+            root[key] = alone
+            for inner in alone:
+                tree.move_marks((key,), (key, inner))
     for route, file in _files():
         _read_file(tree.at(route[:-1]), route, file, findings)
     model = root.get("model")
     folder = model.get("pretrained") if isinstance(model, dict) else None
-    if (
-        isinstance(model, dict) and isinstance(folder, str) and "\0" not in folder
-    ):  # the same one wherever the spec lies
+    if isinstance(model, dict) and isinstance(folder, str) and "\0" not in folder:
+        # the same folder wherever the spec that ran lies
         path = tree.beside(("model", "pretrained"), os.path.expanduser(folder))
         model["pretrained"] = os.path.realpath(path)
     return findings.faults
@@ -107,8 +107,11 @@ def _reshard(root: Mapping, findings: Findings) -> None:
         root["sync"] = {**policy, _RESHARD[1]: root.pop("reshard")}
         findings.tree.move_marks(("reshard",), _RESHARD)
     else:
-        finding = f"alias of sync.reshard_after_forward, which is {str(written).lower()}"
-        findings.add("reshard", finding, "Remove one of the two.")
+        findings.add(
+            "reshard",
+            f"alias of sync.reshard_after_forward, which is {str(written).lower()}",
+            "Remove one of the two.",
+        )
 
 
 def _whole_placement(root: Mapping, name: str, findings: Findings) -> None:
@@ -179,14 +182,16 @@ def _data_degree(root: Mapping, findings: Findings) -> None:
     """`mesh: {dp: N}` becomes dp_replicate or dp_shard, by its tuple, and so does that tuple."""
     mesh, placement = root.get("mesh"), root.get("placement")
     if mesh == _AUTO:
-        remedy = f"Set the axes and their sizes. To search for them: {_CHOOSE}"
-        findings.add("mesh", _OPEN, remedy)
+        findings.add("mesh", _OPEN, f"Set the axes and their sizes. To search for them: {_CHOOSE}")
     if not isinstance(mesh, dict):
         return
     homes = _homes(placement)
     if "dp" in mesh and (both := [axis for axis in _DATA if axis in mesh]):
-        finding = f"`dp` is an alias of a data axis, but {both[0]} is set too"
-        findings.add("mesh.dp", finding, f"Remove `dp` or `{both[0]}`.")
+        findings.add(
+            "mesh.dp",
+            f"`dp` is an alias of a data axis, but {both[0]} is set too",
+            f"Remove `dp` or `{both[0]}`.",
+        )
     elif "dp" in mesh and len(homes) != 1:
         if mesh["dp"] == 1 and not homes:
             del mesh["dp"]
@@ -278,8 +283,11 @@ def _expand(holder: Mapping, key: str, at: Route, homes: Sequence[str], findings
         finding = "a placement has 4 modes (parameters, optimizer, gradients, activations); got "
         findings.add(at, f"{finding}{len(modes)}", f"Use four modes: {usual}.")
     elif not homes:
-        finding = f"experts need four modes, not a strategy name; got {value!r}"
-        findings.add(at, finding, f"Use {usual}, or remove it.")
+        findings.add(
+            at,
+            f"experts need four modes, not a strategy name; got {value!r}",
+            f"Use {usual}, or remove it.",
+        )
     elif wrong := _named_tuple(holder, key, at[1], homes):
         findings.add(at, *wrong)
 
@@ -299,8 +307,10 @@ def _named_tuple(
         return f"{name} covers the axes {' and '.join(home)}", f"Use `{whole}`."
     if home[0] not in homes:
         use = whole if has_policy else f"placement: {{{home[0]}: {name}}}"
-        finding = f"{name} belongs to {home[0]}, not to {axis}"
-        return finding, f"Use `{use}` and `mesh: {{{home[0]}: N}}`."
+        return (
+            f"{name} belongs to {home[0]}, not to {axis}",
+            f"Use `{use}` and `mesh: {{{home[0]}: N}}`.",
+        )
     if has_policy:
         either = f"placement: {name}` or `" * is_alone  # the name would say of no other axis
         use = _written_out(named, axis if axis in EXPERT_AXES else "")

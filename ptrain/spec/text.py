@@ -283,8 +283,12 @@ class _Builder:
         for event in self.events:
             num_documents += isinstance(event, yaml.DocumentStartEvent)
             if num_documents > 1:
-                finding = "a second YAML document starts here"
-                self._fault(event, (), finding, "Remove `---`: a file contains one spec.")
+                self._fault(
+                    event,
+                    (),
+                    "a second YAML document starts here",
+                    "Remove `---`: a file contains one spec.",
+                )
                 break
             if isinstance(event, yaml.NodeEvent):
                 root = self._value(event, ())
