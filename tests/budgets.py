@@ -24,7 +24,7 @@ SMALL = 80  # lines
 
 # begin
 BUDGETS: dict[str, int] = {
-    "ptrain": 53530,
+    "ptrain": 53520,
     "ptrain/activations": 340,
     "ptrain/algebra": 290,
     "ptrain/axes": 150,
@@ -38,7 +38,7 @@ BUDGETS: dict[str, int] = {
     "ptrain/cli": 1620,
     "ptrain/convert": 440,
     "ptrain/data": 1080,
-    "ptrain/derivation": 4970,
+    "ptrain/derivation": 4960,
     "ptrain/facts": 710,
     "ptrain/internals": 360,
     "ptrain/interpreter": 1070,

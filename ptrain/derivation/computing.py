@@ -97,16 +97,6 @@ def _by_layer(modes: Mapping[str, Kept], moved: Sequence[tuple[str, int]]) -> di
     }
 
 
-def scores(
-    clock: Clock,
-    passes: Mapping[Kind, Sequence[Item]],
-    units: Sequence[UnitFacts],
-    layers: PlayedWork,
-) -> dict[Kind, PassScore]:
-    """Return what is computed when in each kind of pass."""
-    return {kind: score(clock, kind, items, units, layers) for kind, items in passes.items()}
-
-
 class PassScore(NamedTuple):
     """What is computed in one kind of pass: `first` and `last` behind its first mark and ahead of
     its last one, `at_unit` as a unit's part begins, `at_gradient` ahead of a gradient; `moved` goes

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from math import prod
+from operator import attrgetter
 from typing import NamedTuple, assert_never
 
 from ptrain.algebra.compose import IDENTITY, compose, lift, product
@@ -67,6 +68,7 @@ def paper(spec: Spec, facts: ModelFacts) -> Estimate:
 
 
 NumelOf = Callable[[UnitFacts | ModelFacts], int]
+_numel: NumelOf = attrgetter("numel")
 
 
 class Placed(NamedTuple):
@@ -86,17 +88,9 @@ def _placed(spec: Spec, facts: ModelFacts) -> Iterator[Placed]:
         yield Placed(spec.factors, sizes, _numel)
         return
     frozen = _frozen_numel(facts) * itemsizes(spec)[theta]
-    yield Placed(spec.factors, {**sizes, theta: sizes[theta] - frozen}, _trained_numel)
+    yield Placed(spec.factors, {**sizes, theta: sizes[theta] - frozen}, attrgetter("trained_numel"))
     own = {factor.axis: factor for factor in frozen_factors(spec)}
     yield Placed(tuple(own.get(f.axis, f) for f in spec.factors), {theta: frozen}, _frozen_numel)
-
-
-def _numel(units: UnitFacts | ModelFacts) -> int:
-    return units.numel
-
-
-def _trained_numel(units: UnitFacts | ModelFacts) -> int:
-    return units.trained_numel
 
 
 def _frozen_numel(units: UnitFacts | ModelFacts) -> int:

@@ -19,7 +19,7 @@ from ptrain.axes.pipeline.schedule import Action, Schedule
 from ptrain.axes.pipeline.simulate import ActionCosts, Simulation, simulate, simulate_sharing
 from ptrain.cost import Collective, Phase, Spent, StepTime, TimeKey, TimeRow
 from ptrain.derivation.clock import Clock, LaneSpan, with_launches
-from ptrain.derivation.computing import PassScore, scores, work_of_stage
+from ptrain.derivation.computing import PassScore, score, work_of_stage
 from ptrain.derivation.layers import Representatives
 from ptrain.facts.model import ModelWork, Passes, UnitFacts
 from ptrain.facts.stages import Stage
@@ -88,9 +88,9 @@ class StepTiming(NamedTuple):
         kinds = _kinds(self.schedule, stage.index)
         items = {kind: items for kind, items in passes.items.items() if kind in kinds}
         ends = stage.index == 0, stage.index == self.schedule.stages - 1
-        own, work = passes._replace(items=items), self.work(index)
-        layers = work_of_stage(self.spec, work, self.blocks, stage, ends, played, own.moved)
-        return scores(self.clock, items, units, layers)
+        work, moved = self.work(index), passes.moved
+        layers = work_of_stage(self.spec, work, self.blocks, stage, ends, played, moved)
+        return {kind: score(self.clock, kind, own, units, layers) for kind, own in items.items()}
 
 
 def _kinds(schedule: Schedule, stage: int) -> set[Kind]:

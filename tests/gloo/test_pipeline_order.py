@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ptrain.axes.pipeline.catalogue import pipeline_of, schedule
 from ptrain.axes.pipeline.run.stage import Pipelined, StageRunner
 from ptrain.axes.pipeline.schedule import Action, Schedule
-from ptrain.axes.pipeline.stage_facts import held, most_held
+from ptrain.axes.pipeline.stage_facts import held
 from ptrain.data.corpus import corpus
 from ptrain.data.sampler import batch
 from ptrain.interpreter.program import interpret
@@ -24,6 +24,7 @@ from ptrain.rooms.world import World
 from ptrain.spec.spec import Spec
 from ptrain.timeline import Kind
 from tests.gloo.pipeline_cases import SCHEDULES, layers_of, spec_of
+from tests.pure.pipelines import most_held
 from tests.ranks import Ranks
 
 pytestmark = pytest.mark.gloo

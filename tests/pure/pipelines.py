@@ -6,6 +6,7 @@ from ptrain.axes.pipeline.catalogue import faults, size_of
 from ptrain.axes.pipeline.cost import PipelineSize
 from ptrain.axes.pipeline.schedule import PipelineShape, Schedule, StageCost
 from ptrain.axes.pipeline.simulate import Costs, equal_stages
+from ptrain.axes.pipeline.stage_facts import held
 from ptrain.spec.pipeline import ScheduleName
 from ptrain.steps.step import Pipeline
 
@@ -43,3 +44,12 @@ def size_of_step(step: Pipeline, microbatches: int) -> PipelineSize:
 
 def costs_of(made: Schedule, cost: StageCost, **more: float) -> Costs:
     return equal_stages(made, cost)._replace(**more)
+
+
+def most_held(schedule: Schedule, rank: int, sizes: dict[int, int] | None = None) -> int:
+    """The most that a rank holds at once: micro-batches over all of its stages; with `sizes`, by
+    stage, of one micro-batch's activations, in their unit."""
+    return max(
+        sum(count * (sizes[stage] if sizes else 1) for stage, count in counts.items())
+        for counts in held(schedule, rank)
+    )

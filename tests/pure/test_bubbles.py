@@ -10,10 +10,10 @@ from ptrain.axes.pipeline.catalogue import SCHEDULES, schedule
 from ptrain.axes.pipeline.cost import Relation
 from ptrain.axes.pipeline.schedule import StageCost
 from ptrain.axes.pipeline.simulate import Costs, equal_stages, simulate
-from ptrain.axes.pipeline.stage_facts import held, most_held, most_held_of, transfers
+from ptrain.axes.pipeline.stage_facts import held, most_held_of, transfers
 from ptrain.cost import Collective, Phase
 from ptrain.spec.pipeline import ScheduleName
-from tests.pure.pipelines import BY_NAME, ONE_STAGE, costs_of, pipeline, stages_per_rank
+from tests.pure.pipelines import BY_NAME, ONE_STAGE, costs_of, most_held, pipeline, stages_per_rank
 
 COSTS = [(1, 1, 1), (2, 3, 1), (4, 5, 3), (1, 3, 2), (3, 1, 1), (1, 1, 2)]
 every_schedule = pytest.mark.parametrize("name", ScheduleName)

@@ -11,7 +11,6 @@ import pytest
 from ptrain.axes.pipeline.catalogue import schedule, size_of
 from ptrain.axes.pipeline.cost import PipelineSize, chunks_in_flight, forwards_first, stages_of
 from ptrain.axes.pipeline.schedule import Action, Schedule
-from ptrain.axes.pipeline.stage_facts import most_held
 from ptrain.cost import Collective, Estimate, Phase, State
 from ptrain.derivation.estimate import Derivation, derive
 from ptrain.spec.pipeline import ScheduleName
@@ -28,7 +27,7 @@ from tests.oracles.pipeline import (
 )
 from tests.oracles.tensor import scalars, traffic, words
 from tests.pure.piped import legal
-from tests.pure.pipelines import GRID, pipeline, size_of_step, stages_per_rank
+from tests.pure.pipelines import GRID, most_held, pipeline, size_of_step, stages_per_rank
 from tests.pure.test_closed_forms_of_tensor import PLANS, shape_of
 
 LARGE = [

@@ -19,11 +19,10 @@ from ptrain.axes.pipeline.cost import ScheduleCost
 from ptrain.axes.pipeline.draw import draw
 from ptrain.axes.pipeline.schedule import Action, Pair, StageCost, Step
 from ptrain.axes.pipeline.simulate import Costs, simulate
-from ptrain.axes.pipeline.stage_facts import most_held
 from ptrain.errors import BrokenSchedule, SpecError
 from ptrain.spec.pipeline import ScheduleName
 from ptrain.timeline import Kind
-from tests.pure.pipelines import BY_NAME, GRID, ONE_STAGE, VEES, costs_of, pipeline
+from tests.pure.pipelines import BY_NAME, GRID, ONE_STAGE, VEES, costs_of, most_held, pipeline
 from tests.source_tree import SourceTree
 
 every_schedule = pytest.mark.parametrize("name", ScheduleName)

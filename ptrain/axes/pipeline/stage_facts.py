@@ -42,15 +42,6 @@ def held(schedule: Schedule, rank: int) -> Iterator[dict[int, int]]:
             counts[part.stage] -= part.kind in _LAST_USE
 
 
-def most_held(schedule: Schedule, rank: int, sizes: dict[int, int] | None = None) -> int:
-    """The most that a rank holds at once: micro-batches over all of its stages; with `sizes`, by
-    stage, of one micro-batch's activations, in their unit."""
-    return max(
-        sum(count * (sizes[stage] if sizes else 1) for stage, count in counts.items())
-        for counts in held(schedule, rank)
-    )
-
-
 def most_held_of(schedule: Schedule, stage: int) -> int:
     """The most micro-batches whose activations one stage holds at once."""
     return max(counts[stage] for counts in held(schedule, schedule.rank_of[stage]))
