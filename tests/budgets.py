@@ -24,7 +24,7 @@ SMALL = 80  # lines
 
 # begin
 BUDGETS: dict[str, int] = {
-    "ptrain": 53520,
+    "ptrain": 53500,
     "ptrain/activations": 340,
     "ptrain/algebra": 290,
     "ptrain/axes": 150,
@@ -38,7 +38,7 @@ BUDGETS: dict[str, int] = {
     "ptrain/cli": 1620,
     "ptrain/convert": 440,
     "ptrain/data": 1080,
-    "ptrain/derivation": 4960,
+    "ptrain/derivation": 4970,
     "ptrain/facts": 710,
     "ptrain/internals": 360,
     "ptrain/interpreter": 1070,
@@ -53,7 +53,7 @@ BUDGETS: dict[str, int] = {
     "ptrain/simulation": 1050,
     "ptrain/spec": 4090,
     "ptrain/steps": 460,
-    "ptrain/traces": 2250,
+    "ptrain/traces": 2210,
     "ptrain/train": 3200,
     "ptrain/verification": 7310,
 }

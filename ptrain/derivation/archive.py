@@ -22,12 +22,10 @@ class TablePart(StrEnum):
     """What tables are of."""
 
     PASSES = "passes"  # of a whole model and of its stages
-    BLOCK = "block"  # by how its activations are kept
-    LOSS = "loss"  # in chunks
+    BLOCK = "block"  # by how its activations are kept, and what it computes
+    LOSS = "loss"  # in chunks, and what is computed for it
     CONTEXT = "context"  # of a block over cp, and what it computes there
-    BLOCK_WORK = "block-work"  # what a block computes, by how its activations are kept
     END_WORK = "end-work"  # what is computed in front of the blocks and behind them
-    LOSS_WORK = "loss-work"  # the same behind them of a loss in chunks
     KERNEL = "kernel"  # of attention, on GPUs
 
 

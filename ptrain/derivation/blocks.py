@@ -8,16 +8,17 @@ the place adds of its own (a stage's input belongs to the schedule) stays.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
-from itertools import starmap
 from typing import Any, NamedTuple
 
 from ptrain.axes.context.attention import ContextPart
 from ptrain.cost import Collective
 from ptrain.derivation.archive import TablePart
-from ptrain.derivation.tables import Setting, content, table
+from ptrain.derivation.tables import EvaluatedWork, Setting, content, table
+from ptrain.facts.model import InnerCollective
 from ptrain.spec.activations import ATTENTION_ONLY, FULL, PLAIN, SELECTIVE, Kept
 from ptrain.spec.model import Attention, Family, ModelShape
 from ptrain.spec.placement import Tier
@@ -43,7 +44,6 @@ _BOUNDARIES = {
     True: (Mark.ENTER, Mark.LEAVE),  # of a forward pass
     False: (Mark.PRE_BACKWARD, Mark.POST_BACKWARD),
 }
-_TOKENS = "sequence"
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
@@ -140,11 +140,24 @@ def block(setting: Setting, kept: Kept, attention: Attention) -> BlockPasses:
         backward=tuple(evaluated.events(entry["backward"])),
         frees_input=entry["frees_input"],
         moved=tuple(evaluated.sizes[index] for index in parts[entry["moved"]]),
-        sent=tuple(
-            (Collective(name), evaluated.sizes[index])
-            for name, index in parts[entry["work"]][0]["sent"]
-        ),
+        sent=tuple(_sent_again(setting, kept, attention)),
     )
+
+
+def _sent_again(
+    setting: Setting, kept: Kept, attention: Attention
+) -> Iterator[tuple[Collective, int]]:
+    """Yield what backward sends that a plain one does not."""
+    own, plain = (
+        Counter(
+            item
+            for item in work(setting).operators(of["backward"])
+            if isinstance(item, InnerCollective)
+        )
+        for of in _passes(setting, kept, attention)
+    )
+    for sent, times in (own - plain).items():
+        yield from [(sent.collective, sent.payload)] * times
 
 
 def _over_context(setting: Setting, part: ContextPart, kept: Kept) -> BlockPasses:
@@ -171,25 +184,30 @@ def _entry(setting: Setting, kept: Kept, attention: Attention) -> dict[str, Any]
     return entry
 
 
+@cache
+def work(setting: Setting) -> EvaluatedWork:
+    """Return what blocks of a setting compute and send."""
+    return EvaluatedWork(TablePart.BLOCK, setting, setting.values)
+
+
+def _passes(setting: Setting, kept: Kept, attention: Attention) -> tuple[dict[str, int], ...]:
+    """Return the numbers of the passes of a block that is kept so, and of a plain one. Copies
+    between tiers are no operators."""
+    ways = work(setting).table.content[attention.value]
+    return ways[variant(Kept(policy=kept.policy))], ways[variant(PLAIN)]
+
+
 def operations(setting: Setting, kept: Kept, scores: int) -> dict[str, int]:
     """Return the floating-point operations of one block's matrix products: `forward`, `backward`,
     and those of forward that backward repeats (`again`). `scores` are those of a sample and head,
     in the place of all tokens times all tokens."""
     setting = setting.without_context
-    written = content(TablePart.BLOCK, setting)
-    work = written["parts"][_entry(setting, kept, setting.shape.attention)["work"]][0]
-    dimensions = setting.values
-    symbols = written["symbols"]
-
-    def product(coefficient: int, exponents: Sequence[int]) -> int:
-        exponent_of = dict(zip(symbols, exponents, strict=True))
-        for symbol, exponent in exponent_of.items():
-            coefficient *= dimensions[symbol] ** exponent
-        if exponent_of[_TOKENS] < 2:
-            return coefficient
-        return coefficient * scores // setting.sequence**2
-
-    return {when: sum(starmap(product, work[when])) for when in ("forward", "backward", "again")}
+    own, plain = _passes(setting, kept, setting.shape.attention)
+    forward, backward, all_of_it = (
+        work(setting).flops(number, scores)
+        for number in (own["forward"], plain["backward"], own["backward"])
+    )
+    return {"forward": forward, "backward": backward, "again": all_of_it - backward}
 
 
 def moved(setting: Setting, kept: Sequence[Kept]) -> tuple[tuple[str, int], ...]:

@@ -3,7 +3,7 @@ tables with the kept activations and the loss of a spec put in, and for which sp
 hold.
 
 A table holds every size in bytes as a coefficient times powers of the model's dimensions, read off
-traces at prime shapes (`traces.work_tables` makes them). Nothing is fitted. A pass is `begin`,
+traces at prime shapes (`traces.block_tables` makes them). Nothing is fitted. A pass is `begin`,
 `block` for each layer but two, and `end`, in its own order; that of one layer is `only`.
 
 Equal blocks in a row are played once: a block in their midst allocates, sends and leaves what the

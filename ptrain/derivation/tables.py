@@ -4,25 +4,30 @@ dimensions of a model, whole losses and losses in chunks included.
 A size is a coefficient times powers of batch, sequence and dimensions; an event is an allocation, a
 free, a boundary or a completed gradient. A loss in chunks replaces a whole one: the forward pass is
 the same up to the end of the last block, the backward pass from there on, of a whole model and of a
-last stage (`traces.block_tables` makes these tables).
+last stage (`traces.work_tables` makes these tables).
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from functools import cache, cached_property
+from itertools import groupby
 from typing import Any, NamedTuple
 
 from ptrain.axes.context.attention import ContextPart
 from ptrain.axes.tensor.cost import Cut
+from ptrain.cost import Collective
 from ptrain.derivation import archive
 from ptrain.derivation.archive import TablePart
 from ptrain.derivation.attention import Statistics, statistics_of
+from ptrain.facts.model import InnerCollective, LayerWork, Operator, PassWork
 from ptrain.spec.model import Family, ModelShape
 from ptrain.spec.precision import DType
+from ptrain.spec.rates import OperatorKind
 from ptrain.spec.spec import LossSpec, Spec
 from ptrain.timeline import Mark, Run, run
 
@@ -38,7 +43,7 @@ _GATHERED = "-gathered"
 _CUT, _SAVED, _NAIVE, _WHOLE = "cut", "saved", "naive", "whole"
 
 _WHOLE_LOSS = LossSpec()
-_OF_A_BLOCK = (TablePart.BLOCK, TablePart.BLOCK_WORK, TablePart.CONTEXT)
+_OF_A_BLOCK = (TablePart.BLOCK, TablePart.CONTEXT)
 
 
 class Place(StrEnum):
@@ -109,17 +114,15 @@ class Setting:
         return values if self.context is None else self.context.values(values)
 
     def name(self, part: TablePart) -> str:
-        """Return the name of its table. To a block and to what a loss computes it is nothing
-        whether embedding and head are tied, to a loss what the blocks do, and to what is around the
-        blocks how many heads keys have; one sample's targets need no copy."""
-        is_of_either = part in _OF_A_BLOCK or part is TablePart.LOSS_WORK
-        is_of_loss = part in (TablePart.LOSS, TablePart.LOSS_WORK)
+        """Return the name of its table. To a block it is nothing whether embedding and head are
+        tied, to a loss what the blocks do, and to what is around the blocks how many heads keys
+        have; one sample's targets need no copy."""
         is_of_llama = part is TablePart.END_WORK and self.family is Family.LLAMA
         return "-".join(
             (
                 self.family.value,
-                *(() if is_of_either else ("tied" if self.shape.tied else "untied",)),
-                *(() if is_of_loss or is_of_llama else (self.operators,)),
+                *(() if part in _OF_A_BLOCK else ("tied" if self.shape.tied else "untied",)),
+                *(() if part is TablePart.LOSS or is_of_llama else (self.operators,)),
                 "full" if self.is_full else "bf16",
                 *(("one",) if self.batch == 1 else ()),
                 *((self.context.kind,) if self.context and part is TablePart.CONTEXT else ()),
@@ -135,9 +138,9 @@ class Setting:
             return FUSED if part is TablePart.LOSS and self.loss.fused else PLAIN
         kind = self.cut.kind
         match part:
-            case TablePart.BLOCK | TablePart.BLOCK_WORK:
+            case TablePart.BLOCK:
                 return kind.removesuffix(_GATHERED).replace(_NAIVE, _WHOLE)
-            case TablePart.LOSS | TablePart.LOSS_WORK | TablePart.END_WORK:
+            case TablePart.LOSS | TablePart.END_WORK:
                 return kind.replace(_SAVED, _CUT)
             case _:
                 return kind
@@ -307,6 +310,136 @@ def table(
             setting.statistics,
         ),
     )
+
+
+_COLLECTIVES = {collective.value for collective in Collective}
+_TOKENS = "sequence"
+
+
+class _Listed(NamedTuple):
+    """An operator or a collective as a table has it: `sizes` are numbers; no dtype means that in
+    which the model computes; `axis` and `is_whole` as of these."""
+
+    kind: OperatorKind | Collective
+    dtype: DType | None
+    sizes: tuple[int, ...]
+    axis: str = ""
+    is_whole: bool = False
+
+    def at(self, sizes: Sequence[int], compute: DType) -> Operator | InnerCollective:
+        """Return it where a table's sizes are these."""
+        own = tuple([sizes[number] for number in self.sizes])
+        if isinstance(self.kind, Collective):
+            return InnerCollective(self.kind, own[0], axis=self.axis)
+        dimensions = (sum(own),) if self.kind.is_of_bytes else own
+        return Operator(self.kind, self.dtype or compute, dimensions, is_whole=self.is_whole)
+
+
+class WorkTable(NamedTuple):
+    """A way of a table; `passes` are lists of operators by their numbers."""
+
+    content: Mapping[str, Any]
+    sizes: tuple[Monomial, ...]
+    operators: tuple[_Listed, ...]
+    passes: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def read(cls, content: Mapping[str, Any]) -> WorkTable:
+        """Return a table as it is written."""
+        return cls(
+            content,
+            monomials(dict(content)),
+            tuple(
+                _Listed(
+                    Collective(name) if name in _COLLECTIVES else OperatorKind(name),
+                    DType(dtype) if dtype else None,
+                    tuple(sizes),
+                    *more,
+                )
+                for name, dtype, sizes, *more in content["operators"]
+            ),
+            tuple(map(tuple, content.get("parts", ()))),
+        )
+
+
+@cache
+def work_table(part: TablePart, name: str, way: str) -> WorkTable:
+    content = archive.table(part, name)[way]
+    return WorkTable.read(content if part is TablePart.END_WORK else content["work"])
+
+
+class EvaluatedWork:
+    """A table at a setting's dimensions."""
+
+    def __init__(self, part: TablePart, setting: Setting, values: Mapping[str, int]) -> None:
+        self.table = work_table(part, setting.name(part), setting.way(part))
+        self._compute, self._sequence = setting.compute, setting.sequence
+        self._sizes = [size.bytes(values, self._compute.itemsize) for size in self.table.sizes]
+        # Of what is equal at these dimensions one object, so that a look at it is enough.
+        self._distinct: dict[Operator | InnerCollective, Operator | InnerCollective] = {}
+        self._known: dict[int, Operator | InnerCollective] = {}
+        self._repeated: dict[tuple[int, int], Operator | InnerCollective] = {}
+
+    def work(self, numbers: Mapping[str, int]) -> LayerWork:
+        """Return the passes with these numbers."""
+        return LayerWork(**{name: self.of_pass([number]) for name, number in numbers.items()})
+
+    def of_pass(self, numbers: Iterable[int]) -> PassWork:
+        """Return the operators of parts one after the other, equal ones in a row as one."""
+        parts = (self.table.passes[number] for number in numbers)
+        of_pass = (self.operator(operator) for part in parts for operator in part)
+        runs = ([*alike] for _, alike in groupby(of_pass, id))
+        return tuple([self._times(run[0], len(run)) for run in runs])
+
+    def of_groups(self, groups: Iterable[Sequence[int]], ranks: int) -> PassWork:
+        """Return operators by number, how often each runs in a row and how many behind it run
+        before it is awaited; what is sent over an axis is so over so many neighbours."""
+
+        def entry(number: int, times: int, beside: int) -> Operator | InnerCollective:
+            what = self.operator(number)
+            if isinstance(what, Operator):
+                return self._times(what, times)
+            own = ranks if what.collective is not Collective.SEND else 0
+            return what._replace(times=times, beside=beside, ranks=own)
+
+        return tuple([entry(*group) for group in groups])
+
+    def operators(self, number: int) -> Iterator[Operator | InnerCollective]:
+        """Yield what the pass with this number computes and sends, one by one."""
+        return map(self.operator, self.table.passes[number])
+
+    def flops(self, number: int, scores: int) -> int:
+        """Return the floating-point operations of the pass with this number, where so many `scores`
+        stand in the place of all tokens times all tokens."""
+        total = 0
+        for own, times in Counter(self.table.passes[number]).items():
+            flops = operator.flops if isinstance(operator := self.operator(own), Operator) else 0
+            if flops and self._powers(own) > 1:
+                flops = flops * scores // self._sequence**2
+            total += times * flops
+        return total
+
+    def _powers(self, operator: int) -> int:
+        """How many of an operator's dimensions are the tokens of a sample."""
+        sizes = (self.table.sizes[size] for size in self.table.operators[operator].sizes)
+        return sum(dict(size.exponents).get(_TOKENS, 0) for size in sizes)
+
+    def operator(self, number: int) -> Operator | InnerCollective:
+        """Return the operator with this number: of all in a table few are in a way to keep."""
+        if number not in self._known:
+            operator = self.table.operators[number].at(self._sizes, self._compute)
+            self._known[number] = self._distinct.setdefault(operator, operator)
+        return self._known[number]
+
+    def _times(
+        self, operator: Operator | InnerCollective, times: int
+    ) -> Operator | InnerCollective:
+        if times == 1:
+            return operator
+        key = id(operator), times
+        if key not in self._repeated:
+            self._repeated[key] = operator._replace(times=times)
+        return self._repeated[key]
 
 
 # Of sizes, in the order in which they are divided by: features; tokens of this rank between the

@@ -1,37 +1,32 @@
 """What a rank computes of one micro-batch, operator by operator: of a built-in model from the
-committed tables (`traces.work_tables` makes them), of any other from its own traces.
+committed tables (`traces.block_tables` makes them), of any other from its own traces.
 
 Layers that are alike share one work, so that who adds up times adds up by kind of layer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cache
-from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any
 
 from ptrain.axes.context.attention import ContextKind, ContextPart
 from ptrain.cost import Collective
-from ptrain.derivation import archive, blocks, tables
+from ptrain.derivation import blocks, tables
 from ptrain.derivation.archive import TablePart
 from ptrain.derivation.layers import is_tabulated
 from ptrain.derivation.operations import setting_at
-from ptrain.derivation.tables import Monomial, Setting, monomials
+from ptrain.derivation.tables import Setting
 from ptrain.facts.model import (
     InnerCollective,
     LayerWork,
     ModelFacts,
     ModelWork,
-    Operator,
-    PassWork,
     WorkByKind,
 )
 from ptrain.spec.activations import PLAIN, Kept
 from ptrain.spec.model import Attention, ModelShape
-from ptrain.spec.precision import DType
-from ptrain.spec.rates import OperatorKind
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import Plan
 
@@ -85,122 +80,11 @@ def _traced(plan: Plan, facts: ModelFacts, index: int) -> WorkByKind | None:
     return None if is_cut else facts.work
 
 
-class _Listed(NamedTuple):
-    """An operator or a collective as a table has it: `sizes` are numbers; no dtype means that in
-    which the model computes; `axis` and `is_whole` as of these."""
-
-    kind: OperatorKind | Collective
-    dtype: DType | None
-    sizes: tuple[int, ...]
-    axis: str = ""
-    is_whole: bool = False
-
-    def at(self, sizes: Sequence[int], compute: DType) -> Operator | InnerCollective:
-        """Return it where a table's sizes are these."""
-        own = tuple([sizes[number] for number in self.sizes])
-        if isinstance(self.kind, Collective):
-            return InnerCollective(self.kind, own[0], axis=self.axis)
-        dimensions = (sum(own),) if self.kind.is_of_bytes else own
-        return Operator(self.kind, self.dtype or compute, dimensions, is_whole=self.is_whole)
-
-
-class _WorkTable(NamedTuple):
-    """A way of a table; `passes` are lists of operators by their numbers."""
-
-    content: Mapping[str, Any]
-    sizes: tuple[Monomial, ...]
-    operators: tuple[_Listed, ...]
-    passes: tuple[tuple[int, ...], ...]
-
-    @classmethod
-    def read(cls, content: Mapping[str, Any]) -> _WorkTable:
-        """Return a table as it is written."""
-        return cls(
-            content,
-            monomials(dict(content)),
-            tuple(
-                _Listed(
-                    Collective(name) if name in _COLLECTIVES else OperatorKind(name),
-                    DType(dtype) if dtype else None,
-                    tuple(sizes),
-                    *more,
-                )
-                for name, dtype, sizes, *more in content["operators"]
-            ),
-            tuple(map(tuple, content.get("parts", ()))),
-        )
-
-
-@cache
-def _table(part: TablePart, name: str, way: str) -> _WorkTable:
-    content = archive.table(part, name)[way]
-    return _WorkTable.read(content["work"] if part is TablePart.CONTEXT else content)
-
-
-class _Evaluated:
-    """A table at a setting's dimensions."""
-
-    def __init__(self, part: TablePart, setting: Setting, values: Mapping[str, int]) -> None:
-        self.table = _table(part, setting.name(part), setting.way(part))
-        self._compute = setting.compute
-        self._sizes = [size.bytes(values, self._compute.itemsize) for size in self.table.sizes]
-        # Of what is equal at these dimensions one object, so that a look at it is enough.
-        self._distinct: dict[Operator | InnerCollective, Operator | InnerCollective] = {}
-        self._known: dict[int, Operator | InnerCollective] = {}
-        self._repeated: dict[tuple[int, int], Operator | InnerCollective] = {}
-
-    def work(self, numbers: Mapping[str, int]) -> LayerWork:
-        """Return the passes with these numbers."""
-        return LayerWork(**{name: self.of_pass([number]) for name, number in numbers.items()})
-
-    def of_pass(self, numbers: Iterable[int]) -> PassWork:
-        """Return the operators of parts one after the other, equal ones in a row as one."""
-        parts = (self.table.passes[number] for number in numbers)
-        of_pass = (self._operator(operator) for part in parts for operator in part)
-        runs = ([*alike] for _, alike in groupby(of_pass, id))
-        return tuple([self._times(run[0], len(run)) for run in runs])
-
-    def of_groups(self, groups: Iterable[Sequence[int]], ranks: int) -> PassWork:
-        """Return operators by number, how often each runs in a row and how many behind it run
-        before it is awaited; what is sent over an axis is so over so many neighbours."""
-
-        def entry(number: int, times: int, beside: int) -> Operator | InnerCollective:
-            what = self._operator(number)
-            if isinstance(what, Operator):
-                return self._times(what, times)
-            own = ranks if what.collective is not Collective.SEND else 0
-            return what._replace(times=times, beside=beside, ranks=own)
-
-        return tuple([entry(*group) for group in groups])
-
-    def _operator(self, number: int) -> Operator | InnerCollective:
-        """The operator with this number: of all that a table has few are in a way to keep."""
-        if number not in self._known:
-            operator = self.table.operators[number].at(self._sizes, self._compute)
-            self._known[number] = self._distinct.setdefault(operator, operator)
-        return self._known[number]
-
-    def _times(
-        self, operator: Operator | InnerCollective, times: int
-    ) -> Operator | InnerCollective:
-        if times == 1:
-            return operator
-        key = id(operator), times
-        if key not in self._repeated:
-            self._repeated[key] = operator._replace(times=times)
-        return self._repeated[key]
-
-
-@cache
-def _block_table(setting: Setting) -> _Evaluated:
-    return _Evaluated(TablePart.BLOCK_WORK, setting, setting.values)
-
-
 @cache
 def _layer(setting: Setting, kept: Kept) -> LayerWork:
     if setting.context is not None:
         return _over_context(setting, setting.context, kept)
-    evaluated = _block_table(setting)
+    evaluated = blocks.work(setting)
     content, attention = evaluated.table.content, setting.shape.attention
     entry = content[attention.value][blocks.variant(kept)]
     is_plain = kept == PLAIN and attention is Attention.SDPA
@@ -212,7 +96,7 @@ def _layer(setting: Setting, kept: Kept) -> LayerWork:
 
 def _over_context(setting: Setting, part: ContextPart, kept: Kept) -> LayerWork:
     """A layer of a rank that attends to the tokens of others."""
-    evaluated = _Evaluated(TablePart.CONTEXT, setting, setting.values)
+    evaluated = tables.EvaluatedWork(TablePart.CONTEXT, setting, setting.values)
     entry = evaluated.table.content[blocks.variant(kept)]
     ranks = part.ring if part.kind is ContextKind.GATHER else part.ulysses
     passes = (unrolled(entry[name][part.place], part) for name in ("forward", "backward"))
@@ -256,7 +140,7 @@ def _ends(setting: Setting, *, is_staged: bool) -> tuple[LayerWork, LayerWork]:
     weights is the whole."""
     if is_staged:
         setting = replace(setting, shape=replace(setting.shape, tied=False))
-    evaluated = _Evaluated(TablePart.END_WORK, setting, setting.values)
+    evaluated = tables.EvaluatedWork(TablePart.END_WORK, setting, setting.values)
     content = evaluated.table.content
     front, behind = content["front"], content["behind"]
     if is_staged:
@@ -270,7 +154,8 @@ def _ends(setting: Setting, *, is_staged: bool) -> tuple[LayerWork, LayerWork]:
 def _in_chunks(setting: Setting) -> LayerWork:
     """What is behind the layers where the loss is in chunks."""
     values = tables.values_of(setting)
-    evaluated = _Evaluated(TablePart.LOSS_WORK, setting, values)
+    untied = replace(setting, shape=replace(setting.shape, tied=False))  # a tied one does the same
+    evaluated = tables.EvaluatedWork(TablePart.LOSS, untied, values)
     listed = evaluated.table.content["rest" if values["rest"] else "even"]
     chunks = tables.full_chunks(setting)
     return LayerWork(

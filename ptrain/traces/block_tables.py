@@ -1,25 +1,21 @@
-"""Make the tables of a block's allocations by how its activations are kept (events of forward and
-backward, what is saved and moved off the device, operators, repeated collectives), and of the
-allocations of a loss in chunks after the last block, of a full model and of a last stage.
-
-Events that repeat with each chunk are found by comparing traces of two numbers of chunks, odd
-primes that divide nothing else. Sizes are found by exact division: no product of some dimensions is
-one of others.
+"""Make the tables of a built-in model's passes (of the full model and of its first, a middle and
+its last stage), of one block by how its activations are kept, and of what is computed around the
+blocks.
 
 A trace at prime dimensions is encoded as sizes in a table and events by layers. Events are as short
-as possible: they keep only how high the allocation rises and ends, for all sizes.
+as possible: they keep only how high the allocation rises and ends, for all sizes. A pass over one
+layer is `only`; over three it is `begin`, `block` and `end`, and over more the block repeats, which
+is checked with four layers. Operators are of the same traces (`settings.WorkWriter`).
 """
 
 from __future__ import annotations
 
 import itertools
-import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import TypeVar
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -27,35 +23,26 @@ from torch.distributed.device_mesh import DeviceMesh
 from ptrain.derivation.blocks import VARIANTS
 from ptrain.derivation.tables import (
     MARKS,
-    SYMBOLS,
-    Pieces,
     Place,
     Setting,
-    has_own_tables,
-    values_of,
 )
 from ptrain.models.kernels import kernels_of
 from ptrain.models.trace import Born, Completion, Died, Event, Recording
 from ptrain.models.units import Units
-from ptrain.models.work import OperatorSizes, OperatorWork, SentTensor, When
-from ptrain.spec.activations import Kept
-from ptrain.spec.model import Attention, Family, ModelShape
-from ptrain.spec.spec import LossSpec
+from ptrain.spec.activations import PLAIN, Kept
+from ptrain.spec.model import Attention
+from ptrain.spec.placement import Tier
 from ptrain.steps.step import Keep
 from ptrain.timeline import Boundary, Mark
+from ptrain.traces.layer_works import LayerWorks, by_layer
 from ptrain.traces.settings import (
     DTYPES,
-    KINDS,
-    TP,
-    UNEVEN,
-    VOCAB,
+    WORK_DTYPES,
     Coded,
-    CutKind,
     TableWriter,
+    WorkWriter,
     cuts_of,
-    factorised,
     model_of,
-    of_shape,
     part_of,
     smallest_units,
     symbols,
@@ -77,6 +64,7 @@ class CodedTrace:
         writer: TableWriter,
     ) -> None:
         self.recording, *self._wider = recordings
+        self.widest = recordings[-1]  # whose operators tell fp32 from the compute dtype
         self.units, self.values, self.writer = units, values, writer
         for other in self._wider:
             assert _course(self.recording) == _course(other), "operators depend on the dtype"
@@ -212,50 +200,14 @@ def _between(now: Counter[int], then: Counter[int]) -> Iterator[int]:
         yield from [number] * more
 
 
-SEVERAL = 2  # samples, where they are not one
-CHUNKS = (5, 7)  # from so many what repeats is learnt
-HEAD_DIM, FFN = 34, 5
-_PLACES = (Place.ALONE, Place.LAST)
-_PRIMES = (97, 89, 83, 79, 73, 71, 61, 59, 53, 47, 43, 41, 37, 31, 29, 19, 13)
+FEW = 3  # layers: with as many, begin, block and end are all there
+_STAGES = (Place.FIRST, Place.MIDDLE, Place.LAST)
+
+Passes = dict[str, list[Coded]]  # each layer by layer, in its own order
 
 
-@dataclass(frozen=True, slots=True)
-class Tokens:
-    """Tokens of a micro-batch: so many chunks, and what is left."""
-
-    chunks: int
-    chunk: int
-    rest: int
-
-    @property
-    def number(self) -> int:
-        return self.chunks * self.chunk + self.rest
-
-
-def tokens_of(samples: int, chunks: int, *, has_rest: bool) -> Tokens:
-    """Divisible among samples and ranks."""
-    unit = samples * TP
-    if not has_rest:
-        return Tokens(chunks, unit * _PRIMES[-1], 0)
-    return next(
-        Tokens(chunks, chunk, rest)
-        for chunk, prime in itertools.combinations(_PRIMES, 2)
-        for rest in (prime, 2 * prime, 3 * prime)  # of 2 and 3 chunks, divisible by 2 and by 3
-        if rest < chunk and (chunks * chunk + rest) % unit == 0
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class CodedHead:
-    """Forward and backward as JSON, and the number of the output's size."""
-
-    phases: tuple[Coded, Coded]
-    output: int | None
-
-
-class LossTable:
-    """One table in the making, from models in these `dtypes`. The setting's tokens and chunks are
-    no matter."""
+class PassTable:
+    """One table in the making, from models in these `dtypes`."""
 
     def __init__(
         self,
@@ -266,138 +218,114 @@ class LossTable:
     ) -> None:
         self.setting, self.mesh = setting, mesh
         self.dtypes = dtypes or DTYPES[setting.compute]
-        self.writer = TableWriter(SYMBOLS)
+        self.values = symbols(setting)
+        self.writer = TableWriter(tuple(self.values))
+
+    def build(self, several: int = FEW) -> dict[str, object]:
+        """Return the table as JSON. A GPU's dropout is known of whole models alone."""
+        places = [Place.ALONE] if self.setting.is_for_cuda else [*Place]
+        return self.writer.table(**{place: self._place(place, several) for place in places})
+
+    def _place(self, place: Place, several: int) -> dict[str, object]:
+        several += place is Place.ALONE  # there two blocks between the ends are compared
+        (few, _), (many, more) = (self._passes(place, layers) for layers in (1, several))
+        return {**{name: self._parts(few[name], many[name]) for name in few}, **more}
+
+    def _parts(self, few: Sequence[Coded], many: Sequence[Coded]) -> list[int]:
+        (only,), (begin, *blocks, end) = few, many
+        assert all(block == blocks[0] for block in blocks), "the layers do not repeat"
+        return [self.writer.part(part) for part in (only, begin, blocks[0], end)]
+
+    def _passes(self, place: Place, layers: int) -> tuple[Passes, dict[str, object]]:
+        """Return the passes of so many layers, and what else a table says of this place."""
+        traces = [self.alone(layers)] if place is Place.ALONE else self.stage(place, layers)
+        passes = {name: trace.layers(name) for trace in traces for name in trace.recording.passes}
+        whole = traces[0]
+        if whole.recording.output is None:
+            return passes, {"saved": _saved(whole)}
+        return passes, {"output": whole.size(whole.recording.output)}
+
+    def alone(
+        self, layers: int, attention: Attention = Attention.SDPA, kept: Kept = PLAIN
+    ) -> CodedTrace:
+        """Return the trace of a whole model of so many layers, which keep activations so."""
+        shape = replace(self.setting.shape, attention=attention, layers=layers)
+        setting = replace(self.setting, shape=shape)
+        units = smallest_units(setting)
+        blocks = tuple((f"blocks.{index}", kept) for index in range(layers))
+        keep = None if kept.is_plain else Keep(blocks=blocks)
+        part = part_of(setting, self.mesh, keep)
+        with kernels_of(is_for_cuda=setting.is_for_cuda):
+            recordings = [part.trace(model_of(setting, dtype), units) for dtype in self.dtypes]
+        return CodedTrace(recordings, units, self.values, self.writer)
+
+    def stage(self, place: Place, layers: int) -> list[CodedTrace]:
+        """Return the passes of a stage of so many layers, and but for the first one its halves."""
+        counts = tuple(layers if other is place else 1 for other in _STAGES)
+        setting = replace(self.setting, shape=replace(self.setting.shape, layers=sum(counts)))
+        cuts, index = cuts_of(setting, counts), _STAGES.index(place)
+        units = smallest_units(setting, cuts.stages[index])
+        part = part_of(setting, self.mesh, has_learnt=layers > 1)
+        by_dtype: list[list[Recording]] = [
+            part.trace_stage(
+                model_of(setting, dtype, is_meta=True), units, cuts, index, in_halves=index > 0
+            )
+            for dtype in self.dtypes
+        ]
+        return [
+            CodedTrace(recordings, units, self.values, self.writer)
+            for recordings in zip(*by_dtype, strict=True)
+        ]
+
+
+def _saved(trace: CodedTrace) -> dict[str, Coded]:
+    """What forward leaves for backward, by operator and size's number: in front of the blocks, in
+    each of them and behind them."""
+    alive = set(trace.recording.saved)
+    layers = [
+        [
+            (event.operator.removeprefix("aten::"), trace.size(event.id))
+            for event in events
+            if isinstance(event, Born) and event in alive
+        ]
+        for _, events in trace.split("forward")
+    ]
+    if len(layers) < FEW:
+        return {}
+    before, *blocks, last = layers
+    number = len(before) - len(blocks[0])
+    ends = before[number:], last[: len(blocks[0])]
+    assert all(block == blocks[0] for block in (*blocks, *ends)), "the blocks do not repeat"
+    return {"before": [*before[:number]], "block": [*blocks[0]], "after": [*last[len(blocks[0]) :]]}
+
+
+class EndWorkTable:
+    """The table of what is in front of the blocks and behind them, in the making."""
+
+    def __init__(self, setting: Setting, mesh: DeviceMesh | None = None) -> None:
+        self.setting, self.mesh = setting, mesh
+        self.writer = WorkWriter(setting)
 
     def build(self) -> dict[str, object]:
-        """Return the table as JSON."""
-        return self.writer.table(**{place: self._place(place) for place in _PLACES})
-
-    def _place(self, place: Place) -> dict[str, object]:
-        table: dict[str, object] = {}
-        for has_rest in (False, True):
-            coded = partial(self._coded, place, has_rest=has_rest)
-            less, more = map(coded, CHUNKS)
-            pieces = [*map(repeating, less.phases, more.phases)]
-            few = [coded(number) for number in range(1, max(split.least for split in pieces))]
-            table["rest" if has_rest else "even"] = {
-                name: {
-                    "few": [
-                        self.writer.part(code.phases[phase])
-                        for code in few[: pieces[phase].least - 1]
-                    ],
-                    "pieces": [self.writer.part(piece) for piece in pieces[phase].listed],
-                }
-                for phase, name in enumerate(("forward", "backward"))
-            }
-            table["output"] = less.output
-        return table
-
-    def _coded(self, place: Place, chunks: int, *, has_rest: bool) -> CodedHead:
-        """Of a trace with so many chunks."""
-        trace = self.trace(place, chunks, has_rest=has_rest)
-        recording = trace.recording
-        units = [unit for (unit,) in trace.units]
-        last = max(units.index(unit) for unit in units if unit.count(".") == 1)
-        forward, backward = recording.passes["forward"], recording.passes["backward"]
-        behind = forward[forward.index(Boundary(Mark.LEAVE, last)) + 1 :]
-        before = backward[: backward.index(Boundary(Mark.PRE_BACKWARD, last))]
-        output = None if recording.output is None else trace.size(recording.output)
-        return CodedHead((trace.in_full(behind), trace.in_full(before)), output)
-
-    def trace(self, place: Place, chunks: int, *, has_rest: bool) -> CodedTrace:
-        """Return the trace of a model, or of a last stage, with so many full chunks."""
-        tokens = tokens_of(self.setting.batch, chunks, has_rest=has_rest)
-        setting = replace(
-            self.setting,
-            sequence=tokens.number // self.setting.batch,
-            loss=replace(self.setting.loss, chunk=tokens.chunk),
-        )
-        values = {symbol: value for symbol, value in values_of(setting).items() if value > 1}
-        return self._trace(setting, place, values)
-
-    def _trace(self, setting: Setting, place: Place, values: dict[str, int]) -> CodedTrace:
-        counts = (1,) if place is Place.ALONE else (1, 1)  # a stage has one in front of it
-        setting = replace(setting, shape=replace(setting.shape, layers=len(counts)))
-        part = part_of(setting, self.mesh)
-        models = (model_of(setting, dtype) for dtype in self.dtypes)
-        if place is Place.ALONE:
-            units = smallest_units(setting)
-            recordings = [part.trace(model, units) for model in models]
-        else:
-            cuts = cuts_of(setting, counts)
-            units = smallest_units(setting, cuts.stages[1])
-            recordings = [
-                recording
-                for model in models
-                for recording in part.trace_stage(model, units, cuts, 1, in_halves=False)
-            ]
-        return CodedTrace(recordings, units, values, self.writer)
+        """Return the table as JSON. Stages compute what an untied model does; `halves` are those of
+        a last stage."""
+        traces = PassTable(self.setting, self.mesh, dtypes=WORK_DTYPES[self.setting.compute])
+        passes, alone = self.writer.passes, works_by_layer(traces.alone(1))
+        content = {"front": passes(alone.front), "behind": passes(alone.behind)}
+        if not (self.setting.is_for_cuda or self.setting.shape.tied):
+            *_, halves = traces.stage(Place.LAST, 1)
+            content["halves"] = passes(works_by_layer(halves).behind)
+        return self.writer.table(**content)
 
 
-def settings() -> Iterator[Setting]:
-    """Yield every setting of a loss in chunks, whole, fused, and with every kind of cut."""
-    for family, tied, compute, samples in itertools.product(
-        Family, (False, True), DTYPES, (SEVERAL, 1)
-    ):
-        for kind in (None, *KINDS):
-            shape = _shape(family, kind, tied=tied)
-            setting = of_shape(shape, kind, compute=compute, batch=samples, sequence=1)
-            if setting.cut is None:
-                yield setting
-                yield replace(setting, loss=LossSpec(fused=True))
-            elif has_own_tables(setting.cut.kind):
-                yield setting
-
-
-def settings_of_operators() -> Iterator[Setting]:
-    """Yield one of each kind whose loss shows its operators: a fused one is a single one, of which
-    nobody sees what it computes; and a tied head computes what another does."""
-    return (setting for setting in settings() if not (setting.loss.fused or setting.shape.tied))
-
-
-def _shape(family: Family, kind: CutKind | None, *, tied: bool) -> ModelShape:
-    degree = TP if kind else 1
-    is_uneven = kind is None or kind.loss_parallel  # and larger than hidden
-    return ModelShape(
-        family=family,
-        layers=1,
-        hidden=degree * HEAD_DIM,
-        heads=degree,
-        kv_heads=degree,
-        ffn=degree * FFN,
-        vocab=UNEVEN if is_uneven else degree * VOCAB,
-        tied=tied,
-    )
-
-
-def repeating(less: Coded, more: Coded) -> Pieces:
-    """Return what is there once, and what for each chunk, of as few chunks as it is true of."""
-    split = next(_splits(less, more, CHUNKS[1] - CHUNKS[0]), None)
-    assert split is not None, "the chunks do not repeat"
-    assert not any(isinstance(e, str | list) for e in (*split.every, *split.later)), "a boundary"
-    return split.fewest()
-
-
-def _splits(less: Coded, more: Coded, times: int) -> Iterator[Pieces]:
-    """Ways to make the longer one of the shorter one by at most two insertions of that which is
-    `times` the same."""
-    start = _common(less, more)
-    rear = min(_common(less[::-1], more[::-1]), len(less) - start)
-    inserted = len(more) - len(less)
-    middle, behind = less[start : len(less) - rear], less[len(less) - rear :]
-    for size in range(inserted, -1, -times):
-        first = more[start : start + size]
-        between = more[start + size : start + size + len(middle)]
-        second = more[start + size + len(middle) : len(more) - rear]
-        x, y = first[: size // times], second[: (inserted - size) // times]
-        if between == middle and x * times == first and y * times == second:
-            yield Pieces(CHUNKS[0], less[:start], x, middle, y, behind)
-
-
-def _common(one: Coded, other: Coded) -> int:
-    """Events in front that are the same."""
-    pairs = zip(one, other, strict=False)
-    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+def works_by_layer(trace: CodedTrace) -> LayerWorks:
+    """Return what a trace computed by layer, in front of them and behind."""
+    blocks = [
+        unit for (unit,) in trace.units if unit.startswith("blocks.") and unit.count(".") == 1
+    ]
+    works = by_layer(trace.widest, trace.units, sorted(blocks))
+    assert works is not None, "the blocks are not units"
+    return works
 
 
 ATTENTIONS = (Attention.SDPA, Attention.EAGER)
@@ -407,83 +335,41 @@ Did = TypeVar("Did")
 
 
 class BlockTable:
-    """One table in the making, from models of so many `layers`, in these `dtypes`."""
+    """One table in the making: events and operators of a block, of the same traces."""
 
-    def __init__(
-        self,
-        setting: Setting,
-        mesh: DeviceMesh | None = None,
-        *,
-        layers: int = LAYERS,
-        dtypes: Sequence[torch.dtype] = (),
-    ) -> None:
-        self.setting, self.mesh, self.layers = setting, mesh, layers
-        self.dtypes = dtypes or DTYPES[setting.compute]
-        self.values = symbols(setting)
-        self.writer = TableWriter(tuple(self.values))
+    def __init__(self, setting: Setting, mesh: DeviceMesh | None = None) -> None:
+        self.setting, self.mesh = setting, mesh
+        self.traces = PassTable(setting, mesh)
+        self.writer, self.works = self.traces.writer, WorkWriter(setting)
 
     def build(self) -> dict[str, object]:
-        """Return the table as JSON."""
-        return self.writer.table(
-            **{
-                attention.value: {name: self._variant(attention, kept) for name, kept in VARIANTS}
-                for attention in ATTENTIONS
-            }
-        )
+        """Return the table as JSON. Tables know the halves of a plain block's backward pass
+        alone."""
+        content: dict[str, dict[str, object]] = {attention.value: {} for attention in ATTENTIONS}
+        works: dict[str, Any] = {attention.value: {} for attention in ATTENTIONS}
+        for attention, (name, kept) in itertools.product(ATTENTIONS, VARIANTS):
+            trace = self.traces.alone(LAYERS, attention, kept)
+            content[attention.value][name] = self._events(trace)
+            if kept.tier is Tier.DEVICE:  # copies between tiers are no operators
+                passes = self.works.passes(alike(works_by_layer(trace).layers))
+                works[attention.value][name] = passes
+        if not self.setting.is_for_cuda:
+            stages = PassTable(self.setting, self.mesh, dtypes=WORK_DTYPES[self.setting.compute])
+            *_, halves = stages.stage(Place.MIDDLE, FEW)
+            # The half of the weights has no boundaries: what one layer has left there is done when
+            # the next one is, so that of three the middle one does as much as each.
+            _, middle, _ = works_by_layer(halves).layers
+            works["halves"] = self.works.passes(middle)
+        return self.writer.table(**content, work=self.works.table(**works))
 
-    def _variant(self, attention: Attention, kept: Kept) -> dict[str, object]:
-        trace = self.trace(attention, kept)
+    def _events(self, trace: CodedTrace) -> dict[str, object]:
         return {
             "forward": self.writer.part(alike(trace.layers("forward")[1:-1])),
             "backward": self.writer.part(alike(trace.layers("backward")[1:-1])),
-            "saved": self.writer.part(_saved(trace)),
+            "saved": self.writer.part(_saved_of_block(trace)),
             "moved": self.writer.part(_moved(trace)),
             "frees_input": frees_input(trace),
-            "work": self.writer.part([self._work(trace)]),
         }
-
-    def trace(self, attention: Attention, kept: Kept, *, has_learnt: bool = False) -> CodedTrace:
-        """Return the trace of a model of such blocks. `has_learnt`: torch has cut these operators
-        before."""
-        shape = replace(self.setting.shape, attention=attention, layers=self.layers)
-        setting = replace(self.setting, shape=shape)
-        units = smallest_units(setting)
-        blocks = tuple((f"blocks.{index}", kept) for index in range(self.layers))
-        keep = None if kept.is_plain else Keep(blocks=blocks)
-        part = part_of(setting, self.mesh, keep, has_learnt=has_learnt)
-        with kernels_of(is_for_cuda=setting.is_for_cuda):
-            recordings = [part.trace(model_of(setting, dtype), units) for dtype in self.dtypes]
-        return CodedTrace(recordings, units, self.values, self.writer)
-
-    def _work(self, trace: CodedTrace) -> dict[str, object]:
-        """The operations of one block by pass, and the collectives that it repeats."""
-        works = alike([*_works(trace)])
-        record: dict[str, object] = {}
-        for when in When:
-            flops = Counter(
-                self._operations(work.what)
-                for work in works
-                if work.when is when
-                and isinstance(work.what, OperatorSizes)
-                and work.what.operator.flops
-            )
-            record[when.value] = [[times * c, list(e)] for (c, e), times in flops.items()]
-        first: dict[int, int] = {}  # storage by size: what is sent is what some operator allocated
-        for storage, size in trace.recording.sizes.items():
-            first.setdefault(size, storage)
-        record["sent"] = [
-            [work.what.collective, trace.size(first[work.what.payload])]
-            for work in works
-            if work.when is When.AGAIN and isinstance(work.what, SentTensor)
-        ]
-        return record
-
-    def _operations(self, ran: OperatorSizes) -> tuple[int, tuple[int, ...]]:
-        """Coefficient and exponents: how many there are of each product of the dimensions is no
-        factor of them, though it may be as large as one."""
-        size = math.prod(ran.sizes)
-        coefficient, exponents = factorised(size, self.values, self.values)
-        return ran.operator.flops // size * coefficient, exponents
 
 
 def alike(layers: Sequence[Did]) -> Did:
@@ -499,28 +385,6 @@ def _entered(trace: CodedTrace, block: int) -> int:
     return trace.recording.forward.index(Boundary(Mark.ENTER, unit))
 
 
-def _works(trace: CodedTrace) -> Iterator[list[OperatorWork]]:
-    """Of each block, between its boundaries in forward and in backward."""
-    for block in range(LAYERS):
-        unit = trace.units.index((f"blocks.{block}",))
-        bounds = {
-            "forward": _bounds(trace, "forward", Mark.ENTER, Mark.LEAVE, unit),
-            "backward": _bounds(trace, "backward", Mark.PRE_BACKWARD, Mark.POST_BACKWARD, unit),
-        }
-        yield [
-            work
-            for name, (first, last) in bounds.items()
-            for place, work in trace.recording.works[name]
-            if first < place <= last
-        ]
-
-
-def _bounds(trace: CodedTrace, name: str, first: Mark, last: Mark, unit: int) -> tuple[int, int]:
-    """The places in a pass where a unit is entered and left."""
-    events = trace.recording.passes[name]
-    return events.index(Boundary(first, unit)), events.index(Boundary(last, unit))
-
-
 def _moved(trace: CodedTrace) -> Coded:
     """The sizes of the storages that one block's forward takes off the device."""
     counts = Counter(trace.size(number) for number, _ in trace.recording.moved)
@@ -528,7 +392,7 @@ def _moved(trace: CodedTrace) -> Coded:
     return [size for size, times in counts.items() for _ in range(times // LAYERS)]
 
 
-def _saved(trace: CodedTrace) -> Coded:
+def _saved_of_block(trace: CodedTrace) -> Coded:
     """What the first block leaves on the device, by operator: its output, which is the next one's
     input, stands for its own input."""
     alive, events = set(trace.recording.saved), trace.recording.forward

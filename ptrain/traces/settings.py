@@ -7,7 +7,9 @@ rank's own dimensions are these primes, beside the whole vocabulary where it is 
 
 A table has `symbols`, `sizes` (flags, a coefficient, the symbols' exponents), and `parts`, lists of
 events that other places name by their numbers: n + 1 is a birth and -n - 1 a death of the size with
-number n, a text a boundary, a list a completed gradient with its parameter.
+number n, a text a boundary, a list a completed gradient with its parameter. Its `work` is a table
+of the same format of what was computed: parts are lists of `operators` by their numbers, and each
+is its kind or collective, its dtype (none: the compute dtype) and the numbers of its sizes.
 """
 
 from __future__ import annotations
@@ -30,12 +32,14 @@ from ptrain.facts.roles import roles_of
 from ptrain.facts.stages import ENDS, Chain, Stage, cut, layers_of
 from ptrain.models.initialize import build, cast
 from ptrain.models.units import Units, unit_modules
+from ptrain.models.work import OperatorSizes, SentTensor
 from ptrain.rooms.world import fake_world
 from ptrain.spec.dials import UnitKind, UnitSize
 from ptrain.spec.model import Family, ModelShape
 from ptrain.spec.placement import Axis
 from ptrain.spec.precision import DType
 from ptrain.steps.step import ChunkedLoss, Keep, Parallelize
+from ptrain.traces.layer_works import Computed, views_last
 from ptrain.traces.rank_part import RankPart, StageCuts
 
 Coded = list[object]  # events as JSON
@@ -201,6 +205,59 @@ def symbols(setting: Setting) -> Mapping[str, int]:
         names += _OVER_CONTEXT.get(setting.context.kind, ())
     values = setting.values
     return {name: values[name] for name in names if values[name] > 1}
+
+
+WORK_NAMES = {"forward": "forward", "backward": "backward", "input": "inputs", "weight": "weights"}
+# What is as wide as the compute dtype is told from what is fp32 in any case where the two differ.
+WORK_DTYPES = {DType.FP32: (torch.float64,), DType.BF16: (torch.bfloat16,)}
+_COMPUTE = {DType.FP32: DType.FP64, DType.BF16: DType.BF16}
+
+
+class WorkWriter:
+    """Operators as a setting's table numbers them. `values` are those of the dimensions."""
+
+    def __init__(self, setting: Setting, dimensions: Sequence[str] = ()) -> None:
+        self.values = symbols(setting)
+        self.compute = _COMPUTE[setting.compute]
+        self.writer = TableWriter(dimensions or tuple(self.values))
+        self._operators: dict[str, int] = {}
+
+    def passes(self, computed: Mapping[str, Computed]) -> dict[str, int]:
+        """Return the number of each pass's list."""
+        return {
+            WORK_NAMES[name]: self.writer.part(self.coded(views_last(ran)))
+            for name, ran in computed.items()
+        }
+
+    def coded(self, computed: Computed) -> Coded:
+        """Return a list of operators as their numbers."""
+        return [self.number(what) for what in computed]
+
+    def number(self, what: OperatorSizes | SentTensor) -> int:
+        """Return the number of an operator, or of what is sent."""
+        row: list[object]
+        if isinstance(what, SentTensor):
+            row = [what.collective, "", [self._size(what.payload, what.dtype)]]
+            if what.axis:
+                row = [what.operator.collective, *row[1:], what.axis]
+        else:
+            dtype = "" if what.dtype is self.compute else what.dtype
+            dtypes = what.dtypes or (None,) * len(what.sizes)
+            row = [what.kind, dtype, [*map(self._size, what.sizes, dtypes)]]
+            row += ["", True] if what.is_whole else []
+        text = json.dumps(row, separators=(",", ":"))
+        return self._operators.setdefault(text, len(self._operators))
+
+    def _size(self, size: int, dtype: DType | None) -> int:
+        """Return the number of a size, in bytes of what has a dtype."""
+        follows = dtype is self.compute
+        own = size * _WIDTH // self.compute.itemsize if follows else size
+        return self.writer.size(own, self.values, follows=follows)
+
+    def table(self, **content: object) -> dict[str, object]:
+        """Return the table as JSON, with what names its passes."""
+        operators = [json.loads(text) for text in self._operators]
+        return self.writer.table(operators=operators, **content)
 
 
 def model_of(setting: Setting, dtype: torch.dtype, *, is_meta: bool = False) -> nn.Module:

@@ -1,11 +1,9 @@
-"""Make the tables of computation and allocation of a built-in model's layers: of one block, by how
-its activations are kept, and before and after the blocks; of the full model and of its first, a
-middle and its last stage.
+"""Make the tables of a loss in chunks behind the last block, of a full model and of a last stage,
+and those of a block over the context axis.
 
-A pass is a list of operators by their numbers in the table; each is its kind or collective, its
-dtype (none: the compute dtype) and the numbers of its sizes. A pass over one layer is `only`; over
-three it is `begin`, `block` and `end`, and over more the block repeats, which is checked with four
-layers.
+Events that repeat with each chunk are found by comparing traces of two numbers of chunks, odd
+primes that divide nothing else. Sizes are found by exact division: no product of some dimensions is
+one of others.
 
 Tables over the context axis state what a rank at each place of the ring allocates and computes, by
 how attention reaches the tokens of other ranks. A block is the same at every place except between
@@ -23,7 +21,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from functools import partial
 from typing import Any
@@ -35,38 +33,36 @@ from torch.distributed.device_mesh import DeviceMesh
 from ptrain.axes.context.attention import EXCHANGING, ContextKind, ContextPart, parts_told_apart
 from ptrain.axes.context.run.slices import MicroBatchCut
 from ptrain.derivation.archive import Table, TablePart
-from ptrain.derivation.blocks import OVER_CONTEXT, VARIANTS
-from ptrain.derivation.tables import SYMBOLS, Pieces, Place, Setting
+from ptrain.derivation.blocks import OVER_CONTEXT
+from ptrain.derivation.tables import SYMBOLS, Pieces, Place, Setting, has_own_tables, values_of
 from ptrain.derivation.work import unrolled
-from ptrain.models.kernels import kernels_of
-from ptrain.models.trace import Born, Recording
-from ptrain.models.work import VIEW, OperatorSizes, SentTensor
+from ptrain.models.trace import Recording
+from ptrain.models.work import VIEW
 from ptrain.rooms.comm import Mesh
 from ptrain.rooms.world import fake_world
-from ptrain.spec.activations import PLAIN, Kept
+from ptrain.spec.activations import Kept
 from ptrain.spec.dials import ReduceScatterVia
-from ptrain.spec.model import Family
-from ptrain.spec.placement import Axis, Tier
+from ptrain.spec.model import Family, ModelShape
+from ptrain.spec.placement import Axis
 from ptrain.spec.precision import DType
+from ptrain.spec.spec import LossSpec
 from ptrain.steps.step import ContextParallel, CreateMesh, Keep
-from ptrain.traces.block_tables import (
-    ATTENTIONS,
-    CHUNKS,
-    BlockTable,
-    CodedTrace,
-    LossTable,
-    alike,
-    frees_input,
-    repeating,
-)
-from ptrain.traces.layer_works import Computed, LayerWorks, by_layer, grouped, views_last
+from ptrain.timeline import Boundary, Mark
+from ptrain.traces.block_tables import CodedTrace, alike, frees_input, works_by_layer
+from ptrain.traces.layer_works import Computed, by_layer, grouped, views_last
 from ptrain.traces.rank_part import ContextSlices, RankPart
 from ptrain.traces.settings import (
     DTYPES,
+    KINDS,
     SEQUENCE,
+    TP,
+    UNEVEN,
+    VOCAB,
     Coded,
+    CutKind,
     Make,
     TableWriter,
+    WorkWriter,
     cuts_of,
     model_of,
     of_shape,
@@ -76,222 +72,212 @@ from ptrain.traces.settings import (
     symbols,
 )
 
-SEVERAL = 3  # layers: with as many, begin, block and end are all there
-_STAGES = (Place.FIRST, Place.MIDDLE, Place.LAST)
-
-Passes = dict[str, list[Coded]]  # each layer by layer, in its own order
-
-
-class PassTable:
-    """One table in the making, from models in these `dtypes`."""
-
-    def __init__(
-        self,
-        setting: Setting,
-        mesh: DeviceMesh | None = None,
-        *,
-        dtypes: Sequence[torch.dtype] = (),
-    ) -> None:
-        self.setting, self.mesh = setting, mesh
-        self.dtypes = dtypes or DTYPES[setting.compute]
-        self.values = symbols(setting)
-        self.writer = TableWriter(tuple(self.values))
-
-    def build(self, several: int = SEVERAL) -> dict[str, object]:
-        """Return the table as JSON. A GPU's dropout is known of whole models alone."""
-        places = [Place.ALONE] if self.setting.is_for_cuda else [*Place]
-        return self.writer.table(**{place: self._place(place, several) for place in places})
-
-    def _place(self, place: Place, several: int) -> dict[str, object]:
-        several += place is Place.ALONE  # there two blocks between the ends are compared
-        (few, _), (many, more) = (self._passes(place, layers) for layers in (1, several))
-        return {**{name: self._parts(few[name], many[name]) for name in few}, **more}
-
-    def _parts(self, few: Sequence[Coded], many: Sequence[Coded]) -> list[int]:
-        (only,), (begin, *blocks, end) = few, many
-        assert all(block == blocks[0] for block in blocks), "the layers do not repeat"
-        return [self.writer.part(part) for part in (only, begin, blocks[0], end)]
-
-    def _passes(self, place: Place, layers: int) -> tuple[Passes, dict[str, object]]:
-        """Return the passes of so many layers, and what else a table says of this place."""
-        traces = [self.alone(layers)] if place is Place.ALONE else self.stage(place, layers)
-        passes = {name: trace.layers(name) for trace in traces for name in trace.recording.passes}
-        whole = traces[0]
-        if whole.recording.output is None:
-            return passes, {"saved": _saved(whole)}
-        return passes, {"output": whole.size(whole.recording.output)}
-
-    def alone(self, layers: int) -> CodedTrace:
-        """Return the trace of a whole model of so many layers."""
-        setting = replace(self.setting, shape=replace(self.setting.shape, layers=layers))
-        units = smallest_units(setting)
-        part = part_of(setting, self.mesh, has_learnt=layers > 1)
-        with kernels_of(is_for_cuda=setting.is_for_cuda):
-            recordings = [part.trace(model_of(setting, dtype), units) for dtype in self.dtypes]
-        return CodedTrace(recordings, units, self.values, self.writer)
-
-    def stage(self, place: Place, layers: int) -> list[CodedTrace]:
-        """Return the passes of a stage of so many layers, and but for the first one its halves."""
-        counts = tuple(layers if other is place else 1 for other in _STAGES)
-        setting = replace(self.setting, shape=replace(self.setting.shape, layers=sum(counts)))
-        cuts, index = cuts_of(setting, counts), _STAGES.index(place)
-        units = smallest_units(setting, cuts.stages[index])
-        part = part_of(setting, self.mesh, has_learnt=layers > 1)
-        by_dtype: list[list[Recording]] = [
-            part.trace_stage(
-                model_of(setting, dtype, is_meta=True), units, cuts, index, in_halves=index > 0
-            )
-            for dtype in self.dtypes
-        ]
-        return [
-            CodedTrace(recordings, units, self.values, self.writer)
-            for recordings in zip(*by_dtype, strict=True)
-        ]
+SEVERAL = 2  # samples, where they are not one
+CHUNKS = (5, 7)  # from so many what repeats is learnt
+HEAD_DIM, FFN = 34, 5
+_PLACES = (Place.ALONE, Place.LAST)
+_PRIMES = (97, 89, 83, 79, 73, 71, 61, 59, 53, 47, 43, 41, 37, 31, 29, 19, 13)
 
 
-def _saved(trace: CodedTrace) -> dict[str, Coded]:
-    """What forward leaves for backward, by operator and size's number: in front of the blocks, in
-    each of them and behind them."""
-    alive = set(trace.recording.saved)
-    layers = [
-        [
-            (event.operator.removeprefix("aten::"), trace.size(event.id))
-            for event in events
-            if isinstance(event, Born) and event in alive
-        ]
-        for _, events in trace.split("forward")
-    ]
-    if len(layers) < SEVERAL:
-        return {}
-    before, *blocks, last = layers
-    number = len(before) - len(blocks[0])
-    ends = before[number:], last[: len(blocks[0])]
-    assert all(block == blocks[0] for block in (*blocks, *ends)), "the blocks do not repeat"
-    return {"before": [*before[:number]], "block": [*blocks[0]], "after": [*last[len(blocks[0]) :]]}
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """Tokens of a micro-batch: so many chunks, and what is left."""
+
+    chunks: int
+    chunk: int
+    rest: int
+
+    @property
+    def number(self) -> int:
+        return self.chunks * self.chunk + self.rest
 
 
-_NAMES = {"forward": "forward", "backward": "backward", "input": "inputs", "weight": "weights"}
-_ALIKE = 2  # layers, so that what repeats is seen to
-# What is as wide as the compute dtype is told from what is fp32 in any case where the two differ.
-_TRACED = {DType.FP32: (torch.float64,), DType.BF16: (torch.bfloat16,)}
-_COMPUTE = {DType.FP32: DType.FP64, DType.BF16: DType.BF16}
-_WIDTH = DType.FP32.itemsize  # of an element of what a writer is given
+def tokens_of(samples: int, chunks: int, *, has_rest: bool) -> Tokens:
+    """Divisible among samples and ranks."""
+    unit = samples * TP
+    if not has_rest:
+        return Tokens(chunks, unit * _PRIMES[-1], 0)
+    return next(
+        Tokens(chunks, chunk, rest)
+        for chunk, prime in itertools.combinations(_PRIMES, 2)
+        for rest in (prime, 2 * prime, 3 * prime)  # of 2 and 3 chunks, divisible by 2 and by 3
+        if rest < chunk and (chunks * chunk + rest) % unit == 0
+    )
 
 
-class WorkWriter:
-    """Operators as a setting's table numbers them. `values` are those of the dimensions."""
+@dataclass(frozen=True, slots=True)
+class CodedHead:
+    """Events of forward and backward as JSON, the number of the output's size, and what is computed
+    at these dimensions."""
 
-    def __init__(self, setting: Setting, dimensions: Sequence[str] = ()) -> None:
-        self.values = symbols(setting)
-        self.compute = _COMPUTE[setting.compute]
-        self.writer = TableWriter(dimensions or tuple(self.values))
-        self._operators: dict[str, int] = {}
-
-    def passes(self, computed: Mapping[str, Computed]) -> dict[str, int]:
-        """Return the number of each pass's list."""
-        return {
-            _NAMES[name]: self.writer.part(self.coded(views_last(ran)))
-            for name, ran in computed.items()
-        }
-
-    def coded(self, computed: Computed) -> Coded:
-        """Return a list of operators as their numbers."""
-        return [self.number(what) for what in computed]
-
-    def number(self, what: OperatorSizes | SentTensor) -> int:
-        """Return the number of an operator, or of what is sent."""
-        row: list[object]
-        if isinstance(what, SentTensor):
-            row = [what.collective, "", [self._size(what.payload, what.dtype)]]
-            if what.axis:
-                row = [what.operator.collective, *row[1:], what.axis]
-        else:
-            dtype = "" if what.dtype is self.compute else what.dtype
-            dtypes = what.dtypes or (None,) * len(what.sizes)
-            row = [what.kind, dtype, [*map(self._size, what.sizes, dtypes)]]
-            row += ["", True] if what.is_whole else []
-        text = json.dumps(row, separators=(",", ":"))
-        return self._operators.setdefault(text, len(self._operators))
-
-    def _size(self, size: int, dtype: DType | None) -> int:
-        """Return the number of a size, in bytes of what has a dtype."""
-        follows = dtype is self.compute
-        own = size * _WIDTH // self.compute.itemsize if follows else size
-        return self.writer.size(own, self.values, follows=follows)
-
-    def table(self, **content: object) -> dict[str, object]:
-        """Return the table as JSON, with what names its passes."""
-        operators = [json.loads(text) for text in self._operators]
-        return self.writer.table(operators=operators, **content)
+    events: dict[str, Coded]
+    output: int | None
+    computed: Mapping[str, Computed]
+    values: Mapping[str, int]
 
 
-class BlockWorkTable:
-    """The table of a block in the making."""
+class LossTable:
+    """One table in the making. The setting's tokens and chunks are no matter."""
 
     def __init__(self, setting: Setting, mesh: DeviceMesh | None = None) -> None:
         self.setting, self.mesh = setting, mesh
-        self.writer = WorkWriter(setting)
+        self.dtypes = DTYPES[setting.compute]
+        self.writer, self.works = TableWriter(SYMBOLS), WorkWriter(setting, SYMBOLS)
 
     def build(self) -> dict[str, object]:
-        """Return the table as JSON. `halves` are those of a block whose backward pass is in halves,
-        of which tables know the plain one alone."""
-        dtypes = _TRACED[self.setting.compute]
-        layers = _ALIKE if self.setting.cut is None else 1
-        blocks = BlockTable(self.setting, self.mesh, layers=layers, dtypes=dtypes)
-        content: dict[str, object] = {}
-        for attention in ATTENTIONS:
-            traces = {
-                name: blocks.trace(attention, kept, has_learnt=kept != PLAIN)
-                for name, kept in VARIANTS
-                if kept.tier is Tier.DEVICE  # copies between tiers are no operators
-            }
-            content[attention.value] = {
-                name: self.writer.passes(alike(_by_layer(trace).layers))
-                for name, trace in traces.items()
-            }
-        if not self.setting.is_for_cuda:
-            stages = PassTable(self.setting, self.mesh, dtypes=dtypes)
-            *_, halves = stages.stage(Place.MIDDLE, SEVERAL)
-            # The half of the weights has no boundaries: what one layer has left there is done when
-            # the next one is, so that of three the middle one does as much as each.
-            _, middle, _ = _by_layer(halves).layers
-            content["halves"] = self.writer.passes(middle)
-        return self.writer.table(**content)
-
-
-class LossWorkTable:
-    """The table of what is behind the blocks where the loss is in chunks, in the making."""
-
-    def __init__(self, setting: Setting, mesh: DeviceMesh | None = None) -> None:
-        self.traces = LossTable(setting, mesh, dtypes=_TRACED[setting.compute])
-        self.writer = WorkWriter(setting, SYMBOLS)
-
-    def build(self) -> dict[str, object]:
-        """Return the table as JSON. A last stage computes the same, and so does a tied head."""
+        """Return the table as JSON. What a fused loss computes nobody sees; a tied head computes
+        what another does, and a last stage what a whole model does."""
+        content, work = self._place(Place.ALONE)
+        others, _ = self._place(Place.LAST)
+        has_work = not (self.setting.loss.fused or self.setting.shape.tied)
         return self.writer.table(
-            even=self._passes(has_rest=False),
-            rest=self._passes(has_rest=True),
+            **{Place.ALONE: content, Place.LAST: others},
+            **({"work": self.works.table(**work)} if has_work else {}),
         )
 
-    def _passes(self, *, has_rest: bool) -> dict[str, object]:
-        coded = partial(self._coded, has_rest=has_rest)
-        less, more = map(coded, CHUNKS)
-        (view,) = self.writer.coded([VIEW])
-        pieces = {name: _pieces(less[name], more[name], view) for name in less}
-        few = [coded(number) for number in range(1, max(of.least for of in pieces.values()))]
-        return {
-            name: {
-                "few": [self.writer.writer.part(code[name]) for code in few[: of.least - 1]],
-                "pieces": [self.writer.writer.part(piece) for piece in of.listed],
-            }
-            for name, of in pieces.items()
-        }
+    def _place(self, place: Place) -> tuple[dict[str, object], dict[str, object]]:
+        table: dict[str, object] = {}
+        work: dict[str, object] = {}
+        for name in ("even", "rest"):
+            coded = partial(self._coded, place, has_rest=name == "rest")
+            less, more = map(coded, CHUNKS)
+            events = {of: repeating(code, more.events[of]) for of, code in less.events.items()}
+            works = self._pieces(less, more)
+            least, of_works = (
+                max((of.least for of in p.values()), default=1) for p in (events, works)
+            )
+            few = [coded(number) for number in range(1, max(least, of_works))]
+            table["output"] = less.output
+            table[name] = _listed(self.writer, events, [head.events for head in few])
+            coded_works = [self._works(head) for head in few[: of_works - 1]]
+            work[name] = _listed(self.works.writer, works, coded_works)
+        return table, work
 
-    def _coded(self, chunks: int, *, has_rest: bool) -> dict[str, Coded]:
-        trace = self.traces.trace(Place.ALONE, chunks, has_rest=has_rest)
-        self.writer.values = trace.values
-        computed = _by_layer(trace).behind
-        return {name: self.writer.coded(views_last(ran)) for name, ran in computed.items()}
+    def _works(self, head: CodedHead) -> dict[str, Coded]:
+        self.works.values = head.values
+        return {name: self.works.coded(views_last(ran)) for name, ran in head.computed.items()}
+
+    def _pieces(self, less: CodedHead, more: CodedHead) -> dict[str, Pieces]:
+        """Return the pieces of what is computed, by pass."""
+        own, longer = self._works(less), self._works(more)
+        (view,) = self.works.coded([VIEW]) if own else (None,)
+        return {name: _pieces(code, longer[name], view) for name, code in own.items()}
+
+    def _coded(self, place: Place, chunks: int, *, has_rest: bool) -> CodedHead:
+        """Of a trace with so many chunks."""
+        trace = self.trace(place, chunks, has_rest=has_rest)
+        recording = trace.recording
+        units = [unit for (unit,) in trace.units]
+        last = max(units.index(unit) for unit in units if unit.count(".") == 1)
+        forward, backward = recording.passes["forward"], recording.passes["backward"]
+        behind = forward[forward.index(Boundary(Mark.LEAVE, last)) + 1 :]
+        before = backward[: backward.index(Boundary(Mark.PRE_BACKWARD, last))]
+        output = None if recording.output is None else trace.size(recording.output)
+        events = {"forward": trace.in_full(behind), "backward": trace.in_full(before)}
+        computed = works_by_layer(trace).behind if place is Place.ALONE else {}
+        return CodedHead(events, output, computed, trace.values)
+
+    def trace(self, place: Place, chunks: int, *, has_rest: bool) -> CodedTrace:
+        """Return the trace of a model, or of a last stage, with so many full chunks."""
+        tokens = tokens_of(self.setting.batch, chunks, has_rest=has_rest)
+        setting = replace(
+            self.setting,
+            sequence=tokens.number // self.setting.batch,
+            loss=replace(self.setting.loss, chunk=tokens.chunk),
+        )
+        values = {symbol: value for symbol, value in values_of(setting).items() if value > 1}
+        return self._trace(setting, place, values)
+
+    def _trace(self, setting: Setting, place: Place, values: dict[str, int]) -> CodedTrace:
+        counts = (1,) if place is Place.ALONE else (1, 1)  # a stage has one in front of it
+        setting = replace(setting, shape=replace(setting.shape, layers=len(counts)))
+        part = part_of(setting, self.mesh)
+        models = (model_of(setting, dtype) for dtype in self.dtypes)
+        if place is Place.ALONE:
+            units = smallest_units(setting)
+            recordings = [part.trace(model, units) for model in models]
+        else:
+            cuts = cuts_of(setting, counts)
+            units = smallest_units(setting, cuts.stages[1])
+            recordings = [
+                recording
+                for model in models
+                for recording in part.trace_stage(model, units, cuts, 1, in_halves=False)
+            ]
+        return CodedTrace(recordings, units, values, self.writer)
+
+
+def loss_settings() -> Iterator[Setting]:
+    """Yield every setting of a loss in chunks, whole, fused, and with every kind of cut."""
+    for family, tied, compute, samples in itertools.product(
+        Family, (False, True), DTYPES, (SEVERAL, 1)
+    ):
+        for kind in (None, *KINDS):
+            shape = _shape(family, kind, tied=tied)
+            setting = of_shape(shape, kind, compute=compute, batch=samples, sequence=1)
+            if setting.cut is None:
+                yield setting
+                yield replace(setting, loss=LossSpec(fused=True))
+            elif has_own_tables(setting.cut.kind):
+                yield setting
+
+
+def _shape(family: Family, kind: CutKind | None, *, tied: bool) -> ModelShape:
+    degree = TP if kind else 1
+    is_uneven = kind is None or kind.loss_parallel  # and larger than hidden
+    return ModelShape(
+        family=family,
+        layers=1,
+        hidden=degree * HEAD_DIM,
+        heads=degree,
+        kv_heads=degree,
+        ffn=degree * FFN,
+        vocab=UNEVEN if is_uneven else degree * VOCAB,
+        tied=tied,
+    )
+
+
+def repeating(less: Coded, more: Coded) -> Pieces:
+    """Return what is there once, and what for each chunk, of as few chunks as it is true of."""
+    split = next(_splits(less, more, CHUNKS[1] - CHUNKS[0]), None)
+    assert split is not None, "the chunks do not repeat"
+    assert not any(isinstance(e, str | list) for e in (*split.every, *split.later)), "a boundary"
+    return split.fewest()
+
+
+def _splits(less: Coded, more: Coded, times: int) -> Iterator[Pieces]:
+    """Ways to make the longer one of the shorter one by at most two insertions of that which is
+    `times` the same."""
+    start = _common(less, more)
+    rear = min(_common(less[::-1], more[::-1]), len(less) - start)
+    inserted = len(more) - len(less)
+    middle, behind = less[start : len(less) - rear], less[len(less) - rear :]
+    for size in range(inserted, -1, -times):
+        first = more[start : start + size]
+        between = more[start + size : start + size + len(middle)]
+        second = more[start + size + len(middle) : len(more) - rear]
+        x, y = first[: size // times], second[: (inserted - size) // times]
+        if between == middle and x * times == first and y * times == second:
+            yield Pieces(CHUNKS[0], less[:start], x, middle, y, behind)
+
+
+def _common(one: Coded, other: Coded) -> int:
+    """Events in front that are the same."""
+    pairs = zip(one, other, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+
+
+def _listed(
+    writer: TableWriter, pieces: Mapping[str, Pieces], few: Sequence[Mapping[str, Coded]]
+) -> dict[str, object]:
+    """Return the numbers of what is there of few chunks, and of the pieces of more, by pass."""
+    return {
+        name: {
+            "few": [writer.part(code[name]) for code in few[: of.least - 1]],
+            "pieces": [writer.part(piece) for piece in of.listed],
+        }
+        for name, of in pieces.items()
+    }
 
 
 def _pieces(less: Coded, more: Coded, view: object) -> Pieces:
@@ -303,34 +289,6 @@ def _pieces(less: Coded, more: Coded, view: object) -> Pieces:
     once = less.count(view) - of_chunk * (CHUNKS[0] - pieces.least)
     front, every = pieces.front + [view] * once, pieces.every + [view] * of_chunk
     return pieces._replace(front=front, every=every)
-
-
-class EndWorkTable:
-    """The table of what is in front of the blocks and behind them, in the making."""
-
-    def __init__(self, setting: Setting, mesh: DeviceMesh | None = None) -> None:
-        self.setting, self.mesh = setting, mesh
-        self.writer = WorkWriter(setting)
-
-    def build(self) -> dict[str, object]:
-        """Return the table as JSON. Stages compute what an untied model does; `halves` are those of
-        a last stage."""
-        traces = PassTable(self.setting, self.mesh, dtypes=_TRACED[self.setting.compute])
-        passes, alone = self.writer.passes, _by_layer(traces.alone(1))
-        content = {"front": passes(alone.front), "behind": passes(alone.behind)}
-        if not (self.setting.is_for_cuda or self.setting.shape.tied):
-            *_, halves = traces.stage(Place.LAST, 1)
-            content["halves"] = passes(_by_layer(halves).behind)
-        return self.writer.table(**content)
-
-
-def _by_layer(trace: CodedTrace) -> LayerWorks:
-    blocks = [
-        unit for (unit,) in trace.units if unit.startswith("blocks.") and unit.count(".") == 1
-    ]
-    works = by_layer(trace.recording, trace.units, sorted(blocks))
-    assert works is not None, "the blocks are not units"
-    return works
 
 
 ULYSSES = 3
@@ -345,7 +303,7 @@ Ran = tuple[Groups, int]  # and how many views
 Trace = tuple[dict[str, Segments], dict[str, Ran]]  # by pass, events and operators
 
 
-def settings() -> Iterator[Setting]:
+def context_settings() -> Iterator[Setting]:
     """Yield a setting for each table: one sample of a model whose blocks are llama's, in 16 bits,
     as long ones are trained."""
     for kind, is_grouped in itertools.product(ContextKind, (False, True)):
@@ -536,7 +494,7 @@ def _rank_part(setting: Setting, part: ContextPart, keep: Keep | None) -> RankPa
 
 def tables() -> Iterator[tuple[str, Make]]:
     """Yield every table's name, and what makes it."""
-    for setting in settings():
+    for setting in context_settings():
         yield setting.name(TablePart.CONTEXT), partial(_of_process, setting)
 
 
@@ -550,7 +508,7 @@ def _of_process(setting: Setting) -> Table:
 def main(name: str) -> None:
     """Print the table of this name."""
     torch.set_num_threads(1)
-    (setting,) = (own for own in settings() if own.name(TablePart.CONTEXT) == name)
+    (setting,) = (own for own in context_settings() if own.name(TablePart.CONTEXT) == name)
     print(json.dumps({setting.way(TablePart.CONTEXT): ContextTable(setting).build()}))
 
 

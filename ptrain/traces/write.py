@@ -19,10 +19,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from ptrain.derivation import archive
 from ptrain.derivation.archive import Table, TablePart
 from ptrain.derivation.tables import GROUPED, Setting
-from ptrain.traces import attention_kernels, block_tables, work_tables
-from ptrain.traces.block_tables import BlockTable, LossTable
+from ptrain.traces import attention_kernels, work_tables
+from ptrain.traces.block_tables import BlockTable, EndWorkTable, PassTable
 from ptrain.traces.settings import Make, fake_mesh, settings
-from ptrain.traces.work_tables import BlockWorkTable, EndWorkTable, LossWorkTable, PassTable
+from ptrain.traces.work_tables import LossTable, loss_settings
 
 
 class Maker(Protocol):
@@ -46,9 +46,7 @@ MakerOf = Callable[[Setting, DeviceMesh | None], Maker]
 MAKERS: dict[TablePart, tuple[MakerOf, Callable[[], Iterator[Setting]]]] = {
     TablePart.PASSES: (PassTable, settings),
     TablePart.BLOCK: (BlockTable, partial(distinct_settings, TablePart.BLOCK)),
-    TablePart.LOSS: (LossTable, block_tables.settings),
-    TablePart.BLOCK_WORK: (BlockWorkTable, partial(distinct_settings, TablePart.BLOCK_WORK)),
-    TablePart.LOSS_WORK: (LossWorkTable, block_tables.settings_of_operators),
+    TablePart.LOSS: (LossTable, loss_settings),
     TablePart.END_WORK: (EndWorkTable, partial(distinct_settings, TablePart.END_WORK)),
 }
 

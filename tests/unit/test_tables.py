@@ -18,7 +18,7 @@ from ptrain.derivation.tables import Place, Setting
 from ptrain.internals.dtensor import forget_shapes
 from ptrain.models.trace import Born, Completion, Died
 from ptrain.traces import work_tables, write
-from ptrain.traces.work_tables import PassTable
+from ptrain.traces.block_tables import PassTable
 
 WHOLE = [
     (part, setting)
@@ -30,10 +30,9 @@ DEFAULT = {
     "passes/llama-untied-gqa-bf16/plain",
     "passes/gpt-tied-dropout-cuda-full/plain",
     "block/llama-gqa-bf16-one/plain",
-    "loss/gpt-tied-bf16-one/plain",
-    "block-work/gpt-plain-bf16/plain",
+    "block/gpt-plain-full/plain",
     "end-work/llama-untied-bf16/plain",
-    "loss-work/gpt-full/plain",
+    "loss/gpt-untied-full/plain",
 }
 
 
