@@ -13,7 +13,7 @@ from ptrain.axes.pipeline.catalogue import SCHEDULES, schedule
 from ptrain.axes.pipeline.cost import ClosedForm, Relation
 from ptrain.axes.pipeline.schedule import PipelineShape, StageCost
 from ptrain.axes.pipeline.simulate import simulate
-from ptrain.axes.pipeline.stage_facts import most_held, transfers
+from ptrain.axes.pipeline.stage_facts import held, transfers
 from ptrain.cost import Collective, Traffic, busiest
 from ptrain.derivation.estimate import derive
 from ptrain.derivation.interconnect import link
@@ -58,7 +58,10 @@ def _schedule_row(name: ScheduleName) -> Sequence[str]:
     made = [simulate(schedule(name, size)) for size in sizes]
     form = SCHEDULES[name].cost.bubble(sizes[0], UNIT, 0)
     first = schedule(name, sizes[0])
-    held = [most_held(first, rank) / sizes[0].stages_per_rank for rank in (0, first.ranks - 1)]
+    most = [
+        max(sum(counts.values()) for counts in held(first, rank)) / sizes[0].stages_per_rank
+        for rank in (0, first.ranks - 1)
+    ]
     sent = max(
         sum(e.calls for e in transfers(first) if (e.rank, e.collective) == (rank, Collective.SEND))
         for rank in range(first.ranks)
@@ -66,7 +69,7 @@ def _schedule_row(name: ScheduleName) -> Sequence[str]:
     return (
         f"`pp-{name}`",
         str(sizes[0].stages_per_rank),
-        f"{held[0]:g} … {held[1]:g}",
+        f"{most[0]:g} … {most[1]:g}",
         f"{sent / first.microbatches:g}",
         *(f"{each.bubble_fraction:.1%} · {each.bubble_ratio:.1%}" for each in made),
         _formula(form),

@@ -33,7 +33,6 @@ from ptrain.verification.jobs.job import (
     TOLERANCES,
     GlobalLoss,
     Job,
-    Ranks,
     Terms,
     has_parameters,
     loss_dtype,
@@ -56,7 +55,6 @@ from ptrain.verification.jobs.record import (
     at_start,
     compare_buffers,
     digest,
-    digests,
     replicas,
 )
 from ptrain.verification.jobs.root_causes import (
@@ -83,8 +81,10 @@ from ptrain.verification.jobs.step import (
     StepComparison,
     both_losses,
     checksums,
+    checksums_of,
     gradient_norms,
     is_finite,
+    repeated,
     run_step,
     travelled,
     written,
@@ -209,79 +209,6 @@ def _has_equal_rows(values: Tensor, shape: torch.Size) -> bool:
     return is_matrix and bool((rows == rows[:1]).all())
 
 
-Sums = dict[str, dict[str, list[str]]]
-
-
-def repeated(
-    job: Job,
-    wholes: Mapping[str, Tensor],
-    terms: Terms,
-    *,
-    shares: Sequence[Any],
-    first: Sequence[Sums],
-    drawing: Drawing,
-    tied: Mapping[str, str],
-) -> RootCause | None:
-    """Runs as many steps as `first` has checksums of, which begins with those of the start."""
-    holds = held_by(job.model, wholes, terms.part, tied=tied, padded=terms.padded)
-    ranks = drawing.ranks
-    differing = _gathered(ranks, _differing(first[0], {"parameters": _sums(holds)}))
-    if differing:
-        return _root_cause(
-            differing,
-            0,
-            "Built again, the loop has other weights. Seed its construction on every rank.",
-        )
-    for step, (share, expected) in enumerate(zip(shares, first[1:], strict=True)):
-        with StepRecorder(job.model, holds) as seen, drawing.recorded(job.model):
-            job.step(share)
-        now = {"gradients": digests(holds, seen.gradients), "parameters": _sums(holds)}
-        differing = _gathered(ranks, _differing(expected, now))
-        if differing:
-            return _root_cause(
-                differing, step,
-                "Run again from the same weights on the same batch, the loop gives other "
-                "bits: an unseeded dropout or draw, a collective that is not waited for, or an "
-                "operator that is not deterministic (torch.use_deterministic_algorithms).",
-            )  # fmt: skip
-    return None
-
-
-def _sums(holds: Mapping[str, ParameterShard]) -> dict[str, list[str]]:
-    return digests(holds, {name: shard.value() for name, shard in holds.items()})
-
-
-def _differing(expected: Sums, now: Sums) -> dict[str, list[str]]:
-    """Return what differs, by kind; gradients before parameters."""
-    return {
-        kind: [name for name, checksum in sums.items() if expected[kind].get(name) != checksum]
-        for kind, sums in now.items()
-    }
-
-
-def _gathered(ranks: Ranks, mine: dict[str, list[str]]) -> list[tuple[int, str, list[str]]]:
-    """(rank, kind, names) of the first kind that differs on any rank."""
-    everyones = ranks.gather(mine)
-    for kind in mine:
-        rows = [(rank, kind, its[kind]) for rank, its in enumerate(everyones) if its[kind]]
-        if rows:
-            return rows
-    return []
-
-
-def _root_cause(rows: Sequence[tuple[int, str, list[str]]], step: int, sentence: str) -> RootCause:
-    names = dict.fromkeys(name for _, _, group in rows for name in group)
-    return RootCause(
-        state=Subject(rows[0][1]),
-        axis="",
-        factor="not reproducible",
-        place=families(names),
-        step=step,
-        ranks=tuple(rank for rank, _, _ in rows),
-        sentence=sentence,
-    )
-
-
 _OF_CLOSURES = 1e4  # LBFGS' line search: what a rounding becomes in some steps
 _NEAR = 1e-3  # relative: up to which rounding may be why a gradient differs, of a sum that cancels
 _ORDERS_MORE = 10  # times what some orders of the samples show
@@ -323,7 +250,7 @@ class Examiner:
         self.notes: list[str] = []
         self.losses: tuple[list[float], list[float]] = ([], [])
         self.norms: tuple[list[float], list[float]] = ([], [])
-        self.sums = [{"parameters": _sums(self.pair.holds)}]
+        self.sums = [{"parameters": checksums_of(self.pair.holds)}]
         self.root_cause: RootCause | None = None
         self.before: dict[str, torch.Tensor] = {}
         self._count = 0  # of steps

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ptrain.report.finding import Moment, Subject
+from ptrain.report.finding import Moment, RootCause, Subject
 from ptrain.verification.compare import Differences, ParameterMove
 from ptrain.verification.jobs.averages import Averages
 from ptrain.verification.jobs.draws import DrawMode, EveryonesDraws, Key, RandomDraw
-from ptrain.verification.jobs.job import Alone, Job, Ranks, Tolerance
+from ptrain.verification.jobs.job import Alone, Job, Ranks, Terms, Tolerance
 from ptrain.verification.jobs.record import (
     ModelState,
     StepRecorder,
@@ -35,7 +35,7 @@ from ptrain.verification.jobs.record import (
     sure_of,
 )
 from ptrain.verification.jobs.root_causes import families
-from ptrain.verification.jobs.shards import ParameterShard, values_of
+from ptrain.verification.jobs.shards import ParameterShard, held_by, values_of
 from ptrain.verification.parts import COARSER, Magnitude, named, square
 from ptrain.verification.updates.clip import Accumulation, UpdateCase, compare_masters
 
@@ -399,3 +399,79 @@ def written(
             dtype = named(coarse[0])
             kinds[name] = f"rounded to {dtype}", f"is the reference rounded to {dtype}"
     return kinds
+
+
+Sums = dict[str, dict[str, list[str]]]
+
+
+def repeated(
+    job: Job,
+    wholes: Mapping[str, Tensor],
+    terms: Terms,
+    *,
+    shares: Sequence[Any],
+    first: Sequence[Sums],
+    drawing: Drawing,
+    tied: Mapping[str, str],
+) -> RootCause | None:
+    """Return why a loop that is run again gives other bits; None where it does not. Runs as many
+    steps as `first` has checksums of, which begins with those of the start."""
+    holds = held_by(job.model, wholes, terms.part, tied=tied, padded=terms.padded)
+    ranks = drawing.ranks
+    differing = _gathered(ranks, _differing(first[0], {"parameters": checksums_of(holds)}))
+    if differing:
+        return _not_reproducible(
+            differing,
+            0,
+            "Built again, the loop has other weights. Seed its construction on every rank.",
+        )
+    for step, (share, expected) in enumerate(zip(shares, first[1:], strict=True)):
+        with StepRecorder(job.model, holds) as seen, drawing.recorded(job.model):
+            job.step(share)
+        now = {"gradients": digests(holds, seen.gradients), "parameters": checksums_of(holds)}
+        differing = _gathered(ranks, _differing(expected, now))
+        if differing:
+            return _not_reproducible(
+                differing, step,
+                "Run again from the same weights on the same batch, the loop gives other "
+                "bits: an unseeded dropout or draw, a collective that is not waited for, or an "
+                "operator that is not deterministic (torch.use_deterministic_algorithms).",
+            )  # fmt: skip
+    return None
+
+
+def checksums_of(holds: Mapping[str, ParameterShard]) -> dict[str, list[str]]:
+    return digests(holds, {name: shard.value() for name, shard in holds.items()})
+
+
+def _differing(expected: Sums, now: Sums) -> dict[str, list[str]]:
+    """Return what differs, by kind; gradients before parameters."""
+    return {
+        kind: [name for name, checksum in sums.items() if expected[kind].get(name) != checksum]
+        for kind, sums in now.items()
+    }
+
+
+def _gathered(ranks: Ranks, mine: dict[str, list[str]]) -> list[tuple[int, str, list[str]]]:
+    """(rank, kind, names) of the first kind that differs on any rank."""
+    everyones = ranks.gather(mine)
+    for kind in mine:
+        rows = [(rank, kind, its[kind]) for rank, its in enumerate(everyones) if its[kind]]
+        if rows:
+            return rows
+    return []
+
+
+def _not_reproducible(
+    rows: Sequence[tuple[int, str, list[str]]], step: int, sentence: str
+) -> RootCause:
+    names = dict.fromkeys(name for _, _, group in rows for name in group)
+    return RootCause(
+        state=Subject(rows[0][1]),
+        axis="",
+        factor="not reproducible",
+        place=families(names),
+        step=step,
+        ranks=tuple(rank for rank, _, _ in rows),
+        sentence=sentence,
+    )
