@@ -28,7 +28,7 @@ from ptrain.axes.data.run.target import NamedTarget
 from ptrain.axes.tensor.run.apply import local
 from ptrain.cost import Phase, State
 from ptrain.models.ledger import is_tagged, tier_of
-from ptrain.models.objective import LossInside, NextToken, Objective, SampleBatch, StepBatch
+from ptrain.models.objective import LossInside, Objective, SampleBatch, StepBatch
 from ptrain.rooms.comm import Mesh
 from ptrain.rooms.torch import Tiers, alike, cast
 from ptrain.spec.placement import Axis, Tier, without
@@ -291,7 +291,7 @@ class Loss:
     def __init__(
         self, objective: Objective | None = None, inside: LossInside | None = None
     ) -> None:
-        self.objective = objective or NextToken()
+        self.objective = objective or Objective()
         self._inside = inside
 
     @property

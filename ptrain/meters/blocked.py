@@ -129,14 +129,14 @@ class Stopwatch(OperatorMode):
         self._unwaited[number] = axes
         if not self._has_callback and is_in_backward():
             self._has_callback = True
-            _after_backward(self._computed)
+            at_end_of_backward(self._computed)
         return number
 
     def _computed(self) -> None:
         """The backward pass has computed all; the reducer's end, queued since, comes next, and
         what is queued here comes after it."""
         self._began, self._waited_before = time.perf_counter(), sum(self._seconds.values())
-        _after_backward(self._reduced)
+        at_end_of_backward(self._reduced)
 
     def _reduced(self) -> None:
         self._has_callback = False
@@ -187,8 +187,3 @@ def _why_absent(axes_by_group: Mapping[str, Axes]) -> str:
         if (backend := dist.get_backend(group)) != "gloo":
             return f"{backend} does not block the host. See the trace that `profile` writes."
     return ""
-
-
-def _after_backward(function: Callable[[], None]) -> None:
-    """When the running backward pass has computed everything, after what was queued before."""
-    at_end_of_backward(function)

@@ -30,7 +30,7 @@ import socket
 import struct
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, Self
 
 import torch
@@ -49,7 +49,7 @@ from ptrain.interpreter.program import Observer, Program
 from ptrain.meters.memory import MemoryMeter
 from ptrain.meters.traffic import TrafficMeter
 from ptrain.models.ledger import OperatorMode, local
-from ptrain.models.watch import watching
+from ptrain.models.watch import listening, watching
 from ptrain.rooms.comm import Registry
 from ptrain.rooms.world import World
 
@@ -473,21 +473,16 @@ def measure(
 
 @contextmanager
 def _measure(model: Program | nn.Module, optimizer: object | None) -> Iterator[Measurement]:
+    measured = model if isinstance(model, Program) else Foreign(model, optimizer)
+    measurement = Measurement(measured)
+    observers = (measurement.memory, measurement.traffic)
+    watch: AbstractContextManager[object]
     if isinstance(model, Program):
-        measurement = Measurement(model)
-        observers = (measurement.memory, measurement.traffic)
-        model.observers.extend(observers)
-        watch: AbstractContextManager[object] = nullcontext()
+        watch = listening(model.observers, *observers)
     else:
-        measurement = Measurement(Foreign(model, optimizer))
-        watch = PhaseWatch(model, (measurement.memory, measurement.traffic))
-    try:
-        with one_step(optimizer), measurement.wire, measurement.memory, measurement.traffic, watch:
-            yield measurement
-    finally:
-        if isinstance(model, Program):
-            for observer in observers:
-                model.observers.remove(observer)
+        watch = PhaseWatch(model, observers)
+    with one_step(optimizer), measurement.wire, measurement.memory, measurement.traffic, watch:
+        yield measurement
 
 
 def gather_estimates(world: World, estimate: Estimate) -> list[Estimate]:

@@ -53,7 +53,7 @@ from ptrain.models.ledger import (
     tensors_of,
     tier_of,
 )
-from ptrain.models.watch import watching
+from ptrain.models.watch import listening, watching
 from ptrain.rooms.comm import Registry
 from ptrain.spec.placement import Tier
 from ptrain.units import format_bytes
@@ -400,8 +400,7 @@ class Finder(OperatorMode):
     def __enter__(self) -> Self:
         super().__enter__()
         self._declare()
-        self._program.gradient_observers.append(self)
-        self._stack.callback(self._program.gradient_observers.remove, self)
+        self._stack.enter_context(listening(self._program.gradient_observers, self))
         self._stack.callback(register_optimizer_step_pre_hook(self._before_update).remove)
         self._stack.callback(register_optimizer_step_post_hook(self._after_update).remove)
         modules = self._program.model.named_modules()

@@ -36,6 +36,7 @@ from ptrain.meters import holdings
 from ptrain.meters.holdings import Holding
 from ptrain.models.ledger import local
 from ptrain.models.modes import drops_out
+from ptrain.models.watch import listening
 from ptrain.report.copies import Copy, alike_apart, differing, holders, root_cause
 from ptrain.report.finding import Mismatch, Moment, RootCause, Subject, Way
 from ptrain.spec.placement import CUTTING_AXES, SAMPLE_AXES, TOKEN_AXES, Axis
@@ -161,11 +162,8 @@ class ReplicaMeter:
     def noted(self) -> Iterator[None]:
         """A step's gradients are digested when they are reduced, and their norm is kept."""
         self._noted = []
-        self.program.gradient_observers.append(self)
-        try:
+        with listening(self.program.gradient_observers, self):
             yield
-        finally:
-            self.program.gradient_observers.remove(self)
 
     def reduced(self) -> None:
         """The program has the gradients' sums."""

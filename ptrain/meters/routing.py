@@ -24,7 +24,7 @@ from ptrain.cost import Phase
 from ptrain.internals.dispatch import without_modes
 from ptrain.interpreter.program import Program
 from ptrain.models.moe import ExpertPlaces, Gate, RoutedRows
-from ptrain.models.watch import After, runs_again, watching
+from ptrain.models.watch import After, listening, runs_again, watching
 from ptrain.report.routing import LayerRouting
 from ptrain.spec.placement import without
 from ptrain.spec.routing import Histogram
@@ -65,7 +65,6 @@ class RoutingMeter:
     def watching(self) -> Iterator[None]:
         """Count what is chosen within."""
         self._sums, self._choices = {}, {}
-        self._observers.append(self)
         watched: tuple[tuple[dict[str, Any], Callable[..., None]], ...] = (
             ({layer: gate.score for layer, gate in self._gates.items()}, self._scored),
             (self._gates, lambda layer, _, output: self._count(layer, output[1])),
@@ -73,7 +72,7 @@ class RoutingMeter:
             (self._experts, lambda layer, _, chosen_NK, *__: self._count(layer, chosen_NK)),
         )
         with ExitStack() as stack:
-            stack.callback(self._observers.remove, self)
+            stack.enter_context(listening(self._observers, self))
             for modules, count in watched if self._counts else ():
                 stack.enter_context(watching(modules.items(), after=_beside(count)))
             yield

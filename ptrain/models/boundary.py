@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import sysconfig
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from traceback import extract_tb
 from typing import Any
@@ -51,6 +51,11 @@ def boundary(refusal: Callable[[BaseException], Fault]) -> Iterator[None]:
         raise
     except (Exception, SystemExit) as error:  # whatever comes out
         raise CodeRaised(refusal(error)) from error
+
+
+def raising(place: str, what: str, remedy: str) -> AbstractContextManager[None]:
+    """`boundary` with the fault that `what` raised, at a place of the spec."""
+    return boundary(lambda error: Fault(place, f"{what} raised {said(error)}", remedy))
 
 
 def said(error: BaseException) -> str:

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_iter, tree_map
 
-from ptrain.errors import Fault, SpecError, refused
+from ptrain.errors import SpecError, refused
 from ptrain.internals.fakes import detect_fake_mode
-from ptrain.models.boundary import boundary, kind_of, said
+from ptrain.models.boundary import boundary, kind_of, raising
 from ptrain.models.external import MapDataset, dataset_of, named_in_spec, raised
 from ptrain.models.objective import (
     AROUND_CALLS,
@@ -62,14 +62,9 @@ def forward_of(model: nn.Module, inputs: Any, spec: Spec) -> AbstractContextMana
     """Around a forward pass of these inputs: raises SpecError in place of what the model raises."""
     place, name = named_in_spec(model, spec)
     is_of_tokens = spec.data.function is None
-
-    def fault(error: BaseException) -> Fault:
-        given = f"given {'tokens ' * is_of_tokens}{kind_of(inputs)}, raised"
-        finding = f"{type(model).__name__}.forward of {name}, {given} {said(error)}"
-        remedy = f"The model must define {NEEDED}." if is_of_tokens else _OTHER_INPUTS
-        return Fault(place=place, finding=finding, remedy=remedy)
-
-    return boundary(fault)
+    given = f"given {'tokens ' * is_of_tokens}{kind_of(inputs)},"
+    remedy = f"The model must define {NEEDED}." if is_of_tokens else _OTHER_INPUTS
+    return raising(place, f"{type(model).__name__}.forward of {name}, {given}", remedy)
 
 
 def require_logits(output: Any, model: nn.Module, tokens_BT: Tensor, spec: Spec) -> Tensor:

@@ -23,7 +23,7 @@ from functools import cache
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
 from types import ModuleType
-from typing import Any, Protocol, assert_never
+from typing import Any, assert_never
 
 import numpy as np
 import torch
@@ -33,7 +33,7 @@ from torch.utils.data import default_collate
 
 from ptrain.errors import Fault, SpecError, refused
 from ptrain.internals.fakes import unset_fake_temporarily
-from ptrain.models.boundary import boundary, said
+from ptrain.models.boundary import boundary, raising, said
 from ptrain.spec import slips
 from ptrain.spec.function import UserFunction
 from ptrain.spec.model import ExternalModel, HuggingFaceModel, ModelShape
@@ -125,7 +125,7 @@ def _imported(function: UserFunction) -> Callable[..., object]:
             function.place, f"{target!r} does not have the form package.module:function", remedy
         )
     module = _import(module_name, function)
-    with boundary(lambda error: _fault(function, f"{module_name} raised {said(error)}", remedy)):
+    with raising(function.place, module_name, remedy):
         value = getattr(module, attribute, None)
     if value is None:
         raise refused(
@@ -209,14 +209,6 @@ _NEEDED = (
 )
 
 
-class Readable(Protocol):
-    """What the user's function returns."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int) -> Any: ...
-
-
 class MapDataset:
     """Its samples, collated. `first` is sample 0, as a batch of one."""
 
@@ -248,28 +240,25 @@ class MapDataset:
         """Return one of the values of the first sample and of the last, by their indices."""
         return {index: _digest(self.read([index])) for index in (0, self.size - 1)}
 
-    def _opened(self) -> Readable:
+    def _opened(self) -> Any:
         with _apart(), _seeded(0):
             dataset = called(self._function)
         if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
             raise self._refused(
                 f"{self.name} returned {type(dataset).__name__}, not a map-style dataset"
             )
-        readable: Any = dataset
-        return readable
+        return dataset
 
     def _length(self) -> int:
-        with boundary(lambda error: self._fault(f"__len__ of {self.name} raised {said(error)}")):
+        with raising(self._function.place, f"__len__ of {self.name}", _NEEDED):
             size = len(self._samples)
         if size < 1:
             raise self._refused(f"{self.name} has no samples: its length is {size}")
         return size
 
     def _sample(self, index: int) -> Any:
-        def fault(error: BaseException) -> Fault:
-            return self._fault(f"sample {index} of {self.name} raised {said(error)}")
-
-        with _seeded(index), boundary(fault):
+        code = raising(self._function.place, f"sample {index} of {self.name}", _NEEDED)
+        with _seeded(index), code:
             sample = default_collate([self._samples[index]])
         form = _form(sample)
         if not form or not all(form):
@@ -282,9 +271,6 @@ class MapDataset:
 
     def _refused(self, finding: str, remedy: str = _NEEDED) -> SpecError:
         return refused(self._function.place, finding, remedy)
-
-    def _fault(self, finding: str) -> Fault:
-        return Fault(place=self._function.place, finding=finding, remedy=_NEEDED)
 
 
 def dataset_of(function: UserFunction) -> MapDataset:

@@ -282,64 +282,44 @@ _LOSS = "Return the mean loss of the micro-batch as a floating-point tensor with
 AROUND_CALLS = "parameters are all-gathered, and gradients reduced, around calls of the full model."
 
 
-class Objective(Protocol):
-    """The loss of one micro-batch (0-d), which a global batch's `divisor` divides."""
+class Objective:
+    """The loss of one micro-batch (0-d), which a global batch's `divisor` divides: the cross
+    entropies of the next tokens, in nats, summed over the tokens."""
 
     def run(self, model: nn.Module, samples: SampleBatch) -> Tensor:
         """Run the model forward; return the loss."""
-        ...
+        output = model(samples.inputs)
+        return self.of(output, samples)
 
     def of(self, output: Any, samples: SampleBatch) -> Tensor:
         """Return the loss of what the model returned."""
-        ...
+        return token_loss_sum(output, samples.targets)
 
     def forward(self, model: Any, samples: SampleBatch) -> Tensor:
         """Run what a stage of a pipeline runs of it, with `model` to call: return what the model
         returns, or the loss where a function of the user's takes part."""
-        ...
-
-    def of_forward(self, output: Tensor, samples: SampleBatch) -> Tensor:
-        """Return the loss of what `forward` returned."""
-        ...
-
-    def divisor(self, batch: StepBatch, samples: SampleBatch) -> float:
-        """Return what the loss of these samples is divided by, so that a global batch's add up to
-        its mean."""
-        ...
-
-
-class NextToken:
-    """The cross entropies of the next tokens, in nats, summed over the tokens."""
-
-    def run(self, model: nn.Module, samples: SampleBatch) -> Tensor:
-        output = model(samples.inputs)
-        return self.of(output, samples)
-
-    def of(self, output: Any, samples: SampleBatch) -> Tensor:
-        return token_loss_sum(output, samples.targets)
-
-    def forward(self, model: Any, samples: SampleBatch) -> Tensor:
         logits: Tensor = model(samples.inputs)
         return logits
 
     def of_forward(self, output: Tensor, samples: SampleBatch) -> Tensor:
+        """Return the loss of what `forward` returned."""
         return self.of(output, samples)
 
     def divisor(self, batch: StepBatch, samples: SampleBatch) -> float:
+        """Return what the loss of these samples is divided by, so that a global batch's add up to
+        its mean."""
         return batch.global_tokens
 
 
-class OfOutput:
+class OfOutput(Objective):
     """The mean loss that a function of the user's computes of the model's output and the batch.
     Raises SpecError for what is no loss, at any call."""
 
+    given = ("output", "batch")
+
     def __init__(self, function: UserFunction) -> None:
         self.function = function
-        self._call: Any = resolved(function, "output", "batch")
-
-    def run(self, model: nn.Module, samples: SampleBatch) -> Tensor:
-        output = model(samples.inputs)
-        return self.of(output, samples)
+        self._call: Any = resolved(function, *self.given)
 
     def of(self, output: Any, samples: SampleBatch) -> Tensor:
         loss = self._call(output, samples.contiguous, **self.function.arguments)
@@ -358,9 +338,7 @@ class OfOutput:
 class OfModel(OfOutput):
     """The mean loss that a function of the user's computes with the model and the batch."""
 
-    def __init__(self, function: UserFunction) -> None:
-        self.function = function
-        self._call = resolved(function, "model", "batch")
+    given = ("model", "batch")
 
     def run(self, model: nn.Module, samples: SampleBatch) -> Tensor:
         """Raises SpecError where the function does without the model: hooks of what wraps it would
@@ -384,7 +362,7 @@ def objective_of(loss: LossSpec) -> Objective:
     """Return what a spec minimises. Raises SpecError for a function that cannot be called so."""
     if loss.step is not None:
         return OfModel(loss.step)
-    return NextToken() if loss.function is None else OfOutput(loss.function)
+    return Objective() if loss.function is None else OfOutput(loss.function)
 
 
 def _require_loss(loss: object, function: UserFunction) -> Tensor:

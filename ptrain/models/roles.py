@@ -15,9 +15,9 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from ptrain.errors import Fault, refused
+from ptrain.errors import refused
 from ptrain.facts.roles import roles_of
-from ptrain.models.boundary import boundary, said
+from ptrain.models.boundary import raising
 from ptrain.models.cuttable import cutting, matching
 from ptrain.models.external import named_in_spec
 from ptrain.models.parting import is_transposed
@@ -167,15 +167,7 @@ def _missing(entries: str, plan: _Plan) -> str:
 def plan_of_module(module: nn.Module, attribute: str, spec: Spec) -> AbstractContextManager[None]:
     """Around reading a plan that may be computed."""
     place, name = named_in_spec(module, spec)
-
-    def fault(error: BaseException) -> Fault:
-        return Fault(
-            place=place,
-            finding=f"{attribute} of {name} raised {said(error)}",
-            remedy="Correct the attribute, or remove it.",
-        )
-
-    return boundary(fault)
+    return raising(place, f"{attribute} of {name}", "Correct the attribute, or remove it.")
 
 
 def _their_plan(module: nn.Module) -> dict[str, str]:

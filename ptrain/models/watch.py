@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_iter
 
 from ptrain.internals.autograd import is_in_backward
 
+X = TypeVar("X")
 Before = Callable[[str, nn.Module, Any, Any], Any]  # path, module, args and kwargs
 After = Callable[[str, nn.Module, Any, Any], Any]  # path, module, args and output
 
@@ -52,6 +53,17 @@ def watching(
             # a module that raises has run, too, and gave nothing
             stack.callback(module.register_forward_hook(ended, always_call=True).remove)
         yield running
+
+
+@contextmanager
+def listening(listeners: list[X], *more: X) -> Iterator[None]:
+    """Temporarily let these be among those that are told."""
+    listeners.extend(more)
+    try:
+        yield
+    finally:
+        for listener in more:
+            listeners.remove(listener)
 
 
 def runs_again() -> bool:

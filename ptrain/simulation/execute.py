@@ -31,11 +31,11 @@ from ptrain.derivation.allocator import AllocatedStep, AllocatorEvent, Reserved,
 from ptrain.derivation.workspaces import products
 from ptrain.errors import RankFailed, refused
 from ptrain.internals.fakes import READ
-from ptrain.interpreter.program import Observer, Program, interpret
+from ptrain.interpreter.program import Program, interpret
 from ptrain.meters.traffic import TrafficMeter
 from ptrain.models.ledger import OperatorMode
 from ptrain.models.objective import StepBatch
-from ptrain.models.watch import runs_again, watching
+from ptrain.models.watch import listening, runs_again, watching
 from ptrain.models.work import products as product_sizes
 from ptrain.report.composition import MemoryHistory
 from ptrain.rooms import pretence
@@ -347,14 +347,14 @@ def _steady_step(program: Program, batch: StepBatch) -> StepRecord:
     for _ in range(FIRST_STEADY - 1):
         _step(program, batch)
     before = _traffic_meter(program)
-    with _observing(program, before), before:
+    with listening(program.observers, before), before:
         _step(program, batch)
     rank, device = program.world.rank, program.world.device.type
     traffic, operations = _traffic_meter(program), OperationsMeter(rank=rank)
     modules = named(program.model, _vocab(program.spec))
     with watching(modules, is_first=True) as running:
         memory = LivingMeter(program, running, rank=rank, device=device)
-        observing = _observing(program, memory, traffic, operations)
+        observing = listening(program.observers, memory, traffic, operations)
         with observing, memory.listening(), memory, traffic, operations:
             _step(program, batch)
     stream = memory.stream()
@@ -393,13 +393,3 @@ def _traffic_meter(program: Program) -> TrafficMeter:
     return TrafficMeter(
         program.registry, program.mesh.axes_by_group(), device=program.world.device.type
     )
-
-
-@contextmanager
-def _observing(program: Program, *observers: Observer) -> Iterator[None]:
-    program.observers.extend(observers)
-    try:
-        yield
-    finally:
-        for observer in observers:
-            program.observers.remove(observer)

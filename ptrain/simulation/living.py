@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,7 @@ from ptrain.internals.fsdp2 import parameter_groups
 from ptrain.interpreter.program import Program
 from ptrain.meters.memory import MemoryMeter
 from ptrain.models.ledger import storage_of
+from ptrain.models.watch import listening
 from ptrain.optimizers.update import MASTER
 from ptrain.rooms.comm import Tag
 from ptrain.simulation.replay import Begin, Change, MemoryStream, StorageKind
@@ -141,14 +142,9 @@ class LivingMeter(MemoryMeter):
             if name != MASTER
         }
 
-    @contextmanager
-    def listening(self) -> Iterator[None]:
+    def listening(self) -> AbstractContextManager[None]:
         """Tags are given after a birth, and are gone when a storage is."""
-        self._registry.listeners.append(self._tagged)
-        try:
-            yield
-        finally:
-            self._registry.listeners.remove(self._tagged)
+        return listening(self._registry.listeners, self._tagged)
 
     def _tagged(self, storage: torch.UntypedStorage, tag: Tag) -> None:
         if life := self._lives.get(storage._cdata):

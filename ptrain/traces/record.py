@@ -10,7 +10,7 @@ a tensor are read by Python or NumPy without an operator.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial, wraps
 from typing import Any, Protocol
@@ -18,7 +18,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
-from torch.utils.hooks import RemovableHandle
 
 from ptrain.axes.pipeline.run.cut import CalledOnce, apart, run_stage
 from ptrain.axes.pipeline.run.passes import backward, backward_input, backward_weight
@@ -27,7 +26,7 @@ from ptrain.models.ledger import Ledger, local, storage_of, tensors_of, tier_of
 from ptrain.models.objective import SampleBatch
 from ptrain.models.parting import has_gradient, when_left
 from ptrain.models.trace import Born, Completion, Died, Event, Extent, Recording, Selection, Works
-from ptrain.models.watch import runs_again
+from ptrain.models.watch import runs_again, watching
 from ptrain.models.work import (
     VIEW,
     OperatorWork,
@@ -68,33 +67,13 @@ class Recorder(Ledger):
         self._newborn: int | None = None
         self._accumulated: dict[int, str] = {}  # parameters by their gradient's storage
         self._added: dict[int, str] = {}
-        self._running: list[str] = []  # the modules that run forward, outermost first
-        self._running_again: set[nn.Module] = set()
-        self._handles: list[RemovableHandle] = []
-        self._see_reruns(model)
+        self._hooks = ExitStack()
+        watch = watching(model.named_modules(), is_first=True)
+        self._running = self._hooks.enter_context(watch)  # forward, outermost first
         for tensor in (*model.parameters(), *model.buffers(), *inputs):
             self.watch(tensor)
         for tensor in (*model.parameters(), *inputs):
             self.selection.depends_on(local(tensor))
-
-    def _see_reruns(self, model: nn.Module) -> None:
-        """Modules of `model` that run while backward does run again. (Whether gradients are on
-        does not tell: a collective within autograd runs without.)"""
-
-        def enter(name: str, module: nn.Module, _: Any) -> None:
-            self._running.append(name)
-            if runs_again():
-                self._running_again.add(module)
-
-        def leave(module: nn.Module, *_: Any) -> None:
-            self._running.pop()
-            self._running_again.discard(module)
-
-        for name, module in model.named_modules():
-            self._handles += [
-                module.register_forward_pre_hook(partial(enter, name), prepend=True),
-                module.register_forward_hook(leave, always_call=True),
-            ]
 
     def accumulates(self, name: str, gradient: Tensor) -> None:
         """Whatever is added to this tensor from now on is the gradient of `name`."""
@@ -103,8 +82,7 @@ class Recorder(Ledger):
 
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
-        for handle in self._handles:
-            handle.remove()
+        self._hooks.close()
 
     def operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         is_kept = function is torch.ops.aten.add_.Tensor and self._note_addition(*args)
@@ -157,7 +135,9 @@ class Recorder(Ledger):
             self._under_way = {own: n for own, n in self._under_way.items() if n != number}
 
     def _when(self) -> When:
-        if self._running_again:
+        # A module that runs within backward runs again. (Whether gradients are on does not tell: a
+        # collective within autograd runs without.)
+        if self._running and runs_again():
             return When.AGAIN
         return When.BACKWARD if runs_again() else When.FORWARD
 
@@ -306,42 +286,34 @@ class Marker:
             for place, (name, _) in enumerate(model.named_modules(remove_duplicate=False))
         }
         self._outer_first = sorted(range(len(units)), key=lambda index: places[units[index][0]])
-        self._handles: list[Any] = []
+        self._hooks = ExitStack()
         for index, modules in enumerate(units):
             first, last = model.get_submodule(modules[0]), model.get_submodule(modules[-1])
-            self._handles += [
-                first.register_forward_pre_hook(self._enter(index), with_kwargs=True),
-                last.register_forward_hook(self._leave(index)),
-            ]
+            enter, leave = partial(self._enter, index), partial(self._leave, index)
+            self._hooks.enter_context(watching([(modules[0], first)], before=enter))
+            self._hooks.enter_context(watching([(modules[-1], last)], after=leave))
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
-                completed = self._complete(name)
-                self._handles.append(parameter.register_post_accumulate_grad_hook(completed))
+                completed = parameter.register_post_accumulate_grad_hook(self._complete(name))
+                self._hooks.callback(completed.remove)
 
     def remove(self) -> None:
         """Takes the hooks off the model."""
-        for handle in self._handles:
-            handle.remove()
+        self._hooks.close()
 
     def _mark(self, mark: Mark, unit: int) -> None:
         self._recorder.events.append(Boundary(mark, unit))
 
-    def _enter(self, unit: int) -> Callable[..., Any]:
-        def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
-            if runs_again():
-                return None
-            self._mark(Mark.ENTER, unit)
-            return when_left((args, kwargs), lambda: self._end(unit))
+    def _enter(self, unit: int, _: str, __: nn.Module, args: Any, kwargs: Any) -> Any:
+        if runs_again():
+            return None
+        self._mark(Mark.ENTER, unit)
+        return when_left((args, kwargs), lambda: self._end(unit))
 
-        return hook
-
-    def _leave(self, unit: int) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            if not runs_again():
-                self._mark(Mark.LEAVE, unit)
-                tree_map(lambda x: self._watch_output(unit, x), output)
-
-        return hook
+    def _leave(self, unit: int, _: str, __: nn.Module, ___: Any, output: Any) -> None:
+        if not runs_again():
+            self._mark(Mark.LEAVE, unit)
+            tree_map(lambda x: self._watch_output(unit, x), output)
 
     def _watch_output(self, unit: int, output: Any) -> None:
         if has_gradient(output):

@@ -17,8 +17,6 @@ KNOWN_TO_ALL = {"torch.utils._pytree", "torch.utils._python_dispatch"}
 TOUCHES_PRIVATE = {
     "ptrain.axes.tensor.run.styles",  # overrides ColwiseParallel._prepare_output_fn
     "ptrain.axes.tensor.run.apply",  # calls it, and its like
-    "ptrain.models.objective",  # samples where tensors are fake
-    "ptrain.models.external",  # and those of a dataset, which are not
 }
 
 

@@ -15,7 +15,7 @@ from ptrain.axes.context.run.slices import sliced
 from ptrain.data.corpus import Corpus, corpus
 from ptrain.data.sampler import LocalBatch, Split, batch, blank_batch, part_of, require
 from ptrain.errors import SpecError
-from ptrain.models.objective import IGNORED, NextToken
+from ptrain.models.objective import IGNORED, Objective
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
 from ptrain.verification.reference import ReferenceTraining
@@ -162,7 +162,7 @@ def test_a_blank_batch_holds_as_much_as_one_with_samples() -> None:
     spec = spec_of()
     sizes = [sum(t.nbytes for t in b.tensors) for b in (blank_batch(spec), shares(spec)[0])]
     assert sizes[0] == sizes[1] == 8 * 2 * 17 * 8
-    assert NextToken().divisor(blank_batch(spec), next(blank_batch(spec).micro_batches(2))) > 0
+    assert Objective().divisor(blank_batch(spec), next(blank_batch(spec).micro_batches(2))) > 0
 
 
 def test_a_mask_is_held_out_with_its_tokens(tmp_path: Path) -> None:
