@@ -230,7 +230,7 @@ ACTIVATIONS = Either(
     "Default: R (save everything).",
     "a mode (R, M or O; M@host), or modes by block",
     (KeptText(""), ModesByBlock("")),
-    hint=lambda value: KeptText("").meant(value) if isinstance(value, str) else "",
+    hint=lambda value: "" if isinstance(value, int | float) else KeptText("").meant(value),
 )
 RECOMPUTE = Section(
     RecomputeRaw,
