@@ -24,7 +24,7 @@ SMALL = 80  # lines
 
 # begin
 BUDGETS: dict[str, int] = {
-    "ptrain": 54610,
+    "ptrain": 54600,
     "ptrain/activations": 360,
     "ptrain/algebra": 290,
     "ptrain/axes": 150,
@@ -38,7 +38,7 @@ BUDGETS: dict[str, int] = {
     "ptrain/cli": 1630,
     "ptrain/convert": 440,
     "ptrain/data": 1080,
-    "ptrain/derivation": 4960,
+    "ptrain/derivation": 4950,
     "ptrain/facts": 700,
     "ptrain/internals": 350,
     "ptrain/interpreter": 1070,
