@@ -321,7 +321,7 @@ def accounts(
                 *sent_over_context(spec, taken.plan, *_attention(spec, taken)),
             )
     place_of = _places(spec, plan, stages, of_stage)
-    ghost = wrapping(spec, plan, facts)
+    ghost, _ = stages[0].parts[0]  # the norm is over all of them, whoever asks
 
     def of_place(rank: int, index: int, shard: int, tokens: int) -> Rows:
         own = [stages[stage] for stage in schedule.stages_of(rank)]

@@ -67,12 +67,15 @@ class StepTiming(NamedTuple):
     def sends(self, tails: Mapping[Action, float]) -> dict[Action, float]:
         """Return what each action's sender spends on its message, so long after its last
         collective: nothing, where messages move beside what is computed."""
-        pace = self.clock.pace
+        pace, rank_of = self.clock.pace, self.schedule.rank_of
         if pace.overlaps:
             return {}
         message = self._message
         return {
-            action: message + pace.late_seconds(tails[action]) for action in _senders(self.schedule)
+            action: message + pace.late_seconds(tail)
+            for action, tail in tails.items()
+            if (gift := given(action, self.schedule.stages)) is not None
+            and rank_of[gift.target] != rank_of[action.stage]
         }
 
     def scores(
@@ -138,7 +141,7 @@ def step_time(schedule: Schedule, ranks: Sequence[RankTime], timing: StepTiming)
         timing.spans.extend(_spans(simulation, slowest.values()))
     over = simulation.makespan + max(rank.update for rank in slowest.values())
     busiest = max(slowest.values(), key=lambda rank: rank.clock.seconds)
-    rows = [*busiest.clock.rows(), *_sent(schedule, busiest.place, sends)]
+    rows = [*busiest.clock.rows(), *_sent(busiest.seconds, sends)]
     alone = sum(seconds[action] for action in busiest.seconds)
     factor = simulation.busy[busiest.place] / alone if alone else 1.0
     rows = [row if row.key.phase is Phase.UPDATE else _scaled(row, factor) for row in rows]
@@ -166,30 +169,13 @@ def _scaled(row: TimeRow, factor: float) -> TimeRow:
     return replace(row, seconds=factor * row.seconds, moving=factor * row.moving)
 
 
-def _senders(schedule: Schedule) -> Iterator[Action]:
-    """Yield the actions whose output goes to another rank."""
-    for rank, order in enumerate(schedule.orders):
-        for step in order:
-            for action in step.parts:
-                gift = given(action, schedule.stages)
-                if gift is not None and schedule.rank_of[gift.target] != rank:
-                    yield action
-
-
-def _sent(schedule: Schedule, place: int, sends: Mapping[Action, float]) -> list[TimeRow]:
-    """Return what a rank spends on its messages, by phase."""
+def _sent(actions: Iterable[Action], sends: Mapping[Action, float]) -> Iterator[TimeRow]:
+    """Yield what a rank with these actions spends on its messages, by phase."""
     sums: dict[Phase, float] = {}
-    for step in schedule.orders[place]:
-        for action in step.parts:
-            if action in sends:
-                phase = Phase.FORWARD if action.kind is Kind.FORWARD else Phase.BACKWARD
-                sums[phase] = sums.get(phase, 0.0) + sends[action]
-    axes = (Axis.PP.value,)
-    return [
-        TimeRow(
-            key=TimeKey(Spent.COLLECTIVES, phase, axes, Collective.SEND),
-            seconds=seconds,
-            moving=seconds,
-        )
-        for phase, seconds in sums.items()
-    ]
+    for action in actions:
+        if action in sends:
+            phase = Phase.FORWARD if action.kind is Kind.FORWARD else Phase.BACKWARD
+            sums[phase] = sums.get(phase, 0.0) + sends[action]
+    for phase, seconds in sums.items():
+        key = TimeKey(Spent.COLLECTIVES, phase, (Axis.PP.value,), Collective.SEND)
+        yield TimeRow(key=key, seconds=seconds, moving=seconds)
