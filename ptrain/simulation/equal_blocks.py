@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from ptrain.derivation.flat import joined
+from ptrain.derivation.layers import alike
 from ptrain.derivation.tensor import local_units
 from ptrain.errors import PtrainError
 from ptrain.facts.model import ModelFacts
@@ -64,7 +65,7 @@ def structure_of(model: nn.Module, blocks: Sequence[str]) -> tuple[Leaves, list[
     return dict(walk.part(model)), [dict(walk.part(block)) for block in walk.blocks.values()]
 
 
-def alike(blocks: Sequence[Leaves]) -> Leaves | None:
+def common(blocks: Sequence[Leaves]) -> Leaves | None:
     """Return what the blocks are, of whose attributes some are the block's own index; None where
     they differ in any other."""
     first = blocks[0]
@@ -317,7 +318,8 @@ def equal_blocks(
     fewer than the `least`, or where nobody says that they are equal. The proof is of `fewest`."""
     match spec.model:
         case ModelShape():
-            if not spec.model.has_equal_blocks:
+            kinds = alike(spec, [str(layer) for layer in range(spec.model.layers)])
+            if kinds is None or len({*kinds}) > 1:
                 return None
             blocks = _of_facts(spec, rank, own_facts(spec), spec.model.layers, fewest)
             return blocks if blocks and blocks.number >= least else None
@@ -415,7 +417,7 @@ def _read(model: FakeModel) -> Repetition | None:
     with model.running(), torch.random.fork_rng(devices=[]):
         facts = untraced_facts(model.module, model.spec)
         around, structures = structure_of(model.module, facts.blocks)
-        block = alike(structures) if len(structures) > 2 else None
+        block = common(structures) if len(structures) > 2 else None
         if block is None:
             return None
         sections = _sections(model, facts.blocks)

@@ -1,6 +1,6 @@
 """Which model: the shape of a built-in family, a transformers class or the user's own function."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from math import ceil
@@ -165,16 +165,6 @@ class ModelShape(BlockOptions):
     def is_fused(self) -> bool:
         """Whether attention is torch's scaled_dot_product_attention, which has no soft cap."""
         return self.attention is Attention.SDPA and self.attention_soft_cap is None
-
-    @property
-    def has_equal_blocks(self) -> bool:
-        """Whether all blocks have the same operators."""
-        return self.are_equal(range(self.layers))
-
-    def are_equal(self, layers: Iterable[int]) -> bool:
-        """Return whether these layers have the same operators."""
-        has_equal_masks = self.window is None or self.global_every is None
-        return has_equal_masks and len({self.has_experts(layer) for layer in layers}) < 2
 
     @property
     def vocabulary(self) -> Vocabulary:

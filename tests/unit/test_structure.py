@@ -12,7 +12,7 @@ from torch import nn
 
 from ptrain.simulation.equal_blocks import (
     Incomparable,
-    alike,
+    common,
     differ_in_layers_alone,
     structure_of,
 )
@@ -45,7 +45,7 @@ def names(layers: int) -> list[str]:
 
 def is_alike(stack: Stack) -> bool:
     _, blocks = structure_of(stack, names(len(stack.blocks)))
-    return alike(blocks) is not None
+    return common(blocks) is not None
 
 
 def test_blocks_that_differ_in_their_own_index_are_alike() -> None:
