@@ -326,12 +326,12 @@ class _Boundaries:
         given, came = (Phase.BACKWARD, stage - 1, index), (Phase.BACKWARD, stage, index)
         if kind is Kind.FORWARD:  # held for its own backward, too
             return self._hold(output, 1 + (stage + 1 in self.own))
-        kept = self._hold(given) if stage and kind is not Kind.WEIGHT else 0
+        size = self._hold(given) if stage and kind is not Kind.WEIGHT else 0
         if kind is Kind.INPUT:
             self._hold(given)
             if is_last:
                 self._drop(output)
-            return kept
+            return size
         if stage:
             self._drop(taken)
         if kind is Kind.BACKWARD or not is_last:
@@ -340,7 +340,7 @@ class _Boundaries:
             self._drop(given)
         if not is_last:
             self._drop(came)
-        return kept
+        return size
 
     def receive(self, message: Message) -> None:
         """A buffer is made, held for the pass that takes it."""
