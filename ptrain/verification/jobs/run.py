@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ptrain.errors import Fault
 from ptrain.models.boundary import CodeRaised, boundary, said
-from ptrain.report.finding import Certainty, Mismatch, Moment, RootCause, Subject
+from ptrain.report.finding import Certainty, Mismatch, Moment, RootCause, Subject, Way
 from ptrain.report.record import Check
 from ptrain.verification.compare import (
     AllDifferences,
@@ -361,7 +361,8 @@ class Examiner:
         samples in another order are off as much: sums that cancel round as their addends do."""
         near = [
             its for its in self.mismatches
-            if its.subject is Subject.GRADIENTS and its.difference <= _NEAR
+            if its.subject is Subject.GRADIENTS and its.way is Way.VALUE
+            and its.difference <= _NEAR
         ]  # fmt: skip
         if not near or not self._has_rows:
             return
