@@ -292,7 +292,7 @@ def exact(
     return replace(
         estimate,
         traffic=traffic,
-        notes=tuple(notes(spec, plan, facts, traffic, schedule)),
+        notes=tuple(notes(stages[0].parts[0][0], facts, traffic, schedule)),
         warnings=tuple(warnings(spec, traffic)),
         accounts=own if len(own) > 1 else (),
         account_of=account_of if len(own) > 1 else (),

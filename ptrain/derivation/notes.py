@@ -11,6 +11,7 @@ from ptrain.axes.pipeline.stage_facts import stage_gathers
 from ptrain.axes.tensor.cost import cut_dims
 from ptrain.cost import Collective, Phase, Traffic
 from ptrain.derivation.ghosts.table import wrapping
+from ptrain.derivation.ghosts.wrapping import Wrapping
 from ptrain.derivation.paper import itemsizes
 from ptrain.facts.model import ModelFacts
 from ptrain.facts.stages import Stage, is_within
@@ -22,13 +23,15 @@ from ptrain.units import format_bytes
 
 
 def notes(
-    spec: Spec, plan: Plan, facts: ModelFacts, traffic: Iterable[Traffic], schedule: Schedule
+    ghost: Wrapping, facts: ModelFacts, traffic: Iterable[Traffic], schedule: Schedule
 ) -> Iterator[str]:
-    """`traffic` is the `exact` column's."""
+    """`ghost` wraps the whole model, or a rank's part of it; `traffic` is the `exact` column's."""
+    spec, plan = ghost.wrapped.spec, ghost.wrapped.plan
     if plan.pipeline is not None:
         yield from _of_stages(plan, facts, schedule)
         return
-    yield from wrapping(spec, plan, facts).notes()
+    is_whole = ghost.wrapped.facts is facts
+    yield from (ghost if is_whole else wrapping(spec, plan, facts)).notes()
     yield from _whole_beside_slices(plan, facts, sum(itemsizes(spec).values()))
     yield from _fewer_moments(spec, plan, facts)
     yield from _copies(traffic)
