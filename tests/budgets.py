@@ -53,7 +53,7 @@ BUDGETS: dict[str, int] = {
     "ptrain/simulation": 1040,
     "ptrain/spec": 4090,
     "ptrain/steps": 460,
-    "ptrain/traces": 2200,
+    "ptrain/traces": 2190,
     "ptrain/train": 3200,
     "ptrain/verification": 7310,
 }

@@ -70,18 +70,22 @@ from ptrain.timeline import gradient_order
 from ptrain.traces.attention_kernels import kernels_for
 from ptrain.traces.rank_part import EqualLayers, TracedLayers, only, running_units
 from ptrain.traces.record import record
-from ptrain.traces.stage_parts import stage_formulas, stage_passes, stage_rows, stage_works
+from ptrain.traces.stage_parts import (
+    part_formulas,
+    stage_formulas,
+    stage_passes,
+    stage_rows,
+    stage_works,
+)
 from ptrain.traces.tensor_parts import (
     FakeModel,
     Traced,
     by_place,
     fake_model,
-    rows_of,
     timelines_of,
     traced,
     unless_it_takes_values,
     why_untraced,
-    works_of,
 )
 
 _READS_VALUES = "its code reads values"
@@ -419,8 +423,8 @@ class _Reader:
             return {"timelines": [stage_rows(model, self.spec, facts, extent=extent)]}
 
     def _with_parts(self, facts: ModelFacts, traces: Traced, has_stages: bool) -> ModelFacts:
+        rows = by_place(traces)
         if has_stages:
-            rows = by_place(traces)
             return replace(
                 facts,
                 stage_passes=stage_passes(self.spec, facts, rows),
@@ -430,8 +434,8 @@ class _Reader:
         return replace(
             facts,
             part_timelines=timelines_of(traces),
-            part_rows=rows_of(traces),
-            part_works=works_of(traces),
+            part_rows=part_formulas(rows),
+            part_works=stage_works(rows),
         )
 
     @contextmanager

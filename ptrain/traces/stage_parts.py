@@ -206,7 +206,7 @@ def stage_rows(
     stages = plan.stages
     cuts = StageCuts(stages=stages, chain=chain_of(spec, facts))
 
-    def trace(stage: Stage, units: Units) -> _StageTraces:
+    def trace(stage: Stage, units: Units) -> PartTraces:
         layers = EqualLayers.of(spec, stage.layers)
         ran = running_units(units, stage.layers, layers.ran)
         in_halves = spec.pipeline.is_in_halves and stage.index > 0
@@ -223,16 +223,16 @@ def stage_rows(
             )
         whole, *halves = recordings[: 1 + in_halves]
         own = TracedLayers(whole, layers, ran, *halves)
-        return _StageTraces(own, uneven, recordings[1 + in_halves :])
+        return PartTraces(own, uneven, recordings[1 + in_halves :])
 
-    traced: dict[Hashable, _StageTraces] = {}
+    traced: dict[Hashable, PartTraces] = {}
     rows: Rows = []
     with torch.random.fork_rng(devices=[]):
         for stage in stages:
             units = stage.units(facts.unit_modules)
             if (kind := _kind_of_stage(spec, stage, len(stages))) not in traced:
                 traced[kind] = trace(stage, units)
-            rows.append(_rows(traced[kind], EqualLayers.of(spec, stage.layers), units))
+            rows.append(traced[kind].row(EqualLayers.of(spec, stage.layers), units))
     return rows
 
 
@@ -244,15 +244,28 @@ def _kind_of_stage(spec: Spec, stage: Stage, stages: int) -> Hashable:
 
 
 @dataclass(frozen=True, slots=True)
-class _StageTraces:
-    """What a stage did, and where sizes depend on where tokens go what it did with `uneven`
-    loads."""
+class PartTraces:
+    """What a stage did, or a model without stages, and where sizes depend on where tokens go what
+    it did with `uneven` loads."""
 
     layers: TracedLayers
     uneven: UnevenLoads | None
     unevenly: Sequence[Recording]
 
-    def formulas(self, layers: EqualLayers, units: Units) -> dict[str, Any]:
+    def row(self, layers: EqualLayers, units: Units) -> dict[str, Any]:
+        """Return what such layers do as JSON: passes, the bytes that a stage hands on, and work."""
+        own, halves = self.layers, self.layers.halves
+        output = own.recording.output
+        row = {
+            "passes": encode(own.timeline(layers, units), Timeline),
+            "output": None if output is None else own.recording.sizes[output],
+            "work": encode(own.work(layers), WorkByKind | None),
+        }
+        if halves is not None:
+            row["halves"] = encode(to_timeline(_of_halves(halves))._replace(saved=()), Timeline)
+        return row | self._formulas(layers, units)
+
+    def _formulas(self, layers: EqualLayers, units: Units) -> dict[str, Any]:
         """Return passes of such layers and their halves as formulas, null where there is none, and
         of which layers; nothing where where tokens go changes nothing."""
         if self.uneven is None:
@@ -276,20 +289,6 @@ def _of_halves(recording: Recording) -> Recording:
     """Return what the halves of a backward pass did, as if they were the two passes."""
     passes = {"forward": recording.passes["input"], "backward": recording.passes["weight"]}
     return replace(recording, passes=passes, moved=(), works={})
-
-
-def _rows(traced: _StageTraces, layers: EqualLayers, units: Units) -> dict[str, Any]:
-    own = traced.layers
-    whole, halves = own.recording, own.halves
-    assert whole.output is not None, "the stage has no output"
-    rows = {
-        "passes": encode(own.timeline(layers, units), Timeline),
-        "output": whole.sizes[whole.output],
-        "work": encode(own.work(layers), WorkByKind | None),
-    }
-    if halves is not None:
-        rows["halves"] = encode(to_timeline(_of_halves(halves))._replace(saved=()), Timeline)
-    return rows | traced.formulas(layers, units)
 
 
 def stage_passes(
@@ -335,6 +334,13 @@ def _formula(rows: Mapping[str, Any], index: int, hidden: int) -> RowsPasses:
         output=rows["output"],
         hidden=hidden,
     )
+
+
+def part_formulas(by_place: Sequence[Rows]) -> tuple[RowsTimeline, ...]:
+    """Return by place the timelines of a model without stages as formulas of where tokens go;
+    nothing where that changes none, or there is no formula."""
+    formulas = [formula for (row,) in by_place for formula in row.get("formulas", [None])]
+    return () if None in formulas else tuple(decode(plain, RowsTimeline) for plain in formulas)
 
 
 def stage_works(by_place: Sequence[Rows]) -> tuple[WorkByKind, ...]:

@@ -29,10 +29,10 @@ import torch.distributed as dist
 from torch import nn
 
 from ptrain.axes.context.attention import alike_by
-from ptrain.codec import decode, encode
+from ptrain.codec import decode
 from ptrain.derivation.tensor import units_by_place
 from ptrain.errors import PtrainError, refused
-from ptrain.facts.model import ModelFacts, RowsTimeline, WorkByKind
+from ptrain.facts.model import ModelFacts
 from ptrain.facts.traced_part import traced_part
 from ptrain.internals.dtensor import forget_shapes
 from ptrain.internals.fakes import READ, FakeTensorMode
@@ -55,7 +55,7 @@ from ptrain.steps.step import CreateMesh, Plan
 from ptrain.timeline import Timeline
 from ptrain.traces.attention_kernels import kernels_for
 from ptrain.traces.rank_part import EqualLayers, TracedLayers, only, running_units
-from ptrain.traces.stage_parts import rank_part, stage_rows, uneven_loads
+from ptrain.traces.stage_parts import PartTraces, rank_part, stage_rows, uneven_loads
 from ptrain.units import grouped
 from ptrain.version import TESTED_TORCH, is_tested
 
@@ -217,21 +217,7 @@ def _as_text(spec: Spec) -> str:
 
 def timelines_of(traces: Traced) -> tuple[Timeline, ...]:
     """Return the timelines by place along the cutting axes. Raises PtrainError for a problem."""
-    return tuple(decode(plain, Timeline) for plain, *_ in by_place(traces))
-
-
-def rows_of(traces: Traced) -> tuple[RowsTimeline, ...]:
-    """Return the timelines as formulas of where tokens go, by place along the cutting axes; nothing
-    where that changes none, or there is no formula. Raises PtrainError for a problem."""
-    formulas = [decode(plain, RowsTimeline | None) for _, _, plain in by_place(traces)]
-    return () if None in formulas else tuple(formulas)
-
-
-def works_of(traces: Traced) -> tuple[WorkByKind, ...]:
-    """Return what the ranks compute by place along the cutting axes; nothing where an operator does
-    not say it. Raises PtrainError for a problem."""
-    works = [decode(plain, WorkByKind | None) for _, plain, _ in by_place(traces)]
-    return () if None in works else tuple(works)
+    return tuple(decode(row["passes"], Timeline) for (row,) in by_place(traces))
 
 
 def by_place(traces: Traced) -> list[Any]:
@@ -376,15 +362,8 @@ def _part_of(
         uneven = uneven_loads(spec, lower(spec, facts), layers)
         changes = [uneven.assume] if uneven else []
         first, *others = part.traces(own, units, layers, *changes)
-    traced = TracedLayers(first, layers, units)
-    formula = uneven.formula(first, *others) if uneven else None
-    if formula is not None:
-        formula = traced.of_all(formula, layers, facts.unit_modules)
-    return [
-        encode(traced.timeline(layers, facts.unit_modules), Timeline),
-        encode(traced.work(layers), WorkByKind | None),
-        encode(formula, RowsTimeline | None),
-    ]
+    traces = PartTraces(TracedLayers(first, layers, units), uneven, others)
+    return [traces.row(layers, facts.unit_modules)]
 
 
 def _copied(module: nn.Module) -> nn.Module:
