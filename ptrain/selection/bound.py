@@ -37,11 +37,12 @@ from ptrain.units import grouped
 
 _THETA, _OMEGA, _GRADS = State.PARAMETERS, State.OPTIMIZER, State.GRADIENTS
 _BUCKET = 25 * 2**20  # bytes that DistributedDataParallel reduces at once
+_BESIDE = ("unit", "overlap", "prefetch")
 _HALF = 0.5  # of a layer, a sub-block
 _ISSUED_PARTS = 1.5  # for each sub-block: the third unit of a block is its norms
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class DataWay:
     """What one choice of the data axes says, whatever its degrees are: `cut` by state which of its
     axes cut it, `near` which states are on the device."""
@@ -63,7 +64,14 @@ class DataWay:
     ahead: int
     is_copied_back: bool
 
-    @property
+    @cached_property
+    def kind(self) -> tuple[object, ...]:
+        """Return what it says but for its unit and what moves beside computation."""
+        choice = self.choice
+        changes = tuple((name, str(value)) for name, value in choice.changes if name not in _BESIDE)
+        return tuple(factor.placement for factor in choice.factors), changes
+
+    @cached_property
     def moved(self) -> tuple[object, ...]:
         """Return what decides what is done with a unit, whenever it is done."""
         return (*self.cut.values(), self.form, self.is_made, self.is_brought, self.unit)
@@ -124,14 +132,10 @@ def ways_of(
 
 
 def representatives(ways: Iterable[DataWay]) -> list[DataWay]:
-    """Return of ways that differ in their unit alone the first: a descent tries the others."""
-    alike = grouped((_but_unit(way.choice), way) for way in ways)
-    return [some[0] for some in alike.values()]
-
-
-def _but_unit(choice: AxisChoice) -> tuple[object, ...]:
-    changes = tuple((name, str(value)) for name, value in choice.changes if name != "unit")
-    return tuple(factor.placement for factor in choice.factors), changes
+    """Return of ways that differ in their unit and in what moves beside computation alone the first
+    of those that move most: a descent tries the others."""
+    alike = grouped((way.kind, way) for way in ways)
+    return [max(some, key=lambda way: (way.overlaps, way.ahead)) for some in alike.values()]
 
 
 # -- what ways do with units
@@ -444,7 +448,8 @@ def way_bytes(
 class RankShare:
     """What a rank of a pipeline has: `layers` on all of its `stages`, `own` on that of a pass, the
     `front` and the `behind` of the model, and so many chunks in flight, with gradients of all of
-    its stages (`later`) and without (`chunks`); `ends` of them at one of these ends."""
+    its stages (`later`) and without (`chunks`); `ends` of them at one of these ends,
+    `halved` of which the half of the weights is still to come."""
 
     layers: int
     own: int
@@ -455,6 +460,7 @@ class RankShare:
     chunks: int
     later: int
     ends: float
+    halved: int
 
 
 class RankLevels:
@@ -473,6 +479,9 @@ class RankLevels:
         self.is_last = rank.behind
         per_chunk = act.block * rank.layers / rank.stages
         more = act.hidden * (not rank.behind) * rank.is_staged + ends.saved * rank.ends
+        more += rank.halved * act.half * rank.layers / rank.stages
+        if rank.behind:
+            more += rank.halved * (ends.saved + ends.waiting)
         self.saved = rank.chunks * per_chunk + more
         self.later = rank.later * per_chunk + more
         self.act, self.ends = act, ends
@@ -485,7 +494,8 @@ class RankLevels:
         most = max(self.saved, way.grads * others + way.grads_of_experts * own)
         if lives + most > limit:
             return lives + most
-        most = max(most, self._passing(way, self.saved, is_new=True))
+        if not is_many or self.later < self.saved:
+            most = max(most, self._passing(way, self.saved, is_new=True))
         if is_many:
             kept = way.kept * others + way.kept_of_experts * own
             if lives + kept + self.later > limit:

@@ -31,7 +31,7 @@ from ptrain.selection.profile import (
     exchange_seconds,
     with_rows,
 )
-from ptrain.selection.space import batched
+from ptrain.selection.space import Through, batched, through_of
 from ptrain.selection.task import SearchTask
 from ptrain.spec.activations import Kept
 from ptrain.spec.model import ModelShape
@@ -195,7 +195,8 @@ class PipelineFlows:
 
     def _shares(self, flow: PipelineFlow, number: int) -> Iterator[RankShare]:
         size, counts = flow.size(number), self._counts(flow)
-        total = number * flow.per_rank
+        total, is_split = number * flow.per_rank, through_of(flow.choice) is Through.HALVES
+        is_split &= not (flow.schedule and SCHEDULES[flow.schedule].is_mostly_whole)
         own = [stages_of_rank(size, rank) for rank in range(flow.ranks)]
         held = [sum(counts[stage] for stage in stages) for stages in own]
         middle = max(range(1, flow.ranks - 1), key=held.__getitem__, default=0)
@@ -211,6 +212,7 @@ class PipelineFlows:
                 is_staged=flow.schedule is not None,
                 chunks=chunks,
                 later=min(chunks, total - flow.per_rank),
+                halved=min(rank, chunks - 1) if is_split else 0,  # weights lag so far behind
                 # a micro-batch that comes to the last stage goes back at once, but where all do
                 ends=1.0 if behind and chunks < total else chunks / flow.per_rank,
             )

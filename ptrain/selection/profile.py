@@ -77,12 +77,14 @@ _LAYERS = 3  # a first, a middle and a last one
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndsActivity:
     """What a chunk, a micro-batch on a stage, has beyond its blocks: `saved` from its forward to
-    its backward pass, its input and output included. By how much more there is than what is saved
-    as the forward pass ends (`forward_rise`) and as the backward pass begins (`backward_rise`), how
-    much less once that has come to the blocks (`begun`), and by how much more than with the blocks
-    gone it ends (`end_rise`, of the embedding)."""
+    its backward pass, its input and output included, and of a last stage `waiting` more than these
+    between the halves of this one. By how much more there is than what is saved as the forward pass
+    ends (`forward_rise`) and as the backward pass begins (`backward_rise`), how much less once that
+    has come to the blocks (`begun`), and by how much more than with the blocks gone it ends
+    (`end_rise`, of the embedding)."""
 
     saved: int
+    waiting: int
     forward_rise: int
     backward_rise: int
     begun: int
@@ -92,13 +94,15 @@ class EndsActivity:
 @dataclass(frozen=True, kw_only=True)
 class Activity:
     """Bytes of a micro-batch. Of a `block`: what its forward pass leaves, and the rises of this and
-    of its backward pass above what there was before, gradients of parameters not counted; what
-    goes off the device (`moved`). `hidden` goes from layer to layer. `ends`: what stages at each
-    place have beyond their blocks; `least`: what some rank has at least, whatever else it has."""
+    of its backward pass above what there was before, gradients of parameters not counted; what the
+    half of the inputs leaves beside all that (`half`), and what goes off the device (`moved`).
+    `hidden` goes from layer to layer. `ends`: what stages at each place have beyond their blocks;
+    `least`: what some rank has at least, whatever else it has."""
 
     block: int
     forward_rise: int
     backward_rise: int
+    half: int
     moved: int
     hidden: int
     least: int
@@ -168,6 +172,7 @@ def activity_of(spec: Spec, kept: Kept) -> Activity:
     stages = {
         place: passes_at(part, place, ways) for place in (Place.FIRST, Place.MIDDLE, Place.LAST)
     }
+    half = _parted(stages[Place.MIDDLE].items.get(Kind.INPUT, ()), Kind.INPUT)[1].net
     whole = Passes(
         items={Kind.FORWARD: timeline.forward, Kind.BACKWARD: timeline.backward},
         output=0,
@@ -177,11 +182,12 @@ def activity_of(spec: Spec, kept: Kept) -> Activity:
         block=forward.net,
         forward_rise=forward.rise,
         backward_rise=backward.rise,
+        half=half,
         moved=sum(size for _, size in timeline.moved) // _LAYERS,
         hidden=_hidden(setting),
         least=max(behind.rise, front.rise, backward.rise),
         ends={
-            place: _ends(passes, of_block)
+            place: _ends(passes, of_block, half)
             for place, passes in ((Place.ALONE, whole), *stages.items())
         },
     )
@@ -192,14 +198,16 @@ def _hidden(setting: Setting) -> int:
     return values["batch"] * values["sequence"] * setting.shape.hidden * setting.compute.itemsize
 
 
-def _ends(passes: Passes, block: int) -> EndsActivity:
+def _ends(passes: Passes, block: int, half: int) -> EndsActivity:
     """What stages at a place have; their input came before the forward pass, and the gradient of
     their output before the backward pass."""
     forward = passes.items[Kind.FORWARD]
     _, _, behind = _parted(forward, Kind.FORWARD)
     head, _, end = _parted(passes.items[Kind.BACKWARD], Kind.BACKWARD)
+    inputs = sum(map(net, passes.items.get(Kind.INPUT, ())))
     return EndsActivity(
         saved=sum(map(net, forward)) - _LAYERS * block + passes.hidden,
+        waiting=inputs - _LAYERS * half - passes.output,
         forward_rise=behind.rise - behind.net,
         backward_rise=head.rise,
         begun=head.net,

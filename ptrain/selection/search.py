@@ -219,6 +219,7 @@ class Search:
         self.choices = data_choices(task.base, task.written)
         self.units = units_of(task.written)
         self.ways_to_keep = task.written.kept or ways_to_keep(task.written.away)
+        self.inners: dict[tuple[AxisChoice, ...], InnerCut] = {}
         self.too_large: list[tuple[InnerCut, int, Through, Kept, int]] = []
         # by numbers and identities (of `ways_to_keep`): values of a spec are slow to compare
         self.staged: dict[int, list[PipelineFlow]] = {}
@@ -277,7 +278,10 @@ class Search:
         for number, (ranks, within) in enumerate(products):
             specs = task.with_choices(within)
             if task.where.admits(Aspect.WITHIN, specs[0]):
-                yield InnerCut.of(number, ranks, within, specs, sizes_of(specs[0], self.facts))
+                if within not in self.inners:
+                    sizes = sizes_of(specs[0], self.facts)
+                    self.inners[within] = InnerCut.of(number, ranks, within, specs, sizes)
+                yield self.inners[within]
 
     def _batches(self, data_ranks: int) -> Iterator[tuple[int, int]]:
         """The micro-batches that obey constraints."""
@@ -295,6 +299,27 @@ class Search:
             for choice in choices
             if where.admits(Aspect.PIPELINE, chosen(base, (choice,)))
         ]
+
+    def score(self, candidate: Candidate) -> Scored:
+        """Return the figures of one candidate, whose blocks are cut as others were."""
+        inner, through = self.inners[candidate.within], through_of(candidate.pipeline)
+        beside, micro, kept = (THROUGH[through], *inner.within), candidate.micro, candidate.kept
+        (way,) = ways_of(self.task.base, [candidate.data], beside)
+        own = tuple(factor.degree for factor in candidate.data.factors)
+        degrees = (*own[:-1], *(last * inner.shared for last in own[-1:]))
+        number = candidate.spec(self.task.placed).batch.accumulate
+        memories: dict[WayBytes, int] = {}
+        row = self._row(inner, way, degrees, own, memories, many=number > 1)
+        block = self._block(
+            inner,
+            flow_of(self.task.base, candidate.pipeline),
+            DataTable([row], list(memories)),
+            self._activity(inner, micro, kept),
+            micro,
+            number,
+            kept,
+        )
+        return Scored(candidate=candidate, peak=block.peaks[0], seconds=block.step(row))
 
     def _of_batch(
         self, inner: InnerCut, left: int, stages: int, micro: int, number: int
@@ -370,7 +395,7 @@ class Search:
     def has_too_large(self) -> bool:
         """Return whether there are legal candidates that are not scored, for the activations of a
         micro-batch of theirs take more than a device has, whatever their states are."""
-        return any(len(self._legal(*where)) for where in self.too_large)
+        return any(self._legal(*where).rows for where in self.too_large)
 
     def _activity(self, inner: InnerCut, micro: int, kept: Kept) -> Activity:
         """Sizes grow with the samples from two on; one alone saves less."""
