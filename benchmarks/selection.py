@@ -21,9 +21,9 @@ from _machine import commit
 from _script import Script, table_head
 from _step_floor import StepFloor
 from _steps import spearman
+from ptrain.selection.arrays import numpy
 from start_up import seconds as process_seconds
 
-from ptrain.selection.arrays import numpy
 from ptrain.selection.choose import Chooser
 from ptrain.selection.job import SearchedJob, searched_job
 from ptrain.selection.task import SLACK, TIME_SLACK, Ranked, Scored

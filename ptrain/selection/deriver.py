@@ -226,8 +226,8 @@ class Deriver:
     def _ranked(self, spec: Spec, scored: Scored) -> Ranked:
         """The figures of a spec, which are derived once for candidates that do the same."""
         if (key := played_as(scored.candidate, spec)) not in self.rows:
-            self.derived += 1
             derivation = derive(spec, self._facts(spec), self._timing(spec))
+            self.derived += 1
             self.rows[key] = ranked(spec, scored, derivation)
         return replace(self.rows[key], spec=spec, closed=scored)
 
@@ -293,7 +293,7 @@ class Deriver:
         as they take no more than the work of `_WORK` times as many plain steps as are wanted; of a
         model that is traced those of a few cuts."""
         if self.cuts is None:
-            alike, work = Counter[object](), _WORK * self.count
+            alike, work = Counter[object](), float(_WORK * self.count)
             for candidate in scored:
                 kind = _but_tuples(candidate.candidate)
                 if alike[kind] < _ALIKE and work > 0:
