@@ -472,9 +472,9 @@ class Chooser(Deriver):
         """What is derived around a row, and around what is better than it, as long as that is."""
         while True:
             near = [scored for scored in self._around(best) if self._may_beat(scored, best)]
-            found = [row for scored in near for row in self._fitting([scored], 1)]
-            yield from found
-            least = min(found, key=self._order, default=best)
+            around = [row for scored in near for row in self._fitting([scored], 1)]
+            yield from around
+            least = min(around, key=self._order, default=best)
             if self._order(least) >= self._order(best):
                 return
             best = least

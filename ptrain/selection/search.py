@@ -20,18 +20,12 @@ from ptrain.facts.model import ModelFacts
 from ptrain.plan.lower import own_facts
 from ptrain.rates.pace import UnknownRate
 from ptrain.selection.bound import (
-    DataWay,
     FlowSeconds,
     RankLevels,
-    UnitSeconds,
     WayBytes,
     WaySeconds,
-    blocks_of_bucket,
     peak_of,
-    representatives,
-    unit_seconds,
     way_bytes,
-    ways_of,
 )
 from ptrain.selection.flows import (
     InnerCut,
@@ -66,6 +60,14 @@ from ptrain.selection.task import (
     SearchGoal,
     SearchResult,
     SearchTask,
+)
+from ptrain.selection.ways import (
+    DataWay,
+    UnitSeconds,
+    blocks_of_bucket,
+    representatives,
+    unit_seconds,
+    ways_of,
 )
 from ptrain.selection.where import Constraint, Where
 from ptrain.spec.activations import Kept

@@ -9,12 +9,12 @@ from ptrain.algebra.legality import is_sound
 from ptrain.axes.expert.cost import rows_bytes
 from ptrain.cost import Collective, State
 from ptrain.derivation.estimate import derive
-from ptrain.selection.bound import inside
 from ptrain.selection.choose import Chooser
 from ptrain.selection.job import block_size, dense, searched_job, stand_in
 from ptrain.selection.profile import exchange_seconds
 from ptrain.selection.search import Search
 from ptrain.selection.space import Through, inner_products
+from ptrain.selection.ways import inside
 from ptrain.spec.activations import FULL, PLAIN, Kept
 from ptrain.spec.load import load
 from ptrain.spec.model import ModelShape
