@@ -30,7 +30,7 @@ from ptrain.selection.ranking import Lost, PlacementRanking, reason
 from ptrain.selection.task import Ranked, SearchGoal
 from ptrain.selection.words import words_of
 from ptrain.spec.activations import PLAIN
-from ptrain.spec.dials import Overlap
+from ptrain.spec.dials import STOCK_BUCKET_BYTES, Overlap
 from ptrain.spec.load import load
 from ptrain.spec.model import ModelShape
 from ptrain.spec.names import listing
@@ -350,6 +350,8 @@ def _dials(spec: Spec) -> Iterator[str]:
         yield "no overlap" if spec.overlap is Overlap.NONE else "overlap"
     if spec.prefetch:
         yield f"prefetch {spec.prefetch}"
+    if spec.bucket_bytes != STOCK_BUCKET_BYTES:
+        yield f"bucket {format_bytes(spec.bucket_bytes)}"
 
 
 def as_spec(selection: PlacementRanking, row: Ranked) -> str:

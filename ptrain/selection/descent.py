@@ -17,9 +17,9 @@ from ptrain.axes.data.candidates import OVERLAPS, UNITS, is_left_out
 from ptrain.selection.quantities import RESULTS
 from ptrain.selection.search import Search
 from ptrain.selection.space import Candidate, micro_batches, pipelines, through_of
-from ptrain.spec.dials import GradientSync, Overlap, SyncPolicy
+from ptrain.spec.dials import STOCK_BUCKET_BYTES, GradientSync, Overlap, SyncPolicy
 
-_BUCKETS = (25 * 2**20, 100 * 2**20, 400 * 2**20)
+_BUCKETS = (STOCK_BUCKET_BYTES, 4 * STOCK_BUCKET_BYTES, 16 * STOCK_BUCKET_BYTES)
 _SYNCS = tuple(
     SyncPolicy(gradients=when, reshard_after_forward=forward, reshard_after_backward=backward)
     for when in GradientSync

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from ptrain.axes.pipeline.catalogue import SCHEDULES
 from ptrain.cost import Spent, StepTime
 from ptrain.errors import refused
 from ptrain.selection.demand import Demand
@@ -186,14 +187,20 @@ def front_of(rows: Iterable[Ranked]) -> tuple[Ranked, ...]:
     return tuple(front)
 
 
+def _is_serial(row: Ranked) -> bool:
+    """Whether the ranks of a pipeline compute one at a time."""
+    name = row.spec.pipeline.schedule
+    is_staged = row.spec.degree(Axis.PP) > 1
+    return is_staged and isinstance(name, ScheduleName) and SCHEDULES[name].is_serial
+
+
 def undominated(rows: Iterable[Ranked]) -> list[Ranked]:
     """Return rows, best first, without naive pipelines that another schedule of the same placement
     beats: with no more bytes it is no slower."""
     kept: list[Ranked] = []
     for row in rows:
-        pipeline, factors = row.spec.pipeline, row.spec.factors
-        is_naive = pipeline.schedule is ScheduleName.NAIVE and row.spec.degree(Axis.PP) > 1
-        if not is_naive or all(
+        factors = row.spec.factors
+        if not _is_serial(row) or all(
             other.spec.factors != factors or other.peak_bytes > row.peak_bytes for other in kept
         ):
             kept.append(row)
@@ -204,8 +211,7 @@ def order_of(objective: SearchGoal, row: Ranked) -> tuple[float, ...]:
     """Return what sorts rows by an objective; what has no time stands behind all that has one, in
     the order of nominal seconds, and where nobody knows these either of the bytes that it
     copies."""
-    is_naive = row.spec.pipeline.schedule is ScheduleName.NAIVE
     if objective is SearchGoal.MEMORY:
-        return False, float(row.peak_bytes), row.nominal_seconds, is_naive
+        return False, float(row.peak_bytes), row.nominal_seconds, _is_serial(row)
     copied = 0 if row.seconds is not None else row.tiers.copied
-    return row.seconds is None, row.nominal_seconds, copied, float(row.peak_bytes), is_naive
+    return row.seconds is None, row.nominal_seconds, copied, float(row.peak_bytes), _is_serial(row)

@@ -17,6 +17,7 @@ import pytest
 from ptrain.algebra.legality import check, executed
 from ptrain.axes.candidates import chosen
 from ptrain.charts.front import front_sheet
+from ptrain.cost import Collective
 from ptrain.derivation.estimate import derive
 from ptrain.derivation.throughput import throughput
 from ptrain.errors import SpecError
@@ -35,7 +36,7 @@ from ptrain.selection.space import (
     micro_batches,
     pipelines,
 )
-from ptrain.selection.task import Scored, SearchGoal, folded
+from ptrain.selection.task import Scored, SearchGoal, crossing, folded
 from ptrain.selection.words import words_of
 from ptrain.spec.dials import UnitKind, UnitSize
 from ptrain.spec.load import load
@@ -245,6 +246,21 @@ def test_the_time_of_plain_data_parallelism_is_that_of_its_passes():
     passes = 32 * (2 * FORWARD + 2 * (BACKWARD + FORWARD)) + 8 + 16
     plain = [c for c in result.best if c.candidate.data.degree(Axis.DP_REPLICATE) == 8]
     assert plain and {c.seconds for c in plain} == {8 * passes}
+
+
+@pytest.mark.parametrize(
+    ("collective", "ranks", "nodes", "share"),
+    [
+        (Collective.ALL_REDUCE, 8, 1, 0),
+        (Collective.ALL_GATHER, 16, 2, 1 / 8),
+        (Collective.REDUCE_SCATTER, 4, 4, 1),
+        (Collective.ALL_TO_ALL, 16, 2, 8 / 15),
+    ],
+)
+def test_a_ring_crosses_nodes_once_for_each_and_an_exchange_for_the_ranks_of_others(
+    collective, ranks, nodes, share
+):
+    assert crossing(collective, ranks, nodes) == share
 
 
 # -- the ranking

@@ -29,10 +29,9 @@ def candidates(source: str, *words: str, devices: int = 4) -> list[Spec]:
     job = searched_job(source, [*words, "cluster.devices=8"], devices=devices)
     chooser = Chooser(job)
     specs = [
-        block.candidate(row, column).spec(job.base)
+        block.candidate(row).spec(job.base)
         for block in chooser.search.blocks()
-        for row in range(len(block.table))
-        for column in range(len(block.flows))
+        for row in range(len(block))
     ]
     assert specs
     return specs
