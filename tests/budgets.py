@@ -24,14 +24,14 @@ SMALL = 80  # lines
 
 # begin
 BUDGETS: dict[str, int] = {
-    "ptrain": 54840,
+    "ptrain": 53840,
     "ptrain/activations": 360,
     "ptrain/algebra": 290,
     "ptrain/axes": 150,
     "ptrain/axes/context": 1210,
     "ptrain/axes/data": 2280,
     "ptrain/axes/expert": 590,
-    "ptrain/axes/pipeline": 1690,
+    "ptrain/axes/pipeline": 1640,
     "ptrain/axes/tensor": 730,
     "ptrain/calibration": 1080,
     "ptrain/charts": 860,
@@ -47,18 +47,18 @@ BUDGETS: dict[str, int] = {
     "ptrain/optimizers": 540,
     "ptrain/plan": 510,
     "ptrain/rates": 360,
-    "ptrain/report": 2230,
+    "ptrain/report": 2220,
     "ptrain/rooms": 990,
-    "ptrain/selection": 4030,
+    "ptrain/selection": 3440,
     "ptrain/simulation": 1070,
     "ptrain/spec": 4440,
     "ptrain/steps": 460,
     "ptrain/traces": 2220,
     "ptrain/train": 3200,
-    "ptrain/verification": 7810,
+    "ptrain/verification": 7460,
 }
 ONE_IMPORTER = 80  # modules that exactly one other imports
-SMALL_MODULES = 97  # modules with fewer lines than SMALL
+SMALL_MODULES = 96  # modules with fewer lines than SMALL
 # end
 
 
