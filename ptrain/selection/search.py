@@ -64,7 +64,6 @@ from ptrain.selection.task import (
 from ptrain.selection.ways import (
     DataWay,
     UnitSeconds,
-    blocks_of_bucket,
     representatives,
     unit_seconds,
     ways_of,
@@ -433,17 +432,9 @@ class Search:
         key = (inner.number, id(kept))
         if key not in self.gathered:
             self.gathered[key] = frozenset(
-                unit for unit in self._units(inner) if self.legality.unit(inner.within, unit, kept)
+                unit for unit in self.units if self.legality.unit(inner.within, unit, kept)
             )
         return self._table(inner, left, through, self.gathered[key], many=number > 1)
-
-    def _units(self, inner: InnerCut) -> Iterator[UnitSize | None]:
-        """What may be gathered together: no block besides a bucket that one block fills, unless
-        somebody asks for it."""
-        task = self.task
-        is_bucket = blocks_of_bucket(task.base, inner.sizes) == 1 and None in self.units
-        is_same = is_bucket and not any(True for _ in task.where.bounds("unit"))
-        yield from (unit for unit in self.units if not (is_same and unit == UnitSize()))
 
     def _table(
         self,
