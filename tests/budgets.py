@@ -24,14 +24,14 @@ SMALL = 80  # lines
 
 # begin
 BUDGETS: dict[str, int] = {
-    "ptrain": 53440,
+    "ptrain": 52780,
     "ptrain/activations": 340,
     "ptrain/algebra": 290,
     "ptrain/axes": 150,
     "ptrain/axes/context": 1210,
     "ptrain/axes/data": 2280,
     "ptrain/axes/expert": 590,
-    "ptrain/axes/pipeline": 1690,
+    "ptrain/axes/pipeline": 1630,
     "ptrain/axes/tensor": 730,
     "ptrain/calibration": 1050,
     "ptrain/charts": 860,
@@ -47,9 +47,9 @@ BUDGETS: dict[str, int] = {
     "ptrain/optimizers": 540,
     "ptrain/plan": 510,
     "ptrain/rates": 360,
-    "ptrain/report": 2230,
+    "ptrain/report": 2220,
     "ptrain/rooms": 980,
-    "ptrain/selection": 4030,
+    "ptrain/selection": 3430,
     "ptrain/simulation": 1040,
     "ptrain/spec": 4090,
     "ptrain/steps": 460,
@@ -57,8 +57,8 @@ BUDGETS: dict[str, int] = {
     "ptrain/train": 3200,
     "ptrain/verification": 7310,
 }
-ONE_IMPORTER = 75  # modules that exactly one other imports
-SMALL_MODULES = 81  # modules with fewer lines than SMALL
+ONE_IMPORTER = 76  # modules that exactly one other imports
+SMALL_MODULES = 80  # modules with fewer lines than SMALL
 # end
 
 

@@ -27,10 +27,10 @@ from ptrain.selection.demand import Demand
 from ptrain.selection.fit import room_text, usable_text
 from ptrain.selection.quantities import keeping, recompute_of, unit_of
 from ptrain.selection.ranking import Lost, PlacementRanking, reason
-from ptrain.selection.task import Ranked, Scored, SearchGoal
+from ptrain.selection.task import Ranked, SearchGoal
 from ptrain.selection.words import words_of
 from ptrain.spec.activations import PLAIN
-from ptrain.spec.dials import Overlap
+from ptrain.spec.dials import STOCK_BUCKET_BYTES, Overlap
 from ptrain.spec.load import load
 from ptrain.spec.model import ModelShape
 from ptrain.spec.names import listing
@@ -200,16 +200,7 @@ def _figures(selection: PlacementRanking, lost: Lost) -> tuple[str, str, str]:
     if lost.best is not None:
         row = lost.best
         return placement_text(row.spec), _seconds(row), format_memory(row.peak_bytes)
-    if lost.closed is None:
-        return "", MISSING, MISSING
-    spec, closed = lost.closed
-    time = or_missing(closed_seconds(selection, closed), "about {:.3g} s".format)
-    return placement_text(spec), time, f"about {format_memory(closed.peak)}"
-
-
-def closed_seconds(selection: PlacementRanking, closed: Scored) -> float | None:
-    """None where nobody knows them: the candidate does not fit, or the cluster has no rates."""
-    return closed.seconds if not selection.unknown and closed.seconds < float("inf") else None
+    return "", MISSING, MISSING
 
 
 def _nothing_fits(selection: PlacementRanking) -> Iterator[str]:
@@ -359,6 +350,8 @@ def _dials(spec: Spec) -> Iterator[str]:
         yield "no overlap" if spec.overlap is Overlap.NONE else "overlap"
     if spec.prefetch:
         yield f"prefetch {spec.prefetch}"
+    if spec.bucket_bytes != STOCK_BUCKET_BYTES:
+        yield f"bucket {format_bytes(spec.bucket_bytes)}"
 
 
 def as_spec(selection: PlacementRanking, row: Ranked) -> str:
@@ -408,7 +401,7 @@ def as_record(selection: PlacementRanking, top: int | None = None) -> Record:
                 "name": lost.name,
                 "why": lost.why,
                 "best": None if lost.best is None else row_record(selection, lost.best),
-                "about": None if lost.closed is None else _about(selection, *lost.closed),
+                "about": None,
             }
             for lost in selection.lost
         ],
@@ -431,14 +424,6 @@ def _scored_as(shape: ModelShape | None) -> Record | None:
         return None
     names = ("heads", "kv_heads", "ffn")
     return {"family": shape.family.value} | {name: getattr(shape, name) for name in names}
-
-
-def _about(selection: PlacementRanking, spec: Spec, closed: Scored) -> Record:
-    return {
-        "placement": described(spec),
-        "step_seconds": closed_seconds(selection, closed),
-        "peak_bytes": closed.peak,
-    }
 
 
 def _ranked(selection: PlacementRanking, top: int | None) -> Iterator[Record]:
@@ -505,14 +490,9 @@ def _rows(selection: PlacementRanking, top: int | None) -> Iterator[Record]:
             why = reason(row, selection.ranking[0], selection.ranked_by)
             yield {"choice": "front", **row_record(selection, row), "why": why}
     for lost in selection.lost:
-        yield {"choice": lost.name, **_of_lost(selection, lost), "why": lost.why}
+        figures = {} if lost.best is None else row_record(selection, lost.best)
+        yield {"choice": lost.name, **figures, "why": lost.why}
     if selection.least is not None:
         yield {"choice": "least memory", **row_record(selection, selection.least)}
     for remedy in selection.remedies:
         yield {"choice": remedy.change, **row_record(selection, remedy.fitting), "why": "fits"}
-
-
-def _of_lost(selection: PlacementRanking, lost: Lost) -> Record:
-    if lost.best is not None:
-        return row_record(selection, lost.best)
-    return {} if lost.closed is None else _about(selection, *lost.closed)

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from ptrain.algebra.legality import is_sound
 from ptrain.axes.context.attention import attention_of
 from ptrain.axes.pipeline.catalogue import pipeline_of, schedule_of
 from ptrain.axes.pipeline.simulate import simulate
@@ -24,9 +23,10 @@ from ptrain.derivation.paper import reconstruction_unit, state_sizes
 from ptrain.errors import refused
 from ptrain.plan.lower import own_facts
 from ptrain.selection.algorithm1 import algorithm1, requirements
-from ptrain.selection.cuts import ReadFacts, TracedCuts, read_or_kept
+from ptrain.selection.cuts import ReadFacts, read_or_kept
 from ptrain.selection.demand import Demand, cheapest, demand_of, numbers
 from ptrain.selection.deriver import BEST, Deriver
+from ptrain.selection.descent import neighbours
 from ptrain.selection.fit import HOST_UNKNOWN, Fit, fit, host_bytes, host_text, room_text
 from ptrain.selection.infeasible import why_none, why_not, why_too_large
 from ptrain.selection.job import searched_job
@@ -35,12 +35,21 @@ from ptrain.selection.ranking import (
     Lost,
     PlacementRanking,
     Remedy,
-    about,
     front_of,
     order_of,
     reason,
+    undominated,
 )
-from ptrain.selection.task import Ranked, Scored, SearchGoal, SearchResult, folded, on_more
+from ptrain.selection.task import (
+    SLACK,
+    TIME_SLACK,
+    Ranked,
+    Scored,
+    SearchGoal,
+    SearchResult,
+    folded,
+    on_more,
+)
 from ptrain.selection.where import Where, parse
 from ptrain.spec.batch import batch_lines
 from ptrain.spec.cluster import Cluster
@@ -248,6 +257,8 @@ def _nodes(spec: Spec) -> int:
 
 
 _BEST_TRACED = 6  # candidates that are derived exactly of a model that has to be traced
+_SEEDS = 3  # placements whose dials are descended over
+_OF_KIND = 3  # candidates of a well-known choice that are derived before its dials
 _MOST_DEVICES = 2**13  # on which something is looked for that fits
 
 
@@ -392,10 +403,13 @@ class Chooser(Deriver):
         rows = self._best(result)
         derived = self.derived
         on_front = list(self._fitting(result.front, len(result.front))) if rows else []
+        lost = tuple(self._of_kinds()) if rows else ()
+        # a well-known choice may be what the dials of others lead to
+        rows = self._ordered((*rows, *(row for _, row, _ in lost if row and row.memory.fits)))
         selection = PlacementRanking(
             job=self.job,
             objective=self.objective,
-            ranking=tuple(rows),
+            ranking=tuple(rows[: max(self.count, 1)]),
             front=front_of(
                 row for row in (*rows, *on_front) if self.unknown or row.seconds is not None
             ),
@@ -425,76 +439,88 @@ class Chooser(Deriver):
             return replace(selection, least=least, remedies=remedies)
         best = rows[0].spec
         derivation = derive(best, self._facts(best), self._timing(best))
-        return replace(
-            selection, lost=tuple(self._lost(rows[0])), reasons=tuple(reasons(derivation))
+        named = (
+            Lost(name=name, best=row, why=why or reason(row, rows[0], self.objective))
+            for name, row, why in lost
         )
+        return replace(selection, lost=tuple(named), reasons=tuple(reasons(derivation)))
 
     def _best(self, result: SearchResult) -> list[Ranked]:
         """The ranking. Where nothing of the few cuts that are traced fits, that which needs least
         is tried. Raises PtrainError where nothing of what was tried can be derived."""
-        rows = folded(self._fitting(result.best, self.count))
-        rows.sort(key=lambda row: order_of(self.objective, row))
-        if self.cuts is None:
-            return rows
-        if not rows:
-            least = self._least(result)
-            self.derived += least is not None
-            rows = [least] if least and least.memory.fits and self._obeys(least) else []
-        if not self.derived and self.cuts.refusals:
-            raise next(iter(self.cuts.refusals.values()))
-        if rows:
-            self.cuts.close()
-        return rows
+        rows = list(self._fitting(result.best, self.count))
+        if self.cuts is not None:
+            if not rows and (least := self._least(result)) is not None:
+                rows = [least] if least.memory.fits and self._obeys(least) else []
+            if not self.derived and self.cuts.refusals:
+                raise next(iter(self.cuts.refusals.values()))
+            if rows:
+                self.cuts.close()
+        placements = {row.spec.factors: row for row in sorted(rows, key=self._order, reverse=True)}
+        seeds = sorted(placements.values(), key=self._order)[:_SEEDS]
+        return [*rows, *(row for seed in seeds for row in self._descended(seed))]
+
+    def _order(self, row: Ranked) -> tuple[float, ...]:
+        return order_of(self.objective, row)
+
+    def _ordered(self, rows: Iterable[Ranked]) -> list[Ranked]:
+        """Rows by the objective, each once."""
+        known = {row.closed.candidate: row for row in rows}
+        return undominated(sorted(folded(known.values()), key=self._order))
+
+    def _descended(self, best: Ranked) -> Iterator[Ranked]:
+        """What is derived around a row, and around what is better than it, as long as that is."""
+        while True:
+            near = [scored for scored in self._around(best) if self._may_beat(scored, best)]
+            around = [row for scored in near for row in self._fitting([scored], 1)]
+            yield from around
+            least = min(around, key=self._order, default=best)
+            if self._order(least) >= self._order(best):
+                return
+            best = least
+
+    def _around(self, row: Ranked) -> Iterator[Scored]:
+        return map(self.search.score, neighbours(self.search, row.closed.candidate))
+
+    def _may_beat(self, scored: Scored, row: Ranked) -> bool:
+        """Whether a candidate may fit and be better than a row, as far as estimates are away."""
+        if self.objective is SearchGoal.MEMORY:
+            return scored.peak <= row.peak_bytes * SLACK
+        is_fast = scored.seconds <= row.nominal_seconds * TIME_SLACK
+        return is_fast and scored.peak <= self.search.task.room * SLACK
 
     # -- what lost, and what would fit
 
-    def _by_algorithm1(self, best: Ranked) -> Lost:
-        """What the paper's selection says, and how it does here."""
+    def _of_kinds(self) -> Iterator[tuple[str, Ranked | None, str]]:
+        """Well-known choices and what the paper's selection says by name, with the best of their
+        kind, or why there is none."""
+        for known in KNOWN:
+            if (where := known.where(self.job.devices)) is not None:
+                yield known.name, *self._like(where)
         base, devices = self.job.base, self.job.devices
         assert base.cluster is not None, "a job that is searched for has a cluster"
         advised = algorithm1(requirements(own_facts(base), base.cluster, devices))
         name = f"the paper's Algorithm 1: {advised.advice}"
         if not advised.degrees:
-            return Lost(name=name, best=None, why="the search found one")
-        where = [f"mesh.{axis}={degree}" for axis, degree, _ in advised.degrees]
-        where += [f"placement.{axis}={modes}" for axis, _, modes in advised.degrees]
-        return self._like(name, where, best)
+            yield name, None, "the search found one"
+            return
+        said = [f"mesh.{axis}={degree}" for axis, degree, _ in advised.degrees]
+        said += [f"placement.{axis}={modes}" for axis, _, modes in advised.degrees]
+        yield name, *self._like(said)
 
-    def _like(self, name: str, where: Iterable[str], best: Ranked) -> Lost:
-        """The best that obeys constraints besides the job's own."""
+    def _like(self, where: Iterable[str]) -> tuple[Ranked | None, str]:
+        """The best that obeys constraints besides the job's own, or why there is none."""
         rules = tuple(map(parse, where))
         result = self.search.run(Where((*self.job.where.constraints, *rules)))
         if not result.counts.scored:
-            return Lost(name=name, best=None, why=why_not(self.search, rules, self.job.where))
+            return None, why_not(self.search, rules, self.job.where)
+        rows = list(self._fitting(result.best, _OF_KIND))
+        if rows:
+            rows += self._descended(min(rows, key=self._order))
+            return self._ordered(rows)[0], ""
         if self.cuts is not None:
-            return self._traced_or_about(self.cuts, name, result, best)
-        row = next(self._fitting(result.best, 1), None) or self._least(result)
-        return Lost(name=name, best=row, why=reason(row, best, self.objective))
-
-    def _traced_or_about(
-        self, cuts: TracedCuts, name: str, result: SearchResult, best: Ranked
-    ) -> Lost:
-        """The same of a model that is traced: exactly where the best's cut is, else about."""
-        least = result.counts.least
-        scored = [*result.best]
-        if least is not None:
-            scored.append(Scored(candidate=least[1], peak=least[0], seconds=float("inf")))
-        specs = ((closed, closed.candidate.spec(self.job.base)) for closed in scored)
-        legal = (pair for pair in specs if is_sound(pair[1]))
-        closed, spec = next(legal, (None, None))
-        if closed is None or spec is None:
-            return Lost(name=name, best=None, why="no scored candidate is legal")
-        row = next(self._fitting(result.best, 1), None) if cuts.is_known(spec) else None
-        if row is not None:
-            return Lost(name=name, best=row, why=reason(row, best, self.objective))
-        why = about(closed, best, self.objective)
-        return Lost(name=name, best=None, why=why, closed=(spec, closed))
-
-    def _lost(self, best: Ranked) -> Iterator[Lost]:
-        for known in KNOWN:
-            if (where := known.where(self.job.devices)) is not None:
-                yield self._like(known.name, where, best)
-        yield self._by_algorithm1(best)
+            return None, "is not derived exactly"
+        return self._least(result), ""
 
     def _least(self, result: SearchResult) -> Ranked | None:
         """The exact figures of what needs least by closed form."""

@@ -49,11 +49,6 @@ class TracedCuts:
             self.facts[cut] = self.read(spec)
         return self.facts[cut]
 
-    def is_known(self, spec: Spec) -> bool:
-        """Return whether a spec can be derived and nothing traced."""
-        cut = self.cut(spec)
-        return cut in self.facts and cut not in self.refusals
-
     def may_fit(self, spec: Spec, peak: float) -> bool:
         """Return whether a candidate with this peak by closed form is worth deriving: by what is
         known of its cut it fits, or nothing is and another cut may be traced."""

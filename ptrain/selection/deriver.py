@@ -78,7 +78,9 @@ class NominalPace:
 
 
 BEST = 100  # candidates that are derived exactly
-_TRIED = 2  # times as many, at most, where some of them do not fit
+_ALIKE = 2  # that differ in tuples and dials alone
+_WORK = 4  # plain steps for each that is wanted
+_PASSES = 100  # of a pipeline that take as long as a plain step
 _PER_CUT = 3  # candidates that are wanted, for each cut of a model that is traced
 _OUTSIDE = (Axis.PP, Axis.DP_REPLICATE, Axis.DP_SHARD)
 
@@ -225,6 +227,7 @@ class Deriver:
         """The figures of a spec, which are derived once for candidates that do the same."""
         if (key := played_as(scored.candidate, spec)) not in self.rows:
             derivation = derive(spec, self._facts(spec), self._timing(spec))
+            self.derived += 1
             self.rows[key] = ranked(spec, scored, derivation)
         return replace(self.rows[key], spec=spec, closed=scored)
 
@@ -235,6 +238,7 @@ class Deriver:
         spec = scored.candidate.spec(self.job.base)
         if (key := played_as(scored.candidate, spec)) not in self.exceeding:
             is_known = key in self.rows or not is_sound(spec)
+            self.derived += not is_known
             self.exceeding[key] = not is_known and not self._fits(spec)
         return self.exceeding[key]
 
@@ -273,10 +277,8 @@ class Deriver:
                 return
             self.watch(wanted - count, wanted)
             if self._exceeds(candidate):
-                self.derived += 1
                 continue
             row = self.exactly(candidate)
-            self.derived += row is not None
             if row is not None and row.memory.fits is None and row.memory.fits_device:
                 self.is_host_unknown = True
             if row is not None and row.memory.fits_device and row.memory.host_short_bytes > 0:
@@ -287,15 +289,17 @@ class Deriver:
                 yield row
 
     def _tried(self, scored: Iterable[Scored]) -> Iterator[Scored]:
-        """Twice as many as are wanted, and as many whose closed form is beyond a bound, where what
-        is exact may not be; of a model that is traced those of a few cuts."""
+        """Of those that differ in tuples and dials alone the first `_ALIKE` that may fit, as long
+        as they take no more than the work of `_WORK` times as many plain steps as are wanted; of a
+        model that is traced those of a few cuts."""
         if self.cuts is None:
-            left = {True: _TRIED * self.count, False: _TRIED * self.count}
+            alike, work = Counter[object](), float(_WORK * self.count)
             for candidate in scored:
-                is_within = self._is_within(candidate)
-                if left[is_within]:
-                    left[is_within] -= 1
+                kind = _but_tuples(candidate.candidate)
+                if alike[kind] < _ALIKE and work > 0:
                     yield candidate
+                    alike[kind] += not self._exceeds(candidate)
+                    work -= self._work_of(candidate.candidate)
             return
         tried = Counter[int]()
         for candidate in scored:
@@ -305,8 +309,11 @@ class Deriver:
                 tried[cut] += 1
                 yield candidate
 
-    def _is_within(self, closed: Scored) -> bool:
-        return closed.peak <= self.search.task.room and self._holds(closed.peak, closed.seconds)
+    def _work_of(self, candidate: Candidate) -> float:
+        """The work of deriving a candidate, where that of a step without a pipeline is 1."""
+        spec = candidate.spec(self.job.base)
+        stages = spec.pipeline.stages_over(spec.degree(Axis.PP))
+        return 1 + (stages > 1) * stages * spec.batch.accumulate / _PASSES
 
     def _obeys(self, row: Ranked) -> bool:
         return self._holds(float(row.peak_bytes), row.seconds)
@@ -316,6 +323,20 @@ class Deriver:
         return all(rule.holds_of(peak) for rule in where.bounds("memory")) and (
             seconds is None or all(rule.holds_of(seconds) for rule in where.bounds("time"))
         )
+
+
+def _but_tuples(candidate: Candidate) -> object:
+    """What a candidate says but for the tuples and the dials of the data axes."""
+    degrees = tuple((factor.axis, factor.degree) for factor in candidate.data.factors)
+    pipeline = candidate.pipeline
+    return (
+        candidate.within,
+        pipeline.factors,
+        str(pipeline.changes),
+        degrees,
+        candidate.micro,
+        (str(candidate.kept)),
+    )
 
 
 def played_as(candidate: Candidate, spec: Spec) -> Candidate:

@@ -1,15 +1,13 @@
-"""Candidates of a search in blocks (one cut, one flow of micro-batches, one micro-batch and one way
-to keep activations each, as arrays): how their model is cut, what the ranks of a pipeline that
-differ have, and how long the schedule leaves them idle.
+"""How a search's candidates cut their blocks and go through their stages: what the ranks of a
+pipeline that differ have, and how long the schedule leaves them idle.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
-from typing import Any
 
 from ptrain.axes.candidates import AxisChoice, chosen
 from ptrain.axes.expert.cost import rows_bytes
@@ -19,34 +17,27 @@ from ptrain.axes.pipeline.cost import stages_of as stages_of_rank
 from ptrain.axes.pipeline.schedule import PipelineShape, StageCost
 from ptrain.axes.pipeline.simulate import equal_stages, simulate
 from ptrain.axes.pipeline.stage_facts import layers
+from ptrain.cost import Collective
 from ptrain.facts.model import ModelFacts
 from ptrain.facts.stages import Layers
-from ptrain.selection.arrays import Array, Columns, numpy
-from ptrain.selection.peaks import (
-    MomentRow,
-    OpenPairs,
-    RankPeaks,
-    as_arrays,
-    fullest,
-    stacked,
-    unlike,
-)
+from ptrain.selection.bound import FlowSeconds, RankShare
 from ptrain.selection.profile import (
     Activity,
+    IssueSeconds,
+    Links,
     Seconds,
     Sizes,
     activity_of,
     exchange_seconds,
     with_rows,
 )
-from ptrain.selection.rows import OF_ISSUE, OF_MEMORY, OF_TIME, Ways
-from ptrain.selection.score import FlowMoments
-from ptrain.selection.space import Candidate, Through, batched, through_of
-from ptrain.selection.task import Scored, SearchTask
+from ptrain.selection.space import Through, batched, through_of
+from ptrain.selection.task import SearchTask
 from ptrain.spec.activations import Kept
 from ptrain.spec.model import ModelShape
 from ptrain.spec.pipeline import ScheduleName
 from ptrain.spec.placement import Axis
+from ptrain.spec.rates import Hook, OperatorKind
 from ptrain.spec.spec import Spec
 
 
@@ -125,9 +116,6 @@ def without_shared(degrees: tuple[int, ...], shared: int) -> tuple[int, ...] | N
 
 
 _ROUNDS = 3  # of as many micro-batches as ranks: then a schedule's waits are all there
-# The first rank, of those in the middle the one with most layers, the last one.
-_PLACES = 3
-Row = tuple[int, bool, bool, int]  # the fields of `Places`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,10 +170,10 @@ class PipelineFlows:
 
     base: Spec
     facts: ModelFacts
+    links: Links
+    devices: int
     cuts: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    rows: dict[tuple[object, ...], list[Row]] = field(default_factory=dict)
-    fullest: dict[PipelineSize, tuple[MomentRow, ...]] = field(default_factory=dict)
-    tables: dict[tuple[int, ...], FlowMoments] = field(default_factory=dict)
+    known: dict[tuple[object, ...], tuple[RankShare, ...]] = field(default_factory=dict)
     waits: dict[tuple[object, ...], float] = field(default_factory=dict)
 
     @cached_property
@@ -197,55 +185,97 @@ class PipelineFlows:
         """Return the layers of the model."""
         return len(self._layers.layers)
 
-    def places(self, flows: Sequence[PipelineFlow]) -> Array:
-        """Return what the ranks have, flow by flow: of each field of `Places` an array."""
-        return numpy().array([self._rows(flow) for flow in flows], dtype=float).transpose(2, 0, 1)
+    def shares(self, flow: PipelineFlow, number: int) -> tuple[RankShare, ...]:
+        """Return what unlike ranks have, of so many micro-batches: the first, the one with
+        most layers in the middle, and the last."""
+        key = (*flow.shape, number)
+        if key not in self.known:
+            self.known[key] = tuple(dict.fromkeys(self._shares(flow, number)))
+        return self.known[key]
 
-    def _rows(self, flow: PipelineFlow) -> list[Row]:
-        if flow.shape not in self.rows:
-            self.rows[flow.shape] = self._make_rows(flow)
-        return self.rows[flow.shape]
-
-    def _make_rows(self, flow: PipelineFlow) -> list[Row]:
-        if flow.schedule is None:
-            return [(self.num_layers, True, True, 0)] * _PLACES
-        counts = self._counts(flow)
-        rows: list[Row] = []
-        for rank in range(flow.ranks):
-            own = stages_of_rank(flow.size(1), rank)
-            layers = sum(counts[stage] for stage in own)
-            rows.append((layers, 0 in own, len(counts) - 1 in own, flow.per_rank))
-        return [rows[0], max(rows[1:-1] or rows[:1]), rows[-1]]
-
-    def moments(self, flows: Sequence[PipelineFlow], micro_batches: int) -> FlowMoments:
-        """Return when the ranks may be fullest, flow by flow."""
-        rows = tuple(self._moments(flow, micro_batches) for flow in flows)
-        key = tuple(map(id, rows))  # which `fullest` keeps
-        if key not in self.tables:
-            self.tables[key] = as_arrays(rows)
-        return self.tables[key]
-
-    def _moments(self, flow: PipelineFlow, micro_batches: int) -> tuple[MomentRow, ...]:
-        size = flow.size(micro_batches)
-        size = replace(size, microbatches=unlike(size))
-        if size not in self.fullest:
-            counts = self._counts(flow) if flow.schedule else (self.num_layers,)
-            self.fullest[size] = fullest(size, counts)
-        return self.fullest[size]
+    def _shares(self, flow: PipelineFlow, number: int) -> Iterator[RankShare]:
+        size, counts = flow.size(number), self._counts(flow)
+        total, is_split = number * flow.per_rank, through_of(flow.choice) is Through.HALVES
+        is_split &= not (flow.schedule and SCHEDULES[flow.schedule].is_mostly_whole)
+        own = [stages_of_rank(size, rank) for rank in range(flow.ranks)]
+        held = [sum(counts[stage] for stage in stages) for stages in own]
+        middle = max(range(1, flow.ranks - 1), key=held.__getitem__, default=0)
+        for rank in (0, middle, flow.ranks - 1):
+            chunks = size.cost.in_flight(size, rank)
+            behind = len(counts) - 1 in own[rank]
+            yield RankShare(
+                layers=held[rank],
+                own=max(counts[stage] for stage in own[rank]),
+                stages=flow.per_rank,
+                front=0 in own[rank],
+                behind=behind,
+                is_staged=flow.schedule is not None,
+                chunks=chunks,
+                later=min(chunks, total - flow.per_rank),
+                halved=min(rank, chunks - 1) if is_split else 0,  # weights lag so far behind
+                # a micro-batch that comes to the last stage goes back at once, but where all do
+                ends=1.0 if behind and chunks < total else chunks / flow.per_rank,
+            )
 
     def _counts(self, flow: PipelineFlow) -> tuple[int, ...]:
+        if flow.schedule is None:
+            return (self.num_layers,)
         stages = flow.ranks * flow.per_rank
         if stages not in self.cuts:
             cut = stages_of(chosen(self.base, (flow.choice,)), self._layers)
             self.cuts[stages] = tuple(len(stage.layers) for stage in cut)
         return self.cuts[stages]
 
-    def computing(self, seconds: Seconds) -> Any:
-        """Return what all ranks compute together of a micro-batch."""
-        return self.num_layers * sum(seconds.block) + sum(seconds.front) + sum(seconds.behind)
+    def seconds(
+        self, flow: PipelineFlow, number: int, seconds: Seconds, sizes: Sizes, hidden: int
+    ) -> FlowSeconds:
+        """Return what the rank that computes most takes, whatever is done on the data axes."""
+        shares = self.shares(flow, number)
+        passes = [_passes(share, seconds) for share in shares]
+        busy = max(passes, key=sum)
+        share = shares[passes.index(busy)]
+        root = share.front * sizes.front
+        root += share.behind * (sizes.behind + share.is_staged * sizes.copied)
+        layout = self.base.precision.effective
+        added, filled = (
+            self.links.operator(OperatorKind.POINTWISE, size * root) if root else 0.0
+            for size in (3 * layout.parameters.itemsize, layout.reduced.itemsize)
+        )
+        return FlowSeconds(
+            number=number,
+            layers=share.layers,
+            stages=share.stages,
+            root=root,
+            block=sizes.block,
+            root_added=added,
+            root_filled=filled,
+            forward=seconds.block[0],
+            backward=seconds.block[1],
+            computing=number * sum(busy),
+            moving=_moving(share, seconds),
+            idle=self._idle(flow, number, seconds, busy) + self._crossing(flow, number, hidden),
+            issued=self._issued(shares, number, seconds),
+        )
 
-    def idle(
-        self, flow: PipelineFlow, micro_batches: int, seconds: Seconds, busy: tuple[float, float]
+    def _issued(self, shares: tuple[RankShare, ...], number: int, seconds: Seconds) -> float:
+        """Return how long the host that issues for longest does, but for what it sends."""
+        if (issuing := seconds.issuing) is None:
+            return 0.0
+        most = max(sum(_passes(share, issuing)) for share in shares)
+        stages = shares[0].stages * shares[0].is_staged
+        hook = self.links.pace.hook_seconds(Hook.PIPELINE_PASS) if stages else 0.0
+        return number * (most + 2 * stages * hook)
+
+    def _crossing(self, flow: PipelineFlow, number: int, hidden: int) -> float:
+        """Return how long activations and their gradients are awaited that go from stage to
+        stage."""
+        if flow.schedule is None:
+            return 0.0
+        once = self.links.seconds(Collective.SEND, 2, self.devices // flow.ranks, hidden)
+        return 2 * flow.crossings(number, overlaps=self.links.pace.overlaps) * once
+
+    def _idle(
+        self, flow: PipelineFlow, number: int, seconds: Seconds, busy: tuple[float, float]
     ) -> float:
         """Return the seconds that the rank which waits most waits in a step, `busy` being the
         forward and backward passes of the longest of a micro-batch: by the literature's formulas
@@ -253,17 +283,17 @@ class PipelineFlows:
         name, per_rank = flow.schedule, flow.per_rank
         if name is None or not any(busy):  # or nobody knows the seconds of an operation
             return 0.0
-        whole: float = self.computing(seconds)
-        others = whole - sum(busy)
+        others = self.num_layers * sum(seconds.block) + sum(seconds.front) + sum(seconds.behind)
+        others -= sum(busy)
         if flow.is_serial:  # it waits while all others compute
-            return micro_batches * others
+            return number * others
         forward, backward = busy[0] / per_rank, busy[1] / per_rank
         share = seconds.weights / seconds.block[1] if seconds.block[1] else 0.0
         weight = backward * share
         cost = StageCost(forward=forward, input=backward - weight, weight=weight)
-        size = PipelineShape(ranks=flow.ranks, stages_per_rank=per_rank, microbatches=micro_batches)
+        size = PipelineShape(ranks=flow.ranks, stages_per_rank=per_rank, microbatches=number)
         form = SCHEDULES[name].cost.bubble(size, cost, 0)
-        if form is not None and form.relation is Relation.AT_LEAST and micro_batches < flow.ranks:
+        if form is not None and form.relation is Relation.AT_LEAST and number < flow.ranks:
             form = None  # a bound of what waits where the pipeline is never full
         idle = self._simulated(name, size) * (forward + backward) / 3 if form is None else form.idle
         return idle * min(1.0, others / ((flow.ranks - 1) * sum(busy)))
@@ -280,176 +310,23 @@ class PipelineFlows:
         return self.waits[key]
 
 
-@dataclass(frozen=True)
-class FlowGroup:
-    """The flows over as many ranks that take as many micro-batches: what they have is asked once,
-    of however many blocks."""
-
-    model: PipelineFlows
-    flows: Sequence[PipelineFlow]
-    micro_batches: int
-
-    @cached_property
-    def in_halves(self) -> Array:
-        """Return of which flows backward passes are halves, most of them: of dualpipev those are
-        whole that are beside forward passes."""
-        return numpy().array(
-            [
-                through_of(flow.choice) is Through.HALVES
-                and not (flow.schedule and SCHEDULES[flow.schedule].is_mostly_whole)
-                for flow in self.flows
-            ]
-        )
-
-    @cached_property
-    def computes_alone(self) -> Array:
-        """Return in which flows each rank computes alone, while all others wait."""
-        return numpy().array([flow.is_serial for flow in self.flows])
-
-    @cached_property
-    def moments(self) -> FlowMoments:
-        """Return when the ranks may be fullest, flow by flow."""
-        return self.model.moments(self.flows, self.micro_batches)
-
-    @cached_property
-    def places(self) -> Array:
-        """Return what the ranks have, flow by flow."""
-        return self.model.places(self.flows)
+def _passes(share: RankShare, seconds: Seconds | IssueSeconds) -> tuple[float, float]:
+    """Return what a rank computes of a micro-batch, forward and backward; or issues."""
+    forward, backward = (
+        share.layers * seconds.block[way]
+        + share.front * seconds.front[way]
+        + share.behind * seconds.behind[way]
+        for way in (0, 1)
+    )
+    return forward, backward
 
 
-class DataTable:
-    """The choices of the data axes for some ranks, as arrays: of several kinds of ways, each with
-    its degrees."""
-
-    def __init__(self, parts: Sequence[tuple[Ways, tuple[int, ...], Any, Columns]]) -> None:
-        np = numpy()
-        self.parts = [part[:3] for part in parts]
-        self.ends = np.cumsum([len(indices) for _, _, indices, _ in parts])
-        names = parts[0][3] if parts else ()
-        self.columns: Columns = {
-            name: np.concatenate([columns[name][indices] for _, _, indices, columns in parts])
-            for name in names
-        }
-        self._stacked: dict[bool, Any] = {}
-
-    def __len__(self) -> int:
-        return int(self.ends[-1]) if len(self.ends) else 0
-
-    def choice(self, row: int) -> AxisChoice:
-        """Return the choice that a row is of."""
-        at = int(numpy().searchsorted(self.ends, row, side="right"))
-        ways, degrees, indices = self.parts[at]
-        start = int(self.ends[at]) - len(indices)
-        return ways.choice(int(indices[row - start]), degrees)
-
-    @cached_property
-    def memory(self) -> tuple[Columns, Any]:
-        """The columns of bytes of rows that differ in these, and which of them each row is like."""
-        np = numpy()
-        table = np.stack([self.columns[name] for name in OF_MEMORY], axis=1, dtype=np.float32)
-        rows = table.view(f"V{table.strides[0]}").reshape(-1).tolist()  # bytes, which compare fast
-        places = {row: place for place, row in enumerate(dict.fromkeys(rows))}
-        where = np.array([places[row] for row in rows], dtype=int)
-        unlike = np.frombuffer(b"".join(places), dtype=np.float32).reshape(-1, len(OF_MEMORY))
-        return dict(zip(OF_MEMORY, np.ascontiguousarray(unlike.T), strict=True)), where
-
-    def stacked_memory(self, *, is_many: bool) -> Any:
-        """The same columns one below the other, of many micro-batches or of one alone."""
-        if is_many not in self._stacked:
-            self._stacked[is_many] = stacked(self.memory[0], is_many=is_many)
-        return self._stacked[is_many]
-
-    @cached_property
-    def times(self) -> Any:
-        """The columns of `OF_TIME`, one below the other."""
-        return numpy().stack([self.columns[name] for name in OF_TIME])
-
-    @cached_property
-    def issues(self) -> Any:
-        """These and the columns of `OF_ISSUE`, where hosts are known to take time."""
-        return numpy().stack([self.columns[name] for name in (*OF_TIME, *OF_ISSUE)])
-
-
-class BoundedPeaks:
-    """Peaks of a table's rows by flow, where these are at most `most`, or, where none is so small,
-    the least of all if that is below `least`; elsewhere they may be endless. Rows of the same bytes
-    are asked about once, and no row of a flow with which it has at least more."""
-
-    def __init__(self, table: DataTable, ranks: RankPeaks, most: float, least: float) -> None:
-        self.table, self.ranks, self.least = table, ranks, least
-        self.bounds = ranks.at_least(table.memory[0])
-        self._bound = max(most, min(least, float(self.bounds.min())))
-        self._known: Any = None
-        self._open = numpy().nonzero(self.bounds <= self._bound)
-
-    @property
-    def is_open(self) -> bool:
-        """Return whether there are pairs of a row and a flow whose peaks are to be known."""
-        return len(self._open[0]) > 0
-
-    @property
-    def moments(self) -> int:
-        """Return how many moments these have."""
-        return int(self.ranks.moments.lengths[self._open[1]].sum())
-
-    def pairs(self) -> OpenPairs:
-        """Return these pairs."""
-        rows = self.table.stacked_memory(is_many=self.ranks.is_many)
-        return OpenPairs(self.ranks, rows, *self._open)
-
-    def learn(self, peaks: Any) -> None:
-        """Take in their peaks, and open what may have less than the least of them."""
-        np, before = numpy(), self._bound
-        if self._known is None:
-            self._known = np.full(self.bounds.shape, np.inf, dtype=np.float32)
-        self._known[self._open] = peaks
-        self._bound = max(before, min(self.least, float(peaks.min())))
-        self._open = np.nonzero((self.bounds <= self._bound) & (self.bounds > before))
-
-    @property
-    def peaks(self) -> Any:
-        """Return what is known by row of the table and by flow; None where nothing is."""
-        return None if self._known is None else self._known[self.table.memory[1]]
-
-    @property
-    def number(self) -> int:
-        """Return how many peaks there are, known or not."""
-        return len(self.table) * int(self.bounds.shape[1])
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CandidateBlock:
-    """Candidates that differ in their flow and in their choices of the data axes alone: `rows` and
-    `columns` are whose figures these are."""
-
-    within: tuple[AxisChoice, ...]
-    flows: Sequence[PipelineFlow]
-    table: DataTable
-    micro: int
-    kept: Kept
-    number: int
-    untimed: int
-    rows: Any
-    columns: Any
-    peaks: Any
-    seconds: Any
-    least: tuple[float, int, int] | None
-
-    def scored(self, place: int) -> Scored:
-        """Return one of them."""
-        where = int(self.rows[place]), int(self.columns[place])
-        return Scored(
-            candidate=self.candidate(*where),
-            peak=float(self.peaks[place]),
-            seconds=float(self.seconds[place]),
-        )
-
-    def candidate(self, row: int, column: int) -> Candidate:
-        """Return what stands at a place of the block."""
-        return Candidate(
-            within=self.within,
-            pipeline=self.flows[column].choice,
-            data=self.table.choice(row),
-            micro=self.micro,
-            kept=self.kept,
-        )
+def _moving(share: RankShare, seconds: Seconds) -> float:
+    """Return for how long a rank waits, in a micro-batch, for activations that leave the device and
+    come back: the last block's are back when all have left, and each other's set out with the block
+    behind it."""
+    out, back = seconds.moved
+    layers, stages = share.layers, share.stages
+    between = share.behind * sum(seconds.behind) + (layers - stages) * seconds.block[0]
+    slower = max(0.0, back - seconds.block[1])
+    return max(0.0, layers * out - between) + stages * back + (layers - stages) * slower

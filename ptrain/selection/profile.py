@@ -5,9 +5,9 @@ of computation, communication and the host's launches by the rates of a machine.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cache, cached_property, partial
+from functools import cache, partial
 from math import prod
 
 from ptrain.axes.expert.cost import rows_bytes
@@ -35,7 +35,6 @@ from ptrain.facts.parameters import is_of_experts
 from ptrain.facts.stages import FRONT, is_within
 from ptrain.plan.lower import lower
 from ptrain.rates.pace import Pace, UnknownRate, around
-from ptrain.selection.arrays import Array, numpy
 from ptrain.selection.space import without_experts
 from ptrain.spec.activations import PLAIN, Kept, Scope
 from ptrain.spec.model import ModelShape
@@ -43,8 +42,6 @@ from ptrain.spec.placement import EXPERT_AXES, Axis, Tier
 from ptrain.spec.rates import Hook, OperatorKind
 from ptrain.spec.spec import Spec, ranks_over
 from ptrain.timeline import Boundary, Item, Kind, Mark, Repeated, Run
-
-_WHOLE, _HALVES = (Kind.BACKWARD,), (Kind.INPUT, Kind.WEIGHT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,87 +53,66 @@ class IssueSeconds:
     behind: tuple[float, float]
 
 
-def issue_seconds(clock: Clock, work: ModelWork, kept: Kept) -> tuple[IssueSeconds, IssueSeconds]:
-    """Return the seconds of backward passes that are whole, and of such in halves, which are whole
-    in front of the blocks: nobody waits for gradients of tokens."""
+def issue_seconds(clock: Clock, work: ModelWork, kept: Kept) -> IssueSeconds:
+    """Return those of passes that are whole."""
     middle = work.layers[len(work.layers) // 2]
-    front = _issued(clock, work.front, PLAIN, _WHOLE)
-    whole, halves = (
-        IssueSeconds(
-            front=front,
-            block=_issued(clock, middle, kept, kinds),
-            behind=_issued(clock, work.behind, PLAIN, kinds),
-        )
-        for kinds in (_WHOLE, _HALVES)
+    return IssueSeconds(
+        front=_issued(clock, work.front, PLAIN),
+        block=_issued(clock, middle, kept),
+        behind=_issued(clock, work.behind, PLAIN),
     )
-    return whole, halves
 
 
-def _issued(
-    clock: Clock, work: LayerWork, kept: Kept, kinds: tuple[Kind, ...]
-) -> tuple[float, float]:
-    passes = {
-        Kind.FORWARD: work.forward,
-        Kind.BACKWARD: work.backward,
-        Kind.INPUT: work.inputs,
-        Kind.WEIGHT: work.weights,
-    }
-    forward, *backward = (
-        clock.pass_seconds(passes[kind], around(kept, kind)).on_host
-        for kind in (Kind.FORWARD, *kinds)
+def _issued(clock: Clock, work: LayerWork, kept: Kept) -> tuple[float, float]:
+    forward, backward = (
+        clock.pass_seconds(passes, around(kept, kind)).on_host
+        for kind, passes in ((Kind.FORWARD, work.forward), (Kind.BACKWARD, work.backward))
     )
-    return forward, sum(backward)
+    return forward, backward
 
 
 _LAYERS = 3  # a first, a middle and a last one
-# Of a model that is whole, and of stages: the order in which moments count chunks.
-STAGE_PLACES = (Place.ALONE, Place.FIRST, Place.MIDDLE, Place.LAST)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndsActivity:
     """What a chunk, a micro-batch on a stage, has beyond its blocks: `saved` from its forward to
-    its backward pass, its input and output included, and `waiting` more than these between the
-    halves of this one. By how much more there is than what is saved as the forward pass ends
-    (`forward_rise`) and as the backward pass begins (`backward_rise`, or its half, `half_rise`),
-    how much less once that has come to the blocks (`begun`, `half_begun`), and by how much more
-    than with the blocks gone it ends (`end_rise`, of the embedding)."""
+    its backward pass, its input and output included, and of a last stage `waiting` more than these
+    between the halves of this one. By how much more there is than what is saved as the forward pass
+    ends (`forward_rise`) and as the backward pass begins (`backward_rise`), how much less once that
+    has come to the blocks (`begun`), and by how much more than with the blocks gone it ends
+    (`end_rise`, of the embedding)."""
 
     saved: int
-    waiting: int = 0
+    waiting: int
     forward_rise: int
     backward_rise: int
     begun: int
     end_rise: int
-    half_rise: int = 0
-    half_begun: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Activity:
     """Bytes of a micro-batch. Of a `block`: what its forward pass leaves, and the rises of this and
     of its backward pass above what there was before, gradients of parameters not counted; what the
-    half of the inputs leaves beside all that (`half`), and the rise above (`half_rise`); what goes
-    off the device (`moved`). `hidden` goes from layer to layer. `ends`: what stages at each place
-    have beyond their blocks; `least`: what some rank has at least, whatever else it has."""
+    half of the inputs leaves beside all that (`half`), and what goes off the device (`moved`).
+    `hidden` goes from layer to layer. `ends`: what stages at each place have beyond their blocks;
+    `least`: what some rank has at least, whatever else it has."""
 
     block: int
     forward_rise: int
     backward_rise: int
     half: int
-    half_rise: int
     moved: int
     hidden: int
     least: int
     ends: Mapping[Place, EndsActivity]
 
-    @cached_property
-    def by_place(self) -> dict[str, Array]:
-        """Return each field of `EndsActivity` by place, in the order of `STAGE_PLACES`."""
-        ends = [self.ends[place] for place in STAGE_PLACES]
-        names = [of.name for of in fields(EndsActivity)]
-        table = [[getattr(of_place, name) for of_place in ends] for name in names]
-        return dict(zip(names, numpy().array(table, dtype=numpy().float32), strict=True))
+    def ends_of(self, *, front: bool, behind: bool) -> EndsActivity:
+        """Return those of a rank with these ends of the model."""
+        if front and behind:
+            return self.ends[Place.ALONE]
+        return self.ends[Place.FIRST if front else Place.LAST if behind else Place.MIDDLE]
 
     def of_samples(self, samples: int, known: int) -> Activity:
         """Return the bytes of so many samples, where these are those of the known number."""
@@ -196,7 +172,7 @@ def activity_of(spec: Spec, kept: Kept) -> Activity:
     stages = {
         place: passes_at(part, place, ways) for place in (Place.FIRST, Place.MIDDLE, Place.LAST)
     }
-    half = _parted(stages[Place.MIDDLE].items.get(Kind.INPUT, ()), Kind.INPUT)[1]
+    half = _parted(stages[Place.MIDDLE].items.get(Kind.INPUT, ()), Kind.INPUT)[1].net
     whole = Passes(
         items={Kind.FORWARD: timeline.forward, Kind.BACKWARD: timeline.backward},
         output=0,
@@ -206,13 +182,12 @@ def activity_of(spec: Spec, kept: Kept) -> Activity:
         block=forward.net,
         forward_rise=forward.rise,
         backward_rise=backward.rise,
-        half=half.net,
-        half_rise=half.rise - half.net,
+        half=half,
         moved=sum(size for _, size in timeline.moved) // _LAYERS,
         hidden=_hidden(setting),
         least=max(behind.rise, front.rise, backward.rise),
         ends={
-            place: _ends(place, passes, of_block, half.net)
+            place: _ends(passes, of_block, half)
             for place, passes in ((Place.ALONE, whole), *stages.items())
         },
     )
@@ -223,28 +198,20 @@ def _hidden(setting: Setting) -> int:
     return values["batch"] * values["sequence"] * setting.shape.hidden * setting.compute.itemsize
 
 
-def _ends(place: Place, passes: Passes, block: int, half: int) -> EndsActivity:
+def _ends(passes: Passes, block: int, half: int) -> EndsActivity:
     """What stages at a place have; their input came before the forward pass, and the gradient of
-    their output, which the half of the weights needs too, before the backward pass."""
+    their output before the backward pass."""
     forward = passes.items[Kind.FORWARD]
     _, _, behind = _parted(forward, Kind.FORWARD)
     head, _, end = _parted(passes.items[Kind.BACKWARD], Kind.BACKWARD)
-    ends = EndsActivity(
+    inputs = sum(map(net, passes.items.get(Kind.INPUT, ())))
+    return EndsActivity(
         saved=sum(map(net, forward)) - _LAYERS * block + passes.hidden,
+        waiting=inputs - _LAYERS * half - passes.output,
         forward_rise=behind.rise - behind.net,
         backward_rise=head.rise,
         begun=head.net,
         end_rise=end.rise,
-    )
-    if not (inputs := passes.items.get(Kind.INPUT)):
-        return ends
-    begun, _, _ = _parted(inputs, Kind.INPUT)
-    given = -passes.output if place is Place.LAST else passes.output
-    return replace(
-        ends,
-        waiting=sum(map(net, inputs)) - _LAYERS * half + given,
-        half_rise=begun.rise,
-        half_begun=begun.net,
     )
 
 
@@ -302,6 +269,7 @@ class Sizes:
     behind: int
     copied: int
     tensors: tuple[int, ...]
+    layers: int
     experts: int = 0
     shared_by: int = 1
 
@@ -338,6 +306,7 @@ def sizes_of(spec: Spec, facts: ModelFacts) -> Sizes:
         behind=root.numel - front,
         copied=sum(t.numel for t in root.tensors if t.name in tied),
         tensors=tuple(tensors.values()),
+        layers=len(blocks),
         experts=sum(size for name, size in tensors.items() if is_of_experts(name)),
         shared_by=ranks,
     )
@@ -347,18 +316,15 @@ def sizes_of(spec: Spec, facts: ModelFacts) -> Sizes:
 class Seconds:
     """Of a micro-batch on one rank, forward and backward: in front of the blocks, of a block, and
     behind them; what the axes within a block send is in them. `weights`: of a block's backward, the
-    part that is of weights alone. Of a schedule in halves a backward pass takes as long as one that
-    is whole: on processors, whose halves are recorded apart, `exact` has another rate of the host's
-    for these (`Hook.HALVES_OPERATOR`), and a search only for `weights`. `moved`: in which a block's
-    activations leave the device and come back, on lanes of their own. `issuing` are a host's that
-    runs ahead, with backward passes that are whole and with such that are halves."""
+    part that is of weights alone. `moved`: in which a block's activations leave the device and come
+    back, on lanes of their own. `issuing` are a host's that runs ahead."""
 
     front: tuple[float, float]
     block: tuple[float, float]
     behind: tuple[float, float]
     weights: float
     moved: tuple[float, float] = (0.0, 0.0)
-    issuing: tuple[IssueSeconds, IssueSeconds] | None = None
+    issuing: IssueSeconds | None = None
 
     def after(self, forward: float, backward: float) -> Seconds:
         """Return those of blocks that besides wait so long."""
@@ -438,32 +404,21 @@ def nodes_of(spec: Spec, ranks: int, stride: int = 1) -> int:
 _COPIED = 2**24  # bytes by which the pace of copies between tiers is asked
 
 
-@dataclass(frozen=True)
-class Wires:
-    """Seconds of what ranks send each other on a cluster, asked once each; `is_nominal`: they are
-    none that anybody measured."""
+class Links:
+    """Seconds of what ranks send each other on a cluster and do with bytes, asked once each;
+    `is_nominal`: they are none that anybody measured."""
 
-    base: Spec
-    pace: Pace
-    is_nominal: bool = False
-
-    @cached_property
-    def is_issued(self) -> bool:
-        """Whether hosts that run ahead of their devices are known to take any time."""
-        return self.pace.overlaps and any(self.pace.hook_seconds(hook) for hook in Hook)
-
-    @cached_property
-    def _collectives(self) -> Callable[..., float]:
-        return cache(self.pace.collective_seconds)
-
-    @cached_property
-    def _operators(self) -> dict[tuple[OperatorKind, int], float]:
-        return {}
-
-    @cached_property
-    def _updates(self) -> Callable[..., float]:
-        name, layout = self.base.optimizer.name, self.base.precision.effective
-        return cache(partial(self.pace.update_seconds, name, layout))
+    def __init__(self, base: Spec, pace: Pace, *, is_nominal: bool = False) -> None:
+        self.base, self.pace, self.is_nominal = base, pace, is_nominal
+        # hosts that run ahead of their devices are known to take any time
+        self.is_issued = pace.overlaps and any(pace.hook_seconds(hook) for hook in Hook)
+        self._collectives = cache(pace.collective_seconds)
+        layout = base.precision.effective
+        update = partial(pace.update_seconds, base.optimizer.name, layout)
+        self._updates = cache(lambda number, tensors: update(elements=number, tensors=tensors))
+        self._operators = cache(
+            lambda kind, size: pace.operator_seconds(Operator(kind, layout.parameters, (size,)))
+        )
 
     def seconds(self, collective: Collective, ranks: int, stride: int, payload: float) -> float:
         """Return the seconds of a collective over ranks that are `stride` apart."""
@@ -472,17 +427,13 @@ class Wires:
         nodes = nodes_of(self.base, ranks, stride)
         return self._collectives(collective, ranks=ranks, nodes=nodes, payload=int(payload))
 
-    def operator_seconds(self, kind: OperatorKind, size: float) -> float:
+    def operator(self, kind: OperatorKind, size: float) -> float:
         """Return the seconds of an operator on so many bytes of values as they are computed."""
-        key = kind, int(size)
-        if key not in self._operators:
-            dtype = self.base.precision.effective.parameters
-            self._operators[key] = self.pace.operator_seconds(Operator(kind, dtype, key[1:]))
-        return self._operators[key]
+        return self._operators(kind, int(size))
 
-    def update_seconds(self, elements: int, tensors: int) -> float:
+    def update(self, elements: int, tensors: int) -> float:
         """Return the seconds of an update of so many elements in so many tensors."""
-        return self._updates(elements=elements, tensors=tensors)
+        return self._updates(elements, tensors)
 
     def there_and_back(self, tier: Tier) -> float:
         """Return the seconds of a byte that leaves for a tier and comes back: endless where that is

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from ptrain.axes.pipeline.catalogue import SCHEDULES
 from ptrain.cost import Spent, StepTime
 from ptrain.errors import refused
 from ptrain.selection.demand import Demand
 from ptrain.selection.job import SearchedJob
-from ptrain.selection.task import Ranked, Scored, SearchCount, SearchGoal
+from ptrain.selection.task import Ranked, SearchCount, SearchGoal
+from ptrain.spec.pipeline import ScheduleName
+from ptrain.spec.placement import Axis
 from ptrain.spec.spec import Spec
 from ptrain.units import format_bytes, format_memory
 from ptrain.wording import Worded
@@ -94,19 +97,6 @@ def reason(row: Ranked | None, best: Ranked, objective: SearchGoal) -> str:
     return f"{ratio - 1:+.1%}: {_more(row.step, best.step)}"
 
 
-def about(closed: Scored, best: Ranked, objective: SearchGoal) -> str:
-    """Return the same of a choice that is not derived, by closed form."""
-    cluster = best.spec.cluster
-    short = closed.peak - cluster.usable_memory if cluster else 0.0
-    if short > 0:
-        return f"does not fit by about {format_memory(short)}"
-    if objective is SearchGoal.MEMORY:
-        return f"needs about {format_memory(closed.peak - best.closed.peak)} more"
-    if best.step is None or closed.seconds == float("inf"):
-        return "is not derived exactly"
-    return f"about {closed.seconds / best.closed.seconds - 1:+.1%}, not derived exactly"
-
-
 def _of_bytes(row: Ranked, best: Ranked) -> str:
     said = []
     for name, mine, other in (
@@ -131,13 +121,12 @@ def _more(step: StepTime, best: StepTime) -> str:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lost:
     """A well-known choice: the best candidate of its kind that fits, else the one that needs least
-    memory, and what their figures say. `best` None: there is none that is legal, or `closed` is
-    what it is by closed form, for its cut was not traced."""
+    memory, and what their figures say. `best` None: there is none that is legal, or its cut was not
+    traced."""
 
     name: str
     best: Ranked | None
     why: str
-    closed: tuple[Spec, Scored] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,9 +187,31 @@ def front_of(rows: Iterable[Ranked]) -> tuple[Ranked, ...]:
     return tuple(front)
 
 
-def order_of(objective: SearchGoal, row: Ranked) -> tuple[bool, float, float]:
+def _is_serial(row: Ranked) -> bool:
+    """Whether the ranks of a pipeline compute one at a time."""
+    name = row.spec.pipeline.schedule
+    is_staged = row.spec.degree(Axis.PP) > 1
+    return is_staged and isinstance(name, ScheduleName) and SCHEDULES[name].is_serial
+
+
+def undominated(rows: Iterable[Ranked]) -> list[Ranked]:
+    """Return rows, best first, without naive pipelines that another schedule of the same placement
+    beats: with no more bytes it is no slower."""
+    kept: list[Ranked] = []
+    for row in rows:
+        factors = row.spec.factors
+        if not _is_serial(row) or all(
+            other.spec.factors != factors or other.peak_bytes > row.peak_bytes for other in kept
+        ):
+            kept.append(row)
+    return kept
+
+
+def order_of(objective: SearchGoal, row: Ranked) -> tuple[float, ...]:
     """Return what sorts rows by an objective; what has no time stands behind all that has one, in
-    the order of the closed form's."""
+    the order of nominal seconds, and where nobody knows these either of the bytes that it
+    copies."""
     if objective is SearchGoal.MEMORY:
-        return False, float(row.peak_bytes), row.nominal_seconds
-    return row.seconds is None, row.nominal_seconds, float(row.peak_bytes)
+        return False, float(row.peak_bytes), row.nominal_seconds, _is_serial(row)
+    copied = 0 if row.seconds is not None else row.tiers.copied
+    return row.seconds is None, row.nominal_seconds, copied, float(row.peak_bytes), _is_serial(row)

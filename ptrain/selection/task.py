@@ -122,8 +122,9 @@ _HOUR = 3600.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BytesMoved:
-    """Bytes of a step that a rank sends, the one that sends most: between nodes, and within one;
-    and that it copies between its own tiers."""
+    """Bytes of a step that a rank sends, the one that sends most, as the ranks of its groups do on
+    average: what crosses nodes, and what stays within one; and that it copies between its own
+    tiers."""
 
     between: int
     within: int
@@ -220,17 +221,29 @@ def _tiers(spec: Spec, exact: Estimate) -> BytesMoved:
 
 
 def _sent(network: Network, rows: Iterable[Traffic]) -> tuple[int, int]:
-    sums = [0, 0]
+    sums = [0.0, 0.0]
     for row in rows:
         key = row.key
         if key.phase is Phase.SETUP or not row.sent_bytes or not key.axes:
             continue
         if key.collective is Collective.SEND:
-            nodes = network.pair(Axis(key.axes[0]))
+            share = float(network.pair(Axis(key.axes[0])) > 1)
         else:
-            _, nodes = network.group(network.ordered(tuple(map(Axis, key.axes))))
-        sums[0 if nodes > 1 else 1] += row.sent_bytes
-    return sums[0], sums[1]
+            ranks, nodes = network.group(network.ordered(tuple(map(Axis, key.axes))))
+            share = crossing(key.collective, ranks, nodes)
+        sums[0] += share * row.sent_bytes
+        sums[1] += (1 - share) * row.sent_bytes
+    return round(sums[0]), round(sums[1])
+
+
+def crossing(collective: Collective, ranks: int, nodes: int) -> float:
+    """Which part of what a group sends crosses nodes: of a ring one link of each node does, of an
+    exchange what is for the ranks of other nodes."""
+    if nodes == 1:
+        return 0.0
+    if collective is Collective.ALL_TO_ALL:
+        return (ranks - ranks / nodes) / (ranks - 1)
+    return nodes / ranks
 
 
 def on_more(spec: Spec, devices: int) -> Spec:

@@ -69,8 +69,7 @@ FIRST_OPINION = (
 )
 
 # Where an import may be lazy: the dispatcher, the package's __getattr__, one module per extra,
-# what a prediction of one sound spec does without, numpy, which a search alone needs and the pure
-# half does without, and the functions that a spec's `target:` or a
+# what a prediction of one sound spec does without, and the functions that a spec's `target:` or a
 # user's test names.
 LAZY = {
     "ptrain.cli.main",
@@ -94,7 +93,6 @@ LAZY = {
     "ptrain.train.tensorboard",
     "ptrain.train.wandb",
     "ptrain.charts.canvas",
-    "ptrain.selection.arrays",
     "ptrain.testing",  # torch, in a rank of a test alone
     "ptrain.pytest_plugin",
 }

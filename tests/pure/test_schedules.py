@@ -270,9 +270,7 @@ def test_a_row_is_all_that_a_schedule_needs(monkeypatch):
     row = ScheduleRow(
         order=last_first,
         stages=1,
-        cost=ScheduleCost(
-            bubble=cost.fill_and_drain, in_flight=cost.all_in_flight, moments=cost.moments_of_loops
-        ),
+        cost=ScheduleCost(bubble=cost.fill_and_drain, in_flight=cost.all_in_flight),
     )
     monkeypatch.setitem(SCHEDULES, ScheduleName.GPIPE, row)
     size = pipeline(4, 1, 8)

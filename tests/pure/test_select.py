@@ -17,6 +17,7 @@ import pytest
 from ptrain.algebra.legality import check, executed
 from ptrain.axes.candidates import chosen
 from ptrain.charts.front import front_sheet
+from ptrain.cost import Collective
 from ptrain.derivation.estimate import derive
 from ptrain.derivation.throughput import throughput
 from ptrain.errors import SpecError
@@ -35,7 +36,7 @@ from ptrain.selection.space import (
     micro_batches,
     pipelines,
 )
-from ptrain.selection.task import Scored, SearchGoal, folded
+from ptrain.selection.task import Scored, SearchGoal, crossing, folded
 from ptrain.selection.words import words_of
 from ptrain.spec.dials import UnitKind, UnitSize
 from ptrain.spec.load import load
@@ -47,11 +48,11 @@ from tests.pure.searches import BACKWARD, FORWARD, chooser, machine, without_kno
 def scored(search: Search, seed: int, number: int) -> list[Scored]:
     """Some candidates that fit, drawn from all blocks alike."""
     draw = random.Random(seed)
-    pool = [
-        block.scored(draw.randrange(len(block.rows)))
-        for block in search.blocks()
-        if len(block.rows)
-    ]
+    room, pool = search.task.room, []
+    for block in search.blocks():
+        rows = enumerate(block.table.rows)
+        fitting = [place for place, row in rows if block.peaks[row.memory] <= room]
+        pool += [block.scored(draw.choice(fitting))] if fitting else []
     return draw.sample(pool, min(number, len(pool)))
 
 
@@ -97,9 +98,11 @@ def test_every_mesh_of_eight_devices_has_candidates(on_eight):
     """Ordered factorizations of 2³ over four axes: 6 over 3, 20."""
     meshes = set()
     for block in on_eight.search.blocks():
-        for row in range(0, len(block.table), 7):
-            spec = block.candidate(row, 0).spec(on_eight.job.base)
-            meshes.add(tuple(spec.degree(axis) for axis in Axis))
+        for row in block.table.rows:
+            inner = [f for choice in (*block.within, block.flow.choice) for f in choice.factors]
+            data = zip(row.way.choice.factors, row.degrees, strict=True)
+            degrees = {f.axis: f.degree for f in inner} | {f.axis: d for f, d in data}
+            meshes.add(tuple(degrees.get(axis, 1) for axis in Axis))
     assert len(meshes) == 20
 
 
@@ -138,7 +141,7 @@ def test_what_is_scored_is_legal_and_what_is_not_is_illegal(on_eight):
         (axes, way.choice.changes, tuple(f.placement for f in way.choice.factors))
         for (axes, is_cut, through, many), ways in search.ways.items()
         if not is_cut and through.name == "ALONE" and many
-        for way in ways.ways
+        for way in ways
     }
     unlike = 0
     for axes, choices in data_choices(base).items():
@@ -160,9 +163,9 @@ def test_odd_rows_of_a_vocabulary_leave_choices_that_cut_none():
     where = [word for word in tiny if "==" in word]
     job = searched_job("llama-tiny", tiny[:3], cluster="h100-8", devices=4, where=where)
     specs = [
-        block.candidate(row, 0).spec(job.base)
+        block.candidate(row).spec(job.base)
         for block in Chooser(job, machine=machine).search.blocks()
-        for row in range(len(block.table))
+        for row in range(len(block))
     ]
     assert {"R,R,R,R"} <= {str(f.placement) for s in specs for f in s.factors}
     assert "S*,S,S,R" not in {str(f.placement) for s in specs for f in s.factors}
@@ -243,6 +246,21 @@ def test_the_time_of_plain_data_parallelism_is_that_of_its_passes():
     passes = 32 * (2 * FORWARD + 2 * (BACKWARD + FORWARD)) + 8 + 16
     plain = [c for c in result.best if c.candidate.data.degree(Axis.DP_REPLICATE) == 8]
     assert plain and {c.seconds for c in plain} == {8 * passes}
+
+
+@pytest.mark.parametrize(
+    ("collective", "ranks", "nodes", "share"),
+    [
+        (Collective.ALL_REDUCE, 8, 1, 0),
+        (Collective.ALL_GATHER, 16, 2, 1 / 8),
+        (Collective.REDUCE_SCATTER, 4, 4, 1),
+        (Collective.ALL_TO_ALL, 16, 2, 8 / 15),
+    ],
+)
+def test_a_ring_crosses_nodes_once_for_each_and_an_exchange_for_the_ranks_of_others(
+    collective, ranks, nodes, share
+):
+    assert crossing(collective, ranks, nodes) == share
 
 
 # -- the ranking

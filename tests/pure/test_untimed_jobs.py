@@ -25,6 +25,6 @@ def test_a_job_without_a_time_is_ranked_by_what_is_known_and_says_why(words, why
     assert why in ranking.unknown and f"time is unknown: {ranking.unknown}" in selection_text(
         ranking
     )
-    keys = [(row.closed.seconds, row.closed.peak) for row in ranking.ranking]
+    keys = [(row.closed.seconds, row.tiers.copied, row.peak_bytes) for row in ranking.ranking]
     assert keys == sorted(keys)
     assert all(row["time_unknown"] for row in as_record(ranking)["ranking"])

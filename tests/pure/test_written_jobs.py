@@ -29,10 +29,9 @@ def candidates(source: str, *words: str, devices: int = 4) -> list[Spec]:
     job = searched_job(source, [*words, "cluster.devices=8"], devices=devices)
     chooser = Chooser(job)
     specs = [
-        block.candidate(row, column).spec(job.base)
+        block.candidate(row).spec(job.base)
         for block in chooser.search.blocks()
-        for row in range(len(block.table))
-        for column in range(len(block.flows))
+        for row in range(len(block))
     ]
     assert specs
     return specs
@@ -107,10 +106,14 @@ def test_what_is_tried_off_the_device_is_on_the_tier_that_is_written():
 
 
 def test_auto_is_searched_wherever_it_stands():
-    specs = candidates("hsdp", "placement=auto", "batch.micro=auto", "unit=auto")
+    words = "placement=auto", "batch.micro=auto", "unit=auto"
+    specs = candidates("hsdp", *words)
     assert len(tuples(specs, Axis.DP_SHARD)) > 5
     assert {spec.batch.micro for spec in specs} == {1, 2, 4}
-    assert len({str(spec.unit) for spec in specs}) == 5
+    assert (
+        len(Chooser(searched_job("hsdp", [*words, "cluster.devices=8"], devices=4)).search.units)
+        == 5
+    )
     assert {(s.degree(Axis.DP_REPLICATE), s.degree(Axis.DP_SHARD)) for s in specs} == {(2, 2)}
 
 

@@ -1,6 +1,6 @@
 """What the expert axis offers to a search: degrees that divide a layer's experts, where these have
-a capacity. Without one a router decides how much a rank gets, and whether it fits nobody claims: a
-degree that is written is tried all the same.
+a capacity or a bound of the routing is stated. Without both a router decides how much a rank gets,
+and whether it fits nobody claims: a degree that is written is tried all the same.
 
 Theta, Omega and G of all but the experts are placed over ep as over the innermost data axis, so
 that both are one group; of the experts there is one tuple.
@@ -14,6 +14,7 @@ from math import gcd
 from ptrain.axes.candidates import AxisChoice, AxisSpace, Written, divisors
 from ptrain.spec.model import ModelShape
 from ptrain.spec.placement import Axis, Factor, Placement, R
+from ptrain.spec.routing import Bound
 from ptrain.spec.spec import Spec
 
 _COPIES = Placement(parameters=R, optimizer=R, gradients=R)
@@ -21,7 +22,8 @@ _COPIES = Placement(parameters=R, optimizer=R, gradients=R)
 
 def _sizes(spec: Spec, devices: int, written: Written) -> Iterable[int]:
     shape = spec.model
-    is_known = isinstance(shape, ModelShape) and shape.capacity_factor is not None
+    has_places = isinstance(shape, ModelShape) and shape.capacity_factor is not None
+    is_known = has_places or isinstance(spec.routing, Bound)
     experts = shape.experts if isinstance(shape, ModelShape) and is_known else None
     return written.sizes(Axis.EP, devices, divisors(gcd(experts or 1, devices)))
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import count
 from typing import NamedTuple, assert_never
 
@@ -343,7 +343,6 @@ SCHEDULES = {
         cost=ScheduleCost(
             bubble=cost.serial_bubble,
             in_flight=cost.one_in_flight,
-            moments=cost.moments_of_loops,
         ),
         is_serial=True,
     ),
@@ -353,7 +352,6 @@ SCHEDULES = {
         cost=ScheduleCost(
             bubble=cost.fill_and_drain,
             in_flight=cost.all_in_flight,
-            moments=cost.moments_of_loops,
         ),
     ),
     ScheduleName.ONE_F_ONE_B: ScheduleRow(
@@ -362,7 +360,6 @@ SCHEDULES = {
         cost=ScheduleCost(
             bubble=cost.fill_and_drain,
             in_flight=cost.in_flight_of_1f1b,
-            moments=cost.moments_of_loops,
         ),
         needs=(_fills_the_stages,),
     ),
@@ -371,7 +368,6 @@ SCHEDULES = {
         cost=ScheduleCost(
             bubble=cost.fill_and_drain,
             in_flight=cost.all_in_flight,
-            moments=partial(cost.moments_of_loops, is_by_stage=True),
         ),
     ),
     ScheduleName.INTERLEAVED: ScheduleRow(
@@ -379,7 +375,6 @@ SCHEDULES = {
         cost=ScheduleCost(
             bubble=cost.fill_and_drain,
             in_flight=cost.in_flight_of_interleaved,
-            moments=cost.moments_of_loops,
         ),
         needs=(_equal_rounds,),
     ),
@@ -389,7 +384,6 @@ SCHEDULES = {
             bubble=cost.zero_bubble,
             in_flight=cost.in_flight_of_zero_bubble,
             warm_up=cost.warm_up_of_zero_bubble,
-            moments=partial(cost.moments_of_loops, is_split=True),
         ),
         needs=(_equal_rounds,),
     ),
@@ -399,7 +393,6 @@ SCHEDULES = {
         cost=ScheduleCost(
             bubble=cost.no_formula,
             in_flight=cost.in_flight_of_zbv,
-            moments=cost.moments_of_zbv,
             is_v_shaped=True,
         ),
     ),
@@ -410,7 +403,6 @@ SCHEDULES = {
             bubble=cost.dualpipev_bubble,
             in_flight=cost.in_flight_of_dualpipev,
             warm_up=cost.warm_up_of_dualpipev,
-            moments=cost.moments_of_dualpipev,
             is_v_shaped=True,
         ),
         needs=(_fills_the_v,),
