@@ -12,9 +12,9 @@ from _script import table_head, table_row
 
 from ptrain.algebra.legality import require
 from ptrain.axes.pipeline.catalogue import schedule
-from ptrain.axes.pipeline.schedule import PipelineShape
+from ptrain.axes.pipeline.schedule import PipelineShape, Schedule
 from ptrain.axes.pipeline.simulate import Simulation, simulate
-from ptrain.axes.pipeline.stage_facts import most_held
+from ptrain.axes.pipeline.stage_facts import held
 from ptrain.cost import State
 from ptrain.derivation.estimate import Derivation, derive
 from ptrain.derivation.interconnect import link
@@ -172,14 +172,19 @@ def _are_equal(found: float, claimed: float) -> bool:
     return abs(found / claimed - 1) < 0.001
 
 
+def most_held(made: Schedule) -> int:
+    """Return the most micro-batches that the first rank holds at once."""
+    return max(sum(counts.values()) for counts in held(made, 0))
+
+
 def _in_flight() -> Said:
     """1F1B holds as many micro-batches as stages, AFAB all of them."""
-    held = {}
+    most = {}
     for name, microbatches in product((ScheduleName.GPIPE, ScheduleName.ONE_F_ONE_B), (8, 32)):
         made = schedule(name, PipelineShape(ranks=8, microbatches=microbatches))
-        held[name, microbatches] = most_held(made, 0)
-    text = ", ".join(f"{name} of {times}: {number}" for (name, times), number in held.items())
-    return list(held.values()) == [8, 32, 8, 8], text
+        most[name, microbatches] = most_held(made)
+    text = ", ".join(f"{name} of {times}: {number}" for (name, times), number in most.items())
+    return list(most.values()) == [8, 32, 8, 8], text
 
 
 COMPOSITION = (

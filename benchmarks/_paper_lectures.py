@@ -4,7 +4,7 @@ worked out from predictions and schedules; nothing is run, and seconds are not j
 from __future__ import annotations
 
 from _claims import Said, claim
-from _paper_composition import part
+from _paper_composition import most_held, part
 from _paper_context import section as long_sequences
 from _paper_digest import NEAR, exact, is_near, states
 from _paper_experts import section as experts
@@ -13,7 +13,6 @@ from ptrain.algebra.legality import require
 from ptrain.axes.pipeline.catalogue import schedule
 from ptrain.axes.pipeline.schedule import PipelineShape
 from ptrain.axes.pipeline.simulate import Simulation, simulate
-from ptrain.axes.pipeline.stage_facts import most_held
 from ptrain.cost import Collective, Estimate, Phase, State
 from ptrain.spec.load import load
 from ptrain.spec.pipeline import ScheduleName
@@ -201,7 +200,7 @@ def _near_zero() -> Said:
 
 def _caps_activations() -> Said:
     held = {
-        name: most_held(schedule(name, PipelineShape(ranks=RANKS, microbatches=32)), 0)
+        name: most_held(schedule(name, PipelineShape(ranks=RANKS, microbatches=32)))
         for name in (ScheduleName.GPIPE, ScheduleName.ONE_F_ONE_B)
     }
     words = ("batch.global=128",)  # 32 micro-batches on 4 stages

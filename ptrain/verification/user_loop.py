@@ -154,6 +154,9 @@ def share_of(batch: Any, rank: int | None = None, size: int | None = None) -> An
         rank: Which part. Default: this process's rank in the default group.
         size: Number of parts. Default: the number of ranks in it.
 
+    Returns:
+        The part, in the structure of the batch.
+
     Raises:
         PtrainError: The samples do not divide evenly.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -40,6 +42,7 @@ def raising() -> None:
         ptrain.verify(job(False), job(True), batches, share=lambda batch: batch.chunk(2)[rank])
     except ValueError:
         dist.destroy_process_group()  # as the end of its process does
+        time.sleep(5.0)  # a pool ends soon after its first failure, and the other rank fails later
         raise
 
 
