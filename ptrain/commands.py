@@ -183,8 +183,9 @@ COMMANDS = {
                     "finish within this time, such as 30d. Default: none."),
                 value("--budget", "MONEY", "With --objective devices: use the fewest devices that "
                     "stay within this cost, at the cluster's price. Default: none.", type=float),
-                value("--exact", "K", "Predict the best K candidates exactly. Default: 100, or 6 "
-                    "if the model must be traced.", type=positive),
+                value("--exact", "K", "Predict the best K candidates exactly, at most two for each "
+                    "mesh, schedule, micro-batch and recomputation. Default: 100, or 6 if the "
+                    "model must be traced.", type=positive),
                 value("--by", "METHOD", "Choose by this method. One of search, algorithm1 (the "
                     "paper's, printed with the search's result). Default: search.",
                     choices=("search", "algorithm1"), default="search"),
