@@ -245,7 +245,9 @@ class Diagnosis:
             )
         every = len(self.names) == len(self.evidence.samples)
         is_norm = not fits and every and where != _OF_LOSS
-        causes += [f"another scale{_REDUCED if where == _REDUCED else ' of the loss'}"]
+        if is_norm or where != _REDUCED:  # clipping hides what a loss is multiplied by
+            causes.append("another scale of the loss")
+        causes += [f"another scale{_REDUCED}"] * (where == _REDUCED)
         causes += ["another clipping norm"] * is_norm
         return self._say(
             "", text, f"{what}. {POSSIBLE}{'; '.join(causes)}.",
