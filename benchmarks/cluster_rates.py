@@ -183,8 +183,9 @@ def _work(key: str, row: list[Any]) -> tuple[str, float, float]:
             size = DType(dtype).itemsize * (rows * inner + inner * columns + rows * columns)
             return dtype, 2.0 * matrices * rows * inner * columns, matrices * size
         case "attention":
-            _, dtype, *shape, _ = row
-            return dtype, math.prod(shape), 0.0  # to a constant, which both have
+            kind, dtype, *shape, _ = row
+            products = 2 if kind == "attention" else 5  # causal: of half the keys
+            return dtype, products * math.prod(shape), 0.0
         case "updates":
             rule, dtype, elements, *_ = row
             return dtype, 0.0, elements * UPDATED[rule, dtype]

@@ -284,7 +284,7 @@ def select(
         overrides: Overrides as on the command line; what they set is not searched.
         cluster: The name or file of a cluster. Default: the cluster of the spec.
         devices: The number of devices. Default: all devices of the cluster.
-        objective: `time` per step, `memory`, `traffic`, `devices` or `cost`.
+        objective: `time` per step, `memory`, `devices` or `cost`.
         where: Conditions on figures that a placement must satisfy.
         count: How many candidates to predict exactly. Default: 100, or 6 for a model that must be
             traced.
@@ -430,8 +430,8 @@ class Chooser(Deriver):
         if not rows and result.counts.fitting:
             raise refused(
                 "--exact",
-                f"{result.counts.fitting} candidates fit by closed form, but none of the "
-                f"{derived} that were derived exactly fits",
+                f"{result.counts.fitting} candidates fit by the estimate, but none of the "
+                f"{derived} that were predicted exactly fits",
                 "Use a larger `--exact`, or `--objective memory`.",
             )
         if not rows:

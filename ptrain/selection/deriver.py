@@ -298,8 +298,9 @@ class Deriver:
                 kind = _but_tuples(candidate.candidate)
                 if alike[kind] < _ALIKE and work > 0:
                     yield candidate
-                    alike[kind] += not self._exceeds(candidate)
-                    work -= self._work_of(candidate.candidate)
+                    if not self._exceeds(candidate):  # one that does is not derived
+                        alike[kind] += 1
+                        work -= self._work_of(candidate.candidate)
             return
         tried = Counter[int]()
         for candidate in scored:

@@ -125,7 +125,8 @@ def _with_heads(
 
 
 _TOKENS, _SEQUENCE = 4e6, 4096  # of a step and of a sample, where nothing is written
-_CPU_LAYOUT, _GPU_LAYOUT = "fp32", "zero16"
+_CPU_LAYOUT, _GPU_LAYOUT, _OLD_GPU_LAYOUT = "fp32", "zero16", "fp16"
+_BF16 = 80  # the first compute capability with matrix units for bf16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -309,6 +310,10 @@ def _with_defaults(said: dict[str, Any]) -> dict[str, Any]:
     if isinstance(batch["sequence"], int) and batch["sequence"] > 0:
         batch.setdefault("global", 2 ** max(0, round(math.log2(_TOKENS / batch["sequence"]))))
     probe = load({**said, "mesh": {}, "batch": {"sequence": 1}, "precision": {}}).spec
-    is_cpu = probe.cluster is not None and probe.cluster.kind == "cpu"
-    precision = said.get("precision", {"layout": _CPU_LAYOUT if is_cpu else _GPU_LAYOUT})
+    layout = _GPU_LAYOUT
+    if probe.cluster is not None and probe.cluster.kind == "cpu":
+        layout = _CPU_LAYOUT
+    elif (probe.sm or _BF16) < _BF16:
+        layout = _OLD_GPU_LAYOUT
+    precision = said.get("precision", {"layout": layout})
     return {**said, "batch": batch, "precision": precision}

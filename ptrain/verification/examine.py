@@ -62,10 +62,10 @@ def explain(mismatches: Sequence[Mismatch], step: ProgramStep | None, ranks: Ran
         return _of_samples(mismatches, ranks)
     if first.subject is Subject.ACTIVATIONS and (partial := _partial(mismatches, step, ranks)):
         return partial
+    if first.moment is Moment.UPDATE or first.subject is Subject.LEARNING_RATE:
+        return _of_update(mismatches, step, ranks)
     if first.moment in (Moment.BACKWARD, Moment.GRADIENTS) or first.subject is Subject.LOSS:
         return _of_gradients(mismatches, step, ranks)
-    if any(mismatch.moment is Moment.UPDATE for mismatch in mismatches):
-        return _of_update(mismatches, step, ranks)
     return _first_difference(mismatches, first, ranks)
 
 
@@ -139,11 +139,15 @@ def _of_gradients(mismatches: Sequence[Mismatch], step: ProgramStep, ranks: Rank
     """Explain an output's gradient, a loss, or gradients by what each micro-batch gives."""
     first = mismatches[0]
     gradients = [its for its in mismatches if its.subject is Subject.GRADIENTS]
+    tried = ""
     if gradients:
         limit = TOLERANCES[torch.float64]
         by_sums = explain_gradients(gradients, step.job_evidence(), ranks, limit)
         if by_sums.certainty is not Certainty.UNEXPLAINED:
             return replace(by_sums, state=first.subject)
+        tried = (by_sums.tried or "no sum of micro-batches' gradients equals it") + untold(
+            step.spec.batch.accumulate
+        )
     if lost := step.lost():
         return root_cause(
             gradients or mismatches[:1], ranks, state=Subject.GRADIENTS, factor="no gradient",
@@ -151,10 +155,7 @@ def _of_gradients(mismatches: Sequence[Mismatch], step: ProgramStep, ranks: Rank
             sentence=f"No gradient reaches {families(lost)}, and one does in the reference.",
             tried="whether all other differences follow from it was not tested",
         )  # fmt: skip
-    tried = "no sum or multiple of its micro-batches' gradients equals it"
-    tried += untold(step.spec.batch.accumulate)
-    is_one = first.moment is Moment.GRADIENTS
-    return _first_difference(mismatches, first, ranks, tried if is_one else "")
+    return _first_difference(mismatches, first, ranks, tried)
 
 
 def _of_update(mismatches: Sequence[Mismatch], step: ProgramStep, ranks: Ranks) -> RootCause:
@@ -162,9 +163,9 @@ def _of_update(mismatches: Sequence[Mismatch], step: ProgramStep, ranks: Ranks) 
     one moment a counter, then optimizer state, from which parameters follow."""
     first = mismatches[0]
     updated = [its for its in mismatches if its.moment is Moment.UPDATE]
-    one = first
-    if first.moment is Moment.UPDATE:
-        one = min(updated, key=lambda mismatch: _ORDER.index(mismatch.subject))
+    if not updated:
+        return _first_difference(mismatches, first, ranks)
+    one = min(updated, key=lambda mismatch: _ORDER.index(mismatch.subject))
     if omitted := sorted({name for its in ranks.gather(sorted(step.omitted)) for name in its}):
         return root_cause(
             [its for its in updated if its.subject is one.subject], ranks,
@@ -175,12 +176,15 @@ def _of_update(mismatches: Sequence[Mismatch], step: ProgramStep, ranks: Ranks) 
     named = [_of_parameter(its) for its in updated if its.subject is not Subject.BUFFERS]
     case = step.update_case()
     known = set() if case is None else case.courses.keys()
-    lacks = {its.name for its in named if its.rank == ranks.rank} - known
+    lacks = {its.name.partition(" · ")[0] for its in named if its.rank == ranks.rank} - known
+    tried = ""
     if named and case is not None and not any(ranks.gather(bool(lacks))):
         by_update = explain_update(named, case, ranks)
         if by_update.certainty is not Certainty.UNEXPLAINED:
             return by_update
-    return _first_difference(mismatches, one, ranks)
+        tried = by_update.tried
+    one = one if first.moment is Moment.UPDATE else first
+    return _first_difference(mismatches, one, ranks, tried)
 
 
 def _of_parameter(mismatch: Mismatch) -> Mismatch:
@@ -406,21 +410,22 @@ class _Examiner:
         part = part_of(
             tensor, whole.shape, degree=self.spec.degree(Axis.TP), place=self.place.get(Axis.TP, 0)
         )
-        way, difference = Way.VALUE, 0.0
+        way, difference, words = Way.VALUE, 0.0, ""
         if part is None:
             if subject is Subject.ACTIVATIONS:
                 return
             way, difference = Way.SHAPE, math.inf
+            words = f"shape {tuple(tensor.shape)} for {tuple(whole.shape)}"
         else:
             own, its = held(tensor), part.of(whole)
             if subject in _MASKED:
                 own, its = without_masks(own, its)
             if own.dtype != its.dtype:
-                way = Way.DTYPE
+                way, words = Way.DTYPE, f"{tensor.dtype} for {whole.dtype}"
             difference = relative(own, its, scale.length(shown, its))
         self.differences.compare(
             moment, subject, name, difference=difference, tolerance=TOLERANCE, way=way, index=index,
-            words=f"{tensor.dtype} for {whole.dtype}" if way is Way.DTYPE else "",
+            words=words,
         )  # fmt: skip
 
 

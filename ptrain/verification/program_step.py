@@ -121,7 +121,8 @@ class ProgramStep:
         """Return which elements this rank's gradient is of; all, where no rank has one."""
         gradient = self.seen.gradients.get(name)
         if gradient is None:
-            return None if is_reached else ParameterShard(name, whole, whole.shape)
+            parameter = self.reference.module.get_parameter(name)
+            return None if is_reached else ParameterShard(name, parameter, whole.shape)
         return self.shard(name, gradient, whole)
 
     def _of_micro_batches(self) -> Iterator[dict[str, Tensor]]:

@@ -80,7 +80,17 @@ def verify(
         >>> ptrain.verify(job(copy.deepcopy(plain)), job(plain), batches).holds
         True
     """
-    terms = terms or Terms()
+    with _RaisedOnAnyRank():
+        return _compared(reference, distributed, batches, share, terms or Terms())
+
+
+def _compared(
+    reference: Make,
+    distributed: Make,
+    batches: Iterable[Any],
+    share: Callable[[Any], Any] | Sequence[Any] | None,
+    terms: Terms,
+) -> LoopVerdict:
     whole = list(batches)
     if not whole:
         raise PtrainError("verify: no batch\n  remedy: Pass at least one global batch.")
@@ -102,19 +112,17 @@ def verify(
         except DrawsLater:
             return run(still, lasts=True)
 
-    with _RaisedOnAnyRank():
+    try:
+        return recorded(())
+    except Unattributed as first:
+        if not is_built:
+            raise _not_told(
+                first, "Pass functions that make the jobs, so that both can run again."
+            ) from None
         try:
-            return recorded(())
-        except Unattributed as first:
-            if not is_built:
-                raise _not_told(
-                    first, "Pass functions that make the jobs, so that both can run again."
-                ) from None
-            try:
-                return recorded(first.paths)
-            except Unattributed as second:
-                remedy = "Set its rate to 0 for the verdict, on both sides."
-                raise _not_told(second, remedy) from None
+            return recorded(first.paths)
+        except Unattributed as second:
+            raise _not_told(second, "Set its rate to 0 for the verdict, on both sides.") from None
 
 
 _VERDICTS = counted()  # as many on every rank
@@ -138,7 +146,7 @@ class _RaisedOnAnyRank:
         with suppress(RuntimeError):  # the process that has the store is gone
             first = default_store().compare_set(self._key, "", own).decode()
             if first != own and _OF_COLLECTIVES.search(str(error)):
-                remedy = "Find why it raised on this rank."
+                remedy = "Find why that rank raised."
                 raise PtrainError(f"verify: {first}\n  remedy: {remedy}") from error
 
 

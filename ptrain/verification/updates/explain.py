@@ -80,19 +80,6 @@ class UpdateExplainer:
         self.case, self.ranks = case, ranks
         self.obstacle = ""
 
-    def exchanged(self) -> RootCause | None:
-        """Return the root cause where the update repeats as it was, and with some of one device's
-        ingredients is one device's; None otherwise."""
-        case = self.case
-        mismatch = self._mismatch()
-        if self._obstacle() or mismatch.count == 0:
-            return None
-        _, outcomes = self._repeated(dict(case.own))
-        if any(self.ranks.gather(bool(self.obstacle) or bool(case.repeats(outcomes)))):
-            return None
-        result = search(case, self.ranks, mismatch)
-        return self._exchanged(result, "") if result.fix else None
-
     def root_cause(self) -> RootCause:
         """Return the first explanation whose trial holds."""
         case = self.case
