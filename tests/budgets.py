@@ -49,7 +49,7 @@ BUDGETS: dict[str, int] = {
     "ptrain/rates": 360,
     "ptrain/report": 2220,
     "ptrain/rooms": 980,
-    "ptrain/selection": 3430,
+    "ptrain/selection": 3440,
     "ptrain/simulation": 1040,
     "ptrain/spec": 4090,
     "ptrain/steps": 460,

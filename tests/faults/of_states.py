@@ -260,6 +260,6 @@ FAULTS = (
         setting=ZERO2,
         plant=resumed_without_optimizer,
         subjects=(Subject.OPTIMIZER, Subject.COUNTER),
-        factor="stale|step",
+        factor="stale|step|written after",
     ),
 )

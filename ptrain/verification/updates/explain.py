@@ -232,9 +232,10 @@ class UpdateExplainer:
         is_stale = all(self.ranks.gather(not is_state and all(map(self._is_stale, mine))))
         return self._proven(
             state, f"{'stale' if is_stale else 'written'} after the update",
-            f"The optimizer's step is right, but the {state} differ at the end of the step"
-            f"{', where they are as before it' * is_stale}. Do the same after optimizer.step() as "
-            "the reference (a gather, a broadcast, a copy, an average, a clamp), or nothing.",
+            f"The optimizer's step is right, but {'its state' if is_state else 'the parameter'} "
+            f"differs at the end of the step{', where it is as before it' * is_stale}. Do the same "
+            "after optimizer.step() as the reference (a gather, a broadcast, a copy, an average, a "
+            "clamp), or nothing.",
             [name for _, name in rows], sorted({rank for rank, _ in rows}), proof,
         )  # fmt: skip
 
