@@ -396,7 +396,7 @@ def number(loss: Any) -> float | None:
         loss = loss.full_tensor()
     is_one = loss.numel() == 1 if isinstance(loss, torch.Tensor) else not isinstance(loss, str)
     try:
-        return float(loss) if is_one else None
+        return float(loss.detach() if isinstance(loss, Tensor) else loss) if is_one else None
     except (TypeError, ValueError, RuntimeError):
         return None
 
