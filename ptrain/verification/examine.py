@@ -53,8 +53,10 @@ _EXACT = 1e-6  # a relative residual below which a sum is the reference
 
 
 def explain(mismatches: Sequence[Mismatch], step: ProgramStep | None, ranks: Ranks) -> RootCause:
-    """Explain all ranks' mismatches, the first first: gradients and updates as those of any loop,
-    and of what a program alone shows the first difference. All ranks give the same."""
+    """Return the root cause of the mismatches of all ranks, which are sorted by time.
+
+    Gradients and updates are explained as in a training loop of the user. For anything else the
+    first difference is returned, as not explained. All ranks call it with the same mismatches."""
     first = mismatches[0]
     if step is None or first.moment is Moment.START:
         return _first_difference(mismatches, first, ranks)
@@ -72,8 +74,8 @@ def explain(mismatches: Sequence[Mismatch], step: ProgramStep | None, ranks: Ran
 def _first_difference(
     mismatches: Sequence[Mismatch], one: Mismatch, ranks: Ranks, tried: str = ""
 ) -> RootCause:
-    """Say what differs first, on which ranks; of gradients any, for a rank may have nothing of the
-    first."""
+    """Return the first difference as a root cause that is not explained, with the ranks where it
+    occurs. A rank may hold no element of the first gradient, so any differing gradient counts."""
     alike = [
         its
         for its in mismatches
@@ -105,7 +107,8 @@ def _of_samples(mismatches: Sequence[Mismatch], ranks: Ranks) -> RootCause:
 
 
 def _partial(mismatches: Sequence[Mismatch], step: ProgramStep, ranks: Ranks) -> RootCause | None:
-    """Over some axis the sum of what the differing ranks have is the reference's."""
+    """Return a missing sum if the outputs of the ranks, summed over one mesh axis, equal the
+    reference; otherwise None. All ranks call it."""
     first = mismatches[0]
     is_forward = first.moment is Moment.FORWARD
     own, whole = (
@@ -136,7 +139,8 @@ def _partial(mismatches: Sequence[Mismatch], step: ProgramStep, ranks: Ranks) ->
 
 
 def _of_gradients(mismatches: Sequence[Mismatch], step: ProgramStep, ranks: Ranks) -> RootCause:
-    """Explain an output's gradient, a loss, or gradients by what each micro-batch gives."""
+    """Explain a loss, an output's gradient or parameter gradients by the gradients of the single
+    micro-batches. All ranks call it."""
     first = mismatches[0]
     gradients = [its for its in mismatches if its.subject is Subject.GRADIENTS]
     tried = ""
@@ -159,8 +163,9 @@ def _of_gradients(mismatches: Sequence[Mismatch], step: ProgramStep, ranks: Rank
 
 
 def _of_update(mismatches: Sequence[Mismatch], step: ProgramStep, ranks: Ranks) -> RootCause:
-    """Explain an update by repeating it with the inputs that the program's optimizers received. Of
-    one moment a counter, then optimizer state, from which parameters follow."""
+    """Explain an update by repeating it with the inputs that the program's optimizers received. If
+    it cannot be explained, a step counter is reported before optimizer state, and that before
+    parameters, because each follows from the one before. All ranks call it."""
     first = mismatches[0]
     updated = [its for its in mismatches if its.moment is Moment.UPDATE]
     if not updated:
@@ -170,8 +175,8 @@ def _of_update(mismatches: Sequence[Mismatch], step: ProgramStep, ranks: Ranks) 
         return root_cause(
             [its for its in updated if its.subject is one.subject], ranks,
             state=Subject.OPTIMIZER, factor="update skipped", names=omitted,
-            sentence=f"{families(omitted)} has a gradient, but no optimizer steps it on these "
-                     "ranks. Give it to the optimizer, and step the optimizer of every shard.",
+            sentence=f"{families(omitted)}: a gradient is there, but no optimizer steps it on "
+                     "these ranks. Give it to the optimizer, and step every shard's optimizer.",
         )  # fmt: skip
     named = [_of_parameter(its) for its in updated if its.subject is not Subject.BUFFERS]
     case = step.update_case()

@@ -40,8 +40,8 @@ from ptrain.verification.updates.repeat import (
 
 @dataclass(slots=True, kw_only=True)
 class ProgramSide:
-    """A program, or its reference, which shows besides what its modules return, its loss and the
-    norm of its gradients (None where nobody computes it)."""
+    """One side of a step, the program or its reference: besides gradients and the update record,
+    the outputs of its modules, its loss and its gradient norm (None if it is not computed)."""
 
     in_use: Mapping[str, Tensor]
     gradients: Mapping[str, Tensor]
@@ -97,8 +97,8 @@ class ProgramStep:
         return [name for name, whole in expected if name not in reached and bool(whole.any())]
 
     def job_evidence(self) -> JobEvidence:
-        """Return what explains the gradients of any loop, of the first MOST micro-batches. All
-        ranks call it."""
+        """Return the evidence from which gradients are explained, with the gradients of at most
+        MOST micro-batches. All ranks call it."""
         truths = self.expected.gradients
         taken = {name: held(its).flatten() for name, its in self.seen.gradients.items()}
         reached = {name for its in self.ranks.gather(sorted(taken)) for name in its}
@@ -134,8 +134,8 @@ class ProgramStep:
             yield _gradients(device, part, self.scale)
 
     def update_case(self) -> UpdateCase | None:
-        """Return what explains the update of any loop; None where some rank's optimizers did not
-        step what others' did. All ranks call it."""
+        """Return the evidence from which an update is explained; None if the optimizers of a
+        stage's ranks stepped different parameters. All ranks call it."""
         program, seen = self.program, self.seen.record
         taken = [
             (target, str(index))

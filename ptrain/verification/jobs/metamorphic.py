@@ -428,9 +428,9 @@ class Metamorphic:
 def rounding_of_order(
     model: nn.Module, calls: Sequence[ForwardCall], drawing: Drawing
 ) -> dict[str, float]:
-    """Return by parameter how far the gradient of these passes is off, relative to its length,
-    where their samples come in another order: the most of _ORDERS. What a sum rounds to depends on
-    its addends, and is large beside one that cancels."""
+    """Return by parameter the largest relative change of the gradient of these passes if their
+    samples are permuted, over _ORDERS permutations. It measures rounding: that of a sum is large
+    relative to the sum if its addends cancel."""
     sums: list[dict[str, Tensor]] = []
     for seed in range(_ORDERS + 1):  # the first: as they are
         passes = [_in_order_of(call, seed) if seed else call for call in calls]
