@@ -308,6 +308,9 @@ def select(
     """
     job = searched_job(source, overrides, cluster=cluster, devices=devices, where=where)
     usual = BEST if job.stand_in is None else _BEST_TRACED
+    if objective not in (goals := [goal.value for goal in SearchGoal]):
+        known = f"Use one of {', '.join(goals)}."
+        raise refused("objective", f"there is no objective named {objective!r}", known)
     chooser = Chooser(job, SearchGoal(objective), count=count or usual, read=read)
     chooser.watch = watch or chooser.watch
     return answer(chooser, demand_of(tokens, deadline, budget))
