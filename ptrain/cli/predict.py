@@ -117,7 +117,7 @@ def run(args: Namespace) -> int:
             drawn.append(f"Assumed: fully sharded, bf16 mixed precision, as in `{job}`.")
         show(one(prediction, explain=args.explain), *drawn, "", next_line(*commands))
     else:
-        from ptrain.report.differences import pair
+        from ptrain.report.sweep import pair
 
         command = command_line("plan", args.arguments, allow_import=args.allow_import)
         show(pair(*predictions, explain=args.explain), "", next_line(command, "ptrain plan --help"))

@@ -25,8 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from ptrain.convert.saved import SavedModel
-from ptrain.convert.vocabulary import token_origin
+from ptrain.convert.saved import SavedModel, token_origin
 from ptrain.errors import PtrainError, SpecError, refused
 from ptrain.models.initialize import StoredParts, holds_buffers, kept_buffers, stored_rows
 from ptrain.models.pretrained import INDEX, WHOLE, PretrainedFolder, config_of_class, unreal

@@ -35,11 +35,16 @@ from ptrain.report.screen import show
 from ptrain.spec.spec import Spec
 from ptrain.train.folder import RunFolder, write_text
 from ptrain.train.look import StepFigures
-from ptrain.train.mlflow import MLflow
 from ptrain.train.options import Options
-from ptrain.train.tensorboard import TensorBoard
-from ptrain.train.tracker import TrackedRun, Tracker, identity_of, names_of_trackers
-from ptrain.train.wandb import WeightsAndBiases
+from ptrain.train.tracker import (
+    MLflow,
+    TensorBoard,
+    TrackedRun,
+    Tracker,
+    WeightsAndBiases,
+    identity_of,
+    names_of_trackers,
+)
 from ptrain.units import format_memory
 
 LOG = logging.getLogger("ptrain")

@@ -37,7 +37,7 @@ NEEDLESS = {  # to predict; the parts of ptrain belong to other verbs
     *("ptrain.interpreter", "ptrain.models", "ptrain.meters", "ptrain.data"),
     *(
         "ptrain.report.record",
-        "ptrain.report.differences",
+        "ptrain.report.sweep",
         "ptrain.report.sweep",
         "importlib.metadata",
         "difflib",

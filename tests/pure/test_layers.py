@@ -64,7 +64,7 @@ CLOSED_FORM = r"tests\.oracles\..*|ptrain\.axes\.pipeline\.cost"
 FIRST_OPINION = (
     r"ptrain\.(derivation|rooms|interpreter|optimizers)\b.*"
     r"|ptrain\.axes\.data\.(cuts|theta|gradients|route|update|units|run\b.*)"
-    r"|ptrain\.axes\.pipeline\.(instructions|simulate|loops|vees|catalogue|holdings)"
+    r"|ptrain\.axes\.pipeline\.(instructions|simulate|orders|catalogue|holdings)"
     r"|ptrain\.axes\.(context|expert|tensor)\.cost"
 )
 
@@ -89,9 +89,7 @@ LAZY = {
     "ptrain.data.chat_rows",
     "ptrain.cli.export",
     "ptrain.cli.sample",
-    "ptrain.train.mlflow",
-    "ptrain.train.tensorboard",
-    "ptrain.train.wandb",
+    "ptrain.train.tracker",
     "ptrain.charts.canvas",
     "ptrain.testing",  # torch, in a rank of a test alone
     "ptrain.pytest_plugin",

@@ -17,7 +17,7 @@ from functools import lru_cache
 from itertools import count
 from typing import NamedTuple, assert_never
 
-from ptrain.axes.pipeline import cost, loops, vees
+from ptrain.axes.pipeline import cost, orders
 from ptrain.axes.pipeline.cost import PipelineSize, ScheduleCost
 from ptrain.axes.pipeline.schedule import (
     Action,
@@ -333,12 +333,12 @@ def _equal_rounds(name: ScheduleName, pipeline: PipelineShape) -> Iterator[Fault
 
 
 def _are_equal_rounds(microbatches: int, pipeline: PipelineShape) -> bool:
-    return microbatches % loops.rounds(microbatches, pipeline.ranks) == 0
+    return microbatches % orders.rounds(microbatches, pipeline.ranks) == 0
 
 
 SCHEDULES = {
     ScheduleName.NAIVE: ScheduleRow(
-        order=loops.naive,
+        order=orders.naive,
         stages=1,
         cost=ScheduleCost(
             bubble=cost.serial_bubble,
@@ -347,7 +347,7 @@ SCHEDULES = {
         is_serial=True,
     ),
     ScheduleName.GPIPE: ScheduleRow(
-        order=loops.gpipe,
+        order=orders.gpipe,
         stages=1,
         cost=ScheduleCost(
             bubble=cost.fill_and_drain,
@@ -355,7 +355,7 @@ SCHEDULES = {
         ),
     ),
     ScheduleName.ONE_F_ONE_B: ScheduleRow(
-        order=loops.one_forward_one_backward,
+        order=orders.one_forward_one_backward,
         stages=1,
         cost=ScheduleCost(
             bubble=cost.fill_and_drain,
@@ -364,14 +364,14 @@ SCHEDULES = {
         needs=(_fills_the_stages,),
     ),
     ScheduleName.BFS: ScheduleRow(
-        order=loops.breadth_first,
+        order=orders.breadth_first,
         cost=ScheduleCost(
             bubble=cost.fill_and_drain,
             in_flight=cost.all_in_flight,
         ),
     ),
     ScheduleName.INTERLEAVED: ScheduleRow(
-        order=loops.interleaved,
+        order=orders.interleaved,
         cost=ScheduleCost(
             bubble=cost.fill_and_drain,
             in_flight=cost.in_flight_of_interleaved,
@@ -379,7 +379,7 @@ SCHEDULES = {
         needs=(_equal_rounds,),
     ),
     ScheduleName.ZERO_BUBBLE: ScheduleRow(
-        order=loops.zero_bubble,
+        order=orders.zero_bubble,
         cost=ScheduleCost(
             bubble=cost.zero_bubble,
             in_flight=cost.in_flight_of_zero_bubble,
@@ -388,7 +388,7 @@ SCHEDULES = {
         needs=(_equal_rounds,),
     ),
     ScheduleName.ZBV: ScheduleRow(
-        order=vees.zbv,
+        order=orders.zbv,
         stages=2,
         cost=ScheduleCost(
             bubble=cost.no_formula,
@@ -397,7 +397,7 @@ SCHEDULES = {
         ),
     ),
     ScheduleName.DUALPIPEV: ScheduleRow(
-        order=vees.dualpipev,
+        order=orders.dualpipev,
         stages=2,
         cost=ScheduleCost(
             bubble=cost.dualpipev_bubble,
