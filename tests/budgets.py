@@ -24,18 +24,18 @@ SMALL = 80  # lines
 
 # begin
 BUDGETS: dict[str, int] = {
-    "ptrain": 52660,
+    "ptrain": 52580,
     "ptrain/activations": 340,
     "ptrain/algebra": 290,
     "ptrain/axes": 150,
     "ptrain/axes/context": 1200,
-    "ptrain/axes/data": 2260,
+    "ptrain/axes/data": 2240,
     "ptrain/axes/expert": 590,
-    "ptrain/axes/pipeline": 1630,
+    "ptrain/axes/pipeline": 1610,
     "ptrain/axes/tensor": 730,
-    "ptrain/calibration": 1050,
+    "ptrain/calibration": 1040,
     "ptrain/charts": 860,
-    "ptrain/cli": 1620,
+    "ptrain/cli": 1590,
     "ptrain/convert": 430,
     "ptrain/data": 1070,
     "ptrain/derivation": 4970,
@@ -52,13 +52,13 @@ BUDGETS: dict[str, int] = {
     "ptrain/selection": 3440,
     "ptrain/simulation": 1040,
     "ptrain/spec": 4090,
-    "ptrain/steps": 460,
+    "ptrain/steps": 450,
     "ptrain/traces": 2190,
-    "ptrain/train": 3180,
-    "ptrain/verification": 7310,
+    "ptrain/train": 3170,
+    "ptrain/verification": 7300,
 }
 ONE_IMPORTER = 67  # modules that exactly one other imports
-SMALL_MODULES = 72  # modules with fewer lines than SMALL
+SMALL_MODULES = 71  # modules with fewer lines than SMALL
 # end
 
 

@@ -23,7 +23,7 @@ from typing import Any
 from unittest import mock
 
 from ptrain.train import failure
-from ptrain.train.parent import die_with
+from ptrain.train.rank_start import die_with
 from tests.ranks import fork_server
 
 _CAUGHT = (

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
-from ptrain.charts.canvas import Format, painted
 from ptrain.charts.sheet import GREY, LIGHT, LINE, WHITE, Label, Rectangle, Sheet
 from ptrain.cost import Phase, State
 from ptrain.report.composition import MemoryHistory, MemorySample
@@ -29,11 +28,6 @@ _WIDTH, _HEIGHT = 720.0, 300.0  # of what is drawn within the axes
 _COLUMNS = 720  # at most, and one more for each pass
 _TITLE, _SMALL = 12.0, 8.0
 _TICKS = 5
-
-
-def painted_course(course: MemoryHistory, form: Format) -> bytes:
-    """The picture as PNG or SVG."""
-    return painted(course_sheet(course), form)
 
 
 def course_sheet(course: MemoryHistory) -> Sheet:

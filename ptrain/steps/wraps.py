@@ -92,10 +92,6 @@ class FullyShard(WrapStep):
     def summed_axes(self) -> tuple[Axis, ...]:
         return (*self.replicate_axes, *self.shard_axes)
 
-    @property
-    def reduced_axes(self) -> tuple[Axis, ...]:
-        return self.shard_axes
-
     def without(self, axis: Axis) -> FullyShard | LocalGradients:
         """Return the same over the other axes, of which some shards."""
         shards, replicas = without(self.shard_axes, (axis,)), without(self.replicate_axes, (axis,))
@@ -105,16 +101,11 @@ class FullyShard(WrapStep):
         return replace(self, shard_axes=shards, replicate_axes=replicas)
 
     @property
-    def row_axes(self) -> tuple[Axis, ...]:
+    def reduced_axes(self) -> tuple[Axis, ...]:
         return self.shard_axes
 
-    @property
-    def gathered_by_unit(self) -> tuple[Axis, ...]:
-        return self.shard_axes
-
-    @property
-    def reduced_by_unit(self) -> tuple[Axis, ...]:
-        return self.shard_axes
+    # what is cut, gathered and reduced by unit are the same shards
+    row_axes = gathered_by_unit = reduced_by_unit = reduced_axes
 
     def differing_axes(self, *, within_tp: bool) -> tuple[Axis, ...]:
         return self.shard_axes

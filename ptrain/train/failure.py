@@ -23,7 +23,7 @@ from pathlib import Path
 from ptrain.errors import RankFailed, VerdictFailed
 from ptrain.train import environment
 from ptrain.train.folder import RunFolder
-from ptrain.train.parent import die_with
+from ptrain.train.rank_start import die_with
 
 # A deliberate end: done, a verdict, the user's input, a check, an interrupt.
 ORDERLY = (0, 1, 2, 4, 130, 143)

@@ -61,7 +61,7 @@ from ptrain.train.folder import (
     write_json,
     write_text,
 )
-from ptrain.train.guard import GUARDED, MakeGuard, Unguarded
+from ptrain.train.guard import GUARDED, MakeGuard, StepGuard
 from ptrain.train.heading import announce_node, header, preflight_line, preflight_lines
 from ptrain.train.journal import LOG, Journal, Trackers, is_shown, set_up_logging, trackers_of
 from ptrain.train.loop import train
@@ -187,7 +187,7 @@ def run(options: Options, guarded: MakeGuard | None = None) -> int:
         raise refused(
             "verify_every", _UNGUARDED, f"Use `-m {GUARDED}` instead of `-m ptrain.train`."
         )
-    make_guard = guarded if spec.verify_every and guarded else Unguarded
+    make_guard = guarded if spec.verify_every and guarded else StepGuard
     with interrupt.caught() as interrupts, ExitStack() as stack:
         world = World.join(spec.timeout, device=spec.device, backend=spec.backend)
         stack.callback(world.close)
