@@ -130,9 +130,7 @@ def _vocabulary_faults(spec: Spec) -> Iterator[Fault]:
             ),
             remedy=f"Use ids below {size}.",
         )
-    if data.is_of_files:
-        return
-    if data.tokenizer == "bytes" and size < BYTE_VOCAB:
+    if not data.is_of_files and data.tokenizer == "bytes" and size < BYTE_VOCAB:
         yield Fault(
             place=key,
             finding=f"{size} is smaller than the vocabulary of the byte tokenizer",

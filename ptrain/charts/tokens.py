@@ -174,16 +174,15 @@ def _hop(block: MetBlock, left: float, top: float, unit: float, colour: str) -> 
     width = (block.keys[1] - block.keys[0]) * unit
     height = (block.queries[1] - block.queries[0]) * unit
     share = 0.33 if block.is_causal else 0.5  # within the triangle
-    if min(width, height) * 2 * share < width_of(text, size) + _AIR:
-        return
-    yield Label(
-        text=text,
-        x=left + block.keys[0] * unit + width * share,
-        y=top + block.queries[0] * unit + height * (1 - share),
-        size=size,
-        colour=ink_on(colour),
-        align="center",
-    )
+    if min(width, height) * 2 * share >= width_of(text, size) + _AIR:
+        yield Label(
+            text=text,
+            x=left + block.keys[0] * unit + width * share,
+            y=top + block.queries[0] * unit + height * (1 - share),
+            size=size,
+            colour=ink_on(colour),
+            align="center",
+        )
 
 
 def _name_rows(sheet: Sheet, step: ContextParallel, place: int, left: float, top: float) -> None:

@@ -98,9 +98,12 @@ def _require_one_node(spec: Spec) -> None:
     """Raises SpecError for ranks of several nodes of GPUs, which would all start on this machine. A
     cluster of processors may be played anywhere, as may any cluster with `device: cpu`."""
     cluster, size = spec.cluster, spec.world_size
-    if cluster is None or cluster.kind != "cuda" or spec.device == "cpu":
-        return
-    if size > cluster.devices_per_node:
+    if (
+        cluster is not None
+        and cluster.kind == "cuda"
+        and spec.device != "cpu"
+        and size > cluster.devices_per_node
+    ):
         fewest = -(-size // cluster.devices_per_node)
         nodes = next(nodes for nodes in range(fewest, size + 1) if size % nodes == 0)
         raise refused(

@@ -42,14 +42,13 @@ def require_host_holds(spec: Spec, exact: Estimate, words: str, *, nodes: int = 
         SpecError: the ranks need more memory than the host has.
     """
     ranks = -(-spec.world_size // nodes)
-    if spec.device == "cuda" or (spec.device == "auto" and ranks <= gpus()):
-        return
-    require_host_memory(
-        ranks * PROCESS_BYTES + max(needed_bytes(exact) // nodes, ranks * exact.startup_bytes),
-        f"{ranks} ranks of {spec.name} on the CPU",
-        f"Use `ptrain simulate {words}`, which needs no such memory, or a smaller model. "
-        "`ptrain train --force` starts the ranks anyway.",
-    )
+    if spec.device != "cuda" and (spec.device != "auto" or ranks > gpus()):
+        require_host_memory(
+            ranks * PROCESS_BYTES + max(needed_bytes(exact) // nodes, ranks * exact.startup_bytes),
+            f"{ranks} ranks of {spec.name} on the CPU",
+            f"Use `ptrain simulate {words}`, which needs no such memory, or a smaller model. "
+            "`ptrain train --force` starts the ranks anyway.",
+        )
 
 
 def needed_bytes(exact: Estimate) -> int:
