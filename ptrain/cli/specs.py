@@ -8,8 +8,8 @@ import textwrap
 from argparse import Namespace
 from pathlib import Path
 
-from ptrain.algebra.obeyed import shown
 from ptrain.errors import PtrainError
+from ptrain.report.printed import shown
 from ptrain.report.screen import next_line, screen_width, show
 from ptrain.report.table import Importance, TableColumn, name_column, render
 from ptrain.spec.load import expand, load

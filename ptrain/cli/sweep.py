@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Protocol
 
 from ptrain.charts.canvas import ChartFile, chart_file
-from ptrain.charts.step import step_sheet
-from ptrain.charts.sweep import sweep_sheet
+from ptrain.charts.memory import sweep_sheet
+from ptrain.charts.schedule import step_sheet
 from ptrain.cli.arguments import print_json
 from ptrain.cli.progress import progress
 from ptrain.codec import encode

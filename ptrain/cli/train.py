@@ -15,7 +15,7 @@ from dataclasses import replace
 from itertools import count
 
 from ptrain.charts.canvas import ChartFile, chart_file
-from ptrain.charts.routing import logged_tokens, routing_sheet
+from ptrain.charts.tokens import logged_tokens, routing_sheet
 from ptrain.derivation.estimate import derive
 from ptrain.errors import PtrainError, RankFailed, refused
 from ptrain.installed import require_torch

@@ -43,8 +43,8 @@ from ptrain.optimizers.update import TargetsUpdate
 from ptrain.rooms.comm import Mesh
 from ptrain.rooms.world import World
 from ptrain.spec.spec import Spec
-from ptrain.steps.kind import Ran
 from ptrain.steps.step import BalanceExperts, ChunkedLoss, Pipeline, Plan
+from ptrain.steps.wraps import Ran
 
 
 @dataclass(frozen=True, slots=True)

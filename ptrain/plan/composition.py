@@ -13,8 +13,8 @@ from typing import NamedTuple
 from ptrain.axes.context.attention import is_partition
 from ptrain.spec.placement import SAMPLE_AXES
 from ptrain.spec.spec import Spec, groups, positions
-from ptrain.steps.kind import Ran, WrapStep
 from ptrain.steps.step import Parallelize, Plan
+from ptrain.steps.wraps import Ran, WrapStep
 
 Groups = Sequence[tuple[int, ...]]
 _FEW_GROUPS = 2

@@ -12,9 +12,8 @@ from ptrain.axes.data.rules import keeps_state
 from ptrain.axes.expert.draw import expert_lines
 from ptrain.axes.expert.draw import step_text as expert_text
 from ptrain.axes.pipeline.catalogue import pipeline_of, schedule_of
-from ptrain.axes.pipeline.draw import bubble_text, draw
 from ptrain.axes.pipeline.schedule import Schedule
-from ptrain.axes.pipeline.simulate import simulate
+from ptrain.axes.pipeline.simulate import bubble_text, draw, simulate
 from ptrain.axes.pipeline.stage_facts import most_held_of
 from ptrain.facts.stages import Units
 from ptrain.plan.composition import all_conditions, condition_lines, ranks_text

@@ -11,7 +11,7 @@ from ptrain.facts.model import prefixes
 from ptrain.spec.placement import Axis
 from ptrain.spec.routing import Bound, Choices, Histogram
 from ptrain.spec.spec import Spec, positions, ranks_over
-from ptrain.steps.kind import PlanStep
+from ptrain.steps.wraps import PlanStep
 from ptrain.units import ceil_div
 
 Span = tuple[int, int]  # first token, and the one behind the last

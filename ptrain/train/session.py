@@ -48,7 +48,6 @@ from ptrain.spec.spec import Spec, ranks_over
 from ptrain.traces.facts import facts_of
 from ptrain.train import checkpoint, environment, interrupt, manifest
 from ptrain.train.checkpoint import data_prints, resume
-from ptrain.train.consistency import Consistency
 from ptrain.train.exchange import Exchange
 from ptrain.train.folder import (
     Claim,
@@ -66,7 +65,7 @@ from ptrain.train.heading import announce_node, header, preflight_line, prefligh
 from ptrain.train.journal import LOG, Journal, Trackers, is_shown, set_up_logging, trackers_of
 from ptrain.train.loop import train
 from ptrain.train.options import Options, require_reachable
-from ptrain.train.parts import Outcome, Parts
+from ptrain.train.parts import Consistency, Outcome, Parts
 from ptrain.train.probe import Probe
 from ptrain.train.tracker import names_of_trackers, require_trackers
 
