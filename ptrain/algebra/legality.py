@@ -121,8 +121,7 @@ def _vocabulary_faults(spec: Spec) -> Iterator[Fault]:
     (size, key), data = spec.model.vocabulary, spec.data
     if size is None:
         return
-    of_no_token = [str(token) for token in data.ignored or () if token >= size]
-    if of_no_token:
+    if of_no_token := [str(token) for token in data.ignored or () if token >= size]:
         yield Fault(
             place="data.ignored",
             finding=(

@@ -34,6 +34,7 @@ from ptrain.charts.sheet import (
     width_of,
 )
 from ptrain.steps.step import ContextParallel
+from ptrain.units import summed
 
 _WIDTH = 560.0
 _BAND, _GAP = 26.0, 12.0  # a band of heads; between two parts of the sheet
@@ -211,7 +212,10 @@ def _add_hops(sheet: Sheet, step: ContextParallel, left: float) -> None:
     _add_part(sheet, "keys and values per hop, and the share of scores computed (filled)")
     hops = 1 if step.gathers else step.ring
     row = min(_ROW, max(_LEAST_ROW, _TALLEST / step.ring))
-    scores = [_by_source(step, place) for place in range(step.ring)]
+    scores = [
+        summed((block.source, block.scores) for block in blocks_of(step, place))
+        for place in range(step.ring)
+    ]
     most = max(number for by_source in scores for number in by_source.values())
     columns = step.ring
     wide = _WIDTH / columns
@@ -230,13 +234,6 @@ def _add_hops(sheet: Sheet, step: ContextParallel, left: float) -> None:
             share = scores[place].get(source, 0) / most
             _add_cell(sheet, left + column * wide, (wide, row), share, step, source)
         sheet.height += row
-
-
-def _by_source(step: ContextParallel, place: int) -> dict[int, int]:
-    scores: dict[int, int] = {}
-    for block in blocks_of(step, place):
-        scores[block.source] = scores.get(block.source, 0) + block.scores
-    return scores
 
 
 def _add_cell(

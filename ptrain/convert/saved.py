@@ -30,9 +30,9 @@ from ptrain.spec.model import ExternalModel, ModelShape
 from ptrain.spec.spec import Spec
 from ptrain.spec.text import read
 from ptrain.train import checkpoint, manifest
+from ptrain.train.checkpoint import IndexReader
 from ptrain.train.exchange import Exchange
 from ptrain.train.folder import RunFolder, shown
-from ptrain.train.index import IndexReader
 from ptrain.train.manifest import Manifest
 
 _MODEL = "model."
@@ -180,8 +180,7 @@ class Writer:
     ) -> str:
         """Return what follows a text: at most so many tokens, drawn by their probabilities at a
         `temperature`, the most probable at 0."""
-        begun = self.vocabulary.tokens(prompt)
-        if not begun:
+        if not (begun := self.vocabulary.tokens(prompt)):
             raise refused("PROMPT", "the prompt has no tokens", "Use a longer prompt.")
         self._require_known(begun)
         new: list[int] = []

@@ -99,8 +99,7 @@ class _OneByOne(_Scaled):
 
     def _moment(self, leaf: torch.Tensor, name: str = "momentum_buffer") -> torch.Tensor:
         """Return a tensor's moment, which its first update creates."""
-        state = self.state[leaf]
-        if not state:
+        if not (state := self.state[leaf]):
             state[name] = torch.zeros_like(leaf)
         moment: torch.Tensor = state[name]
         return moment

@@ -137,8 +137,7 @@ def peak(course: MemoryHistory) -> str:
         (row.what, str(row.state), size(row.device_bytes), str(row.tensors))
         for row in course.held[:_MOST]
     ]
-    rest = course.held[_MOST:]
-    if rest:
+    if rest := course.held[_MOST:]:
         left, tensors = sum(row.device_bytes for row in rest), sum(row.tensors for row in rest)
         rows.append((f"{len(rest)} more kinds", "", size(left), str(tensors)))
     when = f"{course.peak.phase}, micro-batch {course.peak.micro_batch}"

@@ -40,7 +40,7 @@ from ptrain.spec.batch import batch_lines
 from ptrain.spec.load import MeshFollower, parse_override
 from ptrain.spec.spec import Spec
 from ptrain.spec.write import unwritten
-from ptrain.units import format_count, format_seconds
+from ptrain.units import format_count, format_seconds, grouped
 
 _NAMED_POINTS = 6  # of what followed the mesh; more of them are not named
 
@@ -211,10 +211,7 @@ def _ratio(first: Prediction, name: str, prediction: Prediction) -> str:
 def remarks(points: Sequence[SweepPoint]) -> Iterator[str]:
     """Yield remarks on points: rejected ones, keys that followed the mesh, the batch, why a figure
     is missing or a bound, the reserved memory, and warnings."""
-    rejected: dict[str, list[str]] = {}
-    for point in points:
-        if point.refusal:
-            rejected.setdefault(point.refusal, []).append(point.label)
+    rejected = grouped((point.refusal, point.label) for point in points if point.refusal)
     yield from (f"rejected: {', '.join(labels)}: {why}" for why, labels in rejected.items())
     yield from _followed(points)
     named = [(point.label, point.prediction) for point in points if point.prediction]
@@ -264,13 +261,13 @@ def fastest_that_fits(predictions: Sequence[Prediction]) -> Prediction | None:
 
 def _followed(points: Sequence[SweepPoint]) -> Iterator[str]:
     """Yield a line for each key that followed the mesh, with its values by point."""
-    became: dict[tuple[str, int], dict[int, list[str]]] = {}
-    for point in points:
-        for follower in point.follows:
-            labels = became.setdefault((follower.key, follower.before), {})
-            labels.setdefault(follower.after, []).append(point.label)
-    for (key, before), labels in became.items():
-        section, _, name = key.partition(".")
+    became = grouped(
+        ((its.key, its.before), (its.after, point.label))
+        for point in points
+        for its in point.follows
+    )
+    for (key, before), pairs in became.items():
+        labels, (section, _, name) = grouped(pairs), key.partition(".")
         yield f"{section} follows the mesh: {name} {before} → {_became(labels)}; {key}=N fixes it"
 
 
@@ -285,10 +282,7 @@ def _gathered(
     named: Sequence[tuple[str, Prediction]], said: Callable[[Prediction], Sequence[str]]
 ) -> Iterator[str]:
     """Yield each sentence once, with the points that it is about unless these are all."""
-    of: dict[str, list[str]] = {}
-    for label, prediction in named:
-        for sentence in said(prediction):
-            of.setdefault(sentence, []).append(label)
+    of = grouped((text, label) for label, prediction in named for text in said(prediction))
     for sentence, labels in of.items():
         yield sentence if len(labels) == len(named) else f"{', '.join(labels)}: {sentence}"
 
@@ -315,8 +309,7 @@ def _missing_time(prediction: Prediction) -> Sequence[str]:
 
 def figures(point: SweepPoint) -> dict[str, object]:
     """Return the row as plain values, None where there is none: bytes, seconds, true or false."""
-    prediction = point.prediction
-    if prediction is None:
+    if (prediction := point.prediction) is None:
         return {"spec": point.label, "refused": point.refusal}
     paper, exact = prediction.derivation.paper, prediction.derivation.exact
     return {

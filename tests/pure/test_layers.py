@@ -109,7 +109,7 @@ ENVIRONMENT = {
 BOUNDARY = {"ptrain.models.boundary"}
 
 # A checkpoint's index is a pickle; its reader admits the classes of an index and nothing else.
-UNPICKLERS = {"ptrain.train.index"}
+UNPICKLERS = {"ptrain.train.checkpoint"}
 
 # Rooms (of tests/source_tree.py) that import each other. What is not listed is an error, and so is
 # what is listed and gone: the list only shrinks.

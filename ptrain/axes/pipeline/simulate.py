@@ -136,8 +136,7 @@ class _Simulation:
         able = list(range(self.schedule.ranks))
         while able:
             able += self._advance(able.pop())
-        stuck = [rank for rank in range(self.schedule.ranks) if self._next(rank)]
-        if stuck:
+        if stuck := [rank for rank in range(self.schedule.ranks) if self._next(rank)]:
             raise self._deadlock(stuck[0])
         return Simulation(timeline=tuple(tuple(spans) for spans in self.spans))
 
