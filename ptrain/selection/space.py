@@ -17,12 +17,12 @@ from math import prod
 from ptrain.algebra.legality import check, executed, is_sound
 from ptrain.algebra.open_spec import Memo, OpenSpec, memos
 from ptrain.axes.candidates import NOTHING, AxisChoice, AxisSpace, Written, chosen, divisors
-from ptrain.axes.context.candidates import SPACE as CONTEXT_SPACE
+from ptrain.axes.context.attention import SPACE as CONTEXT_SPACE
 from ptrain.axes.data.candidates import SPACE as DATA_SPACE
 from ptrain.axes.data.candidates import is_left_out
-from ptrain.axes.expert.candidates import SPACE as EXPERT_SPACE
-from ptrain.axes.pipeline.candidates import SPACE as PIPELINE_SPACE
-from ptrain.axes.tensor.candidates import SPACE as TENSOR_SPACE
+from ptrain.axes.expert.form import SPACE as EXPERT_SPACE
+from ptrain.axes.pipeline.catalogue import SPACE as PIPELINE_SPACE
+from ptrain.axes.tensor.cost import SPACE as TENSOR_SPACE
 from ptrain.derivation.layers import is_tabulated
 from ptrain.derivation.workspaces import takes_peak_of
 from ptrain.errors import Fault
