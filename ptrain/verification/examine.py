@@ -11,31 +11,42 @@ ranks), they are explained first.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
 
+from ptrain.cost import Phase
 from ptrain.data.corpus import corpus
 from ptrain.interpreter.program import Program
 from ptrain.report.finding import Certainty, Mismatch, Moment, RootCause, Subject, Way
 from ptrain.spec.placement import Axis
-from ptrain.spec.spec import coordinates
+from ptrain.spec.spec import Spec, coordinates
 from ptrain.train.exchange import Exchange
 from ptrain.train.schedule import learning_rate
-from ptrain.verification.capture import Capture, Outputs, clipped_by, drive, watched
+from ptrain.verification.capture import (
+    Outputs,
+    as_held,
+    clipped_by,
+    drive,
+    recorded,
+    shards_of,
+    taken,
+)
 from ptrain.verification.compare import AllDifferences, Differences
 from ptrain.verification.jobs.diagnosis import explain_gradients
 from ptrain.verification.jobs.evidence import untold
 from ptrain.verification.jobs.job import TOLERANCES, Ranks, ranks_of_spec
+from ptrain.verification.jobs.record import compare_gradients
 from ptrain.verification.jobs.root_causes import families, over_axis, root_cause, shared_factor
+from ptrain.verification.jobs.shards import part_of
+from ptrain.verification.jobs.step import of_own_optimizers
 from ptrain.verification.jobs.verdict import Verdict
 from ptrain.verification.parts import (
     Magnitude,
     held,
     numbers_apart,
-    part_of,
     products,
     relative,
     without_masks,
@@ -117,12 +128,16 @@ def _partial(mismatches: Sequence[Mismatch], step: ProgramStep, ranks: Ranks) ->
         )
         for side in (step.seen, step.expected)
     )
-    part = None if own is None or whole is None else step.part_of(own, whole)
+    part = (
+        None
+        if own is None or whole is None
+        else tensor_part(step.reference.spec, ranks.rank, whole, own)
+    )
     sizes = ranks.gather(None if own is None or part is None else own.numel())
     if None in sizes or len(set(sizes)) > 1:
         return None
-    assert own is not None and whole is not None and part is not None, "every rank has both"
-    both = (part.of(whole), held(own))
+    assert own is not None and part is not None, "every rank has both"
+    both = (part, held(own))
     rows = torch.stack([its.double().reshape(-1)[:_MOST_VALUES] for its in both])
     axis, factor = shared_factor(ranks, ranks.stack(rows.nan_to_num(posinf=0, neginf=0)), _EXACT)
     if not axis:
@@ -150,7 +165,7 @@ def _of_gradients(mismatches: Sequence[Mismatch], step: ProgramStep, ranks: Rank
         if by_sums.certainty is not Certainty.UNEXPLAINED:
             return replace(by_sums, state=first.subject)
         tried = (by_sums.tried or "no sum of micro-batches' gradients equals it") + untold(
-            step.spec.batch.accumulate
+            step.reference.spec.batch.accumulate
         )
     if lost := step.lost():
         return root_cause(
@@ -171,7 +186,8 @@ def _of_update(mismatches: Sequence[Mismatch], step: ProgramStep, ranks: Ranks) 
     if not updated:
         return _first_difference(mismatches, first, ranks)
     one = min(updated, key=lambda mismatch: _ORDER.index(mismatch.subject))
-    if omitted := sorted({name for its in ranks.gather(sorted(step.omitted)) for name in its}):
+    skipped = step.expected.record.after.keys() & step.holds.keys() - step.seen.record.after.keys()
+    if omitted := sorted({name for its in ranks.gather(sorted(skipped)) for name in its}):
         return root_cause(
             [its for its in updated if its.subject is one.subject], ranks,
             state=Subject.OPTIMIZER, factor="update skipped", names=omitted,
@@ -180,10 +196,9 @@ def _of_update(mismatches: Sequence[Mismatch], step: ProgramStep, ranks: Ranks) 
         )  # fmt: skip
     named = [_of_parameter(its) for its in updated if its.subject is not Subject.BUFFERS]
     case = step.update_case()
-    known = set() if case is None else case.courses.keys()
-    lacks = {its.name.partition(" · ")[0] for its in named if its.rank == ranks.rank} - known
+    lacks = {its.name.partition(" · ")[0] for its in named if its.rank == ranks.rank}
     tried = ""
-    if named and case is not None and not any(ranks.gather(bool(lacks))):
+    if named and not any(ranks.gather(bool(lacks - case.courses.keys()))):
         by_update = explain_update(named, case, ranks)
         if by_update.certainty is not Certainty.UNEXPLAINED:
             return by_update
@@ -224,19 +239,16 @@ def examine(program: Program, exchange: Exchange, steps: int = 3) -> Examination
 class _Examiner:
     def __init__(self, program: Program, exchange: Exchange) -> None:
         self.program, self.exchange = program, exchange
-        self.spec = program.spec
-        self.rank = program.world.rank
+        self.spec, self.rank = program.spec, program.world.rank
         self.reference = ReferenceTraining(self.spec)
         self.source = corpus(self.spec.data)
-        self.place = coordinates(self.spec, self.rank)
-        self.data_place = data_place(self.spec, self.rank)
         last = self.spec.batch.accumulate - 1
         self.watched_passes = {0, last}  # micro-batches whose activations are compared
         self.differences = Differences(step=0, rank=self.rank)
         ranks = ranks_of_spec(self.spec, exchange)
         self.all = AllDifferences(ranks, self.reference.parameters, most=MOST)
         self.order: dict[str, int] = {}  # a module's place along the model
-        self.sums: dict[str, torch.Tensor] = {}
+        self.holds = shards_of(program)
 
     def run(self, steps: int) -> Examination:
         self._state(Moment.START)
@@ -245,13 +257,13 @@ class _Examiner:
         for step in range(steps):
             if self.all.mismatches:
                 break
-            evidence = self._step(step, evidence)
+            evidence, sums = self._step(step, evidence)
             self._compare(evidence)
             self.all.take(self.differences, self.order)
             if any(its.subject is not Subject.LEARNING_RATE for its in self.all.mismatches):
                 break  # a learning rate is proven by its update
             with UpdateRecorder(wholes(self.reference.updater.updated)) as updates:
-                evidence.expected.norm = self.reference.update(step, dict(self.sums))
+                evidence.expected.norm = self.reference.update(step, sums)
             evidence.expected.record = updates.record
             self._norm(evidence)
             self._state(Moment.UPDATE)
@@ -262,47 +274,50 @@ class _Examiner:
         checks = tuple(self.all.checks())
         return Examination(mismatches=mismatches, root_cause=cause, checks=checks, steps=done)
 
-    def _step(self, step: int, before: ProgramStep | None) -> ProgramStep:
-        """Run one step of both; the reference's update is still to come."""
-        parameters = {name: its.clone() for name, its in self.reference.parameters.items()}
+    def _step(
+        self, step: int, before: ProgramStep | None
+    ) -> tuple[ProgramStep, Mapping[str, torch.Tensor]]:
+        """Run one step of both, of the reference up to the sums of its gradients."""
         outputs, expected = self._reference_pass(step)
-        self.sums = expected.sums
-        with Capture(self.program, self.watched_passes) as capture:
+        updates = UpdateRecorder(self.holds)
+        with updates, recorded(self.program, self.watched_passes) as seen:
             share, norm = drive(self.program, self.source, step)
+        as_here = as_held(self.program, outputs)
         return ProgramStep(
             step=step,
             program=self.program,
             reference=self.reference,
+            exchange=self.exchange,
             ranks=self.all.ranks,
+            holds=self.holds,
             seen=ProgramSide(
-                in_use=capture.used,
-                gradients=capture.gradients(self.exchange, clipped_by(self.spec, norm)),
-                record=capture.updates.record,
-                outputs=capture.outputs,
+                in_use=self.program.order.canonical(seen.in_use),
+                gradients=taken(updates, clipped_by(self.spec, norm)),
+                record=updates.record,
+                outputs=seen,
                 loss=self.exchange.add([share])[0],
                 norm=norm,
             ),
             expected=ProgramSide(
-                in_use=parameters,
+                in_use=as_here.in_use,
                 gradients=expected.gradients,
-                outputs=capture.beside(outputs),
+                outputs=as_here,
                 loss=expected.loss,
             ),
             earlier_gradients=before.expected.gradients if before else {},
-            rates=capture.rates,
-            omitted=capture.omitted,
-            scale=expected.scale,
-        )
+            rates=updates.rates,
+        ), dict(expected.sums)
 
     def _reference_pass(self, step: int) -> tuple[Outputs, Pass]:
-        outputs = Outputs()
-        modules = self.reference.module
+        outputs, place = Outputs(self.watched_passes), data_place(self.spec, self.rank)
 
-        def around(batch: MicroBatch) -> AbstractContextManager[None]:
-            is_ours = batch.data_index == self.data_place and batch.k in self.watched_passes
-            return watched(modules.named_modules(), outputs, lambda: batch.k if is_ours else None)
+        @contextmanager
+        def around(batch: MicroBatch) -> Iterator[None]:
+            outputs.phase(Phase.FORWARD, batch.k if batch.data_index == place else -1)
+            yield
 
-        expected = self.reference.accumulate(step, around)
+        with outputs.of(self.reference.module.named_modules()):
+            expected = self.reference.accumulate(step, around)
         for path, _ in outputs.forward:
             self.order.setdefault(path, len(self.order))
         return outputs, expected
@@ -339,19 +354,14 @@ class _Examiner:
                 self._tensors(moment, Subject.ACTIVATIONS, own, its, index=k)
 
     def _gradients(self, evidence: ProgramStep) -> None:
-        """Per parameter, the whole vector: without the loss's scale and what clipping did. One that
-        one device has none of should be zeros."""
-        expected = evidence.expected.gradients
-        zeros = {
-            name: torch.zeros_like(self.reference.parameters[name], dtype=tensor.dtype)
-            for name, tensor in evidence.seen.gradients.items()
-            if name not in expected
-        }
-        both = evidence.seen.gradients, {**expected, **zeros}
-        self._tensors(Moment.GRADIENTS, Subject.GRADIENTS, *both)
+        """Compare this rank's elements of every gradient, without what clipping did."""
+        updated = evidence.seen.gradients.keys()
+        holds = of_own_optimizers(updated, self.holds, self.all.ranks)
+        sides, limit = (evidence.expected, evidence.seen), TOLERANCES[torch.float64]
+        compare_gradients(self.differences, sides, holds, limit)
         kind = Moment.GRADIENTS, Subject.GRADIENTS
         for name in evidence.lost():
-            if name in evidence.seen.in_use and name not in both[0]:
+            if name in evidence.seen.in_use and name not in self.holds:
                 self.differences.add(*kind, name, "no gradient", Way.MISSING)
 
     def _norm(self, evidence: ProgramStep) -> None:
@@ -412,9 +422,7 @@ class _Examiner:
         """Nothing of an activation whose part nothing tells: it is of another shape on purpose.
         `sides`: what is there, one device's, and that without what masks hide."""
         tensor, whole, shown = sides
-        part = part_of(
-            tensor, whole.shape, degree=self.spec.degree(Axis.TP), place=self.place.get(Axis.TP, 0)
-        )
+        part = tensor_part(self.spec, self.rank, whole, tensor)
         way, difference, words = Way.VALUE, 0.0, ""
         if part is None:
             if subject is Subject.ACTIVATIONS:
@@ -422,7 +430,7 @@ class _Examiner:
             way, difference = Way.SHAPE, math.inf
             words = f"shape {tuple(tensor.shape)} for {tuple(whole.shape)}"
         else:
-            own, its = held(tensor), part.of(whole)
+            own, its = held(tensor), part
             if subject in _MASKED:
                 own, its = without_masks(own, its)
             if own.dtype != its.dtype:
@@ -432,6 +440,15 @@ class _Examiner:
             moment, subject, name, difference=difference, tolerance=TOLERANCE, way=way, index=index,
             words=words,
         )  # fmt: skip
+
+
+def tensor_part(
+    spec: Spec, rank: int, whole: torch.Tensor, tensor: torch.Tensor
+) -> torch.Tensor | None:
+    """Return the elements of the reference's tensor that a rank's tensor stands for, a plain one
+    sharded over tp; None if nothing tells which."""
+    place = coordinates(spec, rank).get(Axis.TP, 0)
+    return part_of(whole, tensor, degree=spec.degree(Axis.TP), place=place)
 
 
 def _shown(tensor: torch.Tensor) -> torch.Tensor:

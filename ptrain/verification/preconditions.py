@@ -49,7 +49,8 @@ from ptrain.spec.spec import Spec, groups
 from ptrain.train.exchange import Exchange
 from ptrain.verification.capture import drive, modules, paths
 from ptrain.verification.compare import counted
-from ptrain.verification.parts import INTEGERS, held, part_of
+from ptrain.verification.jobs.shards import part_of
+from ptrain.verification.parts import INTEGERS, held
 from ptrain.verification.reference import ReferenceTraining
 from ptrain.verification.samples import TokensOfRank
 
@@ -481,10 +482,8 @@ def _starts(program: Program, exchange: Exchange) -> Iterator[Check]:
 
 
 def _is_part_of(tensor: torch.Tensor, whole: torch.Tensor | None) -> bool:
-    part = part_of(tensor, whole.shape) if whole is not None else None
-    if whole is None or part is None:
-        return False
-    return _digest(tensor) == _digest(part.of(whole.detach()))
+    part = part_of(whole.detach(), tensor) if whole is not None else None
+    return part is not None and _digest(tensor) == _digest(part)
 
 
 def _digest(tensor: torch.Tensor) -> str:

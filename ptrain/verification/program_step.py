@@ -8,34 +8,25 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ptrain.axes.context.attention import all_spans, context_of
-from ptrain.axes.data.run.target import NamedTarget
 from ptrain.interpreter.program import Program
 from ptrain.models.objective import IGNORED, SampleBatch, TokenPair
-from ptrain.report.finding import Subject
-from ptrain.spec.placement import Axis
-from ptrain.spec.spec import Spec, coordinates
+from ptrain.spec.spec import Spec
+from ptrain.train.exchange import Exchange
 from ptrain.verification.capture import Outputs
 from ptrain.verification.compare import Differences, ParameterMove
 from ptrain.verification.jobs.evidence import MOST, JobEvidence, OwnGradients, sampled
 from ptrain.verification.jobs.job import TOLERANCES, Ranks
-from ptrain.verification.jobs.shards import ParameterShard, numbered
-from ptrain.verification.parts import TensorBox, held, part_of
-from ptrain.verification.preconditions import of_program
+from ptrain.verification.jobs.shards import ParameterShard
+from ptrain.verification.parts import whole
 from ptrain.verification.reference import MicroBatch, ReferenceTraining
 from ptrain.verification.samples import data_place, token_place, tokens_in
 from ptrain.verification.updates.clip import UpdateCase
-from ptrain.verification.updates.repeat import (
-    Ingredients,
-    UpdateOutcome,
-    UpdateRecord,
-    is_row,
-)
+from ptrain.verification.updates.repeat import UpdateRecord
 
 
 @dataclass(slots=True, kw_only=True)
@@ -53,45 +44,25 @@ class ProgramSide:
 
 @dataclass(slots=True, kw_only=True)
 class ProgramStep:
-    """One step of both sides. Gradients are without the loss's `scale` and what clipping did: those
-    of `seen`, the program's, by the norm that their rank has, and its record by the number of a
-    leaf of its optimizers. `rates`: the learning rates that they used;
-    `omitted`: parameters with a gradient that no optimizer takes."""
+    """One step of both sides. `holds`: which elements of each parameter this rank's optimizers
+    update, of which `seen`, the program's side, has gradients and updates. Gradients are without
+    what clipping did. `rates`: the learning rates that the optimizers used."""
 
     step: int
     program: Program
     reference: ReferenceTraining
+    exchange: Exchange
     ranks: Ranks
+    holds: Mapping[str, ParameterShard]
     seen: ProgramSide
     expected: ProgramSide
     earlier_gradients: Mapping[str, Tensor]
     rates: set[float]
-    omitted: set[str]
-    scale: float
-
-    @property
-    def spec(self) -> Spec:
-        return self.reference.spec
-
-    def part_of(self, tensor: Tensor, whole: Tensor) -> TensorBox | None:
-        """Return which part of the reference's tensor this rank's is; None where nothing tells."""
-        place = coordinates(self.spec, self.ranks.rank).get(Axis.TP, 0)
-        return part_of(tensor, whole.shape, degree=self.spec.degree(Axis.TP), place=place)
-
-    def shard(self, name: str, tensor: Tensor, whole: Tensor) -> ParameterShard | None:
-        """Return which elements of a whole parameter this rank has; None where nothing tells."""
-        part = self.part_of(tensor, whole)
-        if part is None:
-            return None
-        at = part.of(numbered(whole.shape)).flatten()
-        is_whole = at.numel() == whole.numel()
-        return ParameterShard(name, held(tensor), whole.shape, None if is_whole else at)
 
     def lost(self) -> list[str]:
         """Return the parameters with a gradient in the reference that have none, or zeros, on every
         rank. All ranks call it."""
-        own = [name for name, its in self.seen.gradients.items() if bool(held(its).any())]
-        own += self.omitted
+        own = [name for name, its in self.seen.gradients.items() if bool(its.any())]
         reached = {name for its in self.ranks.gather(own) for name in its}
         expected = self.expected.gradients.items()
         return [name for name, whole in expected if name not in reached and bool(whole.any())]
@@ -99,72 +70,57 @@ class ProgramStep:
     def job_evidence(self) -> JobEvidence:
         """Return the evidence from which gradients are explained, with the gradients of at most
         MOST micro-batches. All ranks call it."""
-        truths = self.expected.gradients
-        taken = {name: held(its).flatten() for name, its in self.seen.gradients.items()}
-        reached = {name for its in self.ranks.gather(sorted(taken)) for name in its}
-        holds = {
-            name: shard
-            for name, whole in truths.items()
-            if (shard := self._gradient_shard(name, whole, is_reached=name in reached)) is not None
-        }
+        truths, module = self.expected.gradients, self.reference.module
+        known = {name for its in self.ranks.gather(sorted(self.holds)) for name in its}
+        holds = {}
+        for name in (name for name in truths if name in self.holds or name not in known):
+            parameter = module.get_parameter(name)
+            shard = self.holds.get(name, ParameterShard(name, parameter, parameter.shape))
+            holds[name] = replace(shard, parameter=parameter, within=None)
         given = list(islice(self._of_micro_batches(), MOST))  # each is as large as all parameters
         own = OwnGradients(
-            holds=holds, truths=truths, taken={n: row for n, row in taken.items() if n in holds},
-            given=given, before=self.earlier_gradients,
+            holds=holds, truths=truths, given=given, before=self.earlier_gradients,
+            taken={n: row for n, row in self.seen.gradients.items() if n in holds},
             micro_batches=max(self.ranks.gather(len(given))),  # as many rows on all ranks
         )  # fmt: skip
         return replace(sampled(self.ranks, own), is_weighed=True)
-
-    def _gradient_shard(
-        self, name: str, whole: Tensor, *, is_reached: bool
-    ) -> ParameterShard | None:
-        """Return which elements this rank's gradient is of; all, where no rank has one."""
-        gradient = self.seen.gradients.get(name)
-        if gradient is None:
-            parameter = self.reference.module.get_parameter(name)
-            return None if is_reached else ParameterShard(name, parameter, whole.shape)
-        return self.shard(name, gradient, whole)
 
     def _of_micro_batches(self) -> Iterator[dict[str, Tensor]]:
         """Yield what each of this rank's micro-batches gives to the gradients of all parameters;
         where ranks of cp have some of the tokens, the losses at its own."""
         rank, device = self.ranks.rank, self.reference
-        for micro_batch in device.micro_batches_of(data_place(self.spec, rank), self.step):
-            part = list(_of_each_slice(self.spec, micro_batch))[token_place(self.spec, rank)]
-            yield _gradients(device, part, self.scale)
+        for micro_batch in device.micro_batches_of(data_place(device.spec, rank), self.step):
+            part = list(_of_each_slice(device.spec, micro_batch))[token_place(device.spec, rank)]
+            yield _gradients(device, part)
 
-    def update_case(self) -> UpdateCase | None:
-        """Return the evidence from which an update is explained; None if the optimizers of a
-        stage's ranks stepped different parameters. All ranks call it."""
-        program, seen = self.program, self.seen.record
-        taken = [
-            (target, str(index))
-            for index, (target, _) in enumerate(program.update.leaves())
-            if str(index) in seen.after and seen.before[str(index)].value.numel()
-        ]
-        # what is mapped to parameters by collectives is the same on all ranks of a stage
-        mine = [[name, _rows(seen.before[name])] for _, name in taken]
-        everyones = self.ranks.gather([program.pieces[0].index, mine])
-        alike = dict(everyones)
-        if any(not its or its != alike[place] for place, its in everyones):
-            return None
-        record, tensors = UpdateRecord(obstacle=seen.obstacle), dict[str, Tensor]()
-        for target, name in taken:
-            _split(program, target, seen, name, record, tensors)
-        holds = {}
-        for name, tensor in tensors.items():
-            whole = self.reference.parameters.get(name)
-            if whole is not None and (shard := self.shard(name, tensor, whole)) is not None:
-                holds[name] = shard
-        courses = _courses(program, record, self.expected.record, holds)
-        sides = self.expected, replace(self.seen, record=record, gradients={})
+    def update_case(self) -> UpdateCase:
+        """Return the evidence from which an update is explained. All ranks call it."""
+        now = whole(self.program.state_dict()["model"], self.exchange)
+        seen, expected = self.seen.record, self.expected.record
+        holds, courses = {}, {}
+        for name, taken in seen.before.items():
+            if name not in expected.after or name not in now:
+                continue
+            shard = replace(self.holds[name], parameter=taken.value.view(taken.shape), within=None)
+            before = shard.of(expected.before[name].value)
+            holds[name] = shard
+            courses[name] = ParameterMove(
+                parameter=shard.parameter,
+                origin=before,
+                before=before,
+                after=shard.of(expected.after[name].value),
+                run_before=taken.value,
+                run_after=shard.of(now[name]),
+                sure=torch.ones_like(before, dtype=torch.bool),
+            )
         differences = Differences(step=self.step, rank=self.ranks.rank, courses=courses)
-        its = {name: holds[name] for name in courses}
-        return UpdateCase.of(differences, sides, its, TOLERANCES[torch.float64])
+        sides = self.expected, replace(self.seen, gradients={})
+        return UpdateCase.of(differences, sides, holds, TOLERANCES[torch.float64])
 
 
-def _gradients(device: ReferenceTraining, part: MicroBatch, scale: float) -> dict[str, Tensor]:
+def _gradients(device: ReferenceTraining, part: MicroBatch) -> dict[str, Tensor]:
     parameters = {n: its for n, its in device.module.named_parameters() if its.requires_grad}
+    scale = device.updater.scale  # of the loss: what a module adds to it beside has it, too
     loss = part.loss(device.objective, device.module) * scale
     rows = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
     return {
@@ -183,72 +139,3 @@ def _of_each_slice(spec: Spec, sample: MicroBatch) -> Iterator[MicroBatch]:
         targets, own = torch.full_like(whole, IGNORED), tokens_in(spans)
         targets[:, own] = whole[:, own]
         yield replace(sample, samples=SampleBatch(TokenPair(inputs, targets)))
-
-
-def _rows(taken: Ingredients) -> list[str]:
-    keys = sorted(key for key, value in taken.state.items() if is_row(value, taken.value))
-    return [*keys, *(["gradient"] if taken.gradient is not None else [])]
-
-
-def _split(
-    program: Program,
-    target: NamedTarget,
-    leaves: UpdateRecord,
-    leaf: str,
-    record: UpdateRecord,
-    tensors: dict[str, Tensor],
-) -> None:
-    """Add what a leaf was given and left, by the names of the parameters that it stands for."""
-    before, after = leaves.before[leaf], leaves.after[leaf]
-
-    def named(row: Tensor) -> dict[str, Tensor]:
-        return program.canonical(target.named(row.view(before.shape)))
-
-    def named_state(state: Mapping[str, Any]) -> dict[str, dict[str, Tensor]]:
-        return {key: named(state[key]) for key in sorted(state) if is_row(state[key], before.value)}
-
-    values, left = named(before.value), named(after.value)
-    gradients = {} if before.gradient is None else named(before.gradient)
-    states = named_state(before.state), named_state(after.state)
-    for name, tensor in values.items():
-        own, its = (
-            {key: _row(rows[key][name]) if key in rows else value for key, value in entries.items()}
-            for rows, entries in zip(states, (before.state, after.state), strict=True)
-        )
-        tensors[name] = tensor
-        record.before[name] = replace(
-            before,
-            shape=held(tensor).shape,
-            value=_row(tensor),
-            gradient=_row(gradients[name]) if name in gradients else None,
-            state=own,
-        )
-        record.after[name] = UpdateOutcome(_row(left[name]), its)
-
-
-def _row(tensor: Tensor) -> Tensor:
-    return held(tensor).flatten()
-
-
-def _courses(
-    program: Program,
-    record: UpdateRecord,
-    expected: UpdateRecord,
-    holds: Mapping[str, ParameterShard],
-) -> dict[str, ParameterMove]:
-    now = of_program(program)
-    courses = {}
-    for name, shard in holds.items():
-        if name not in expected.after or (Subject.PARAMETERS, name) not in now:
-            continue
-        before = shard.of(expected.before[name].value)
-        courses[name] = ParameterMove(
-            parameter=shard.parameter,
-            origin=before,
-            before=before,
-            after=shard.of(expected.after[name].value),
-            run_before=record.before[name].value,
-            run_after=_row(now[Subject.PARAMETERS, name]),
-            sure=torch.ones_like(before, dtype=torch.bool),
-        )
-    return courses

@@ -53,7 +53,7 @@ from ptrain.train.exchange import Exchange
 from ptrain.train.folder import RunFolder, write_json
 from ptrain.train.heading import announce_node, header
 from ptrain.train.session import device_name
-from ptrain.verification.capture import Capture, drive_and_add
+from ptrain.verification.capture import drive_and_add, shards_of, whole_gradients
 from ptrain.verification.compare import apart, at_most, gradient_check
 from ptrain.verification.examine import examine
 from ptrain.verification.jobs.verdict import Verdict
@@ -83,6 +83,7 @@ from ptrain.verification.trajectory import (
     of_losses,
     of_reference,
 )
+from ptrain.verification.updates.repeat import UpdateRecorder
 from ptrain.verification.variants import (
     NOTE,
     dropping,
@@ -112,9 +113,9 @@ def in_micro_batches(
     if other is None:
         return (), f"micro-batches: not checked: {why}"
     program = make(other, world)
-    with Capture(program, set()) as capture:
+    with UpdateRecorder(shards_of(program)) as updates:
         _, norm = drive_and_add(program, corpus(spec.data), 0, exchange)
-    gradients = capture.unclipped(exchange, norm)
+    gradients = whole_gradients(program, updates, exchange, norm)
     batch = spec.batch
     name = f"{batch.accumulate} x {batch.micro} as {other.batch.accumulate} x {other.batch.micro}"
     return (gradient_check(name, apart(run.gradients, gradients), FP64_GRADIENT),), ""

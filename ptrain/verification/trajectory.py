@@ -39,7 +39,7 @@ from ptrain.spec.spec import Spec
 from ptrain.train.exchange import Exchange
 from ptrain.train.journal import LOG
 from ptrain.train.loop import local_batch
-from ptrain.verification.capture import Capture, drive_and_add
+from ptrain.verification.capture import drive_and_add, shards_of, whole_gradients
 from ptrain.verification.compare import (
     FP64,
     Liveness,
@@ -64,6 +64,7 @@ from ptrain.verification.tolerances import (
     Allowed,
     from_permuted,
 )
+from ptrain.verification.updates.repeat import UpdateRecorder
 from ptrain.verification.variants import dropping, is_banded, without_dropout
 
 STATE_EVERY = 25  # steps between two states that a reference takes
@@ -302,11 +303,11 @@ def follow(
             if step % EVERY == 0:
                 stack.enter_context(watch.step(step))
             is_kept = is_due or step == 0
-            capture = stack.enter_context(Capture(program, set())) if is_kept else None
+            updates = stack.enter_context(UpdateRecorder(shards_of(program))) if is_kept else None
             loss, norm = drive_and_add(program, source, step, exchange)
         onward.compare_following(step, loss)
-        if capture is not None:
-            step_gradients = capture.unclipped(exchange, norm)
+        if updates is not None:
+            step_gradients = whole_gradients(program, updates, exchange, norm)
             gradients = gradients or step_gradients
             if is_due:
                 onward.compare(loss, step_gradients)
@@ -457,7 +458,7 @@ class BesideOneDevice:
         self._is_measured, self._resume = is_measured, resume
         self._is_owed = False
         self._onward: Onward | None = None
-        self._capture: Capture | None = None
+        self._updates: UpdateRecorder | None = None
 
     @contextmanager
     def around(self, step: int, watch: AbstractContextManager[object]) -> Iterator[None]:
@@ -471,8 +472,8 @@ class BesideOneDevice:
         self._onward = Onward(self._program, self._exchange)
         with forked():
             self._onward.take(step)
-        self._capture = Capture(self._program, set())
-        with watch, self._capture:
+        self._updates = UpdateRecorder(shards_of(self._program))
+        with watch, self._updates:
             yield
 
     def _is_due(self, step: int) -> bool:
@@ -489,10 +490,11 @@ class BesideOneDevice:
         onward = self._onward
         if onward is None:
             return
-        is_first = self._capture is not None
-        if self._capture is not None:
-            onward.compare(loss, self._capture.unclipped(self._exchange, norm))
-            self._capture = None
+        is_first = self._updates is not None
+        if self._updates is not None:
+            program, exchange = self._program, self._exchange
+            onward.compare(loss, whole_gradients(program, self._updates, exchange, norm))
+            self._updates = None
         else:
             onward.compare_following(step, loss)
         if onward.differs(step):

@@ -151,7 +151,7 @@ class StepRecorder(UpdateRecorder):
             if not self.calls:
                 self.in_use = {
                     name: shard.value().clone()
-                    for name, shard in self._holds.items()
+                    for name, shard in self.holds.items()
                     if shard.within is None  # FSDP1 has gathered its flat parameter already
                 }
             kept_args, kept_kwargs = tree_map(_kept, (args, kwargs))

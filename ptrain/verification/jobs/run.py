@@ -27,7 +27,7 @@ from ptrain.verification.compare import (
     claim,
 )
 from ptrain.verification.jobs.averages import explain_average
-from ptrain.verification.jobs.evidence import ledger_of, rows_of
+from ptrain.verification.jobs.evidence import rows_of
 from ptrain.verification.jobs.inquiry import Inquiry
 from ptrain.verification.jobs.job import (
     TOLERANCES,
@@ -91,6 +91,7 @@ from ptrain.verification.jobs.step import (
 )
 from ptrain.verification.jobs.verdict import LoopVerdict
 from ptrain.verification.parts import canonical_parameters, numbers_apart
+from ptrain.verification.samples import ledger_of
 from ptrain.verification.updates.clip import clipping
 from ptrain.verification.updates.explain import explain_update
 
