@@ -28,12 +28,10 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from ptrain.data.corpus import corpus
 from ptrain.data.sampler import require as require_corpus
@@ -59,7 +57,7 @@ from ptrain.verification.examine import examine
 from ptrain.verification.jobs.verdict import Verdict
 from ptrain.verification.options import VerifyOptions
 from ptrain.verification.preconditions import REPEATED, Make, Watch, consistency, preconditions
-from ptrain.verification.reference import ReferenceTraining
+from ptrain.verification.reference import ReferenceTraining, Trajectory
 from ptrain.verification.references import Ask, Progress, ReferenceRun, references
 from ptrain.verification.tolerances import (
     FP64_GRADIENT,
@@ -94,16 +92,6 @@ from ptrain.verification.variants import (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MeshResult:
-    """What a run in fp64 leaves for a comparison with another mesh: the losses, and the `gradients`
-    of step 0 by name."""
-
-    name: str
-    losses: tuple[float, ...]
-    gradients: dict[str, Tensor]
-
-
 def in_micro_batches(
     spec: Spec, run: ProgramRun, world: World, exchange: Exchange, make: Make
 ) -> tuple[tuple[Check, ...], str]:
@@ -121,27 +109,13 @@ def in_micro_batches(
     return (gradient_check(name, apart(run.gradients, gradients), FP64_GRADIENT),), ""
 
 
-def write(path: Path, spec: Spec, run: ProgramRun) -> None:
-    """One rank writes: `run` is alike on all."""
-    plain: dict[str, Any] = {
-        "name": spec.name,
-        "losses": run.trajectory.losses,
-        "gradients": {name: gradient.contiguous() for name, gradient in run.gradients.items()},
-    }
-    torch.save(plain, path)
-
-
-def read(path: Path) -> MeshResult:
-    return MeshResult(**torch.load(path, weights_only=True))
-
-
-def against(run: ProgramRun, other: MeshResult, allowed: Sequence[float]) -> tuple[Check, ...]:
+def against(run: Trajectory, other: Trajectory, allowed: Sequence[float]) -> tuple[Check, ...]:
     """Compare gradient and losses of two meshes; `allowed` is that of one device's loss in each
     step (absolute). Where each of two is off by as much, by chance, they are sqrt(2) times that
     apart."""
-    title, losses = f"against {other.name}", run.trajectory.losses
+    title = f"against {other.name}"
     most = [math.sqrt(2) * limit for limit in allowed]
-    count = min(len(losses), len(other.losses))
+    count = min(len(run.losses), len(other.losses))
     name = f"{title}: loss of every step"
     why = f"{count} of {len(most)} steps can be compared. Verify {other.name} alone first"
     return (
@@ -150,7 +124,7 @@ def against(run: ProgramRun, other: MeshResult, allowed: Sequence[float]) -> tup
         ),
         at_most(name, math.inf, most[0], why)
         if count < len(most)
-        else of_losses(name, losses, other.losses, most, "and {} on the other mesh"),
+        else of_losses(name, run.losses, other.losses, most, "and {} on the other mesh"),
     )
 
 
@@ -263,7 +237,7 @@ def account_here(spec: Spec, world: World, exchange: Exchange, request: VerifyOp
         within, watch = anywhere(request.steps), _watch(context, program)
         run = follow(program, exchange, within, watch, context.progress)
     if request.account is not None and world.is_first:
-        write(request.account, spec, run)
+        replace(run, name=spec.name, parameters={}).save(request.account)
     exchange.barrier()
 
 
@@ -373,7 +347,7 @@ def _followed(
     notes = (allowed.explanation,) if allowed.explanation else ()
     steps = {
         "losses": reference.losses,
-        "differences": within.off(run.trajectory.losses),
+        "differences": within.off(run.losses),
         "allowed": allowed.losses,
         "references": allowed.references,
     }
@@ -400,7 +374,7 @@ def _invariance(context: Context) -> Verdict:
     all_checks, note = in_micro_batches(spec, run, context.world, exchange, context.make)
     notes = [note]
     if (path := context.request.compare) is not None:
-        other = read(path) if exchange.world.is_first else None
+        other = Trajectory.load(path) if exchange.world.is_first else None
 
         def beside(allowed: Allowed) -> tuple[Check, ...]:
             own = () if other is None else against(run, other, allowed.losses)

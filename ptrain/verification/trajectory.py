@@ -41,9 +41,9 @@ from ptrain.train.journal import LOG
 from ptrain.train.loop import local_batch
 from ptrain.verification.capture import drive_and_add, shards_of, whole_gradients
 from ptrain.verification.compare import (
-    FP64,
-    Liveness,
-    Tolerances,
+    FP64_LOSS,
+    LargestDifference,
+    alive,
     apart,
     apart_by_tensor,
     at_most,
@@ -82,21 +82,6 @@ class ReferenceStep:
     following: float
 
 
-@dataclass(slots=True)
-class LargestShare:
-    """The look with the largest share of what is allowed."""
-
-    share: float = -1.0
-    measured: float = 0.0
-    allowed: float = 0.0
-    step: int = 0
-
-    def add(self, step: int, measured: float, allowed: float) -> None:
-        share = share_of(measured, allowed)
-        if share > self.share:
-            self.share, self.measured, self.allowed, self.step = share, measured, allowed, step
-
-
 # What a permuted reference makes of the same state: both losses, and how far its gradient is from
 # the first's.
 Other = tuple[float, float, float]
@@ -110,7 +95,7 @@ class Onward:
 
     program: Program
     exchange: Exchange
-    worst: dict[str, LargestShare] = field(default_factory=dict)
+    worst: dict[str, LargestDifference] = field(default_factory=dict)
     _of: int = -1  # the step whose reference is there
     _first: ReferenceStep | None = None  # rank 0's
     _others: list[Other] = field(default_factory=list)
@@ -170,13 +155,15 @@ class Onward:
         self._add("loss after the update", loss - losses[0], self._loss_allowed(losses))
 
     def _add(self, name: str, difference: float, allowed: float) -> None:
-        self.worst.setdefault(name, LargestShare()).add(self._of, abs(difference), allowed)
+        name, place = f"from its own state: {name}", f"step {self._of}"
+        now = LargestDifference(name, allowed, abs(difference), place)
+        self.worst[name] = max(self.worst.get(name, now), now, key=lambda its: its.share)
 
     def _loss_allowed(self, losses: Sequence[float]) -> float:
         if len(losses) > 1:
             return from_permuted([abs(loss - losses[0]) for loss in losses[1:]]) + _summing(losses)
         if self.spec.precision.compute_fp64:
-            return FP64.of_loss(0) * abs(losses[0])
+            return FP64_LOSS * abs(losses[0])
         return FP32_LOSS
 
     def differs(self, step: int) -> bool:
@@ -188,10 +175,10 @@ class Onward:
 
     def checks(self) -> Iterator[Check]:
         """Rank 0's."""
-        for name, worst in self.worst.items():
-            why = f"step {worst.step}: the reference, continued from the run's state, differs"
-            allowed = worst.allowed if math.isfinite(worst.allowed) else math.nan
-            yield at_most(f"from its own state: {name}", worst.measured, allowed, why)
+        for worst in self.worst.values():
+            why = f"{worst.place}: the reference, continued from the run's state, differs"
+            allowed = worst.tolerance if math.isfinite(worst.tolerance) else math.nan
+            yield at_most(worst.name, worst.difference, allowed, why)
 
 
 def _summing(losses: Sequence[float]) -> float:
@@ -264,14 +251,10 @@ class Corridor:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ProgramRun:
-    """A program's steps, alike on all ranks: its trajectory, the `gradients` of step 0 as its
-    optimizer was given them, without clipping, the step at which it was `stopped`, and what one
+class ProgramRun(Trajectory):
+    """A program's steps, alike on all ranks: also the step at which it was `stopped`, and what one
     device made of its states on the way (`onward`)."""
 
-    trajectory: Trajectory
-    gradients: dict[str, Tensor]
-    again: float
     stopped: int | None
     onward: tuple[Check, ...] = ()
 
@@ -320,12 +303,10 @@ def follow(
     parameters = whole(program.state_dict()["model"], exchange)
     share = program.evaluate(local_batch(program, source, 0))
     return ProgramRun(
-        trajectory=Trajectory(
-            losses=tuple(losses),
-            gradient_norms=tuple(norms),
-            parameters=parameters,
-            travelled=distance(initial, parameters),
-        ),
+        losses=tuple(losses),
+        gradient_norms=tuple(norms),
+        parameters=parameters,
+        travelled=distance(initial, parameters),
         gradients=gradients,
         again=exchange.add([float(share)])[0],
         stopped=stopped,
@@ -339,7 +320,6 @@ def checks(
     """All checks of a run, made on the rank that has the reference; equal on all."""
     own: list[Check] = []
     if (solo := reference.solo) is not None:
-        losses = run.trajectory.losses
         own = [
             gradient_check(
                 "gradient of step 0", apart(solo.gradients, run.gradients), allowed.gradient
@@ -347,17 +327,15 @@ def checks(
             _by_parameter(apart_by_tensor(solo.gradients, run.gradients), allowed.by_parameter),
             of_losses(  # where it is more than allowed, that is the last step that ran
                 "loss of every step",
-                losses,
+                run.losses,
                 reference.losses,
                 allowed.losses,
-                worst=None if run.stopped is None else len(losses) - 1,
+                worst=None if run.stopped is None else len(run.losses) - 1,
             ),
-            *Liveness.of("reference", solo.trajectory, solo.again).checks(),
+            *alive("reference", solo),
         ]
         if run.stopped is None:
-            own += Liveness.of("run", run.trajectory, run.again).checks()
-            tolerances = Tolerances(gradient_norms=allowed.norms, parameters=allowed.parameters)
-            own += parted(solo.trajectory, run.trajectory, tolerances)
+            own += [*alive("run", run), *parted(solo, run, allowed.norms, allowed.parameters)]
     return (*from_rank(reference.owner, own, exchange), *run.onward)
 
 
