@@ -21,8 +21,6 @@ from ptrain.cost import Phase
 from ptrain.data.corpus import corpus
 from ptrain.interpreter.program import Program
 from ptrain.report.finding import Certainty, Mismatch, Moment, RootCause, Subject, Way
-from ptrain.spec.placement import Axis
-from ptrain.spec.spec import Spec, coordinates
 from ptrain.train.exchange import Exchange
 from ptrain.train.schedule import learning_rate
 from ptrain.verification.capture import (
@@ -40,19 +38,21 @@ from ptrain.verification.jobs.evidence import untold
 from ptrain.verification.jobs.job import TOLERANCES, Ranks, ranks_of_spec
 from ptrain.verification.jobs.record import compare_gradients
 from ptrain.verification.jobs.root_causes import families, over_axis, root_cause, shared_factor
-from ptrain.verification.jobs.shards import part_of
 from ptrain.verification.jobs.step import of_own_optimizers
 from ptrain.verification.jobs.verdict import Verdict
 from ptrain.verification.parts import (
-    Magnitude,
     held,
     numbers_apart,
     products,
-    relative,
-    without_masks,
 )
-from ptrain.verification.preconditions import of_program, of_reference
-from ptrain.verification.program_step import ProgramSide, ProgramStep
+from ptrain.verification.program_step import (
+    ProgramSide,
+    ProgramStep,
+    Sides,
+    compare_states,
+    compare_tensors,
+    tensor_part,
+)
 from ptrain.verification.reference import MicroBatch, Pass, ReferenceTraining
 from ptrain.verification.samples import data_place, sample_mismatches
 from ptrain.verification.updates.explain import explain_update
@@ -218,8 +218,6 @@ def _of_parameter(mismatch: Mismatch) -> Mismatch:
 
 TOLERANCE = 1e-11  # relative, fp64: what Adam makes of 1e-15, with room; faults are 1e-6 and more
 MOST = 400  # mismatches of one state at one moment that a rank tells of: 0.1 MB
-_PARAMETERS = Subject.PARAMETERS
-_MASKED = (Subject.BUFFERS, Subject.ACTIVATIONS)  # that may be a mask of attention, infinite
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -251,7 +249,7 @@ class _Examiner:
         self.holds = shards_of(program)
 
     def run(self, steps: int) -> Examination:
-        self._state(Moment.START)
+        self._states(Moment.START)
         self.all.take(self.differences)
         evidence: ProgramStep | None = None
         for step in range(steps):
@@ -266,7 +264,7 @@ class _Examiner:
                 evidence.expected.norm = self.reference.update(step, sums)
             evidence.expected.record = updates.record
             self._norm(evidence)
-            self._state(Moment.UPDATE)
+            self._states(Moment.UPDATE)
             self.all.take(self.differences, self.order)
         mismatches = tuple(self.all.mismatches)
         cause = explain(mismatches, evidence, self.all.ranks) if mismatches else None
@@ -327,7 +325,8 @@ class _Examiner:
         self.differences = Differences(step=evidence.step, rank=self.rank)
         self._samples(evidence)
         # parameters where they are used: gathered, copied, as they should be in this step
-        self._tensors(Moment.FORWARD, _PARAMETERS, evidence.seen.in_use, evidence.expected.in_use)
+        in_use = evidence.seen.in_use, evidence.expected.in_use
+        self._tensors(Moment.FORWARD, Subject.PARAMETERS, in_use)
         self._activations(evidence)
         self._number(Moment.FORWARD, Subject.LOSS, evidence.seen.loss, evidence.expected.loss)
         rate = learning_rate(self.spec.optimizer, evidence.step)
@@ -351,7 +350,7 @@ class _Examiner:
         ):
             for k in sorted(self.watched_passes):
                 own, its = ({p: t for (p, n), t in side.items() if n == k} for side in sides)
-                self._tensors(moment, Subject.ACTIVATIONS, own, its, index=k)
+                self._tensors(moment, Subject.ACTIVATIONS, (own, its), k)
 
     def _gradients(self, evidence: ProgramStep) -> None:
         """Compare this rank's elements of every gradient, without what clipping did."""
@@ -374,29 +373,14 @@ class _Examiner:
             norm = expected  # both skip the step
         self._number(Moment.CLIP, Subject.NORM, norm, expected)
 
-    def _state(self, moment: Moment) -> None:
-        """Compare parameters, optimizer state, counters and buffers, each part where it is."""
-        sides = of_program(self.program), of_reference(self.reference, self.rank)
-        for subject in dict.fromkeys(kind for kind, _ in sides[1]):
-            own, its = (
-                {n: t for (kind, n), t in side.items() if kind is subject} for side in sides
-            )
-            self._tensors(moment, subject, own, its)
+    def _states(self, moment: Moment) -> None:
+        sides, ranks = (self.program, self.reference), self.all.ranks
+        compare_states(self.differences, *sides, moment, ranks, tolerance=TOLERANCE)
 
-    def _tensors(
-        self,
-        moment: Moment,
-        subject: Subject,
-        actual: Mapping[str, torch.Tensor],
-        expected: Mapping[str, torch.Tensor],
-        index: int = 0,
-    ) -> None:
-        """Compare what both sides have of a name."""
-        shown = {n: _shown(its) for n, its in expected.items()} if subject in _MASKED else expected
-        scale = Magnitude.of(shown)
-        for name in (name for name in actual if name in expected):
-            sides = actual[name], expected[name], shown[name]
-            self._tensor(moment, subject, name, sides, scale=scale, index=index)
+    def _tensors(self, moment: Moment, subject: Subject, sides: Sides, index: int = 0) -> None:
+        compare_tensors(
+            self.differences, moment, subject, sides, self.spec, tolerance=TOLERANCE, index=index
+        )
 
     def _number(self, moment: Moment, subject: Subject, actual: float, expected: float) -> None:
         words = f"{actual!r} for {expected!r}"
@@ -408,49 +392,3 @@ class _Examiner:
             difference=0.0 if actual == expected else numbers_apart(expected, actual),
             tolerance=TOLERANCE,
         )  # fmt: skip
-
-    def _tensor(
-        self,
-        moment: Moment,
-        subject: Subject,
-        name: str,
-        sides: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-        *,
-        scale: Magnitude,
-        index: int,
-    ) -> None:
-        """Nothing of an activation whose part nothing tells: it is of another shape on purpose.
-        `sides`: what is there, one device's, and that without what masks hide."""
-        tensor, whole, shown = sides
-        part = tensor_part(self.spec, self.rank, whole, tensor)
-        way, difference, words = Way.VALUE, 0.0, ""
-        if part is None:
-            if subject is Subject.ACTIVATIONS:
-                return
-            way, difference = Way.SHAPE, math.inf
-            words = f"shape {tuple(tensor.shape)} for {tuple(whole.shape)}"
-        else:
-            own, its = held(tensor), part
-            if subject in _MASKED:
-                own, its = without_masks(own, its)
-            if own.dtype != its.dtype:
-                way, words = Way.DTYPE, f"{tensor.dtype} for {whole.dtype}"
-            difference = relative(own, its, scale.length(shown, its))
-        self.differences.compare(
-            moment, subject, name, difference=difference, tolerance=TOLERANCE, way=way, index=index,
-            words=words,
-        )  # fmt: skip
-
-
-def tensor_part(
-    spec: Spec, rank: int, whole: torch.Tensor, tensor: torch.Tensor
-) -> torch.Tensor | None:
-    """Return the elements of the reference's tensor that a rank's tensor stands for, a plain one
-    sharded over tp; None if nothing tells which."""
-    place = coordinates(spec, rank).get(Axis.TP, 0)
-    return part_of(whole, tensor, degree=spec.degree(Axis.TP), place=place)
-
-
-def _shown(tensor: torch.Tensor) -> torch.Tensor:
-    """Without what a mask of attention hides, which is infinite: nothing is small beside that."""
-    return without_masks(tensor, tensor)[0]

@@ -19,7 +19,7 @@ from ptrain.spec.spec import Spec
 from ptrain.train.exchange import Exchange
 from ptrain.verification import trajectory
 from ptrain.verification.compare import LargestDifference
-from ptrain.verification.preconditions import of_reference
+from ptrain.verification.program_step import of_reference
 from ptrain.verification.reference import ReferenceTraining
 from ptrain.verification.tolerances import MANY
 from ptrain.verification.trajectory import Onward, ReferenceStep
