@@ -9,7 +9,7 @@ The sum follows after these layers, once; until then the values differ from one 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ptrain.axes.data.run.target import NamedTarget
 from ptrain.cost import Phase
 from ptrain.data.sampler import SampleSource
 from ptrain.facts.model import prefixes
@@ -44,18 +45,28 @@ Key: TypeAlias = tuple[str, int]  # a module's path and a micro-batch
 class Outputs:
     """The first floating output of every module by path and micro-batch, of these micro-batches, in
     the order in which they came, and its gradient; and the parameters with which modules compute in
-    the first pass, gathered where they are sharded between passes."""
+    the first pass, gathered where they are sharded between passes. `reached`: those of which there
+    was a gradient when the program had reduced them."""
 
     micro_batches: Collection[int]
     forward: dict[Key, Tensor] = field(default_factory=dict)
     backward: dict[Key, Tensor] = field(default_factory=dict)
     in_use: dict[str, Tensor] = field(default_factory=dict)
+    reached: set[str] = field(default_factory=set)
+    _holds: Mapping[str, LeafShard] = field(default_factory=dict)
     _now: int | None = None
 
     def phase(self, phase: Phase, micro_batch: int) -> None:
         """Note which micro-batch begins. What runs again in backward is not kept."""
         is_kept = phase is Phase.FORWARD and micro_batch in self.micro_batches
         self._now = micro_batch if is_kept else None
+
+    def reduced(self) -> None:
+        """Note which gradients are where the optimizer is to find them."""
+        self.reached = {n for n, its in self._holds.items() if its.target.gradient is not None}
+
+    def clipped(self, norm: Tensor | None) -> None:
+        """Gradients are compared without it."""
 
     @contextmanager
     def of(self, modules: Iterator[tuple[str, nn.Module]]) -> Iterator[None]:
@@ -83,10 +94,16 @@ class Outputs:
 
 
 @contextmanager
-def recorded(program: Program, micro_batches: Collection[int]) -> Iterator[Outputs]:
+def recorded(
+    program: Program, holds: Mapping[str, LeafShard], micro_batches: Collection[int]
+) -> Iterator[Outputs]:
     """Temporarily record what the program's modules compute in these micro-batches."""
-    outputs = Outputs(micro_batches)
-    with listening(program.observers, outputs), outputs.of(paths(program)):
+    outputs = Outputs(micro_batches, _holds=holds)
+    with (
+        listening(program.observers, outputs),
+        listening(program.gradient_observers, outputs),
+        outputs.of(paths(program)),
+    ):
         yield outputs
 
 
@@ -124,11 +141,18 @@ def _getting(roles: Roles) -> Patterns:
     )
 
 
+@dataclass(slots=True, kw_only=True)
+class LeafShard(ParameterShard):
+    """This rank's elements of a parameter in the tensor that an optimizer steps, for a target."""
+
+    target: NamedTarget
+
+
 _APART = 2.0**40  # more elements than a rank has; of its multiples fp64 has every integer
 
 
 @torch.no_grad()
-def shards_of(program: Program) -> dict[str, ParameterShard]:
+def shards_of(program: Program) -> dict[str, LeafShard]:
     """Return which elements of each parameter this rank's optimizers update, by canonical name.
 
     An optimizer steps tensors that no parameter shows (flat units, shards, master copies). So their
@@ -144,8 +168,8 @@ def shards_of(program: Program) -> dict[str, ParameterShard]:
         for name, row in ((name, full(its)) for name, its in placed.items()):
             at = ((row >= first) & (row < first + _APART)).flatten().nonzero().flatten()
             within = (row.flatten()[at] - first).long()
-            shards[name] = ParameterShard(
-                name, tensor_of(leaf), row.shape,
+            shards[name] = LeafShard(
+                name, tensor_of(leaf), row.shape, target=target,
                 at=None if at.numel() == row.numel() else at,
                 within=None if torch.equal(within, numbers.cpu().long()) else within,
             )  # fmt: skip

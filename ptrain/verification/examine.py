@@ -186,8 +186,7 @@ def _of_update(mismatches: Sequence[Mismatch], step: ProgramStep, ranks: Ranks) 
     if not updated:
         return _first_difference(mismatches, first, ranks)
     one = min(updated, key=lambda mismatch: _ORDER.index(mismatch.subject))
-    skipped = step.expected.record.after.keys() & step.holds.keys() - step.seen.record.after.keys()
-    if omitted := sorted({name for its in ranks.gather(sorted(skipped)) for name in its}):
+    if omitted := sorted({name for its in ranks.gather(sorted(step.omitted)) for name in its}):
         return root_cause(
             [its for its in updated if its.subject is one.subject], ranks,
             state=Subject.OPTIMIZER, factor="update skipped", names=omitted,
@@ -278,7 +277,7 @@ class _Examiner:
         """Run one step of both, of the reference up to the sums of its gradients."""
         outputs, expected = self._reference_pass(step)
         updates = UpdateRecorder(self.holds)
-        with updates, recorded(self.program, self.watched_passes) as seen:
+        with updates, recorded(self.program, self.holds, self.watched_passes) as seen:
             share, norm = drive(self.program, self.source, step)
         as_here = as_held(self.program, outputs)
         return ProgramStep(
@@ -304,6 +303,7 @@ class _Examiner:
             ),
             earlier_gradients=before.expected.gradients if before else {},
             rates=updates.rates,
+            omitted=seen.reached - updates.updated,
         ), dict(expected.sums)
 
     def _reference_pass(self, step: int) -> tuple[Outputs, Pass]:
@@ -355,7 +355,8 @@ class _Examiner:
     def _gradients(self, evidence: ProgramStep) -> None:
         """Compare this rank's elements of every gradient, without what clipping did."""
         updated = evidence.seen.gradients.keys()
-        holds = of_own_optimizers(updated, self.holds, self.all.ranks)
+        own = {name: its for name, its in self.holds.items() if name not in evidence.omitted}
+        holds = of_own_optimizers(updated, own, self.all.ranks)
         sides, limit = (evidence.expected, evidence.seen), TOLERANCES[torch.float64]
         compare_gradients(self.differences, sides, holds, limit)
         kind = Moment.GRADIENTS, Subject.GRADIENTS

@@ -22,7 +22,7 @@ from ptrain.report.finding import Moment, Subject, Way
 from ptrain.spec.placement import Axis
 from ptrain.spec.spec import Spec, coordinates
 from ptrain.train.exchange import Exchange
-from ptrain.verification.capture import Outputs, modules
+from ptrain.verification.capture import LeafShard, Outputs, modules
 from ptrain.verification.compare import Differences, ParameterMove
 from ptrain.verification.jobs.evidence import MOST, JobEvidence, OwnGradients, sampled
 from ptrain.verification.jobs.job import TOLERANCES, Ranks
@@ -51,23 +51,26 @@ class ProgramSide:
 class ProgramStep:
     """One step of both sides. `holds`: which elements of each parameter this rank's optimizers
     update, of which `seen`, the program's side, has gradients and updates. Gradients are without
-    what clipping did. `rates`: the learning rates that the optimizers used."""
+    what clipping did. `rates`: the learning rates that the optimizers used; `omitted`: parameters
+    with a gradient that no optimizer of this rank took."""
 
     step: int
     program: Program
     reference: ReferenceTraining
     exchange: Exchange
     ranks: Ranks
-    holds: Mapping[str, ParameterShard]
+    holds: Mapping[str, LeafShard]
     seen: ProgramSide
     expected: ProgramSide
     earlier_gradients: Mapping[str, Tensor]
     rates: set[float]
+    omitted: set[str]
 
     def lost(self) -> list[str]:
         """Return the parameters with a gradient in the reference that have none, or zeros, on every
         rank. All ranks call it."""
         own = [name for name, its in self.seen.gradients.items() if bool(its.any())]
+        own += self.omitted
         reached = {name for its in self.ranks.gather(own) for name in its}
         expected = self.expected.gradients.items()
         return [name for name, whole in expected if name not in reached and bool(whole.any())]
@@ -80,8 +83,8 @@ class ProgramStep:
         holds = {}
         for name in (name for name in truths if name in self.holds or name not in known):
             parameter = module.get_parameter(name)
-            shard = self.holds.get(name, ParameterShard(name, parameter, parameter.shape))
-            holds[name] = replace(shard, parameter=parameter, within=None)
+            at = self.holds[name].at if name in self.holds else None
+            holds[name] = ParameterShard(name, parameter, parameter.shape, at)
         given = list(islice(self._of_micro_batches(), MOST))  # each is as large as all parameters
         own = OwnGradients(
             holds=holds, truths=truths, given=given, before=self.earlier_gradients,
@@ -106,7 +109,8 @@ class ProgramStep:
         for name, taken in seen.before.items():
             if name not in expected.after or name not in now:
                 continue
-            shard = replace(self.holds[name], parameter=taken.value.view(taken.shape), within=None)
+            leaf, value = self.holds[name], taken.value.view(taken.shape)
+            shard = ParameterShard(name, value, leaf.shape, leaf.at)
             before = shard.of(expected.before[name].value)
             holds[name] = shard
             courses[name] = ParameterMove(

@@ -303,19 +303,6 @@ def compare_gradients(
         )
 
 
-def pieces(whole: Tensor, shape: torch.Size) -> Iterator[Tensor]:
-    """Yield every even chunk of a whole tensor that has this shape, or itself."""
-    if whole.shape == shape:
-        yield whole
-        return
-    if len(shape) != whole.dim():
-        return
-    differing = [dim for dim in range(whole.dim()) if whole.size(dim) != shape[dim]]
-    if len(differing) == 1 and shape[differing[0]]:
-        (dim,) = differing
-        yield from (piece for piece in whole.split(shape[dim], dim) if piece.shape == shape)
-
-
 def compare_update(
     differences: Differences,
     name: str,
