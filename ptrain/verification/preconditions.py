@@ -49,7 +49,7 @@ from ptrain.spec.spec import Spec, groups
 from ptrain.train.exchange import Exchange
 from ptrain.verification.capture import drive, paths
 from ptrain.verification.compare import AllDifferences, Differences, counted
-from ptrain.verification.jobs.job import ranks_of_spec
+from ptrain.verification.jobs.job import Ranks, ranks_of_spec
 from ptrain.verification.parts import INTEGERS, held
 from ptrain.verification.program_step import compare_states, of_program
 from ptrain.verification.reference import ReferenceTraining
@@ -294,10 +294,12 @@ Digests: TypeAlias = "dict[str, str]"
 def preconditions(spec: Spec, world: World, exchange: Exchange, make: Make) -> tuple[Check, ...]:
     """Two programs of the spec as it is, of STEPS steps each. All ranks call it; equal on all."""
     with deterministic():
-        program = make(spec, world)
-        starts = list(_starts(program, exchange))
+        program, every = make(spec, world), AllDifferences(ranks_of_spec(spec, exchange))
+        differences = Differences(step=0, rank=world.rank)
+        _compare_start(differences, program, every.ranks)
         losses, skipped, broken = _steps(program, exchange)
         if broken:
+            every.take(differences)
             return (
                 counted(
                     "steps that end",
@@ -305,10 +307,11 @@ def preconditions(spec: Spec, world: World, exchange: Exchange, make: Make) -> t
                     STEPS - len(losses),
                     f"{broken}; earlier differences, if any, are reported below",
                 ),
-                *starts,
+                *every.checks(),
             )
         first = _digests(program)
-        counters = _counters(program, exchange, STEPS - skipped)
+        _compare_counters(differences, program, STEPS - skipped)
+        every.take(differences)
         del program
         again = make(spec, world)
         losses_again, *_ = _steps(again, exchange)
@@ -317,8 +320,7 @@ def preconditions(spec: Spec, world: World, exchange: Exchange, make: Make) -> t
     return (
         _same_bits(losses, losses_again),
         _same_tensors(first, second, exchange),
-        *starts,
-        *counters,
+        *every.checks(),
     )
 
 
@@ -383,26 +385,16 @@ def _same_bits(losses: Sequence[float], again: Sequence[float]) -> Check:
 def _same_tensors(first: Digests, second: Digests, exchange: Exchange) -> Check:
     names = first | second
     own = [name for name in names if first.get(name) != second.get(name)]
-    return _of_all_ranks(
-        f"{REPEATED}: tensors",
-        len(names),
-        own,
-        f"{{name}} has other bits on rank {{rank}} after {STEPS} steps: something is not a "
-        "function of the spec (an operator, an order of arrival, the random state)",
-        exchange,
-    )
-
-
-def _starts(program: Program, exchange: Exchange) -> Iterator[Check]:
-    """Compare Theta_0 and Omega_0 with the reference's, bit by bit, in the spec's own dtypes."""
-    differences = Differences(step=0, rank=program.world.rank)
-    every = AllDifferences(ranks_of_spec(program.spec, exchange))
-    compare_states(
-        differences, program, ReferenceTraining(program.spec), Moment.START, every.ranks,
-        tolerance=0.0, subjects=(Subject.PARAMETERS, Subject.OPTIMIZER),
-    )  # fmt: skip
-    every.take(differences)
-    return every.checks()
+    everyone = exchange.gather([len(names), own])
+    wrong = [(rank, name) for rank, (_, its) in enumerate(everyone) for name in its]
+    why = ""
+    if wrong:
+        more = f" ({len(wrong) - 1} more)" if len(wrong) > 1 else ""
+        why = (
+            f"{wrong[0][1]} has other bits on rank {wrong[0][0]} after {STEPS} steps: something is "
+            f"not a function of the spec (an operator, an order of arrival, the random state){more}"
+        )
+    return counted(f"{REPEATED}: tensors", sum(its[0] for its in everyone), len(wrong), why)
 
 
 def _digest(tensor: torch.Tensor) -> str:
@@ -410,41 +402,24 @@ def _digest(tensor: torch.Tensor) -> str:
     return f"{kind(tensor)} {digests([tensor])[0]}"
 
 
-def _counters(program: Program, exchange: Exchange, expected: int) -> Iterator[Check]:
+def _compare_start(differences: Differences, program: Program, ranks: Ranks) -> None:
+    """Compare Theta_0 and Omega_0 with the reference's, bit by bit, in the spec's own dtypes."""
+    compare_states(
+        differences, program, ReferenceTraining(program.spec), Moment.START, ranks,
+        tolerance=0.0, subjects=(Subject.PARAMETERS, Subject.OPTIMIZER),
+    )  # fmt: skip
+
+
+def _compare_counters(differences: Differences, program: Program, expected: int) -> None:
     """Compare the optimizer's own counts. One device tells which parameters have no gradient: they
     are not updated, and count none."""
-    updates = {
-        name: float(held(tensor))
-        for (subject, name), tensor in of_program(program).items()
-        if subject is Subject.COUNTER
-    }
-    wrong = [name for name, count in updates.items() if count != expected]
-    if wrong and any(updates[name] == 0 for name in wrong):
-        updated = ReferenceTraining(program.spec).accumulate(0).sums
-        wrong = [name for name in wrong if updates[name] or name.rpartition(".")[0] in updated]
-    everywhere = exchange.gather(len(updates))
-    if any(everywhere):  # SGD counts nothing
-        counts = sorted({updates[name] for name in wrong})
-        said = ", ".join(f"{count:g}" for count in counts)
-        yield _of_all_ranks(
-            "step counters",
-            len(updates),
-            wrong,
-            f"{{name}} on rank {{rank}} counts {said}, but {expected} updates were made",
-            exchange,
-        )
-
-
-def _of_all_ranks(
-    name: str, number: int, wrong: Sequence[str], why: str, exchange: Exchange
-) -> Check:
-    """Tell of all ranks how many things were compared, and which of them first is not as it should
-    be. `why` has places for `name` and `rank`, and is the telling rank's own."""
-    everyone = exchange.gather(
-        [number, len(wrong), why.replace("{name}", wrong[0]) if wrong else ""]
-    )
-    failures = [(rank, its[2]) for rank, its in enumerate(everyone) if its[1]]
-    total, differing = (sum(its[i] for its in everyone) for i in (0, 1))
-    first = failures[0][1].replace("{rank}", str(failures[0][0])) if failures else ""
-    more = f" ({differing - 1} more)" if differing > 1 else ""
-    return counted(name, total, differing, first + more)
+    states = of_program(program).items()
+    updates = {name: float(held(its)) for (kind, name), its in states if kind is Subject.COUNTER}
+    still = [name for name, count in updates.items() if count == 0 != expected]
+    updated = ReferenceTraining(program.spec).accumulate(0).sums if still else {}
+    for name, count in updates.items():
+        right = 0 if name in still and name.rpartition(".")[0] not in updated else expected
+        differences.compare(
+            Moment.UPDATE, Subject.COUNTER, name, difference=abs(count - right), tolerance=0.0,
+            words=f"it counts {count:g}, but {right} updates were made",
+        )  # fmt: skip

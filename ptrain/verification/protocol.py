@@ -173,6 +173,9 @@ class Context:
             )
         return [self.references[ask.key] for ask in asks]
 
+    def watch(self, program: Program) -> Watch:
+        return Watch(program, self.exchange, every_collective=self.request.every_collective)
+
 
 Stage: TypeAlias = "Callable[[Context], Verdict]"
 Speak: TypeAlias = "Callable[[str, Sequence[Check], float], None]"
@@ -215,18 +218,14 @@ def verify_here(
         if speak is not None:
             speak(name, outcome.checks, seconds)
         failed = failed or (name if outcome.fails else "")
-        if failed and not (name == failed and _asks_examination(name, outcome.checks)):
+        # a state or a counter that is not one device's is explained beside one device, if the run
+        # is a function of its spec
+        same = all(its.holds for its in outcome.checks if its.name.startswith(REPEATED))
+        if failed and not (name == failed == names[0] and same):
             left = names[names.index(name) + 1 :]
             note = f"{failed} fails: {', '.join(left)} not checked"
             return replace(result, notes=(*result.notes, note)) if left else result
     return result
-
-
-def _asks_examination(name: str, checks: Sequence[Check]) -> bool:
-    """A state or a counter that is not one device's is explained beside one device, if the run is a
-    function of its spec."""
-    is_first = name == next(iter(STAGES))
-    return is_first and all(check.holds for check in checks if check.name.startswith(REPEATED))
 
 
 def account_here(spec: Spec, world: World, exchange: Exchange, request: VerifyOptions) -> None:
@@ -234,7 +233,7 @@ def account_here(spec: Spec, world: World, exchange: Exchange, request: VerifyOp
     context = Context(spec=spec, world=world, exchange=exchange, request=request, make=interpreted)
     program = context.make(exactly(spec), world)
     with undropped(spec):
-        within, watch = anywhere(request.steps), _watch(context, program)
+        within, watch = anywhere(request.steps), context.watch(program)
         run = follow(program, exchange, within, watch, context.progress)
     if request.account is not None and world.is_first:
         replace(run, name=spec.name, parameters={}).save(request.account)
@@ -271,7 +270,10 @@ def _consistency(context: Context) -> Verdict:
     """Check consistency with the spec's own dtypes and dropout."""
     program, request = context.make(context.spec, context.world), context.request
     every = request.every_collective
-    outcome = _watched(consistency(program, context.exchange, every_collective=every))
+    watch = consistency(program, context.exchange, every_collective=every)
+    outcome = Verdict(
+        checks=watch.checks(), mismatches=watch.mismatches, root_cause=watch.root_cause
+    )
     if context.world.size == 1:
         return replace(outcome, notes=("consistency: a single rank shares nothing",))
     if every:
@@ -340,7 +342,7 @@ def _followed(
 ) -> tuple[ProgramRun, FollowedStage]:
     exchange = context.exchange
     program = context.make(spec, context.world)
-    watch = _watch(context, program)
+    watch = context.watch(program)
     run = follow(program, exchange, within, watch, context.progress)
     own_checks = within.judged(lambda allowed: checks(reference, run, allowed, exchange))
     allowed = within.allowed
@@ -356,15 +358,6 @@ def _followed(
         checks=all_checks, mismatches=watch.mismatches, root_cause=watch.root_cause, notes=notes,
         steps=steps,
     )  # fmt: skip
-
-
-def _watch(context: Context, program: Program) -> Watch:
-    every = context.request.every_collective
-    return Watch(program, context.exchange, every_collective=every)
-
-
-def _watched(watch: Watch) -> Verdict:
-    return Verdict(checks=watch.checks(), mismatches=watch.mismatches, root_cause=watch.root_cause)
 
 
 def _invariance(context: Context) -> Verdict:
@@ -430,7 +423,10 @@ def _num_logits(spec: Spec) -> int | None:
 
 
 def _verify(spec: Spec, world: World, exchange: Exchange, options: VerifyOptions) -> int:
-    heading = _heading(spec, world) if world.is_first else ""
+    heading = ""
+    if world.is_first:
+        numel = sum(its.numel() for its in ReferenceTraining(spec).parameters.values())
+        heading = header(spec, numel=numel, backend=world.backend, device=world.device.type)
     speaks = world.is_first and not options.json
     progress = Progress(sys.stderr if speaks else None)
 
@@ -446,7 +442,19 @@ def _verify(spec: Spec, world: World, exchange: Exchange, options: VerifyOptions
         spec, world, exchange, options, speak=print_stage if speaks else None, progress=progress
     )
     if world.is_first:
-        result = _record(spec, verification, world, options.steps, heading)
+        result = as_record(
+            spec.name,
+            verification.checks,
+            root_cause=verification.root_cause,
+            mismatches=verification.mismatches,
+            world_size=world.size,
+            device=device_name(world),
+            heading=heading,
+            steps=options.steps,
+            seconds=verification.seconds,
+            trajectories=verification.trajectories,
+            notes=list(verification.notes),
+        )
         if options.folder is not None:
             write_json(RunFolder(options.folder).summary, result)
         if options.json and options.folder is None:
@@ -461,26 +469,3 @@ def _verify(spec: Spec, world: World, exchange: Exchange, options: VerifyOptions
         )  # fmt: skip
     exchange.barrier()  # no rank ends with a failed verdict before the record says so
     return 0 if verification.holds else VerdictFailed.exit_code
-
-
-def _heading(spec: Spec, world: World) -> str:
-    numel = sum(parameter.numel() for parameter in ReferenceTraining(spec).parameters.values())
-    return header(spec, numel=numel, backend=world.backend, device=world.device.type)
-
-
-def _record(
-    spec: Spec, verification: Verification, world: World, steps: int, heading: str
-) -> dict[str, object]:
-    return as_record(
-        spec.name,
-        verification.checks,
-        root_cause=verification.root_cause,
-        mismatches=verification.mismatches,
-        world_size=world.size,
-        device=device_name(world),
-        heading=heading,
-        steps=steps,
-        seconds=verification.seconds,
-        trajectories=verification.trajectories,
-        notes=list(verification.notes),
-    )

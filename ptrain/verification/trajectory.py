@@ -89,9 +89,9 @@ Other = tuple[float, float, float]
 
 @dataclass(slots=True)
 class Onward:
-    """Of one run. The loop calls `is_due`, `take` before such a step, `compare` after it and
-    `compare_following` after the next. Rank 0 compares; all ranks call all, and share the permuted
-    references, each of which is gone before the next is built."""
+    """Of one run: `around` a step from whose state one device goes on, `judge` after it and after
+    the next. Rank 0 compares; all ranks call all, and share the permuted references, each of which
+    is gone before the next is built."""
 
     program: Program
     exchange: Exchange
@@ -99,13 +99,36 @@ class Onward:
     _of: int = -1  # the step whose reference is there
     _first: ReferenceStep | None = None  # rank 0's
     _others: list[Other] = field(default_factory=list)
+    _updates: UpdateRecorder | None = None  # of this step
 
     @property
     def spec(self) -> Spec:
         return self.program.spec
 
-    def is_due(self, step: int) -> bool:
-        return step > 0 and step % STATE_EVERY == 0
+    @contextmanager
+    def around(self, step: int) -> Iterator[None]:
+        """Take the state before a step, and record its update."""
+        with forked():
+            self.take(step)
+        self._updates = UpdateRecorder(shards_of(self.program))
+        with self._updates:
+            yield
+
+    def judge(self, step: int, loss: float, norm: float | None) -> bool:
+        """Compare what is known after such a step, or the one after it; return whether it differs,
+        on all ranks alike."""
+        if self._updates is not None:
+            program, exchange, updates = self.program, self.exchange, self._updates
+            self.compare(loss, whole_gradients(program, updates, exchange, norm))
+            self._updates = None
+        else:
+            self.compare_following(step, loss)
+        return self.differs(step)
+
+    @property
+    def is_recorded(self) -> bool:
+        """Return whether the step from whose state one device goes on is not judged yet."""
+        return self._updates is not None
 
     def take(self, step: int) -> None:
         """Take the state before `step`, and compute what one device makes of it."""
@@ -278,26 +301,20 @@ def follow(
     stopped = None
     onward = Onward(program, exchange)
     for step in range(len(within.center)):
-        is_due = onward.is_due(step) and step + 1 < len(within.center)
-        if is_due:
-            with forked():
-                onward.take(step)
         with ExitStack() as stack:
+            if step % STATE_EVERY == 0 < step < len(within.center) - 1:
+                stack.enter_context(onward.around(step))
             if step % EVERY == 0:
                 stack.enter_context(watch.step(step))
-            is_kept = is_due or step == 0
-            updates = stack.enter_context(UpdateRecorder(shards_of(program))) if is_kept else None
+            updates = stack.enter_context(UpdateRecorder(shards_of(program))) if not step else None
             loss, norm = drive_and_add(program, source, step, exchange)
-        onward.compare_following(step, loss)
         if updates is not None:
-            step_gradients = whole_gradients(program, updates, exchange, norm)
-            gradients = gradients or step_gradients
-            if is_due:
-                onward.compare(loss, step_gradients)
+            gradients = whole_gradients(program, updates, exchange, norm)
+        differs = onward.judge(step, loss, norm)
         progress.step("the ranks", step + 1, len(within.center))
         losses.append(loss)
         norms += [] if norm is None else [norm]
-        if watch.mismatches or onward.differs(step) or not within.contains(step, loss):
+        if watch.mismatches or differs or not within.contains(step, loss):
             stopped = step
             break
     parameters = whole(program.state_dict()["model"], exchange)
@@ -436,7 +453,6 @@ class BesideOneDevice:
         self._is_measured, self._resume = is_measured, resume
         self._is_owed = False
         self._onward: Onward | None = None
-        self._updates: UpdateRecorder | None = None
 
     @contextmanager
     def around(self, step: int, watch: AbstractContextManager[object]) -> Iterator[None]:
@@ -448,10 +464,7 @@ class BesideOneDevice:
             return
         self._is_owed = False
         self._onward = Onward(self._program, self._exchange)
-        with forked():
-            self._onward.take(step)
-        self._updates = UpdateRecorder(shards_of(self._program))
-        with watch, self._updates:
+        with self._onward.around(step), watch:
             yield
 
     def _is_due(self, step: int) -> bool:
@@ -468,14 +481,8 @@ class BesideOneDevice:
         onward = self._onward
         if onward is None:
             return
-        is_first = self._updates is not None
-        if self._updates is not None:
-            program, exchange = self._program, self._exchange
-            onward.compare(loss, whole_gradients(program, self._updates, exchange, norm))
-            self._updates = None
-        else:
-            onward.compare_following(step, loss)
-        if onward.differs(step):
+        is_first = onward.is_recorded
+        if onward.judge(step, loss, norm):
             self._stop(onward, step)
         if not is_first:
             self._onward = None
