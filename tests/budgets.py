@@ -24,7 +24,7 @@ SMALL = 80  # lines
 
 # begin
 BUDGETS: dict[str, int] = {
-    "ptrain": 52320,
+    "ptrain": 52150,
     "ptrain/activations": 340,
     "ptrain/algebra": 240,
     "ptrain/axes": 160,
@@ -55,9 +55,9 @@ BUDGETS: dict[str, int] = {
     "ptrain/steps": 440,
     "ptrain/traces": 2190,
     "ptrain/train": 3150,
-    "ptrain/verification": 7300,
+    "ptrain/verification": 7130,
 }
-ONE_IMPORTER = 57  # modules that exactly one other imports
+ONE_IMPORTER = 56  # modules that exactly one other imports
 SMALL_MODULES = 59  # modules with fewer lines than SMALL
 # end
 
