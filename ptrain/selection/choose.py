@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
+from itertools import accumulate, compress
 from operator import attrgetter
 
 from ptrain.axes.context.attention import attention_of
@@ -26,7 +28,7 @@ from ptrain.plan.lower import own_facts
 from ptrain.selection.algorithm1 import algorithm1, requirements
 from ptrain.selection.cuts import ReadFacts, read_or_kept
 from ptrain.selection.demand import Demand, cheapest, demand_of, numbers
-from ptrain.selection.deriver import BEST, Deriver
+from ptrain.selection.deriver import BEST, Deriver, work_of
 from ptrain.selection.descent import neighbours
 from ptrain.selection.fit import HOST_UNKNOWN, Fit, fit, host_bytes, host_text, room_text
 from ptrain.selection.infeasible import why_none, why_not
@@ -259,7 +261,8 @@ def _nodes(spec: Spec) -> int:
 
 _BEST_TRACED = 6  # candidates that are derived exactly of a model that has to be traced
 _SEEDS = 3  # placements whose dials are descended over
-_OF_KIND = 3  # candidates of a well-known choice that are derived before its dials
+_OF_KIND = 2  # candidates of a well-known choice that are derived before its dials
+_MOST_WORK, _WORK_OF_KIND = 1000, 25  # plain steps around a seed, and around a well-known choice
 _MOST_DEVICES = 2**13  # on which something is looked for that fits
 
 
@@ -457,7 +460,7 @@ class Chooser(Deriver):
                 self.cuts.close()
         placements = {row.spec.factors: row for row in sorted(rows, key=self._order, reverse=True)}
         seeds = sorted(placements.values(), key=self._order)[:_SEEDS]
-        return [*rows, *(row for seed in seeds for row in self._descended(seed))]
+        return [*rows, *(row for seed in seeds for row in self._descended(seed, _MOST_WORK))]
 
     def _order(self, row: Ranked) -> tuple[float, ...]:
         return order_of(self.objective, row)
@@ -467,11 +470,14 @@ class Chooser(Deriver):
         known = {row.closed.candidate: row for row in rows}
         return undominated(sorted(folded(known.values()), key=self._order))
 
-    def _descended(self, best: Ranked) -> Iterator[Ranked]:
-        """What is derived around a row, and around what is better than it, as long as that is."""
+    def _descended(self, best: Ranked, work: float) -> Iterator[Ranked]:
+        """What is derived around a row, and around what is better than it, as long as that is. Each
+        time no more is derived than takes the work of so many plain steps."""
         while True:
-            near = [scored for scored in self._around(best) if self._may_beat(scored, best)]
-            around = [row for scored in near for row in self._fitting([scored], 1)]
+            near = sorted(filter(partial(self._may_beat, best), self._around(best)), key=self._key)
+            taken = accumulate(work_of(scored.candidate.spec(self.job.base)) for scored in near)
+            some = compress(near, (until <= work for until in taken))
+            around = [row for scored in some for row in self._fitting([scored], 1)]
             yield from around
             least = min(around, key=self._order, default=best)
             if self._order(least) >= self._order(best):
@@ -481,7 +487,7 @@ class Chooser(Deriver):
     def _around(self, row: Ranked) -> Iterator[Scored]:
         return map(self.search.score, neighbours(self.search, row.closed.candidate))
 
-    def _may_beat(self, scored: Scored, row: Ranked) -> bool:
+    def _may_beat(self, row: Ranked, scored: Scored) -> bool:
         """Whether a candidate may fit and be better than a row, as far as estimates are away."""
         if self.objective is SearchGoal.MEMORY:
             return scored.peak <= row.closed.peak * SLACK
@@ -520,7 +526,7 @@ class Chooser(Deriver):
         scored.sort(key=self._key)
         rows = list(self._fitting(scored, _OF_KIND))
         if rows:
-            near = self._descended(min(rows, key=self._order))
+            near = self._descended(min(rows, key=self._order), _WORK_OF_KIND)
             rows += (row for row in near if all(rule.holds(row.spec) for rule in rules))
             return self._ordered(rows)[0], ""
         if self.cuts is not None:

@@ -83,6 +83,8 @@ class NominalPace:
 BEST = 100  # candidates that are derived exactly
 _ALIKE = 2  # that differ in tuples and dials alone
 _TRIED = 3  # candidates for each that is wanted
+_WORK = 2  # plain steps for each candidate that is wanted
+_PASSES = 100  # of a pipeline that take as long as a plain step
 _NEAR = 0.95  # of the usable memory: what takes more by its estimate may not fit
 _PER_CUT = 3  # candidates that are wanted, for each cut of a model that is traced
 _OUTSIDE = (Axis.PP, Axis.DP_REPLICATE, Axis.DP_SHARD)
@@ -296,21 +298,37 @@ class Deriver:
                 yield row
 
     def _tried(self, scored: Iterable[Scored]) -> Iterator[Scored]:
-        """Legal ones; of those that differ in tuples and dials alone the first `_ALIKE` that fit,
-        and of a model that is traced those of a few cuts."""
-        alike, tried, base = Counter[object](), Counter[int](), self.job.base
-        for candidate in scored:
-            spec = candidate.candidate.spec(base)
-            if self.cuts is not None:
+        """Those of a few cuts of a model that is traced; of another those that are legal, of which
+        deep pipelines come last once those before them have taken as much work as `_WORK` plain
+        steps for each candidate that is wanted."""
+        if self.cuts is not None:
+            tried = Counter[int]()
+            for candidate in scored:
+                spec = candidate.candidate.spec(self.job.base)
                 cut = self.cuts.cut(spec)
                 if tried[cut] < self.count and self.cuts.may_fit(spec, candidate.peak):
                     tried[cut] += 1
                     yield candidate
-                continue
-            kind = _but_tuples(candidate.candidate)
+            return
+        work, deep = float(_WORK * self.count), list[Scored]()
+        for candidate in self._unlike(scored):
+            of_one = work_of(candidate.candidate.spec(self.job.base))
+            if work <= 0 and of_one > _WORK:
+                deep.append(candidate)
+            else:
+                work -= of_one
+                yield candidate
+        yield from deep
+
+    def _unlike(self, scored: Iterable[Scored]) -> Iterator[Scored]:
+        """Legal ones; of those that differ in tuples and dials alone the first `_ALIKE` that are
+        not known to be too large."""
+        alike = Counter[object]()
+        for candidate in scored:
+            kind, spec = _but_tuples(candidate.candidate), candidate.candidate.spec(self.job.base)
             if alike[kind] < _ALIKE and is_sound(spec):
                 yield candidate
-                alike[kind] += not self._exceeds(candidate)
+                alike[kind] += not self.exceeding.get(played_as(candidate.candidate, spec), False)
 
     def _obeys(self, row: Ranked) -> bool:
         return self._holds(float(row.peak_bytes), row.seconds)
@@ -320,6 +338,12 @@ class Deriver:
         return all(rule.holds_of(peak) for rule in where.bounds("memory")) and (
             seconds is None or all(rule.holds_of(seconds) for rule in where.bounds("time"))
         )
+
+
+def work_of(spec: Spec) -> float:
+    """Return the work of deriving a spec, where that of a step without a pipeline is 1."""
+    stages = spec.pipeline.stages_over(spec.degree(Axis.PP))
+    return 1 + (stages > 1) * stages * spec.batch.accumulate / _PASSES
 
 
 def _but_tuples(candidate: Candidate) -> object:
