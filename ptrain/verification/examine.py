@@ -27,8 +27,10 @@ from ptrain.verification.capture import (
     Outputs,
     as_held,
     clipped_by,
+    data_place,
     drive,
     recorded,
+    sample_mismatches,
     shards_of,
     taken,
 )
@@ -54,7 +56,6 @@ from ptrain.verification.program_step import (
     tensor_part,
 )
 from ptrain.verification.reference import MicroBatch, Pass, ReferenceTraining
-from ptrain.verification.samples import data_place, sample_mismatches
 from ptrain.verification.updates.explain import explain_update
 from ptrain.verification.updates.repeat import UpdateRecorder, wholes
 

@@ -126,7 +126,8 @@ def ranks_of(parameters: Iterable[Tensor], mesh: DeviceMesh | None) -> Ranks:
     if not dist.is_initialized():
         return Ranks(rank=0, size=1, device=device)
     size = dist.get_world_size()
-    meshes = [mesh] if mesh else _meshes(parameters)
+    placed = [its.device_mesh for its in parameters if isinstance(its, DTensor)]
+    meshes = [mesh] if mesh else [root_mesh(part) for part in placed]
     widest = max(meshes, key=lambda candidate: (candidate.ndim, candidate.size()), default=None)
     axes = _axes(widest) if widest is not None and widest.size() == size else {}
     if not axes and size > 1:
@@ -147,15 +148,6 @@ def ranks_of_spec(spec: Spec, exchange: Exchange) -> Ranks:
         },
         group=exchange.group,
     )
-
-
-def _meshes(parameters: Iterable[Tensor]) -> list[DeviceMesh]:
-    """Return each whole mesh that some parameter lies on a part of."""
-    return [
-        root_mesh(parameter.device_mesh)
-        for parameter in parameters
-        if isinstance(parameter, DTensor)
-    ]
 
 
 def _axes(mesh: DeviceMesh) -> dict[str, tuple[tuple[int, ...], ...]]:
