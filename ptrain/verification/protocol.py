@@ -54,7 +54,7 @@ from ptrain.train.session import device_name
 from ptrain.verification.capture import drive_and_add, shards_of, whole_gradients
 from ptrain.verification.compare import apart, at_most, gradient_check
 from ptrain.verification.examine import examine
-from ptrain.verification.jobs.verdict import Verdict
+from ptrain.verification.jobs.job import Verdict
 from ptrain.verification.options import VerifyOptions
 from ptrain.verification.preconditions import REPEATED, Make, Watch, consistency, preconditions
 from ptrain.verification.reference import ReferenceTraining, Trajectory

@@ -58,13 +58,11 @@ from ptrain.spec.precision import DType, Precision
 from ptrain.spec.spec import Spec
 from ptrain.train.exchange import Exchange
 from ptrain.verification.reference import (
-    Around,
     MicroBatch,
     OneDeviceRun,
     Pass,
     ReferenceTraining,
     Trajectory,
-    nothing,
 )
 
 _FIXED = (DType.FP32, DType.FP64)
@@ -333,9 +331,9 @@ class Permuted(ReferenceTraining):
         order = torch.randperm(len(batches), generator=self.generator).tolist()
         return [batches[place] for place in order]
 
-    def accumulate(self, step: int, around: Around = nothing) -> Pass:
+    def accumulate(self, step: int, begins: Callable[[MicroBatch], None] | None = None) -> Pass:
         with PermutedSums(self.generator):
-            return super().accumulate(step, around)
+            return super().accumulate(step, begins)
 
     def update(self, step: int, sums: Mapping[str, Tensor]) -> float:
         with PermutedSums(self.generator):

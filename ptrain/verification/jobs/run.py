@@ -34,6 +34,7 @@ from ptrain.verification.jobs.job import (
     TOLERANCES,
     GlobalLoss,
     Job,
+    LoopVerdict,
     Terms,
     has_parameters,
     loss_dtype,
@@ -90,7 +91,6 @@ from ptrain.verification.jobs.step import (
     travelled,
     written,
 )
-from ptrain.verification.jobs.verdict import LoopVerdict
 from ptrain.verification.parts import canonical_parameters, numbers_apart
 from ptrain.verification.reference import Trajectory
 from ptrain.verification.updates.clip import clipping
