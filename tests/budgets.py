@@ -24,7 +24,7 @@ SMALL = 80  # lines
 
 # begin
 BUDGETS: dict[str, int] = {
-    "ptrain": 51740,
+    "ptrain": 51670,
     "ptrain/activations": 340,
     "ptrain/algebra": 240,
     "ptrain/axes": 160,
@@ -55,10 +55,10 @@ BUDGETS: dict[str, int] = {
     "ptrain/steps": 440,
     "ptrain/traces": 2190,
     "ptrain/train": 3150,
-    "ptrain/verification": 7130,
+    "ptrain/verification": 7070,
 }
 ONE_IMPORTER = 56  # modules that exactly one other imports
-SMALL_MODULES = 59  # modules with fewer lines than SMALL
+SMALL_MODULES = 58  # modules with fewer lines than SMALL
 # end
 
 
