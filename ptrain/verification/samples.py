@@ -20,16 +20,14 @@ from ptrain.spec.model import ModelShape
 from ptrain.spec.placement import SAMPLE_AXES, TOKEN_AXES
 from ptrain.spec.spec import Spec, coordinates
 from ptrain.train.exchange import Exchange
+from ptrain.units import row_major
 from ptrain.verification.reference import ReferenceTraining
 
 
 def data_place(spec: Spec, rank: int) -> int:
     """Return which share of every global batch is this rank's."""
-    where, place = coordinates(spec, rank), 0
-    for axis in SAMPLE_AXES:
-        if axis in where:
-            place = place * spec.degree(axis) + where[axis]
-    return place
+    where = coordinates(spec, rank)
+    return row_major((where[axis], spec.degree(axis)) for axis in SAMPLE_AXES if axis in where)
 
 
 def token_place(spec: Spec, rank: int) -> int:
