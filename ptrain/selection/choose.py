@@ -437,7 +437,8 @@ class Chooser(Deriver):
                 "Use a larger `--exact`, or `--objective memory`.",
             )
         if not rows:
-            least, remedies = self._least(result), tuple(self._remedies())
+            bound = result.least.peak if result.least else float("inf")
+            least, remedies = self._least(result), tuple(self._remedies(bound))
             return replace(selection, least=least, remedies=remedies)
         best = rows[0].spec
         derivation = derive(best, self._facts(best), self._timing(best))
@@ -546,8 +547,9 @@ class Chooser(Deriver):
         """The exact figures of the candidate with the smallest estimate of memory."""
         return self.exactly(result.least) if result.least else None
 
-    def _remedies(self) -> Iterator[Remedy]:
-        """Each constraint left out; then the fewest devices, twice as many each time."""
+    def _remedies(self, least: float) -> Iterator[Remedy]:
+        """Each constraint left out; then the fewest devices, twice as many each time, as long as
+        the least estimate of memory falls."""
         constraints = self.job.where.constraints
         for rule in constraints:
             others = Where(tuple(other for other in constraints if other is not rule))
@@ -555,7 +557,10 @@ class Chooser(Deriver):
                 yield Remedy(change=rule.change, fitting=row)
         devices = 2 * self.job.devices
         while devices <= _MOST_DEVICES:
-            if (row := self.on(devices).first()) is not None:
+            other = self.on(devices)
+            result = other.search.run(other.job.where)
+            if (row := next(other._fitting(result.best, 1), None)) is not None:
                 yield Remedy(change=f"--devices {devices}", fitting=row)
+            if row is not None or (result.least and result.least.peak >= least):
                 return
-            devices *= 2
+            least, devices = result.least.peak if result.least else least, 2 * devices
