@@ -89,4 +89,4 @@ def test_a_row_says_its_unit(ranked: list[Ranked]):
 def test_estimates_of_units_are_near_what_is_derived(ranked: list[Ranked]):
     for row in ranked:
         assert row.closed.peak == pytest.approx(row.peak_bytes, rel=0.03)
-        assert row.closed.seconds == pytest.approx(row.seconds, rel=0.05)
+        assert row.closed.seconds == pytest.approx(row.seconds, rel=0.15)
