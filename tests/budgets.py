@@ -24,7 +24,7 @@ SMALL = 80  # lines
 
 # begin
 BUDGETS: dict[str, int] = {
-    "ptrain": 52780,
+    "ptrain": 52430,
     "ptrain/activations": 340,
     "ptrain/algebra": 290,
     "ptrain/axes": 150,
@@ -49,7 +49,7 @@ BUDGETS: dict[str, int] = {
     "ptrain/rates": 360,
     "ptrain/report": 2220,
     "ptrain/rooms": 980,
-    "ptrain/selection": 3440,
+    "ptrain/selection": 3090,
     "ptrain/simulation": 1040,
     "ptrain/spec": 4090,
     "ptrain/steps": 460,
