@@ -45,9 +45,9 @@ from ptrain.selection.ranking import (
 )
 from ptrain.selection.task import (
     SLACK,
-    Placed,
     Ranked,
     Scored,
+    SearchedPlacement,
     SearchGoal,
     SearchResult,
     folded,
@@ -519,7 +519,7 @@ class Chooser(Deriver):
 
     def _like(
         self,
-        placed: Sequence[tuple[Spec, Placed]],
+        placed: Sequence[tuple[Spec, SearchedPlacement]],
         ranked: Sequence[Ranked],
         where: Iterable[str],
     ) -> tuple[Ranked | None, str]:

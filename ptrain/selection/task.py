@@ -58,7 +58,7 @@ class SearchCount:
     untimed: int = 0
 
 
-class Placed(Protocol):
+class SearchedPlacement(Protocol):
     """A placement, with its best candidates."""
 
     def candidates(self) -> Iterator[Scored]:
@@ -72,7 +72,7 @@ class SearchResult:
 
     best: tuple[Scored, ...]
     least: Scored | None
-    placements: Sequence[Placed]
+    placements: Sequence[SearchedPlacement]
     counts: SearchCount
 
 
