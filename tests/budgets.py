@@ -24,7 +24,7 @@ SMALL = 80  # lines
 
 # begin
 BUDGETS: dict[str, int] = {
-    "ptrain": 51640,
+    "ptrain": 51600,
     "ptrain/activations": 340,
     "ptrain/algebra": 240,
     "ptrain/axes": 160,
@@ -38,7 +38,7 @@ BUDGETS: dict[str, int] = {
     "ptrain/cli": 1580,
     "ptrain/convert": 420,
     "ptrain/data": 1060,
-    "ptrain/derivation": 4960,
+    "ptrain/derivation": 4930,
     "ptrain/facts": 710,
     "ptrain/internals": 350,
     "ptrain/interpreter": 1060,
