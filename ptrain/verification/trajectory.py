@@ -37,6 +37,7 @@ from ptrain.report.finding import RootCause, Subject
 from ptrain.report.record import Check
 from ptrain.spec.spec import Spec
 from ptrain.train.exchange import Exchange
+from ptrain.train.guard import StepGuard
 from ptrain.train.journal import LOG
 from ptrain.train.loop import local_batch
 from ptrain.verification.capture import drive_and_add, shards_of, whole_gradients
@@ -427,7 +428,7 @@ def of_dtypes(
     ).unexplained("every sum, because in fp64 the same steps match the reference")
 
 
-class BesideOneDevice:
+class BesideOneDevice(StepGuard):
     """Of one training. `resume()` is the command that continues from its last checkpoint, "" where
     there is none. All ranks call all, for states are gathered."""
 

@@ -29,9 +29,9 @@ def candidates(source: str, *words: str, devices: int = 4) -> list[Spec]:
     job = searched_job(source, [*words, "cluster.devices=8"], devices=devices)
     chooser = Chooser(job)
     specs = [
-        block.candidate(row).spec(job.base)
+        block.scored(row).candidate.spec(job.base)
         for block in chooser.search.blocks()
-        for row in range(len(block))
+        for row in block.rows
     ]
     assert specs
     return specs
