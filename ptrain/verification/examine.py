@@ -91,7 +91,8 @@ def _first_difference(
         alike, ranks, state=one.subject, factor=size, names=[one.place], tried=tried,
         certainty=Certainty.UNEXPLAINED,
         sentence=f"The first difference is in the {what}: {size}. Everything before it matches the "
-                 "reference. Check how it is computed and communicated between ranks.",
+                 "reference.",
+        fix="Check how it is computed and communicated between ranks.",
     )  # fmt: skip
 
 
@@ -100,8 +101,8 @@ def _of_samples(mismatches: Sequence[Mismatch], ranks: Ranks) -> RootCause:
     alike = [mismatch for mismatch in mismatches if mismatch.when == first.when]
     return root_cause(
         alike, ranks, state=Subject.BATCH, factor=first.told,
-        sentence=f"The mesh trains on other samples than the batch: {first.told}. Check the "
-                 "sampler, and which share of the batch each rank takes.",
+        sentence=f"The mesh trains on other samples than the batch: {first.told}.",
+        fix="Check the sampler, and which share of the batch each rank takes.",
         tried="the inputs of each rank's model were compared with the batch, row by row",
     )  # fmt: skip
 
@@ -131,8 +132,8 @@ def _partial(mismatches: Sequence[Mismatch], step: ProgramStep, ranks: Ranks) ->
     return replace(
         _first_difference(mismatches, first, ranks), axis=axis, factor=factor,
         certainty=Certainty.FITS,
-        sentence=f"Each rank has a partial sum of the {what} of {first.place}. Sum it "
-                 f"{over_axis(axis)}.",
+        sentence=f"Each rank has a partial sum of the {what} of {first.place}.",
+        fix=f"Sum it {over_axis(axis)}.",
         tried=f"summed {over_axis(axis)} it matches the reference; the gradients then were not "
               "compared",
     )  # fmt: skip
@@ -146,7 +147,9 @@ def _of_gradients(mismatches: Sequence[Mismatch], step: ProgramStep, ranks: Rank
     tried = ""
     if gradients:
         limit = TOLERANCES[torch.float64]
-        by_sums = explain_gradients(gradients, step.job_evidence(), ranks, limit)
+        by_sums = explain_gradients(
+            gradients, step.job_evidence(), ranks, limit, lambda its, fix: ""
+        )
         if by_sums.certainty is not Certainty.UNEXPLAINED:
             return replace(by_sums, state=first.subject)
         tried = (by_sums.tried or "no sum of micro-batches' gradients equals it") + untold(
@@ -176,7 +179,8 @@ def _of_update(mismatches: Sequence[Mismatch], step: ProgramStep, ranks: Ranks) 
             [its for its in updated if its.subject is one.subject], ranks,
             state=Subject.OPTIMIZER, factor="update skipped", names=omitted,
             sentence=f"{families(omitted)}: a gradient is there, but no optimizer steps it on "
-                     "these ranks. Give it to the optimizer, and step every shard's optimizer.",
+                     "these ranks.",
+            fix="Give it to the optimizer, and step every shard's optimizer.",
         )  # fmt: skip
     named = [_of_parameter(its) for its in updated if its.subject is not Subject.BUFFERS]
     case = step.update_case()

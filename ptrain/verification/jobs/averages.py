@@ -212,8 +212,8 @@ def explain_average(mismatches: Sequence[Mismatch], averages: Averages, ranks: R
     said = root_cause(
         mismatches, ranks, state=Subject.AVERAGE, factor=factor or f"differs by {largest:.3g}",
         sentence="The parameters match the reference, but their moving average does not"
-        f"{what and f': {where} {what}'}. Update it once per step, from the parameters after the "
-        "update, on every rank.",
+        f"{what and f': {where} {what}'}.",
+        fix="Update it once per step, from the parameters after the update, on every rank.",
     )  # fmt: skip
     if left > _FITS:
         return said if factor else said.unexplained("one update per step with the reference weight")

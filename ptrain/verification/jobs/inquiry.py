@@ -1,132 +1,80 @@
-"""Run a step whose gradients differ again from its initial state and find the cause: what each
-rank's own samples give, which module differs from the reference first, whether a collective is not
-waited for, and whether random numbers were drawn on one side only, differently by ranks with the
-same samples, or differently in a recomputation.
+"""Run a step whose gradients differ again from its initial state and find the cause: each possible
+cause that one can undo from outside is undone in a step of its own, and only the one that puts
+gradients, loss and update right, alone, is proven. Else sums of what the ranks' samples give are
+tried, and the first module that differs from the reference is found.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ptrain.errors import Fault
 from ptrain.models.boundary import CodeRaised, boundary, said
-from ptrain.models.ledger import OperatorMode
-from ptrain.report.finding import RULED_OUT, Certainty, Mismatch, Moment, RootCause, Subject
-from ptrain.verification.jobs.diagnosis import explain_gradients, of_own_samples
+from ptrain.report.finding import (
+    POSSIBLE,
+    RULED_OUT,
+    Certainty,
+    Mismatch,
+    Moment,
+    RootCause,
+    Subject,
+)
+from ptrain.verification.jobs.diagnosis import (
+    explain_gradients,
+    is_of_given,
+    of_own_samples,
+    of_samples,
+)
 from ptrain.verification.jobs.draws import Key, drawn_again_otherwise
 from ptrain.verification.jobs.evidence import JobEvidence, evidence, rows_of, untold
-from ptrain.verification.jobs.job import TOLERANCES, Alone, GlobalLoss, Tolerance, number
+from ptrain.verification.jobs.job import (
+    TOLERANCES,
+    GlobalLoss,
+    Tolerance,
+    each_tensor,
+    number,
+)
 from ptrain.verification.jobs.localise import ModuleInquiry
 from ptrain.verification.jobs.loss import LossTerms
 from ptrain.verification.jobs.modules import Calls, ModuleRecorder, ProbeResult, is_within, probed
 from ptrain.verification.jobs.record import ModelState, StepRecorder, digests
-from ptrain.verification.jobs.root_causes import families, family, proven
+from ptrain.verification.jobs.root_causes import blame, families, family
 from ptrain.verification.jobs.step import Drawing, LoopPair, StepComparison
+from ptrain.verification.jobs.symptoms import Fix
+from ptrain.verification.jobs.trials import (
+    AsBackwardLeft,
+    Candidate,
+    Context,
+    Trial,
+    Waited,
+    copied_for_backward,
+    without_cast_cache,
+)
 from ptrain.verification.parts import (
     Magnitude,
+    combination,
     difference,
-    is_even,
     named,
     numbers_apart,
 )
+from ptrain.verification.updates.clip import Remainder
 from ptrain.verification.updates.swaps import coarse_sum
 
-
-class Waited(OperatorMode):
-    """While entered, every collective is waited for where it starts; what is sent or received by
-    itself is not, as two ranks that send to each other would wait forever."""
-
-    def operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        result = function(*args, **kwargs)
-        name = function._schema.name
-        if name.startswith("c10d::") and not any(word in name for word in ("send", "recv")):
-            work = result[-1] if isinstance(result, tuple) else result
-            if isinstance(work, torch.ScriptObject):
-                dist.Work.unbox(work).wait()
-        return result
-
-
-def root_cause_of_masks(inquiry: Inquiry, first: Sequence[Mismatch]) -> RootCause | None:
-    """Return the root cause that a trial proves; None where none does. All ranks call it."""
-    drawing = inquiry.drawing
-    if not drawing.any:
-        return None
-    everyones, ranks, loop = drawing.everyones, inquiry.ranks, inquiry.pair.loop.model
-    alone, loop_only = everyones.alone, set(everyones.by_key) - everyones.used  # as on all ranks
-    mine = sorted({draw.path or draw.outer for draw in drawn_again_otherwise(drawing.loop)})
-    again = {path for paths in ranks.gather(mine) for path in paths}
-    who = sorted({rank for its in everyones.unlike.values() for rank in its})
-
-    def left_of_loop(**masks: Any) -> float | None:
-        return inquiry.left_with(drawing.repeated(loop, **masks))
-
-    for names, trial, factor, sentence, tried in (
-        (
-            sorted(everyones.unlike), partial(left_of_loop, alike=True),
-            "other masks for the same samples",
-            f"Ranks {', '.join(map(str, who))} have the same samples but draw other masks for "
-            "them, so their replicas differ. Seed these ranks identically, and differently from "
-            "ranks with other samples.",
-            "with the masks of the first of them on all",
-        ),
-        (
-            sorted(again), partial(left_of_loop, alike=True), "different mask in the recomputation",
-            "The recomputation in backward draws other random numbers than forward. Preserve the "
-            "generator's state (checkpoint(..., preserve_rng_state=True)), or draw outside of the "
-            "recomputed code.",
-            "with forward's masks in backward",
-        ),
-        (
-            [path for path, _ in sorted(alone)], partial(_left_of_reference, inquiry, alone),
-            "dropout in the reference only",
-            "The reference applies dropout, but no rank of the loop does. Use the same mode "
-            "(model.train() before the step) and rate in both.",
-            "without dropout there",
-        ),
-        (
-            [path for path, _ in sorted(loop_only)], partial(left_of_loop, still=loop_only),
-            "dropout in the loop only",
-            "The loop applies dropout, but the reference does not. Use the same mode (train, eval) "
-            "and rate in both.",
-            "without dropout there",
-        ),
-    ):  # fmt: skip
-        if names and (left := trial()) is not None:
-            is_unlike = "same samples" in factor
-            return proven(
-                Subject.GRADIENTS if "recomputation" in factor else Subject.RANDOM, factor,
-                families(path or "the model" for path in names), sentence,
-                f"{tried} the gradients match to {left:.1e}", step=first[0].step,
-                ranks=who if is_unlike else range(ranks.size),
-                axis=ranks.axis_of(who) if is_unlike else "",
-            )  # fmt: skip
-    return None
-
-
-def _left_of_reference(inquiry: Inquiry, still: set[Key]) -> float | None:
-    """Run the reference's step once more; return how far the loop's is from it, if that is near."""
-    inquiry.rewind()
-    pair = inquiry.pair
-    draws = inquiry.drawing.replayed(pair.reference.model, still=still)
-    with StepRecorder(pair.reference.model, pair.wholes) as expected, draws:
-        pair.reference.step(inquiry.batch)
-    return inquiry.left(inquiry.step.seen.gradients, expected.gradients)
-
-
 _EVEN = 1e-3  # relative: weights of terms that are alike
+_MOST_TERMS = 4  # of a loss, of which each is run alone
 _SHARE = 1e-3  # of what differs within a module, that differs outside of it too
 _HALF = 2  # bytes
 _FINE = TOLERANCES[torch.float32]
+_NEAR = 1e-3  # of a gradient, that is a sum of those of its terms
 _LOOSE = 10  # tolerances of a gradient: the same addends in another order
 
 
@@ -154,22 +102,24 @@ class Inquiry:
         gradients of the step before."""
         self.rewind()
         modules, again, differs = self._run_again()
-        differs = differs or self.left_with() is None
-        if differs and (unwaited := self._of_collectives(first)) is not None:
-            return unwaited
-        # a step that is right by itself the second time is put right by no other masks
-        if differs and (of_masks := root_cause_of_masks(self, first)) is not None:
-            return of_masks
+        # a step that is right by itself the second time is put right by no change
+        differs = differs or self._is_wrong_again()
+        undone = self._of_candidates(self._candidates(first)) if differs else None
+        if undone is not None:
+            return undone
         # Generators go on: of draws that no operator is known for, the reference would be given the
         # loop's own numbers, and what they explain would count as proven.
         probe, job_evidence = self._evidence(before)
-        by_sums = explain_gradients(first, job_evidence, self.ranks, self.limit)
+        by_samples = of_samples(first, job_evidence, self.ranks)
+        if by_samples is not None and (read := self._of_shares(by_samples)) is not None:
+            return read
+        by_sums = explain_gradients(first, job_evidence, self.ranks, self.limit, self._after)
         if by_sums.certainty is Certainty.PROVEN:
             return by_sums
         if by_sums.certainty is Certainty.UNEXPLAINED and by_sums.tried:
             self._ruled_out.append(f"all gradients {by_sums.tried.removeprefix(RULED_OUT)}")
-        if (read := self._of_other_samples(first, job_evidence)) is not None:
-            return read
+        if by_samples is not None and is_of_given(job_evidence, self.ranks, self.limit):
+            return by_samples
         if (of_terms := self._of_terms(first)) is not None:
             return of_terms
         localised = ModuleInquiry(self, job_evidence, probe, modules) if again else None
@@ -181,11 +131,159 @@ class Inquiry:
         is_same = passes == [rows_of([call]) for call in self.step.expected.calls]
         is_plain = is_plain and not all(self.ranks.gather(is_same))
         own = of_own_samples(first, job_evidence, self.ranks, self.limit, is_plain)
-        if own is not None and own.certainty in (Certainty.PROVEN, Certainty.LOCATED):
+        if own is not None:
             return own
         if by_sums.certainty is Certainty.FITS:
             return by_sums
         return self._unexplained(first, job_evidence, localised)
+
+    def _is_wrong_again(self) -> bool:
+        trial = self.trial()
+        return trial is None or trial.gradients > _LOOSE * self.limit.gradients
+
+    def _of_candidates(self, candidates: Iterator[Candidate]) -> RootCause | None:
+        """Return the one whose trial puts the gradients right; of several none is proven. All ranks
+        call it."""
+        fitting: list[tuple[Candidate, Trial]] = []
+        for candidate in candidates:
+            trial = candidate.run()
+            if trial is not None and trial.is_near(self.limit.gradients):
+                fitting.append((candidate, trial))
+            else:
+                self._ruled_out.append(candidate.words)
+        if not fitting:
+            return None
+        (first, trial), others = fitting[0], [its.blamed for its, _ in fitting[1:]]
+        blamed = first.blamed
+        if others:
+            listed = "; ".join(its.factor for its in (blamed, *others))
+            blamed = replace(blamed, sentence=f"{blamed.sentence} {POSSIBLE}{listed}.")
+        return trial.of(blamed, first.words)
+
+    def _candidates(self, first: Sequence[Mismatch]) -> Iterator[Candidate]:
+        """Yield what may be wrong with a step that one can undo from outside."""
+        loop, step = self.pair.loop.model, first[0].step
+        said = partial(blame, step=step, ranks=range(self.ranks.size))
+        names = families([mismatch.name for mismatch in first])
+        draws = partial(self.drawing.repeated, loop)
+        if self.ranks.size > 1:
+            yield Candidate(
+                blamed=said(
+                    first[0].subject, "collective not waited for", names,
+                    "A collective is started (async_op=True) and its result is used before it is "
+                    "done.", "Wait for it first (`work.wait()`).",
+                ),
+                words="with every collective waited for where it starts",
+                run=lambda: self.trial(draws(), Waited()),
+            )  # fmt: skip
+        if any(self.ranks.gather(any(its.autocast for its in self.step.seen.calls))):
+            yield Candidate(
+                blamed=said(
+                    first[0].subject, "stale casts of autocast", names,
+                    "Autocast keeps the casts of weights for as long as it is entered, and uses "
+                    "them for other values that are written to the weights meanwhile.",
+                    "Leave autocast before weights are written, or pass cache_enabled=False.",
+                ),
+                words="with autocast's cache off",
+                run=lambda: self.trial(draws(), without_cast_cache()),
+            )  # fmt: skip
+        yield Candidate(
+            blamed=said(
+                Subject.GRADIENTS, "overwritten before backward", names,
+                "What forward keeps for backward is overwritten before backward uses it: an input "
+                "that the next one is received into, or a weight that is written in between.",
+                "Receive every micro-batch into its own buffer, and write after backward.",
+            ),
+            words="with copies of what forward keeps for backward",
+            run=lambda: self.trial(draws(), copied_for_backward()),
+        )  # fmt: skip
+        left = AsBackwardLeft(loop)
+        trial = self.trial(draws(), before=[left])
+        factors = self.ranks.gather(left.factor)
+        times = "" if None in factors else f", × {factors[0]:.4g}"
+        yield Candidate(
+            blamed=said(
+                Subject.GRADIENTS, f"changed after backward{times}", names,
+                "The gradients that backward leaves are right. Before the optimizer steps they are "
+                f"changed{times.replace(', ×', ' by the factor')}.",
+                "Remove what scales or writes them there (a division, a clip, an unscaling of what "
+                "was not scaled).",
+            ),
+            words="with the gradients that backward leaves",
+            run=lambda: trial,
+        )  # fmt: skip
+        yield from self._of_masks(said)
+
+    def _of_masks(self, said: partial[RootCause]) -> Iterator[Candidate]:
+        """Yield what may be wrong with the random numbers that were drawn."""
+        if not self.drawing.any:
+            return
+        everyones, loop = self.drawing.everyones, self.pair.loop.model
+        # as on all ranks
+        alone, loop_only = everyones.alone, set(everyones.by_key) - everyones.used
+        mine = sorted(
+            {draw.path or draw.outer for draw in drawn_again_otherwise(self.drawing.loop)}
+        )
+        again = {path for paths in self.ranks.gather(mine) for path in paths}
+        who = sorted({rank for its in everyones.unlike.values() for rank in its})
+
+        def candidate(paths: Iterable[str], words: str, *what: Any, **masks: Any) -> Candidate:
+            place = families(path or "the model" for path in sorted(paths))
+            return Candidate(
+                blamed=said(what[0], what[1], place, *what[2:]), words=words,
+                run=lambda: self.trial(self.drawing.repeated(loop, **masks)),
+            )  # fmt: skip
+
+        if everyones.unlike:
+            unlike = candidate(
+                everyones.unlike, "with the masks of the first of them on all", Subject.RANDOM,
+                "other masks for the same samples",
+                f"Ranks {', '.join(map(str, who))} have the same samples but draw other masks for "
+                "them, so their replicas differ.",
+                "Seed these ranks identically, and differently from ranks with other samples.",
+                alike=True,
+            )  # fmt: skip
+            axis = self.ranks.axis_of(who)
+            yield replace(unlike, blamed=replace(unlike.blamed, ranks=tuple(who), axis=axis))
+        if again:
+            yield candidate(
+                again, "with forward's masks in backward", Subject.GRADIENTS,
+                "different mask in the recomputation",
+                "The recomputation in backward draws other random numbers than forward.",
+                "Preserve the generator's state (checkpoint(..., preserve_rng_state=True)), or "
+                "draw outside of the recomputed code.",
+                alike=True,
+            )  # fmt: skip
+        if alone:
+            its = candidate(
+                [path for path, _ in alone], "without dropout there", Subject.RANDOM,
+                "dropout in the reference only",
+                "The reference applies dropout, but no rank of the loop does.",
+                "Use the same mode (model.train() before the step) and rate in both.",
+            )  # fmt: skip
+            yield replace(its, run=partial(self._trial_of_reference, alone))
+        if loop_only:
+            yield candidate(
+                [path for path, _ in loop_only], "without dropout there", Subject.RANDOM,
+                "dropout in the loop only",
+                "The loop applies dropout, but the reference does not.",
+                "Use the same mode (train, eval) and rate in both.", still=loop_only,
+            )  # fmt: skip
+
+    def _trial_of_reference(self, still: set[Key]) -> Trial | None:
+        """Run the reference's step once more without these draws; compare the loop's with it."""
+        self.rewind()
+        pair = self.pair
+        draws = self.drawing.replayed(pair.reference.model, still=still)
+        with StepRecorder(pair.reference.model, pair.wholes) as expected, draws:
+            loss = pair.reference.step(self.batch)
+        own = self.step.seen.gradients
+        mine = max(self._gradients_apart([*expected.gradients], own, expected.gradients))
+        right, measured = number(loss), self._loss.of(number(loss), number(self.step.losses[1]))
+        is_known = right is not None and measured is not None
+        is_off = is_known and numbers_apart(right or 0.0, measured or 0.0) > self.limit.losses
+        others = "; the loss still differs" * is_off
+        return Trial(max(self.ranks.gather(mine)), self._before(), others)
 
     def _evidence(self, before: Mapping[str, Tensor]) -> tuple[ProbeResult, JobEvidence]:
         self._restore_models()
@@ -217,7 +315,8 @@ class Inquiry:
             return replace(
                 blamed, factor=f"accumulated in {dtype}",
                 sentence=f"The gradients of {count} micro-batches are added up in {dtype}, unlike "
-                "in the reference. Accumulate them in a dtype as fine as the reference's.",
+                "in the reference.",
+                fix="Accumulate them in a dtype as fine as the reference's.",
                 tried="the dtypes of .grad were compared when the optimizer steps",
             )  # fmt: skip
         if not all(is_tried for _, is_tried in everyones):
@@ -228,96 +327,83 @@ class Inquiry:
             state.restore()  # the run goes on
         return coarse_sum(blamed, job_evidence, self.ranks, self.limit.gradients)
 
-    def _of_other_samples(
-        self, first: Sequence[Mismatch], job_evidence: JobEvidence
-    ) -> RootCause | None:
-        """Some ranks read samples that are not in the batch, and others read only those that are:
-        what their modules return cannot be compared."""
-        reports = job_evidence.rows
-        who = [rank for rank, its in enumerate(reports) if its.count and its.unknown == its.count]
-        is_clear = not any(its.sliced for its in reports) and all(
-            not its.unknown for rank, its in enumerate(reports) if rank not in who
-        )
-        if not who or len(who) == len(reports) or not is_clear:
-            return None
-        own = of_own_samples(first, job_evidence, self.ranks, self.limit, True)
-        if own is not None and own.certainty is Certainty.PROVEN:
-            return own
-        listed = ", ".join(map(str, who))
-        return RootCause(
-            state=Subject.BATCH, axis=self.ranks.parting(who), factor="other samples",
-            place="samples", step=first[0].step, ranks=tuple(who),
-            sentence=f"None of the samples that ranks {listed} read are in the global batch; all "
-                     "that the other ranks read are. Check how these ranks draw their samples (the "
-                     "seed, the epoch, the position in the data); ranks of tensor parallelism must "
-                     "read the same ones.",
-            tried="the inputs of the model were compared with the global batch, sample by sample",
-        )  # fmt: skip
+    def _of_shares(self, blamed: RootCause) -> RootCause | None:
+        """Prove that ranks read other samples: give them even shares of the global batch, or all of
+        it. All ranks call it."""
+        size = self.ranks.size
+        groups = {"an even share": (tuple(range(size)),), "all": ()} | {
+            f"an even share over {axis}": lines for axis, lines in self.ranks.axes.items()
+        }
+        for what, lines in groups.items():
+            line = next((its for its in lines if self.ranks.rank in its), (self.ranks.rank,))
+            place, count = line.index(self.ranks.rank), len(line)
 
-    def _of_collectives(self, first: Sequence[Mismatch]) -> RootCause | None:
-        """Every collective is waited for: that makes a step right whose loop does not wait."""
-        if self.ranks.size == 1:
-            return None
-        left = self.left_with(self.drawing.repeated(self.pair.loop.model), Waited())
-        if left is None:
-            self._ruled_out.append("every collective waited for where it starts")
-            return None
-        names = families([mismatch.name for mismatch in first])
-        return proven(
-            first[0].subject, "collective not waited for", names,
-            "A collective is started (async_op=True) and its result is used before it is done. "
-            "Wait for it first (`work.wait()`).",
-            "with every collective waited for where it starts, the gradients match the reference "
-            f"to {left:.1e}", step=first[0].step, ranks=range(self.ranks.size),
-        )  # fmt: skip
+            def part(rows: Tensor, place: int = place, count: int = count) -> Tensor:
+                return rows.chunk(count)[place] if len(rows) % count == 0 else rows
+
+            trial = self.trial(share=each_tensor(self.batch, part))
+            if trial is not None and trial.is_near(self.limit.gradients) and not trial.others:
+                return trial.of(blamed, f"with {what} of the global batch on each rank")
+        return None
 
     def _of_terms(self, first: Sequence[Mismatch]) -> RootCause | None:
-        """One term of the loss has another weight beside the others than in the reference, or no
-        gradient."""
-        loop, plain = self.pair.loop.model, self.pair.reference.model
+        """One term of the loss has another weight than in the reference, or no gradient: each is
+        run alone, and their sum is fitted to the reference's gradients."""
+        loop = self.pair.loop.model
+        whole, draws = LossTerms(loop), partial(self.drawing.repeated, loop)
         self.rewind()
-        with LossTerms(plain) as expected, self.drawing.replayed(plain), Alone():
-            self.pair.reference.step(self.batch)
-        self.rewind()
-        own = LossTerms(loop)
-        ran = self.stepped(own, self.drawing.repeated(loop))
-        everyones = [its for its in self.ranks.gather(own.coefficients) if its]
-        if (
-            ran is None
-            or not everyones
-            or any(its.keys() != everyones[0].keys() for its in everyones)
-        ):
+        ran = self.stepped(whole, draws())
+        names = [*whole.coefficients, *sorted(whole.outputs - whole.coefficients.keys())]
+        is_one = len({tuple(its) for its in self.ranks.gather(names)}) == 1
+        if ran is None or not is_one or not 1 < len(names) <= _MOST_TERMS:
             return None
-        mean = {n: sum(its[n] for its in everyones) / len(everyones) for n in everyones[0]}
-        right = expected.coefficients
-        ratios = {n: mean[n] / right[n] for n in mean if right.get(n)}
-        for name in dict.fromkeys((*right, *mean)):
-            others = [ratio for other, ratio in ratios.items() if other != name]
-            is_alone = {*right, *mean} - {name} == ratios.keys() - {name}
-            if not others or not is_alone or not is_even(others, _EVEN):
-                continue
-            if name not in mean and name in expected.outputs:
-                wanted = right[name] * others[0] / max(own.outputs.get(name, 0), 1)
-                change = LossTerms(loop, joined={name: wanted})
-                said, what = "no gradient", "gets no gradient from the loss of the loop"
-            elif name not in right:
-                change, said = LossTerms(loop, times={name: 0.0}), "not in the reference"
-                what = "is not in the loss of the reference"
-            elif name in mean and abs(ratios[name] / others[0] - 1) > _EVEN:
-                change = LossTerms(loop, times={name: others[0] / ratios[name]})
-                said = f"× {ratios[name] / others[0]:.4g}"
-                what = f"has {said.removeprefix('× ')} times its weight beside the other terms"
-            else:
-                continue
-            left = self.left_with(change, self.drawing.repeated(loop))
-            if left is not None:
-                return proven(
-                    Subject.LOSS, said, name,
-                    f"The term {name} of the loss {what}.",
-                    f"with the weight that it has in the reference the gradients match to "
-                    f"{left:.1e}", step=first[0].step, ranks=range(self.ranks.size),
-                )  # fmt: skip
-        return None
+        rows = []
+        for name in names:
+            self.rewind()
+            joined = {name: 1.0} if name not in whole.coefficients else {}
+            alone = LossTerms(loop, {its: 0.0 for its in names if its != name}, joined)
+            if (ran := self.stepped(alone, draws())) is None:
+                return None
+            rows.append(self._in_a_row(ran[0].gradients))
+        fit = combination(self._in_a_row(self._parts(self.step.expected.gradients)), rows)
+        everyones = self.ranks.gather([*fit.coefficients, float(fit.holds(_NEAR))])
+        weights = [sum(its) / len(its) for its in zip(*everyones, strict=True)][:-1]
+        apart = (abs(a - b) for its in everyones for a, b in zip(its[:-1], weights, strict=True))
+        is_sum = all(its[-1] for its in everyones) and max(apart) <= _EVEN
+        right = [float(name in whole.coefficients) for name in names]
+        odd = [n for n, its in enumerate(weights) if abs(its - right[n]) > _EVEN]
+        if not is_sum or len(odd) != 1:
+            return None
+        name, weight = names[odd[0]], weights[odd[0]]
+        if name not in whole.coefficients:
+            change = LossTerms(loop, joined={name: weight})
+            said, what = "no gradient", "gets no gradient from the loss of the loop"
+        elif abs(weight) <= _EVEN:
+            change, said = LossTerms(loop, {name: 0.0}), "not in the reference"
+            what = "is not in the loss of the reference"
+        else:
+            change, said = LossTerms(loop, {name: weight}), f"× {1 / weight:.4g}"
+            what = f"has {1 / weight:.4g} times its weight beside the other terms"
+        trial = self.trial(change, draws(), loss=change.of)
+        if trial is None or not trial.is_near(self.limit.gradients):
+            return None
+        blamed = blame(
+            Subject.LOSS, said, name, f"The term {name} of the loss {what}.",
+            "Give it the weight that it has in the reference.", step=first[0].step,
+            ranks=range(self.ranks.size),
+        )  # fmt: skip
+        return trial.of(blamed, "with the weight that it has in the reference")
+
+    def _parts(self, wholes: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return this rank's elements of the reference's tensors."""
+        holds = self.pair.holds
+        return {n: holds[n].of(row.view(holds[n].shape)) for n, row in wholes.items() if n in holds}
+
+    def _in_a_row(self, gradients: Mapping[str, Tensor]) -> Tensor:
+        names = [name for name in self.step.expected.gradients if name in self.pair.holds]
+        sizes = {name: self.pair.holds[name].value().numel() for name in names}
+        rows = (gradients.get(name, torch.zeros(sizes[name])) for name in names)
+        return torch.cat([row.double().flatten().cpu() for row in rows])
 
     def with_call(self, root_cause: RootCause) -> RootCause:
         """Add the line that calls the module which the root cause names, the first of several. All
@@ -336,28 +422,73 @@ class Inquiry:
         self.step.random.restore()
         self._restore_models()
 
-    def stepped(self, *within: AbstractContextManager[object]) -> tuple[StepRecorder, Any] | None:
-        """Run the loop's step once more within these; return what is seen of it, and its loss; None
-        on every rank where it cannot be run on some. All ranks call it."""
+    def stepped(
+        self, *within: Context, before: Sequence[Context] = (), share: Any = None
+    ) -> tuple[StepRecorder, Any] | None:
+        """Run the loop's step once more within these, `before` the first of them the step is not
+        recorded, on its share or on another one; return what is seen of it, and its loss; None on
+        every rank where it cannot be run on some. All ranks call it."""
         seen, loss, raised = StepRecorder(self.pair.loop.model, self.pair.holds), None, False
         try:
             with (
                 boundary(lambda error: Fault(place="step", finding=said(error))),
                 ExitStack() as stack,
             ):
-                for context in (seen, *within):
+                for context in (*before, seen, *within):
                     stack.enter_context(context)
-                loss = self.pair.loop.step(self.share)
+                loss = self.pair.loop.step(self.share if share is None else share)
         except CodeRaised:
             raised = True
         return None if any(self.ranks.gather(raised)) else (seen, loss)
 
-    def left_with(self, *within: AbstractContextManager[object]) -> float | None:
-        """Run the loop's step from where it began, within these; return how far it is from one
-        device's, if that is near."""
+    def trial(
+        self,
+        *within: Context,
+        before: Sequence[Context] = (),
+        share: Any = None,
+        loss: Callable[[float | None], float | None] = lambda its: its,
+    ) -> Trial | None:
+        """Run the loop's step from where it began, within these; return how far it is from the
+        reference's then; None where it cannot be run. `loss`: what the loss that it returns is with
+        what is undone. All ranks call it."""
         self.rewind()
-        ran = self.stepped(*within)
-        return None if ran is None else self.left(ran[0].gradients)
+        ran = self.stepped(*within, before=before, share=share)
+        if ran is None:
+            return None
+        gradients = ran[0].gradients
+        mine = max(self._gradients_apart([*self.step.expected.gradients], gradients), default=0.0)
+        left, obstacle = self.step.case.with_gradients(gradients)
+        others = self._others([loss(number(ran[1]))], left, obstacle)
+        return Trial(max(self.ranks.gather(mine)), self._before(), others)
+
+    def _before(self) -> float:
+        """Return how far the gradients were from the reference's. All ranks call it."""
+        names, own = [*self.step.expected.gradients], self.step.seen.gradients
+        return max(self.ranks.gather(max(self._gradients_apart(names, own), default=0.0)))
+
+    def _after(self, gradients: Mapping[str, Tensor], fix: Fix) -> str:
+        """Return what still differs, or could not be tried, with these whole gradients of all
+        parameters. All ranks call it."""
+        left, obstacle = self.step.case.with_gradients(self._parts(gradients))
+        own = number(self.step.losses[1])
+        times = fix.loss_factor(self.ranks.rank)
+        losses = [own] if own is None or times is None else [own, own * times]
+        return self._others(losses, left, obstacle)
+
+    def _others(self, losses: Sequence[Any], left: Remainder, obstacle: str) -> str:
+        """Return in words what of loss and update is not the reference's; one of several losses has
+        to be. All ranks call it."""
+        apart = [max(self._loss_apart(loss), default=0.0) for loss in losses]
+        everyones = self.ranks.gather((left, obstacle), tuple[Remainder, str])
+        words = ""
+        if min(apart) > self.limit.losses:
+            words += f"; the loss still differs by {min(apart):.3g}"
+        if why := next((its for _, its in everyones if its), ""):
+            words += f"; the update could not be repeated ({why})"
+        elif any(its.count for its, _ in everyones):
+            worst = max(its.worst for its, _ in everyones)
+            words += f"; the update repeated with them still differs by {worst:.2g}"
+        return words
 
     def _restore_models(self) -> None:
         self.step.loop_state.restore()
@@ -372,7 +503,9 @@ class Inquiry:
             return {}, False, False
         self._calls, gradients = recorder.calls, ran[0].gradients
         same = digests(holds, gradients) == digests(holds, self.step.seen.gradients)
-        return recorder.calls, all(self.ranks.gather(same)), self.left(gradients) is None
+        apart = max(self._gradients_apart([*self.step.expected.gradients], gradients), default=0.0)
+        differs = max(self.ranks.gather(apart)) > _LOOSE * self.limit.gradients
+        return recorder.calls, all(self.ranks.gather(same)), differs
 
     def probe_of(self, seen: StepRecorder) -> ProbeResult:
         """Run the reference's model on what this rank's model was given."""
@@ -425,16 +558,6 @@ class Inquiry:
                 yield difference(gradients[name], part, scale.length(whole, part))
             elif not scale.is_noise(whole):
                 yield math.inf
-
-    def left(
-        self, gradients: Mapping[str, Tensor], expected: Mapping[str, Tensor] | None = None
-    ) -> float | None:
-        """Return the largest difference of a gradient (relative) over all ranks, from the
-        reference's or `expected`, where it is rounding; else None. All ranks call it."""
-        its = self.step.expected.gradients if expected is None else expected
-        mine = max(self._gradients_apart(list(its), gradients, its), default=0.0)
-        most = max(self.ranks.gather(mine))
-        return most if most <= _LOOSE * self.limit.gradients else None
 
     def _loss_apart(self, *losses: Any) -> list[float]:
         """How far the global loss is from the reference's: of this rank's, or of the step as it

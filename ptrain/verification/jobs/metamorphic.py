@@ -30,7 +30,7 @@ from ptrain.verification.jobs.modules import (
     tokens_of,
 )
 from ptrain.verification.jobs.record import ForwardCall, ModelState, StepRecorder, seeded
-from ptrain.verification.jobs.root_causes import families, proven
+from ptrain.verification.jobs.root_causes import blame, families
 from ptrain.verification.jobs.shards import ParameterShard
 from ptrain.verification.jobs.step import Drawing
 from ptrain.verification.parts import Magnitude, canonical_modules, difference, multiple, norm
@@ -238,6 +238,7 @@ class Metamorphic:
             f"{families(lost)} gets only zero gradients, although its parameters are "
             "trainable: after it the model is detached (detach(), no_grad(), .data), "
             "multiplies by zero weights, or does not use its output.",
+            "Remove what cuts it off, or freeze what is meant to stay.",
             "in every step its parameters have no gradient, and later modules have one",
             place=families(lost),
         ) if lost else None, why=f"none reaches {families(lost)}")  # fmt: skip
@@ -258,8 +259,8 @@ class Metamorphic:
         )
         yield TriedRelation.of("a step starts without gradients", self._blame(
             Subject.GRADIENTS, "previous step added, in the reference too", grown,
-            "Both loops add a step's gradient to that of the previous step. Set gradients to "
-            "None after every update (optimizer.zero_grad()).",
+            "Both loops add a step's gradient to that of the previous step.",
+            "Set gradients to None after every update (optimizer.zero_grad()).",
             "run twice on one batch from the same parameters, the second gradient includes "
             "the first",
         ) if is_added else None)  # fmt: skip
@@ -291,8 +292,8 @@ class Metamorphic:
         if calls and (given := softmaxed(calls[0])):
             yield TriedRelation.of("the loss takes logits", self._blame(
                 Subject.LOSS, "softmax before cross-entropy", [],
-                "Cross-entropy takes logits and applies softmax itself, but it gets "
-                f"{given}. Remove the softmax on both sides.",
+                f"Cross-entropy takes logits and applies softmax itself, but it gets {given}.",
+                "Remove the softmax on both sides.",
                 "the gradient of the logits is that of a cross-entropy of their softmax",
                 place="loss",
             ), why=given)  # fmt: skip
@@ -319,7 +320,7 @@ class Metamorphic:
             )
             yield TriedRelation.of(name, self._blame(
                 Subject.BATCH, "labels not shifted" if shift == 0 else "labels shifted twice", [],
-                f"The loss has {says} as the target of every position. {fix}.",
+                f"The loss has {says} as the target of every position.", f"{fix}.",
                 f"at {count} positions the target is {says}, according to the gradient of "
                 "the loss",
                 place="labels",
@@ -350,7 +351,8 @@ class Metamorphic:
         yield TriedRelation.of("no label is of another document", self._blame(
             Subject.BATCH, "labels across documents", [],
             f"The last token of a document (token {end}) has the first token of the next "
-            "document as its target. Ignore these labels (ignore_index) on both sides.",
+            "document as its target.",
+            "Ignore these labels (ignore_index) on both sides.",
             f"{across} of {count} tokens {end} have a label, according to the gradient of "
             "their logits",
             place="labels",
@@ -379,8 +381,8 @@ class Metamorphic:
         holds = size <= _LOOSE * self._limit.outputs
         return TriedRelation.of("no token sees its future", None if holds else self._blame(
             Subject.ACTIVATIONS, "no causal mask", [],
-            "A position sees later tokens and has the next one as its target. Give attention "
-            "a causal mask (is_causal=True) on both sides.",
+            "A position sees later tokens and has the next one as its target.",
+            "Give attention a causal mask (is_causal=True) on both sides.",
             f"other tokens from position {at} on change the earlier logits by {size:.3g}",
             place="attention",
         ), why="logits change with later tokens", value=size)  # fmt: skip
@@ -418,11 +420,11 @@ class Metamorphic:
         return 0.0 if size <= self._limit.gradients * norm(scale) else size / (norm(scale) or 1.0)
 
     def _blame(
-        self, state: Subject, factor: str, names: Sequence[str], sentence: str, tried: str,
-        place: str = "",
+        self, state: Subject, factor: str, names: Sequence[str], sentence: str, fix: str,
+        tried: str, place: str = "",
     ) -> RootCause:  # fmt: skip
         place = place or families(names)
-        return of_both_sides(state, factor, place, sentence, tried, num_ranks=self._num_ranks)
+        return of_both_sides(state, factor, place, sentence, fix, tried, num_ranks=self._num_ranks)
 
 
 def rounding_of_order(
@@ -459,11 +461,12 @@ def _in_order_of(call: ForwardCall, seed: int) -> ForwardCall:
 
 
 def of_both_sides(
-    state: Subject, factor: str, place: str, sentence: str, tried: str, *, num_ranks: int,
-    step: int = 0,
+    state: Subject, factor: str, place: str, sentence: str, fix: str, tried: str, *,
+    num_ranks: int, step: int = 0,
 ) -> RootCause:  # fmt: skip
     """Return the root cause that is in code which one device runs too: it shows on every rank."""
-    return proven(state, factor, place, sentence, tried, step=step, ranks=range(num_ranks))
+    said = blame(state, factor, place, sentence, fix, step=step, ranks=range(num_ranks))
+    return said.proven(tried)
 
 
 def _num_rows(batch: Any) -> int:

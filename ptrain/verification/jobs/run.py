@@ -168,7 +168,7 @@ class Watched:
             "what gets a gradient moves": (
                 Subject.PARAMETERS, "not updated in the reference either",
                 families(name for name in still if name not in self._given),
-                "It gets a gradient in the reference and in the loop, but no update changes it. "
+                "It gets a gradient in the reference and in the loop, but no update changes it.",
                 "Give it to the optimizer, or freeze it (requires_grad_(False)).",
                 f"its value is the same to the bit after {count} steps",
             ),
@@ -178,6 +178,7 @@ class Watched:
                 f"From step {count - stalled} on no parameter changes, although each has a "
                 "gradient: the learning rate is zero, or an update is too small for the dtype of "
                 "the parameters.",
+                "Check the schedule's length, and keep master weights in fp32.",
                 f"the last {stalled} steps leave every value the same to the bit",
             ),
             "optimizers keep their state": (
@@ -186,13 +187,14 @@ class Watched:
                 "The optimizer starts every step without its state of the previous step "
                 "(moments, step counters): it is created again, or its state is emptied, in "
                 "every step.",
+                "Create the optimizer once, before the first step.",
                 "when it steps there is no state of a parameter that it has updated before",
             ),
             "units differ": (
                 Subject.PARAMETERS, "identical units", families(sorted(alike)),
                 "All rows are the same after updates, because they were initialized identically "
-                "(zeros, one value). They get the same gradient and never differ. Initialize "
-                "them randomly (nn.init).",
+                "(zeros, one value). They get the same gradient and never differ.",
+                "Initialize them randomly (nn.init).",
                 f"the rows are the same to the bit after {count} steps",
             ),
         }  # fmt: skip
@@ -431,8 +433,8 @@ class Examiner:
         names = [name for rank in {d.rank for d in first} for name in everyones[rank]]
         counted = root_cause(
             first, self.ranks, state=Subject.COUNTER, factor=first[0].told,
-            sentence="The optimizer does not step as often as in the reference in this step. "
-                     "Step it once per global batch, after the last micro-batch.",
+            sentence="The optimizer does not step as often as in the reference in this step.",
+            fix="Step it once per global batch, after the last micro-batch.",
         )  # fmt: skip
         return replace(counted, place=families(sorted(names)) or counted.place)
 

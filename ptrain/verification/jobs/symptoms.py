@@ -6,7 +6,7 @@ the fix on every element of every gradient.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -248,15 +248,25 @@ class Fix:
     factors: Mapping[int, float] | None = None
     words: str = ""
 
-    def of(self, name: str, sample: Sample, ranks: Ranks) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield of each rank the gradient that it would have, and what it should have: [elements
-        that it holds]."""
+    def of(self, name: str, sample: Sample, rank: int, ranks: Ranks) -> Tensor:
+        """Return the gradient that a rank would have; NaN where it holds nothing."""
         sample = sample.scaled(self.scale)
-        for rank in sample.holders():
-            has = ~sample.gradients[rank].isnan()
-            own = sample.gradients[rank]
-            undone = self._undone(sample, rank, ranks) if name in self.names else own
-            yield undone[has], sample.truth[has]
+        return self._undone(sample, rank, ranks) if name in self.names else sample.gradients[rank]
+
+    def loss_factor(self, rank: int) -> float | None:
+        """Return what a rank's loss would be multiplied by, if what is undone is in the loss; None
+        where one cannot tell."""
+        own = self.contributed and [
+            its for its, (where, _) in enumerate(self.contributed.labels) if where == rank
+        ]
+        match self.symptom.kind:
+            case SymptomKind.EVEN:
+                return 1 / self.symptom.factor
+            case SymptomKind.WEIGHTS if own and len(own) == 1:
+                right, actual = self._weights(rank)
+                return None if actual is None else float((right / actual)[own[0]])
+            case _:
+                return None
 
     def _undone(self, sample: Sample, rank: int, ranks: Ranks) -> Tensor:
         own, factor = sample.gradients[rank], self.symptom.factor
@@ -299,55 +309,52 @@ class Fix:
         return torch.stack([weight * sample.basis[place] for place, weight in places]).sum(0)
 
 
-@dataclass(frozen=True, slots=True)
-class Trial:
-    """What a fix leaves: the largest difference of a gradient (relative), and whether that is
-    within what roundings make."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FixTrial:
+    """What a fix leaves: the largest difference of a gradient (relative), whether that is within
+    what roundings make, and the whole gradients that this gives, a row each."""
 
     left: float
     fixes: bool
+    gradients: Mapping[str, Tensor]
 
 
-def tried(fix: Fix, own: OwnGradients, ranks: Ranks, limit: Tolerance) -> Trial:
+def tried(fix: Fix, own: OwnGradients, ranks: Ranks, limit: Tolerance) -> FixTrial:
     """Try a fix on all gradients. All ranks call it."""
     truths = own.truths
     scale = Magnitude.of(truths)
     bound = min(_ROUNDINGS * limit.gradients, max(limit.gradients, _LOOSEST))
-    largest, fixes = 0.0, True
+    largest, fixes, rows = 0.0, True, dict[str, Tensor]()
     for name, whole in truths.items():
-        for left, before in _apart(fix, own, name, scale.quiet(whole), ranks):
-            largest = max(largest, left)
-            helps = left <= before / 2 or before <= limit.gradients
-            fixes = fixes and left <= bound and helps
-    return Trial(largest, fixes)
-
-
-def _apart(
-    fix: Fix, own: OwnGradients, name: str, quiet: float, ranks: Ranks
-) -> Iterator[tuple[float, float]]:
-    """Yield of each rank how far a parameter's gradient is from one device's (relative), with the
-    fix and as it was; `quiet`: the size of an element that counts as nothing."""
-    squares: dict[int, Tensor] = {}
-    for sample in own.of_all_ranks(name, ranks):
-        rows = zip(sample.holders(), _held(sample), fix.of(name, sample, ranks), strict=True)
-        for rank, was, (gradient, truth) in rows:
-            sizes = [norm(gradient - truth), norm(was - truth), norm(truth)]
-            counted = torch.tensor([*(size**2 for size in sizes), truth.numel()]).double()
-            squares[rank] = squares.get(rank, torch.zeros(4).double()) + counted
-    for left, before, length, numel in (row.tolist() for row in squares.values()):
-        size = max(math.sqrt(length), quiet * math.sqrt(numel))
-        yield _relative(math.sqrt(left), size), _relative(math.sqrt(before), size)
+        squares: dict[int, Tensor] = {}
+        pieces = []
+        for sample in own.of_all_ranks(name, ranks):
+            piece = sample.truth.clone()
+            for rank in sorted(sample.holders(), key=lambda its: its == ranks.rank):
+                has = ~sample.gradients[rank].isnan()
+                undone, was, truth = (
+                    row[has] for row in (fix.of(name, sample, rank, ranks),
+                                         sample.gradients[rank], sample.truth)
+                )  # fmt: skip
+                sizes = [norm(undone - truth), norm(was - truth), norm(truth)]
+                counted = torch.tensor([*(size**2 for size in sizes), truth.numel()]).double()
+                squares[rank] = squares.get(rank, torch.zeros(4).double()) + counted
+                piece[has] = undone
+            pieces.append(piece)
+        rows[name] = torch.cat(pieces)
+        for left, before, length, numel in (row.tolist() for row in squares.values()):
+            size = max(math.sqrt(length), scale.quiet(whole) * math.sqrt(numel))
+            after, was = (_relative(math.sqrt(its), size) for its in (left, before))
+            largest = max(largest, after)
+            helps = after <= was / 2 or was <= limit.gradients
+            fixes = fixes and after <= bound and helps
+    return FixTrial(left=largest, fixes=fixes, gradients=rows)
 
 
 def _relative(size: float, length: float) -> float:
     if not math.isfinite(size):
         return math.inf
     return size / length if length else math.inf if size else 0.0
-
-
-def _held(sample: Sample) -> Iterator[Tensor]:
-    for rank in sample.holders():
-        yield sample.of(rank)[0]
 
 
 def own_factors(samples: Collection[Sample]) -> dict[int, float]:

@@ -53,8 +53,8 @@ def explain_replicas(mismatches: Sequence[Mismatch], case: UpdateCase, ranks: Ra
     return root_cause(
         mismatches, ranks, state=first.subject, axis=ranks.axis_of(first.between),
         factor="replicas differ", who=writers if is_proven else None,
-        sentence=f"Ranks {who} hold the same shard with different bits. Broadcast it once, "
-                 "and check the computation on each rank.",
+        sentence=f"Ranks {who} hold the same shard with different bits.",
+        fix="Broadcast it once, and check the computation on each rank.",
         certainty=Certainty.PROVEN if is_proven else Certainty.UNEXPLAINED,
         tried=fix if is_proven else "the difference from the reference is within rounding",
     )  # fmt: skip
@@ -190,7 +190,7 @@ class UpdateExplainer:
         )  # fmt: skip
         return self._proven(
             Subject.PARAMETERS, "stale on some ranks" if is_stale else "not updated",
-            f"The gradient of the parameter is right, but it is {what}. {fix}.",
+            f"The gradient of the parameter is right, but it is {what}.", f"{fix}.",
             [name for _, (name, _) in rows], sorted({rank for rank, _ in rows}),
             "updated by the reference optimizer with the present gradient it matches the "
             f"reference to {left.worst:.2g}",
@@ -209,8 +209,8 @@ class UpdateExplainer:
             )
         return self._proven(
             Subject.PARAMETERS, "frozen parameter updated",
-            "The optimizer steps it, but no optimizer of the reference does. Remove it from "
-            "the optimizer's parameters.",
+            "The optimizer steps it, but no optimizer of the reference does.",
+            "Remove it from the optimizer's parameters.",
             [name for _, name in rows], sorted({rank for rank, _ in rows}),
             "its value before the step equals the reference value after the step",
         )  # fmt: skip
@@ -233,9 +233,9 @@ class UpdateExplainer:
         return self._proven(
             state, f"{'stale' if is_stale else 'written'} after the update",
             f"The optimizer's step is right, but {'its state' if is_state else 'the parameter'} "
-            f"differs at the end of the step{', where it is as before it' * is_stale}. Do the same "
-            "after optimizer.step() as the reference (a gather, a broadcast, a copy, an average, a "
-            "clamp), or nothing.",
+            f"differs at the end of the step{', where it is as before it' * is_stale}.",
+            "Do the same after optimizer.step() as the reference (a gather, a broadcast, a copy, "
+            "an average, a clamp), or nothing.",
             [name for _, name in rows], sorted({rank for rank, _ in rows}), proof,
         )  # fmt: skip
 
@@ -257,7 +257,8 @@ class UpdateExplainer:
             return self._proven(
                 Subject.PARAMETERS, "written within the step",
                 "optimizer.step() gives another result than its class computes from these "
-                "gradients, state and settings. Check its hooks and wrappers, and what skips it.",
+                "gradients, state and settings.",
+                "Check its hooks and wrappers, and what skips it.",
                 [name for _, name in rows], sorted({rank for rank, _ in rows}),
                 f"the step replayed with its inputs matches the reference to {left.worst:.2g}",
             )  # fmt: skip
@@ -290,12 +291,12 @@ class UpdateExplainer:
     def _exchanged(self, result: SwapSearch, was: str) -> RootCause:
         mine = differing_pairs(self.case, result.fix)
         rows = [*chain.from_iterable(self.ranks.gather(mine, list[IngredientPair]))]
-        state, factor, sentence = words(result.fix, rows, self.ranks.degrees)
+        state, factor, sentence, fix = words(result.fix, rows, self.ranks.degrees)
         what = " and ".join(_with(swap, rows) for swap in result.fix[:3])
         if len(result.fix) > 3:
             what = "the reference's " + ", ".join(swap.key or "rule" for swap in result.fix)
         return self._proven(
-            state, factor, sentence, [row.name for row in rows],
+            state, factor, sentence, fix, [row.name for row in rows],
             sorted({row.rank for row in rows}),
             f"the update replayed with {what} matches the reference to "
             f"{result.left.worst:.2g}{was}",
@@ -306,6 +307,7 @@ class UpdateExplainer:
         state: Subject,
         factor: str,
         sentence: str,
+        fix: str,
         names: Sequence[str],
         ranks: Sequence[int],
         proof: str,
@@ -314,7 +316,7 @@ class UpdateExplainer:
     ) -> RootCause:
         return root_cause(
             self.mismatches, self.ranks, state=state, factor=factor, sentence=sentence,
-            names=names, who=ranks, axis=axis,
+            fix=fix, names=names, who=ranks, axis=axis,
         ).proven(proof)  # fmt: skip
 
     def unexplained(self, ruled_out: str) -> RootCause:

@@ -102,9 +102,8 @@ def coarse_sum(
                 state=Subject.GRADIENTS,
                 axis="",
                 factor=what,
-                sentence=f"The gradients of {count} micro-batch{'es' * (count > 1)} are "
-                f"{what}. Accumulate and reduce them in a dtype as fine as the "
-                "reference's.",
+                sentence=f"The gradients of {count} micro-batch{'es' * (count > 1)} are {what}.",
+                fix="Accumulate and reduce them in a dtype as fine as the reference's.",
                 certainty=Certainty.PROVEN,
                 tried=f"the micro-batches' gradients, {what}, equal the gradients that the "
                 f"optimizers take, to {left:.2g}; without rounding they match the "
@@ -390,14 +389,15 @@ _FIXES = {
 
 def words(
     fix: Swaps, rows: Sequence[IngredientPair], degrees: dict[str, int]
-) -> tuple[Subject, str, str]:
-    """Return the state, the factor and the sentence of these swaps; `rows` are all ranks'."""
+) -> tuple[Subject, str, str, str]:
+    """Return the state, the factor, the sentence and the fix of these swaps; `rows` are all
+    ranks'."""
     if any(s.ingredient is Ingredient.RULE or s.key == "decoupled_weight_decay" for s in fix):
         own, right = rows[0].kinds
         names = families(row.name for row in rows)
         return Subject.OPTIMIZER, f"{own} for {right}", (
-            f"The loop steps {names} by {own}, the reference by {right}. Use one class."
-        )  # fmt: skip
+            f"The loop steps {names} by {own}, the reference by {right}."
+        ), "Use one class."  # fmt: skip
     settled = tuple(swap for swap in fix if swap.ingredient is Ingredient.SETTING)
     if settled and all(row.own == "none" for row in rows if row.swap not in settled):
         fix = settled  # what is kept beside a parameter follows from these
@@ -408,7 +408,7 @@ def words(
     if is_state and kept and all(row.own in ("none", "zeros") for row in kept):
         state, factor = Subject.OPTIMIZER, "moments lost"
     facts = " ".join(sentence for _, _, sentence in parts)
-    return state, factor, f"{facts} {_FIXES[fix[0].ingredient]}"
+    return state, factor, facts, _FIXES[fix[0].ingredient]
 
 
 def _of_swap(
