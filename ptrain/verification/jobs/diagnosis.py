@@ -427,13 +427,17 @@ def of_samples(
     odd = [rank for rank, its in enumerate(reports) if its.unknown or its.otherwise]
     said = partial(blame, step=mismatches[0].step, ranks=odd, axis=ranks.parting(odd))
     if unknown:
-        return said(
+        other = said(
             Subject.BATCH, "other samples", "samples",
-            f"{unknown} of {count} samples that the ranks read are not in the global batch, on "
+            f"{unknown} of {count} samples that the model is given are not in the global batch, on "
             f"ranks {', '.join(map(str, odd))}.",
             "Check how these ranks draw their samples (the seed, the epoch, the position in the "
             "data after a resume); ranks of tensor parallelism must read the same ones.",
         )  # fmt: skip
+        is_clear = len(odd) < ranks.size and all(its.unknown in (0, its.count) for its in reports)
+        return other.fits(
+            "the inputs of the model were compared with the global batch, sample by sample"
+        ) if is_clear else other  # fmt: skip
     if otherwise:
         return said(
             Subject.BATCH, "other labels", "labels",

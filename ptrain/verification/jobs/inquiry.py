@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from ptrain.errors import Fault
-from ptrain.models.boundary import CodeRaised, boundary, said
+from ptrain.models.boundary import CodeRaised, boundary
+from ptrain.models.boundary import said as said_of
 from ptrain.report.finding import (
     POSSIBLE,
     RULED_OUT,
@@ -27,6 +28,7 @@ from ptrain.report.finding import (
     Moment,
     RootCause,
     Subject,
+    Way,
 )
 from ptrain.verification.jobs.diagnosis import (
     explain_gradients,
@@ -35,9 +37,10 @@ from ptrain.verification.jobs.diagnosis import (
     of_samples,
 )
 from ptrain.verification.jobs.draws import Key, drawn_again_otherwise
-from ptrain.verification.jobs.evidence import JobEvidence, evidence, rows_of, untold
+from ptrain.verification.jobs.evidence import JobEvidence, Samples, evidence, rows_of, untold
 from ptrain.verification.jobs.job import (
     TOLERANCES,
+    Alone,
     GlobalLoss,
     Tolerance,
     each_tensor,
@@ -46,7 +49,7 @@ from ptrain.verification.jobs.job import (
 from ptrain.verification.jobs.localise import ModuleInquiry
 from ptrain.verification.jobs.loss import LossTerms
 from ptrain.verification.jobs.modules import Calls, ModuleRecorder, ProbeResult, is_within, probed
-from ptrain.verification.jobs.record import ModelState, StepRecorder, digests
+from ptrain.verification.jobs.record import ModelState, StepRecorder, digests, shared_buffers
 from ptrain.verification.jobs.root_causes import blame, families, family
 from ptrain.verification.jobs.step import Drawing, LoopPair, StepComparison
 from ptrain.verification.jobs.symptoms import Fix
@@ -56,7 +59,10 @@ from ptrain.verification.jobs.trials import (
     Context,
     Trial,
     Waited,
+    around_backward,
     copied_for_backward,
+    kept_in_backward,
+    put,
     without_cast_cache,
 )
 from ptrain.verification.parts import (
@@ -64,6 +70,7 @@ from ptrain.verification.parts import (
     combination,
     difference,
     named,
+    norm,
     numbers_apart,
 )
 from ptrain.verification.updates.clip import Remainder
@@ -111,14 +118,16 @@ class Inquiry:
         # loop's own numbers, and what they explain would count as proven.
         probe, job_evidence = self._evidence(before)
         by_samples = of_samples(first, job_evidence, self.ranks)
-        if by_samples is not None and (read := self._of_shares(by_samples)) is not None:
+        ledger = job_evidence.ledger
+        if by_samples is not None and (read := self._of_shares(by_samples, ledger)) is not None:
             return read
         by_sums = explain_gradients(first, job_evidence, self.ranks, self.limit, self._after)
         if by_sums.certainty is Certainty.PROVEN:
             return by_sums
         if by_sums.certainty is Certainty.UNEXPLAINED and by_sums.tried:
             self._ruled_out.append(f"all gradients {by_sums.tried.removeprefix(RULED_OUT)}")
-        if by_samples is not None and is_of_given(job_evidence, self.ranks, self.limit):
+        is_given = by_samples is not None and is_of_given(job_evidence, self.ranks, self.limit)
+        if by_samples is not None and (is_given or by_samples.tried):
             return by_samples
         if (of_terms := self._of_terms(first)) is not None:
             return of_terms
@@ -139,7 +148,11 @@ class Inquiry:
 
     def _is_wrong_again(self) -> bool:
         trial = self.trial()
-        return trial is None or trial.gradients > _LOOSE * self.limit.gradients
+        return trial is None or self._is_wrong(trial.gradients)
+
+    def _is_wrong(self, gradients: float) -> bool:
+        """Return whether gradients that are so far off are wrong, as they were."""
+        return gradients > min(_LOOSE * self.limit.gradients, self._before() / 2)
 
     def _of_candidates(self, candidates: Iterator[Candidate]) -> RootCause | None:
         """Return the one whose trial puts the gradients right; of several none is proven. All ranks
@@ -194,7 +207,7 @@ class Inquiry:
                 "that the next one is received into, or a weight that is written in between.",
                 "Receive every micro-batch into its own buffer, and write after backward.",
             ),
-            words="with copies of what forward keeps for backward",
+            words="with copies of what is saved for backward",
             run=lambda: self.trial(draws(), copied_for_backward()),
         )  # fmt: skip
         left = AsBackwardLeft(loop)
@@ -261,7 +274,7 @@ class Inquiry:
                 "The reference applies dropout, but no rank of the loop does.",
                 "Use the same mode (model.train() before the step) and rate in both.",
             )  # fmt: skip
-            yield replace(its, run=partial(self._trial_of_reference, alone))
+            yield replace(its, run=partial(self._trial_of_reference, self.batch, alone))
         if loop_only:
             yield candidate(
                 [path for path, _ in loop_only], "without dropout there", Subject.RANDOM,
@@ -270,20 +283,81 @@ class Inquiry:
                 "Use the same mode (train, eval) and rate in both.", still=loop_only,
             )  # fmt: skip
 
-    def _trial_of_reference(self, still: set[Key]) -> Trial | None:
-        """Run the reference's step once more without these draws; compare the loop's with it."""
+    def _trial_of_reference(self, batch: Any, still: Collection[Key] = ()) -> Trial | None:
+        """Run the reference's step once more, on this batch and without these draws, and compare
+        the loop's with it; None where it cannot be run. All ranks call it."""
         self.rewind()
-        pair = self.pair
+        pair, loss, raised = self.pair, None, False
+        expected = StepRecorder(pair.reference.model, pair.wholes)
         draws = self.drawing.replayed(pair.reference.model, still=still)
-        with StepRecorder(pair.reference.model, pair.wholes) as expected, draws:
-            loss = pair.reference.step(self.batch)
-        own = self.step.seen.gradients
-        mine = max(self._gradients_apart([*expected.gradients], own, expected.gradients))
-        right, measured = number(loss), self._loss.of(number(loss), number(self.step.losses[1]))
-        is_known = right is not None and measured is not None
-        is_off = is_known and numbers_apart(right or 0.0, measured or 0.0) > self.limit.losses
-        others = "; the loss still differs" * is_off
-        return Trial(max(self.ranks.gather(mine)), self._before(), others)
+        try:
+            with (
+                boundary(lambda error: Fault(place="step", finding=said_of(error))),
+                expected, draws, Alone(),
+            ):  # fmt: skip
+                loss = pair.reference.step(batch)
+        except CodeRaised:
+            raised = True
+        if any(self.ranks.gather(raised)):
+            return None
+        mine = max(
+            self._gradients_apart(
+                [*expected.gradients], self.step.seen.gradients, expected.gradients
+            ),
+            default=0.0,
+        )
+        both = number(loss), number(self.step.losses[1])
+        measured = self._loss.of(*both)
+        apart = 0.0 if measured is None else numbers_apart(both[0] or 0.0, measured)
+        right = self.step.case.with_gradients(self._parts(self.step.expected.gradients))
+        return Trial(max(self.ranks.gather(mine)), self._before(), self._others(apart, *right))
+
+    def of_buffers(self, said: RootCause) -> RootCause:
+        """Try why only buffers differ at the end of the step. All ranks call it."""
+        plain, loop = self.pair.reference.model, self.pair.loop.model
+        ends = [(its.clone(), own.clone()) for _, its, own in shared_buffers(plain, loop)]
+
+        def apart(*sides: int) -> bool:
+            """Return whether what a side has now differs from what one had at the end."""
+            now, end = sides
+            pairs = [
+                (both[now], ends[place][end])
+                for place, (_, *both) in enumerate(shared_buffers(plain, loop))
+            ]
+            sizes = (difference(its, other, norm(other)) for its, other in pairs)
+            return any(self.ranks.gather(max(sizes, default=0.0) > self.limit.updates))
+
+        draws = self.drawing.repeated(loop)
+        trial = self.trial(draws, kept_in_backward(loop))
+        is_right = trial is not None and not trial.others and not self._is_wrong(trial.gradients)
+        if is_right and not apart(1, 0):
+            said = replace(
+                said, factor=f"{said.factor}, written again in backward",
+                sentence=f"{said.sentence} The recomputation in backward writes it once more.",
+                fix="Write it outside of the recomputed part, or not within backward.",
+            )  # fmt: skip
+            return said.proven(
+                "with what backward writes to buffers undone, buffers, gradients, loss and update "
+                "match the reference"
+            )
+        if POSSIBLE not in said.sentence:
+            return said
+        self.rewind()
+        try:
+            with boundary(lambda error: Fault(place="step", finding=said_of(error))), Alone():
+                self.pair.reference.step(self.share)
+            raised = False
+        except CodeRaised:
+            raised = True
+        if any(self.ranks.gather(raised)) or apart(0, 1):
+            return said
+        facts = said.sentence.partition(POSSIBLE)[0]
+        return replace(
+            said,
+            factor="not reduced over the ranks",
+            sentence=f"{facts}Each rank computes it from its own samples.",
+            fix="Reduce what it is computed from over the ranks, before it is written.",
+        ).proven("run on a rank's samples alone, the reference leaves the same values")
 
     def _evidence(self, before: Mapping[str, Tensor]) -> tuple[ProbeResult, JobEvidence]:
         self._restore_models()
@@ -327,23 +401,29 @@ class Inquiry:
             state.restore()  # the run goes on
         return coarse_sum(blamed, job_evidence, self.ranks, self.limit.gradients)
 
-    def _of_shares(self, blamed: RootCause) -> RootCause | None:
+    def _of_shares(self, blamed: RootCause, ledger: Samples | None) -> RootCause | None:
         """Prove that ranks read other samples: give them even shares of the global batch, or all of
-        it. All ranks call it."""
+        it; or give the reference what the ranks read of it. All ranks call it."""
         size = self.ranks.size
         groups = {"an even share": (tuple(range(size)),), "all": ()} | {
             f"an even share over {axis}": lines for axis, lines in self.ranks.axes.items()
         }
-        for what, lines in groups.items():
-            line = next((its for its in lines if self.ranks.rank in its), (self.ranks.rank,))
-            place, count = line.index(self.ranks.rank), len(line)
 
-            def part(rows: Tensor, place: int = place, count: int = count) -> Tensor:
-                return rows.chunk(count)[place] if len(rows) % count == 0 else rows
+        def trials() -> Iterator[tuple[str, Trial | None]]:
+            for what, lines in groups.items():
+                line = next((its for its in lines if self.ranks.rank in its), (self.ranks.rank,))
+                part = partial(_chunk, line.index(self.ranks.rank), len(line))
+                share = each_tensor(self.batch, part)
+                yield f"with {what} of the global batch on each rank", self.trial(share=share)
+            if ledger:
+                seen = [row for row in range(ledger.count) if row not in ledger.missing]
+                part = partial(_rows, ledger.count, sorted([*seen, *ledger.doubled]))
+                trial = self._trial_of_reference(each_tensor(self.batch, part))
+                yield "with the same samples left out, or read twice, in the reference", trial
 
-            trial = self.trial(share=each_tensor(self.batch, part))
+        for words, trial in trials():
             if trial is not None and trial.is_near(self.limit.gradients) and not trial.others:
-                return trial.of(blamed, f"with {what} of the global batch on each rank")
+                return trial.of(blamed, words)
         return None
 
     def _of_terms(self, first: Sequence[Mismatch]) -> RootCause | None:
@@ -388,7 +468,8 @@ class Inquiry:
         if trial is None or not trial.is_near(self.limit.gradients):
             return None
         blamed = blame(
-            Subject.LOSS, said, name, f"The term {name} of the loss {what}.",
+            Subject.LOSS, said, families(its.name for its in first),
+            f"The term {name} of the loss {what}.",
             "Give it the weight that it has in the reference.", step=first[0].step,
             ranks=range(self.ranks.size),
         )  # fmt: skip
@@ -431,7 +512,7 @@ class Inquiry:
         seen, loss, raised = StepRecorder(self.pair.loop.model, self.pair.holds), None, False
         try:
             with (
-                boundary(lambda error: Fault(place="step", finding=said(error))),
+                boundary(lambda error: Fault(place="step", finding=said_of(error))),
                 ExitStack() as stack,
             ):
                 for context in (*before, seen, *within):
@@ -458,7 +539,8 @@ class Inquiry:
         gradients = ran[0].gradients
         mine = max(self._gradients_apart([*self.step.expected.gradients], gradients), default=0.0)
         left, obstacle = self.step.case.with_gradients(gradients)
-        others = self._others([loss(number(ran[1]))], left, obstacle)
+        apart = max(self._loss_apart(loss(number(ran[1]))), default=0.0)
+        others = self._others(apart, left, obstacle)
         return Trial(max(self.ranks.gather(mine)), self._before(), others)
 
     def _before(self) -> float:
@@ -470,19 +552,21 @@ class Inquiry:
         """Return what still differs, or could not be tried, with these whole gradients of all
         parameters. All ranks call it."""
         left, obstacle = self.step.case.with_gradients(self._parts(gradients))
-        own = number(self.step.losses[1])
-        times = fix.loss_factor(self.ranks.rank)
-        losses = [own] if own is None or times is None else [own, own * times]
-        return self._others(losses, left, obstacle)
+        own, values = number(self.step.losses[1]), list[float]()
+        if max(self._loss_apart(), default=0.0) > self.limit.losses:
+            self.rewind()
+            self.stepped(around_backward(partial(_keep_loss, values)))
+        times = fix.loss_factor(self.ranks.rank, values)
+        losses = (own, own if own is None or times is None else own * times)
+        apart = min(max(self._loss_apart(loss), default=0.0) for loss in losses)
+        return self._others(apart, left, obstacle)
 
-    def _others(self, losses: Sequence[Any], left: Remainder, obstacle: str) -> str:
-        """Return in words what of loss and update is not the reference's; one of several losses has
-        to be. All ranks call it."""
-        apart = [max(self._loss_apart(loss), default=0.0) for loss in losses]
+    def _others(self, apart: float, left: Remainder, obstacle: str) -> str:
+        """Return in words what of loss and update is not the reference's. All ranks call it."""
         everyones = self.ranks.gather((left, obstacle), tuple[Remainder, str])
         words = ""
-        if min(apart) > self.limit.losses:
-            words += f"; the loss still differs by {min(apart):.3g}"
+        if apart > self.limit.losses:
+            words += f"; the loss still differs by {apart:.3g}"
         if why := next((its for _, its in everyones if its), ""):
             words += f"; the update could not be repeated ({why})"
         elif any(its.count for its, _ in everyones):
@@ -504,7 +588,7 @@ class Inquiry:
         self._calls, gradients = recorder.calls, ran[0].gradients
         same = digests(holds, gradients) == digests(holds, self.step.seen.gradients)
         apart = max(self._gradients_apart([*self.step.expected.gradients], gradients), default=0.0)
-        differs = max(self.ranks.gather(apart)) > _LOOSE * self.limit.gradients
+        differs = self._is_wrong(max(self.ranks.gather(apart)))
         return recorder.calls, all(self.ranks.gather(same)), differs
 
     def probe_of(self, seen: StepRecorder) -> ProbeResult:
@@ -598,3 +682,46 @@ class Inquiry:
             f"steps{', and so does the loss' if is_forward else ''}; this is the "
             f"first difference.{where}",
         ).unexplained(out)
+
+
+def _chunk(place: int, count: int, rows: Tensor) -> Tensor:
+    return rows.chunk(count)[place] if len(rows) % count == 0 else rows
+
+
+def _rows(count: int, chosen: Sequence[int], rows: Tensor) -> Tensor:
+    return rows[list(chosen)] if len(rows) == count else rows
+
+
+def _keep_loss(values: list[float], tensors: Any) -> Callable[[], None]:
+    """Keep the number that a backward pass starts from."""
+    losses = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    values += [float(loss.detach()) for loss in losses if loss.numel() == 1]
+    return lambda: None
+
+
+def tried_start(
+    said: RootCause, first: Sequence[Mismatch], pair: LoopPair, loss: GlobalLoss,
+    step: Callable[[], StepComparison], limit: Tolerance,
+) -> RootCause:  # fmt: skip
+    """Try why some ranks start otherwise than the reference: give all of them what the others have,
+    and run the first step. All ranks call it."""
+    ranks, odd = loss.ranks, {mismatch.rank for mismatch in first}
+    right = sorted({*range(ranks.size)} - odd)
+    shards = [(shard, pair.wholes[name].parameter) for name, shard in pair.holds.items()]
+    is_copied = all(its.way is Way.VALUE and not its.between for its in first)
+    is_copied = is_copied and all(shard.parameter.shape == its.shape for shard, its in shards)
+    holders = ranks.gather(sorted({its.name for its in first} - pair.holds.keys()))
+    if not all(ranks.gather(is_copied)) or not right or holders[right[0]] != holders[min(odd)]:
+        return said
+    put((shard.parameter, its) for shard, its in shards)
+    put((own, its) for _, its, own in shared_buffers(pair.reference.model, pair.loop.model))
+    seen = step()
+    both = [number(its) for its in seen.losses]
+    measured = loss.of(*both)
+    is_off = measured is not None and numbers_apart(both[0] or 0.0, measured) > limit.losses
+    if any(ranks.gather(bool(seen.differences.mismatches) or is_off)):
+        return said
+    return said.proven(
+        f"with the values of rank {right[0]} on all ranks the first step matches the reference: "
+        "gradients, loss and update"
+    )

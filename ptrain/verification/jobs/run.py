@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import takewhile
 from typing import Any
 
@@ -28,7 +29,7 @@ from ptrain.verification.compare import (
 )
 from ptrain.verification.jobs.averages import explain_average
 from ptrain.verification.jobs.evidence import ledger_of, rows_of
-from ptrain.verification.jobs.inquiry import Inquiry
+from ptrain.verification.jobs.inquiry import Inquiry, tried_start
 from ptrain.verification.jobs.job import (
     TOLERANCES,
     GlobalLoss,
@@ -270,7 +271,7 @@ class Examiner:
         self, batches: Sequence[Any], shares: Sequence[Any], again: Callable[[], Job] | None
     ) -> LoopVerdict:
         """Every step, and the first batch once more at the end."""
-        self._begin()
+        self._begin(batches[0], shares[0])
         steps, self._count = 0, len(batches)
         for step, (batch, share) in enumerate(zip(batches, shares, strict=True)):
             if self.root_cause is not None:
@@ -312,7 +313,7 @@ class Examiner:
             )
         return relations, [*self.watched.notes, *metamorphic.notes]
 
-    def _begin(self) -> None:
+    def _begin(self, batch: Any, share: Any) -> None:
         differences = Differences(step=0, rank=self.ranks.rank)
         names = parameter_names(self.pair.loop.model, self._tied)
         wholes = {name: shard.parameter.detach() for name, shard in self.pair.wholes.items()}
@@ -323,7 +324,9 @@ class Examiner:
         self.watched.begin(self.pair.wholes)
         if self.differences.take(differences):
             first = self.differences.first
-            self.root_cause = self._explain_buffers(first) or explain_start(first, self.ranks)
+            said = self._explain_buffers(first) or explain_start(first, self.ranks)
+            step = partial(run_step, self.pair, 0, batch, share, self.limit, self.drawing)
+            self.root_cause = tried_start(said, first, self.pair, self.loss, step, self.limit)
 
     def _examine(self, step: int, batch: Any, share: Any) -> None:
         self._batch, self._share = batch, share
@@ -412,9 +415,9 @@ class Examiner:
                 others = [its for its in first if its.subject is not Subject.AVERAGE]
                 if not others:
                     return explain_average(first, self.pair.averages, self.ranks)
-                return self._explain_buffers(others) or explain_update(
-                    others, step.case, self.ranks
-                )
+                if (said := self._explain_buffers(others)) is not None:
+                    return self._inquiry(step).of_buffers(said)
+                return explain_update(others, step.case, self.ranks)
 
     def _explain_buffers(self, mismatches: Sequence[Mismatch]) -> RootCause | None:
         """None where something else differs too."""

@@ -253,18 +253,19 @@ class Fix:
         sample = sample.scaled(self.scale)
         return self._undone(sample, rank, ranks) if name in self.names else sample.gradients[rank]
 
-    def loss_factor(self, rank: int) -> float | None:
+    def loss_factor(self, rank: int, losses: Sequence[float]) -> float | None:
         """Return what a rank's loss would be multiplied by, if what is undone is in the loss; None
-        where one cannot tell."""
-        own = self.contributed and [
-            its for its, (where, _) in enumerate(self.contributed.labels) if where == rank
-        ]
+        where one cannot tell. `losses`: of its micro-batches."""
+        own = list(self.contributed.own.get(rank, ())) if self.contributed else []
         match self.symptom.kind:
             case SymptomKind.EVEN:
                 return 1 / self.symptom.factor
-            case SymptomKind.WEIGHTS if own and len(own) == 1:
+            case SymptomKind.WEIGHTS if len(own) == len(losses) and any(losses):
                 right, actual = self._weights(rank)
-                return None if actual is None else float((right / actual)[own[0]])
+                if actual is None:
+                    return None
+                rows = torch.tensor(losses).double()
+                return float((right / actual)[own] @ rows / rows.sum())
             case _:
                 return None
 

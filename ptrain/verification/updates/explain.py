@@ -269,7 +269,7 @@ class UpdateExplainer:
                 f"step did{self._differing()}"
             )
         result = search(case, self.ranks, mismatch)
-        if not result.fix:
+        if not result.fixes:
             return self.unexplained(_ruled_out(result))
         is_coarse = result.left.worst > _COARSE
         return self._exchanged(
@@ -289,16 +289,14 @@ class UpdateExplainer:
         return f"; {listed} differed from the reference before it"
 
     def _exchanged(self, result: SwapSearch, was: str) -> RootCause:
-        mine = differing_pairs(self.case, result.fix)
+        mine = differing_pairs(self.case, result.fixes[0])
         rows = [*chain.from_iterable(self.ranks.gather(mine, list[IngredientPair]))]
-        state, factor, sentence, fix = words(result.fix, rows, self.ranks.degrees)
-        what = " and ".join(_with(swap, rows) for swap in result.fix[:3])
-        if len(result.fix) > 3:
-            what = "the reference's " + ", ".join(swap.key or "rule" for swap in result.fix)
+        state, factor, sentence, fix = words(result.fixes[0], rows, self.ranks.degrees)
+        what = ", ".join(swap.key or str(swap.ingredient) for swap in result.fixes[0])
         return self._proven(
             state, factor, sentence, fix, [row.name for row in rows],
             sorted({row.rank for row in rows}),
-            f"the update replayed with {what} matches the reference to "
+            f"the update replayed with the reference's {what} matches the reference to "
             f"{result.left.worst:.2g}{was}",
         )  # fmt: skip
 
@@ -327,17 +325,6 @@ class UpdateExplainer:
             sentence="The gradients match the reference, but this differs at the end of the step.",
             certainty=Certainty.UNEXPLAINED, tried=ruled_out,
         )  # fmt: skip
-
-
-def _with(swap: Swap, rows: Sequence[IngredientPair]) -> str:
-    alike = [row for row in rows if row.swap == swap]
-    title = swap.key or str(swap.ingredient)
-    if "off" in alike[0].own or alike[0].other == "values":
-        return f"the reference's {title}"
-    pairs = list(dict.fromkeys((row.other, row.own) for row in alike))
-    (other, own), more = pairs[0], len(pairs) - 1
-    others = f" (and {more} more)" if more else ""
-    return f"{title} {other} for {own}{others}"
 
 
 def _ruled_out(result: SwapSearch) -> str:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
 from itertools import combinations, product
-from typing import Any, assert_never
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -182,29 +182,6 @@ class Swap:
     ingredient: Ingredient
     key: str = ""
 
-    def of(self, own: Ingredients, other: Ingredients) -> Ingredients:
-        """Return the loop's ingredients with this one of one device."""
-        match self.ingredient:
-            case Ingredient.SETTING:
-                settings = {k: v for k, v in own.settings.items() if k != self.key}
-                if self.key in other.settings:
-                    settings[self.key] = other.settings[self.key]
-                return replace(own, settings=settings)
-            case Ingredient.STATE:
-                return own.with_state(**{self.key: other.state.get(self.key)})
-            case Ingredient.ATTRIBUTE:
-                value = other.rule.attribute(self.key)
-                return replace(own, rule=own.rule.with_attribute(self.key, value))
-            case Ingredient.VALUE:
-                return replace(own, value=other.value)
-            case Ingredient.RULE:
-                settings = other.settings | own.settings
-                return replace(own, rule=other.rule, tensor=other.tensor, settings=settings)
-            case Ingredient.GRADIENT:
-                return replace(own, gradient=other.gradient)
-            case _:
-                assert_never(self.ingredient)
-
     def value(self, side: Ingredients) -> Any:
         """Return this ingredient of one side."""
         match self.ingredient:
@@ -214,10 +191,28 @@ class Swap:
                 return side.state.get(self.key)
             case Ingredient.ATTRIBUTE:
                 return side.rule.attribute(self.key)
-            case Ingredient.VALUE:
-                return side.value
+            case Ingredient.RULE:
+                return side.rule.kind
             case _:
-                return side.gradient
+                return getattr(side, self.ingredient)
+
+    def of(self, own: Ingredients, other: Ingredients) -> Ingredients:
+        """Return the loop's ingredients with this one of one device."""
+        its = self.value(other)
+        match self.ingredient:
+            case Ingredient.SETTING:
+                kept = {k: v for k, v in own.settings.items() if k != self.key}
+                known = {self.key: its} if self.key in other.settings else {}
+                return replace(own, settings=kept | known)
+            case Ingredient.STATE:
+                return own.with_state(**{self.key: its})
+            case Ingredient.ATTRIBUTE:
+                return replace(own, rule=own.rule.with_attribute(self.key, its))
+            case Ingredient.RULE:
+                settings = other.settings | own.settings
+                return replace(own, rule=other.rule, tensor=other.tensor, settings=settings)
+            case _:
+                return replace(own, **{self.ingredient: its})
 
 
 Swaps = tuple[Swap, ...]
@@ -233,34 +228,25 @@ def differing(case: UpdateCase) -> dict[Swap, list[str]]:
     return names
 
 
-def _differences(own: Ingredients, other: Ingredients, tolerance: float) -> Sequence[Swap]:
-    absent = object()
-    keys = (own.settings.keys() | other.settings.keys()) - _OF_COMPUTATION
-    swaps = [
-        Swap(Ingredient.SETTING, key)
-        for key in sorted(keys)
-        if not same(own.settings.get(key, absent), other.settings.get(key, absent))
-    ]
-    for key in sorted(own.state.keys() | other.state.keys()):
-        mine, right = own.state.get(key), other.state.get(key)
-        if is_row(mine, own.value) and is_row(right, other.value):
-            if distance(mine, right) > tolerance:
-                swaps.append(Swap(Ingredient.STATE, key))
-        elif not same(mine, right):
-            swaps.append(Swap(Ingredient.STATE, key))
-    if own.rule.kind is other.rule.kind:
-        swaps += [
-            Swap(Ingredient.ATTRIBUTE, key)
-            for key in sorted(own.rule.attributes.keys() | other.rule.attributes.keys())
-            if not key.startswith("_") and own.rule.attribute(key) != other.rule.attribute(key)
-        ]
-    if not same(own.value, other.value):
-        swaps.append(Swap(Ingredient.VALUE))
-    if own.rule.kind is not other.rule.kind:
-        swaps.append(Swap(Ingredient.RULE))
-    if not same(own.gradient, other.gradient):
-        swaps.append(Swap(Ingredient.GRADIENT))
-    return swaps
+def _differences(own: Ingredients, other: Ingredients, tolerance: float) -> Iterator[Swap]:
+    is_one_rule = own.rule.kind is other.rule.kind
+    attributes = own.rule.attributes.keys() | other.rule.attributes.keys() if is_one_rule else set()
+    keys = {
+        Ingredient.SETTING: (own.settings.keys() | other.settings.keys()) - _OF_COMPUTATION,
+        Ingredient.STATE: own.state.keys() | other.state.keys(),
+        Ingredient.ATTRIBUTE: {key for key in attributes if not key.startswith("_")},
+    }
+    for kind in Ingredient:
+        for key in sorted(keys.get(kind, {""})):
+            swap = Swap(kind, key)
+            mine, right = swap.value(own), swap.value(other)
+            is_kept = kind is Ingredient.STATE
+            if is_kept and is_row(mine, own.value) and is_row(right, other.value):
+                differs = distance(mine, right) > tolerance
+            else:
+                differs = not same(mine, right)
+            if differs:
+                yield swap
 
 
 def distance(own: Tensor, other: Tensor) -> float:
@@ -281,10 +267,11 @@ def left_with(case: UpdateCase, swaps: Swaps) -> Remainder:
 
 @dataclass(frozen=True, slots=True)
 class SwapSearch:
-    """`fix`: the fewest swaps that make the update one device's, on all ranks, and what is left
-    then; `singles`: what is left with each alone; `num_combined`: how often several were tried."""
+    """`fixes`: the fewest swaps that make the update one device's, on all ranks, the best first;
+    `left`: what is left then; `singles`: what is left with each alone; `num_combined`: how often
+    several were tried."""
 
-    fix: Swaps
+    fixes: tuple[Swaps, ...]
     left: Remainder
     singles: dict[Swap, Remainder]
     num_combined: int = 0
@@ -295,22 +282,16 @@ def search(case: UpdateCase, ranks: Ranks, mismatch: Remainder) -> SwapSearch:
     `mismatch`, which is that of the update as it was."""
     everyones = ranks.gather(list(differing(case)), list[Swap])
     order = list(Ingredient)
-    swaps = sorted(
-        {swap for of_rank in everyones for swap in of_rank},
-        key=lambda swap: (order.index(swap.ingredient), swap.key),
-    )
-    singles = _all_ranks(case, ranks, [(swap,) for swap in swaps])
-    by_swap = {swap: left for (swap,), left in singles.items()}
-    for stage in (singles, None):
-        lefts = stage or _all_ranks(case, ranks, _several(swaps))
-        fixes = {its: left for its, left in lefts.items() if left.is_fix_of(mismatch)}
-        if fixes:
-            fewest = min(map(len, fixes)) if stage is None else 1
-            fix = min(
-                (its for its in fixes if len(its) == fewest), key=lambda its: fixes[its].worst
-            )
-            return SwapSearch(fix, fixes[fix], by_swap)
-    return SwapSearch((), mismatch, by_swap, len(lefts))
+    found = {swap for of_rank in everyones for swap in of_rank}
+    swaps = sorted(found, key=lambda swap: (order.index(swap.ingredient), swap.key))
+    lefts = _all_ranks(case, ranks, [(swap,) for swap in swaps])
+    by_swap = {swap: left for (swap,), left in lefts.items()}
+    if not any(left.is_fix_of(mismatch) for left in lefts.values()):
+        lefts = _all_ranks(case, ranks, _several(swaps))
+    fixes = [its for its, left in lefts.items() if left.is_fix_of(mismatch)]
+    fixes.sort(key=lambda its: (len(its), lefts[its].worst))
+    alike = tuple(its for its in fixes if len(its) == len(fixes[0]))
+    return SwapSearch(alike, lefts[fixes[0]] if fixes else mismatch, by_swap, len(lefts))
 
 
 def _several(swaps: Sequence[Swap]) -> list[Swaps]:
