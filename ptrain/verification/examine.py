@@ -14,8 +14,10 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
+from torch import Tensor
 
 from ptrain.data.corpus import corpus
 from ptrain.interpreter.program import Program
@@ -30,10 +32,12 @@ from ptrain.verification.jobs.diagnosis import explain_gradients
 from ptrain.verification.jobs.evidence import untold
 from ptrain.verification.jobs.job import TOLERANCES, Ranks, ranks_of_spec
 from ptrain.verification.jobs.root_causes import families, over_axis, root_cause, shared_factor
+from ptrain.verification.jobs.symptoms import Fix
 from ptrain.verification.jobs.verdict import Verdict
 from ptrain.verification.parts import (
     Magnitude,
     held,
+    multiple,
     numbers_apart,
     part_of,
     products,
@@ -44,6 +48,7 @@ from ptrain.verification.preconditions import of_program, of_reference
 from ptrain.verification.program_step import ProgramSide, ProgramStep
 from ptrain.verification.reference import MicroBatch, Pass, ReferenceTraining
 from ptrain.verification.samples import data_place, sample_mismatches
+from ptrain.verification.updates.clip import update_apart
 from ptrain.verification.updates.explain import explain_update
 from ptrain.verification.updates.repeat import UpdateRecorder, wholes
 
@@ -148,8 +153,9 @@ def _of_gradients(mismatches: Sequence[Mismatch], step: ProgramStep, ranks: Rank
     if gradients:
         limit = TOLERANCES[torch.float64]
         by_sums = explain_gradients(
-            gradients, step.job_evidence(), ranks, limit, lambda its, fix: ""
-        )
+            gradients, step.job_evidence(), ranks, limit,
+            partial(_of_repeated_update, step, ranks),
+        )  # fmt: skip
         if by_sums.certainty is not Certainty.UNEXPLAINED:
             return replace(by_sums, state=first.subject)
         tried = (by_sums.tried or "no sum of micro-batches' gradients equals it") + untold(
@@ -163,6 +169,24 @@ def _of_gradients(mismatches: Sequence[Mismatch], step: ProgramStep, ranks: Rank
             tried="whether all other differences follow from it was not tested",
         )  # fmt: skip
     return _first_difference(mismatches, first, ranks, tried)
+
+
+def _of_repeated_update(
+    step: ProgramStep, ranks: Ranks, gradients: Mapping[str, Tensor], fix: Fix
+) -> str:
+    """Return what is wrong with the update that these gradients give, scaled as the reference's
+    are before its update; "" if nothing is. All ranks call it."""
+    case = step.update_case()
+    if any(ranks.gather(case is None)):
+        return "; the update could not be repeated (the ranks of a stage step other parameters)"
+    assert case is not None, "every rank has one"
+    rows = {}
+    for name, its in case.expected.before.items():
+        if its.gradient is not None and name in gradients and name in case.holds:
+            times = multiple(its.gradient, step.expected.gradients[name].flatten()).factor
+            shard = case.holds[name]
+            rows[name] = times * shard.of(gradients[name].view(shard.shape))
+    return update_apart(*case.with_gradients(rows), ranks)
 
 
 def _of_update(mismatches: Sequence[Mismatch], step: ProgramStep, ranks: Ranks) -> RootCause:

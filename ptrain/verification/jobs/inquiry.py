@@ -73,7 +73,7 @@ from ptrain.verification.parts import (
     norm,
     numbers_apart,
 )
-from ptrain.verification.updates.clip import Remainder
+from ptrain.verification.updates.clip import Remainder, update_apart
 from ptrain.verification.updates.swaps import coarse_sum
 
 _EVEN = 1e-3  # relative: weights of terms that are alike
@@ -563,16 +563,8 @@ class Inquiry:
 
     def _others(self, apart: float, left: Remainder, obstacle: str) -> str:
         """Return in words what of loss and update is not the reference's. All ranks call it."""
-        everyones = self.ranks.gather((left, obstacle), tuple[Remainder, str])
-        words = ""
-        if apart > self.limit.losses:
-            words += f"; the loss still differs by {apart:.3g}"
-        if why := next((its for _, its in everyones if its), ""):
-            words += f"; the update could not be repeated ({why})"
-        elif any(its.count for its, _ in everyones):
-            worst = max(its.worst for its, _ in everyones)
-            words += f"; the update repeated with them still differs by {worst:.2g}"
-        return words
+        words = f"; the loss still differs by {apart:.3g}" if apart > self.limit.losses else ""
+        return words + update_apart(left, obstacle, self.ranks)
 
     def _restore_models(self) -> None:
         self.step.loop_state.restore()
@@ -598,29 +590,31 @@ class Inquiry:
 
     def left_outside(
         self, seen: StepRecorder, loss: Any, inside: Sequence[str]
-    ) -> tuple[str, bool] | None:
+    ) -> tuple[str, str] | None:
         """Return in words what of a step is the reference's: the loss, and all gradients or those
         of parameters that are not in modules of these families, if any of it differed before, and
-        whether it is all; else None. All ranks call it."""
+        what is not, or was not tried; else None. All ranks call it."""
         losses = self._loss_apart(loss)
         if any(apart > self.limit.losses for apart in losses):
             return None
         names = list(self.step.expected.gradients)
-        others = [n for n in names if not any(is_within(family(n), path) for path in inside)]
-        bound = _LOOSE * self.limit.gradients
-        for chosen in filter(None, (names, others)):
-            if not (chosen or losses):
-                continue  # nothing is left to be right
-            before = [*self._gradients_apart(chosen, self.step.seen.gradients), *self._loss_apart()]
-            within = max(self._gradients_apart(names, self.step.seen.gradients), default=0.0)
-            after = max(self._gradients_apart(chosen, seen.gradients), default=0.0)
-            rows = self.ranks.gather([max(before, default=0.0), within, after])
-            most, inner, left = (max(row[place] for row in rows) for place in range(3))
+        outside = [n for n in names if not any(is_within(family(n), path) for path in inside)]
+        bound, was = _LOOSE * self.limit.gradients, self.step.seen.gradients
+        for chosen in filter(None, (names, outside)):
+            before = [*self._gradients_apart(chosen, was), *self._loss_apart()]
+            sizes = (before, self._gradients_apart(names, was),
+                     self._gradients_apart(chosen, seen.gradients))  # fmt: skip
+            rows = self.ranks.gather([max(its, default=0.0) for its in sizes])
+            most, inner, left = (max(its) for its in zip(*rows, strict=True))
             # what differs within, and no more than roundings of it outside, is not tried by this
             if left <= bound < most and most >= _SHARE * min(1.0, inner):
                 is_all = len(chosen) == len(names)
                 whose = f"{'the loss and ' * bool(losses)}{'all' if is_all else 'the other'}"
-                return f"{whose} {len(chosen)} gradients match the reference to {left:.1e}", is_all
+                others = "; those within the module still differ"
+                if is_all:
+                    others = self._others(0.0, *self.step.case.with_gradients(seen.gradients))
+                words = f"{whose} {len(chosen)} gradients match the reference to {left:.1e}"
+                return words, others
         return None
 
     def _gradients_apart(

@@ -151,9 +151,10 @@ class ModuleInquiry:
             named.append(first)
             seen, left, modules = self._tried(forces, named)
             if left is not None:
-                said = self._said(named, modules, left[1])
+                said = self._said(named, modules, not left[1])
                 tried = f"with {self._forced_words(named)} in its place {left[0]}"
-                return said.proven(tried) if _is_cause(named[0], said) else said.located(tried)
+                is_cause = _is_cause(named[0], said) and not left[1]
+                return said.proven(tried) if is_cause else said.located(f"{tried}{left[1]}")
             if seen is None:
                 break
             if self._is_alone:  # another forward, another gradient of the loss
@@ -379,9 +380,9 @@ class ModuleInquiry:
 
     def _tried(
         self, forces: Mapping[tuple[str, int], Forced], named: Sequence[FirstDifference]
-    ) -> tuple[StepRecorder | None, tuple[str, bool] | None, Calls]:
+    ) -> tuple[StepRecorder | None, tuple[str, str] | None, Calls]:
         """Run the step with the reference's values in these places; return what is seen of it, in
-        words what is right then, and whether that is all, and what the modules do then. The loss of
+        words what is right then, and what is not, and what the modules do then. The loss of
         forced labels is not the loop's."""
         model = self.inquiry.pair.loop.model
         recorder = ModuleRecorder(model, forces)

@@ -380,6 +380,15 @@ class Examiner:
         allowed = self.ranks.gather(mine)[0]
         alike = [its for its in near if its.difference <= _ORDERS_MORE * allowed.get(its.name, 0.0)]
         self.differences.allow(alike)
+        names = {its.name for its in alike}
+        if names and step.case.follows_gradients(names, self.ranks):
+            self.differences.allow(
+                [
+                    its for its in self.mismatches
+                    if its.moment is Moment.UPDATE and not its.between
+                    and its.name.partition(" · ")[0] in names
+                ]
+            )  # fmt: skip
         if alike and not any(_CANCELS in note for note in self.notes):
             worst = max(alike, key=lambda its: its.difference)
             self.notes.append(

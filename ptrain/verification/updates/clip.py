@@ -7,7 +7,7 @@ optimizers take.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -63,6 +63,18 @@ class Remainder:
         """Return whether nothing differs any more, and what is left is a tenth or less of what
         did: a tolerance of 16 bits is no proof by itself."""
         return self.count == 0 and self.worst <= 0.1 * before.worst
+
+
+def update_apart(left: Remainder, obstacle: str, ranks: Ranks) -> str:
+    """Return in words what is left of an update that was repeated, or why it could not be; "" where
+    it is right. All ranks call it."""
+    everyones = ranks.gather((left, obstacle), tuple[Remainder, str])
+    if why := next((its for _, its in everyones if its), ""):
+        return f"; the update could not be repeated ({why})"
+    if any(its.count for its, _ in everyones):
+        worst = max(its.worst for its, _ in everyones)
+        return f"; the update repeated with them still differs by {worst:.2g}"
+    return ""
 
 
 BROKEN = Remainder(1, math.inf, math.inf)  # of an update that cannot be repeated
@@ -175,7 +187,7 @@ class UpdateCase:
         compare_states(scratch, rights, owns, rows, self.limit)
         return scratch
 
-    def with_gradients(self, gradients: Mapping[str, Tensor]) -> tuple[Remainder, str]:
+    def with_gradients(self, gradients: Mapping[str, Tensor | None]) -> tuple[Remainder, str]:
         """Repeat the update from this rank's elements of other gradients; return how far it is from
         one device's, and why it cannot be repeated, if so."""
         obstacle = self.seen.obstacle or self.expected.obstacle
@@ -189,6 +201,13 @@ class UpdateCase:
         except CannotRepeat as error:
             obstacle = str(error)
         return (BROKEN, obstacle) if obstacle else (self.remainder(outcomes), "")
+
+    def follows_gradients(self, names: Collection[str], ranks: Ranks) -> bool:
+        """Return whether the update is one device's where these parameters have its gradients. All
+        ranks call it."""
+        sides = {name: self.other if name in names else self.own for name in self.own}
+        left, obstacle = self.with_gradients({n: side[n].gradient for n, side in sides.items()})
+        return all(ranks.gather(not obstacle and left.count == 0))
 
     def repeats(self, outcomes: Mapping[str, UpdateOutcome]) -> list[str]:
         """Return the parameters of which the repeated update is not what the loop's step left."""
