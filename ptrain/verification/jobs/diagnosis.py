@@ -30,6 +30,7 @@ from ptrain.verification.jobs.symptoms import (
     Symptom,
     SymptomKind,
     by_micro_batches,
+    coarse_sums,
     common_factor,
     contributions,
     own_factors,
@@ -37,8 +38,7 @@ from ptrain.verification.jobs.symptoms import (
     symptom,
     tried,
 )
-from ptrain.verification.parts import DegreeProduct, factor_text, is_even, products
-from ptrain.verification.updates.swaps import coarse_sum
+from ptrain.verification.parts import DegreeProduct, factor_text, is_even, named, products
 
 TIED = "samples of one micro-batch only"
 OTHER_LOSS = "other gradient of the loss"
@@ -365,7 +365,7 @@ def explain_gradients(
         if diagnosis.kind is not SymptomKind.RIGHT
     }
     unexplained = unclear(mismatches, evidence, names, ranks)
-    if (rounded := coarse_sum(unexplained, evidence, ranks, limit.gradients)) is not None:
+    if (rounded := coarse_sum(unexplained, evidence, ranks, limit, after)) is not None:
         return rounded
     if not wrong:
         return unexplained
@@ -378,6 +378,31 @@ def explain_gradients(
             return likeliest
         out.append(likeliest.tried.removeprefix(RULED_OUT))
     return unexplained.unexplained("; ".join(filter(None, dict.fromkeys(out))))
+
+
+def coarse_sum(
+    said: RootCause, evidence: JobEvidence, ranks: Ranks, limit: Tolerance, after: After
+) -> RootCause | None:
+    """Return the root cause of gradients that are a sum of rounded micro-batches, which is the
+    reference's without roundings; None where they are none. All ranks call it."""
+    samples = evidence.samples
+    for way, left in coarse_sums(samples.values(), limit.gradients):
+        count = samples[next(iter(samples))].basis.shape[1]
+        what = f"{'accumulated in' if count > 1 else 'rounded to'} {named(way.dtype)}"
+        fix = Fix(
+            symptom=Symptom(SymptomKind.COARSE, factor=way.divisor), names=set(samples),
+            words=f"the micro-batches' gradients, {what}, equal the gradients that the optimizers "
+            f"take, to {left:.2g}; without rounding",
+        )  # fmt: skip
+        blamed = replace(
+            said, state=Subject.GRADIENTS, axis="", factor=what,
+            sentence=f"The gradients of {count} micro-batch{'es' * (count > 1)} are {what}.",
+            fix="Accumulate and reduce them in a dtype as fine as the reference's.",
+        )  # fmt: skip
+        tried = with_trial(blamed, fix, evidence, ranks, limit, after)
+        if tried.certainty is not Certainty.UNEXPLAINED:
+            return tried
+    return None
 
 
 def _loose(limit: Tolerance) -> float:

@@ -29,13 +29,11 @@ from ptrain.verification.jobs.job import RANKS, Ranks
 from ptrain.verification.jobs.record import digest, shared_buffers
 from ptrain.verification.parts import (
     COARSER,
-    difference,
     factor_text,
     is_number_of,
     missing_sum,
     multiple,
     named,
-    norm,
     rounded,
 )
 
@@ -160,14 +158,6 @@ def explain_buffers(
             sentence="The ranks start with different values of the buffer.",
             fix="Broadcast it from one rank, or compute it from the same seed on every rank.",
         )
-    is_whole = len(bits) == ranks.size
-    mean = ranks.stack(own).mean(0) if is_whole else own.double()
-    if all(ranks.gather(is_whole and difference(mean, right, norm(right)) <= limit)):
-        return blame(
-            factor="missing all-reduce over all ranks",
-            sentence="Each rank has its own values of the buffer, and their mean is the reference.",
-            fix="All-reduce them (mean).",
-        ).proven("the mean over all ranks matches the reference")
     return blame(
         factor="ranks differ",
         sentence=f"The ranks have different values of the buffer {when}. {POSSIBLE}it is computed "

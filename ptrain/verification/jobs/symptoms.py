@@ -6,9 +6,10 @@ the fix on every element of every gradient.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import product, starmap
 
 import torch
 from torch import Tensor
@@ -25,6 +26,8 @@ from ptrain.verification.parts import (
     missing_sum,
     multiple,
     norm,
+    root_mean_square,
+    rounded,
 )
 
 
@@ -42,6 +45,7 @@ class SymptomKind(StrEnum):
     UNEVEN = "uneven weights of micro-batches"
     EVEN = "a multiple"
     EACH = "a multiple on each rank"
+    COARSE = "added up in 16 bits"
     OWN = "the sum of what its micro-batches give by themselves"
     OTHER = "something else"
     RIGHT = "right"
@@ -285,6 +289,8 @@ class Fix:
                 return own - factor * sample.before
             case SymptomKind.EMPTY:  # where it has none it is given one device's
                 return own if bool(own.nan_to_num().any()) else sample.truth
+            case SymptomKind.COARSE:
+                return (sample.basis.sum((0, 1)) / factor).masked_fill(own.isnan(), math.nan)
             case SymptomKind.OWN:  # what it has besides what its micro-batches give is nothing
                 _, actual = self._weights(rank)
                 rest = 0.0 if actual is None else own - self._mixed(sample, actual)
@@ -372,3 +378,53 @@ def stale_factor(samples: Collection[Sample]) -> tuple[float, float]:
     gradient, truth, before = together(samples)
     this, earlier = combination(gradient, [truth, before]).coefficients
     return this, earlier
+
+
+@dataclass(frozen=True, slots=True)
+class CoarseSum:
+    """How micro-batches are added: the dtype of the sum; ranks are averaged before it, or their
+    sums after; an addend is rounded first, or only the sum; what all are divided by."""
+
+    dtype: torch.dtype
+    ranks_first: bool
+    addends_first: bool
+    divisor: int
+
+    def of(self, sample: Sample) -> Tensor:
+        """Return the gradient [S] as this sum rounds it."""
+        addends = sample.basis / self.divisor
+        rows = addends.sum(0)[None] if self.ranks_first else addends
+        total = torch.zeros_like(rows[:, 0])
+        for addend in rows.unbind(1):
+            addend = rounded(addend, self.dtype) if self.addends_first else addend
+            total = rounded(total + addend, self.dtype)
+        return total.sum(0)
+
+
+_COARSE = (torch.bfloat16, torch.float16)
+_SHARE = 0.1  # of what differs, that roundings may leave
+_QUIET = 1e-3  # of the root mean square of all gradients
+
+
+def coarse_sums(samples: Collection[Sample], tolerance: float) -> Iterator[tuple[CoarseSum, float]]:
+    """Yield the sums of rounded micro-batches that every optimizer takes, and how near they are."""
+    if any(not its.basis.numel() or bool(its.basis.isnan().any()) for its in samples):
+        return
+    usual = root_mean_square([its.truth for its in samples])
+
+    def worst(row_of: Callable[[Sample], Tensor]) -> float:
+        sizes = []
+        for sample in samples:
+            row = row_of(sample)
+            for rank in sample.holders():
+                has, (own, _) = ~sample.gradients[rank].isnan(), sample.of(rank)
+                length = max(norm(own), _QUIET * usual * math.sqrt(own.numel()))
+                sizes.append(_relative(norm(row[has] - own), length))
+        return max(sizes, default=math.inf)
+
+    bound = min(_ROUNDINGS * tolerance, _SHARE * worst(lambda sample: sample.truth))
+    size, count = next(iter(samples)).basis.shape[:2]
+    divisors = dict.fromkeys((size, 1, count, size * count))
+    for way in starmap(CoarseSum, product(_COARSE, (True, False), (True, False), divisors)):
+        if (left := worst(way.of)) <= bound:
+            yield way, left
