@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -28,7 +28,6 @@ from ptrain.report.finding import (
     Moment,
     RootCause,
     Subject,
-    Way,
 )
 from ptrain.verification.jobs.diagnosis import (
     coarse_sum,
@@ -37,7 +36,7 @@ from ptrain.verification.jobs.diagnosis import (
     of_own_samples,
     of_samples,
 )
-from ptrain.verification.jobs.draws import Key, drawn_again_otherwise
+from ptrain.verification.jobs.draws import Key
 from ptrain.verification.jobs.evidence import JobEvidence, Samples, evidence, rows_of, untold
 from ptrain.verification.jobs.job import (
     TOLERANCES,
@@ -55,16 +54,12 @@ from ptrain.verification.jobs.root_causes import blame, families, family
 from ptrain.verification.jobs.step import Drawing, LoopPair, StepComparison
 from ptrain.verification.jobs.symptoms import Fix
 from ptrain.verification.jobs.trials import (
-    AsBackwardLeft,
-    Candidate,
     Context,
+    PossibleCause,
     Trial,
-    Waited,
     around_backward,
-    copied_for_backward,
+    candidates,
     kept_in_backward,
-    put,
-    without_cast_cache,
 )
 from ptrain.verification.parts import (
     Magnitude,
@@ -111,7 +106,7 @@ class Inquiry:
         modules, again, differs = self._run_again()
         # a step that is right by itself the second time is put right by no change
         differs = differs or self._is_wrong_again()
-        undone = self._of_candidates(self._candidates(first)) if differs else None
+        undone = self._of_candidates(candidates(self, first)) if differs else None
         if undone is not None:
             return undone
         # Generators go on: of draws that no operator is known for, the reference would be given the
@@ -154,10 +149,10 @@ class Inquiry:
         """Return whether gradients that are so far off are wrong, as they were."""
         return gradients > min(_LOOSE * self.limit.gradients, self._before() / 2)
 
-    def _of_candidates(self, candidates: Iterator[Candidate]) -> RootCause | None:
+    def _of_candidates(self, candidates: Iterator[PossibleCause]) -> RootCause | None:
         """Return the one whose trial puts the gradients right; of several none is proven. All ranks
         call it."""
-        fitting: list[tuple[Candidate, Trial]] = []
+        fitting: list[tuple[PossibleCause, Trial]] = []
         for candidate in candidates:
             trial = candidate.run()
             if trial is not None and trial.is_near(self.limit.gradients):
@@ -173,117 +168,7 @@ class Inquiry:
             blamed = replace(blamed, sentence=f"{blamed.sentence} {POSSIBLE}{listed}.")
         return trial.of(blamed, first.words)
 
-    def _candidates(self, first: Sequence[Mismatch]) -> Iterator[Candidate]:
-        """Yield what may be wrong with a step that one can undo from outside."""
-        loop, step = self.pair.loop.model, first[0].step
-        said = partial(blame, step=step, ranks=range(self.ranks.size))
-        names = families([mismatch.name for mismatch in first])
-        draws = partial(self.drawing.repeated, loop)
-        if self.ranks.size > 1:
-            yield Candidate(
-                blamed=said(
-                    first[0].subject, "collective not waited for", names,
-                    "A collective is started (async_op=True) and its result is used before it is "
-                    "done.", "Wait for it first (`work.wait()`).",
-                ),
-                words="with every collective waited for where it starts",
-                run=lambda: self.trial(draws(), Waited()),
-            )  # fmt: skip
-        if any(self.ranks.gather(any(its.autocast for its in self.step.seen.calls))):
-            yield Candidate(
-                blamed=said(
-                    first[0].subject, "stale casts of autocast", names,
-                    "Autocast keeps the casts of weights for as long as it is entered, and uses "
-                    "them for other values that are written to the weights meanwhile.",
-                    "Leave autocast before weights are written, or pass cache_enabled=False.",
-                ),
-                words="with autocast's cache off",
-                run=lambda: self.trial(draws(), without_cast_cache()),
-            )  # fmt: skip
-        yield Candidate(
-            blamed=said(
-                Subject.GRADIENTS, "overwritten before backward", names,
-                "What forward keeps for backward is overwritten before backward uses it: an input "
-                "that the next one is received into, or a weight that is written in between.",
-                "Receive every micro-batch into its own buffer, and write after backward.",
-            ),
-            words="with copies of what is saved for backward",
-            run=lambda: self.trial(draws(), copied_for_backward()),
-        )  # fmt: skip
-        left = AsBackwardLeft(loop)
-        trial = self.trial(draws(), before=[left])
-        factors = self.ranks.gather(left.factor)
-        times = "" if None in factors else f", × {factors[0]:.4g}"
-        yield Candidate(
-            blamed=said(
-                Subject.GRADIENTS, f"changed after backward{times}", names,
-                "The gradients that backward leaves are right. Before the optimizer steps they are "
-                f"changed{times.replace(', ×', ' by the factor')}.",
-                "Remove what scales or writes them there (a division, a clip, an unscaling of what "
-                "was not scaled).",
-            ),
-            words="with the gradients that backward leaves",
-            run=lambda: trial,
-        )  # fmt: skip
-        yield from self._of_masks(said)
-
-    def _of_masks(self, said: partial[RootCause]) -> Iterator[Candidate]:
-        """Yield what may be wrong with the random numbers that were drawn."""
-        if not self.drawing.any:
-            return
-        everyones, loop = self.drawing.everyones, self.pair.loop.model
-        # as on all ranks
-        alone, loop_only = everyones.alone, set(everyones.by_key) - everyones.used
-        mine = sorted(
-            {draw.path or draw.outer for draw in drawn_again_otherwise(self.drawing.loop)}
-        )
-        again = {path for paths in self.ranks.gather(mine) for path in paths}
-        who = sorted({rank for its in everyones.unlike.values() for rank in its})
-
-        def candidate(paths: Iterable[str], words: str, *what: Any, **masks: Any) -> Candidate:
-            place = families(path or "the model" for path in sorted(paths))
-            return Candidate(
-                blamed=said(what[0], what[1], place, *what[2:]), words=words,
-                run=lambda: self.trial(self.drawing.repeated(loop, **masks)),
-            )  # fmt: skip
-
-        if everyones.unlike:
-            unlike = candidate(
-                everyones.unlike, "with the masks of the first of them on all", Subject.RANDOM,
-                "other masks for the same samples",
-                f"Ranks {', '.join(map(str, who))} have the same samples but draw other masks for "
-                "them, so their replicas differ.",
-                "Seed these ranks identically, and differently from ranks with other samples.",
-                alike=True,
-            )  # fmt: skip
-            axis = self.ranks.axis_of(who)
-            yield replace(unlike, blamed=replace(unlike.blamed, ranks=tuple(who), axis=axis))
-        if again:
-            yield candidate(
-                again, "with forward's masks in backward", Subject.GRADIENTS,
-                "different mask in the recomputation",
-                "The recomputation in backward draws other random numbers than forward.",
-                "Preserve the generator's state (checkpoint(..., preserve_rng_state=True)), or "
-                "draw outside of the recomputed code.",
-                alike=True,
-            )  # fmt: skip
-        if alone:
-            its = candidate(
-                [path for path, _ in alone], "without dropout there", Subject.RANDOM,
-                "dropout in the reference only",
-                "The reference applies dropout, but no rank of the loop does.",
-                "Use the same mode (model.train() before the step) and rate in both.",
-            )  # fmt: skip
-            yield replace(its, run=partial(self._trial_of_reference, self.batch, alone))
-        if loop_only:
-            yield candidate(
-                [path for path, _ in loop_only], "without dropout there", Subject.RANDOM,
-                "dropout in the loop only",
-                "The loop applies dropout, but the reference does not.",
-                "Use the same mode (train, eval) and rate in both.", still=loop_only,
-            )  # fmt: skip
-
-    def _trial_of_reference(self, batch: Any, still: Collection[Key] = ()) -> Trial | None:
+    def trial_of_reference(self, batch: Any, still: Collection[Key] = ()) -> Trial | None:
         """Run the reference's step once more, on this batch and without these draws, and compare
         the loop's with it; None where it cannot be run. All ranks call it."""
         self.rewind()
@@ -300,17 +185,12 @@ class Inquiry:
             raised = True
         if any(self.ranks.gather(raised)):
             return None
-        mine = max(
-            self._gradients_apart(
-                [*expected.gradients], self.step.seen.gradients, expected.gradients
-            ),
-            default=0.0,
-        )
         both = number(loss), number(self.step.losses[1])
         measured = self._loss.of(*both)
         apart = 0.0 if measured is None else numbers_apart(both[0] or 0.0, measured)
         right = self.step.case.with_gradients(self._parts(self.step.expected.gradients))
-        return Trial(max(self.ranks.gather(mine)), self._before(), self._others(apart, *right))
+        left = self._most_apart(self.step.seen.gradients, expected.gradients)
+        return Trial(left, self._before(), self._others(apart, *right))
 
     def of_buffers(self, said: RootCause) -> RootCause:
         """Try why only buffers differ at the end of the step. All ranks call it."""
@@ -405,21 +285,25 @@ class Inquiry:
     def _of_shares(self, blamed: RootCause, ledger: Samples | None) -> RootCause | None:
         """Prove that ranks read other samples: give them even shares of the global batch, or all of
         it; or give the reference what the ranks read of it. All ranks call it."""
-        size = self.ranks.size
-        groups = {"an even share": (tuple(range(size)),), "all": ()} | {
+        every = tuple(range(self.ranks.size))
+        groups = {"an even share": (every,), "all": ()} | {
             f"an even share over {axis}": lines for axis, lines in self.ranks.axes.items()
         }
 
         def trials() -> Iterator[tuple[str, Trial | None]]:
             for what, lines in groups.items():
-                line = next((its for its in lines if self.ranks.rank in its), (self.ranks.rank,))
-                part = partial(_chunk, line.index(self.ranks.rank), len(line))
+                line = next((its for its in lines if self.ranks.rank in its), every[:1])
+                place = line.index(self.ranks.rank) if lines else 0
+                part = partial(_part, place, len(line))
                 share = each_tensor(self.batch, part)
                 yield f"with {what} of the global batch on each rank", self.trial(share=share)
             if ledger:
-                seen = [row for row in range(ledger.count) if row not in ledger.missing]
-                part = partial(_rows, ledger.count, sorted([*seen, *ledger.doubled]))
-                trial = self._trial_of_reference(each_tensor(self.batch, part))
+                rows = [row for row in range(ledger.count) if row not in ledger.missing]
+                rows = sorted([*rows, *ledger.doubled])
+                batch = each_tensor(
+                    self.batch, lambda its: its[rows] if len(its) == ledger.count else its
+                )
+                trial = self.trial_of_reference(batch)
                 yield "with the same samples left out, or read twice, in the reference", trial
 
         for words, trial in trials():
@@ -538,16 +422,22 @@ class Inquiry:
         if ran is None:
             return None
         gradients = ran[0].gradients
-        mine = max(self._gradients_apart([*self.step.expected.gradients], gradients), default=0.0)
         left, obstacle = self.step.case.with_gradients(gradients)
         apart = max(self._loss_apart(loss(number(ran[1]))), default=0.0)
         others = self._others(apart, left, obstacle)
-        return Trial(max(self.ranks.gather(mine)), self._before(), others)
+        return Trial(self._most_apart(gradients), self._before(), others)
 
     def _before(self) -> float:
         """Return how far the gradients were from the reference's. All ranks call it."""
-        names, own = [*self.step.expected.gradients], self.step.seen.gradients
-        return max(self.ranks.gather(max(self._gradients_apart(names, own), default=0.0)))
+        return self._most_apart(self.step.seen.gradients)
+
+    def _most_apart(
+        self, gradients: Mapping[str, Tensor], truth: Mapping[str, Tensor] | None = None
+    ) -> float:
+        """Return the largest difference of a gradient over all ranks. All ranks call it."""
+        names = [*(self.step.expected.gradients if truth is None else truth)]
+        mine = max(self._gradients_apart(names, gradients, truth), default=0.0)
+        return max(self.ranks.gather(mine))
 
     def _after(self, gradients: Mapping[str, Tensor], fix: Fix) -> str:
         """Return what still differs, or could not be tried, with these whole gradients of all
@@ -580,8 +470,7 @@ class Inquiry:
             return {}, False, False
         self._calls, gradients = recorder.calls, ran[0].gradients
         same = digests(holds, gradients) == digests(holds, self.step.seen.gradients)
-        apart = max(self._gradients_apart([*self.step.expected.gradients], gradients), default=0.0)
-        differs = self._is_wrong(max(self.ranks.gather(apart)))
+        differs = self._is_wrong(self._most_apart(gradients))
         return recorder.calls, all(self.ranks.gather(same)), differs
 
     def probe_of(self, seen: StepRecorder) -> ProbeResult:
@@ -679,12 +568,8 @@ class Inquiry:
         ).unexplained(out)
 
 
-def _chunk(place: int, count: int, rows: Tensor) -> Tensor:
-    return rows.chunk(count)[place] if len(rows) % count == 0 else rows
-
-
-def _rows(count: int, chosen: Sequence[int], rows: Tensor) -> Tensor:
-    return rows[list(chosen)] if len(rows) == count else rows
+def _part(place: int, count: int, rows: Tensor) -> Tensor:
+    return rows.tensor_split(count)[place]
 
 
 def _keep_loss(values: list[float], tensors: Any) -> Callable[[], None]:
@@ -692,31 +577,3 @@ def _keep_loss(values: list[float], tensors: Any) -> Callable[[], None]:
     losses = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     values += [float(loss.detach()) for loss in losses if loss.numel() == 1]
     return lambda: None
-
-
-def tried_start(
-    said: RootCause, first: Sequence[Mismatch], pair: LoopPair, loss: GlobalLoss,
-    step: Callable[[], StepComparison], limit: Tolerance,
-) -> RootCause:  # fmt: skip
-    """Try why some ranks start otherwise than the reference: give all of them what the others have,
-    and run the first step. All ranks call it."""
-    ranks, odd = loss.ranks, {mismatch.rank for mismatch in first}
-    right = sorted({*range(ranks.size)} - odd)
-    shards = [(shard, pair.wholes[name].parameter) for name, shard in pair.holds.items()]
-    is_copied = all(its.way is Way.VALUE and not its.between for its in first)
-    is_copied = is_copied and all(shard.parameter.shape == its.shape for shard, its in shards)
-    holders = ranks.gather(sorted({its.name for its in first} - pair.holds.keys()))
-    if not all(ranks.gather(is_copied)) or not right or holders[right[0]] != holders[min(odd)]:
-        return said
-    put((shard.parameter, its) for shard, its in shards)
-    put((own, its) for _, its, own in shared_buffers(pair.reference.model, pair.loop.model))
-    seen = step()
-    both = [number(its) for its in seen.losses]
-    measured = loss.of(*both)
-    is_off = measured is not None and numbers_apart(both[0] or 0.0, measured) > limit.losses
-    if any(ranks.gather(bool(seen.differences.mismatches) or is_off)):
-        return said
-    return said.proven(
-        f"with the values of rank {right[0]} on all ranks the first step matches the reference: "
-        "gradients, loss and update"
-    )

@@ -29,7 +29,7 @@ from ptrain.verification.compare import (
 )
 from ptrain.verification.jobs.averages import explain_average
 from ptrain.verification.jobs.evidence import ledger_of, rows_of
-from ptrain.verification.jobs.inquiry import Inquiry, tried_start
+from ptrain.verification.jobs.inquiry import Inquiry
 from ptrain.verification.jobs.job import (
     TOLERANCES,
     GlobalLoss,
@@ -90,6 +90,7 @@ from ptrain.verification.jobs.step import (
     travelled,
     written,
 )
+from ptrain.verification.jobs.trials import tried_start
 from ptrain.verification.jobs.verdict import LoopVerdict
 from ptrain.verification.parts import canonical_parameters, numbers_apart
 from ptrain.verification.updates.clip import clipping

@@ -156,8 +156,8 @@ def search(case: UpdateCase, ranks: Ranks, mismatch: Remainder) -> SwapSearch:
     `mismatch`, which is that of the update as it was."""
     everyones = ranks.gather(list(differing(case)), list[Swap])
     order = list(Ingredient)
-    found = {swap for of_rank in everyones for swap in of_rank}
-    swaps = sorted(found, key=lambda swap: (order.index(swap.ingredient), swap.key))
+    of_any = {swap for of_rank in everyones for swap in of_rank}
+    swaps = sorted(of_any, key=lambda swap: (order.index(swap.ingredient), swap.key))
     lefts = _all_ranks(case, ranks, [(swap,) for swap in swaps])
     by_swap = {swap: left for (swap,), left in lefts.items()}
     if not any(left.is_fix_of(mismatch) for left in lefts.values()):
