@@ -574,7 +574,7 @@ class ModuleInquiry:
         known = [report for report in reports if report.count] or reports
         factors = [report.factor for report in known]
         is_even = max(factors) - min(factors) <= _NEAR * max(map(abs, factors))
-        is_right = all(report.is_right for report in reports)
+        is_right = not any(report.wrong for report in reports)
         if is_right and is_even:
             return None
         sizes = (float(self.ranks.size), *map(float, self.ranks.degrees.values()), 1.0)

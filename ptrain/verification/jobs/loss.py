@@ -27,18 +27,15 @@ from ptrain.verification.jobs.root_causes import blame
 from ptrain.verification.jobs.trials import around_backward
 from ptrain.verification.parts import canonical_modules
 
-_NEAR = 1e-3  # relative: weights that are alike
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AskedTokens:
-    """What a rank's loss asks of its tokens compared with the reference's: how many have another
-    target, how many have none where the reference has one, whether all of these stand at the end of
-    the slice, the factor of the others' gradient, and the `count` of the targets that the reference
-    has here."""
+    """What a rank's loss asks of its tokens compared with the reference's: how many are asked for
+    another target, or for none where the reference has one, whether all of these stand at the end
+    of the slice, the factor of the others' gradient, and the `count` of the targets that the
+    reference has here."""
 
-    other: int
-    lacking: int
+    wrong: int
     at_end: bool
     factor: float
     count: int
@@ -47,58 +44,44 @@ class AskedTokens:
     def of(cls, own: Tensor, truth: Tensor) -> AskedTokens:
         """[samples, tokens, vocabulary] both: gradients of logits."""
         (has, targets), (should, right_targets) = map(targets_of, (own, truth))
-        other, lacking = has & should & (targets != right_targets), should & ~own.any(-1)
-        wrong, right = other | lacking, (should & ~(other | lacking)).double()
+        wrong = should & (has & (targets != right_targets) | ~own.any(-1))
+        right = (should & ~wrong).double()
         product, square = (float(((its * truth).sum(-1) * right).sum()) for its in (own, truth))
         return cls(
-            other=int(other.sum()), lacking=int(lacking.sum()),
-            at_end=bool(wrong.any()) and not bool(wrong[:, :-1].any()),
+            wrong=int(wrong.sum()), at_end=bool(wrong.any()) and not bool(wrong[:, :-1].any()),
             factor=product / square if square else 1.0, count=int(truth.any(-1).sum()),
         )  # fmt: skip
-
-    @property
-    def is_right(self) -> bool:
-        return not (self.other or self.lacking)
 
 
 def of_slices(reports: Sequence[AskedTokens], axis: str, *, step: int) -> RootCause:
     """Say what the ranks' losses ask of their slices of the tokens, over an axis."""
-    is_right = all(report.is_right for report in reports)
-    who = [n for n, its in enumerate(reports) if is_right or not its.is_right]
-    count = sum(reports[rank].other + reports[rank].lacking for rank in who)
-    by_count = [its.factor * its.count for its in reports if its.count]
-    listed = ", ".join(f"rank {n}: {its.count}" for n, its in enumerate(reports))
-    weights = ", ".join(f"rank {n}: × {i.factor:.3g}" for n, i in enumerate(reports) if i.count)
-    if is_right and max(by_count) - min(by_count) <= _NEAR * max(by_count):
-        said = (
-            Subject.LOSS, "averaged per shard", "loss",
-            f"Each rank of {axis} divides the loss by the number of targets in its "
-            f"shard, and these numbers differ ({listed}).",
+    wrong = [rank for rank, report in enumerate(reports) if report.wrong]
+    said = partial(blame, step=step, axis=axis, ranks=wrong or range(len(reports)))
+    if not wrong:
+        weights = ", ".join(
+            f"rank {rank}: × {its.factor:.3g} for {its.count} targets"
+            for rank, its in enumerate(reports)
+        )
+        return said(
+            Subject.LOSS, "shards of uneven weight", "loss",
+            "The targets of a shard have another weight in the loss than in the reference, with "
+            f"different factors on the ranks of {axis} ({weights}).",
             "Divide the sum of the loss by the number of targets in the full samples.",
         )  # fmt: skip
-    elif is_right:
-        said = (
-            Subject.LOSS, "shards of uneven weight", "loss",
-            "The tokens of a shard have other weights in the loss than in the reference, "
-            f"with different factors on the ranks of {axis} ({weights}).",
-            "Give each token its weight in the full samples.",
-        )  # fmt: skip
-    elif all(reports[rank].at_end for rank in who):
-        is_other = any(reports[rank].other for rank in who)
-        said = (
-            Subject.BATCH, "labels shifted within a shard", "labels",
-            "The last token of a shard has as its target "
-            f"{'another token than' if is_other else 'nothing instead of'} the token that "
-            f"follows it in the sample ({count} labels), which is on the next rank of {axis}.",
-            "Shift labels before samples are sharded.",
-        )  # fmt: skip
-    else:
-        said = (
+    if not all(reports[rank].at_end for rank in wrong):
+        return said(
             Subject.BATCH, "labels of other tokens", "labels",
-            f"For {count} tokens of the shards the loss has other labels than the reference.",
+            f"For {sum(its.wrong for its in reports)} tokens of the shards the loss has other "
+            "labels than the reference.",
             f"Shard labels like tokens over {axis}.",
         )  # fmt: skip
-    return blame(*said, step=step, ranks=who, axis=axis)
+    return said(
+        Subject.BATCH, "labels shifted within a shard", "labels",
+        "The last token of a shard has another target, or none, than the token that follows it in "
+        f"the sample ({sum(its.wrong for its in reports)} labels), which is on the next rank of "
+        f"{axis}.",
+        "Shift labels before samples are sharded.",
+    )  # fmt: skip
 
 
 # What passes a gradient on to several terms, or times a number; of a mean or a sum where it is of

@@ -115,36 +115,6 @@ def _is_multiple(slopes: Tensor, expected: Tensor) -> bool:
     return multiple(slopes.flatten(), expected.flatten()).holds(_FITS)
 
 
-def num_ends(task: TokenTask, end: int) -> int:
-    """Return how many documents end before another one begins."""
-    return int(_ends(task.tokens, end).sum())
-
-
-def num_asked_across(task: TokenTask, end: int) -> int:
-    """Return how many of these ends have a label."""
-    return int((_ends(task.tokens, end) & task.has_label).sum())
-
-
-def after_first_documents(tokens: Tensor, end: int) -> Tensor:
-    """[rows, positions]: those of a later document than the sample's first."""
-    return (
-        _ends(tokens, end)
-        .cumsum(1)
-        .roll(1, 1)
-        .index_fill(1, torch.tensor([0], device=tokens.device), 0)
-        > 0
-    )
-
-
-def instead_of_first_documents(tokens: Tensor, end: int) -> Tensor:
-    """Return the tokens with others in the first document of each sample, but for its end."""
-    is_first = ~after_first_documents(tokens, end) & (tokens != end)
-    count = int(tokens.max()) + 1
-    other = (tokens + 1) % count
-    other = torch.where(other == end, (other + 1) % count, other)
-    return torch.where(is_first, other, tokens)
-
-
 def _ends(tokens: Tensor, end: int) -> Tensor:
     is_end = tokens == end
     is_end[:, -1] = False
@@ -335,8 +305,7 @@ class Metamorphic:
         yield from self._of_documents(calls[0], task)
 
     def _of_documents(self, call: ForwardCall, task: TokenTask) -> Iterator[TriedRelation]:
-        """Nothing is asked of the last token of a document; whether a document notices those before
-        it is said."""
+        """Nothing is asked of the last token of a document."""
         end = self._document_end
         if end is None:
             self.notes.append(
@@ -344,7 +313,8 @@ class Metamorphic:
                 "the token that ends one: `Terms(document_end=...)`"
             )
             return
-        count, across = num_ends(task, end), num_asked_across(task, end)
+        ends = _ends(task.tokens, end)
+        count, across = int(ends.sum()), int((ends & task.has_label).sum())
         if not count:
             self.notes.append(f"labels across documents: not tested, no sample has token {end}")
             return
@@ -357,13 +327,6 @@ class Metamorphic:
             "their logits",
             place="labels",
         ) if across else None, why=f"at {across} of {count} ends of documents")  # fmt: skip
-        other = instead_of_first_documents(task.tokens, end)
-        size = self._apart_after(call, task.tokens, other, after_first_documents(task.tokens, end))
-        if size is not None and size > _LOOSE * self._limit.outputs:
-            self.notes.append(
-                "a document sees earlier documents of its sample (its logits change by "
-                f"{size:.3g} with their tokens): intended if attention has no document mask"
-            )
 
     def _sees_no_future(self, call: ForwardCall, task: TokenTask) -> TriedRelation | None:
         tokens = task.tokens
