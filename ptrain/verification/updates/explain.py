@@ -11,7 +11,7 @@ from itertools import chain
 
 import torch
 
-from ptrain.report.finding import Certainty, Mismatch, RootCause, Subject
+from ptrain.report.finding import POSSIBLE, Certainty, Mismatch, RootCause, Subject
 from ptrain.verification.jobs.job import Ranks
 from ptrain.verification.jobs.record import digest
 from ptrain.verification.jobs.root_causes import families, root_cause
@@ -292,7 +292,11 @@ class UpdateExplainer:
         mine = differing_pairs(self.case, result.fixes[0])
         rows = [*chain.from_iterable(self.ranks.gather(mine, list[IngredientPair]))]
         state, factor, sentence, fix = words(result.fixes[0], rows, self.ranks.degrees)
-        what = ", ".join(swap.key or str(swap.ingredient) for swap in result.fixes[0])
+        what, *others = (
+            ", ".join(swap.key or str(swap.ingredient) for swap in its) for its in result.fixes
+        )
+        if others:
+            sentence += f" {POSSIBLE}{'; '.join((what, *others))}."
         return self._proven(
             state, factor, sentence, fix, [row.name for row in rows],
             sorted({row.rank for row in rows}),
