@@ -155,10 +155,12 @@ class Inquiry:
         fitting: list[tuple[PossibleCause, Trial]] = []
         for candidate in candidates:
             trial = candidate.run()
-            if trial is not None and trial.is_near(self.limit.gradients):
-                fitting.append((candidate, trial))
-            else:
+            if trial is None or not trial.is_near(self.limit.gradients):
                 self._ruled_out.append(candidate.words)
+                continue
+            fitting.append((candidate, trial))
+            if candidate.is_of_time:  # others may help because they are slower
+                break
         if not fitting:
             return None
         (first, trial), others = fitting[0], [its.blamed for its, _ in fitting[1:]]
@@ -423,9 +425,22 @@ class Inquiry:
             return None
         gradients = ran[0].gradients
         left, obstacle = self.step.case.with_gradients(gradients)
-        apart = max(self._loss_apart(loss(number(ran[1]))), default=0.0)
+        losses = number(ran[1]), loss(number(ran[1]))  # a term without gradient is in the loss
+        apart = min(max(self._loss_apart(its), default=0.0) for its in losses)
         others = self._others(apart, left, obstacle)
         return Trial(self._most_apart(gradients), self._before(), others)
+
+    def checked(self, said: RootCause, *, repeats: bool = False) -> RootCause:
+        """Return a proven root cause with what its proof did not look at: whether the loss is right
+        and, if it `repeats`, whether the update with the reference's gradients is. All ranks call
+        it."""
+        if said.certainty is not Certainty.PROVEN:
+            return said
+        right, apart = Remainder(0, 0.0, 0.0), max(self._loss_apart(), default=0.0)
+        gradients = self._parts(self.step.expected.gradients)
+        left = self.step.case.with_gradients(gradients) if repeats else (right, "")
+        others = self._others(apart, *left)
+        return said.fits(f"{said.tried}{others}") if others else said
 
     def _before(self) -> float:
         """Return how far the gradients were from the reference's. All ranks call it."""

@@ -427,7 +427,8 @@ class Examiner:
                     return explain_average(first, self.pair.averages, self.ranks)
                 if (said := self._explain_buffers(others)) is not None:
                     return self._inquiry(step).of_buffers(said)
-                return explain_update(others, step.case, self.ranks)
+                said = explain_update(others, step.case, self.ranks)
+                return self._inquiry(step).checked(said)
 
     def _explain_buffers(self, mismatches: Sequence[Mismatch]) -> RootCause | None:
         """None where something else differs too."""
@@ -454,7 +455,7 @@ class Examiner:
     def _explain_gradients(self, step: StepComparison, first: Sequence[Mismatch]) -> RootCause:
         wholes = step.unclipped, step.expected.gradients
         if (clipped := clipping(first, step.case, wholes, self.ranks)) is not None:
-            return clipped
+            return self._inquiry(step).checked(clipped, repeats=True)
         lower = self.ranks.gather([step.seen.autocast, step.expected.autocast])
         for actual, expected in lower:
             if actual != expected:

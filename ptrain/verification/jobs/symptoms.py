@@ -390,6 +390,10 @@ class CoarseSum:
     addends_first: bool
     divisor: int
 
+    def exactly(self, sample: Sample) -> Tensor:
+        """Return the gradient [S] without roundings."""
+        return sample.basis.sum((0, 1)) / self.divisor
+
     def of(self, sample: Sample) -> Tensor:
         """Return the gradient [S] as this sum rounds it."""
         addends = sample.basis / self.divisor
@@ -407,24 +411,26 @@ _QUIET = 1e-3  # of the root mean square of all gradients
 
 
 def coarse_sums(samples: Collection[Sample], tolerance: float) -> Iterator[tuple[CoarseSum, float]]:
-    """Yield the sums of rounded micro-batches that every optimizer takes, and how near they are."""
+    """Yield the sums of rounded micro-batches that every optimizer takes, and that are the
+    reference's without roundings; and how near they are."""
     if any(not its.basis.numel() or bool(its.basis.isnan().any()) for its in samples):
         return
     usual = root_mean_square([its.truth for its in samples])
 
-    def worst(row_of: Callable[[Sample], Tensor]) -> float:
+    def worst(row_of: Callable[[Sample], Tensor], *, of_truth: bool = False) -> float:
         sizes = []
         for sample in samples:
             row = row_of(sample)
             for rank in sample.holders():
-                has, (own, _) = ~sample.gradients[rank].isnan(), sample.of(rank)
-                length = max(norm(own), _QUIET * usual * math.sqrt(own.numel()))
-                sizes.append(_relative(norm(row[has] - own), length))
+                has, right = ~sample.gradients[rank].isnan(), sample.of(rank)[of_truth]
+                length = max(norm(right), _QUIET * usual * math.sqrt(right.numel()))
+                sizes.append(_relative(norm(row[has] - right), length))
         return max(sizes, default=math.inf)
 
     bound = min(_ROUNDINGS * tolerance, _SHARE * worst(lambda sample: sample.truth))
     size, count = next(iter(samples)).basis.shape[:2]
     divisors = dict.fromkeys((size, 1, count, size * count))
     for way in starmap(CoarseSum, product(_COARSE, (True, False), (True, False), divisors)):
-        if (left := worst(way.of)) <= bound:
+        left = worst(way.of)
+        if left <= bound and worst(way.exactly, of_truth=True) <= bound:
             yield way, left

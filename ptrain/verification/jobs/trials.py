@@ -55,11 +55,13 @@ class Trial:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PossibleCause:
-    """A possible cause: what is said of it, in words what undoes it, and the trial that does."""
+    """A possible cause: what is said of it, in words what undoes it, and the trial that does;
+    `is_of_time`: the step depends on how fast its parts are."""
 
     blamed: RootCause
     words: str
     run: Callable[[], Trial | None]
+    is_of_time: bool = False
 
 
 class Waited(OperatorMode):
@@ -177,7 +179,7 @@ def candidates(inquiry: Inquiry, first: Sequence[Mismatch]) -> Iterator[Possible
                 "done.", "Wait for it first (`work.wait()`).",
             ),
             words="with every collective waited for where it starts",
-            run=lambda: inquiry.trial(draws(), Waited()),
+            run=lambda: inquiry.trial(draws(), Waited()), is_of_time=True,
         )  # fmt: skip
     if any(inquiry.ranks.gather(any(its.autocast for its in inquiry.step.seen.calls))):
         yield PossibleCause(

@@ -69,6 +69,7 @@ def explain_update(mismatches: Sequence[Mismatch], case: UpdateCase, ranks: Rank
 
 
 _COARSE = 1e-6  # of what is left: a reader wants to see what it was before
+_FOREIGN = "no torch.optim.Optimizer of the reference has the differing tensors"
 _UPDATED = (Subject.PARAMETERS, Subject.OPTIMIZER)
 
 
@@ -89,22 +90,14 @@ class UpdateExplainer:
         foreign = (differing & case.seen.after.keys()) - case.other.keys()
         if any(self.ranks.gather(bool(foreign))):
             return self._not_to_be_stepped(foreign)
-        if obstacle := self._obstacle():
+        everyones = self.ranks.gather(case.seen.obstacle or case.expected.obstacle)
+        if obstacle := next(filter(None, everyones), ""):
             return self.unexplained(f"the update cannot be replayed: {obstacle}{self._differing()}")
-        mismatch = self._mismatch()
+        after = case.seen.after
+        mismatch = self._of_all(case.remainder({name: after[name] for name in case.own}))
         if mismatch.count == 0:
             return self._written_after(mismatch)
         return self._in_the_step(mismatch)
-
-    def _obstacle(self) -> str:
-        """Return why some rank's update cannot be repeated; "" where all can."""
-        everyones = self.ranks.gather(self.case.seen.obstacle or self.case.expected.obstacle)
-        return next(filter(None, everyones), "")
-
-    def _mismatch(self) -> Remainder:
-        """Return how far the update as it was is from one device's."""
-        after = self.case.seen.after
-        return self._of_all(self.case.remainder({name: after[name] for name in self.case.own}))
 
     def _departing(self) -> set[str]:
         """Return the parameters that differ on this rank, or whose state does."""
@@ -150,15 +143,14 @@ class UpdateExplainer:
         """No optimizer that stepped on this rank has what differs here."""
         case = self.case
         still = {name for name in without if case.courses[name].stood_still}
-        if any(self.ranks.gather(bool(without - still))):
-            return self.unexplained(
-                "the differing tensors changed in the step, and no torch.optim.Optimizer "
-                "that stepped on their rank has them"
-            )
-        if any(self.ranks.gather(bool(without - case.other.keys()))):
-            return self.unexplained(
-                "no torch.optim.Optimizer of the reference has the differing tensors"
-            )
+        obstacles = (
+            (without - still, "the differing tensors changed in the step, and no "
+             "torch.optim.Optimizer that stepped on their rank has them"),
+            (without - case.other.keys(), _FOREIGN),
+        )  # fmt: skip
+        for names, obstacle in obstacles:
+            if any(self.ranks.gather(bool(names))):
+                return self.unexplained(obstacle)
         taken = {
             name: replace(
                 case.other[name],
@@ -201,12 +193,9 @@ class UpdateExplainer:
         """One device's optimizers do not have these."""
         courses = self.case.courses
         alike = all(torch.equal(courses[n].run_before, courses[n].after) for n in names)
-        everyones = self.ranks.gather([alike, sorted(names)])
-        rows = [(rank, name) for rank, (_, its) in enumerate(everyones) for name in its]
-        if not all(is_alike for is_alike, _ in everyones):
-            return self.unexplained(
-                "no torch.optim.Optimizer of the reference has the differing tensors"
-            )
+        rows = self._rows(sorted(names))
+        if not all(self.ranks.gather(alike)):
+            return self.unexplained(_FOREIGN)
         return self._proven(
             Subject.PARAMETERS, "frozen parameter updated",
             "The optimizer steps it, but no optimizer of the reference does.",
