@@ -29,6 +29,7 @@ from ptrain.report.finding import (
     RootCause,
     Subject,
 )
+from ptrain.verification.capture import Samples
 from ptrain.verification.jobs.diagnosis import (
     coarse_sum,
     explain_gradients,
@@ -37,7 +38,7 @@ from ptrain.verification.jobs.diagnosis import (
     of_samples,
 )
 from ptrain.verification.jobs.draws import Key
-from ptrain.verification.jobs.evidence import JobEvidence, Samples, evidence, rows_of, untold
+from ptrain.verification.jobs.evidence import JobEvidence, evidence, rows_of, untold
 from ptrain.verification.jobs.job import (
     TOLERANCES,
     Alone,
