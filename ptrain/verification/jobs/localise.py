@@ -381,9 +381,8 @@ class ModuleInquiry:
     def _tried(
         self, forces: Mapping[tuple[str, int], Forced], named: Sequence[FirstDifference]
     ) -> tuple[StepRecorder | None, tuple[str, str] | None, Calls]:
-        """Run the step with the reference's values in these places; return what is seen of it, in
-        words what is right then, and what is not, and what the modules do then. The loss of
-        forced labels is not the loop's."""
+        """Run the step with the reference's values in these places; return what is seen of it, what
+        is right then and what is not, in words, and the modules. Forced labels give no loss."""
         model = self.inquiry.pair.loop.model
         recorder = ModuleRecorder(model, forces)
         self.inquiry.rewind()
