@@ -24,7 +24,7 @@ SMALL = 80  # lines
 
 # begin
 BUDGETS: dict[str, int] = {
-    "ptrain": 51600,
+    "ptrain": 51800,
     "ptrain/activations": 340,
     "ptrain/algebra": 240,
     "ptrain/axes": 160,
@@ -47,7 +47,7 @@ BUDGETS: dict[str, int] = {
     "ptrain/optimizers": 500,
     "ptrain/plan": 470,
     "ptrain/rates": 360,
-    "ptrain/report": 2180,
+    "ptrain/report": 2170,
     "ptrain/rooms": 970,
     "ptrain/selection": 3090,
     "ptrain/simulation": 1040,
@@ -55,7 +55,7 @@ BUDGETS: dict[str, int] = {
     "ptrain/steps": 440,
     "ptrain/traces": 2190,
     "ptrain/train": 3140,
-    "ptrain/verification": 7040,
+    "ptrain/verification": 7250,
 }
 ONE_IMPORTER = 56  # modules that exactly one other imports
 SMALL_MODULES = 58  # modules with fewer lines than SMALL
