@@ -278,15 +278,6 @@ def passes(spec: Spec, stage: Stage, stages: int, played: Representatives, cut: 
     return _passes(setting_of(spec, cut), place, numbers, kept, played.modules, played.turns)
 
 
-def passes_at(setting: Setting, place: Place, kept: Sequence[Kept]) -> Passes:
-    """Return the passes of a stage at this place, of as many layers, each a unit, as there are ways
-    in which these are kept."""
-    numbers = tuple(str(number) for number in range(len(kept)))
-    units = *((f"blocks.{number}",) for number in numbers), ("",)
-    turns = tuple((at, 1) for at in range(len(kept)))
-    return _passes(setting, place, numbers, tuple(kept), units, turns)
-
-
 @lru_cache(maxsize=2**7)
 def _passes(
     setting: Setting,

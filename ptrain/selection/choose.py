@@ -1,5 +1,5 @@
-"""`select`: which placement of a job is best, by the search's closed forms and exactly for the best
-of them; and the notes' recipe for a batch and the lecture's procedure (fit, batch, throughput)
+"""`select`: which placement of a job is best, by the search's estimates and exactly for the best of
+them; and the notes' recipe for a batch and the lecture's procedure (fit, batch, throughput)
 as sentences with the figures of one spec.
 
 gbs = mbs x grad_acc x dp. Convergence sets the global batch; the micro-batch is the largest that
@@ -12,6 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
+from itertools import accumulate, compress
+from operator import attrgetter
 
 from ptrain.axes.context.attention import attention_of
 from ptrain.axes.pipeline.catalogue import pipeline_of, schedule_of
@@ -25,10 +28,10 @@ from ptrain.plan.lower import own_facts
 from ptrain.selection.algorithm1 import algorithm1, requirements
 from ptrain.selection.cuts import ReadFacts, read_or_kept
 from ptrain.selection.demand import Demand, cheapest, demand_of, numbers
-from ptrain.selection.deriver import BEST, Deriver
+from ptrain.selection.deriver import BEST, Deriver, work_of
 from ptrain.selection.descent import neighbours
 from ptrain.selection.fit import HOST_UNKNOWN, Fit, fit, host_bytes, host_text, room_text
-from ptrain.selection.infeasible import why_none, why_not, why_too_large
+from ptrain.selection.infeasible import why_none, why_not
 from ptrain.selection.job import searched_job
 from ptrain.selection.ranking import (
     KNOWN,
@@ -42,9 +45,9 @@ from ptrain.selection.ranking import (
 )
 from ptrain.selection.task import (
     SLACK,
-    TIME_SLACK,
     Ranked,
     Scored,
+    SearchedPlacement,
     SearchGoal,
     SearchResult,
     folded,
@@ -258,7 +261,8 @@ def _nodes(spec: Spec) -> int:
 
 _BEST_TRACED = 6  # candidates that are derived exactly of a model that has to be traced
 _SEEDS = 3  # placements whose dials are descended over
-_OF_KIND = 3  # candidates of a well-known choice that are derived before its dials
+_OF_KIND = 2  # candidates of a well-known choice that are derived before its dials
+_MOST_WORK, _WORK_OF_KIND = 1000, 12  # plain steps around a seed, and around a well-known choice
 _MOST_DEVICES = 2**13  # on which something is looked for that fits
 
 
@@ -391,7 +395,7 @@ class Chooser(Deriver):
         )
 
     def first(self) -> Ranked | None:
-        """Return the best that fits by closed form, exactly."""
+        """Return the best that fits, exactly."""
         return next(self._fitting(self.search.run(self.job.where).best, 1), None)
 
     # -- the answer
@@ -399,23 +403,18 @@ class Chooser(Deriver):
     def choose(self) -> PlacementRanking:
         """Return the ranking, and what its figures say of the rest."""
         result = self.search.run(self.job.where)
-        if not result.counts.scored and self.search.has_too_large:
-            raise refused(*why_too_large(self.search))
         if not result.counts.scored:
             raise refused("--devices", *why_none(self.search))
         rows = self._best(result)
         derived = self.derived
-        on_front = list(self._fitting(result.front, len(result.front))) if rows else []
-        lost = tuple(self._of_kinds()) if rows else ()
+        lost = tuple(self._of_kinds(result, rows)) if rows else ()
         # a well-known choice may be what the dials of others lead to
         rows = self._ordered((*rows, *(row for _, row, _ in lost if row and row.memory.fits)))
         selection = PlacementRanking(
             job=self.job,
             objective=self.objective,
-            ranking=tuple(rows[: max(self.count, 1)]),
-            front=front_of(
-                row for row in (*rows, *on_front) if self.unknown or row.seconds is not None
-            ),
+            ranking=tuple(rows),
+            front=front_of(row for row in rows if self.unknown or row.seconds is not None),
             counts=result.counts,
             derived=derived,
             unknown=self.unknown,
@@ -438,7 +437,8 @@ class Chooser(Deriver):
                 "Use a larger `--exact`, or `--objective memory`.",
             )
         if not rows:
-            least, remedies = self._least(result), tuple(self._remedies())
+            bound = result.least.peak if result.least else float("inf")
+            least, remedies = self._least(result), tuple(self._remedies(bound))
             return replace(selection, least=least, remedies=remedies)
         best = rows[0].spec
         derivation = derive(best, self._facts(best), self._timing(best))
@@ -461,7 +461,7 @@ class Chooser(Deriver):
                 self.cuts.close()
         placements = {row.spec.factors: row for row in sorted(rows, key=self._order, reverse=True)}
         seeds = sorted(placements.values(), key=self._order)[:_SEEDS]
-        return [*rows, *(row for seed in seeds for row in self._descended(seed))]
+        return [*rows, *(row for seed in seeds for row in self._descended(seed, _MOST_WORK))]
 
     def _order(self, row: Ranked) -> tuple[float, ...]:
         return order_of(self.objective, row)
@@ -471,11 +471,14 @@ class Chooser(Deriver):
         known = {row.closed.candidate: row for row in rows}
         return undominated(sorted(folded(known.values()), key=self._order))
 
-    def _descended(self, best: Ranked) -> Iterator[Ranked]:
-        """What is derived around a row, and around what is better than it, as long as that is."""
+    def _descended(self, best: Ranked, work: float) -> Iterator[Ranked]:
+        """What is derived around a row, and around what is better than it, as long as that is. Each
+        time no more is derived than takes the work of so many plain steps."""
         while True:
-            near = [scored for scored in self._around(best) if self._may_beat(scored, best)]
-            around = [row for scored in near for row in self._fitting([scored], 1)]
+            near = sorted(filter(partial(self._may_beat, best), self._around(best)), key=self._key)
+            taken = accumulate(work_of(scored.candidate.spec(self.job.base)) for scored in near)
+            some = compress(near, (until <= work for until in taken))
+            around = [row for scored in some for row in self._fitting([scored], 1)]
             yield from around
             least = min(around, key=self._order, default=best)
             if self._order(least) >= self._order(best):
@@ -485,22 +488,25 @@ class Chooser(Deriver):
     def _around(self, row: Ranked) -> Iterator[Scored]:
         return map(self.search.score, neighbours(self.search, row.closed.candidate))
 
-    def _may_beat(self, scored: Scored, row: Ranked) -> bool:
+    def _may_beat(self, row: Ranked, scored: Scored) -> bool:
         """Whether a candidate may fit and be better than a row, as far as estimates are away."""
         if self.objective is SearchGoal.MEMORY:
-            return scored.peak <= row.peak_bytes * SLACK
-        is_fast = scored.seconds <= row.nominal_seconds * TIME_SLACK
+            return scored.peak <= row.closed.peak * SLACK
+        is_fast = scored.seconds <= row.closed.seconds * SLACK
         return is_fast and scored.peak <= self.search.task.room * SLACK
 
     # -- what lost, and what would fit
 
-    def _of_kinds(self) -> Iterator[tuple[str, Ranked | None, str]]:
+    def _of_kinds(
+        self, result: SearchResult, ranked: Sequence[Ranked]
+    ) -> Iterator[tuple[str, Ranked | None, str]]:
         """Well-known choices and what the paper's selection says by name, with the best of their
         kind, or why there is none."""
+        base, devices = self.job.base, self.job.devices
+        placed = [(next(row.candidates()).candidate.spec(base), row) for row in result.placements]
         for known in KNOWN:
             if (where := known.where(self.job.devices)) is not None:
-                yield known.name, *self._like(where)
-        base, devices = self.job.base, self.job.devices
+                yield known.name, *self._like(placed, ranked, where)
         assert base.cluster is not None, "a job that is searched for has a cluster"
         advised = algorithm1(requirements(own_facts(base), base.cluster, devices))
         name = f"the paper's Algorithm 1: {advised.advice}"
@@ -509,31 +515,41 @@ class Chooser(Deriver):
             return
         said = [f"mesh.{axis}={degree}" for axis, degree, _ in advised.degrees]
         said += [f"placement.{axis}={modes}" for axis, _, modes in advised.degrees]
-        yield name, *self._like(said)
+        yield name, *self._like(placed, ranked, said)
 
-    def _like(self, where: Iterable[str]) -> tuple[Ranked | None, str]:
+    def _like(
+        self,
+        placed: Sequence[tuple[Spec, SearchedPlacement]],
+        ranked: Sequence[Ranked],
+        where: Iterable[str],
+    ) -> tuple[Ranked | None, str]:
         """The best that obeys constraints besides the job's own, or why there is none."""
         rules = tuple(map(parse, where))
-        result = self.search.run(Where((*self.job.where.constraints, *rules)))
-        if not result.counts.scored:
+        alike = [row for spec, row in placed if all(rule.holds(spec) for rule in rules)]
+        if not alike:
             return None, why_not(self.search, rules, self.job.where)
-        rows = list(self._fitting(result.best, _OF_KIND))
+        scored = [candidate for row in alike for candidate in row.candidates()]
+        scored.sort(key=self._key)
+        rows = list(self._fitting(scored, _OF_KIND))
+        rows += (row for row in ranked if all(rule.holds(row.spec) for rule in rules))
         if rows:
-            rows += self._descended(min(rows, key=self._order))
+            near = self._descended(min(rows, key=self._order), _WORK_OF_KIND)
+            rows += (row for row in near if all(rule.holds(row.spec) for rule in rules))
             return self._ordered(rows)[0], ""
         if self.cuts is not None:
             return None, "is not derived exactly"
-        return self._least(result), ""
+        return self.exactly(min(scored, key=attrgetter("peak"))), ""
+
+    def _key(self, scored: Scored) -> float:
+        return scored.peak if self.objective is SearchGoal.MEMORY else scored.seconds
 
     def _least(self, result: SearchResult) -> Ranked | None:
-        """The exact figures of what needs least by closed form."""
-        if (least := result.counts.least) is None:
-            return None
-        peak, candidate = least
-        return self.exactly(Scored(candidate=candidate, peak=peak, seconds=0.0))
+        """The exact figures of the candidate with the smallest estimate of memory."""
+        return self.exactly(result.least) if result.least else None
 
-    def _remedies(self) -> Iterator[Remedy]:
-        """Each constraint left out; then the fewest devices, twice as many each time."""
+    def _remedies(self, least: float) -> Iterator[Remedy]:
+        """Each constraint left out; then the fewest devices, twice as many each time, as long as
+        the least estimate of memory falls."""
         constraints = self.job.where.constraints
         for rule in constraints:
             others = Where(tuple(other for other in constraints if other is not rule))
@@ -541,7 +557,10 @@ class Chooser(Deriver):
                 yield Remedy(change=rule.change, fitting=row)
         devices = 2 * self.job.devices
         while devices <= _MOST_DEVICES:
-            if (row := self.on(devices).first()) is not None:
+            other = self.on(devices)
+            result = other.search.run(other.job.where)
+            if (row := next(other._fitting(result.best, 1), None)) is not None:
                 yield Remedy(change=f"--devices {devices}", fitting=row)
+            if row is not None or (result.least and result.least.peak >= least):
                 return
-            devices *= 2
+            least, devices = result.least.peak if result.least else least, 2 * devices

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import pickle
 import re
 import secrets
 import shutil
@@ -24,8 +25,8 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
 from ptrain.data.sampler import SampleSource, Split
 from ptrain.errors import PtrainError, SpecError, refused
@@ -37,9 +38,9 @@ from ptrain.spec.spec import Spec
 from ptrain.train import finite, manifest
 from ptrain.train.exchange import Exchange
 from ptrain.train.folder import AUTO, RunFolder, candidates, none_sound, require_fitting, shown
-from ptrain.train.index import METADATA, IndexReader
 from ptrain.train.journal import LOG
 from ptrain.train.manifest import Manifest, step_of
+from ptrain.units import leaves
 
 _REMEDY = "Use the model, optimizer and precision layout of the checkpoint."
 _OURS = re.compile(r"__(\d+)_\d+\.distcp")  # the rank that wrote it
@@ -130,7 +131,7 @@ def newest(
 
 def _write(program: Program, folder: Path) -> None:
     state = program.state_dict()
-    strays = [name for name, value in _flat(state) if not isinstance(value, torch.Tensor)]
+    strays = [name for name, value in leaves(state) if not isinstance(value, torch.Tensor)]
     assert not strays, f"checkpoints contain tensors only: {strays[:3]}"
     writer = FileSystemWriter(folder, overwrite=False)
     with without_advice():
@@ -179,7 +180,7 @@ def _commit(
 
 def _mismatch(metadata: Metadata, state: dict[str, Any]) -> str:
     """The first tensor of the program that the checkpoint lacks or has in another shape."""
-    for name, value in _flat(state):
+    for name, value in leaves(state):
         saved = metadata.state_dict_metadata.get(name)
         if not isinstance(saved, TensorStorageMetadata):
             return f"has no {name}: its model, optimizer or precision layout differs"
@@ -198,7 +199,7 @@ def _other_layout(metadata: Metadata, state: dict[str, Any]) -> str:
         for name, entry in metadata.state_dict_metadata.items()
         if isinstance(entry, TensorStorageMetadata)
     )
-    own = _dtypes((name, value.dtype) for name, value in _flat(state))
+    own = _dtypes((name, value.dtype) for name, value in leaves(state))
     moments = {"moments"} - (saved.keys() & own.keys())  # another optimizer's are not compared
     if all(saved.get(part) == own.get(part) for part in {*saved, *own} - moments):
         return ""
@@ -249,7 +250,7 @@ def _first(problem: str, exchange: Exchange) -> str:
 
 def _surplus(metadata: Metadata, state: dict[str, Any], exchange: Exchange) -> str:
     """The first tensor of the checkpoint that the program would drop: that no rank knows."""
-    known = {name for name, _ in _flat(state)}
+    known = {name for name, _ in leaves(state)}
     unknown = exchange.gather(sorted(set(metadata.state_dict_metadata) - known))
     if not (surplus := sorted(set.intersection(*map(set, unknown)))):
         return ""
@@ -257,15 +258,6 @@ def _surplus(metadata: Metadata, state: dict[str, Any], exchange: Exchange) -> s
         f"has {len(surplus)} tensors that this model or optimizer does not have, for "
         f"example {surplus[0]}"
     )
-
-
-def _flat(state: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    """Join nested names by dots, as torch.distributed.checkpoint writes them."""
-    leaves: list[tuple[str, Any]] = []
-    for name, value in state.items():
-        place = f"{prefix}{name}"
-        leaves += _flat(value, f"{place}.") if isinstance(value, dict) else [(place, value)]
-    return leaves
 
 
 def _reason(error: BaseException) -> str:
@@ -306,7 +298,7 @@ def resume(
         return 0
     _set_aside(folder, verified.step, exchange)
     size = program.spec.batch.global_samples
-    trained = dict(manifest.leaves(verified.trained))
+    trained = dict(leaves(verified.trained))
     alike = verified.step * int(str(trained.get("batch.global", size)))  # older: of equal steps
     before = alike if verified.samples is None else verified.samples
     program.sample_offset = before - verified.step * size
@@ -429,3 +421,62 @@ def _rename(paths: Iterable[Path]) -> None:
 def _skip(complaints: list[str]) -> None:
     for complaint in complaints:
         LOG.warning("skipped: %s", complaint)
+
+
+METADATA = ".metadata"
+_FOREIGN = "Continue from another checkpoint; ptrain did not write this one."
+_CLASSES = (
+    "BytesStorageMetadata",
+    "ChunkStorageMetadata",
+    "Metadata",
+    "MetadataIndex",
+    "StorageMeta",
+    "TensorProperties",
+    "TensorStorageMetadata",
+    "_MEM_FORMAT_ENCODING",
+)
+_UNPICKLED = (
+    *(("torch.distributed.checkpoint.metadata", name) for name in _CLASSES),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    ("pathlib", "PosixPath"),
+    ("pathlib._local", "PosixPath"),
+)
+
+
+class IndexReader(FileSystemReader):
+    """Reads files that the manifest lists, and unpickles nothing but torch's own records."""
+
+    def __init__(self, folder: Path, *, listed: frozenset[str]) -> None:
+        super().__init__(folder)
+        self._listed = listed
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        with (Path(self.path) / METADATA).open("rb") as file:
+            metadata = _Unpickler(file).load()
+        if not isinstance(metadata, Metadata):
+            raise refused(f"checkpoint {self.path}", f"{METADATA} contains no metadata", _FOREIGN)
+        for info in (metadata.storage_data or {}).values():
+            if info.relative_path not in self._listed:
+                raise refused(
+                    f"checkpoint {self.path}",
+                    f"{METADATA} refers to {info.relative_path!r}, which the manifest does not "
+                    "list",
+                    _FOREIGN,
+                )
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+class _Unpickler(pickle.Unpickler):
+    """Pickle may call anything; this one knows the classes of a checkpoint's index only."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if is_dtype or (module, name) in _UNPICKLED:
+            return super().find_class(module, name)
+        raise refused(
+            "checkpoint", f"{METADATA} refers to {module}.{name}, which is not allowed", _FOREIGN
+        )

@@ -1,64 +1,124 @@
 """Run a step of a program as the training loop does, without journal, checkpoints and signals, and
-record it from outside: the outputs of its modules, their gradients, and every parameter's gradient
-as the optimizer receives it.
+record it from outside: the outputs of its modules, their gradients, every parameter's gradient as
+the optimizer receives it, and which samples its ranks saw.
 
 While layers with experts or latent features run, a rank of tp has only an addend of some values.
 The sum follows after these layers, once; until then the values differ from one device's.
+
+The samples of a rank, and their tokens where cp gives it a slice, follow from the spec alone, so
+that a program that takes others is told. The sample ledger lists which samples of a global batch
+the mesh saw, by the tokens that the model was given: none may be missing and none doubled (Theorem
+3).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from typing import Any, TypeAlias
+from statistics import median_low, multimode
+from typing import Any, TypeAlias, TypeVar
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 
-from ptrain.axes.data.run.target import Named
+from ptrain.axes.context.attention import Span, context_of, spans_at
+from ptrain.axes.data.run.target import NamedTarget
 from ptrain.cost import Phase
 from ptrain.data.sampler import SampleSource
 from ptrain.facts.model import prefixes
+from ptrain.facts.parameters import OF_TOKENS
 from ptrain.facts.stages import is_within
 from ptrain.interpreter.program import Program
 from ptrain.models.moe import MoE
-from ptrain.models.watch import first_real
+from ptrain.models.objective import SampleBatch, StepBatch
+from ptrain.models.watch import first_real, listening, watching
 from ptrain.optimizers.build import tensor_of
+from ptrain.report.finding import Mismatch, Moment, Subject
+from ptrain.spec.model import ModelShape
+from ptrain.spec.placement import SAMPLE_AXES, TOKEN_AXES
 from ptrain.spec.role import Role, Roles, fits
-from ptrain.spec.spec import Spec
+from ptrain.spec.spec import Spec, coordinates
 from ptrain.train.exchange import Exchange
 from ptrain.train.loop import local_batch, seed_dropout
 from ptrain.train.schedule import learning_rate
-from ptrain.verification.parts import whole
-from ptrain.verification.samples import TokensOfRank
-from ptrain.verification.updates.repeat import UpdateRecorder, wholes
+from ptrain.units import row_major
+from ptrain.verification.jobs.shards import ParameterShard
+from ptrain.verification.parts import full
+from ptrain.verification.reference import ReferenceTraining
+from ptrain.verification.updates.repeat import UpdateRecorder
 
 Key: TypeAlias = tuple[str, int]  # a module's path and a micro-batch
 
 
 @dataclass(slots=True)
 class Outputs:
-    """Of modules by path and micro-batch, in the order in which they came. What a module returns
-    beside its first floating tensor is not kept."""
+    """The first floating output of every module by path and micro-batch, of these micro-batches, in
+    the order in which they came, and its gradient; and the parameters with which modules compute in
+    the first pass, gathered where they are sharded between passes. `reached`: those of which there
+    was a gradient when the program had reduced them."""
 
-    forward: dict[Key, torch.Tensor] = field(default_factory=dict)
-    backward: dict[Key, torch.Tensor] = field(default_factory=dict)
+    micro_batches: Collection[int]
+    forward: dict[Key, Tensor] = field(default_factory=dict)
+    backward: dict[Key, Tensor] = field(default_factory=dict)
+    in_use: dict[str, Tensor] = field(default_factory=dict)
+    reached: set[str] = field(default_factory=set)
+    _holds: Mapping[str, LeafShard] = field(default_factory=dict)
+    _now: int | None = None
 
-    def keep(self, path: str, micro_batch: int, output: Any) -> None:
-        """Keep the first output that came: a block that is computed again comes a second time."""
-        key = path, micro_batch
-        first = first_real(output)
-        if first is None or key in self.forward:
-            return
+    def phase(self, phase: Phase, micro_batch: int) -> None:
+        """Note which micro-batch begins. What runs again in backward is not kept."""
+        is_kept = phase is Phase.FORWARD and micro_batch in self.micro_batches
+        self._now = micro_batch if is_kept else None
+
+    def reduced(self) -> None:
+        """Note which gradients are where the optimizer is to find them."""
+        self.reached = {n for n, its in self._holds.items() if its.target.gradient is not None}
+
+    def clipped(self, norm: Tensor | None) -> None:
+        """Gradients are compared without it."""
+
+    @contextmanager
+    def of(self, modules: Iterator[tuple[str, nn.Module]]) -> Iterator[None]:
+        """Temporarily record these modules. A module that returns its input (Identity) is none."""
+        own = ((path, its) for path, its in modules if not isinstance(its, nn.Identity))
+        with watching(own, before=self._before, after=self._after):
+            yield
+
+    def _before(self, path: str, module: nn.Module, *_: object) -> None:
+        for name, parameter in module._parameters.items() if self._now is not None else ():
+            if parameter is not None:
+                self.in_use.setdefault(f"{path}.{name}", parameter.detach().clone())
+
+    def _after(self, path: str, _: nn.Module, __: Any, output: Any) -> None:
+        first = None if self._now is None else first_real(output)
+        if first is None or self._now is None or (path, self._now) in self.forward:
+            return  # a block that is computed again comes a second time
+        key = path, self._now
         self.forward[key] = first.detach().clone()
         if first.requires_grad:
             first.register_hook(partial(self._keep_gradient, key))
 
-    def _keep_gradient(self, key: Key, gradient: torch.Tensor) -> None:
+    def _keep_gradient(self, key: Key, gradient: Tensor) -> None:
         self.backward[key] = gradient.detach().clone()
+
+
+@contextmanager
+def recorded(
+    program: Program, holds: Mapping[str, LeafShard], micro_batches: Collection[int]
+) -> Iterator[Outputs]:
+    """Temporarily record what the program's modules compute in these micro-batches."""
+    outputs = Outputs(micro_batches, _holds=holds)
+    with (
+        listening(program.observers, outputs),
+        listening(program.gradient_observers, outputs),
+        outputs.of(paths(program)),
+    ):
+        yield outputs
 
 
 Patterns = tuple[str, ...]
@@ -95,160 +155,97 @@ def _getting(roles: Roles) -> Patterns:
     )
 
 
-@contextmanager
-def watched(
-    named: Iterator[tuple[str, nn.Module]], outputs: Outputs, now: Callable[[], int | None]
-) -> Iterator[None]:
-    """Keeps what these modules return while `now()` is the number of a micro-batch. A module that
-    hands on what it is given (Identity) is none."""
-    with ExitStack() as hooks:
-        for path, module in named:
-            if isinstance(module, nn.Identity):
-                continue
+@dataclass(slots=True, kw_only=True)
+class LeafShard(ParameterShard):
+    """This rank's elements of a parameter in the tensor that an optimizer steps, for a target."""
 
-            def after(_: nn.Module, __: Any, output: Any, path: str = path) -> None:
-                micro_batch = now()
-                if micro_batch is not None:
-                    outputs.keep(path, micro_batch, output)
-
-            handle = module.register_forward_hook(after)
-            hooks.callback(handle.remove)
-        yield
+    target: NamedTarget
 
 
-class Capture:
-    """One step of a program; `with Capture(program, {0}) as capture:` around it. Outputs are kept
-    of these micro-batches.
+_APART = 2.0**40  # more elements than a rank has; of its multiples fp64 has every integer
 
-    `updates` are what optimizers were given and left, by the number of a leaf. The gradients by
-    name need collectives (`gradients()`), which all ranks call."""
 
-    def __init__(self, program: Program, micro_batches: Collection[int]) -> None:
-        self.program = program
-        self.micro_batches = micro_batches
-        self.outputs = Outputs()
-        self._leaves = [(target, tensor_of(leaf)) for target, leaf in program.update.leaves()]
-        leaves = {str(index): leaf for index, (_, leaf) in enumerate(self._leaves)}
-        self.updates = UpdateRecorder(wholes(leaves))
-        self._used: Named = {}  # parameters, as the first pass has them
-        self._reduced: set[int] = set()  # which of the leaves there was a gradient for
-        self.omitted: set[str] = set()  # parameters with a gradient that no optimizer takes
-        self._now: int | None = None
-        self._stack = ExitStack()
+@torch.no_grad()
+def shards_of(program: Program) -> dict[str, LeafShard]:
+    """Return which elements of each parameter this rank's optimizers update, by canonical name.
 
-    def phase(self, phase: Phase, micro_batch: int) -> None:
-        """Note where the program has come to: what runs again in backward is not kept."""
-        is_kept = phase is Phase.FORWARD and micro_batch in self.micro_batches
-        self._now = micro_batch if is_kept else None
+    An optimizer steps tensors that no parameter shows (flat units, shards, master copies). So their
+    elements are numbered, apart on every rank, and the program itself brings the numbers to the
+    places of the elements. All ranks call it."""
+    first = (program.world.rank + 1) * _APART  # zero is padding
+    shards = {}
+    for target, leaf in program.update.leaves():
+        # asked for the value of one tensor, a unit that is updated tensor by tensor is gathered
+        shape = torch.Size(getattr(target, "shape", None) or target.value().shape)
+        numbers = torch.arange(shape.numel(), dtype=torch.float64, device=program.world.device)
+        placed = program.canonical(target.named((numbers + first).view(shape)))
+        for name, row in ((name, full(its)) for name, its in placed.items()):
+            at = ((row >= first) & (row < first + _APART)).flatten().nonzero().flatten()
+            within = (row.flatten()[at] - first).long()
+            shards[name] = LeafShard(
+                name, tensor_of(leaf), row.shape, target=target,
+                at=None if at.numel() == row.numel() else at,
+                within=None if torch.equal(within, numbers.cpu().long()) else within,
+            )  # fmt: skip
+    return shards
 
-    def __enter__(self) -> Capture:
-        for observers in (self.program.observers, self.program.gradient_observers):
-            observers.append(self)
-            self._stack.callback(observers.remove, self)
-        self._stack.enter_context(self._watched())
-        for path, module in paths(self.program) if self.micro_batches else ():
-            hook = module.register_forward_pre_hook(partial(self._before, path))
-            self._stack.callback(hook.remove)
-        self._stack.enter_context(self.updates)
-        return self
 
-    def __exit__(self, *error: object) -> None:
-        self._stack.close()
+def taken(updates: UpdateRecorder, factor: float = 1.0) -> dict[str, Tensor]:
+    """Return this rank's gradients that an optimizer took, without the factor of clipping."""
+    gradients = updates.gradients
+    return {name: gradients[name] / factor for name in gradients if name in updates.updated}
 
-    def _watched(self) -> AbstractContextManager[None]:
-        return watched(paths(self.program), self.outputs, lambda: self._now)
 
-    def reduced(self) -> None:
-        """The gradients are where the optimizer is to find them."""
-        for index, (target, _) in enumerate(self._leaves):
-            if target.gradient is not None:
-                self._reduced.add(index)
+def whole_gradients(
+    program: Program, updates: UpdateRecorder, exchange: Exchange, norm: float | None
+) -> dict[str, Tensor]:
+    """Return full gradients by name, on the host, as they were before clipping by this norm; of
+    copies their mean. All ranks call it."""
+    own = taken(updates, clipped_by(program.spec, norm))
+    shapes: dict[str, list[int]] = {}
+    for its in exchange.gather({name: list(updates.holds[name].shape) for name in own}):
+        shapes |= its
+    gradients = {}
+    for name, shape in shapes.items():
+        sums = torch.zeros(2, math.prod(shape), dtype=torch.float64)  # the second: how many copies
+        if name in own:
+            at = updates.holds[name].at
+            rows = torch.stack([own[name].double(), torch.ones_like(own[name]).double()])
+            sums[:, slice(None) if at is None else at] = rows
+        if exchange.world.size > 1:
+            dist.all_reduce(sums, group=exchange.group)
+        gradients[name] = (sums[0] / sums[1].clamp(min=1)).view(shape)
+    return gradients
 
-    def clipped(self, norm: torch.Tensor | None) -> None:
-        """They are compared without it."""
 
-    def _before(self, path: str, module: nn.Module, _: object) -> None:
-        """What a module is about to compute with, gathered if it has to be."""
-        for name, parameter in module._parameters.items() if self._now is not None else ():
-            if parameter is not None:
-                self._used.setdefault(f"{path}.{name}", parameter.detach().clone())
+def as_held(program: Program, expected: Outputs) -> Outputs:
+    """Return another device's outputs as this rank's modules give them: of its tokens, with
+    features in the order of the ranks.
 
-    @property
-    def rates(self) -> set[float]:
-        """The learning rates that optimizers used."""
-        return self.updates.rates
+    Outputs are left out of which a rank has an addend or rows of other ranks' tokens, and if it has
+    slices of the tokens, outputs by expert."""
+    tensor, experts = program.plan.tensor, program.plan.experts
+    own, roles = TokensOfRank(program.spec, program.world.rank), tensor.roles if tensor else ()
+    routes_slices = program.plan.context or (experts and experts.folded)
+    apart = tuple(_of_rows(program)) if routes_slices else ()
 
-    @property
-    def used(self) -> Named:
-        """The parameters, as the first pass has them, in the model's order. All ranks ask for
-        it."""
-        return self.program.order.canonical(self._used)
-
-    def beside(self, expected: Outputs) -> Outputs:
-        """Return what another device's modules give, as ranks hold what they give; nothing of what
-        a rank has an addend of, or the rows of other ranks' tokens in, nor, where it has slices of
-        the tokens, of what lies by expert."""
-        program, tensor, experts = self.program, self.program.plan.tensor, self.program.plan.experts
-        own, roles = TokensOfRank(program.spec, program.world.rank), tensor.roles if tensor else ()
-        routes_slices = program.plan.context or (experts and experts.folded)
-        apart = tuple(_of_rows(program)) if routes_slices else ()
-
-        def held(
-            outputs: dict[Key, torch.Tensor], is_addend: Callable[[Roles, str], bool]
-        ) -> dict[Key, torch.Tensor]:
-            return {
-                (path, k): as_held(program, path, whole, own)
-                for (path, k), whole in outputs.items()
-                if not is_addend(roles, path)
-                and not (experts and experts.is_inside(path))
-                and not is_within(path, apart)
-            }
-
-        return Outputs(
-            forward=held(expected.forward, gives_addend),
-            backward=held(expected.backward, gets_addend),
-        )
-
-    def gradients(self, exchange: Exchange, clipped: float = 1.0) -> Named:
-        """Return gradients by canonical name, full tensors or DTensors: zeros of what this rank's
-        optimizer was given none of where others were; none of what nobody updates, or some rank's
-        optimizer has left although there was one. They are without the factor by which this rank
-        `clipped` them. All ranks call it."""
-        given = {
-            int(index): gradient
-            for index, gradient in self.updates.gradients.items()
-            if index in self.updates.updated
+    def held(
+        outputs: dict[Key, Tensor], is_addend: Callable[[Roles, str], bool]
+    ) -> dict[Key, Tensor]:
+        return {
+            (path, k): program.order.held_features(path, own.of_output(output))
+            for (path, k), output in outputs.items()
+            if not is_addend(roles, path)
+            and not (experts and experts.is_inside(path))
+            and not is_within(path, apart)
         }
-        lacking = [index for index in range(len(self._leaves)) if index not in given]
-        left = [index for index in lacking if index in self._reduced]
-        stage = self.program.pieces[0].index  # the same where other ranks have the same layers
-        everyone = exchange.gather([stage, lacking, left])
-        alike = [(absent, its) for place, absent, its in everyone if place == stage]
-        frozen = set(lacking).intersection(*(absent for absent, _ in alike))
-        omitted = {index for _, its in alike for index in its}
-        gradients: Named = {}
-        for index, (target, leaf) in enumerate(self._leaves):
-            if index in omitted:
-                zeros = torch.zeros_like(target.value())
-                self.omitted |= self.program.canonical(target.named(zeros)).keys()
-            if index in frozen | omitted:
-                continue
-            if index in given:  # a leaf may be empty but for its update
-                taken = self.updates.record.before.get(str(index))
-                shape = leaf.shape if taken is None else taken.shape
-                gradient = given[index].to(leaf.device).view(shape) / clipped
-            else:
-                gradient = torch.zeros_like(target.value())
-            gradients.update(self.program.canonical(target.named(gradient)))
-        return gradients
 
-    def unclipped(self, exchange: Exchange, norm: float | None) -> dict[str, torch.Tensor]:
-        """Return whole gradients by name, on the host, as they were before clipping by this norm.
-        All ranks call it."""
-        gradients = whole(self.gradients(exchange), exchange)
-        if (factor := clipped_by(self.program.spec, norm)) == 1.0:
-            return gradients
-        return {name: gradient.double() / factor for name, gradient in gradients.items()}
+    return Outputs(
+        expected.micro_batches,
+        forward=held(expected.forward, gives_addend),
+        backward=held(expected.backward, gets_addend),
+        in_use=expected.in_use,
+    )
 
 
 def clipped_by(spec: Spec, norm: float | None) -> float:
@@ -258,12 +255,6 @@ def clipped_by(spec: Spec, norm: float | None) -> float:
     if clip is None or norm is None or not math.isfinite(norm):
         return 1.0
     return min(1.0, clip / (norm + 1e-6))
-
-
-def as_held(program: Program, path: str, whole: torch.Tensor, tokens: TokensOfRank) -> torch.Tensor:
-    """Return what another device's module gives, of these tokens, with features in the order of the
-    ranks."""
-    return program.order.held_features(path, tokens.of_output(whole))
 
 
 def _of_rows(program: Program) -> Iterator[str]:
@@ -304,3 +295,162 @@ def drive_and_add(
     """The same, with the global mean loss, on all ranks alike."""
     share, norm = drive(program, source, step)
     return exchange.add([share])[0], norm
+
+
+def data_place(spec: Spec, rank: int) -> int:
+    """Return which share of every global batch is this rank's."""
+    where = coordinates(spec, rank)
+    return row_major((where[axis], spec.degree(axis)) for axis in SAMPLE_AXES if axis in where)
+
+
+def token_place(spec: Spec, rank: int) -> int:
+    """Return which slice of the tokens of its samples is this rank's; 0 where it has all."""
+    where = coordinates(spec, rank)
+    return next((where[axis] for axis in TOKEN_AXES if axis in where), 0)
+
+
+_OF_HEADS = 4  # dimensions of a tensor that has heads in front of the tokens
+
+
+def own_spans(spec: Spec, rank: int) -> tuple[Span, ...]:
+    """Return the tokens of a rank, in its order; none where it has all of a sample's."""
+    step = context_of(spec)
+    return spans_at(step, coordinates(spec, rank)[step.axis]) if step else ()
+
+
+def tokens_in(spans: Sequence[Span]) -> torch.Tensor:
+    """Return their numbers in the whole sequence, int64."""
+    return torch.cat([torch.arange(*span) for span in spans])
+
+
+class TokensOfRank:
+    """Takes a rank's tokens of whole tensors, or those in other `spans`."""
+
+    def __init__(self, spec: Spec, rank: int, spans: Sequence[Span] | None = None) -> None:
+        self._spans = own_spans(spec, rank) if spans is None else spans
+        self._sequence = spec.batch.sequence
+        self._is_built_in = isinstance(spec.model, ModelShape)
+
+    def of_output(self, whole: torch.Tensor) -> torch.Tensor:
+        """Of what a module gives, [samples, tokens, ...], or heads in front of the tokens; of
+        tokens, [samples, tokens]. All else is as it was."""
+        dims = (2, 1) if whole.dim() == _OF_HEADS else (1,)
+        sizes = dict(zip(range(whole.dim()), whole.shape, strict=True))
+        dim = next((dim for dim in dims if sizes.get(dim) == self._sequence), None)
+        return whole if dim is None else self._taken(whole, dim)
+
+    def of_buffer(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        """Of a built-in model's table with a row for each token."""
+        is_cut = self._is_built_in and name.endswith(OF_TOKENS)
+        return self._taken(whole, 0) if is_cut else whole
+
+    def _taken(self, whole: torch.Tensor, dim: int) -> torch.Tensor:
+        if not self._spans:
+            return whole
+        parts = [whole.narrow(dim, first, behind - first) for first, behind in self._spans]
+        return torch.cat(parts, dim)
+
+
+T = TypeVar("T", bound=Hashable)
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """Rows of the reference's inputs, from 0, that came less often than the batch has them on all
+    ranks together, and that came more often than the others."""
+
+    missing: tuple[int, ...]
+    doubled: tuple[int, ...]
+    count: int
+
+    def __bool__(self) -> bool:
+        return bool(self.missing or self.doubled)
+
+
+def ledger_of(reference: Sequence[T], everyones: Sequence[Sequence[T]]) -> Samples | None:
+    """Ranks that share a batch all see it, so what counts is that no row comes more often than
+    another, relative to how often the batch has it. None if the rows cannot be compared."""
+    expected = Counter(reference)
+    seen = Counter(row for rows in everyones for row in rows)
+    known = {row: seen[row] / times for row, times in expected.items() if seen[row]}
+    if not known or set(seen) - set(expected):
+        return None
+    usual = median_low(multimode(known.values()))
+    return Samples(
+        missing=tuple(i for i, row in enumerate(reference) if seen[row] < expected[row]),
+        doubled=tuple(i for i, row in enumerate(reference) if known.get(row, 0) > usual),
+        count=len(reference),
+    )
+
+
+UNKNOWN = -1
+
+
+def sample_mismatches(
+    given: StepBatch, reference: ReferenceTraining, step: int, rank: int, exchange: Exchange
+) -> Iterator[Mismatch]:
+    """Compare the samples of this rank with those it should have; `given` is what its model ran on.
+    All ranks call it."""
+    spec = reference.spec
+    what = "tokens" if spec.data.function is None else "samples"
+    own_tokens = TokensOfRank(spec, rank)
+    expected = _expected(reference, step, own_tokens)
+    names: dict[bytes, int] = {}  # tokens are one sample, however often the batch has them
+    for ids in expected.values():
+        for sample, key in ids:
+            names.setdefault(key, sample)
+    given_tokens = TokensOfRank(spec, rank, ())
+    seen = [names.get(_key(row, given_tokens), UNKNOWN) for row in given.micro_batches(1)]
+    everyone: list[list[int]] = exchange.gather(seen)
+    own = [names[key] for _, key in expected[data_place(spec, rank)]]
+    if seen == own:
+        return
+    once: dict[int, list[int]] = {}  # of ranks that share samples, one that knows all of its own
+    for other, its in enumerate(everyone):
+        place = data_place(spec, other)
+        once[place] = its if UNKNOWN in once.get(place, [UNKNOWN]) else once[place]
+    wanted = [names[key] for ids in expected.values() for _, key in ids]
+    known = [[sample for sample in its if sample != UNKNOWN] for its in once.values()]
+    ledger = ledger_of(wanted, known)
+    if ledger is None:  # no sample of the batch was seen
+        ledger = Samples(tuple(range(len(wanted))), (), len(wanted))
+    is_order = not ledger and UNKNOWN not in seen
+    descriptions = [
+        _listed("missing", [*dict.fromkeys(wanted[row] for row in ledger.missing)]),
+        _listed("seen twice", [*dict.fromkeys(wanted[row] for row in ledger.doubled)]),
+        _listed("in another order or place", own if is_order else []),
+        f"{what} of no sample of this step" if UNKNOWN in seen else "",
+    ]
+    yield Mismatch(
+        step=step,
+        moment=Moment.BATCH,
+        subject=Subject.BATCH,
+        name=what,
+        rank=rank,
+        told="; ".join(filter(None, descriptions)) or "samples of another rank",
+    )
+
+
+def _expected(
+    reference: ReferenceTraining, step: int, own: TokensOfRank
+) -> dict[int, list[tuple[int, bytes]]]:
+    """Return by data rank its samples, and of their tokens this rank's own."""
+    samples: dict[int, list[tuple[int, bytes]]] = {}
+    for micro_batch in reference.micro_batches(step):
+        samples.setdefault(micro_batch.data_index, []).extend(
+            (sample, _key(micro_batch.row(row).samples, own))
+            for row, sample in enumerate(micro_batch.sample_ids)
+        )
+    return samples
+
+
+def _key(sample: SampleBatch, own: TokensOfRank) -> bytes:
+    """Return what the model is given of a sample, at a rank's own tokens; what the loss asks of it
+    the loss tells."""
+    tensor = own.of_output(sample.tensors[0])
+    return tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def _listed(what: str, samples: list[int]) -> str:
+    shown = ", ".join(map(str, samples[:4])) + (" …" if len(samples) > 4 else "")
+    return f"sample{'s' * (len(samples) != 1)} {shown} {what}" if samples else ""

@@ -11,39 +11,61 @@ ranks), they are explained first.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 
 import torch
 
+from ptrain.cost import Phase
 from ptrain.data.corpus import corpus
 from ptrain.interpreter.program import Program
 from ptrain.report.finding import Certainty, Mismatch, Moment, RootCause, Subject, Way
-from ptrain.spec.placement import Axis
-from ptrain.spec.spec import coordinates
 from ptrain.train.exchange import Exchange
 from ptrain.train.schedule import learning_rate
-from ptrain.verification.capture import Capture, Outputs, clipped_by, drive, watched
-from ptrain.verification.compare import AllDifferences, Differences
+from ptrain.verification.capture import (
+    Outputs,
+    as_held,
+    clipped_by,
+    data_place,
+    drive,
+    recorded,
+    sample_mismatches,
+    shards_of,
+    taken,
+    token_place,
+)
+from ptrain.verification.compare import AllDifferences, Differences, ParameterMove
 from ptrain.verification.jobs.diagnosis import explain_gradients
-from ptrain.verification.jobs.evidence import untold
-from ptrain.verification.jobs.job import TOLERANCES, Ranks, ranks_of_spec
+from ptrain.verification.jobs.evidence import (
+    MOST,
+    JobEvidence,
+    OwnGradients,
+    sampled,
+    untold,
+)
+from ptrain.verification.jobs.job import TOLERANCES, Ranks, Verdict, ranks_of_spec
+from ptrain.verification.jobs.record import compare_gradients
 from ptrain.verification.jobs.root_causes import families, over_axis, root_cause, shared_factor
-from ptrain.verification.jobs.verdict import Verdict
+from ptrain.verification.jobs.shards import ParameterShard
+from ptrain.verification.jobs.step import of_own_optimizers
 from ptrain.verification.parts import (
-    Magnitude,
     held,
     numbers_apart,
-    part_of,
     products,
-    relative,
-    without_masks,
+    whole,
 )
-from ptrain.verification.preconditions import of_program, of_reference
-from ptrain.verification.program_step import ProgramSide, ProgramStep
+from ptrain.verification.program_step import (
+    ProgramSide,
+    Sides,
+    compare_states,
+    compare_tensors,
+    gradients_of,
+    of_each_slice,
+    tensor_part,
+)
 from ptrain.verification.reference import MicroBatch, Pass, ReferenceTraining
-from ptrain.verification.samples import data_place, sample_mismatches
+from ptrain.verification.updates.clip import UpdateCase
 from ptrain.verification.updates.explain import explain_update
 from ptrain.verification.updates.repeat import UpdateRecorder, wholes
 
@@ -52,13 +74,13 @@ _MOST_VALUES = 4096  # of an output that ranks tell each other
 _EXACT = 1e-6  # a relative residual below which a sum is the reference
 
 
-def explain(mismatches: Sequence[Mismatch], step: ProgramStep | None, ranks: Ranks) -> RootCause:
+def explain(mismatches: Sequence[Mismatch], step: ProgramExaminer, ranks: Ranks) -> RootCause:
     """Return the root cause of the mismatches of all ranks, which are sorted by time.
 
     Gradients and updates are explained as in a training loop of the user. For anything else the
     first difference is returned, as not explained. All ranks call it with the same mismatches."""
     first = mismatches[0]
-    if step is None or first.moment is Moment.START:
+    if first.moment is Moment.START:
         return _first_difference(mismatches, first, ranks)
     if first.subject is Subject.BATCH:
         return _of_samples(mismatches, ranks)
@@ -106,7 +128,9 @@ def _of_samples(mismatches: Sequence[Mismatch], ranks: Ranks) -> RootCause:
     )  # fmt: skip
 
 
-def _partial(mismatches: Sequence[Mismatch], step: ProgramStep, ranks: Ranks) -> RootCause | None:
+def _partial(
+    mismatches: Sequence[Mismatch], step: ProgramExaminer, ranks: Ranks
+) -> RootCause | None:
     """Return a missing sum if the outputs of the ranks, summed over one mesh axis, equal the
     reference; otherwise None. All ranks call it."""
     first = mismatches[0]
@@ -117,12 +141,16 @@ def _partial(mismatches: Sequence[Mismatch], step: ProgramStep, ranks: Ranks) ->
         )
         for side in (step.seen, step.expected)
     )
-    part = None if own is None or whole is None else step.part_of(own, whole)
+    part = (
+        None
+        if own is None or whole is None
+        else tensor_part(step.reference.spec, ranks.rank, whole, own)
+    )
     sizes = ranks.gather(None if own is None or part is None else own.numel())
     if None in sizes or len(set(sizes)) > 1:
         return None
-    assert own is not None and whole is not None and part is not None, "every rank has both"
-    both = (part.of(whole), held(own))
+    assert own is not None and part is not None, "every rank has both"
+    both = (part, held(own))
     rows = torch.stack([its.double().reshape(-1)[:_MOST_VALUES] for its in both])
     axis, factor = shared_factor(ranks, ranks.stack(rows.nan_to_num(posinf=0, neginf=0)), _EXACT)
     if not axis:
@@ -138,7 +166,7 @@ def _partial(mismatches: Sequence[Mismatch], step: ProgramStep, ranks: Ranks) ->
     )  # fmt: skip
 
 
-def _of_gradients(mismatches: Sequence[Mismatch], step: ProgramStep, ranks: Ranks) -> RootCause:
+def _of_gradients(mismatches: Sequence[Mismatch], step: ProgramExaminer, ranks: Ranks) -> RootCause:
     """Explain a loss, an output's gradient or parameter gradients by the gradients of the single
     micro-batches. All ranks call it."""
     first = mismatches[0]
@@ -150,7 +178,7 @@ def _of_gradients(mismatches: Sequence[Mismatch], step: ProgramStep, ranks: Rank
         if by_sums.certainty is not Certainty.UNEXPLAINED:
             return replace(by_sums, state=first.subject)
         tried = (by_sums.tried or "no sum of micro-batches' gradients equals it") + untold(
-            step.spec.batch.accumulate
+            step.reference.spec.batch.accumulate
         )
     if lost := step.lost():
         return root_cause(
@@ -162,7 +190,7 @@ def _of_gradients(mismatches: Sequence[Mismatch], step: ProgramStep, ranks: Rank
     return _first_difference(mismatches, first, ranks, tried)
 
 
-def _of_update(mismatches: Sequence[Mismatch], step: ProgramStep, ranks: Ranks) -> RootCause:
+def _of_update(mismatches: Sequence[Mismatch], step: ProgramExaminer, ranks: Ranks) -> RootCause:
     """Explain an update by repeating it with the inputs that the program's optimizers received. If
     it cannot be explained, a step counter is reported before optimizer state, and that before
     parameters, because each follows from the one before. All ranks call it."""
@@ -180,10 +208,9 @@ def _of_update(mismatches: Sequence[Mismatch], step: ProgramStep, ranks: Ranks) 
         )  # fmt: skip
     named = [_of_parameter(its) for its in updated if its.subject is not Subject.BUFFERS]
     case = step.update_case()
-    known = set() if case is None else case.courses.keys()
-    lacks = {its.name.partition(" · ")[0] for its in named if its.rank == ranks.rank} - known
+    lacks = {its.name.partition(" · ")[0] for its in named if its.rank == ranks.rank}
     tried = ""
-    if named and case is not None and not any(ranks.gather(bool(lacks))):
+    if named and not any(ranks.gather(bool(lacks - case.courses.keys()))):
         by_update = explain_update(named, case, ranks)
         if by_update.certainty is not Certainty.UNEXPLAINED:
             return by_update
@@ -202,9 +229,7 @@ def _of_parameter(mismatch: Mismatch) -> Mismatch:
 
 
 TOLERANCE = 1e-11  # relative, fp64: what Adam makes of 1e-15, with room; faults are 1e-6 and more
-MOST = 400  # mismatches of one state at one moment that a rank tells of: 0.1 MB
-_PARAMETERS = Subject.PARAMETERS
-_MASKED = (Subject.BUFFERS, Subject.ACTIVATIONS)  # that may be a mask of attention, infinite
+_MOST_TOLD = 400  # mismatches of one state at one moment that a rank tells of: 0.1 MB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,145 +243,143 @@ class Examination(Verdict):
 def examine(program: Program, exchange: Exchange, steps: int = 3) -> Examination:
     """`steps` steps from the program's initial state, or fewer where one differs. All ranks call
     it."""
-    return _Examiner(program, exchange).run(steps)
+    return ProgramExaminer(program, exchange).run(steps)
 
 
-class _Examiner:
+class ProgramExaminer:
+    """Runs a program beside its reference, and keeps what both did in the last step: `seen` is the
+    program's side, `expected` the reference's. `holds`: which elements of each parameter this
+    rank's optimizers update, of which `seen` has gradients and updates. Gradients are without what
+    clipping did. `rates`: the learning rates that the optimizers used; `omitted`: parameters with a
+    gradient that no optimizer of this rank took."""
+
+    step = -1
+    seen: ProgramSide
+    expected: ProgramSide
+    rates: set[float]
+    omitted: set[str]
+
     def __init__(self, program: Program, exchange: Exchange) -> None:
         self.program, self.exchange = program, exchange
         self.spec = program.spec
-        self.rank = program.world.rank
         self.reference = ReferenceTraining(self.spec)
         self.source = corpus(self.spec.data)
-        self.place = coordinates(self.spec, self.rank)
-        self.data_place = data_place(self.spec, self.rank)
         last = self.spec.batch.accumulate - 1
         self.watched_passes = {0, last}  # micro-batches whose activations are compared
-        self.differences = Differences(step=0, rank=self.rank)
-        ranks = ranks_of_spec(self.spec, exchange)
-        self.all = AllDifferences(ranks, self.reference.parameters, most=MOST)
+        self.ranks = ranks_of_spec(self.spec, exchange)
+        self.differences = Differences(step=0, rank=self.ranks.rank)
+        self.all = AllDifferences(self.ranks, self.reference.parameters, most=_MOST_TOLD)
         self.order: dict[str, int] = {}  # a module's place along the model
-        self.sums: dict[str, torch.Tensor] = {}
+        self.holds = shards_of(program)
+        self.earlier_gradients: Mapping[str, torch.Tensor] = {}
 
     def run(self, steps: int) -> Examination:
-        self._state(Moment.START)
+        self._states(Moment.START)
         self.all.take(self.differences)
-        evidence: ProgramStep | None = None
-        for step in range(steps):
-            if self.all.mismatches:
-                break
-            evidence = self._step(step, evidence)
-            self._compare(evidence)
+        while self.step + 1 < steps and not self.all.mismatches:
+            sums = self._step()
+            self._compare()
             self.all.take(self.differences, self.order)
             if any(its.subject is not Subject.LEARNING_RATE for its in self.all.mismatches):
                 break  # a learning rate is proven by its update
             with UpdateRecorder(wholes(self.reference.updater.updated)) as updates:
-                evidence.expected.norm = self.reference.update(step, dict(self.sums))
-            evidence.expected.record = updates.record
-            self._norm(evidence)
-            self._state(Moment.UPDATE)
+                self.expected.norm = self.reference.update(self.step, sums)
+            self.expected.record = updates.record
+            self._norm()
+            self._states(Moment.UPDATE)
             self.all.take(self.differences, self.order)
         mismatches = tuple(self.all.mismatches)
-        cause = explain(mismatches, evidence, self.all.ranks) if mismatches else None
-        done = evidence.step + 1 if evidence else 0
-        checks = tuple(self.all.checks())
-        return Examination(mismatches=mismatches, root_cause=cause, checks=checks, steps=done)
+        return Examination(
+            mismatches=mismatches, checks=tuple(self.all.checks()), steps=self.step + 1,
+            root_cause=explain(mismatches, self, self.ranks) if mismatches else None,
+        )  # fmt: skip
 
-    def _step(self, step: int, before: ProgramStep | None) -> ProgramStep:
-        """Run one step of both; the reference's update is still to come."""
-        parameters = {name: its.clone() for name, its in self.reference.parameters.items()}
-        outputs, expected = self._reference_pass(step)
-        self.sums = expected.sums
-        with Capture(self.program, self.watched_passes) as capture:
-            share, norm = drive(self.program, self.source, step)
-        return ProgramStep(
-            step=step,
-            program=self.program,
-            reference=self.reference,
-            ranks=self.all.ranks,
-            seen=ProgramSide(
-                in_use=capture.used,
-                gradients=capture.gradients(self.exchange, clipped_by(self.spec, norm)),
-                record=capture.updates.record,
-                outputs=capture.outputs,
-                loss=self.exchange.add([share])[0],
-                norm=norm,
-            ),
-            expected=ProgramSide(
-                in_use=parameters,
-                gradients=expected.gradients,
-                outputs=capture.beside(outputs),
-                loss=expected.loss,
-            ),
-            earlier_gradients=before.expected.gradients if before else {},
-            rates=capture.rates,
-            omitted=capture.omitted,
-            scale=expected.scale,
+    def _step(self) -> Mapping[str, torch.Tensor]:
+        """Run the next step of both, of the reference up to the sums of its gradients. Return
+        these."""
+        self.earlier_gradients = self.expected.gradients if self.step >= 0 else {}
+        self.step += 1
+        outputs, expected = self._reference_pass()
+        updates = UpdateRecorder(self.holds)
+        with updates, recorded(self.program, self.holds, self.watched_passes) as seen:
+            share, norm = drive(self.program, self.source, self.step)
+        as_here = as_held(self.program, outputs)
+        self.rates, self.omitted = updates.rates, seen.reached - updates.updated
+        self.seen = ProgramSide(
+            in_use=self.program.order.canonical(seen.in_use),
+            gradients=taken(updates, clipped_by(self.spec, norm)),
+            record=updates.record,
+            outputs=seen,
+            loss=self.exchange.add([share])[0],
+            norm=norm,
         )
+        self.expected = ProgramSide(
+            in_use=as_here.in_use,
+            gradients=expected.gradients,
+            outputs=as_here,
+            loss=expected.loss,
+        )
+        return dict(expected.sums)
 
-    def _reference_pass(self, step: int) -> tuple[Outputs, Pass]:
-        outputs = Outputs()
-        modules = self.reference.module
+    def _reference_pass(self) -> tuple[Outputs, Pass]:
+        outputs, place = Outputs(self.watched_passes), data_place(self.spec, self.ranks.rank)
 
-        def around(batch: MicroBatch) -> AbstractContextManager[None]:
-            is_ours = batch.data_index == self.data_place and batch.k in self.watched_passes
-            return watched(modules.named_modules(), outputs, lambda: batch.k if is_ours else None)
+        def begins(batch: MicroBatch) -> None:
+            outputs.phase(Phase.FORWARD, batch.k if batch.data_index == place else -1)
 
-        expected = self.reference.accumulate(step, around)
+        with outputs.of(self.reference.module.named_modules()):
+            expected = self.reference.accumulate(self.step, begins)
         for path, _ in outputs.forward:
             self.order.setdefault(path, len(self.order))
         return outputs, expected
 
-    def _compare(self, evidence: ProgramStep) -> None:
+    def _compare(self) -> None:
         """Compare all up to the gradients."""
-        self.differences = Differences(step=evidence.step, rank=self.rank)
-        self._samples(evidence)
+        self.differences = Differences(step=self.step, rank=self.ranks.rank)
+        self._samples()
         # parameters where they are used: gathered, copied, as they should be in this step
-        self._tensors(Moment.FORWARD, _PARAMETERS, evidence.seen.in_use, evidence.expected.in_use)
-        self._activations(evidence)
-        self._number(Moment.FORWARD, Subject.LOSS, evidence.seen.loss, evidence.expected.loss)
-        rate = learning_rate(self.spec.optimizer, evidence.step)
-        for own in sorted(evidence.rates):
+        in_use = self.seen.in_use, self.expected.in_use
+        self._tensors(Moment.FORWARD, Subject.PARAMETERS, in_use)
+        self._activations()
+        self._number(Moment.FORWARD, Subject.LOSS, self.seen.loss, self.expected.loss)
+        rate = learning_rate(self.spec.optimizer, self.step)
+        for own in sorted(self.rates):
             self._number(Moment.GRADIENTS, Subject.LEARNING_RATE, own, rate)
-        self._gradients(evidence)
+        self._gradients()
 
-    def _samples(self, evidence: ProgramStep) -> None:
-        batch, step = self.program.batch, evidence.step
+    def _samples(self) -> None:
+        batch, step = self.program.batch, self.step
         assert batch is not None, "a step has a batch"
-        its = [*sample_mismatches(batch, self.reference, step, self.rank, self.exchange)]
+        its = [*sample_mismatches(batch, self.reference, step, self.ranks.rank, self.exchange)]
         self.differences.mismatches += its
         size = math.inf if its else 0.0
         self.differences.see((Moment.BATCH, Subject.BATCH), size, TOLERANCE)
 
-    def _activations(self, evidence: ProgramStep) -> None:
-        actual, expected = evidence.seen.outputs, evidence.expected.outputs
+    def _activations(self) -> None:
+        actual, expected = self.seen.outputs, self.expected.outputs
         for moment, *sides in (
             (Moment.FORWARD, actual.forward, expected.forward),
             (Moment.BACKWARD, actual.backward, expected.backward),
         ):
             for k in sorted(self.watched_passes):
                 own, its = ({p: t for (p, n), t in side.items() if n == k} for side in sides)
-                self._tensors(moment, Subject.ACTIVATIONS, own, its, index=k)
+                self._tensors(moment, Subject.ACTIVATIONS, (own, its), k)
 
-    def _gradients(self, evidence: ProgramStep) -> None:
-        """Per parameter, the whole vector: without the loss's scale and what clipping did. One that
-        one device has none of should be zeros."""
-        expected = evidence.expected.gradients
-        zeros = {
-            name: torch.zeros_like(self.reference.parameters[name], dtype=tensor.dtype)
-            for name, tensor in evidence.seen.gradients.items()
-            if name not in expected
-        }
-        both = evidence.seen.gradients, {**expected, **zeros}
-        self._tensors(Moment.GRADIENTS, Subject.GRADIENTS, *both)
+    def _gradients(self) -> None:
+        """Compare this rank's elements of every gradient, without what clipping did."""
+        updated = self.seen.gradients.keys()
+        own = {name: its for name, its in self.holds.items() if name not in self.omitted}
+        holds = of_own_optimizers(updated, own, self.ranks)
+        sides, limit = (self.expected, self.seen), TOLERANCES[torch.float64]
+        compare_gradients(self.differences, sides, holds, limit)
         kind = Moment.GRADIENTS, Subject.GRADIENTS
-        for name in evidence.lost():
-            if name in evidence.seen.in_use and name not in both[0]:
+        for name in self.lost():
+            if name in self.seen.in_use and name not in self.holds:
                 self.differences.add(*kind, name, "no gradient", Way.MISSING)
 
-    def _norm(self, evidence: ProgramStep) -> None:
-        self.differences = Differences(step=evidence.step, rank=self.rank)
-        norm, expected = evidence.seen.norm, evidence.expected.norm
+    def _norm(self) -> None:
+        self.differences = Differences(step=self.step, rank=self.ranks.rank)
+        norm, expected = self.seen.norm, self.expected.norm
         if norm is None:
             return
         assert expected is not None, "one device tells what a program tells"
@@ -364,34 +387,19 @@ class _Examiner:
             norm = expected  # both skip the step
         self._number(Moment.CLIP, Subject.NORM, norm, expected)
 
-    def _state(self, moment: Moment) -> None:
-        """Compare parameters, optimizer state, counters and buffers, each part where it is."""
-        sides = of_program(self.program), of_reference(self.reference, self.rank)
-        for subject in dict.fromkeys(kind for kind, _ in sides[1]):
-            own, its = (
-                {n: t for (kind, n), t in side.items() if kind is subject} for side in sides
-            )
-            self._tensors(moment, subject, own, its)
+    def _states(self, moment: Moment) -> None:
+        sides, ranks = (self.program, self.reference), self.ranks
+        compare_states(self.differences, *sides, moment, ranks, tolerance=TOLERANCE)
 
-    def _tensors(
-        self,
-        moment: Moment,
-        subject: Subject,
-        actual: Mapping[str, torch.Tensor],
-        expected: Mapping[str, torch.Tensor],
-        index: int = 0,
-    ) -> None:
-        """Compare what both sides have of a name."""
-        shown = {n: _shown(its) for n, its in expected.items()} if subject in _MASKED else expected
-        scale = Magnitude.of(shown)
-        for name in (name for name in actual if name in expected):
-            sides = actual[name], expected[name], shown[name]
-            self._tensor(moment, subject, name, sides, scale=scale, index=index)
+    def _tensors(self, moment: Moment, subject: Subject, sides: Sides, index: int = 0) -> None:
+        compare_tensors(
+            self.differences, moment, subject, sides, self.spec, tolerance=TOLERANCE, index=index
+        )
 
     def _number(self, moment: Moment, subject: Subject, actual: float, expected: float) -> None:
         words = f"{actual!r} for {expected!r}"
         ratio = actual / expected if expected else math.nan
-        if ratio > 0 and (fits := products(ratio, self.all.ranks.degrees, _EXACT)):
+        if ratio > 0 and (fits := products(ratio, self.ranks.degrees, _EXACT)):
             words += f", {fits[0]}"
         self.differences.compare(
             moment, subject, str(subject), words=words,
@@ -399,41 +407,62 @@ class _Examiner:
             tolerance=TOLERANCE,
         )  # fmt: skip
 
-    def _tensor(
-        self,
-        moment: Moment,
-        subject: Subject,
-        name: str,
-        sides: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-        *,
-        scale: Magnitude,
-        index: int,
-    ) -> None:
-        """Nothing of an activation whose part nothing tells: it is of another shape on purpose.
-        `sides`: what is there, one device's, and that without what masks hide."""
-        tensor, whole, shown = sides
-        part = part_of(
-            tensor, whole.shape, degree=self.spec.degree(Axis.TP), place=self.place.get(Axis.TP, 0)
-        )
-        way, difference, words = Way.VALUE, 0.0, ""
-        if part is None:
-            if subject is Subject.ACTIVATIONS:
-                return
-            way, difference = Way.SHAPE, math.inf
-            words = f"shape {tuple(tensor.shape)} for {tuple(whole.shape)}"
-        else:
-            own, its = held(tensor), part.of(whole)
-            if subject in _MASKED:
-                own, its = without_masks(own, its)
-            if own.dtype != its.dtype:
-                way, words = Way.DTYPE, f"{tensor.dtype} for {whole.dtype}"
-            difference = relative(own, its, scale.length(shown, its))
-        self.differences.compare(
-            moment, subject, name, difference=difference, tolerance=TOLERANCE, way=way, index=index,
-            words=words,
+    def lost(self) -> list[str]:
+        """Return the parameters with a gradient in the reference that have none, or zeros, on every
+        rank. All ranks call it."""
+        own = [name for name, its in self.seen.gradients.items() if bool(its.any())]
+        own += self.omitted
+        reached = {name for its in self.ranks.gather(own) for name in its}
+        expected = self.expected.gradients.items()
+        return [name for name, whole in expected if name not in reached and bool(whole.any())]
+
+    def job_evidence(self) -> JobEvidence:
+        """Return the evidence from which gradients are explained, with the gradients of at most
+        MOST micro-batches. All ranks call it."""
+        truths, module = self.expected.gradients, self.reference.module
+        known = {name for its in self.ranks.gather(sorted(self.holds)) for name in its}
+        holds = {}
+        for name in (name for name in truths if name in self.holds or name not in known):
+            parameter = module.get_parameter(name)
+            at = self.holds[name].at if name in self.holds else None
+            holds[name] = ParameterShard(name, parameter, parameter.shape, at)
+        given = list(islice(self._of_micro_batches(), MOST))  # each is as large as all parameters
+        own = OwnGradients(
+            holds=holds, truths=truths, given=given, before=self.earlier_gradients,
+            taken={n: row for n, row in self.seen.gradients.items() if n in holds},
+            micro_batches=max(self.ranks.gather(len(given))),  # as many rows on all ranks
         )  # fmt: skip
+        return replace(sampled(self.ranks, own), is_weighed=True)
 
+    def _of_micro_batches(self) -> Iterator[dict[str, torch.Tensor]]:
+        """Yield what each of this rank's micro-batches gives to the gradients of all parameters;
+        where ranks of cp have some of the tokens, the losses at its own."""
+        rank, device = self.ranks.rank, self.reference
+        for micro_batch in device.micro_batches_of(data_place(device.spec, rank), self.step):
+            part = list(of_each_slice(device.spec, micro_batch))[token_place(device.spec, rank)]
+            yield gradients_of(device, part)
 
-def _shown(tensor: torch.Tensor) -> torch.Tensor:
-    """Without what a mask of attention hides, which is infinite: nothing is small beside that."""
-    return without_masks(tensor, tensor)[0]
+    def update_case(self) -> UpdateCase:
+        """Return the evidence from which an update is explained. All ranks call it."""
+        now = whole(self.program.state_dict()["model"], self.exchange)
+        seen, expected = self.seen.record, self.expected.record
+        holds, courses = {}, {}
+        for name, given in seen.before.items():
+            if name not in expected.after or name not in now:
+                continue
+            leaf, value = self.holds[name], given.value.view(given.shape)
+            shard = ParameterShard(name, value, leaf.shape, leaf.at)
+            before = shard.of(expected.before[name].value)
+            holds[name] = shard
+            courses[name] = ParameterMove(
+                parameter=shard.parameter,
+                origin=before,
+                before=before,
+                after=shard.of(expected.after[name].value),
+                run_before=given.value,
+                run_after=shard.of(now[name]),
+                sure=torch.ones_like(before, dtype=torch.bool),
+            )
+        differences = Differences(step=self.step, rank=self.ranks.rank, courses=courses)
+        sides = self.expected, replace(self.seen, gradients={})
+        return UpdateCase.of(differences, sides, holds, TOLERANCES[torch.float64])

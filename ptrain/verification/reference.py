@@ -9,10 +9,10 @@ clipping, schedule). Of the mesh it knows only which micro-batches form the glob
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
-from typing import TypeAlias
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -138,14 +138,31 @@ def _within_blocks(module: nn.Module) -> set[str]:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
     """What a run of some steps did. `losses` are the global batches' means, before each update;
-    `gradient_norms` of the global gradient, before clipping (empty where nobody computed them);
-    `parameters` full tensors by canonical name; `travelled` is the distance of the parameters
-    from their initial values, relative to these, all by the 2-norm."""
+    `gradient_norms` of the global gradient, before clipping (empty where nobody computed them,
+    infinite in steps that a scaled loss skips); `parameters` full tensors by canonical name;
+    `travelled` is the distance of the parameters from their initial values, relative to these, all
+    by the 2-norm; `gradients` of step 0 by name, without clipping and the loss's scale; `again` the
+    loss of the first batch after all updates (None if no further step could be run)."""
 
     losses: tuple[float, ...]
     gradient_norms: tuple[float, ...]
     parameters: Mapping[str, Tensor]
     travelled: float
+    gradients: Mapping[str, Tensor] = field(default_factory=dict)
+    again: float | None = None
+    name: str = ""
+
+    def save(self, path: Path) -> None:
+        """Write it whole or not at all: other processes may read or write it at once."""
+        plain = {key.name: getattr(self, key.name) for key in fields(Trajectory)}
+        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        torch.save(plain, temporary)
+        temporary.replace(path)
+
+    @classmethod
+    def load(cls, path: Path) -> Trajectory:
+        """Read what `save` wrote."""
+        return cls(**torch.load(path, weights_only=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,14 +201,6 @@ class Pass:
         return {name: total / self.scale for name, total in self.sums.items()}
 
 
-Around: TypeAlias = Callable[[MicroBatch], AbstractContextManager[None]]
-
-
-def nothing(_: MicroBatch) -> AbstractContextManager[None]:
-    """Return what is around a micro-batch of which nobody asks: nothing."""
-    return nullcontext()
-
-
 class ReferenceTraining:
     """The reference while it trains: on the CPU, in this process, without a wrapper or a
     collective."""
@@ -225,24 +234,14 @@ class ReferenceTraining:
             ids = local.sample_ids[k * micro : (k + 1) * micro]
             yield MicroBatch(data_index=index, k=k, samples=samples, batch=local, sample_ids=ids)
 
-    def accumulate(self, step: int, around: Around = nothing) -> Pass:
-        """Backward over the whole global batch of `step` (from 0), `around` each micro-batch. What
-        drops out draws for each data rank as that one would, had it one device."""
+    def accumulate(self, step: int, begins: Callable[[MicroBatch], None] | None = None) -> Pass:
+        """Accumulate gradients over the whole global batch of `step` (from 0); `begins` is called
+        before each micro-batch. What drops out draws for each data rank as that one would, had it
+        one device.
 
-        @contextmanager
-        def seeded(micro_batch: MicroBatch) -> Iterator[None]:
-            if micro_batch.k == 0:
-                index = micro_batch.data_index
-                torch.manual_seed(seed_of_step(self.spec.train.seed, step, index))
-            with around(micro_batch):
-                yield
-
-        return self._accumulated(self.micro_batches(step), seeded)
-
-    def _accumulated(self, micro_batches: Iterable[MicroBatch], around: Around) -> Pass:
-        """Accumulate gradients by Theorem 3: the sum over all samples divided by their global
-        number. Each micro-batch's gradient is rounded to the dtype in which gradients travel, and
-        the sum to the one in which they are kept."""
+        By Theorem 3 it is the sum over all samples divided by their global number. Each
+        micro-batch's gradient is rounded to the dtype in which gradients travel, and the sum to the
+        one in which they are kept."""
         layout = self.updater.layout
         travels, kept = TORCH_DTYPES[layout.reduced], TORCH_DTYPES[layout.gradients]
         if layout.scales_loss:
@@ -250,10 +249,13 @@ class ReferenceTraining:
         sums: dict[str, Tensor] = {}
         total = 0.0
         clear_counts(self.module)
-        for micro_batch in micro_batches:
-            with around(micro_batch):
-                loss = micro_batch.loss(self.objective, self.module)
-                (loss * self.updater.scale).backward()
+        for micro_batch in self.micro_batches(step):
+            if micro_batch.k == 0:
+                torch.manual_seed(seed_of_step(self.spec.train.seed, step, micro_batch.data_index))
+            if begins is not None:
+                begins(micro_batch)
+            loss = micro_batch.loss(self.objective, self.module)
+            (loss * self.updater.scale).backward()
             total += loss.item()
             for name, parameter in self.module.named_parameters():
                 if parameter.grad is not None:
@@ -272,34 +274,24 @@ class ReferenceTraining:
         return norm
 
 
-class OneDeviceRun:
-    """So many of a reference's steps from the initial weights. `gradients`: of step 0 by name,
-    without the loss's scale."""
-
-    def __init__(self, device: ReferenceTraining, steps: int) -> None:
-        assert steps > 0, "a run has a step"
-        self.device, self.steps = device, steps
-        self.gradients: dict[str, Tensor] = {}
-        self._initial = {name: tensor.clone() for name, tensor in device.parameters.items()}
-        self._passes: list[tuple[float, float]] = []  # loss, norm
-
-    def step(self) -> bool:
-        """Run one update; return whether it was the last."""
-        device, step = self.device, len(self._passes)
+def one_device_run(device: ReferenceTraining, steps: int) -> Iterator[Trajectory | None]:
+    """Run so many of a reference's steps from the initial weights. Yields after each of them, what
+    the run did after the last: the loss of the first batch is computed once more for it."""
+    initial = {name: tensor.clone() for name, tensor in device.parameters.items()}
+    losses, norms, gradients = list[float](), list[float](), dict[str, Tensor]()
+    for step in range(steps):
         accumulated = device.accumulate(step)
-        if step == 0:
-            self.gradients = accumulated.gradients
-        norm = device.update(step, accumulated.sums)
-        self._passes.append((accumulated.loss, norm))
-        return step + 1 == self.steps
-
-    def trajectory(self) -> Trajectory:
-        losses, norms = zip(*self._passes, strict=True)
-        parameters = self.device.parameters
-        return Trajectory(
-            losses=losses, gradient_norms=norms, parameters=parameters,
-            travelled=distance(self._initial, parameters),
-        )  # fmt: skip
+        gradients = gradients or accumulated.gradients
+        norms.append(device.update(step, accumulated.sums))
+        losses.append(accumulated.loss)
+        if step + 1 < steps:
+            yield None
+    parameters = device.parameters
+    yield Trajectory(
+        losses=tuple(losses), gradient_norms=tuple(norms), parameters=parameters,
+        travelled=distance(initial, parameters), gradients=gradients,
+        again=device.accumulate(0).loss,
+    )  # fmt: skip
 
 
 def distance(start: Mapping[str, Tensor], end: Mapping[str, Tensor]) -> float:

@@ -10,7 +10,6 @@ that the loop rearranges (padding, pieces of sequences) has other rows and gives
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -19,6 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
+from ptrain.verification.capture import Samples, ledger_of
 from ptrain.verification.jobs.job import Ranks
 from ptrain.verification.jobs.modules import ProbeResult
 from ptrain.verification.jobs.record import ForwardCall, StepRecorder, digest
@@ -90,37 +90,34 @@ def compare_rows(
 ) -> RowReport:
     """Compare this rank's rows with one device's of the same input."""
     expected: dict[str, list[Row]] = {}
-    lengths = set()
     for row in rows_of_calls(reference):
         expected.setdefault(row.key, []).append(row)
-        lengths.add(row.length)
-    report = RowReport()
-    pairs: list[tuple[Tensor, Tensor]] = []
-    for row in rows_of_calls(run):
-        report.count += 1
-        report.sliced += row.length not in lengths
-        same = expected.get(row.key, [])
-        if not same:
-            report.unknown += 1
-            continue
-        right = next((other for other in same if other.others == row.others), None)
-        if right is None:
-            report.otherwise += len(row.others) == len(same[0].others)
-            continue
-        report.returned += _differ(row.output, right.output, tolerance)
-        if (
-            row.gradient is None
-            or right.gradient is None
-            or row.gradient.shape != right.gradient.shape
-        ):
-            continue
-        pairs.append((row.gradient, right.gradient))
-    report.compared = len(pairs)
-    if pairs:
-        sides = zip(*pairs, strict=True)
-        own, truth = (torch.cat([row.flatten() for row in rows]) for rows in sides)
-        report.asks_alike = multiple(own, truth).holds(tolerance)
-    return report
+    lengths = {row.length for rows in expected.values() for row in rows}
+    rows = list(rows_of_calls(run))
+    known = [(row, expected[row.key]) for row in rows if row.key in expected]
+    both = [(row, its) for row, rights in known for its in rights if its.others == row.others]
+    both = list({id(row): (row, its) for row, its in reversed(both)}.values())  # the first of each
+    matched = {id(row) for row, _ in both}
+    requested = [
+        (row.gradient, its.gradient)
+        for row, its in both
+        if row.gradient is not None
+        and its.gradient is not None
+        and row.gradient.shape == its.gradient.shape
+    ]
+    sides = [torch.cat([row.flatten() for row in side]) for side in zip(*requested, strict=True)]
+    return RowReport(
+        count=len(rows),
+        sliced=sum(row.length not in lengths for row in rows),
+        unknown=len(rows) - len(known),
+        otherwise=sum(
+            id(row) not in matched and len(row.others) == len(rights[0].others)
+            for row, rights in known
+        ),
+        returned=sum(_differ(row.output, its.output, tolerance) for row, its in both),
+        compared=len(requested),
+        asks_alike=not sides or multiple(sides[0], sides[1]).holds(tolerance),
+    )
 
 
 def _differ(own: Tensor | None, right: Tensor | None, tolerance: float) -> bool:
@@ -129,38 +126,9 @@ def _differ(own: Tensor | None, right: Tensor | None, tolerance: float) -> bool:
     return difference(own, right, norm(right)) > tolerance
 
 
-@dataclass(frozen=True, slots=True)
-class Samples:
-    """Rows of the reference's inputs, from 0, that no rank saw, and that came more often than the
-    others."""
-
-    missing: tuple[int, ...]
-    doubled: tuple[int, ...]
-    count: int
-
-    def __bool__(self) -> bool:
-        return bool(self.missing or self.doubled)
-
-
 def rows_of(calls: Sequence[ForwardCall]) -> list[str]:
     """Return a checksum of every row of the first tensor that the model was given, pass by pass."""
     return [row.key for row in rows_of_calls(calls)]
-
-
-def ledger_of(reference: Sequence[str], everyones: Sequence[Sequence[str]]) -> Samples | None:
-    """Ranks that share a batch all see it, so what counts is that no row comes more often than
-    another. None where the rows cannot be compared."""
-    expected = Counter(reference)
-    seen = Counter(row for rows in everyones for row in rows)
-    known = {row: seen[row] / times for row, times in expected.items() if seen[row]}
-    if not known or set(seen) - set(expected):
-        return None
-    usual = Counter(known.values()).most_common(1)[0][0]
-    return Samples(
-        missing=tuple(i for i, row in enumerate(reference) if row not in known),
-        doubled=tuple(i for i, row in enumerate(reference) if known.get(row, 0) > usual),
-        count=len(reference),
-    )
 
 
 _SAMPLE = 256  # elements of a parameter: half of them its largest, half evenly spread

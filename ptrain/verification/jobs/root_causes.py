@@ -24,7 +24,8 @@ from ptrain.report.finding import (
     Subject,
     Way,
 )
-from ptrain.verification.jobs.evidence import JobEvidence, Samples
+from ptrain.verification.capture import Samples
+from ptrain.verification.jobs.evidence import JobEvidence
 from ptrain.verification.jobs.job import RANKS, Ranks
 from ptrain.verification.jobs.record import digest, shared_buffers
 from ptrain.verification.parts import (
