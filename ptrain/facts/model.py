@@ -421,18 +421,17 @@ class ModelFacts:
     each place along tp, of all their stages together; `blocks` are the names of what repeats,
     first to last. `draws`: it draws random numbers in forward, as dropout does; `sample_bytes` are
     those of a sample that is not tokens; `ignored` are fields of a config that have no influence,
-    each with the reason; `vocabulary` is how many logits a token has, where it has run. `untraced` says why
-    there is no trace of a model that should have one, `unknown_attention` of what attention
-    nobody knows what the spec's GPUs would keep. `by_data` says what selects by data, as a
-    router does, so that sizes depend on it: then the traces are those of one extent of what is
+    each with the reason; `vocabulary` is how many logits a token has, where it has run. `untraced`
+    says why there is no trace of a model that should have one, `unknown_attention` of what
+    attention nobody knows what the spec's GPUs would keep. `by_data` says what selects by data, as
+    a router does, so that sizes depend on it: then the traces are those of one extent of what is
     selected, and `others` are the facts at other extents; figures lie between the least and the
     largest of all. `attending` is what slices of the tokens over cp need of a model that is not
     built in, `experts` its layers with experts where ranks have some each. `unvisited` are
-    parameters that have no gradient where nothing is selected for them. `built_whole` says
-    why each rank builds the full model before it keeps its part; it is empty where a rank draws or
-    reads its part alone. `stops` are
-    modules whose inputs have no gradient, for nothing trained comes before them. `model` is there
-    where they are of another one than the spec's.
+    parameters that have no gradient where nothing is selected for them. `built_whole` says why each
+    rank builds the full model before it keeps its part; it is empty where a rank draws or reads its
+    part alone. `stops` are modules whose inputs have no gradient, for nothing trained comes before
+    them. `model` is there where they are of another one than the spec's.
     """
 
     units: tuple[UnitFacts, ...]
