@@ -245,9 +245,12 @@ class Search:
         return keeper.result()
 
     def has(self, where: Where) -> bool:
-        """Return whether any legal candidate obeys constraints."""
+        """Return whether any legal candidate obeys constraints, without a lasting effect."""
+        own = self.task.where
         self._obey(where)
-        return next(self.blocks(), None) is not None
+        is_there = next(self.blocks(), None) is not None
+        self._obey(own)
+        return is_there
 
     def _obey(self, where: Where) -> None:
         if where != self.task.where:

@@ -425,7 +425,7 @@ class Inquiry:
         if ran is None:
             return None
         gradients = ran[0].gradients
-        left, obstacle = self.step.case.with_gradients(gradients)
+        left, obstacle = self.step.case.with_gradients(gradients, ran[0].record)
         losses = number(ran[1]), loss(number(ran[1]))  # a term without gradient is in the loss
         apart = min(max(self._loss_apart(its), default=0.0) for its in losses)
         others = self._others(apart, left, obstacle)
@@ -518,7 +518,9 @@ class Inquiry:
                 whose = f"{'the loss and ' * bool(losses)}{'all' if is_all else 'the other'}"
                 others = "; those within the module still differ"
                 if is_all:
-                    others = self._others(0.0, *self.step.case.with_gradients(seen.gradients))
+                    others = self._others(
+                        0.0, *self.step.case.with_gradients(seen.gradients, seen.record)
+                    )
                 words = f"{whose} {len(chosen)} gradients match the reference to {left:.1e}"
                 return words, others
         return None

@@ -187,16 +187,19 @@ class UpdateCase:
         compare_states(scratch, rights, owns, rows, self.limit)
         return scratch
 
-    def with_gradients(self, gradients: Mapping[str, Tensor | None]) -> tuple[Remainder, str]:
+    def with_gradients(
+        self, gradients: Mapping[str, Tensor | None], trial: UpdateRecord | None = None
+    ) -> tuple[Remainder, str]:
         """Repeat the update from this rank's elements of other gradients; return how far it is from
-        one device's, and why it cannot be repeated, if so."""
+        one device's, and why it cannot be repeated, if so. `trial`: what the optimizers were given
+        and left when the step ran with these gradients."""
         obstacle = self.seen.obstacle or self.expected.obstacle
         if not (self.own or obstacle) and any(not its.stood_still for its in self.courses.values()):
             obstacle = "no torch.optim.Optimizer makes it"
         taken = {n: replace(own, gradient=gradients.get(n)) for n, own in self.own.items()}
         try:
             outcomes = {} if obstacle else repeat(taken)
-            if not obstacle and self.repeats(repeat(self.own)):
+            if not obstacle and self.repeats(None, trial):
                 obstacle = "its step gives other values than its class computes"
         except CannotRepeat as error:
             obstacle = str(error)
@@ -209,12 +212,18 @@ class UpdateCase:
         left, obstacle = self.with_gradients({n: side[n].gradient for n, side in sides.items()})
         return all(ranks.gather(not obstacle and left.count == 0))
 
-    def repeats(self, outcomes: Mapping[str, UpdateOutcome]) -> list[str]:
-        """Return the parameters of which the repeated update is not what the loop's step left."""
+    def repeats(
+        self, outcomes: Mapping[str, UpdateOutcome] | None, trial: UpdateRecord | None = None
+    ) -> list[str]:
+        """Return the parameters of which the repeated update is not what the loop's step left, or
+        its `trial`."""
+        record = self.seen if trial is None else trial
+        before = {name: its for name, its in record.before.items() if name in self.other}
+        repeated = repeat(before) if outcomes is None else outcomes
         return [
             name
-            for name, outcome in outcomes.items()
-            if not _is_alike(outcome.value, self.seen.after[name].value, self.own[name].value)
+            for name, outcome in repeated.items()
+            if not _is_alike(outcome.value, record.after[name].value, before[name].value)
         ]
 
     def written_after(self) -> list[str]:
