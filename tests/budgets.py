@@ -24,7 +24,7 @@ SMALL = 80  # lines
 
 # begin
 BUDGETS: dict[str, int] = {
-    "ptrain": 52780,
+    "ptrain": 52970,
     "ptrain/activations": 340,
     "ptrain/algebra": 290,
     "ptrain/axes": 150,
@@ -39,7 +39,7 @@ BUDGETS: dict[str, int] = {
     "ptrain/convert": 440,
     "ptrain/data": 1080,
     "ptrain/derivation": 4970,
-    "ptrain/facts": 710,
+    "ptrain/facts": 770,
     "ptrain/internals": 360,
     "ptrain/interpreter": 1070,
     "ptrain/meters": 1470,
@@ -47,9 +47,9 @@ BUDGETS: dict[str, int] = {
     "ptrain/optimizers": 540,
     "ptrain/plan": 510,
     "ptrain/rates": 360,
-    "ptrain/report": 2220,
+    "ptrain/report": 2260,
     "ptrain/rooms": 980,
-    "ptrain/selection": 3440,
+    "ptrain/selection": 3520,
     "ptrain/simulation": 1040,
     "ptrain/spec": 4090,
     "ptrain/steps": 460,

@@ -198,6 +198,7 @@ def facts_of(
             runs_fakes=runs_fakes,
             progress=ignore if is_quiet else announce,
         ),
+        allow_import=allow_import,
     )
 
 

@@ -11,6 +11,7 @@ nodes, then cp for sequences and ep for experts.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from ptrain.axes.context.attention import attention_of
@@ -20,14 +21,14 @@ from ptrain.cost import Phase, State, busiest
 from ptrain.derivation.estimate import Derivation, derive
 from ptrain.derivation.interconnect import link
 from ptrain.derivation.paper import reconstruction_unit, state_sizes
-from ptrain.errors import refused
+from ptrain.errors import SpecError, refused
 from ptrain.plan.lower import own_facts
 from ptrain.selection.algorithm1 import algorithm1, requirements
 from ptrain.selection.cuts import ReadFacts, read_or_kept
 from ptrain.selection.demand import Demand, cheapest, demand_of, numbers
 from ptrain.selection.deriver import BEST, Deriver
 from ptrain.selection.descent import neighbours
-from ptrain.selection.fit import HOST_UNKNOWN, Fit, fit, host_bytes, host_text, room_text
+from ptrain.selection.fit import HOST_UNKNOWN, TIGHT, Fit, fit, host_bytes, host_text, room_text
 from ptrain.selection.infeasible import why_none, why_not, why_too_large
 from ptrain.selection.job import searched_job
 from ptrain.selection.ranking import (
@@ -38,6 +39,7 @@ from ptrain.selection.ranking import (
     front_of,
     order_of,
     reason,
+    recomputing,
     undominated,
 )
 from ptrain.selection.task import (
@@ -274,6 +276,7 @@ def select(
     tokens: str | None = None,
     deadline: str | None = None,
     budget: float | None = None,
+    margin: float | None = None,
     read: ReadFacts = read_or_kept,
     watch: Callable[[int, int], None] | None = None,
 ) -> PlacementRanking:
@@ -291,6 +294,8 @@ def select(
         tokens: With the objectives `devices` and `cost`: the length of the training (`15T`).
         deadline: With the objective `devices`: the time limit (`30d`).
         budget: With the objective `devices`: the limit of the price, in the cluster's currency.
+        margin: The part of a GPU's memory that a placement leaves free. Default: 0.05, or 0 if
+            `where` limits `memory`. If nothing leaves the margin, placements without it are ranked.
         read: Reads the facts of models that must be traced.
         watch: Called with the number of candidates that are derived and of those that are wanted.
 
@@ -306,14 +311,25 @@ def select(
         >>> ranking.spec.world_size
         2
     """
-    job = searched_job(source, overrides, cluster=cluster, devices=devices, where=where)
+    job = searched_job(source, overrides, cluster=cluster, devices=devices, where=where, read=read)
     usual = BEST if job.stand_in is None else _BEST_TRACED
     if objective not in (goals := [goal.value for goal in SearchGoal]):
         known = f"Use one of {', '.join(goals)}."
         raise refused("objective", f"there is no objective named {objective!r}", known)
-    chooser = Chooser(job, SearchGoal(objective), count=count or usual, read=read)
-    chooser.watch = watch or chooser.watch
-    return answer(chooser, demand_of(tokens, deadline, budget))
+    demand = demand_of(tokens, deadline, budget)
+    if margin is None:
+        margin = 0.0 if any(job.where.bounds("memory")) else TIGHT
+
+    def ranking(margin: float) -> PlacementRanking:
+        on_margin = replace(job, margin=margin)
+        chooser = Chooser(on_margin, SearchGoal(objective), count=count or usual, read=read)
+        chooser.watch = watch or chooser.watch
+        return answer(chooser, demand)
+
+    with suppress(SpecError):
+        if margin and (leaving := ranking(margin)).best is not None:
+            return leaving
+    return ranking(0.0)
 
 
 def answer(chooser: Chooser, demand: Demand | None) -> PlacementRanking:
@@ -406,9 +422,9 @@ class Chooser(Deriver):
         rows = self._best(result)
         derived = self.derived
         on_front = list(self._fitting(result.front, len(result.front))) if rows else []
-        lost = tuple(self._of_kinds()) if rows else ()
+        lost = tuple(self._of_kinds(rows[0].spec)) if rows else ()
         # a well-known choice may be what the dials of others lead to
-        rows = self._ordered((*rows, *(row for _, row, _ in lost if row and row.memory.fits)))
+        rows = self._ordered((*rows, *(row for _, row, _ in lost if row and self._obeys(row))))
         selection = PlacementRanking(
             job=self.job,
             objective=self.objective,
@@ -454,9 +470,10 @@ class Chooser(Deriver):
         rows = list(self._fitting(result.best, self.count))
         if self.cuts is not None:
             if not rows and (least := self._least(result)) is not None:
-                rows = [least] if least.memory.fits and self._obeys(least) else []
-            if not self.derived and self.cuts.refusals:
-                raise next(iter(self.cuts.refusals.values()))
+                rows = [least] if self._obeys(least) else []
+            refusals = self.cuts.refusals
+            if not rows and refusals and refusals.keys() >= self.cuts.facts.keys():
+                raise next(iter(refusals.values()))
             if rows:
                 self.cuts.close()
         placements = {row.spec.factors: row for row in sorted(rows, key=self._order, reverse=True)}
@@ -494,15 +511,19 @@ class Chooser(Deriver):
 
     # -- what lost, and what would fit
 
-    def _of_kinds(self) -> Iterator[tuple[str, Ranked | None, str]]:
+    def _of_kinds(self, best: Spec) -> Iterator[tuple[str, Ranked | None, str]]:
         """Well-known choices and what the paper's selection says by name, with the best of their
         kind, or why there is none."""
         for known in KNOWN:
-            if (where := known.where(self.job.devices)) is not None:
+            if (where := known.where(self.job)) is not None:
                 yield known.name, *self._like(where)
+        for known in recomputing(best):
+            row, why = self._like(known.rules)
+            if row is not None:
+                yield known.name, row, why
         base, devices = self.job.base, self.job.devices
         assert base.cluster is not None, "a job that is searched for has a cluster"
-        advised = algorithm1(requirements(own_facts(base), base.cluster, devices))
+        advised = algorithm1(requirements(own_facts(self.job.sized), base.cluster, devices))
         name = f"the paper's Algorithm 1: {advised.advice}"
         if not advised.degrees:
             yield name, None, "the search found one"
@@ -522,7 +543,7 @@ class Chooser(Deriver):
             rows += self._descended(min(rows, key=self._order))
             return self._ordered(rows)[0], ""
         if self.cuts is not None:
-            return None, "is not derived exactly"
+            return None, "would need another trace; use a larger `--exact`"
         return self._least(result), ""
 
     def _least(self, result: SearchResult) -> Ranked | None:

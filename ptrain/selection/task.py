@@ -75,7 +75,8 @@ Work = Callable[[Spec], ModelWork]
 class SearchTask:
     """What is searched: a job like `base` on so many devices, on a machine with this pace, whose
     micro-batches' work `work` tells. `is_nominal`: nobody measured the pace. `own`: the job's shape
-    with experts, where the base's stands in for it."""
+    with experts, where the base's stands in for it. `margin`: the bytes of a device that stay
+    free."""
 
     base: Spec
     devices: int
@@ -86,6 +87,7 @@ class SearchTask:
     where: Where = field(default_factory=Where)
     written: Written = NOTHING
     own: ModelShape | None = None
+    margin: int = 0
 
     @property
     def placed(self) -> Spec:
@@ -113,7 +115,7 @@ class SearchTask:
     def room(self) -> float:
         """The bytes of a device that a peak may fill."""
         cluster = self.base.cluster
-        return float(cluster.usable_memory) if cluster else float("inf")
+        return float(cluster.usable_memory - self.margin) if cluster else float("inf")
 
 
 _BILLION = 10**9

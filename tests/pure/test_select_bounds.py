@@ -36,8 +36,8 @@ def test_a_choice_whose_activations_alone_are_too_large_says_so():
     long = chooser("batch.sequence=131072", count=1).choose()
     lost = {known.name: known.why for known in long.lost}
     too_large = "its activations alone exceed the device memory"
-    assert lost["data parallelism only"] == lost["pipeline with data parallelism"] == too_large
-    assert lost["tp=8 with data parallelism"] != too_large
+    assert lost["DDP"] == lost["pp × data"] == too_large
+    assert lost["tp=8 × data"] != too_large
     assert not any(why.endswith("by ") for why in lost.values())
 
 
