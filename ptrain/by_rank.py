@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Container, Hashable, Iterable, Iterator, Sequence
 from typing import Protocol, Self, TypeVar, overload
 
+from ptrain.units import summed
+
 
 class OfRank(Protocol):
     """A row names the rank that it is of."""
@@ -145,7 +147,4 @@ def totals(rows: Sequence[RowT], size: Callable[[RowT], int]) -> list[int]:
     """The sum of the sizes of a rank's rows, of each rank that has any."""
     if isinstance(rows, ByRank):
         return rows.totals(size)
-    sums: dict[int, int] = {}
-    for row in rows:
-        sums[row.rank] = sums.get(row.rank, 0) + size(row)
-    return list(sums.values())
+    return list(summed((row.rank, size(row)) for row in rows).values())

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from ptrain.by_rank import of_ranks, unranked
 from ptrain.codec import FLAT, RARE
+from ptrain.units import summed
 from ptrain.word import Word
 from ptrain.wording import Worded
 
@@ -281,11 +282,8 @@ class StepTime(NamedTuple):
     def exposed(self, *, idle: bool = False) -> dict[tuple[str, ...], float]:
         """Return by mesh axes the seconds in which a rank waits for their collectives alone; with
         `idle` a pipeline's bubble too, in which it waits for other ranks' messages."""
-        sums: dict[tuple[str, ...], float] = {}
-        for row in self.rows:
-            if row.key.spent is Spent.COLLECTIVES or (idle and row.key.spent is Spent.BUBBLE):
-                sums[row.key.axes] = sums.get(row.key.axes, 0.0) + row.seconds
-        return sums
+        waits = (Spent.COLLECTIVES, *[Spent.BUBBLE] * idle)
+        return summed((row.key.axes, row.seconds) for row in self.rows if row.key.spent in waits)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

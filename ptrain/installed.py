@@ -39,9 +39,7 @@ def require_torch() -> None:
     """Raises SpecError where no torch is installed, or one that ptrain does not run with. A torch
     that says no version is taken as it is."""
     version = torch_version()
-    if not version and find_spec("torch") is not None:
-        return
-    if not runs_with(version):
+    if (version or find_spec("torch") is None) and not runs_with(version):
         state = f"{version} is installed" if version else "is not installed"
         raise refused(
             "torch",

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Hashable, Iterable
+from functools import reduce
+from operator import add
 from typing import TypeVar
 
 KeyT = TypeVar("KeyT", bound=Hashable)
 ValueT = TypeVar("ValueT")
+NumberT = TypeVar("NumberT", int, float)
 
 _BYTES = {
     "B": 1,
@@ -33,8 +36,7 @@ def parse_count(text: str | int) -> int:
     """`"4M"` -> 4000000. Raises ValueError for anything that is not a count."""
     if isinstance(text, int):
         return text
-    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kKMBT]?)\s*", text)
-    if not match:
+    if not (match := re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kKMBT]?)\s*", text)):
         raise ValueError(f"{text!r} is not a count. Use a number, such as `4M`.")
     return round(float(match[1]) * _COUNTS[match[2]])
 
@@ -93,6 +95,12 @@ def grouped(pairs: Iterable[tuple[KeyT, ValueT]]) -> dict[KeyT, list[ValueT]]:
     for key, value in pairs:
         values.setdefault(key, []).append(value)
     return values
+
+
+def summed(pairs: Iterable[tuple[KeyT, NumberT]]) -> dict[KeyT, NumberT]:
+    """Return the sum of the values of each key, added one after the other: Python's `sum` of floats
+    is another one since 3.12."""
+    return {key: reduce(add, values) for key, values in grouped(pairs).items()}
 
 
 def ceil_div(numerator: int, denominator: int) -> int:

@@ -23,7 +23,7 @@ import pytest
 
 from ptrain.traces import tensor_parts
 from ptrain.traces.tensor_parts import main
-from ptrain.train.parent import die_with
+from ptrain.train.rank_start import die_with
 from tests.ranks import fork_server
 
 

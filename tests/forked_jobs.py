@@ -22,8 +22,8 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from ptrain.train import ranks
-from ptrain.train.parent import die_with
+from ptrain.train import failure
+from ptrain.train.rank_start import die_with
 from tests.ranks import fork_server
 
 _CAUGHT = (
@@ -88,12 +88,12 @@ def _live(
     output.close()
     errors.close()
     forking = SimpleNamespace(Popen=_Rank, DEVNULL=DEVNULL)
-    with mock.patch.object(ranks, "subprocess", forking):
+    with mock.patch.object(failure, "subprocess", forking):
         _run(module, arguments, variables)
 
 
 class _Rank:
-    """Of a Popen what `ptrain.train.ranks` uses: a child of this process."""
+    """Of a Popen what `ptrain.train.failure` uses: a child of this process."""
 
     def __init__(
         self,

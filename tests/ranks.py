@@ -36,7 +36,7 @@ from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any
 
-from ptrain.train.parent import die_with
+from ptrain.train.rank_start import die_with
 
 SIZES = (1, 2, 4, 8)
 CALL_SECONDS = 120.0

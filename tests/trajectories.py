@@ -5,15 +5,42 @@ from __future__ import annotations
 
 import math
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 
 from ptrain.report.record import Check
 from ptrain.spec.spec import Spec
-from ptrain.verification.compare import Liveness, Tolerances, at_most, claim, parted, worst_of
+from ptrain.verification.compare import (
+    FP64_LOSS,
+    FP64_NORM,
+    FP64_PARAMETERS,
+    alive,
+    at_most,
+    claim,
+    parted,
+    worst_of,
+)
 from ptrain.verification.reference import OneDeviceRun, ReferenceTraining, Trajectory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tolerances:
+    """Relative; one for all steps or one per step, and of the parameters at the end. None: not
+    compared."""
+
+    losses: float | tuple[float, ...] = 0.0
+    gradient_norms: float | tuple[float, ...] | None = None
+    parameters: float | None = None
+
+
+FP64 = Tolerances(losses=FP64_LOSS, gradient_norms=FP64_NORM, parameters=FP64_PARAMETERS)
+
+
+def each_step(tolerance: float | tuple[float, ...], steps: int) -> tuple[float, ...]:
+    """Return the tolerance of every step."""
+    return tolerance if isinstance(tolerance, tuple) else (tolerance,) * steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,14 +74,16 @@ def compare(reference: Trajectory, run: Trajectory, tolerances: Tolerances) -> t
     """Return the checks whether both runs are alive, and how far they part. Of the batch of step 0
     no loss is known at the end: another one's of the second half must be lower."""
     both = {"reference": reference, "run": run}
-    alive = (
-        Liveness.of(name, its, min(its.losses[len(its.losses) // 2 :]))
-        for name, its in both.items()
-    )
+    norms = tolerances.gradient_norms
+    limits = None if norms is None else each_step(norms, len(run.gradient_norms))
     return (
-        *(check for its in alive for check in its.checks()),
+        *(
+            check
+            for name, its in both.items()
+            for check in alive(name, replace(its, again=min(its.losses[len(its.losses) // 2 :])))
+        ),
         _losses(reference, run, tolerances),
-        *parted(reference, run, tolerances),
+        *parted(reference, run, limits, tolerances.parameters),
     )
 
 
@@ -63,7 +92,7 @@ def _losses(reference: Trajectory, run: Trajectory, tolerances: Tolerances) -> C
         return claim("losses", len(run.losses), False, f"{len(reference.losses)} were expected")
     both = zip(reference.losses, run.losses, strict=True)
     differences = [abs(own - right) / abs(right) if right else math.inf for right, own in both]
-    limits = [tolerances.of_loss(step) for step in range(len(differences))]
+    limits = each_step(tolerances.losses, len(differences))
     worst = worst_of(differences, limits)
     why = f"differs by {differences[worst]:.3g} (relative) at step {worst}"
     return at_most("losses", differences[worst], limits[worst], why)

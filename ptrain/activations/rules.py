@@ -76,26 +76,27 @@ def _blocks(spec: Spec) -> Iterator[Fault]:
 
 
 def _whole_backward(spec: Spec) -> Iterator[Fault]:
-    if spec.degree(Axis.PP) == 1 or not spec.pipeline.is_in_halves or not recomputes(spec):
-        return
-    yield Fault(
-        place="pipeline.schedule",
-        finding=(
-            f"{spec.pipeline.schedule} splits backward passes into inputs and weights, "
-            "and both would recompute blocks with activations M"
-        ),
-        remedy=(
-            "Use a schedule with full backward passes, `pipeline.schedule=1f1b` or "
-            f"`pipeline.schedule=interleaved`, or `{_place(spec)}=R`."
-        ),
-    )
+    if spec.degree(Axis.PP) != 1 and spec.pipeline.is_in_halves and recomputes(spec):
+        yield Fault(
+            place="pipeline.schedule",
+            finding=(
+                f"{spec.pipeline.schedule} splits backward passes into inputs and weights, "
+                "and both would recompute blocks with activations M"
+            ),
+            remedy=(
+                "Use a schedule with full backward passes, `pipeline.schedule=1f1b` or "
+                f"`pipeline.schedule=interleaved`, or `{_place(spec)}=R`."
+            ),
+        )
 
 
 def _no_dropout_in_flex(spec: Spec) -> Iterator[Fault]:
     shape = spec.model
-    if not isinstance(shape, ModelShape) or shape.attention is not Attention.FLEX:
-        return
-    if rate := shape.dropouts.attention:
+    if (
+        isinstance(shape, ModelShape)
+        and shape.attention is Attention.FLEX
+        and (rate := shape.dropouts.attention)
+    ):
         yield Fault(
             place="attention",
             finding=f"torch's flex_attention does not support dropout; the model has {rate:g}",
@@ -133,9 +134,9 @@ def _offloaded_halves(spec: Spec) -> Iterator[Fault]:
 
 
 def _core_of_others(spec: Spec) -> Iterator[Fault]:
-    if isinstance(spec.model, ModelShape):
-        return
-    if any(kept.policy and kept.policy.scope is Scope.ATTENTION for kept in modes(spec)):
+    if not isinstance(spec.model, ModelShape) and any(
+        kept.policy and kept.policy.scope is Scope.ATTENTION for kept in modes(spec)
+    ):
         yield Fault(
             place="recompute",
             finding=(
@@ -147,19 +148,18 @@ def _core_of_others(spec: Spec) -> Iterator[Fault]:
 
 
 def _budget_of_others(spec: Spec) -> Iterator[Fault]:
-    if isinstance(spec.model, ModelShape) or not spec.activations.is_open:
-        return
-    yield Fault(
-        place="recompute.budget",
-        finding=(
-            "not supported yet: recompute.budget for custom models, whose peak is known "
-            "only after a trace"
-        ),
-        remedy=(
-            "Use `activations=M` with `recompute=selective` or `recompute=full`; `ptrain "
-            "predict` derives each."
-        ),
-    )
+    if not isinstance(spec.model, ModelShape) and spec.activations.is_open:
+        yield Fault(
+            place="recompute.budget",
+            finding=(
+                "not supported yet: recompute.budget for custom models, whose peak is known "
+                "only after a trace"
+            ),
+            remedy=(
+                "Use `activations=M` with `recompute=selective` or `recompute=full`; `ptrain "
+                "predict` derives each."
+            ),
+        )
 
 
 def _parts_of_blocks(spec: Spec) -> Iterator[Fault]:

@@ -121,8 +121,7 @@ def _vocabulary_faults(spec: Spec) -> Iterator[Fault]:
     (size, key), data = spec.model.vocabulary, spec.data
     if size is None:
         return
-    of_no_token = [str(token) for token in data.ignored or () if token >= size]
-    if of_no_token:
+    if of_no_token := [str(token) for token in data.ignored or () if token >= size]:
         yield Fault(
             place="data.ignored",
             finding=(
@@ -130,9 +129,7 @@ def _vocabulary_faults(spec: Spec) -> Iterator[Fault]:
             ),
             remedy=f"Use ids below {size}.",
         )
-    if data.is_of_files:
-        return
-    if data.tokenizer == "bytes" and size < BYTE_VOCAB:
+    if not data.is_of_files and data.tokenizer == "bytes" and size < BYTE_VOCAB:
         yield Fault(
             place=key,
             finding=f"{size} is smaller than the vocabulary of the byte tokenizer",

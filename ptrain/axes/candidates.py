@@ -128,6 +128,29 @@ class AxisSpace:
     tuples: Mapping[Axis, tuple[Placement, ...]]
 
 
+def of_one_axis(
+    axis: Axis,
+    sizes: Callable[[Spec, int, Written], Iterable[int]],
+    ways: Callable[[Spec, int], Iterable[Way]],
+    tuples: tuple[Placement, ...],
+    *,
+    follows: bool = False,
+) -> AxisSpace:
+    """Return the part of a room with one axis: `ways` yields what so many ranks may do. It
+    `follows` the data axes unless its tuple is written."""
+
+    def choices(spec: Spec, ranks: int, written: Written) -> Iterator[AxisChoice]:
+        if ranks == 1:
+            yield AxisChoice()
+            return
+        is_led = follows and axis not in dict(written.tuples)
+        for (placement,), changes in written.held((axis,), ways(spec, ranks)):
+            factor = Factor(axis=axis, degree=ranks, placement=placement)
+            yield AxisChoice(factors=(factor,), changes=changes, follows=is_led)
+
+    return AxisSpace(axes=(axis,), sizes=sizes, choices=choices, tuples={axis: tuples})
+
+
 _ORDER = {axis: place for place, axis in enumerate(Axis)}
 
 

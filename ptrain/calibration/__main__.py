@@ -8,12 +8,10 @@ from ptrain.import_path import leave_current_folder
 if __name__ == "__main__":
     leave_current_folder()
 
-from ptrain.train.parent import die_with_agent  # once the path is right
-from ptrain.train.refusal import leave_without_torch
+from ptrain.train.rank_start import begin  # once the path is right
 
 if __name__ == "__main__":
-    die_with_agent()  # importing torch takes seconds, in which the agent may be killed
-    leave_without_torch()
+    begin()
 
 from ptrain.calibration.session import run
 from ptrain.calibration.write import parse

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
+from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from enum import StrEnum
 from importlib.util import find_spec
 from io import BytesIO
 from pathlib import Path
 
-from ptrain.charts.sheet import Rectangle, Sheet
+from ptrain.charts.sheet import Sheet
 from ptrain.errors import Fault, PtrainError, SpecError, refused
 
 MISSING = Fault(
@@ -29,12 +31,6 @@ _POINTS, _DOTS = 72, 150  # an inch
 class Format(StrEnum):
     PNG = "png"
     SVG = "svg"
-
-
-def require_canvas(option: str = MISSING.place) -> None:
-    """Before anything is computed for a picture, which an `option` asks for."""
-    if find_spec("matplotlib") is None:
-        raise SpecError(MISSING._replace(place=option))
 
 
 def painted(sheet: Sheet, form: Format) -> bytes:
@@ -70,39 +66,50 @@ def painted(sheet: Sheet, form: Format) -> bytes:
                 parse_math=False,
             )
         image = BytesIO()
-        figure.savefig(image, format=form.value, dpi=_DOTS, metadata=_metadata(sheet, form))
+        figure.savefig(
+            image, format=form.value, dpi=_DOTS, metadata={"Title": sheet.title, **_METADATA[form]}
+        )
     return image.getvalue()
 
 
-_Corners = list[tuple[float, float]]
-
-
-def _alike(sheet: Sheet) -> dict[tuple[str, str, float], list[_Corners]]:
+def _alike(sheet: Sheet) -> dict[tuple[str, str, float], list[list[tuple[float, float]]]]:
     """Rectangles by colour, edge and width of the edge: one collection each, or thousands of boxes
     take minutes."""
-    alike: defaultdict[tuple[str, str, float], list[_Corners]] = defaultdict(list)
-    for rectangle in sheet.rectangles:
-        alike[rectangle.colour, rectangle.edge, rectangle.edge_width].append(_corners(rectangle))
+    alike: defaultdict[tuple[str, str, float], list[list[tuple[float, float]]]] = defaultdict(list)
+    for box in sheet.rectangles:
+        right, lower = box.x + box.width, box.y + box.height
+        corners = [(box.x, box.y), (right, box.y), (right, lower), (box.x, lower)]
+        alike[box.colour, box.edge, box.edge_width].append(corners)
     return alike
 
 
-def _corners(rectangle: Rectangle) -> _Corners:
-    right, lower = rectangle.x + rectangle.width, rectangle.y + rectangle.height
-    return [(rectangle.x, rectangle.y), (right, rectangle.y), (right, lower), (rectangle.x, lower)]
+# A picture has no date and names no program, so that the same sheet gives the same bytes.
+_METADATA: Mapping[Format, Mapping[str, None]] = {
+    Format.PNG: {"Software": None},
+    Format.SVG: {"Creator": None, "Date": None},
+}
 
 
-def _metadata(sheet: Sheet, form: Format) -> dict[str, str | None]:
-    match form:
-        case Format.PNG:
-            return {"Title": sheet.title, "Software": None}
-        case Format.SVG:
-            return {"Title": sheet.title, "Creator": None, "Date": None}
+@dataclass(frozen=True, slots=True)
+class ChartFile:
+    """A file for a picture, which an `option` named, and which may be written."""
+
+    path: Path
+    form: Format
+    option: str
+
+    def draw(self, sheet: Sheet) -> str:
+        """Write the picture of a sheet; return the line that says so."""
+        write_whole(self.path, painted(sheet, self.form), self.option)
+        return f"chart    {self.path}"
 
 
-def require_writable(path: Path, option: str = "--chart") -> Format:
-    """Return the format that the name's ending asks for; `option` named the file. Raises SpecError
-    for another ending, a folder in place of a file, a folder that is not there or may not be
-    written, and where the extra is not installed."""
+def chart_file(path: Path | None, option: str = "--chart") -> ChartFile | None:
+    """Return the file of a picture, in the format that the name's ending asks for; None where none
+    is wanted. Raises SpecError for another ending, a folder in place of a file, a folder that is
+    not there or may not be written, and where the extra is not installed."""
+    if path is None:
+        return None
     ending = path.suffix.lower().removeprefix(".")
     if ending not in list(Format):
         ends = f"ends in .{ending}" if ending else "has no ending"
@@ -120,8 +127,9 @@ def require_writable(path: Path, option: str = "--chart") -> Format:
         raise _cannot(path, error, option) from None
     if not os.access(path.parent, os.W_OK | os.X_OK):
         raise refused(option, f"the folder {path.parent} is not writable", "Use another folder.")
-    require_canvas(option)
-    return Format(ending)
+    if find_spec("matplotlib") is None:
+        raise SpecError(MISSING._replace(place=option))
+    return ChartFile(path, Format(ending), option)
 
 
 def write_whole(path: Path, content: bytes, option: str = "--chart") -> None:
@@ -137,5 +145,5 @@ def write_whole(path: Path, content: bytes, option: str = "--chart") -> None:
             temporary.unlink(missing_ok=True)
 
 
-def _cannot(path: Path, error: OSError, option: str = "--chart") -> PtrainError:
+def _cannot(path: Path, error: OSError, option: str) -> PtrainError:
     return refused(option, f"{path}: cannot write: {error.strerror}", "Use another file.")

@@ -1,7 +1,8 @@
-"""One rank's memory over a step as a sheet: live bytes by state, stacked, from event to event.
+"""Memory as sheets: one rank's live bytes by state, stacked, from event to event of a step; and the
+peaks of a sweep's points, a bar by state for each, with a line at usable memory.
 
-The horizontal axis counts births and deaths of storages, for fake ranks have no clock; of those
-that share a column the highest is drawn, so that no peak is lost.
+The horizontal axis of a step counts births and deaths of storages, for fake ranks have no clock; of
+those that share a column the highest is drawn, so that no peak is lost.
 """
 
 from __future__ import annotations
@@ -9,11 +10,24 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
-from ptrain.charts.canvas import Format, painted
-from ptrain.charts.sheet import GREY, LIGHT, LINE, WHITE, Label, Rectangle, Sheet
-from ptrain.cost import Phase, State
-from ptrain.report.composition import MemoryHistory, MemorySample
-from ptrain.units import format_memory
+from ptrain.charts.sheet import (
+    BLACK,
+    EDGE,
+    GREY,
+    LIGHT,
+    LINE,
+    SMALL,
+    TITLE,
+    WHITE,
+    Label,
+    Rectangle,
+    Sheet,
+)
+from ptrain.cost import PLACED, Phase, State
+from ptrain.report.predict import Prediction
+from ptrain.report.simulation import MemoryHistory, MemorySample
+from ptrain.report.sweep import SweepPoint, step_seconds
+from ptrain.units import format_memory, format_seconds
 
 # Okabe and Ito's colours (2008), which the colour-blind tell apart; grey for what is no state.
 STATE_COLOURS = {
@@ -24,38 +38,32 @@ STATE_COLOURS = {
     State.TRANSIENT: "#009e73",
     State.OTHER: "#777777",
 }
-_EDGE, _LEFT = 14.0, 74.0
+_LEFT = 74.0
 _WIDTH, _HEIGHT = 720.0, 300.0  # of what is drawn within the axes
 _COLUMNS = 720  # at most, and one more for each pass
-_TITLE, _SMALL = 12.0, 8.0
 _TICKS = 5
-
-
-def painted_course(course: MemoryHistory, form: Format) -> bytes:
-    """The picture as PNG or SVG."""
-    return painted(course_sheet(course), form)
 
 
 def course_sheet(course: MemoryHistory) -> Sheet:
     """States that last at the bottom, phases above, what each colour is below."""
     title = f"memory of rank {course.rank}"
-    sheet = Sheet(title=title, width=_LEFT + _WIDTH + _EDGE, height=_EDGE)
+    sheet = Sheet(title=title, width=_LEFT + _WIDTH + EDGE, height=EDGE)
     peak = course.peak
     sheet.write(
         [
-            Label(text=title, x=_EDGE, y=0, size=_TITLE, is_bold=True),
+            Label(text=title, x=EDGE, y=0, size=TITLE, is_bold=True),
             Label(
                 text=f"peak {format_memory(peak.total)} in {peak.phase}, micro-batch "
                 f"{peak.micro_batch}, after {peak.event} of {len(course.moments) - 1} "
                 "allocations and frees of storages",
-                x=_EDGE,
+                x=EDGE,
                 y=0,
-                size=_SMALL,
+                size=SMALL,
                 colour=GREY,
             ),
         ]
     )
-    sheet.height += 2 * _SMALL * LINE
+    sheet.height += 2 * SMALL * LINE
     top = sheet.height
     scale = _HEIGHT / max(1, peak.total)
     sheet.rectangles += _ticks(top)
@@ -65,10 +73,10 @@ def course_sheet(course: MemoryHistory) -> Sheet:
     sheet.rectangles += _bars(columns, width, top + _HEIGHT, scale)
     sheet.rectangles += _boundaries(columns, width, top)
     sheet.texts += _phases(columns, width, top)
-    sheet.height += _HEIGHT + _SMALL * LINE
+    sheet.height += _HEIGHT + SMALL * LINE
     names = {colour: str(state) for state, colour in STATE_COLOURS.items()}
-    sheet.add_legend(_LEFT, names, _SMALL)
-    sheet.height += _EDGE
+    sheet.add_legend(_LEFT, names, SMALL)
+    sheet.height += EDGE
     return sheet
 
 
@@ -116,7 +124,7 @@ def _numbers(peak: int, top: float) -> Iterator[Label]:
             text=format_memory(peak * part / _TICKS),
             x=_LEFT - 4,
             y=top + _HEIGHT * (1 - part / _TICKS),
-            size=_SMALL,
+            size=SMALL,
             align="right",
         )
 
@@ -147,10 +155,115 @@ def _phases(columns: Sequence[MemorySample], width: float, top: float) -> Iterat
             word = Label(
                 text=text,
                 x=_LEFT + (first + number / 2) * width,
-                y=top - _SMALL * LINE / 2,
-                size=_SMALL,
+                y=top - SMALL * LINE / 2,
+                size=SMALL,
                 align="center",
             )
             if word.width <= number * width:
                 yield word
                 break
+
+
+_MEANINGS = {True: "fits", False: "does not fit", None: "fit unknown"}
+_LEGEND = {
+    **{STATE_COLOURS[state]: str(state) for state in PLACED},
+    STATE_COLOURS[State.TRANSIENT]: "temporary",
+    BLACK: "peak",
+}
+_BAR, _BAR_GAP, _BARS_WIDTH = 14.0, 8.0, 420.0
+_NUMBERS = 190.0  # right of the bars: the peak, whether it fits, and the step's seconds
+_TICK = 2.0
+
+
+def sweep_sheet(points: Sequence[SweepPoint]) -> Sheet:
+    """Return one row per point: label, bar and figures.
+
+    A bar stacks the largest size of each state on the device, and temporary tensors up to the peak.
+    States need not be largest at the same time, so a stack may exceed its peak. Rejected points and
+    unknown peaks have text in place of a bar.
+    """
+    title = "predicted peak per rank, by state"
+    left = EDGE + max(
+        (Label(text=point.label, x=0, y=0, size=SMALL).width for point in points), default=0
+    )
+    sheet = Sheet(title=title, width=left + _BAR_GAP + _BARS_WIDTH + _NUMBERS + EDGE, height=EDGE)
+    sheet.write([Label(text=title, x=EDGE, y=0, size=TITLE, is_bold=True)])
+    capacities = sorted({size for point in points if (size := _capacity(point))})
+    sheet.height += (1 + len(capacities)) * SMALL * LINE
+    top, first = sheet.height, left + _BAR_GAP
+    stacks = [sum(size for _, size in _stack(point)) for point in points]
+    scale = _BARS_WIDTH / max([*stacks, *capacities, 1])
+    bottom = top + len(points) * (_BAR + _BAR_GAP)
+    sheet.rectangles.append(
+        Rectangle(x=first - 0.5, y=top, width=0.5, height=bottom - top, colour=LIGHT)
+    )
+    for row, point in enumerate(points):
+        _add_row(sheet, point, first, top + _BAR_GAP / 2 + row * (_BAR + _BAR_GAP), scale)
+    for number, capacity in enumerate(capacities):
+        sheet.rectangles.append(
+            Rectangle(x=first + capacity * scale, y=top, width=1, height=bottom - top, colour=BLACK)
+        )
+        sheet.texts.append(
+            Label(
+                text=f"usable memory {format_memory(capacity)}",
+                x=first + capacity * scale,
+                y=top - (number + 0.5) * SMALL * LINE,
+                size=SMALL,
+                align="center" if capacity * scale < 0.8 * _BARS_WIDTH else "right",
+            )
+        )
+    sheet.height = bottom + SMALL * LINE
+    sheet.add_legend(first, _LEGEND, SMALL)
+    sheet.height += EDGE
+    return sheet
+
+
+def _capacity(point: SweepPoint) -> int | None:
+    return point.prediction.fit.usable_memory if point.prediction else None
+
+
+def _peak_of(point: SweepPoint) -> int | None:
+    return point.prediction.fit.peak_bytes if point.prediction else None
+
+
+def _stack(point: SweepPoint) -> list[tuple[str, int]]:
+    """Return the colour and size of each part of a bar; none if the peak is unknown."""
+    peak = _peak_of(point)
+    if point.prediction is None or not peak:
+        return []
+    exact = point.prediction.derivation.exact
+    parts = [(STATE_COLOURS[state], exact.bytes_of(state)) for state in PLACED]
+    temporary = max(0, peak - sum(size for _, size in parts))
+    return [*parts, (STATE_COLOURS[State.TRANSIENT], temporary)]
+
+
+def _add_row(sheet: Sheet, point: SweepPoint, x: float, y: float, scale: float) -> None:
+    middle = y + _BAR / 2
+    sheet.texts.append(Label(text=point.label, x=x - _BAR_GAP, y=middle, size=SMALL, align="right"))
+    left = x
+    for colour, size in _stack(point):
+        box = Rectangle(x=left, y=y, width=size * scale, height=_BAR, colour=colour)
+        sheet.rectangles.append(box)
+        left += box.width
+    if peak := _peak_of(point):
+        end = x + peak * scale - _TICK / 2
+        tick = Rectangle(x=end, y=y - 1, width=_TICK, height=_BAR + 2, colour=BLACK)
+        sheet.rectangles.append(tick)
+    after = x + _BARS_WIDTH + _BAR_GAP if point.prediction else x + 4  # clear of the lines
+    words = Label(text=_words(point), x=after, y=middle, size=SMALL, colour=GREY)
+    sheet.texts.append(words)
+
+
+def _words(point: SweepPoint) -> str:
+    if point.prediction is None:
+        return "refused"
+    return ", ".join(_figures(point.prediction))
+
+
+def _figures(prediction: Prediction) -> Iterator[str]:
+    peak = prediction.fit.peak_bytes
+    yield "peak unknown" if peak is None else format_memory(peak)
+    if peak is not None:
+        yield _MEANINGS[prediction.fit.fits]
+    if (seconds := step_seconds(prediction.derivation.exact)) is not None:
+        yield f"{format_seconds(seconds)} per step"

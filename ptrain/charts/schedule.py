@@ -1,4 +1,6 @@
-"""Draw a pipeline schedule: one row per rank, one box per action, idle time left white. Torch-free.
+"""Time as sheets: a pipeline's schedule, one row per rank, one box per action, idle time left
+white; and a predicted step, a row for the rank (of a pipeline for every rank) and one for each lane
+of communication. Torch-free.
 
 Time runs to the right and the first rank is on top. The two halves of a combined forward-backward
 action run side by side and are drawn above each other at half height. A unit of time is as wide as
@@ -7,16 +9,19 @@ the numbers in the boxes need; beyond `_MOST` units the boxes shrink and drop th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
-from ptrain.axes.pipeline.draw import MEANINGS, bubble_text
 from ptrain.axes.pipeline.schedule import Action, Schedule, StageCost
-from ptrain.axes.pipeline.simulate import Simulation, simulate
+from ptrain.axes.pipeline.simulate import MEANINGS, Simulation, bubble_text, simulate
 from ptrain.charts.sheet import (
+    EDGE,
     GREY,
+    HEAD,
     LIGHT,
     LINE,
+    SMALL,
+    TITLE,
     WHITE,
     Label,
     Rectangle,
@@ -25,7 +30,10 @@ from ptrain.charts.sheet import (
     shades,
     width_of,
 )
+from ptrain.cost import Collective, Phase, Spent, TimeKey
+from ptrain.derivation.clock import LaneSpan
 from ptrain.timeline import Kind
+from ptrain.units import format_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,11 +82,9 @@ def boxes(schedule: Schedule, simulation: Simulation) -> Iterator[Box]:
                 )
 
 
-_EDGE = 14.0  # around everything
 _LEAST, _MOST = 560.0, 2880.0  # the width of the rows: 8 inches, 40 inches
 _ROW, _GAP = 30.0, 3.0  # a rank's row, and what of it is between two ranks
 _TALLEST = 14400.0  # all rows together; a PNG ends at 65535 dots
-_TITLE, _HEAD, _SMALL = 12.0, 9.0, 8.0
 _LARGEST, _WANTED, _SMALLEST = 9.0, 7.0, 5.0  # sizes of the numbers in boxes
 _STAGE = 0.75  # size of the stage's number over the micro-batch's
 _AIR = 2.0  # beside a number, both sides together
@@ -99,9 +105,9 @@ def schedule_sheet(heading: Heading, schedule: Schedule) -> Sheet:
     every = tuple(boxes(schedule, simulation))
     scale = _Scale.of(schedule, simulation, every)
     makespan = simulation.makespan
-    sheet = Sheet(title=heading.spec, width=scale.right(makespan) + _EDGE, height=_EDGE)
+    sheet = Sheet(title=heading.spec, width=scale.right(makespan) + EDGE, height=EDGE)
     sheet.write(_heading(heading, schedule, simulation))
-    sheet.height += _HEAD
+    sheet.height += HEAD
     top = sheet.height
     sheet.rectangles += _lines(schedule.ranks, scale, top, makespan)
     sheet.texts += _row_names(schedule, scale, top)
@@ -111,7 +117,7 @@ def schedule_sheet(heading: Heading, schedule: Schedule) -> Sheet:
     sheet.height += schedule.ranks * scale.row
     _add_axis(sheet, scale, makespan, _kinds(every))
     _add_legend(sheet, scale, every)
-    sheet.height += _EDGE
+    sheet.height += EDGE
     return sheet
 
 
@@ -132,7 +138,7 @@ class _Scale:
         makespan = simulation.makespan
         unit = min(max(letters * _WANTED + _AIR, _LEAST / makespan), _MOST / makespan)
         return cls(
-            left=_EDGE + max(_name_width(schedule, rank) for rank in range(schedule.ranks)) + 6,
+            left=EDGE + max(_name_width(schedule, rank) for rank in range(schedule.ranks)) + 6,
             unit=unit,
             row=min(_ROW, _TALLEST / schedule.ranks),
             size=min(_LARGEST, max(_SMALLEST, (unit - _AIR) / letters)),
@@ -148,15 +154,15 @@ class _Scale:
 
 
 def _heading(heading: Heading, schedule: Schedule, simulation: Simulation) -> Iterator[Label]:
-    yield Label(text=heading.spec, x=_EDGE, y=0, size=_TITLE, is_bold=True)
+    yield Label(text=heading.spec, x=EDGE, y=0, size=TITLE, is_bold=True)
     sizes = (
         heading.schedule,
         f"ranks: {schedule.ranks}",
         f"stages: {schedule.stages}, {schedule.stages // schedule.ranks} per rank",
         f"micro-batches: {schedule.microbatches}",
     )
-    yield Label(text=" · ".join(sizes), x=_EDGE, y=0, size=_HEAD)
-    yield Label(text=f"bubble {bubble_text(simulation)}", x=_EDGE, y=0, size=_HEAD, colour=GREY)
+    yield Label(text=" · ".join(sizes), x=EDGE, y=0, size=HEAD)
+    yield Label(text=f"bubble {bubble_text(simulation)}", x=EDGE, y=0, size=HEAD, colour=GREY)
 
 
 def _lines(ranks: int, scale: _Scale, top: float, makespan: float) -> Iterator[Rectangle]:
@@ -172,23 +178,23 @@ def _lines(ranks: int, scale: _Scale, top: float, makespan: float) -> Iterator[R
 
 
 def _row_names(schedule: Schedule, scale: _Scale, top: float) -> Iterator[Label]:
-    every = max(1, round(_HEAD * 2 * LINE / scale.row))
+    every = max(1, round(HEAD * 2 * LINE / scale.row))
     for rank in range(0, schedule.ranks, every):
         middle = top + (rank + 0.5) * scale.row
         x = scale.left - 6
         if not scale.several:
-            yield Label(text=f"rank {rank}", x=x, y=middle, size=_HEAD, align="right")
+            yield Label(text=f"rank {rank}", x=x, y=middle, size=HEAD, align="right")
             continue
-        yield Label(text=f"rank {rank}", x=x, y=middle - 5, size=_HEAD, align="right")
+        yield Label(text=f"rank {rank}", x=x, y=middle - 5, size=HEAD, align="right")
         stages = _stages(schedule, rank)
-        yield Label(text=stages, x=x, y=middle + 6, size=_SMALL, colour=GREY, align="right")
+        yield Label(text=stages, x=x, y=middle + 6, size=SMALL, colour=GREY, align="right")
 
 
 def _name_width(schedule: Schedule, rank: int) -> float:
-    name = width_of(f"rank {rank}", _HEAD)
+    name = width_of(f"rank {rank}", HEAD)
     if schedule.stages == schedule.ranks:
         return name
-    return max(name, width_of(_stages(schedule, rank), _SMALL))
+    return max(name, width_of(_stages(schedule, rank), SMALL))
 
 
 def _stages(schedule: Schedule, rank: int) -> str:
@@ -262,14 +268,14 @@ def _add_axis(sheet: Sheet, scale: _Scale, makespan: float, kinds: Sequence[Kind
         sheet.rectangles.append(
             Rectangle(x=x - 0.25, y=top, width=0.5, height=4, colour=GREY, edge=GREY)
         )
-        sheet.texts.append(Label(text=str(time), x=x, y=top + 10, size=_SMALL, align="center"))
-    sheet.height += 10 + _SMALL
+        sheet.texts.append(Label(text=str(time), x=x, y=top + 10, size=SMALL, align="center"))
+    sheet.height += 10 + SMALL
     cost = StageCost()
     units = ", ".join(f"{kind} = {cost.of(kind):g}" for kind in kinds)
     sheet.write(
-        [Label(text=f"time in units of one forward pass ({units})", x=scale.left, y=0, size=_HEAD)]
+        [Label(text=f"time in units of one forward pass ({units})", x=scale.left, y=0, size=HEAD)]
     )
-    sheet.height += _SMALL
+    sheet.height += SMALL
 
 
 def _tick(least: float) -> int:
@@ -286,12 +292,12 @@ def _add_legend(sheet: Sheet, scale: _Scale, every: Sequence[Box]) -> None:
     """Samples with their meanings, side by side as far as they fit; then what numbers mean."""
     samples = [(shades(kind, scale.shades), MEANINGS[kind]) for kind in _kinds(every)]
     samples.append(((WHITE,), "idle"))
-    x, wide, high = _EDGE, 14.0, 9.0
+    x, wide, high = EDGE, 14.0, 9.0
     sheet.height += high
     for colours, meaning in samples:
-        long = len(colours) * wide + 4 + width_of(meaning, _SMALL)
-        if x > _EDGE and x + long > sheet.width - _EDGE:
-            x, sheet.height = _EDGE, sheet.height + _SMALL * 2
+        long = len(colours) * wide + 4 + width_of(meaning, SMALL)
+        if x > EDGE and x + long > sheet.width - EDGE:
+            x, sheet.height = EDGE, sheet.height + SMALL * 2
         y = sheet.height
         sheet.rectangles += [
             Rectangle(
@@ -305,11 +311,11 @@ def _add_legend(sheet: Sheet, scale: _Scale, every: Sequence[Box]) -> None:
             )
             for place, colour in enumerate(colours)
         ]
-        sheet.texts.append(Label(text=meaning, x=x + len(colours) * wide + 4, y=y, size=_SMALL))
+        sheet.texts.append(Label(text=meaning, x=x + len(colours) * wide + 4, y=y, size=SMALL))
         x += long + 16
     sheet.height += high
     notes = " · ".join(_notes(sheet, scale, every))
-    sheet.write([Label(text=notes, x=_EDGE, y=0, size=_SMALL, colour=GREY)])
+    sheet.write([Label(text=notes, x=EDGE, y=0, size=SMALL, colour=GREY)])
 
 
 def _notes(sheet: Sheet, scale: _Scale, every: Sequence[Box]) -> Iterator[str]:
@@ -320,3 +326,129 @@ def _notes(sheet: Sheet, scale: _Scale, every: Sequence[Box]) -> Iterator[str]:
         yield "two in one box: side by side"
     if not all(any(_numbers(box, scale, 0)) for box in every):
         yield "narrow boxes have no number"
+
+
+_RIGHT, _LANES_WIDTH, _LANE, _BETWEEN = 30.0, 900.0, 30.0, 6.0
+_TICKS = 8
+_NARROWEST = 0.15  # points: what is narrower is not drawn by itself
+
+# Okabe and Ito's colours (2008); grey for what is no computation of the model.
+_MEANINGS = {
+    "forward": "#56b4e9",
+    "backward": "#e8d020",
+    "update": "#009e73",
+    "wrappers": "#777777",
+    "gather": "#0072b2",
+    "reduction": "#d55e00",
+    "copy": "#cc79a7",
+    "other collective": "#999999",
+}
+_REDUCTIONS = (Collective.REDUCE_SCATTER, Collective.ALL_REDUCE)
+
+
+def step_sheet(title: str, note: str, spans: Sequence[LaneSpan]) -> Sheet:
+    """Return the sheet of a step with these spans."""
+    lanes = [*dict.fromkeys(span.lane for span in spans)]
+    lanes.sort(key=lambda lane: (lane is not None, lane if isinstance(lane, int) else -1))
+    end = max(span.end for span in spans)
+    left = EDGE + max(width_of(_lane_name(lane), HEAD) for lane in lanes) + 6
+    sheet = Sheet(title=title, width=left + _LANES_WIDTH + _RIGHT, height=EDGE)
+    sheet.write([Label(text=title, x=EDGE, y=0, size=TITLE, is_bold=True)])
+    sheet.write([Label(text=note, x=EDGE, y=0, size=HEAD, colour=GREY)])
+    sheet.height += HEAD
+    top, scale = sheet.height, _LANES_WIDTH / end
+    for place, lane in enumerate(lanes):
+        y = top + place * _LANE
+        middle = y + _LANE / 2
+        sheet.texts.append(
+            Label(text=_lane_name(lane), x=left - 6, y=middle, size=HEAD, align="right")
+        )
+        sheet.rectangles += _row([s for s in spans if s.lane == lane], left, y, scale)
+    sheet.height += len(lanes) * _LANE
+    _add_clock(sheet, left, end)
+    _add_lane_legend(sheet, spans)
+    sheet.height += EDGE
+    return sheet
+
+
+def _lane_name(lane: Hashable) -> str:
+    match lane:
+        case None:
+            return "rank"
+        case int():
+            return f"pp {lane}"
+        case tuple():
+            return "+".join(lane)
+        case _:
+            return str(lane)
+
+
+def _row(spans: Sequence[LaneSpan], left: float, y: float, scale: float) -> Iterator[Rectangle]:
+    yield Rectangle(x=left, y=y + _LANE - 0.25, width=_LANES_WIDTH, height=0.5, colour=LIGHT)
+    for start, end, meaning in _merged(spans):
+        if (end - start) * scale >= _NARROWEST:
+            yield Rectangle(
+                x=left + start * scale,
+                y=y + _BETWEEN / 2,
+                width=(end - start) * scale,
+                height=_LANE - _BETWEEN,
+                colour=_MEANINGS[meaning],
+            )
+
+
+def _merged(spans: Sequence[LaneSpan]) -> Iterator[tuple[float, float, str]]:
+    """Yield (start, end, meaning) of what follows each other and means the same, once."""
+    start = end = 0.0
+    meaning: str | None = None
+    for span in spans:
+        own = _meaning(span)
+        if own == meaning and span.start <= end:
+            end = max(end, span.end)
+            continue
+        if meaning is not None:
+            yield start, end, meaning
+        start, end, meaning = span.start, span.end, own
+    if meaning is not None:
+        yield start, end, meaning
+
+
+def _meaning(span: LaneSpan) -> str | None:
+    """None of the rank's own waiting, which is white."""
+    key = span.key
+    is_own = span.lane is None or isinstance(span.lane, int)
+    match key.spent:
+        case Spent.COMPUTE:
+            return "forward" if key.phase is Phase.FORWARD else "backward"
+        case Spent.UPDATE:
+            return "update"
+        case Spent.WRAPPERS:
+            return "wrappers"
+        case _:
+            return None if is_own else _moves(key)
+
+
+def _moves(key: TimeKey) -> str:
+    if key.spent is Spent.COPIES:
+        return "copy"
+    if key.collective in _REDUCTIONS:
+        return "reduction"
+    return "gather" if key.collective is Collective.ALL_GATHER else "other collective"
+
+
+def _add_clock(sheet: Sheet, left: float, end: float) -> None:
+    top = sheet.height
+    for part in range(_TICKS + 1):
+        x = left + _LANES_WIDTH * part / _TICKS
+        sheet.rectangles.append(
+            Rectangle(x=x - 0.25, y=top, width=0.5, height=4, colour=GREY, edge=GREY)
+        )
+        text = format_seconds(end * part / _TICKS) if part else "0"
+        sheet.texts.append(Label(text=text, x=x, y=top + 10, size=SMALL, align="center"))
+    sheet.height += 10 + 2 * SMALL
+
+
+def _add_lane_legend(sheet: Sheet, spans: Sequence[LaneSpan]) -> None:
+    used = {_meaning(span) for span in spans} | {"waiting"}
+    meanings = {**_MEANINGS, "waiting": WHITE}
+    names = {colour: meaning for meaning, colour in meanings.items() if meaning in used}
+    sheet.add_legend(EDGE, names, SMALL)

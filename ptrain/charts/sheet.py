@@ -21,6 +21,8 @@ from typing import Literal
 from ptrain.timeline import Kind
 
 BLACK, GREY, LIGHT, WHITE = "#000000", "#555555", "#cccccc", "#ffffff"
+# the blank around a picture, and the sizes of its title, its head lines and its small text
+EDGE, TITLE, HEAD, SMALL = 14.0, 12.0, 9.0, 8.0
 LINE = 1.35  # from one line of text to the next, in sizes of the font
 
 # Advance widths of DejaVu Sans over the size: a digit has 0.636, a line of prose 0.57 a letter at

@@ -64,8 +64,7 @@ def run(args: Namespace) -> int:
 
 
 def _side(source: str, *, words: tuple[str, ...], allow_import: bool) -> dict[str, Recorded]:
-    file = _records_of(source)
-    if file is not None:
+    if (file := _records_of(source)) is not None:
         return recorded(_documents(file, source), source)
     prediction = predicted(source, words, allow_import=allow_import)
     return recorded([predicted_record(prediction)], source)

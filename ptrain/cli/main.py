@@ -177,7 +177,7 @@ def _refuse(error: PtrainError, *, as_json: bool) -> int:
 
     from ptrain.errors import SpecError
     from ptrain.train import environment
-    from ptrain.train.refusal import code_of
+    from ptrain.train.rank_start import code_of
 
     code = code_of(error)
     if as_json and environment.is_first():

@@ -6,11 +6,10 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import asdict
-from pathlib import Path
 
 from ptrain.axes.context.draw import balance_rows
 from ptrain.axes.pipeline.catalogue import pipeline_of, schedule_of
-from ptrain.charts.canvas import Format, painted, require_writable, write_whole
+from ptrain.charts.canvas import ChartFile, chart_file
 from ptrain.charts.schedule import Heading, schedule_sheet
 from ptrain.charts.sheet import Sheet
 from ptrain.charts.tokens import tokens_sheet
@@ -35,17 +34,21 @@ def run(args: Namespace) -> int:
     sources, overrides = split_arguments(args.arguments)
     if not sources:
         raise missing_spec("plan")
-    form = _form_of_chart(args.chart, sources)
+    if args.chart and len(sources) > 1:
+        raise refused(
+            "--chart",
+            f"draws one spec; got {len(sources)}",
+            "Run `ptrain plan` once for each spec.",
+        )
+    chart = chart_file(args.chart)
     plans = [_derived(source, overrides, args.allow_import) for source in sources]
-    if form:
-        _draw(*plans[0], args.chart, form)
+    drawn = [_draw(*plans[0], chart)] if chart else []
     if args.json:
-        chart = {"chart": str(args.chart)} if form else {}
-        records = [as_record(spec, derivation) | chart for spec, derivation in plans]
+        more = {"chart": str(args.chart)} if chart else {}
+        records = [as_record(spec, derivation) | more for spec, derivation in plans]
         print_json(records if len(records) > 1 else records[0])
     else:
         texts = [as_text(spec, derivation) for spec, derivation in plans]
-        drawn = [f"chart    {args.chart}"] if form else []
         words = command_line("predict", args.arguments, allow_import=args.allow_import)
         show("\n\n".join([*texts, *drawn, next_line(words, "ptrain predict --help")]))
     return 0
@@ -72,20 +75,7 @@ def as_record(spec: Spec, derivation: Derivation) -> dict[str, object]:
     }
 
 
-def _form_of_chart(path: Path | None, sources: list[str]) -> Format | None:
-    """None where no chart is asked for; what stands against it is known before a plan is made."""
-    if path is None:
-        return None
-    if len(sources) > 1:
-        raise refused(
-            "--chart",
-            f"draws one spec; got {len(sources)}",
-            "Run `ptrain plan` once for each spec.",
-        )
-    return require_writable(path)
-
-
-def _draw(spec: Spec, derivation: Derivation, path: Path, form: Format) -> None:
+def _draw(spec: Spec, derivation: Derivation, chart: ChartFile) -> str:
     sheets = [*_sheets(spec, derivation.plan)]
     if not sheets:
         raise refused(
@@ -96,7 +86,7 @@ def _draw(spec: Spec, derivation: Derivation, path: Path, form: Format) -> None:
     first, *others = sheets
     for sheet in others:
         first.add_below(sheet)
-    write_whole(path, painted(first, form))
+    return chart.draw(first)
 
 
 def _sheets(spec: Spec, plan: Plan) -> Iterator[Sheet]:

@@ -92,18 +92,16 @@ def run(args: Namespace) -> int:
         from ptrain.cli.sweep import run_sweep
 
         return run_sweep(args, sources, overrides, predict=predict, as_record=as_record)
-    words = tuple(overrides)
+    words, timeline = tuple(overrides), None
     if args.timeline:
-        from ptrain.cli.sweep import require_drawable
+        from ptrain.cli.sweep import draw_step, step_file
 
-        require_drawable(args.timeline)
+        timeline = step_file(args.timeline)
     predictions = [predict(source, words, offer=len(sources) == 1) for source in sources]
     if args.reserved:
         require_cuda(predictions)
-    if args.timeline:
-        from ptrain.cli.sweep import draw_step
-
-        draw_step(predictions[0].derivation, args.timeline)
+    if timeline:
+        draw_step(predictions[0].derivation, timeline)
     if args.json:
         records = [as_record(prediction) for prediction in predictions]
         print_json(records if len(records) > 1 else records[0])
@@ -119,7 +117,7 @@ def run(args: Namespace) -> int:
             drawn.append(f"Assumed: fully sharded, bf16 mixed precision, as in `{job}`.")
         show(one(prediction, explain=args.explain), *drawn, "", next_line(*commands))
     else:
-        from ptrain.report.differences import pair
+        from ptrain.report.sweep import pair
 
         command = command_line("plan", args.arguments, allow_import=args.allow_import)
         show(pair(*predictions, explain=args.explain), "", next_line(command, "ptrain plan --help"))

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 
-from ptrain.charts.canvas import Format, painted, require_writable, write_whole
+from ptrain.charts.canvas import ChartFile, chart_file, write_whole
 from ptrain.charts.front import front_sheet
 from ptrain.cli.arguments import print_json
 from ptrain.cli.predict import facts_of
@@ -46,7 +46,7 @@ def run(args: Namespace) -> int:
         number = f"takes one MODEL or SPEC; got {len(sources)}"
         raise PtrainError(f"ptrain select: {number}. `ptrain specs` lists the names.")
     _require_uses(args)
-    form = None if args.chart is None else require_writable(args.chart)
+    chart = chart_file(args.chart)
     if args.out is not None and not args.out.parent.is_dir():
         raise refused(
             "--out", f"there is no folder {args.out.parent}", f"Run `mkdir -p {args.out.parent}`."
@@ -70,7 +70,7 @@ def run(args: Namespace) -> int:
             watch=lambda done, count: step(done, count, "deriving the best candidates"),
         )
     advice = _advice(selection, args) if args.by == "algorithm1" else None
-    files = list(_written(selection, args, form))
+    files = _written(selection, args, chart)
     if args.json:
         by = {} if advice is None else {"algorithm1": record(advice)}
         print_json(as_record(selection, args.top) | by)
@@ -128,7 +128,7 @@ def _advice(selection: PlacementRanking, args: Namespace) -> Answer:
     return algorithm1(required, thresholds_of(args.thresholds))
 
 
-def _written(selection: PlacementRanking, args: Namespace, form: Format | None) -> list[str]:
+def _written(selection: PlacementRanking, args: Namespace, chart: ChartFile | None) -> list[str]:
     """Write the files that are asked for; return a line for each."""
     lines: list[str] = []
     if selection.best is None:
@@ -136,7 +136,7 @@ def _written(selection: PlacementRanking, args: Namespace, form: Format | None) 
     if args.out is not None:
         write_whole(args.out, as_spec(selection, selection.best).encode(), "--out")
         lines.append(f"spec: {args.out}")
-    if form is not None:
-        write_whole(args.chart, painted(front_sheet(selection), form))
+    if chart is not None:
+        chart.draw(front_sheet(selection))
         lines.append(f"chart: {args.chart}")
     return lines

@@ -10,8 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ptrain.charts.canvas import Format, require_writable, write_whole
-from ptrain.charts.memory import painted_course
+from ptrain.charts.canvas import ChartFile, chart_file
+from ptrain.charts.memory import course_sheet
 from ptrain.cli.arguments import missing_spec, print_json
 from ptrain.cli.predict import facts_of
 from ptrain.cli.progress import progress
@@ -42,14 +42,14 @@ _CONFIRMED = ("90", "2.11")  # by an H100 (benchmarks/results, gpu): capability,
 def run(args: Namespace) -> int:
     """0 when all was simulated: it is no verdict."""
     require_supported()
-    form = require_writable(args.chart) if args.chart else None
+    chart = chart_file(args.chart)
     sources, overrides = split_arguments(args.arguments)
     if not sources:
         raise missing_spec("simulate")
     specs = [
         resolve_auto(load(source, choice)) for source in sources for choice in sweeps(overrides)
     ]
-    if form and len(specs) > 1:
+    if chart and len(specs) > 1:
         raise refused("--chart", f"draws one spec; got {len(specs)}", "Name one spec.")
     for spec in specs:
         require_ranks(spec, args.rank)
@@ -64,7 +64,7 @@ def run(args: Namespace) -> int:
     for spec in specs:
         simulations = list(_of_spec(spec, args, lacking))
         records.append(as_record(spec, simulations))
-        drawn = [_draw(simulations, args.chart, form)] if form else []
+        drawn = [_draw(simulations, chart)] if chart else []
         if not args.json:
             show(*drawn, _host(), GARBAGE, *[""] * (len(specs) > 1))
     if args.json:
@@ -111,14 +111,14 @@ def _kernels(spec: Spec, simulated: Simulated, lacking: str) -> str:
     return f"a CPU's: {lacking}"
 
 
-def _draw(simulations: list[tuple[Derivation, RankReport]], path: Path, form: Format) -> str:
+def _draw(simulations: list[tuple[Derivation, RankReport]], chart: ChartFile) -> str:
     """Of the rank that needs most; says so."""
     course = max(
         (report.course for _, report in simulations),
         key=lambda drawn: drawn.peak.total,
     )
-    write_whole(path, painted_course(course, form))
-    return f"chart {path} (rank {course.rank})"
+    chart.draw(course_sheet(course))
+    return f"chart {chart.path} (rank {course.rank})"
 
 
 def _of_spec(spec: Spec, args: Namespace, lacking: str) -> Iterator[tuple[Derivation, RankReport]]:

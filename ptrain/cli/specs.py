@@ -8,8 +8,8 @@ import textwrap
 from argparse import Namespace
 from pathlib import Path
 
-from ptrain.algebra.obeyed import shown
 from ptrain.errors import PtrainError
+from ptrain.report.printed import shown
 from ptrain.report.screen import next_line, screen_width, show
 from ptrain.report.table import Importance, TableColumn, name_column, render
 from ptrain.spec.load import expand, load
@@ -43,8 +43,7 @@ def _list(*, as_json: bool) -> None:
         print(json.dumps({"specs": rows, "aliases": known.aliases}))
         return
     for folder in (*SPEC_FOLDERS, *_PRESETS):
-        of_folder = [row for row in rows if row["folder"] == folder]
-        if of_folder:
+        if of_folder := [row for row in rows if row["folder"] == folder]:
             print(_table(folder, of_folder))
     aliases = ", ".join(f"{alias} = {name}" for alias, name in known.aliases.items())
     wrapped = textwrap.wrap(aliases, screen_width() - 2)

@@ -12,9 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
-from ptrain.charts.canvas import Format, painted, require_writable, write_whole
-from ptrain.charts.step import step_sheet
-from ptrain.charts.sweep import sweep_sheet
+from ptrain.charts.canvas import ChartFile, chart_file
+from ptrain.charts.memory import sweep_sheet
+from ptrain.charts.schedule import step_sheet
 from ptrain.cli.arguments import print_json
 from ptrain.cli.progress import progress
 from ptrain.codec import encode
@@ -49,7 +49,7 @@ def run_sweep(
 ) -> int:
     """Print a row for each point, and draw them where a file is named. Raises SpecError with all
     faults where no point can be."""
-    form = None if args.chart is None else require_writable(args.chart)
+    chart = chart_file(args.chart)
     choices = len(list(sweeps(overrides))) * len(sources)
     points: list[SweepPoint] = []
     with progress("predicting") as step:
@@ -63,14 +63,12 @@ def run_sweep(
     if args.reserved:
         require_cuda(predictions)
     points = ordered(points, args.sort)
-    if form is not None:
-        _draw(points, args.chart, form)
+    drawn = [chart.draw(sweep_sheet(points))] if chart else []
     if args.json:
         print_json([_record(point, as_record) for point in points])
     elif args.csv:
         print(as_csv(points))
     else:
-        drawn = [f"chart    {args.chart}"] if form is not None else []
         chosen = fastest_that_fits(predictions) or predictions[0]
         words = command_line("predict", chosen.words, allow_import=args.allow_import)
         show(table(points, explain=args.explain), *drawn, "", next_line(words, _LISTS))
@@ -107,10 +105,6 @@ def _faults(error: PtrainError) -> tuple[Fault, ...]:
     return error.faults if isinstance(error, SpecError) else (Fault(place="", finding=str(error)),)
 
 
-def _draw(points: Sequence[SweepPoint], path: Path, form: Format) -> None:
-    write_whole(path, painted(sweep_sheet(points), form))
-
-
 def _record(point: SweepPoint, as_record: AsRecord) -> dict[str, object]:
     """The result record, with what makes it a point of a sweep; of one that is refused why."""
     settings = {"overrides": point.settings, "refused": point.refusal or None}
@@ -119,12 +113,12 @@ def _record(point: SweepPoint, as_record: AsRecord) -> dict[str, object]:
     return {**as_record(point.prediction), **settings}
 
 
-def require_drawable(path: Path) -> None:
-    """Raises SpecError for a file that cannot be written, before anything is derived."""
-    require_writable(path, _OPTION)
+def step_file(path: Path) -> ChartFile | None:
+    """Return the file of a step's lanes. Raises SpecError for one that cannot be written."""
+    return chart_file(path, _OPTION)
 
 
-def draw_step(derivation: Derivation, path: Path) -> None:
+def draw_step(derivation: Derivation, file: ChartFile) -> None:
     """Draw the lanes of a step. Raises SpecError where its time is not predicted."""
     step, spec = derivation.exact.step, derivation.spec
     if step is None:
@@ -134,14 +128,7 @@ def draw_step(derivation: Derivation, path: Path) -> None:
             f"the step time is unknown: {why}",
             "Remove it, or set `cluster.preset=h100-8`.",
         )
-    sheet = step_sheet(spec.name, _note(derivation), step_lanes(derivation))
-    write_whole(path, painted(sheet, require_writable(path, _OPTION)))
-
-
-def _note(derivation: Derivation) -> str:
-    step, spec = derivation.exact.step, derivation.spec
-    assert step is not None
     number = spec.batch.accumulate
     is_short = derivation.plan.pipeline is None and number > 3
     alike = f"; of {number} micro-batches those between the first and the last once" * is_short
-    return f"{critical_path(step)}{alike}"
+    file.draw(step_sheet(spec.name, f"{critical_path(step)}{alike}", step_lanes(derivation)))

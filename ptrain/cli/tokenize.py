@@ -13,8 +13,7 @@ from typing import Any
 from ptrain.cli.arguments import print_json
 from ptrain.data.chat_rows import ChatPacking, ChatTemplate, tokenize_chats
 from ptrain.data.tokenized import TokenizingProgress, tokenize
-from ptrain.data.tokens import mask_beside
-from ptrain.data.vocabulary import ByteVocabulary, FileVocabulary, Vocabulary
+from ptrain.data.vocabulary import ByteVocabulary, FileVocabulary, Vocabulary, mask_beside
 from ptrain.errors import refused
 from ptrain.spec.resolve_sections import CONFIG
 

@@ -7,18 +7,15 @@ becomes that process.
 
 from __future__ import annotations
 
-import os
 import shlex
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
-from pathlib import Path
-from typing import NoReturn
 
-from ptrain.charts.canvas import Format, painted, require_writable, write_whole
-from ptrain.charts.routing import logged_tokens, routing_sheet
+from ptrain.charts.canvas import ChartFile, chart_file
+from ptrain.charts.tokens import logged_tokens, routing_sheet
 from ptrain.derivation.estimate import derive
 from ptrain.errors import PtrainError, RankFailed, refused
 from ptrain.installed import require_torch
@@ -43,52 +40,37 @@ from ptrain.train.tracker import names_of_trackers, require_trackers
 def run(arguments: Namespace) -> int:
     """Run the job and return its exit code."""
     choices = options.from_arguments(arguments)
-    if environment.launched() or choices.wants_elastic:
-        _require_own_ranks(arguments.chart)
-    if environment.launched():
-        _become(module_of(_own_spec(choices)), options.to_argv(choices))
-    spec = checked(choices)
-    form = None if arguments.chart is None else _form_of_chart(arguments.chart, spec)
-    if choices.wants_elastic:
-        _become("ptrain.train.elastic", [*options.to_argv(choices), *options.elastic_argv(choices)])
-    if not choices.force:
-        _require_one_node(spec)
-    if not (choices.json or choices.quiet):  # the ranks read a spec that says what became of it
-        for line in chosen_lines(spec.batch, spec.data_degree):
-            print(line, flush=True)
-    return start(spec, choices, lambda folder: _draw(spec, folder, arguments.chart, form))
-
-
-def _require_own_ranks(chart: Path | None) -> None:
-    """Raises SpecError where somebody else starts the ranks, and this process is one of them."""
-    if chart is not None:
+    if arguments.chart is not None and (environment.launched() or choices.wants_elastic):
         raise refused(
             "--chart",
             "is not supported if another launcher starts the ranks",
             "Remove it, or train on one machine.",
         )
-
-
-def _form_of_chart(chart: Path, spec: Spec) -> Format:
-    """Raises SpecError for a model of which nothing is logged that could be drawn."""
-    if not routes(spec):
+    if environment.launched():
+        own = load(choices.spec, choices.overrides, world_size=environment.world_size()).spec
+        environment.become(module_of(own), options.to_argv(choices))
+    spec = checked(choices)
+    if arguments.chart is not None and not routes(spec):
         raise refused(
             "--chart",
             "draws tokens per expert, and this model logs none",
             "Remove it, or train a built-in model with experts.",
         )
-    return require_writable(chart)
+    chart = chart_file(arguments.chart)
+    if choices.wants_elastic:
+        argv = [*options.to_argv(choices), *options.elastic_argv(choices)]
+        environment.become("ptrain.train.elastic", argv)
+    if not choices.force:
+        _require_one_node(spec)
+    if not (choices.json or choices.quiet):  # the ranks read a spec that says what became of it
+        for line in chosen_lines(spec.batch, spec.data_degree):
+            print(line, flush=True)
+    return start(spec, choices, lambda folder: _draw(spec, folder, chart))
 
 
-def _draw(spec: Spec, folder: RunFolder, chart: Path | None, form: Format | None) -> None:
-    if chart is not None and form is not None:
-        sheet = routing_sheet(spec.name, logged_tokens(folder.metrics))
-        write_whole(chart, painted(sheet, form))
-
-
-def _own_spec(choices: Options) -> Spec:
-    """Return the spec of a rank that somebody else's launcher started."""
-    return load(choices.spec, choices.overrides, world_size=environment.world_size()).spec
+def _draw(spec: Spec, folder: RunFolder, chart: ChartFile | None) -> None:
+    if chart is not None:
+        chart.draw(routing_sheet(spec.name, logged_tokens(folder.metrics)))
 
 
 def checked(choices: Options) -> Spec:
@@ -116,9 +98,12 @@ def _require_one_node(spec: Spec) -> None:
     """Raises SpecError for ranks of several nodes of GPUs, which would all start on this machine. A
     cluster of processors may be played anywhere, as may any cluster with `device: cpu`."""
     cluster, size = spec.cluster, spec.world_size
-    if cluster is None or cluster.kind != "cuda" or spec.device == "cpu":
-        return
-    if size > cluster.devices_per_node:
+    if (
+        cluster is not None
+        and cluster.kind == "cuda"
+        and spec.device != "cpu"
+        and size > cluster.devices_per_node
+    ):
         fewest = -(-size // cluster.devices_per_node)
         nodes = next(nodes for nodes in range(fewest, size + 1) if size % nodes == 0)
         raise refused(
@@ -178,9 +163,3 @@ def _attempts(spec: Spec, prepared: Options, claim: Claim) -> int:
             print(f"{error}\nrestart {restart} of {prepared.max_restarts}", file=sys.stderr)
             prepared = replace(prepared, resume=again(prepared.resume, claim.folder))
     raise AssertionError("the last restart returns or raises")
-
-
-def _become(module: str, argv: Sequence[str]) -> NoReturn:
-    sys.stdout.flush()
-    words = [sys.executable, "-P", "-m", module, *argv]
-    os.execve(sys.executable, words, environment.of_ptrain())

@@ -7,10 +7,8 @@ itself; under a launcher it becomes a rank.
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import shutil
-import sys
 import tempfile
 from argparse import Namespace
 from collections.abc import Sequence
@@ -155,10 +153,8 @@ def _become_rank(args: Namespace) -> None:
             "starts the ranks of both specs, and torchrun has started ranks already",
             "Run `ptrain verify` without torchrun.",
         )
-    sys.stdout.flush()
     words = [*args.arguments, *options.said(_options(args))]
-    words = [sys.executable, "-P", "-m", "ptrain.verification", *words]
-    os.execve(sys.executable, words, environment.of_ptrain())
+    environment.become("ptrain.verification", words)
 
 
 def common(spec: Spec) -> dict[str, str]:

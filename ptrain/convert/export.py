@@ -25,8 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from ptrain.convert.saved import SavedModel
-from ptrain.convert.vocabulary import token_origin
+from ptrain.convert.saved import SavedModel, token_origin
 from ptrain.errors import PtrainError, SpecError, refused
 from ptrain.models.initialize import StoredParts, holds_buffers, kept_buffers, stored_rows
 from ptrain.models.pretrained import INDEX, WHOLE, PretrainedFolder, config_of_class, unreal
@@ -38,6 +37,7 @@ from ptrain.spec.published import config_of, kinds, read_config
 from ptrain.spec.resolve_sections import ARCHITECTURES, CONFIG, shape_of
 from ptrain.spec.spec import Spec
 from ptrain.spec.write import keys_of_shape
+from ptrain.units import grouped
 
 _CONFIG = "peft_config"  # peft leaves it on the module that it puts adapters into
 _ADAPTER = "default"  # its name of the adapter where nobody gives one
@@ -369,10 +369,8 @@ Group = list[tuple[str, Stored]]  # parameters by name that stand in the same of
 
 def _groups(saved: Mapping[str, TensorStorageMetadata], form: FileForm) -> list[tuple[Group, int]]:
     """Return what has to be read together, with its bytes."""
-    by_names: dict[tuple[str, ...], Group] = {}
-    for name in saved:
-        of_files = form.stored(name)
-        by_names.setdefault(of_files.names, []).append((name, of_files))
+    stored = ((name, form.stored(name)) for name in saved)
+    by_names = grouped((of_files.names, (name, of_files)) for name, of_files in stored)
     return [(group, sum(_bytes(saved[name]) for name, _ in group)) for group in by_names.values()]
 
 

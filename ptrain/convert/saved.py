@@ -1,5 +1,5 @@
 """Load the model of a run's checkpoint into one process, whatever ranks saved it; let it continue
-texts and score them, on the CPU, in fp32.
+texts and score them, on the CPU, in fp32, in the vocabulary that it was trained on.
 
 Each token is computed from the window before it; nothing is kept between tokens.
 """
@@ -18,19 +18,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from ptrain.convert.vocabulary import vocabulary_of, windows
-from ptrain.data.vocabulary import Vocabulary
+from ptrain.data.chat_rows import ChatTemplate
+from ptrain.data.tokenized import TokenOrigin, read_origin
+from ptrain.data.vocabulary import FILE, ByteVocabulary, FileVocabulary, Vocabulary, file_of
 from ptrain.errors import refused
 from ptrain.models.initialize import build, cast, holds_buffers, kept_buffers
 from ptrain.rooms.world import World
+from ptrain.spec.job import DataSpec
 from ptrain.spec.load import load
 from ptrain.spec.model import ExternalModel, ModelShape
 from ptrain.spec.spec import Spec
 from ptrain.spec.text import read
 from ptrain.train import checkpoint, manifest
+from ptrain.train.checkpoint import IndexReader
 from ptrain.train.exchange import Exchange
 from ptrain.train.folder import RunFolder, shown
-from ptrain.train.index import IndexReader
 from ptrain.train.manifest import Manifest
 
 _MODEL = "model."
@@ -178,8 +180,7 @@ class Writer:
     ) -> str:
         """Return what follows a text: at most so many tokens, drawn by their probabilities at a
         `temperature`, the most probable at 0."""
-        begun = self.vocabulary.tokens(prompt)
-        if not begun:
+        if not (begun := self.vocabulary.tokens(prompt)):
             raise refused("PROMPT", "the prompt has no tokens", "Use a longer prompt.")
         self._require_known(begun)
         new: list[int] = []
@@ -244,3 +245,68 @@ def _drawn(logits_V: Tensor, temperature: float, generator: torch.Generator) -> 
         return int(logits_V.argmax())
     probabilities_V = (logits_V / temperature).softmax(-1)
     return int(torch.multinomial(probabilities_V, 1, generator=generator))
+
+
+class ChatVocabulary(FileVocabulary):
+    """The vocabulary of a folder, of which a text is what a user says to the model."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self._template = ChatTemplate(folder)
+        end = self._template.answer_end()
+        self.end = self.end if end is None else end
+
+    def tokens(self, text: str) -> list[int]:
+        return self._template.question(text)
+
+
+def vocabulary_of(spec: Spec, named: Path | None, *, is_chat: bool = False) -> Vocabulary:
+    """Return the vocabulary that a model was trained on: the one that is `named`, that of the
+    folder it began with, what made its token files, or bytes; if it `is_chat`, with the folder's
+    template. Raises SpecError where nobody says what its tokens mean, or a file says otherwise."""
+    data, folder = spec.data, spec.model.pretrained
+    origin = token_origin(data)
+    began = None if folder is None else Path(folder)
+    if named is None and began is not None and (began / FILE).is_file():
+        named = began / FILE
+    if named is None and origin is not None and not origin.is_of_bytes:
+        named = None if origin.has_changed else Path(origin.tokenizer)
+    if named is not None and origin is not None and origin.differs(file_of(named)):
+        raise refused(
+            "--tokenizer",
+            f"the model was trained with tokens of {origin.tokenizer}, but {named} has "
+            "a different vocabulary",
+            "Use the tokenizer that the model was trained with.",
+        )
+    if is_chat:
+        if named is None:
+            raise refused(
+                "--chat",
+                "no chat template is known for this model",
+                "Add `--tokenizer FOLDER`, a folder of a tokenizer with a chat template.",
+            )
+        return ChatVocabulary(named)
+    if named is not None:
+        return FileVocabulary(named)
+    is_of_bytes = not data.is_of_files and data.function is None
+    if is_of_bytes or (origin is not None and origin.is_of_bytes):
+        return ByteVocabulary()
+    raise refused(
+        "--tokenizer",
+        "the model was trained on a token file, and its tokenizer is unknown",
+        f"Add `--tokenizer FILE`, a {FILE}.",
+    )
+
+
+def token_origin(data: DataSpec) -> TokenOrigin | None:
+    """Return the tokenizer of a training's tokens, by the first of its files with a record."""
+    paths = [data.path, *(source.path for source in data.sources or ())]
+    origins = (read_origin(Path(path)) for path in paths if path is not None)
+    return next((origin for origin in origins if origin is not None), None)
+
+
+def windows(tokens: Sequence[int], length: int) -> Iterable[Sequence[int]]:
+    """Yield stretches of at most `length` tokens and the one behind them, each token but the first
+    being a target once."""
+    for first in range(0, len(tokens) - 1, length):
+        yield tokens[first : first + length + 1]

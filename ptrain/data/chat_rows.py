@@ -40,8 +40,7 @@ from ptrain.data.tokenized import (
     rows,
     token_dtype,
 )
-from ptrain.data.tokens import INPUT, START, TARGET, mask_beside
-from ptrain.data.vocabulary import FILE, size_of
+from ptrain.data.vocabulary import FILE, INPUT, START, TARGET, mask_beside, size_of
 from ptrain.errors import Fault, PtrainError, refused
 from ptrain.models.boundary import boundary
 

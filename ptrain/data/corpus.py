@@ -28,7 +28,7 @@ from torch import Tensor
 
 from ptrain.data.sampler import DatasetBatch, LocalBatch, SampleSource, Split, local_batch
 from ptrain.data.tokenized import TokenOrigin, read_origin, require_one_tokenizer, require_tokenizer
-from ptrain.data.tokens import START, TARGET, VOCAB, encode, mask_beside, open_mask, open_tokens
+from ptrain.data.vocabulary import START, TARGET, VOCAB, encode, mask_beside, open_mask, open_tokens
 from ptrain.errors import Fault, SpecError, refused
 from ptrain.models.external import dataset_of
 from ptrain.models.objective import IGNORED, in_dtype_of

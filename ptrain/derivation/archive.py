@@ -25,7 +25,6 @@ class TablePart(StrEnum):
     BLOCK = "block"  # by how its activations are kept, and what it computes
     LOSS = "loss"  # in chunks, and what is computed for it
     CONTEXT = "context"  # of a block over cp, and what it computes there
-    END_WORK = "end-work"  # what is computed in front of the blocks and behind them
     KERNEL = "kernel"  # of attention, on GPUs
 
 

@@ -168,8 +168,8 @@ def _over_context(setting: Setting, part: ContextPart, kept: Kept) -> BlockPasse
     own = entry["places"][part.name]
     forward, backward = (
         tuple(
-            evaluated.events_of(
-                own[name].get(str(at), number) for at, number in enumerate(entry[name])
+            evaluated.events(
+                *(own[name].get(str(at), number) for at, number in enumerate(entry[name]))
             )
         )
         for name in ("forward", "backward")

@@ -4,7 +4,8 @@ hold.
 
 A table holds every size in bytes as a coefficient times powers of the model's dimensions, read off
 traces at prime shapes (`traces.block_tables` makes them). Nothing is fitted. A pass is `begin`,
-`block` for each layer but two, and `end`, in its own order; that of one layer is `only`.
+`block` for each layer but two, and `end`, in its own order; that of one layer is `only`. Each of
+these is a concatenation of segments: the front, a block, the head.
 
 Equal blocks in a row are played once: a block in their midst allocates, sends and leaves what the
 one before it did. A wrap acts at a unit's boundaries and on its neighbours (it gathers ahead, and
@@ -26,6 +27,7 @@ from ptrain.derivation.attention import is_by_operators
 from ptrain.derivation.tables import (
     EvaluatedTable,
     LossHead,
+    Parts,
     Place,
     RankCut,
     Setting,
@@ -186,15 +188,15 @@ class LayerPasses(NamedTuple):
         self,
         kind: Kind,
         evaluated: EvaluatedTable,
-        listed: Sequence[int],
+        listed: Sequence[Sequence[int]],
         turns: Turns,
         places: Places,
     ) -> list[Item]:
-        only, begin, block, end = listed
+        only, begin, block, end = map(tuple, listed)
         last = len(self.numbers) - 1
         is_reversed = kind in (Kind.BACKWARD, Kind.INPUT)
         first_place, last_place = (last, 0) if is_reversed else (0, last)
-        parts: dict[tuple[int, Kept, bool, bool], Sequence[Any]] = {}
+        parts: dict[tuple[Parts, Kept, bool, bool], Sequence[Any]] = {}
         items: list[Item] = []
         for place, times in turns[::-1] if is_reversed else turns:
             part = begin if place == first_place else end if place == last_place else block
@@ -205,24 +207,24 @@ class LayerPasses(NamedTuple):
             append(items, instantiate(parts[key], self.numbers[place], places), times)
         return items
 
-    def _part(self, kind: Kind, place: int, part: int) -> Sequence[Any]:
-        """What the layer at this place does in a pass, where a plain one does this part of the
+    def _part(self, kind: Kind, place: int, part: Parts) -> Sequence[Any]:
+        """What the layer at this place does in a pass, where a plain one does these parts of the
         table."""
         held = 0 if place else self.held
         if self.head is not None and place == len(self.numbers) - 1:
-            base = self.head.around(_PASSES[kind], _evaluated(self.setting).events(part))
+            base = self.head.around(_PASSES[kind], _evaluated(self.setting).events(*part))
             return (
                 base if self.is_plain else _kept(base, self.setting, kind, self.kept[place], held)
             )
         if self.is_plain:
-            return _evaluated(self.setting).events(part)
+            return _evaluated(self.setting).events(*part)
         return _kept_part(part, self.setting, kind, self.kept[place], held)
 
 
 @lru_cache(maxsize=2**10)
-def _kept_part(part: int, setting: Setting, kind: Kind, kept: Kept, held: int) -> Sequence[Any]:
-    """A part of the table, which several places have, with a block that is kept so."""
-    return _kept(_evaluated(setting).events(part), setting, kind, kept, held)
+def _kept_part(part: Parts, setting: Setting, kind: Kind, kept: Kept, held: int) -> Sequence[Any]:
+    """Parts of the table, which several places have, with a block that is kept so."""
+    return _kept(_evaluated(setting).events(*part), setting, kind, kept, held)
 
 
 def _kept(

@@ -115,14 +115,12 @@ class Setting:
 
     def name(self, part: TablePart) -> str:
         """Return the name of its table. To a block it is nothing whether embedding and head are
-        tied, to a loss what the blocks do, and to what is around the blocks how many heads keys
-        have; one sample's targets need no copy."""
-        is_of_llama = part is TablePart.END_WORK and self.family is Family.LLAMA
+        tied, and to a loss what the blocks do; one sample's targets need no copy."""
         return "-".join(
             (
                 self.family.value,
                 *(() if part in _OF_A_BLOCK else ("tied" if self.shape.tied else "untied",)),
-                *(() if part is TablePart.LOSS or is_of_llama else (self.operators,)),
+                *(() if part is TablePart.LOSS else (self.operators,)),
                 "full" if self.is_full else "bf16",
                 *(("one",) if self.batch == 1 else ()),
                 *((self.context.kind,) if self.context and part is TablePart.CONTEXT else ()),
@@ -132,15 +130,14 @@ class Setting:
     def way(self, part: TablePart) -> str:
         """Return which way of its table's it is: how operators are cut, as far as the part sees it.
         A block does not see how logits are, and computes the same where a cut is naive, though it
-        sends more; what it saves is nothing to the loss, nor to what else is computed around the
-        blocks."""
+        sends more; what it saves is nothing to the loss."""
         if self.cut is None:
             return FUSED if part is TablePart.LOSS and self.loss.fused else PLAIN
         kind = self.cut.kind
         match part:
             case TablePart.BLOCK:
                 return kind.removesuffix(_GATHERED).replace(_NAIVE, _WHOLE)
-            case TablePart.LOSS | TablePart.END_WORK:
+            case TablePart.LOSS:
                 return kind.replace(_SAVED, _CUT)
             case _:
                 return kind
@@ -260,24 +257,24 @@ def _flush(deltas: list[int]) -> Iterator[Run]:
         yield combined
 
 
+Parts = tuple[int, ...]  # numbers of a table's parts, which follow each other
+
+
 @dataclass(frozen=True, eq=False, repr=False, slots=True)
 class EvaluatedTable:
     """A table and the bytes of each of its sizes."""
 
     content: Mapping[str, Any]
     sizes: tuple[int, ...]
-    known: dict[int, tuple[Any, ...]] = field(default_factory=dict, compare=False, repr=False)
+    known: dict[Parts, tuple[Any, ...]] = field(default_factory=dict, compare=False, repr=False)
 
-    def events(self, part: int) -> list[Any]:
-        """Return the events of the part with this number."""
-        if part not in self.known:
-            self.known[part] = tuple(self.events_of([part]))
-        return [*self.known[part]]
-
-    def events_of(self, parts: Iterable[int]) -> list[Any]:
-        """Return the events of several parts, one after the other."""
-        written = self.content["parts"]
-        return list(merged((event for part in parts for event in written[part]), self.sizes))
+    def events(self, *parts: int) -> list[Any]:
+        """Return the events of the parts with these numbers, one after the other."""
+        if parts not in self.known:
+            written = self.content["parts"]
+            events = (event for part in parts for event in written[part])
+            self.known[parts] = tuple(merged(events, self.sizes))
+        return [*self.known[parts]]
 
 
 def content(part: TablePart, setting: Setting) -> archive.Table:
@@ -364,8 +361,7 @@ class WorkTable(NamedTuple):
 
 @cache
 def work_table(part: TablePart, name: str, way: str) -> WorkTable:
-    content = archive.table(part, name)[way]
-    return WorkTable.read(content if part is TablePart.END_WORK else content["work"])
+    return WorkTable.read(archive.table(part, name)[way]["work"])
 
 
 class EvaluatedWork:

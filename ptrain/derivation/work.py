@@ -140,7 +140,7 @@ def _ends(setting: Setting, *, is_staged: bool) -> tuple[LayerWork, LayerWork]:
     weights is the whole."""
     if is_staged:
         setting = replace(setting, shape=replace(setting.shape, tied=False))
-    evaluated = tables.EvaluatedWork(TablePart.END_WORK, setting, setting.values)
+    evaluated = tables.EvaluatedWork(TablePart.PASSES, setting, setting.values)
     content = evaluated.table.content
     front, behind = content["front"], content["behind"]
     if is_staged:

@@ -87,8 +87,7 @@ def parameter_groups(module: FSDPModule) -> Sequence[FSDPParamGroup]:
     """Return the groups of parameters that FSDP2 gathers together: a list of them, or before torch
     had one, one or none."""
     state = module._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:
+    if (groups := getattr(state, "_fsdp_param_groups", None)) is None:
         groups = [state._fsdp_param_group] if state._fsdp_param_group else []
     return groups
 
@@ -102,8 +101,7 @@ def parameters(module: FSDPModule) -> Iterator[FSDPParam]:
 def policies(group: FSDPParamGroup) -> Iterator[object]:
     """Yield the policies of precision and of offload that a group was given; from 2.15 on each
     parameter has one of precision by itself."""
-    shared = getattr(group, "mp_policy", None)
-    if shared is not None:
+    if (shared := getattr(group, "mp_policy", None)) is not None:
         yield shared
     else:
         yield from (part.mp_policy for part in group.fsdp_params)

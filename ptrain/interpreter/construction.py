@@ -43,8 +43,8 @@ from ptrain.optimizers.update import TargetsUpdate
 from ptrain.rooms.comm import Mesh
 from ptrain.rooms.world import World
 from ptrain.spec.spec import Spec
-from ptrain.steps.kind import Ran
 from ptrain.steps.step import BalanceExperts, ChunkedLoss, Pipeline, Plan
+from ptrain.steps.wraps import Ran
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,8 +234,7 @@ def stages_of_module(spec: Spec, module: nn.Module, facts: ModelFacts) -> Stages
     """None without pp. Raises SpecError for a module whose stages are not the module, or that is
     not on slices of the tokens what it is on all."""
     require_slices(module, spec, facts.attending)
-    cut = stages_of(spec, facts)
-    if not cut:
+    if not (cut := stages_of(spec, facts)):
         return None
     chain = chain_of(spec, facts)
     if keeps_its_weights(module) and detect_fake_mode() is None:

@@ -37,7 +37,6 @@ from ptrain.optimizers.update import TargetsUpdate
 from ptrain.rooms.comm import Mesh
 from ptrain.rooms.torch import Tiers, TorchRoom
 from ptrain.steps.experts import ExpertParallel
-from ptrain.steps.kind import PlanStep, Ran
 from ptrain.steps.step import (
     Accumulate,
     BalanceExperts,
@@ -51,7 +50,7 @@ from ptrain.steps.step import (
     Step,
     Update,
 )
-from ptrain.steps.wraps import FlatUnits, FullyShard, LocalGradients, Replicate, Wrap
+from ptrain.steps.wraps import FlatUnits, FullyShard, LocalGradients, PlanStep, Ran, Replicate, Wrap
 
 
 def execute(rank: Construction) -> None:

@@ -121,8 +121,7 @@ def not_finite(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     number (0-d, where they are). In any dtype: what torch has for scaled losses takes no bf16 on
     CUDA (`AmpKernels.cu` dispatches on fp16, fp32 and fp64, as of 2.13)."""
     mark = partial(alike, source=gradients[0])
-    held = [gradient for gradient in gradients if gradient.numel()]
-    if not held:  # of a rank whose shards are empty
+    if not (held := [gradient for gradient in gradients if gradient.numel()]):
         return mark(torch.zeros((), dtype=torch.bool))
     greatest = [mark(norm) for norm in torch._foreach_norm(held, math.inf)]  # NaN if an element is
     stacked = mark(torch.stack([cast(norm, torch.float64) for norm in greatest]))

@@ -10,10 +10,15 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from ptrain.models.numerics import TORCH_DTYPES
-from ptrain.optimizers.by_operator import NAdam
-from ptrain.optimizers.lion import Lion, LionByFormula, PlainLion
-from ptrain.optimizers.muon import ExactMuon, Muon
-from ptrain.optimizers.sgd import SGD
+from ptrain.optimizers.by_operator import (
+    SGD,
+    ExactMuon,
+    Lion,
+    LionByFormula,
+    Muon,
+    NAdam,
+    PlainLion,
+)
 from ptrain.optimizers.update import moment_names
 from ptrain.rooms.room import OptimizerLeaf
 from ptrain.spec.job import OptimizerSpec

@@ -1,31 +1,38 @@
-"""torch's optimizers that have no fused kernel: what a fused one does beside its arithmetic."""
+"""Optimizers that update operator by operator: torch's without a fused kernel, and ptrain's Lion,
+SGD in 16 bits on a CPU, and Muon.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
+from torch.optim.optimizer import ParamsT
 
 from ptrain.internals.fakes import FakeTensor, detect_fake_mode
 from ptrain.models.ledger import OperatorMode, is_tagged, storage_of, tag
+from ptrain.rooms.torch import alike, cast
 from ptrain.spec.placement import Tier
 
 _READ = torch.ops.aten._local_scalar_dense.default
 _ANY_NUMBER = 0.5  # neither a count nor a product of momenta of which a correction would be 0
 
 
-class ByOperator(torch.optim.Optimizer):
-    """A mixin before one of torch's classes, whose `step` works an operator at a time.
-
-    `grad_scale` and `found_inf`, where set, mean what they mean to torch's fused optimizers: what
-    gradients are multiplied by (they are left without it), and 1 where the step is to be skipped.
-    The host waits for the latter, as it does for the numbers that the class reads.
-    """
+class _Scaled(torch.optim.Optimizer):
+    """`grad_scale` and `found_inf`, where set, mean what they mean to torch's fused optimizers: the
+    factor of gradients (they are left without it), and 1 where the step is to be skipped."""
 
     param_groups: list[dict[str, Any]]
     grad_scale: torch.Tensor | None = None
     found_inf: torch.Tensor | None = None
+
+
+class ByOperator(_Scaled):
+    """A mixin before one of torch's classes, whose `step` works an operator at a time. The host
+    waits for `found_inf`, as it does for the numbers that the class reads."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:
@@ -73,3 +80,180 @@ class NAdam(ByOperator, torch.optim.NAdam):
 
     def __init__(self, leaves: Any, **settings: Any) -> None:
         super().__init__(leaves, **settings, decoupled_weight_decay=True, foreach=False)
+
+
+class _OneByOne(_Scaled):
+    """Updates one tensor after the other by `_update`, with one moment each."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:
+        """One update of every tensor that has a gradient."""
+        assert closure is None, "closures are not supported"
+        for options in self.param_groups:
+            for leaf in options["params"]:
+                if leaf.grad is not None:
+                    self._update(leaf, leaf.grad, options)
+
+    def _update(self, leaf: torch.Tensor, gradient: torch.Tensor, options: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+    def _moment(self, leaf: torch.Tensor, name: str = "momentum_buffer") -> torch.Tensor:
+        """Return a tensor's moment, which its first update creates."""
+        if not (state := self.state[leaf]):
+            state[name] = torch.zeros_like(leaf)
+        moment: torch.Tensor = state[name]
+        return moment
+
+
+class PlainLion(_OneByOne):
+    """Lion: the sign of an interpolated momentum (Chen et al. 2023, "Symbolic discovery of
+    optimization algorithms", arXiv:2302.06675, algorithm 2), which torch has not. An operator at a
+    time, with one temporary like a tensor while that is updated."""
+
+    def __init__(self, leaves: Any, **settings: Any) -> None:
+        super().__init__(leaves, settings)
+
+    def _update(self, leaf: torch.Tensor, gradient: torch.Tensor, options: dict[str, Any]) -> None:
+        momentum, lr, (beta1, beta2) = (
+            self._moment(leaf, "exp_avg"),
+            options["lr"],
+            options["betas"],
+        )
+        direction = momentum.lerp(gradient, 1 - beta1).sign_()
+        leaf.mul_(1 - lr * options["weight_decay"]).add_(direction, alpha=-lr)
+        momentum.lerp_(gradient, 1 - beta2)
+
+
+class Lion(ByOperator, PlainLion):
+    """The same with a loss's scale, and on any tier."""
+
+
+class LionByFormula(PlainLion):
+    """The paper's lines, computed in fp64: what a run in fp64 is compared with. In coarser dtypes
+    another order of operators would turn other signs."""
+
+    def _update(self, leaf: torch.Tensor, gradient: torch.Tensor, options: dict[str, Any]) -> None:
+        momentum, lr, (beta1, beta2) = (
+            self._moment(leaf, "exp_avg"),
+            options["lr"],
+            options["betas"],
+        )
+        theta, m, g = leaf.double(), momentum.double(), gradient.double()
+        c = beta1 * m + (1 - beta1) * g
+        leaf.copy_(theta - lr * (c.sign() + options["weight_decay"] * theta))
+        momentum.copy_(beta2 * m + (1 - beta2) * g)
+
+
+class SGD(_OneByOne):
+    """The arithmetic of torch.optim.SGD, an operator at a time, with scalars as temporaries.
+
+    It is for 16-bit parameters on a CPU, where torch's fused kernel (up to 2.13) reads momenta
+    wrongly and leaves all but a tensor's last few elements as they were (pytorch/pytorch#191763).
+    """
+
+    def __init__(self, leaves: ParamsT, *, lr: float, momentum: float, weight_decay: float) -> None:
+        super().__init__(leaves, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+
+    def _update(self, leaf: torch.Tensor, gradient: torch.Tensor, options: dict[str, Any]) -> None:
+        lr, momentum, decay = (options[key] for key in ("lr", "momentum", "weight_decay"))
+        if self.grad_scale is not None:
+            gradient.div_(self.grad_scale)
+        if self.found_inf is None:
+            taken = alike(leaf.new_ones((), dtype=torch.float32), leaf)
+        else:
+            taken = alike(1 - self.found_inf, leaf)
+            gradient.nan_to_num_(0.0, 0.0, 0.0)  # not finite times 0 would not be 0
+        if not momentum:
+            leaf.addcmul_(leaf, taken, value=-lr * decay)
+            leaf.addcmul_(gradient, taken, value=-lr)
+            return
+        buffer = self._moment(leaf)
+        buffer.mul_(1 - taken * (1 - momentum))
+        buffer.addcmul_(gradient, taken)
+        buffer.addcmul_(leaf, taken, value=decay)
+        leaf.addcmul_(buffer, taken, value=-lr)
+
+
+# The quintic iteration X <- aX + (bA + cA^2) X with A = X X^T, its slope at 0 as large as it can be
+# while singular values stay around 1 (K. Jordan 2024).
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+ITERATIONS = 5
+SMALLEST_NORM = 1e-7
+ADAMW_RMS = 0.2  # of AdamW's updates in units of lr; an orthogonal A x B has 1 / sqrt(max(A, B))
+
+
+class Muon(_OneByOne):
+    """Momentum, orthogonalized, for 2-d tensors: the matrices within a model.
+
+    The arithmetic is that of torch.optim.Muon with Nesterov momentum, decoupled weight decay and
+    the learning rate adjusted to the root mean square of AdamW's updates (Liu et al. 2025, "Muon is
+    scalable for LLM training"). torch's class orthogonalizes in bf16 whatever the dtype, but fp64
+    runs are to be compared in fp64; and it cannot skip an update (`found_inf`) without reading a
+    value.
+    """
+
+    def __init__(
+        self,
+        matrices: Iterable[torch.Tensor],
+        *,
+        lr: float,
+        momentum: float = 0.95,
+        weight_decay: float = 0.1,
+    ) -> None:
+        super().__init__(matrices, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+
+    def _update(self, leaf: torch.Tensor, gradient: torch.Tensor, options: dict[str, Any]) -> None:
+        momentum, lr = options["momentum"], options["lr"]
+        assert leaf.dim() == 2, "Muon updates matrices only"
+        if self.grad_scale is not None:
+            gradient = alike(gradient / self.grad_scale, leaf)
+        buffer = self._moment(leaf)
+        if self.found_inf is None:
+            ahead, kept = buffer.lerp_(gradient, 1 - momentum), leaf
+        else:
+            ahead = alike(buffer.lerp(gradient, 1 - momentum), leaf)
+            kept = alike(leaf.clone(), leaf)
+        direction = orthogonalized(alike(gradient.lerp(ahead, momentum), leaf))
+        kept.mul_(1 - lr * options["weight_decay"])
+        kept.add_(direction, alpha=-lr * ADAMW_RMS * math.sqrt(max(leaf.shape)))
+        if self.found_inf is not None:
+            skipped = alike(self.found_inf != 0, leaf)
+            torch.where(skipped, buffer, ahead, out=buffer)
+            torch.where(skipped, leaf, kept, out=leaf)
+
+
+def orthogonalized(matrix: torch.Tensor) -> torch.Tensor:
+    """U V^T of the singular value decomposition, roughly: singular values end between 0.7 and 1.2.
+    In bf16, as torch does, unless the matrix is fp64."""
+    x = cast(matrix, torch.float64 if matrix.dtype == torch.float64 else torch.bfloat16)
+    is_tall = x.shape[0] > x.shape[1]
+    x = x.T if is_tall else x
+    x = alike(x / x.norm().clamp(min=SMALLEST_NORM), matrix)
+    a, b, c = COEFFICIENTS
+    for _ in range(ITERATIONS):
+        gram = alike(x @ x.T, matrix)
+        polynomial = partial(torch.addmm, gram, gram, gram, beta=b, alpha=c)
+        x = alike(torch.addmm(x, alike(polynomial(), matrix), x, beta=a), matrix)
+    return x.T if is_tall else x
+
+
+class ExactMuon(_OneByOne, torch.optim.Muon):
+    """torch's arithmetic without its bf16: the iteration acts on singular values alone, so it is
+    done on those of a singular value decomposition."""
+
+    def _update(self, leaf: torch.Tensor, gradient: torch.Tensor, options: dict[str, Any]) -> None:
+        momentum, buffer = options["momentum"], self._moment(leaf)
+        buffer.mul_(momentum).add_(gradient, alpha=1 - momentum)
+        ahead = momentum * buffer + (1 - momentum) * gradient
+        leaf.mul_(1 - options["lr"] * options["weight_decay"])
+        rms = 0.2 * math.sqrt(max(leaf.shape))
+        leaf.sub_(_exactly_orthogonalized(ahead, options), alpha=options["lr"] * rms)
+
+
+def _exactly_orthogonalized(matrix: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+    a, b, c = group["ns_coefficients"]
+    left, sizes, right = torch.linalg.svd(matrix, full_matrices=False)
+    sizes = sizes / max(float(sizes.square().sum().sqrt()), group["eps"])
+    for _ in range(int(group["ns_steps"])):
+        sizes = a * sizes + b * sizes**3 + c * sizes**5
+    return left @ torch.diag(sizes) @ right

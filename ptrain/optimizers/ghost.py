@@ -92,8 +92,7 @@ class GhostRules:
     def optimizer(
         self, rule: str, leaves: Sequence[OptimizerLeaf[Ghost]], spec: OptimizerSpec
     ) -> GhostFused:
-        temporaries = self._temporaries(rule, leaves, spec)
-        if temporaries is None:
+        if (temporaries := self._temporaries(rule, leaves, spec)) is None:
             return GhostFused(rule, leaves, self.reader)
         return GhostByTensor(rule, leaves, self.reader, temporaries)
 
@@ -115,8 +114,7 @@ class GhostRules:
 
 def _tell(rule: str, leaves: Sequence[OptimizerLeaf[Ghost]], reader: Reader) -> None:
     """The reader hears what is updated, which is all on one tier."""
-    values = [leaf.value for leaf in leaves if leaf.gradient is not None]
-    if values:
+    if values := [leaf.value for leaf in leaves if leaf.gradient is not None]:
         shapes = [value.shape for value in values]
         reader.updated(rule, values[0].dtype, values[0].tier, shapes)
 

@@ -234,8 +234,7 @@ class Member(Generic[T, X]):
     def fetch(self) -> bool:
         """Bring everything to the leaf; False where there is no gradient."""
         leaf, updated = self.leaf, self.layout.updated
-        gradient = self.target.working_gradient()
-        if gradient is None:
+        if (gradient := self.target.working_gradient()) is None:
             return False
         if self._is_there:
             leaf.gradient = gradient

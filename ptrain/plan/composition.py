@@ -13,8 +13,9 @@ from typing import NamedTuple
 from ptrain.axes.context.attention import is_partition
 from ptrain.spec.placement import SAMPLE_AXES
 from ptrain.spec.spec import Spec, groups, positions
-from ptrain.steps.kind import Ran, WrapStep
 from ptrain.steps.step import Parallelize, Plan
+from ptrain.steps.wraps import Ran, WrapStep
+from ptrain.units import grouped
 
 Groups = Sequence[tuple[int, ...]]
 _FEW_GROUPS = 2
@@ -32,8 +33,7 @@ class Condition(NamedTuple):
 def theorem_3(spec: Spec, plan: Plan) -> tuple[Condition, ...]:
     """What it asks where ranks have slices of the tokens, of which the paper says nothing; none
     without cp."""
-    step = plan.context
-    if step is None:
+    if (step := plan.context) is None:
         return ()
     within = tuple(groups(spec, (step.axis,)))
     places = positions(spec, plan.sample_axes)
@@ -67,8 +67,7 @@ def theorem_3(spec: Spec, plan: Plan) -> tuple[Condition, ...]:
 def theorem_3_of_experts(spec: Spec, plan: Plan) -> tuple[Condition, ...]:
     """What it asks where ranks have experts of their own, of which the paper says nothing; none
     without ep."""
-    step = plan.experts
-    if step is None:
+    if (step := plan.experts) is None:
         return ()
     within, names = tuple(groups(spec, step.axes)), " × ".join(step.axes)
     summed = plan.wrap_of(step.modules).summed_axes
@@ -236,10 +235,9 @@ def are_consecutive(tensor_groups: Groups) -> bool:
 def have_one_of_each(data_groups: Groups, tensor_groups: Groups) -> bool:
     """Theorem 6.3: a data group has ranks of several tp groups, and of each at most one. Theorem
     7.3: so has a pipeline of those that share stages."""
-    groups_of: dict[int, list[int]] = {}
-    for index, other in enumerate(tensor_groups):
-        for rank in {*other}:
-            groups_of.setdefault(rank, []).append(index)
+    groups_of = grouped(
+        (rank, index) for index, other in enumerate(tensor_groups) for rank in {*other}
+    )
 
     def has_two_of_none(group: tuple[int, ...]) -> bool:
         indices = [index for rank in {*group} for index in groups_of.get(rank, ())]

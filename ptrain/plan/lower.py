@@ -210,8 +210,7 @@ def _frozen(factors: tuple[Factor, ...]) -> FrozenPlace:
 
 
 def _pipeline(spec: Spec, stages: tuple[Stage, ...]) -> Pipeline | None:
-    size = pipeline_of(spec)
-    if size is None:
+    if pipeline_of(spec) is None:
         return None
     return Pipeline(
         axis=Axis.PP,

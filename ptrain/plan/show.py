@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby, pairwise
-from typing import assert_never
+from typing import Any
 
 from ptrain.axes.context.draw import step_text, token_lines
 from ptrain.axes.data.rules import keeps_state
 from ptrain.axes.expert.draw import expert_lines
 from ptrain.axes.expert.draw import step_text as expert_text
 from ptrain.axes.pipeline.catalogue import pipeline_of, schedule_of
-from ptrain.axes.pipeline.draw import bubble_text, draw
 from ptrain.axes.pipeline.schedule import Schedule
-from ptrain.axes.pipeline.simulate import simulate
+from ptrain.axes.pipeline.simulate import bubble_text, draw, simulate
 from ptrain.axes.pipeline.stage_facts import most_held_of
 from ptrain.facts.stages import Units
 from ptrain.plan.composition import all_conditions, condition_lines, ranks_text
@@ -48,8 +47,8 @@ from ptrain.steps.step import (
     Step,
     Update,
 )
-from ptrain.steps.wraps import FlatUnits, FullyShard, LocalGradients, Replicate
-from ptrain.units import counted, format_memory
+from ptrain.steps.wraps import FlatUnits, FullyShard, LocalGradients, PlanStep, Replicate
+from ptrain.units import counted, format_memory, grouped
 
 _FEW_GROUPS = 8
 
@@ -89,39 +88,9 @@ def _experts(spec: Spec, plan: Plan) -> Iterator[str]:
 
 
 def _step(step: Step, *, stateless: bool) -> str:
-    match step:
-        case CreateMesh():
-            return _mesh(step)
-        case Pipeline():
-            return _pipeline(step)
-        case Parallelize():
-            return _parallelize(step)
-        case ContextParallel():
-            return step_text(step)
-        case ExpertParallel():
-            return expert_text(step)
-        case Keep():
-            return keep_text(step)
-        case ChunkedLoss():
-            return loss_text(step)
-        case LocalGradients():
-            return "leave the units as they are: no data axis, nothing to reduce"
-        case Replicate():
-            return _replicate(step)
-        case FullyShard():
-            return _fully_shard(step)
-        case FlatUnits():
-            return _flat(step, stateless=stateless)
-        case Accumulate():
-            return f"accumulate {counted(step.micro_batches, 'micro-batch')}"
-        case Clip():
-            return _clip(step)
-        case Update():
-            return _update(step)
-        case BalanceExperts():
-            return _balance(step)
-        case _:
-            assert_never(step)
+    if isinstance(step, FlatUnits):
+        return _flat(step, stateless=stateless)
+    return _TEXTS[type(step)](step)
 
 
 def _mesh(step: CreateMesh) -> str:
@@ -132,16 +101,13 @@ def _mesh(step: CreateMesh) -> str:
 
 
 def _pipeline(step: Pipeline) -> str:
-    ranks = max(step.rank_of) + 1
-    text = (
+    ranks, names = max(step.rank_of) + 1, ", ".join(name for name, _ in step.shared)
+    shared = f"; first and last stage share {names}; its gradients are summed" if names else ""
+    return (
         f"split the model over {step.axis} into {counted(step.stages, 'stage')}, "
         f"{step.stages // ranks} per rank; each stage holds Θ, Ω and G of its layers; schedule "
-        f"{step.schedule}"
+        f"{step.schedule}{shared}"
     )
-    if step.shared:
-        shared = ", ".join(name for name, _ in step.shared)
-        text += f"; first and last stage share {shared}; its gradients are summed"
-    return text
 
 
 def _stages(spec: Spec, plan: Plan) -> Iterator[str]:
@@ -159,8 +125,7 @@ def _stages(spec: Spec, plan: Plan) -> Iterator[str]:
 
 def _drawn(spec: Spec) -> Iterator[str]:
     """Yield the bubble in both conventions of the literature, then the drawn schedule."""
-    schedule = _schedule(spec)
-    if schedule is None:
+    if (schedule := _schedule(spec)) is None:
         return
     yield f"bubble   {bubble_text(simulate(schedule))}"
     yield ""
@@ -173,9 +138,7 @@ def _schedule(spec: Spec) -> Schedule | None:
 
 def _parallelize(step: Parallelize) -> str:
     pairs = "column-wise, one by one" if step.is_naive else "column- and row-wise in pairs"
-    between = "replicated"
-    if step.is_sequence:
-        between = "sharded by tokens"
+    between = "sharded by tokens" if step.is_sequence else "replicated"
     saved = ", saved as shards and all-gathered again in backward" if step.is_saved_cut else ""
     return (
         f"shard operators over {step.axis}: {pairs}; activations between them {between}{saved}; "
@@ -191,15 +154,12 @@ def _logits(step: Parallelize) -> str:
 
 
 def _replicate(step: Replicate) -> str:
-    backward = "the last micro-batch's backward"
-    when = f"overlapped with {backward}" if step.overlaps else f"after {backward}"
-    text = (
+    when = "overlapped with" if step.overlaps else "after"
+    owners = "; each tensor of Ω on a single rank, which updates and broadcasts it"
+    return (
         f"replicate over {_names(step.axes)}: DistributedDataParallel, {_bucket(step)} reduced "
-        f"once, {when}"
+        f"once, {when} the last micro-batch's backward{owners * step.zero_redundancy}"
     )
-    if step.zero_redundancy:
-        text += "; each tensor of Ω on a single rank, which updates and broadcasts it"
-    return text
 
 
 def _bucket(step: Replicate) -> str:
@@ -214,14 +174,11 @@ def _bucket(step: Replicate) -> str:
 
 def _fully_shard(step: FullyShard) -> str:
     theta = "Θ M (all-gathered as casts of the master shards)" if step.materialized else "Θ S*"
-    text = f"fully_shard each unit over {_names(step.shard_axes)}: {theta}, Ω S, G S"
-    if step.replicate_axes:
-        text += f"; replicate over {_names(step.replicate_axes)}"
-    if not step.overlaps:
-        text += "; no overlap, no prefetch"
-    elif step.prefetch is not None:
-        text += f"; {_ahead(step.prefetch)}"
-    return text + _via(step.reduce_scatter)
+    copies = f"; replicate over {_names(step.replicate_axes)}" if step.replicate_axes else ""
+    ahead = "" if step.prefetch is None else f"; {_ahead(step.prefetch)}"
+    dials = ahead if step.overlaps else "; no overlap, no prefetch"
+    shards = f"fully_shard each unit over {_names(step.shard_axes)}: {theta}, Ω S, G S"
+    return f"{shards}{copies}{dials}{_via(step.reduce_scatter)}"
 
 
 def _ahead(num: int) -> str:
@@ -250,21 +207,20 @@ def _flat_parameters(step: FlatUnits) -> str:
 
 def _flat_optimizer(step: FlatUnits) -> str:
     stored = _stored("Ω", step.optimizer, step.optimizer_tier)
-    gathered = [axis for axis in step.optimizer if axis not in step.updated]
-    if gathered:
-        stored += f", all-gathered over {_names(gathered)} for the update"
-    if step.optimizer_tier is Tier.DEVICE:
-        return stored
-    return f"{stored}, updated on the {step.update_tier}"
+    stored += _gathered([axis for axis in step.optimizer if axis not in step.updated])
+    is_near = step.optimizer_tier is Tier.DEVICE
+    return stored if is_near else f"{stored}, updated on the {step.update_tier}"
+
+
+def _gathered(axes: Sequence[Axis]) -> str:
+    return f", all-gathered over {_names(axes)} for the update" if axes else ""
 
 
 def _flat_gradients(step: FlatUnits) -> str:
     if step.consumed:
         return "G freed: each unit is reduced and updated within backward"
     stored = _stored("G", step.gradients, step.gradients_tier)
-    if step.gathered_gradients:
-        stored += f", all-gathered over {_names(step.gathered_gradients)} for the update"
-    return stored
+    return stored + _gathered(step.gathered_gradients)
 
 
 def _stored(letter: str, axes: Sequence[Axis], tier: Tier) -> str:
@@ -304,11 +260,10 @@ def _clip(step: Clip) -> str:
 def _update(step: Update) -> str:
     remainder = OPTIMIZERS[step.optimizer].remainder
     rest = f" ({remainder} for all but the blocks' matrices)" if remainder else ""
-    text = f"update with {step.optimizer}{rest}, {_layout(step.layout)}"
-    if step.layout.scales_loss:
-        over = f" over {_names(step.scale_axes)}" if step.scale_axes else ""
-        text += f"; the loss is scaled, and a step whose gradients overflow{over} is skipped"
-    return text
+    over = f" over {_names(step.scale_axes)}" if step.scale_axes else ""
+    scaled = f"; the loss is scaled, and a step whose gradients overflow{over} is skipped"
+    layout = step.layout
+    return f"update with {step.optimizer}{rest}, {_layout(layout)}{scaled * layout.scales_loss}"
 
 
 def _balance(step: BalanceExperts) -> str:
@@ -358,9 +313,8 @@ def _policy(plan: Plan) -> Iterator[str]:
 
 
 def _sync(sync: SyncPolicy, *, gathers: bool) -> str:
-    when = "after every micro-batch"
-    if sync.gradients is GradientSync.LAST:
-        when = "once, after the last micro-batch"
+    is_once = sync.gradients is GradientSync.LAST
+    when = "once, after the last micro-batch" if is_once else "after every micro-batch"
     if not gathers:
         return f"gradients {when}"
     match sync.reshard_after_forward:
@@ -407,9 +361,7 @@ _RESULTS = {
 
 def keep_text(step: Keep) -> str:
     """`recompute blocks 0-7, keeping inputs; offload the saved tensors of block 8 …`."""
-    alike: dict[Kept, list[str]] = {}
-    for name, kept in step.blocks:
-        alike.setdefault(kept, []).append(name)
+    alike = grouped((kept, name) for name, kept in step.blocks)
     texts = [_alike(kept, _blocks(names)) for kept, names in alike.items()]
     files = [f"files in {step.path}"] if step.path is not None else []
     return "; ".join([*texts, *files])
@@ -484,3 +436,30 @@ def _ranges(numbers: list[int]) -> Iterator[str]:
 def _ordinal(number: int) -> str:
     ends = {1: "st", 2: "nd", 3: "rd"}
     return f"{number}{'th' if 10 < number % 100 < 14 else ends.get(number % 10, 'th')}"
+
+
+def _local(step: LocalGradients) -> str:
+    return "leave the units as they are: no data axis, nothing to reduce"
+
+
+def _accumulate(step: Accumulate) -> str:
+    return f"accumulate {counted(step.micro_batches, 'micro-batch')}"
+
+
+# How each kind of step is worded.
+_TEXTS: Mapping[type[PlanStep], Callable[[Any], str]] = {
+    CreateMesh: _mesh,
+    Pipeline: _pipeline,
+    Parallelize: _parallelize,
+    ContextParallel: step_text,
+    ExpertParallel: expert_text,
+    Keep: keep_text,
+    ChunkedLoss: loss_text,
+    LocalGradients: _local,
+    Replicate: _replicate,
+    FullyShard: _fully_shard,
+    Accumulate: _accumulate,
+    Clip: _clip,
+    Update: _update,
+    BalanceExperts: _balance,
+}

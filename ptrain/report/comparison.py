@@ -102,8 +102,7 @@ def compare_records(
     else:
         pairs = [(base[name], head[name]) for name in base if name in head]
         left, right = [n for n in base if n not in head], [n for n in head if n not in base]
-    trainings = [_training(*pair) for pair in pairs]
-    if not trainings:
+    if not (trainings := [_training(*pair) for pair in pairs]):
         raise refused(
             " ".join(names),
             f"one side has {', '.join(base)}, the other {', '.join(head)}",
@@ -362,8 +361,7 @@ def _difference(row: ComparedFigure) -> str:
         return f"unknown at {'base' if row.base is None else 'head'}"
     if row.base is None or row.head is None:
         return f"only at {'base' if row.head is None else 'head'}"
-    by = row.difference
-    if not by:
+    if not (by := row.difference):
         return "="
     sign = "-" if by < 0 else "+"
     share = "" if row.relative is None else f" ({_percent(row.relative)})"

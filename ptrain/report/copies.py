@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from ptrain.report.finding import Mismatch, Moment, RootCause, Subject, Way
+from ptrain.units import grouped
 
 Coordinates = Mapping[int, Mapping[str, int]]  # rank -> axis -> place
 
@@ -36,20 +37,16 @@ class Copy:
 def holders(tables: Sequence[Sequence[Copy]]) -> dict[tuple[int, str, str, str], tuple[int, ...]]:
     """The ranks that hold each thing, ascending, a rank as often as it holds it. `tables`: of every
     rank."""
-    ranks_of: dict[tuple[int, str, str, str], list[int]] = {}
-    for rank, table in enumerate(tables):
-        for copy in table:
-            ranks_of.setdefault(copy.identity, []).append(rank)
+    ranks_of = grouped((copy.identity, rank) for rank, table in enumerate(tables) for copy in table)
     return {identity: tuple(ranks) for identity, ranks in ranks_of.items()}
 
 
 def differing(tables: Sequence[Sequence[Copy]], step: int) -> Iterator[Mismatch]:
     """One for each rank whose copy is not that of the most; where no such majority is, for each
     rank that has one. In the order of time, then of the first rank that holds it."""
-    copies: dict[tuple[int, str, str, str], list[tuple[int, Copy]]] = {}
-    for rank, table in enumerate(tables):
-        for copy in table:
-            copies.setdefault(copy.identity, []).append((rank, copy))
+    copies = grouped(
+        (copy.identity, (rank, copy)) for rank, table in enumerate(tables) for copy in table
+    )
     for _, of_moment in groupby(
         sorted(copies.values(), key=lambda held: held[0][1].moment),
         key=lambda held: held[0][1].moment,
@@ -106,11 +103,8 @@ def alike_apart(
     """Yield what two places share of things that ranks at one place have alike and at different
     places have not (`places`: of every rank its place and its digest, or None where it has none).
     Which ranks of one place differ is said by `differing`."""
-    alike: dict[str, list[tuple[int, str]]] = {}
-    for rank, held in enumerate(places):
-        if held is not None:
-            place, digest = held
-            alike.setdefault(digest, []).append((rank, place))
+    held = ((rank, *its) for rank, its in enumerate(places) if its is not None)
+    alike = grouped((digest, (rank, place)) for rank, place, digest in held)
     for group in alike.values():
         for rank, place in group:
             if place != group[0][1]:

@@ -9,7 +9,7 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 from ptrain.axes.context.draw import balance_text
-from ptrain.by_rank import distinct
+from ptrain.by_rank import distinct, unranked
 from ptrain.cost import (
     TIERS,
     Estimate,
@@ -24,9 +24,8 @@ from ptrain.cost import (
 from ptrain.derivation.estimate import Derivation
 from ptrain.derivation.memory import ranks_per_node
 from ptrain.errors import refused
-from ptrain.plan.composition import compositions, condition_lines
+from ptrain.plan.composition import compositions, condition_lines, ranks_text
 from ptrain.report.heading import by_data_lines, heading
-from ptrain.report.places import by_place
 from ptrain.report.screen import command_line, fold, screen_width
 from ptrain.report.step_time import device_name, job_pace, pace_parts, time_lines
 from ptrain.report.table import (
@@ -62,7 +61,7 @@ from ptrain.selection.preflight import FitAdvice, Reload, Variant, find_changes,
 from ptrain.spec.batch import batch_lines
 from ptrain.spec.model import ModelShape
 from ptrain.spec.placement import Axis
-from ptrain.spec.spec import Spec
+from ptrain.spec.spec import Spec, positions
 from ptrain.steps.step import Plan
 from ptrain.units import format_bytes, format_operations, format_seconds
 
@@ -468,3 +467,48 @@ def _traffic_row(
         str(last.calls) if last else MISSING,
         format_bytes(last.payload_bytes) if last else MISSING,
     )
+
+
+def by_place(spec: Spec, plan: Plan, exact: Estimate) -> str:
+    """Return a table with a row per place along pp: its ranks, stages, number of layers, bytes of
+    each state and the peak, of that one of its ranks which has most; it is empty without pp."""
+    if (step := plan.pipeline) is None:
+        return ""
+    places = positions(spec, (step.axis,))
+    ranks: list[list[int]] = [[] for _ in range(max(places) + 1)]
+    for rank, place in enumerate(places):
+        ranks[place].append(rank)
+    holders = [set(own) for own in ranks]
+    memory = [[*unranked(exact.memory, own)] for own in holders]
+    peaks = [[*unranked(exact.peak, own)] for own in holders]
+    most, fewest = [*map(largest, memory)], [*map(least, memory)]
+    stages = [step.stages_of(place) for place in range(len(ranks))]
+    pairs = [*zip(fewest, most, strict=True)]
+    columns = [
+        name_column(str(step.axis), [str(place) for place in range(len(ranks))]),
+        TableColumn("ranks", Importance.DETAIL, [*map(ranks_text, ranks)], left=True),
+        TableColumn("stages", cells=[" ".join(map(str, own)) for own in stages], left=True),
+        TableColumn(
+            "layers",
+            Importance.DETAIL,
+            [str(sum(len(step.layers[stage]) for stage in own)) for own in stages],
+        ),
+        *(
+            TableColumn(
+                label,
+                cells=[
+                    span(low.get((state, tier)), high.get((state, tier))) for low, high in pairs
+                ],
+            )
+            for state in State
+            for tier, label in on_tiers(state)
+            if any(high.get((state, tier)) for high in most)
+        ),
+        TableColumn("peak", Importance.RESULT, [_peaks_of(own) for own in peaks]),
+    ]
+    return render(columns)
+
+
+def _peaks_of(rows: Sequence[Peak]) -> str:
+    bounds = max(map(lower_bytes, rows), default=None)
+    return span(bounds, max((row.device_bytes for row in rows), default=None))

@@ -1,19 +1,29 @@
 """What the values of the API print: the tables of the command line.
 
 A spec prints as `ptrain specs show`, a derivation as `ptrain predict`, a plan as `ptrain plan`, an
-estimate as the column that it is.
+estimate as the column that it is. Of a spec, keys are shown that its placement obeys, and left out,
+with the reason, at defaults for which no other value would be obeyed.
 """
 
 from __future__ import annotations
 
-from ptrain.algebra.obeyed import shown
-from ptrain.cost import Estimate
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from ptrain.algebra.legality import check
+from ptrain.axes.data.form import data_factors, frozen_factors, tier_of
+from ptrain.cost import PLACED, Estimate, State
 from ptrain.derivation.estimate import Derivation
 from ptrain.plan.show import show
 from ptrain.report.predict import account, one, prediction_of
 from ptrain.report.selection import selection_text
 from ptrain.selection.ranking import PlacementRanking
+from ptrain.spec.keys import dials
+from ptrain.spec.placement import Tier
 from ptrain.spec.spec import Spec
+from ptrain.spec.write import to_yaml
 from ptrain.steps.step import Plan
 from ptrain.wording import worded
 
@@ -38,3 +48,60 @@ def _(plan: Plan) -> str:
 @worded.register(PlacementRanking)
 def _(selection: PlacementRanking) -> str:
     return selection_text(selection)
+
+
+_BY_ITSELF = ("unit", "overlap", "prefetch", "gather_after_update")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shown:
+    """A mapping that loads to the same spec, and a line about what it leaves out."""
+
+    mapping: dict[str, object]
+    left_out: tuple[str, ...]
+
+    def as_yaml(self) -> str:
+        """Return the spec, and as comments what it leaves out."""
+        return to_yaml(self.mapping) + "".join(f"# {line}\n" for line in self.left_out)
+
+
+def shown(spec: Spec) -> Shown:
+    """`spec.resolved` without what nothing here obeys."""
+    unheard = [place for place, probe in _probes(spec) if _is_refused(probe, place)]
+    mapping: dict[str, Any] = copy.deepcopy(spec.resolved)
+    for place in unheard:
+        section, _, key = place.partition(".")
+        if key:
+            del mapping[section][key]
+        if not key or not mapping[section]:
+            del mapping[section]
+    return Shown(mapping=mapping, left_out=tuple(_left_out(spec, unheard)))
+
+
+def _probes(spec: Spec) -> Iterator[tuple[str, Spec]]:
+    """Each dial at its default, and the spec with another value of it."""
+    for key in dials():
+        if key.dial.other is not None and key.is_free(spec):
+            yield key.place, key.set(spec, key.dial.other)
+
+
+def _is_refused(spec: Spec, place: str) -> bool:
+    return any(fault.place == place for fault in check(spec))
+
+
+def _left_out(spec: Spec, unheard: list[str]) -> Iterator[str]:
+    sync, factors = spec.resolved.get("sync"), data_factors(spec)
+    has_wrapper = bool(factors) or spec.world_size == 1
+    if has_wrapper and isinstance(sync, dict) and "gradients" not in sync:
+        yield f"sync.gradients: {spec.sync.gradients} (from the placement)"
+    by_itself = [key for key in _BY_ITSELF if getattr(spec, key) is None]
+    if has_wrapper and by_itself:
+        yield f"{', '.join(by_itself)}: default of the wrapper"
+    if not has_wrapper:
+        unheard = ["sync.gradients", *by_itself, *unheard]
+    tiers = {tier_of(factors, state) for state in PLACED} | spec.activations.tiers
+    tiers.add(tier_of(frozen_factors(spec), State.PARAMETERS))
+    if spec.offload.path is None and Tier.FILE in tiers:
+        yield "offload.path: system temporary folder"
+    if unheard:
+        yield f"no effect with this placement: {', '.join(unheard)}"

@@ -28,6 +28,7 @@ from ptrain.cost import (
 from ptrain.derivation.wire import WireRow, wire_rows
 from ptrain.installed import versions
 from ptrain.report.step_time import time_row
+from ptrain.units import grouped
 from ptrain.version import is_tested
 
 PEAK_TOLERANCE = 0.02
@@ -162,7 +163,9 @@ def _traffic_checks(
     """Several rows with one key are several ranks' accounts, different ones once: each must be
     right. Of those that are not, the first is named. Of an exchange whose bytes are `assumed` the
     calls are checked."""
-    predicted_rows, measured_rows = _by_key(exact), _by_key(measured)
+    predicted_rows, measured_rows = (
+        grouped((row.key, row) for row in rows) for rows in (exact, measured)
+    )
     for key in sorted({*predicted_rows, *measured_rows}, key=traffic_name):
         for count in _COUNTS[:1] if exchange_of(key) in assumed else _COUNTS:
             left = sorted({getattr(row, count) for row in predicted_rows.get(key, [])})
@@ -171,13 +174,6 @@ def _traffic_checks(
             predicted, measured_row = (wrong or [(left[-1], right[-1])])[0]
             name = f"traffic {traffic_name(key)} {count.removesuffix('_bytes')}"
             yield _check(name, predicted, measured_row, tolerance=0.0)
-
-
-def _by_key(rows: Sequence[Traffic]) -> dict[TrafficKey, list[Traffic]]:
-    rows_of: dict[TrafficKey, list[Traffic]] = {}
-    for row in rows:
-        rows_of.setdefault(row.key, []).append(row)
-    return rows_of
 
 
 def traffic_name(key: TrafficKey) -> str:

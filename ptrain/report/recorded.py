@@ -14,12 +14,13 @@ from typing import Any
 
 from ptrain.by_rank import distinct
 from ptrain.codec import Malformed, decode
-from ptrain.cost import Column, Estimate, Phase, State, busiest
+from ptrain.cost import Column, Estimate, Phase, State, TrafficKey, busiest
 from ptrain.derivation.wire import WireRow
 from ptrain.errors import refused
 from ptrain.report.finding import RootCause
 from ptrain.report.record import COUNTED_KINDS, Check
 from ptrain.report.table import largest, moved_bytes, on_tiers
+from ptrain.units import grouped, summed
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,11 +253,10 @@ def _sizes(record: Mapping[str, Any]) -> Figures:
 def _of_estimate(estimate: Estimate) -> Iterator[tuple[FigureKind, Figures]]:
     yield FigureKind.MEMORY, _memory(estimate)
     if "peak" not in estimate.undefined:
-        peaks: dict[str, int] = {}
-        for row in distinct(estimate.peak):
-            label = f"peak in {row.phase}"
-            peaks[label] = max(row.device_bytes, peaks.get(label, 0))
-        yield FigureKind.PEAK, peaks
+        peaks = grouped(
+            (f"peak in {row.phase}", row.device_bytes) for row in distinct(estimate.peak)
+        )
+        yield FigureKind.PEAK, {label: max(sizes) for label, sizes in peaks.items()}
     if "traffic" not in estimate.undefined:
         yield FigureKind.BYTES, _traffic(estimate, is_bytes=True)
         yield FigureKind.CALLS, _traffic(estimate, is_bytes=False)
@@ -264,31 +264,30 @@ def _of_estimate(estimate: Estimate) -> Iterator[tuple[FigureKind, Figures]]:
 
 def _memory(estimate: Estimate) -> Figures:
     most = largest(estimate.memory)
-    figures: dict[str, int | None] = {}
-    for state in State:
-        for tier, label in on_tiers(state):
-            if size := most.get((state, tier)):
-                figures[label] = size
+    figures: dict[str, int | None] = {
+        label: size
+        for state in State
+        for tier, label in on_tiers(state)
+        if (size := most.get((state, tier)))
+    }
     unknown = _DATA_SIZED if "activations" in estimate.undefined else ()
     return figures | dict.fromkeys(map(str, unknown))
 
 
 def _traffic(estimate: Estimate, *, is_bytes: bool) -> Figures:
     """Return a step's figures by collective and axes, and those of the start apart."""
-    figures: dict[str, int] = {}
-    for row in busiest(estimate.traffic):
-        key = row.key
+
+    def label(key: TrafficKey) -> str:
         over = "" if key.collective.is_copy else f" over {'+'.join(key.axes) or 'world'}"
         via = f" via {key.via}" if key.via else ""
         at_start = " at the start" if key.phase is Phase.SETUP else ""
-        label = f"{key.collective}{over}{via}{at_start}, {'bytes' if is_bytes else 'calls'}"
-        figures[label] = figures.get(label, 0) + (moved_bytes(row) if is_bytes else row.calls)
-    return figures
+        return f"{key.collective}{over}{via}{at_start}, {'bytes' if is_bytes else 'calls'}"
+
+    rows = busiest(estimate.traffic)
+    return summed((label(row.key), moved_bytes(row) if is_bytes else row.calls) for row in rows)
 
 
 def sources(groups: Iterable[FigureGroup]) -> str:
     """Return groups in words, by source: `measured memory and peak, loss`."""
-    by_source: dict[str, list[str]] = {}
-    for group in groups:
-        by_source.setdefault(group.source, []).append(group.kind)
+    by_source = grouped((group.source, group.kind) for group in groups)
     return "; ".join(f"{source} {', '.join(kinds)}".strip() for source, kinds in by_source.items())

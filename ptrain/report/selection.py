@@ -36,7 +36,7 @@ from ptrain.spec.names import listing
 from ptrain.spec.placement import DATA_AXES, Axis
 from ptrain.spec.spec import Spec
 from ptrain.spec.write import to_yaml
-from ptrain.units import format_bytes, format_count, format_memory, format_seconds
+from ptrain.units import format_bytes, format_count, format_memory, format_seconds, grouped
 
 _OVER_CONTEXT = "peaks with cp are those of CPU kernels and have not been confirmed on a GPU"
 TOP, _BILLION = 10, 10**9
@@ -91,8 +91,7 @@ def _heading(selection: PlacementRanking) -> Iterator[str]:
 
 def _answer(selection: PlacementRanking) -> Iterator[str]:
     """Yield the best placement and its figures."""
-    best = selection.best
-    if best is None:
+    if (best := selection.best) is None:
         return
     spec, memory = best.spec, best.memory
     usable, device = memory.usable_memory or 0, device_name(spec)
@@ -177,10 +176,11 @@ def _by_number(selection: PlacementRanking) -> Iterator[str]:
 
 def _untimed(selection: PlacementRanking, numbered: Mapping[int, Ranked]) -> Iterator[str]:
     """Yield a line for each reason why rows have no time."""
-    rows: dict[str, list[str]] = {}
-    for number, row in numbered.items():
-        if row.seconds is None and row.why_untimed != selection.unknown:
-            rows.setdefault(row.why_untimed, []).append(str(number))
+    rows = grouped(
+        (row.why_untimed, str(number))
+        for number, row in numbered.items()
+        if row.seconds is None and row.why_untimed != selection.unknown
+    )
     for why, numbers in rows.items():
         yield f"no step time of {', '.join(numbers)}: {why}"
 
@@ -335,16 +335,21 @@ def placement_text(spec: Spec) -> str:
     return ", ".join(filter(None, _cells(spec)))
 
 
-def _cells(spec: Spec) -> tuple[str, str, str, str]:
+def _chosen(spec: Spec, *, named: bool = False) -> tuple[str, str, str, list[str]]:
     """Return axes with their placements, the micro-batches, recomputation, and other dials."""
-    words = [_axis(spec, axis, named=True) for axis in Axis if spec.degree(axis) > 1]
+    words = [_axis(spec, axis, named=named) for axis in Axis if spec.degree(axis) > 1]
     if (attention := written_attention(spec)) is not None:
         words.append(str(attention))
     kept = recompute_of(spec) if spec.activations.default != PLAIN else ""
     has_data_axis = any(f.axis in DATA_AXES for f in spec.factors)
-    dials = ", ".join(_dials(spec)) if has_data_axis else ""
     batch = f"{spec.batch.micro}×{spec.batch.accumulate}"
-    return " ".join(words) or "one device", batch, kept, dials
+    return " ".join(words), batch, kept, list(_dials(spec)) if has_data_axis else []
+
+
+def _cells(spec: Spec) -> tuple[str, str, str, str]:
+    """Return the same as the cells of a table."""
+    words, batch, kept, dials = _chosen(spec, named=True)
+    return words or "one device", batch, kept, ", ".join(dials)
 
 
 @cache
@@ -371,15 +376,8 @@ def written_texts(written: Written) -> tuple[str, ...]:
 def described(spec: Spec) -> str:
     """Return what is chosen of a spec, in few words: axes with degrees and tuples, schedule,
     micro-batches, recomputation and dials that are not the default."""
-    words = [_axis(spec, axis) for axis in Axis if spec.degree(axis) > 1]
-    if (attention := written_attention(spec)) is not None:
-        words.append(str(attention))
-    words.append(f"{spec.batch.micro}×{spec.batch.accumulate}")
-    if spec.activations.default != PLAIN:
-        words.append(recompute_of(spec))
-    if any(f.axis in DATA_AXES for f in spec.factors):
-        words += _dials(spec)
-    return " ".join(words)
+    words, batch, kept, dials = _chosen(spec)
+    return " ".join(filter(None, [words, batch, kept, *dials]))
 
 
 def _axis(spec: Spec, axis: Axis, *, named: bool = False) -> str:

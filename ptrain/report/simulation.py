@@ -1,16 +1,16 @@
 """The screen of `ptrain simulate` for a rank: predicted and simulated figures, and the contents of
-the peak."""
+the peak. A rank's memory is bytes by state from event to event, and what the peak is made of: plain
+data, which a simulation gives and a page or a picture shows."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ptrain.cost import Estimate, State
+from ptrain.cost import Estimate, Phase, State
 from ptrain.derivation.allocator import Reserved
 from ptrain.derivation.workspaces import Workspace
 from ptrain.plan.composition import ranks_text
-from ptrain.report.composition import MemoryHistory
 from ptrain.report.heading import by_data_lines
 from ptrain.report.predict import operations_lines
 from ptrain.report.record import Check, compare
@@ -137,8 +137,7 @@ def peak(course: MemoryHistory) -> str:
         (row.what, str(row.state), size(row.device_bytes), str(row.tensors))
         for row in course.held[:_MOST]
     ]
-    rest = course.held[_MOST:]
-    if rest:
+    if rest := course.held[_MOST:]:
         left, tensors = sum(row.device_bytes for row in rest), sum(row.tensors for row in rest)
         rows.append((f"{len(rest)} more kinds", "", size(left), str(tensors)))
     when = f"{course.peak.phase}, micro-batch {course.peak.micro_batch}"
@@ -150,3 +149,46 @@ def peak(course: MemoryHistory) -> str:
         TableColumn("tensors", Importance.DETAIL),
     )
     return f"peak {size(course.peak.total)} in {when}\n{render(columns)}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LiveStorages:
+    """Storages of one kind that live at the peak: `tensors` of them, in bytes together."""
+
+    what: str
+    state: State
+    device_bytes: int
+    tensors: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemorySample:
+    """Live device bytes by state, in the order of `State`, after `event` births and deaths."""
+
+    event: int
+    phase: Phase
+    micro_batch: int
+    device_bytes: tuple[int, ...]
+
+    @property
+    def total(self) -> int:
+        return sum(self.device_bytes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryHistory:
+    """One rank's memory over a steady step: its moments, and of the highest what lives then, the
+    largest first."""
+
+    rank: int
+    moments: tuple[MemorySample, ...]
+    peak: MemorySample
+    held: tuple[LiveStorages, ...]
+
+    def by_phase(self) -> dict[Phase, MemorySample]:
+        """Return the highest moment of each phase."""
+        peaks: dict[Phase, MemorySample] = {}
+        for moment in self.moments:
+            known = peaks.setdefault(moment.phase, moment)
+            peaks[moment.phase] = max(known, moment, key=lambda sample: sample.total)
+        return peaks

@@ -18,7 +18,7 @@ from ptrain.report.table import (
     render,
 )
 from ptrain.spec.spec import Spec
-from ptrain.units import format_count, format_seconds
+from ptrain.units import format_count, format_seconds, grouped, summed
 
 _BAR = 24  # columns of the longest bar
 _PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.UPDATE)
@@ -62,8 +62,7 @@ def critical_path(step: StepTime) -> str:
     dp_shard all-gathers`."""
     whole = format_seconds(step.seconds)
     parts = sorted(_overheads(step), key=lambda part: -part[1])
-    large = [part for part in parts if part[1] >= 0.005 * step.seconds][:_NAMED]
-    if large:
+    if large := [part for part in parts if part[1] >= 0.005 * step.seconds][:_NAMED]:
         named = ", ".join(f"{format_seconds(seconds)} {name}" for name, seconds in large)
         return f"overhead in {whole}: {named}"
     moving = [row for row in step.rows if row.moving and row.key.spent is not Spent.LAUNCHES]
@@ -112,12 +111,10 @@ def time_table(exact: Estimate, measured: Estimate, step_seconds: float | None) 
     """Return a table of predicted and measured seconds: the step, and the exposed communication
     over each axis, a bubble included. It is empty if no time is predicted; measured is the rank
     that waits longest."""
-    step = exact.step
-    if step is None:
+    if (step := exact.step) is None:
         return ""
-    waits: dict[tuple[str, ...], float] = {}
-    for row in measured.blocked:
-        waits[row.axes] = max(waits.get(row.axes, 0.0), row.seconds)
+    blocked = grouped((row.axes, row.seconds) for row in measured.blocked)
+    waits = {axes: max(seconds) for axes, seconds in blocked.items()}
     exposed = step.exposed(idle=True)
     rows = [_compared("step", step.seconds, step_seconds)]
     rows += [
@@ -175,12 +172,14 @@ def _parts(step: StepTime) -> Iterator[Part]:
 
 def _overheads(step: StepTime) -> Iterator[tuple[str, float]]:
     """Yield the parts of a step besides computing."""
-    exposed: dict[str, float] = {}
-    for row in step.rows:
-        if row.key.spent is Spent.COLLECTIVES and row.key.collective is not None:
-            calls = _CALLS.get(row.key.collective, "collectives")
-            name = f"exposed {'+'.join(row.key.axes)} {calls}"
-            exposed[name] = exposed.get(name, 0.0) + row.seconds
+    exposed = summed(
+        (
+            f"exposed {'+'.join(row.key.axes)} {_CALLS.get(row.key.collective, 'collectives')}",
+            row.seconds,
+        )
+        for row in step.rows
+        if row.key.spent is Spent.COLLECTIVES and row.key.collective is not None
+    )
     yield from exposed.items()
     yield "exposed copies between tiers", step.spent(Spent.COPIES)
     yield "wrappers", step.spent(Spent.WRAPPERS)

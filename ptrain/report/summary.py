@@ -37,7 +37,7 @@ from ptrain.report.table import (
     traffic_order,
     traffic_size,
 )
-from ptrain.units import format_bytes, format_memory, format_operations
+from ptrain.units import format_bytes, format_memory, format_operations, grouped
 
 Row = tuple[str, str, str, str]
 
@@ -260,9 +260,7 @@ def wire_table(wire: Sequence[WireRow]) -> str:
 
 def blocked_table(measured: Estimate) -> str:
     """Return the seconds per step in which a rank waited for others; empty if none were timed."""
-    seconds: dict[tuple[str, ...], list[float]] = {}
-    for row in measured.blocked:
-        seconds.setdefault(row.axes, []).append(row.seconds)
+    seconds = grouped((row.axes, row.seconds) for row in measured.blocked)
     rows = [
         ("+".join(axes), f"{min(waits):.3f} s", f"{max(waits):.3f} s")
         for axes, waits in seconds.items()
@@ -272,10 +270,7 @@ def blocked_table(measured: Estimate) -> str:
 
 
 def _by_key(rows: Iterable[Traffic]) -> dict[TrafficKey, set[Traffic]]:
-    accounts: dict[TrafficKey, set[Traffic]] = {}
-    for row in rows:
-        accounts.setdefault(row.key, set()).add(row)
-    return accounts
+    return {key: {*its} for key, its in grouped((row.key, row) for row in rows).items()}
 
 
 def _calls(row: Traffic | None) -> str:

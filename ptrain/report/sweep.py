@@ -1,5 +1,7 @@
-"""The screen of `ptrain predict` for a sweep or several specs: the fastest that fits, then a row
-for each. A rejected spec has a row as well, and its reason below the table."""
+"""The screens of `ptrain predict` for a sweep or several specs (the fastest that fits, then a row
+for each; a rejected spec has a row as well, and its reason below the table) and for two specs (the
+answers, then the differences and ratios).
+"""
 
 from __future__ import annotations
 
@@ -9,12 +11,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from ptrain.cost import Estimate, Phase, busiest
+from ptrain.cost import PLACED, Estimate, Phase, State, busiest
 from ptrain.errors import Fault
-from ptrain.report.heading import by_data_lines
+from ptrain.report.heading import by_data_lines, placement
 from ptrain.report.predict import (
+    MODEL_STATES,
     MODEL_STATES_LABEL,
     Prediction,
+    answer_line,
     model_state_bytes,
     sent_bytes,
 )
@@ -23,7 +27,9 @@ from ptrain.report.table import (
     MISSING,
     Importance,
     TableColumn,
+    largest,
     name_column,
+    on_tiers,
     or_missing,
     render,
     size,
@@ -32,7 +38,9 @@ from ptrain.report.table import (
 from ptrain.selection.fit import HOST_UNKNOWN, usable_text
 from ptrain.spec.batch import batch_lines
 from ptrain.spec.load import MeshFollower, parse_override
-from ptrain.units import format_count, format_seconds
+from ptrain.spec.spec import Spec
+from ptrain.spec.write import unwritten
+from ptrain.units import format_count, format_seconds, grouped
 
 _NAMED_POINTS = 6  # of what followed the mesh; more of them are not named
 
@@ -203,10 +211,7 @@ def _ratio(first: Prediction, name: str, prediction: Prediction) -> str:
 def remarks(points: Sequence[SweepPoint]) -> Iterator[str]:
     """Yield remarks on points: rejected ones, keys that followed the mesh, the batch, why a figure
     is missing or a bound, the reserved memory, and warnings."""
-    rejected: dict[str, list[str]] = {}
-    for point in points:
-        if point.refusal:
-            rejected.setdefault(point.refusal, []).append(point.label)
+    rejected = grouped((point.refusal, point.label) for point in points if point.refusal)
     yield from (f"rejected: {', '.join(labels)}: {why}" for why, labels in rejected.items())
     yield from _followed(points)
     named = [(point.label, point.prediction) for point in points if point.prediction]
@@ -256,13 +261,13 @@ def fastest_that_fits(predictions: Sequence[Prediction]) -> Prediction | None:
 
 def _followed(points: Sequence[SweepPoint]) -> Iterator[str]:
     """Yield a line for each key that followed the mesh, with its values by point."""
-    became: dict[tuple[str, int], dict[int, list[str]]] = {}
-    for point in points:
-        for follower in point.follows:
-            labels = became.setdefault((follower.key, follower.before), {})
-            labels.setdefault(follower.after, []).append(point.label)
-    for (key, before), labels in became.items():
-        section, _, name = key.partition(".")
+    became = grouped(
+        ((its.key, its.before), (its.after, point.label))
+        for point in points
+        for its in point.follows
+    )
+    for (key, before), pairs in became.items():
+        labels, (section, _, name) = grouped(pairs), key.partition(".")
         yield f"{section} follows the mesh: {name} {before} → {_became(labels)}; {key}=N fixes it"
 
 
@@ -277,10 +282,7 @@ def _gathered(
     named: Sequence[tuple[str, Prediction]], said: Callable[[Prediction], Sequence[str]]
 ) -> Iterator[str]:
     """Yield each sentence once, with the points that it is about unless these are all."""
-    of: dict[str, list[str]] = {}
-    for label, prediction in named:
-        for sentence in said(prediction):
-            of.setdefault(sentence, []).append(label)
+    of = grouped((text, label) for label, prediction in named for text in said(prediction))
     for sentence, labels in of.items():
         yield sentence if len(labels) == len(named) else f"{', '.join(labels)}: {sentence}"
 
@@ -307,8 +309,7 @@ def _missing_time(prediction: Prediction) -> Sequence[str]:
 
 def figures(point: SweepPoint) -> dict[str, object]:
     """Return the row as plain values, None where there is none: bytes, seconds, true or false."""
-    prediction = point.prediction
-    if prediction is None:
+    if (prediction := point.prediction) is None:
         return {"spec": point.label, "refused": point.refusal}
     paper, exact = prediction.derivation.paper, prediction.derivation.exact
     return {
@@ -353,3 +354,115 @@ def _plain(value: object) -> object:
     if isinstance(value, bool):
         return str(value).lower()
     return "" if value is None else value
+
+
+_UNSAID = "–"
+_TRAFFIC = ("traffic", "copied between tiers")
+_SHOWN_ELSEWHERE = ("name", "mesh", "placement")
+_SAME_MODEL = "model.folder"  # wherever it lies
+Figure = tuple[str, int | None, int | None]
+
+
+def pair(first: Prediction, second: Prediction, *, explain: bool = False) -> str:
+    """Return the answers for both, settings that differ as `before → after`, figures that differ
+    with their ratio, and remarks. `explain` adds the figures of the paper."""
+    sides, estimates = (first, second), ("paper", "exact") if explain else ("exact",)
+    differing = [row for row in _figures(first, second, estimates) if row[1] != row[2]]
+    names, before, after = zip(*differing, strict=True) if differing else ((), (), ())
+    columns = [
+        name_column("per rank and step", names),
+        TableColumn(first.label, cells=[*map(_written, names, before)]),
+        TableColumn(second.label, cells=[*map(_written, names, after)]),
+        TableColumn("ratio", Importance.RESULT, [*map(ratio, before, after)]),
+    ]
+    points = [SweepPoint(label=side.label, prediction=side) for side in sides]
+    answers = [f"{side.label}: {answer_line(side)}" for side in sides]
+    lines = [f"{first.label} → {second.label}", *answers, "", *_settings(first.spec, second.spec)]
+    return "\n".join([*lines, "", render(columns), *remarks(points)])
+
+
+def _written(name: str, number: int | None) -> str:
+    """Return memory in binary units, and traffic in decimal ones."""
+    return (traffic_size if name.startswith(_TRAFFIC) else size)(number)
+
+
+def ratio(before: int | None, after: int | None) -> str:
+    """`8× less`, `1.5× more`; below 1 % `+2.1e-06`; empty where there is nothing to divide."""
+    if not before or not after:
+        return ""
+    more = after > before
+    if abs(after - before) < 0.01 * before:
+        return f"{after / before - 1:+.1e}"
+    return f"{max(before, after) / min(before, after):.3g}× {'more' if more else 'less'}"
+
+
+def _figures(first: Prediction, second: Prediction, estimates: Sequence[str]) -> Iterator[Figure]:
+    for column in estimates:
+        left, right = getattr(first.derivation, column), getattr(second.derivation, column)
+        states = State if column == "exact" else MODEL_STATES
+        suffix = f", {column}" if len(estimates) > 1 else ""
+        most, others = largest(left.memory), largest(right.memory)
+        for state in states:
+            for tier, label in on_tiers(state):
+                yield f"{label}{suffix}", most.get((state, tier)), others.get((state, tier))
+        for tier, label in on_tiers(MODEL_STATES_LABEL):
+            sums = model_state_bytes(left, tier), model_state_bytes(right, tier)
+            yield f"{label}{suffix}", *sums
+        if column == "exact":
+            yield f"peak{suffix}", first.fit.peak_bytes, second.fit.peak_bytes
+        yield f"{_TRAFFIC[0]}{suffix}", sent_bytes(left), sent_bytes(right)
+        yield f"{_TRAFFIC[1]}{suffix}", left.copied_bytes(), right.copied_bytes()
+
+
+def _settings(before: Spec, after: Spec) -> Iterator[str]:
+    """`parameters: R → S*`, `mesh: …`, and every other key that differs, dotted."""
+    yield from _placements(before, after)
+    left, right = (
+        _flatten(spec.resolved) | {"sync.gradients": spec.sync.gradients.value}
+        for spec in (before, after)
+    )
+    if before.batch.accumulate == after.batch.accumulate == 1:
+        del left["sync.gradients"], right["sync.gradients"]  # one micro-batch is each and the last
+    defaults = _flatten(unwritten())
+    for key in dict.fromkeys((*left, *right)):
+        values = left.get(key, _UNSAID), right.get(key, _UNSAID)
+        is_default = _UNSAID in values and defaults.get(key) in values
+        is_elsewhere = key.split(".")[0] in _SHOWN_ELSEWHERE or key == _SAME_MODEL
+        if is_elsewhere or values[0] == values[1] or is_default:
+            continue
+        yield f"  {key}: {_word(values[0])} → {_word(values[1])}"
+
+
+def _word(value: object) -> str:
+    """As YAML writes it."""
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _placements(before: Spec, after: Spec) -> Iterator[str]:
+    """By state while the two have as many axes; else the two products whole."""
+    pairs = list(zip(before.factors, after.factors, strict=False))
+    if len(before.factors) != len(after.factors):
+        yield f"  placement: {placement(before)} → {placement(after)}"
+        return
+    if _mesh(before) != _mesh(after):
+        yield f"  mesh: {_mesh(before)} → {_mesh(after)}"
+    for left, right in pairs:
+        where = f" on {right.axis}" if len(pairs) > 1 else ""
+        for state in PLACED:
+            if left.placement[state] != right.placement[state]:
+                yield f"  {state}: {left.placement[state]} → {right.placement[state]}{where}"
+
+
+def _mesh(spec: Spec) -> str:
+    return ", ".join(f"{factor.axis} {factor.degree}" for factor in spec.factors)
+
+
+def _flatten(value: object, prefix: str = "") -> dict[str, object]:
+    if not isinstance(value, Mapping):
+        return {prefix: value}
+    flat: dict[str, object] = {}
+    for key, inner in value.items():
+        flat |= _flatten(inner, f"{prefix}.{key}" if prefix else str(key))
+    return flat

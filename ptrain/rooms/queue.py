@@ -30,8 +30,7 @@ _LARGEST = 32 * 2**20  # bytes: HEAP_MAX_SIZE / 2, where glibc comes by itself a
 def keep_freed_memory() -> None:
     """From here on this process keeps what it frees. Nothing happens where its C library is not
     glibc."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
+    if (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:
         mallopt(_TRIM_THRESHOLD, _NEVER)
         mallopt(_MMAP_THRESHOLD, _LARGEST)
 

@@ -1,214 +1,239 @@
-"""Estimate the bytes and the seconds of a step from what its parts take, in plain numbers.
+"""Estimate the bytes and the seconds of a step from what its parts take.
 
-A peak is the largest of a few moments of a rank: a forward pass in its last block, a backward pass
-as it begins, in its first block, in its last one and behind it, and the update; once with the first
-gradients and once with those of micro-batches before. A step takes what the slowest rank computes
-and what of its communication does not fit beside that, and what its schedule leaves idle.
-
-Both are estimates: `derive` plays the candidates that are best by them event by event, and a search
-leaves out only what is further from a bound than they are from what is exact (`task.SLACK`).
+States are parameters over the ranks that share them, and activations are added up by what is in
+flight. A step takes what the slowest rank computes, what its schedule leaves idle and what of its
+communication does not fit beside that. What is short and differs from wrapper to wrapper is left
+out: `derive` plays the best candidates event by event.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import inf
+from math import inf, prod
 
-from ptrain.cost import State
+from ptrain.axes.candidates import AxisChoice, chosen
+from ptrain.axes.data.form import (
+    form_of,
+    has,
+    joins_units,
+    reduces_in_backward,
+    tier_of,
+    when_gathered,
+)
+from ptrain.cost import Collective, State
 from ptrain.optimizers.update import optimizer_itemsize
 from ptrain.selection.profile import Activity, Links, Sizes
-from ptrain.selection.ways import DataWay, UnitSeconds, inside
-from ptrain.spec.placement import Tier
+from ptrain.spec.dials import GatherAfterUpdate, GradientSync, UnitKind
+from ptrain.spec.placement import CUT, Distribution, Tier
+from ptrain.spec.rates import Hook, OperatorKind
 from ptrain.spec.spec import Spec
-from ptrain.steps.wraps import BY_TENSOR, Form
+from ptrain.steps.wraps import BY_TENSOR, REPLICAS, Form
+from ptrain.units import grouped
 
 _THETA, _OMEGA, _GRADS = State.PARAMETERS, State.OPTIMIZER, State.GRADIENTS
+_BESIDE = ("unit", "overlap", "prefetch", "bucket_bytes")
+Mask = Sequence[bool]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataWay:
+    """A choice of the data axes, whatever its degrees are: `cut` has by state which of its axes
+    shard it."""
+
+    choice: AxisChoice
+    spec: Spec
+    form: Form
+    cut: dict[State, tuple[bool, ...]]
+    overlaps: bool
+    ahead: int
+
+    @classmethod
+    def of(cls, base: Spec, choice: AxisChoice, beside: Sequence[AxisChoice]) -> DataWay:
+        """Return what a choice says beside others, which decide by which wrapper it is executed."""
+        spec = chosen(base, (choice, *beside))
+        form, factors = form_of(spec), choice.factors
+        cut = {
+            state: tuple(f.placement[state].distribution in CUT for f in factors)
+            for state in (_THETA, _OMEGA, _GRADS)
+        }
+        is_brought = any(cut[_THETA]) or has(factors, _THETA, Distribution.MATERIALIZED)
+        ahead = (spec.prefetch or 0) if form is Form.FLAT else int(is_brought)
+        return cls(
+            choice=choice,
+            spec=spec,
+            form=form,
+            cut=cut,
+            overlaps=reduces_in_backward(spec, form, keeps_parts=any(cut[_GRADS])),
+            ahead=0 if spec.unit_size.kind is UnitKind.MODEL else ahead,
+        )
+
+    @cached_property
+    def kind(self) -> tuple[object, ...]:
+        """Return what it says but for the dials that a descent chooses."""
+        choice = self.choice
+        changes = tuple((name, str(value)) for name, value in choice.changes if name not in _BESIDE)
+        return tuple(factor.placement for factor in choice.factors), changes
+
+    @cached_property
+    def is_made(self) -> bool:
+        """Return True if parameters are made of a master copy for use."""
+        return has(self.choice.factors, _THETA, Distribution.MATERIALIZED)
+
+    @cached_property
+    def is_brought(self) -> bool:
+        """Return True if parameters are gathered or copied for use."""
+        return self.is_made or any(self.cut[_THETA]) or not self.is_near(_THETA)
+
+    @cached_property
+    def is_late(self) -> bool:
+        """Return True if gradients are reduced once a step."""
+        return self.spec.sync.gradients is GradientSync.LAST
+
+    @cached_property
+    def keeps_forward(self) -> bool:
+        """Return True if what is gathered stays from the forward to the backward pass."""
+        return self.is_brought and not self.spec.sync.reshard_after_forward
+
+    @cached_property
+    def keeps_backward(self) -> bool:
+        """Return True if what is gathered stays from one micro-batch to the next."""
+        return self.is_brought and not self.spec.sync.reshard_after_backward
+
+    def is_near(self, state: State) -> bool:
+        """Return True if a state is on the device."""
+        return tier_of(self.choice.factors, state) is Tier.DEVICE
+
+    def parts(self, state: State, degrees: Sequence[int]) -> int:
+        """Return into how many shards a state is cut."""
+        return prod(d for d, is_in in zip(degrees, self.cut[state], strict=True) if is_in)
+
+    def sized(self, degrees: Sequence[int]) -> AxisChoice:
+        """Return the choice with its degrees."""
+        factors = zip(self.choice.factors, degrees, strict=True)
+        own = tuple(f._replace(degree=d) for f, d in factors)
+        return AxisChoice(factors=own, changes=self.choice.changes, follows=self.choice.follows)
+
+    def layers_of_unit(self, sizes: Sizes) -> float:
+        """Return how many layers are gathered or reduced together, by the size of a bucket where
+        that decides."""
+        bucket = self.spec.bucket_bytes / self.spec.precision.effective.reduced.itemsize
+        if self.form in REPLICAS:
+            return min(bucket / sizes.block, sizes.layers)
+        if joins_units(self.spec, self.form):
+            return min(max(1, bucket // sizes.block), sizes.layers)
+        match (unit := self.spec.unit_size).kind:
+            case UnitKind.MODEL:
+                return sizes.layers
+            case UnitKind.SUB_BLOCK:
+                return 0.5
+            case _:
+                return unit.count or 1
+
+
+def representatives(ways: Iterable[DataWay]) -> list[DataWay]:
+    """Return one of the ways that differ in the dials of a descent alone: the first of those that
+    overlap most."""
+    alike = grouped((way.kind, way) for way in ways)
+    return [max(some, key=lambda way: (way.overlaps, way.ahead)) for some in alike.values()]
+
+
+def inside(degrees: Sequence[int], ranks: int) -> tuple[int, ...]:
+    """Return the degrees of the axes where the innermost is without so many ranks."""
+    *outer, last = degrees or (1,)
+    return (*outer, last // ranks) if degrees else ()
+
+
+# -- bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WayBytes:
-    """Bytes per parameter that a rank has: `lives` of Theta and Omega between steps, `grads` when
-    backward is over and `kept` from one micro-batch to the next, each of its own experts too;
-    `whole` of a unit that is gathered, `ahead` bytes of those that are there at once, `opened` of a
-    unit's gradients while they arrive and `flying` while they are reduced, `summed` of what copies
-    of a shard have summed."""
+    """Bytes per parameter of a rank, of all but its own experts and of these: parameters and
+    optimizer state (`lives`), gradients after a step and from one micro-batch to the next. `whole`:
+    bytes per parameter that is gathered; `moving`: bytes of units that are gathered and reduced."""
 
-    lives: float
-    lives_of_experts: float
-    grads: float
-    grads_of_experts: float
-    kept: float
-    kept_of_experts: float
+    lives: tuple[float, float]
+    grads: tuple[float, float]
+    kept: tuple[float, float]
     whole: float
-    ahead: float
-    opened: float
-    flying: float
-    summed: float
-    unit: float
-    is_cast: bool
-    is_flat: bool
-    waits: bool
-    is_late: bool
+    moving: float
     keeps_forward: bool
-    keeps_backward: bool
 
 
-def way_bytes(
-    base: Spec,
-    way: DataWay,
-    degrees: tuple[int, ...],
-    sizes: Sizes,
-    unit: float,
-    *,
-    is_many: bool,
-) -> WayBytes:
-    """Return the bytes of a way beside one micro-batch or several; `unit`: parameters of its
-    largest unit."""
-    layout, near = base.precision.effective, way.near
+def way_bytes(base: Spec, way: DataWay, degrees: tuple[int, ...], sizes: Sizes) -> WayBytes:
+    """Return the bytes of a way with these degrees."""
+    layout = base.precision.effective
     held, reduced = layout.parameters.itemsize, layout.reduced.itemsize
     optimizer = optimizer_itemsize(base.optimizer, layout)
-    fewer = inside(degrees, sizes.shared_by)
     lives, grads = [], []
-    for own in (degrees, fewer):
-        theta = 0.0 if way.is_made or not near[_THETA] else held / way.parts(_THETA, own)
-        omega = optimizer / way.parts(_OMEGA, own) if near[_OMEGA] else 0.0
+    for own in (degrees, inside(degrees, sizes.shared_by)):
+        has_theta = not way.is_made and way.is_near(_THETA)
+        theta = held / way.parts(_THETA, own) if has_theta else 0.0
+        omega = optimizer / way.parts(_OMEGA, own) if way.is_near(_OMEGA) else 0.0
         lives.append(theta + omega)
         parts = way.parts(_GRADS, own)
-        grads.append(layout.gradients.itemsize / parts if near[_GRADS] else 0.0)
-    is_cut, is_flat = any(way.cut[_GRADS]), way.form is Form.FLAT
-    late = float(reduced) if is_cut and way.is_late and is_many else 0.0
+        grads.append(layout.gradients.itemsize / parts if way.is_near(_GRADS) else 0.0)
+    is_cut = any(way.cut[_GRADS])
+    late = float(reduced) if is_cut and way.is_late else 0.0
     whole = float(held) if way.is_brought else 0.0
-    flying = reduced if is_cut and (not is_flat or way.overlaps) else 0
-    if not is_cut and is_flat and layout.keeps_both:
-        flying = reduced
-    sums_copies = way.form in BY_TENSOR and not all(way.cut[_GRADS])
+    unit = way.layers_of_unit(sizes) * sizes.block
+    moving = whole * (not way.keeps_forward) * (1 + way.ahead)
+    moving += (held + reduced * way.overlaps) * is_cut * (not way.is_late)
     return WayBytes(
-        lives=lives[0],
-        lives_of_experts=lives[1],
-        grads=grads[0],
-        grads_of_experts=grads[1],
-        kept=max(late, grads[0]),
-        kept_of_experts=max(late, grads[1]),
+        lives=(lives[0], lives[1]),
+        grads=(grads[0], grads[1]),
+        kept=(max(late, grads[0]), max(late, grads[1])),
         whole=whole,
-        ahead=whole * (not way.keeps_forward) * unit * (1 + way.ahead),
-        opened=float(reduced if is_flat else held) if is_cut else 0.0,
-        flying=float(flying),
-        summed=reduced / way.parts(_GRADS, degrees) if sums_copies else 0.0,
-        unit=unit,
-        is_cast=layout.reduced is not layout.gradients,
-        is_flat=is_flat,
-        waits=way.is_late and is_many,
-        is_late=way.is_late,
+        moving=moving * unit,
         keeps_forward=way.keeps_forward,
-        keeps_backward=way.keeps_backward,
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankShare:
-    """What a rank of a pipeline has: `layers` on all of its `stages`, `own` on that of a pass, the
-    `front` and the `behind` of the model, and so many chunks in flight, with gradients of all of
-    its stages (`later`) and without (`chunks`); `ends` of them at one of these ends,
-    `halved` of which the half of the weights is still to come."""
+    """What a rank of a pipeline has: `layers` on all of its `stages`, which ends of the model, and
+    how many chunks are in flight, with gradients of all of its stages (`later`) and without."""
 
     layers: int
-    own: int
     stages: int
     front: bool
     behind: bool
     is_staged: bool
     chunks: int
     later: int
-    ends: float
-    halved: int
+
+    def root(self, sizes: Sizes) -> int:
+        """Return the parameters that are of no block."""
+        head = sizes.behind + self.is_staged * sizes.copied
+        return self.front * sizes.front + self.behind * head
 
 
-class RankLevels:
-    """Bytes of a rank's activations around its fullest backward passes, and what it has of the
-    model, for micro-batches of some activity."""
-
-    def __init__(self, rank: RankShare, sizes: Sizes, act: Activity) -> None:
-        ends = act.ends_of(front=rank.front, behind=rank.behind)
-        self.own, self.is_staged, self.block = rank.own, rank.is_staged, sizes.block
-        self.head = rank.behind * (sizes.behind + rank.is_staged * sizes.copied)
-        self.front = rank.front * sizes.front
-        self.root = self.front + self.head
-        self.blocks = rank.layers * sizes.block
-        self.held = self.root + self.blocks
-        self.experts = rank.layers * sizes.own_experts
-        self.is_last = rank.behind
-        per_chunk = act.block * rank.layers / rank.stages
-        more = act.hidden * (not rank.behind) * rank.is_staged + ends.saved * rank.ends
-        more += rank.halved * act.half * rank.layers / rank.stages
-        if rank.behind:
-            more += rank.halved * (ends.saved + ends.waiting)
-        self.saved = rank.chunks * per_chunk + more
-        self.later = rank.later * per_chunk + more
-        self.act, self.ends = act, ends
-
-    def peak(self, way: WayBytes, limit: float, *, is_many: bool) -> float:
-        """Return the most bytes at once; of what is above the limit in any case no more than is
-        always there."""
-        own, others = self.experts, self.held - self.experts
-        lives = way.lives * others + way.lives_of_experts * own
-        most = max(self.saved, way.grads * others + way.grads_of_experts * own)
-        if lives + most > limit:
-            return lives + most
-        if not is_many or self.later < self.saved:
-            most = max(most, self._passing(way, self.saved, is_new=True))
-        if is_many:
-            kept = way.kept * others + way.kept_of_experts * own
-            if lives + kept + self.later > limit:
-                return lives + kept + self.later
-            most = max(most, kept + self._passing(way, self.later, is_new=False))
-        return lives + most
-
-    def _passing(self, way: WayBytes, saved: float, *, is_new: bool) -> float:
-        """Bytes at most in a backward pass and the forward pass before it."""
-        act, ends, own, block = self.act, self.ends, self.own, self.block
-        moves, released = not way.waits, way.whole * (not way.keeps_forward)
-        is_done = way.is_flat and self.is_last
-        root = 0.0 if is_done else way.opened * (self.front * way.is_flat + self.head)
-        opened, flying = way.opened * way.unit, way.flying * way.unit
-        first = opened + root + way.flying * is_done * self.head
-        if way.waits and not is_new:
-            first = 0.0
-        if not moves:
-            opened = flying = root = 0.0
-        given = way.whole * (not way.keeps_backward)
-        gone = given * is_done * self.head
-        given *= way.keeps_forward * block
-        again = way.is_cast or (not is_new and not way.is_late)
-        summed = (own - 1) * (way.summed * block * again - given)
-        new = way.kept * (own * block + self.root) if is_new else 0.0
-        of_blocks = new - way.kept * self.front * is_new
-        several = own > 1 and own * block > way.unit * 1.001
-        deep = saved + ends.begun + act.backward_rise
-        late = deep - (own - 1) * act.block
-        done = deep - act.backward_rise - own * act.block + flying + new + summed - given
-        tail = way.opened * moves * self.root
-        level = max(
-            saved + ends.backward_rise - released * self.root,
-            saved - act.block + act.forward_rise + way.ahead,
-            saved + ends.forward_rise,
-            deep + way.ahead + first - gone,
-            late + way.ahead + opened + root + several * flying + of_blocks + summed - gone,
-            done + tail - gone,
-            done + ends.end_rise + root - gone,
-        )
-        return level + way.whole * (self.root + self.blocks * way.keeps_forward)
+def levels_of(
+    shares: Iterable[RankShare], sizes: Sizes, act: Activity, micro: int, number: int
+) -> Iterator[tuple[float, ...]]:
+    """Yield of each rank what decides its `peak`: parameters, and bytes of activations."""
+    for share in shares:
+        chunk = micro * (act.block * share.layers / share.stages + act.stage * share.is_staged)
+        head = (act.at_last if share.is_staged else act.at_ends) * micro * share.behind
+        own = share.layers * sizes.experts
+        blocks, root = share.layers * sizes.block, share.root(sizes)
+        later = share.later * chunk if number > 1 else -inf
+        in_block = micro * act.in_block
+        yield blocks + root - own, own, root, blocks, share.chunks * chunk, later, in_block, head
 
 
-def peak_of(ranks: Sequence[RankLevels], way: WayBytes, limit: float, *, is_many: bool) -> float:
-    """Return the peak of the fullest rank, as far as it matters below the limit."""
-    most = 0.0
-    for rank in ranks:
-        most = max(most, rank.peak(way, limit, is_many=is_many))
-        if most > limit:
-            break
-    return most
+def peak(rank: tuple[float, ...], way: WayBytes) -> float:
+    """Return the most bytes at once of a rank: its states with gradients, or its passes, of the
+    first micro-batch and of those that find gradients of others."""
+    others, own, root, blocks, saved, later, in_block, head = rank
+    lives = way.lives[0] * others + way.lives[1] * own
+    grads = way.grads[0] * others + way.grads[1] * own
+    kept = way.kept[0] * others + way.kept[1] * own
+    used = max(in_block + way.moving, head)
+    used += way.whole * (root + blocks * way.keeps_forward)
+    return lives + max(grads, saved + used, kept + later + used)
 
 
 # -- seconds
@@ -218,16 +243,12 @@ def peak_of(ranks: Sequence[RankLevels], way: WayBytes, limit: float, *, is_many
 class FlowSeconds:
     """What is the same for all choices of the data axes: so many micro-batches, the `layers` and
     other parameters of the rank that computes most on its `stages`, the seconds that it computes
-    and waits for activations (`moving`), and that its schedule leaves idle (`idle`), with passes of
-    all other ranks where it is `serial`; `issued` by its host."""
+    and waits for activations (`moving`), that its schedule leaves idle, and that its host issues."""
 
     number: int
     layers: int
     stages: int
     root: int
-    block: int
-    root_added: float
-    root_filled: float
     forward: float  # of a block
     backward: float
     computing: float
@@ -236,71 +257,131 @@ class FlowSeconds:
     issued: float
 
 
-@dataclass(frozen=True)
 class WaySeconds:
-    """Seconds of a step by a choice of the data axes with degrees."""
+    """Seconds of a step by a choice of the data axes, with degrees, shards innermost: these ranks
+    are `within` ranks apart."""
 
-    links: Links
-    way: DataWay
-    degrees: tuple[int, ...]
-    unit: UnitSeconds
-    tensors: int
-    parts: int  # of Omega
+    def __init__(
+        self, links: Links, way: DataWay, degrees: tuple[int, ...], sizes: Sizes, within: int
+    ) -> None:
+        self.links, self.way, self.degrees, self.sizes = links, way, degrees, sizes
+        layout = links.base.precision.effective
+        self.held, self.reduced = layout.parameters.itemsize, layout.reduced.itemsize
+        self.layers = way.layers_of_unit(sizes)
+        self.unit = self.layers * sizes.block
+        self.gather = self.reduce = self.finish = self.spread = 0.0  # of a unit
+        share = sizes.experts / sizes.block
+        self._send(degrees, within, self.unit * (1 - share))
+        if share:
+            others = inside(degrees, sizes.shared_by)
+            self._send(others, within * sizes.shared_by, self.unit * share)
+        self._copy()
+
+    def _send(self, degrees: tuple[int, ...], within: int, size: float) -> None:
+        """Add what is sent of so many parameters of a unit. Shards first: what copies sum then is a
+        shard. Flat units that keep whole gradients, and copies of flat shards, are summed once."""
+        way, held, reduced = self.way, self.held * size, self.reduced * size
+        theta, omega, grads = (way.cut[state] for state in (_THETA, _OMEGA, _GRADS))
+        if way.form is Form.LOCAL or not degrees:
+            return
+        strides = [within * prod(degrees[at + 1 :]) for at in range(len(degrees))]
+
+        def over(collective: Collective, mask: Mask, size: float) -> float:
+            at = [place for place in range(len(degrees)) if mask[place]]
+            ranks = prod(degrees[place] for place in at)
+            return self.links.seconds(collective, ranks, strides[at[-1]], size) if at else 0.0
+
+        if way.is_brought:
+            self.gather += over(Collective.ALL_GATHER, omega if way.is_made else theta, held)
+        else:
+            later = [o and not t for o, t in zip(omega, theta, strict=True)]
+            self.spread += over(Collective.ALL_GATHER, later, held / way.parts(_THETA, degrees))
+        shards = [o or g for o, g in zip(omega, grads, strict=True)]
+        parts = prod(d for d, is_in in zip(degrees, shards, strict=True) if is_in)
+        copies = over(Collective.ALL_REDUCE, [not is_in for is_in in shards], reduced / parts)
+        if way.form is Form.FLAT and any(grads):
+            rest = [o and not g for o, g in zip(omega, grads, strict=True)]
+            size = reduced / way.parts(_GRADS, degrees)
+            self.reduce += over(Collective.REDUCE_SCATTER, grads, reduced)
+            self.finish += over(Collective.REDUCE_SCATTER, rest, size) + copies
+        else:
+            self.reduce += over(Collective.REDUCE_SCATTER, shards, reduced) + copies
+
+    def _copy(self) -> None:
+        """Add what is copied of a unit that is gathered or reduced, and what hooks take."""
+        way, operator, pace = self.way, self.links.operator, self.links.pace
+        is_flat = way.form is Form.FLAT
+        self.unpack = self.pack = self.add = 0.0
+        size = 2 * self.unit
+        if way.form in BY_TENSOR:
+            self.unpack = way.is_brought * operator(OperatorKind.COPY, size * self.held)
+            self.pack = operator(OperatorKind.COPY, size * self.reduced)
+        if way.form not in BY_TENSOR or way.is_late:
+            self.add = operator(OperatorKind.POINTWISE, 3 * self.unit * self.held)
+        gather = Hook.FLAT_GATHER if is_flat else Hook.FSDP2_GATHER
+        reduce = Hook.FLAT_REDUCE if is_flat else Hook.FSDP2_REDUCE
+        if way.form in REPLICAS:
+            reduce = Hook.DDP_BUCKET
+        is_sent = bool(self.degrees) and way.form is not Form.LOCAL
+        self.hooks = (
+            way.is_brought * pace.hook_seconds(gather),
+            is_sent * pace.hook_seconds(reduce),
+        )
+        if not pace.overlaps:  # a host that computes by itself issues between its operators
+            self.gather, self.reduce = self.gather + self.hooks[0], self.reduce + self.hooks[1]
 
     @cached_property
     def copied(self) -> float:
         """Of a parameter: state that is updated on the device goes there and back. How long a host
         takes for an update nobody measures: that is endless."""
         way, links = self.way, self.links
-        if way.near[_OMEGA]:
+        if way.is_near(_OMEGA):
             return 0.0
-        layout = links.base.precision.effective
-        parts = self.parts
+        layout, parts = links.base.precision.effective, way.parts(_OMEGA, self.degrees)
         state = optimizer_itemsize(links.base.optimizer, layout) / parts
-        seconds = state * links.there_and_back(Tier.FILE) if way.is_on_file else 0.0
-        if way.is_copied_back:
+        is_on_file = tier_of(way.choice.factors, _OMEGA) is Tier.FILE
+        seconds = state * links.there_and_back(Tier.FILE) if is_on_file else 0.0
+        if way.spec.offload.update is Tier.DEVICE:
             return seconds + state * links.there_and_back(Tier.HOST)
         held = layout.parameters.itemsize / parts
         return seconds + held * links.there_and_back(Tier.HOST) if links.is_nominal else inf
 
+    @cached_property
+    def spreads_beside(self) -> bool:
+        """Return True if updated parameters are gathered while others are updated."""
+        way, pace = self.way, self.links.pace
+        is_beside = GatherAfterUpdate.DURING_UPDATE
+        return pace.overlaps and way.form is Form.FLAT and when_gathered(way.spec) is is_beside
+
     def step(self, flow: FlowSeconds) -> float:
         """Return the seconds of a step."""
-        way, unit, number = self.way, self.unit, flow.number
-        units = flow.layers * unit.per_layer
-        every = units + flow.root / unit.moved
-        later = units - flow.stages
+        way, number, links = self.way, flow.number, self.links
+        units = flow.layers / self.layers
+        every = units + flow.root / self.unit
         gathers = 1 if way.keeps_backward else number
         again = 0 if way.keeps_forward else number
         reduces = 1 if way.is_late else number
-        overlaps = way.overlaps and self.links.pace.overlaps
-        is_ahead = overlaps and way.ahead > 0
-        waits = (
-            (gathers + again) * (unit.gather + unit.unpack) + reduces * (unit.reduce + unit.pack)
-        ) * every + number * flow.moving
-        is_flat = way.form is Form.FLAT
-        if unit.add:
-            waits += (number - 1 + is_flat) * (unit.add * units + flow.root_added)
-        if is_flat:
-            waits += reduces * (unit.fill * units + flow.root_filled)
-        if overlaps:
-            beside, apart = 0.0, reduces * unit.reduce
-            if is_ahead:
-                beside = gathers * min(unit.gather, flow.forward / unit.per_layer)
-                apart += again * unit.gather
-            room = max(again, reduces) * flow.backward / unit.per_layer
-            waits -= later * (beside + min(apart, room))
-        held = flow.layers * flow.block + flow.root
-        elements = max(1, int(held / self.parts))
-        number_of = units + 1 if is_flat else flow.layers * self.tensors
-        update = self.links.update(elements, max(1, int(number_of)))
-        copied = held * self.copied if not way.near[_OMEGA] else 0.0
-        spread = unit.spread * every
-        if way.gathers_beside and self.links.pace.overlaps:
-            spread = max(unit.spread, spread - update)
+        copies = (gathers + again) * self.unpack + reduces * self.pack + (number - 1) * self.add
+        sent = (gathers + again) * self.gather + reduces * self.reduce
+        waits = (copies + sent) * every + number * flow.moving
+        if way.overlaps and links.pace.overlaps:
+            beside, apart = 0.0, reduces * self.reduce
+            if way.ahead:
+                beside = gathers * min(self.gather, flow.forward * self.layers)
+                apart += again * self.gather
+            room = max(again, reduces) * flow.backward * self.layers
+            waits -= max(0.0, units - flow.stages) * (beside + min(apart, room))
+        held = flow.layers * self.sizes.block + flow.root
+        tensors = units + 1 if way.form is Form.FLAT else flow.layers * self.sizes.tensors
+        elements = int(held / way.parts(_OMEGA, self.degrees))
+        update = links.update(max(1, elements), max(1, int(tensors)))
+        spread = self.spread * every
+        if self.spreads_beside:
+            spread = max(self.spread, spread - update)
         longer = 1 + waits / flow.computing if flow.computing else 1.0
         seconds = flow.computing + waits + flow.idle * longer
-        seconds += update + copied + unit.finish * every + spread
-        if flow.issued:
-            sent = (gathers + again) * unit.issue_gather + reduces * unit.issue_reduce
-            seconds = max(seconds, flow.issued + every * (sent + unit.issue_settled))
-        return seconds
+        seconds += update + held * self.copied + self.finish * every + spread
+        if not flow.issued:
+            return seconds
+        hooks = (gathers + again) * self.hooks[0] + reduces * self.hooks[1]
+        return max(seconds, flow.issued + every * hooks)

@@ -13,6 +13,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
+from itertools import accumulate, compress
+from operator import attrgetter
 
 from ptrain.axes.context.attention import attention_of
 from ptrain.axes.pipeline.catalogue import pipeline_of, schedule_of
@@ -26,11 +29,12 @@ from ptrain.plan.lower import own_facts
 from ptrain.selection.algorithm1 import algorithm1, requirements
 from ptrain.selection.cuts import ReadFacts, read_or_kept
 from ptrain.selection.demand import Demand, cheapest, demand_of, numbers
-from ptrain.selection.deriver import BEST, Deriver
+from ptrain.selection.deriver import BEST, Deriver, work_of
 from ptrain.selection.descent import neighbours
 from ptrain.selection.fit import HOST_UNKNOWN, TIGHT, Fit, fit, host_bytes, host_text, room_text
-from ptrain.selection.infeasible import why_none, why_not, why_too_large
+from ptrain.selection.infeasible import why_none, why_not
 from ptrain.selection.job import searched_job
+from ptrain.selection.quantities import keeping, recompute_of
 from ptrain.selection.ranking import (
     KNOWN,
     Lost,
@@ -44,7 +48,7 @@ from ptrain.selection.ranking import (
 )
 from ptrain.selection.task import (
     SLACK,
-    TIME_SLACK,
+    Placed,
     Ranked,
     Scored,
     SearchGoal,
@@ -260,7 +264,8 @@ def _nodes(spec: Spec) -> int:
 
 _BEST_TRACED = 6  # candidates that are derived exactly of a model that has to be traced
 _SEEDS = 3  # placements whose dials are descended over
-_OF_KIND = 3  # candidates of a well-known choice that are derived before its dials
+_OF_KIND = 2  # candidates of a well-known choice that are derived before its dials
+_MOST_WORK, _WORK_OF_KIND = 1000, 25  # plain steps around a seed, and around a well-known choice
 _MOST_DEVICES = 2**13  # on which something is looked for that fits
 
 
@@ -415,20 +420,18 @@ class Chooser(Deriver):
     def choose(self) -> PlacementRanking:
         """Return the ranking, and what its figures say of the rest."""
         result = self.search.run(self.job.where)
-        if not result.counts.scored and self.search.has_too_large:
-            raise refused(*why_too_large(self.search))
         if not result.counts.scored:
             raise refused("--devices", *why_none(self.search))
         rows = self._best(result)
         derived = self.derived
         on_front = list(self._fitting(result.front, len(result.front))) if rows else []
-        lost = tuple(self._of_kinds(rows[0].spec)) if rows else ()
+        lost = tuple(self._of_kinds(result, rows[0].spec)) if rows else ()
         # a well-known choice may be what the dials of others lead to
         rows = self._ordered((*rows, *(row for _, row, _ in lost if row and self._obeys(row))))
         selection = PlacementRanking(
             job=self.job,
             objective=self.objective,
-            ranking=tuple(rows[: max(self.count, 1)]),
+            ranking=tuple(rows),
             front=front_of(
                 row for row in (*rows, *on_front) if self.unknown or row.seconds is not None
             ),
@@ -478,7 +481,7 @@ class Chooser(Deriver):
                 self.cuts.close()
         placements = {row.spec.factors: row for row in sorted(rows, key=self._order, reverse=True)}
         seeds = sorted(placements.values(), key=self._order)[:_SEEDS]
-        return [*rows, *(row for seed in seeds for row in self._descended(seed))]
+        return [*rows, *(row for seed in seeds for row in self._descended(seed, _MOST_WORK))]
 
     def _order(self, row: Ranked) -> tuple[float, ...]:
         return order_of(self.objective, row)
@@ -488,11 +491,14 @@ class Chooser(Deriver):
         known = {row.closed.candidate: row for row in rows}
         return undominated(sorted(folded(known.values()), key=self._order))
 
-    def _descended(self, best: Ranked) -> Iterator[Ranked]:
-        """What is derived around a row, and around what is better than it, as long as that is."""
+    def _descended(self, best: Ranked, work: float) -> Iterator[Ranked]:
+        """What is derived around a row, and around what is better than it, as long as that is. Each
+        time no more is derived than takes the work of so many plain steps."""
         while True:
-            near = [scored for scored in self._around(best) if self._may_beat(scored, best)]
-            around = [row for scored in near for row in self._fitting([scored], 1)]
+            near = sorted(filter(partial(self._may_beat, best), self._around(best)), key=self._key)
+            taken = accumulate(work_of(scored.candidate.spec(self.job.base)) for scored in near)
+            some = compress(near, (until <= work for until in taken))
+            around = [row for scored in some for row in self._fitting([scored], 1)]
             yield from around
             least = min(around, key=self._order, default=best)
             if self._order(least) >= self._order(best):
@@ -502,26 +508,29 @@ class Chooser(Deriver):
     def _around(self, row: Ranked) -> Iterator[Scored]:
         return map(self.search.score, neighbours(self.search, row.closed.candidate))
 
-    def _may_beat(self, scored: Scored, row: Ranked) -> bool:
+    def _may_beat(self, row: Ranked, scored: Scored) -> bool:
         """Whether a candidate may fit and be better than a row, as far as estimates are away."""
         if self.objective is SearchGoal.MEMORY:
-            return scored.peak <= row.peak_bytes * SLACK
-        is_fast = scored.seconds <= row.nominal_seconds * TIME_SLACK
+            return scored.peak <= row.closed.peak * SLACK
+        is_fast = scored.seconds <= row.closed.seconds * SLACK
         return is_fast and scored.peak <= self.search.task.room * SLACK
 
     # -- what lost, and what would fit
 
-    def _of_kinds(self, best: Spec) -> Iterator[tuple[str, Ranked | None, str]]:
+    def _of_kinds(
+        self, result: SearchResult, best: Spec
+    ) -> Iterator[tuple[str, Ranked | None, str]]:
         """Well-known choices and what the paper's selection says by name, with the best of their
         kind, or why there is none."""
+        base, devices = self.job.base, self.job.devices
+        placed = [(next(row.candidates()).candidate.spec(base), row) for row in result.placements]
         for known in KNOWN:
             if (where := known.where(self.job)) is not None:
-                yield known.name, *self._like(where)
+                yield known.name, *self._like(placed, where)
         for known in recomputing(best):
-            row, why = self._like(known.rules)
+            row, why = self._like(placed, known.rules, known.kept)
             if row is not None:
                 yield known.name, row, why
-        base, devices = self.job.base, self.job.devices
         assert base.cluster is not None, "a job that is searched for has a cluster"
         advised = algorithm1(requirements(own_facts(self.job.sized), base.cluster, devices))
         name = f"the paper's Algorithm 1: {advised.advice}"
@@ -530,28 +539,46 @@ class Chooser(Deriver):
             return
         said = [f"mesh.{axis}={degree}" for axis, degree, _ in advised.degrees]
         said += [f"placement.{axis}={modes}" for axis, _, modes in advised.degrees]
-        yield name, *self._like(said)
+        yield name, *self._like(placed, said)
 
-    def _like(self, where: Iterable[str]) -> tuple[Ranked | None, str]:
-        """The best that obeys constraints besides the job's own, or why there is none."""
+    def _like(
+        self, placed: Sequence[tuple[Spec, Placed]], where: Iterable[str], kept: str = ""
+    ) -> tuple[Ranked | None, str]:
+        """The best that obeys constraints besides the job's own, and keeps activations so, or why
+        there is none."""
         rules = tuple(map(parse, where))
-        result = self.search.run(Where((*self.job.where.constraints, *rules)))
-        if not result.counts.scored:
+        alike = [row for spec, row in placed if all(rule.holds(spec) for rule in rules)]
+        if not alike:
             return None, why_not(self.search, rules, self.job.where)
-        rows = list(self._fitting(result.best, _OF_KIND))
+        scored = [
+            scored
+            for row in alike
+            for scored in row.candidates()
+            if not kept or keeping(scored.candidate.kept) == kept
+        ]
+        if not scored:
+            return None, "none fits by the estimate"
+        scored.sort(key=self._key)
+        rows = list(self._fitting(scored, _OF_KIND))
         if rows:
-            rows += self._descended(min(rows, key=self._order))
+            near = self._descended(min(rows, key=self._order), _WORK_OF_KIND)
+            rows += (
+                row
+                for row in near
+                if all(rule.holds(row.spec) for rule in rules)
+                and (not kept or recompute_of(row.spec) == kept)
+            )
             return self._ordered(rows)[0], ""
         if self.cuts is not None:
             return None, "would need another trace; use a larger `--exact`"
-        return self._least(result), ""
+        return self.exactly(min(scored, key=attrgetter("peak"))), ""
+
+    def _key(self, scored: Scored) -> float:
+        return scored.peak if self.objective is SearchGoal.MEMORY else scored.seconds
 
     def _least(self, result: SearchResult) -> Ranked | None:
-        """The exact figures of what needs least by closed form."""
-        if (least := result.counts.least) is None:
-            return None
-        peak, candidate = least
-        return self.exactly(Scored(candidate=candidate, peak=peak, seconds=0.0))
+        """The exact figures of the candidate with the smallest estimate of memory."""
+        return result.least and self.exactly(result.least)
 
     def _remedies(self) -> Iterator[Remedy]:
         """Each constraint left out; then the fewest devices, twice as many each time."""

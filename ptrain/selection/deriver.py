@@ -11,12 +11,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import islice
 
 from ptrain.algebra.legality import is_sound
 from ptrain.axes.candidates import chosen
 from ptrain.cost import Collective
 from ptrain.derivation.estimate import derive, fullest_alone
 from ptrain.derivation.machine import Machine, machine_of
+from ptrain.derivation.tape import TooLarge
 from ptrain.derivation.tensor import fullest_place
 from ptrain.derivation.work import model_work, why_unknown
 from ptrain.errors import PtrainError, refused
@@ -26,6 +28,7 @@ from ptrain.rates.pace import Pace, UnknownRate, bus_factor
 from ptrain.selection.cuts import ReadFacts, TracedCuts, read_or_kept
 from ptrain.selection.fit import fit
 from ptrain.selection.job import SearchedJob, with_heads
+from ptrain.selection.profile import clock_of, seconds_of
 from ptrain.selection.search import Search
 from ptrain.selection.space import Candidate, alone
 from ptrain.selection.task import Ranked, Scored, SearchGoal, SearchTask, ranked
@@ -79,8 +82,10 @@ class NominalPace:
 
 BEST = 100  # candidates that are derived exactly
 _ALIKE = 2  # that differ in tuples and dials alone
-_WORK = 4  # plain steps for each that is wanted
+_TRIED = 3  # candidates for each that is wanted
+_WORK = 2  # plain steps for each candidate that is wanted
 _PASSES = 100  # of a pipeline that take as long as a plain step
+_NEAR = 0.95  # of the usable memory: what takes more by its estimate may not fit
 _PER_CUT = 3  # candidates that are wanted, for each cut of a model that is traced
 _OUTSIDE = (Axis.PP, Axis.DP_REPLICATE, Axis.DP_SHARD)
 
@@ -121,8 +126,10 @@ class Deriver:
         spec = chosen(base, next(iter(alone(base, devices))))
         name, layout = base.optimizer.name, base.precision.effective
         try:
-            pace = self._machine(spec).pace
+            machine = self._machine(spec)
+            pace = machine.pace
             pace.update_seconds(name, layout, elements=1, tensors=1)  # which all of them make
+            seconds_of(base, machine.work(0), clock_of(base, pace), 0.0)
             return pace, ""
         except UnknownRate as unknown:
             return None, str(unknown)
@@ -234,19 +241,21 @@ class Deriver:
         return replace(self.rows[key], spec=spec, closed=scored)
 
     def _exceeds(self, scored: Scored) -> bool:
-        """Whether what does not fit by closed form does not fit: then nobody needs its time."""
-        if self.cuts is not None or scored.peak <= self.search.task.room:
+        """Whether what may not fit by its estimate does not: then nobody needs its time."""
+        if self.cuts is not None or scored.peak <= self.search.task.room * _NEAR:
             return False
         spec = scored.candidate.spec(self.job.base)
         if (key := played_as(scored.candidate, spec)) not in self.exceeding:
-            is_known = key in self.rows or not is_sound(spec)
-            self.derived += not is_known
-            self.exceeding[key] = not is_known and not self._fits(spec)
+            self.exceeding[key] = key not in self.rows and not self._fits(spec)
+            self.derived += self.exceeding[key]
         return self.exceeding[key]
 
     def _fits(self, spec: Spec) -> bool:
         """Whether a spec fits, or nobody knows its peak."""
-        exact = fullest_alone(spec, self._facts(spec))
+        try:
+            exact = fullest_alone(spec, self._facts(spec), self.search.task.room)
+        except TooLarge:
+            return False
         memory = fit(spec, exact, takes_unclaimed=spec.has_token_slices)
         return memory.leaves(self.job.margin_bytes) or memory.peak_bytes is None
 
@@ -274,7 +283,7 @@ class Deriver:
     def _fitting(self, scored: Iterable[Scored], count: int) -> Iterator[Ranked]:
         """The first so many that fit, of those that are tried."""
         wanted = count
-        for candidate in self._tried(scored):
+        for candidate in islice(self._tried(scored), _TRIED * count):
             if not count:
                 return
             self.watch(wanted - count, wanted)
@@ -291,32 +300,37 @@ class Deriver:
                 yield row
 
     def _tried(self, scored: Iterable[Scored]) -> Iterator[Scored]:
-        """Of those that differ in tuples and dials alone the first `_ALIKE` that may fit, as long
-        as they take no more than the work of `_WORK` times as many plain steps as are wanted; of a
-        model that is traced those of a few cuts."""
-        if self.cuts is None:
-            alike, work = Counter[object](), float(_WORK * self.count)
+        """Those of a few cuts of a model that is traced; of another those that are legal, of which
+        deep pipelines come last once those before them have taken as much work as `_WORK` plain
+        steps for each candidate that is wanted."""
+        if self.cuts is not None:
+            tried = Counter[int]()
             for candidate in scored:
-                kind = _but_tuples(candidate.candidate)
-                if alike[kind] < _ALIKE and work > 0:
+                spec = candidate.candidate.spec(self.job.base)
+                cut = self.cuts.cut(spec)
+                if tried[cut] < self.count and self.cuts.may_fit(spec, candidate.peak):
+                    tried[cut] += 1
                     yield candidate
-                    if not self._exceeds(candidate):  # one that does is not derived
-                        alike[kind] += 1
-                        work -= self._work_of(candidate.candidate)
             return
-        tried = Counter[int]()
-        for candidate in scored:
-            spec = candidate.candidate.spec(self.job.base)
-            cut = self.cuts.cut(spec)
-            if tried[cut] < self.count and self.cuts.may_fit(spec, candidate.peak):
-                tried[cut] += 1
+        work, deep = float(_WORK * self.count), list[Scored]()
+        for candidate in self._unlike(scored):
+            of_one = work_of(candidate.candidate.spec(self.job.base))
+            if work <= 0 and of_one > _WORK:
+                deep.append(candidate)
+            else:
+                work -= of_one
                 yield candidate
+        yield from deep
 
-    def _work_of(self, candidate: Candidate) -> float:
-        """The work of deriving a candidate, where that of a step without a pipeline is 1."""
-        spec = candidate.spec(self.job.base)
-        stages = spec.pipeline.stages_over(spec.degree(Axis.PP))
-        return 1 + (stages > 1) * stages * spec.batch.accumulate / _PASSES
+    def _unlike(self, scored: Iterable[Scored]) -> Iterator[Scored]:
+        """Legal ones; of those that differ in tuples and dials alone the first `_ALIKE` that are
+        not known to be too large."""
+        alike = Counter[object]()
+        for candidate in scored:
+            kind, spec = _but_tuples(candidate.candidate), candidate.candidate.spec(self.job.base)
+            if alike[kind] < _ALIKE and is_sound(spec):
+                yield candidate
+                alike[kind] += not self.exceeding.get(played_as(candidate.candidate, spec), False)
 
     def _obeys(self, row: Ranked) -> bool:
         """Whether a row fits, leaves the margin free and satisfies constraints on figures."""
@@ -328,6 +342,12 @@ class Deriver:
         return all(rule.holds_of(peak) for rule in where.bounds("memory")) and (
             seconds is None or all(rule.holds_of(seconds) for rule in where.bounds("time"))
         )
+
+
+def work_of(spec: Spec) -> float:
+    """Return the work of deriving a spec, where that of a step without a pipeline is 1."""
+    stages = spec.pipeline.stages_over(spec.degree(Axis.PP))
+    return 1 + (stages > 1) * stages * spec.batch.accumulate / _PASSES
 
 
 def _but_tuples(candidate: Candidate) -> object:

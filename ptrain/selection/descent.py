@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from itertools import compress
 from typing import Any
 
 from ptrain.axes.candidates import AxisChoice
@@ -37,7 +38,10 @@ def neighbours(search: Search, candidate: Candidate) -> Iterator[Candidate]:
         spec = other.spec(task.placed)
         if not is_left_out(spec, task.written) and all(rule.holds(spec) for rule in rules):
             several, through = other.micro > 1, through_of(other.pipeline)
-            if search.legality.within(other.within, other.kept, through, several=several):
+            legality = search.legality
+            if legality.within(
+                other.within, other.kept, through, several=several
+            ) and legality.pipeline(other.pipeline, spec.batch.accumulate):
                 yield other
 
 
@@ -73,9 +77,9 @@ def _dials(search: Search, choice: AxisChoice) -> Iterator[Changes]:
         (("bucket_bytes",), ((size,) for size in _BUCKETS if size != bucket)),
     )
     for names, values in offered:
-        if not choice.factors or any(name != "sync" and written.says(name) for name in names):
-            continue
-        for value in values:
-            changes = tuple({**said, **dict(zip(names, value, strict=True))}.items())
+        free = [name == "sync" or not written.says(name) for name in names]
+        for value in values if choice.factors else ():
+            others = dict(compress(zip(names, value, strict=True), free))
+            changes = tuple({**said, **others}.items())
             if changes != choice.changes:
                 yield changes

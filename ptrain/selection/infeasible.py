@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import cache
 from itertools import groupby, islice, product
 
@@ -59,29 +58,6 @@ def why_none(search: Search) -> tuple[str, str]:
     return f"no combination {on} is legal: {finding}", remedy
 
 
-def why_too_large(search: Search) -> tuple[str, str, str]:
-    """Return place, finding and remedy of a search that scores nothing, for what is legal of it is
-    too large: a sample of the job's, or of what its constraints and its spec leave."""
-    task, rules = search.task, tuple(search.task.where.constraints)
-    free = Search(task.without_written())
-    if not free.scores(Where()):
-        return (
-            "batch.sequence",
-            "a single sample exceeds the device memory, regardless of its states",
-            "Use a smaller `batch.sequence`, `loss=chunked`, or a larger `mesh.tp`.",
-        )
-    place, finding = "activations", "the activations of one micro-batch exceed the device memory"
-    # degrees that are written are constraints, too
-    opened = Search(replace(task, written=replace(task.written, degrees=())))
-    if opened.scores(Where()):
-        return place, f"with {_texts(rules)}, {finding}", _remedy(rules, opened.scores)
-    remedy = "Use `auto` for `placement.tp`, `activations` or `recompute`, which the spec sets."
-    if free.scores(Where(rules)):
-        return place, f"with the values in the spec, {finding}", remedy
-    finding = f"with {_texts(rules)} and the values in the spec, {finding}"
-    return place, finding, f"{remedy} Also: {_remedy(rules, free.scores)}"
-
-
 def _remedy(rules: Sequence[Constraint], has: Callable[[Where], bool]) -> str:
     """What to do without: constraints that alone have nothing, or those without each of which the
     others have something."""
@@ -97,10 +73,8 @@ def _texts(rules: Sequence[Constraint]) -> str:
 def why_not(search: Search, rules: tuple[Constraint, ...], others: Where) -> str:
     """Return why a search for what obeys these rules beside the others, the last one that was run,
     has scored nothing, in a few words."""
-    if search.has_too_large:
-        return "its activations alone exceed the device memory"
     task = search.task
-    if search.has(Where(rules)):
+    if others.constraints and search.has(Where(rules)):
         blame = [o.text for o in others.constraints if not search.has(Where((o, *rules)))]
         texts = blame or [other.text for other in others.constraints]
         return f"excluded by {', '.join(texts)}"

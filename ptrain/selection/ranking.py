@@ -27,11 +27,12 @@ _OF_DATA = ("mesh.pp=1", "mesh.tp=1", "mesh.cp=1", "mesh.ep=1")
 class KnownChoice:
     """A choice by the name that people have for it; `rules` are constraints, in which N stands for
     the number of devices; `least`: the devices that it takes at least; `axes`: what a job must be
-    able to use for it."""
+    able to use for it; `kept`: how blocks keep activations, if that is part of it."""
 
     name: str
     rules: tuple[str, ...]
     least: int = 2
+    kept: str = ""
     axes: tuple[Axis, ...] = ()
 
     def where(self, job: SearchedJob) -> tuple[str, ...] | None:
@@ -75,7 +76,7 @@ def recomputing(spec: Spec) -> Iterator[KnownChoice]:
     for word in QUANTITIES["recompute"].words:
         if word != recompute_of(spec):
             name = f"the mesh of the best, recompute={word}"
-            yield KnownChoice(name=name, rules=(*degrees, f"recompute={word}"), least=1)
+            yield KnownChoice(name=name, rules=tuple(degrees), kept=word, least=1)
 
 
 def idea_of(spec: Spec) -> str:
@@ -123,7 +124,7 @@ def reason(row: Ranked | None, best: Ranked, objective: SearchGoal) -> str:
     if best.step is None:
         return _of_bytes(row, best)
     if row.step is None:
-        return "its time is unknown"
+        return f"its time is unknown: {row.why_untimed}"
     ratio = row.step.seconds / best.step.seconds - 1
     pace = f"{abs(ratio):.1%} {'slower' if ratio >= 0 else 'faster'}"
     less = best.peak_bytes - row.peak_bytes

@@ -1,40 +1,47 @@
-"""Search every legal product of choices: estimate its bytes and seconds and keep the best, and the
-front of memory and time.
+"""Search every product of choices: estimate its bytes and seconds and keep the best, and the front
+of memory and time.
 
 One block of candidates shares the cut of the model's blocks, the flow, the micro-batch and the way
-to keep activations; the choices of the data axes vary within it. Of dials those are searched that
-decide what fits and what moves; what is gathered together a descent chooses (`descent`).
+to keep activations; the choices of the data axes vary within it. Dials that decide what fits and
+what moves are searched; what is gathered together a descent chooses (`descent`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from bisect import insort
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property, partial
+from itertools import islice
+from math import prod
 from operator import itemgetter
 
 from ptrain.axes.candidates import AxisChoice, chosen
-from ptrain.axes.data.candidates import units_of
-from ptrain.cost import State
-from ptrain.derivation.clock import Clock
 from ptrain.facts.model import ModelFacts
 from ptrain.plan.lower import own_facts
 from ptrain.rates.pace import UnknownRate
 from ptrain.selection.bound import (
+    DataWay,
     FlowSeconds,
-    RankLevels,
     WayBytes,
     WaySeconds,
-    peak_of,
+    levels_of,
+    peak,
+    representatives,
     way_bytes,
 )
-from ptrain.selection.flows import (
-    InnerCut,
-    PipelineFlow,
-    PipelineFlows,
-    flow_of,
-    without_shared,
+from ptrain.selection.flows import PipelineFlow, PipelineFlows, flow_of
+from ptrain.selection.profile import (
+    Activity,
+    Links,
+    PassSums,
+    Sizes,
+    activity_of,
+    clock_of,
+    exchange_seconds,
+    seconds_of,
+    sizes_of,
 )
-from ptrain.selection.profile import Activity, Links, Seconds, clock_of, seconds_of, sizes_of
 from ptrain.selection.quantities import Aspect
 from ptrain.selection.space import (
     THROUGH,
@@ -61,21 +68,17 @@ from ptrain.selection.task import (
     SearchResult,
     SearchTask,
 )
-from ptrain.selection.ways import (
-    DataWay,
-    UnitSeconds,
-    representatives,
-    unit_seconds,
-    ways_of,
-)
 from ptrain.selection.where import Constraint, Where
 from ptrain.spec.activations import Kept
 from ptrain.spec.dials import UnitSize
+from ptrain.spec.model import ModelShape
 from ptrain.spec.placement import Axis
+from ptrain.spec.spec import Spec
 from ptrain.units import grouped
 
-_KEPT = 1024  # candidates that are remembered between blocks
-_BANDS = 24  # of memory, the fastest of each of which is remembered for a front
+_KEPT = 1024  # best candidates of all
+_PER_PLACEMENT = 32  # and of each placement
+_BANDS = 16  # of memory, the fastest of each of which is on an estimated front
 
 
 def may_hold(rule: Constraint, figure: float, slack: float) -> bool:
@@ -84,128 +87,142 @@ def may_hold(rule: Constraint, figure: float, slack: float) -> bool:
     return rule.compare not in ("<", "<=") or rule.holds_of(figure / slack)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class BlockCut:
+    """How blocks are cut: by `ranks` ranks together, over `shared` of which go states of the data
+    axes too. `placed` is a spec with nothing beside it, and `spec` the same as it is scored."""
+
+    ranks: int
+    within: tuple[AxisChoice, ...]
+    placed: Spec
+    spec: Spec
+    sizes: Sizes
+    shared: int
+
+
+@dataclass(slots=True, eq=False)
 class DataRow:
-    """A choice of the data axes with its degrees, and its place among those of other bytes."""
+    """A choice of the data axes with its degrees, its bytes and its seconds, beside one cut of the
+    blocks and some stages: a placement. `best` are its candidates that may fit, best first, `least`
+    and `smallest` tell which one needs least memory."""
 
     way: DataWay
     degrees: tuple[int, ...]
-    memory: int
+    memory: WayBytes
     seconds: WaySeconds
+    best: list[Entry] = field(default_factory=list)
+    least: float = float("inf")
+    smallest: CandidateBlock | None = None
+
+    def candidates(self) -> Iterator[Scored]:
+        """Yield its candidates that may fit, best first, or the one that needs least memory."""
+        assert self.smallest is not None, "a placement that a run came to"
+        yield from (block.scored(self) for *_, block, _ in self.best)
+        if not self.best:
+            yield self.smallest.scored(self)
 
 
-@dataclass(frozen=True, slots=True)
-class DataTable:
-    """The choices of the data axes for some ranks, and their bytes, which several share."""
-
-    rows: Sequence[DataRow]
-    memories: Sequence[WayBytes]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class CandidateBlock:
-    """Candidates that differ in their choices of the data axes alone: `peaks` by their bytes,
-    `seconds` of their flow, None where nobody knows them."""
+    """Candidates that differ in their choices of the data axes alone; `timed` gives what takes the
+    same time in all of them, or None where nobody knows that."""
 
-    within: tuple[AxisChoice, ...]
+    cut: BlockCut
     flow: PipelineFlow
-    table: DataTable
+    rows: Sequence[DataRow]
     micro: int
     kept: Kept
-    peaks: Sequence[float]
-    seconds: FlowSeconds | None
+    levels: Sequence[tuple[float, ...]]
+    timed: Callable[[], FlowSeconds | None]
 
-    def __len__(self) -> int:
-        return len(self.table.rows)
+    @cached_property
+    def flow_seconds(self) -> FlowSeconds | None:
+        """Return what takes the same time in all of them."""
+        return self.timed()
+
+    def peak(self, row: DataRow) -> float:
+        """Return the bytes of a row."""
+        return max([peak(level, row.memory) for level in self.levels])
 
     def step(self, row: DataRow) -> float:
         """Return the seconds of a row."""
-        return float("inf") if self.seconds is None else row.seconds.step(self.seconds)
+        return float("inf") if self.flow_seconds is None else row.seconds.step(self.flow_seconds)
 
-    def candidate(self, place: int) -> Candidate:
-        """Return one of them."""
-        row = self.table.rows[place]
-        return Candidate(
-            within=self.within,
+    def scored(self, row: DataRow) -> Scored:
+        """Return the candidate of a row with its figures."""
+        candidate = Candidate(
+            within=self.cut.within,
             pipeline=self.flow.choice,
             data=row.way.sized(row.degrees),
             micro=self.micro,
             kept=self.kept,
         )
+        return Scored(candidate=candidate, peak=self.peak(row), seconds=self.step(row))
 
-    def scored(self, place: int) -> Scored:
-        """Return one of them with its figures."""
-        row = self.table.rows[place]
-        candidate, peak = self.candidate(place), self.peaks[row.memory]
-        return Scored(candidate=candidate, peak=peak, seconds=self.step(row))
+
+Entry = tuple[float, float, int, CandidateBlock, DataRow]
 
 
 class Keeper:
-    """Remembers the best of each block, and forgets what others are better than."""
+    """Remembers the best candidates of each placement."""
 
     def __init__(self, task: SearchTask) -> None:
-        self.task, self.room, self.counts = task, task.room, SearchCount()
-        self.best: list[tuple[float, float, int, CandidateBlock, int]] = []
-        self.bound = float("inf")
-        self.front: dict[int, tuple[float, CandidateBlock, int]] = {}
-        self.rules = [
-            (rule, name == "time", slack)
-            for name, slack in (("memory", SLACK), ("time", TIME_SLACK))
-            for rule in task.where.bounds(name)
-        ]
+        self.task, self.counts = task, SearchCount()
+        self.rows: list[DataRow] = []
+        self.limit = task.room * SLACK
+        self.by_memory = task.objective is SearchGoal.MEMORY
 
     def take(self, block: CandidateBlock) -> None:
         """Take in a block."""
-        task, counts, room = self.task, self.counts, self.room
-        counts.scored += len(block)
-        least = min(block.peaks)
-        if counts.least is None or least < counts.least[0]:
-            at = block.peaks.index(least)
-            places = (n for n, row in enumerate(block.table.rows) if row.memory == at)
-            counts.least = (least, block.candidate(next(places)))
-        if least > room * SLACK:
-            return
-        by_memory = task.objective is SearchGoal.MEMORY
-        for place, row in enumerate(block.table.rows):
-            if (peak := block.peaks[row.memory]) > room * SLACK:
+        others, saved = block.levels[0][0], min([level[4] for level in block.levels])
+        self.counts.scored += len(block.rows)
+        for row in block.rows:
+            floor = row.memory.lives[0] * others + saved
+            if floor > self.limit and floor >= row.least:
                 continue
-            seconds = block.step(row)
-            figures = (peak, seconds)
-            if self.rules and not self._may_hold(figures):
-                continue
-            counts.fitting += peak <= room
-            counts.untimed += block.seconds is None
-            self._band(peak, seconds, block, place)
-            key, tie = figures if by_memory else figures[::-1]
-            if key <= self.bound:
-                self.best.append((key, tie, len(self.best), block, place))
-        if len(self.best) > 4 * _KEPT:
-            self._forget()
+            size = block.peak(row)
+            if row.smallest is None:
+                self.rows.append(row)
+            if size < row.least:
+                row.least, row.smallest = size, block
+            if size <= self.limit:
+                self._fit(block, row, size)
 
-    def _may_hold(self, figures: tuple[float, float]) -> bool:
-        return all(may_hold(rule, figures[at], slack) for rule, at, slack in self.rules)
-
-    def _band(self, peak: float, seconds: float, block: CandidateBlock, place: int) -> None:
-        """Remember the fastest of each band of memory."""
-        if self.room == float("inf") or seconds == float("inf"):
-            return
-        band = int(peak / (self.room * SLACK) * _BANDS)
-        if band not in self.front or seconds < self.front[band][0]:
-            self.front[band] = (seconds, block, place)
-
-    def _forget(self) -> None:
-        self.best.sort(key=itemgetter(0, 1, 2))
-        del self.best[_KEPT:]
-        self.bound = self.best[-1][0] if len(self.best) == _KEPT else float("inf")
+    def _fit(self, block: CandidateBlock, row: DataRow, size: float) -> None:
+        """Remember a candidate that may fit, if it obeys constraints of figures."""
+        counts, seconds, best = self.counts, block.step(row), row.best
+        for name, figure, slack in (("memory", size, SLACK), ("time", seconds, TIME_SLACK)):
+            if not all(may_hold(rule, figure, slack) for rule in self.task.where.bounds(name)):
+                return
+        counts.fitting += size <= self.task.room
+        counts.untimed += seconds == float("inf")
+        first, second = (size, seconds) if self.by_memory else (seconds, size)
+        if len(best) < _PER_PLACEMENT or first < best[-1][0]:
+            insort(best, (first, second, counts.scored + counts.fitting, block, row))
+            del best[_PER_PLACEMENT:]
 
     def result(self) -> SearchResult:
         """Return what is remembered."""
-        self._forget()
+        best = sorted((entry for row in self.rows for entry in row.best), key=itemgetter(0, 1, 2))
+        least = min(self.rows, key=lambda row: row.least, default=None)
+        scored = (block.scored(row) for *_, block, row in best)
         return SearchResult(
-            best=tuple(block.scored(place) for *_, block, place in self.best),
-            front=tuple(block.scored(place) for _, (_, block, place) in sorted(self.front.items())),
+            best=tuple(islice(scored, _KEPT)),
+            least=least and least.smallest and least.smallest.scored(least),
+            front=tuple(self._front(best)),
+            placements=self.rows,
             counts=self.counts,
         )
+
+    def _front(self, best: Iterable[Entry]) -> Iterator[Scored]:
+        """Yield the fastest of each band of memory."""
+        fastest: dict[int, tuple[float, CandidateBlock, DataRow]] = {}
+        for first, second, _, block, row in best:
+            seconds, size = (second, first) if self.by_memory else (first, second)
+            band = int(size / self.limit * _BANDS)
+            if band not in fastest or seconds < fastest[band][0]:
+                fastest[band] = seconds, block, row
+        yield from (block.scored(row) for _, block, row in fastest.values())
 
 
 class Search:
@@ -218,316 +235,214 @@ class Search:
         self.links = Links(task.base, task.pace, is_nominal=task.is_nominal)
         self.flows = PipelineFlows(task.placed, self.facts, self.links, task.devices)
         self.choices = data_choices(task.base, task.written)
-        self.units = units_of(task.written)
         self.ways_to_keep = task.written.kept or ways_to_keep(task.written.away)
-        self.inners: dict[tuple[AxisChoice, ...], InnerCut] = {}
-        self.too_large: list[tuple[InnerCut, int, Through, Kept, int]] = []
-        # by numbers and identities (of `ways_to_keep`): values of a spec are slow to compare
-        self.staged: dict[int, list[PipelineFlow]] = {}
-        self.running: dict[tuple[int, int], dict[Through, list[PipelineFlow]]] = {}
-        self.cuttable: dict[tuple[int, int, Through, bool], bool] = {}
-        self.gathered: dict[tuple[int, int], frozenset[UnitSize | None]] = {}
+        self.cut, self.activity = cache(self._cut), cache(self._activity)
+        self.sums = cache(self._sums)
+        self.clock = cache(lambda cut: clock_of(cut.spec, task.pace))
+        self.running, self.rows = cache(self._running), cache(self._rows)
+        self.is_whole = cache(self._is_whole)
         self.ways: dict[tuple[object, ...], list[DataWay]] = {}
-        self.legal: dict[tuple[object, ...], list[DataWay]] = {}
-        self.tables: dict[tuple[object, ...], DataTable] = {}
-        self.moved: dict[tuple[object, ...], UnitSeconds] = {}
-        self.activities: dict[tuple[object, ...], Activity] = {}
-        self.clocks: dict[int, Clock] = {}
-        self.seconds: dict[tuple[object, ...], Seconds | None] = {}
-        self.least = float("inf")  # bytes, of all candidates so far
 
     def run(self, where: Where) -> SearchResult:
         """Return the best of all legal candidates that obey constraints."""
         self._obey(where)
+        self.rows.cache_clear()  # which remember the best of the run before
         keeper = Keeper(self.task)
         for block in self.blocks():
             keeper.take(block)
         return keeper.result()
 
-    def scores(self, where: Where) -> bool:
-        """Return whether any legal candidate that obeys constraints is scored."""
+    def has(self, where: Where) -> bool:
+        """Return whether any legal candidate obeys constraints."""
         self._obey(where)
         return next(self.blocks(), None) is not None
 
-    def has(self, where: Where) -> bool:
-        """Return whether any legal candidate obeys constraints, too large as it may be."""
-        return self.scores(where) or self.has_too_large
-
     def _obey(self, where: Where) -> None:
-        self.too_large.clear()
         if where != self.task.where:
             self.task = replace(self.task, where=where)
-            for kept in (self.staged, self.running, self.gathered, self.ways, self.tables):
-                kept.clear()
+            self.running.cache_clear()
+            self.rows.cache_clear()
 
     def blocks(self) -> Iterator[CandidateBlock]:
         """Yield the space, a block at a time."""
-        task, self.least = self.task, float("inf")
-        for inner in self._inners():
-            for left, choices in pipelines(task.base, task.devices // inner.ranks, task.written):
-                stages = task.devices // inner.ranks // left
-                if stages not in self.staged:
-                    self.staged[stages] = self._flows(choices)
-                batches = self._batches(left * inner.sampling) if self.staged[stages] else ()
-                for micro, number in apart(batches):
-                    yield from self._of_batch(inner, left, stages, micro, number)
-
-    def _inners(self) -> Iterator[InnerCut]:
-        """The ways to cut blocks that obey constraints."""
         task = self.task
-        products = inner_products(task.placed, task.devices, task.written)
-        for number, (ranks, within) in enumerate(products):
-            specs = task.with_choices(within)
-            if task.where.admits(Aspect.WITHIN, specs[0]):
-                if within not in self.inners:
-                    sizes = sizes_of(specs[0], self.facts)
-                    self.inners[within] = InnerCut.of(number, ranks, within, specs, sizes)
-                yield self.inners[within]
-
-    def _batches(self, data_ranks: int) -> Iterator[tuple[int, int]]:
-        """The micro-batches that obey constraints."""
-        base, where = self.task.base, self.task.where
-        yield from (
-            (micro, number)
-            for micro, number in micro_batches(base, data_ranks)
-            if where.admits(Aspect.BATCH, batched(base, micro, number))
-        )
-
-    def _flows(self, choices: Sequence[AxisChoice]) -> list[PipelineFlow]:
-        base, where = self.task.base, self.task.where
-        return [
-            flow_of(base, choice)
-            for choice in choices
-            if where.admits(Aspect.PIPELINE, chosen(base, (choice,)))
-        ]
-
-    def score(self, candidate: Candidate) -> Scored:
-        """Return the figures of one candidate, whose blocks are cut as others were."""
-        inner, through = self.inners[candidate.within], through_of(candidate.pipeline)
-        beside, micro, kept = (THROUGH[through], *inner.within), candidate.micro, candidate.kept
-        (way,) = ways_of(self.task.base, [candidate.data], beside)
-        own = tuple(factor.degree for factor in candidate.data.factors)
-        degrees = (*own[:-1], *(last * inner.shared for last in own[-1:]))
-        number = candidate.spec(self.task.placed).batch.accumulate
-        memories: dict[WayBytes, int] = {}
-        row = self._row(inner, way, degrees, own, memories, many=number > 1)
-        block = self._block(
-            inner,
-            flow_of(self.task.base, candidate.pipeline),
-            DataTable([row], list(memories)),
-            self._activity(inner, micro, kept),
-            micro,
-            number,
-            kept,
-        )
-        return Scored(candidate=candidate, peak=block.peaks[0], seconds=block.step(row))
+        base, where = task.base, task.where
+        for ranks, within in inner_products(task.placed, task.devices, task.written):
+            cut = self.cut(ranks, within)
+            if not where.admits(Aspect.WITHIN, cut.placed):
+                continue
+            for left, _ in pipelines(base, task.devices // ranks, task.written):
+                samples = left * cut.placed.data_degree
+                for micro, number in apart(micro_batches(base, samples)):
+                    if where.admits(Aspect.BATCH, batched(base, micro, number)):
+                        yield from self._of_batch(cut, left, micro, number)
 
     def _of_batch(
-        self, inner: InnerCut, left: int, stages: int, micro: int, number: int
+        self, cut: BlockCut, left: int, micro: int, number: int
     ) -> Iterator[CandidateBlock]:
-        running, where = self._running(stages, number), self.task.where
-        room = self.task.room * SLACK
-        for kept in self.ways_to_keep:
-            if where.asks(Aspect.KEPT) and not where.admits(Aspect.KEPT, kept_so(inner.spec, kept)):
-                continue
+        running = self.running(self.task.devices // cut.ranks, left, number)
+        for kept in self.kept if running else ():
             for through, flows in running.items():
-                if not self._is_legal(inner, kept, through, several=micro > 1):
-                    continue
-                activity = self._activity(inner, micro, kept)
-                if activity.least > room:
-                    self.too_large.append((inner, left, through, kept, number))
-                    continue
-                table = self._legal(inner, left, through, kept, number)
-                if table.rows:
-                    for flow in flows:
-                        yield self._block(inner, flow, table, activity, micro, number, kept)
+                if self.is_whole(cut, kept, through, micro > 1):
+                    rows = self.rows(cut, left, through, number > 1)
+                    for flow in flows if rows else ():
+                        yield self._block(cut, flow, rows, micro, number, kept)
+
+    @property
+    def kept(self) -> list[Kept]:
+        """Return the ways to keep activations that obey constraints."""
+        base, where = self.task.base, self.task.where
+        ways = self.ways_to_keep
+        if not where.asks(Aspect.KEPT):
+            return list(ways)
+        return [kept for kept in ways if where.admits(Aspect.KEPT, kept_so(base, kept))]
+
+    def _running(self, ranks: int, left: int, number: int) -> dict[Through, list[PipelineFlow]]:
+        """The flows that leave so many of the ranks to the data axes and take so many
+        micro-batches."""
+        base, written = self.task.base, self.task.written
+        choices = next(some for rest, some in pipelines(base, ranks, written) if rest == left)
+        return grouped(
+            (through_of(choice), flow_of(base, choice))
+            for choice in choices
+            if self.task.where.admits(Aspect.PIPELINE, chosen(base, (choice,)))
+            and self.legality.pipeline(choice, number)
+        )
+
+    def _is_whole(self, cut: BlockCut, kept: Kept, through: Through, several: bool) -> bool:
+        """Whether blocks that are cut and kept so may be in such a flow, and their peaks are
+        predicted, of one sample or several."""
+        return self.legality.within(cut.within, kept, through, several=several)
 
     def _block(
         self,
-        inner: InnerCut,
+        cut: BlockCut,
         flow: PipelineFlow,
-        table: DataTable,
-        activity: Activity,
+        rows: Sequence[DataRow],
         micro: int,
         number: int,
         kept: Kept,
     ) -> CandidateBlock:
-        shares = self.flows.shares(flow, number)
-        levels = [RankLevels(share, inner.sizes, activity) for share in shares]
-        # until something fits the least of all is looked for
-        limit = max(self.task.room * SLACK, self.least)
-        peaks = [peak_of(levels, memory, limit, is_many=number > 1) for memory in table.memories]
-        self.least = min(self.least, *peaks)
-        seconds = None
-        if min(peaks) <= self.task.room * SLACK:
-            work = self._seconds(inner, micro, kept)
-            if work is not None:
-                seconds = self.flows.seconds(flow, number, work, inner.sizes, activity.hidden)
+        levels = levels_of(
+            self.flows.shares(flow, number), cut.sizes, self.activity(cut, kept), micro, number
+        )
         return CandidateBlock(
-            within=inner.within,
+            cut=cut,
             flow=flow,
-            table=table,
+            rows=rows,
             micro=micro,
             kept=kept,
-            peaks=peaks,
-            seconds=seconds,
+            levels=list(levels),
+            timed=partial(self._flow_seconds, cut, flow, micro, number, kept),
         )
 
-    def _running(self, stages: int, number: int) -> dict[Through, list[PipelineFlow]]:
-        """The flows over so many ranks that take so many micro-batches."""
-        key = (stages, number)
-        if key not in self.running:
-            self.running[key] = grouped(
-                (through_of(flow.choice), flow)
-                for flow in self.staged[stages]
-                if self.legality.pipeline(flow.choice, number)
-            )
-        return self.running[key]
+    def _flow_seconds(
+        self, cut: BlockCut, flow: PipelineFlow, micro: int, number: int, kept: Kept
+    ) -> FlowSeconds | None:
+        spec, sums = cut.spec, self.sums(cut, kept, micro)
+        assert isinstance(spec.model, ModelShape), "a built-in model"
+        tokens = micro * spec.batch.sequence / spec.degree(Axis.CP)
+        hidden = tokens * spec.model.hidden * spec.precision.effective.parameters.itemsize
+        return sums and self.flows.seconds(flow, number, sums, cut.sizes, hidden)
 
-    def _is_legal(self, inner: InnerCut, kept: Kept, through: Through, *, several: bool) -> bool:
-        """Whether blocks that are cut and kept so may be in such a flow, of one sample or
-        several."""
-        key = (inner.number, id(kept), through, several)
-        if key not in self.cuttable:
-            self.cuttable[key] = self.legality.within(inner.within, kept, through, several=several)
-        return self.cuttable[key]
+    def score(self, candidate: Candidate) -> Scored:
+        """Return the figures of one candidate."""
+        task, through = self.task, through_of(candidate.pipeline)
+        ranks = prod(f.degree for choice in candidate.within for f in choice.factors)
+        cut = self.cut(ranks, candidate.within)
+        way = DataWay.of(task.base, candidate.data, (THROUGH[through], *candidate.within))
+        own = tuple(factor.degree for factor in candidate.data.factors)
+        number = candidate.spec(task.placed).batch.accumulate
+        block = self._block(
+            cut,
+            flow_of(task.base, candidate.pipeline),
+            [row := self._row(cut, way, own, {})],
+            candidate.micro,
+            number,
+            candidate.kept,
+        )
+        return Scored(candidate=candidate, peak=block.peak(row), seconds=block.step(row))
 
-    @property
-    def has_too_large(self) -> bool:
-        """Return whether there are legal candidates that are not scored, for the activations of a
-        micro-batch of theirs take more than a device has, whatever their states are."""
-        return any(self._legal(*where).rows for where in self.too_large)
+    def _cut(self, ranks: int, within: tuple[AxisChoice, ...]) -> BlockCut:
+        placed, spec = self.task.with_choices(within)
+        return BlockCut(
+            ranks=ranks,
+            within=within,
+            placed=placed,
+            spec=spec,
+            sizes=sizes_of(placed, self.facts),
+            shared=prod(choice.shared for choice in within),
+        )
 
-    def _activity(self, inner: InnerCut, micro: int, kept: Kept) -> Activity:
-        """Sizes grow with the samples from two on; one alone saves less."""
-        least = min(micro, 2)
-        key = (inner.number, micro, id(kept))
-        if key not in self.activities and micro > least:
-            self.activities[key] = self._activity(inner, least, kept).of_samples(micro, least)
-        elif key not in self.activities:
-            self.activities[key] = inner.activity(least, kept, self.task.own)
-        return self.activities[key]
+    def _activity(self, cut: BlockCut, kept: Kept) -> Activity:
+        activity = activity_of(cut.spec, kept)
+        assert activity is not None, "blocks whose peaks are predicted"
+        return activity
 
-    def _seconds(self, inner: InnerCut, micro: int, kept: Kept) -> Seconds | None:
+    def _sums(self, cut: BlockCut, kept: Kept, micro: int) -> PassSums | None:
         """None where nobody knows what is computed, or how long that takes."""
-        key = (inner.number, micro, id(kept))
-        if key not in self.seconds:
-            spec = kept_so(batched(inner.spec, micro, 1), kept)
-            try:
-                work, moved = self.task.work(spec), self._activity(inner, micro, kept).moved
-                if inner.number not in self.clocks:
-                    self.clocks[inner.number] = clock_of(inner.spec, self.task.pace)
-                seconds = seconds_of(
-                    spec, work, self.clocks[inner.number], moved, is_issued=self.links.is_issued
-                )
-                self.seconds[key] = seconds.after(*inner.waits(micro, kept, self.task))
-            except UnknownRate:
-                self.seconds[key] = None
-        return self.seconds[key]
+        spec, own = kept_so(batched(cut.spec, micro, 1), kept), self.task.own
+        moved = micro * self.activity(cut, kept).moved
+        try:
+            sums = seconds_of(spec, self.task.work(spec), self.clock(cut), moved)
+        except UnknownRate:
+            return None
+        if own is None:
+            return sums
+        placed = batched(cut.placed, micro, 1)
+        there, back = exchange_seconds(placed, own, self.task.pace, kept)
+        forward, backward, host = sums.block
+        return replace(sums, block=(forward + there, backward + back, host))
 
-    def _legal(
-        self, inner: InnerCut, left: int, through: Through, kept: Kept, number: int
-    ) -> DataTable:
-        """The choices of the data axes that are legal with so many micro-batches."""
-        key = (inner.number, id(kept))
-        if key not in self.gathered:
-            self.gathered[key] = frozenset(
-                unit for unit in self.units if self.legality.unit(inner.within, unit, kept)
-            )
-        return self._table(inner, left, through, self.gathered[key], many=number > 1)
-
-    def _table(
-        self,
-        inner: InnerCut,
-        left: int,
-        through: Through,
-        units: frozenset[UnitSize | None],
-        *,
-        many: bool,
-    ) -> DataTable:
-        """The legal choices of the data axes beside others."""
-        key = (inner.key, left, through, units, many)
-        if key not in self.tables:
-            memories: dict[WayBytes, int] = {}
-            rows = [
-                self._row(inner, way, degrees, own, memories, many=many)
-                for axes in self.choices
-                for degrees in degrees_over(len(axes), left * inner.shared)
-                if (own := without_shared(degrees, inner.shared)) is not None
-                and self._are_admitted(axes, own)
-                for way in representatives(
+    def _rows(self, cut: BlockCut, left: int, through: Through, many: bool) -> list[DataRow]:
+        """The legal choices of the data axes beside others, with one micro-batch or many."""
+        memories: dict[WayBytes, WayBytes] = {}
+        rows: list[DataRow] = []
+        for axes in self.choices:
+            for degrees in degrees_over(len(axes), left * cut.shared):
+                if degrees and degrees[-1] % cut.shared:
+                    continue  # the axes that share the states of the innermost have these ranks
+                own = (*degrees[:-1], *(last // cut.shared for last in degrees[-1:]))
+                ways = (
                     way
-                    for way in self._ways(axes, inner, through, many=many)
-                    if way.said_unit in units
-                    and self._is_cut_evenly(inner, way.row_shards(degrees))
+                    for way in self._ways(axes, cut, through, many=many)
+                    if self._is_admitted(way, own, cut, through)
                 )
-            ]
-            self.tables[key] = DataTable(rows, list(memories))
-        return self.tables[key]
+                rows += (self._row(cut, way, own, memories) for way in representatives(ways))
+        return rows
 
     def _row(
         self,
-        inner: InnerCut,
+        cut: BlockCut,
         way: DataWay,
-        degrees: tuple[int, ...],
         own: tuple[int, ...],
-        memories: dict[WayBytes, int],
-        *,
-        many: bool,
+        memories: dict[WayBytes, WayBytes],
     ) -> DataRow:
-        sizes, key = inner.sizes, (way.moved, way.is_late, degrees, inner.key)
-        if key not in self.moved:
-            within = inner.ranks // inner.shared
-            self.moved[key] = unit_seconds(self.links, way, degrees, sizes, within)
-        unit = self.moved[key]
-        bytes_of = way_bytes(self.task.base, way, degrees, sizes, unit.largest, is_many=many)
-        memory = memories.setdefault(bytes_of, len(memories))
-        parts = way.parts(State.OPTIMIZER, degrees)
-        seconds = WaySeconds(self.links, way, degrees, unit, len(sizes.tensors), parts)
-        return DataRow(way, own, memory, seconds)
+        degrees = (*own[:-1], *(last * cut.shared for last in own[-1:]))
+        bytes_of = way_bytes(self.task.base, way, degrees, cut.sizes)
+        memory = memories.setdefault(bytes_of, bytes_of)
+        within = cut.ranks // cut.shared
+        return DataRow(way, own, memory, WaySeconds(self.links, way, degrees, cut.sizes, within))
 
-    def _is_cut_evenly(self, inner: InnerCut, shards: int) -> bool:
-        return not inner.shape or self.legality.shards(inner.within, shards)
-
-    def _are_admitted(self, axes: tuple[Axis, ...], degrees: tuple[int, ...]) -> bool:
-        """Whether degrees obey what is asked of ranks, whatever is done with them."""
-        if (first := next(iter(self.choices[axes]), None)) is None:
-            return False
-        factors = zip(first.factors, degrees, strict=True)
-        sized = replace(first, factors=tuple(f._replace(degree=d) for f, d in factors))
-        return self.task.where.admits(Aspect.RANKS, chosen(self.task.base, (sized,)))
+    def _is_admitted(
+        self, way: DataWay, own: tuple[int, ...], cut: BlockCut, through: Through
+    ) -> bool:
+        """Whether a choice with degrees obeys what is asked of ranks, tuples and dials."""
+        where = self.task.where
+        if not (where.asks(Aspect.RANKS) or where.asks(Aspect.DATA)):
+            return True
+        sized = way.sized(own)
+        spec = chosen(self.task.base, (sized, THROUGH[through], *cut.within))
+        alone = chosen(self.task.base, (sized,))
+        return where.admits(Aspect.DATA, spec) and where.admits(Aspect.RANKS, alone)
 
     def _ways(
-        self, axes: tuple[Axis, ...], inner: InnerCut, through: Through, *, many: bool
+        self, axes: tuple[Axis, ...], cut: BlockCut, through: Through, *, many: bool
     ) -> list[DataWay]:
-        """The legal choices of the data axes that obey what is asked of them."""
-        key = (axes, inner.axes, through, many)
+        """The legal choices on these axes beside others, whatever the degrees are."""
+        key = (axes, tuple(f.axis for c in cut.within for f in c.factors), through, many)
         if key not in self.ways:
-            legal = self._legal_ways(axes, inner, through, many=many)
-            self.ways[key] = [way for way in legal if self._is_admitted(way, inner, through)]
+            beside = (THROUGH[through], *cut.within)
+            legal = self.legality.data(self.choices[axes], cut.within, through, many=many)
+            self.ways[key] = [DataWay.of(self.task.base, choice, beside) for choice in legal]
         return self.ways[key]
-
-    def _is_admitted(self, way: DataWay, inner: InnerCut, through: Through) -> bool:
-        """Whether a choice obeys what is asked of tuples and dials, beside others."""
-        where, choices = self.task.where, (way.choice, THROUGH[through], *inner.within)
-        return not where.asks(Aspect.DATA) or where.admits(
-            Aspect.DATA, chosen(self.task.base, choices)
-        )
-
-    def _legal_ways(
-        self, axes: tuple[Axis, ...], inner: InnerCut, through: Through, *, many: bool
-    ) -> list[DataWay]:
-        """The legal choices of the data axes, whatever is asked of them."""
-        key = (axes, inner.axes, through, many)
-        if key not in self.legal:
-            beside, base = (THROUGH[through], *inner.within), self.task.base
-            # What is legal with several micro-batches is so with one: no rule asks for more of them
-            # but those of schedules, which `pipeline` has asked.
-            several = () if many else self._legal_ways(axes, inner, through, many=True)
-            known = {id(way.choice): way for way in several}
-            others = [choice for choice in self.choices[axes] if id(choice) not in known]
-            legal = self.legality.data(others, inner.within, through, many=many)
-            known |= {id(way.choice): way for way in ways_of(base, legal, beside)}
-            choices = self.choices[axes]
-            self.legal[key] = [known[id(choice)] for choice in choices if id(choice) in known]
-        return self.legal[key]

@@ -1,41 +1,37 @@
 """The space of a search: what each room offers, and which of it is legal together.
 
-A product of choices is legal where `algebra.legality` says so. No rule looks at all that a
-candidate is made of, so that the rules are asked once for each combination of what they look at, on
-a spec with as little beside it as can be, and not once for each candidate.
+A product of choices is legal where `algebra.legality` says so. The rules are asked once for each
+combination of choices whose degrees do not matter, on a spec with as little beside it as can be;
+of what is left the whole candidate is asked before it is derived.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from functools import cached_property
 from itertools import groupby
 from math import prod
 
-from ptrain.algebra.legality import check, executed, is_sound
 from ptrain.algebra.open_spec import Memo, OpenSpec, memos
 from ptrain.axes.candidates import NOTHING, AxisChoice, AxisSpace, Written, chosen, divisors
-from ptrain.axes.context.candidates import SPACE as CONTEXT_SPACE
+from ptrain.axes.context.attention import SPACE as CONTEXT_SPACE
 from ptrain.axes.data.candidates import SPACE as DATA_SPACE
 from ptrain.axes.data.candidates import is_left_out
-from ptrain.axes.expert.candidates import SPACE as EXPERT_SPACE
-from ptrain.axes.pipeline.candidates import SPACE as PIPELINE_SPACE
-from ptrain.axes.tensor.candidates import SPACE as TENSOR_SPACE
+from ptrain.axes.expert.form import SPACE as EXPERT_SPACE
+from ptrain.axes.pipeline.catalogue import SPACE as PIPELINE_SPACE
+from ptrain.axes.tensor.cost import SPACE as TENSOR_SPACE
 from ptrain.derivation.layers import is_tabulated
 from ptrain.derivation.workspaces import takes_peak_of
-from ptrain.errors import Fault
 from ptrain.facts.model import ModelFacts
 from ptrain.plan.lower import own_facts
 from ptrain.spec.activations import FULL, PLAIN, SELECTIVE, Kept
 from ptrain.spec.batch import Batch
-from ptrain.spec.dials import UnitSize
 from ptrain.spec.model import ModelShape
 from ptrain.spec.pipeline import PipelineSpec, ScheduleName
 from ptrain.spec.placement import (
     EXPERT_AXES,
-    S_STAR,
     SAMPLE_AXES,
     Axis,
     Factor,
@@ -147,7 +143,6 @@ class Legality:
     base: Spec
     written: Written = NOTHING
     scored: Spec | None = None
-    known: dict[tuple[object, ...], bool] = field(default_factory=dict)
     open_specs: dict[tuple[object, ...], OpenSpec] = field(default_factory=dict)
 
     def pipeline(self, choice: AxisChoice, micro_batches: int) -> bool:
@@ -207,32 +202,6 @@ class Legality:
                 if all(claim.holds_of(opened.spec, values) for claim in claims):
                     yield choice
 
-    def unit(self, choices: tuple[AxisChoice, ...], unit: UnitSize | None, kept: Kept) -> bool:
-        """Of what is gathered together beside how blocks are kept: false where a rule says of it
-        what none says of a block."""
-        key = ("unit", any(choice.factors for choice in choices), unit, kept)
-        if key not in self.known:
-            faults = self._unit_faults(choices, unit, kept)
-            self.known[key] = faults <= self._unit_faults(choices, UnitSize(), kept)
-        return self.known[key]
-
-    def _unit_faults(
-        self, choices: tuple[AxisChoice, ...], unit: UnitSize | None, kept: Kept
-    ) -> set[Fault]:
-        by_unit = AxisChoice(factors=_GATHERED.factors, changes=(("unit", unit),))
-        spec = kept_so(self._tall((by_unit, *choices), 1, self._even), kept)
-        return {*check(spec), *executed(spec)}
-
-    def shards(self, choices: tuple[AxisChoice, ...], shards: int) -> bool:
-        """Of tensors that are cut within a block and into so many shards over the data axes, each
-        by its rows."""
-        if shards == 1:
-            return True
-        by_rows = AxisChoice(factors=(_GATHERED.factors[0]._replace(degree=shards),))
-        return self._is_legal(
-            ("shards", choices, shards), lambda: self._tall((by_rows, *choices), 1)
-        )
-
     @cached_property
     def _roomy(self) -> Spec:
         """The base with layers enough for any choices, on no cluster, which could have too few
@@ -246,7 +215,7 @@ class Legality:
 
     @cached_property
     def _even(self) -> Spec:
-        """The same with rows that any shards divide: whether they do, `shards` asks."""
+        """The same with rows that any shards divide."""
         model = self._roomy.model
         if isinstance(model, ModelShape):
             vocab, ffn, width = (
@@ -262,11 +231,6 @@ class Legality:
         choices = tuple(choices)
         ranks = prod(c.degree(axis) for c in choices for axis in SAMPLE_AXES)
         return chosen(base or self._roomy, choices, _batch(self.base, micro_batches, ranks))
-
-    def _is_legal(self, key: tuple[object, ...], spec: Callable[[], Spec]) -> bool:
-        if key not in self.known:
-            self.known[key] = is_sound(spec().but(cluster=None))
-        return self.known[key]
 
     def _like(self, spec: Spec) -> Spec:
         """The spec as it is scored: what stands in for a model with experts has none."""
@@ -293,15 +257,6 @@ _NUMBERS = ("batch.micro", "batch.accumulate", "batch.global_samples")
 _ROWS = 2**12
 _STAGES = Placement(parameters=S, optimizer=S, gradients=S, activations=R)
 _TWO = (Factor(axis=Axis.PP, degree=2, placement=_STAGES),)
-_GATHERED = AxisChoice(
-    factors=(
-        Factor(
-            axis=Axis.DP_SHARD,
-            degree=2,
-            placement=Placement(parameters=S_STAR, optimizer=S, gradients=S),
-        ),
-    )
-)
 # Of each flow a schedule that takes any number of micro-batches.
 THROUGH = {
     Through.ALONE: AxisChoice(changes=(("pipeline", PipelineSpec()),)),

@@ -4,9 +4,10 @@ ranking.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from typing import Protocol
 
 from ptrain.axes.candidates import NOTHING, AxisChoice, Written, chosen
 from ptrain.cost import Collective, Estimate, Phase, StepTime, Traffic
@@ -27,7 +28,7 @@ from ptrain.units import grouped
 # How far above what is exact the closed forms of bytes and of seconds may be: what is so near a
 # bound is derived, and what is exact decides. `benchmarks/selection.py` fails where one of those
 # that it draws is further above.
-SLACK, TIME_SLACK = 1.1, 1.25
+SLACK, TIME_SLACK = 1.05, 1.15
 
 
 class SearchGoal(StrEnum):
@@ -56,15 +57,24 @@ class SearchCount:
     scored: int = 0
     fitting: int = 0
     untimed: int = 0
-    least: tuple[float, Candidate] | None = None
+
+
+class Placed(Protocol):
+    """A placement, with its best candidates."""
+
+    def candidates(self) -> Iterator[Scored]:
+        """Yield its candidates that may fit, best first, or the one that needs least memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchResult:
-    """The best by the objective, best first; the fastest by band of memory; how many there were."""
+    """The best by the objective, best first; that with least memory; the fastest of each band of
+    memory; the placements, and how many candidates there were."""
 
     best: tuple[Scored, ...]
     front: tuple[Scored, ...]
+    least: Scored | None
+    placements: Sequence[Placed]
     counts: SearchCount
 
 

@@ -37,7 +37,7 @@ from ptrain.models.ledger import OperatorMode
 from ptrain.models.objective import StepBatch
 from ptrain.models.watch import listening, runs_again, watching
 from ptrain.models.work import products as product_sizes
-from ptrain.report.composition import MemoryHistory
+from ptrain.report.simulation import MemoryHistory
 from ptrain.rooms import pretence
 from ptrain.rooms.patches import patched
 from ptrain.rooms.world import World, fake_tensors, fake_world

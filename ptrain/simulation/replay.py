@@ -25,7 +25,7 @@ from typing import Any, Generic, TypeVar
 from ptrain.cost import Footprint, Operations, Peak, Phase, State, Traffic
 from ptrain.derivation.allocator import COMPUTING, AllocatedStep, AllocatorEvent
 from ptrain.meters.traffic import ring_bytes
-from ptrain.report.composition import LiveStorages, MemoryHistory, MemorySample
+from ptrain.report.simulation import LiveStorages, MemoryHistory, MemorySample
 from ptrain.spec.spec import Spec
 
 _STATES = tuple(State)

@@ -78,8 +78,7 @@ def slip(lines: Sequence[str]) -> tuple[str, str] | None:
         if not any(cell.strip() for cell in row):
             return f"row {number} is empty; every rank needs at least one pass", _REMEDY
         for place, cell in enumerate(row, start=1):
-            reason = _reason(cell.replace(" ", ""))
-            if reason:
+            if reason := _reason(cell.replace(" ", "")):
                 return f"row {number}, cell {place}: {reason[0]}", reason[1]
     return None
 

@@ -283,8 +283,7 @@ def read_config(config: Config, written: Container[str] = ()) -> PublishedModel:
         The keys of the spec's section `model`, which are not validated, with all faults.
     """
     faults = [*find_refused(config)]
-    kind = kinds().get(name := str(config.get("model_type")))
-    if kind is None:
+    if (kind := kinds().get(name := str(config.get("model_type")))) is None:
         finding = f"model_type {name!r} is not a built-in model"
         remedy = f"Built-in kinds: {', '.join(kinds())}. For another causal language model of "
         remedy += "Transformers, add `model.hf`, its class."

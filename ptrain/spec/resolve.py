@@ -126,8 +126,7 @@ def resolve(raw: SpecRaw, tree: Tree, name: str, world_size: int | None) -> Spec
 
 def _factors(raw: SpecRaw, world_size: int | None, findings: Findings) -> tuple[Factor, ...] | None:
     """The axes of degree > 1 in the order of the file, each with its tuple."""
-    degrees = _degrees(raw.mesh, world_size, findings)
-    if degrees is None:
+    if (degrees := _degrees(raw.mesh, world_size, findings)) is None:
         return None
     placement = raw.placement or PlacementRaw()
     without = [axis for axis in Axis if getattr(placement, axis.value) is None]
@@ -210,8 +209,7 @@ def _degrees(mesh: MeshRaw, world_size: int | None, findings: Findings) -> dict[
         )
         return None
     if unknown:
-        degree = _auto(unknown[0], known, world_size, findings)
-        if degree is None:
+        if (degree := _auto(unknown[0], known, world_size, findings)) is None:
             return None
         written[unknown[0]] = degree
     degrees = {axis: int(degree) for axis, degree in written.items()}

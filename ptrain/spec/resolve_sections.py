@@ -97,8 +97,7 @@ def resolve_rates(written: Mapping[str, Any] | None, report: Findings) -> Rates 
     name = written.get("preset")
     if written.keys() == {"preset"} and name in listing("rates"):
         return Rates(preset=name)
-    preset = _preset(name, Rates, report)
-    if preset is None:
+    if (preset := _preset(name, Rates, report)) is None:
         return None
     values = {**preset, **written, "preset": None}
     faults = tuple(misshapen(values))
@@ -207,11 +206,9 @@ def resolve_model(raw: ModelRaw, attention: Attention | None, report: Findings) 
             report.add(f"model.{key}", *words)
     if raw.pretrained is not None:
         return _begun(raw, raw.pretrained, attention, report)
-    preset = _preset(raw.preset, ModelRaw, report)
-    if preset is None:
+    if (preset := _preset(raw.preset, ModelRaw, report)) is None:
         return None
-    shape = _shape(preset, said := _said(raw), report)
-    if shape is None:
+    if (shape := _shape(preset, said := _said(raw), report)) is None:
         return None
     name = raw.preset or ""
     if name and len(said) > 1 and (_lacking(preset) or _composed(preset) != shape):
@@ -226,8 +223,7 @@ def _begun(
     from ptrain.spec.published import WHOLE, read_config
 
     path = Path(folder) / CONFIG
-    config = _published(path, report)
-    if config is None:
+    if (config := _published(path, report)) is None:
         return None
     model = read_config(config, _said(raw))
     values, faults = validate(Tree(root=model.keys, source=str(path)), ModelRaw, is_partial=True)
@@ -292,8 +288,7 @@ def _hugging_face_model(
         config = read_config
     if raw.pretrained is not None:
         path = Path(raw.pretrained) / CONFIG
-        published = _published(path, report)
-        if published is None:
+        if (published := _published(path, report)) is None:
             return None
         _add_faults(path, find_refused(published), report)
         for name in _OLD_ROPE if _ROPE in published and _ROPE not in config else ():
@@ -425,16 +420,14 @@ def resolve_cluster(written: Mapping[str, Any] | None, report: Findings) -> Clus
     """The preset's fields, with those that are written beside it on top."""
     if written is None:
         return None
-    preset = _preset(written.get("preset"), Cluster, report)
-    if preset is None:
+    if (preset := _preset(written.get("preset"), Cluster, report)) is None:
         return None
     if written.get("kind") == "cpu":  # processors in the preset's place
         preset = {name: value for name, value in preset.items() if name != "sm"}
     values = {**preset, **written, "preset": None}
     values["rates"] = resolve_rates(values.get("rates"), report)
     needed = ("devices", "device_memory", "intra_node_bandwidth")
-    missing_keys = [key for key in needed if key not in values]
-    if missing_keys:
+    if missing_keys := [key for key in needed if key not in values]:
         finding = f"the cluster is incomplete: missing {', '.join(missing_keys)}"
         presets = ", ".join(listing("clusters"))
         report.add("cluster", finding, f"Add them, or use a preset: {presets}.")

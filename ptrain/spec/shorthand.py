@@ -210,8 +210,7 @@ def _homes(placement: object) -> list[str]:
     """The data axes that the placement's tuples belong to."""
     if not isinstance(placement, dict):
         return []
-    written = placement.get("dp")
-    if written is None:
+    if (written := placement.get("dp")) is None:
         return [axis for axis in _DATA if axis in placement]
     if not isinstance(written, dict):
         return []
@@ -297,8 +296,7 @@ def _named_tuple(
 ) -> tuple[str, str] | None:
     """Write out the tuple that a strategy's name stands for; or return why there is none."""
     name = str(holder[key])
-    named = strategy(name)
-    if named is None:
+    if (named := strategy(name)) is None:
         return missing(name, "strategy", "strategies")
     home, has_policy = [*named["placement"]], any(section in named for section in POLICIES)
     is_alone = len(holder) == 1 and key == axis
@@ -333,8 +331,7 @@ def _of_experts(placement: Mapping, axis: str, findings: Findings) -> None:
     parts.setdefault(EXPERTS, {str(state): str(OF_EXPERTS[state]) for state in PLACED})
     placement[axis] = parts
     _expand(parts, EXPERTS, (*route, EXPERTS), (), findings)
-    beside = [state for state in _STATES if state in parts]
-    if beside:
+    if beside := [state for state in _STATES if state in parts]:
         parts.setdefault(REST, {})
     if REST in parts:
         at = (*route, REST) if parts is written else route

@@ -29,6 +29,7 @@ from ptrain.spec.placement import (
     Tier,
 )
 from ptrain.spec.precision import Precision
+from ptrain.units import grouped
 from ptrain.wording import Worded
 
 
@@ -237,9 +238,7 @@ def coordinates(spec: Spec, rank: int) -> dict[Axis, int]:
 def groups(spec: Spec, axes: Sequence[Axis]) -> tuple[tuple[int, ...], ...]:
     """Every group over `axes`, in mesh order, by its lowest rank."""
     others = [factor.axis for factor in spec.factors if factor.axis not in axes]
-    members: dict[int, list[int]] = {}
-    for rank, place in enumerate(positions(spec, others)):
-        members.setdefault(place, []).append(rank)
+    members = grouped((place, rank) for rank, place in enumerate(positions(spec, others)))
     return tuple(map(tuple, members.values()))
 
 

@@ -11,8 +11,8 @@ from ptrain.facts.model import prefixes
 from ptrain.spec.placement import Axis
 from ptrain.spec.routing import Bound, Choices, Histogram
 from ptrain.spec.spec import Spec, positions, ranks_over
-from ptrain.steps.kind import PlanStep
-from ptrain.units import ceil_div
+from ptrain.steps.wraps import PlanStep
+from ptrain.units import ceil_div, grouped
 
 Span = tuple[int, int]  # first token, and the one behind the last
 ByLayer = Mapping[str, Sequence["RankRows"]]  # of each layer those of every micro-batch
@@ -112,9 +112,7 @@ class Loads(ABC):
     def __init__(self, spec: Spec) -> None:
         own = spec.expert_axes
         others = [factor.axis for factor in spec.factors if factor.axis not in own]
-        groups: dict[int, list[int]] = {}
-        for group, place in zip(positions(spec, others), token_places(spec), strict=True):
-            groups.setdefault(group, []).append(place)
+        groups = grouped(zip(positions(spec, others), token_places(spec), strict=True))
         self._group = {place: tuple(group) for group in groups.values() for place in group}
 
     def group(self, place: int) -> tuple[int, ...]:

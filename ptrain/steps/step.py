@@ -17,8 +17,15 @@ from ptrain.spec.precision import Layout
 from ptrain.spec.role import Fusions, Role, Roles
 from ptrain.spec.spec import Spec
 from ptrain.steps.experts import ExpertParallel, Loads
-from ptrain.steps.kind import PlanStep
-from ptrain.steps.wraps import FlatUnits, Form, FullyShard, LocalGradients, Replicate, Wrap
+from ptrain.steps.wraps import (
+    FlatUnits,
+    Form,
+    FullyShard,
+    LocalGradients,
+    PlanStep,
+    Replicate,
+    Wrap,
+)
 from ptrain.wording import Worded
 
 # The step of the context axis.

@@ -1,11 +1,13 @@
 """Make the tables of a built-in model's passes (of the full model and of its first, a middle and
-its last stage), of one block by how its activations are kept, and of what is computed around the
-blocks.
+its last stage) and of one block by how its activations are kept.
 
 A trace at prime dimensions is encoded as sizes in a table and events by layers. Events are as short
 as possible: they keep only how high the allocation rises and ends, for all sizes. A pass over one
 layer is `only`; over three it is `begin`, `block` and `end`, and over more the block repeats, which
-is checked with four layers. Operators are of the same traces (`settings.WorkWriter`).
+is checked with four layers. Each is written as segments: what is ahead of the layer's boundaries,
+the layer, and what is behind it, so that a block is written once wherever it does the same.
+Operators are of the same traces (`settings.WorkWriter`): those of a block stand in its table, those
+in front of the blocks and behind them in the table of passes.
 """
 
 from __future__ import annotations
@@ -37,7 +39,6 @@ from ptrain.timeline import Boundary, Mark
 from ptrain.traces.layer_works import LayerWorks, by_layer
 from ptrain.traces.settings import (
     DTYPES,
-    WORK_DTYPES,
     Coded,
     TableWriter,
     WorkWriter,
@@ -49,6 +50,7 @@ from ptrain.traces.settings import (
 )
 
 _SIGNS = {mark: sign for sign, mark in MARKS.items()}
+_OWN_MARKS = [f"{sign}*" for sign in MARKS]
 _OTHER = re.compile(r"blocks\.(?!\*)|\*\d")  # a block's name that is not the layer's
 
 
@@ -203,47 +205,66 @@ def _between(now: Counter[int], then: Counter[int]) -> Iterator[int]:
 FEW = 3  # layers: with as many, begin, block and end are all there
 _STAGES = (Place.FIRST, Place.MIDDLE, Place.LAST)
 
-Passes = dict[str, list[Coded]]  # each layer by layer, in its own order
+
+def segments(part: Coded) -> Iterator[Coded]:
+    """Yield what is ahead of a layer's boundaries, the layer, and what is behind it; the half of
+    the weights has none."""
+    own = [place for place, event in enumerate(part) if event in _OWN_MARKS]
+    bounds = [0, own[0], own[-1] + 1, len(part)] if own else [0, len(part)]
+    yield from (part[start:end] for start, end in itertools.pairwise(bounds) if start < end)
 
 
 class PassTable:
-    """One table in the making, from models in these `dtypes`."""
+    """One table in the making."""
 
-    def __init__(
-        self,
-        setting: Setting,
-        mesh: DeviceMesh | None = None,
-        *,
-        dtypes: Sequence[torch.dtype] = (),
-    ) -> None:
+    def __init__(self, setting: Setting, mesh: DeviceMesh | None = None) -> None:
         self.setting, self.mesh = setting, mesh
-        self.dtypes = dtypes or DTYPES[setting.compute]
+        self.dtypes = DTYPES[setting.compute]
         self.values = symbols(setting)
-        self.writer = TableWriter(tuple(self.values))
+        self.writer, self.works = TableWriter(tuple(self.values)), WorkWriter(setting)
 
     def build(self, several: int = FEW) -> dict[str, object]:
         """Return the table as JSON. A GPU's dropout is known of whole models alone."""
-        places = [Place.ALONE] if self.setting.is_for_cuda else [*Place]
-        return self.writer.table(**{place: self._place(place, several) for place in places})
+        content: dict[str, object] = {}
+        works: dict[str, object] = {}
+        for place in [Place.ALONE] if self.setting.is_for_cuda else Place:
+            few = self._traces(place, 1)
+            # of a whole model two blocks between the ends are compared
+            many = self._traces(place, several + (place is Place.ALONE))
+            content[place] = self._place(few, many)
+            works |= self._works(place, few)
+        return self.writer.table(**content, work=self.works.table(**works))
 
-    def _place(self, place: Place, several: int) -> dict[str, object]:
-        several += place is Place.ALONE  # there two blocks between the ends are compared
-        (few, _), (many, more) = (self._passes(place, layers) for layers in (1, several))
-        return {**{name: self._parts(few[name], many[name]) for name in few}, **more}
+    def _traces(self, place: Place, layers: int) -> list[CodedTrace]:
+        return [self.alone(layers)] if place is Place.ALONE else self.stage(place, layers)
 
-    def _parts(self, few: Sequence[Coded], many: Sequence[Coded]) -> list[int]:
-        (only,), (begin, *blocks, end) = few, many
-        assert all(block == blocks[0] for block in blocks), "the layers do not repeat"
-        return [self.writer.part(part) for part in (only, begin, blocks[0], end)]
-
-    def _passes(self, place: Place, layers: int) -> tuple[Passes, dict[str, object]]:
-        """Return the passes of so many layers, and what else a table says of this place."""
-        traces = [self.alone(layers)] if place is Place.ALONE else self.stage(place, layers)
-        passes = {name: trace.layers(name) for trace in traces for name in trace.recording.passes}
-        whole = traces[0]
+    def _place(self, few: list[CodedTrace], many: list[CodedTrace]) -> dict[str, object]:
+        less, more = (
+            {name: trace.layers(name) for trace in traces for name in trace.recording.passes}
+            for traces in (few, many)
+        )
+        passes = {name: self._parts(less[name], more[name]) for name in less}
+        whole = many[0]
         if whole.recording.output is None:
-            return passes, {"saved": _saved(whole)}
-        return passes, {"output": whole.size(whole.recording.output)}
+            return {**passes, "saved": _saved(whole)}
+        return {**passes, "output": whole.size(whole.recording.output)}
+
+    def _parts(self, few: Sequence[Coded], many: Sequence[Coded]) -> list[list[int]]:
+        (only,), (begin, *blocks, end) = few, many
+        written = only, begin, alike(blocks), end
+        return [[*map(self.writer.part, segments(part))] for part in written]
+
+    def _works(self, place: Place, few: list[CodedTrace]) -> dict[str, object]:
+        """Return what is computed in front of the blocks and behind them. Stages compute what an
+        untied model does; `halves` are those of a last stage."""
+        works = works_by_layer(few[-1])
+        if place is Place.ALONE:
+            passes = {"front": works.front, "behind": works.behind}
+        elif place is Place.LAST and not self.setting.shape.tied:
+            passes = {"halves": works.behind}
+        else:
+            passes = {}
+        return {name: self.works.passes(computed) for name, computed in passes.items()}
 
     def alone(
         self, layers: int, attention: Attention = Attention.SDPA, kept: Kept = PLAIN
@@ -299,25 +320,6 @@ def _saved(trace: CodedTrace) -> dict[str, Coded]:
     return {"before": [*before[:number]], "block": [*blocks[0]], "after": [*last[len(blocks[0]) :]]}
 
 
-class EndWorkTable:
-    """The table of what is in front of the blocks and behind them, in the making."""
-
-    def __init__(self, setting: Setting, mesh: DeviceMesh | None = None) -> None:
-        self.setting, self.mesh = setting, mesh
-        self.writer = WorkWriter(setting)
-
-    def build(self) -> dict[str, object]:
-        """Return the table as JSON. Stages compute what an untied model does; `halves` are those of
-        a last stage."""
-        traces = PassTable(self.setting, self.mesh, dtypes=WORK_DTYPES[self.setting.compute])
-        passes, alone = self.writer.passes, works_by_layer(traces.alone(1))
-        content = {"front": passes(alone.front), "behind": passes(alone.behind)}
-        if not (self.setting.is_for_cuda or self.setting.shape.tied):
-            *_, halves = traces.stage(Place.LAST, 1)
-            content["halves"] = passes(works_by_layer(halves).behind)
-        return self.writer.table(**content)
-
-
 def works_by_layer(trace: CodedTrace) -> LayerWorks:
     """Return what a trace computed by layer, in front of them and behind."""
     blocks = [
@@ -340,7 +342,7 @@ class BlockTable:
     def __init__(self, setting: Setting, mesh: DeviceMesh | None = None) -> None:
         self.setting, self.mesh = setting, mesh
         self.traces = PassTable(setting, mesh)
-        self.writer, self.works = self.traces.writer, WorkWriter(setting)
+        self.writer, self.works = self.traces.writer, self.traces.works
 
     def build(self) -> dict[str, object]:
         """Return the table as JSON. Tables know the halves of a plain block's backward pass
@@ -354,8 +356,7 @@ class BlockTable:
                 passes = self.works.passes(alike(works_by_layer(trace).layers))
                 works[attention.value][name] = passes
         if not self.setting.is_for_cuda:
-            stages = PassTable(self.setting, self.mesh, dtypes=WORK_DTYPES[self.setting.compute])
-            *_, halves = stages.stage(Place.MIDDLE, FEW)
+            *_, halves = self.traces.stage(Place.MIDDLE, FEW)
             # The half of the weights has no boundaries: what one layer has left there is done when
             # the next one is, so that of three the middle one does as much as each.
             _, middle, _ = works_by_layer(halves).layers

@@ -208,8 +208,7 @@ def symbols(setting: Setting) -> Mapping[str, int]:
 
 
 WORK_NAMES = {"forward": "forward", "backward": "backward", "input": "inputs", "weight": "weights"}
-# What is as wide as the compute dtype is told from what is fp32 in any case where the two differ.
-WORK_DTYPES = {DType.FP32: (torch.float64,), DType.BF16: (torch.bfloat16,)}
+# Of the widest trace, where what is as wide as the compute dtype differs from fp32.
 _COMPUTE = {DType.FP32: DType.FP64, DType.BF16: DType.BF16}
 
 

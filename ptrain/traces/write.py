@@ -18,9 +18,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ptrain.derivation import archive
 from ptrain.derivation.archive import Table, TablePart
-from ptrain.derivation.tables import GROUPED, Setting
+from ptrain.derivation.tables import Setting
 from ptrain.traces import attention_kernels, work_tables
-from ptrain.traces.block_tables import BlockTable, EndWorkTable, PassTable
+from ptrain.traces.block_tables import BlockTable, PassTable
 from ptrain.traces.settings import Make, fake_mesh, settings
 from ptrain.traces.work_tables import LossTable, loss_settings
 
@@ -31,23 +31,19 @@ class Maker(Protocol):
     def build(self) -> dict[str, object]: ...
 
 
-def distinct_settings(part: TablePart) -> Iterator[Setting]:
-    """Yield a setting of every table of a part, and of every way in it: where it is nothing how
-    many heads keys have, one with fewer than queries, whose sizes tell the two apart."""
-    seen: dict[tuple[str, str], Setting] = {}
+def block_settings() -> Iterator[Setting]:
+    """Yield a setting of every table of blocks, and of every way in it."""
+    part, seen = TablePart.BLOCK, dict[tuple[str, str], Setting]()
     for setting in settings():
-        key = setting.name(part), setting.way(part)
-        if key not in seen or seen[key].operators != GROUPED == setting.operators:
-            seen[key] = setting
+        seen.setdefault((setting.name(part), setting.way(part)), setting)
     yield from seen.values()
 
 
 MakerOf = Callable[[Setting, DeviceMesh | None], Maker]
 MAKERS: dict[TablePart, tuple[MakerOf, Callable[[], Iterator[Setting]]]] = {
     TablePart.PASSES: (PassTable, settings),
-    TablePart.BLOCK: (BlockTable, partial(distinct_settings, TablePart.BLOCK)),
+    TablePart.BLOCK: (BlockTable, block_settings),
     TablePart.LOSS: (LossTable, loss_settings),
-    TablePart.END_WORK: (EndWorkTable, partial(distinct_settings, TablePart.END_WORK)),
 }
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import pickle
 import re
 import secrets
 import shutil
@@ -24,8 +25,8 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
 from ptrain.data.sampler import SampleSource, Split
 from ptrain.errors import PtrainError, SpecError, refused
@@ -37,7 +38,6 @@ from ptrain.spec.spec import Spec
 from ptrain.train import finite, manifest
 from ptrain.train.exchange import Exchange
 from ptrain.train.folder import AUTO, RunFolder, candidates, none_sound, require_fitting, shown
-from ptrain.train.index import METADATA, IndexReader
 from ptrain.train.journal import LOG
 from ptrain.train.manifest import Manifest, step_of
 
@@ -429,3 +429,62 @@ def _rename(paths: Iterable[Path]) -> None:
 def _skip(complaints: list[str]) -> None:
     for complaint in complaints:
         LOG.warning("skipped: %s", complaint)
+
+
+METADATA = ".metadata"
+_FOREIGN = "Continue from another checkpoint; ptrain did not write this one."
+_CLASSES = (
+    "BytesStorageMetadata",
+    "ChunkStorageMetadata",
+    "Metadata",
+    "MetadataIndex",
+    "StorageMeta",
+    "TensorProperties",
+    "TensorStorageMetadata",
+    "_MEM_FORMAT_ENCODING",
+)
+_UNPICKLED = (
+    *(("torch.distributed.checkpoint.metadata", name) for name in _CLASSES),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    ("pathlib", "PosixPath"),
+    ("pathlib._local", "PosixPath"),
+)
+
+
+class IndexReader(FileSystemReader):
+    """Reads files that the manifest lists, and unpickles nothing but torch's own records."""
+
+    def __init__(self, folder: Path, *, listed: frozenset[str]) -> None:
+        super().__init__(folder)
+        self._listed = listed
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        with (Path(self.path) / METADATA).open("rb") as file:
+            metadata = _Unpickler(file).load()
+        if not isinstance(metadata, Metadata):
+            raise refused(f"checkpoint {self.path}", f"{METADATA} contains no metadata", _FOREIGN)
+        for info in (metadata.storage_data or {}).values():
+            if info.relative_path not in self._listed:
+                raise refused(
+                    f"checkpoint {self.path}",
+                    f"{METADATA} refers to {info.relative_path!r}, which the manifest does not "
+                    "list",
+                    _FOREIGN,
+                )
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+class _Unpickler(pickle.Unpickler):
+    """Pickle may call anything; this one knows the classes of a checkpoint's index only."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if is_dtype or (module, name) in _UNPICKLED:
+            return super().find_class(module, name)
+        raise refused(
+            "checkpoint", f"{METADATA} refers to {module}.{name}, which is not allowed", _FOREIGN
+        )

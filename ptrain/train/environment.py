@@ -8,9 +8,11 @@ from __future__ import annotations
 import os
 import platform
 import socket
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import ptrain
 from ptrain.processor import cores
@@ -119,7 +121,9 @@ def rank_environment(
         environment["PTRAIN_STORE_FD"] = str(meeting.descriptor)
     environment.setdefault("OMP_NUM_THREADS", threads_per_rank(world_size))
     environment.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler's USDT lines
-    for name in _loopback():
+    interfaces = {name for _, name in socket.if_nameindex()}
+    for name in [name for name in ("lo", "lo0") if name in interfaces][:1]:
+        # gloo does not look up this machine's name then
         environment.setdefault("GLOO_SOCKET_IFNAME", name)
     return environment
 
@@ -137,6 +141,12 @@ def of_ptrain() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": _python_path(os.environ)}
 
 
+def become(module: str, argv: Sequence[str]) -> NoReturn:
+    """Become a process that runs a module of this very ptrain."""
+    sys.stdout.flush()
+    os.execve(sys.executable, [sys.executable, "-P", "-m", module, *argv], of_ptrain())
+
+
 def let_agents_restart() -> None:
     """torch's agent otherwise hands each attempt the store of the dead one: 0 of 5 recovered."""
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
@@ -149,9 +159,3 @@ def _python_path(environment: Mapping[str, str]) -> str:
     root = str(Path(ptrain.__file__).resolve().parent.parent)
     segments = environment.get("PYTHONPATH", "").split(os.pathsep)
     return os.pathsep.join((root, *filter(None, segments)))
-
-
-def _loopback() -> tuple[str, ...]:
-    """The loopback interface, so that gloo does not look up this machine's name."""
-    names = [name for _, name in socket.if_nameindex()]
-    return tuple(name for name in ("lo", "lo0") if name in names)[:1]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from ptrain.spec.spec import Spec
 
@@ -19,13 +19,17 @@ if TYPE_CHECKING:
 PLAIN, GUARDED = "ptrain.train", "ptrain.verification.guarded"
 
 
-class StepGuard(Protocol):
-    """Of one training, on every rank."""
+class StepGuard:
+    """A guard of one training, on every rank. This one looks at nothing."""
+
+    def __init__(self, *_: object) -> None:
+        """Take what `MakeGuard` gives."""
 
     def around(
         self, step: int, watch: AbstractContextManager[object]
     ) -> AbstractContextManager[object]:
         """Return the context of a step (from 0), around what else watches it."""
+        return watch
 
     def judge(self, step: int, loss: float, norm: float | None) -> None:
         """Look at a step that is done. Raises TrainingStopped on all ranks."""
@@ -35,21 +39,6 @@ class StepGuard(Protocol):
 MakeGuard: TypeAlias = (
     "Callable[[Program, Exchange, Callable[[int], bool], Callable[[], str]], StepGuard]"
 )
-
-
-class Unguarded:
-    """Looks at nothing."""
-
-    def __init__(self, *_: object) -> None:
-        pass
-
-    def around(
-        self, step: int, watch: AbstractContextManager[object]
-    ) -> AbstractContextManager[object]:
-        return watch
-
-    def judge(self, step: int, loss: float, norm: float | None) -> None:
-        pass
 
 
 def module_of(spec: Spec) -> str:

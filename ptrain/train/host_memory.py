@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-
 from ptrain.by_rank import totals
 from ptrain.cost import Estimate
 from ptrain.errors import refused
@@ -11,7 +9,7 @@ from ptrain.processor import gpus, physical_memory
 from ptrain.selection.fit import resident_bytes
 from ptrain.spec.cluster import PROCESS_BYTES
 from ptrain.spec.spec import Spec
-from ptrain.units import format_memory
+from ptrain.units import format_memory, grouped
 
 
 def require_host_memory(needed: int, what: str, remedy: str) -> None:
@@ -42,14 +40,13 @@ def require_host_holds(spec: Spec, exact: Estimate, words: str, *, nodes: int = 
         SpecError: the ranks need more memory than the host has.
     """
     ranks = -(-spec.world_size // nodes)
-    if spec.device == "cuda" or (spec.device == "auto" and ranks <= gpus()):
-        return
-    require_host_memory(
-        ranks * PROCESS_BYTES + max(needed_bytes(exact) // nodes, ranks * exact.startup_bytes),
-        f"{ranks} ranks of {spec.name} on the CPU",
-        f"Use `ptrain simulate {words}`, which needs no such memory, or a smaller model. "
-        "`ptrain train --force` starts the ranks anyway.",
-    )
+    if spec.device != "cuda" and (spec.device != "auto" or ranks > gpus()):
+        require_host_memory(
+            ranks * PROCESS_BYTES + max(needed_bytes(exact) // nodes, ranks * exact.startup_bytes),
+            f"{ranks} ranks of {spec.name} on the CPU",
+            f"Use `ptrain simulate {words}`, which needs no such memory, or a smaller model. "
+            "`ptrain train --force` starts the ranks anyway.",
+        )
 
 
 def needed_bytes(exact: Estimate) -> int:
@@ -58,7 +55,5 @@ def needed_bytes(exact: Estimate) -> int:
     hosted = sum(totals(exact.memory, lambda row: row.host_bytes))
     if "peak" in exact.undefined or not exact.peak:
         return hosted + exact.world_size * resident_bytes(exact)
-    peaks: dict[int, int] = defaultdict(int)
-    for row in exact.peak:
-        peaks[row.rank] = max(peaks[row.rank], row.device_bytes)
-    return hosted + sum(peaks.values())
+    peaks = grouped((row.rank, row.device_bytes) for row in exact.peak)
+    return hosted + sum(map(max, peaks.values()))

@@ -35,11 +35,16 @@ from ptrain.report.screen import show
 from ptrain.spec.spec import Spec
 from ptrain.train.folder import RunFolder, write_text
 from ptrain.train.look import StepFigures
-from ptrain.train.mlflow import MLflow
 from ptrain.train.options import Options
-from ptrain.train.tensorboard import TensorBoard
-from ptrain.train.tracker import TrackedRun, Tracker, identity_of, names_of_trackers
-from ptrain.train.wandb import WeightsAndBiases
+from ptrain.train.tracker import (
+    MLflow,
+    TensorBoard,
+    TrackedRun,
+    Tracker,
+    WeightsAndBiases,
+    identity_of,
+    names_of_trackers,
+)
 from ptrain.units import format_memory
 
 LOG = logging.getLogger("ptrain")
@@ -206,15 +211,7 @@ class Journal:
 
     def _line(self, step: int, figures: dict[str, float]) -> str:
         parts = [f"step {step}/{self.spec.train.steps}", f"loss {figures['loss']:.4f}"]
-        if "gradient_norm" in figures:
-            parts.append(f"|g| {figures['gradient_norm']:.2f}")
-        parts += [
-            f"lr {figures['lr']:.1e}",
-            _rate_text(figures),
-            f"{figures['seconds']:.2f} s",
-        ]
-        if "loss_scale" in figures:
-            parts.append(f"scale {figures['loss_scale']:g}")
+        parts += [text(figures[name]) for name, text in _TEXTS.items() if name in figures]
         if "expert_load" in figures:
             parts.append(routing.words(figures))
         if figures.get("skipped_steps"):
@@ -224,10 +221,15 @@ class Journal:
         return "  ".join(parts)
 
 
-def _rate_text(figures: dict[str, float]) -> str:
-    if "samples_per_second" in figures:
-        return f"{figures['samples_per_second']:.1f} samples/s"
-    return f"{figures['tokens_per_second'] / 1e3:.1f}k tokens/s"
+# How figures of a step stand in its line, in this order.
+_TEXTS: Mapping[str, Callable[[float], str]] = {
+    "gradient_norm": "|g| {:.2f}".format,
+    "lr": "lr {:.1e}".format,
+    "samples_per_second": "{:.1f} samples/s".format,
+    "tokens_per_second": lambda rate: f"{rate / 1e3:.1f}k tokens/s",
+    "seconds": "{:.2f} s".format,
+    "loss_scale": "scale {:g}".format,
+}
 
 
 def set_up_logging(folder: RunFolder, *, rank: int, speaks: bool) -> None:

@@ -20,8 +20,8 @@ from ptrain.errors import PtrainError, RankFailed, TrainingStopped
 from ptrain.output import standard_output
 from ptrain.train import failure, interrupt
 from ptrain.train.environment import Meeting
+from ptrain.train.failure import Rank, end, start, wait
 from ptrain.train.folder import RunFolder
-from ptrain.train.ranks import Rank, end, start, wait
 
 _EVERY = 0.05  # seconds between two looks
 _SETTLE = 2.0  # for a root cause to show after its first victim

@@ -17,7 +17,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from ptrain.errors import PtrainError, RankFailed
 from ptrain.output import outlive_readers
-from ptrain.train.refusal import code_of
+from ptrain.train.rank_start import code_of
 
 
 def live(run: Callable[[], int]) -> NoReturn:

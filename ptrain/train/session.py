@@ -48,7 +48,6 @@ from ptrain.spec.spec import Spec, ranks_over
 from ptrain.traces.facts import facts_of
 from ptrain.train import checkpoint, environment, interrupt, manifest
 from ptrain.train.checkpoint import data_prints, resume
-from ptrain.train.consistency import Consistency
 from ptrain.train.exchange import Exchange
 from ptrain.train.folder import (
     Claim,
@@ -61,12 +60,12 @@ from ptrain.train.folder import (
     write_json,
     write_text,
 )
-from ptrain.train.guard import GUARDED, MakeGuard, Unguarded
+from ptrain.train.guard import GUARDED, MakeGuard, StepGuard
 from ptrain.train.heading import announce_node, header, preflight_line, preflight_lines
 from ptrain.train.journal import LOG, Journal, Trackers, is_shown, set_up_logging, trackers_of
 from ptrain.train.loop import train
 from ptrain.train.options import Options, require_reachable
-from ptrain.train.parts import Outcome, Parts
+from ptrain.train.parts import Consistency, Outcome, Parts
 from ptrain.train.probe import Probe
 from ptrain.train.tracker import names_of_trackers, require_trackers
 
@@ -187,7 +186,7 @@ def run(options: Options, guarded: MakeGuard | None = None) -> int:
         raise refused(
             "verify_every", _UNGUARDED, f"Use `-m {GUARDED}` instead of `-m ptrain.train`."
         )
-    make_guard = guarded if spec.verify_every and guarded else Unguarded
+    make_guard = guarded if spec.verify_every and guarded else StepGuard
     with interrupt.caught() as interrupts, ExitStack() as stack:
         world = World.join(spec.timeout, device=spec.device, backend=spec.backend)
         stack.callback(world.close)

@@ -9,56 +9,102 @@ The sum follows after these layers, once; until then the values differ from one 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any, TypeAlias
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 
-from ptrain.axes.data.run.target import Named
+from ptrain.axes.data.run.target import NamedTarget
 from ptrain.cost import Phase
 from ptrain.data.sampler import SampleSource
 from ptrain.facts.model import prefixes
 from ptrain.facts.stages import is_within
 from ptrain.interpreter.program import Program
 from ptrain.models.moe import MoE
-from ptrain.models.watch import first_real
+from ptrain.models.watch import first_real, listening, watching
 from ptrain.optimizers.build import tensor_of
 from ptrain.spec.role import Role, Roles, fits
 from ptrain.spec.spec import Spec
 from ptrain.train.exchange import Exchange
 from ptrain.train.loop import local_batch, seed_dropout
 from ptrain.train.schedule import learning_rate
-from ptrain.verification.parts import whole
+from ptrain.verification.jobs.shards import ParameterShard
+from ptrain.verification.parts import full
 from ptrain.verification.samples import TokensOfRank
-from ptrain.verification.updates.repeat import UpdateRecorder, wholes
+from ptrain.verification.updates.repeat import UpdateRecorder
 
 Key: TypeAlias = tuple[str, int]  # a module's path and a micro-batch
 
 
 @dataclass(slots=True)
 class Outputs:
-    """Of modules by path and micro-batch, in the order in which they came. What a module returns
-    beside its first floating tensor is not kept."""
+    """The first floating output of every module by path and micro-batch, of these micro-batches, in
+    the order in which they came, and its gradient; and the parameters with which modules compute in
+    the first pass, gathered where they are sharded between passes. `reached`: those of which there
+    was a gradient when the program had reduced them."""
 
-    forward: dict[Key, torch.Tensor] = field(default_factory=dict)
-    backward: dict[Key, torch.Tensor] = field(default_factory=dict)
+    micro_batches: Collection[int]
+    forward: dict[Key, Tensor] = field(default_factory=dict)
+    backward: dict[Key, Tensor] = field(default_factory=dict)
+    in_use: dict[str, Tensor] = field(default_factory=dict)
+    reached: set[str] = field(default_factory=set)
+    _holds: Mapping[str, LeafShard] = field(default_factory=dict)
+    _now: int | None = None
 
-    def keep(self, path: str, micro_batch: int, output: Any) -> None:
-        """Keep the first output that came: a block that is computed again comes a second time."""
-        key = path, micro_batch
-        first = first_real(output)
-        if first is None or key in self.forward:
-            return
+    def phase(self, phase: Phase, micro_batch: int) -> None:
+        """Note which micro-batch begins. What runs again in backward is not kept."""
+        is_kept = phase is Phase.FORWARD and micro_batch in self.micro_batches
+        self._now = micro_batch if is_kept else None
+
+    def reduced(self) -> None:
+        """Note which gradients are where the optimizer is to find them."""
+        self.reached = {n for n, its in self._holds.items() if its.target.gradient is not None}
+
+    def clipped(self, norm: Tensor | None) -> None:
+        """Gradients are compared without it."""
+
+    @contextmanager
+    def of(self, modules: Iterator[tuple[str, nn.Module]]) -> Iterator[None]:
+        """Temporarily record these modules. A module that returns its input (Identity) is none."""
+        own = ((path, its) for path, its in modules if not isinstance(its, nn.Identity))
+        with watching(own, before=self._before, after=self._after):
+            yield
+
+    def _before(self, path: str, module: nn.Module, *_: object) -> None:
+        for name, parameter in module._parameters.items() if self._now is not None else ():
+            if parameter is not None:
+                self.in_use.setdefault(f"{path}.{name}", parameter.detach().clone())
+
+    def _after(self, path: str, _: nn.Module, __: Any, output: Any) -> None:
+        first = None if self._now is None else first_real(output)
+        if first is None or self._now is None or (path, self._now) in self.forward:
+            return  # a block that is computed again comes a second time
+        key = path, self._now
         self.forward[key] = first.detach().clone()
         if first.requires_grad:
             first.register_hook(partial(self._keep_gradient, key))
 
-    def _keep_gradient(self, key: Key, gradient: torch.Tensor) -> None:
+    def _keep_gradient(self, key: Key, gradient: Tensor) -> None:
         self.backward[key] = gradient.detach().clone()
+
+
+@contextmanager
+def recorded(
+    program: Program, holds: Mapping[str, LeafShard], micro_batches: Collection[int]
+) -> Iterator[Outputs]:
+    """Temporarily record what the program's modules compute in these micro-batches."""
+    outputs = Outputs(micro_batches, _holds=holds)
+    with (
+        listening(program.observers, outputs),
+        listening(program.gradient_observers, outputs),
+        outputs.of(paths(program)),
+    ):
+        yield outputs
 
 
 Patterns = tuple[str, ...]
@@ -95,160 +141,97 @@ def _getting(roles: Roles) -> Patterns:
     )
 
 
-@contextmanager
-def watched(
-    named: Iterator[tuple[str, nn.Module]], outputs: Outputs, now: Callable[[], int | None]
-) -> Iterator[None]:
-    """Keeps what these modules return while `now()` is the number of a micro-batch. A module that
-    hands on what it is given (Identity) is none."""
-    with ExitStack() as hooks:
-        for path, module in named:
-            if isinstance(module, nn.Identity):
-                continue
+@dataclass(slots=True, kw_only=True)
+class LeafShard(ParameterShard):
+    """This rank's elements of a parameter in the tensor that an optimizer steps, for a target."""
 
-            def after(_: nn.Module, __: Any, output: Any, path: str = path) -> None:
-                micro_batch = now()
-                if micro_batch is not None:
-                    outputs.keep(path, micro_batch, output)
-
-            handle = module.register_forward_hook(after)
-            hooks.callback(handle.remove)
-        yield
+    target: NamedTarget
 
 
-class Capture:
-    """One step of a program; `with Capture(program, {0}) as capture:` around it. Outputs are kept
-    of these micro-batches.
+_APART = 2.0**40  # more elements than a rank has; of its multiples fp64 has every integer
 
-    `updates` are what optimizers were given and left, by the number of a leaf. The gradients by
-    name need collectives (`gradients()`), which all ranks call."""
 
-    def __init__(self, program: Program, micro_batches: Collection[int]) -> None:
-        self.program = program
-        self.micro_batches = micro_batches
-        self.outputs = Outputs()
-        self._leaves = [(target, tensor_of(leaf)) for target, leaf in program.update.leaves()]
-        leaves = {str(index): leaf for index, (_, leaf) in enumerate(self._leaves)}
-        self.updates = UpdateRecorder(wholes(leaves))
-        self._used: Named = {}  # parameters, as the first pass has them
-        self._reduced: set[int] = set()  # which of the leaves there was a gradient for
-        self.omitted: set[str] = set()  # parameters with a gradient that no optimizer takes
-        self._now: int | None = None
-        self._stack = ExitStack()
+@torch.no_grad()
+def shards_of(program: Program) -> dict[str, LeafShard]:
+    """Return which elements of each parameter this rank's optimizers update, by canonical name.
 
-    def phase(self, phase: Phase, micro_batch: int) -> None:
-        """Note where the program has come to: what runs again in backward is not kept."""
-        is_kept = phase is Phase.FORWARD and micro_batch in self.micro_batches
-        self._now = micro_batch if is_kept else None
+    An optimizer steps tensors that no parameter shows (flat units, shards, master copies). So their
+    elements are numbered, apart on every rank, and the program itself brings the numbers to the
+    places of the elements. All ranks call it."""
+    first = (program.world.rank + 1) * _APART  # zero is padding
+    shards = {}
+    for target, leaf in program.update.leaves():
+        # asked for the value of one tensor, a unit that is updated tensor by tensor is gathered
+        shape = torch.Size(getattr(target, "shape", None) or target.value().shape)
+        numbers = torch.arange(shape.numel(), dtype=torch.float64, device=program.world.device)
+        placed = program.canonical(target.named((numbers + first).view(shape)))
+        for name, row in ((name, full(its)) for name, its in placed.items()):
+            at = ((row >= first) & (row < first + _APART)).flatten().nonzero().flatten()
+            within = (row.flatten()[at] - first).long()
+            shards[name] = LeafShard(
+                name, tensor_of(leaf), row.shape, target=target,
+                at=None if at.numel() == row.numel() else at,
+                within=None if torch.equal(within, numbers.cpu().long()) else within,
+            )  # fmt: skip
+    return shards
 
-    def __enter__(self) -> Capture:
-        for observers in (self.program.observers, self.program.gradient_observers):
-            observers.append(self)
-            self._stack.callback(observers.remove, self)
-        self._stack.enter_context(self._watched())
-        for path, module in paths(self.program) if self.micro_batches else ():
-            hook = module.register_forward_pre_hook(partial(self._before, path))
-            self._stack.callback(hook.remove)
-        self._stack.enter_context(self.updates)
-        return self
 
-    def __exit__(self, *error: object) -> None:
-        self._stack.close()
+def taken(updates: UpdateRecorder, factor: float = 1.0) -> dict[str, Tensor]:
+    """Return this rank's gradients that an optimizer took, without the factor of clipping."""
+    gradients = updates.gradients
+    return {name: gradients[name] / factor for name in gradients if name in updates.updated}
 
-    def _watched(self) -> AbstractContextManager[None]:
-        return watched(paths(self.program), self.outputs, lambda: self._now)
 
-    def reduced(self) -> None:
-        """The gradients are where the optimizer is to find them."""
-        for index, (target, _) in enumerate(self._leaves):
-            if target.gradient is not None:
-                self._reduced.add(index)
+def whole_gradients(
+    program: Program, updates: UpdateRecorder, exchange: Exchange, norm: float | None
+) -> dict[str, Tensor]:
+    """Return full gradients by name, on the host, as they were before clipping by this norm; of
+    copies their mean. All ranks call it."""
+    own = taken(updates, clipped_by(program.spec, norm))
+    shapes: dict[str, list[int]] = {}
+    for its in exchange.gather({name: list(updates.holds[name].shape) for name in own}):
+        shapes |= its
+    gradients = {}
+    for name, shape in shapes.items():
+        sums = torch.zeros(2, math.prod(shape), dtype=torch.float64)  # the second: how many copies
+        if name in own:
+            at = updates.holds[name].at
+            rows = torch.stack([own[name].double(), torch.ones_like(own[name]).double()])
+            sums[:, slice(None) if at is None else at] = rows
+        if exchange.world.size > 1:
+            dist.all_reduce(sums, group=exchange.group)
+        gradients[name] = (sums[0] / sums[1].clamp(min=1)).view(shape)
+    return gradients
 
-    def clipped(self, norm: torch.Tensor | None) -> None:
-        """They are compared without it."""
 
-    def _before(self, path: str, module: nn.Module, _: object) -> None:
-        """What a module is about to compute with, gathered if it has to be."""
-        for name, parameter in module._parameters.items() if self._now is not None else ():
-            if parameter is not None:
-                self._used.setdefault(f"{path}.{name}", parameter.detach().clone())
+def as_held(program: Program, expected: Outputs) -> Outputs:
+    """Return another device's outputs as this rank's modules give them: of its tokens, with
+    features in the order of the ranks.
 
-    @property
-    def rates(self) -> set[float]:
-        """The learning rates that optimizers used."""
-        return self.updates.rates
+    Outputs are left out of which a rank has an addend or rows of other ranks' tokens, and if it has
+    slices of the tokens, outputs by expert."""
+    tensor, experts = program.plan.tensor, program.plan.experts
+    own, roles = TokensOfRank(program.spec, program.world.rank), tensor.roles if tensor else ()
+    routes_slices = program.plan.context or (experts and experts.folded)
+    apart = tuple(_of_rows(program)) if routes_slices else ()
 
-    @property
-    def used(self) -> Named:
-        """The parameters, as the first pass has them, in the model's order. All ranks ask for
-        it."""
-        return self.program.order.canonical(self._used)
-
-    def beside(self, expected: Outputs) -> Outputs:
-        """Return what another device's modules give, as ranks hold what they give; nothing of what
-        a rank has an addend of, or the rows of other ranks' tokens in, nor, where it has slices of
-        the tokens, of what lies by expert."""
-        program, tensor, experts = self.program, self.program.plan.tensor, self.program.plan.experts
-        own, roles = TokensOfRank(program.spec, program.world.rank), tensor.roles if tensor else ()
-        routes_slices = program.plan.context or (experts and experts.folded)
-        apart = tuple(_of_rows(program)) if routes_slices else ()
-
-        def held(
-            outputs: dict[Key, torch.Tensor], is_addend: Callable[[Roles, str], bool]
-        ) -> dict[Key, torch.Tensor]:
-            return {
-                (path, k): as_held(program, path, whole, own)
-                for (path, k), whole in outputs.items()
-                if not is_addend(roles, path)
-                and not (experts and experts.is_inside(path))
-                and not is_within(path, apart)
-            }
-
-        return Outputs(
-            forward=held(expected.forward, gives_addend),
-            backward=held(expected.backward, gets_addend),
-        )
-
-    def gradients(self, exchange: Exchange, clipped: float = 1.0) -> Named:
-        """Return gradients by canonical name, full tensors or DTensors: zeros of what this rank's
-        optimizer was given none of where others were; none of what nobody updates, or some rank's
-        optimizer has left although there was one. They are without the factor by which this rank
-        `clipped` them. All ranks call it."""
-        given = {
-            int(index): gradient
-            for index, gradient in self.updates.gradients.items()
-            if index in self.updates.updated
+    def held(
+        outputs: dict[Key, Tensor], is_addend: Callable[[Roles, str], bool]
+    ) -> dict[Key, Tensor]:
+        return {
+            (path, k): program.order.held_features(path, own.of_output(output))
+            for (path, k), output in outputs.items()
+            if not is_addend(roles, path)
+            and not (experts and experts.is_inside(path))
+            and not is_within(path, apart)
         }
-        lacking = [index for index in range(len(self._leaves)) if index not in given]
-        left = [index for index in lacking if index in self._reduced]
-        stage = self.program.pieces[0].index  # the same where other ranks have the same layers
-        everyone = exchange.gather([stage, lacking, left])
-        alike = [(absent, its) for place, absent, its in everyone if place == stage]
-        frozen = set(lacking).intersection(*(absent for absent, _ in alike))
-        omitted = {index for _, its in alike for index in its}
-        gradients: Named = {}
-        for index, (target, leaf) in enumerate(self._leaves):
-            if index in omitted:
-                zeros = torch.zeros_like(target.value())
-                self.omitted |= self.program.canonical(target.named(zeros)).keys()
-            if index in frozen | omitted:
-                continue
-            if index in given:  # a leaf may be empty but for its update
-                taken = self.updates.record.before.get(str(index))
-                shape = leaf.shape if taken is None else taken.shape
-                gradient = given[index].to(leaf.device).view(shape) / clipped
-            else:
-                gradient = torch.zeros_like(target.value())
-            gradients.update(self.program.canonical(target.named(gradient)))
-        return gradients
 
-    def unclipped(self, exchange: Exchange, norm: float | None) -> dict[str, torch.Tensor]:
-        """Return whole gradients by name, on the host, as they were before clipping by this norm.
-        All ranks call it."""
-        gradients = whole(self.gradients(exchange), exchange)
-        if (factor := clipped_by(self.program.spec, norm)) == 1.0:
-            return gradients
-        return {name: gradient.double() / factor for name, gradient in gradients.items()}
+    return Outputs(
+        expected.micro_batches,
+        forward=held(expected.forward, gives_addend),
+        backward=held(expected.backward, gets_addend),
+        in_use=expected.in_use,
+    )
 
 
 def clipped_by(spec: Spec, norm: float | None) -> float:
@@ -258,12 +241,6 @@ def clipped_by(spec: Spec, norm: float | None) -> float:
     if clip is None or norm is None or not math.isfinite(norm):
         return 1.0
     return min(1.0, clip / (norm + 1e-6))
-
-
-def as_held(program: Program, path: str, whole: torch.Tensor, tokens: TokensOfRank) -> torch.Tensor:
-    """Return what another device's module gives, of these tokens, with features in the order of the
-    ranks."""
-    return program.order.held_features(path, tokens.of_output(whole))
 
 
 def _of_rows(program: Program) -> Iterator[str]:

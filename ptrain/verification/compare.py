@@ -26,95 +26,57 @@ from ptrain.verification.reference import Trajectory
 STILL = 1e-6  # parameters that moved less than this, relative to their length, stood still
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tolerances:
-    """Relative. `losses` and `gradient_norms` are one for all steps, or one per step; `parameters`
-    holds per tensor, by norm, and elementwise relative to the tensor's largest element; None: not
-    compared. A tensor that is NOISE is relative to the model's root mean square.
-    """
-
-    losses: float | tuple[float, ...] = 0.0
-    gradient_norms: float | tuple[float, ...] | None = None
-    parameters: float | None = None
-
-    def of_loss(self, step: int) -> float:
-        return self.losses[step] if isinstance(self.losses, tuple) else self.losses
-
-    def of_norm(self, step: int) -> float:
-        norms = self.gradient_norms
-        assert norms is not None, "they are compared"
-        return norms[step] if isinstance(norms, tuple) else norms
+# fp64, relative: sums over the same addends in another order. In fp64 the orders over 1, 2, 4 and 8
+# parts differ by less than 1e-15 in the loss; a real fault is 1e-5 or more.
+FP64_LOSS, FP64_NORM, FP64_PARAMETERS = 1e-12, 1e-11, 1e-9
 
 
-# fp64: a sum over the same addends in another order. In fp64 the orders over 1, 2, 4 and 8 parts
-# differ by less than 1e-15 in the loss; a real fault is 1e-5 or more.
-FP64 = Tolerances(losses=1e-12, gradient_norms=1e-11, parameters=1e-9)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Liveness:
-    """Signs that a run learned anything: two dead runs agree perfectly. `again` is the loss of the
-    first batch after all updates, None where no further step could be run. Norms are not finite in
-    steps that a scaled loss skips; there are none of either where nobody computes them."""
-
-    name: str
-    losses: Sequence[float]
-    norms: Sequence[float]
-    travelled: float
-    again: float | None
-
-    @classmethod
-    def of(cls, name: str, trajectory: Trajectory, again: float) -> Liveness:
-        return cls(
-            name=name, losses=trajectory.losses, norms=trajectory.gradient_norms,
-            travelled=trajectory.travelled, again=again,
-        )  # fmt: skip
-
-    def checks(self) -> Iterator[Check]:
-        name = self.name
-        if self.norms:  # min() passes over what is not a number, or not, by its place
-            least = min((norm for norm in self.norms if not math.isnan(norm)), default=math.nan)
-            yield claim(f"{name}: gradients", least, least > 0.0, "every gradient is zero")
+def alive(name: str, run: Trajectory) -> Iterator[Check]:
+    """Yield the checks that a run learned anything: two dead runs agree perfectly."""
+    if run.gradient_norms:  # min() passes over what is not a number, or not, by its place
+        norms = (norm for norm in run.gradient_norms if not math.isnan(norm))
+        least = min(norms, default=math.nan)
+        yield claim(f"{name}: gradients", least, least > 0.0, "every gradient is zero")
+    yield claim(
+        f"{name}: parameters move", run.travelled, run.travelled > STILL,
+        "the parameters did not change",
+    )  # fmt: skip
+    if not run.losses:
+        return
+    wrong = sum(not math.isfinite(loss) for loss in run.losses)
+    yield claim(f"{name}: losses are finite", None, wrong == 0, f"{wrong} losses are not finite")
+    if run.again is not None:  # on the very batch of step 0: no batch's luck is in it
+        first, fall = run.losses[0], run.losses[0] - run.again
         yield claim(
-            f"{name}: parameters move", self.travelled, self.travelled > STILL,
-            "the parameters did not change",
-        )  # fmt: skip
-        if not self.losses:
-            return
-        wrong = sum(not math.isfinite(loss) for loss in self.losses)
-        yield claim(
-            f"{name}: losses are finite", None, wrong == 0, f"{wrong} losses are not finite"
+            f"{name}: learns",
+            fall,
+            fall > 0.0,
+            f"the loss of the first batch was {first:.6g} and is {run.again:.6g} after the updates",
         )
-        if self.again is not None:  # on the very batch of step 0: no batch's luck is in it
-            first, fall = self.losses[0], self.losses[0] - self.again
-            yield claim(
-                f"{name}: learns",
-                fall,
-                fall > 0.0,
-                f"the loss of the first batch was {first:.6g} and is {self.again:.6g} after "
-                "the updates",
-            )
 
 
-def parted(reference: Trajectory, run: Trajectory, tolerances: Tolerances) -> Iterator[Check]:
-    """Yield the checks of the gradient norms of every step, and of the parameters at the end."""
+def parted(
+    reference: Trajectory, run: Trajectory, limits: Sequence[float] | None, parameters: float | None
+) -> Iterator[Check]:
+    """Yield the checks of the gradient norms of every step, and of the parameters at the end, each
+    by its norm and by its largest element. All `limits` are relative; None: not compared. A tensor
+    that is NOISE is relative to the model's root mean square."""
     norms = reference.gradient_norms, run.gradient_norms
-    if tolerances.gradient_norms is not None and all(norms):
+    if limits is not None and all(norms):
         differences = [  # 0 where both overflowed and skipped the step
             0.0 if math.isinf(norm) and not math.isfinite(its) else numbers_apart(norm, its)
             for norm, its in zip(*norms, strict=True)
         ]
-        limits = [tolerances.of_norm(step) for step in range(len(differences))]
         step = worst_of(differences, limits)
         yield _relative("gradient norms", differences[step], limits[step], f"step {step}")
-    if tolerances.parameters is None:
+    if parameters is None:
         return
     if names := reference.parameters.keys() ^ run.parameters.keys():
         yield claim("parameters", len(names), False, f"{sorted(names)[0]} exists on one side only")
         return
     for kind, sizes in _by_kind(reference.parameters, run.parameters).items():
         name = max(sizes, key=sizes.__getitem__)
-        yield _relative(f"parameters {kind}", sizes[name], tolerances.parameters, name)
+        yield _relative(f"parameters {kind}", sizes[name], parameters, name)
 
 
 def claim(name: str, value: float | None, holds: bool, otherwise: str) -> Check:
@@ -289,6 +251,11 @@ class LargestDifference:
     difference: float = 0.0
     place: str = ""
     count: int = 0
+
+    @property
+    def share(self) -> float:
+        """How much of the tolerance it takes."""
+        return share_of(self.difference, self.tolerance)
 
     def see(self, difference: float, place: str, tolerance: float = 0.0) -> None:
         self.count += 1

@@ -11,37 +11,48 @@ ranks), they are explained first.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
 
+from ptrain.cost import Phase
 from ptrain.data.corpus import corpus
 from ptrain.interpreter.program import Program
 from ptrain.report.finding import Certainty, Mismatch, Moment, RootCause, Subject, Way
-from ptrain.spec.placement import Axis
-from ptrain.spec.spec import coordinates
 from ptrain.train.exchange import Exchange
 from ptrain.train.schedule import learning_rate
-from ptrain.verification.capture import Capture, Outputs, clipped_by, drive, watched
+from ptrain.verification.capture import (
+    Outputs,
+    as_held,
+    clipped_by,
+    drive,
+    recorded,
+    shards_of,
+    taken,
+)
 from ptrain.verification.compare import AllDifferences, Differences
 from ptrain.verification.jobs.diagnosis import explain_gradients
 from ptrain.verification.jobs.evidence import untold
 from ptrain.verification.jobs.job import TOLERANCES, Ranks, ranks_of_spec
+from ptrain.verification.jobs.record import compare_gradients
 from ptrain.verification.jobs.root_causes import families, over_axis, root_cause, shared_factor
+from ptrain.verification.jobs.step import of_own_optimizers
 from ptrain.verification.jobs.verdict import Verdict
 from ptrain.verification.parts import (
-    Magnitude,
     held,
     numbers_apart,
-    part_of,
     products,
-    relative,
-    without_masks,
 )
-from ptrain.verification.preconditions import of_program, of_reference
-from ptrain.verification.program_step import ProgramSide, ProgramStep
+from ptrain.verification.program_step import (
+    ProgramSide,
+    ProgramStep,
+    Sides,
+    compare_states,
+    compare_tensors,
+    tensor_part,
+)
 from ptrain.verification.reference import MicroBatch, Pass, ReferenceTraining
 from ptrain.verification.samples import data_place, sample_mismatches
 from ptrain.verification.updates.explain import explain_update
@@ -117,12 +128,16 @@ def _partial(mismatches: Sequence[Mismatch], step: ProgramStep, ranks: Ranks) ->
         )
         for side in (step.seen, step.expected)
     )
-    part = None if own is None or whole is None else step.part_of(own, whole)
+    part = (
+        None
+        if own is None or whole is None
+        else tensor_part(step.reference.spec, ranks.rank, whole, own)
+    )
     sizes = ranks.gather(None if own is None or part is None else own.numel())
     if None in sizes or len(set(sizes)) > 1:
         return None
-    assert own is not None and whole is not None and part is not None, "every rank has both"
-    both = (part.of(whole), held(own))
+    assert own is not None and part is not None, "every rank has both"
+    both = (part, held(own))
     rows = torch.stack([its.double().reshape(-1)[:_MOST_VALUES] for its in both])
     axis, factor = shared_factor(ranks, ranks.stack(rows.nan_to_num(posinf=0, neginf=0)), _EXACT)
     if not axis:
@@ -150,7 +165,7 @@ def _of_gradients(mismatches: Sequence[Mismatch], step: ProgramStep, ranks: Rank
         if by_sums.certainty is not Certainty.UNEXPLAINED:
             return replace(by_sums, state=first.subject)
         tried = (by_sums.tried or "no sum of micro-batches' gradients equals it") + untold(
-            step.spec.batch.accumulate
+            step.reference.spec.batch.accumulate
         )
     if lost := step.lost():
         return root_cause(
@@ -180,10 +195,9 @@ def _of_update(mismatches: Sequence[Mismatch], step: ProgramStep, ranks: Ranks) 
         )  # fmt: skip
     named = [_of_parameter(its) for its in updated if its.subject is not Subject.BUFFERS]
     case = step.update_case()
-    known = set() if case is None else case.courses.keys()
-    lacks = {its.name.partition(" · ")[0] for its in named if its.rank == ranks.rank} - known
+    lacks = {its.name.partition(" · ")[0] for its in named if its.rank == ranks.rank}
     tried = ""
-    if named and case is not None and not any(ranks.gather(bool(lacks))):
+    if named and not any(ranks.gather(bool(lacks - case.courses.keys()))):
         by_update = explain_update(named, case, ranks)
         if by_update.certainty is not Certainty.UNEXPLAINED:
             return by_update
@@ -203,8 +217,6 @@ def _of_parameter(mismatch: Mismatch) -> Mismatch:
 
 TOLERANCE = 1e-11  # relative, fp64: what Adam makes of 1e-15, with room; faults are 1e-6 and more
 MOST = 400  # mismatches of one state at one moment that a rank tells of: 0.1 MB
-_PARAMETERS = Subject.PARAMETERS
-_MASKED = (Subject.BUFFERS, Subject.ACTIVATIONS)  # that may be a mask of attention, infinite
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,37 +236,34 @@ def examine(program: Program, exchange: Exchange, steps: int = 3) -> Examination
 class _Examiner:
     def __init__(self, program: Program, exchange: Exchange) -> None:
         self.program, self.exchange = program, exchange
-        self.spec = program.spec
-        self.rank = program.world.rank
+        self.spec, self.rank = program.spec, program.world.rank
         self.reference = ReferenceTraining(self.spec)
         self.source = corpus(self.spec.data)
-        self.place = coordinates(self.spec, self.rank)
-        self.data_place = data_place(self.spec, self.rank)
         last = self.spec.batch.accumulate - 1
         self.watched_passes = {0, last}  # micro-batches whose activations are compared
         self.differences = Differences(step=0, rank=self.rank)
         ranks = ranks_of_spec(self.spec, exchange)
         self.all = AllDifferences(ranks, self.reference.parameters, most=MOST)
         self.order: dict[str, int] = {}  # a module's place along the model
-        self.sums: dict[str, torch.Tensor] = {}
+        self.holds = shards_of(program)
 
     def run(self, steps: int) -> Examination:
-        self._state(Moment.START)
+        self._states(Moment.START)
         self.all.take(self.differences)
         evidence: ProgramStep | None = None
         for step in range(steps):
             if self.all.mismatches:
                 break
-            evidence = self._step(step, evidence)
+            evidence, sums = self._step(step, evidence)
             self._compare(evidence)
             self.all.take(self.differences, self.order)
             if any(its.subject is not Subject.LEARNING_RATE for its in self.all.mismatches):
                 break  # a learning rate is proven by its update
             with UpdateRecorder(wholes(self.reference.updater.updated)) as updates:
-                evidence.expected.norm = self.reference.update(step, dict(self.sums))
+                evidence.expected.norm = self.reference.update(step, sums)
             evidence.expected.record = updates.record
             self._norm(evidence)
-            self._state(Moment.UPDATE)
+            self._states(Moment.UPDATE)
             self.all.take(self.differences, self.order)
         mismatches = tuple(self.all.mismatches)
         cause = explain(mismatches, evidence, self.all.ranks) if mismatches else None
@@ -262,47 +271,51 @@ class _Examiner:
         checks = tuple(self.all.checks())
         return Examination(mismatches=mismatches, root_cause=cause, checks=checks, steps=done)
 
-    def _step(self, step: int, before: ProgramStep | None) -> ProgramStep:
-        """Run one step of both; the reference's update is still to come."""
-        parameters = {name: its.clone() for name, its in self.reference.parameters.items()}
+    def _step(
+        self, step: int, before: ProgramStep | None
+    ) -> tuple[ProgramStep, Mapping[str, torch.Tensor]]:
+        """Run one step of both, of the reference up to the sums of its gradients."""
         outputs, expected = self._reference_pass(step)
-        self.sums = expected.sums
-        with Capture(self.program, self.watched_passes) as capture:
+        updates = UpdateRecorder(self.holds)
+        with updates, recorded(self.program, self.holds, self.watched_passes) as seen:
             share, norm = drive(self.program, self.source, step)
+        as_here = as_held(self.program, outputs)
         return ProgramStep(
             step=step,
             program=self.program,
             reference=self.reference,
+            exchange=self.exchange,
             ranks=self.all.ranks,
+            holds=self.holds,
             seen=ProgramSide(
-                in_use=capture.used,
-                gradients=capture.gradients(self.exchange, clipped_by(self.spec, norm)),
-                record=capture.updates.record,
-                outputs=capture.outputs,
+                in_use=self.program.order.canonical(seen.in_use),
+                gradients=taken(updates, clipped_by(self.spec, norm)),
+                record=updates.record,
+                outputs=seen,
                 loss=self.exchange.add([share])[0],
                 norm=norm,
             ),
             expected=ProgramSide(
-                in_use=parameters,
+                in_use=as_here.in_use,
                 gradients=expected.gradients,
-                outputs=capture.beside(outputs),
+                outputs=as_here,
                 loss=expected.loss,
             ),
             earlier_gradients=before.expected.gradients if before else {},
-            rates=capture.rates,
-            omitted=capture.omitted,
-            scale=expected.scale,
-        )
+            rates=updates.rates,
+            omitted=seen.reached - updates.updated,
+        ), dict(expected.sums)
 
     def _reference_pass(self, step: int) -> tuple[Outputs, Pass]:
-        outputs = Outputs()
-        modules = self.reference.module
+        outputs, place = Outputs(self.watched_passes), data_place(self.spec, self.rank)
 
-        def around(batch: MicroBatch) -> AbstractContextManager[None]:
-            is_ours = batch.data_index == self.data_place and batch.k in self.watched_passes
-            return watched(modules.named_modules(), outputs, lambda: batch.k if is_ours else None)
+        @contextmanager
+        def around(batch: MicroBatch) -> Iterator[None]:
+            outputs.phase(Phase.FORWARD, batch.k if batch.data_index == place else -1)
+            yield
 
-        expected = self.reference.accumulate(step, around)
+        with outputs.of(self.reference.module.named_modules()):
+            expected = self.reference.accumulate(step, around)
         for path, _ in outputs.forward:
             self.order.setdefault(path, len(self.order))
         return outputs, expected
@@ -312,7 +325,8 @@ class _Examiner:
         self.differences = Differences(step=evidence.step, rank=self.rank)
         self._samples(evidence)
         # parameters where they are used: gathered, copied, as they should be in this step
-        self._tensors(Moment.FORWARD, _PARAMETERS, evidence.seen.in_use, evidence.expected.in_use)
+        in_use = evidence.seen.in_use, evidence.expected.in_use
+        self._tensors(Moment.FORWARD, Subject.PARAMETERS, in_use)
         self._activations(evidence)
         self._number(Moment.FORWARD, Subject.LOSS, evidence.seen.loss, evidence.expected.loss)
         rate = learning_rate(self.spec.optimizer, evidence.step)
@@ -336,22 +350,18 @@ class _Examiner:
         ):
             for k in sorted(self.watched_passes):
                 own, its = ({p: t for (p, n), t in side.items() if n == k} for side in sides)
-                self._tensors(moment, Subject.ACTIVATIONS, own, its, index=k)
+                self._tensors(moment, Subject.ACTIVATIONS, (own, its), k)
 
     def _gradients(self, evidence: ProgramStep) -> None:
-        """Per parameter, the whole vector: without the loss's scale and what clipping did. One that
-        one device has none of should be zeros."""
-        expected = evidence.expected.gradients
-        zeros = {
-            name: torch.zeros_like(self.reference.parameters[name], dtype=tensor.dtype)
-            for name, tensor in evidence.seen.gradients.items()
-            if name not in expected
-        }
-        both = evidence.seen.gradients, {**expected, **zeros}
-        self._tensors(Moment.GRADIENTS, Subject.GRADIENTS, *both)
+        """Compare this rank's elements of every gradient, without what clipping did."""
+        updated = evidence.seen.gradients.keys()
+        own = {name: its for name, its in self.holds.items() if name not in evidence.omitted}
+        holds = of_own_optimizers(updated, own, self.all.ranks)
+        sides, limit = (evidence.expected, evidence.seen), TOLERANCES[torch.float64]
+        compare_gradients(self.differences, sides, holds, limit)
         kind = Moment.GRADIENTS, Subject.GRADIENTS
         for name in evidence.lost():
-            if name in evidence.seen.in_use and name not in both[0]:
+            if name in evidence.seen.in_use and name not in self.holds:
                 self.differences.add(*kind, name, "no gradient", Way.MISSING)
 
     def _norm(self, evidence: ProgramStep) -> None:
@@ -364,29 +374,14 @@ class _Examiner:
             norm = expected  # both skip the step
         self._number(Moment.CLIP, Subject.NORM, norm, expected)
 
-    def _state(self, moment: Moment) -> None:
-        """Compare parameters, optimizer state, counters and buffers, each part where it is."""
-        sides = of_program(self.program), of_reference(self.reference, self.rank)
-        for subject in dict.fromkeys(kind for kind, _ in sides[1]):
-            own, its = (
-                {n: t for (kind, n), t in side.items() if kind is subject} for side in sides
-            )
-            self._tensors(moment, subject, own, its)
+    def _states(self, moment: Moment) -> None:
+        sides, ranks = (self.program, self.reference), self.all.ranks
+        compare_states(self.differences, *sides, moment, ranks, tolerance=TOLERANCE)
 
-    def _tensors(
-        self,
-        moment: Moment,
-        subject: Subject,
-        actual: Mapping[str, torch.Tensor],
-        expected: Mapping[str, torch.Tensor],
-        index: int = 0,
-    ) -> None:
-        """Compare what both sides have of a name."""
-        shown = {n: _shown(its) for n, its in expected.items()} if subject in _MASKED else expected
-        scale = Magnitude.of(shown)
-        for name in (name for name in actual if name in expected):
-            sides = actual[name], expected[name], shown[name]
-            self._tensor(moment, subject, name, sides, scale=scale, index=index)
+    def _tensors(self, moment: Moment, subject: Subject, sides: Sides, index: int = 0) -> None:
+        compare_tensors(
+            self.differences, moment, subject, sides, self.spec, tolerance=TOLERANCE, index=index
+        )
 
     def _number(self, moment: Moment, subject: Subject, actual: float, expected: float) -> None:
         words = f"{actual!r} for {expected!r}"
@@ -398,42 +393,3 @@ class _Examiner:
             difference=0.0 if actual == expected else numbers_apart(expected, actual),
             tolerance=TOLERANCE,
         )  # fmt: skip
-
-    def _tensor(
-        self,
-        moment: Moment,
-        subject: Subject,
-        name: str,
-        sides: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-        *,
-        scale: Magnitude,
-        index: int,
-    ) -> None:
-        """Nothing of an activation whose part nothing tells: it is of another shape on purpose.
-        `sides`: what is there, one device's, and that without what masks hide."""
-        tensor, whole, shown = sides
-        part = part_of(
-            tensor, whole.shape, degree=self.spec.degree(Axis.TP), place=self.place.get(Axis.TP, 0)
-        )
-        way, difference, words = Way.VALUE, 0.0, ""
-        if part is None:
-            if subject is Subject.ACTIVATIONS:
-                return
-            way, difference = Way.SHAPE, math.inf
-            words = f"shape {tuple(tensor.shape)} for {tuple(whole.shape)}"
-        else:
-            own, its = held(tensor), part.of(whole)
-            if subject in _MASKED:
-                own, its = without_masks(own, its)
-            if own.dtype != its.dtype:
-                way, words = Way.DTYPE, f"{tensor.dtype} for {whole.dtype}"
-            difference = relative(own, its, scale.length(shown, its))
-        self.differences.compare(
-            moment, subject, name, difference=difference, tolerance=TOLERANCE, way=way, index=index,
-            words=words,
-        )  # fmt: skip
-
-
-def _shown(tensor: torch.Tensor) -> torch.Tensor:
-    """Without what a mask of attention hides, which is infinite: nothing is small beside that."""
-    return without_masks(tensor, tensor)[0]

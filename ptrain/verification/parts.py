@@ -18,9 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
-from ptrain.internals.dtensor import compute_local_shape_and_global_offset
 from ptrain.models.ledger import local
 from ptrain.train.exchange import Exchange
 
@@ -203,56 +202,9 @@ def is_even(coefficients: Sequence[float], tolerance: float = 1e-3) -> bool:
     return most - least <= tolerance * max(abs(least), abs(most))
 
 
-@dataclass(frozen=True, slots=True)
-class TensorBox:
-    """A box in a whole tensor: its first element and its size in every dimension."""
-
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
-
-    def of(self, whole: torch.Tensor) -> torch.Tensor:
-        """The view of `whole` that this part is."""
-        for dim, (start, size) in enumerate(zip(self.offset, self.shape, strict=True)):
-            whole = whole.narrow(dim, start, size)
-        return whole
-
-
 def held(tensor: torch.Tensor) -> torch.Tensor:
     """Return what this rank has of the tensor, where the reference is: on the CPU."""
     return local(tensor.detach()).cpu()
-
-
-def part_of(
-    tensor: torch.Tensor, whole: torch.Size, *, degree: int = 1, place: int = 0
-) -> TensorBox | None:
-    """The part of a tensor of shape `whole` that `tensor` is; None where nothing tells.
-
-    A DTensor says so itself, unless it is a sum that is still partial. A plain tensor is the whole,
-    or is cut along the dimensions in which it is smaller as torch cuts over `degree` ranks
-    (torch.chunk), of which this one is the `place`-th.
-    """
-    if isinstance(tensor, DTensor):
-        if any(placement.is_partial() for placement in tensor.placements):
-            return None
-        if tensor.shape != whole:
-            return None
-        shape, offset = compute_local_shape_and_global_offset(
-            tensor.shape, tensor.device_mesh, tensor.placements
-        )
-        bounded = (min(start, size) for start, size in zip(offset, whole, strict=True))
-        return TensorBox(tuple(bounded), tuple(shape))
-    if tensor.dim() != len(whole):
-        return None
-    offsets, sizes = [], []
-    for size, full in zip(tensor.shape, whole, strict=True):
-        start, expected = 0, full
-        if size != full:
-            expected, start = Shard.local_shard_size_and_offset(full, degree, place)
-        if size != expected:
-            return None
-        offsets.append(start)
-        sizes.append(size)
-    return TensorBox(tuple(offsets), tuple(sizes))
 
 
 def norm(tensor: torch.Tensor) -> float:
@@ -303,7 +255,7 @@ def without_masks(own: torch.Tensor, its: torch.Tensor) -> tuple[torch.Tensor, t
 def whole(named: Mapping[str, Tensor], exchange: Exchange) -> dict[str, Tensor]:
     """Full tensors, by name, as copies on the host; what only some ranks have, from the first of
     them. All ranks call it, those of one mesh with the same names in the same order."""
-    own = {name: _full(tensor) for name, tensor in named.items()}
+    own = {name: full(tensor) for name, tensor in named.items()}
     described = {
         name: [list(tensor.shape), str(tensor.dtype).removeprefix("torch.")]
         for name, tensor in own.items()
@@ -320,9 +272,10 @@ def whole(named: Mapping[str, Tensor], exchange: Exchange) -> dict[str, Tensor]:
     return own
 
 
-def _full(tensor: Tensor) -> Tensor:
-    full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return full.detach().to("cpu", copy=True).contiguous()
+def full(tensor: Tensor) -> Tensor:
+    """Return all of a tensor, a copy on the host. All ranks of its mesh call it."""
+    every = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return every.detach().to("cpu", copy=True).contiguous()
 
 
 # A tensor this small beside the model's root mean square has not moved from zero. Softmax does not

@@ -39,7 +39,7 @@ from ptrain.meters.replicas import ReplicaMeter, coordinates, digests, generator
 from ptrain.meters.traffic import CollectiveLedger
 from ptrain.models.ledger import local
 from ptrain.models.modes import drops_out, own_dropouts
-from ptrain.optimizers.update import COUNTER, MASTER
+from ptrain.models.watch import listening, watching
 from ptrain.report.copies import SHARED, alike_apart, listed, root_cause
 from ptrain.report.finding import Mismatch, Moment, RootCause, Subject, Way
 from ptrain.report.record import Check
@@ -47,55 +47,12 @@ from ptrain.rooms.world import World
 from ptrain.spec.placement import TOKEN_AXES
 from ptrain.spec.spec import Spec, groups
 from ptrain.train.exchange import Exchange
-from ptrain.verification.capture import drive, modules, paths
-from ptrain.verification.compare import counted
-from ptrain.verification.parts import INTEGERS, held, part_of
+from ptrain.verification.capture import drive, paths
+from ptrain.verification.compare import AllDifferences, Differences, counted
+from ptrain.verification.jobs.job import Ranks, ranks_of_spec
+from ptrain.verification.parts import INTEGERS, held
+from ptrain.verification.program_step import compare_states, of_program
 from ptrain.verification.reference import ReferenceTraining
-from ptrain.verification.samples import TokensOfRank
-
-States: TypeAlias = dict[tuple[Subject, str], torch.Tensor]
-
-
-def of_program(program: Program) -> States:
-    """Return full tensors, or DTensors of which this rank has a part. Collective."""
-    state = program.state_dict()
-    states: States = {(Subject.PARAMETERS, name): tensor for name, tensor in state["model"].items()}
-    for name, tensor in state["optimizer"].items():
-        states[_subject(name), name] = tensor
-    for module in modules(program):
-        for name, buffer in module.named_buffers():
-            states[Subject.BUFFERS, name] = buffer
-    return states
-
-
-def of_reference(device: ReferenceTraining, rank: int = 0) -> States:
-    """Return states as torch's optimizers have them; zeros of what they have not made yet. Of
-    tables of tokens those that a rank of the spec has."""
-    own = TokensOfRank(device.spec, rank)
-    updater = device.updater
-    states: States = {
-        (Subject.PARAMETERS, name): parameter for name, parameter in device.parameters.items()
-    }
-    held = {
-        id(tensor): values
-        for optimizer in updater.optimizers.values()
-        for tensor, values in optimizer.state.items()
-    }
-    for name, updated in updater.updated.items():
-        if updated is not updater.parameters[name]:
-            states[Subject.OPTIMIZER, f"{name}.{MASTER}"] = updated.detach()
-        values = held.get(id(updated)) or updater.initial(name)
-        for key, value in values.items():
-            if value is not None:
-                states[_subject(key), f"{name}.{key}"] = torch.as_tensor(value)
-    for name, buffer in device.module.named_buffers():
-        states[Subject.BUFFERS, name] = own.of_buffer(name, buffer)
-    return states
-
-
-def _subject(name: str) -> Subject:
-    return Subject.COUNTER if name.rpartition(".")[2] == COUNTER else Subject.OPTIMIZER
-
 
 DIFFERENT = "differs where it must be shared"
 UNLIKE = "differs where shards of one mask are needed"
@@ -104,41 +61,29 @@ Seen = tuple[str, str, bool]  # what a module is given, where the generator stan
 
 
 class Masks:
-    """`with Masks(program) as masks:` around a step, then `check`, by all ranks."""
+    """`with Masks(program).noted() as masks:` around a step, then `check`, by all ranks."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
         self._seen: dict[str, Seen] = {}
         self._now: int | None = None
-        self._stack = ExitStack()
 
-    def __enter__(self) -> Masks:
-        self._seen.clear()
-        self.program.observers.append(self)
-        self._stack.callback(self.program.observers.remove, self)
-        for path, module in paths(self.program):
-            if any(own_dropouts(module)):
-                hook = module.register_forward_pre_hook(self._before(path), with_kwargs=True)
-                self._stack.callback(hook.remove)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stack.close()
+    @contextmanager
+    def noted(self) -> Iterator[Masks]:
+        """Temporarily note what modules that draw are given, and where the generator stands."""
+        drawing = ((path, its) for path, its in paths(self.program) if any(own_dropouts(its)))
+        with listening(self.program.observers, self), watching(drawing, before=self._before):
+            yield self
 
     def phase(self, phase: Phase, micro_batch: int) -> None:
         """What runs again in backward draws again what it drew."""
         self._now = micro_batch if phase is Phase.FORWARD else None
 
-    def _before(self, path: str) -> Any:
-        def note(module: nn.Module, args: Any, kwargs: Any) -> None:
-            if self._now is None:
-                return
+    def _before(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if self._now is not None:
             given = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
-            what = " ".join(digests([*given]))
-            state = generator_digest(self.program.world.device)
+            what, state = " ".join(digests([*given])), generator_digest(self.program.world.device)
             self._seen.setdefault(f"{path} {self._now}", (what, state, module.training))
-
-        return note
 
     def check(self, exchange: Exchange, step: int) -> tuple[Mismatch, ...]:
         """Return what differs, in the order in which the modules run."""
@@ -235,7 +180,7 @@ class Watch:
         """Around one step."""
         with ExitStack() as stack:
             stack.enter_context(self.replicas.noted())
-            masks = stack.enter_context(Masks(self.program)) if self.draws else None
+            masks = stack.enter_context(Masks(self.program).noted()) if self.draws else None
             ledger = (
                 stack.enter_context(CollectiveLedger(self.program))
                 if self.every_collective
@@ -293,6 +238,9 @@ def consistency(program: Program, exchange: Exchange, *, every_collective: bool)
     return watch
 
 
+_CHUNKS = 1024  # of which ranks send a checksum each, and of one that differs the elements
+
+
 def closer(
     program: Program, exchange: Exchange, mismatches: Sequence[Mismatch], root_cause: RootCause
 ) -> RootCause:
@@ -302,15 +250,26 @@ def closer(
     if first.way is not Way.VALUE or len(first.between) < 2:
         return root_cause
     own = _held(program, first) if program.world.rank in first.between else None
-    sizes = exchange.gather(None if own is None else own.numel())
-    ranks = [rank for rank in first.between if sizes[rank] is not None]
-    if len(ranks) < 2 or len({sizes[rank] for rank in ranks}) > 1:
+    chunks = () if own is None else own.chunk(_CHUNKS)
+    size = chunks[0].numel() if chunks else 0
+    sums = [its for its in exchange.gather([size, *digests(chunks)]) if its[0]]
+    if len(sums) < 2 or len(set(map(len, sums))) > 1:
         return root_cause
-    element = _one_element(own, sizes[ranks[0]], ranks, exchange)
-    if element is None:
+    differing = [place for place, its in enumerate(zip(*sums, strict=True)) if len(set(its)) > 1]
+    if len(differing) != 1 or differing == [0]:  # the first is the size
         return root_cause
-    place, bits = element
+    chunk = differing[0] - 1
+    words = exchange.gather([] if own is None else chunks[chunk].tolist())
+    rows = [*zip(*(its for its in words if its), strict=True)]
+    elements = [place for place, its in enumerate(rows) if len(set(its)) > 1]
+    if len(elements) != 1:
+        return root_cause
+    values = rows[elements[0]]
+    bits = sorted({bit for its in values for bit in range(64) if (its ^ values[0]) >> bit & 1})
+    width = max(exchange.gather(0 if own is None else 8 * own.element_size()))
+    bits = [bit for bit in bits if bit < width]  # above are copies of the sign
     factor = f"flipped bit {bits[0]}" if len(bits) == 1 else "one element"
+    place = chunk * sums[0][0] + elements[0]
     sentence = f"Element {place} of {first.name} differs ({factor}), and no other. "
     return replace(root_cause, factor=factor, sentence=sentence + root_cause.sentence)
 
@@ -326,32 +285,6 @@ def _held(program: Program, first: Mismatch) -> torch.Tensor | None:
     return None
 
 
-def _one_element(
-    own: torch.Tensor | None, size: int, ranks: Sequence[int], exchange: Exchange
-) -> tuple[int, list[int]] | None:
-    """Return its place, and the bits in which the ranks' differ; None where other elements do
-    too."""
-
-    def differs(start: int, end: int) -> bool:
-        checksums = exchange.gather(None if own is None else digests([own[start:end]])[0])
-        return len({checksums[rank] for rank in ranks}) > 1
-
-    start, end = 0, size
-    while end - start > 1:
-        middle = (start + end) // 2
-        start, end = (start, middle) if differs(start, middle) else (middle, end)
-    if not differs(start, end) or (end < size and differs(end, size)):
-        return None
-    values: list[Any] = exchange.gather(None if own is None else int(own[start]))
-    width = 8 * (own.element_size() if own is not None else 8)
-    widths = exchange.gather(width)
-    mask = 2 ** widths[ranks[0]] - 1
-    both = 0
-    for rank in ranks[1:]:
-        both |= (values[rank] ^ values[ranks[0]]) & mask
-    return start, [bit for bit in range(both.bit_length()) if both >> bit & 1]
-
-
 STEPS = 3
 REPEATED = "the same run twice"
 Make: TypeAlias = "Callable[[Spec, World], Program]"
@@ -361,10 +294,12 @@ Digests: TypeAlias = "dict[str, str]"
 def preconditions(spec: Spec, world: World, exchange: Exchange, make: Make) -> tuple[Check, ...]:
     """Two programs of the spec as it is, of STEPS steps each. All ranks call it; equal on all."""
     with deterministic():
-        program = make(spec, world)
-        starts = list(_starts(program, exchange))
+        program, every = make(spec, world), AllDifferences(ranks_of_spec(spec, exchange))
+        differences = Differences(step=0, rank=world.rank)
+        _compare_start(differences, program, every.ranks)
         losses, skipped, broken = _steps(program, exchange)
         if broken:
+            every.take(differences)
             return (
                 counted(
                     "steps that end",
@@ -372,10 +307,11 @@ def preconditions(spec: Spec, world: World, exchange: Exchange, make: Make) -> t
                     STEPS - len(losses),
                     f"{broken}; earlier differences, if any, are reported below",
                 ),
-                *starts,
+                *every.checks(),
             )
         first = _digests(program)
-        counters = _counters(program, exchange, STEPS - skipped)
+        _compare_counters(differences, program, STEPS - skipped)
+        every.take(differences)
         del program
         again = make(spec, world)
         losses_again, *_ = _steps(again, exchange)
@@ -384,8 +320,7 @@ def preconditions(spec: Spec, world: World, exchange: Exchange, make: Make) -> t
     return (
         _same_bits(losses, losses_again),
         _same_tensors(first, second, exchange),
-        *starts,
-        *counters,
+        *every.checks(),
     )
 
 
@@ -450,41 +385,16 @@ def _same_bits(losses: Sequence[float], again: Sequence[float]) -> Check:
 def _same_tensors(first: Digests, second: Digests, exchange: Exchange) -> Check:
     names = first | second
     own = [name for name in names if first.get(name) != second.get(name)]
-    return _of_all_ranks(
-        f"{REPEATED}: tensors",
-        len(names),
-        own,
-        f"{{name}} has other bits on rank {{rank}} after {STEPS} steps: something is not a "
-        "function of the spec (an operator, an order of arrival, the random state)",
-        exchange,
-    )
-
-
-def _starts(program: Program, exchange: Exchange) -> Iterator[Check]:
-    """Compare Theta_0 and Omega_0, every part against the same part of one device's."""
-    expected = of_reference(ReferenceTraining(program.spec), program.world.rank)
-    states = of_program(program)
-    for subject in (Subject.PARAMETERS, Subject.OPTIMIZER):
-        own = {name: tensor for (kind, name), tensor in states.items() if kind is subject}
-        whole = {name: tensor for (kind, name), tensor in expected.items() if kind is subject}
-        wrong = [name for name, tensor in own.items() if not _is_part_of(tensor, whole.get(name))]
-        known = {name for its in exchange.gather(sorted(own)) for name in its}
-        if exchange.world.is_first:  # which tells what no rank has
-            wrong += [name for name in whole if name not in known]
-        yield _of_all_ranks(
-            f"initial {subject}",
-            len(own),
-            wrong,
-            "{name} does not start as in the reference, on rank {rank}",
-            exchange,
+    everyone = exchange.gather([len(names), own])
+    wrong = [(rank, name) for rank, (_, its) in enumerate(everyone) for name in its]
+    why = ""
+    if wrong:
+        more = f" ({len(wrong) - 1} more)" if len(wrong) > 1 else ""
+        why = (
+            f"{wrong[0][1]} has other bits on rank {wrong[0][0]} after {STEPS} steps: something is "
+            f"not a function of the spec (an operator, an order of arrival, the random state){more}"
         )
-
-
-def _is_part_of(tensor: torch.Tensor, whole: torch.Tensor | None) -> bool:
-    part = part_of(tensor, whole.shape) if whole is not None else None
-    if whole is None or part is None:
-        return False
-    return _digest(tensor) == _digest(part.of(whole.detach()))
+    return counted(f"{REPEATED}: tensors", sum(its[0] for its in everyone), len(wrong), why)
 
 
 def _digest(tensor: torch.Tensor) -> str:
@@ -492,41 +402,24 @@ def _digest(tensor: torch.Tensor) -> str:
     return f"{kind(tensor)} {digests([tensor])[0]}"
 
 
-def _counters(program: Program, exchange: Exchange, expected: int) -> Iterator[Check]:
+def _compare_start(differences: Differences, program: Program, ranks: Ranks) -> None:
+    """Compare Theta_0 and Omega_0 with the reference's, bit by bit, in the spec's own dtypes."""
+    compare_states(
+        differences, program, ReferenceTraining(program.spec), Moment.START, ranks,
+        tolerance=0.0, subjects=(Subject.PARAMETERS, Subject.OPTIMIZER),
+    )  # fmt: skip
+
+
+def _compare_counters(differences: Differences, program: Program, expected: int) -> None:
     """Compare the optimizer's own counts. One device tells which parameters have no gradient: they
     are not updated, and count none."""
-    updates = {
-        name: float(held(tensor))
-        for (subject, name), tensor in of_program(program).items()
-        if subject is Subject.COUNTER
-    }
-    wrong = [name for name, count in updates.items() if count != expected]
-    if wrong and any(updates[name] == 0 for name in wrong):
-        updated = ReferenceTraining(program.spec).accumulate(0).sums
-        wrong = [name for name in wrong if updates[name] or name.rpartition(".")[0] in updated]
-    everywhere = exchange.gather(len(updates))
-    if any(everywhere):  # SGD counts nothing
-        counts = sorted({updates[name] for name in wrong})
-        said = ", ".join(f"{count:g}" for count in counts)
-        yield _of_all_ranks(
-            "step counters",
-            len(updates),
-            wrong,
-            f"{{name}} on rank {{rank}} counts {said}, but {expected} updates were made",
-            exchange,
-        )
-
-
-def _of_all_ranks(
-    name: str, number: int, wrong: Sequence[str], why: str, exchange: Exchange
-) -> Check:
-    """Tell of all ranks how many things were compared, and which of them first is not as it should
-    be. `why` has places for `name` and `rank`, and is the telling rank's own."""
-    everyone = exchange.gather(
-        [number, len(wrong), why.replace("{name}", wrong[0]) if wrong else ""]
-    )
-    failures = [(rank, its[2]) for rank, its in enumerate(everyone) if its[1]]
-    total, differing = (sum(its[i] for its in everyone) for i in (0, 1))
-    first = failures[0][1].replace("{rank}", str(failures[0][0])) if failures else ""
-    more = f" ({differing - 1} more)" if differing > 1 else ""
-    return counted(name, total, differing, first + more)
+    states = of_program(program).items()
+    updates = {name: float(held(its)) for (kind, name), its in states if kind is Subject.COUNTER}
+    still = [name for name, count in updates.items() if count == 0 != expected]
+    updated = ReferenceTraining(program.spec).accumulate(0).sums if still else {}
+    for name, count in updates.items():
+        right = 0 if name in still and name.rpartition(".")[0] not in updated else expected
+        differences.compare(
+            Moment.UPDATE, Subject.COUNTER, name, difference=abs(count - right), tolerance=0.0,
+            words=f"it counts {count:g}, but {right} updates were made",
+        )  # fmt: skip

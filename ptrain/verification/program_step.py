@@ -5,37 +5,33 @@ optimizers were given and left.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Any
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from ptrain.axes.context.attention import all_spans, context_of
-from ptrain.axes.data.run.target import NamedTarget
 from ptrain.interpreter.program import Program
 from ptrain.models.objective import IGNORED, SampleBatch, TokenPair
-from ptrain.report.finding import Subject
+from ptrain.optimizers.update import COUNTER, MASTER
+from ptrain.report.finding import Moment, Subject, Way
 from ptrain.spec.placement import Axis
 from ptrain.spec.spec import Spec, coordinates
-from ptrain.verification.capture import Outputs
+from ptrain.train.exchange import Exchange
+from ptrain.verification.capture import LeafShard, Outputs, modules
 from ptrain.verification.compare import Differences, ParameterMove
 from ptrain.verification.jobs.evidence import MOST, JobEvidence, OwnGradients, sampled
 from ptrain.verification.jobs.job import TOLERANCES, Ranks
-from ptrain.verification.jobs.shards import ParameterShard, numbered
-from ptrain.verification.parts import TensorBox, held, part_of
-from ptrain.verification.preconditions import of_program
+from ptrain.verification.jobs.shards import ParameterShard, part_of
+from ptrain.verification.parts import Magnitude, held, relative, whole, without_masks
 from ptrain.verification.reference import MicroBatch, ReferenceTraining
-from ptrain.verification.samples import data_place, token_place, tokens_in
+from ptrain.verification.samples import TokensOfRank, data_place, token_place, tokens_in
 from ptrain.verification.updates.clip import UpdateCase
-from ptrain.verification.updates.repeat import (
-    Ingredients,
-    UpdateOutcome,
-    UpdateRecord,
-    is_row,
-)
+from ptrain.verification.updates.repeat import UpdateRecord
 
 
 @dataclass(slots=True, kw_only=True)
@@ -53,44 +49,27 @@ class ProgramSide:
 
 @dataclass(slots=True, kw_only=True)
 class ProgramStep:
-    """One step of both sides. Gradients are without the loss's `scale` and what clipping did: those
-    of `seen`, the program's, by the norm that their rank has, and its record by the number of a
-    leaf of its optimizers. `rates`: the learning rates that they used;
-    `omitted`: parameters with a gradient that no optimizer takes."""
+    """One step of both sides. `holds`: which elements of each parameter this rank's optimizers
+    update, of which `seen`, the program's side, has gradients and updates. Gradients are without
+    what clipping did. `rates`: the learning rates that the optimizers used; `omitted`: parameters
+    with a gradient that no optimizer of this rank took."""
 
     step: int
     program: Program
     reference: ReferenceTraining
+    exchange: Exchange
     ranks: Ranks
+    holds: Mapping[str, LeafShard]
     seen: ProgramSide
     expected: ProgramSide
     earlier_gradients: Mapping[str, Tensor]
     rates: set[float]
     omitted: set[str]
-    scale: float
-
-    @property
-    def spec(self) -> Spec:
-        return self.reference.spec
-
-    def part_of(self, tensor: Tensor, whole: Tensor) -> TensorBox | None:
-        """Return which part of the reference's tensor this rank's is; None where nothing tells."""
-        place = coordinates(self.spec, self.ranks.rank).get(Axis.TP, 0)
-        return part_of(tensor, whole.shape, degree=self.spec.degree(Axis.TP), place=place)
-
-    def shard(self, name: str, tensor: Tensor, whole: Tensor) -> ParameterShard | None:
-        """Return which elements of a whole parameter this rank has; None where nothing tells."""
-        part = self.part_of(tensor, whole)
-        if part is None:
-            return None
-        at = part.of(numbered(whole.shape)).flatten()
-        is_whole = at.numel() == whole.numel()
-        return ParameterShard(name, held(tensor), whole.shape, None if is_whole else at)
 
     def lost(self) -> list[str]:
         """Return the parameters with a gradient in the reference that have none, or zeros, on every
         rank. All ranks call it."""
-        own = [name for name, its in self.seen.gradients.items() if bool(held(its).any())]
+        own = [name for name, its in self.seen.gradients.items() if bool(its.any())]
         own += self.omitted
         reached = {name for its in self.ranks.gather(own) for name in its}
         expected = self.expected.gradients.items()
@@ -99,72 +78,58 @@ class ProgramStep:
     def job_evidence(self) -> JobEvidence:
         """Return the evidence from which gradients are explained, with the gradients of at most
         MOST micro-batches. All ranks call it."""
-        truths = self.expected.gradients
-        taken = {name: held(its).flatten() for name, its in self.seen.gradients.items()}
-        reached = {name for its in self.ranks.gather(sorted(taken)) for name in its}
-        holds = {
-            name: shard
-            for name, whole in truths.items()
-            if (shard := self._gradient_shard(name, whole, is_reached=name in reached)) is not None
-        }
+        truths, module = self.expected.gradients, self.reference.module
+        known = {name for its in self.ranks.gather(sorted(self.holds)) for name in its}
+        holds = {}
+        for name in (name for name in truths if name in self.holds or name not in known):
+            parameter = module.get_parameter(name)
+            at = self.holds[name].at if name in self.holds else None
+            holds[name] = ParameterShard(name, parameter, parameter.shape, at)
         given = list(islice(self._of_micro_batches(), MOST))  # each is as large as all parameters
         own = OwnGradients(
-            holds=holds, truths=truths, taken={n: row for n, row in taken.items() if n in holds},
-            given=given, before=self.earlier_gradients,
+            holds=holds, truths=truths, given=given, before=self.earlier_gradients,
+            taken={n: row for n, row in self.seen.gradients.items() if n in holds},
             micro_batches=max(self.ranks.gather(len(given))),  # as many rows on all ranks
         )  # fmt: skip
         return replace(sampled(self.ranks, own), is_weighed=True)
-
-    def _gradient_shard(
-        self, name: str, whole: Tensor, *, is_reached: bool
-    ) -> ParameterShard | None:
-        """Return which elements this rank's gradient is of; all, where no rank has one."""
-        gradient = self.seen.gradients.get(name)
-        if gradient is None:
-            parameter = self.reference.module.get_parameter(name)
-            return None if is_reached else ParameterShard(name, parameter, whole.shape)
-        return self.shard(name, gradient, whole)
 
     def _of_micro_batches(self) -> Iterator[dict[str, Tensor]]:
         """Yield what each of this rank's micro-batches gives to the gradients of all parameters;
         where ranks of cp have some of the tokens, the losses at its own."""
         rank, device = self.ranks.rank, self.reference
-        for micro_batch in device.micro_batches_of(data_place(self.spec, rank), self.step):
-            part = list(_of_each_slice(self.spec, micro_batch))[token_place(self.spec, rank)]
-            yield _gradients(device, part, self.scale)
+        for micro_batch in device.micro_batches_of(data_place(device.spec, rank), self.step):
+            part = list(_of_each_slice(device.spec, micro_batch))[token_place(device.spec, rank)]
+            yield _gradients(device, part)
 
-    def update_case(self) -> UpdateCase | None:
-        """Return the evidence from which an update is explained; None if the optimizers of a
-        stage's ranks stepped different parameters. All ranks call it."""
-        program, seen = self.program, self.seen.record
-        taken = [
-            (target, str(index))
-            for index, (target, _) in enumerate(program.update.leaves())
-            if str(index) in seen.after and seen.before[str(index)].value.numel()
-        ]
-        # what is mapped to parameters by collectives is the same on all ranks of a stage
-        mine = [[name, _rows(seen.before[name])] for _, name in taken]
-        everyones = self.ranks.gather([program.pieces[0].index, mine])
-        alike = dict(everyones)
-        if any(not its or its != alike[place] for place, its in everyones):
-            return None
-        record, tensors = UpdateRecord(obstacle=seen.obstacle), dict[str, Tensor]()
-        for target, name in taken:
-            _split(program, target, seen, name, record, tensors)
-        holds = {}
-        for name, tensor in tensors.items():
-            whole = self.reference.parameters.get(name)
-            if whole is not None and (shard := self.shard(name, tensor, whole)) is not None:
-                holds[name] = shard
-        courses = _courses(program, record, self.expected.record, holds)
-        sides = self.expected, replace(self.seen, record=record, gradients={})
+    def update_case(self) -> UpdateCase:
+        """Return the evidence from which an update is explained. All ranks call it."""
+        now = whole(self.program.state_dict()["model"], self.exchange)
+        seen, expected = self.seen.record, self.expected.record
+        holds, courses = {}, {}
+        for name, taken in seen.before.items():
+            if name not in expected.after or name not in now:
+                continue
+            leaf, value = self.holds[name], taken.value.view(taken.shape)
+            shard = ParameterShard(name, value, leaf.shape, leaf.at)
+            before = shard.of(expected.before[name].value)
+            holds[name] = shard
+            courses[name] = ParameterMove(
+                parameter=shard.parameter,
+                origin=before,
+                before=before,
+                after=shard.of(expected.after[name].value),
+                run_before=taken.value,
+                run_after=shard.of(now[name]),
+                sure=torch.ones_like(before, dtype=torch.bool),
+            )
         differences = Differences(step=self.step, rank=self.ranks.rank, courses=courses)
-        its = {name: holds[name] for name in courses}
-        return UpdateCase.of(differences, sides, its, TOLERANCES[torch.float64])
+        sides = self.expected, replace(self.seen, gradients={})
+        return UpdateCase.of(differences, sides, holds, TOLERANCES[torch.float64])
 
 
-def _gradients(device: ReferenceTraining, part: MicroBatch, scale: float) -> dict[str, Tensor]:
+def _gradients(device: ReferenceTraining, part: MicroBatch) -> dict[str, Tensor]:
     parameters = {n: its for n, its in device.module.named_parameters() if its.requires_grad}
+    scale = device.updater.scale  # of the loss: what a module adds to it beside has it, too
     loss = part.loss(device.objective, device.module) * scale
     rows = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
     return {
@@ -185,70 +150,124 @@ def _of_each_slice(spec: Spec, sample: MicroBatch) -> Iterator[MicroBatch]:
         yield replace(sample, samples=SampleBatch(TokenPair(inputs, targets)))
 
 
-def _rows(taken: Ingredients) -> list[str]:
-    keys = sorted(key for key, value in taken.state.items() if is_row(value, taken.value))
-    return [*keys, *(["gradient"] if taken.gradient is not None else [])]
+States: TypeAlias = dict[tuple[Subject, str], Tensor]
 
 
-def _split(
+def of_program(program: Program) -> States:
+    """Return full tensors, or DTensors of which this rank has a part. Collective."""
+    state = program.state_dict()
+    states: States = {(Subject.PARAMETERS, name): tensor for name, tensor in state["model"].items()}
+    for name, tensor in state["optimizer"].items():
+        states[_subject(name), name] = tensor
+    for module in modules(program):
+        for name, buffer in module.named_buffers():
+            states[Subject.BUFFERS, name] = buffer
+    return states
+
+
+def of_reference(device: ReferenceTraining, rank: int = 0) -> States:
+    """Return states as torch's optimizers have them; zeros of what they have not made yet. Of
+    tables of tokens those that a rank of the spec has."""
+    own = TokensOfRank(device.spec, rank)
+    updater = device.updater
+    states: States = {
+        (Subject.PARAMETERS, name): parameter for name, parameter in device.parameters.items()
+    }
+    held = {
+        id(tensor): values
+        for optimizer in updater.optimizers.values()
+        for tensor, values in optimizer.state.items()
+    }
+    for name, updated in updater.updated.items():
+        if updated is not updater.parameters[name]:
+            states[Subject.OPTIMIZER, f"{name}.{MASTER}"] = updated.detach()
+        values = held.get(id(updated)) or updater.initial(name)
+        for key, value in values.items():
+            if value is not None:
+                states[_subject(key), f"{name}.{key}"] = torch.as_tensor(value)
+    for name, buffer in device.module.named_buffers():
+        states[Subject.BUFFERS, name] = own.of_buffer(name, buffer)
+    return states
+
+
+def _subject(name: str) -> Subject:
+    return Subject.COUNTER if name.rpartition(".")[2] == COUNTER else Subject.OPTIMIZER
+
+
+MASKED = (Subject.BUFFERS, Subject.ACTIVATIONS)  # that may be a mask of attention, infinite
+Sides: TypeAlias = (
+    "tuple[Mapping[str, Tensor], Mapping[str, Tensor]]"  # a program's, its reference's
+)
+
+
+def compare_states(
+    differences: Differences,
     program: Program,
-    target: NamedTarget,
-    leaves: UpdateRecord,
-    leaf: str,
-    record: UpdateRecord,
-    tensors: dict[str, Tensor],
+    device: ReferenceTraining,
+    moment: Moment,
+    ranks: Ranks,
+    *,
+    tolerance: float,
+    subjects: Collection[Subject] = tuple(Subject),
 ) -> None:
-    """Add what a leaf was given and left, by the names of the parameters that it stands for."""
-    before, after = leaves.before[leaf], leaves.after[leaf]
-
-    def named(row: Tensor) -> dict[str, Tensor]:
-        return program.canonical(target.named(row.view(before.shape)))
-
-    def named_state(state: Mapping[str, Any]) -> dict[str, dict[str, Tensor]]:
-        return {key: named(state[key]) for key in sorted(state) if is_row(state[key], before.value)}
-
-    values, left = named(before.value), named(after.value)
-    gradients = {} if before.gradient is None else named(before.gradient)
-    states = named_state(before.state), named_state(after.state)
-    for name, tensor in values.items():
-        own, its = (
-            {key: _row(rows[key][name]) if key in rows else value for key, value in entries.items()}
-            for rows, entries in zip(states, (before.state, after.state), strict=True)
-        )
-        tensors[name] = tensor
-        record.before[name] = replace(
-            before,
-            shape=held(tensor).shape,
-            value=_row(tensor),
-            gradient=_row(gradients[name]) if name in gradients else None,
-            state=own,
-        )
-        record.after[name] = UpdateOutcome(_row(left[name]), its)
-
-
-def _row(tensor: Tensor) -> Tensor:
-    return held(tensor).flatten()
-
-
-def _courses(
-    program: Program,
-    record: UpdateRecord,
-    expected: UpdateRecord,
-    holds: Mapping[str, ParameterShard],
-) -> dict[str, ParameterMove]:
-    now = of_program(program)
-    courses = {}
-    for name, shard in holds.items():
-        if name not in expected.after or (Subject.PARAMETERS, name) not in now:
+    """Compare parameters, optimizer state, counters and buffers, each part where it is. All ranks
+    call it."""
+    sides = of_program(program), of_reference(device, ranks.rank)
+    for subject in dict.fromkeys(kind for kind, _ in sides[1] if kind in subjects):
+        own, its = ({n: t for (kind, n), t in side.items() if kind is subject} for side in sides)
+        compare_tensors(differences, moment, subject, (own, its), device.spec, tolerance=tolerance)
+        known = {name for names in ranks.gather(sorted(own)) for name in names}
+        if subject in MASKED or ranks.rank:
             continue
-        before = shard.of(expected.before[name].value)
-        courses[name] = ParameterMove(
-            parameter=shard.parameter,
-            origin=before,
-            before=before,
-            after=shard.of(expected.after[name].value),
-            run_before=record.before[name].value,
-            run_after=_row(now[Subject.PARAMETERS, name]),
-            sure=torch.ones_like(before, dtype=torch.bool),
-        )
-    return courses
+        for name in known.symmetric_difference(its):
+            where = "in the reference, but on no rank" if name in its else "not in the reference"
+            differences.add(moment, subject, name, where, Way.MISSING)
+
+
+def compare_tensors(
+    differences: Differences,
+    moment: Moment,
+    subject: Subject,
+    sides: Sides,
+    spec: Spec,
+    *,
+    tolerance: float,
+    index: int = 0,
+) -> None:
+    """Compare what both sides have of a name, with the reference's part. An activation of which
+    nothing tells the part is left out: it is of another shape on purpose."""
+    actual, expected = sides
+    shown = {n: _shown(its) for n, its in expected.items()} if subject in MASKED else expected
+    scale = Magnitude.of(shown)
+    for name in (name for name in actual if name in expected):
+        tensor, right = actual[name], expected[name]
+        own, its = held(tensor), tensor_part(spec, differences.rank, right, tensor)
+        way, words = Way.VALUE, ""
+        if its is None:
+            if subject is Subject.ACTIVATIONS:
+                continue
+            way, size = Way.SHAPE, math.inf
+            words = f"shape {tuple(tensor.shape)} for {tuple(right.shape)}"
+        else:
+            if subject in MASKED:
+                own, its = without_masks(own, its)
+            if own.dtype != its.dtype:
+                way, words = Way.DTYPE, f"{tensor.dtype} for {right.dtype}"
+            size = relative(own, its, scale.length(shown[name], its))
+        differences.compare(
+            moment, subject, name, difference=size, tolerance=tolerance, way=way, index=index,
+            words=words,
+        )  # fmt: skip
+
+
+def tensor_part(spec: Spec, rank: int, whole: Tensor, tensor: Tensor) -> Tensor | None:
+    """Return the elements of the reference's tensor that a rank's tensor stands for, a plain one
+    sharded over tp; None if nothing tells which."""
+    place = coordinates(spec, rank).get(Axis.TP, 0)
+    return part_of(whole, tensor, degree=spec.degree(Axis.TP), place=place)
+
+
+def _shown(tensor: Tensor) -> Tensor:
+    """Return it without what a mask of attention hides, which is infinite: nothing is small beside
+    that."""
+    return without_masks(tensor, tensor)[0]

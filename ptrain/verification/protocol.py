@@ -28,12 +28,10 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from ptrain.data.corpus import corpus
 from ptrain.data.sampler import require as require_corpus
@@ -53,13 +51,13 @@ from ptrain.train.exchange import Exchange
 from ptrain.train.folder import RunFolder, write_json
 from ptrain.train.heading import announce_node, header
 from ptrain.train.session import device_name
-from ptrain.verification.capture import Capture, drive_and_add
+from ptrain.verification.capture import drive_and_add, shards_of, whole_gradients
 from ptrain.verification.compare import apart, at_most, gradient_check
 from ptrain.verification.examine import examine
 from ptrain.verification.jobs.verdict import Verdict
 from ptrain.verification.options import VerifyOptions
 from ptrain.verification.preconditions import REPEATED, Make, Watch, consistency, preconditions
-from ptrain.verification.reference import ReferenceTraining
+from ptrain.verification.reference import ReferenceTraining, Trajectory
 from ptrain.verification.references import Ask, Progress, ReferenceRun, references
 from ptrain.verification.tolerances import (
     FP64_GRADIENT,
@@ -83,6 +81,7 @@ from ptrain.verification.trajectory import (
     of_losses,
     of_reference,
 )
+from ptrain.verification.updates.repeat import UpdateRecorder
 from ptrain.verification.variants import (
     NOTE,
     dropping,
@@ -91,16 +90,6 @@ from ptrain.verification.variants import (
     undropped,
     without_dropout,
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MeshResult:
-    """What a run in fp64 leaves for a comparison with another mesh: the losses, and the `gradients`
-    of step 0 by name."""
-
-    name: str
-    losses: tuple[float, ...]
-    gradients: dict[str, Tensor]
 
 
 def in_micro_batches(
@@ -112,35 +101,21 @@ def in_micro_batches(
     if other is None:
         return (), f"micro-batches: not checked: {why}"
     program = make(other, world)
-    with Capture(program, set()) as capture:
+    with UpdateRecorder(shards_of(program)) as updates:
         _, norm = drive_and_add(program, corpus(spec.data), 0, exchange)
-    gradients = capture.unclipped(exchange, norm)
+    gradients = whole_gradients(program, updates, exchange, norm)
     batch = spec.batch
     name = f"{batch.accumulate} x {batch.micro} as {other.batch.accumulate} x {other.batch.micro}"
     return (gradient_check(name, apart(run.gradients, gradients), FP64_GRADIENT),), ""
 
 
-def write(path: Path, spec: Spec, run: ProgramRun) -> None:
-    """One rank writes: `run` is alike on all."""
-    plain: dict[str, Any] = {
-        "name": spec.name,
-        "losses": run.trajectory.losses,
-        "gradients": {name: gradient.contiguous() for name, gradient in run.gradients.items()},
-    }
-    torch.save(plain, path)
-
-
-def read(path: Path) -> MeshResult:
-    return MeshResult(**torch.load(path, weights_only=True))
-
-
-def against(run: ProgramRun, other: MeshResult, allowed: Sequence[float]) -> tuple[Check, ...]:
+def against(run: Trajectory, other: Trajectory, allowed: Sequence[float]) -> tuple[Check, ...]:
     """Compare gradient and losses of two meshes; `allowed` is that of one device's loss in each
     step (absolute). Where each of two is off by as much, by chance, they are sqrt(2) times that
     apart."""
-    title, losses = f"against {other.name}", run.trajectory.losses
+    title = f"against {other.name}"
     most = [math.sqrt(2) * limit for limit in allowed]
-    count = min(len(losses), len(other.losses))
+    count = min(len(run.losses), len(other.losses))
     name = f"{title}: loss of every step"
     why = f"{count} of {len(most)} steps can be compared. Verify {other.name} alone first"
     return (
@@ -149,7 +124,7 @@ def against(run: ProgramRun, other: MeshResult, allowed: Sequence[float]) -> tup
         ),
         at_most(name, math.inf, most[0], why)
         if count < len(most)
-        else of_losses(name, losses, other.losses, most, "and {} on the other mesh"),
+        else of_losses(name, run.losses, other.losses, most, "and {} on the other mesh"),
     )
 
 
@@ -198,6 +173,9 @@ class Context:
             )
         return [self.references[ask.key] for ask in asks]
 
+    def watch(self, program: Program) -> Watch:
+        return Watch(program, self.exchange, every_collective=self.request.every_collective)
+
 
 Stage: TypeAlias = "Callable[[Context], Verdict]"
 Speak: TypeAlias = "Callable[[str, Sequence[Check], float], None]"
@@ -240,18 +218,14 @@ def verify_here(
         if speak is not None:
             speak(name, outcome.checks, seconds)
         failed = failed or (name if outcome.fails else "")
-        if failed and not (name == failed and _asks_examination(name, outcome.checks)):
+        # a state or a counter that is not one device's is explained beside one device, if the run
+        # is a function of its spec
+        same = all(its.holds for its in outcome.checks if its.name.startswith(REPEATED))
+        if failed and not (name == failed == names[0] and same):
             left = names[names.index(name) + 1 :]
             note = f"{failed} fails: {', '.join(left)} not checked"
             return replace(result, notes=(*result.notes, note)) if left else result
     return result
-
-
-def _asks_examination(name: str, checks: Sequence[Check]) -> bool:
-    """A state or a counter that is not one device's is explained beside one device, if the run is a
-    function of its spec."""
-    is_first = name == next(iter(STAGES))
-    return is_first and all(check.holds for check in checks if check.name.startswith(REPEATED))
 
 
 def account_here(spec: Spec, world: World, exchange: Exchange, request: VerifyOptions) -> None:
@@ -259,10 +233,10 @@ def account_here(spec: Spec, world: World, exchange: Exchange, request: VerifyOp
     context = Context(spec=spec, world=world, exchange=exchange, request=request, make=interpreted)
     program = context.make(exactly(spec), world)
     with undropped(spec):
-        within, watch = anywhere(request.steps), _watch(context, program)
+        within, watch = anywhere(request.steps), context.watch(program)
         run = follow(program, exchange, within, watch, context.progress)
     if request.account is not None and world.is_first:
-        write(request.account, spec, run)
+        replace(run, name=spec.name, parameters={}).save(request.account)
     exchange.barrier()
 
 
@@ -296,7 +270,10 @@ def _consistency(context: Context) -> Verdict:
     """Check consistency with the spec's own dtypes and dropout."""
     program, request = context.make(context.spec, context.world), context.request
     every = request.every_collective
-    outcome = _watched(consistency(program, context.exchange, every_collective=every))
+    watch = consistency(program, context.exchange, every_collective=every)
+    outcome = Verdict(
+        checks=watch.checks(), mismatches=watch.mismatches, root_cause=watch.root_cause
+    )
     if context.world.size == 1:
         return replace(outcome, notes=("consistency: a single rank shares nothing",))
     if every:
@@ -365,14 +342,14 @@ def _followed(
 ) -> tuple[ProgramRun, FollowedStage]:
     exchange = context.exchange
     program = context.make(spec, context.world)
-    watch = _watch(context, program)
+    watch = context.watch(program)
     run = follow(program, exchange, within, watch, context.progress)
     own_checks = within.judged(lambda allowed: checks(reference, run, allowed, exchange))
     allowed = within.allowed
     notes = (allowed.explanation,) if allowed.explanation else ()
     steps = {
         "losses": reference.losses,
-        "differences": within.off(run.trajectory.losses),
+        "differences": within.off(run.losses),
         "allowed": allowed.losses,
         "references": allowed.references,
     }
@@ -383,15 +360,6 @@ def _followed(
     )  # fmt: skip
 
 
-def _watch(context: Context, program: Program) -> Watch:
-    every = context.request.every_collective
-    return Watch(program, context.exchange, every_collective=every)
-
-
-def _watched(watch: Watch) -> Verdict:
-    return Verdict(checks=watch.checks(), mismatches=watch.mismatches, root_cause=watch.root_cause)
-
-
 def _invariance(context: Context) -> Verdict:
     run, within, exchange = context.exact, context.within, context.exchange
     assert run is not None and within is not None, "the trajectory in fp64 comes before"
@@ -399,7 +367,7 @@ def _invariance(context: Context) -> Verdict:
     all_checks, note = in_micro_batches(spec, run, context.world, exchange, context.make)
     notes = [note]
     if (path := context.request.compare) is not None:
-        other = read(path) if exchange.world.is_first else None
+        other = Trajectory.load(path) if exchange.world.is_first else None
 
         def beside(allowed: Allowed) -> tuple[Check, ...]:
             own = () if other is None else against(run, other, allowed.losses)
@@ -455,7 +423,10 @@ def _num_logits(spec: Spec) -> int | None:
 
 
 def _verify(spec: Spec, world: World, exchange: Exchange, options: VerifyOptions) -> int:
-    heading = _heading(spec, world) if world.is_first else ""
+    heading = ""
+    if world.is_first:
+        numel = sum(its.numel() for its in ReferenceTraining(spec).parameters.values())
+        heading = header(spec, numel=numel, backend=world.backend, device=world.device.type)
     speaks = world.is_first and not options.json
     progress = Progress(sys.stderr if speaks else None)
 
@@ -471,7 +442,19 @@ def _verify(spec: Spec, world: World, exchange: Exchange, options: VerifyOptions
         spec, world, exchange, options, speak=print_stage if speaks else None, progress=progress
     )
     if world.is_first:
-        result = _record(spec, verification, world, options.steps, heading)
+        result = as_record(
+            spec.name,
+            verification.checks,
+            root_cause=verification.root_cause,
+            mismatches=verification.mismatches,
+            world_size=world.size,
+            device=device_name(world),
+            heading=heading,
+            steps=options.steps,
+            seconds=verification.seconds,
+            trajectories=verification.trajectories,
+            notes=list(verification.notes),
+        )
         if options.folder is not None:
             write_json(RunFolder(options.folder).summary, result)
         if options.json and options.folder is None:
@@ -486,26 +469,3 @@ def _verify(spec: Spec, world: World, exchange: Exchange, options: VerifyOptions
         )  # fmt: skip
     exchange.barrier()  # no rank ends with a failed verdict before the record says so
     return 0 if verification.holds else VerdictFailed.exit_code
-
-
-def _heading(spec: Spec, world: World) -> str:
-    numel = sum(parameter.numel() for parameter in ReferenceTraining(spec).parameters.values())
-    return header(spec, numel=numel, backend=world.backend, device=world.device.type)
-
-
-def _record(
-    spec: Spec, verification: Verification, world: World, steps: int, heading: str
-) -> dict[str, object]:
-    return as_record(
-        spec.name,
-        verification.checks,
-        root_cause=verification.root_cause,
-        mismatches=verification.mismatches,
-        world_size=world.size,
-        device=device_name(world),
-        heading=heading,
-        steps=steps,
-        seconds=verification.seconds,
-        trajectories=verification.trajectories,
-        notes=list(verification.notes),
-    )

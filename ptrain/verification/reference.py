@@ -9,9 +9,11 @@ clipping, schedule). Of the mesh it knows only which micro-batches form the glob
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import TypeAlias
 
 import torch
@@ -138,14 +140,31 @@ def _within_blocks(module: nn.Module) -> set[str]:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
     """What a run of some steps did. `losses` are the global batches' means, before each update;
-    `gradient_norms` of the global gradient, before clipping (empty where nobody computed them);
-    `parameters` full tensors by canonical name; `travelled` is the distance of the parameters
-    from their initial values, relative to these, all by the 2-norm."""
+    `gradient_norms` of the global gradient, before clipping (empty where nobody computed them,
+    infinite in steps that a scaled loss skips); `parameters` full tensors by canonical name;
+    `travelled` is the distance of the parameters from their initial values, relative to these, all
+    by the 2-norm; `gradients` of step 0 by name, without clipping and the loss's scale; `again` the
+    loss of the first batch after all updates (None if no further step could be run)."""
 
     losses: tuple[float, ...]
     gradient_norms: tuple[float, ...]
     parameters: Mapping[str, Tensor]
     travelled: float
+    gradients: Mapping[str, Tensor] = field(default_factory=dict)
+    again: float | None = None
+    name: str = ""
+
+    def save(self, path: Path) -> None:
+        """Write it whole or not at all: other processes may read or write it at once."""
+        plain = {key.name: getattr(self, key.name) for key in fields(Trajectory)}
+        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        torch.save(plain, temporary)
+        temporary.replace(path)
+
+    @classmethod
+    def load(cls, path: Path) -> Trajectory:
+        """Read what `save` wrote."""
+        return cls(**torch.load(path, weights_only=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -273,13 +292,12 @@ class ReferenceTraining:
 
 
 class OneDeviceRun:
-    """So many of a reference's steps from the initial weights. `gradients`: of step 0 by name,
-    without the loss's scale."""
+    """So many of a reference's steps from the initial weights."""
 
     def __init__(self, device: ReferenceTraining, steps: int) -> None:
         assert steps > 0, "a run has a step"
         self.device, self.steps = device, steps
-        self.gradients: dict[str, Tensor] = {}
+        self._gradients: dict[str, Tensor] = {}
         self._initial = {name: tensor.clone() for name, tensor in device.parameters.items()}
         self._passes: list[tuple[float, float]] = []  # loss, norm
 
@@ -288,17 +306,19 @@ class OneDeviceRun:
         device, step = self.device, len(self._passes)
         accumulated = device.accumulate(step)
         if step == 0:
-            self.gradients = accumulated.gradients
+            self._gradients = accumulated.gradients
         norm = device.update(step, accumulated.sums)
         self._passes.append((accumulated.loss, norm))
         return step + 1 == self.steps
 
     def trajectory(self) -> Trajectory:
+        """Return what it did; the loss of the first batch is computed once more."""
         losses, norms = zip(*self._passes, strict=True)
         parameters = self.device.parameters
         return Trajectory(
             losses=losses, gradient_norms=norms, parameters=parameters,
-            travelled=distance(self._initial, parameters),
+            travelled=distance(self._initial, parameters), gradients=self._gradients,
+            again=self.device.accumulate(0).loss,
         )  # fmt: skip
 
 

@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -235,23 +234,13 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Solo:
-    """What one run gave: `gradients` of step 0 by name, without the loss's scale; `again` is the
-    loss of the first batch after the last step."""
-
-    trajectory: Trajectory
-    gradients: dict[str, Tensor]
-    again: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ReferenceRun:
     """What every rank knows of a run; `solo` on the rank that had it alone."""
 
     losses: tuple[float, ...]
     norms: tuple[float, ...]
     owner: int
-    solo: Solo | None
+    solo: Trajectory | None
 
 
 def references(
@@ -261,23 +250,28 @@ def references(
     every = {ask.key: ask for ask in asks}
     owners = _owners(list(every.values()), exchange.world.size)
     mine = [every[key] for key, owner in owners.items() if owner == exchange.world.rank]
-    solos = {ask.key: solo for ask in mine if (solo := _read(ask, folder)) is not None}
+    solos: dict[str, Trajectory] = {}
+    for ask in mine:
+        if folder is not None and (path := folder / f"{ask.key}.pt").exists():
+            solos[ask.key] = Trajectory.load(path)
     to_do = [ask for ask in mine if ask.key not in solos]
     count = sum(exchange.gather(sum(ask.steps for ask in to_do)))
-    running: tuple[Ask, OneDeviceRun] | None = None
+    run: OneDeviceRun | None = None
     done = 0
     while (everyones := sum(exchange.gather(done))) < count:  # a sign of life
         progress.step("reference runs", everyones, count)
         until = time.monotonic() + _WORKED
-        while (running or to_do) and time.monotonic() < until:
-            running = running or _begun(to_do.pop(0))
+        while to_do and time.monotonic() < until:
+            ask = to_do[0]
+            run = run or _begun(ask)
             done += 1
-            if running[1].step():
-                _end(*running, solos, folder)
-                running = None  # before the next begins: no two models stand at once
-    figures = {
-        key: [its.trajectory.losses, its.trajectory.gradient_norms] for key, its in solos.items()
-    }
+            if run.step():
+                solo = solos[ask.key] = run.trajectory()
+                if folder is not None:  # for other specs of the command
+                    solo.save(folder / f"{ask.key}.pt")
+                run = None  # before the next begins: no two models stand at once
+                del to_do[0]
+    figures = {key: [its.losses, its.gradient_norms] for key, its in solos.items()}
     everyone = exchange.gather(figures)
     return {
         key: ReferenceRun(
@@ -301,37 +295,7 @@ def _owners(asks: Sequence[Ask], size: int) -> dict[str, int]:
     return owners
 
 
-def _begun(ask: Ask) -> tuple[Ask, OneDeviceRun]:
+def _begun(ask: Ask) -> OneDeviceRun:
     spec = on_one_device(ask.spec)
     device = ReferenceTraining(spec) if ask.seed is None else Permuted(spec, ask.seed)
-    return ask, OneDeviceRun(device, ask.steps)
-
-
-def _end(ask: Ask, run: OneDeviceRun, solos: dict[str, Solo], folder: Path | None) -> None:
-    again = run.device.accumulate(0).loss
-    solo = Solo(trajectory=run.trajectory(), gradients=run.gradients, again=again)
-    solos[ask.key] = solo
-    _write(ask, solo, folder)
-
-
-def _write(ask: Ask, solo: Solo, folder: Path | None) -> None:
-    """Whole or not at all: other specs of the command come later, but ranks at once."""
-    if folder is None:
-        return
-    plain = {name: getattr(solo.trajectory, name) for name in Trajectory.__dataclass_fields__}
-    plain |= {"gradients": solo.gradients, "again": solo.again}
-    temporary = folder / f".{ask.key}.{os.getpid()}"
-    torch.save(plain, temporary)
-    temporary.replace(_path(ask, folder))
-
-
-def _read(ask: Ask, folder: Path | None) -> Solo | None:
-    if folder is None or not (path := _path(ask, folder)).exists():
-        return None
-    plain = torch.load(path, weights_only=True)
-    gradients, again = plain.pop("gradients"), plain.pop("again")
-    return Solo(trajectory=Trajectory(**plain), gradients=gradients, again=again)
-
-
-def _path(ask: Ask, folder: Path) -> Path:
-    return folder / f"{ask.key}.pt"
+    return OneDeviceRun(device, ask.steps)

@@ -8,7 +8,10 @@ was given: none may be missing and none doubled (Theorem 3).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from statistics import median_low, multimode
+from typing import TypeVar
 
 import torch
 
@@ -80,6 +83,38 @@ class TokensOfRank:
         return torch.cat(parts, dim)
 
 
+T = TypeVar("T", bound=Hashable)
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """Rows of the reference's inputs, from 0, that came less often than the batch has them on all
+    ranks together, and that came more often than the others."""
+
+    missing: tuple[int, ...]
+    doubled: tuple[int, ...]
+    count: int
+
+    def __bool__(self) -> bool:
+        return bool(self.missing or self.doubled)
+
+
+def ledger_of(reference: Sequence[T], everyones: Sequence[Sequence[T]]) -> Samples | None:
+    """Ranks that share a batch all see it, so what counts is that no row comes more often than
+    another, relative to how often the batch has it. None if the rows cannot be compared."""
+    expected = Counter(reference)
+    seen = Counter(row for rows in everyones for row in rows)
+    known = {row: seen[row] / times for row, times in expected.items() if seen[row]}
+    if not known or set(seen) - set(expected):
+        return None
+    usual = median_low(multimode(known.values()))
+    return Samples(
+        missing=tuple(i for i, row in enumerate(reference) if seen[row] < expected[row]),
+        doubled=tuple(i for i, row in enumerate(reference) if known.get(row, 0) > usual),
+        count=len(reference),
+    )
+
+
 UNKNOWN = -1
 
 
@@ -106,12 +141,15 @@ def sample_mismatches(
     for other, its in enumerate(everyone):
         place = data_place(spec, other)
         once[place] = its if UNKNOWN in once.get(place, [UNKNOWN]) else once[place]
-    counts = Counter(sample for its in once.values() for sample in its if sample != UNKNOWN)
-    wanted = Counter(names[key] for ids in expected.values() for _, key in ids)
-    is_order = counts == wanted and UNKNOWN not in seen
+    wanted = [names[key] for ids in expected.values() for _, key in ids]
+    known = [[sample for sample in its if sample != UNKNOWN] for its in once.values()]
+    ledger = ledger_of(wanted, known)
+    if ledger is None:  # no sample of the batch was seen
+        ledger = Samples(tuple(range(len(wanted))), (), len(wanted))
+    is_order = not ledger and UNKNOWN not in seen
     descriptions = [
-        _listed("missing", list(wanted - counts)),
-        _listed("seen twice", list(counts - wanted)),
+        _listed("missing", [*dict.fromkeys(wanted[row] for row in ledger.missing)]),
+        _listed("seen twice", [*dict.fromkeys(wanted[row] for row in ledger.doubled)]),
         _listed("in another order or place", own if is_order else []),
         f"{what} of no sample of this step" if UNKNOWN in seen else "",
     ]

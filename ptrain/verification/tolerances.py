@@ -44,9 +44,17 @@ from torch import Tensor
 from ptrain.models.numerics import TORCH_DTYPES
 from ptrain.spec.spec import Spec
 from ptrain.train.exchange import Exchange
-from ptrain.verification.compare import FP64, apart, apart_by_tensor, worst_parameters
+from ptrain.verification.compare import (
+    FP64_LOSS,
+    FP64_NORM,
+    FP64_PARAMETERS,
+    apart,
+    apart_by_tensor,
+    worst_parameters,
+)
 from ptrain.verification.parts import whole
-from ptrain.verification.references import Ask, ReferenceRun, Solo
+from ptrain.verification.reference import Trajectory
+from ptrain.verification.references import Ask, ReferenceRun
 from ptrain.verification.variants import exactly, in_fp32, is_banded, without_dropout
 
 FEW, MANY = 3, 7  # permuted references beside a fixed figure, and instead of one
@@ -126,11 +134,11 @@ def grows_in_proportion(growth: Sequence[ReferenceRun]) -> bool:
 def fixed_in_fp64(exact: ReferenceRun) -> Allowed:
     """Return what is allowed of a run in fp64 as long as it is about rounding alone."""
     return Allowed(
-        losses=tuple(FP64.of_loss(step) * abs(loss) for step, loss in enumerate(exact.losses)),
+        losses=tuple(FP64_LOSS * abs(loss) for loss in exact.losses),
         gradient=FP64_GRADIENT,
         by_parameter=_alike(exact, FP64_GRADIENT),
-        norms=tuple(map(FP64.of_norm, range(len(exact.norms)))),
-        parameters=FP64.parameters,
+        norms=(FP64_NORM,) * len(exact.norms),
+        parameters=FP64_PARAMETERS,
     )
 
 
@@ -148,10 +156,10 @@ def in_fp64(growth: Sequence[ReferenceRun], exact: ReferenceRun, exchange: Excha
         gradient=FP64_GRADIENT,
         by_parameter=_by_parameter(growth, exchange, FP64_GRADIENT, finer),
         norms=tuple(
-            max(FP64.of_norm(step), spread / norm) if norm else FP64.of_norm(step)
-            for step, (spread, norm) in enumerate(zip(norms, exact.norms, strict=True))
+            max(FP64_NORM, spread / norm) if norm else FP64_NORM
+            for spread, norm in zip(norms, exact.norms, strict=True)
         ),
-        parameters=max(FP64.parameters or 0.0, parameters),
+        parameters=max(FP64_PARAMETERS, parameters),
         explanation=_until("fp64", "1e-12", fixed.losses, losses, len(growth)),
     )
 
@@ -252,13 +260,13 @@ def _coarsest(spec: Spec) -> float:
     return max(torch.finfo(TORCH_DTYPES[dtype]).eps for dtype in dtypes)
 
 
-_GRADIENTS, _PARAMETERS = attrgetter("gradients"), attrgetter("trajectory.parameters")  # of Solo
+_GRADIENTS, _PARAMETERS = attrgetter("gradients"), attrgetter("parameters")  # of a trajectory
 
 
 def _distances(
     runs: Sequence[ReferenceRun],
     exchange: Exchange,
-    of: Callable[[Solo], Tensors],
+    of: Callable[[Trajectory], Tensors],
     apart: Callable[[Tensors, Tensors], Any],
 ) -> list[Any]:
     """Return how far each permuted reference is from the first: each rank knows of its own runs."""

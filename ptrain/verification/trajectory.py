@@ -37,13 +37,14 @@ from ptrain.report.finding import RootCause, Subject
 from ptrain.report.record import Check
 from ptrain.spec.spec import Spec
 from ptrain.train.exchange import Exchange
+from ptrain.train.guard import StepGuard
 from ptrain.train.journal import LOG
 from ptrain.train.loop import local_batch
-from ptrain.verification.capture import Capture, drive_and_add
+from ptrain.verification.capture import drive_and_add, shards_of, whole_gradients
 from ptrain.verification.compare import (
-    FP64,
-    Liveness,
-    Tolerances,
+    FP64_LOSS,
+    LargestDifference,
+    alive,
     apart,
     apart_by_tensor,
     at_most,
@@ -64,6 +65,7 @@ from ptrain.verification.tolerances import (
     Allowed,
     from_permuted,
 )
+from ptrain.verification.updates.repeat import UpdateRecorder
 from ptrain.verification.variants import dropping, is_banded, without_dropout
 
 STATE_EVERY = 25  # steps between two states that a reference takes
@@ -81,21 +83,6 @@ class ReferenceStep:
     following: float
 
 
-@dataclass(slots=True)
-class LargestShare:
-    """The look with the largest share of what is allowed."""
-
-    share: float = -1.0
-    measured: float = 0.0
-    allowed: float = 0.0
-    step: int = 0
-
-    def add(self, step: int, measured: float, allowed: float) -> None:
-        share = share_of(measured, allowed)
-        if share > self.share:
-            self.share, self.measured, self.allowed, self.step = share, measured, allowed, step
-
-
 # What a permuted reference makes of the same state: both losses, and how far its gradient is from
 # the first's.
 Other = tuple[float, float, float]
@@ -103,23 +90,46 @@ Other = tuple[float, float, float]
 
 @dataclass(slots=True)
 class Onward:
-    """Of one run. The loop calls `is_due`, `take` before such a step, `compare` after it and
-    `compare_following` after the next. Rank 0 compares; all ranks call all, and share the permuted
-    references, each of which is gone before the next is built."""
+    """Of one run: `around` a step from whose state one device goes on, `judge` after it and after
+    the next. Rank 0 compares; all ranks call all, and share the permuted references, each of which
+    is gone before the next is built."""
 
     program: Program
     exchange: Exchange
-    worst: dict[str, LargestShare] = field(default_factory=dict)
+    worst: dict[str, LargestDifference] = field(default_factory=dict)
     _of: int = -1  # the step whose reference is there
     _first: ReferenceStep | None = None  # rank 0's
     _others: list[Other] = field(default_factory=list)
+    _updates: UpdateRecorder | None = None  # of this step
 
     @property
     def spec(self) -> Spec:
         return self.program.spec
 
-    def is_due(self, step: int) -> bool:
-        return step > 0 and step % STATE_EVERY == 0
+    @contextmanager
+    def around(self, step: int) -> Iterator[None]:
+        """Take the state before a step, and record its update."""
+        with forked():
+            self.take(step)
+        self._updates = UpdateRecorder(shards_of(self.program))
+        with self._updates:
+            yield
+
+    def judge(self, step: int, loss: float, norm: float | None) -> bool:
+        """Compare what is known after such a step, or the one after it; return whether it differs,
+        on all ranks alike."""
+        if self._updates is not None:
+            program, exchange, updates = self.program, self.exchange, self._updates
+            self.compare(loss, whole_gradients(program, updates, exchange, norm))
+            self._updates = None
+        else:
+            self.compare_following(step, loss)
+        return self.differs(step)
+
+    @property
+    def is_recorded(self) -> bool:
+        """Return whether the step from whose state one device goes on is not judged yet."""
+        return self._updates is not None
 
     def take(self, step: int) -> None:
         """Take the state before `step`, and compute what one device makes of it."""
@@ -169,13 +179,15 @@ class Onward:
         self._add("loss after the update", loss - losses[0], self._loss_allowed(losses))
 
     def _add(self, name: str, difference: float, allowed: float) -> None:
-        self.worst.setdefault(name, LargestShare()).add(self._of, abs(difference), allowed)
+        name, place = f"from its own state: {name}", f"step {self._of}"
+        now = LargestDifference(name, allowed, abs(difference), place)
+        self.worst[name] = max(self.worst.get(name, now), now, key=lambda its: its.share)
 
     def _loss_allowed(self, losses: Sequence[float]) -> float:
         if len(losses) > 1:
             return from_permuted([abs(loss - losses[0]) for loss in losses[1:]]) + _summing(losses)
         if self.spec.precision.compute_fp64:
-            return FP64.of_loss(0) * abs(losses[0])
+            return FP64_LOSS * abs(losses[0])
         return FP32_LOSS
 
     def differs(self, step: int) -> bool:
@@ -187,10 +199,10 @@ class Onward:
 
     def checks(self) -> Iterator[Check]:
         """Rank 0's."""
-        for name, worst in self.worst.items():
-            why = f"step {worst.step}: the reference, continued from the run's state, differs"
-            allowed = worst.allowed if math.isfinite(worst.allowed) else math.nan
-            yield at_most(f"from its own state: {name}", worst.measured, allowed, why)
+        for worst in self.worst.values():
+            why = f"{worst.place}: the reference, continued from the run's state, differs"
+            allowed = worst.tolerance if math.isfinite(worst.tolerance) else math.nan
+            yield at_most(worst.name, worst.difference, allowed, why)
 
 
 def _summing(losses: Sequence[float]) -> float:
@@ -263,14 +275,10 @@ class Corridor:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ProgramRun:
-    """A program's steps, alike on all ranks: its trajectory, the `gradients` of step 0 as its
-    optimizer was given them, without clipping, the step at which it was `stopped`, and what one
+class ProgramRun(Trajectory):
+    """A program's steps, alike on all ranks: also the step at which it was `stopped`, and what one
     device made of its states on the way (`onward`)."""
 
-    trajectory: Trajectory
-    gradients: dict[str, Tensor]
-    again: float
     stopped: int | None
     onward: tuple[Check, ...] = ()
 
@@ -294,37 +302,29 @@ def follow(
     stopped = None
     onward = Onward(program, exchange)
     for step in range(len(within.center)):
-        is_due = onward.is_due(step) and step + 1 < len(within.center)
-        if is_due:
-            with forked():
-                onward.take(step)
         with ExitStack() as stack:
+            if step % STATE_EVERY == 0 < step < len(within.center) - 1:
+                stack.enter_context(onward.around(step))
             if step % EVERY == 0:
                 stack.enter_context(watch.step(step))
-            is_kept = is_due or step == 0
-            capture = stack.enter_context(Capture(program, set())) if is_kept else None
+            updates = stack.enter_context(UpdateRecorder(shards_of(program))) if not step else None
             loss, norm = drive_and_add(program, source, step, exchange)
-        onward.compare_following(step, loss)
-        if capture is not None:
-            step_gradients = capture.unclipped(exchange, norm)
-            gradients = gradients or step_gradients
-            if is_due:
-                onward.compare(loss, step_gradients)
+        if updates is not None:
+            gradients = whole_gradients(program, updates, exchange, norm)
+        differs = onward.judge(step, loss, norm)
         progress.step("the ranks", step + 1, len(within.center))
         losses.append(loss)
         norms += [] if norm is None else [norm]
-        if watch.mismatches or onward.differs(step) or not within.contains(step, loss):
+        if watch.mismatches or differs or not within.contains(step, loss):
             stopped = step
             break
     parameters = whole(program.state_dict()["model"], exchange)
     share = program.evaluate(local_batch(program, source, 0))
     return ProgramRun(
-        trajectory=Trajectory(
-            losses=tuple(losses),
-            gradient_norms=tuple(norms),
-            parameters=parameters,
-            travelled=distance(initial, parameters),
-        ),
+        losses=tuple(losses),
+        gradient_norms=tuple(norms),
+        parameters=parameters,
+        travelled=distance(initial, parameters),
         gradients=gradients,
         again=exchange.add([float(share)])[0],
         stopped=stopped,
@@ -338,7 +338,6 @@ def checks(
     """All checks of a run, made on the rank that has the reference; equal on all."""
     own: list[Check] = []
     if (solo := reference.solo) is not None:
-        losses = run.trajectory.losses
         own = [
             gradient_check(
                 "gradient of step 0", apart(solo.gradients, run.gradients), allowed.gradient
@@ -346,17 +345,15 @@ def checks(
             _by_parameter(apart_by_tensor(solo.gradients, run.gradients), allowed.by_parameter),
             of_losses(  # where it is more than allowed, that is the last step that ran
                 "loss of every step",
-                losses,
+                run.losses,
                 reference.losses,
                 allowed.losses,
-                worst=None if run.stopped is None else len(losses) - 1,
+                worst=None if run.stopped is None else len(run.losses) - 1,
             ),
-            *Liveness.of("reference", solo.trajectory, solo.again).checks(),
+            *alive("reference", solo),
         ]
         if run.stopped is None:
-            own += Liveness.of("run", run.trajectory, run.again).checks()
-            tolerances = Tolerances(gradient_norms=allowed.norms, parameters=allowed.parameters)
-            own += parted(solo.trajectory, run.trajectory, tolerances)
+            own += [*alive("run", run), *parted(solo, run, allowed.norms, allowed.parameters)]
     return (*from_rank(reference.owner, own, exchange), *run.onward)
 
 
@@ -432,7 +429,7 @@ def of_dtypes(
     ).unexplained("every sum, because in fp64 the same steps match the reference")
 
 
-class BesideOneDevice:
+class BesideOneDevice(StepGuard):
     """Of one training. `resume()` is the command that continues from its last checkpoint, "" where
     there is none. All ranks call all, for states are gathered."""
 
@@ -457,7 +454,6 @@ class BesideOneDevice:
         self._is_measured, self._resume = is_measured, resume
         self._is_owed = False
         self._onward: Onward | None = None
-        self._capture: Capture | None = None
 
     @contextmanager
     def around(self, step: int, watch: AbstractContextManager[object]) -> Iterator[None]:
@@ -469,10 +465,7 @@ class BesideOneDevice:
             return
         self._is_owed = False
         self._onward = Onward(self._program, self._exchange)
-        with forked():
-            self._onward.take(step)
-        self._capture = Capture(self._program, set())
-        with watch, self._capture:
+        with self._onward.around(step), watch:
             yield
 
     def _is_due(self, step: int) -> bool:
@@ -489,13 +482,8 @@ class BesideOneDevice:
         onward = self._onward
         if onward is None:
             return
-        is_first = self._capture is not None
-        if self._capture is not None:
-            onward.compare(loss, self._capture.unclipped(self._exchange, norm))
-            self._capture = None
-        else:
-            onward.compare_following(step, loss)
-        if onward.differs(step):
+        is_first = onward.is_recorded
+        if onward.judge(step, loss, norm):
             self._stop(onward, step)
         if not is_first:
             self._onward = None

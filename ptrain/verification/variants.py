@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -24,6 +24,7 @@ from ptrain.errors import refused
 from ptrain.models.external import named_in_spec
 from ptrain.models.facts import AttendingCall, attention_by
 from ptrain.models.modes import SwitchedOff, drawn_state, forked, reseed, switched_off
+from ptrain.models.watch import watching
 from ptrain.selection.alternatives import with_micro
 from ptrain.spec.model import ModelShape
 from ptrain.spec.precision import DType, Precision
@@ -155,17 +156,13 @@ def first_drawing(model: nn.Module, run: Callable[[], object]) -> str:
     names: list[str] = []
     entered: list[object] = []
 
-    with ExitStack() as handles:
-        for name, module in model.named_modules():
+    def enter(*_: object) -> None:
+        entered.append(drawn_state())
 
-            def enter(*_: object) -> None:
-                entered.append(drawn_state())
+    def leave(path: str, module: nn.Module, *_: object) -> None:
+        if entered.pop() != drawn_state():
+            names.append(path or type(module).__name__)
 
-            def leave(*_: object, name: str = name) -> None:
-                if entered.pop() != drawn_state():
-                    names.append(name or type(model).__name__)
-
-            handles.callback(module.register_forward_pre_hook(enter).remove)
-            handles.callback(module.register_forward_hook(leave).remove)
+    with watching(model.named_modules(), before=enter, after=leave):
         run()
     return names[0] if names else ""

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ptrain.axes.context.run.cores import GatheredCore
+from ptrain.axes.context.run.apply import GatheredCore
 
 pytestmark = [
     pytest.mark.cuda,

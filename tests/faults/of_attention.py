@@ -12,9 +12,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor.experimental._context_parallel import _attention as ring
 
 from ptrain.axes.context.attention import context_of
-from ptrain.axes.context.run import cores
-from ptrain.axes.context.run.apply import UlyssesCore
-from ptrain.axes.context.run.cores import GatheredCore, RingCore, _blocks, _Gathered, _Ring
+from ptrain.axes.context.run import apply
+from ptrain.axes.context.run.apply import (
+    GatheredCore,
+    RingCore,
+    UlyssesCore,
+    _blocks,
+    _Gathered,
+    _Ring,
+)
 from ptrain.interpreter.program import Program
 from ptrain.models.attention import Core
 from ptrain.report.finding import Subject
@@ -91,7 +97,7 @@ def gathered_by_local_index(program: Program) -> None:
         for part, _ in _blocks(*sizes):
             yield part, True
 
-    sabotage(program, _Ruled(cores, "_blocks", blocks))
+    sabotage(program, _Ruled(apply, "_blocks", blocks))
 
 
 def not_masked(program: Program) -> None:

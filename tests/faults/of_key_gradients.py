@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.nn.functional import all_gather
 
-from ptrain.axes.context.run.cores import GatheredCore, _Ring
+from ptrain.axes.context.run.apply import GatheredCore, _Ring
 from ptrain.interpreter.program import Program
 from ptrain.report.finding import Subject
 from tests.faults.fault import Fault

@@ -11,8 +11,8 @@ from types import MethodType
 import torch
 import torch.distributed as dist
 
-from ptrain.axes.data.gradients import Gradients
 from ptrain.axes.data.run.apply import FullyShardedWrap, ReplicatedWrap
+from ptrain.axes.data.update import Gradients
 from ptrain.internals.fsdp2 import parameter_groups
 from ptrain.interpreter.program import Program
 from ptrain.report.finding import Subject

@@ -17,7 +17,6 @@ from ptrain.report.record import Check, compare
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
 from ptrain.traces.facts import facts_of
-from ptrain.verification.compare import FP64, Tolerances
 from tests.gloo.matrix import MEASURED, STEPS
 from tests.gloo.matrix import run as run_exactly
 from tests.gloo.recording import named, relative
@@ -25,6 +24,7 @@ from tests.gloo.runs import train
 from tests.models_foreign import NANO_PLAN
 from tests.models_vision import VECTORS
 from tests.ranks import Ranks
+from tests.trajectories import FP64, Tolerances
 
 SIZES: dict[str, Any] = {
     "hidden_size": 32,

@@ -19,7 +19,6 @@ from ptrain.spec.placement import Axis
 from ptrain.spec.spec import Spec
 from ptrain.traces.facts import facts_of
 from ptrain.train.exchange import Exchange
-from ptrain.verification.compare import FP64, Tolerances
 from ptrain.verification.reference import Trajectory
 from ptrain.verification.references import Progress, references
 from ptrain.verification.tolerances import in_fp64, plan
@@ -28,8 +27,8 @@ from tests.gloo.recording import counted, named, relative
 from tests.gloo.runs import judged, train
 from tests.gloo.test_exact import failing
 from tests.ranks import Ranks
+from tests.trajectories import FP64, Tolerances, one_device
 from tests.trajectories import compare as compare_runs
-from tests.trajectories import one_device
 
 STEPS, MEASURED = 4, 3
 # False in the default run, where no matrix takes more than STEPS, and simulates only what

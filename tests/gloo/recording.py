@@ -8,11 +8,10 @@ from pathlib import Path
 
 from benchmarks._machine import header, save
 from ptrain.report.record import Check
-from ptrain.verification.compare import FP64, Tolerances
 from tests.gloo.band import loss_band
 from tests.gloo.cases import Case
 from tests.gloo.outcomes import MEASURED_STEP, STEPS, Outcome, Runs
-from tests.trajectories import compare
+from tests.trajectories import FP64, Tolerances, compare
 
 CLAIM = f"""\
 Claim: `exact` and measured differ by 0 in resident memory (per state and rank) and traffic (calls,

@@ -19,10 +19,9 @@ from ptrain.interpreter.program import Program, interpret
 from ptrain.rooms.world import World
 from ptrain.spec.load import load
 from ptrain.train import checkpoint, manifest
-from ptrain.train.checkpoint import resume
+from ptrain.train.checkpoint import METADATA, IndexReader, resume
 from ptrain.train.exchange import Exchange
 from ptrain.train.folder import RunFolder
-from ptrain.train.index import METADATA, IndexReader
 from ptrain.train.loop import local_batch
 from tests.jobs import TINY
 

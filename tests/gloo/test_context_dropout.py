@@ -14,7 +14,6 @@ import torch
 from ptrain.axes.context.attention import context_of, spans_at
 from ptrain.spec.placement import Axis
 from ptrain.spec.spec import Spec
-from ptrain.verification.compare import FP64
 from ptrain.verification.reference import Trajectory
 from tests.gloo.context_cases import ATTENTIONS, HYBRID, VARIANTS, spec_of
 from tests.gloo.context_runs import MATRIX, STEPS
@@ -25,7 +24,7 @@ from tests.gloo.test_own_context import GPT2
 from tests.gloo.test_tensor_dropout import STEPS as DROPPED_STEPS
 from tests.gloo.test_tensor_dropout import Drawn, train_and_keep_masks
 from tests.ranks import Ranks
-from tests.trajectories import compare, one_device
+from tests.trajectories import FP64, compare, one_device
 
 pytestmark = pytest.mark.gloo
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from ptrain.report.record import Check
-from ptrain.verification.compare import FP64, Tolerances
 from tests.covering import covering
 from tests.gloo.band import loss_band
 from tests.gloo.cases import Case, named, parameters
@@ -13,7 +12,7 @@ from tests.gloo.faults import Fault
 from tests.gloo.outcomes import STEPS, Runs
 from tests.gloo.runs import train
 from tests.ranks import Ranks
-from tests.trajectories import compare, one_device
+from tests.trajectories import FP64, Tolerances, compare, one_device
 
 pytestmark = pytest.mark.gloo
 

@@ -14,11 +14,11 @@ from ptrain.meters.measure import join_estimates
 from ptrain.report.record import Check, compare, verdict
 from ptrain.spec.spec import Spec
 from ptrain.traces.facts import facts_of
-from ptrain.verification.compare import FP64
 from tests.gloo.cases import DEFAULT, STRATEGIES, SYNC_POLICIES, Case, named, parameters
 from tests.gloo.outcomes import MEASURED_STEP, Outcome, Runs
 from tests.gloo.runs import Report, train
 from tests.ranks import Ranks
+from tests.trajectories import FP64
 from tests.trajectories import compare as compare_runs
 
 pytestmark = pytest.mark.gloo

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from ptrain.cli.main import main
-from ptrain.data.tokens import START, TARGET, mask_beside
+from ptrain.data.vocabulary import START, TARGET, mask_beside
 from tests.chat_folders import CHATML, drawn_chats, save_tokenizer, write_chats
 from tests.jobs import ROOT, TINY, losses, run
 from tests.published_folders import saved

@@ -14,15 +14,14 @@ from ptrain.algebra.legality import require
 from ptrain.spec.load import load
 from ptrain.spec.model import ExternalModel
 from ptrain.spec.spec import Spec
-from ptrain.verification.compare import FP64
 from ptrain.verification.reference import Trajectory
 from tests.gloo.cases import ODD
 from tests.gloo.rows import ROWS
 from tests.gloo.runs import train
 from tests.gloo.test_exact import failing
 from tests.ranks import Ranks
+from tests.trajectories import FP64, one_device
 from tests.trajectories import compare as compare_runs
-from tests.trajectories import one_device
 
 pytestmark = pytest.mark.gloo
 

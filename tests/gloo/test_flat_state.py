@@ -18,12 +18,12 @@ from ptrain.spec.spec import Spec
 from ptrain.train import checkpoint
 from ptrain.train.exchange import Exchange
 from ptrain.train.loop import local_batch
-from ptrain.verification.compare import FP64
 from tests.gloo.runs import full_parameters
 from tests.gloo.test_checkpoint import STEPS, load_saved, whole
 from tests.gloo.test_exact import failing
 from tests.gloo.test_flat_modes import REPLICATE, SHARD, reference, run, spec_of
 from tests.ranks import Ranks
+from tests.trajectories import FP64
 from tests.trajectories import compare as compare_runs
 
 pytestmark = pytest.mark.gloo

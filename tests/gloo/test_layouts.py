@@ -23,7 +23,6 @@ from ptrain.spec.precision import INITIAL_SCALE, LAYOUTS
 from ptrain.spec.spec import Spec
 from ptrain.train import checkpoint
 from ptrain.train.loop import local_batch
-from ptrain.verification.compare import FP64, Tolerances
 from ptrain.verification.reference import Trajectory
 from tests.gloo.band import loss_band
 from tests.gloo.cases import ODD
@@ -31,7 +30,7 @@ from tests.gloo.runs import train
 from tests.gloo.test_checkpoint import whole
 from tests.gloo.test_exact import failing
 from tests.ranks import Ranks
-from tests.trajectories import compare, one_device
+from tests.trajectories import FP64, Tolerances, compare, one_device
 
 pytestmark = pytest.mark.gloo
 

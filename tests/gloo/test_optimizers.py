@@ -15,7 +15,6 @@ from ptrain.cost import Phase
 from ptrain.spec.load import load
 from ptrain.spec.optimizers import OPTIMIZERS
 from ptrain.spec.spec import Spec
-from ptrain.verification.compare import FP64
 from tests.gloo import pipeline_cases, tensor_cases
 from tests.gloo.outcomes import MEASURED_STEP, Outcome
 from tests.gloo.rows import ROWS, default
@@ -23,7 +22,7 @@ from tests.gloo.runs import train
 from tests.gloo.test_exact import failing
 from tests.gloo.test_flat_state import require_a_move
 from tests.ranks import Ranks
-from tests.trajectories import compare, one_device
+from tests.trajectories import FP64, compare, one_device
 
 pytestmark = pytest.mark.gloo
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import pytest
 
 from ptrain.spec.load import load
-from ptrain.verification.compare import FP64
 from tests.gloo.test_exact import failing
 from tests.gloo.test_tensor_dropout import STEPS, Drawn, is_attention, train_and_keep_masks
 from tests.ranks import Ranks
+from tests.trajectories import FP64, one_device
 from tests.trajectories import compare as compare_runs
-from tests.trajectories import one_device
 
 pytestmark = pytest.mark.gloo
 

@@ -24,14 +24,13 @@ from ptrain.train import checkpoint, manifest
 from ptrain.train.exchange import Exchange
 from ptrain.train.loop import local_batch, seed_dropout
 from ptrain.train.schedule import learning_rate
-from ptrain.verification.compare import FP64
 from ptrain.verification.reference import Trajectory
 from tests.gloo.pipeline_cases import spec_of
 from tests.gloo.runs import full_parameters
 from tests.gloo.test_exact import failing
 from tests.ranks import Ranks
+from tests.trajectories import FP64, one_device
 from tests.trajectories import compare as compare_runs
-from tests.trajectories import one_device
 
 pytestmark = pytest.mark.gloo
 

@@ -43,7 +43,7 @@ PRESUPPOSED = {
         "the same run twice: losses": "the first time",
         "the same run twice: tensors": "is not a function of the spec",
     },
-    Otherwise.COUNTS_ONE_MORE: {"step counters": "rank 1 counts 4, but 3 updates were made"},
+    Otherwise.COUNTS_ONE_MORE: {"step counter": "rank 1 (it counts 4, but 3 updates were made)"},
 }
 
 

@@ -14,7 +14,6 @@ from ptrain.derivation.estimate import derive
 from ptrain.meters.measure import join_estimates
 from ptrain.report.record import compare
 from ptrain.traces.facts import facts_of
-from ptrain.verification.compare import FP64, Tolerances
 from ptrain.verification.reference import Trajectory
 from tests.gloo.band import loss_band
 from tests.gloo.outcomes import MEASURED_STEP
@@ -23,8 +22,8 @@ from tests.gloo.rows import ROWS, Setting, default, pairwise
 from tests.gloo.runs import train
 from tests.gloo.test_exact import failing
 from tests.ranks import RankError, Ranks
+from tests.trajectories import FP64, Tolerances, one_device
 from tests.trajectories import compare as compare_runs
-from tests.trajectories import one_device
 
 pytestmark = pytest.mark.gloo
 

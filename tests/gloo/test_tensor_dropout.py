@@ -18,13 +18,12 @@ from ptrain.interpreter.program import interpret
 from ptrain.rooms.world import World
 from ptrain.spec.spec import Spec
 from ptrain.train.loop import seed_dropout
-from ptrain.verification.compare import FP64
 from tests.gloo.runs import Report, train
 from tests.gloo.tensor_cases import spec_of
 from tests.gloo.test_exact import failing
 from tests.ranks import Ranks
+from tests.trajectories import FP64, one_device
 from tests.trajectories import compare as compare_runs
-from tests.trajectories import one_device
 
 pytestmark = pytest.mark.gloo
 

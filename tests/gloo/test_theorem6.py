@@ -23,8 +23,8 @@ from ptrain.models.ledger import local as local_of
 from ptrain.plan.composition import are_consecutive, have_one_of_each, theorem_6
 from ptrain.rooms.world import World
 from ptrain.spec.spec import Spec
-from ptrain.steps.kind import Ran
 from ptrain.steps.step import Plan
+from ptrain.steps.wraps import Ran
 from ptrain.train.loop import local_batch
 from tests.gloo.tensor_cases import SIZES, spec_of
 from tests.ranks import Ranks

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from ptrain.cost import Collective, Phase
-from ptrain.verification.compare import FP64
 from tests.gloo.cases import LAYOUTS, Case, named
 from tests.gloo.outcomes import Outcome, Runs
 from tests.gloo.test_exact import failing, require_complete
+from tests.trajectories import FP64
 from tests.trajectories import compare as compare_runs
 
 pytestmark = pytest.mark.gloo

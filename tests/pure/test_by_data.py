@@ -15,11 +15,11 @@ from ptrain.derivation.layers import timeline
 from ptrain.errors import DoesNotFit, SpecError
 from ptrain.facts.model import ModelFacts
 from ptrain.facts.parameters import facts as facts_of_shape
-from ptrain.report.differences import pair
 from ptrain.report.predict import Prediction, one
 from ptrain.report.record import Check, compare, record, verdict_line
 from ptrain.report.recorded import read
 from ptrain.report.summary import summary
+from ptrain.report.sweep import pair
 from ptrain.selection.fit import fit
 from ptrain.selection.preflight import require_fit
 from ptrain.spec.load import load

@@ -26,7 +26,7 @@ from ptrain.selection.task import SearchGoal
 from ptrain.spec.load import split_arguments
 from ptrain.spec.names import names
 from ptrain.train import options as train_options
-from ptrain.train import refusal
+from ptrain.train import rank_start
 from ptrain.verification import options as verify_options
 
 ROOT = Path(__file__).parents[2]
@@ -37,7 +37,7 @@ NEEDLESS = {  # to predict; the parts of ptrain belong to other verbs
     *("ptrain.interpreter", "ptrain.models", "ptrain.meters", "ptrain.data"),
     *(
         "ptrain.report.record",
-        "ptrain.report.differences",
+        "ptrain.report.sweep",
         "ptrain.report.sweep",
         "importlib.metadata",
         "difflib",
@@ -346,7 +346,7 @@ def test_of_the_ranks_of_a_launcher_the_first_alone_refuses(
 ):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", rank)
-    monkeypatch.setattr(refusal.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(rank_start.time, "sleep", lambda seconds: None)
     assert main([*words, "--json"]) == 2
     captured = capsys.readouterr()
     said, record = finding in captured.err, captured.out.startswith('{"error": ')

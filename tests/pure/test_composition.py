@@ -23,8 +23,8 @@ from ptrain.plan.composition import (
 from ptrain.spec.load import load
 from ptrain.spec.placement import Axis
 from ptrain.spec.spec import Spec
-from ptrain.steps.kind import Ran
 from ptrain.steps.step import Plan
+from ptrain.steps.wraps import Ran
 
 LAYERS, HIDDEN, VOCAB, SEQUENCE, MICRO, K = 3, 64, 260, 32, 2, 4
 SHAPE = {"layers": LAYERS, "hidden": HIDDEN, "heads": 8, "kv_heads": 8, "ffn": 128, "vocab": VOCAB}

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from ptrain.algebra.legality import check
-from ptrain.algebra.obeyed import shown
 from ptrain.axes.data.dials import DIALS
 from ptrain.axes.data.form import form_of
+from ptrain.report.printed import shown
 from ptrain.spec.dials import (
     WHOLE_BUCKET,
     GatherAfterUpdate,

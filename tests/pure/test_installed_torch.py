@@ -20,7 +20,7 @@ from ptrain.cli.train import checked
 from ptrain.errors import Fault, SpecError
 from ptrain.installed import require_torch, runs_with
 from ptrain.testing import on_ranks
-from ptrain.train import refusal
+from ptrain.train import rank_start
 from ptrain.train.options import Options
 from ptrain.version import REFERENCE_TORCH, TESTED_TORCH, TORCH_RANGE
 
@@ -185,9 +185,9 @@ def test_of_the_ranks_of_a_launcher_the_first_one_speaks(rank, monkeypatch, caps
     monkeypatch.setenv("RANK", rank)
     monkeypatch.setenv("WORLD_SIZE", "2")
     waits = []
-    monkeypatch.setattr(refusal.time, "sleep", waits.append)
+    monkeypatch.setattr(rank_start.time, "sleep", waits.append)
     with pytest.raises(SystemExit) as ended:
-        refusal.leave_without_torch()
+        rank_start.begin()
     assert ended.value.code == 2
     assert capsys.readouterr().err == (MESSAGE if rank == "0" else "")
     assert bool(waits) is (rank != "0")

@@ -64,7 +64,7 @@ CLOSED_FORM = r"tests\.oracles\..*|ptrain\.axes\.pipeline\.cost"
 FIRST_OPINION = (
     r"ptrain\.(derivation|rooms|interpreter|optimizers)\b.*"
     r"|ptrain\.axes\.data\.(cuts|theta|gradients|route|update|units|run\b.*)"
-    r"|ptrain\.axes\.pipeline\.(instructions|simulate|loops|vees|catalogue|holdings)"
+    r"|ptrain\.axes\.pipeline\.(instructions|simulate|orders|catalogue|holdings)"
     r"|ptrain\.axes\.(context|expert|tensor)\.cost"
 )
 
@@ -89,9 +89,7 @@ LAZY = {
     "ptrain.data.chat_rows",
     "ptrain.cli.export",
     "ptrain.cli.sample",
-    "ptrain.train.mlflow",
-    "ptrain.train.tensorboard",
-    "ptrain.train.wandb",
+    "ptrain.train.tracker",
     "ptrain.charts.canvas",
     "ptrain.testing",  # torch, in a rank of a test alone
     "ptrain.pytest_plugin",
@@ -111,7 +109,7 @@ ENVIRONMENT = {
 BOUNDARY = {"ptrain.models.boundary"}
 
 # A checkpoint's index is a pickle; its reader admits the classes of an index and nothing else.
-UNPICKLERS = {"ptrain.train.index"}
+UNPICKLERS = {"ptrain.train.checkpoint"}
 
 # Rooms (of tests/source_tree.py) that import each other. What is not listed is an error, and so is
 # what is listed and gone: the list only shrinks.

@@ -11,7 +11,7 @@ import yaml
 
 from ptrain.cli.verify import common
 from ptrain.errors import SpecError
-from ptrain.report.differences import _settings
+from ptrain.report.sweep import _settings
 from ptrain.spec.load import load
 from ptrain.spec.model import ExternalModel
 from ptrain.spec.write import to_yaml

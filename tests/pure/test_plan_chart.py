@@ -47,7 +47,7 @@ def drawn(monkeypatch) -> list[Sheet]:
         sheets.append(sheet)
         return PICTURE
 
-    monkeypatch.setattr("ptrain.cli.plan.painted", paint)
+    monkeypatch.setattr("ptrain.charts.canvas.painted", paint)
     monkeypatch.setattr("ptrain.charts.canvas.find_spec", lambda name: name)
     return sheets
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from ptrain.charts.routing import logged_tokens, routing_sheet
+from ptrain.charts.tokens import logged_tokens, routing_sheet
 from ptrain.report.routing import LayerRouting, figures, routes, rows, words
 from tests.gloo.expert_cases import spec_of
 from tests.pure.build import make_spec

@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 from ptrain.axes.pipeline import cost
 from ptrain.axes.pipeline.catalogue import SCHEDULES, ScheduleRow, faults, schedule
 from ptrain.axes.pipeline.cost import ScheduleCost
-from ptrain.axes.pipeline.draw import draw
 from ptrain.axes.pipeline.schedule import Action, Pair, StageCost, Step
-from ptrain.axes.pipeline.simulate import Costs, simulate
+from ptrain.axes.pipeline.simulate import Costs, draw, simulate
 from ptrain.errors import BrokenSchedule, SpecError
 from ptrain.spec.pipeline import ScheduleName
 from ptrain.timeline import Kind

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 
 from ptrain.algebra.legality import is_sound
-from ptrain.axes.context.candidates import LEAST_TOKENS, SPACE
+from ptrain.axes.context.attention import LEAST_TOKENS, SPACE
 from ptrain.derivation.estimate import derive
 from ptrain.errors import SpecError
 from ptrain.selection.choose import select

@@ -13,8 +13,10 @@ from ptrain.cost import (
     Traffic,
     TrafficKey,
 )
-from ptrain.report.composition import LiveStorages, MemoryHistory, MemorySample
 from ptrain.report.simulation import (
+    LiveStorages,
+    MemoryHistory,
+    MemorySample,
     RankReport,
     agreement,
     by_phase,

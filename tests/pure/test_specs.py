@@ -10,7 +10,6 @@ from math import prod
 import pytest
 
 from ptrain.algebra.legality import check, executed, require
-from ptrain.algebra.obeyed import shown
 from ptrain.axes.pipeline.catalogue import pipeline_of
 from ptrain.cli import specs as verb
 from ptrain.commands import add_arguments
@@ -18,6 +17,7 @@ from ptrain.cost import State
 from ptrain.derivation.estimate import derive
 from ptrain.errors import PtrainError, SpecError
 from ptrain.facts.parameters import facts
+from ptrain.report.printed import shown
 from ptrain.selection.fit import fit
 from ptrain.spec.load import load
 from ptrain.spec.model import ModelShape

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ptrain.charts.step import step_sheet
+from ptrain.charts.schedule import step_sheet
 from ptrain.cli.main import main
 from ptrain.cost import (
     Blocked,

@@ -13,7 +13,7 @@ from dataclasses import replace
 import pytest
 
 from ptrain.algebra.legality import check
-from ptrain.charts.sweep import sweep_sheet
+from ptrain.charts.memory import sweep_sheet
 from ptrain.cli.main import main
 from ptrain.commands import add_arguments
 from ptrain.cost import PLACED, Column, Estimate, Phase, Spent, StepTime, TimeKey, TimeRow

@@ -110,7 +110,7 @@ def test_stages_and_tokens_are_drawn_one_below_the_other(monkeypatch, tmp_path, 
         sheets.append(sheet)
         return b"picture"
 
-    monkeypatch.setattr("ptrain.cli.plan.painted", paint)
+    monkeypatch.setattr("ptrain.charts.canvas.painted", paint)
     monkeypatch.setattr("ptrain.charts.canvas.find_spec", lambda name: name)
     words = ["mesh={pp: 2, cp: 2}", "placement={pp: 'S,S,S,R', cp: 'R,R,R,S'}"]
     chart = tmp_path / "a.svg"

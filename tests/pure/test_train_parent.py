@@ -19,10 +19,9 @@ from ptrain.errors import PtrainError
 from ptrain.spec.job import OptimizerSpec, ScheduleSpec
 from ptrain.spec.load import load
 from ptrain.train import failure, folder, interrupt, options, probe, tracker
-from ptrain.train.failure import Failure
+from ptrain.train.failure import Failure, Rank
 from ptrain.train.heading import parts_of_ranks
 from ptrain.train.launch import LauncherSignals
-from ptrain.train.ranks import Rank
 from ptrain.train.schedule import learning_rate
 from tests.pure.piped import spec
 

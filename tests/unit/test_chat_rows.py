@@ -18,7 +18,7 @@ from ptrain.data import tokenized
 from ptrain.data.chat_rows import Chat, ChatPacking, ChatTemplate, pack, tokenize_chats
 from ptrain.data.corpus import corpus
 from ptrain.data.sampler import LocalBatch, batch, require
-from ptrain.data.tokens import START, TARGET, mask_beside
+from ptrain.data.vocabulary import START, TARGET, mask_beside
 from ptrain.errors import SpecError
 from ptrain.models.initialize import build, initialize
 from ptrain.models.objective import IGNORED

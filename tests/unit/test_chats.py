@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from ptrain.cli.main import main
-from ptrain.convert.vocabulary import ChatVocabulary
+from ptrain.convert.saved import ChatVocabulary
 from ptrain.data.chat_rows import Chat, ChatTemplate, chats
 from ptrain.errors import SpecError
 from tests.chat_folders import (

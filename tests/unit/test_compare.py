@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ptrain.verification.compare import FP64, Liveness, apart, apart_by_tensor, share_of
+from ptrain.verification.compare import alive, apart, apart_by_tensor, share_of
 from ptrain.verification.reference import Trajectory
-from tests.trajectories import compare
+from tests.trajectories import FP64, compare
 
 LOSSES = tuple(5.0 - 0.1 * step for step in range(20))
 
@@ -76,21 +76,20 @@ def test_two_runs_that_are_not_finite_alike_hold_nothing(place):
 
 @pytest.mark.parametrize("norms", [(0.0, *(1.0,) * 19), (NAN,) * 20, (1.0, NAN, 0.0)])
 def test_a_gradient_of_zero_holds_nothing_wherever_it_stands(norms):
-    found = Liveness.of("run", replace(trajectory(), gradient_norms=norms), LOSSES[-1])
-    assert [check.name for check in found.checks() if not check.holds] == ["run: gradients"]
+    found = alive("run", replace(trajectory(), gradient_norms=norms, again=LOSSES[-1]))
+    assert [check.name for check in found if not check.holds] == ["run: gradients"]
 
 
 @pytest.mark.parametrize(
     ("again", "failed"), [(LOSSES[1], []), (LOSSES[0], ["run: learns"]), (NAN, ["run: learns"])]
 )
 def test_a_run_learns_where_the_first_batch_has_a_lower_loss(again, failed):
-    checks = list(Liveness.of("run", trajectory(), again).checks())
+    checks = alive("run", replace(trajectory(), again=again))
     assert [check.name for check in checks if not check.holds] == failed
 
 
 def test_where_no_further_step_could_be_run_nothing_is_said_of_learning():
-    checks = replace(Liveness.of("run", trajectory(), 0.0), again=None).checks()
-    assert [check.name for check in checks] == [
+    assert [check.name for check in alive("run", trajectory())] == [
         "run: gradients", "run: parameters move", "run: losses are finite",
     ]  # fmt: skip
 

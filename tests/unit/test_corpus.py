@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ptrain.data.corpus import corpus
 from ptrain.data.sampler import Split
-from ptrain.data.tokens import BOS, EOS, PAD, VOCAB, decode, encode, open_tokens
+from ptrain.data.vocabulary import BOS, EOS, PAD, VOCAB, decode, encode, open_tokens
 from ptrain.errors import PtrainError
 from ptrain.spec.job import DataSpec
 

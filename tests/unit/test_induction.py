@@ -18,10 +18,11 @@ from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
 from ptrain.train.exchange import Exchange
 from ptrain.verification import trajectory
-from ptrain.verification.preconditions import of_reference
+from ptrain.verification.compare import LargestDifference
+from ptrain.verification.program_step import of_reference
 from ptrain.verification.reference import ReferenceTraining
 from ptrain.verification.tolerances import MANY
-from ptrain.verification.trajectory import LargestShare, Onward, ReferenceStep
+from ptrain.verification.trajectory import Onward, ReferenceStep
 
 TINY = (
     "model.layers=1", "model.hidden=16", "model.heads=2", "model.kv_heads=1", "model.ffn=24",
@@ -72,29 +73,32 @@ def test_from_a_loaded_state_the_next_steps_are_bitwise_those_of_its_owner(
         assert owner.update(step, own.sums) == other.update(step, its.sums)
 
 
+def look(step: int, measured: float, allowed: float) -> LargestDifference:
+    return LargestDifference("loss", allowed, measured, f"step {step}")
+
+
 def test_the_look_that_is_farthest_off_is_the_one_that_is_told() -> None:
-    worst = LargestShare()
-    worst.add(25, 1e-6, 1e-4)
-    worst.add(50, 2e-4, 1e-4)
-    worst.add(75, 1e-5, 1e-4)
-    assert (worst.step, worst.measured, worst.share) == (50, 2e-4, 2.0)
-    worst.add(99, float("nan"), 1e-4)
-    assert worst.step == 99 and worst.share > 1.0
+    onward = Onward(SimpleNamespace(), Told(None))  # type: ignore[arg-type]
+    for step, measured in ((25, 1e-6), (50, 2e-4), (75, 1e-5)):
+        onward._of = step
+        onward._add("loss", measured, 1e-4)
+    assert [*onward.worst.values()] == [
+        LargestDifference("from its own state: loss", 1e-4, 2e-4, "step 50")
+    ]
+
+
+@pytest.mark.parametrize("measured", [math.nan, math.inf])
+def test_a_look_that_is_no_number_takes_more_than_all(measured: float) -> None:
+    assert look(99, measured, 1e-4).share == math.inf
 
 
 @pytest.mark.parametrize("allowed", [math.nan, math.inf])
 def test_what_a_reference_that_is_no_number_allows_is_nothing(allowed: float) -> None:
-    worst = LargestShare()
-    worst.add(25, 1e-6, allowed)
-    assert worst.share == math.inf
+    assert look(25, 1e-6, allowed).share == math.inf
 
 
 def test_what_is_equal_holds_where_nothing_is_allowed_and_nothing_else_does() -> None:
-    worst = LargestShare()
-    worst.add(25, 0.0, 0.0)
-    assert worst.share == 0.0
-    worst.add(50, 1e-300, 0.0)
-    assert worst.share == math.inf
+    assert (look(25, 0.0, 0.0).share, look(50, 1e-300, 0.0).share) == (0.0, math.inf)
 
 
 class Devices:

@@ -8,19 +8,22 @@ import pytest
 import torch
 
 from ptrain.report.record import Check
-from ptrain.verification.protocol import MeshResult, against
+from ptrain.verification.protocol import against
 from ptrain.verification.reference import Trajectory
-from ptrain.verification.trajectory import ProgramRun
 
 GRADIENTS = {"a": torch.ones(3, dtype=torch.float64)}
 ALLOWED = (1e-12, 1e-12, 1e-3)  # rounding has grown by the last step
 
 
 def compared(*losses: float) -> Check:
-    trajectory = Trajectory(losses=(4.0, 3.0, 2.0), gradient_norms=(), parameters={}, travelled=1.0)
-    run = ProgramRun(trajectory=trajectory, gradients=GRADIENTS, again=1.0, stopped=None)
-    account = MeshResult(name="hsdp", losses=losses, gradients=GRADIENTS)
-    gradient, loss = against(run, account, ALLOWED)
+    ran, other = (
+        Trajectory(
+            name="hsdp", losses=its, gradient_norms=(), parameters={}, travelled=1.0,
+            gradients=GRADIENTS,
+        )
+        for its in ((4.0, 3.0, 2.0), losses)
+    )  # fmt: skip
+    gradient, loss = against(ran, other, ALLOWED)
     assert gradient.holds
     return loss
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from ptrain.cli.main import main
-from ptrain.convert.vocabulary import vocabulary_of
+from ptrain.convert.saved import vocabulary_of
 from ptrain.data.corpus import corpus
 from ptrain.data.sampler import require
 from ptrain.data.tokenized import record_beside

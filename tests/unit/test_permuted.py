@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -19,7 +19,6 @@ from ptrain.verification.references import (
     PermutedSums,
     Progress,
     ReferenceRun,
-    Solo,
     _owners,
     references,
 )
@@ -144,10 +143,16 @@ def told(losses: tuple[float, ...], offset: float = 0.0, off_in_b: float = 0.0) 
         gradient_norms=(1.0,) * len(losses),
         parameters={"a": torch.ones(3, dtype=torch.float64) + offset},
         travelled=1.0,
+        gradients={"a": torch.ones(3) + offset, "b": torch.full((3,), 1e-4 * (1 + off_in_b))},
+        again=0.0,
     )
-    gradients = {"a": torch.ones(3) + offset, "b": torch.full((3,), 1e-4 * (1 + off_in_b))}
-    solo = Solo(trajectory=trajectory, gradients=gradients, again=0.0)
-    return ReferenceRun(losses=losses, norms=trajectory.gradient_norms, owner=0, solo=solo)
+    return ReferenceRun(losses=losses, norms=trajectory.gradient_norms, owner=0, solo=trajectory)
+
+
+def ran(solo: Trajectory | None) -> ProgramRun:
+    """A program that did the same, up to its first step."""
+    assert solo is not None
+    return ProgramRun(**{its.name: getattr(solo, its.name) for its in fields(solo)}, stopped=0)
 
 
 def test_the_fixed_figures_hold_as_long_as_references_agree():
@@ -215,9 +220,7 @@ def test_what_fails_by_fixed_figures_is_judged_by_references_before_it_is_said_t
     center = told((4.0,))
     grown = replace(fixed_in_fp32(center), gradient=1.0, by_parameter={"a": 1.0, "b": 1.0})
     within = Corridor(center=(4.0,), allowed=fixed_in_fp32(center), wider=lambda: grown)
-    off = told((4.0,), offset=1e-3).solo
-    assert off is not None
-    run = ProgramRun(trajectory=off.trajectory, gradients=off.gradients, again=0.0, stopped=0)
+    run = ran(told((4.0,), offset=1e-3).solo)
     fixed = {check.name: check for check in checks(center, run, within.allowed, ALONE)}
     assert not fixed["gradient of step 0"].holds
     judged = within.judged(lambda allowed: checks(center, run, allowed, ALONE))
@@ -254,9 +257,7 @@ def test_in_16_bits_one_parameters_gradient_may_be_off_by_the_spacing_of_its_dty
 def test_one_parameters_gradient_is_off_where_the_vector_is_not_and_the_check_names_it():
     runs = [told((4.0,)) for _ in range(FEW + 1)]
     allowed = in_own_dtypes(tiny(), runs, ALONE)
-    solo = told((4.0,), off_in_b=1e-2).solo
-    assert solo is not None
-    run = ProgramRun(trajectory=solo.trajectory, gradients=solo.gradients, again=0.0, stopped=0)
+    run = ran(told((4.0,), off_in_b=1e-2).solo)
     by_name = {each.name: each for each in checks(runs[0], run, allowed, ALONE)}
     assert by_name["gradient of step 0"].holds
     failed = by_name["gradient of step 0 by parameter"]
@@ -310,7 +311,7 @@ def test_a_reference_is_computed_once_for_all_specs_of_a_command(tmp_path):
     assert again[ask.key].losses == first[ask.key].losses
     one, other = first[ask.key].solo, again[ask.key].solo
     assert one is not None and other is not None
-    assert one.again == other.again < one.trajectory.losses[0]
+    assert one.again is not None and one.again == other.again < one.losses[0]
     for name, gradient in one.gradients.items():
         assert torch.equal(gradient, other.gradients[name])
 

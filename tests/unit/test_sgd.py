@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ptrain.optimizers.build import build_optimizer
-from ptrain.optimizers.sgd import SGD
+from ptrain.optimizers.by_operator import SGD
 from ptrain.spec.job import OptimizerSpec
 from tests.torch_release import is_since
 

@@ -11,11 +11,8 @@ import torch
 from ptrain.selection.recompute import resolve_auto
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
-from ptrain.verification.parts import (
-    TensorBox,
-    part_of,
-    relative,
-)
+from ptrain.verification.jobs.shards import part_of
+from ptrain.verification.parts import relative
 from ptrain.verification.samples import data_place
 
 
@@ -31,29 +28,27 @@ def test_ranks_of_tp_have_the_same_samples() -> None:
 @pytest.mark.parametrize(
     ("shape", "place", "expected"),
     [
-        ((7, 4), 0, TensorBox((0, 0), (7, 4))),
-        ((7, 4), 1, TensorBox((0, 0), (7, 4))),
-        (
-            (4, 4),
-            0,
-            TensorBox((0, 0), (4, 4)),
-        ),  # 7 rows over 2 ranks: 4 and 3, as torch.chunk has it
-        ((3, 4), 1, TensorBox((4, 0), (3, 4))),
+        ((7, 4), 0, (0, 0)),
+        ((7, 4), 1, (0, 0)),
+        ((4, 4), 0, (0, 0)),  # 7 rows over 2 ranks: 4 and 3, as torch.chunk has it
+        ((3, 4), 1, (4, 0)),
         ((4, 4), 1, None),
-        ((7, 2), 1, TensorBox((0, 2), (7, 2))),
+        ((7, 2), 1, (0, 2)),
         ((7, 1), 0, None),
         ((7,), 0, None),
     ],
 )
 def test_a_plain_tensor_is_the_part_that_its_shape_and_place_say(
-    shape: tuple[int, ...], place: int, expected: TensorBox | None
+    shape: tuple[int, ...], place: int, expected: tuple[int, int] | None
 ) -> None:
-    assert part_of(torch.zeros(shape), torch.Size((7, 4)), degree=2, place=place) == expected
-
-
-def test_a_part_is_a_view_of_the_whole() -> None:
-    whole = torch.arange(12.0).view(3, 4)
-    assert TensorBox((1, 2), (2, 2)).of(whole).tolist() == [[6.0, 7.0], [10.0, 11.0]]
+    whole = torch.arange(28).view(7, 4)
+    part = part_of(whole, torch.zeros(shape), degree=2, place=place)
+    if expected is None:
+        assert part is None
+        return
+    (row, column), (rows, columns) = expected, shape
+    assert part is not None
+    assert part.tolist() == whole[row : row + rows, column : column + columns].tolist()
 
 
 def test_a_difference_is_relative_to_what_is_expected_or_to_what_is_usual() -> None:

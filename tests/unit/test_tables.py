@@ -31,7 +31,6 @@ DEFAULT = {
     "passes/gpt-tied-dropout-cuda-full/plain",
     "block/llama-gqa-bf16-one/plain",
     "block/gpt-plain-full/plain",
-    "end-work/llama-untied-bf16/plain",
     "loss/gpt-untied-full/plain",
 }
 

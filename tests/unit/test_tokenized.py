@@ -14,8 +14,7 @@ import pytest
 from ptrain.cli.main import main
 from ptrain.data import tokenized
 from ptrain.data.tokenized import documents
-from ptrain.data.tokens import decode, encode, open_tokens
-from ptrain.data.vocabulary import ByteVocabulary, FileVocabulary
+from ptrain.data.vocabulary import ByteVocabulary, FileVocabulary, decode, encode, open_tokens
 
 TEXTS = ["one", "zwölf", "", "a longer text, with\nlines"]
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from ptrain.axes.context.run.cores import GatheredCore, RingCore
+from ptrain.axes.context.run.apply import GatheredCore, RingCore
 from ptrain.cost import Collective
 from ptrain.derivation.estimate import derive
 from ptrain.derivation.work import model_work

@@ -14,8 +14,7 @@ import pytest
 import torch
 
 from ptrain.cli.main import main
-from ptrain.convert.saved import Writer
-from ptrain.convert.vocabulary import windows
+from ptrain.convert.saved import Writer, windows
 from ptrain.data.vocabulary import ByteVocabulary
 from ptrain.errors import PtrainError, SpecError
 from tests.published_folders import saved

@@ -17,16 +17,17 @@ each more (`traces.work_tables` checks that).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from enum import StrEnum
 from functools import lru_cache
 from math import gcd
 from typing import NamedTuple, assert_never
 
+from ptrain.axes.candidates import Way, Written, divisors, of_one_axis
 from ptrain.facts.parameters import OF_TOKENS
-from ptrain.spec.context import ContextAttention, Hybrid
+from ptrain.spec.context import ContextAttention, ContextSpec, Hybrid
 from ptrain.spec.model import ModelShape
-from ptrain.spec.placement import S_STAR, Axis, Factor
+from ptrain.spec.placement import S_STAR, Axis, Factor, Placement, R, S
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import ContextParallel
 
@@ -373,3 +374,49 @@ def parts_told_apart(kind: ContextKind) -> Iterator[tuple[int, int]]:
         return
     for before in range(_TOLD_APART + 1):
         yield from ((before, behind) for behind in range(_TOLD_APART + 1) if before or behind)
+
+
+# What the context axis offers to a search: degrees that leave a rank a long stretch of a sample,
+# and every attention that is legal of so many ranks.
+#
+# Theta, Omega and G are placed over cp as over the innermost data axis, so that both are one
+# group. Of fewer tokens a rank has too little to do while they travel: a search of shorter
+# samples is not made longer. A degree that is written is tried whatever it leaves.
+
+LEAST_TOKENS = 2**13  # of a sample, that a rank has
+_SLICES, _GATHERED = (
+    Placement(parameters=R, optimizer=R, gradients=R, activations=activations)
+    for activations in (S, S_STAR)
+)
+
+
+def _sizes(spec: Spec, devices: int, written: Written) -> Iterable[int]:
+    tokens = spec.batch.sequence
+    offered = (
+        size
+        for size in divisors(devices)
+        if size == 1 or (tokens % size == 0 and tokens // size >= LEAST_TOKENS)
+    )
+    return written.sizes(Axis.CP, devices, offered)
+
+
+def _ways(spec: Spec, ranks: int) -> Iterator[Way]:
+    for attention in _attentions(spec, ranks):
+        is_gathered = attention is ContextAttention.ALL_GATHER
+        changes = (("context", ContextSpec(attention=attention)),)
+        yield ((_GATHERED if is_gathered else _SLICES,), changes)
+
+
+def _attentions(spec: Spec, ranks: int) -> Iterator[ContextAttention | Hybrid]:
+    """A ring is balanced where the tokens let it be: contiguous it sends as much, and waits."""
+    is_even = spec.batch.sequence % (2 * ranks) == 0
+    yield ContextAttention.ZIGZAG if is_even else ContextAttention.RING
+    yield ContextAttention.ALL_GATHER
+    shape = spec.model
+    common = gcd(shape.heads, shape.kv_heads) if isinstance(shape, ModelShape) else 1
+    for ulysses in divisors(gcd(common, ranks))[1:]:
+        hybrid = Hybrid(ulysses=ulysses, ring=ranks // ulysses)
+        yield ContextAttention.ULYSSES if ulysses == ranks else hybrid
+
+
+SPACE = of_one_axis(Axis.CP, _sizes, _ways, (_SLICES, _GATHERED), follows=True)

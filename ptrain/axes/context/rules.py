@@ -97,9 +97,11 @@ def _as_the_tuple_says(spec: Spec) -> Iterator[Fault]:
 
 def _product(spec: Spec) -> Iterator[Fault]:
     factor, attention = factor_of(spec), attention_of(spec)
-    if factor is None or not isinstance(attention, Hybrid):
-        return
-    if attention.ulysses * attention.ring != factor.degree:
+    if (
+        factor is not None
+        and isinstance(attention, Hybrid)
+        and attention.ulysses * attention.ring != factor.degree
+    ):
         yield Fault(
             place="context.attention",
             finding=(
@@ -210,9 +212,7 @@ def _chunks(attention: ContextAttention | Hybrid) -> int:
 
 def _dropout(spec: Spec) -> Iterator[Fault]:
     shape = spec.model
-    if factor_of(spec) is None or not isinstance(shape, ModelShape):
-        return
-    if shape.dropouts.attention:
+    if factor_of(spec) is not None and isinstance(shape, ModelShape) and shape.dropouts.attention:
         own = shape.attention_dropout is not None
         yield Fault(
             place=f"model.{'attention_dropout' if own else 'dropout'}",
@@ -255,9 +255,13 @@ def _kernels(spec: Spec) -> Iterator[Fault]:
 
 def _documents(spec: Spec) -> Iterator[Fault]:
     factor, shape, attention = factor_of(spec), spec.model, attention_of(spec)
-    if factor is None or not isinstance(shape, ModelShape) or not shape.has_documents:
-        return
-    if spec.is_for_cuda and degrees(attention, factor.degree)[1] > 1:
+    if (
+        factor is not None
+        and isinstance(shape, ModelShape)
+        and shape.has_documents
+        and spec.is_for_cuda
+        and degrees(attention, factor.degree)[1] > 1
+    ):
         yield Fault(
             place=f"model.{shape.document_key}",
             finding=(

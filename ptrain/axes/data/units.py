@@ -7,9 +7,8 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from ptrain.axes.data.gradients import Gradients
 from ptrain.axes.data.theta import Parameters, UnitTheta
-from ptrain.axes.data.update import UnitState
+from ptrain.axes.data.update import Gradients, UnitState
 from ptrain.cost import State
 from ptrain.rooms.room import T
 from ptrain.spec.dials import GradientSync

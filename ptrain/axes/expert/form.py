@@ -1,17 +1,19 @@
-"""What a spec says of the expert axis."""
+"""The spec's expert axis: its experts, their loads, and its part of a search."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from math import gcd
 
+from ptrain.axes.candidates import Way, Written, divisors, of_one_axis
 from ptrain.axes.context.attention import all_spans, context_of
 from ptrain.cost import Collective
 from ptrain.errors import Fault, SpecError
 from ptrain.facts.model import ExpertLayers, ModelFacts, TensorFacts
 from ptrain.spec.model import ModelShape
-from ptrain.spec.placement import TOKEN_AXES, Axis, Factor
+from ptrain.spec.placement import TOKEN_AXES, Axis, Factor, Placement, R
 from ptrain.spec.routing import FORM, Bound, Choices, Histogram
 from ptrain.spec.spec import Spec, place_of, ranks_over
 from ptrain.steps.experts import BoundLoads, CountedLoads, ExpertParallel, Loads, Span
@@ -205,3 +207,28 @@ def assumed(spec: Spec) -> dict[str, str]:
     )
     exchanged = f"traffic {'+'.join(spec.expert_axes)} {Collective.ALL_TO_ALL}"
     return dict.fromkeys(("activations", "peak", exchanged), why)
+
+
+# What the expert axis offers to a search: degrees that divide a layer's experts, where these have
+# a capacity or a bound of the routing is stated. Without both a router decides how much a rank
+# gets, and whether it fits nobody claims: a degree that is written is tried all the same.
+#
+# Theta, Omega and G of all but the experts are placed over ep as over the innermost data axis, so
+# that both are one group; of the experts there is one tuple.
+
+_COPIES = Placement(parameters=R, optimizer=R, gradients=R)
+
+
+def _sizes(spec: Spec, devices: int, written: Written) -> Iterable[int]:
+    shape = spec.model
+    has_places = isinstance(shape, ModelShape) and shape.capacity_factor is not None
+    is_known = has_places or isinstance(spec.routing, Bound)
+    experts = shape.experts if isinstance(shape, ModelShape) and is_known else None
+    return written.sizes(Axis.EP, devices, divisors(gcd(experts or 1, devices)))
+
+
+def _ways(spec: Spec, ranks: int) -> tuple[Way, ...]:
+    return (((_COPIES,), ()),)
+
+
+SPACE = of_one_axis(Axis.EP, _sizes, _ways, (_COPIES,), follows=True)

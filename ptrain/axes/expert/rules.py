@@ -150,9 +150,11 @@ def _shared_experts_overlap(spec: Spec) -> Iterator[Fault]:
 
 def _by_groups(spec: Spec) -> Iterator[Fault]:
     model = spec.model
-    if factor_of(spec) is None or not isinstance(model, HuggingFaceModel):
-        return
-    if (written := model.config.get(_IMPLEMENTATION)) not in (None, _GROUPED):
+    if (
+        factor_of(spec) is not None
+        and isinstance(model, HuggingFaceModel)
+        and (written := model.config.get(_IMPLEMENTATION)) not in (None, _GROUPED)
+    ):
         yield Fault(
             place=f"model.config.{_IMPLEMENTATION}",
             finding=f"ep needs the grouped_mm implementation of experts; got {written}",

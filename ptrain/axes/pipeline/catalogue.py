@@ -17,7 +17,8 @@ from functools import lru_cache
 from itertools import count
 from typing import NamedTuple, assert_never
 
-from ptrain.axes.pipeline import cost, loops, vees
+from ptrain.axes.candidates import AxisChoice, AxisSpace, Written, divisors
+from ptrain.axes.pipeline import cost, orders
 from ptrain.axes.pipeline.cost import PipelineSize, ScheduleCost
 from ptrain.axes.pipeline.schedule import (
     Action,
@@ -33,8 +34,8 @@ from ptrain.errors import BrokenSchedule, Fault, SpecError
 from ptrain.facts.parameters import elements_met
 from ptrain.facts.stages import Layers, Stage, Tensor, balanced, cut, evenly
 from ptrain.spec.model import ModelShape
-from ptrain.spec.pipeline import ListedSchedule, Pass, ScheduleName, SplitBy
-from ptrain.spec.placement import Axis
+from ptrain.spec.pipeline import ListedSchedule, Pass, PipelineSpec, ScheduleName, SplitBy
+from ptrain.spec.placement import Axis, Factor, Placement, R, S
 from ptrain.spec.spec import Spec
 from ptrain.units import counted
 
@@ -333,12 +334,12 @@ def _equal_rounds(name: ScheduleName, pipeline: PipelineShape) -> Iterator[Fault
 
 
 def _are_equal_rounds(microbatches: int, pipeline: PipelineShape) -> bool:
-    return microbatches % loops.rounds(microbatches, pipeline.ranks) == 0
+    return microbatches % orders.rounds(microbatches, pipeline.ranks) == 0
 
 
 SCHEDULES = {
     ScheduleName.NAIVE: ScheduleRow(
-        order=loops.naive,
+        order=orders.naive,
         stages=1,
         cost=ScheduleCost(
             bubble=cost.serial_bubble,
@@ -347,7 +348,7 @@ SCHEDULES = {
         is_serial=True,
     ),
     ScheduleName.GPIPE: ScheduleRow(
-        order=loops.gpipe,
+        order=orders.gpipe,
         stages=1,
         cost=ScheduleCost(
             bubble=cost.fill_and_drain,
@@ -355,7 +356,7 @@ SCHEDULES = {
         ),
     ),
     ScheduleName.ONE_F_ONE_B: ScheduleRow(
-        order=loops.one_forward_one_backward,
+        order=orders.one_forward_one_backward,
         stages=1,
         cost=ScheduleCost(
             bubble=cost.fill_and_drain,
@@ -364,14 +365,14 @@ SCHEDULES = {
         needs=(_fills_the_stages,),
     ),
     ScheduleName.BFS: ScheduleRow(
-        order=loops.breadth_first,
+        order=orders.breadth_first,
         cost=ScheduleCost(
             bubble=cost.fill_and_drain,
             in_flight=cost.all_in_flight,
         ),
     ),
     ScheduleName.INTERLEAVED: ScheduleRow(
-        order=loops.interleaved,
+        order=orders.interleaved,
         cost=ScheduleCost(
             bubble=cost.fill_and_drain,
             in_flight=cost.in_flight_of_interleaved,
@@ -379,7 +380,7 @@ SCHEDULES = {
         needs=(_equal_rounds,),
     ),
     ScheduleName.ZERO_BUBBLE: ScheduleRow(
-        order=loops.zero_bubble,
+        order=orders.zero_bubble,
         cost=ScheduleCost(
             bubble=cost.zero_bubble,
             in_flight=cost.in_flight_of_zero_bubble,
@@ -388,7 +389,7 @@ SCHEDULES = {
         needs=(_equal_rounds,),
     ),
     ScheduleName.ZBV: ScheduleRow(
-        order=vees.zbv,
+        order=orders.zbv,
         stages=2,
         cost=ScheduleCost(
             bubble=cost.no_formula,
@@ -397,7 +398,7 @@ SCHEDULES = {
         ),
     ),
     ScheduleName.DUALPIPEV: ScheduleRow(
-        order=vees.dualpipev,
+        order=orders.dualpipev,
         stages=2,
         cost=ScheduleCost(
             bubble=cost.dualpipev_bubble,
@@ -409,3 +410,49 @@ SCHEDULES = {
         is_mostly_whole=True,
     ),
 }
+
+
+# What the pipeline axis offers to a search: as many stages as there are layers for, every
+# schedule, and where one takes any number of stages a rank, two and four too.
+
+_PLACEMENT = Placement(parameters=S, optimizer=S, gradients=S, activations=R)
+_MORE_STAGES = (2, 4)  # a rank
+
+
+def _degrees(spec: Spec, devices: int, written: Written) -> Iterator[int]:
+    layers = spec.model.layers if isinstance(spec.model, ModelShape) else 1
+    yield from (degree for degree in divisors(devices) if degree <= layers)
+
+
+def _choices(spec: Spec, ranks: int, written: Written) -> Iterator[AxisChoice]:
+    if ranks == 1:
+        yield AxisChoice(changes=(("pipeline", PipelineSpec()),))
+        return
+    layers = spec.model.layers if isinstance(spec.model, ModelShape) else 1
+    offered = (
+        ((_PLACEMENT,), (("pipeline", pipeline),))
+        for schedule in ScheduleName
+        for pipeline in _with_stages(schedule, ranks)
+    )
+    for (placement,), changes in written.held((Axis.PP,), offered):
+        stages = dict(changes)["pipeline"].stages_over(ranks)
+        if stages <= layers and stages % ranks == 0:
+            factor = Factor(axis=Axis.PP, degree=ranks, placement=placement)
+            yield AxisChoice(factors=(factor,), changes=changes)
+
+
+def _with_stages(schedule: ScheduleName, ranks: int) -> Iterator[PipelineSpec]:
+    """The schedule as it is by itself, and with more stages a rank than that."""
+    plain = PipelineSpec(schedule=schedule)
+    yield plain
+    if takes_any_stages(schedule):
+        yield from (
+            PipelineSpec(schedule=schedule, stages=number * ranks)
+            for number in _MORE_STAGES
+            if number * ranks > plain.stages_over(ranks)
+        )
+
+
+SPACE = AxisSpace(
+    axes=(Axis.PP,), sizes=_degrees, choices=_choices, tuples={Axis.PP: (_PLACEMENT,)}
+)

@@ -219,16 +219,15 @@ def _halves(spec: Spec) -> Iterator[Fault]:
 
 def _regathered(spec: Spec) -> Iterator[Fault]:
     cut = (f for f in spec.factors if f.axis is Axis.TP and f.placement.activations == S_STAR)
-    if spec.degree(Axis.PP) == 1 or not spec.pipeline.is_in_halves or not any(cut):
-        return
-    yield Fault(
-        place="placement.tp.activations",
-        finding=(
-            "not supported yet: sharded saved activations with "
-            f"{spec.pipeline.schedule}, whose two backward halves would both gather them"
-        ),
-        remedy="Use S or R, or a schedule with full backward passes, `pipeline.schedule=1f1b`.",
-    )
+    if spec.degree(Axis.PP) != 1 and spec.pipeline.is_in_halves and any(cut):
+        yield Fault(
+            place="placement.tp.activations",
+            finding=(
+                "not supported yet: sharded saved activations with "
+                f"{spec.pipeline.schedule}, whose two backward halves would both gather them"
+            ),
+            remedy="Use S or R, or a schedule with full backward passes, `pipeline.schedule=1f1b`.",
+        )
 
 
 def _whole_matrices(spec: Spec) -> Iterator[Fault]:

@@ -1,5 +1,6 @@
 """When a schedule's steps start and end, and the proof that it is one: every micro-batch forward
-and backward once on every stage, weights after inputs, and no rank that waits for ever.
+and backward once on every stage, whole or in its two halves, weights after inputs, and no rank that
+waits for ever. Only the last depends on costs, and comes out when the schedule is run.
 
 A rank does its steps in its order, each as soon as what it needs has come. What a step makes is
 there when it ends, on another rank `communication` later; sending takes no rank's time, and links
@@ -9,13 +10,14 @@ are never busy. A pair starts when both its halves can.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from itertools import chain
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, assert_never
 
-from ptrain.axes.pipeline.proof import step_work
 from ptrain.axes.pipeline.schedule import Action, Pair, Schedule, StageCost, Step
 from ptrain.errors import BrokenSchedule
+from ptrain.timeline import Kind
 
 
 class Durations(Protocol):
@@ -134,8 +136,7 @@ class _Simulation:
         able = list(range(self.schedule.ranks))
         while able:
             able += self._advance(able.pop())
-        stuck = [rank for rank in range(self.schedule.ranks) if self._next(rank)]
-        if stuck:
+        if stuck := [rank for rank in range(self.schedule.ranks) if self._next(rank)]:
             raise self._deadlock(stuck[0])
         return Simulation(timeline=tuple(tuple(spans) for spans in self.spans))
 
@@ -254,3 +255,156 @@ class _Sharing:
         self.spans[rank].append(Span(step=step, start=self.begun[rank], end=self.now))
         del self.left[rank], self.begun[rank]
         self.ended.update(step.parts)
+
+
+@lru_cache(maxsize=4)  # a schedule is run with equal costs, and soon after with those of a spec
+def step_work(schedule: Schedule) -> StepWork:
+    """Return all that a schedule does. Raises BrokenSchedule where it is not a step's work."""
+    return StepWork(schedule)
+
+
+class StepWork:
+    """All that a schedule does, once. Raises BrokenSchedule where it is not a step's work."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._schedule, self._last = schedule, schedule.stages - 1
+        self._actions: set[Action] = set()
+        for rank, order in enumerate(schedule.orders):
+            for step in order:
+                for part in step.parts:
+                    self._add(part, rank)
+        for stage in range(schedule.stages):
+            for microbatch in range(schedule.microbatches):
+                self._require_all(stage, microbatch)
+
+    def needs(self, step: Step) -> tuple[Action, ...]:
+        """The actions whose results it takes, those of its own rank included."""
+        if isinstance(step, Action):
+            return self._needs(step)
+        return tuple([need for part in step.parts for need in self._needs(part)])
+
+    def _needs(self, action: Action) -> tuple[Action, ...]:
+        kind, stage, microbatch = action
+        match kind:
+            case Kind.FORWARD:
+                return (Action(Kind.FORWARD, stage - 1, microbatch),) if stage else ()
+            case Kind.BACKWARD | Kind.INPUT:
+                forward = Action(Kind.FORWARD, stage, microbatch)
+                if stage == self._last:
+                    return (forward,)
+                whole = Action(Kind.BACKWARD, stage + 1, microbatch)
+                is_whole = whole in self._actions
+                return (forward, whole if is_whole else Action(Kind.INPUT, stage + 1, microbatch))
+            case Kind.WEIGHT:
+                return (Action(Kind.INPUT, stage, microbatch),)
+            case other:
+                assert_never(other)
+
+    def _add(self, action: Action, rank: int) -> None:
+        schedule = self._schedule
+        if not 0 <= action.stage < schedule.stages:
+            reason = f"there are {schedule.stages} stages, counted from 0"
+        elif schedule.rank_of[action.stage] != rank:
+            reason = f"stage {action.stage} belongs to rank {schedule.rank_of[action.stage]}"
+        elif not 0 <= action.microbatch < schedule.microbatches:
+            reason = f"there are {schedule.microbatches} micro-batches, counted from 0"
+        elif action in self._actions:
+            reason = "twice"
+        else:
+            self._actions.add(action)
+            return
+        raise BrokenSchedule(rank, action, reason)
+
+    def _require_all(self, stage: int, microbatch: int) -> None:
+        """One forward, and one backward: whole, or both halves."""
+        there = {kind: Action(kind, stage, microbatch) in self._actions for kind in Kind}
+        rank, is_split = self._schedule.rank_of[stage], there[Kind.INPUT] or there[Kind.WEIGHT]
+        if self._schedule.is_forward_only:
+            assert there == dict.fromkeys(Kind, False) | {Kind.FORWARD: True}, "forward passes"
+            return
+        if there[Kind.BACKWARD] and is_split:
+            action = Action(Kind.BACKWARD, stage, microbatch)
+            raise BrokenSchedule(rank, action, "full pass and a second half")
+        backward = (Kind.INPUT, Kind.WEIGHT) if is_split else (Kind.BACKWARD,)
+        for kind in (Kind.FORWARD, *backward):
+            if not there[kind]:
+                raise BrokenSchedule(rank, Action(kind, stage, microbatch), "missing")
+
+
+WIDTH = 160  # characters, what a wide terminal shows
+MEANINGS = {
+    Kind.FORWARD: "F forward",
+    Kind.BACKWARD: "B backward",
+    Kind.INPUT: "I backward of the inputs",
+    Kind.WEIGHT: "W backward of the weights",
+}
+_IDLE, _LONGER, _LEFT_OUT = ".", "-", "…"
+
+
+def draw(schedule: Schedule, width: int = WIDTH) -> str:
+    """Return the schedule as text, with F = I = W = 1 and B = 2. What does not fit in `width`
+    characters is left out in the middle, the same columns on every line; a line has at least its
+    first and its last column."""
+    simulation = simulate(schedule)
+    columns = round(simulation.makespan)
+    has_stages = schedule.stages > schedule.ranks
+    heads = [f"rank {rank}" for rank in range(schedule.ranks)]
+    margin = max(map(len, heads)) + 2
+    cell = 1 + max(
+        len(_label(part, has_stages))
+        for order in schedule.orders
+        for step in order
+        for part in step.parts
+    )
+    room = max(3, (width - margin + 1) // cell)
+    lines = [_cells(spans, columns, cell, has_stages) for spans in simulation.timeline]
+    first, last = room // 2, (room - 1) // 2  # and one for the sign
+    left_out = max(0, columns - first - last) if columns > room else 0
+    if left_out:
+        sign = _LEFT_OUT.ljust(cell)
+        lines = [[*cells[:first], sign, *cells[columns - last :]] for cells in lines]
+    drawn = [
+        f"{head:<{margin}}{''.join(cells)}".rstrip()
+        for head, cells in zip(heads, lines, strict=True)
+    ]
+    return "\n".join((*drawn, _legend(schedule, has_stages, left_out)))
+
+
+def bubble_text(simulation: Simulation) -> str:
+    """Both conventions of the literature, of a schedule with the simulator's equal stages."""
+    return (
+        f"{simulation.bubble_fraction:.1%} of the step, {simulation.bubble_ratio:.1%} of the "
+        "ideal time, for equal stages and backward = 2 x forward"
+    )
+
+
+def _cells(spans: Sequence[Span], columns: int, cell: int, has_stages: bool) -> list[str]:
+    """A rank's columns, `cell` characters each."""
+    cells = [_IDLE.ljust(cell)] * columns
+    for span in spans:
+        start, length = round(span.start), round(span.end - span.start)
+        label = "&".join(_label(part, has_stages) for part in span.step.parts)
+        filler = _LONGER if length > 1 else " "
+        text = label.ljust(length * cell - 1, filler) + " "
+        cells[start : start + length] = [
+            text[at : at + cell] for at in range(0, length * cell, cell)
+        ]
+    return cells
+
+
+def _label(action: Action, has_stages: bool) -> str:
+    """With one stage a rank, the line says which."""
+    return str(action) if has_stages else f"{action.kind}{action.microbatch}"
+
+
+def _legend(schedule: Schedule, has_stages: bool, left_out: int) -> str:
+    steps = [step for order in schedule.orders for step in order]
+    kinds = {part.kind for step in steps for part in step.parts}
+    parts = [meaning for kind, meaning in MEANINGS.items() if kind in kinds]
+    parts.append("stage first, then micro-batch" if has_stages else "each with its micro-batch")
+    if any(isinstance(step, Pair) for step in steps):
+        parts.append("& side by side")
+    parts.append(f"{_IDLE} idle")
+    if left_out:
+        parts.append(f"{_LEFT_OUT} {left_out} columns")
+    return " · ".join(parts)

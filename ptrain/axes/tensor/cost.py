@@ -1,5 +1,6 @@
 """What one rank of the tensor axis has of a model: the local shape of every tensor, and the local
-value of every dimension that a table of allocations is written in."""
+value of every dimension that a table of allocations is written in; and the axis's part of a search.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +8,14 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
+from math import gcd
 from typing import Protocol
 
+from ptrain.axes.candidates import Way, Written, divisors, of_one_axis
 from ptrain.spec.model import ModelShape
+from ptrain.spec.placement import S_STAR, Axis, Placement, R, S
 from ptrain.spec.role import Role, Roles, fits
+from ptrain.spec.spec import Spec
 from ptrain.units import ceil_div
 
 Shape = tuple[int, ...]
@@ -155,3 +160,29 @@ class Cut:
             "vocab": self.slice_of(shape.vocab),
             "vocab_all": shape.vocab,
         }
+
+
+# What the tensor axis offers to a search: degrees that divide a model's operators, with
+# activations whole between the blocks, in slices of the tokens, or saved so too.
+
+_TUPLES = tuple(
+    Placement(parameters=S, optimizer=S, gradients=S, activations=activations)
+    for activations in (R, S, S_STAR)
+)
+
+
+def _sizes(spec: Spec, devices: int, written: Written) -> Iterable[int]:
+    """Return the sizes within a node: every operator of a block waits for what they send. Larger
+    ones must be written."""
+    cluster, shape = spec.cluster, spec.model
+    most = min(devices, cluster.devices_per_node) if cluster else devices
+    common = gcd(*cut_sizes(shape).values()) if isinstance(shape, ModelShape) else most
+    within = (size for size in divisors(common) if size <= most and devices % size == 0)
+    return written.sizes(Axis.TP, devices, within)
+
+
+def _ways(spec: Spec, ranks: int) -> tuple[Way, ...]:
+    return tuple(((offered,), ()) for offered in _TUPLES)
+
+
+SPACE = of_one_axis(Axis.TP, _sizes, _ways, _TUPLES)

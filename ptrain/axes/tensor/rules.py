@@ -160,9 +160,7 @@ def _tokens(spec: Spec) -> Iterator[Fault]:
 
 def _logits(spec: Spec) -> Iterator[Fault]:
     degree, shape = spec.degree(Axis.TP), spec.model
-    if spec.tensor.loss_parallel or not isinstance(shape, ModelShape):
-        return
-    if shape.vocab % degree:
+    if not spec.tensor.loss_parallel and isinstance(shape, ModelShape) and shape.vocab % degree:
         yield Fault(
             place="tensor.loss_parallel",
             finding=(

@@ -10,7 +10,6 @@ that the loop rearranges (padding, pieces of sequences) has other rows and gives
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -24,6 +23,7 @@ from ptrain.verification.jobs.modules import ProbeResult
 from ptrain.verification.jobs.record import ForwardCall, StepRecorder, digest
 from ptrain.verification.jobs.shards import ParameterShard
 from ptrain.verification.parts import difference, is_number_of, multiple, norm, rounded, square
+from ptrain.verification.samples import Samples, ledger_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,38 +129,9 @@ def _differ(own: Tensor | None, right: Tensor | None, tolerance: float) -> bool:
     return difference(own, right, norm(right)) > tolerance
 
 
-@dataclass(frozen=True, slots=True)
-class Samples:
-    """Rows of the reference's inputs, from 0, that no rank saw, and that came more often than the
-    others."""
-
-    missing: tuple[int, ...]
-    doubled: tuple[int, ...]
-    count: int
-
-    def __bool__(self) -> bool:
-        return bool(self.missing or self.doubled)
-
-
 def rows_of(calls: Sequence[ForwardCall]) -> list[str]:
     """Return a checksum of every row of the first tensor that the model was given, pass by pass."""
     return [row.key for row in rows_of_calls(calls)]
-
-
-def ledger_of(reference: Sequence[str], everyones: Sequence[Sequence[str]]) -> Samples | None:
-    """Ranks that share a batch all see it, so what counts is that no row comes more often than
-    another. None where the rows cannot be compared."""
-    expected = Counter(reference)
-    seen = Counter(row for rows in everyones for row in rows)
-    known = {row: seen[row] / times for row, times in expected.items() if seen[row]}
-    if not known or set(seen) - set(expected):
-        return None
-    usual = Counter(known.values()).most_common(1)[0][0]
-    return Samples(
-        missing=tuple(i for i, row in enumerate(reference) if row not in known),
-        doubled=tuple(i for i, row in enumerate(reference) if known.get(row, 0) > usual),
-        count=len(reference),
-    )
 
 
 _SAMPLE = 256  # elements of a parameter: half of them its largest, half evenly spread

@@ -275,30 +275,30 @@ class Terms:
     padded: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.steps is not None and self.steps < 1:
-            raise _refused(
-                "steps",
+        ways = ", ".join(map(repr, get_args(Known)))
+        for term, is_wrong, finding, remedy in (
+            (
+                "steps", self.steps is not None and self.steps < 1,
                 f"{self.steps} steps compare nothing",
                 "Omit it for one step per batch, or use 1 or more.",
-            )
-        if self.examined is not None and self.examined < 0:
-            raise _refused(
-                "examined", f"{self.examined} is not a number of steps", "Use 0 or more."
-            )
-        if self.tolerance is None and self.dtype not in (None, *TOLERANCES):
-            known = ", ".join(map(str, TOLERANCES))
-            raise _refused(
-                "dtype",
+            ),
+            (
+                "examined", self.examined is not None and self.examined < 0,
+                f"{self.examined} is not a number of steps", "Use 0 or more.",
+            ),
+            (
+                "dtype", self.tolerance is None and self.dtype not in (None, *TOLERANCES),
                 f"the rounding of {self.dtype} is unknown",
-                f"Use one of {known}, or set `tolerance`.",
-            )
-        if not callable(self.loss) and self.loss not in get_args(Known):
-            known = ", ".join(map(repr, get_args(Known)))
-            raise _refused(
-                "loss",
+                f"Use one of {', '.join(map(str, TOLERANCES))}, or set `tolerance`.",
+            ),
+            (
+                "loss", not callable(self.loss) and self.loss not in get_args(Known),
                 f"{self.loss!r} is not a way to combine losses",
-                f"Use one of {known}, or a function of all ranks' losses.",
-            )
+                f"Use one of {ways}, or a function of all ranks' losses.",
+            ),
+        ):  # fmt: skip
+            if is_wrong:
+                raise _refused(term, finding, remedy)
 
 
 def _refused(term: str, finding: str, remedy: str) -> PtrainError:

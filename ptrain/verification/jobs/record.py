@@ -151,7 +151,7 @@ class StepRecorder(UpdateRecorder):
             if not self.calls:
                 self.in_use = {
                     name: shard.value().clone()
-                    for name, shard in self._holds.items()
+                    for name, shard in self.holds.items()
                     if shard.within is None  # FSDP1 has gathered its flat parameter already
                 }
             kept_args, kept_kwargs = tree_map(_kept, (args, kwargs))
@@ -301,19 +301,6 @@ def compare_gradients(
         differences.compare(
             Moment.GRADIENTS, Subject.GRADIENTS, name, difference=size, tolerance=limit.gradients
         )
-
-
-def pieces(whole: Tensor, shape: torch.Size) -> Iterator[Tensor]:
-    """Yield every even chunk of a whole tensor that has this shape, or itself."""
-    if whole.shape == shape:
-        yield whole
-        return
-    if len(shape) != whole.dim():
-        return
-    differing = [dim for dim in range(whole.dim()) if whole.size(dim) != shape[dim]]
-    if len(differing) == 1 and shape[differing[0]]:
-        (dim,) = differing
-        yield from (piece for piece in whole.split(shape[dim], dim) if piece.shape == shape)
 
 
 def compare_update(

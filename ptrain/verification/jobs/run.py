@@ -23,11 +23,11 @@ from ptrain.verification.compare import (
     AllDifferences,
     Differences,
     LargestDifference,
-    Liveness,
+    alive,
     claim,
 )
 from ptrain.verification.jobs.averages import explain_average
-from ptrain.verification.jobs.evidence import ledger_of, rows_of
+from ptrain.verification.jobs.evidence import rows_of
 from ptrain.verification.jobs.inquiry import Inquiry
 from ptrain.verification.jobs.job import (
     TOLERANCES,
@@ -91,6 +91,8 @@ from ptrain.verification.jobs.step import (
 )
 from ptrain.verification.jobs.verdict import LoopVerdict
 from ptrain.verification.parts import canonical_parameters, numbers_apart
+from ptrain.verification.reference import Trajectory
+from ptrain.verification.samples import ledger_of
 from ptrain.verification.updates.clip import clipping
 from ptrain.verification.updates.explain import explain_update
 
@@ -480,7 +482,7 @@ class Examiner:
         for losses, loss in zip(self.losses, (right, measured), strict=True):
             losses.append(loss)
         size = numbers_apart(right, measured)
-        self.worst_loss.see(size, f"step {step}")
+        self.worst_loss.see(size, f"step {step}", limit)
         if size > limit and not self.mismatches:
             mismatch = Mismatch(
                 step=step, moment=Moment.UPDATE, subject=Subject.LOSS, name="loss", rank=0,
@@ -507,7 +509,7 @@ class Examiner:
             self.root_cause = cause or self.root_cause
         return claim("the same twice", None, cause is None, "other bits")
 
-    def _life(self, batch: Any, share: Any) -> list[Liveness]:
+    def _life(self, batch: Any, share: Any) -> list[Trajectory]:
         """What both runs learned; the loss of the first batch comes from one more step, where that
         can be run."""
         try:
@@ -523,13 +525,16 @@ class Examiner:
         again = right, self.loss.of(right, mine)
         ways = travelled(self.pair, self.start, self.ranks)
         return [
-            Liveness(name=name, losses=losses, norms=norms, travelled=way, again=loss)
+            Trajectory(
+                name=name, losses=tuple(losses), gradient_norms=tuple(norms), parameters={},
+                travelled=way, again=loss,
+            )
             for name, losses, norms, way, loss in zip(
                 ("reference", "loop"), self.losses, self.norms, ways, again, strict=True
             )
         ]  # fmt: skip
 
-    def _checks(self, life: Sequence[Liveness], repeats: Sequence[Check]) -> Iterator[Check]:
+    def _checks(self, life: Sequence[Trajectory], repeats: Sequence[Check]) -> Iterator[Check]:
         starts = [mismatch for mismatch in self.mismatches if mismatch.moment is Moment.START]
         held = not any(mismatch.subject is Subject.PARAMETERS for mismatch in starts)
         yield claim("same weights at the start", None, held, "they differ")
@@ -541,5 +546,5 @@ class Examiner:
         yield claim("replicas", None, not unlike, "ranks have different bits")
         if self.worst_loss.count:
             yield self.worst_loss.check()
-        for liveness in life:
-            yield from liveness.checks()
+        for run in life:
+            yield from alive(run.name, run)

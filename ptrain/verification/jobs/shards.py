@@ -30,7 +30,7 @@ class ParameterShard:
     parameter: Tensor
     shape: torch.Size
     at: Tensor | None = None
-    within: slice | None = None
+    within: slice | Tensor | None = None
 
     def value(self) -> Tensor:
         """This rank's elements, in a row."""
@@ -170,9 +170,27 @@ def _unknown(name: str, parameter: Tensor, shape: torch.Size) -> PtrainError:
     )
 
 
-def _cut(numbers: Tensor, tensor: DTensor) -> Tensor:
-    """The placements' own rule, one mesh dimension after the other: torch.chunk, of a dimension
-    that is cut right to left (FSDP2 on top of tp) within each of its earlier pieces."""
+def part_of(whole: Tensor, tensor: Tensor, *, degree: int = 1, place: int = 0) -> Tensor | None:
+    """Return the elements of a whole tensor that `tensor` stands for; None if nothing tells which.
+
+    A DTensor shows it by its placements, unless it is a sum that is still partial. A plain tensor
+    is whole, or sharded along the dimensions in which it is smaller, as torch.chunk splits over
+    `degree` ranks, of which this one is the `place`-th."""
+    if tensor.dim() != whole.dim():
+        return None
+    if isinstance(tensor, DTensor):
+        is_sum = any(placement.is_partial() for placement in tensor.placements)
+        return None if is_sum or tensor.shape != whole.shape else _cut(whole, tensor)
+    for dim, size in enumerate(tensor.shape):
+        if size != whole.size(dim):
+            whole = _chunks(whole, degree, dim)[place]
+    return whole if whole.shape == tensor.shape else None
+
+
+def _cut(whole: Tensor, tensor: DTensor) -> Tensor:
+    """Apply the placements' own rule, one mesh dimension after the other: torch.chunk, and of a
+    dimension that is sharded right to left (FSDP2 on top of tp) within each of its earlier
+    pieces."""
     coordinate = tensor.device_mesh.get_coordinate()
     assert coordinate is not None, "a rank outside of its tensor's mesh"
     for axis, placement in enumerate(tensor.placements):
@@ -180,17 +198,17 @@ def _cut(numbers: Tensor, tensor: DTensor) -> Tensor:
         if dim is None:  # replicated, or a sum that is still partial
             continue
         count, place = tensor.device_mesh.size(axis), coordinate[axis]
-        pieces = _chunks(numbers, int(getattr(placement, "split_factor", 1)), dim)
-        numbers = torch.cat([_chunks(piece, count, dim)[place] for piece in pieces], dim)
-    return numbers
+        pieces = _chunks(whole, int(getattr(placement, "split_factor", 1)), dim)
+        whole = torch.cat([_chunks(piece, count, dim)[place] for piece in pieces], dim)
+    return whole
 
 
-def _chunks(numbers: Tensor, count: int, dim: int) -> list[Tensor]:
-    """torch.chunk with the empty ones that it leaves out."""
-    if numbers.size(dim) == 0:
-        return [numbers] * count
-    chunks = list(numbers.chunk(count, dim))
-    return chunks + [numbers.narrow(dim, 0, 0)] * (count - len(chunks))
+def _chunks(whole: Tensor, count: int, dim: int) -> list[Tensor]:
+    """Return torch.chunk's with the empty ones that it leaves out."""
+    if whole.size(dim) == 0:
+        return [whole] * count
+    chunks = list(whole.chunk(count, dim))
+    return chunks + [whole.narrow(dim, 0, 0)] * (count - len(chunks))
 
 
 @dataclass(frozen=True, slots=True)

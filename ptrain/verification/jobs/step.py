@@ -292,7 +292,7 @@ def run_step(
         description = f"{seen.updates} updates, {expected.updates} in the reference"
         differences.add(Moment.START, Subject.COUNTER, "optimizer.step", description)
     sides = expected, seen
-    own = _of_own_optimizers(seen, pair.holds, drawing.ranks)
+    own = of_own_optimizers(seen.updated, pair.holds, drawing.ranks)
     compare_gradients(differences, sides, own, limit)
     compare_in_use(differences, sides, (before, run_before), pair.holds, limit)
     scale = Magnitude.of(expected.gradients)
@@ -326,13 +326,13 @@ def run_step(
     )  # fmt: skip
 
 
-def _of_own_optimizers(
-    seen: StepRecorder, holds: dict[str, ParameterShard], ranks: Ranks
+def of_own_optimizers(
+    updated: Collection[str], holds: Mapping[str, ParameterShard], ranks: Ranks
 ) -> dict[str, ParameterShard]:
     """Return what this rank holds without whole parameters that only other ranks' optimizers
     update: their gradients need not be reduced to this rank. All ranks call it."""
-    everyones = ranks.gather(sorted(seen.updated))
-    elsewhere = {name for its in everyones for name in its} - seen.updated
+    everyones = ranks.gather(sorted(updated))
+    elsewhere = {name for its in everyones for name in its}.difference(updated)
     return {name: s for name, s in holds.items() if s.at is not None or name not in elsewhere}
 
 

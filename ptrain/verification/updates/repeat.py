@@ -284,7 +284,7 @@ class UpdateRecorder:
         self.without_state: set[str] = set()
         self.updated: set[str] = set()
         self.rates: set[float] = set()
-        self._holds = holds
+        self.holds = holds
         self._running: list[tuple[Optimizer, dict[str, Ingredients]]] = []
         self._num_groups = 0
         self._depth = 0  # of a step that calls its base class's, which torch's hooks see too
@@ -312,7 +312,7 @@ class UpdateRecorder:
         self.has_closure = self.has_closure or any(callable(argument) for argument in given)
         own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         scale = getattr(optimizer, "grad_scale", None)  # a fused optimizer undoes it itself
-        for name, shard in self._holds.items():
+        for name, shard in self.holds.items():
             is_first = id(optimizer) not in self.num_updates
             self.updated |= {name} if id(shard.parameter) in own else set()
             if id(shard.parameter) in own and is_first and not _has_state(optimizer, shard):
@@ -345,7 +345,7 @@ class UpdateRecorder:
         self._num_groups += len(optimizer.param_groups)
         for name, shard in self._named([tensor for tensor, _, _ in places.values()]):
             tensor, number, group = places[id(shard.parameter)]
-            if shard is self._holds[name]:
+            if shard is self.holds[name]:
                 gradient = self.gradients.get(name) if tensor.grad is not None else None
             else:
                 gradient = shard.gradient()
@@ -390,14 +390,14 @@ class UpdateRecorder:
         """Yield which parameters these tensors are, or are the master copies of: those have the
         parameter's shape and round to what it is."""
         known = {id(tensor) for tensor in tensors}
-        own = [name for name, shard in self._holds.items() if id(shard.parameter) in known]
-        yield from ((name, self._holds[name]) for name in own)
-        of_model = {id(shard.parameter) for shard in self._holds.values()}
+        own = [name for name, shard in self.holds.items() if id(shard.parameter) in known]
+        yield from ((name, self.holds[name]) for name in own)
+        of_model = {id(shard.parameter) for shard in self.holds.values()}
         masters = [tensor for tensor in tensors if id(tensor) not in of_model]
-        left = [name for name in self._holds if name not in own]
+        left = [name for name in self.holds if name not in own]
         for master in masters:
             for name in left:
-                shard = self._holds[name]
+                shard = self.holds[name]
                 if shard.within is None and _rounds_to(master, shard.parameter):
                     left.remove(name)
                     yield name, replace(shard, parameter=master)

@@ -31,9 +31,9 @@ from ptrain.axes.data.run.flat_target import (
 from ptrain.axes.data.run.target import (
     Named,
     NamedTarget,
-    OfWholeModel,
     Parameter,
     ParameterTarget,
+    gradients_of,
     stored_part,
 )
 from ptrain.axes.data.units import ModelLife, UnitLife, UnitParts, UnitUse, buckets_of
@@ -110,7 +110,70 @@ def _accumulated(unit: ref[UnitLife[torch.Tensor]], index: int, parameter: objec
         own.accumulated(index)
 
 
-class FlatWrap(OfWholeModel):
+class WrappedModel:
+    """What the program needs of a wrap. One of a whole model, or of a stage by itself, has each
+    tensor once, under the model's name; what it need not do it answers as here."""
+
+    module: nn.Module
+
+    def micro_batch(self, is_last: bool) -> AbstractContextManager[None]:
+        """Around a forward and a backward pass, one after the other."""
+        return nullcontext()
+
+    def forward_pass(self) -> AbstractContextManager[None]:
+        """Around the forward pass of a micro-batch whose backward pass is not the next one."""
+        return nullcontext()
+
+    def backward_pass(self, kind: Kind, is_last: bool) -> AbstractContextManager[None]:
+        """Around its backward pass, or one half of it. `is_last`: the step's gradients are complete
+        after it."""
+        return nullcontext()
+
+    def end_evaluation(self) -> None:
+        """Release what was gathered and not used: it is stale after an update."""
+
+    def consume_with(self, update: Callable[[int], None]) -> None:
+        """G = M: let `update(i)` update the i-th group of targets, as soon as its gradients are
+        complete."""
+        raise AssertionError("gradients are updated from in backward by flat units alone")
+
+    def reduce_gradients(self) -> None:
+        """Bring the gradients to where the optimizer wants them."""
+
+    def finish_update(self) -> None:
+        """Wait for what is on its way after an update."""
+
+    def clear_gradients(self) -> None:
+        raise NotImplementedError
+
+    def targets(self) -> Sequence[Sequence[NamedTarget]]:
+        raise NotImplementedError
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Return the gradients of all targets: those of many may lie in one tensor."""
+        return gradients_of(self.targets())
+
+    def copies(self) -> Sequence[NamedTarget]:
+        """Return the targets of tensors that another stage has itself, where they are counted."""
+        return ()
+
+    def canonical_name(self, name: str) -> str:
+        """The model's name of a tensor, or of its optimizer state (`head.weight.exp_avg`)."""
+        return name
+
+    def own(self, named: Mapping[str, torch.Tensor]) -> Named:
+        """Tensors by the model's names, under the names that the wrap has for them too."""
+        return dict(named)
+
+    def own_update(self, optimizer: OptimizerSpec, layout: Layout) -> OwnUpdate | None:
+        """Return the optimizer that is part of the wrap; None if the update is everybody's."""
+        return None
+
+    def storages(self) -> Iterator[tuple[State, torch.Tensor]]:
+        raise NotImplementedError
+
+
+class FlatWrap(WrappedModel):
     """All units of one model under one plan step. `write`: what gives the parameters values, where
     they have none: of a unit, when its turn comes, those that this rank keeps."""
 
@@ -182,9 +245,6 @@ class FlatWrap(OfWholeModel):
         with torch.no_grad():
             self.units.end_pass(is_last=is_last)
 
-    def forward_pass(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
     @contextmanager
     def backward_pass(self, kind: Kind, is_last: bool) -> Iterator[None]:
         if kind is Kind.BACKWARD:
@@ -197,15 +257,12 @@ class FlatWrap(OfWholeModel):
             self.units.end_half(kind, is_last=is_last)
 
     def end_evaluation(self) -> None:
-        """What was gathered and not used is stale after an update."""
         self.units.release()
 
     def reduce_gradients(self) -> None:
         self.units.for_update()
 
     def consume_with(self, update: Callable[[int], None]) -> None:
-        """G = M: `update(i)` updates the i-th group of targets, as soon as its gradients are
-        complete."""
         self.units.consume_with(update)
 
     def finish_update(self) -> None:
@@ -217,9 +274,6 @@ class FlatWrap(OfWholeModel):
     def targets(self) -> Sequence[Sequence[NamedTarget]]:
         """A group per unit, so that no more than one unit's parameters are gathered at once."""
         return self._targets
-
-    def own_update(self, optimizer: OptimizerSpec, layout: Layout) -> None:
-        """The update is everybody's."""
 
     def storages(self) -> Iterator[tuple[State, torch.Tensor]]:
         return self.units.storages()
@@ -297,58 +351,7 @@ class OwnUpdate(Protocol):
     def storages(self) -> Iterator[tuple[State, torch.Tensor]]: ...
 
 
-class WrappedModel(Protocol):
-    """What the program needs of a wrap."""
-
-    module: nn.Module
-
-    def micro_batch(self, is_last: bool) -> AbstractContextManager[None]:
-        """Around a forward and a backward pass, one after the other."""
-        ...
-
-    def forward_pass(self) -> AbstractContextManager[None]:
-        """Around the forward pass of a micro-batch whose backward pass is not the next one."""
-        ...
-
-    def backward_pass(self, kind: Kind, is_last: bool) -> AbstractContextManager[None]:
-        """Around its backward pass, or one half of it. `is_last`: the step's gradients are complete
-        after it."""
-        ...
-
-    def end_evaluation(self) -> None: ...
-
-    def consume_with(self, update: Callable[[int], None]) -> None: ...
-
-    def reduce_gradients(self) -> None: ...
-
-    def finish_update(self) -> None: ...
-
-    def clear_gradients(self) -> None: ...
-
-    def targets(self) -> Sequence[Sequence[NamedTarget]]: ...
-
-    def gradients(self) -> list[torch.Tensor]:
-        """Return the gradients of all targets: those of many may lie in one tensor."""
-        ...
-
-    def copies(self) -> Sequence[NamedTarget]:
-        """Return the targets of tensors that another stage has itself, where they are counted."""
-        ...
-
-    def canonical_name(self, name: str) -> str:
-        """The model's name of a tensor, or of its optimizer state (`head.weight.exp_avg`)."""
-        ...
-
-    def own(self, named: Mapping[str, torch.Tensor]) -> Named:
-        """Tensors by the model's names, under the names that the wrap has for them too."""
-        ...
-
-    def own_update(self, optimizer: OptimizerSpec, layout: Layout) -> OwnUpdate | None: ...
-
-    def storages(self) -> Iterator[tuple[State, torch.Tensor]]: ...
-
-
-class ParameterWrap(OfWholeModel):
+class ParameterWrap(WrappedModel):
     """A module whose parameters stay where they are; on one device, all that is needed."""
 
     def __init__(self, model: nn.Module, units: Units, *, owns_masters: bool = False) -> None:
@@ -357,27 +360,6 @@ class ParameterWrap(OfWholeModel):
         self.unit_names = units
         self.owns_masters = owns_masters
         self._groups: list[list[ParameterTarget]] = []
-
-    def micro_batch(self, is_last: bool) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def forward_pass(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def backward_pass(self, kind: Kind, is_last: bool) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def end_evaluation(self) -> None:
-        """Nothing was gathered."""
-
-    def consume_with(self, update: Callable[[int], None]) -> None:
-        raise AssertionError("gradients are updated from in backward by flat units alone")
-
-    def reduce_gradients(self) -> None:
-        """They are where the optimizer wants them."""
-
-    def finish_update(self) -> None:
-        """Nothing is on its way."""
 
     def clear_gradients(self) -> None:
         for target in self._targets():
@@ -396,9 +378,6 @@ class ParameterWrap(OfWholeModel):
                 for _, named in parameters_by_unit(self.model, self.unit_names)
             ]
         return self._groups
-
-    def own_update(self, optimizer: OptimizerSpec, layout: Layout) -> OwnUpdate | None:
-        return None
 
     def _targets(self) -> Iterator[ParameterTarget]:
         return chain.from_iterable(self.targets())

@@ -5,8 +5,7 @@ reduces and updates the rank's part like any other tensor.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from typing import Protocol, TypeAlias
 
 import torch
@@ -167,26 +166,6 @@ def window_of(like: torch.Tensor) -> Window:
     )
     dims = zip(offsets, sizes, like.shape, strict=True)
     return tuple((min(offset, length), size) for offset, size, length in dims)
-
-
-class OfWholeModel(ABC):
-    """A wrap of a whole model, or of a stage by itself: it has each tensor once, under the model's
-    name."""
-
-    @abstractmethod
-    def targets(self) -> Sequence[Sequence[NamedTarget]]: ...
-
-    def gradients(self) -> list[torch.Tensor]:
-        return gradients_of(self.targets())
-
-    def copies(self) -> Sequence[NamedTarget]:
-        return ()
-
-    def canonical_name(self, name: str) -> str:
-        return name
-
-    def own(self, named: Mapping[str, torch.Tensor]) -> Named:
-        return dict(named)
 
 
 class LocalPart:

@@ -62,9 +62,11 @@ def _lay_out(parameter: Tensor) -> None:
     optimizers rely on it; torch's half of the weights keeps what comes, which of a matrix that is
     multiplied transposed is transposed."""
     gradient = parameter.grad
-    if gradient is None or local(gradient).is_contiguous():
-        return
-    if local(parameter).is_contiguous():
+    if (
+        gradient is not None
+        and not local(gradient).is_contiguous()
+        and local(parameter).is_contiguous()
+    ):
         parameter.grad = gradient.clone(memory_format=torch.contiguous_format)
 
 

@@ -47,8 +47,6 @@ from ptrain.facts.stages import Chain
 from ptrain.models.numerics import TORCH_DTYPES
 from ptrain.models.objective import SampleBatch, StepBatch
 from ptrain.rooms.comm import Mesh, Registry
-from ptrain.spec.job import OptimizerSpec
-from ptrain.spec.precision import Layout
 from ptrain.spec.spec import Spec
 from ptrain.steps.step import Pipeline, Plan
 from ptrain.timeline import Kind
@@ -63,7 +61,7 @@ class LocalStage:
     wrapped: WrappedModel
 
 
-class Staged:
+class Staged(WrappedModel):
     """What the program needs of a rank's stages. The passes are the schedule's."""
 
     def __init__(
@@ -77,15 +75,6 @@ class Staged:
         self._copies_of = {part.index: list(self._copied(part)) for part in parts}
         self._shared = [target for part in parts for target in self._of_ends(part)]
         self._twins = self._both_ends() if step.shared else None
-
-    def micro_batch(self, is_last: bool) -> AbstractContextManager[None]:
-        raise AssertionError("a schedule has the passes of a pipeline")
-
-    def forward_pass(self) -> AbstractContextManager[None]:
-        raise AssertionError("a schedule has the passes of a pipeline")
-
-    def backward_pass(self, kind: Kind, is_last: bool) -> AbstractContextManager[None]:
-        raise AssertionError("a schedule has the passes of a pipeline")
 
     def end_evaluation(self) -> None:
         for part in self.parts:
@@ -126,9 +115,6 @@ class Staged:
                 else part.wrapped.gradients()
             )
         ]
-
-    def own_update(self, optimizer: OptimizerSpec, layout: Layout) -> None:
-        """The update is everybody's."""
 
     def storages(self) -> Iterator[tuple[State, torch.Tensor]]:
         for part in self.parts:
@@ -232,20 +218,18 @@ class Waits:
         self._message: Message | None = None
         self._is_received = False
 
-    def receives(self, message: Message) -> None:
-        self._message, self._is_received = message, True
-
-    def sends(self, message: Message) -> None:
-        self._message, self._is_received = message, False
-
-    def clear(self) -> None:
-        """Nobody is waited for: what fails now is the rank's own."""
+    @contextmanager
+    def on(self, message: Message, *, is_received: bool = False) -> Iterator[None]:
+        """Name the other rank if what runs inside fails; what fails after it is the rank's own."""
+        self._message, self._is_received = message, is_received
+        yield
         self._message = None
 
     @contextmanager
     def watched(self, stages: str) -> Iterator[None]:
         """Raises RankFailed where a neighbour is gone or silent; it names that rank. `stages` are
         those of this rank."""
+        self._message = None  # that of a step before, which failed
         try:
             yield
         except RuntimeError as error:
@@ -470,7 +454,6 @@ class Runtime:
         """All of them, with `compute` for the passes."""
         for held in (self._here, self._coming, self._sent):
             held.clear()  # a step before may have failed
-        self.waits.clear()
         for instruction in instructions:
             match instruction:
                 case Action():
@@ -491,32 +474,27 @@ class Runtime:
 
     def _take(self, message: Message) -> Tensor:
         if message in self._coming:
-            self.waits.receives(message)
-            _wait(self._coming.pop(message))
-            self.waits.clear()
+            with self.waits.on(message, is_received=True):
+                _wait(self._coming.pop(message))
         return self._here.pop(message)
 
     def _receive(self, message: Message) -> None:
         self._here[message] = buffer = self.boundary.empty()
         self.registry.tag(buffer, State.ACTIVATIONS, phase=message.phase)
-        self.waits.receives(message)
-        source = self.rank_of[message.source]
-        self._coming[message] = dist.irecv(buffer, group=self.group, group_src=source)
-        self.waits.clear()
+        with self.waits.on(message, is_received=True):
+            source = self.rank_of[message.source]
+            self._coming[message] = dist.irecv(buffer, group=self.group, group_src=source)
 
     def _send(self, message: Message) -> None:
         tensor = self._here.pop(message).contiguous()
         self.registry.tag(tensor, State.ACTIVATIONS, phase=message.phase)
-        self.waits.sends(message)
-        target = self.rank_of[message.target]
-        self._sent[message] = tensor, dist.isend(tensor, group=self.group, group_dst=target)
-        self.waits.clear()
+        with self.waits.on(message):
+            target = self.rank_of[message.target]
+            self._sent[message] = tensor, dist.isend(tensor, group=self.group, group_dst=target)
 
     def _release(self, message: Message) -> None:
-        self.waits.sends(message)
-        _, work = self._sent.pop(message)
-        _wait(work)
-        self.waits.clear()
+        with self.waits.on(message):
+            _wait(self._sent.pop(message)[1])
 
 
 def _wait(work: dist.Work | None) -> None:

@@ -74,6 +74,7 @@ from ptrain.models.window import Window
 from ptrain.rooms.comm import Registry
 from ptrain.spec.role import COLUMNS, ROWS, Role, fits
 from ptrain.steps.step import ChunkedLoss, Parallelize
+from ptrain.units import grouped
 
 
 def held_order(lengths: Sequence[int], degree: int) -> list[int]:
@@ -368,12 +369,8 @@ def _columns(model: nn.Module, step: Parallelize, path: str) -> list[nn.Module]:
 
 
 def _count_for_itself(model: nn.Module, step: Parallelize, degree: int) -> None:
-    owners: dict[str, list[str]] = {}
-    for pattern, role in step.roles:
-        owner, _, attribute = pattern.rpartition(".")
-        if role is Role.COUNT:
-            owners.setdefault(owner, []).append(attribute)
-    for owner, attributes in owners.items():
+    counts = (pattern.rpartition(".") for pattern, role in step.roles if role is Role.COUNT)
+    for owner, attributes in grouped((owner, name) for owner, _, name in counts).items():
         for name in _matching(model, owner):
             module = model.get_submodule(name)
             OwnCounts(degree).around(module, attributes, _columns(model, step, name))
