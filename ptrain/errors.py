@@ -12,7 +12,7 @@ TrainingStopped    4  a check stopped the training
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class Fault(NamedTuple):
@@ -59,6 +59,16 @@ class SpecError(PtrainError):
 def refused(place: str, finding: str, remedy: str = "") -> SpecError:
     """The user's one mistake that stands in no file of a spec: an option, a folder, a data file."""
     return SpecError(Fault(place=place, finding=finding, remedy=remedy))
+
+
+def library(name: str, place: str, use: str) -> Any:
+    """Return what `import name` binds. Raises SpecError, with the `use` that needs the library,
+    where that is not installed."""
+    try:
+        return __import__(name)
+    except ImportError as error:
+        finding = f"{use}, which is not installed"
+        raise refused(place, finding, f"Run `pip install {name.partition('.')[0]}`.") from error
 
 
 class DoesNotFit(PtrainError):

@@ -172,7 +172,7 @@ def _become_rank(words: Sequence[str]) -> None:
 
     from ptrain.rooms.world import World
     from ptrain.train.rank_exit import live
-    from ptrain.verification.jobs.verdict import LoopVerdict
+    from ptrain.verification.jobs.job import LoopVerdict
 
     def run() -> int:
         function, folder, arguments = words

@@ -24,20 +24,20 @@ SMALL = 80  # lines
 
 # begin
 BUDGETS: dict[str, int] = {
-    "ptrain": 51780,
+    "ptrain": 51680,
     "ptrain/activations": 340,
     "ptrain/algebra": 240,
     "ptrain/axes": 160,
     "ptrain/axes/context": 1180,
-    "ptrain/axes/data": 2240,
-    "ptrain/axes/expert": 580,
+    "ptrain/axes/data": 2220,
+    "ptrain/axes/expert": 570,
     "ptrain/axes/pipeline": 1590,
     "ptrain/axes/tensor": 710,
     "ptrain/calibration": 1040,
     "ptrain/charts": 840,
     "ptrain/cli": 1580,
-    "ptrain/convert": 430,
-    "ptrain/data": 1070,
+    "ptrain/convert": 420,
+    "ptrain/data": 1060,
     "ptrain/derivation": 4970,
     "ptrain/facts": 710,
     "ptrain/internals": 350,
@@ -48,17 +48,17 @@ BUDGETS: dict[str, int] = {
     "ptrain/plan": 470,
     "ptrain/rates": 360,
     "ptrain/report": 2190,
-    "ptrain/rooms": 980,
-    "ptrain/selection": 3070,
+    "ptrain/rooms": 970,
+    "ptrain/selection": 3080,
     "ptrain/simulation": 1040,
     "ptrain/spec": 4070,
     "ptrain/steps": 440,
     "ptrain/traces": 2190,
     "ptrain/train": 3150,
-    "ptrain/verification": 7130,
+    "ptrain/verification": 7070,
 }
 ONE_IMPORTER = 56  # modules that exactly one other imports
-SMALL_MODULES = 59  # modules with fewer lines than SMALL
+SMALL_MODULES = 58  # modules with fewer lines than SMALL
 # end
 
 

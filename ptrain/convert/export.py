@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from ptrain.convert.saved import SavedModel, token_origin
-from ptrain.errors import PtrainError, SpecError, refused
+from ptrain.errors import PtrainError, SpecError, library, refused
 from ptrain.models.initialize import StoredParts, holds_buffers, kept_buffers, stored_rows
 from ptrain.models.pretrained import INDEX, WHOLE, PretrainedFolder, config_of_class, unreal
 from ptrain.models.published_config import StoredTensor, stored
@@ -430,20 +430,9 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 def _write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     """The library tells of a full disk by an error of its own."""
-    safetensors = _safetensors()
+    use = "writing the files needs the safetensors library"
+    safetensors = library("safetensors.torch", "ptrain export", use)
     try:
         safetensors.torch.save_file(tensors, path, metadata={"format": "pt"})
     except safetensors.SafetensorError as error:
         raise OSError(f"{path.name}: {error}") from error
-
-
-def _safetensors() -> Any:
-    try:
-        import safetensors.torch
-    except ImportError as error:
-        raise refused(
-            "ptrain export",
-            "writing the files needs the safetensors library, which is not installed",
-            "Run `pip install safetensors`.",
-        ) from error
-    return safetensors

@@ -34,14 +34,14 @@ from ptrain.data.tokenized import (
     TokenizingProgress,
     batches,
     has_rows,
-    is_encodable,
     lacking,
     requested,
+    require_encodable,
     rows,
     token_dtype,
 )
 from ptrain.data.vocabulary import FILE, INPUT, START, TARGET, mask_beside, size_of
-from ptrain.errors import Fault, PtrainError, refused
+from ptrain.errors import Fault, PtrainError, library, refused
 from ptrain.models.boundary import boundary
 
 ANSWERS = "assistant"  # the role whose messages are learned
@@ -111,12 +111,8 @@ def _message(message: object, place: str) -> dict[str, Any]:
     content = said.get("content")
     if content is None and not said.get("tool_calls"):
         raise _no_message(place, lacking(message, "content", "string"))
-    if isinstance(content, str) and not is_encodable(content):
-        raise refused(
-            place,
-            "the text contains half a surrogate pair, which has no UTF-8 form",
-            "Correct the text.",
-        )
+    if isinstance(content, str):
+        require_encodable(content, place)
     return {"content": None, **said}  # as templates have it beside a call of tools
 
 
@@ -167,14 +163,7 @@ class ChatTemplate:
     without them."""
 
     def __init__(self, folder: Path) -> None:
-        try:
-            import transformers
-        except ImportError as error:
-            raise refused(
-                "--chat",
-                "rendering chats needs Transformers, which is not installed",
-                "Run `pip install transformers`.",
-            ) from error
+        transformers = library("transformers", "--chat", "rendering chats needs Transformers")
         folder = folder.parent if folder.name == FILE else folder
         if not (folder / FILE).is_file():
             raise refused(

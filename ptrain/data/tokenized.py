@@ -27,7 +27,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from ptrain.codec import decode, encode
 from ptrain.data.vocabulary import FILE, Vocabulary
-from ptrain.errors import Fault, PtrainError, refused
+from ptrain.errors import Fault, PtrainError, library, refused
 from ptrain.models.boundary import boundary
 from ptrain.spec.leaf import describe
 from ptrain.spec.model import ModelShape, ModelSpec
@@ -79,13 +79,14 @@ def lacking(row: object, field: str, wanted: str) -> str:
     return f"{finding}; the row has {', '.join(map(str, row)) or 'no field'}"
 
 
-def is_encodable(text: str) -> bool:
-    r"""Return whether there are bytes for a text: half a character ("\ud83d" in JSON) has none."""
+def require_encodable(text: str, place: str) -> None:
+    r"""Raises SpecError for a text that there are no bytes for: half a character ("\ud83d" in JSON)
+    has none."""
     try:
         text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+    except UnicodeEncodeError as error:
+        finding = "the text contains half a surrogate pair, which has no UTF-8 form"
+        raise refused(place, finding, "Correct the text.") from error
 
 
 def _of_lines(path: Path) -> Iterator[tuple[str, object]]:
@@ -119,29 +120,17 @@ def _of_row(row: object, field: str, place: str) -> str:
         if isinstance(row, dict) and not set(OF_CHATS).isdisjoint(row):
             remedy += " For chats, add `--chat`."
         raise refused(place, lacking(row, field, "string"), remedy)
-    if not is_encodable(text):
-        raise refused(
-            place,
-            "the text contains half a surrogate pair, which has no UTF-8 form",
-            "Correct the text.",
-        )
+    require_encodable(text, place)
     return text
 
 
 def _of_parquet(
     path: Path, fields: Sequence[str], others: Sequence[str]
 ) -> Iterator[tuple[str, object]]:
-    try:
-        import pyarrow.parquet as parquet
-    except ImportError as error:
-        raise refused(
-            str(path),
-            "reading Parquet needs pyarrow, which is not installed",
-            "Run `pip install pyarrow`.",
-        ) from error
+    pyarrow = library("pyarrow.parquet", str(path), "reading Parquet needs pyarrow")
     number = 0
     with boundary(lambda error: _no_parquet(path, error)):
-        file: Any = parquet.ParquetFile(path)
+        file: Any = pyarrow.parquet.ParquetFile(path)
         columns = file.schema_arrow.names
     if set(fields).isdisjoint(columns):
         raise refused(

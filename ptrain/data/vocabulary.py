@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ptrain.errors import Fault, refused
+from ptrain.errors import Fault, library, refused
 from ptrain.models.boundary import boundary
 
 BOS, EOS, PAD = 256, 257, 258
@@ -129,14 +129,8 @@ class FileVocabulary:
     SpecError for a file that is no tokenizer, and for an `end` that it does not know."""
 
     def __init__(self, path: Path, end: str | None = None) -> None:
-        try:
-            import tokenizers
-        except ImportError as error:
-            raise refused(
-                _PLACE,
-                f"reading {path} needs the tokenizers library, which is not installed",
-                "Run `pip install tokenizers`.",
-            ) from error
+        use = f"reading {path} needs the tokenizers library"
+        tokenizers = library("tokenizers", _PLACE, use)
         path = file_of(path)
         self.path: Path | None = path
         with boundary(lambda error: _unread(path, error)):  # the library raises plain Exceptions

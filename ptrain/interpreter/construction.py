@@ -284,7 +284,7 @@ def _passes(rank: Construction, loss: StepLoss, enter: Enter) -> Pipelined:
     staged = rank.wrapped
     assert isinstance(staged, Staged), "the model is not made of stages"
     callbacks = PassCallbacks(
-        loss.forward, loss.given, loss.of_last_stage, loss.of_output, loss.seed, enter
+        loss.loss.forward, loss.loss.given, loss.of_last_stage, loss.of_output, loss.seed, enter
     )
     return Pipelined(rank.spec, rank.plan, rank.mesh, staged, callbacks)
 

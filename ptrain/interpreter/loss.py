@@ -330,12 +330,12 @@ class Loss:
 
 class StepLoss:
     """The losses of a step's micro-batches, each divided so that those of the global batch add up
-    to its mean, and their sum on this rank, `share` (0-d)."""
+    to its mean, and their sum on this rank, `share` (0-d). `loss` is how the model gives them."""
 
     def __init__(
         self, loss: Loss, scaling: LossScale | None, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self._loss, self._scaling = loss, scaling
+        self.loss, self._scaling = loss, scaling
         self._batch: StepBatch | None = None
         self.share = torch.zeros((), dtype=dtype, device=device)
 
@@ -353,17 +353,9 @@ class StepLoss:
         finally:
             self._batch = None
 
-    def given(self, samples: SampleBatch) -> AbstractContextManager[None]:
-        """Return the context that a forward pass runs in."""
-        return self._loss.given(samples)
-
-    def forward(self, model: Any, samples: SampleBatch) -> Tensor:
-        """Forward of a stage, with `model` to call: what `of_output` makes the loss of."""
-        return self._loss.forward(model, samples)
-
     def run(self, model: nn.Module, samples: SampleBatch) -> Tensor:
         """Forward of a micro-batch: its loss (0-d), of which backward begins with `seed`."""
-        return self._loss.run(model, samples) / self._divisor(samples)
+        return self.loss.run(model, samples) / self._divisor(samples)
 
     def seed(self, loss: Tensor) -> Tensor | None:
         """Return what backward begins with; None for 1."""
@@ -382,11 +374,11 @@ class StepLoss:
 
     def of_output(self, output: Tensor, samples: SampleBatch) -> Tensor:
         """The micro-batch's loss, of what its forward pass returned (0-d)."""
-        return self._loss.of_forward(output, samples) / self._divisor(samples)
+        return self.loss.of_forward(output, samples) / self._divisor(samples)
 
     def _divisor(self, samples: SampleBatch) -> float:
         assert self._batch is not None, "no step has started"
-        return self._loss.objective.divisor(self._batch, samples)
+        return self.loss.objective.divisor(self._batch, samples)
 
 
 Enter = Callable[[Phase, int], None]  # is told of every pass: its phase and its micro-batch

@@ -9,6 +9,7 @@ storage is forgotten when it dies, so that one at the same address does not inhe
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -230,8 +231,10 @@ def _exchange_halves(
     return Move(shard, whole, work, partial(shard.add_, halves[place]))
 
 
-class TaggedAllGather(AllGather):
-    """FSDP2's all-gather of a unit, with its buffers tagged as its parameters."""
+class _Tagged:
+    """What FSDP2 calls for a unit, with its buffers tagged as the unit's `state`."""
+
+    state: State
 
     def __init__(self, registry: Registry, name: str) -> None:
         self.registry = registry
@@ -241,7 +244,13 @@ class TaggedAllGather(AllGather):
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
         buffer = torch.empty(*size, dtype=dtype, device=device)
-        return self.registry.tag(buffer, State.PARAMETERS, name=self.name)
+        return self.registry.tag(buffer, self.state, name=self.name)
+
+
+class TaggedAllGather(_Tagged, AllGather):
+    """FSDP2's all-gather of a unit."""
+
+    state = State.PARAMETERS
 
     def __call__(
         self,
@@ -256,24 +265,18 @@ class TaggedAllGather(AllGather):
         )
 
 
-class TaggedReduceScatter(ReduceScatter):
-    """FSDP2's reduce-scatter of a unit, native or by exchange, with its buffers tagged as its
-    gradients. On an accelerator FSDP2 has a stream for it; `is_awaited`: nothing else is issued
-    until it is over."""
+class TaggedReduceScatter(_Tagged, ReduceScatter):
+    """FSDP2's reduce-scatter of a unit, native or by exchange. On an accelerator FSDP2 has a
+    stream for it; `is_awaited`: nothing else is issued until it is over."""
+
+    state = State.GRADIENTS
 
     def __init__(
         self, via: ReduceScatterVia, registry: Registry, name: str, *, is_awaited: bool = False
     ) -> None:
+        super().__init__(registry, name)
         self.via = via
-        self.registry = registry
-        self.name = name
         self.is_awaited = is_awaited
-
-    def allocate(
-        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
-        buffer = torch.empty(*size, dtype=dtype, device=device)
-        return self.registry.tag(buffer, State.GRADIENTS, name=self.name)
 
     def __call__(
         self,
@@ -324,10 +327,7 @@ class Mesh:
 
     def size(self, axes: Sequence[Axis]) -> int:
         """Ranks in a group over these axes."""
-        size = 1
-        for axis in axes:
-            size *= self.degrees[axis]
-        return size
+        return math.prod(self.degrees[axis] for axis in axes)
 
     def submesh(self, axes: Sequence[Axis]) -> DeviceMesh:
         """One dimension over these axes, flattened in mesh order where they are several."""
@@ -408,9 +408,7 @@ def _waiting(
 
 
 def _require_size(step: CreateMesh, world: World) -> None:
-    product = 1
-    for degree in step.degrees:
-        product *= degree
+    product = math.prod(step.degrees)
     if product == world.size:
         return
     shape = " x ".join(

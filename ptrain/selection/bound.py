@@ -180,7 +180,7 @@ def way_bytes(base: Spec, way: DataWay, degrees: tuple[int, ...], sizes: Sizes) 
     whole = float(held) if way.is_brought else 0.0
     unit = way.layers_of_unit(sizes) * sizes.block
     moving = whole * (not way.keeps_forward) * (1 + way.ahead)
-    moving += (held + reduced * way.overlaps) * is_cut * (not way.is_late)
+    moving += (held + reduced * way.overlaps) * is_cut
     return WayBytes(
         lives=(lives[0], lives[1]),
         grads=(grads[0], grads[1]),
@@ -194,7 +194,8 @@ def way_bytes(base: Spec, way: DataWay, degrees: tuple[int, ...], sizes: Sizes) 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankShare:
     """What a rank of a pipeline has: `layers` on all of its `stages`, which ends of the model, and
-    how many chunks are in flight, with gradients of all of its stages (`later`) and without."""
+    how many chunks are in flight, with gradients of all of its stages (`later`) and without;
+    `waiting`: how many others wait at the end of a last stage."""
 
     layers: int
     stages: int
@@ -203,6 +204,7 @@ class RankShare:
     is_staged: bool
     chunks: int
     later: int
+    waiting: int
 
     def root(self, sizes: Sizes) -> int:
         """Return the parameters that are of no block."""
@@ -217,6 +219,7 @@ def levels_of(
     for share in shares:
         chunk = micro * (act.block * share.layers / share.stages + act.stage * share.is_staged)
         head = (act.at_last if share.is_staged else act.at_ends) * micro * share.behind
+        head += act.head * micro * share.waiting
         own = share.layers * sizes.experts
         blocks, root = share.layers * sizes.block, share.root(sizes)
         later = share.later * chunk if number > 1 else -inf
@@ -241,9 +244,9 @@ def peak(rank: tuple[float, ...], way: WayBytes) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlowSeconds:
-    """What is the same for all choices of the data axes: so many micro-batches, the `layers` and
+    """What is the same for all choices of the data axes: the micro-batches, the `layers` and the
     other parameters of the rank that computes most on its `stages`, the seconds that it computes
-    and waits for activations (`moving`), that its schedule leaves idle, and that its host issues."""
+    and waits for activations (`moving`), that its schedule leaves idle and its host issues."""
 
     number: int
     layers: int

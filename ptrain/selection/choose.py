@@ -578,7 +578,7 @@ class Chooser(Deriver):
 
     def _least(self, result: SearchResult) -> Ranked | None:
         """The exact figures of the candidate with the smallest estimate of memory."""
-        return result.least and self.exactly(result.least)
+        return self.exactly(result.least) if result.least else None
 
     def _remedies(self) -> Iterator[Remedy]:
         """Each constraint left out; then the fewest devices, twice as many each time."""

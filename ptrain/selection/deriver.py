@@ -323,14 +323,16 @@ class Deriver:
         yield from deep
 
     def _unlike(self, scored: Iterable[Scored]) -> Iterator[Scored]:
-        """Legal ones; of those that differ in tuples and dials alone the first `_ALIKE` that are
-        not known to be too large."""
-        alike = Counter[object]()
+        """Legal ones, of those that do the same in a step the first; of those that differ in tuples
+        and dials alone the first `_ALIKE` that are not known to be too large."""
+        alike, played = Counter[object](), set[Candidate]()
         for candidate in scored:
             kind, spec = _but_tuples(candidate.candidate), candidate.candidate.spec(self.job.base)
-            if alike[kind] < _ALIKE and is_sound(spec):
+            key = played_as(candidate.candidate, spec)
+            if key not in played and alike[kind] < _ALIKE and is_sound(spec):
+                played.add(key)
                 yield candidate
-                alike[kind] += not self.exceeding.get(played_as(candidate.candidate, spec), False)
+                alike[kind] += not self.exceeding.get(key, False)
 
     def _obeys(self, row: Ranked) -> bool:
         """Whether a row fits, leaves the margin free and satisfies constraints on figures."""

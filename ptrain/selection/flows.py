@@ -96,15 +96,17 @@ class PipelineFlows:
         held = [sum(counts[stage] for stage in stages) for stages in own]
         middle = max(range(1, flow.ranks - 1), key=held.__getitem__, default=0)
         for rank in (0, middle, flow.ranks - 1):
-            chunks = min(size.cost.in_flight(size, rank), number * flow.per_rank)
+            chunks, behind = size.cost.in_flight(size, rank), len(counts) - 1 in own[rank]
+            is_all_first = chunks >= number * flow.per_rank  # all forwards, then all backwards
             yield RankShare(
                 layers=held[rank],
                 stages=flow.per_rank,
                 front=0 in own[rank],
-                behind=len(counts) - 1 in own[rank],
+                behind=behind,
                 is_staged=flow.schedule is not None,
                 chunks=chunks,
                 later=min(chunks, (number - 1) * flow.per_rank),
+                waiting=(number - 1) * (behind and is_all_first),
             )
 
     def _counts(self, flow: PipelineFlow) -> tuple[int, ...]:

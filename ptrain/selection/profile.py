@@ -27,7 +27,7 @@ from ptrain.rates.pace import Pace, UnknownRate, around
 from ptrain.selection.space import kept_so, without_experts
 from ptrain.spec.activations import PLAIN, Kept, Scope
 from ptrain.spec.model import ModelShape
-from ptrain.spec.pipeline import PipelineSpec, SplitBy
+from ptrain.spec.pipeline import PipelineSpec, ScheduleName, SplitBy
 from ptrain.spec.placement import EXPERT_AXES, Axis, Factor, Placement, R, S, Tier
 from ptrain.spec.rates import Hook, OperatorKind
 from ptrain.spec.spec import Spec, ranks_over
@@ -83,12 +83,13 @@ def sizes_of(spec: Spec, facts: ModelFacts) -> Sizes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Activity:
-    """Bytes of a sample's activations: saved by a block, and by a stage besides; at most in use
-    besides in a block, at the head of a last stage, and of a model that is one stage; and what a
-    block moves off the device."""
+    """Bytes of a sample's activations: saved by a block, by a stage besides, and by the head of a
+    last stage whose backward pass waits; at most in use besides in a block, at the head of a last
+    stage, and of a model that is one stage; and what a block moves off the device."""
 
     block: float
     stage: float
+    head: float
     in_block: float
     at_last: float
     at_ends: float
@@ -98,9 +99,13 @@ class Activity:
 _RESIDENT = (State.PARAMETERS, State.OPTIMIZER, State.GRADIENTS, State.OTHER)
 _STAGES = Placement(parameters=S, optimizer=S, gradients=S, activations=R)
 _RANKS = 4  # a first, two middle ones with three and with two chunks in flight, and a last one
-_STAGED = AxisChoice(
-    factors=(Factor(axis=Axis.PP, degree=_RANKS, placement=_STAGES),),
-    changes=(("pipeline", PipelineSpec(split=SplitBy.LAYERS)),),
+_MICRO_BATCHES = 2 * _RANKS
+_STAGED, _ALL_FIRST = (
+    AxisChoice(
+        factors=(Factor(axis=Axis.PP, degree=_RANKS, placement=_STAGES),),
+        changes=(("pipeline", PipelineSpec(schedule=name, split=SplitBy.LAYERS)),),
+    )
+    for name in (ScheduleName.ONE_F_ONE_B, ScheduleName.GPIPE)
 )
 
 
@@ -108,22 +113,24 @@ def activity_of(spec: Spec, kept: Kept) -> Activity | None:
     """Return the bytes that differ between small models, as they are predicted: with one and with
     two layers on each of four ranks, or, where no peak of stages is predicted, on one. None where
     none is predicted at all. `spec` has axes within a block alone."""
-    if not (whole := _predicted(spec, kept, 1, 1)).peak:
+    if not (whole := _predicted(spec, kept, None, 1)).peak:
         return None
-    one, two = (_predicted(spec, kept, _RANKS, layers) for layers in (_RANKS, 2 * _RANKS))
+    one, two = (_predicted(spec, kept, _STAGED, layers) for layers in (_RANKS, 2 * _RANKS))
     if not (one.peak and two.peak):
-        two = _predicted(spec, kept, 1, 2)
+        two = _predicted(spec, kept, None, 2)
         block, moved = float(_in_use(two, 0) - _in_use(whole, 0)), _moved(two) - _moved(whole)
         rest = _in_use(whole, 0) - block
         return Activity(
-            block=block, stage=0.0, in_block=rest, at_last=rest, at_ends=rest, moved=moved
+            block=block, stage=0.0, head=0.0, in_block=rest, at_last=rest, at_ends=rest, moved=moved
         )
     second, third, last = (_in_use(one, stage * spec.world_size) for stage in range(1, _RANKS))
     block = (_in_use(two, spec.world_size) - second) / (_RANKS - 1)
     chunk = max(block, float(second - third))
+    waiting = _in_use(_predicted(spec, kept, _ALL_FIRST, _RANKS), (_RANKS - 1) * spec.world_size)
     return Activity(
         block=block,
         stage=chunk - block,
+        head=max(0.0, (waiting - last) / (_MICRO_BATCHES - 1) - chunk),
         in_block=max(0.0, second - (_RANKS - 1) * chunk),
         at_last=max(0.0, last - chunk),
         at_ends=_in_use(whole, 0) - block,
@@ -131,14 +138,13 @@ def activity_of(spec: Spec, kept: Kept) -> Activity | None:
     )
 
 
-def _predicted(spec: Spec, kept: Kept, ranks: int, layers: int) -> Estimate:
+def _predicted(spec: Spec, kept: Kept, staged: AxisChoice | None, layers: int) -> Estimate:
     """What is exact of a model of so many layers with several micro-batches of one sample."""
     assert isinstance(spec.model, ModelShape), "a built-in model"
-    inner = [AxisChoice(factors=spec.factors, changes=(("context", spec.context),))]
-    number = 2 * ranks
-    samples = number * spec.data_degree
-    batch = replace(spec.batch, micro=1, accumulate=number, global_samples=samples)
-    small = kept_so(chosen(spec, (*inner, *([_STAGED] * (ranks > 1))), batch), kept)
+    inner = AxisChoice(factors=spec.factors, changes=(("context", spec.context),))
+    samples = _MICRO_BATCHES * spec.data_degree
+    batch = replace(spec.batch, micro=1, accumulate=_MICRO_BATCHES, global_samples=samples)
+    small = kept_so(chosen(spec, filter(None, (inner, staged)), batch), kept)
     small = small.but(model=replace(spec.model, layers=layers))
     return fullest_alone(small, own_facts(small))
 

@@ -114,12 +114,16 @@ class DataRow:
     least: float = float("inf")
     smallest: CandidateBlock | None = None
 
-    def candidates(self) -> Iterator[Scored]:
-        """Yield its candidates that may fit, best first, or the one that needs least memory."""
+    @property
+    def tightest(self) -> Scored:
+        """Return its candidate that needs least memory."""
         assert self.smallest is not None, "a placement that a run came to"
+        return self.smallest.scored(self)
+
+    def candidates(self) -> Iterator[Scored]:
+        """Yield its candidates that may fit, best first, and the one that needs least memory."""
         yield from (block.scored(self) for *_, block, _ in self.best)
-        if not self.best:
-            yield self.smallest.scored(self)
+        yield self.tightest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,11 +208,11 @@ class Keeper:
     def result(self) -> SearchResult:
         """Return what is remembered."""
         best = sorted((entry for row in self.rows for entry in row.best), key=itemgetter(0, 1, 2))
-        least = min(self.rows, key=lambda row: row.least, default=None)
+        smallest = min(self.rows, key=lambda row: row.least, default=None)
         scored = (block.scored(row) for *_, block, row in best)
         return SearchResult(
             best=tuple(islice(scored, _KEPT)),
-            least=least and least.smallest and least.smallest.scored(least),
+            least=None if smallest is None else smallest.tightest,
             front=tuple(self._front(best)),
             placements=self.rows,
             counts=self.counts,
@@ -343,7 +347,7 @@ class Search:
         assert isinstance(spec.model, ModelShape), "a built-in model"
         tokens = micro * spec.batch.sequence / spec.degree(Axis.CP)
         hidden = tokens * spec.model.hidden * spec.precision.effective.parameters.itemsize
-        return sums and self.flows.seconds(flow, number, sums, cut.sizes, hidden)
+        return self.flows.seconds(flow, number, sums, cut.sizes, hidden) if sums else None
 
     def score(self, candidate: Candidate) -> Scored:
         """Return the figures of one candidate."""

@@ -63,7 +63,7 @@ class Placed(Protocol):
     """A placement, with its best candidates."""
 
     def candidates(self) -> Iterator[Scored]:
-        """Yield its candidates that may fit, best first, or the one that needs least memory."""
+        """Yield its candidates that may fit, best first, and the one that needs least memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

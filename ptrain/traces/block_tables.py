@@ -19,7 +19,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from ptrain.derivation.blocks import VARIANTS

@@ -11,8 +11,7 @@ ranks), they are explained first.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -27,19 +26,20 @@ from ptrain.verification.capture import (
     Outputs,
     as_held,
     clipped_by,
+    data_place,
     drive,
     recorded,
+    sample_mismatches,
     shards_of,
     taken,
 )
 from ptrain.verification.compare import AllDifferences, Differences
 from ptrain.verification.jobs.diagnosis import explain_gradients
 from ptrain.verification.jobs.evidence import untold
-from ptrain.verification.jobs.job import TOLERANCES, Ranks, ranks_of_spec
+from ptrain.verification.jobs.job import TOLERANCES, Ranks, Verdict, ranks_of_spec
 from ptrain.verification.jobs.record import compare_gradients
 from ptrain.verification.jobs.root_causes import families, over_axis, root_cause, shared_factor
 from ptrain.verification.jobs.step import of_own_optimizers
-from ptrain.verification.jobs.verdict import Verdict
 from ptrain.verification.parts import (
     held,
     numbers_apart,
@@ -54,7 +54,6 @@ from ptrain.verification.program_step import (
     tensor_part,
 )
 from ptrain.verification.reference import MicroBatch, Pass, ReferenceTraining
-from ptrain.verification.samples import data_place, sample_mismatches
 from ptrain.verification.updates.explain import explain_update
 from ptrain.verification.updates.repeat import UpdateRecorder, wholes
 
@@ -309,13 +308,11 @@ class _Examiner:
     def _reference_pass(self, step: int) -> tuple[Outputs, Pass]:
         outputs, place = Outputs(self.watched_passes), data_place(self.spec, self.rank)
 
-        @contextmanager
-        def around(batch: MicroBatch) -> Iterator[None]:
+        def begins(batch: MicroBatch) -> None:
             outputs.phase(Phase.FORWARD, batch.k if batch.data_index == place else -1)
-            yield
 
         with outputs.of(self.reference.module.named_modules()):
-            expected = self.reference.accumulate(step, around)
+            expected = self.reference.accumulate(step, begins)
         for path, _ in outputs.forward:
             self.order.setdefault(path, len(self.order))
         return outputs, expected

@@ -22,14 +22,21 @@ from ptrain.report.finding import Moment, Subject, Way
 from ptrain.spec.placement import Axis
 from ptrain.spec.spec import Spec, coordinates
 from ptrain.train.exchange import Exchange
-from ptrain.verification.capture import LeafShard, Outputs, modules
+from ptrain.verification.capture import (
+    LeafShard,
+    Outputs,
+    TokensOfRank,
+    data_place,
+    modules,
+    token_place,
+    tokens_in,
+)
 from ptrain.verification.compare import Differences, ParameterMove
 from ptrain.verification.jobs.evidence import MOST, JobEvidence, OwnGradients, sampled
 from ptrain.verification.jobs.job import TOLERANCES, Ranks
 from ptrain.verification.jobs.shards import ParameterShard, part_of
 from ptrain.verification.parts import Magnitude, held, relative, whole, without_masks
 from ptrain.verification.reference import MicroBatch, ReferenceTraining
-from ptrain.verification.samples import TokensOfRank, data_place, token_place, tokens_in
 from ptrain.verification.updates.clip import UpdateCase
 from ptrain.verification.updates.repeat import UpdateRecord
 

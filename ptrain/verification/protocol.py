@@ -54,11 +54,22 @@ from ptrain.train.session import device_name
 from ptrain.verification.capture import drive_and_add, shards_of, whole_gradients
 from ptrain.verification.compare import apart, at_most, gradient_check
 from ptrain.verification.examine import examine
-from ptrain.verification.jobs.verdict import Verdict
+from ptrain.verification.jobs.job import Verdict
 from ptrain.verification.options import VerifyOptions
 from ptrain.verification.preconditions import REPEATED, Make, Watch, consistency, preconditions
 from ptrain.verification.reference import ReferenceTraining, Trajectory
-from ptrain.verification.references import Ask, Progress, ReferenceRun, references
+from ptrain.verification.references import (
+    NOTE,
+    Ask,
+    Progress,
+    ReferenceRun,
+    dropping,
+    exactly,
+    in_other_batches,
+    references,
+    undropped,
+    without_dropout,
+)
 from ptrain.verification.tolerances import (
     FP64_GRADIENT,
     Allowed,
@@ -82,14 +93,6 @@ from ptrain.verification.trajectory import (
     of_reference,
 )
 from ptrain.verification.updates.repeat import UpdateRecorder
-from ptrain.verification.variants import (
-    NOTE,
-    dropping,
-    exactly,
-    in_other_batches,
-    undropped,
-    without_dropout,
-)
 
 
 def in_micro_batches(

@@ -11,10 +11,8 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -203,14 +201,6 @@ class Pass:
         return {name: total / self.scale for name, total in self.sums.items()}
 
 
-Around: TypeAlias = Callable[[MicroBatch], AbstractContextManager[None]]
-
-
-def nothing(_: MicroBatch) -> AbstractContextManager[None]:
-    """Return what is around a micro-batch of which nobody asks: nothing."""
-    return nullcontext()
-
-
 class ReferenceTraining:
     """The reference while it trains: on the CPU, in this process, without a wrapper or a
     collective."""
@@ -244,24 +234,14 @@ class ReferenceTraining:
             ids = local.sample_ids[k * micro : (k + 1) * micro]
             yield MicroBatch(data_index=index, k=k, samples=samples, batch=local, sample_ids=ids)
 
-    def accumulate(self, step: int, around: Around = nothing) -> Pass:
-        """Backward over the whole global batch of `step` (from 0), `around` each micro-batch. What
-        drops out draws for each data rank as that one would, had it one device."""
+    def accumulate(self, step: int, begins: Callable[[MicroBatch], None] | None = None) -> Pass:
+        """Accumulate gradients over the whole global batch of `step` (from 0); `begins` is called
+        before each micro-batch. What drops out draws for each data rank as that one would, had it
+        one device.
 
-        @contextmanager
-        def seeded(micro_batch: MicroBatch) -> Iterator[None]:
-            if micro_batch.k == 0:
-                index = micro_batch.data_index
-                torch.manual_seed(seed_of_step(self.spec.train.seed, step, index))
-            with around(micro_batch):
-                yield
-
-        return self._accumulated(self.micro_batches(step), seeded)
-
-    def _accumulated(self, micro_batches: Iterable[MicroBatch], around: Around) -> Pass:
-        """Accumulate gradients by Theorem 3: the sum over all samples divided by their global
-        number. Each micro-batch's gradient is rounded to the dtype in which gradients travel, and
-        the sum to the one in which they are kept."""
+        By Theorem 3 it is the sum over all samples divided by their global number. Each
+        micro-batch's gradient is rounded to the dtype in which gradients travel, and the sum to the
+        one in which they are kept."""
         layout = self.updater.layout
         travels, kept = TORCH_DTYPES[layout.reduced], TORCH_DTYPES[layout.gradients]
         if layout.scales_loss:
@@ -269,10 +249,13 @@ class ReferenceTraining:
         sums: dict[str, Tensor] = {}
         total = 0.0
         clear_counts(self.module)
-        for micro_batch in micro_batches:
-            with around(micro_batch):
-                loss = micro_batch.loss(self.objective, self.module)
-                (loss * self.updater.scale).backward()
+        for micro_batch in self.micro_batches(step):
+            if micro_batch.k == 0:
+                torch.manual_seed(seed_of_step(self.spec.train.seed, step, micro_batch.data_index))
+            if begins is not None:
+                begins(micro_batch)
+            loss = micro_batch.loss(self.objective, self.module)
+            (loss * self.updater.scale).backward()
             total += loss.item()
             for name, parameter in self.module.named_parameters():
                 if parameter.grad is not None:

@@ -19,35 +19,187 @@ reference does the same. Its seed permutes
 
 No placement splits the softmax or the core of attention of one head, so these stay.
 `tolerances` derives from these distances how close a run under test must be.
+
+The specs that run beside the user's own are made of the resolved spec, so that what was chosen
+stays: in fp64 without dropout, on one device, and in other micro-batches. What is compared with one
+device drops nothing: ranks may draw other masks than one does. A built-in model is one of another
+shape for that (`without_dropout`). Of any other torch's functions are switched off, which its
+layers call; a model whose loss depends on random numbers all the same is none that can be judged.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO, TypeAlias
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
+from ptrain.algebra.legality import check, executed
+from ptrain.errors import refused
+from ptrain.models.external import named_in_spec
+from ptrain.models.facts import AttendingCall, attention_by
 from ptrain.models.ledger import OperatorMode
+from ptrain.models.modes import SwitchedOff, drawn_state, forked, reseed, switched_off
+from ptrain.models.watch import watching
+from ptrain.selection.alternatives import with_micro
+from ptrain.spec.model import ModelShape
+from ptrain.spec.precision import DType, Precision
 from ptrain.spec.spec import Spec
 from ptrain.train.exchange import Exchange
 from ptrain.verification.reference import (
-    Around,
     MicroBatch,
     OneDeviceRun,
     Pass,
     ReferenceTraining,
     Trajectory,
-    nothing,
 )
-from ptrain.verification.variants import on_one_device
+
+_FIXED = (DType.FP32, DType.FP64)
+
+
+def without_dropout(spec: Spec) -> Spec:
+    """The same where the model's shape gives no dropout: a mask drawn by one device is no mask that
+    several draw."""
+    if isinstance(spec.model, ModelShape) and spec.model.drops:
+        return replace(spec, model=spec.model.without_dropout())
+    return spec
+
+
+def exactly(spec: Spec) -> Spec:
+    """Return the spec without dropout, in fp64, in which a sum in another order differs by 1e-15
+    and a fault by 1e-5."""
+    return replace(without_dropout(spec), precision=replace(spec.precision, compute_fp64=True))
+
+
+def in_fp32(spec: Spec) -> Spec:
+    """Return the spec with every state in fp32 and without dropout: what rounding grows to is
+    measured there."""
+    return replace(without_dropout(spec), precision=Precision())
+
+
+def on_one_device(spec: Spec) -> Spec:
+    """All micro-batches of the global batch on one rank: the reference of every mesh that has
+    them."""
+    batch = replace(spec.batch, accumulate=spec.batch.accumulate * spec.data_degree)
+    return replace(spec, factors=(), batch=batch)
+
+
+def is_banded(spec: Spec) -> bool:
+    """Return whether two orders of summation part by more than fixed tolerances say: some state is
+    in 16 bits, or the update enlarges rounding (unless in fp64)."""
+    layout = spec.precision.effective
+    dtypes = (layout.parameters, layout.reduced, layout.gradients, layout.updated, layout.moments)
+    coarse = any(dtype not in _FIXED for dtype in dtypes)
+    return coarse or (spec.optimizer.row.enlarges_rounding and layout.updated is not DType.FP64)
+
+
+def in_other_batches(spec: Spec) -> tuple[Spec | None, str]:
+    """The same global batch in one micro-batch a rank, or in the fewest (but not as many as now)
+    that are legal. None and why, where there are no others."""
+    why, samples = (
+        "one sample per rank is one micro-batch",
+        spec.batch.micro * spec.batch.accumulate,
+    )
+    for accumulate in range(1, samples + 1):
+        if samples % accumulate or accumulate == spec.batch.accumulate:
+            continue
+        other = with_micro(spec, samples // accumulate)
+        faults = (*check(other), *executed(other))
+        if not faults:
+            return other, ""
+        why = f"{accumulate} micro-batches: {faults[0].place}: {faults[0].finding}"
+    return None, why
+
+
+NOTE = (
+    "dropout is 0 in the comparison with the reference: ranks may draw other masks than "
+    "the reference"
+)
+
+
+@contextmanager
+def undropped(spec: Spec) -> Iterator[SwitchedOff]:
+    """Within it a model that is not built in drops nothing by torch's functions."""
+    if isinstance(spec.model, ModelShape):
+        yield SwitchedOff()
+        return
+    torchs: Callable[..., Tensor] = F.scaled_dot_product_attention
+    with switched_off() as off:
+
+        def attend(call: AttendingCall) -> Tensor:
+            off.drops |= call.dropout > 0.0
+            return replace(call, dropout=0.0).by_torch(torchs)
+
+        with attention_by(attend):
+            yield off
+
+
+def dropping(spec: Spec, exchange: Exchange) -> bool:
+    """Return whether a model that is not built in drops out something. Raises SpecError on every
+    rank for one whose loss depends on what else it draws. One rank runs it forward, twice or
+    thrice. All ranks call it."""
+    if isinstance(spec.model, ModelShape):
+        return False
+    seen = _seen(spec) if exchange.world.is_first else None
+    drops, place, finding = next(answer for answer in exchange.gather(seen) if answer is not None)
+    if finding:
+        remedy = "Draw with torch.nn.functional.dropout, called by this name, as nn.Dropout "
+        remedy += "does; it is switched off here. Or draw nothing for the verdict."
+        raise refused(place, finding, remedy)
+    return bool(drops)
+
+
+def _seen(spec: Spec) -> tuple[bool, str, str]:
+    """Run a micro-batch forward on one device. Return whether it drops; and where its loss depends
+    on what else it draws, place and finding."""
+    device = ReferenceTraining(exactly(spec))
+    micro_batch: MicroBatch = next(iter(device.micro_batches(0)))
+
+    def run() -> Tensor:
+        return micro_batch.loss(device.objective, device.module)
+
+    with undropped(spec) as off, forked(), torch.no_grad():
+        losses = []
+        for seed in (0, 1):
+            reseed(seed)
+            losses.append(run().item())
+        if losses[0] == losses[1] or math.isnan(losses[0]):
+            return off.drops, "", ""
+        place, name = named_in_spec(device.module, spec)
+        module = f"{first_drawing(device.module, run) or 'the loss'} of {name}"
+    finding = f"{module} draws random numbers by itself, and the loss depends on them: no two "
+    return off.drops, place, f"{finding}runs with other draws can be compared"
+
+
+@torch.no_grad()
+def first_drawing(model: nn.Module, run: Callable[[], object]) -> str:
+    """Return the first module, innermost, while which anything is drawn as `run` runs the model;
+    "" where it is none's forward."""
+    names: list[str] = []
+    entered: list[object] = []
+
+    def enter(*_: object) -> None:
+        entered.append(drawn_state())
+
+    def leave(path: str, module: nn.Module, *_: object) -> None:
+        if entered.pop() != drawn_state():
+            names.append(path or type(module).__name__)
+
+    with watching(model.named_modules(), before=enter, after=leave):
+        run()
+    return names[0] if names else ""
+
 
 SECONDS = 10.0  # between two lines of a log
 _SILENT, _REDRAWN = 2.0, 0.2  # seconds before a terminal's line, and between two drawings
@@ -110,8 +262,8 @@ class PermutedSums(OperatorMode):
         self.rules: dict[Any, Rule] = {
             aten.mm.default: self._product,
             aten.bmm.default: self._product,
-            aten.addmm.default: self._added_product,
-            aten.baddbmm.default: self._added_product,
+            aten.addmm.default: partial(self._product, add=torch.addmm),
+            aten.baddbmm.default: partial(self._product, add=torch.baddbmm),
             aten.sum.dim_IntList: self._sum,
             aten.mean.dim: self._mean,
             aten.embedding_dense_backward.default: self._rows,
@@ -128,22 +280,15 @@ class PermutedSums(OperatorMode):
         choice = int(torch.randint(len(PARTS), (), generator=self.generator))
         return torch.randperm(size, generator=self.generator), PARTS[choice]
 
-    def _product(self, left: Tensor, right: Tensor) -> Tensor:
-        (first, its), *others = self._factors(left, right)
-        total = first @ its
-        for columns, rows in others:
-            total.add_(columns @ rows)
-        return total
-
-    def _added_product(
-        self, added: Tensor, left: Tensor, right: Tensor, *, beta: float = 1, alpha: float = 1
+    def _product(
+        self, *factors: Tensor, add: Callable[..., Tensor] | None = None, **scales: float
     ) -> Tensor:
         """The first group takes the addend along, in one rounding, as a kernel's end does."""
-        add = torch.baddbmm if left.dim() == 3 else torch.addmm
+        *added, left, right = factors
         (first, its), *others = self._factors(left, right)
-        total = add(added, first, its, beta=beta, alpha=alpha)
+        total = add(*added, first, its, **scales) if add else first @ its
         for columns, rows in others:
-            total.add_(columns @ rows, alpha=alpha)
+            total.add_(columns @ rows, alpha=scales.get("alpha", 1))
         return total
 
     def _factors(self, left: Tensor, right: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
@@ -186,9 +331,9 @@ class Permuted(ReferenceTraining):
         order = torch.randperm(len(batches), generator=self.generator).tolist()
         return [batches[place] for place in order]
 
-    def accumulate(self, step: int, around: Around = nothing) -> Pass:
+    def accumulate(self, step: int, begins: Callable[[MicroBatch], None] | None = None) -> Pass:
         with PermutedSums(self.generator):
-            return super().accumulate(step, around)
+            return super().accumulate(step, begins)
 
     def update(self, step: int, sums: Mapping[str, Tensor]) -> float:
         with PermutedSums(self.generator):

@@ -54,8 +54,14 @@ from ptrain.verification.compare import (
 )
 from ptrain.verification.parts import whole
 from ptrain.verification.reference import Trajectory
-from ptrain.verification.references import Ask, ReferenceRun
-from ptrain.verification.variants import exactly, in_fp32, is_banded, without_dropout
+from ptrain.verification.references import (
+    Ask,
+    ReferenceRun,
+    exactly,
+    in_fp32,
+    is_banded,
+    without_dropout,
+)
 
 FEW, MANY = 3, 7  # permuted references beside a fixed figure, and instead of one
 QUANTILES = {FEW: 28.000, MANY: 7.885}  # of Student's t by degrees of freedom: once in 10^4

@@ -56,7 +56,14 @@ from ptrain.verification.compare import (
 from ptrain.verification.parts import whole
 from ptrain.verification.preconditions import EVERY, Watch
 from ptrain.verification.reference import ReferenceTraining, Trajectory, distance
-from ptrain.verification.references import Permuted, Progress, ReferenceRun
+from ptrain.verification.references import (
+    Permuted,
+    Progress,
+    ReferenceRun,
+    dropping,
+    is_banded,
+    without_dropout,
+)
 from ptrain.verification.tolerances import (
     FP32_GRADIENT,
     FP32_LOSS,
@@ -66,7 +73,6 @@ from ptrain.verification.tolerances import (
     from_permuted,
 )
 from ptrain.verification.updates.repeat import UpdateRecorder
-from ptrain.verification.variants import dropping, is_banded, without_dropout
 
 STATE_EVERY = 25  # steps between two states that a reference takes
 

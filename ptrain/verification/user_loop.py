@@ -24,11 +24,10 @@ from torch import Tensor
 
 from ptrain.errors import PtrainError
 from ptrain.internals.process_groups import default_store
-from ptrain.verification.jobs.job import Job, Terms, each_tensor
+from ptrain.verification.jobs.job import Job, LoopVerdict, Terms, each_tensor
 from ptrain.verification.jobs.root_causes import families
 from ptrain.verification.jobs.run import Examiner
 from ptrain.verification.jobs.step import DrawsLater, Unattributed
-from ptrain.verification.jobs.verdict import LoopVerdict
 
 Make = Job | Callable[[], Job]
 

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ptrain
 from ptrain.codec import encode
-from ptrain.verification.jobs.verdict import LoopVerdict
+from ptrain.verification.jobs.job import LoopVerdict
 
 WORDS, WIDTH, LENGTH, ROWS = 17, 8, 9, 8  # 9 rows of the head on one of two ranks, 8 on the other
 

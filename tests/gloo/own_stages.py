@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import ptrain
 from ptrain.codec import encode
-from ptrain.verification.jobs.verdict import LoopVerdict
+from ptrain.verification.jobs.job import LoopVerdict
 from tests.gloo.own_loops import WIDTH, Net, batches, built, mean_loss, whole_batch
 
 MICRO = 2

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ptrain
 from ptrain.codec import encode
-from ptrain.verification.jobs.verdict import LoopVerdict
+from ptrain.verification.jobs.job import LoopVerdict
 from tests.gloo.context_loop import attentive, over_context
 from tests.gloo.expert_loop import of_experts, over_experts, routed, unevenness
 from tests.gloo.own_loops import batches, built, mean_loss, whole_batch

@@ -72,7 +72,7 @@ def judged(
     weight: float | None = None,
     rate: tuple[float, ...] = (1e-2,) * 3,
     keeps: bool = True,
-) -> ptrain.verification.jobs.verdict.LoopVerdict:
+) -> ptrain.verification.jobs.job.LoopVerdict:
     """Both sides are this loop: with another loss, mask or start of the matrices, a step that does
     not zero, parameters that no optimizer has, rates of the steps, an optimizer that forgets."""
 

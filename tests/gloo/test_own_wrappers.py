@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ptrain
 from ptrain.codec import encode
-from ptrain.verification.jobs.verdict import LoopVerdict
+from ptrain.verification.jobs.job import LoopVerdict
 from tests.gloo import own_loops
 from tests.gloo.own_loops import (
     Net,

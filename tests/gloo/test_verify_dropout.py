@@ -13,7 +13,7 @@ from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
 from ptrain.verification.options import VerifyOptions
 from ptrain.verification.protocol import Verification
-from ptrain.verification.variants import NOTE
+from ptrain.verification.references import NOTE
 from tests.gloo.context_cases import spec_of
 from tests.gloo.verify_runs import verified
 from tests.ranks import RankError, Ranks

@@ -15,7 +15,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import ptrain
 from ptrain.codec import encode
-from ptrain.verification.jobs.verdict import LoopVerdict
+from ptrain.verification.jobs.job import LoopVerdict
 from tests.gloo.own_loops import MICRO_BATCHES, WRAPPERS, batches, built, mean_loss, part_of
 
 CLIP = 0.05  # far below the norm of the first gradients

@@ -72,6 +72,7 @@ FIRST_OPINION = (
 # what a prediction of one sound spec does without, and the functions that a spec's `target:` or a
 # user's test names.
 LAZY = {
+    "ptrain.errors",  # libraries that not everybody has
     "ptrain.cli.main",
     "ptrain.cli.arguments",
     "ptrain.cli.predict",
@@ -84,9 +85,6 @@ LAZY = {
     "ptrain.models.external",
     "ptrain.models.pretrained",
     "ptrain.convert.export",
-    "ptrain.data.vocabulary",
-    "ptrain.data.tokenized",
-    "ptrain.data.chat_rows",
     "ptrain.cli.export",
     "ptrain.cli.sample",
     "ptrain.train.tracker",

@@ -297,6 +297,6 @@ def test_a_dial_that_makes_a_step_much_faster_is_named_with_the_memory_that_it_n
 
 
 def test_no_faster_dial_is_named_where_none_brings_five_percent_or_nothing_fits(ptrain):
-    fast = ("8b-zero3", "cluster.preset=h100-8")
+    fast = ("8b-zero3", "cluster.preset=h100-8", "batch.micro=2", "batch.global=64")
     assert "would be" not in ptrain("predict", *fast)
     assert "would be" not in ptrain("predict", "70b-zero3", "cluster.preset=h100-8")

@@ -1,5 +1,5 @@
-"""`ptrain select`: what is searched, in which order it ranks, what it refuses; the closed forms
-beside what is derived."""
+"""`ptrain select`: what is searched, in which order it ranks, what it refuses; the estimates beside
+what is derived."""
 
 from __future__ import annotations
 
@@ -36,8 +36,6 @@ from ptrain.selection.job import searched_job
 from ptrain.selection.ranking import PlacementRanking, idea_of, order_of, reason
 from ptrain.selection.search import Search
 from ptrain.selection.space import (
-    KEPT,
-    Legality,
     apart,
     data_choices,
     degrees_over,
@@ -47,7 +45,6 @@ from ptrain.selection.space import (
 )
 from ptrain.selection.task import Scored, SearchGoal, crossing, folded
 from ptrain.selection.words import words_of
-from ptrain.spec.dials import UnitKind, UnitSize
 from ptrain.spec.load import load
 from ptrain.spec.placement import Axis
 from ptrain.units import format_memory
@@ -60,8 +57,7 @@ def scored(search: Search, seed: int, number: int) -> list[Scored]:
     draw = random.Random(seed)
     room, pool = search.task.room, []
     for block in search.blocks():
-        rows = enumerate(block.table.rows)
-        fitting = [place for place, row in rows if block.peaks[row.memory] <= room]
+        fitting = [row for row in block.rows if block.peak(row) <= room]
         pool += [block.scored(draw.choice(fitting))] if fitting else []
     return draw.sample(pool, min(number, len(pool)))
 
@@ -108,8 +104,8 @@ def test_every_mesh_of_eight_devices_has_candidates(on_eight):
     """Ordered factorizations of 2³ over four axes: 6 over 3, 20."""
     meshes = set()
     for block in on_eight.search.blocks():
-        for row in block.table.rows:
-            inner = [f for choice in (*block.within, block.flow.choice) for f in choice.factors]
+        for row in block.rows:
+            inner = [f for choice in (*block.cut.within, block.flow.choice) for f in choice.factors]
             data = zip(row.way.choice.factors, row.degrees, strict=True)
             degrees = {f.axis: f.degree for f in inner} | {f.axis: d for f, d in data}
             meshes.add(tuple(degrees.get(axis, 1) for axis in Axis))
@@ -172,10 +168,9 @@ def test_odd_rows_of_a_vocabulary_leave_choices_that_cut_none():
     tiny = ["model.vocab=261", "batch.sequence=16", "batch.global=8", "tp==2", "pp==1"]
     where = [word for word in tiny if "==" in word]
     job = searched_job("llama-tiny", tiny[:3], cluster="h100-8", devices=4, where=where)
+    hand = Chooser(job, machine=machine)
     specs = [
-        block.candidate(row).spec(job.base)
-        for block in Chooser(job, machine=machine).search.blocks()
-        for row in range(len(block))
+        known.candidate.spec(job.base) for known in hand._tried(hand.search.run(job.where).best)
     ]
     assert {"R,R,R,R"} <= {str(f.placement) for s in specs for f in s.factors}
     assert "S*,S,S,R" not in {str(f.placement) for s in specs for f in s.factors}
@@ -186,18 +181,6 @@ def test_a_strategy_that_the_rules_let_be_has_candidates(name):
     """Muon's tuples are those of no other optimizer, and naive sums keep blocks as they are."""
     job = searched_job(name, ["mesh=auto"], devices=2)
     assert Chooser(job).search.has(job.where)
-
-
-def test_a_model_that_is_whole_answers_for_none_that_is_cut(on_eight):
-    base = on_eight.job.base
-    (_, whole), (_, cut), *_ = inner_products(base, 8)
-    legality = Legality(base)
-    for within in (whole, cut):
-        legality.unit(within, UnitSize(kind=UnitKind.SUB_BLOCK), KEPT[0])
-    assert len(legality.known) == 2
-    assert scored(on_eight.search, 1, 1)
-    cuts = [key[1] for key in on_eight.search.legality.known if key[0] == "shards"]
-    assert cuts and all(any(choice.factors for choice in within) for within in cuts)
 
 
 # -- constraints
@@ -213,7 +196,7 @@ def test_a_search_keeps_to_its_constraints():
         assert spec.batch.micro > 1 and spec.degree(Axis.DP_SHARD) >= 4
 
 
-# -- the closed forms
+# -- the estimates
 
 
 def ranks_of(values: list[float]) -> list[int]:
@@ -231,7 +214,7 @@ def correlation(left: list[float], right: list[float]) -> float:
     return 1 - 6 * sum((a - b) ** 2 for a, b in pairs) / (number * (number**2 - 1))
 
 
-def test_closed_forms_order_as_what_is_derived(on_eight):
+def test_estimates_order_as_what_is_derived(on_eight):
     rows = [row for row in map(on_eight.exactly, scored(on_eight.search, 3, 40)) if row]
     assert len(rows) > 30
     peaks = [abs(row.closed.peak / row.peak_bytes - 1) for row in rows]
@@ -438,7 +421,7 @@ def test_a_reason_names_what_costs_more_and_how_much_larger_a_row_is(best_of_eig
     said = {idea_of(row.spec): reason(row, best, SearchGoal.TIME) for row in best_of_eight.ranking}
     others = [text for text in said.values() if text != "is the best"]
     assert others and all(re.match(r"\d+\.\d% slower", text) for text in others)
-    recomputed = next(row for row in best_of_eight.front if row.spec.activations.default != KEPT[0])
+    recomputed = next(row for row in best_of_eight.front if row.spec.activations.default != PLAIN)
     text = reason(recomputed, best, SearchGoal.TIME)
     less = format_memory(best.peak_bytes - recomputed.peak_bytes)
     assert "more compute with recomputation" in text and text.endswith(f"; {less} smaller")

@@ -1,4 +1,4 @@
-"""Bounds of a search on what is exact, which its closed forms may be away from."""
+"""Bounds of a search on what is exact, which its estimates may be away from."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from ptrain.selection.where import parse
 from tests.pure.searches import chooser, without_known
 
 
-def test_a_bound_of_memory_is_kept_by_what_is_exact_and_not_by_the_closed_form():
-    """Just below the peak of the best the closed form of others is; at it the best stands."""
+def test_a_bound_of_memory_is_kept_by_what_is_exact_and_not_by_the_estimate():
+    """Just below the peak of the best the estimate of others is; at it the best stands."""
     words = "pp==2", "tp==2", "micro==1", "recompute==full", "cluster.reserve=0"
     best = without_known(chooser(*words, count=4).choose).ranking[0]
     at_it = without_known(chooser(*words, f"memory<={best.peak_bytes}", count=4).choose)
@@ -25,20 +25,10 @@ def test_a_bound_of_memory_is_kept_by_what_is_exact_and_not_by_the_closed_form()
     assert all(row.peak_bytes < best.peak_bytes for row in below.ranking)
 
 
-def test_what_the_closed_forms_may_be_away_is_left_to_what_is_exact():
+def test_what_the_estimates_may_be_away_is_left_to_what_is_exact():
     below = parse("memory<=100")
     assert [may_hold(below, figure, 1.05) for figure in (98.0, 104.0, 106.0)] == [True, True, False]
     assert may_hold(parse("memory>=100"), 98.0, 1.05) and may_hold(parse("time!=98"), 98.0, 1.05)
-
-
-def test_a_choice_whose_activations_alone_are_too_large_says_so():
-    """Of samples so long only cut ones are scored."""
-    long = chooser("batch.sequence=131072", count=1).choose()
-    lost = {known.name: known.why for known in long.lost}
-    too_large = "its activations alone exceed the device memory"
-    assert lost["DDP"] == lost["pp × data"] == too_large
-    assert lost["tp=8 × data"] != too_large
-    assert not any(why.endswith("by ") for why in lost.values())
 
 
 def test_what_is_derived_once_for_two_candidates_is_so_of_each():
@@ -48,7 +38,7 @@ def test_what_is_derived_once_for_two_candidates_is_so_of_each():
     pairs = [
         (candidate.spec(base), played_as(candidate, candidate.spec(base)).spec(base))
         for block in searched.search.blocks()
-        for candidate in map(block.candidate, range(0, len(block), 8))
+        for candidate in (block.scored(row).candidate for row in block.rows[::8])
     ]
     pairs = [(spec, other) for spec, other in pairs if spec != other]
     assert pairs
@@ -58,13 +48,12 @@ def test_what_is_derived_once_for_two_candidates_is_so_of_each():
         assert (mine.traffic, mine.step) == (its.traffic, its.step)
 
 
-def test_of_one_micro_batch_it_is_nothing_to_the_closed_form_when_gradients_are_reduced():
+def test_of_one_micro_batch_it_is_nothing_to_the_estimate_when_gradients_are_reduced():
     searched = chooser("batch.global=8", "micro==1", "pp==1", "tp==1", "recompute==full")
     compared = 0
     for block in searched.search.blocks():
         figures: dict[object, set[tuple[float, float]]] = {}
-        for place in range(len(block)):
-            scored = block.scored(place)
+        for scored in map(block.scored, block.rows):
             alike = played_as(scored.candidate, scored.candidate.spec(searched.job.base))
             figures.setdefault(repr(alike), set()).add((scored.peak, scored.seconds))
             compared += 1

@@ -30,7 +30,7 @@ def everything(chooser: Chooser) -> Iterator[Ranked]:
     """Derive every legal candidate, with every unit and overlap."""
     with mock.patch.object(searching, "representatives", list):
         for block in chooser.search.blocks():
-            for row in map(chooser.exactly, map(block.scored, range(len(block)))):
+            for row in map(chooser.exactly, map(block.scored, block.rows)):
                 if row is not None:
                     yield row
 

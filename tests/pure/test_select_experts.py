@@ -1,5 +1,5 @@
-"""`ptrain select` over the expert axis: what is tried, how states are placed there, and what closed
-forms say of experts that ranks have of their own."""
+"""`ptrain select` over the expert axis: what is tried, how states are placed there, and what the
+estimates say of experts that ranks have of their own."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from ptrain.algebra.legality import is_sound
 from ptrain.axes.expert.cost import rows_bytes
 from ptrain.cost import Collective, State
 from ptrain.derivation.estimate import derive
+from ptrain.selection.bound import inside
 from ptrain.selection.choose import Chooser
 from ptrain.selection.job import block_size, dense, searched_job, stand_in
 from ptrain.selection.profile import exchange_seconds
 from ptrain.selection.search import Search
-from ptrain.selection.space import Through, inner_products
-from ptrain.selection.ways import inside
+from ptrain.selection.space import inner_products
 from ptrain.spec.activations import FULL, PLAIN, Kept
 from ptrain.spec.load import load
 from ptrain.spec.model import ModelShape
@@ -66,25 +66,24 @@ def test_what_is_scored_is_legal_and_states_are_as_on_the_innermost_data_axis(ov
         assert not is_sharded or outer[-1].placement == expert.placement
 
 
-def test_closed_forms_have_the_states_that_ranks_with_experts_of_their_own_have():
-    """Θ and Ω of every legal choice of the data axes, to the byte but for padding and counters."""
-    search = search_of("pp=1", "tp=1")
-    compared = 0
-    for inner in search._inners():
-        ranks, number = 4 // inner.ranks, 2
-        table = search._legal(inner, ranks, Through.ALONE, PLAIN, number)
-        sizes, layers = inner.sizes, 4
+def test_estimates_have_the_states_that_ranks_with_experts_of_their_own_have():
+    """Θ and Ω of every choice of the data axes, to the byte but for padding and counters."""
+    search = search_of("pp=1", "tp=1", "micro=1", "recompute=none")
+    base, layers, compared = search.task.placed, 4, 0
+    for block in search.blocks():
+        sizes = block.cut.sizes
         others = sizes.front + sizes.behind + layers * (sizes.block - sizes.experts)
-        for row in table.rows[::2]:
-            of_way = table.memories[row.memory]
-            closed = of_way.lives * others + of_way.lives_of_experts * layers * sizes.experts
-            candidate_choices = (*inner.within, row.way.sized(row.degrees))
-            spec = search.legality._tall(candidate_choices, number, search.task.placed)
+        for row in block.rows[::2]:
+            other, own = row.memory.lives
+            estimate = other * others + own * layers * sizes.experts
+            spec = block.scored(row).candidate.spec(base)
+            if not is_sound(spec):
+                continue
             exact = derive(spec).exact
             held = exact.bytes_of(State.PARAMETERS) + exact.bytes_of(State.OPTIMIZER)
-            assert closed == pytest.approx(held, rel=0.01)
+            assert estimate == pytest.approx(held, rel=0.01)
             compared += 1
-    assert compared > 50
+    assert compared > 25
 
 
 def test_experts_are_cut_over_the_data_axes_without_those_ranks():

@@ -1,4 +1,4 @@
-"""Hosts that are behind their devices, in the closed forms of `ptrain select`."""
+"""Hosts that are behind their devices, in the estimates of `ptrain select`."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def rows_of(chooser: Chooser, number: int) -> list[Ranked]:
 
 
 @pytest.mark.parametrize("times", [2, 20])
-def test_closed_forms_order_as_what_is_derived_where_hosts_are_behind(times: float):
+def test_estimates_order_as_what_is_derived_where_hosts_are_behind(times: float):
     rows = [row for row in rows_of(chooser("cp==1", times=times), 40) if row.step]
     closed, exact = ([row.closed.seconds for row in rows], [row.seconds or 0.0 for row in rows])
     late = sum(row.step.spent(Spent.LAUNCHES) > 0 for row in rows if row.step)
@@ -79,7 +79,7 @@ def test_hosts_that_are_never_behind_change_nothing():
     quick, none = chooser("pp<=2", times=1e-6), chooser("pp<=2", times=0)
     assert quick.search.links.is_issued and not none.search.links.is_issued
     for block, other in zip(quick.search.blocks(), none.search.blocks(), strict=True):
-        mine, its = ([of.step(row) for row in of.table.rows] for of in (block, other))
+        mine, its = ([of.step(row) for row in of.rows] for of in (block, other))
         assert mine == its
 
 

@@ -11,7 +11,7 @@ from ptrain.selection.choose import Chooser
 from ptrain.selection.descent import neighbours
 from ptrain.selection.job import searched_job
 from ptrain.selection.quantities import unit_of
-from ptrain.selection.task import SLACK, Ranked
+from ptrain.selection.task import Ranked
 from ptrain.selection.words import words_of
 from ptrain.spec.dials import UnitSize
 from ptrain.spec.load import load
@@ -86,22 +86,7 @@ def test_a_row_says_its_unit(ranked: list[Ranked]):
     assert said == {*_UNITS}
 
 
-def test_closed_forms_of_units_are_near_what_is_derived(ranked: list[Ranked]):
+def test_estimates_of_units_are_near_what_is_derived(ranked: list[Ranked]):
     for row in ranked:
         assert row.closed.peak == pytest.approx(row.peak_bytes, rel=0.03)
         assert row.closed.seconds == pytest.approx(row.seconds, rel=0.05)
-
-
-def test_the_peak_of_halves_of_a_backward_pass_is_within_what_a_search_leaves():
-    """Of gradients that are cut, in a schedule that keeps those of weights for later."""
-    where = ["pp=2", "dp_shard=4", "placement.dp_shard=R,S,S,R", "schedule=zero-bubble"]
-    job = searched_job(
-        "gpt3-125m",
-        ["batch.global=16", "batch.sequence=1024", "precision.layout=zero16"],
-        cluster="h100-8",
-        where=[*where, "micro=1", "recompute=none", "gradients=every", "unit=bucket"],
-    )
-    rows = without_known(Chooser(job, count=4).choose).ranking
-    assert rows
-    for row in rows:
-        assert row.peak_bytes / SLACK <= row.closed.peak <= SLACK * row.peak_bytes

@@ -23,7 +23,7 @@ from ptrain.verification.options import VerifyOptions
 from ptrain.verification.parts import numbers_apart
 from ptrain.verification.preconditions import consistency
 from ptrain.verification.protocol import STAGES, Context, interpreted
-from ptrain.verification.variants import NOTE
+from ptrain.verification.references import NOTE
 
 TINY = (
     "model.layers=1", "model.hidden=16", "model.heads=2", "model.kv_heads=1", "model.ffn=24",

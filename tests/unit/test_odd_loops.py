@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import ptrain
-from ptrain.verification.jobs.verdict import LoopVerdict
+from ptrain.verification.jobs.job import LoopVerdict
 from ptrain.verification.parts import Magnitude, difference
 
 ROWS = list(torch.randn(3, 6, 4, generator=torch.Generator().manual_seed(1)).double())

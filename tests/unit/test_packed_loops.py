@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import ptrain
-from ptrain.verification.jobs.verdict import LoopVerdict
+from ptrain.verification.jobs.job import LoopVerdict
 
 END, WORDS = 0, 11
 

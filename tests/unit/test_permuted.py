@@ -20,6 +20,8 @@ from ptrain.verification.references import (
     Progress,
     ReferenceRun,
     _owners,
+    in_other_batches,
+    is_banded,
     references,
 )
 from ptrain.verification.tolerances import (
@@ -34,7 +36,6 @@ from ptrain.verification.tolerances import (
     plan,
 )
 from ptrain.verification.trajectory import Corridor, ProgramRun, checks
-from ptrain.verification.variants import in_other_batches, is_banded
 from tests.jobs import TINY
 
 ALONE = Exchange(World())

@@ -13,8 +13,8 @@ from ptrain.rooms.world import World
 from ptrain.selection.recompute import resolve_auto
 from ptrain.spec.load import load
 from ptrain.train.exchange import Exchange
+from ptrain.verification.capture import sample_mismatches
 from ptrain.verification.reference import MicroBatch, ReferenceTraining
-from ptrain.verification.samples import sample_mismatches
 
 ROWS = torch.tensor([[1, 2, 3], [4, 5, 6], [1, 2, 3], [7, 8, 9]])  # the first and third are equal
 

@@ -11,9 +11,9 @@ import torch
 from ptrain.selection.recompute import resolve_auto
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
+from ptrain.verification.capture import data_place
 from ptrain.verification.jobs.shards import part_of
 from ptrain.verification.parts import relative
-from ptrain.verification.samples import data_place
 
 
 def _spec() -> Spec:

@@ -114,7 +114,7 @@ class Cuts(Generic[T]):
         In place into `into` where the ranks' parts lie in it in group order; otherwise through
         one buffer of its size. It counts as a move of `state`.
         """
-        return self._gather(part, cut, over, (state, into), is_awaited=True).wait()
+        return self.start_gather(part, cut, over, state, into, is_awaited=True).wait()
 
     def start_gather(
         self,
@@ -123,21 +123,11 @@ class Cuts(Generic[T]):
         over: Sequence[Axis],
         state: State,
         into: T | None = None,
+        *,
+        is_awaited: bool = False,
     ) -> Move[T]:
         """`gather`, awaited later; `part` must not change until then."""
-        return self._gather(part, cut, over, (state, into), is_awaited=False)
-
-    def _gather(
-        self,
-        part: T,
-        cut: Sequence[Axis],
-        over: Sequence[Axis],
-        target: tuple[State, T | None],
-        *,
-        is_awaited: bool,
-    ) -> Move[T]:
-        (state, into), room = target, self.room
-        left = without(cut, over)
+        room, left = self.room, without(cut, over)
         numel, dtype = self.shard_numel(left), room.dtype(part)
         result = room.new(numel, dtype, Tier.DEVICE, state) if into is None else into
         if (order := self._leading(left, over)) is None:
@@ -150,15 +140,12 @@ class Cuts(Generic[T]):
     def reduce_scatter(self, part: T, cut: Sequence[Axis], over: Sequence[Axis]) -> T:
         """Sum along `over` and keep this rank's part: from a shard over `cut` to one over both.
         `part` is used up."""
-        return self._reduce_scatter(part, cut, over, is_awaited=True).wait()
+        return self.start_reduce_scatter(part, cut, over, is_awaited=True).wait()
 
-    def start_reduce_scatter(self, part: T, cut: Sequence[Axis], over: Sequence[Axis]) -> Move[T]:
-        """`reduce_scatter`, awaited later; nobody but it may change `part` until then."""
-        return self._reduce_scatter(part, cut, over, is_awaited=False)
-
-    def _reduce_scatter(
-        self, part: T, cut: Sequence[Axis], over: Sequence[Axis], *, is_awaited: bool
+    def start_reduce_scatter(
+        self, part: T, cut: Sequence[Axis], over: Sequence[Axis], *, is_awaited: bool = False
     ) -> Move[T]:
+        """`reduce_scatter`, awaited later; nobody but it may change `part` until then."""
         room = self.room
         result = room.like(part, self.shard_numel((*cut, *over)))
         if (order := self._leading(cut, over)) is not None:

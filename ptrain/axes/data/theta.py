@@ -99,10 +99,9 @@ class Parameters(Generic[T]):
         if not self.cut:
             self.room.copy(part, self.whole)
             return
-        gather = self.cuts.gather if is_awaited else self.cuts.start_gather
-        begun = gather(part, self.cut, self.cut, State.PARAMETERS, self.whole)
-        if isinstance(begun, Move):
-            self._gathering = begun
+        self._gathering = self.cuts.start_gather(
+            part, self.cut, self.cut, State.PARAMETERS, self.whole, is_awaited=is_awaited
+        )
 
     def _await(self) -> None:
         if self._gathering is not None:
@@ -142,7 +141,7 @@ class Parameters(Generic[T]):
         into = self.stored if self.tier is Tier.DEVICE else None
         match when:
             case GatherAfterUpdate.BLOCKING:
-                self._keep(self.cuts.gather(part, cut, missing, State.PARAMETERS, into))
+                self.keep(self.cuts.gather(part, cut, missing, State.PARAMETERS, into))
             case GatherAfterUpdate.DURING_UPDATE:
                 self._storing = self.cuts.start_gather(part, cut, missing, State.PARAMETERS, into)
             case GatherAfterUpdate.NEXT_FORWARD:
@@ -163,13 +162,13 @@ class Parameters(Generic[T]):
         if self._storing is not None:
             held = self._storing.wait()
             self._storing = None
-            self._keep(held)
+            self.keep(held)
 
-    def _keep(self, held: T) -> None:
-        """Write an updated tensor of the size of `stored` to it, from the device."""
+    def keep(self, held: T, tier: Tier = Tier.DEVICE) -> None:
+        """Write an updated tensor of the size of `stored` to it, from where it lies."""
         if self.room.same(held, self.stored):
             return
-        if self.tier is Tier.FILE:
+        if self.tier is Tier.FILE and tier is Tier.DEVICE:
             held = self.room.move(held, Tier.HOST, State.PARAMETERS)
         self.room.copy(held, self.stored)
 

@@ -86,10 +86,8 @@ class UnitState(Generic[T]):
             elif tier is not Tier.DEVICE:
                 part = room.move(part, Tier.DEVICE, State.PARAMETERS)
             parameters.spread(part, (*cut, *extra), missing, step.gather_after_update)
-        elif not room.same(part, parameters.stored):
-            if parameters.tier is Tier.FILE and tier is Tier.DEVICE:
-                part = room.move(part, Tier.HOST, State.PARAMETERS)
-            room.copy(part, parameters.stored)
+        else:
+            parameters.keep(part, tier)
 
     def _placed(self, part: T, place: T) -> T:
         """Write a part to where it belongs: nothing beside it lives until it is gathered."""

@@ -18,12 +18,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
+from ptrain.verification.capture import Samples, ledger_of
 from ptrain.verification.jobs.job import Ranks
 from ptrain.verification.jobs.modules import ProbeResult
 from ptrain.verification.jobs.record import ForwardCall, StepRecorder, digest
 from ptrain.verification.jobs.shards import ParameterShard
 from ptrain.verification.parts import difference, is_number_of, multiple, norm, rounded, square
-from ptrain.verification.samples import Samples, ledger_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,37 +90,34 @@ def compare_rows(
 ) -> RowReport:
     """Compare this rank's rows with one device's of the same input."""
     expected: dict[str, list[Row]] = {}
-    lengths = set()
     for row in rows_of_calls(reference):
         expected.setdefault(row.key, []).append(row)
-        lengths.add(row.length)
-    report = RowReport()
-    pairs: list[tuple[Tensor, Tensor]] = []
-    for row in rows_of_calls(run):
-        report.count += 1
-        report.sliced += row.length not in lengths
-        same = expected.get(row.key, [])
-        if not same:
-            report.unknown += 1
-            continue
-        right = next((other for other in same if other.others == row.others), None)
-        if right is None:
-            report.otherwise += len(row.others) == len(same[0].others)
-            continue
-        report.returned += _differ(row.output, right.output, tolerance)
-        if (
-            row.gradient is None
-            or right.gradient is None
-            or row.gradient.shape != right.gradient.shape
-        ):
-            continue
-        pairs.append((row.gradient, right.gradient))
-    report.compared = len(pairs)
-    if pairs:
-        sides = zip(*pairs, strict=True)
-        own, truth = (torch.cat([row.flatten() for row in rows]) for rows in sides)
-        report.asks_alike = multiple(own, truth).holds(tolerance)
-    return report
+    lengths = {row.length for rows in expected.values() for row in rows}
+    rows = list(rows_of_calls(run))
+    known = [(row, expected[row.key]) for row in rows if row.key in expected]
+    both = [(row, its) for row, rights in known for its in rights if its.others == row.others]
+    both = list({id(row): (row, its) for row, its in reversed(both)}.values())  # the first of each
+    matched = {id(row) for row, _ in both}
+    asked = [
+        (row.gradient, its.gradient)
+        for row, its in both
+        if row.gradient is not None
+        and its.gradient is not None
+        and row.gradient.shape == its.gradient.shape
+    ]
+    sides = [torch.cat([row.flatten() for row in side]) for side in zip(*asked, strict=True)]
+    return RowReport(
+        count=len(rows),
+        sliced=sum(row.length not in lengths for row in rows),
+        unknown=len(rows) - len(known),
+        otherwise=sum(
+            id(row) not in matched and len(row.others) == len(rights[0].others)
+            for row, rights in known
+        ),
+        returned=sum(_differ(row.output, its.output, tolerance) for row, its in both),
+        compared=len(asked),
+        asks_alike=not sides or multiple(sides[0], sides[1]).holds(tolerance),
+    )
 
 
 def _differ(own: Tensor | None, right: Tensor | None, tolerance: float) -> bool:

@@ -24,6 +24,7 @@ from ptrain.report.finding import (
     Subject,
     Way,
 )
+from ptrain.verification.capture import Samples
 from ptrain.verification.jobs.evidence import JobEvidence
 from ptrain.verification.jobs.job import RANKS, Ranks
 from ptrain.verification.jobs.record import digest, shared_buffers
@@ -38,7 +39,6 @@ from ptrain.verification.parts import (
     norm,
     rounded,
 )
-from ptrain.verification.samples import Samples
 
 
 def family(name: str) -> str:

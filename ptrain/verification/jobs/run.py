@@ -19,6 +19,7 @@ from ptrain.errors import Fault
 from ptrain.models.boundary import CodeRaised, boundary, said
 from ptrain.report.finding import Certainty, Mismatch, Moment, RootCause, Subject, Way
 from ptrain.report.record import Check
+from ptrain.verification.capture import ledger_of
 from ptrain.verification.compare import (
     AllDifferences,
     Differences,
@@ -33,6 +34,7 @@ from ptrain.verification.jobs.job import (
     TOLERANCES,
     GlobalLoss,
     Job,
+    LoopVerdict,
     Terms,
     has_parameters,
     loss_dtype,
@@ -89,10 +91,8 @@ from ptrain.verification.jobs.step import (
     travelled,
     written,
 )
-from ptrain.verification.jobs.verdict import LoopVerdict
 from ptrain.verification.parts import canonical_parameters, numbers_apart
 from ptrain.verification.reference import Trajectory
-from ptrain.verification.samples import ledger_of
 from ptrain.verification.updates.clip import clipping
 from ptrain.verification.updates.explain import explain_update
 

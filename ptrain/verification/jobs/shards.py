@@ -93,18 +93,17 @@ def held_by(
             continue
         shape = wholes[name].shape
         numbers = _padded(numbered(shape), (padded or {}).get(name, 0))
-        within = None
+        within = flat.within if flat is not None else None
         if flat is not None:
-            row, within = flat.at, flat.within
+            row: Tensor | None = flat.at
         elif part is not None and not isinstance(parameter, DTensor):
-            row = part(name, numbers).flatten()
-        elif isinstance(parameter, DTensor):
-            row = _cut(numbers, parameter).flatten()
-        elif parameter.shape == numbers.shape:
-            row = numbers.flatten()
+            row = part(name, numbers)
         else:
+            row = part_of(numbers, parameter)
+        if row is None:
             unclear.append((name, parameter))
             continue
+        row = row.flatten()
         count = int((row >= 0).sum())  # what is padded stands behind the other rows
         within = slice(0, count) if count < row.numel() else within
         at = None if count == shape.numel() else row[row >= 0]
@@ -115,9 +114,10 @@ def held_by(
 
 def shard_of(name: str, tensor: DTensor, shape: torch.Size) -> ParameterShard:
     """Return which elements of a tensor of this shape a DTensor has on this rank."""
-    row = _cut(numbered(shape), tensor).flatten()
-    at = None if row.numel() == shape.numel() else row
-    return _checked(ParameterShard(name, tensor, shape, at))
+    at = part_of(numbered(shape), tensor)
+    if at is None:
+        raise _unknown(name, tensor, shape)
+    return ParameterShard(name, tensor, shape, None if at.shape == shape else at.flatten())
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:

@@ -289,14 +289,6 @@ class GatheredCore(nn.Module):
         y_BHTD: Tensor = _Gathered.apply(q_BHTD, k_BGTD, v_BGTD, mask_TT, self)
         return y_BHTD
 
-    @property
-    def rank(self) -> int:
-        return self.group.rank()
-
-    @property
-    def size(self) -> int:
-        return self.group.size()
-
     def gathered(self, k_BGTD: Tensor, v_BGTD: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys and values [B, G, S, D] of all ranks, views of one tensor."""
         own = torch.stack((k_BGTD, v_BGTD))  # [2, B, G, T, D]
@@ -307,7 +299,7 @@ class GatheredCore(nn.Module):
 
     def summed(self, k_BGSD: Tensor, v_BGSD: Tensor) -> tuple[Tensor, Tensor]:
         """Return the ranks' sum of these gradients of keys and values, of this rank's tokens."""
-        both = torch.stack((k_BGSD, v_BGSD)).unflatten(3, (self.size, -1))
+        both = torch.stack((k_BGSD, v_BGSD)).unflatten(3, (self.group.size(), -1))
         parts = both.permute(3, 0, 1, 2, 4, 5).contiguous()  # [N, 2, B, G, T, D]
         del both
         k_BGTD, v_BGTD = self._own_sum(parts)
@@ -337,7 +329,7 @@ class _Gathered(torch.autograd.Function):
         core: GatheredCore,
     ) -> Tensor:
         kernel = _kernel_of_gathered(q_BHTD, mask_B1TS, core)
-        num_before = core.rank * q_BHTD.shape[-2]
+        num_before = core.group.rank() * q_BHTD.shape[-2]
         k_BGSD, v_BGSD = core.gathered(k_BGTD, v_BGTD)
         others: list[dict[str, Any]] = []
 

@@ -387,11 +387,7 @@ def fsdp_mesh(step: FullyShard, mesh: Mesh) -> dist.DeviceMesh:
 def _after_forward(given_back: bool | int | Reshard) -> bool | int | None:
     """None is torch's own: in the first forward pass the module that it begins with is the root,
     which stays gathered."""
-    match given_back:
-        case Reshard.NON_ROOT:
-            return None
-        case _:
-            return given_back
+    return None if isinstance(given_back, Reshard) else given_back
 
 
 def _precision(step: FullyShard, layout: Layout) -> MixedPrecisionPolicy:

@@ -28,6 +28,7 @@ from ptrain.axes.data.run.target import (
     Parameter,
     ParameterTarget,
     axes_of,
+    full,
     part_of,
     whole_of,
 )
@@ -329,11 +330,6 @@ class FlatTensorTarget(TensorTarget[torch.Tensor]):
     def load(self, named: Named) -> None:
         if self.index == 0:
             self._whole.load(named)
-
-
-def full(tensor: torch.Tensor) -> torch.Tensor:
-    """All of a tensor that may be cut over ranks."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def distribute_rows(tensor: torch.Tensor, mesh: DeviceMesh) -> DTensor:

@@ -112,16 +112,7 @@ class ParameterTarget:
         whole = self.parameter
         if not isinstance(whole, DTensor) or part.dim() == 0 != whole.dim():
             return {self.name: part}
-        return {
-            self.name: DTensor.from_local(
-                part,
-                whole.device_mesh,
-                whole.placements,
-                run_check=False,
-                shape=whole.shape,
-                stride=whole.stride(),
-            )
-        }
+        return {self.name: _alike(part, whole)}
 
     def join(self, named: Named) -> torch.Tensor:
         return rows_of(named[self.name], self.parameter)
@@ -131,6 +122,18 @@ class ParameterTarget:
 
     def load(self, named: Named) -> None:
         self.value().copy_(rows_of(named[self.name], self.parameter))
+
+
+def _alike(part: torch.Tensor, like: DTensor) -> DTensor:
+    """Return a rank's part as what is cut like `like`."""
+    return DTensor.from_local(
+        part,
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
+    )
 
 
 def cutting_axes(parameter: torch.Tensor) -> tuple[Axis, ...]:
@@ -149,12 +152,19 @@ def rows_of(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Return what this rank holds of `tensor` if it is cut like `like`; `tensor` itself is cut in
     any way or whole."""
     if not isinstance(like, DTensor) or tensor.dim() == 0 != like.dim():
-        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    if isinstance(tensor, DTensor):
-        if tensor.placements == like.placements and tensor.device_mesh == like.device_mesh:
-            return tensor.to_local()
-        tensor = tensor.full_tensor()
-    return narrowed(tensor, window_of(like))
+        return full(tensor)
+    if (
+        isinstance(tensor, DTensor)
+        and tensor.placements == like.placements
+        and tensor.device_mesh == like.device_mesh
+    ):
+        return tensor.to_local()
+    return narrowed(full(tensor), window_of(like))
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    """All of a tensor that may be cut over ranks."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def window_of(like: torch.Tensor) -> Window:
@@ -208,34 +218,10 @@ class LocalPart:
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
-        self.parameter.grad = None if value is None else self._alike(value)
+        self.parameter.grad = None if value is None else _alike(value, self.parameter)
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[object], None]) -> None:
         self.parameter.register_post_accumulate_grad_hook(hook)
-
-    @property
-    def cutting_axes(self) -> tuple[Axis, ...]:
-        """The axes that cut its operator: no other cuts it."""
-        return cutting_axes(self.parameter)
-
-    def whole(self, part: torch.Tensor) -> torch.Tensor:
-        """A tensor that is cut like the parameter, made whole on every rank."""
-        return self._alike(part).full_tensor() if part.dim() else part
-
-    def part(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of a tensor that is whole."""
-        return rows_of(whole, self.parameter)
-
-    def _alike(self, part: torch.Tensor) -> DTensor:
-        like = self.parameter
-        return DTensor.from_local(
-            part,
-            like.device_mesh,
-            like.placements,
-            run_check=False,
-            shape=like.shape,
-            stride=like.stride(),
-        )
 
 
 Parameter: TypeAlias = "nn.Parameter | LocalPart"
@@ -253,12 +239,15 @@ def whole_parameter(stored: Parameter) -> nn.Parameter:
 
 def axes_of(parameter: Parameter) -> tuple[Axis, ...]:
     """Return the axes that cut the parameter's operator over ranks."""
-    return parameter.cutting_axes if isinstance(parameter, LocalPart) else ()
+    return cutting_axes(whole_parameter(parameter))
 
 
 def whole_of(parameter: Parameter, part: torch.Tensor) -> torch.Tensor:
-    return parameter.whole(part) if isinstance(parameter, LocalPart) else part
+    """A tensor that is cut like the parameter, made whole on every rank."""
+    is_cut = isinstance(parameter, LocalPart) and part.dim()
+    return _alike(part, parameter.parameter).full_tensor() if is_cut else part
 
 
 def part_of(parameter: Parameter, whole: torch.Tensor) -> torch.Tensor:
-    return parameter.part(whole) if isinstance(parameter, LocalPart) else whole
+    """Return this rank's part of a tensor that is whole."""
+    return rows_of(whole, whole_parameter(parameter))

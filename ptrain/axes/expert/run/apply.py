@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 
 from ptrain.axes.context.run.slices import SampleSlices, route_slices
 from ptrain.axes.expert.run.exchange import Assumption, Counts, Routed, Travels
-from ptrain.axes.tensor.run.styles import OwnSlices
+from ptrain.axes.tensor.run.styles import OwnSlices, remake
 from ptrain.cost import Phase
 from ptrain.internals.dtensor import side_by_side
 from ptrain.models.moe import NUMBER, MoE, RoutedRows, route
@@ -93,9 +93,7 @@ def _own_slices(experts: nn.Module) -> Iterator[None]:
 
 def _cut(module: nn.Module, axes: Sequence[Axis], mesh: Mesh) -> None:
     """Cut a module's own tensors of all experts by their first dimension."""
-    for name, tensor in list(module.named_parameters(recurse=False)):
-        own = nn.Parameter(_own(tensor, axes, mesh), requires_grad=tensor.requires_grad)
-        module.register_parameter(name, own)
+    remake(module, lambda _, weight: _own(weight, axes, mesh))
 
 
 @torch.no_grad()

@@ -60,6 +60,7 @@ from ptrain.axes.tensor.run.styles import (
     SummedGradients,
     WholeInput,
     WholeOutput,
+    remake,
 )
 from ptrain.errors import refused
 from ptrain.facts.stages import is_within
@@ -192,25 +193,25 @@ class OwnRandomness:
     def around(self, module: nn.Module) -> None:
         """While `module` trains."""
         if drops_out(module):
-            number = self._next_number()
-            module.register_forward_pre_hook(lambda module, _: self._enter(module, number))
+            module.register_forward_pre_hook(self._entering())
             module.register_forward_hook(self._leave, always_call=True)
 
     def between(self, module: nn.Module, columns: Iterable[nn.Module], row: nn.Module) -> None:
         """From what the first of a module's `columns` gives, which is cut, to what `row` takes:
         behind that every rank has the same again. Backward may stop a module that runs again."""
         if drops_out(module):
-            number = self._next_number()
+            enter = self._entering()
             for column in columns:
-                column.register_forward_hook(lambda column, *_: self._enter(column, number))
+                column.register_forward_hook(enter)
             row.register_forward_pre_hook(self._leave)
             module.register_forward_hook(self._leave, always_call=True)
 
-    def _next_number(self) -> int:
+    def _entering(self) -> Callable[..., None]:
+        """Return the hook of one more module, by whose number it draws."""
         self._num_modules += 1
-        return self._num_modules - 1
+        return partial(self._enter, self._num_modules - 1)
 
-    def _enter(self, module: nn.Module, number: int) -> None:
+    def _enter(self, number: int, module: nn.Module, *_: object) -> None:
         if not module.training or self._common is not None:
             return
         default = self._default()
@@ -270,11 +271,11 @@ def _distributed(
     style: Any, module: nn.Module, device_mesh: DeviceMesh, placements: dict[str, Placement]
 ) -> nn.Module:
     def cut(_: str, child: nn.Module, mesh: DeviceMesh) -> None:
-        for name, parameter in list(child.named_parameters(recurse=False)):
-            part = distribute_tensor(
-                parameter, mesh, [placements[name]], src_data_rank=style.src_data_rank
-            )
-            child.register_parameter(name, nn.Parameter(part, parameter.requires_grad))
+        def part(name: str, whole: torch.Tensor) -> DTensor:
+            cut_as = [placements[name]]
+            return distribute_tensor(whole, mesh, cut_as, src_data_rank=style.src_data_rank)
+
+        remake(child, part)
 
     return distribute_module(
         module,

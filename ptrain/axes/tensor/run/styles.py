@@ -10,6 +10,7 @@ through a function whose backward pass sums the parts.
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -245,13 +246,20 @@ _NONE: Hooks = (_as_is, _as_is)
 SEQUENCE = 1  # the dimension of tokens, behind that of samples
 
 
-class WholeInput(ParallelStyle):
+class _AtTokens(ParallelStyle):
+    """`between`: what a rank has of the tokens between the sub-blocks."""
+
+    def __init__(self, between: Placement) -> None:
+        super().__init__()
+        self.between = between
+
+
+class WholeInput(_AtTokens):
     """The first floating tensor that a module is given is made whole; as a DTensor, so that what
     its users' gradients add up to is summed over the ranks once, where it came from."""
 
     def __init__(self, between: Placement, *, regathers: bool = False) -> None:
-        super().__init__()
-        self.between = between
+        super().__init__(between)
         self.regathers = regathers
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -319,12 +327,8 @@ class InnerSlices(ParallelStyle):
         return OwnSlices()._apply(module, device_mesh)
 
 
-class WholeOutput(ParallelStyle):
+class WholeOutput(_AtTokens):
     """What a module returns is made whole, as a DTensor."""
-
-    def __init__(self, between: Placement) -> None:
-        super().__init__()
-        self.between = between
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         module.register_forward_hook(
@@ -333,13 +337,9 @@ class WholeOutput(ParallelStyle):
         return module
 
 
-class OwnTokens(ParallelStyle):
+class OwnTokens(_AtTokens):
     """Of the first floating tensor that a module is given, which all ranks have alike, each takes
     its part."""
-
-    def __init__(self, between: Placement) -> None:
-        super().__init__()
-        self.between = between
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def part(whole: torch.Tensor) -> torch.Tensor:
@@ -352,13 +352,9 @@ class OwnTokens(ParallelStyle):
         return module
 
 
-class AllTokens(ParallelStyle):
+class AllTokens(_AtTokens):
     """Of the first tensor that a module returns, of which each rank has its part, all get the
     whole."""
-
-    def __init__(self, between: Placement) -> None:
-        super().__init__()
-        self.between = between
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def leave(_: nn.Module, __: object, output: Any) -> Any:
@@ -403,10 +399,18 @@ class ReplicateParallel(ParallelStyle):
     """Every rank has all of a module's tensors, and uses them on its part of the tokens."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            replica = distribute_tensor(parameter, device_mesh, [Replicate()], src_data_rank=None)
-            module.register_parameter(name, nn.Parameter(replica, parameter.requires_grad))
+        def replica(_: str, own: torch.Tensor) -> DTensor:
+            return distribute_tensor(own, device_mesh, [Replicate()], src_data_rank=None)
+
+        remake(module, replica)
         return module
+
+
+def remake(module: nn.Module, make: Callable[[str, torch.Tensor], DTensor]) -> None:
+    """Give a module what `make` makes of its own parameters, by name, in place of them."""
+    for name, parameter in list(module.named_parameters(recurse=False)):
+        own = nn.Parameter(make(name, parameter), parameter.requires_grad)
+        module.register_parameter(name, own)
 
 
 def _whole(part: torch.Tensor, device_mesh: DeviceMesh, layout: Placement) -> DTensor:
