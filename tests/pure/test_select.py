@@ -45,6 +45,7 @@ from ptrain.selection.space import (
 )
 from ptrain.selection.task import Scored, SearchGoal, crossing, folded
 from ptrain.selection.words import words_of
+from ptrain.spec.activations import PLAIN
 from ptrain.spec.load import load
 from ptrain.spec.placement import Axis
 from ptrain.units import format_memory
