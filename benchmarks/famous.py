@@ -135,6 +135,8 @@ def lines_of(rows: Sequence[Sequence[str]]) -> Iterator[str]:
         "not expressed",
     )
     yield from (table_row(*(cell or "–" for cell in row)) for row in rows)
+    timed = sum(bool(row[3]) and "(" in row[7] for row in rows)
+    yield f"\nCompared: {timed} of {len(jobs())} jobs; the others lack a time on one side."
     yield ""
     yield from (f"- {job.name}: {job.public}, as in {job.source}." for job in jobs())
 
@@ -154,7 +156,9 @@ def main() -> int:
                 args.into.write_text(json.dumps(known))
     results = [known[job.name] for job in jobs() if job.name in known]
     rows, failed = zip(*results, strict=True)
-    return SCRIPT.conclude([*head, *lines_of(rows)], [*filter(None, failed)], args)
+    missing = ", ".join(job.name for job in jobs() if job.name not in known)
+    not_run = f"not run: {missing}" if missing else ""
+    return SCRIPT.conclude([*head, *lines_of(rows)], [*filter(None, failed)], args, not_run)
 
 
 if __name__ == "__main__":
