@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from functools import reduce
 from operator import add
-from typing import TypeVar
+from typing import Any, TypeVar
 
 KeyT = TypeVar("KeyT", bound=Hashable)
 ValueT = TypeVar("ValueT")
@@ -101,6 +101,24 @@ def summed(pairs: Iterable[tuple[KeyT, NumberT]]) -> dict[KeyT, NumberT]:
     """Return the sum of the values of each key, added one after the other: Python's `sum` of floats
     is another one since 3.12."""
     return {key: reduce(add, values) for key, values in grouped(pairs).items()}
+
+
+def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield each value within nested mappings under its dotted key."""
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def row_major(places: Iterable[tuple[int, int]]) -> int:
+    """Return the index of a place in an array that is seen as one row, by place and size along each
+    dimension, the first of them outermost; 0 of none."""
+    index = 0
+    for place, size in places:
+        index = index * size + place
+    return index
 
 
 def ceil_div(numerator: int, denominator: int) -> int:

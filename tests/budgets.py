@@ -24,7 +24,7 @@ SMALL = 80  # lines
 
 # begin
 BUDGETS: dict[str, int] = {
-    "ptrain": 51930,
+    "ptrain": 52050,
     "ptrain/activations": 340,
     "ptrain/algebra": 240,
     "ptrain/axes": 160,
@@ -38,7 +38,7 @@ BUDGETS: dict[str, int] = {
     "ptrain/cli": 1590,
     "ptrain/convert": 420,
     "ptrain/data": 1060,
-    "ptrain/derivation": 4970,
+    "ptrain/derivation": 4930,
     "ptrain/facts": 770,
     "ptrain/internals": 350,
     "ptrain/interpreter": 1060,
@@ -47,15 +47,15 @@ BUDGETS: dict[str, int] = {
     "ptrain/optimizers": 500,
     "ptrain/plan": 470,
     "ptrain/rates": 360,
-    "ptrain/report": 2230,
+    "ptrain/report": 2210,
     "ptrain/rooms": 970,
-    "ptrain/selection": 3210,
+    "ptrain/selection": 3220,
     "ptrain/simulation": 1040,
     "ptrain/spec": 4070,
     "ptrain/steps": 440,
     "ptrain/traces": 2190,
-    "ptrain/train": 3150,
-    "ptrain/verification": 7070,
+    "ptrain/train": 3140,
+    "ptrain/verification": 7250,
 }
 ONE_IMPORTER = 56  # modules that exactly one other imports
 SMALL_MODULES = 58  # modules with fewer lines than SMALL

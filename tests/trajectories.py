@@ -22,7 +22,7 @@ from ptrain.verification.compare import (
     parted,
     worst_of,
 )
-from ptrain.verification.reference import OneDeviceRun, ReferenceTraining, Trajectory
+from ptrain.verification.reference import ReferenceTraining, Trajectory, one_device_run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,12 +60,12 @@ def one_device(spec: Spec, steps: int) -> OneDeviceTrajectory:
         squares.append(first.detach().double().square().mean().item())
 
     device.module.register_forward_hook(note)
-    run, is_last = OneDeviceRun(device, steps), False
-    while not is_last:
-        is_last = run.step()
-        logits.append(math.sqrt(statistics.fmean(squares)))  # micro-batches are of one size
-        squares.clear()
-    its = run.trajectory()
+    count, its = spec.batch.accumulate * spec.data_degree, None
+    for ran in one_device_run(device, steps):
+        its = ran
+        logits.append(math.sqrt(statistics.fmean(squares[:count])))  # micro-batches are of one size
+        squares.clear()  # the last step's has the first batch once more behind it
+    assert its is not None, "it ends with what the run did"
     plain = {name: getattr(its, name) for name in Trajectory.__dataclass_fields__}
     return OneDeviceTrajectory(**plain, logits=tuple(logits))
 

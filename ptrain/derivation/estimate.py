@@ -132,6 +132,12 @@ def fullest_alone(spec: Spec, facts: ModelFacts, limit: float = inf) -> Estimate
     return _estimated(spec, facts, None, partial(_exact, limit=limit))[1]
 
 
+def exact_alone(spec: Spec, facts: ModelFacts, machine: Machine | None) -> Estimate:
+    """Return of a legal spec's derivation what is exact, without operations and the paper's
+    figures."""
+    return _estimated(spec, facts, machine, _timed)[1]
+
+
 def step_seconds(spec: Spec, facts: ModelFacts) -> float | None:
     """Return of a legal spec's derivation the time of a step alone; None where it is unknown."""
     with suppress(UnknownRate):

@@ -196,40 +196,32 @@ class LayerPasses(NamedTuple):
         last = len(self.numbers) - 1
         is_reversed = kind in (Kind.BACKWARD, Kind.INPUT)
         first_place, last_place = (last, 0) if is_reversed else (0, last)
-        parts: dict[tuple[Parts, Kept, bool, bool], Sequence[Any]] = {}
         items: list[Item] = []
         for place, times in turns[::-1] if is_reversed else turns:
             part = begin if place == first_place else end if place == last_place else block
-            part = part if last else only
-            key = (part, self.kept[place], place == 0, place == last)
-            if key not in parts:
-                parts[key] = self._part(kind, place, part)
-            append(items, instantiate(parts[key], self.numbers[place], places), times)
-        return items
-
-    def _part(self, kind: Kind, place: int, part: Parts) -> Sequence[Any]:
-        """What the layer at this place does in a pass, where a plain one does these parts of the
-        table."""
-        held = 0 if place else self.held
-        if self.head is not None and place == len(self.numbers) - 1:
-            base = self.head.around(_PASSES[kind], _evaluated(self.setting).events(*part))
-            return (
-                base if self.is_plain else _kept(base, self.setting, kind, self.kept[place], held)
+            layer = _layer(
+                self.setting,
+                kind,
+                part if last else only,
+                None if self.is_plain else self.kept[place],
+                0 if place else self.held,
+                self.head if place == last else None,
             )
-        if self.is_plain:
-            return _evaluated(self.setting).events(*part)
-        return _kept_part(part, self.setting, kind, self.kept[place], held)
+            append(items, instantiate(layer, self.numbers[place], places), times)
+        return items
 
 
 @lru_cache(maxsize=2**10)
-def _kept_part(part: Parts, setting: Setting, kind: Kind, kept: Kept, held: int) -> Sequence[Any]:
-    """Parts of the table, which several places have, with a block that is kept so."""
-    return _kept(_evaluated(setting).events(*part), setting, kind, kept, held)
-
-
-def _kept(
-    base: Sequence[Any], setting: Setting, kind: Kind, kept: Kept, held: int
+def _layer(
+    setting: Setting, kind: Kind, parts: Parts, kept: Kept | None, held: int, head: LossHead | None
 ) -> Sequence[Any]:
+    """What a layer does in a pass, where a plain one does these parts of the table: with a block
+    that is `kept` so, and with the `head` of a loss in chunks."""
+    base: Sequence[Any] = _evaluated(setting).events(*parts)
+    if head is not None:
+        base = head.around(_PASSES[kind], base)
+    if kept is None:
+        return base
     return blocks.part_with(base, setting, kept, is_forward=kind is Kind.FORWARD, held=held)
 
 
@@ -284,15 +276,6 @@ def passes(spec: Spec, stage: Stage, stages: int, played: Representatives, cut: 
     place = ends.get(stage.index, Place.MIDDLE) if stages > 1 else Place.ALONE
     numbers, kept = _layers_of(spec, stage)
     return _passes(setting_of(spec, cut), place, numbers, kept, played.modules, played.turns)
-
-
-def passes_at(setting: Setting, place: Place, kept: Sequence[Kept]) -> Passes:
-    """Return the passes of a stage at this place, of as many layers, each a unit, as there are ways
-    in which these are kept."""
-    numbers = tuple(str(number) for number in range(len(kept)))
-    units = *((f"blocks.{number}",) for number in numbers), ("",)
-    turns = tuple((at, 1) for at in range(len(kept)))
-    return _passes(setting, place, numbers, tuple(kept), units, turns)
 
 
 @lru_cache(maxsize=2**7)

@@ -535,7 +535,7 @@ def head_of(setting: Setting, place: Place) -> LossHead | None:
     entry = evaluated.content[place]
     of_phase = entry["rest" if values["rest"] else "even"]
     forward, backward = (
-        tuple(_items(of_phase[phase], evaluated, full_chunks(setting)))
+        tuple(evaluated.events(*parts_of(of_phase[phase], full_chunks(setting))))
         for phase in ("forward", "backward")
     )
     output = 0 if entry["output"] is None else evaluated.sizes[entry["output"]]
@@ -551,36 +551,6 @@ def parts_of(listed: dict[str, list[int]], chunks: int) -> Iterator[int]:
     front, every, between, later, behind = listed["pieces"]
     more = chunks - 1 - len(few)
     yield from (front, *[every] * more, between, *[later] * more, behind)
-
-
-def _items(listed: dict[str, list[int]], evaluated: EvaluatedTable, chunks: int) -> Iterator[Any]:
-    """Of so many full chunks; runs that follow each other are one."""
-    few = listed["few"]
-    if chunks <= len(few):
-        yield from evaluated.events(few[chunks - 1])
-        return
-    front, every, between, later, behind = map(evaluated.events, listed["pieces"])
-    more = chunks - 1 - len(few)
-    pieces = (front, _times(every, more), between, _times(later, more), behind)
-    last: Run | None = None
-    for item in (item for piece in pieces for item in piece):
-        if isinstance(item, Run):
-            last = last.then(item) if last else item
-            continue
-        if last:
-            yield last
-        last = None
-        yield item
-    if last:
-        yield last
-
-
-def _times(events: Sequence[Any], more: int) -> Iterable[Run]:
-    """The same run, again and again."""
-    if not events or not more:
-        return
-    (run,) = events
-    yield Run(max(run.rise, (more - 1) * run.net + run.rise), more * run.net)
 
 
 def _without(events: list[Any], end: list[Any]) -> list[Any] | None:

@@ -40,7 +40,7 @@ from ptrain.spec.batch import batch_lines
 from ptrain.spec.load import MeshFollower, parse_override
 from ptrain.spec.spec import Spec
 from ptrain.spec.write import unwritten
-from ptrain.units import format_count, format_seconds, grouped
+from ptrain.units import format_count, format_seconds, grouped, leaves
 
 _NAMED_POINTS = 6  # of what followed the mesh; more of them are not named
 
@@ -418,12 +418,12 @@ def _settings(before: Spec, after: Spec) -> Iterator[str]:
     """`parameters: R → S*`, `mesh: …`, and every other key that differs, dotted."""
     yield from _placements(before, after)
     left, right = (
-        _flatten(spec.resolved) | {"sync.gradients": spec.sync.gradients.value}
+        dict(leaves(spec.resolved)) | {"sync.gradients": spec.sync.gradients.value}
         for spec in (before, after)
     )
     if before.batch.accumulate == after.batch.accumulate == 1:
         del left["sync.gradients"], right["sync.gradients"]  # one micro-batch is each and the last
-    defaults = _flatten(unwritten())
+    defaults = dict(leaves(unwritten()))
     for key in dict.fromkeys((*left, *right)):
         values = left.get(key, _UNSAID), right.get(key, _UNSAID)
         is_default = _UNSAID in values and defaults.get(key) in values
@@ -457,12 +457,3 @@ def _placements(before: Spec, after: Spec) -> Iterator[str]:
 
 def _mesh(spec: Spec) -> str:
     return ", ".join(f"{factor.axis} {factor.degree}" for factor in spec.factors)
-
-
-def _flatten(value: object, prefix: str = "") -> dict[str, object]:
-    if not isinstance(value, Mapping):
-        return {prefix: value}
-    flat: dict[str, object] = {}
-    for key, inner in value.items():
-        flat |= _flatten(inner, f"{prefix}.{key}" if prefix else str(key))
-    return flat

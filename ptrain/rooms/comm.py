@@ -39,6 +39,7 @@ from ptrain.rooms.world import World, set_timeout
 from ptrain.spec.dials import ReduceScatterVia
 from ptrain.spec.placement import Axis
 from ptrain.steps.step import CreateMesh
+from ptrain.units import row_major
 
 
 @dataclass(frozen=True, slots=True)
@@ -382,10 +383,7 @@ class Mesh:
 
     def place(self, axes: Sequence[Axis]) -> int:
         """This rank's row-major place over `axes`, the first of them outermost; 0 over none."""
-        place = 0
-        for axis in axes:
-            place = place * self.degrees[axis] + self.coordinate(axis)
-        return place
+        return row_major((self.coordinate(axis), self.degrees[axis]) for axis in axes)
 
     def axes_by_group(self) -> dict[str, tuple[str, ...]]:
         """Process group name -> axes, for whoever watches collectives."""

@@ -1,5 +1,5 @@
-"""`select`: which placement of a job is best, by the search's closed forms and exactly for the best
-of them; and the notes' recipe for a batch and the lecture's procedure (fit, batch, throughput)
+"""`select`: which placement of a job is best, by the search's estimates and exactly for the best of
+them; and the notes' recipe for a batch and the lecture's procedure (fit, batch, throughput)
 as sentences with the figures of one spec.
 
 gbs = mbs x grad_acc x dp. Convergence sets the global batch; the micro-batch is the largest that
@@ -48,9 +48,9 @@ from ptrain.selection.ranking import (
 )
 from ptrain.selection.task import (
     SLACK,
-    Placed,
     Ranked,
     Scored,
+    SearchedPlacement,
     SearchGoal,
     SearchResult,
     folded,
@@ -265,7 +265,7 @@ def _nodes(spec: Spec) -> int:
 _BEST_TRACED = 6  # candidates that are derived exactly of a model that has to be traced
 _SEEDS = 3  # placements whose dials are descended over
 _OF_KIND = 2  # candidates of a well-known choice that are derived before its dials
-_MOST_WORK, _WORK_OF_KIND = 1000, 25  # plain steps around a seed, and around a well-known choice
+_MOST_WORK, _WORK_OF_KIND = 1000, 12  # plain steps around a seed, and around a well-known choice
 _MOST_DEVICES = 2**13  # on which something is looked for that fits
 
 
@@ -412,7 +412,7 @@ class Chooser(Deriver):
         )
 
     def first(self) -> Ranked | None:
-        """Return the best that fits by closed form, exactly."""
+        """Return the best that fits, exactly."""
         return next(self._fitting(self.search.run(self.job.where).best, 1), None)
 
     # -- the answer
@@ -425,7 +425,7 @@ class Chooser(Deriver):
         rows = self._best(result)
         derived = self.derived
         on_front = list(self._fitting(result.front, len(result.front))) if rows else []
-        lost = tuple(self._of_kinds(result, rows[0].spec)) if rows else ()
+        lost = tuple(self._of_kinds(result, rows)) if rows else ()
         # a well-known choice may be what the dials of others lead to
         rows = self._ordered((*rows, *(row for _, row, _ in lost if row and self._obeys(row))))
         selection = PlacementRanking(
@@ -457,7 +457,8 @@ class Chooser(Deriver):
                 "Use a larger `--exact`, or `--objective memory`.",
             )
         if not rows:
-            least, remedies = self._least(result), tuple(self._remedies())
+            bound = result.least.peak if result.least else float("inf")
+            least, remedies = self._least(result), tuple(self._remedies(bound))
             return replace(selection, least=least, remedies=remedies)
         best = rows[0].spec
         derivation = derive(best, self._facts(best), self._timing(best))
@@ -518,7 +519,7 @@ class Chooser(Deriver):
     # -- what lost, and what would fit
 
     def _of_kinds(
-        self, result: SearchResult, best: Spec
+        self, result: SearchResult, ranked: Sequence[Ranked]
     ) -> Iterator[tuple[str, Ranked | None, str]]:
         """Well-known choices and what the paper's selection says by name, with the best of their
         kind, or why there is none."""
@@ -526,9 +527,9 @@ class Chooser(Deriver):
         placed = [(next(row.candidates()).candidate.spec(base), row) for row in result.placements]
         for known in KNOWN:
             if (where := known.where(self.job)) is not None:
-                yield known.name, *self._like(placed, where)
-        for known in recomputing(best):
-            row, why = self._like(placed, known.rules, known.kept)
+                yield known.name, *self._like(placed, ranked, where)
+        for known in recomputing(ranked[0].spec):
+            row, why = self._like(placed, ranked, known.rules, known.kept)
             if row is not None:
                 yield known.name, row, why
         assert base.cluster is not None, "a job that is searched for has a cluster"
@@ -539,14 +540,23 @@ class Chooser(Deriver):
             return
         said = [f"mesh.{axis}={degree}" for axis, degree, _ in advised.degrees]
         said += [f"placement.{axis}={modes}" for axis, _, modes in advised.degrees]
-        yield name, *self._like(placed, said)
+        yield name, *self._like(placed, ranked, said)
 
     def _like(
-        self, placed: Sequence[tuple[Spec, Placed]], where: Iterable[str], kept: str = ""
+        self,
+        placed: Sequence[tuple[Spec, SearchedPlacement]],
+        ranked: Sequence[Ranked],
+        where: Iterable[str],
+        kept: str = "",
     ) -> tuple[Ranked | None, str]:
         """The best that obeys constraints besides the job's own, and keeps activations so, or why
         there is none."""
         rules = tuple(map(parse, where))
+
+        def obeys(spec: Spec) -> bool:
+            is_kept = not kept or recompute_of(spec) == kept
+            return is_kept and all(rule.holds(spec) for rule in rules)
+
         alike = [row for spec, row in placed if all(rule.holds(spec) for rule in rules)]
         if not alike:
             return None, why_not(self.search, rules, self.job.where)
@@ -560,14 +570,10 @@ class Chooser(Deriver):
             return None, "none fits by the estimate"
         scored.sort(key=self._key)
         rows = list(self._fitting(scored, _OF_KIND))
+        rows += (row for row in ranked if obeys(row.spec))
         if rows:
             near = self._descended(min(rows, key=self._order), _WORK_OF_KIND)
-            rows += (
-                row
-                for row in near
-                if all(rule.holds(row.spec) for rule in rules)
-                and (not kept or recompute_of(row.spec) == kept)
-            )
+            rows += (row for row in near if obeys(row.spec))
             return self._ordered(rows)[0], ""
         if self.cuts is not None:
             return None, "would need another trace; use a larger `--exact`"
@@ -580,8 +586,9 @@ class Chooser(Deriver):
         """The exact figures of the candidate with the smallest estimate of memory."""
         return self.exactly(result.least) if result.least else None
 
-    def _remedies(self) -> Iterator[Remedy]:
-        """Each constraint left out; then the fewest devices, twice as many each time."""
+    def _remedies(self, least: float) -> Iterator[Remedy]:
+        """Each constraint left out; then the fewest devices, twice as many each time, as long as
+        the least estimate of memory falls."""
         constraints = self.job.where.constraints
         for rule in constraints:
             others = Where(tuple(other for other in constraints if other is not rule))
@@ -589,7 +596,10 @@ class Chooser(Deriver):
                 yield Remedy(change=rule.change, fitting=row)
         devices = 2 * self.job.devices
         while devices <= _MOST_DEVICES:
-            if (row := self.on(devices).first()) is not None:
+            other = self.on(devices)
+            result = other.search.run(other.job.where)
+            if (row := next(other._fitting(result.best, 1), None)) is not None:
                 yield Remedy(change=f"--devices {devices}", fitting=row)
+            if row is not None or (result.least and result.least.peak >= least):
                 return
-            devices *= 2
+            least, devices = result.least.peak if result.least else least, 2 * devices

@@ -26,7 +26,7 @@ def read_or_kept(spec: Spec) -> ModelFacts:
 class TracedCuts:
     """The cuts of a model that were traced, `most` of them, for each takes seconds; a cut is what a
     trace depends on. `excess` is by how many bytes the last exact peak of a cut was above its
-    closed form: blocks differ from those of the stand-in, and all candidates of a cut have the same
+    estimate: blocks differ from those of the stand-in, and all candidates of a cut have the same
     blocks."""
 
     read: ReadFacts
@@ -50,7 +50,7 @@ class TracedCuts:
         return self.facts[cut]
 
     def may_fit(self, spec: Spec, peak: float) -> bool:
-        """Return whether a candidate with this peak by closed form is worth deriving: by what is
+        """Return whether a candidate with this peak by its estimate is worth deriving: by what is
         known of its cut it fits, or nothing is and another cut may be traced."""
         cut = self.cut(spec)
         if cut in self.refusals:
@@ -65,7 +65,7 @@ class TracedCuts:
         self.refusals[self.cut(spec)] = error
 
     def compare(self, spec: Spec, peak: float, exact: int) -> None:
-        """Remember how far a closed form was off."""
+        """Remember how far an estimate was off."""
         self.excess[self.cut(spec)] = exact - peak
 
     def close(self) -> None:

@@ -16,7 +16,7 @@ from itertools import islice
 from ptrain.algebra.legality import is_sound
 from ptrain.axes.candidates import chosen
 from ptrain.cost import Collective
-from ptrain.derivation.estimate import derive, fullest_alone
+from ptrain.derivation.estimate import exact_alone, fullest_alone
 from ptrain.derivation.machine import Machine, machine_of
 from ptrain.derivation.tape import TooLarge
 from ptrain.derivation.tensor import fullest_place
@@ -235,9 +235,10 @@ class Deriver:
     def _ranked(self, spec: Spec, scored: Scored) -> Ranked:
         """The figures of a spec, which are derived once for candidates that do the same."""
         if (key := played_as(scored.candidate, spec)) not in self.rows:
-            derivation = derive(spec, self._facts(spec), self._timing(spec))
+            facts = self._facts(spec)
+            exact = exact_alone(spec, facts, self._timing(spec))
             self.derived += 1
-            self.rows[key] = ranked(spec, scored, derivation)
+            self.rows[key] = ranked(spec, scored, exact, facts)
         return replace(self.rows[key], spec=spec, closed=scored)
 
     def _exceeds(self, scored: Scored) -> bool:

@@ -171,7 +171,7 @@ class SearchedJob:
     """`base` is the job on one rank, `devices` are how many it is searched on, `where` the
     constraints, degrees and numbers that are written among them, `written` what else is written of
     what is chosen. `source` and `overrides` load the base, but for what is chosen.
-    `stand_in`: the shape that closed forms score, where no table tells of the base's own. `margin`:
+    `stand_in`: the shape that estimates score, where no table tells of the base's own. `margin`:
     the part of a device's memory that stays free."""
 
     base: Spec
@@ -190,7 +190,7 @@ class SearchedJob:
 
     @property
     def scored(self) -> Spec:
-        """Return the base as closed forms score it."""
+        """Return the base as it is estimated."""
         return self.base if self.stand_in is None else replace(self.base, model=self.stand_in)
 
     @property

@@ -110,31 +110,35 @@ _STAGED, _ALL_FIRST = (
 
 
 def activity_of(spec: Spec, kept: Kept) -> Activity | None:
-    """Return the bytes that differ between small models, as they are predicted: with one and with
-    two layers on each of four ranks, or, where no peak of stages is predicted, on one. None where
-    none is predicted at all. `spec` has axes within a block alone."""
-    if not (whole := _predicted(spec, kept, None, 1)).peak:
-        return None
-    one, two = (_predicted(spec, kept, _STAGED, layers) for layers in (_RANKS, 2 * _RANKS))
+    """Return the bytes that differ between small models, as they are predicted: of one and of two
+    layers, and of four ranks with one each, where peaks of stages are predicted. None where none
+    is predicted at all. `spec` has axes within a block alone."""
+    one, two = (_predicted(spec, kept, None, layers) for layers in (1, 2))
     if not (one.peak and two.peak):
-        two = _predicted(spec, kept, None, 2)
-        block, moved = float(_in_use(two, 0) - _in_use(whole, 0)), _moved(two) - _moved(whole)
-        rest = _in_use(whole, 0) - block
-        return Activity(
-            block=block, stage=0.0, head=0.0, in_block=rest, at_last=rest, at_ends=rest, moved=moved
-        )
-    second, third, last = (_in_use(one, stage * spec.world_size) for stage in range(1, _RANKS))
-    block = (_in_use(two, spec.world_size) - second) / (_RANKS - 1)
-    chunk = max(block, float(second - third))
-    waiting = _in_use(_predicted(spec, kept, _ALL_FIRST, _RANKS), (_RANKS - 1) * spec.world_size)
-    return Activity(
+        return None
+    block = float(_in_use(two, 0) - _in_use(one, 0))
+    ends = _in_use(one, 0) - block
+    alone = Activity(
         block=block,
+        stage=0.0,
+        head=0.0,
+        in_block=ends,
+        at_last=ends,
+        at_ends=ends,
+        moved=_moved(two) - _moved(one),
+    )
+    staged = _predicted(spec, kept, _STAGED, _RANKS)
+    if not staged.peak:
+        return alone
+    second, third, last = (_in_use(staged, stage * spec.world_size) for stage in range(1, _RANKS))
+    waiting = _in_use(_predicted(spec, kept, _ALL_FIRST, _RANKS), (_RANKS - 1) * spec.world_size)
+    chunk = max(block, float(second - third))
+    return replace(
+        alone,
         stage=chunk - block,
         head=max(0.0, (waiting - last) / (_MICRO_BATCHES - 1) - chunk),
         in_block=max(0.0, second - (_RANKS - 1) * chunk),
         at_last=max(0.0, last - chunk),
-        at_ends=_in_use(whole, 0) - block,
-        moved=(_moved(two) - _moved(one)) / _RANKS,
     )
 
 

@@ -198,7 +198,7 @@ class Remedy:
 
 @dataclass(frozen=True, kw_only=True)
 class PlacementRanking(Worded):
-    """A ranking, best first: exact figures of those that are best by closed form and fit. `front`:
+    """A ranking, best first: exact figures of those that are best by its estimate and fit. `front`:
     no other that was derived is faster and needs less. `unknown` says why there is no time; the
     order is then that of nominal seconds. Where nothing fits, `least` needs least memory of all and
     `remedies` are what would. `reasons`: why the best one is as it is. `objective` is what was

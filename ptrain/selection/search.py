@@ -72,8 +72,8 @@ from ptrain.selection.where import Constraint, Where
 from ptrain.spec.activations import Kept
 from ptrain.spec.dials import UnitSize
 from ptrain.spec.model import ModelShape
-from ptrain.spec.placement import Axis
-from ptrain.spec.spec import Spec
+from ptrain.spec.placement import TOKEN_AXES, Axis
+from ptrain.spec.spec import Spec, ranks_over
 from ptrain.units import grouped
 
 _KEPT = 1024  # best candidates of all
@@ -345,7 +345,7 @@ class Search:
     ) -> FlowSeconds | None:
         spec, sums = cut.spec, self.sums(cut, kept, micro)
         assert isinstance(spec.model, ModelShape), "a built-in model"
-        tokens = micro * spec.batch.sequence / spec.degree(Axis.CP)
+        tokens = micro * spec.batch.sequence / ranks_over(spec, TOKEN_AXES)
         hidden = tokens * spec.model.hidden * spec.precision.effective.parameters.itemsize
         return self.flows.seconds(flow, number, sums, cut.sizes, hidden) if sums else None
 

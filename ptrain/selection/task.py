@@ -11,10 +11,9 @@ from typing import Protocol
 
 from ptrain.axes.candidates import NOTHING, AxisChoice, Written, chosen
 from ptrain.cost import Collective, Estimate, Phase, StepTime, Traffic
-from ptrain.derivation.estimate import Derivation
 from ptrain.derivation.interconnect import Network
 from ptrain.derivation.throughput import Throughput, throughput
-from ptrain.facts.model import ModelWork
+from ptrain.facts.model import ModelFacts, ModelWork
 from ptrain.rates.pace import Pace
 from ptrain.selection.fit import Fit, fit
 from ptrain.selection.space import Candidate, without_experts
@@ -25,7 +24,7 @@ from ptrain.spec.placement import Axis
 from ptrain.spec.spec import Spec
 from ptrain.units import grouped
 
-# How far above what is exact the closed forms of bytes and of seconds may be: what is so near a
+# How far above what is exact the estimates of bytes and of seconds may be: what is so near a
 # bound is derived, and what is exact decides. `benchmarks/selection.py` fails where one of those
 # that it draws is further above.
 SLACK, TIME_SLACK = 1.05, 1.15
@@ -42,7 +41,7 @@ class SearchGoal(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scored:
-    """A candidate, with its bytes and seconds in closed form."""
+    """A candidate, with its estimated bytes and seconds."""
 
     candidate: Candidate
     peak: float
@@ -51,15 +50,15 @@ class Scored:
 
 @dataclass(slots=True, kw_only=True)
 class SearchCount:
-    """How many candidates there were: legal ones that were scored, and of these those that fit by
-    the closed form (`untimed`: may, and nobody knows their time); `least` needs least memory."""
+    """How many candidates were scored, and how many of these fit by the estimate (`untimed`: may,
+    and nobody knows their time)."""
 
     scored: int = 0
     fitting: int = 0
     untimed: int = 0
 
 
-class Placed(Protocol):
+class SearchedPlacement(Protocol):
     """A placement, with its best candidates."""
 
     def candidates(self) -> Iterator[Scored]:
@@ -74,7 +73,7 @@ class SearchResult:
     best: tuple[Scored, ...]
     front: tuple[Scored, ...]
     least: Scored | None
-    placements: Sequence[Placed]
+    placements: Sequence[SearchedPlacement]
     counts: SearchCount
 
 
@@ -165,7 +164,7 @@ class Ranked:
 
     @property
     def nominal_seconds(self) -> float:
-        """Return the time of a step, of which nobody knows it that of the closed form."""
+        """Return the time of a step, of which nobody knows it the estimate."""
         return self.closed.seconds if self.seconds is None else self.seconds
 
     @property
@@ -197,9 +196,8 @@ class Ranked:
         return cluster.price * self.spec.world_size * _BILLION / rate / _HOUR
 
 
-def ranked(spec: Spec, closed: Scored, derivation: Derivation) -> Ranked:
-    """Return the row of a derivation."""
-    exact = derivation.exact
+def ranked(spec: Spec, closed: Scored, exact: Estimate, facts: ModelFacts) -> Ranked:
+    """Return the row of a candidate with its exact figures."""
     return Ranked(
         spec=spec,
         closed=closed,
@@ -207,7 +205,7 @@ def ranked(spec: Spec, closed: Scored, derivation: Derivation) -> Ranked:
         why_untimed="" if exact.step else exact.undefined.get("step_seconds", ""),
         memory=fit(spec, exact, takes_unclaimed=spec.has_token_slices),
         tiers=_tiers(spec, exact),
-        throughput=throughput(spec, derivation.facts, exact.step) if exact.step else None,
+        throughput=throughput(spec, facts, exact.step) if exact.step else None,
     )
 
 

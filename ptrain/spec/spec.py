@@ -29,7 +29,7 @@ from ptrain.spec.placement import (
     Tier,
 )
 from ptrain.spec.precision import Precision
-from ptrain.units import grouped
+from ptrain.units import grouped, row_major
 from ptrain.wording import Worded
 
 
@@ -245,11 +245,7 @@ def groups(spec: Spec, axes: Sequence[Axis]) -> tuple[tuple[int, ...], ...]:
 def position(spec: Spec, rank: int, axes: Sequence[Axis]) -> int:
     """The index of `rank` in its group over `axes`: which shard it holds."""
     place = coordinates(spec, rank)
-    index = 0
-    for factor in spec.factors:
-        if factor.axis in axes:
-            index = index * factor.degree + place[factor.axis]
-    return index
+    return row_major((place[f.axis], f.degree) for f in spec.factors if f.axis in axes)
 
 
 def place_of(spec: Spec, axes: Sequence[Axis], index: int) -> dict[Axis, int]:

@@ -40,6 +40,7 @@ from ptrain.train.exchange import Exchange
 from ptrain.train.folder import AUTO, RunFolder, candidates, none_sound, require_fitting, shown
 from ptrain.train.journal import LOG
 from ptrain.train.manifest import Manifest, step_of
+from ptrain.units import leaves
 
 _REMEDY = "Use the model, optimizer and precision layout of the checkpoint."
 _OURS = re.compile(r"__(\d+)_\d+\.distcp")  # the rank that wrote it
@@ -130,7 +131,7 @@ def newest(
 
 def _write(program: Program, folder: Path) -> None:
     state = program.state_dict()
-    strays = [name for name, value in _flat(state) if not isinstance(value, torch.Tensor)]
+    strays = [name for name, value in leaves(state) if not isinstance(value, torch.Tensor)]
     assert not strays, f"checkpoints contain tensors only: {strays[:3]}"
     writer = FileSystemWriter(folder, overwrite=False)
     with without_advice():
@@ -179,7 +180,7 @@ def _commit(
 
 def _mismatch(metadata: Metadata, state: dict[str, Any]) -> str:
     """The first tensor of the program that the checkpoint lacks or has in another shape."""
-    for name, value in _flat(state):
+    for name, value in leaves(state):
         saved = metadata.state_dict_metadata.get(name)
         if not isinstance(saved, TensorStorageMetadata):
             return f"has no {name}: its model, optimizer or precision layout differs"
@@ -198,7 +199,7 @@ def _other_layout(metadata: Metadata, state: dict[str, Any]) -> str:
         for name, entry in metadata.state_dict_metadata.items()
         if isinstance(entry, TensorStorageMetadata)
     )
-    own = _dtypes((name, value.dtype) for name, value in _flat(state))
+    own = _dtypes((name, value.dtype) for name, value in leaves(state))
     moments = {"moments"} - (saved.keys() & own.keys())  # another optimizer's are not compared
     if all(saved.get(part) == own.get(part) for part in {*saved, *own} - moments):
         return ""
@@ -249,7 +250,7 @@ def _first(problem: str, exchange: Exchange) -> str:
 
 def _surplus(metadata: Metadata, state: dict[str, Any], exchange: Exchange) -> str:
     """The first tensor of the checkpoint that the program would drop: that no rank knows."""
-    known = {name for name, _ in _flat(state)}
+    known = {name for name, _ in leaves(state)}
     unknown = exchange.gather(sorted(set(metadata.state_dict_metadata) - known))
     if not (surplus := sorted(set.intersection(*map(set, unknown)))):
         return ""
@@ -257,15 +258,6 @@ def _surplus(metadata: Metadata, state: dict[str, Any], exchange: Exchange) -> s
         f"has {len(surplus)} tensors that this model or optimizer does not have, for "
         f"example {surplus[0]}"
     )
-
-
-def _flat(state: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    """Join nested names by dots, as torch.distributed.checkpoint writes them."""
-    leaves: list[tuple[str, Any]] = []
-    for name, value in state.items():
-        place = f"{prefix}{name}"
-        leaves += _flat(value, f"{place}.") if isinstance(value, dict) else [(place, value)]
-    return leaves
 
 
 def _reason(error: BaseException) -> str:
@@ -306,7 +298,7 @@ def resume(
         return 0
     _set_aside(folder, verified.step, exchange)
     size = program.spec.batch.global_samples
-    trained = dict(manifest.leaves(verified.trained))
+    trained = dict(leaves(verified.trained))
     alike = verified.step * int(str(trained.get("batch.global", size)))  # older: of equal steps
     before = alike if verified.samples is None else verified.samples
     program.sample_offset = before - verified.step * size

@@ -34,6 +34,7 @@ from ptrain.spec.leaf import (
     refuse,
 )
 from ptrain.spec.spec import Spec
+from ptrain.units import leaves
 
 _REMEDY = "Use the model of the checkpoint, or remove `--resume` to train from the start."
 # Names and places: the model is the same without, and a checkpoint has its weights.
@@ -82,16 +83,6 @@ def warnings(was: Mapping[str, object], spec: Spec) -> Iterator[str]:
 
 def is_other_optimizer(was: Mapping[str, object], spec: Spec) -> bool:
     return dict(leaves(was)).get("optimizer.name", spec.optimizer.name) != spec.optimizer.name
-
-
-def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, object]]:
-    """Each value under its dotted key."""
-    for key, value in tree.items():
-        place = f"{prefix}{key}"
-        if isinstance(value, dict):
-            yield from leaves(value, f"{place}.")
-        else:
-            yield place, value
 
 
 def _said(values: Mapping[str, object], place: str) -> str:

@@ -21,8 +21,8 @@ from ptrain.errors import Fault, SpecError
 from ptrain.spec.spec import Spec
 from ptrain.spec.text import flow
 from ptrain.train.folder import AUTO, RunFolder
-from ptrain.train.manifest import leaves
 from ptrain.train.options import Options
+from ptrain.units import leaves
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

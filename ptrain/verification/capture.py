@@ -46,6 +46,7 @@ from ptrain.spec.spec import Spec, coordinates
 from ptrain.train.exchange import Exchange
 from ptrain.train.loop import local_batch, seed_dropout
 from ptrain.train.schedule import learning_rate
+from ptrain.units import row_major
 from ptrain.verification.jobs.shards import ParameterShard
 from ptrain.verification.parts import full
 from ptrain.verification.reference import ReferenceTraining
@@ -298,11 +299,8 @@ def drive_and_add(
 
 def data_place(spec: Spec, rank: int) -> int:
     """Return which share of every global batch is this rank's."""
-    where, place = coordinates(spec, rank), 0
-    for axis in SAMPLE_AXES:
-        if axis in where:
-            place = place * spec.degree(axis) + where[axis]
-    return place
+    where = coordinates(spec, rank)
+    return row_major((where[axis], spec.degree(axis)) for axis in SAMPLE_AXES if axis in where)
 
 
 def token_place(spec: Spec, rank: int) -> int:

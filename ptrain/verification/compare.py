@@ -358,11 +358,13 @@ class AllDifferences:
         own.mismatches = self._first_of_each_kind(own.mismatches)
         mismatches = list(self.mismatches)
         mine = self._modules, own.mismatches, own.largest
-        for places, its, largest in self.ranks.gather(mine, _OF_RANK):
+        for places, its, kinds in self.ranks.gather(mine, _OF_RANK):
             self._modules |= places
             mismatches += its
-            for kind, of_rank in largest.items():
-                self._see(kind, of_rank, own.step)
+            for kind, of_rank in kinds.items():
+                largest = self._largest.setdefault(kind, LargestDifference(of_rank.name, 0.0))
+                place = f"{of_rank.place}, step {own.step}"
+                largest.see(of_rank.difference, place, of_rank.tolerance)
         self.mismatches = []
         self.add(mismatches)
         return bool(self.mismatches)
@@ -392,10 +394,6 @@ class AllDifferences:
         for its in (its for (moment, _), its in self._largest.items() if moment >= since):
             rows[its.name] = max(rows.get(its.name, its), its, key=lambda row: row.difference)
         yield from (largest.check(first.get(name)) for name, largest in rows.items())
-
-    def _see(self, kind: Kind, of_rank: LargestDifference, step: int) -> None:
-        largest = self._largest.setdefault(kind, LargestDifference(of_rank.name, 0.0))
-        largest.see(of_rank.difference, f"{of_rank.place}, step {step}", of_rank.tolerance)
 
     def _first_of_each_kind(self, mismatches: Iterable[Mismatch]) -> list[Mismatch]:
         groups: dict[Kind, list[Mismatch]] = {}

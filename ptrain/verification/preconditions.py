@@ -49,7 +49,7 @@ from ptrain.spec.spec import Spec, groups
 from ptrain.train.exchange import Exchange
 from ptrain.verification.capture import drive, paths
 from ptrain.verification.compare import AllDifferences, Differences, counted
-from ptrain.verification.jobs.job import Ranks, ranks_of_spec
+from ptrain.verification.jobs.job import ranks_of_spec
 from ptrain.verification.parts import INTEGERS, held
 from ptrain.verification.program_step import compare_states, of_program
 from ptrain.verification.reference import ReferenceTraining
@@ -110,17 +110,24 @@ class Masks:
         if first.told != EVALUATES:  # all of them are involved
             alike = (mismatch for mismatch in same if mismatch.name == first.name)
             ranks = tuple(sorted({rank for mismatch in alike for rank in mismatch.between}))
-        sentence = f"Dropout in {first.place} on {listed(ranks)} {_REMEDIES[first.told]}"
-        return replace(cause, factor=first.told, place=first.place, ranks=ranks, sentence=sentence)
+        what, fix = _REMEDIES[first.told]
+        sentence = f"Dropout in {first.place} on {listed(ranks)} {what}."
+        return replace(
+            cause, factor=first.told, place=first.place, ranks=ranks, sentence=sentence, fix=fix
+        )
 
 
 _REMEDIES = {
-    DIFFERENT: "draws different masks for copies of one activation. Seed these ranks identically.",
-    UNLIKE: "draws different masks for shards of one mask. Seed these ranks identically.",
-    SHARED: "draws the same mask for different activations. Seed by the coordinates of the "
-    "activations on each rank.",
-    EVALUATES: "is in evaluation mode. Call model.train() there.",
-}
+    DIFFERENT: (
+        "draws different masks for copies of one activation", "Seed these ranks identically."
+    ),
+    UNLIKE: ("draws different masks for shards of one mask", "Seed these ranks identically."),
+    SHARED: (
+        "draws the same mask for different activations",
+        "Seed by the coordinates of the activations on each rank.",
+    ),
+    EVALUATES: ("is in evaluation mode", "Call model.train() there."),
+}  # fmt: skip
 
 
 def differing(seen: Mapping[int, Seen], lines: Mapping[int, Sequence[int]]) -> Iterator[Mismatch]:
@@ -213,16 +220,16 @@ class Watch:
 
     def checks(self) -> tuple[Check, ...]:
         """Return a check for each kind of look: how many there were, how many showed nothing."""
-        return tuple(self._check(name, looks) for name, looks in self.looks.items() if looks)
-
-    def _check(self, name: str, looks: int) -> Check:
-        failed = name == self.failed
         why = ""
-        if failed:
+        if self.failed:
             first = self.mismatches[0]
             ranks = ", ".join(map(str, first.between or (first.rank,)))
             why = f"step {first.step}: {first.subject} {first.name} differs between ranks {ranks}"
-        return counted(name, looks, int(failed), why)
+        return tuple(
+            counted(name, looks, int(name == self.failed), why if name == self.failed else "")
+            for name, looks in self.looks.items()
+            if looks
+        )
 
 
 def consistency(program: Program, exchange: Exchange, *, every_collective: bool) -> Watch:
@@ -296,7 +303,10 @@ def preconditions(spec: Spec, world: World, exchange: Exchange, make: Make) -> t
     with deterministic():
         program, every = make(spec, world), AllDifferences(ranks_of_spec(spec, exchange))
         differences = Differences(step=0, rank=world.rank)
-        _compare_start(differences, program, every.ranks)
+        compare_states(  # Theta_0 and Omega_0, bit by bit, in the spec's own dtypes
+            differences, program, ReferenceTraining(spec), Moment.START, every.ranks,
+            tolerance=0.0, subjects=(Subject.PARAMETERS, Subject.OPTIMIZER),
+        )  # fmt: skip
         losses, skipped, broken = _steps(program, exchange)
         if broken:
             every.take(differences)
@@ -400,14 +410,6 @@ def _same_tensors(first: Digests, second: Digests, exchange: Exchange) -> Check:
 def _digest(tensor: torch.Tensor) -> str:
     """With dtype and shape."""
     return f"{kind(tensor)} {digests([tensor])[0]}"
-
-
-def _compare_start(differences: Differences, program: Program, ranks: Ranks) -> None:
-    """Compare Theta_0 and Omega_0 with the reference's, bit by bit, in the spec's own dtypes."""
-    compare_states(
-        differences, program, ReferenceTraining(program.spec), Moment.START, ranks,
-        tolerance=0.0, subjects=(Subject.PARAMETERS, Subject.OPTIMIZER),
-    )  # fmt: skip
 
 
 def _compare_counters(differences: Differences, program: Program, expected: int) -> None:

@@ -24,7 +24,7 @@ import math
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -131,9 +131,6 @@ def against(run: Trajectory, other: Trajectory, allowed: Sequence[float]) -> tup
     )
 
 
-Steps: TypeAlias = dict[str, tuple[float, ...]]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verification(Verdict):
     """The verdict and what it rests on. `seconds` by stage, whose name each check's begins with;
@@ -141,14 +138,7 @@ class Verification(Verdict):
     be, and permuted references' were (empty: none was run)."""
 
     seconds: dict[str, float] = field(default_factory=dict)
-    trajectories: dict[str, Steps] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FollowedStage(Verdict):
-    """A stage of many steps."""
-
-    steps: Steps
+    trajectories: dict[str, Mapping[str, tuple[float, ...]]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -244,7 +234,7 @@ def account_here(spec: Spec, world: World, exchange: Exchange, request: VerifyOp
 
 
 def _with(result: Verification, name: str, outcome: Verdict, seconds: float) -> Verification:
-    steps = {name: outcome.steps} if isinstance(outcome, FollowedStage) else {}
+    steps = {name: outcome.trajectory} if outcome.trajectory else {}
     named = tuple(replace(check, name=f"{name}: {check.name}") for check in outcome.checks)
     return Verification(
         checks=(*result.checks, *named),
@@ -342,7 +332,7 @@ def _in_own_dtypes(context: Context) -> Verdict:
 
 def _followed(
     context: Context, spec: Spec, reference: ReferenceRun, within: Corridor
-) -> tuple[ProgramRun, FollowedStage]:
+) -> tuple[ProgramRun, Verdict]:
     exchange = context.exchange
     program = context.make(spec, context.world)
     watch = context.watch(program)
@@ -352,14 +342,16 @@ def _followed(
     notes = (allowed.explanation,) if allowed.explanation else ()
     steps = {
         "losses": reference.losses,
-        "differences": within.off(run.losses),
+        "differences": tuple(
+            abs(loss - its) for loss, its in zip(run.losses, within.center, strict=False)
+        ),
         "allowed": allowed.losses,
         "references": allowed.references,
     }
     all_checks = (*own_checks, *watch.checks())
-    return run, FollowedStage(
+    return run, Verdict(
         checks=all_checks, mismatches=watch.mismatches, root_cause=watch.root_cause, notes=notes,
-        steps=steps,
+        trajectory=steps,
     )  # fmt: skip
 
 

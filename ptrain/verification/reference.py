@@ -274,35 +274,24 @@ class ReferenceTraining:
         return norm
 
 
-class OneDeviceRun:
-    """So many of a reference's steps from the initial weights."""
-
-    def __init__(self, device: ReferenceTraining, steps: int) -> None:
-        assert steps > 0, "a run has a step"
-        self.device, self.steps = device, steps
-        self._gradients: dict[str, Tensor] = {}
-        self._initial = {name: tensor.clone() for name, tensor in device.parameters.items()}
-        self._passes: list[tuple[float, float]] = []  # loss, norm
-
-    def step(self) -> bool:
-        """Run one update; return whether it was the last."""
-        device, step = self.device, len(self._passes)
+def one_device_run(device: ReferenceTraining, steps: int) -> Iterator[Trajectory | None]:
+    """Run so many of a reference's steps from the initial weights. Yields after each of them, what
+    the run did after the last: the loss of the first batch is computed once more for it."""
+    initial = {name: tensor.clone() for name, tensor in device.parameters.items()}
+    losses, norms, gradients = list[float](), list[float](), dict[str, Tensor]()
+    for step in range(steps):
         accumulated = device.accumulate(step)
-        if step == 0:
-            self._gradients = accumulated.gradients
-        norm = device.update(step, accumulated.sums)
-        self._passes.append((accumulated.loss, norm))
-        return step + 1 == self.steps
-
-    def trajectory(self) -> Trajectory:
-        """Return what it did; the loss of the first batch is computed once more."""
-        losses, norms = zip(*self._passes, strict=True)
-        parameters = self.device.parameters
-        return Trajectory(
-            losses=losses, gradient_norms=norms, parameters=parameters,
-            travelled=distance(self._initial, parameters), gradients=self._gradients,
-            again=self.device.accumulate(0).loss,
-        )  # fmt: skip
+        gradients = gradients or accumulated.gradients
+        norms.append(device.update(step, accumulated.sums))
+        losses.append(accumulated.loss)
+        if step + 1 < steps:
+            yield None
+    parameters = device.parameters
+    yield Trajectory(
+        losses=tuple(losses), gradient_norms=tuple(norms), parameters=parameters,
+        travelled=distance(initial, parameters), gradients=gradients,
+        again=device.accumulate(0).loss,
+    )  # fmt: skip
 
 
 def distance(start: Mapping[str, Tensor], end: Mapping[str, Tensor]) -> float:

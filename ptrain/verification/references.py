@@ -59,10 +59,10 @@ from ptrain.spec.spec import Spec
 from ptrain.train.exchange import Exchange
 from ptrain.verification.reference import (
     MicroBatch,
-    OneDeviceRun,
     Pass,
     ReferenceTraining,
     Trajectory,
+    one_device_run,
 )
 
 _FIXED = (DType.FP32, DType.FP64)
@@ -401,7 +401,7 @@ def references(
             solos[ask.key] = Trajectory.load(path)
     to_do = [ask for ask in mine if ask.key not in solos]
     count = sum(exchange.gather(sum(ask.steps for ask in to_do)))
-    run: OneDeviceRun | None = None
+    run: Iterator[Trajectory | None] | None = None
     done = 0
     while (everyones := sum(exchange.gather(done))) < count:  # a sign of life
         progress.step("reference runs", everyones, count)
@@ -410,8 +410,8 @@ def references(
             ask = to_do[0]
             run = run or _begun(ask)
             done += 1
-            if run.step():
-                solo = solos[ask.key] = run.trajectory()
+            if (solo := next(run)) is not None:
+                solos[ask.key] = solo
                 if folder is not None:  # for other specs of the command
                     solo.save(folder / f"{ask.key}.pt")
                 run = None  # before the next begins: no two models stand at once
@@ -440,7 +440,7 @@ def _owners(asks: Sequence[Ask], size: int) -> dict[str, int]:
     return owners
 
 
-def _begun(ask: Ask) -> OneDeviceRun:
+def _begun(ask: Ask) -> Iterator[Trajectory | None]:
     spec = on_one_device(ask.spec)
     device = ReferenceTraining(spec) if ask.seed is None else Permuted(spec, ask.seed)
-    return OneDeviceRun(device, ask.steps)
+    return one_device_run(device, ask.steps)

@@ -193,6 +193,9 @@ def in_own_dtypes(spec: Spec, runs: Sequence[ReferenceRun], exchange: Exchange) 
             by_parameter=_by_parameter(runs, exchange, FP32_GRADIENT),
             explanation=_until("own dtypes", "1e-4", fixed.losses, losses, len(runs)),
         )
+    layout = spec.precision.effective
+    dtypes = (layout.parameters, layout.reduced, layout.gradients)  # that a gradient goes through
+    coarsest = max(torch.finfo(TORCH_DTYPES[dtype]).eps for dtype in dtypes)
     num_addends = spec.batch.accumulate * spec.data_degree
     rounding = _factor(len(runs)) * _FP32 / 2 * math.sqrt(2 * num_addends)  # of the loss's sum
     return Allowed(
@@ -202,7 +205,7 @@ def in_own_dtypes(spec: Spec, runs: Sequence[ReferenceRun], exchange: Exchange) 
         ),
         references=_farthest(runs),
         gradient=from_permuted(_distances(runs, exchange, _GRADIENTS, apart)),
-        by_parameter=_by_parameter(runs, exchange, _coarsest(spec)),
+        by_parameter=_by_parameter(runs, exchange, coarsest),
         explanation=f"own dtypes: a loss may differ by {_factor(len(runs)):.1f} deviations "
         f"of {len(runs)} references, {len(runs) - 1} of them with permuted sums",
     )
@@ -257,13 +260,6 @@ def _by_parameter(
         name: max(least, from_permuted([row[name] for row in distances]) * finer)
         for name in distances[0]
     }
-
-
-def _coarsest(spec: Spec) -> float:
-    """Return the spacing of the dtypes that a gradient goes through, relative."""
-    layout = spec.precision.effective
-    dtypes = (layout.parameters, layout.reduced, layout.gradients)
-    return max(torch.finfo(TORCH_DTYPES[dtype]).eps for dtype in dtypes)
 
 
 _GRADIENTS, _PARAMETERS = attrgetter("gradients"), attrgetter("parameters")  # of a trajectory

@@ -191,7 +191,9 @@ class Onward:
 
     def _loss_allowed(self, losses: Sequence[float]) -> float:
         if len(losses) > 1:
-            return from_permuted([abs(loss - losses[0]) for loss in losses[1:]]) + _summing(losses)
+            # a loss is a sum in fp32 at best, whose last bit no reference need differ in
+            summing = 4 * torch.finfo(torch.float32).eps * abs(losses[0])
+            return from_permuted([abs(loss - losses[0]) for loss in losses[1:]]) + summing
         if self.spec.precision.compute_fp64:
             return FP64_LOSS * abs(losses[0])
         return FP32_LOSS
@@ -209,11 +211,6 @@ class Onward:
             why = f"{worst.place}: the reference, continued from the run's state, differs"
             allowed = worst.tolerance if math.isfinite(worst.tolerance) else math.nan
             yield at_most(worst.name, worst.difference, allowed, why)
-
-
-def _summing(losses: Sequence[float]) -> float:
-    """A loss is a sum in fp32 at best, whose last bit no reference need differ in."""
-    return 4 * torch.finfo(torch.float32).eps * abs(losses[0])
 
 
 @torch.no_grad()
@@ -264,10 +261,6 @@ class Corridor:
         own = checks(self.allowed)
         is_beyond = any(not check.holds and check.tolerance for check in own)
         return checks(self.allowed) if is_beyond and self._widens() else own
-
-    def off(self, losses: Sequence[float]) -> tuple[float, ...]:
-        """Return how far each step's loss is from where it should be."""
-        return tuple(abs(loss - its) for loss, its in zip(losses, self.center, strict=False))
 
     def _is_near(self, step: int, loss: float) -> bool:
         return abs(loss - self.center[step]) <= self.allowed.losses[step]
@@ -408,8 +401,8 @@ def of_reference(checks: Sequence[Check], size: int) -> RootCause | None:
         step=0,
         ranks=tuple(range(size)),
         sentence=f"The reference itself fails ({failed[0].name.removeprefix(_REFERENCE)}: "
-        f"{failed[0].why}), so there is nothing to compare with. Use another "
-        "`optimizer.lr`, or more `--steps`.",
+        f"{failed[0].why}), so there is nothing to compare with.",
+        fix="Use another `optimizer.lr`, or more `--steps`.",
     ).proven("the reference was run alone")
 
 
@@ -429,8 +422,8 @@ def of_dtypes(
         place="",
         step=0 if is_first else stopped or 0,
         ranks=tuple(range(size)),
-        sentence="In fp64 the same steps match the reference, so every sum is right. Look "
-        "for a state that is stored, reduced or cast in a coarser dtype than "
+        sentence="In fp64 the same steps match the reference, so every sum is right.",
+        fix="Look for a state that is stored, reduced or cast in a coarser dtype than "
         "precision.layout, and for an overflow.",
     ).unexplained("every sum, because in fp64 the same steps match the reference")
 

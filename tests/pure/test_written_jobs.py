@@ -12,6 +12,7 @@ from ptrain.cli.main import main
 from ptrain.cost import PLACED
 from ptrain.errors import SpecError
 from ptrain.selection.choose import Chooser
+from ptrain.selection.descent import neighbours
 from ptrain.selection.job import searched_job
 from ptrain.selection.quantities import recompute_of
 from ptrain.selection.words import words_of
@@ -29,9 +30,9 @@ def candidates(source: str, *words: str, devices: int = 4) -> list[Spec]:
     job = searched_job(source, [*words, "cluster.devices=8"], devices=devices)
     chooser = Chooser(job)
     specs = [
-        block.candidate(row).spec(job.base)
+        block.scored(row).candidate.spec(job.base)
         for block in chooser.search.blocks()
-        for row in range(len(block))
+        for row in block.rows
     ]
     assert specs
     return specs
@@ -110,10 +111,10 @@ def test_auto_is_searched_wherever_it_stands():
     specs = candidates("hsdp", *words)
     assert len(tuples(specs, Axis.DP_SHARD)) > 5
     assert {spec.batch.micro for spec in specs} == {1, 2, 4}
-    assert (
-        len(Chooser(searched_job("hsdp", [*words, "cluster.devices=8"], devices=4)).search.units)
-        == 5
-    )
+    chooser = Chooser(searched_job("hsdp", [*words, "cluster.devices=8"], devices=4))
+    best = chooser.search.run(chooser.job.where).best[0].candidate
+    around = [other.spec(chooser.job.base) for other in neighbours(chooser.search, best)]
+    assert len({spec.unit for spec in around}) > 2
     assert {(s.degree(Axis.DP_REPLICATE), s.degree(Axis.DP_SHARD)) for s in specs} == {(2, 2)}
 
 

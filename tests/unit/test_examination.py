@@ -14,7 +14,7 @@ from ptrain.rooms.world import World
 from ptrain.selection.recompute import resolve_auto
 from ptrain.spec.load import load
 from ptrain.train.exchange import Exchange
-from ptrain.verification import program_step
+from ptrain.verification import examine as examiner
 from ptrain.verification.capture import modules
 from ptrain.verification.examine import examine
 from ptrain.verification.jobs.evidence import MOST, JobEvidence, OwnGradients
@@ -155,12 +155,12 @@ def test_of_many_micro_batches_the_first_are_told_apart_and_that_is_said() -> No
 
 def test_what_many_micro_batches_gave_is_not_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[int, int]] = []
-    run = program_step.sampled
+    run = examiner.sampled
 
     def sampled(ranks: Ranks, own: OwnGradients) -> JobEvidence:
         seen.append((len(own.given), own.micro_batches))
         return run(ranks, own)
 
-    monkeypatch.setattr(program_step, "sampled", sampled)
+    monkeypatch.setattr(examiner, "sampled", sampled)
     test_of_many_micro_batches_the_first_are_told_apart_and_that_is_said()
     assert seen == [(MOST, MOST)]

@@ -69,11 +69,6 @@ def _sizes(spec: Spec, devices: int, written: Written) -> Iterator[int]:
     yield from divisors(devices)
 
 
-def units_of(written: Written) -> tuple[UnitSize | None, ...]:
-    """Return what may be gathered together."""
-    return tuple(dict.fromkeys(written.value("unit", unit) for unit in UNITS))
-
-
 def _choices(spec: Spec, ranks: int, written: Written) -> Iterator[AxisChoice]:
     if ranks == 1:
         yield AxisChoice(changes=_STOCK)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from ptrain.spec.dials import STOCK_BUCKET_BYTES, GradientSync, SyncPolicy
 from ptrain.spec.placement import REDUCED_AXES, Axis, without
-from ptrain.units import ceil_div
+from ptrain.units import ceil_div, row_major
 
 FIRST_BUCKET_BYTES = 2**20  # of the stock buckets: small, so that the first reduction starts early
 
@@ -65,9 +65,7 @@ def stretches(
         for degree, place in zip(degrees, places, strict=True)
     )
     for coordinates in product(*own):
-        index = 0
-        for place, degree in zip(coordinates, degrees, strict=True):
-            index = index * degree + place
+        index = row_major(zip(coordinates, degrees, strict=True))
         yield index * size, (index + 1) * size
 
 

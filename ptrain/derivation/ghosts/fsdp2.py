@@ -28,6 +28,7 @@ from ptrain.spec.spec import Spec, place_of, ranks_over
 from ptrain.steps.step import Plan
 from ptrain.steps.wraps import FullyShard
 from ptrain.timeline import Complete, Kind, Mark, boundaries
+from ptrain.units import row_major
 
 # Over which ranks FSDP2 shards a unit: over the plan's, and experts over the fewer of them that
 # have the same ones.
@@ -68,11 +69,7 @@ def index_over(spec: Spec, plan: Plan, shards: UnitShards, shard: int) -> int:
     if shards.axes == plan.wrap.row_axes:
         return shard
     places = place_of(spec, plan.wrap.row_axes, shard)
-    index = 0
-    for factor in spec.factors:
-        if factor.axis in shards.axes:
-            index = index * factor.degree + places[factor.axis]
-    return index
+    return row_major((places[f.axis], f.degree) for f in spec.factors if f.axis in shards.axes)
 
 
 # FSDP2's gathers: a unit's parameters from shards to whole tensors and back.

@@ -98,14 +98,14 @@ def compare_rows(
     both = [(row, its) for row, rights in known for its in rights if its.others == row.others]
     both = list({id(row): (row, its) for row, its in reversed(both)}.values())  # the first of each
     matched = {id(row) for row, _ in both}
-    asked = [
+    requested = [
         (row.gradient, its.gradient)
         for row, its in both
         if row.gradient is not None
         and its.gradient is not None
         and row.gradient.shape == its.gradient.shape
     ]
-    sides = [torch.cat([row.flatten() for row in side]) for side in zip(*asked, strict=True)]
+    sides = [torch.cat([row.flatten() for row in side]) for side in zip(*requested, strict=True)]
     return RowReport(
         count=len(rows),
         sliced=sum(row.length not in lengths for row in rows),
@@ -115,7 +115,7 @@ def compare_rows(
             for row, rights in known
         ),
         returned=sum(_differ(row.output, its.output, tolerance) for row, its in both),
-        compared=len(asked),
+        compared=len(requested),
         asks_alike=not sides or multiple(sides[0], sides[1]).holds(tolerance),
     )
 

@@ -463,12 +463,13 @@ class GlobalLoss:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
     """What is said of a run, or of a part of it; equal on all ranks. `notes`: what was not tried,
-    and why."""
+    and why; `trajectory`: figures of every step, of a stage of many."""
 
     checks: tuple[Check, ...]
     mismatches: tuple[Mismatch, ...] = ()
     root_cause: RootCause | None = None
     notes: tuple[str, ...] = ()
+    trajectory: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
     @property
     def fails(self) -> bool:

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ptrain.internals.autograd import is_in_backward
+from ptrain.models.ledger import local
 from ptrain.models.watch import first_real, is_real
 from ptrain.report.copies import Copy, differing
 from ptrain.report.finding import Mismatch, Moment, Subject, Way
@@ -75,22 +76,17 @@ class ModelState:
     def restore(self, *, gradients: bool = True) -> None:
         """Put it back, the gradients that were there too, or those alone that lie there now."""
         for tensor, copy in self.tensors:
-            _local(tensor).copy_(copy)
+            local(tensor.detach()).copy_(copy)
         for module, name, copy in self.buffers:
             buffer = module.get_buffer(name)
             if buffer.shape == copy.shape:
-                _local(buffer).copy_(copy)
+                local(buffer.detach()).copy_(copy)
             else:
                 setattr(module, name, copy.to(buffer.device))
         if not gradients:
             return
         for parameter, gradient in self.gradients:
             parameter.grad = None if gradient is None else gradient.clone()
-
-
-def _local(tensor: Tensor) -> Tensor:
-    to_local = getattr(tensor, "to_local", None)
-    return to_local() if to_local is not None else tensor.detach()
 
 
 def cuda_devices(model: nn.Module) -> list[int]:
@@ -145,7 +141,7 @@ class StepRecorder(UpdateRecorder):
     def _begins(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if counts():
             leaves = tree_leaves((args, kwargs))
-            device = next((leaf.device.type for leaf in leaves if _is(leaf)), "cpu")
+            device = next((its.device.type for its in leaves if isinstance(its, Tensor)), "cpu")
             autocast = torch.is_autocast_enabled(device)
             dtype = torch.get_autocast_dtype(device) if autocast else None
             if not self.calls:
@@ -192,11 +188,7 @@ def counts() -> bool:
 
 
 def _kept(leaf: Any) -> Any:
-    return leaf.detach().clone() if _is(leaf) else leaf
-
-
-def _is(leaf: object) -> bool:
-    return isinstance(leaf, Tensor)
+    return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
 
 
 def _has_gradient(leaf: object) -> bool:
