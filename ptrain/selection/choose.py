@@ -326,8 +326,8 @@ def select(
         margin = 0.0 if any(job.where.bounds("memory")) else TIGHT
 
     def ranking(margin: float) -> PlacementRanking:
-        on_margin = replace(job, margin=margin)
-        chooser = Chooser(on_margin, SearchGoal(objective), count=count or usual, read=read)
+        of_margin, goal = replace(job, margin=margin), SearchGoal(objective)
+        chooser = Chooser(of_margin, goal, count=count or usual, read=read)
         chooser.watch = watch or chooser.watch
         return answer(chooser, demand)
 
@@ -525,13 +525,11 @@ class Chooser(Deriver):
         kind, or why there is none."""
         base, devices = self.job.base, self.job.devices
         placed = [(next(row.candidates()).candidate.spec(base), row) for row in result.placements]
-        for known in KNOWN:
+        for known in (*KNOWN, *recomputing(ranked[0].spec)):
             if (where := known.where(self.job)) is not None:
-                yield known.name, *self._like(placed, ranked, where)
-        for known in recomputing(ranked[0].spec):
-            row, why = self._like(placed, ranked, known.rules, known.kept)
-            if row is not None:
-                yield known.name, row, why
+                row, why = self._like(placed, ranked, where, known.kept)
+                if row is not None or not known.kept:
+                    yield known.name, row, why
         assert base.cluster is not None, "a job that is searched for has a cluster"
         advised = algorithm1(requirements(own_facts(self.job.sized), base.cluster, devices))
         name = f"the paper's Algorithm 1: {advised.advice}"
@@ -549,13 +547,11 @@ class Chooser(Deriver):
         where: Iterable[str],
         kept: str = "",
     ) -> tuple[Ranked | None, str]:
-        """The best that obeys constraints besides the job's own, and keeps activations so, or why
-        there is none."""
+        """The best that obeys more constraints and keeps activations so, or why there is none."""
         rules = tuple(map(parse, where))
 
         def obeys(spec: Spec) -> bool:
-            is_kept = not kept or recompute_of(spec) == kept
-            return is_kept and all(rule.holds(spec) for rule in rules)
+            return kept in ("", recompute_of(spec)) and all(rule.holds(spec) for rule in rules)
 
         alike = [row for spec, row in placed if all(rule.holds(spec) for rule in rules)]
         if not alike:
@@ -566,10 +562,7 @@ class Chooser(Deriver):
             for scored in row.candidates()
             if not kept or keeping(scored.candidate.kept) == kept
         ]
-        if not scored:
-            return None, "none fits by the estimate"
-        scored.sort(key=self._key)
-        rows = list(self._fitting(scored, _OF_KIND))
+        rows = list(self._fitting(sorted(scored, key=self._key), _OF_KIND))
         rows += (row for row in ranked if obeys(row.spec))
         if rows:
             near = self._descended(min(rows, key=self._order), _WORK_OF_KIND)
@@ -577,6 +570,8 @@ class Chooser(Deriver):
             return self._ordered(rows)[0], ""
         if self.cuts is not None:
             return None, "would need another trace; use a larger `--exact`"
+        if not scored:
+            return None, "none fits by the estimate"
         return self.exactly(min(scored, key=attrgetter("peak"))), ""
 
     def _key(self, scored: Scored) -> float:

@@ -417,7 +417,9 @@ def test_a_margin_of_memory_stays_free_unless_nothing_leaves_one(best_of_eight):
 
 def test_a_reason_names_what_costs_more_and_how_much_larger_a_row_is():
     spec = load("8b-zero3", ["cluster.preset=h100-8"]).spec
-    best = ranked(spec, Scored(candidate=None, peak=0.0, seconds=0.0), derive(spec))
+    derivation = derive(spec)
+    closed = Scored(candidate=None, peak=0.0, seconds=0.0)
+    best = ranked(spec, closed, derivation.exact, derivation.facts)
     whole = best.step.seconds
     more = (
         TimeRow(key=TimeKey(Spent.COMPUTE, Phase.BACKWARD), seconds=whole / 10),
