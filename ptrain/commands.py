@@ -21,6 +21,18 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def part(text: str) -> float:
+    """Return the part that `5%` or `0.05` is. Raises ArgumentTypeError unless it is below half."""
+    digits = text.removesuffix("%")
+    try:
+        value = float(digits) / (100 if digits != text else 1)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 0.5:
+        raise ArgumentTypeError(f"must be a part below 50%, for example 5%; got {text!r}")
+    return value
+
+
 def count(text: str) -> int:
     """Return an integer of 0 or more. Raises ArgumentTypeError for any other text."""
     if not text.isdecimal():
@@ -170,6 +182,7 @@ COMMANDS = {
                     "`ptrain specs`, or a file. Default: from the SPEC."),
                 value("--devices", "N", "Use N devices. Default: all devices of the cluster.",
                     type=positive),
+                _ALLOW_IMPORT,
             ),
             "Search": (
                 value("--objective", "GOAL", "Minimize this figure. One of time, memory, devices, "
@@ -183,6 +196,9 @@ COMMANDS = {
                     "finish within this time, such as 30d. Default: none."),
                 value("--budget", "MONEY", "With --objective devices: use the fewest devices that "
                     "stay within this cost, at the cluster's price. Default: none.", type=float),
+                value("--margin", "PART", "Leave this part of each device's memory free, such as "
+                    "10%. If nothing does, placements without a margin are ranked. Default: 5%, "
+                    "or 0% with a condition on memory.", type=part),
                 value("--exact", "K", "Predict the best K candidates exactly, at most two for each "
                     "mesh, schedule, micro-batch and recomputation. Default: 100, or 6 if the "
                     "model must be traced.", type=positive),

@@ -29,6 +29,7 @@ from ptrain.report.predict import (
     require_cuda,
 )
 from ptrain.report.screen import command_line, next_line, show
+from ptrain.selection.preflight import Variant
 from ptrain.selection.recompute import resolve_auto, useless_modes
 from ptrain.spec.load import load, split_arguments, sweeps
 from ptrain.spec.names import listing
@@ -85,6 +86,7 @@ def run(args: Namespace) -> int:
         allow_import=args.allow_import,
         with_reserved=args.reserved,
         is_quiet=args.json,
+        explain=args.explain,
     )
     if is_sweep or len(sources) > 2 or is_table:
         from ptrain.cli.sweep import run_sweep
@@ -196,6 +198,7 @@ def facts_of(
             runs_fakes=runs_fakes,
             progress=ignore if is_quiet else announce,
         ),
+        allow_import=allow_import,
     )
 
 
@@ -235,17 +238,19 @@ def as_record(prediction: Prediction) -> dict[str, object]:
     spec, plan = prediction.spec, derivation.plan
     result["conditions"] = encode(all_conditions(spec, plan))
     result["balance"] = balance_rows(plan.context) if plan.context else []
-    result["cheaper"] = [
-        {
-            "overrides": list(variant.overrides),
-            "peak_bytes": variant.fit.peak_bytes,
-            "step_seconds": variant.seconds,
-            "spare_bytes": variant.fit.spare_bytes,
-            "fits": variant.fit.fits is True,
-        }
-        for variant in prediction.advice.variants
-    ]
+    result["cheaper"] = [_change(variant) for variant in prediction.advice.variants]
+    result["faster"] = [_change(variant) for variant in prediction.faster]
     return result
+
+
+def _change(variant: Variant) -> dict[str, object]:
+    return {
+        "overrides": list(variant.overrides),
+        "peak_bytes": variant.fit.peak_bytes,
+        "step_seconds": variant.seconds,
+        "spare_bytes": variant.fit.spare_bytes,
+        "fits": variant.fit.fits is True,
+    }
 
 
 def predicted(
@@ -257,9 +262,10 @@ def predicted(
     allow_import: bool,
     with_reserved: bool = False,
     is_quiet: bool = False,
+    explain: bool = False,
 ) -> Prediction:
     """The prediction of what `words` make of a source; its label is the spec's name where there is
-    no other. `offer`: with what would fit, where it does not. `with_reserved`: what CUDA's
+    no other. `offer` and `explain` as of `prediction_of`. `with_reserved`: what CUDA's
     allocator would reserve is found by a simulation. `is_quiet` as of `facts_of`."""
     spec = resolve_auto(load(source, words))
     label = label or spec.name
@@ -272,6 +278,7 @@ def predicted(
         derivation,
         label=label,
         offer=offer,
+        explain=explain,
         reload=lambda more: load(source, (*words, *more)),
         words=(source, *words),
         allow_import=allow_import,

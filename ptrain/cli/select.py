@@ -9,6 +9,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 from ptrain.charts.canvas import ChartFile, chart_file, write_whole
 from ptrain.charts.front import front_sheet
@@ -64,7 +65,8 @@ def run(args: Namespace) -> int:
             tokens=args.tokens,
             deadline=args.deadline,
             budget=args.budget,
-            read=_read,
+            margin=args.margin,
+            read=partial(_read, allow_import=args.allow_import),
             watch=lambda done, count: step(done, count, "deriving the best candidates"),
         )
     advice = _advice(selection, args) if args.by == "algorithm1" else None
@@ -102,10 +104,10 @@ def _without_collector() -> Iterator[None]:
             gc.enable()
 
 
-def _read(spec: Spec) -> ModelFacts:
+def _read(spec: Spec, *, allow_import: bool) -> ModelFacts:
     """The facts of a model that no table tells of: said beforehand, for it takes seconds."""
     print(f"tracing {spec.name} as in {placement_text(spec)}", file=sys.stderr, flush=True)
-    return facts_of(spec, allow_import=False)
+    return facts_of(spec, allow_import=allow_import)
 
 
 def _require_uses(args: Namespace) -> None:
@@ -122,7 +124,7 @@ def _advice(selection: PlacementRanking, args: Namespace) -> Answer:
     """The paper's, for the job that was searched."""
     base = selection.job.base
     assert base.cluster is not None, "a job that is searched for has a cluster"
-    required = requirements(own_facts(base), base.cluster, selection.job.devices)
+    required = requirements(own_facts(selection.job.sized), base.cluster, selection.job.devices)
     return algorithm1(required, thresholds_of(args.thresholds))
 
 

@@ -417,23 +417,21 @@ class ModelFacts:
     what the pipeline axis cuts, and `stage_passes` what was traced of each stage, by the places of
     ranks along tp; `part_rows` are the timelines of its ranks as formulas of where tokens go, first
     to last, empty where that changes no size or there is no formula, `stage_rows` those of its
-    stages, and `micro_batches` those of a rank whose micro-batches differ; `work` is what that
-    micro-batch computes and `part_works` what it does on the ranks at each place along tp, of
-    all their stages together; `blocks` are the names of what repeats, first to last. `draws`:
-    it draws random numbers in forward, as dropout does; `sample_bytes` are those of a sample
-    that is not tokens; `ignored` are fields of a config that have no influence, each with the
-    reason; `vocabulary` is how many logits a token has, where it has run. `untraced` says why
-    there is no trace of a model that should have one, `unknown_attention` of what attention
-    nobody knows what the spec's GPUs would keep. `by_data` says what selects by data, as a
-    router does, so that sizes depend on it: then the traces are those of one extent of what is
+    stages; `work` is what that micro-batch computes and `part_works` what it does on the ranks at
+    each place along tp, of all their stages together; `blocks` are the names of what repeats,
+    first to last. `draws`: it draws random numbers in forward, as dropout does; `sample_bytes` are
+    those of a sample that is not tokens; `ignored` are fields of a config that have no influence,
+    each with the reason; `vocabulary` is how many logits a token has, where it has run. `untraced`
+    says why there is no trace of a model that should have one, `unknown_attention` of what
+    attention nobody knows what the spec's GPUs would keep. `by_data` says what selects by data, as
+    a router does, so that sizes depend on it: then the traces are those of one extent of what is
     selected, and `others` are the facts at other extents; figures lie between the least and the
     largest of all. `attending` is what slices of the tokens over cp need of a model that is not
     built in, `experts` its layers with experts where ranks have some each. `unvisited` are
-    parameters that have no gradient where nothing is selected for them. `built_whole` says
-    why each rank builds the full model before it keeps its part; it is empty where a rank draws or
-    reads its part alone. `stops` are
-    modules whose inputs have no gradient, for nothing trained comes before them. `model` is there
-    where they are of another one than the spec's.
+    parameters that have no gradient where nothing is selected for them. `built_whole` says why each
+    rank builds the full model before it keeps its part; it is empty where a rank draws or reads its
+    part alone. `stops` are modules whose inputs have no gradient, for nothing trained comes before
+    them. `model` is there where they are of another one than the spec's.
     """
 
     units: tuple[UnitFacts, ...]
@@ -444,7 +442,6 @@ class ModelFacts:
     fusions: Fusions = ()
     part_timelines: tuple[Timeline, ...] = ()
     part_rows: tuple[RowsTimeline, ...] = ()
-    micro_batches: tuple[Timeline, ...] = ()
     chain: Chain | None = None
     blocks: tuple[str, ...] = ()
     stage_passes: tuple[tuple[Passes, ...], ...] = field(default=(), hash=False)

@@ -133,7 +133,8 @@ def root_cause(mismatches: Sequence[Mismatch]) -> RootCause | None:
         place=first.name,
         step=first.step,
         ranks=ranks,
-        sentence=f"{first.name} of {listed(ranks)}: {first.told} ({against}). {_remedy(first)}",
+        sentence=f"{first.name} of {listed(ranks)}: {first.told} ({against}).",
+        fix=_remedy(first),
     )
 
 

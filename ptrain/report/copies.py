@@ -139,6 +139,7 @@ def root_cause(
         step=first.step,
         ranks=ranks,
         sentence=_sentence(first, ranks, between, last_good),
+        fix=_OF_COPIES if _is_alone(first) else _REMEDIES.get(first.subject, _FLIPPED),
     )
 
 
@@ -184,19 +185,19 @@ def _sentence(
     first: Mismatch, ranks: tuple[int, ...], between: tuple[int, ...], last_good: int | None
 ) -> str:
     if _is_alone(first):
-        who = f"{first.subject} {first.name} of {listed(ranks)} {first.told}"
-        return f"{who}. Every update must write its result to the copy that forward reads"
+        return f"{first.subject} {first.name} of {listed(ranks)} {first.told}."
     others = tuple(rank for rank in between if rank not in ranks)
     against = f"{listed(others)} agree" if others else "no two of them agree, or as many as not"
     who = f"{first.subject} {first.name} of {listed(ranks)}: {first.told or DIFFERS} ({against}"
     known = "" if last_good is None else f"; all agreed after step {last_good}"
-    return f"{who}{known}). {_REMEDIES.get(first.subject, _FLIPPED)}"
+    return f"{who}{known})."
 
 
 def listed(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) != 1)} {', '.join(map(str, ranks))}"
 
 
+_OF_COPIES = "Every update must write its result to the copy that forward reads"
 _FLIPPED = (
     "Where only this rank ever has it, its memory or its device is at fault; else an update, a "
     "gather or a broadcast does not reach all ranks, or something writes to it on some alone"

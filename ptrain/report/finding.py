@@ -3,7 +3,6 @@ the root cause that this points to. Plain data, so that ranks can tell each othe
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field, replace
 from enum import IntEnum, StrEnum
 
@@ -92,15 +91,6 @@ class Certainty(StrEnum):
 
 RULED_OUT = "ruled out: "
 POSSIBLE = "Possible causes: "  # how a sentence of a root cause begins that lists some
-# How a sentence begins that says what to do; one with "must" says it, too.
-_FIXES = re.compile(
-    r"(If this is intended|Accumulate|Add|All-reduce|Apply|Average|Bring|Broadcast|Build|Call|Check"
-    r"|Clip|Compare|Compute|Concatenate|Copy|Count|Divide|Do|Draw|Exchange|Exclude|Find|Gather|Give"
-    r"|Halve|Ignore|Initialize|Keep|Load|Look|Lower|Make|Mask|Minimize|Multiply|Normalize|Number"
-    r"|Omit|Pass|Permute|Preserve|Reduce|Reduce-scatter|Refresh|Remove|Restore|Run|Scale|Seed|Send"
-    r"|Set|Shard|Shift|Sort|Split|Step|Sum|Suspect|Update|Use|Wait|Write)\b|.* must "
-)
-_SENTENCES = re.compile(r"(?<=[.)]) (?=[A-Z`])")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,8 +101,8 @@ class RootCause:
     `tried` says what was tried and what came of it. `called_at` is the file and line that calls
     the module, if that is known.
 
-    `sentence` is what differs; then, if there are several that fit, `POSSIBLE` and these; then the
-    fix, which begins with a verb."""
+    `sentence` is what differs; then, if there are several that fit, `POSSIBLE` and these. `fix` is
+    what to do, if that is known: a record of an earlier version has it in `sentence`."""
 
     state: Subject
     axis: str
@@ -124,6 +114,7 @@ class RootCause:
     certainty: Certainty = Certainty.FITS
     tried: str = ""
     called_at: str = field(default="", metadata=RARE)
+    fix: str = field(default="", metadata=RARE)
 
     def __str__(self) -> str:
         on = f" · axis {self.axis}" if self.axis else ""
@@ -131,33 +122,25 @@ class RootCause:
         ranks = f"rank{'s' * (len(self.ranks) != 1)} {', '.join(map(str, self.ranks))}"
         call = f"{self.place}, called at {self.called_at}" if self.called_at else self.place
         head = f"{self.state}{on} · {self.factor}{where} · step {self.step} · {ranks}"
+        facts, _, causes = self.sentence.partition(POSSIBLE)
         lines = {
             "root cause": head,
-            **self._said(),
+            "what differs": facts.strip() or f"{self.state}: {self.factor}",
             "where": "; ".join(filter(None, [call, f"first in step {self.step}, on {ranks}"])),
+            "possible causes": causes,
+            "fix": self.fix,
             str(self.certainty): self.tried or "the fix was not tried",
         }
-        order = ("root cause", "what differs", "where", "possible causes", "fix", self.certainty)
-        return "\n  ".join(f"{label}: {lines[label]}" for label in order if label in lines)
-
-    def _said(self) -> dict[str, str]:
-        """Return the sentences by what they are about."""
-        said: dict[str, list[str]] = {"what differs": []}
-        label = "what differs"
-        for sentence in filter(None, _SENTENCES.split(self.sentence)):
-            if sentence.startswith(POSSIBLE):
-                label = "possible causes"
-            elif _FIXES.match(sentence):
-                label = "fix"
-            said.setdefault(label, []).append(sentence.removeprefix(POSSIBLE))
-        said["what differs"] = said["what differs"] or [f"{self.state}: {self.factor}"]
-        said.setdefault("fix", ["not known"])
-        return {label: " ".join(sentences) for label, sentences in said.items()}
+        return "\n  ".join(f"{label}: {text}" for label, text in lines.items() if text)
 
     def proven(self, tried: str) -> RootCause:
         """Return it after its fix was tried; of one that lists several causes it proves none."""
         certainty = Certainty.FITS if POSSIBLE in self.sentence else Certainty.PROVEN
         return replace(self, certainty=certainty, tried=tried)
+
+    def fits(self, tried: str) -> RootCause:
+        """Return it as an explanation of which not all was tried, or not all came right."""
+        return replace(self, certainty=Certainty.FITS, tried=tried)
 
     def located(self, tried: str) -> RootCause:
         """Return it as the place where a run begins to differ, for a reason that is not known."""

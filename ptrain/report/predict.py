@@ -57,9 +57,10 @@ from ptrain.selection.fit import (
     telling,
     usable_text,
 )
-from ptrain.selection.preflight import FitAdvice, Reload, find_changes
+from ptrain.selection.preflight import FitAdvice, Reload, Variant, find_changes, find_faster
 from ptrain.spec.batch import batch_lines
 from ptrain.spec.model import ModelShape
+from ptrain.spec.placement import Axis
 from ptrain.spec.spec import Spec, positions
 from ptrain.steps.step import Plan
 from ptrain.units import format_bytes, format_operations, format_seconds
@@ -87,6 +88,7 @@ class Prediction:
     derivation: Derivation
     num_parameters: int
     advice: FitAdvice = field(default_factory=FitAdvice)
+    faster: tuple[Variant, ...] = ()
     words: tuple[str, ...] = ("SPEC",)
     allow_import: bool = False
     reserving: Reserving | None = None
@@ -120,6 +122,7 @@ def one(prediction: Prediction, *, explain: bool = False) -> str:
             *rest,
             *batch_lines(prediction.spec.batch, prediction.spec.data_degree),
             *advice_lines(prediction),
+            *faster_lines(prediction),
             "",
             _memory(*estimates, title=column),
             *fit_lines(prediction),
@@ -144,13 +147,16 @@ def prediction_of(
     *,
     label: str = "",
     offer: bool = True,
+    explain: bool = False,
     reload: Reload | None = None,
     **more: Any,
 ) -> Prediction:
-    """Return the prediction that a derivation is. `offer`: where it does not fit, with what would,
-    on top of what `reload` loads. `more` are the prediction's other fields."""
+    """Return the prediction that a derivation is. `offer`: with changes that fit if it does not,
+    and faster ones if it does, on top of what `reload` loads; of a pipeline, which takes long to
+    derive, only to `explain`. `more` are the prediction's other fields."""
     spec, facts, exact = derivation.spec, derivation.facts, derivation.exact
     fitting = fit(spec, exact)
+    tries = offer and (explain or spec.degree(Axis.PP) == 1)
     misfit = offer and fitting.peak_bytes is not None and fitting.fits is False
     return Prediction(
         label=label or spec.name,
@@ -158,6 +164,7 @@ def prediction_of(
         derivation=derivation,
         num_parameters=facts.numel,
         advice=find_changes(spec, facts, exact, reload) if misfit else FitAdvice(),
+        faster=find_faster(spec, facts, exact, reload) if tries and reload else (),
         **more,
     )
 
@@ -260,6 +267,17 @@ def advice_lines(prediction: Prediction) -> list[str]:
         remedy = () if fitting.is_open else (f"  {HOST_UNKNOWN[1]}",)
         return [f"  {fitting.unknown}", *remedy]
     return []
+
+
+def faster_lines(prediction: Prediction) -> list[str]:
+    """Return a sentence for each dial that would make a step more than 5 % faster."""
+    step, device = prediction.derivation.exact.step, device_name(prediction.spec)
+    return [
+        f"  {variant.command} would be {step.seconds / variant.seconds - 1:.0%} faster and needs "
+        f"{size(variant.fit.peak_bytes)} of {size(variant.fit.usable_memory)} per {device}"
+        for variant in prediction.faster
+        if step is not None and variant.seconds
+    ]
 
 
 def _changes(advice: FitAdvice) -> list[str]:

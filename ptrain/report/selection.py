@@ -6,7 +6,7 @@ import csv
 import io
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from math import isfinite
 
 from ptrain.axes.candidates import Written
@@ -15,7 +15,6 @@ from ptrain.axes.data.form import form_of, joins_units
 from ptrain.codec import encode
 from ptrain.report.step_time import device_name, pace_parts
 from ptrain.report.table import (
-    MISSING,
     Importance,
     TableColumn,
     make_columns,
@@ -26,7 +25,7 @@ from ptrain.report.table import (
 from ptrain.selection.demand import Demand
 from ptrain.selection.fit import room_text, usable_text
 from ptrain.selection.quantities import keeping, recompute_of, unit_of
-from ptrain.selection.ranking import Lost, PlacementRanking, reason
+from ptrain.selection.ranking import PlacementRanking, idea_of, order_of, reason
 from ptrain.selection.task import Ranked, SearchGoal
 from ptrain.selection.words import words_of
 from ptrain.spec.activations import PLAIN
@@ -41,6 +40,7 @@ from ptrain.units import format_bytes, format_count, format_memory, format_secon
 
 _OVER_CONTEXT = "peaks with cp are those of CPU kernels and have not been confirmed on a GPU"
 TOP, _BILLION = 10, 10**9
+_ALIKE_TIME, _ALIKE_MEMORY = 0.01, 0.05  # rows of one idea that are no further apart are one
 _OF_TUPLES = {"name", "mesh", "placement", "precision", "tensor"}  # keys of a named tuple
 _MARKED = {
     SearchGoal.DEVICES: "* marks the fewest devices that meet the demand",
@@ -71,6 +71,10 @@ def _heading(selection: PlacementRanking) -> Iterator[str]:
     )
     if reserve := cluster.reserved_bytes:
         yield usable_text(cluster.device_memory, reserve)
+    if margin := job.margin_bytes:
+        yield f"margin: {format_memory(margin)} ({job.margin:.0%}) stay free; change it by --margin"
+    elif selection.best is not None and selection.best.memory.is_tight:
+        yield "margin: none, by your constraint or because no placement leaves one"
     if job.stand_in is not None:
         yield (
             f"scored as blocks of a {job.stand_in.family} with about as many parameters; the "
@@ -93,6 +97,7 @@ def _answer(selection: PlacementRanking) -> Iterator[str]:
     usable, device = memory.usable_memory or 0, device_name(spec)
     parts = [
         f"peak {format_memory(best.peak_bytes)} of {format_memory(usable)} per {device}",
+        f"{_headroom(best)} free",
         *pace_parts(spec, best.seconds, best.throughput),
     ]
     yield f"Best: {' · '.join(filter(None, _cells(spec)))}"
@@ -120,22 +125,19 @@ def _body(selection: PlacementRanking, top: int) -> Iterator[str]:
         yield from _nothing_fits(selection)
         return
     yield from _by_number(selection)
-    distinct: dict[tuple[str, ...], tuple[int, Ranked]] = {}
-    for number, row in enumerate(selection.ranking, 1):  # many differ in dials alone
-        distinct.setdefault(_cells(row.spec)[:3], (number, row))
-    numbered = dict([*distinct.values()][:top])
+    numbered = dict(enumerate(best_of_ideas(selection)[:top], 1))
     shown = list(numbered.values())
     yield _table(shown, selection, [*map(str, numbered)])
     yield from _untimed(selection, numbered)
     if any(row.spec.has_token_slices and row.spec.is_for_cuda for row in shown):
         yield _OVER_CONTEXT
-    if front := [row for row in selection.front if row not in shown]:
+    if front := distinct_front(selection, shown):
         yield ""
         yield "Pareto front of time and memory, without the rows above:"
         yield _table(front, selection, [""] * len(front))
-    if selection.lost:
-        yield ""
-        yield from _lost(selection)
+    yield ""
+    yield from _comparisons(selection, numbered)
+    yield from _micro_batches(selection)
     yield ""
     yield "reasons for the best:"
     yield from (f"  {line}" for line in selection.reasons)
@@ -183,24 +185,67 @@ def _untimed(selection: PlacementRanking, numbered: Mapping[int, Ranked]) -> Ite
         yield f"no step time of {', '.join(numbers)}: {why}"
 
 
-def _lost(selection: PlacementRanking) -> Iterator[str]:
-    rows = [(lost.name, *_figures(selection, lost), lost.why) for lost in selection.lost]
-    heads = (
-        name_column("well-known choice"),
-        TableColumn("best placement", Importance.DETAIL, left=True),
-        TableColumn("step time", Importance.RESULT),
-        TableColumn("peak", Importance.RESULT),
-        TableColumn("against the best", Importance.RESULT, left=True),
+def best_of_ideas(selection: PlacementRanking) -> list[Ranked]:
+    """Return the best row of each idea, the winner first. Ways to recompute are ideas if the winner
+    has the same axes."""
+    known = (lost.best for lost in selection.lost)
+    fitting = [row for row in (*selection.front, *known) if row and row.memory.fits]
+    order = partial(order_of, selection.ranked_by)
+    winner, *others = selection.ranking
+    axes, *_ = idea_of(winner.spec).partition(",")
+    best = {idea_of(winner.spec): winner}
+    for row in sorted((*others, *fitting), key=order):
+        idea = idea_of(row.spec)
+        best.setdefault(idea if idea.partition(",")[0] == axes else idea.partition(",")[0], row)
+    return list(best.values())
+
+
+def distinct_front(selection: PlacementRanking, shown: Iterable[Ranked] = ()) -> list[Ranked]:
+    """Return the Pareto front without rows that are like those shown or like a smaller one."""
+    front = reversed([row for row in selection.front if not any(_alike(row, o) for o in shown)])
+    rows: list[Ranked] = []
+    for row in front:
+        if not any(_alike(row, other) for other in rows):
+            rows.append(row)
+    return rows[::-1]
+
+
+def _alike(row: Ranked, other: Ranked) -> bool:
+    """Whether two rows of one idea differ by less than 1 % of time and 5 % of memory."""
+    pairs = (
+        (row.nominal_seconds, other.nominal_seconds, _ALIKE_TIME),
+        (float(row.peak_bytes), float(other.peak_bytes), _ALIKE_MEMORY),
     )
-    yield render(make_columns(rows, *heads))
+    is_near = all(abs(one - two) <= part * max(one, two) for one, two, part in pairs)
+    return is_near and idea_of(row.spec) == idea_of(other.spec)
 
 
-def _figures(selection: PlacementRanking, lost: Lost) -> tuple[str, str, str]:
-    """Return the best placement of a choice, its time and its peak."""
-    if lost.best is not None:
-        row = lost.best
-        return placement_text(row.spec), _seconds(row), format_memory(row.peak_bytes)
-    return "", MISSING, MISSING
+def _comparisons(selection: PlacementRanking, numbered: Mapping[int, Ranked]) -> Iterator[str]:
+    """Yield a sentence for each row, and for each well-known choice that is not among them."""
+    best, by = selection.ranking[0], selection.ranked_by
+    yield "against the best:"
+    for number, row in numbered.items():
+        if row.figures != best.figures:
+            yield f"  {number:>2}  {idea_of(row.spec)}: {reason(row, best, by)}"
+    figures = [row.figures for row in numbered.values()]
+    for lost in selection.lost:
+        if lost.best is None or lost.best.figures not in figures:
+            yield f"      {lost.name}: {lost.why}"
+
+
+def _micro_batches(selection: PlacementRanking) -> Iterator[str]:
+    """Yield the best of each micro-batch with the winner's idea, if several fit."""
+    idea = idea_of(selection.ranking[0].spec)
+    rows: dict[int, Ranked] = {}
+    for row in selection.ranking:
+        if idea_of(row.spec) == idea:
+            rows.setdefault(row.spec.batch.micro, row)
+    if len(rows) > 1:
+        listed = (
+            f"{micro}×{row.spec.batch.accumulate} {_seconds(row)}, {format_memory(row.peak_bytes)}"
+            for micro, row in sorted(rows.items())
+        )
+        yield f"micro-batches of {idea}: {' · '.join(listed)}"
 
 
 def _nothing_fits(selection: PlacementRanking) -> Iterator[str]:
@@ -230,15 +275,15 @@ def _nothing_fits(selection: PlacementRanking) -> Iterator[str]:
 
 def _table(rows: Sequence[Ranked], selection: PlacementRanking, numbers: Sequence[str]) -> str:
     """Return a table of rows. It has a column for the host if a row offloads states."""
-    placements, batches, kept, dials = zip(*(_cells(row.spec) for row in rows), strict=True)
+    placements, batches, _, dials = zip(*(_cells(row.spec) for row in rows), strict=True)
     device = device_name(rows[0].spec)
     paces = [row.tokens_per_second for row in rows]
     per_device = [pace and pace / selection.job.devices for pace in paces]
     columns = [
-        TableColumn("rank" if any(numbers) else "", Importance.NAME, numbers),
-        name_column("placement", placements),
+        TableColumn("row" if any(numbers) else "", Importance.NAME, numbers),
+        name_column("idea", [idea_of(row.spec) for row in rows]),
+        TableColumn("placement", Importance.RESULT, placements, left=True),
         TableColumn("micro×accum", cells=batches, left=True),
-        TableColumn("recompute", cells=kept, left=True),
         TableColumn("step time", Importance.RESULT, [_seconds(row) for row in rows]),
         TableColumn("tokens/s", cells=[or_missing(pace, format_count) for pace in paces]),
         TableColumn(
@@ -250,6 +295,7 @@ def _table(rows: Sequence[Ranked], selection: PlacementRanking, numbers: Sequenc
             "MFU", Importance.DETAIL, [or_missing(row.mfu, "{:.1%}".format) for row in rows]
         ),
         TableColumn("peak", Importance.RESULT, [format_memory(row.peak_bytes) for row in rows]),
+        TableColumn("headroom", Importance.RESULT, [_headroom(row) for row in rows]),
         TableColumn(
             "host memory", cells=[format_memory(row.memory.host_needed_bytes) for row in rows]
         ),
@@ -274,6 +320,13 @@ def _table(rows: Sequence[Ranked], selection: PlacementRanking, numbers: Sequenc
 
 def _seconds(row: Ranked) -> str:
     return or_missing(row.seconds, format_seconds)
+
+
+def _headroom(row: Ranked) -> str:
+    """Return the bytes that stay free on a device, and their part of its memory."""
+    memory = row.memory
+    part = memory.spare_bytes / (memory.device_memory or 1)
+    return f"{format_memory(memory.spare_bytes)} ({part:.0%})"
 
 
 def placement_text(spec: Spec) -> str:
@@ -384,6 +437,7 @@ def as_record(selection: PlacementRanking, top: int | None = None) -> Record:
         "job": job.base.name,
         "devices": job.devices,
         "objective": selection.objective.value,
+        "margin_bytes": job.margin_bytes,
         "where": [rule.text for rule in job.where.constraints],
         "written": list(written_texts(job.written)),
         "candidates": selection.counts.scored,
@@ -393,6 +447,9 @@ def as_record(selection: PlacementRanking, top: int | None = None) -> Record:
         "scored_as": _scored_as(job.stand_in),
         "time_unknown": selection.unknown or None,
         "ranking": list(_ranked(selection, top)),
+        "ideas": [row_record(selection, row) for row in best_of_ideas(selection)]
+        if selection.best
+        else [],
         "front": [row_record(selection, row) for row in selection.front],
         "lost": [
             {
@@ -439,12 +496,14 @@ def row_record(selection: PlacementRanking, row: Ranked) -> Record:
         training = {"training_seconds": demand.seconds(row), "training_price": demand.money(row)}
     return {
         "placement": described(spec),
+        "idea": idea_of(spec),
         "alike": row.alike,
         "mesh": {factor.axis.value: factor.degree for factor in spec.factors},
         "words": list(words_of(selection.job, spec)),
         "front": row in selection.front,
         "fits": row.memory.fits,
         "tight": row.memory.is_tight,
+        "headroom_bytes": row.memory.spare_bytes,
         "step_seconds": row.seconds,
         "time_unknown": row.why_untimed or None,
         "tokens_per_second": row.tokens_per_second,

@@ -10,8 +10,9 @@ from functools import cache
 from math import prod
 
 from ptrain.axes.data.rules import DATA
-from ptrain.cost import PLACED
+from ptrain.cost import PLACED, Spent, StepTime
 from ptrain.errors import Fault
+from ptrain.spec.activations import FULL
 from ptrain.spec.dials import GradientSync
 from ptrain.spec.keys import dials
 from ptrain.spec.model import Attention, ModelShape
@@ -46,13 +47,38 @@ _HOSTED = ("R,O,S", "R,O,O", "S*,O,S", "S*,O,O", "S*@host,O,S", "S*@host,O,O")
 
 def recompute_overrides(spec: Spec) -> Iterator[Overrides]:
     """Yield the policies with which all blocks are recomputed, the one that repeats least first."""
-    own = [factor.axis for factor in spec.factors if _says_activations(spec, factor.axis)]
-    places = [f"placement.{axis}.activations" for axis in own] or ["activations"]
-    modes = [f"{place}=M" for place in places]
+    modes = [f"{place}=M" for place in _activation_places(spec)]
     is_eager = isinstance(spec.model, ModelShape) and spec.model.attention is Attention.EAGER
     for policy in ("selective", *(["attention"] if is_eager else [])):
         yield (*modes, f"recompute={policy}")
     yield (*modes, *(["recompute=full"] if "recompute" in spec.resolved else []))
+
+
+def _activation_places(spec: Spec) -> list[str]:
+    """Return the keys that give the mode of activations."""
+    own = [factor.axis for factor in spec.factors if _says_activations(spec, factor.axis)]
+    return [f"placement.{axis}.activations" for axis in own] or ["activations"]
+
+
+def faster_overrides(spec: Spec, step: StepTime, part: float) -> Iterator[Overrides]:
+    """Yield single dials that may save more than a part of a step: less recomputation, and more
+    overlap or fewer collectives where the time that these could save is as long."""
+    written = [*(["recompute=none"] if "recompute" in spec.resolved else [])]
+    if any(kept.policy is not None for kept in spec.activations.modes):
+        selective = next(recompute_overrides(spec))
+        yield from ((selective,) if spec.activations.default.policy == FULL else ())
+        yield (*(f"{place}=R" for place in _activation_places(spec)), *written)
+    spent = (Spent.COLLECTIVES, Spent.WRAPPERS, Spent.LAUNCHES)
+    if sum(map(step.spent, spent)) > part * step.seconds:
+        yield ("overlap=backward", "prefetch=1")
+        yield ("sync.reshard_after_forward=false",)
+        if spec.batch.accumulate > 1:
+            yield ("sync.gradients=last",)
+        if spec.batch.accumulate % 2 == 0:
+            micro, number = 2 * spec.batch.micro, spec.batch.accumulate // 2
+            yield (f"batch.micro={micro}", f"batch.accumulate={number}")
+    if step.spent(Spent.BUBBLE) > part * step.seconds:
+        yield ("pipeline.schedule=zero-bubble",)
 
 
 def loss_overrides(spec: Spec) -> Iterator[Overrides]:

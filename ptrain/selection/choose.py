@@ -11,6 +11,7 @@ nodes, then cp for sequences and ep for experts.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate, compress
@@ -23,16 +24,17 @@ from ptrain.cost import Phase, State, busiest
 from ptrain.derivation.estimate import Derivation, derive
 from ptrain.derivation.interconnect import link
 from ptrain.derivation.paper import reconstruction_unit, state_sizes
-from ptrain.errors import refused
+from ptrain.errors import SpecError, refused
 from ptrain.plan.lower import own_facts
 from ptrain.selection.algorithm1 import algorithm1, requirements
 from ptrain.selection.cuts import ReadFacts, read_or_kept
 from ptrain.selection.demand import Demand, cheapest, demand_of, numbers
 from ptrain.selection.deriver import BEST, Deriver, work_of
 from ptrain.selection.descent import neighbours
-from ptrain.selection.fit import HOST_UNKNOWN, Fit, fit, host_bytes, host_text, room_text
+from ptrain.selection.fit import HOST_UNKNOWN, TIGHT, Fit, fit, host_bytes, host_text, room_text
 from ptrain.selection.infeasible import why_none, why_not
 from ptrain.selection.job import searched_job
+from ptrain.selection.quantities import keeping, recompute_of
 from ptrain.selection.ranking import (
     KNOWN,
     Lost,
@@ -41,6 +43,7 @@ from ptrain.selection.ranking import (
     front_of,
     order_of,
     reason,
+    recomputing,
     undominated,
 )
 from ptrain.selection.task import (
@@ -278,6 +281,7 @@ def select(
     tokens: str | None = None,
     deadline: str | None = None,
     budget: float | None = None,
+    margin: float | None = None,
     read: ReadFacts = read_or_kept,
     watch: Callable[[int, int], None] | None = None,
 ) -> PlacementRanking:
@@ -295,6 +299,8 @@ def select(
         tokens: With the objectives `devices` and `cost`: the length of the training (`15T`).
         deadline: With the objective `devices`: the time limit (`30d`).
         budget: With the objective `devices`: the limit of the price, in the cluster's currency.
+        margin: The part of a GPU's memory that a placement leaves free. Default: 0.05, or 0 if
+            `where` limits `memory`. If nothing leaves the margin, placements without it are ranked.
         read: Reads the facts of models that must be traced.
         watch: Called with the number of candidates that are derived and of those that are wanted.
 
@@ -310,14 +316,25 @@ def select(
         >>> ranking.spec.world_size
         2
     """
-    job = searched_job(source, overrides, cluster=cluster, devices=devices, where=where)
+    job = searched_job(source, overrides, cluster=cluster, devices=devices, where=where, read=read)
     usual = BEST if job.stand_in is None else _BEST_TRACED
     if objective not in (goals := [goal.value for goal in SearchGoal]):
         known = f"Use one of {', '.join(goals)}."
         raise refused("objective", f"there is no objective named {objective!r}", known)
-    chooser = Chooser(job, SearchGoal(objective), count=count or usual, read=read)
-    chooser.watch = watch or chooser.watch
-    return answer(chooser, demand_of(tokens, deadline, budget))
+    demand = demand_of(tokens, deadline, budget)
+    if margin is None:
+        margin = 0.0 if any(job.where.bounds("memory")) else TIGHT
+
+    def ranking(margin: float) -> PlacementRanking:
+        of_margin, goal = replace(job, margin=margin), SearchGoal(objective)
+        chooser = Chooser(of_margin, goal, count=count or usual, read=read)
+        chooser.watch = watch or chooser.watch
+        return answer(chooser, demand)
+
+    with suppress(SpecError):
+        if margin and (leaving := ranking(margin)).best is not None:
+            return leaving
+    return ranking(0.0)
 
 
 def answer(chooser: Chooser, demand: Demand | None) -> PlacementRanking:
@@ -407,14 +424,17 @@ class Chooser(Deriver):
             raise refused("--devices", *why_none(self.search))
         rows = self._best(result)
         derived = self.derived
+        on_front = list(self._fitting(result.front, len(result.front))) if rows else []
         lost = tuple(self._of_kinds(result, rows)) if rows else ()
         # a well-known choice may be what the dials of others lead to
-        rows = self._ordered((*rows, *(row for _, row, _ in lost if row and row.memory.fits)))
+        rows = self._ordered((*rows, *(row for _, row, _ in lost if row and self._obeys(row))))
         selection = PlacementRanking(
             job=self.job,
             objective=self.objective,
             ranking=tuple(rows),
-            front=front_of(row for row in rows if self.unknown or row.seconds is not None),
+            front=front_of(
+                row for row in (*rows, *on_front) if self.unknown or row.seconds is not None
+            ),
             counts=result.counts,
             derived=derived,
             unknown=self.unknown,
@@ -454,9 +474,10 @@ class Chooser(Deriver):
         rows = list(self._fitting(result.best, self.count))
         if self.cuts is not None:
             if not rows and (least := self._least(result)) is not None:
-                rows = [least] if least.memory.fits and self._obeys(least) else []
-            if not self.derived and self.cuts.refusals:
-                raise next(iter(self.cuts.refusals.values()))
+                rows = [least] if self._obeys(least) else []
+            refusals = self.cuts.refusals
+            if not rows and refusals and refusals.keys() >= self.cuts.facts.keys():
+                raise next(iter(refusals.values()))
             if rows:
                 self.cuts.close()
         placements = {row.spec.factors: row for row in sorted(rows, key=self._order, reverse=True)}
@@ -504,11 +525,13 @@ class Chooser(Deriver):
         kind, or why there is none."""
         base, devices = self.job.base, self.job.devices
         placed = [(next(row.candidates()).candidate.spec(base), row) for row in result.placements]
-        for known in KNOWN:
-            if (where := known.where(self.job.devices)) is not None:
-                yield known.name, *self._like(placed, ranked, where)
+        for known in (*KNOWN, *recomputing(ranked[0].spec)):
+            if (where := known.where(self.job)) is not None:
+                row, why = self._like(placed, ranked, where, known.kept)
+                if row is not None or not known.kept:
+                    yield known.name, row, why
         assert base.cluster is not None, "a job that is searched for has a cluster"
-        advised = algorithm1(requirements(own_facts(base), base.cluster, devices))
+        advised = algorithm1(requirements(own_facts(self.job.sized), base.cluster, devices))
         name = f"the paper's Algorithm 1: {advised.advice}"
         if not advised.degrees:
             yield name, None, "the search found one"
@@ -522,22 +545,33 @@ class Chooser(Deriver):
         placed: Sequence[tuple[Spec, SearchedPlacement]],
         ranked: Sequence[Ranked],
         where: Iterable[str],
+        kept: str = "",
     ) -> tuple[Ranked | None, str]:
-        """The best that obeys constraints besides the job's own, or why there is none."""
+        """The best that obeys more constraints and keeps activations so, or why there is none."""
         rules = tuple(map(parse, where))
+
+        def obeys(spec: Spec) -> bool:
+            return kept in ("", recompute_of(spec)) and all(rule.holds(spec) for rule in rules)
+
         alike = [row for spec, row in placed if all(rule.holds(spec) for rule in rules)]
         if not alike:
             return None, why_not(self.search, rules, self.job.where)
-        scored = [candidate for row in alike for candidate in row.candidates()]
-        scored.sort(key=self._key)
-        rows = list(self._fitting(scored, _OF_KIND))
-        rows += (row for row in ranked if all(rule.holds(row.spec) for rule in rules))
+        scored = [
+            scored
+            for row in alike
+            for scored in row.candidates()
+            if not kept or keeping(scored.candidate.kept) == kept
+        ]
+        rows = list(self._fitting(sorted(scored, key=self._key), _OF_KIND))
+        rows += (row for row in ranked if obeys(row.spec))
         if rows:
             near = self._descended(min(rows, key=self._order), _WORK_OF_KIND)
-            rows += (row for row in near if all(rule.holds(row.spec) for rule in rules))
+            rows += (row for row in near if obeys(row.spec))
             return self._ordered(rows)[0], ""
         if self.cuts is not None:
-            return None, "is not derived exactly"
+            return None, "would need another trace; use a larger `--exact`"
+        if not scored:
+            return None, "none fits by the estimate"
         return self.exactly(min(scored, key=attrgetter("peak"))), ""
 
     def _key(self, scored: Scored) -> float:

@@ -155,6 +155,7 @@ class Deriver:
                 where=self.job.where,
                 written=self.job.written,
                 own=self._shape_with_experts,
+                margin=self.job.margin_bytes,
             )
         )
 
@@ -185,7 +186,8 @@ class Deriver:
     def _work(self, spec: Spec, machine: Machine, index: int) -> ModelWork:
         inner = tuple(f for f in spec.factors if f.axis not in _OUTSIDE)
         staged = spec.degree(Axis.PP) > 1
-        key = (spec.model, inner, spec.context, spec.batch.micro, spec.activations, staged, index)
+        shape = spec.model if isinstance(spec.model, ModelShape) else None  # there is one other
+        key = (shape, inner, spec.context, spec.batch.micro, spec.activations, staged, index)
         if key not in self.works:
             self.works[key] = machine.work(index)
         return self.works[key]
@@ -256,7 +258,7 @@ class Deriver:
         except TooLarge:
             return False
         memory = fit(spec, exact, takes_unclaimed=spec.has_token_slices)
-        return memory.fits or memory.peak_bytes is None
+        return memory.leaves(self.job.margin_bytes) or memory.peak_bytes is None
 
     def _named(self, row: Ranked) -> Ranked:
         """With a spec that can be written: its resolved mapping is its own."""
@@ -294,7 +296,7 @@ class Deriver:
             if row is not None and row.memory.fits_device and row.memory.host_short_bytes > 0:
                 needed = row.memory.host_needed_bytes
                 self.least_on_host = min(self.least_on_host or needed, needed)
-            if row is not None and row.memory.fits and self._obeys(row):
+            if row is not None and self._obeys(row):
                 count -= 1
                 yield row
 
@@ -334,7 +336,9 @@ class Deriver:
                 alike[kind] += not self.exceeding.get(key, False)
 
     def _obeys(self, row: Ranked) -> bool:
-        return self._holds(float(row.peak_bytes), row.seconds)
+        """Whether a row fits, leaves the margin free and satisfies constraints on figures."""
+        leaves = row.memory.leaves(self.job.margin_bytes)
+        return leaves and self._holds(float(row.peak_bytes), row.seconds)
 
     def _holds(self, peak: float, seconds: float | None) -> bool:
         where = self.job.where

@@ -25,7 +25,7 @@ from ptrain.units import format_memory
 
 _PASSING = (State.ACTIVATIONS, State.TRANSIENT)  # not there at every moment of a step
 _ON_CUDA = "device=cuda"
-_TIGHT = 0.05  # of a device's memory: another sequence length or driver takes as much
+TIGHT = 0.05  # of a device's memory: another sequence length or driver takes as much
 HOST_UNKNOWN = (
     "`cluster.host_memory` is missing, and a node's host holds offloaded states or full models",
     "Add it, for example `cluster.host_memory=2TB`.",
@@ -104,7 +104,11 @@ class Fit(NamedTuple):
     @property
     def is_tight(self) -> bool:
         """Return True if it fits and less than 5 % of the device's memory is left."""
-        return self.fits is True and self.spare_bytes < _TIGHT * (self.device_memory or 0)
+        return self.fits is True and self.spare_bytes < TIGHT * (self.device_memory or 0)
+
+    def leaves(self, margin: int) -> bool:
+        """Return True if it fits and at least so many bytes of the device stay free."""
+        return self.fits is True and self.spare_bytes >= margin
 
     @property
     def unknown(self) -> str:

@@ -14,8 +14,9 @@ from typing import Any
 from ptrain.axes.candidates import NOTHING, Written, divisors
 from ptrain.derivation.layers import is_tabulated
 from ptrain.errors import refused
-from ptrain.facts.model import InnerCollective, LayerWork, ModelWork, Operator
+from ptrain.facts.model import InnerCollective, LayerWork, ModelFacts, ModelWork, Operator
 from ptrain.facts.parameters import facts
+from ptrain.selection.cuts import ReadFacts, read_or_kept
 from ptrain.selection.where import Where
 from ptrain.selection.written import (
     OF_CANDIDATES,
@@ -32,6 +33,7 @@ from ptrain.spec.rates import OperatorKind
 from ptrain.spec.spec import Spec
 
 _OF_HEADS = (OperatorKind.ATTENTION, OperatorKind.ATTENTION_BACKWARD)
+_HEAD = 64  # the width of a head where a model does not show it
 _STEP = 64  # of the feed-forward part's width, so that it divides as the model's own does
 _LARGEST_HEAD, _EVEN = 256, 8  # of which attention has kernels
 
@@ -58,9 +60,44 @@ def stand_in(shape: ModelShape) -> ModelShape:
         tied=shape.tied,
         dropout=0.0 if is_gated else max(shape.dropouts),
     )
-    least, next_least = block_size(like), block_size(replace(like, ffn=2 * step))
-    more = round((block_size(shape) - least) / (next_least - least))
+    return with_block(like, block_size(shape), step)
+
+
+def with_block(like: ModelShape, size: int, step: int) -> ModelShape:
+    """Return a shape with a feed-forward part, a multiple of a step, with which a block has about
+    as many parameters as `size`."""
+    narrow = replace(like, ffn=step)
+    least, next_least = block_size(narrow), block_size(replace(like, ffn=2 * step))
+    more = round((size - least) / (next_least - least))
     return replace(like, ffn=step * (1 + max(0, more)))
+
+
+def stand_in_of(base: Spec, facts: ModelFacts) -> ModelShape:
+    """Return the shape of a llama with as many blocks as a model of the user's or of transformers,
+    as wide a stream and vocabulary, and blocks with about as many parameters. Raises SpecError if
+    these cannot be read off the model."""
+    blocks = [unit for unit in facts.units if {*unit.modules} & {*facts.blocks}]
+    tables = [
+        t.shape for u in facts.units if u not in blocks for t in u.tensors if len(t.shape) == 2
+    ]
+    if not blocks or not tables:
+        raise refused(
+            "model",
+            "a search needs repeated blocks and an embedding, and this model shows none",
+            "Set `model.blocks` to a pattern of the names of its blocks, such as `layers.*`.",
+        )
+    vocab, hidden = max(tables, key=math.prod)
+    heads = max(1, hidden // _HEAD)
+    like = ModelShape(
+        family=Family.LLAMA,
+        layers=len(facts.blocks),
+        hidden=hidden,
+        heads=heads if hidden % heads == 0 else 1,
+        kv_heads=heads if hidden % heads == 0 else 1,
+        ffn=_STEP,
+        vocab=vocab,
+    )
+    return with_block(like, max(unit.numel for unit in blocks) // len(blocks[0].modules), _STEP)
 
 
 def dense(shape: ModelShape) -> ModelShape:
@@ -134,7 +171,8 @@ class SearchedJob:
     """`base` is the job on one rank, `devices` are how many it is searched on, `where` the
     constraints, degrees and numbers that are written among them, `written` what else is written of
     what is chosen. `source` and `overrides` load the base, but for what is chosen.
-    `stand_in`: the shape that estimates score, where no table tells of the base's own."""
+    `stand_in`: the shape that estimates score, where no table tells of the base's own. `margin`:
+    the part of a device's memory that stays free."""
 
     base: Spec
     devices: int
@@ -143,11 +181,22 @@ class SearchedJob:
     overrides: tuple[str, ...] = ()
     written: Written = NOTHING
     stand_in: ModelShape | None = None
+    margin: float = 0.0
+
+    @property
+    def margin_bytes(self) -> int:
+        """Return the bytes of a device that stay free."""
+        return round(self.margin * self.base.cluster.device_memory) if self.base.cluster else 0
 
     @property
     def scored(self) -> Spec:
         """Return the base as it is estimated."""
         return self.base if self.stand_in is None else replace(self.base, model=self.stand_in)
+
+    @property
+    def sized(self) -> Spec:
+        """Return the base if its shape gives its sizes, else that of the stand-in."""
+        return self.base if isinstance(self.base.model, ModelShape) else self.scored
 
     @property
     def name(self) -> str:
@@ -162,9 +211,11 @@ def searched_job(
     cluster: str | None = None,
     devices: int | None = None,
     where: Sequence[str] = (),
+    read: ReadFacts = read_or_kept,
 ) -> SearchedJob:
-    """Return the job of a model (a preset, a file of a shape) or of a spec. Raises SpecError for
-    what is none of these, and where the cluster has fewer devices."""
+    """Return the job of a model (a preset, a file of a shape) or of a spec, with the facts of a
+    model that is not built in from `read`. Raises SpecError for what is none of these, and where
+    the cluster has fewer devices."""
     of_cluster = [] if cluster is None else [f"cluster.preset={cluster}"]
     words = [*of_cluster, *overrides]
     if is_model(source):
@@ -178,14 +229,10 @@ def searched_job(
             "the cluster is missing, so device memory and links are unknown",
             f"Add `--cluster` with one of {', '.join(listing('clusters'))}, or a file.",
         )
-    if not isinstance(base.model, ModelShape):
-        raise refused(
-            "model",
-            "not supported yet: searching a model that is not built in, because every split "
-            "needs a trace",
-            "Use a preset or a shape of the same size. See `ptrain help built-in-models`.",
-        )
-    like = _stand_in(base, base.model)
+    if isinstance(base.model, ModelShape):
+        like = _stand_in(base, base.model)
+    else:
+        like = stand_in_of(base, read(base))
     number = base.cluster.devices if devices is None else devices
     if number > base.cluster.devices:
         raise refused(

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from ptrain.algebra.legality import Located
 from ptrain.cost import Estimate
-from ptrain.derivation.estimate import facts_from_shape, fullest_alone, step_seconds
+from ptrain.derivation.estimate import derive, facts_from_shape, fullest_alone, step_seconds
 from ptrain.derivation.tape import TooLarge
 from ptrain.errors import DoesNotFit, SpecError
 from ptrain.facts.model import ModelFacts
@@ -28,6 +28,7 @@ from ptrain.selection.alternatives import (
     ON_DEVICE,
     ChangeKind,
     Overrides,
+    faster_overrides,
     host_overrides,
     merged,
     ranks_overrides,
@@ -42,6 +43,7 @@ from ptrain.spec.write import to_mapping
 from ptrain.units import format_memory, format_seconds
 
 _OFFERED = 3
+_FASTER, _MENTIONED = 0.05, 2  # how much faster a dial must make a step, and how many are named
 
 _peak, _missing = attrgetter("fit.peak_bytes"), attrgetter("missing_bytes")
 Reload = Callable[[Overrides], Located]
@@ -176,6 +178,31 @@ def find_changes(
         tried = {**search.tried, (): now}
         variants = tuple(_shorten(variant, reload, tried) for variant in variants)
     return FitAdvice(variants=variants, untraced=tuple(search.untraced.values()))
+
+
+def find_faster(
+    spec: Spec, facts: ModelFacts, exact: Estimate, reload: Reload
+) -> tuple[Variant, ...]:
+    """Find the single dials that make a step of a spec that fits more than 5 % faster, at most two.
+    Those that need another trace of the model are not tried. `reload` as of `find_changes`."""
+    step, variants = exact.step, list[Variant]()
+    if step is None or fit(spec, exact).fits is not True:
+        return ()
+    for said in faster_overrides(spec, step, _FASTER):
+        with suppress(SpecError, TooLarge):
+            after = resolve_auto(reload(said))
+            is_same = traced_part(after) == traced_part(spec)
+            if (known := facts if is_same else facts_from_shape(after)) is not None:
+                changed = derive(after, known).exact
+                memory_fit, seconds = fit(after, changed), changed.step and changed.step.seconds
+                if memory_fit.fits and seconds and seconds * (1 + _FASTER) <= step.seconds:
+                    variants.append(
+                        Variant(
+                            spec=after, overrides=said, kinds=(), fit=memory_fit, seconds=seconds
+                        )
+                    )
+    variants.sort(key=lambda variant: variant.seconds or inf)
+    return tuple(_shorten(variant, reload, {}) for variant in variants[:_MENTIONED])
 
 
 def _load_resolved(spec: Spec, more: Overrides) -> Located:

@@ -2,80 +2,112 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ptrain.axes.pipeline.catalogue import SCHEDULES
-from ptrain.cost import Spent, StepTime
+from ptrain.cost import PLACED, Spent
 from ptrain.errors import refused
 from ptrain.selection.demand import Demand
 from ptrain.selection.job import SearchedJob
+from ptrain.selection.quantities import QUANTITIES, recompute_of
+from ptrain.selection.space import SEARCHED_AXES, SPACES
 from ptrain.selection.task import Ranked, SearchCount, SearchGoal
 from ptrain.spec.pipeline import ScheduleName
-from ptrain.spec.placement import Axis
+from ptrain.spec.placement import DATA_AXES, EXPERT_AXES, TOKEN_AXES, Axis, Placement, R, Tier
 from ptrain.spec.spec import Spec
-from ptrain.units import format_bytes, format_memory
+from ptrain.units import format_bytes, format_memory, format_seconds
 from ptrain.wording import Worded
 
 _WHOLE, _ALL_SHARDED = "R,R,R,R", "S*,S,S,R"
+_OF_DATA = ("mesh.pp=1", "mesh.tp=1", "mesh.cp=1", "mesh.ep=1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownChoice:
     """A choice by the name that people have for it; `rules` are constraints, in which N stands for
-    the number of devices; `least`: the devices that it takes at least."""
+    the number of devices; `least`: the devices that it takes at least; `axes`: what a job must be
+    able to use for it; `kept`: how blocks keep activations, if that is part of it."""
 
     name: str
     rules: tuple[str, ...]
     least: int = 2
+    kept: str = ""
+    axes: tuple[Axis, ...] = ()
 
-    def where(self, devices: int) -> tuple[str, ...] | None:
-        """Return its constraints on so many devices; None where it needs more."""
-        if devices < self.least:
+    def where(self, job: SearchedJob) -> tuple[str, ...] | None:
+        """Return its constraints for a job; None if the job has too few devices for it, or no use
+        of its axes."""
+        if job.devices < self.least or not all(may_use(axis, job) for axis in self.axes):
             return None
-        return tuple(rule.replace("N", str(devices)) for rule in self.rules)
+        return tuple(rule.replace("N", str(job.devices)) for rule in self.rules)
+
+
+def may_use(axis: Axis, job: SearchedJob) -> bool:
+    """Return True if a search tries more than one rank on an axis."""
+    space = next(space for space in SPACES if axis in space.axes)
+    return any(size > 1 for size in space.sizes(job.base, job.devices, job.written))
 
 
 KNOWN = (
+    KnownChoice(name="DDP", rules=("mesh.dp_replicate=N", f"placement.dp_replicate={_WHOLE}")),
+    KnownChoice(name="ZeRO-1", rules=("mesh.dp_shard=N", "placement.dp_shard=R,S,R,R")),
+    KnownChoice(name="ZeRO-2", rules=("mesh.dp_shard=N", "placement.dp_shard=R,S,S,R")),
+    KnownChoice(name="FSDP", rules=("mesh.dp_shard=N", f"placement.dp_shard={_ALL_SHARDED}")),
     KnownChoice(
-        name="data parallelism only",
-        rules=("mesh.dp_replicate=N", f"placement.dp_replicate={_WHOLE}"),
-    ),
-    KnownChoice(
-        name="sharded optimizer state only",
-        rules=("mesh.dp_shard=N", "placement.dp_shard=R,S,R,R"),
-    ),
-    KnownChoice(
-        name="sharded optimizer state and gradients",
-        rules=("mesh.dp_shard=N", "placement.dp_shard=R,S,S,R"),
-    ),
-    KnownChoice(
-        name="everything sharded over all devices",
-        rules=("mesh.dp_shard=N", f"placement.dp_shard={_ALL_SHARDED}"),
-    ),
-    KnownChoice(
-        name="sharded within a node, replicated across nodes (8 x N/8)",
+        name="HSDP, sharded within a node of 8",
         rules=(
-            "mesh.dp_shard=8",
-            "mesh.pp=1",
-            "mesh.tp=1",
-            "mesh.cp=1",
-            f"placement.dp_shard={_ALL_SHARDED}",
+            *("mesh.dp_shard=8", *_OF_DATA, f"placement.dp_shard={_ALL_SHARDED}"),
             f"placement.dp_replicate={_WHOLE}",
         ),
         least=16,
     ),
-    KnownChoice(name="tp=8 with data parallelism", rules=("mesh.tp=8", "mesh.pp=1"), least=8),
-    KnownChoice(
-        name="pipeline with data parallelism", rules=("mesh.tp=1", "mesh.cp=1", "mesh.pp>1")
-    ),
+    KnownChoice(name="tp=8 × data", rules=("mesh.tp=8", "mesh.pp=1"), least=8),
+    KnownChoice(name="pp × data", rules=("mesh.tp=1", "mesh.cp=1", "mesh.pp>1")),
+    KnownChoice(name="pp × tp", rules=("mesh.pp>1", "mesh.tp>1", "mesh.cp=1"), least=4),
+    KnownChoice(name="cp", rules=("mesh.cp>1",), axes=TOKEN_AXES),
+    KnownChoice(name="ep", rules=("mesh.ep>1",), axes=EXPERT_AXES),
 )
 
-_ROUNDED = 1e-9  # of a step: so far apart are sums of the same seconds in another order
+
+def recomputing(spec: Spec) -> Iterator[KnownChoice]:
+    """Yield the other ways to keep activations on the mesh of a spec."""
+    degrees = [f"mesh.{axis}={spec.degree(axis)}" for axis in SEARCHED_AXES]
+    for word in QUANTITIES["recompute"].words:
+        if word != recompute_of(spec):
+            name = f"the mesh of the best, recompute={word}"
+            yield KnownChoice(name=name, rules=tuple(degrees), kept=word, least=1)
+
+
+def idea_of(spec: Spec) -> str:
+    """Return the idea of a placement in the field's words: `pp × HSDP × tp, recompute full`."""
+    factors = {factor.axis: factor for factor in spec.factors if factor.degree > 1}
+    data = [factors[axis].placement for axis in DATA_AXES if axis in factors]
+    words = [str(axis) for axis in factors if axis not in DATA_AXES]
+    if data:
+        words.insert(words[:1] == ["pp"], _data_idea(data))
+    kept = recompute_of(spec)
+    way = {"none": "", "offload": ", activations offloaded"}.get(kept, f", recompute {kept}")
+    is_hosted = any(
+        placement[state].tier is not Tier.DEVICE for placement in data for state in PLACED
+    )
+    return (" × ".join(words) or "one device") + ", states offloaded" * is_hosted + way
+
+
+def _data_idea(data: Sequence[Placement]) -> str:
+    """Return the name of what the data axes shard."""
+    if any(placement.parameters != R for placement in data):
+        return "FSDP" if all(placement.parameters != R for placement in data) else "HSDP"
+    if any(placement.gradients != R for placement in data):
+        return "ZeRO-2"
+    return "ZeRO-1" if any(placement.optimizer != R for placement in data) else "DDP"
+
+
+_LEAST = 0.001  # of the best's step: what takes less is no reason
 
 
 def reason(row: Ranked | None, best: Ranked, objective: SearchGoal) -> str:
-    """Return why a choice is not the best one, by its figures and no others."""
+    """Return in a sentence why a choice is not the best one, by its figures and no others."""
     if row is None:
         return "its peak is unknown"
     memory = row.memory
@@ -92,9 +124,12 @@ def reason(row: Ranked | None, best: Ranked, objective: SearchGoal) -> str:
     if best.step is None:
         return _of_bytes(row, best)
     if row.step is None:
-        return "its time is unknown"
-    ratio = row.step.seconds / best.step.seconds
-    return f"{ratio - 1:+.1%}: {_more(row.step, best.step)}"
+        return f"its time is unknown: {row.why_untimed}"
+    ratio = row.step.seconds / best.step.seconds - 1
+    pace = f"{abs(ratio):.1%} {'slower' if ratio >= 0 else 'faster'}"
+    less = best.peak_bytes - row.peak_bytes
+    room = f"; {format_memory(abs(less))} {'smaller' if less > 0 else 'larger'}" if less else ""
+    return f"{pace}{_more(row, best)}{room}"
 
 
 def _of_bytes(row: Ranked, best: Ranked) -> str:
@@ -109,13 +144,37 @@ def _of_bytes(row: Ranked, best: Ranked) -> str:
     return ", ".join(said) or "sends the same amount"
 
 
-def _more(step: StepTime, best: StepTime) -> str:
-    """The two things on which it spends most more than the best one."""
-    more = {spent: step.spent(spent) - best.spent(spent) for spent in Spent}
-    largest = sorted(more, key=lambda spent: -more[spent])[:2]
-    least = _ROUNDED * best.seconds
-    said = [f"{spent} {more[spent]:+.3g} s" for spent in largest if more[spent] > least]
-    return ", ".join(said) or "in all"
+_SPENT = {
+    Spent.COMPUTE: "compute",
+    Spent.WRAPPERS: "wrappers on the host",
+    Spent.LAUNCHES: "waiting for the host's launches",
+    Spent.COPIES: "copies to and from the host",
+    Spent.UPDATE: "optimizer update",
+    Spent.BUBBLE: "pipeline bubble",
+}
+
+
+def _more(row: Ranked, best: Ranked) -> str:
+    """Return the two things on which a row spends most more than the best one."""
+    mine, other = _parts(row), _parts(best)
+    more = {name: seconds - other.get(name, 0.0) for name, seconds in mine.items()}
+    least = _LEAST * sum(other.values())
+    largest = sorted((name for name in more if more[name] > least), key=lambda name: -more[name])
+    said = " and ".join(f"{format_seconds(more[name])} more {name}" for name in largest[:2])
+    if recompute_of(row.spec) not in ("none", recompute_of(best.spec)):
+        said = said.replace("more compute", "more compute with recomputation")
+    return f", {said}" if said else ""
+
+
+def _parts(row: Ranked) -> dict[str, float]:
+    """Return the seconds of a step by what they go to; communication by axes."""
+    assert row.step is not None, "a row that has a time"
+    parts: dict[str, float] = {}
+    for time in row.step.rows:
+        axes = "+".join(time.key.axes)
+        name = _SPENT.get(time.key.spent, f"exposed {axes} communication")
+        parts[name] = parts.get(name, 0.0) + time.seconds
+    return parts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ what moves are searched; what is gathered together a descent chooses (`descent`)
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
 from itertools import islice
@@ -78,6 +78,7 @@ from ptrain.units import grouped
 
 _KEPT = 1024  # best candidates of all
 _PER_PLACEMENT = 32  # and of each placement
+_BANDS = 16  # of memory, the fastest of each of which is on an estimated front
 
 
 def may_hold(rule: Constraint, figure: float, slack: float) -> bool:
@@ -212,9 +213,20 @@ class Keeper:
         return SearchResult(
             best=tuple(islice(scored, _KEPT)),
             least=None if smallest is None else smallest.tightest,
+            front=tuple(self._front(best)),
             placements=self.rows,
             counts=self.counts,
         )
+
+    def _front(self, best: Iterable[Entry]) -> Iterator[Scored]:
+        """Yield the fastest of each band of memory."""
+        fastest: dict[int, tuple[float, CandidateBlock, DataRow]] = {}
+        for first, second, _, block, row in best:
+            seconds, size = (second, first) if self.by_memory else (first, second)
+            band = int(size / self.limit * _BANDS)
+            if band not in fastest or seconds < fastest[band][0]:
+                fastest[band] = seconds, block, row
+        yield from (block.scored(row) for _, block, row in fastest.values())
 
 
 class Search:
@@ -245,9 +257,12 @@ class Search:
         return keeper.result()
 
     def has(self, where: Where) -> bool:
-        """Return whether any legal candidate obeys constraints."""
+        """Return whether any legal candidate obeys constraints, without a lasting effect."""
+        own = self.task.where
         self._obey(where)
-        return next(self.blocks(), None) is not None
+        is_there = next(self.blocks(), None) is not None
+        self._obey(own)
+        return is_there
 
     def _obey(self, where: Where) -> None:
         if where != self.task.where:

@@ -27,7 +27,7 @@ from ptrain.units import grouped
 # How far above what is exact the estimates of bytes and of seconds may be: what is so near a
 # bound is derived, and what is exact decides. `benchmarks/selection.py` fails where one of those
 # that it draws is further above.
-SLACK, TIME_SLACK = 1.05, 1.15
+SLACK, TIME_SLACK = 1.1, 1.15
 
 
 class SearchGoal(StrEnum):
@@ -67,10 +67,11 @@ class SearchedPlacement(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchResult:
-    """The best by the objective, best first; that with least memory; the placements, and how many
-    candidates there were."""
+    """The best by the objective, best first; that with least memory; the fastest of each band of
+    memory; the placements, and how many candidates there were."""
 
     best: tuple[Scored, ...]
+    front: tuple[Scored, ...]
     least: Scored | None
     placements: Sequence[SearchedPlacement]
     counts: SearchCount
@@ -83,7 +84,8 @@ Work = Callable[[Spec], ModelWork]
 class SearchTask:
     """What is searched: a job like `base` on so many devices, on a machine with this pace, whose
     micro-batches' work `work` tells. `is_nominal`: nobody measured the pace. `own`: the job's shape
-    with experts, where the base's stands in for it."""
+    with experts, where the base's stands in for it. `margin`: the bytes of a device that stay
+    free."""
 
     base: Spec
     devices: int
@@ -94,6 +96,7 @@ class SearchTask:
     where: Where = field(default_factory=Where)
     written: Written = NOTHING
     own: ModelShape | None = None
+    margin: int = 0
 
     @property
     def placed(self) -> Spec:
@@ -121,7 +124,7 @@ class SearchTask:
     def room(self) -> float:
         """The bytes of a device that a peak may fill."""
         cluster = self.base.cluster
-        return float(cluster.usable_memory) if cluster else float("inf")
+        return float(cluster.usable_memory - self.margin) if cluster else float("inf")
 
 
 _BILLION = 10**9

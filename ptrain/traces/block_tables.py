@@ -35,7 +35,7 @@ from ptrain.spec.model import Attention
 from ptrain.spec.placement import Tier
 from ptrain.steps.step import Keep
 from ptrain.timeline import Boundary, Mark
-from ptrain.traces.layer_works import LayerWorks, by_layer
+from ptrain.traces.layer_works import LayerWorks, by_layer, layer_bounds
 from ptrain.traces.settings import (
     DTYPES,
     Coded,
@@ -117,24 +117,18 @@ class CodedTrace:
         return [self.coded(events, layer) for layer, events in self.split(name)]
 
     def split(self, name: str) -> list[tuple[int, Sequence[Event]]]:
-        """Return the events of a pass by layer. The halves of weights have no boundaries: there a
-        layer ends with its last gradient."""
+        """Return the events of a pass by layer."""
         events = self.recording.passes[name]
         blocks = {int(unit[0].split(".")[1]): place for place, unit in enumerate(self.units)
                   if unit[0].startswith("blocks.") and unit[0].count(".") == 1}  # fmt: skip
         layers = sorted(blocks, reverse=name in ("backward", "input"))
-        if name == "weight":
-            ends = [
-                1 + max(i for i, event in enumerate(events) if _is_of(event, f"blocks.{layer}."))
-                for layer in layers
-            ]
-            starts = [0, *ends[:-1]]
-        else:
-            mark = Mark.ENTER if name == "forward" else Mark.PRE_BACKWARD
-            starts = [events.index(Boundary(mark, blocks[layer])) for layer in layers]
-            starts[0] = 0
-        bounds = zip(layers, starts, [*starts[1:], len(events)], strict=True)
-        return [(layer, events[start:end]) for layer, start, end in bounds]
+        names, numbers = zip(*((f"blocks.{n}", blocks[n]) for n in sorted(blocks)), strict=True)
+        bounds = layer_bounds(name, events, numbers, names)
+        assert bounds is not None, "the layers do not run one after the other"
+        is_end = name == "weight"  # its bounds are last events of layers
+        starts = [0, *(place + is_end for place in bounds[1:-1])]
+        spans = zip(layers, starts, [*starts[1:], len(events)], strict=True)
+        return [(layer, events[start:end]) for layer, start, end in spans]
 
 
 def _course(recording: Recording) -> list[object]:
@@ -154,10 +148,6 @@ def _sorted(events: Iterable[Event]) -> Iterator[Event]:
         if is_complete:
             together.sort(key=lambda event: event.parameter)  # type: ignore[union-attr]
         yield from together
-
-
-def _is_of(event: Event, prefix: str) -> bool:
-    return isinstance(event, Completion) and event.parameter.startswith(prefix)
 
 
 def _shortest(events: Sequence[object]) -> Coded:

@@ -44,7 +44,9 @@ def by_layer(recording: Recording, units: Units, blocks: Sequence[str]) -> Layer
         return None
     works = LayerWorks(layers=tuple({} for _ in blocks))
     for name, events in recording.passes.items():
-        bounds = _bounds(name, events, [number for number in numbers if number is not None], blocks)
+        bounds = layer_bounds(
+            name, events, [number for number in numbers if number is not None], blocks
+        )
         if bounds is None:
             return None
         is_reversed = name in ("backward", "input")
@@ -177,7 +179,7 @@ def _is_view(what: OperatorSizes | SentTensor) -> bool:
     return isinstance(what, OperatorSizes) and what.kind is OperatorKind.VIEW
 
 
-def _bounds(
+def layer_bounds(
     name: str, events: Sequence[Event], numbers: Sequence[int], blocks: Sequence[str]
 ) -> list[int] | None:
     """Return the place of the event with which each layer begins and that with which the last one

@@ -13,9 +13,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 
 import torch
+from torch import Tensor
 
 from ptrain.cost import Phase
 from ptrain.data.corpus import corpus
@@ -49,8 +51,10 @@ from ptrain.verification.jobs.record import compare_gradients
 from ptrain.verification.jobs.root_causes import families, over_axis, root_cause, shared_factor
 from ptrain.verification.jobs.shards import ParameterShard
 from ptrain.verification.jobs.step import of_own_optimizers
+from ptrain.verification.jobs.symptoms import Fix
 from ptrain.verification.parts import (
     held,
+    multiple,
     numbers_apart,
     products,
     whole,
@@ -65,7 +69,7 @@ from ptrain.verification.program_step import (
     tensor_part,
 )
 from ptrain.verification.reference import MicroBatch, Pass, ReferenceTraining
-from ptrain.verification.updates.clip import UpdateCase
+from ptrain.verification.updates.clip import UpdateCase, update_apart
 from ptrain.verification.updates.explain import explain_update
 from ptrain.verification.updates.repeat import UpdateRecorder, wholes
 
@@ -113,7 +117,8 @@ def _first_difference(
         alike, ranks, state=one.subject, factor=size, names=[one.place], tried=tried,
         certainty=Certainty.UNEXPLAINED,
         sentence=f"The first difference is in the {what}: {size}. Everything before it matches the "
-                 "reference. Check how it is computed and communicated between ranks.",
+                 "reference.",
+        fix="Check how it is computed and communicated between ranks.",
     )  # fmt: skip
 
 
@@ -122,8 +127,8 @@ def _of_samples(mismatches: Sequence[Mismatch], ranks: Ranks) -> RootCause:
     alike = [mismatch for mismatch in mismatches if mismatch.when == first.when]
     return root_cause(
         alike, ranks, state=Subject.BATCH, factor=first.told,
-        sentence=f"The mesh trains on other samples than the batch: {first.told}. Check the "
-                 "sampler, and which share of the batch each rank takes.",
+        sentence=f"The mesh trains on other samples than the batch: {first.told}.",
+        fix="Check the sampler, and which share of the batch each rank takes.",
         tried="the inputs of each rank's model were compared with the batch, row by row",
     )  # fmt: skip
 
@@ -159,8 +164,8 @@ def _partial(
     return replace(
         _first_difference(mismatches, first, ranks), axis=axis, factor=factor,
         certainty=Certainty.FITS,
-        sentence=f"Each rank has a partial sum of the {what} of {first.place}. Sum it "
-                 f"{over_axis(axis)}.",
+        sentence=f"Each rank has a partial sum of the {what} of {first.place}.",
+        fix=f"Sum it {over_axis(axis)}.",
         tried=f"summed {over_axis(axis)} it matches the reference; the gradients then were not "
               "compared",
     )  # fmt: skip
@@ -174,7 +179,10 @@ def _of_gradients(mismatches: Sequence[Mismatch], step: ProgramExaminer, ranks: 
     tried = ""
     if gradients:
         limit = TOLERANCES[torch.float64]
-        by_sums = explain_gradients(gradients, step.job_evidence(), ranks, limit)
+        by_sums = explain_gradients(
+            gradients, step.job_evidence(), ranks, limit,
+            partial(_of_repeated_update, step, ranks),
+        )  # fmt: skip
         if by_sums.certainty is not Certainty.UNEXPLAINED:
             return replace(by_sums, state=first.subject)
         tried = (by_sums.tried or "no sum of micro-batches' gradients equals it") + untold(
@@ -188,6 +196,20 @@ def _of_gradients(mismatches: Sequence[Mismatch], step: ProgramExaminer, ranks: 
             tried="whether all other differences follow from it was not tested",
         )  # fmt: skip
     return _first_difference(mismatches, first, ranks, tried)
+
+
+def _of_repeated_update(
+    step: ProgramExaminer, ranks: Ranks, gradients: Mapping[str, Tensor], fix: Fix
+) -> str:
+    """Return what is wrong with the update that these gradients give, scaled as the reference's
+    are before its update; "" if nothing is. All ranks call it."""
+    case, rows = step.update_case(), {}
+    for name, its in case.expected.before.items():
+        if its.gradient is not None and name in gradients and name in case.holds:
+            times = multiple(its.gradient, step.expected.gradients[name].flatten()).factor
+            shard = case.holds[name]
+            rows[name] = times * shard.of(gradients[name].view(shard.shape))
+    return update_apart(*case.with_gradients(rows), ranks)
 
 
 def _of_update(mismatches: Sequence[Mismatch], step: ProgramExaminer, ranks: Ranks) -> RootCause:
@@ -204,7 +226,8 @@ def _of_update(mismatches: Sequence[Mismatch], step: ProgramExaminer, ranks: Ran
             [its for its in updated if its.subject is one.subject], ranks,
             state=Subject.OPTIMIZER, factor="update skipped", names=omitted,
             sentence=f"{families(omitted)}: a gradient is there, but no optimizer steps it on "
-                     "these ranks. Give it to the optimizer, and step every shard's optimizer.",
+                     "these ranks.",
+            fix="Give it to the optimizer, and step every shard's optimizer.",
         )  # fmt: skip
     named = [_of_parameter(its) for its in updated if its.subject is not Subject.BUFFERS]
     case = step.update_case()

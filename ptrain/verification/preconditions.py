@@ -110,17 +110,24 @@ class Masks:
         if first.told != EVALUATES:  # all of them are involved
             alike = (mismatch for mismatch in same if mismatch.name == first.name)
             ranks = tuple(sorted({rank for mismatch in alike for rank in mismatch.between}))
-        sentence = f"Dropout in {first.place} on {listed(ranks)} {_REMEDIES[first.told]}"
-        return replace(cause, factor=first.told, place=first.place, ranks=ranks, sentence=sentence)
+        what, fix = _REMEDIES[first.told]
+        sentence = f"Dropout in {first.place} on {listed(ranks)} {what}."
+        return replace(
+            cause, factor=first.told, place=first.place, ranks=ranks, sentence=sentence, fix=fix
+        )
 
 
 _REMEDIES = {
-    DIFFERENT: "draws different masks for copies of one activation. Seed these ranks identically.",
-    UNLIKE: "draws different masks for shards of one mask. Seed these ranks identically.",
-    SHARED: "draws the same mask for different activations. Seed by the coordinates of the "
-    "activations on each rank.",
-    EVALUATES: "is in evaluation mode. Call model.train() there.",
-}
+    DIFFERENT: (
+        "draws different masks for copies of one activation", "Seed these ranks identically."
+    ),
+    UNLIKE: ("draws different masks for shards of one mask", "Seed these ranks identically."),
+    SHARED: (
+        "draws the same mask for different activations",
+        "Seed by the coordinates of the activations on each rank.",
+    ),
+    EVALUATES: ("is in evaluation mode", "Call model.train() there."),
+}  # fmt: skip
 
 
 def differing(seen: Mapping[int, Seen], lines: Mapping[int, Sequence[int]]) -> Iterator[Mismatch]:

@@ -401,8 +401,8 @@ def of_reference(checks: Sequence[Check], size: int) -> RootCause | None:
         step=0,
         ranks=tuple(range(size)),
         sentence=f"The reference itself fails ({failed[0].name.removeprefix(_REFERENCE)}: "
-        f"{failed[0].why}), so there is nothing to compare with. Use another "
-        "`optimizer.lr`, or more `--steps`.",
+        f"{failed[0].why}), so there is nothing to compare with.",
+        fix="Use another `optimizer.lr`, or more `--steps`.",
     ).proven("the reference was run alone")
 
 
@@ -422,8 +422,8 @@ def of_dtypes(
         place="",
         step=0 if is_first else stopped or 0,
         ranks=tuple(range(size)),
-        sentence="In fp64 the same steps match the reference, so every sum is right. Look "
-        "for a state that is stored, reduced or cast in a coarser dtype than "
+        sentence="In fp64 the same steps match the reference, so every sum is right.",
+        fix="Look for a state that is stored, reduced or cast in a coarser dtype than "
         "precision.layout, and for an overflow.",
     ).unexplained("every sum, because in fp64 the same steps match the reference")
 

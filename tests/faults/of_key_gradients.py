@@ -76,7 +76,9 @@ def not_reduced(program: Program) -> None:
         assert isinstance(core, GatheredCore)
 
         def cut(keys: Tensor, values: Tensor, of: GatheredCore = core) -> tuple[Tensor, ...]:
-            return tuple(x.chunk(of.size, 2)[of.rank].contiguous() for x in (keys, values))
+            return tuple(
+                x.chunk(of.group.size(), 2)[of.group.rank()].contiguous() for x in (keys, values)
+            )
 
         core.summed = cut
 

@@ -23,6 +23,7 @@ from ptrain.train.checkpoint import METADATA, IndexReader, resume
 from ptrain.train.exchange import Exchange
 from ptrain.train.folder import RunFolder
 from ptrain.train.loop import local_batch
+from ptrain.units import leaves
 from tests.jobs import TINY
 
 STEPS = 2
@@ -45,7 +46,7 @@ def whole(program: Program) -> dict[str, torch.Tensor]:
     """Every tensor of the state in full, as a checkpoint names it."""
     return {
         name: (value.full_tensor() if isinstance(value, DTensor) else value).clone()
-        for name, value in checkpoint._flat(program.state_dict())
+        for name, value in leaves(program.state_dict())
     }
 
 

@@ -19,6 +19,7 @@ from ptrain.spec.spec import Spec
 from ptrain.train import checkpoint, manifest
 from ptrain.train.exchange import Exchange
 from ptrain.train.loop import local_batch
+from ptrain.units import leaves
 from tests.gloo.expert_cases import spec_of
 from tests.gloo.expert_rank_runs import MATRIX
 from tests.ranks import Ranks
@@ -237,7 +238,7 @@ def whole(program: Program) -> dict[str, torch.Tensor]:
     """Every tensor of the state in full, as a checkpoint names it."""
     return {
         name: (value.full_tensor() if isinstance(value, DTensor) else value).clone()
-        for name, value in checkpoint._flat(program.state_dict())
+        for name, value in leaves(program.state_dict())
     }
 
 

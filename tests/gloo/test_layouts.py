@@ -21,8 +21,8 @@ from ptrain.rooms.world import World
 from ptrain.spec.load import load
 from ptrain.spec.precision import INITIAL_SCALE, LAYOUTS
 from ptrain.spec.spec import Spec
-from ptrain.train import checkpoint
 from ptrain.train.loop import local_batch
+from ptrain.units import leaves
 from ptrain.verification.reference import Trajectory
 from tests.gloo.band import loss_band
 from tests.gloo.cases import ODD
@@ -219,7 +219,7 @@ def scale_after_loading(spec: Spec) -> tuple[float, int]:
     assert program.scaling is not None and float(program.scaling.scale) == INITIAL_SCALE
     state = program.state_dict()
     state["scaling"] = {"scale": torch.tensor(4096.0), "growth_tracker": torch.tensor(7)}
-    assert [name for name, _ in checkpoint._flat(state)][-2:] == [
+    assert [name for name, _ in leaves(state)][-2:] == [
         "scaling.scale",
         "scaling.growth_tracker",
     ]

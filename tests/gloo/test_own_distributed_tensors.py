@@ -141,10 +141,10 @@ def test_a_loss_of_parts_whose_gradients_are_not_summed_has_a_root_cause(ranks: 
     ("fault", "is_sequence"),
     [("head", False), ("up", False), ("down", False), ("norm", True), ("up", True)],
 )
-def test_a_module_that_is_cut_and_wrong_is_proven(
+def test_a_module_that_is_cut_and_wrong_is_located(
     ranks: Ranks, fault: str, is_sequence: bool
 ) -> None:
     holds, root_cause = ranks.run(2, judged, fault, is_sequence)[0]
     assert not holds
     assert f"{fault} returns another output than in the reference" in root_cause
-    assert "proven by trying" in root_cause
+    assert "located by trying" in root_cause

@@ -93,8 +93,8 @@ def ignoring(fault: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
-        ("means", "averaged per shard"),
-        ("lost", "has as its target nothing instead of the token"),
+        ("means", "shards of uneven weight"),
+        ("lost", "has another target, or none, than the token"),
         ("weights", "shards of uneven weight"),
     ],
 )

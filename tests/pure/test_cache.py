@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import gzip
+import importlib
 import json
 import os
 import stat
+import sys
+from collections.abc import Iterator
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -233,12 +236,99 @@ def test_where_weights_lie_is_not_part_of_a_trace() -> None:
 
 
 @pytest.mark.parametrize("section", ["model", "loss", "step"])
-def test_what_a_target_names_is_never_kept(home: Path, section: str) -> None:
+def test_the_trace_of_a_target_is_neither_read_nor_kept_without_leave(
+    home: Path, section: str
+) -> None:
     reader = Reader()
     spec = load("zero3", [f"{section}={{target: 'a.b:c'}}", BATCH]).spec
     cache.kept(spec, reader)
+    assert not list(cache.files())
+    cache.kept(spec, reader, allow_import=True)
+    assert len(cache.files()) == 1
     cache.kept(spec, reader)
-    assert reader.calls == 2 and not list(cache.files())
+    assert reader.calls == 3
+
+
+@pytest.fixture
+def theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder with a module, another that it imports, and a file of data that it opens."""
+    (tmp_path / "code").mkdir()
+    data = tmp_path / "code" / "sizes.json"
+    reads = f"import pathlib, cached_layers\nTEXT = pathlib.Path({str(data)!r}).read_text()\n"
+    files = {"cached_model.py": reads, "cached_layers.py": "WIDTH = 1\n", data.name: "{}"}
+    for name, text in files.items():
+        rewrite(tmp_path / "code" / name, text)
+    monkeypatch.syspath_prepend(tmp_path / "code")
+    yield tmp_path / "code"
+    for name in ("cached_model", "cached_layers"):
+        sys.modules.pop(name, None)
+
+
+def rewrite(path: Path, text: str, age: float = 3600.0) -> None:
+    """Write a file that looks older than this process."""
+    path.write_text(text)
+    os.utime(path, (cache._STARTED - age, cache._STARTED - age))
+
+
+class Importing(Reader):
+    """Imports the user's module anew, as another process does."""
+
+    def __call__(self) -> ModelFacts:
+        for name in ("cached_model", "cached_layers"):
+            sys.modules.pop(name, None)
+        importlib.import_module("cached_model")
+        return super().__call__()
+
+
+def kept_of_target(reader: Reader) -> None:
+    spec = load("zero3", ["model={target: 'cached_model:build'}", BATCH]).spec
+    cache.kept(spec, reader, allow_import=True)
+
+
+@pytest.mark.parametrize("name", ["cached_model.py", "cached_layers.py", "sizes.json"])
+def test_the_trace_of_a_target_is_kept_until_a_file_that_it_read_changes(
+    home: Path, theirs: Path, name: str
+) -> None:
+    reader = Importing()
+    kept_of_target(reader)
+    kept_of_target(reader)
+    assert reader.calls == 1
+    rewrite(theirs / name, (theirs / name).read_text() + "\n")
+    kept_of_target(reader)
+    kept_of_target(reader)
+    assert reader.calls == 2
+    (theirs / name).unlink()
+    with pytest.raises((ImportError, OSError)):
+        kept_of_target(reader)
+
+
+def test_a_module_that_hides_another_is_another_model(
+    home: Path, theirs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader = Importing()
+    kept_of_target(reader)
+    (tmp_path / "first").mkdir()
+    rewrite(tmp_path / "first" / "cached_model.py", "")
+    monkeypatch.syspath_prepend(tmp_path / "first")
+    kept_of_target(reader)
+    assert reader.calls == 2
+
+
+def test_code_that_was_edited_after_the_process_began_is_not_kept(home: Path, theirs: Path) -> None:
+    reader = Importing()
+    rewrite(theirs / "cached_layers.py", "WIDTH = 2\n", age=-1.0)
+    kept_of_target(reader)
+    assert reader.calls == 1 and not list(cache.files())
+
+
+def test_the_cache_can_be_switched_off(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reader = Reader()
+    cache.kept(spec_of(), reader)
+    monkeypatch.setenv("PTRAIN_CACHE", "off")
+    cache.kept(spec_of(), reader)
+    cache.kept(spec_of(), reader)
+    assert reader.calls == 3
+    assert not Path("off").exists()
 
 
 def test_what_could_not_be_traced_is_asked_again(home: Path) -> None:
@@ -255,10 +345,11 @@ def test_what_could_not_be_traced_is_asked_again(home: Path) -> None:
         b"no gzip",
         gzip.compress(b"{"),
         gzip.compress(b"[1, 2]"),
-        gzip.compress(json.dumps(encode(FACTS, ModelFacts)).encode())[:-20],
+        gzip.compress(json.dumps({"facts": encode(FACTS, ModelFacts), "files": []}).encode())[:-20],
+        gzip.compress(json.dumps(encode(FACTS, ModelFacts)).encode()),
         gzip.compress(b"[]")[:10] + b"\xff" * 20,
     ],
-    ids=["empty", "other", "broken", "no facts", "short", "flipped"],
+    ids=["empty", "other", "broken", "no facts", "short", "older", "flipped"],
 )
 def test_what_cannot_be_read_is_traced_again_and_replaced(home: Path, damage: bytes) -> None:
     reader = Reader()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 
 import pytest
 
@@ -12,7 +13,7 @@ from ptrain.derivation.estimate import derive
 from ptrain.report.heading import placement
 from ptrain.spec.load import load
 from ptrain.train.heading import preflight_line
-from ptrain.units import parse_bytes
+from ptrain.units import format_memory, parse_bytes
 
 
 def row(text: str, name: str) -> list[str]:
@@ -270,3 +271,32 @@ def test_a_training_announces_no_peak_and_no_traffic_that_nobody_predicts():
     assert line.startswith("preflight  peak unknown, resident without activations: ")
     assert "traffic" in line
     assert "traffic" not in preflight_line(again, derive(again).exact)
+
+
+OWN_70B = (
+    *("zero3", "model.preset=llama3-70b", "mesh.dp_shard=64", "cluster.preset=h100-64"),
+    *("precision={layout: fsdp-mixed, reduced: fp32}", "activations=M"),
+    "batch={global: 64, micro: 1, sequence: 4096}",
+)
+
+
+def test_a_dial_that_makes_a_step_much_faster_is_named_with_the_memory_that_it_needs(ptrain):
+    lines = ptrain("predict", *OWN_70B).splitlines()
+    (line,) = [line.strip() for line in lines if "would be" in line]
+    command, _, rest = line.partition(" would be ")
+    dials = shlex.split(command)
+    changed = json.loads(ptrain("predict", *OWN_70B, *dials, "--json"))
+    own = json.loads(ptrain("predict", *OWN_70B, "--json"))
+    before, after = (record["step_seconds"][0]["value"] for record in (own, changed))
+    peak = format_memory(changed["fit"]["peak_bytes"])
+    assert rest.startswith(f"{before / after - 1:.0%} faster and needs {peak} of ")
+    assert before / after > 1.05 and changed["fit"]["fits"]
+    (variant,) = own["faster"]
+    assert variant["overrides"] == dials and variant["step_seconds"] == after
+    assert not changed["faster"]
+
+
+def test_no_faster_dial_is_named_where_none_brings_five_percent_or_nothing_fits(ptrain):
+    fast = ("8b-zero3", "cluster.preset=h100-8", "batch.micro=2", "batch.global=64")
+    assert "would be" not in ptrain("predict", *fast)
+    assert "would be" not in ptrain("predict", "70b-zero3", "cluster.preset=h100-8")

@@ -9,7 +9,8 @@ import json
 import math
 import random
 from dataclasses import replace
-from itertools import pairwise
+from functools import partial
+from itertools import combinations, pairwise
 from pathlib import Path
 
 import pytest
@@ -17,14 +18,21 @@ import pytest
 from ptrain.algebra.legality import check, executed
 from ptrain.axes.candidates import chosen
 from ptrain.charts.front import front_sheet
-from ptrain.cost import Collective
+from ptrain.cost import Collective, Phase, Spent, TimeKey, TimeRow
 from ptrain.derivation.estimate import derive
 from ptrain.derivation.throughput import throughput
 from ptrain.errors import SpecError
-from ptrain.report.selection import as_csv, as_record, as_spec, selection_text
-from ptrain.selection.choose import Chooser
+from ptrain.report.selection import (
+    as_csv,
+    as_record,
+    as_spec,
+    best_of_ideas,
+    distinct_front,
+    selection_text,
+)
+from ptrain.selection.choose import Chooser, select
 from ptrain.selection.job import searched_job
-from ptrain.selection.ranking import PlacementRanking, order_of, reason
+from ptrain.selection.ranking import PlacementRanking, idea_of, order_of, reason
 from ptrain.selection.search import Search
 from ptrain.selection.space import (
     apart,
@@ -34,10 +42,11 @@ from ptrain.selection.space import (
     micro_batches,
     pipelines,
 )
-from ptrain.selection.task import Scored, SearchGoal, crossing, folded
+from ptrain.selection.task import Scored, SearchGoal, crossing, folded, ranked
 from ptrain.selection.words import words_of
 from ptrain.spec.load import load
 from ptrain.spec.placement import Axis
+from ptrain.units import format_seconds
 from tests.pure.paces import HandPace
 from tests.pure.searches import BACKWARD, FORWARD, chooser, machine, without_known
 
@@ -272,7 +281,7 @@ def test_least_memory_is_another_order():
 
 def test_why_a_known_choice_lost_is_what_its_figures_say(best_of_eight):
     lost = {known.name: known for known in best_of_eight.lost}
-    whole = lost["data parallelism only"]
+    whole = lost["DDP"]
     assert whole.best is not None and not whole.best.memory.fits
     assert whole.why.startswith("does not fit by ")
     best = best_of_eight.ranking[0]
@@ -283,16 +292,16 @@ def test_a_choice_that_constraints_exclude_says_which_ones(best_of_eight):
     lost = {known.name: known.why for known in best_of_eight.lost}
     few = chooser("tp==2", "pp==1", "micro==1", count=1).choose()
     excluded = {known.name: known.why for known in few.lost}
-    assert excluded["data parallelism only"] == "excluded by tp==2"
-    assert excluded["pipeline with data parallelism"] == "excluded by tp==2, pp==1"
+    assert excluded["DDP"] == "excluded by tp==2"
+    assert excluded["pp × data"] == "excluded by tp==2, pp==1"
     assert not any(why.startswith("excluded") for why in lost.values())
 
 
 def test_a_choice_that_the_spec_does_not_write_says_so():
     chosen = Chooser(searched_job("zero3", ["mesh.dp_shard=auto"], devices=2), count=1).choose()
     lost = {known.name: known.why for known in chosen.lost}
-    assert lost["sharded optimizer state only"] == "excluded by values in the spec"
-    assert lost["data parallelism only"] == "excluded by mesh.dp_replicate=1"
+    assert lost["ZeRO-1"] == "excluded by values in the spec"
+    assert lost["DDP"] == "excluded by mesh.dp_replicate=1"
 
 
 # -- unknown times
@@ -300,10 +309,11 @@ def test_a_choice_that_the_spec_does_not_write_says_so():
 
 def test_what_has_no_time_stands_behind_all_that_has_one(best_of_eight):
     slow = best_of_eight.ranking[-1]
-    untimed = replace(best_of_eight.ranking[0], step=None, why_untimed="nobody knows it")
+    other = next(row for row in best_of_eight.front if idea_of(row.spec) != idea_of(slow.spec))
+    untimed = replace(other, step=None, why_untimed="nobody knows it")
     rows = sorted([untimed, slow], key=lambda row: order_of(SearchGoal.TIME, row))
     assert rows == [slow, untimed]
-    text = selection_text(replace(best_of_eight, ranking=(slow, untimed)))
+    text = selection_text(replace(best_of_eight, ranking=(slow, untimed), front=(), lost=()))
     assert "no step time of 2: nobody knows it" in text
 
 
@@ -354,6 +364,79 @@ def test_a_chart_has_a_dot_for_each_of_the_derived(best_of_eight):
     dots = [box for box in sheet.rectangles if box.width == box.height]
     assert len(dots) == len(best_of_eight.ranking) + len(best_of_eight.front)
     assert all(0 <= box.x <= sheet.width and 0 <= box.y <= sheet.height for box in dots)
+
+
+def test_each_idea_has_one_row_and_the_front_none_that_is_like_another(best_of_eight):
+    rows = best_of_ideas(best_of_eight)
+    ideas = [idea_of(row.spec) for row in rows]
+    assert rows[0] is best_of_eight.ranking[0] and len({*ideas}) == len(ideas) >= 4
+    for row in rows:
+        alike = [r for r in best_of_eight.ranking if idea_of(r.spec) == idea_of(row.spec)]
+        assert all(row.seconds <= other.seconds for other in alike)
+    front = distinct_front(best_of_eight, rows)
+    assert {id(row) for row in front} <= {id(row) for row in best_of_eight.front}
+    for one, other in combinations((*front, *rows), 2):
+        is_near = abs(one.seconds / other.seconds - 1) < 0.01
+        is_as_large = abs(one.peak_bytes / other.peak_bytes - 1) < 0.05
+        is_idea = idea_of(one.spec) == idea_of(other.spec)
+        assert not (is_near and is_as_large and is_idea)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "overrides", "idea"),
+    [
+        ("ddp", ["mesh.dp_replicate=2"], "DDP"),
+        ("zero1", ["mesh.dp_shard=2"], "ZeRO-1"),
+        ("zero2", ["mesh.dp_shard=2"], "ZeRO-2"),
+        ("zero3", ["mesh.dp_shard=2", "activations=M"], "FSDP, recompute full"),
+        ("hsdp", ["mesh={dp_replicate: 2, dp_shard: 2}"], "HSDP"),
+        ("tp", ["mesh={tp: 2}"], "tp"),
+        ("fsdp-offload", ["mesh.dp_shard=2"], "FSDP, states offloaded"),
+        ("3d", [], "pp × FSDP × tp"),
+    ],
+)
+def test_an_idea_is_named_as_the_field_names_it(strategy, overrides, idea):
+    assert idea_of(load(strategy, overrides).spec) == idea
+
+
+def test_a_margin_of_memory_stays_free_unless_nothing_leaves_one(best_of_eight):
+    margin = best_of_eight.job.margin_bytes
+    assert margin == 0 and min(row.memory.spare_bytes for row in best_of_eight.ranking) >= 0
+    search = partial(chooser, "tp==1", "pp==1", "micro==1", count=2)
+    roomy = search()
+    roomy.job = replace(roomy.job, margin=0.4)
+    rows = without_known(roomy.choose).ranking
+    assert rows and all(row.memory.spare_bytes >= roomy.job.margin_bytes > 30e9 for row in rows)
+    words = ["batch.global=8", "batch.sequence=512"]
+    arguments = {"cluster": "laptop", "devices": 2, "where": ["mesh.dp_shard=2"], "count": 1}
+    wide = select("llama-tiny", words, margin=0.05, **arguments)
+    assert wide.job.margin == 0.05
+    most = select("llama-tiny", words, margin=0.49999, **arguments)
+    assert most.best is not None
+
+
+def test_a_reason_names_what_costs_more_and_how_much_larger_a_row_is():
+    spec = load("8b-zero3", ["cluster.preset=h100-8"]).spec
+    derivation = derive(spec)
+    closed = Scored(candidate=None, peak=0.0, seconds=0.0)
+    best = ranked(spec, closed, derivation.exact, derivation.facts)
+    whole = best.step.seconds
+    more = (
+        TimeRow(key=TimeKey(Spent.COMPUTE, Phase.BACKWARD), seconds=whole / 10),
+        TimeRow(key=TimeKey(Spent.BUBBLE, Phase.BACKWARD, ("pp",)), seconds=whole / 20),
+        TimeRow(key=TimeKey(Spent.UPDATE, Phase.UPDATE), seconds=whole / 50),
+    )
+    slower = replace(
+        best,
+        spec=load("8b-zero3", ["cluster.preset=h100-8", "activations=M"]).spec,
+        step=best.step._replace(rows=(*best.step.rows, *more)),
+        memory=best.memory._replace(peak_bytes=best.memory.peak_bytes - 2**30),
+    )
+    assert reason(slower, best, SearchGoal.TIME) == (
+        f"17.0% slower, {format_seconds(whole / 10)} more compute with recomputation and "
+        f"{format_seconds(whole / 20)} more pipeline bubble; 1 GiB smaller"
+    )
+    assert reason(best, best, SearchGoal.TIME) == "is the best"
 
 
 def test_where_nothing_fits_nothing_is_ranked_and_something_would():

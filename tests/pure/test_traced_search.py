@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from ptrain.errors import SpecError, refused
-from ptrain.facts.model import LayerWork, ModelFacts, ModelWork, Operator
+from ptrain.facts.model import (
+    LayerWork,
+    ModelFacts,
+    ModelWork,
+    Operator,
+    TensorFacts,
+    UnitFacts,
+)
 from ptrain.plan.lower import own_facts
 from ptrain.selection.choose import select
 from ptrain.selection.cuts import TracedCuts
@@ -70,6 +79,48 @@ def test_attention_of_what_stands_in_is_over_the_models_own_heads():
 def test_a_model_that_tables_tell_of_is_scored_as_it_is():
     job = searched_job("llama3-8b", cluster="h100-8")
     assert job.stand_in is None and job.scored is job.base
+
+
+# -- models that are not built in
+
+OWN = "{target: 'somewhere:build'}"
+
+
+def facts_of_own(layers: int, hidden: int, vocab: int, block: int) -> ModelFacts:
+    """Blocks of one matrix each, and an embedding that is tied to the head."""
+    tensors = [(f"blocks.{at}", (block // hidden, hidden)) for at in range(layers)]
+    units = [
+        UnitFacts(modules=(name,), tensors=(TensorFacts(name=f"{name}.w", shape=shape),))
+        for name, shape in tensors
+    ]
+    root = UnitFacts(modules=("",), tensors=(TensorFacts(name="table", shape=(vocab, hidden)),))
+    return ModelFacts(units=(*units, root), blocks=tuple(name for name, _ in tensors))
+
+
+def test_a_llama_with_blocks_as_large_stands_in_for_a_model_of_the_users():
+    read: list[Spec] = []
+
+    def facts(spec: Spec) -> ModelFacts:
+        read.append(spec)
+        return facts_of_own(layers=6, hidden=256, vocab=1000, block=256 * 4096)
+
+    words = [f"model={OWN}", "mesh=auto", "placement=auto", "batch.micro=auto", "batch.global=64"]
+    job = searched_job("zero3", words, cluster="h100-8", read=facts)
+    like = job.stand_in
+    assert len(read) == 1 and read[0].world_size == 1
+    assert like is not None and like.tabulated is not None
+    assert (like.layers, like.hidden, like.vocab) == (6, 256, 1000)
+    step = block_size(replace(like, ffn=like.ffn + 64)) - block_size(like)
+    assert abs(block_size(like) - 256 * 4096) <= step / 2
+    assert job.base.model.target == "somewhere:build" and job.sized.model == like
+
+
+def test_a_model_without_repeated_blocks_is_refused_with_the_key_that_names_them():
+    facts = replace(facts_of_own(layers=1, hidden=8, vocab=9, block=64), blocks=())
+    words = [f"model={OWN}", "mesh=auto", "batch.global=64"]
+    with pytest.raises(SpecError, match="repeated blocks") as raised:
+        searched_job("zero3", words, cluster="h100-8", read=lambda spec: facts)
+    assert "model.blocks" in str(raised.value)
 
 
 # -- cuts

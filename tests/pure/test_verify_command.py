@@ -36,7 +36,8 @@ CULPRIT = RootCause(
     place="a.w",
     step=1,
     ranks=(0, 1),
-    sentence="Sum them once.",
+    sentence="Twice.",
+    fix="Sum them once.",
 )
 
 

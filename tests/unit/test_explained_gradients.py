@@ -41,7 +41,7 @@ def _explained_of(
         step=0, moment=Moment.GRADIENTS, subject=Subject.GRADIENTS, name="weight", rank=0,
         difference=1.0,
     )  # fmt: skip
-    return explain_gradients([mismatch], sampled(ranks, own), ranks, LIMIT)
+    return explain_gradients([mismatch], sampled(ranks, own), ranks, LIMIT, lambda its, fix: "")
 
 
 @pytest.mark.parametrize("factor", [0.5, 2.0])

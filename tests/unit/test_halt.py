@@ -10,9 +10,9 @@ from ptrain.interpreter.program import Program, interpret
 from ptrain.rooms.queue import DeviceQueue
 from ptrain.rooms.world import World
 from ptrain.spec.load import load
-from ptrain.train import checkpoint
 from ptrain.train.interrupt import Interrupts
 from ptrain.train.look import DeviceSums, StepFigures
+from ptrain.units import leaves
 
 SMALL = (
     "model.layers=1", "model.hidden=32", "model.heads=2", "model.kv_heads=1", "model.ffn=64",
@@ -34,7 +34,7 @@ def launch(program: Program, step: int, halted: torch.Tensor | None) -> None:
 
 
 def state(program: Program) -> dict[str, torch.Tensor]:
-    return {name: value.clone() for name, value in checkpoint._flat(program.state_dict())}
+    return {name: value.clone() for name, value in leaves(program.state_dict())}
 
 
 @pytest.mark.parametrize(

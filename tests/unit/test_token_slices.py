@@ -66,5 +66,5 @@ def test_what_is_asked_of_tokens_is_told() -> None:
     right = torch.tensor([[1, 2, -100, 0], [3, 3, 2, 1]])
     own = torch.tensor([[1, 2, -100, 2], [3, 3, 2, -100]])
     asked = AskedTokens.of(gradient(own, 5, 2.5), gradient(right, 5))
-    assert (asked.other, asked.lacking, asked.at_end, asked.count) == (1, 1, True, 7)
+    assert (asked.wrong, asked.at_end, asked.count) == (2, True, 7)
     assert asked.factor == pytest.approx(2.5)

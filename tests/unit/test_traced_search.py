@@ -39,3 +39,20 @@ def test_the_winners_figures_are_those_of_its_spec():
     record = as_record(selection)
     assert record["scored_as"] == {"family": "llama", "heads": 2, "kv_heads": 2, "ffn": 64}
     assert any(lost.best or lost.closed for lost in selection.lost)
+
+
+def test_a_class_of_transformers_is_ranked_by_its_own_figures():
+    pytest.importorskip("transformers")
+    config = "hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2, vocab_size: 261"
+    words = [f"model={{hf: LlamaForCausalLM, config: {{{config}, num_attention_heads: 2}}}}"]
+    words += ["batch.sequence=16", "precision.layout=zero16"]
+    words += ["batch.global=8", "batch.micro=auto", "mesh.dp_shard=auto", "placement=auto"]
+    selection = select("zero3", words, cluster="h100-8", devices=2, count=2, read=read_facts)
+    best = selection.best
+    assert best is not None and best.spec.model.hf == "LlamaForCausalLM"
+    source, *more = words_of(selection.job, best.spec)
+    spec = load(source, more).spec
+    exact = derive(spec, read_facts(spec)).exact
+    assert exact.peak_bytes() == best.peak_bytes
+    assert exact.step is not None
+    assert exact.step.seconds == pytest.approx(best.seconds, rel=1e-9)

@@ -37,7 +37,7 @@ def test_one_device_that_does_not_learn_is_told_as_such_with_what_to_change() ->
     assert found is not None
     assert found.factor == "the reference does not learn" and found.ranks == (0, 1)
     assert "(learns: it rose)" in found.sentence
-    assert "optimizer.lr" in found.sentence and "--steps" in found.sentence
+    assert "optimizer.lr" in found.fix and "--steps" in found.fix
 
 
 def test_where_all_holds_nobody_is_named() -> None:

@@ -1,132 +1,83 @@
-"""Run a step whose gradients differ again from its initial state and find the cause: what each
-rank's own samples give, which module differs from the reference first, whether a collective is not
-waited for, and whether random numbers were drawn on one side only, differently by ranks with the
-same samples, or differently in a recomputation.
+"""Run a step whose gradients differ again from its initial state and find the cause: each possible
+cause that one can undo from outside is undone in a step of its own, and only the one that puts
+gradients, loss and update right, alone, is proven. Else sums of what the ranks' samples give are
+tried, and the first module that differs from the reference is found.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ptrain.errors import Fault
-from ptrain.models.boundary import CodeRaised, boundary, said
-from ptrain.models.ledger import OperatorMode
-from ptrain.report.finding import RULED_OUT, Certainty, Mismatch, Moment, RootCause, Subject
-from ptrain.verification.jobs.diagnosis import explain_gradients, of_own_samples
-from ptrain.verification.jobs.draws import Key, drawn_again_otherwise
+from ptrain.models.boundary import CodeRaised, boundary
+from ptrain.models.boundary import said as said_of
+from ptrain.report.finding import (
+    POSSIBLE,
+    RULED_OUT,
+    Certainty,
+    Mismatch,
+    Moment,
+    RootCause,
+    Subject,
+)
+from ptrain.verification.capture import Samples
+from ptrain.verification.jobs.diagnosis import (
+    coarse_sum,
+    explain_gradients,
+    is_of_given,
+    of_own_samples,
+    of_samples,
+)
+from ptrain.verification.jobs.draws import Key
 from ptrain.verification.jobs.evidence import JobEvidence, evidence, rows_of, untold
-from ptrain.verification.jobs.job import TOLERANCES, Alone, GlobalLoss, Tolerance, number
+from ptrain.verification.jobs.job import (
+    TOLERANCES,
+    Alone,
+    GlobalLoss,
+    Tolerance,
+    each_tensor,
+    number,
+)
 from ptrain.verification.jobs.localise import ModuleInquiry
 from ptrain.verification.jobs.loss import LossTerms
 from ptrain.verification.jobs.modules import Calls, ModuleRecorder, ProbeResult, is_within, probed
-from ptrain.verification.jobs.record import ModelState, StepRecorder, digests
-from ptrain.verification.jobs.root_causes import families, family, proven
+from ptrain.verification.jobs.record import ModelState, StepRecorder, digests, shared_buffers
+from ptrain.verification.jobs.root_causes import blame, families, family
 from ptrain.verification.jobs.step import Drawing, LoopPair, StepComparison
+from ptrain.verification.jobs.symptoms import Fix
+from ptrain.verification.jobs.trials import (
+    Context,
+    PossibleCause,
+    Trial,
+    around_backward,
+    candidates,
+    kept_in_backward,
+)
 from ptrain.verification.parts import (
     Magnitude,
+    combination,
     difference,
-    is_even,
     named,
+    norm,
     numbers_apart,
 )
-from ptrain.verification.updates.swaps import coarse_sum
-
-
-class Waited(OperatorMode):
-    """While entered, every collective is waited for where it starts; what is sent or received by
-    itself is not, as two ranks that send to each other would wait forever."""
-
-    def operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        result = function(*args, **kwargs)
-        name = function._schema.name
-        if name.startswith("c10d::") and not any(word in name for word in ("send", "recv")):
-            work = result[-1] if isinstance(result, tuple) else result
-            if isinstance(work, torch.ScriptObject):
-                dist.Work.unbox(work).wait()
-        return result
-
-
-def root_cause_of_masks(inquiry: Inquiry, first: Sequence[Mismatch]) -> RootCause | None:
-    """Return the root cause that a trial proves; None where none does. All ranks call it."""
-    drawing = inquiry.drawing
-    if not drawing.any:
-        return None
-    everyones, ranks, loop = drawing.everyones, inquiry.ranks, inquiry.pair.loop.model
-    alone, loop_only = everyones.alone, set(everyones.by_key) - everyones.used  # as on all ranks
-    mine = sorted({draw.path or draw.outer for draw in drawn_again_otherwise(drawing.loop)})
-    again = {path for paths in ranks.gather(mine) for path in paths}
-    who = sorted({rank for its in everyones.unlike.values() for rank in its})
-
-    def left_of_loop(**masks: Any) -> float | None:
-        return inquiry.left_with(drawing.repeated(loop, **masks))
-
-    for names, trial, factor, sentence, tried in (
-        (
-            sorted(everyones.unlike), partial(left_of_loop, alike=True),
-            "other masks for the same samples",
-            f"Ranks {', '.join(map(str, who))} have the same samples but draw other masks for "
-            "them, so their replicas differ. Seed these ranks identically, and differently from "
-            "ranks with other samples.",
-            "with the masks of the first of them on all",
-        ),
-        (
-            sorted(again), partial(left_of_loop, alike=True), "different mask in the recomputation",
-            "The recomputation in backward draws other random numbers than forward. Preserve the "
-            "generator's state (checkpoint(..., preserve_rng_state=True)), or draw outside of the "
-            "recomputed code.",
-            "with forward's masks in backward",
-        ),
-        (
-            [path for path, _ in sorted(alone)], partial(_left_of_reference, inquiry, alone),
-            "dropout in the reference only",
-            "The reference applies dropout, but no rank of the loop does. Use the same mode "
-            "(model.train() before the step) and rate in both.",
-            "without dropout there",
-        ),
-        (
-            [path for path, _ in sorted(loop_only)], partial(left_of_loop, still=loop_only),
-            "dropout in the loop only",
-            "The loop applies dropout, but the reference does not. Use the same mode (train, eval) "
-            "and rate in both.",
-            "without dropout there",
-        ),
-    ):  # fmt: skip
-        if names and (left := trial()) is not None:
-            is_unlike = "same samples" in factor
-            return proven(
-                Subject.GRADIENTS if "recomputation" in factor else Subject.RANDOM, factor,
-                families(path or "the model" for path in names), sentence,
-                f"{tried} the gradients match to {left:.1e}", step=first[0].step,
-                ranks=who if is_unlike else range(ranks.size),
-                axis=ranks.axis_of(who) if is_unlike else "",
-            )  # fmt: skip
-    return None
-
-
-def _left_of_reference(inquiry: Inquiry, still: set[Key]) -> float | None:
-    """Run the reference's step once more; return how far the loop's is from it, if that is near."""
-    inquiry.rewind()
-    pair = inquiry.pair
-    draws = inquiry.drawing.replayed(pair.reference.model, still=still)
-    with StepRecorder(pair.reference.model, pair.wholes) as expected, draws:
-        pair.reference.step(inquiry.batch)
-    return inquiry.left(inquiry.step.seen.gradients, expected.gradients)
-
+from ptrain.verification.updates.clip import Remainder, update_apart
 
 _EVEN = 1e-3  # relative: weights of terms that are alike
+_MOST_TERMS = 4  # of a loss, of which each is run alone
 _SHARE = 1e-3  # of what differs within a module, that differs outside of it too
 _HALF = 2  # bytes
 _FINE = TOLERANCES[torch.float32]
+_NEAR = 1e-3  # of a gradient, that is a sum of those of its terms
 _LOOSE = 10  # tolerances of a gradient: the same addends in another order
 
 
@@ -154,22 +105,26 @@ class Inquiry:
         gradients of the step before."""
         self.rewind()
         modules, again, differs = self._run_again()
-        differs = differs or self.left_with() is None
-        if differs and (unwaited := self._of_collectives(first)) is not None:
-            return unwaited
-        # a step that is right by itself the second time is put right by no other masks
-        if differs and (of_masks := root_cause_of_masks(self, first)) is not None:
-            return of_masks
+        # a step that is right by itself the second time is put right by no change
+        differs = differs or self._is_wrong_again()
+        undone = self._of_candidates(candidates(self, first)) if differs else None
+        if undone is not None:
+            return undone
         # Generators go on: of draws that no operator is known for, the reference would be given the
         # loop's own numbers, and what they explain would count as proven.
         probe, job_evidence = self._evidence(before)
-        by_sums = explain_gradients(first, job_evidence, self.ranks, self.limit)
+        by_samples = of_samples(first, job_evidence, self.ranks)
+        ledger = job_evidence.ledger
+        if by_samples is not None and (read := self._of_shares(by_samples, ledger)) is not None:
+            return read
+        by_sums = explain_gradients(first, job_evidence, self.ranks, self.limit, self._after)
         if by_sums.certainty is Certainty.PROVEN:
             return by_sums
         if by_sums.certainty is Certainty.UNEXPLAINED and by_sums.tried:
             self._ruled_out.append(f"all gradients {by_sums.tried.removeprefix(RULED_OUT)}")
-        if (read := self._of_other_samples(first, job_evidence)) is not None:
-            return read
+        is_given = by_samples is not None and is_of_given(job_evidence, self.ranks, self.limit)
+        if by_samples is not None and (is_given or by_samples.tried):
+            return by_samples
         if (of_terms := self._of_terms(first)) is not None:
             return of_terms
         localised = ModuleInquiry(self, job_evidence, probe, modules) if again else None
@@ -181,11 +136,112 @@ class Inquiry:
         is_same = passes == [rows_of([call]) for call in self.step.expected.calls]
         is_plain = is_plain and not all(self.ranks.gather(is_same))
         own = of_own_samples(first, job_evidence, self.ranks, self.limit, is_plain)
-        if own is not None and own.certainty in (Certainty.PROVEN, Certainty.LOCATED):
+        if own is not None:
             return own
         if by_sums.certainty is Certainty.FITS:
             return by_sums
         return self._unexplained(first, job_evidence, localised)
+
+    def _is_wrong_again(self) -> bool:
+        trial = self.trial()
+        return trial is None or self._is_wrong(trial.gradients)
+
+    def _is_wrong(self, gradients: float) -> bool:
+        """Return whether gradients that are so far off are wrong, as they were."""
+        return gradients > min(_LOOSE * self.limit.gradients, self._before() / 2)
+
+    def _of_candidates(self, candidates: Iterator[PossibleCause]) -> RootCause | None:
+        """Return the one whose trial puts the gradients right; of several none is proven. All ranks
+        call it."""
+        fitting: list[tuple[PossibleCause, Trial]] = []
+        for candidate in candidates:
+            trial = candidate.run()
+            if trial is None or not trial.is_near(self.limit.gradients):
+                self._ruled_out.append(candidate.words)
+                continue
+            fitting.append((candidate, trial))
+            if candidate.is_of_time:  # others may help because they are slower
+                break
+        if not fitting:
+            return None
+        (first, trial), others = fitting[0], [its.blamed for its, _ in fitting[1:]]
+        blamed = first.blamed
+        if others:
+            listed = "; ".join(its.factor for its in (blamed, *others))
+            blamed = replace(blamed, sentence=f"{blamed.sentence} {POSSIBLE}{listed}.")
+        return trial.of(blamed, first.words)
+
+    def trial_of_reference(self, batch: Any, still: Collection[Key] = ()) -> Trial | None:
+        """Run the reference's step once more, on this batch and without these draws, and compare
+        the loop's with it; None where it cannot be run. All ranks call it."""
+        self.rewind()
+        pair, loss, raised = self.pair, None, False
+        expected = StepRecorder(pair.reference.model, pair.wholes)
+        draws = self.drawing.replayed(pair.reference.model, still=still)
+        try:
+            with (
+                boundary(lambda error: Fault(place="step", finding=said_of(error))),
+                expected, draws, Alone(),
+            ):  # fmt: skip
+                loss = pair.reference.step(batch)
+        except CodeRaised:
+            raised = True
+        if any(self.ranks.gather(raised)):
+            return None
+        both = number(loss), number(self.step.losses[1])
+        measured = self._loss.of(*both)
+        apart = 0.0 if measured is None else numbers_apart(both[0] or 0.0, measured)
+        right = self.step.case.with_gradients(self._parts(self.step.expected.gradients))
+        left = self._most_apart(self.step.seen.gradients, expected.gradients)
+        return Trial(left, self._before(), self._others(apart, *right))
+
+    def of_buffers(self, said: RootCause) -> RootCause:
+        """Try why only buffers differ at the end of the step. All ranks call it."""
+        plain, loop = self.pair.reference.model, self.pair.loop.model
+        ends = [(its.clone(), own.clone()) for _, its, own in shared_buffers(plain, loop)]
+
+        def apart(*sides: int) -> bool:
+            """Return whether what a side has now differs from what one had at the end."""
+            now, end = sides
+            pairs = [
+                (both[now], ends[place][end])
+                for place, (_, *both) in enumerate(shared_buffers(plain, loop))
+            ]
+            sizes = (difference(its, other, norm(other)) for its, other in pairs)
+            return any(self.ranks.gather(max(sizes, default=0.0) > self.limit.updates))
+
+        draws = self.drawing.repeated(loop)
+        trial = self.trial(draws, kept_in_backward(loop))
+        near = _LOOSE * self.limit.gradients
+        is_right = trial is not None and not trial.others and trial.gradients <= near
+        if is_right and not apart(1, 0):
+            said = replace(
+                said, factor=f"{said.factor}, written again in backward",
+                sentence=f"{said.sentence} The recomputation in backward writes it once more.",
+                fix="Write it outside of the recomputed part, or not within backward.",
+            )  # fmt: skip
+            return said.proven(
+                "with what backward writes to buffers undone, buffers, gradients, loss and update "
+                "match the reference"
+            )
+        if POSSIBLE not in said.sentence:
+            return said
+        self.rewind()
+        try:
+            with boundary(lambda error: Fault(place="step", finding=said_of(error))), Alone():
+                self.pair.reference.step(self.share)
+            raised = False
+        except CodeRaised:
+            raised = True
+        if any(self.ranks.gather(raised)) or apart(0, 1):
+            return said
+        facts = said.sentence.partition(POSSIBLE)[0]
+        return replace(
+            said,
+            factor="not reduced over the ranks",
+            sentence=f"{facts}Each rank computes it from its own samples.",
+            fix="Reduce what it is computed from over the ranks, before it is written.",
+        ).proven("run on a rank's samples alone, the reference leaves the same values")
 
     def _evidence(self, before: Mapping[str, Tensor]) -> tuple[ProbeResult, JobEvidence]:
         self._restore_models()
@@ -217,7 +273,8 @@ class Inquiry:
             return replace(
                 blamed, factor=f"accumulated in {dtype}",
                 sentence=f"The gradients of {count} micro-batches are added up in {dtype}, unlike "
-                "in the reference. Accumulate them in a dtype as fine as the reference's.",
+                "in the reference.",
+                fix="Accumulate them in a dtype as fine as the reference's.",
                 tried="the dtypes of .grad were compared when the optimizer steps",
             )  # fmt: skip
         if not all(is_tried for _, is_tried in everyones):
@@ -226,98 +283,96 @@ class Inquiry:
         _, job_evidence = self._evidence(before)
         for state in now:
             state.restore()  # the run goes on
-        return coarse_sum(blamed, job_evidence, self.ranks, self.limit.gradients)
+        return coarse_sum(blamed, job_evidence, self.ranks, self.limit, self._after)
 
-    def _of_other_samples(
-        self, first: Sequence[Mismatch], job_evidence: JobEvidence
-    ) -> RootCause | None:
-        """Some ranks read samples that are not in the batch, and others read only those that are:
-        what their modules return cannot be compared."""
-        reports = job_evidence.rows
-        who = [rank for rank, its in enumerate(reports) if its.count and its.unknown == its.count]
-        is_clear = not any(its.sliced for its in reports) and all(
-            not its.unknown for rank, its in enumerate(reports) if rank not in who
-        )
-        if not who or len(who) == len(reports) or not is_clear:
-            return None
-        own = of_own_samples(first, job_evidence, self.ranks, self.limit, True)
-        if own is not None and own.certainty is Certainty.PROVEN:
-            return own
-        listed = ", ".join(map(str, who))
-        return RootCause(
-            state=Subject.BATCH, axis=self.ranks.parting(who), factor="other samples",
-            place="samples", step=first[0].step, ranks=tuple(who),
-            sentence=f"None of the samples that ranks {listed} read are in the global batch; all "
-                     "that the other ranks read are. Check how these ranks draw their samples (the "
-                     "seed, the epoch, the position in the data); ranks of tensor parallelism must "
-                     "read the same ones.",
-            tried="the inputs of the model were compared with the global batch, sample by sample",
-        )  # fmt: skip
+    def _of_shares(self, blamed: RootCause, ledger: Samples | None) -> RootCause | None:
+        """Prove that ranks read other samples: give them even shares of the global batch, or all of
+        it; or give the reference what the ranks read of it. All ranks call it."""
+        every = tuple(range(self.ranks.size))
+        groups = {"an even share": (every,), "all": ()} | {
+            f"an even share over {axis}": lines for axis, lines in self.ranks.axes.items()
+        }
 
-    def _of_collectives(self, first: Sequence[Mismatch]) -> RootCause | None:
-        """Every collective is waited for: that makes a step right whose loop does not wait."""
-        if self.ranks.size == 1:
-            return None
-        left = self.left_with(self.drawing.repeated(self.pair.loop.model), Waited())
-        if left is None:
-            self._ruled_out.append("every collective waited for where it starts")
-            return None
-        names = families([mismatch.name for mismatch in first])
-        return proven(
-            first[0].subject, "collective not waited for", names,
-            "A collective is started (async_op=True) and its result is used before it is done. "
-            "Wait for it first (`work.wait()`).",
-            "with every collective waited for where it starts, the gradients match the reference "
-            f"to {left:.1e}", step=first[0].step, ranks=range(self.ranks.size),
-        )  # fmt: skip
+        def trials() -> Iterator[tuple[str, Trial | None]]:
+            for what, lines in groups.items():
+                line = next((its for its in lines if self.ranks.rank in its), every[:1])
+                place = line.index(self.ranks.rank) if lines else 0
+                part = partial(_part, place, len(line))
+                share = each_tensor(self.batch, part)
+                yield f"with {what} of the global batch on each rank", self.trial(share=share)
+            if ledger:
+                rows = [row for row in range(ledger.count) if row not in ledger.missing]
+                rows = sorted([*rows, *ledger.doubled])
+                batch = each_tensor(
+                    self.batch, lambda its: its[rows] if len(its) == ledger.count else its
+                )
+                trial = self.trial_of_reference(batch)
+                yield "with the same samples left out, or read twice, in the reference", trial
+
+        for words, trial in trials():
+            if trial is not None and trial.is_near(self.limit.gradients) and not trial.others:
+                return trial.of(blamed, words)
+        return None
 
     def _of_terms(self, first: Sequence[Mismatch]) -> RootCause | None:
-        """One term of the loss has another weight beside the others than in the reference, or no
-        gradient."""
-        loop, plain = self.pair.loop.model, self.pair.reference.model
+        """One term of the loss has another weight than in the reference, or no gradient: each is
+        run alone, and their sum is fitted to the reference's gradients."""
+        loop = self.pair.loop.model
+        whole, draws = LossTerms(loop), partial(self.drawing.repeated, loop)
         self.rewind()
-        with LossTerms(plain) as expected, self.drawing.replayed(plain), Alone():
-            self.pair.reference.step(self.batch)
-        self.rewind()
-        own = LossTerms(loop)
-        ran = self.stepped(own, self.drawing.repeated(loop))
-        everyones = [its for its in self.ranks.gather(own.coefficients) if its]
-        if (
-            ran is None
-            or not everyones
-            or any(its.keys() != everyones[0].keys() for its in everyones)
-        ):
+        ran = self.stepped(whole, draws())
+        names = [*whole.coefficients, *sorted(whole.outputs - whole.coefficients.keys())]
+        is_one = len({tuple(its) for its in self.ranks.gather(names)}) == 1
+        if ran is None or not is_one or not 1 < len(names) <= _MOST_TERMS:
             return None
-        mean = {n: sum(its[n] for its in everyones) / len(everyones) for n in everyones[0]}
-        right = expected.coefficients
-        ratios = {n: mean[n] / right[n] for n in mean if right.get(n)}
-        for name in dict.fromkeys((*right, *mean)):
-            others = [ratio for other, ratio in ratios.items() if other != name]
-            is_alone = {*right, *mean} - {name} == ratios.keys() - {name}
-            if not others or not is_alone or not is_even(others, _EVEN):
-                continue
-            if name not in mean and name in expected.outputs:
-                wanted = right[name] * others[0] / max(own.outputs.get(name, 0), 1)
-                change = LossTerms(loop, joined={name: wanted})
-                said, what = "no gradient", "gets no gradient from the loss of the loop"
-            elif name not in right:
-                change, said = LossTerms(loop, times={name: 0.0}), "not in the reference"
-                what = "is not in the loss of the reference"
-            elif name in mean and abs(ratios[name] / others[0] - 1) > _EVEN:
-                change = LossTerms(loop, times={name: others[0] / ratios[name]})
-                said = f"× {ratios[name] / others[0]:.4g}"
-                what = f"has {said.removeprefix('× ')} times its weight beside the other terms"
-            else:
-                continue
-            left = self.left_with(change, self.drawing.repeated(loop))
-            if left is not None:
-                return proven(
-                    Subject.LOSS, said, name,
-                    f"The term {name} of the loss {what}.",
-                    f"with the weight that it has in the reference the gradients match to "
-                    f"{left:.1e}", step=first[0].step, ranks=range(self.ranks.size),
-                )  # fmt: skip
-        return None
+        rows = []
+        for name in names:
+            self.rewind()
+            joined = {name: 1.0} if name not in whole.coefficients else {}
+            alone = LossTerms(loop, {its: 0.0 for its in names if its != name}, joined)
+            if (ran := self.stepped(alone, draws())) is None:
+                return None
+            rows.append(self._in_a_row(ran[0].gradients))
+        fit = combination(self._in_a_row(self._parts(self.step.expected.gradients)), rows)
+        everyones = self.ranks.gather([*fit.coefficients, float(fit.holds(_NEAR))])
+        weights = [sum(its) / len(its) for its in zip(*everyones, strict=True)][:-1]
+        apart = (abs(a - b) for its in everyones for a, b in zip(its[:-1], weights, strict=True))
+        is_sum = all(its[-1] for its in everyones) and max(apart) <= _EVEN
+        right = [float(name in whole.coefficients) for name in names]
+        odd = [n for n, its in enumerate(weights) if abs(its - right[n]) > _EVEN]
+        if not is_sum or len(odd) != 1:
+            return None
+        name, weight = names[odd[0]], weights[odd[0]]
+        if name not in whole.coefficients:
+            change = LossTerms(loop, joined={name: weight})
+            said, what = "no gradient", "gets no gradient from the loss of the loop"
+        elif abs(weight) <= _EVEN:
+            change, said = LossTerms(loop, {name: 0.0}), "not in the reference"
+            what = "is not in the loss of the reference"
+        else:
+            change, said = LossTerms(loop, {name: weight}), f"× {1 / weight:.4g}"
+            what = f"has {1 / weight:.4g} times its weight beside the other terms"
+        trial = self.trial(change, draws(), loss=change.of)
+        if trial is None or not trial.is_near(self.limit.gradients):
+            return None
+        blamed = blame(
+            Subject.LOSS, said, families(its.name for its in first),
+            f"The term {name} of the loss {what}.",
+            "Give it the weight that it has in the reference.", step=first[0].step,
+            ranks=range(self.ranks.size),
+        )  # fmt: skip
+        return trial.of(blamed, "with the weight that it has in the reference")
+
+    def _parts(self, wholes: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return this rank's elements of the reference's tensors."""
+        holds = self.pair.holds
+        return {n: holds[n].of(row.view(holds[n].shape)) for n, row in wholes.items() if n in holds}
+
+    def _in_a_row(self, gradients: Mapping[str, Tensor]) -> Tensor:
+        names = [name for name in self.step.expected.gradients if name in self.pair.holds]
+        sizes = {name: self.pair.holds[name].value().numel() for name in names}
+        rows = (gradients.get(name, torch.zeros(sizes[name])) for name in names)
+        return torch.cat([row.double().flatten().cpu() for row in rows])
 
     def with_call(self, root_cause: RootCause) -> RootCause:
         """Add the line that calls the module which the root cause names, the first of several. All
@@ -336,28 +391,87 @@ class Inquiry:
         self.step.random.restore()
         self._restore_models()
 
-    def stepped(self, *within: AbstractContextManager[object]) -> tuple[StepRecorder, Any] | None:
-        """Run the loop's step once more within these; return what is seen of it, and its loss; None
-        on every rank where it cannot be run on some. All ranks call it."""
+    def stepped(
+        self, *within: Context, before: Sequence[Context] = (), share: Any = None
+    ) -> tuple[StepRecorder, Any] | None:
+        """Run the loop's step once more within these, `before` the first of them the step is not
+        recorded, on its share or on another one; return what is seen of it, and its loss; None on
+        every rank where it cannot be run on some. All ranks call it."""
         seen, loss, raised = StepRecorder(self.pair.loop.model, self.pair.holds), None, False
         try:
             with (
-                boundary(lambda error: Fault(place="step", finding=said(error))),
+                boundary(lambda error: Fault(place="step", finding=said_of(error))),
                 ExitStack() as stack,
             ):
-                for context in (seen, *within):
+                for context in (*before, seen, *within):
                     stack.enter_context(context)
-                loss = self.pair.loop.step(self.share)
+                loss = self.pair.loop.step(self.share if share is None else share)
         except CodeRaised:
             raised = True
         return None if any(self.ranks.gather(raised)) else (seen, loss)
 
-    def left_with(self, *within: AbstractContextManager[object]) -> float | None:
-        """Run the loop's step from where it began, within these; return how far it is from one
-        device's, if that is near."""
+    def trial(
+        self,
+        *within: Context,
+        before: Sequence[Context] = (),
+        share: Any = None,
+        loss: Callable[[float | None], float | None] = lambda its: its,
+    ) -> Trial | None:
+        """Run the loop's step from where it began, within these; return how far it is from the
+        reference's then; None where it cannot be run. `loss`: what the loss that it returns is with
+        what is undone. All ranks call it."""
         self.rewind()
-        ran = self.stepped(*within)
-        return None if ran is None else self.left(ran[0].gradients)
+        ran = self.stepped(*within, before=before, share=share)
+        if ran is None:
+            return None
+        gradients = ran[0].gradients
+        left, obstacle = self.step.case.with_gradients(gradients, ran[0].record)
+        losses = number(ran[1]), loss(number(ran[1]))  # a term without gradient is in the loss
+        apart = min(max(self._loss_apart(its), default=0.0) for its in losses)
+        others = self._others(apart, left, obstacle)
+        return Trial(self._most_apart(gradients), self._before(), others)
+
+    def checked(self, said: RootCause, *, repeats: bool = False) -> RootCause:
+        """Return a proven root cause with what its proof did not look at: whether the loss is right
+        and, if it `repeats`, whether the update with the reference's gradients is. All ranks call
+        it."""
+        if said.certainty is not Certainty.PROVEN:
+            return said
+        right, apart = Remainder(0, 0.0, 0.0), max(self._loss_apart(), default=0.0)
+        gradients = self._parts(self.step.expected.gradients)
+        left = self.step.case.with_gradients(gradients) if repeats else (right, "")
+        others = self._others(apart, *left)
+        return said.fits(f"{said.tried}{others}") if others else said
+
+    def _before(self) -> float:
+        """Return how far the gradients were from the reference's. All ranks call it."""
+        return self._most_apart(self.step.seen.gradients)
+
+    def _most_apart(
+        self, gradients: Mapping[str, Tensor], truth: Mapping[str, Tensor] | None = None
+    ) -> float:
+        """Return the largest difference of a gradient over all ranks. All ranks call it."""
+        names = [*(self.step.expected.gradients if truth is None else truth)]
+        mine = max(self._gradients_apart(names, gradients, truth), default=0.0)
+        return max(self.ranks.gather(mine))
+
+    def _after(self, gradients: Mapping[str, Tensor], fix: Fix) -> str:
+        """Return what still differs, or could not be tried, with these whole gradients of all
+        parameters. All ranks call it."""
+        left, obstacle = self.step.case.with_gradients(self._parts(gradients))
+        own, values = number(self.step.losses[1]), list[float]()
+        if max(self._loss_apart(), default=0.0) > self.limit.losses:
+            self.rewind()
+            self.stepped(around_backward(partial(_keep_loss, values)))
+        times = fix.loss_factor(self.ranks.rank, values)
+        losses = (own, own if own is None or times is None else own * times)
+        apart = min(max(self._loss_apart(loss), default=0.0) for loss in losses)
+        return self._others(apart, left, obstacle)
+
+    def _others(self, apart: float, left: Remainder, obstacle: str) -> str:
+        """Return in words what of loss and update is not the reference's. All ranks call it."""
+        words = f"; the loss still differs by {apart:.3g}" if apart > self.limit.losses else ""
+        return words + update_apart(left, obstacle, self.ranks)
 
     def _restore_models(self) -> None:
         self.step.loop_state.restore()
@@ -372,7 +486,8 @@ class Inquiry:
             return {}, False, False
         self._calls, gradients = recorder.calls, ran[0].gradients
         same = digests(holds, gradients) == digests(holds, self.step.seen.gradients)
-        return recorder.calls, all(self.ranks.gather(same)), self.left(gradients) is None
+        differs = self._is_wrong(self._most_apart(gradients))
+        return recorder.calls, all(self.ranks.gather(same)), differs
 
     def probe_of(self, seen: StepRecorder) -> ProbeResult:
         """Run the reference's model on what this rank's model was given."""
@@ -381,29 +496,33 @@ class Inquiry:
 
     def left_outside(
         self, seen: StepRecorder, loss: Any, inside: Sequence[str]
-    ) -> tuple[str, bool] | None:
+    ) -> tuple[str, str] | None:
         """Return in words what of a step is the reference's: the loss, and all gradients or those
         of parameters that are not in modules of these families, if any of it differed before, and
-        whether it is all; else None. All ranks call it."""
+        what is not, or was not tried; else None. All ranks call it."""
         losses = self._loss_apart(loss)
         if any(apart > self.limit.losses for apart in losses):
             return None
         names = list(self.step.expected.gradients)
-        others = [n for n in names if not any(is_within(family(n), path) for path in inside)]
-        bound = _LOOSE * self.limit.gradients
-        for chosen in filter(None, (names, others)):
-            if not (chosen or losses):
-                continue  # nothing is left to be right
-            before = [*self._gradients_apart(chosen, self.step.seen.gradients), *self._loss_apart()]
-            within = max(self._gradients_apart(names, self.step.seen.gradients), default=0.0)
-            after = max(self._gradients_apart(chosen, seen.gradients), default=0.0)
-            rows = self.ranks.gather([max(before, default=0.0), within, after])
-            most, inner, left = (max(row[place] for row in rows) for place in range(3))
+        outside = [n for n in names if not any(is_within(family(n), path) for path in inside)]
+        bound, was = _LOOSE * self.limit.gradients, self.step.seen.gradients
+        for chosen in filter(None, (names, outside)):
+            before = [*self._gradients_apart(chosen, was), *self._loss_apart()]
+            sizes = (before, self._gradients_apart(names, was),
+                     self._gradients_apart(chosen, seen.gradients))  # fmt: skip
+            rows = self.ranks.gather([max(its, default=0.0) for its in sizes])
+            most, inner, left = (max(its) for its in zip(*rows, strict=True))
             # what differs within, and no more than roundings of it outside, is not tried by this
             if left <= bound < most and most >= _SHARE * min(1.0, inner):
                 is_all = len(chosen) == len(names)
                 whose = f"{'the loss and ' * bool(losses)}{'all' if is_all else 'the other'}"
-                return f"{whose} {len(chosen)} gradients match the reference to {left:.1e}", is_all
+                others = "; those within the module still differ"
+                if is_all:
+                    others = self._others(
+                        0.0, *self.step.case.with_gradients(seen.gradients, seen.record)
+                    )
+                words = f"{whose} {len(chosen)} gradients match the reference to {left:.1e}"
+                return words, others
         return None
 
     def _gradients_apart(
@@ -425,16 +544,6 @@ class Inquiry:
                 yield difference(gradients[name], part, scale.length(whole, part))
             elif not scale.is_noise(whole):
                 yield math.inf
-
-    def left(
-        self, gradients: Mapping[str, Tensor], expected: Mapping[str, Tensor] | None = None
-    ) -> float | None:
-        """Return the largest difference of a gradient (relative) over all ranks, from the
-        reference's or `expected`, where it is rounding; else None. All ranks call it."""
-        its = self.step.expected.gradients if expected is None else expected
-        mine = max(self._gradients_apart(list(its), gradients, its), default=0.0)
-        most = max(self.ranks.gather(mine))
-        return most if most <= _LOOSE * self.limit.gradients else None
 
     def _loss_apart(self, *losses: Any) -> list[float]:
         """How far the global loss is from the reference's: of this rank's, or of the step as it
@@ -475,3 +584,14 @@ class Inquiry:
             f"steps{', and so does the loss' if is_forward else ''}; this is the "
             f"first difference.{where}",
         ).unexplained(out)
+
+
+def _part(place: int, count: int, rows: Tensor) -> Tensor:
+    return rows.tensor_split(count)[place]
+
+
+def _keep_loss(values: list[float], tensors: Any) -> Callable[[], None]:
+    """Keep the number that a backward pass starts from."""
+    losses = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    values += [float(loss.detach()) for loss in losses if loss.numel() == 1]
+    return lambda: None

@@ -151,9 +151,10 @@ class ModuleInquiry:
             named.append(first)
             seen, left, modules = self._tried(forces, named)
             if left is not None:
-                said = self._said(named, modules, left[1])
+                said = self._said(named, modules, not left[1])
                 tried = f"with {self._forced_words(named)} in its place {left[0]}"
-                return said.proven(tried) if _is_cause(named[0], said) else said.located(tried)
+                is_cause = _is_cause(named[0], said) and not left[1]
+                return said.proven(tried) if is_cause else said.located(f"{tried}{left[1]}")
             if seen is None:
                 break
             if self._is_alone:  # another forward, another gradient of the loss
@@ -379,10 +380,9 @@ class ModuleInquiry:
 
     def _tried(
         self, forces: Mapping[tuple[str, int], Forced], named: Sequence[FirstDifference]
-    ) -> tuple[StepRecorder | None, tuple[str, bool] | None, Calls]:
-        """Run the step with the reference's values in these places; return what is seen of it, in
-        words what is right then, and whether that is all, and what the modules do then. The loss of
-        forced labels is not the loop's."""
+    ) -> tuple[StepRecorder | None, tuple[str, str] | None, Calls]:
+        """Run the step with the reference's values in these places; return what is seen of it, what
+        is right then and what is not, in words, and the modules. Forced labels give no loss."""
         model = self.inquiry.pair.loop.model
         recorder = ModuleRecorder(model, forces)
         self.inquiry.rewind()
@@ -439,30 +439,30 @@ class ModuleInquiry:
                 return replace(
                     blamed, state=Subject.GRADIENTS, place=closed,
                     sentence=f"The gradient that {closed} hands back to {place} differs from the "
-                    f"reference, and what runs later is right. {closed} could not be compared: "
-                    "check its backward pass.",
+                    f"reference, and what runs later is right. {closed} could not be compared.",
+                    fix="Check its backward pass.",
                 )  # fmt: skip
             case _ if first.is_last:
                 return replace(
                     blamed, state=Subject.LOSS,
                     sentence=f"{place} returns its reference output, but the gradient of the loss "
-                    f"by that output differs{self._over}. Possible causes: other labels, masks "
-                    "or weights of the loss; a loss that is computed or reduced in another way.",
+                    f"by that output differs{self._over}. {POSSIBLE}other labels, masks or weights "
+                    "of the loss; a loss that is computed or reduced in another way.",
+                    fix="Compare the loss and its labels with the reference's on the same outputs.",
                 )  # fmt: skip
             case _:
                 shared = (
-                    f" If the other ranks over {self._axis} use it too (keys and values), backward "
-                    "must sum the gradients of all of them (reduce-scatter). Without that, each "
+                    f"If the other ranks over {self._axis} use it too (keys and values), sum the "
+                    "gradients of all of them in backward (reduce-scatter). Without that, each "
                     "rank has a partial gradient."
-                    if self._axis
-                    else ""
                 )
                 return replace(
                     blamed, state=Subject.GRADIENTS,
                     factor=first.factor or "other gradient in backward",
                     sentence=f"{place} returns its reference output, but the gradient of that "
                     "output differs from the reference, and is right in all modules that run "
-                    f"later.{shared}",
+                    "later.",
+                    fix=shared if self._axis else f"Check the backward pass of what takes {place}.",
                 )  # fmt: skip
 
     def _said_of_input(self, first: FirstDifference, blamed: RootCause, is_all: bool) -> RootCause:
@@ -474,14 +474,15 @@ class ModuleInquiry:
             listed = ", ".join(f"rank {rank}: {everyones[rank][0]} too few" for rank in who)
             return replace(
                 blamed, factor="positions not offset by rank",
-                sentence=f"{place} gets positions without the offset of its shard ({listed}). "
-                f"Positions must start at the offset of the rank's shard{self._over}.",
+                sentence=f"{place} gets positions without the offset of its shard ({listed}).",
+                fix=f"Start positions at the offset of the rank's shard{self._over}.",
             )  # fmt: skip
         if who:
             return replace(
                 blamed, factor="other inputs",
                 sentence=f"{place} gets other inputs (positions, a mask, labels) than the "
-                f"reference for the same tokens. Shard them like the tokens{self._over}.",
+                "reference for the same tokens.",
+                fix=f"Shard them like the tokens{self._over}.",
             )  # fmt: skip
         last = families(first.before[-1:]) or "the input of the model"
         attention = (
@@ -494,7 +495,8 @@ class ModuleInquiry:
         return replace(
             blamed, place=closed or place,
             sentence=f"{place} gets another input than in the reference, although {last} matches."
-            f"{unknown} Check what is computed between {last} and {place}{attention}{self._over}.",
+            f"{unknown}",
+            fix=f"Check what is computed between {last} and {place}{attention}{self._over}.",
         )  # fmt: skip
 
     def _shifts(self, first: FirstDifference) -> list[int] | None:
@@ -519,15 +521,16 @@ class ModuleInquiry:
             return replace(
                 blamed, state=Subject.PARAMETERS, place=several,
                 sentence=f"The parameters of {several} are written between the passes of one step "
-                "(a moving average after each micro-batch, an update in backward). Write them "
-                "once, after the last pass.",
+                "(a moving average after each micro-batch, an update in backward).",
+                fix="Write them once, after the last pass.",
             )  # fmt: skip
         if " for " in blamed.factor:
             actual, _, expected = blamed.factor.partition(" for ")
             return replace(
                 blamed,
-                sentence=f"{place} computes in {actual}, the reference in {expected}. If this is "
-                f"intended, set `Terms(dtype=torch.{actual})`.",
+                sentence=f"{place} computes in {actual}, the reference in {expected}.",
+                fix=f"Compute it in {expected}. If this is intended, set "
+                f"`Terms(dtype=torch.{actual})`.",
             )  # fmt: skip
         inside = {
             path for path, _ in self._order if path != first.path and is_within(path, first.path)
@@ -536,18 +539,15 @@ class ModuleInquiry:
         closed = [path for path in first.between if path in inside]
         sentences = [f"{place} returns another output than in the reference for the same samples."]
         if first.axis:
-            sentences.append(
-                f"The ranks {over_axis(first.axis)} have partial sums. All-reduce them."
-            )
+            sentences.append(f"The ranks {over_axis(first.axis)} have partial sums.")
         if inner:
             sentences.append(f"Its submodules {families(inner)} match the reference.")
         if closed:
             sentences.append(f"{families(closed)} could not be compared.")
-        if not first.axis:
-            sentences.append("Check its forward and its wrappers.")
         return replace(
             blamed, place=families(closed) if closed and not first.path else several,
             sentence=" ".join(sentences),
+            fix="All-reduce them." if first.axis else "Check its forward and its wrappers.",
         )  # fmt: skip
 
     @property
@@ -573,7 +573,7 @@ class ModuleInquiry:
         known = [report for report in reports if report.count] or reports
         factors = [report.factor for report in known]
         is_even = max(factors) - min(factors) <= _NEAR * max(map(abs, factors))
-        is_right = all(report.is_right for report in reports)
+        is_right = not any(report.wrong for report in reports)
         if is_right and is_even:
             return None
         sizes = (float(self.ranks.size), *map(float, self.ranks.degrees.values()), 1.0)
@@ -582,7 +582,8 @@ class ModuleInquiry:
             _, left, _ = self._tried(forces, ())
             if left is not None:
                 tried = f"with the reference gradient of the logits of each shard {left[0]}"
-                return of_slices(reports, self._axis, tried, step=self.step.differences.step)
+                blamed = of_slices(reports, self._axis, step=self.step.differences.step)
+                return blamed.proven(tried)
         return None
 
 

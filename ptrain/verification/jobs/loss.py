@@ -7,36 +7,35 @@ probabilities less 1 at the target, times a positive number, so it is negative t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
 
 from ptrain.models.watch import first_real, is_real
 from ptrain.report.finding import RootCause, Subject
 from ptrain.verification.jobs.metamorphic import targets_of
 from ptrain.verification.jobs.record import counts
-from ptrain.verification.jobs.root_causes import proven
+from ptrain.verification.jobs.root_causes import blame
+from ptrain.verification.jobs.trials import around_backward
 from ptrain.verification.parts import canonical_modules
-
-_NEAR = 1e-3  # relative: weights that are alike
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AskedTokens:
-    """What a rank's loss asks of its tokens compared with the reference's: how many have another
-    target, how many have none where the reference has one, whether all of these stand at the end of
-    the slice, the factor of the others' gradient, and the `count` of the targets that the reference
-    has here."""
+    """What a rank's loss asks of its tokens compared with the reference's: how many are asked for
+    another target, or for none where the reference has one, whether all of these stand at the end
+    of the slice, the factor of the others' gradient, and the `count` of the targets that the
+    reference has here."""
 
-    other: int
-    lacking: int
+    wrong: int
     at_end: bool
     factor: float
     count: int
@@ -45,58 +44,44 @@ class AskedTokens:
     def of(cls, own: Tensor, truth: Tensor) -> AskedTokens:
         """[samples, tokens, vocabulary] both: gradients of logits."""
         (has, targets), (should, right_targets) = map(targets_of, (own, truth))
-        other, lacking = has & should & (targets != right_targets), should & ~own.any(-1)
-        wrong, right = other | lacking, (should & ~(other | lacking)).double()
+        wrong = should & (has & (targets != right_targets) | ~own.any(-1))
+        right = (should & ~wrong).double()
         product, square = (float(((its * truth).sum(-1) * right).sum()) for its in (own, truth))
         return cls(
-            other=int(other.sum()), lacking=int(lacking.sum()),
-            at_end=bool(wrong.any()) and not bool(wrong[:, :-1].any()),
+            wrong=int(wrong.sum()), at_end=bool(wrong.any()) and not bool(wrong[:, :-1].any()),
             factor=product / square if square else 1.0, count=int(truth.any(-1).sum()),
         )  # fmt: skip
 
-    @property
-    def is_right(self) -> bool:
-        return not (self.other or self.lacking)
 
-
-def of_slices(reports: Sequence[AskedTokens], axis: str, tried: str, *, step: int) -> RootCause:
+def of_slices(reports: Sequence[AskedTokens], axis: str, *, step: int) -> RootCause:
     """Say what the ranks' losses ask of their slices of the tokens, over an axis."""
-    is_right = all(report.is_right for report in reports)
-    who = [n for n, its in enumerate(reports) if is_right or not its.is_right]
-    count = sum(reports[rank].other + reports[rank].lacking for rank in who)
-    by_count = [its.factor * its.count for its in reports if its.count]
-    listed = ", ".join(f"rank {n}: {its.count}" for n, its in enumerate(reports))
-    weights = ", ".join(f"rank {n}: × {i.factor:.3g}" for n, i in enumerate(reports) if i.count)
-    if is_right and max(by_count) - min(by_count) <= _NEAR * max(by_count):
-        said = (
-            Subject.LOSS, "averaged per shard", "loss",
-            f"Each rank of {axis} divides the loss by the number of targets in its "
-            f"shard, and these numbers differ ({listed}). Divide the sum of the loss by the "
-            "number of targets in the full samples.",
-        )  # fmt: skip
-    elif is_right:
-        said = (
+    wrong = [rank for rank, report in enumerate(reports) if report.wrong]
+    said = partial(blame, step=step, axis=axis, ranks=wrong or range(len(reports)))
+    if not wrong:
+        weights = ", ".join(
+            f"rank {rank}: × {its.factor:.3g} for {its.count} targets"
+            for rank, its in enumerate(reports)
+        )
+        return said(
             Subject.LOSS, "shards of uneven weight", "loss",
-            "The tokens of a shard have other weights in the loss than in the reference, "
-            f"with different factors on the ranks of {axis} ({weights}). Give each "
-            "token its weight in the full samples.",
+            "The targets of a shard have another weight in the loss than in the reference, with "
+            f"different factors on the ranks of {axis} ({weights}).",
+            "Divide the sum of the loss by the number of targets in the full samples.",
         )  # fmt: skip
-    elif all(reports[rank].at_end for rank in who):
-        is_other = any(reports[rank].other for rank in who)
-        said = (
-            Subject.BATCH, "labels shifted within a shard", "labels",
-            "The last token of a shard has as its target "
-            f"{'another token than' if is_other else 'nothing instead of'} the token that "
-            f"follows it in the sample ({count} labels), which is on the next rank of "
-            f"{axis}. Shift labels before samples are sharded.",
-        )  # fmt: skip
-    else:
-        said = (
+    if not all(reports[rank].at_end for rank in wrong):
+        return said(
             Subject.BATCH, "labels of other tokens", "labels",
-            f"For {count} tokens of the shards the loss has other labels than the reference. "
+            f"For {sum(its.wrong for its in reports)} tokens of the shards the loss has other "
+            "labels than the reference.",
             f"Shard labels like tokens over {axis}.",
         )  # fmt: skip
-    return proven(*said, tried, step=step, ranks=who, axis=axis)
+    return said(
+        Subject.BATCH, "labels shifted within a shard", "labels",
+        "The last token of a shard has another target, or none, than the token that follows it in "
+        f"the sample ({sum(its.wrong for its in reports)} labels), which is on the next rank of "
+        f"{axis}.",
+        "Shift labels before samples are sharded.",
+    )  # fmt: skip
 
 
 # What passes a gradient on to several terms, or times a number; of a mean or a sum where it is of
@@ -122,38 +107,61 @@ class WithTerm(torch.autograd.Function):
         return gradient, torch.full_like(ctx.like, ctx.coefficient), None
 
 
+class ScalarValues(TorchFunctionMode):
+    """While entered: the `values` of single numbers, by the autograd node that made them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values: dict[Any, float] = {}
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and result.grad_fn is not None and result.numel() == 1:
+            self.values[result.grad_fn] = float(result.detach())
+        return result
+
+
 class LossTerms:
     """`with LossTerms(model) as terms:` around a step: the `coefficients` that the terms of a loss
     have in it, by name: what the model returns beside its first output by its key, else the
     operator that makes the term. `times`: what the gradients of these terms are multiplied by;
-    `joined`: coefficients of terms of the model that are given one though the loss lacks them."""
+    `joined`: coefficients of terms of the model that are given one though the loss lacks them.
+    `outputs`: the terms that the model returns."""
 
     def __init__(
         self, model: nn.Module, times: Mapping[str, float] | None = None,
         joined: Mapping[str, float] | None = None,
     ) -> None:  # fmt: skip
         self.coefficients: dict[str, float] = {}
-        self.outputs: dict[str, int] = {}  # terms that the model returns, and how often
+        self.outputs: set[str] = set()
+        self._shares = [0.0, 0.0]  # of the loss: as it is, and with other coefficients
         self._nodes: dict[Any, str] = {}
+        self._scalars = ScalarValues()
         self._model, self._times, self._joined = model, times or {}, joined or {}
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
         root = dict(canonical_modules(self._model))[""]
         self._stack.callback(root.register_forward_hook(self._returned).remove)
-        run = torch.autograd.backward
-
-        def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
-            losses = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-            if len(losses) == 1 and losses[0].numel() == 1:
-                self._watch(losses[0].grad_fn)
-            run(tensors, *args, **kwargs)
-
-        self._stack.enter_context(patch.object(torch.autograd, "backward", backward))
+        self._stack.enter_context(around_backward(self._begins))
+        self._stack.enter_context(self._scalars)
         return self
 
     def __exit__(self, *error: object) -> None:
         self._stack.close()
+
+    def of(self, loss: float | None) -> float | None:
+        """Return what a loss that the step returned is with the other coefficients."""
+        was, now = self._shares
+        return loss if loss is None or was == now or not was else loss * now / was
+
+    def _begins(self, tensors: Any) -> Callable[[], None]:
+        losses = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        if len(losses) == 1 and losses[0].numel() == 1 and losses[0].grad_fn is not None:
+            self._watch(losses[0].grad_fn)
+        return lambda: None
 
     def _returned(self, module: nn.Module, args: Any, output: Any) -> Any:
         first, joined = first_real(output), first_real(output)
@@ -164,9 +172,11 @@ class LossTerms:
         for place, leaf in leaves:
             if is_real(leaf) and leaf.numel() == 1 and leaf is not first and leaf.requires_grad:
                 name = f"output{keystr(place)}"
-                self.outputs[name] = self.outputs.get(name, 0) + 1
+                self.outputs.add(name)
                 self._nodes[leaf.grad_fn] = name
+                self._scalars.values[leaf.grad_fn] = float(leaf.detach())
                 if name in self._joined:
+                    self._shares[1] += self._joined[name] * float(leaf.detach())
                     joined, leaf = WithTerm.apply(joined, leaf, self._joined[name]), leaf.detach()
             put.append(leaf)
         return tree_unflatten([joined if leaf is first else leaf for leaf in put], spec)
@@ -186,9 +196,14 @@ class LossTerms:
             name = name or node.name().removesuffix("Backward0")
             seen[name] = seen.get(name, 0) + 1
             full = name if seen[name] == 1 else f"{name} ({seen[name]})"
-            node.register_prehook(partial(self._weighed, full))
+            value = self._scalars.values.get(node, math.nan)
+            node.register_prehook(partial(self._weighed, full, value))
 
-    def _weighed(self, name: str, gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        own = float(gradients[0].detach().double().sum())
+    def _weighed(
+        self, name: str, value: float, gradients: tuple[Tensor, ...]
+    ) -> tuple[Tensor, ...]:
+        own, times = float(gradients[0].detach().double().sum()), self._times.get(name, 1.0)
         self.coefficients[name] = self.coefficients.get(name, 0.0) + own
-        return (gradients[0] * self._times.get(name, 1.0), *gradients[1:])
+        self._shares[0] += own * value
+        self._shares[1] += times * own * value
+        return (gradients[0] * times, *gradients[1:])

@@ -30,7 +30,7 @@ from ptrain.verification.jobs.modules import (
     tokens_of,
 )
 from ptrain.verification.jobs.record import ForwardCall, ModelState, StepRecorder, seeded
-from ptrain.verification.jobs.root_causes import families, proven
+from ptrain.verification.jobs.root_causes import blame, families
 from ptrain.verification.jobs.shards import ParameterShard
 from ptrain.verification.jobs.step import Drawing
 from ptrain.verification.parts import Magnitude, canonical_modules, difference, multiple, norm
@@ -113,36 +113,6 @@ def softmaxed(call: ForwardCall) -> str:
 
 def _is_multiple(slopes: Tensor, expected: Tensor) -> bool:
     return multiple(slopes.flatten(), expected.flatten()).holds(_FITS)
-
-
-def num_ends(task: TokenTask, end: int) -> int:
-    """Return how many documents end before another one begins."""
-    return int(_ends(task.tokens, end).sum())
-
-
-def num_asked_across(task: TokenTask, end: int) -> int:
-    """Return how many of these ends have a label."""
-    return int((_ends(task.tokens, end) & task.has_label).sum())
-
-
-def after_first_documents(tokens: Tensor, end: int) -> Tensor:
-    """[rows, positions]: those of a later document than the sample's first."""
-    return (
-        _ends(tokens, end)
-        .cumsum(1)
-        .roll(1, 1)
-        .index_fill(1, torch.tensor([0], device=tokens.device), 0)
-        > 0
-    )
-
-
-def instead_of_first_documents(tokens: Tensor, end: int) -> Tensor:
-    """Return the tokens with others in the first document of each sample, but for its end."""
-    is_first = ~after_first_documents(tokens, end) & (tokens != end)
-    count = int(tokens.max()) + 1
-    other = (tokens + 1) % count
-    other = torch.where(other == end, (other + 1) % count, other)
-    return torch.where(is_first, other, tokens)
 
 
 def _ends(tokens: Tensor, end: int) -> Tensor:
@@ -238,6 +208,7 @@ class Metamorphic:
             f"{families(lost)} gets only zero gradients, although its parameters are "
             "trainable: after it the model is detached (detach(), no_grad(), .data), "
             "multiplies by zero weights, or does not use its output.",
+            "Remove what cuts it off, or freeze what is meant to stay.",
             "in every step its parameters have no gradient, and later modules have one",
             place=families(lost),
         ) if lost else None, why=f"none reaches {families(lost)}")  # fmt: skip
@@ -258,8 +229,8 @@ class Metamorphic:
         )
         yield TriedRelation.of("a step starts without gradients", self._blame(
             Subject.GRADIENTS, "previous step added, in the reference too", grown,
-            "Both loops add a step's gradient to that of the previous step. Set gradients to "
-            "None after every update (optimizer.zero_grad()).",
+            "Both loops add a step's gradient to that of the previous step.",
+            "Set gradients to None after every update (optimizer.zero_grad()).",
             "run twice on one batch from the same parameters, the second gradient includes "
             "the first",
         ) if is_added else None)  # fmt: skip
@@ -291,8 +262,8 @@ class Metamorphic:
         if calls and (given := softmaxed(calls[0])):
             yield TriedRelation.of("the loss takes logits", self._blame(
                 Subject.LOSS, "softmax before cross-entropy", [],
-                "Cross-entropy takes logits and applies softmax itself, but it gets "
-                f"{given}. Remove the softmax on both sides.",
+                f"Cross-entropy takes logits and applies softmax itself, but it gets {given}.",
+                "Remove the softmax on both sides.",
                 "the gradient of the logits is that of a cross-entropy of their softmax",
                 place="loss",
             ), why=given)  # fmt: skip
@@ -319,7 +290,7 @@ class Metamorphic:
             )
             yield TriedRelation.of(name, self._blame(
                 Subject.BATCH, "labels not shifted" if shift == 0 else "labels shifted twice", [],
-                f"The loss has {says} as the target of every position. {fix}.",
+                f"The loss has {says} as the target of every position.", f"{fix}.",
                 f"at {count} positions the target is {says}, according to the gradient of "
                 "the loss",
                 place="labels",
@@ -334,8 +305,7 @@ class Metamorphic:
         yield from self._of_documents(calls[0], task)
 
     def _of_documents(self, call: ForwardCall, task: TokenTask) -> Iterator[TriedRelation]:
-        """Nothing is asked of the last token of a document; whether a document notices those before
-        it is said."""
+        """Nothing is asked of the last token of a document."""
         end = self._document_end
         if end is None:
             self.notes.append(
@@ -343,25 +313,20 @@ class Metamorphic:
                 "the token that ends one: `Terms(document_end=...)`"
             )
             return
-        count, across = num_ends(task, end), num_asked_across(task, end)
+        ends = _ends(task.tokens, end)
+        count, across = int(ends.sum()), int((ends & task.has_label).sum())
         if not count:
             self.notes.append(f"labels across documents: not tested, no sample has token {end}")
             return
         yield TriedRelation.of("no label is of another document", self._blame(
             Subject.BATCH, "labels across documents", [],
             f"The last token of a document (token {end}) has the first token of the next "
-            "document as its target. Ignore these labels (ignore_index) on both sides.",
+            "document as its target.",
+            "Ignore these labels (ignore_index) on both sides.",
             f"{across} of {count} tokens {end} have a label, according to the gradient of "
             "their logits",
             place="labels",
         ) if across else None, why=f"at {across} of {count} ends of documents")  # fmt: skip
-        other = instead_of_first_documents(task.tokens, end)
-        size = self._apart_after(call, task.tokens, other, after_first_documents(task.tokens, end))
-        if size is not None and size > _LOOSE * self._limit.outputs:
-            self.notes.append(
-                "a document sees earlier documents of its sample (its logits change by "
-                f"{size:.3g} with their tokens): intended if attention has no document mask"
-            )
 
     def _sees_no_future(self, call: ForwardCall, task: TokenTask) -> TriedRelation | None:
         tokens = task.tokens
@@ -379,8 +344,8 @@ class Metamorphic:
         holds = size <= _LOOSE * self._limit.outputs
         return TriedRelation.of("no token sees its future", None if holds else self._blame(
             Subject.ACTIVATIONS, "no causal mask", [],
-            "A position sees later tokens and has the next one as its target. Give attention "
-            "a causal mask (is_causal=True) on both sides.",
+            "A position sees later tokens and has the next one as its target.",
+            "Give attention a causal mask (is_causal=True) on both sides.",
             f"other tokens from position {at} on change the earlier logits by {size:.3g}",
             place="attention",
         ), why="logits change with later tokens", value=size)  # fmt: skip
@@ -418,11 +383,11 @@ class Metamorphic:
         return 0.0 if size <= self._limit.gradients * norm(scale) else size / (norm(scale) or 1.0)
 
     def _blame(
-        self, state: Subject, factor: str, names: Sequence[str], sentence: str, tried: str,
-        place: str = "",
+        self, state: Subject, factor: str, names: Sequence[str], sentence: str, fix: str,
+        tried: str, place: str = "",
     ) -> RootCause:  # fmt: skip
         place = place or families(names)
-        return of_both_sides(state, factor, place, sentence, tried, num_ranks=self._num_ranks)
+        return of_both_sides(state, factor, place, sentence, fix, tried, num_ranks=self._num_ranks)
 
 
 def rounding_of_order(
@@ -459,11 +424,12 @@ def _in_order_of(call: ForwardCall, seed: int) -> ForwardCall:
 
 
 def of_both_sides(
-    state: Subject, factor: str, place: str, sentence: str, tried: str, *, num_ranks: int,
-    step: int = 0,
+    state: Subject, factor: str, place: str, sentence: str, fix: str, tried: str, *,
+    num_ranks: int, step: int = 0,
 ) -> RootCause:  # fmt: skip
     """Return the root cause that is in code which one device runs too: it shows on every rank."""
-    return proven(state, factor, place, sentence, tried, step=step, ranks=range(num_ranks))
+    said = blame(state, factor, place, sentence, fix, step=step, ranks=range(num_ranks))
+    return said.proven(tried)
 
 
 def _num_rows(batch: Any) -> int:

@@ -30,13 +30,11 @@ from ptrain.verification.jobs.job import RANKS, Ranks
 from ptrain.verification.jobs.record import digest, shared_buffers
 from ptrain.verification.parts import (
     COARSER,
-    difference,
     factor_text,
     is_number_of,
     missing_sum,
     multiple,
     named,
-    norm,
     rounded,
 )
 
@@ -67,6 +65,7 @@ def root_cause(
     state: Subject,
     factor: str,
     sentence: str,
+    fix: str = "",
     names: Iterable[str] | None = None,
     who: Iterable[int] | None = None,
     axis: str | None = None,
@@ -80,18 +79,18 @@ def root_cause(
         state=state, axis=ranks.parting(blamed) if axis is None else axis, factor=factor,
         place=families([mismatch.name for mismatch in mismatches] if names is None else names),
         step=mismatches[0].step, ranks=tuple(blamed), sentence=sentence, certainty=certainty,
-        tried=tried,
+        tried=tried, fix=fix,
     )  # fmt: skip
 
 
-def proven(
-    state: Subject, factor: str, place: str, sentence: str, tried: str, *, step: int,
+def blame(
+    state: Subject, factor: str, place: str, sentence: str, fix: str, *, step: int,
     ranks: Iterable[int], axis: str = "",
 ) -> RootCause:  # fmt: skip
-    """Return a root cause whose fix was tried, in these words."""
+    """Return a root cause in these words."""
     return RootCause(
         state=state, axis=axis, factor=factor, place=place, step=step, ranks=tuple(ranks),
-        sentence=sentence, certainty=Certainty.PROVEN, tried=tried,
+        sentence=sentence, fix=fix,
     )  # fmt: skip
 
 
@@ -101,14 +100,15 @@ def explain_start(mismatches: Sequence[Mismatch], ranks: Ranks) -> RootCause:
     if missing:
         return root_cause(
             missing, ranks, state=Subject.PARAMETERS, factor="missing",
-            sentence=f"{missing[0].name}: {missing[0].told}. Build both from the same module.",
+            sentence=f"{missing[0].name}: {missing[0].told}.",
+            fix="Build both from the same module.",
         )  # fmt: skip
     mismatches = [its for its in mismatches if its.subject is not Subject.BUFFERS]
     return root_cause(
         mismatches, ranks, state=Subject.PARAMETERS, factor="other weights at the start",
-        sentence="The loop does not start from the reference's weights. Copy the module "
-                 "before it is wrapped (copy.deepcopy), or seed both identically on every "
-                 "rank.",
+        sentence="The loop does not start from the reference's weights.",
+        fix="Copy the module before it is wrapped (copy.deepcopy), or seed both identically on "
+            "every rank.",
     )  # fmt: skip
 
 
@@ -140,7 +140,8 @@ def explain_buffers(
         said = blame(
             factor=f"rounded to {dtype}",
             sentence=f"Every element of the buffer is {when} a number of {dtype}, unlike in the "
-            "reference. Keep it in the dtype of the reference when the model is cast.",
+            "reference.",
+            fix="Keep it in the dtype of the reference when the model is cast.",
         )
         return said.proven(f"it equals the reference rounded to {dtype}") if is_it else said
     bits = [its for its, *_ in everyones if its != digest(torch.empty(0))]
@@ -149,26 +150,20 @@ def explain_buffers(
         return blame(
             factor=times or "other values on all ranks",
             sentence=f"The buffer has {when} the same values on all ranks"
-            f"{times and f', the reference {times}'}. Check what writes it.",
+            f"{times and f', the reference {times}'}.",
+            fix="Check what writes it.",
         )
     if first.moment is Moment.START:
         return blame(
             factor="other values at the start",
-            sentence="The ranks start with different values of the buffer. Broadcast it from one "
-            "rank, or compute it from the same seed on every rank.",
+            sentence="The ranks start with different values of the buffer.",
+            fix="Broadcast it from one rank, or compute it from the same seed on every rank.",
         )
-    is_whole = len(bits) == ranks.size
-    mean = ranks.stack(own).mean(0) if is_whole else own.double()
-    if all(ranks.gather(is_whole and difference(mean, right, norm(right)) <= limit)):
-        return blame(
-            factor="missing all-reduce over all ranks",
-            sentence="Each rank has its own values of the buffer, and their mean is the reference. "
-            "All-reduce them (mean).",
-        ).proven("the mean over all ranks matches the reference")
     return blame(
         factor="ranks differ",
         sentence=f"The ranks have different values of the buffer {when}. {POSSIBLE}it is computed "
         "from what is not reduced over the ranks; it is not broadcast from one rank.",
+        fix="Reduce what it is computed from, or broadcast it.",
     )
 
 
@@ -184,8 +179,8 @@ def explain_in_use(
     blamed = root_cause(
         mismatches, ranks, state=Subject.PARAMETERS, factor=factor or _size(mismatches),
         sentence="The parameters in use differ from the reference before this forward pass, and "
-        f"not after the previous update{what and f': each {what}'}. Load the same checkpoint as "
-        "the reference, in its dtype, on every rank.",
+        f"not after the previous update{what and f': each {what}'}.",
+        fix="Load the same checkpoint as the reference, in its dtype, on every rank.",
     )  # fmt: skip
     if not factor:
         return blamed.unexplained("the values of an earlier step, a rounding")
@@ -198,8 +193,8 @@ def explain_precision(actual: str, expected: str, step: int, ranks: Ranks) -> Ro
         state=Subject.ACTIVATIONS, axis="", factor=f"{actual} for {expected}", place="autocast",
         step=step, ranks=tuple(range(ranks.size)),
         sentence=f"The loop's forward runs in {actual}, the reference's in {expected}, "
-                 "according to autocast. Run both in one dtype, or set the intended one: "
-                 "`Terms(dtype=...)`.",
+                 "according to autocast.",
+        fix="Run both in one dtype, or set the intended one: `Terms(dtype=...)`.",
     )  # fmt: skip
 
 
@@ -213,19 +208,16 @@ def reference_not_finite(step: int, ranks: Ranks) -> RootCause:
         state=Subject.PARAMETERS, axis="", factor="the reference is not finite", place="reference",
         step=step, ranks=tuple(range(ranks.size)),
         sentence="The gradients or parameters of the reference are infinite or NaN after "
-                 "this step, so there is nothing to compare with. Lower the learning rate, "
-                 "or use a wider dtype.",
+                 "this step, so there is nothing to compare with.",
+        fix="Lower the learning rate, or use a wider dtype.",
     )  # fmt: skip
 
 
-_OF_REPORTED = (
-    ": the reported loss is combined in another way than the trained loss. Set how the ranks' "
-    "losses combine: `Terms(loss='mean' | 'sum' | 'same' or a function)`."
-)
+_WAYS = "`Terms(loss='mean' | 'sum' | 'same' or a function)`"
+_OF_REPORTED = ": the reported loss is combined in another way than the trained loss."
 _OF_EITHER = (
-    ". Possible causes: the ranks' losses combine in another way (`Terms(loss='mean' | 'sum' | "
-    "'same' or a function)`); the trained loss differs, for example by a factor that clipping "
-    "hides."
+    f". {POSSIBLE}the ranks' losses combine in another way; the trained loss differs, for example "
+    "by a factor that clipping hides."
 )
 
 
@@ -248,11 +240,12 @@ def explain_loss(
         factor=_size(mismatches) if is_near else factor_text(ratio, ranks.degrees),
         sentence=f"The loss is {actual:.6g}, the reference loss is {expected:.6g}, and the "
                  f"gradients {gradients}{_OF_REPORTED if gradients == 'match' else _OF_EITHER}",
+        fix=f"Set how the ranks' losses combine: {_WAYS}.",
     )  # fmt: skip
     if not fitting:
         return blamed.unexplained("the mean, the sum and the loss of one rank")
     tried = f"with loss={fitting[0]!r} it matches the reference"
-    return blamed.proven(tried) if gradients == "match" else replace(blamed, tried=tried)
+    return blamed.proven(tried) if gradients == "match" else blamed.fits(tried)
 
 
 def explain_samples(ledger: Samples, mismatches: Sequence[Mismatch], ranks: Ranks) -> RootCause:
@@ -269,8 +262,8 @@ def explain_samples(ledger: Samples, mismatches: Sequence[Mismatch], ranks: Rank
         axis=next(iter(ranks.axes), "") if ledger.doubled else "",
         factor=" and ".join(word for word, rows in lists.items() if rows),
         sentence="The ranks together do not process the global batch exactly once: "
-                 f"{' and '.join(words)}. Check how each rank's share is drawn (sampler, "
-                 "drop_last, padding to an even split).",
+                 f"{' and '.join(words)}.",
+        fix="Check how each rank's share is drawn (sampler, drop_last, padding to an even split).",
     )  # fmt: skip
 
 
@@ -295,8 +288,8 @@ def unclear(
     unknown = root_cause(
         mismatches, ranks, state=first.subject, axis="", factor=f"differs by {largest:.3g}",
         names=names or [first.name], certainty=Certainty.UNEXPLAINED,
-        sentence="It is not a multiple of the reference and not an addend of a sum over an "
-                 "axis. Compare the inputs of this place.",
+        sentence="It is not a multiple of the reference and not an addend of a sum over an axis.",
+        fix="Compare the inputs of this place.",
     )  # fmt: skip
     if coarse is None:
         return unknown
@@ -306,7 +299,8 @@ def unclear(
         unknown,
         factor=f"rounded to {dtype}",
         sentence=f"It differs by {largest:.3g}, as roundings to {dtype} do: a reduction, a "
-        "communication hook or an operator computes in it. If this is intended, set "
+        "communication hook or an operator computes in it.",
+        fix=f"Compute it as the reference does. If this is intended, set "
         f"`Terms(dtype=torch.{dtype})`.",
         certainty=Certainty.PROVEN if is_it else Certainty.FITS,
         tried=f"the reference rounded to {dtype} equals the gradients that the optimizers take"

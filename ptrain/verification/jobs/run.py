@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import takewhile
 from typing import Any
 
@@ -91,6 +92,7 @@ from ptrain.verification.jobs.step import (
     travelled,
     written,
 )
+from ptrain.verification.jobs.trials import tried_start
 from ptrain.verification.parts import canonical_parameters, numbers_apart
 from ptrain.verification.reference import Trajectory
 from ptrain.verification.updates.clip import clipping
@@ -170,7 +172,7 @@ class Watched:
             "what gets a gradient moves": (
                 Subject.PARAMETERS, "not updated in the reference either",
                 families(name for name in still if name not in self._given),
-                "It gets a gradient in the reference and in the loop, but no update changes it. "
+                "It gets a gradient in the reference and in the loop, but no update changes it.",
                 "Give it to the optimizer, or freeze it (requires_grad_(False)).",
                 f"its value is the same to the bit after {count} steps",
             ),
@@ -180,6 +182,7 @@ class Watched:
                 f"From step {count - stalled} on no parameter changes, although each has a "
                 "gradient: the learning rate is zero, or an update is too small for the dtype of "
                 "the parameters.",
+                "Check the schedule's length, and keep master weights in fp32.",
                 f"the last {stalled} steps leave every value the same to the bit",
             ),
             "optimizers keep their state": (
@@ -188,13 +191,14 @@ class Watched:
                 "The optimizer starts every step without its state of the previous step "
                 "(moments, step counters): it is created again, or its state is emptied, in "
                 "every step.",
+                "Create the optimizer once, before the first step.",
                 "when it steps there is no state of a parameter that it has updated before",
             ),
             "units differ": (
                 Subject.PARAMETERS, "identical units", families(sorted(alike)),
                 "All rows are the same after updates, because they were initialized identically "
-                "(zeros, one value). They get the same gradient and never differ. Initialize "
-                "them randomly (nn.init).",
+                "(zeros, one value). They get the same gradient and never differ.",
+                "Initialize them randomly (nn.init).",
                 f"the rows are the same to the bit after {count} steps",
             ),
         }  # fmt: skip
@@ -270,7 +274,7 @@ class Examiner:
         self, batches: Sequence[Any], shares: Sequence[Any], again: Callable[[], Job] | None
     ) -> LoopVerdict:
         """Every step, and the first batch once more at the end."""
-        self._begin()
+        self._begin(batches[0], shares[0])
         steps, self._count = 0, len(batches)
         for step, (batch, share) in enumerate(zip(batches, shares, strict=True)):
             if self.root_cause is not None:
@@ -312,7 +316,7 @@ class Examiner:
             )
         return relations, [*self.watched.notes, *metamorphic.notes]
 
-    def _begin(self) -> None:
+    def _begin(self, batch: Any, share: Any) -> None:
         differences = Differences(step=0, rank=self.ranks.rank)
         names = parameter_names(self.pair.loop.model, self._tied)
         wholes = {name: shard.parameter.detach() for name, shard in self.pair.wholes.items()}
@@ -323,7 +327,9 @@ class Examiner:
         self.watched.begin(self.pair.wholes)
         if self.differences.take(differences):
             first = self.differences.first
-            self.root_cause = self._explain_buffers(first) or explain_start(first, self.ranks)
+            said = self._explain_buffers(first) or explain_start(first, self.ranks)
+            step = partial(run_step, self.pair, 0, batch, share, self.limit, self.drawing)
+            self.root_cause = tried_start(said, first, self.pair, self.loss, step, self.limit)
 
     def _examine(self, step: int, batch: Any, share: Any) -> None:
         self._batch, self._share = batch, share
@@ -377,6 +383,15 @@ class Examiner:
         allowed = self.ranks.gather(mine)[0]
         alike = [its for its in near if its.difference <= _ORDERS_MORE * allowed.get(its.name, 0.0)]
         self.differences.allow(alike)
+        names = {its.name for its in alike}
+        if names and step.case.follows_gradients(names, self.ranks):
+            self.differences.allow(
+                [
+                    its for its in self.mismatches
+                    if its.moment is Moment.UPDATE and not its.between
+                    and its.name.partition(" · ")[0] in names
+                ]
+            )  # fmt: skip
         if alike and not any(_CANCELS in note for note in self.notes):
             worst = max(alike, key=lambda its: its.difference)
             self.notes.append(
@@ -412,9 +427,10 @@ class Examiner:
                 others = [its for its in first if its.subject is not Subject.AVERAGE]
                 if not others:
                     return explain_average(first, self.pair.averages, self.ranks)
-                return self._explain_buffers(others) or explain_update(
-                    others, step.case, self.ranks
-                )
+                if (said := self._explain_buffers(others)) is not None:
+                    return self._inquiry(step).of_buffers(said)
+                said = explain_update(others, step.case, self.ranks)
+                return self._inquiry(step).checked(said)
 
     def _explain_buffers(self, mismatches: Sequence[Mismatch]) -> RootCause | None:
         """None where something else differs too."""
@@ -433,15 +449,15 @@ class Examiner:
         names = [name for rank in {d.rank for d in first} for name in everyones[rank]]
         counted = root_cause(
             first, self.ranks, state=Subject.COUNTER, factor=first[0].told,
-            sentence="The optimizer does not step as often as in the reference in this step. "
-                     "Step it once per global batch, after the last micro-batch.",
+            sentence="The optimizer does not step as often as in the reference in this step.",
+            fix="Step it once per global batch, after the last micro-batch.",
         )  # fmt: skip
         return replace(counted, place=families(sorted(names)) or counted.place)
 
     def _explain_gradients(self, step: StepComparison, first: Sequence[Mismatch]) -> RootCause:
         wholes = step.unclipped, step.expected.gradients
         if (clipped := clipping(first, step.case, wholes, self.ranks)) is not None:
-            return clipped
+            return self._inquiry(step).checked(clipped, repeats=True)
         lower = self.ranks.gather([step.seen.autocast, step.expected.autocast])
         for actual, expected in lower:
             if actual != expected:

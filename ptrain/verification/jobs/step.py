@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ptrain.report.finding import Moment, RootCause, Subject
+from ptrain.report.finding import POSSIBLE, Moment, RootCause, Subject
 from ptrain.verification.compare import Differences, ParameterMove
 from ptrain.verification.jobs.averages import Averages
 from ptrain.verification.jobs.draws import DrawMode, EveryonesDraws, Key, RandomDraw
@@ -423,7 +423,8 @@ def repeated(
         return _not_reproducible(
             differing,
             0,
-            "Built again, the loop has other weights. Seed its construction on every rank.",
+            "Built again, the loop has other weights.",
+            "Seed its construction on every rank.",
         )
     for step, (share, expected) in enumerate(zip(shares, first[1:], strict=True)):
         with StepRecorder(job.model, holds) as seen, drawing.recorded(job.model):
@@ -433,9 +434,11 @@ def repeated(
         if differing:
             return _not_reproducible(
                 differing, step,
-                "Run again from the same weights on the same batch, the loop gives other "
-                "bits: an unseeded dropout or draw, a collective that is not waited for, or an "
-                "operator that is not deterministic (torch.use_deterministic_algorithms).",
+                "Run again from the same weights on the same batch, the loop gives other bits. "
+                f"{POSSIBLE}an unseeded dropout or draw; a collective that is not waited for; an "
+                "operator that is not deterministic.",
+                "Seed what is drawn, wait for every collective, and set "
+                "torch.use_deterministic_algorithms(True).",
             )  # fmt: skip
     return None
 
@@ -463,7 +466,7 @@ def _gathered(ranks: Ranks, mine: dict[str, list[str]]) -> list[tuple[int, str, 
 
 
 def _not_reproducible(
-    rows: Sequence[tuple[int, str, list[str]]], step: int, sentence: str
+    rows: Sequence[tuple[int, str, list[str]]], step: int, sentence: str, fix: str
 ) -> RootCause:
     names = dict.fromkeys(name for _, _, group in rows for name in group)
     return RootCause(
@@ -474,4 +477,5 @@ def _not_reproducible(
         step=step,
         ranks=tuple(rank for rank, _, _ in rows),
         sentence=sentence,
+        fix=fix,
     )

@@ -6,9 +6,10 @@ the fix on every element of every gradient.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import product, starmap
 
 import torch
 from torch import Tensor
@@ -25,6 +26,8 @@ from ptrain.verification.parts import (
     missing_sum,
     multiple,
     norm,
+    root_mean_square,
+    rounded,
 )
 
 
@@ -42,6 +45,7 @@ class SymptomKind(StrEnum):
     UNEVEN = "uneven weights of micro-batches"
     EVEN = "a multiple"
     EACH = "a multiple on each rank"
+    COARSE = "added up in 16 bits"
     OWN = "the sum of what its micro-batches give by themselves"
     OTHER = "something else"
     RIGHT = "right"
@@ -248,15 +252,26 @@ class Fix:
     factors: Mapping[int, float] | None = None
     words: str = ""
 
-    def of(self, name: str, sample: Sample, ranks: Ranks) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield of each rank the gradient that it would have, and what it should have: [elements
-        that it holds]."""
+    def of(self, name: str, sample: Sample, rank: int, ranks: Ranks) -> Tensor:
+        """Return the gradient that a rank would have; NaN where it holds nothing."""
         sample = sample.scaled(self.scale)
-        for rank in sample.holders():
-            has = ~sample.gradients[rank].isnan()
-            own = sample.gradients[rank]
-            undone = self._undone(sample, rank, ranks) if name in self.names else own
-            yield undone[has], sample.truth[has]
+        return self._undone(sample, rank, ranks) if name in self.names else sample.gradients[rank]
+
+    def loss_factor(self, rank: int, losses: Sequence[float]) -> float | None:
+        """Return what a rank's loss would be multiplied by, if what is undone is in the loss; None
+        where one cannot tell. `losses`: of its micro-batches."""
+        own = list(self.contributed.own.get(rank, ())) if self.contributed else []
+        match self.symptom.kind:
+            case SymptomKind.EVEN:
+                return 1 / self.symptom.factor
+            case SymptomKind.WEIGHTS if len(own) == len(losses) and any(losses):
+                right, actual = self._weights(rank)
+                if actual is None:
+                    return None
+                rows = torch.tensor(losses).double()
+                return float((right / actual)[own] @ rows / rows.sum())
+            case _:
+                return None
 
     def _undone(self, sample: Sample, rank: int, ranks: Ranks) -> Tensor:
         own, factor = sample.gradients[rank], self.symptom.factor
@@ -274,6 +289,8 @@ class Fix:
                 return own - factor * sample.before
             case SymptomKind.EMPTY:  # where it has none it is given one device's
                 return own if bool(own.nan_to_num().any()) else sample.truth
+            case SymptomKind.COARSE:
+                return (sample.basis.sum((0, 1)) / factor).masked_fill(own.isnan(), math.nan)
             case SymptomKind.OWN:  # what it has besides what its micro-batches give is nothing
                 _, actual = self._weights(rank)
                 rest = 0.0 if actual is None else own - self._mixed(sample, actual)
@@ -299,55 +316,52 @@ class Fix:
         return torch.stack([weight * sample.basis[place] for place, weight in places]).sum(0)
 
 
-@dataclass(frozen=True, slots=True)
-class Trial:
-    """What a fix leaves: the largest difference of a gradient (relative), and whether that is
-    within what roundings make."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FixTrial:
+    """What a fix leaves: the largest difference of a gradient (relative), whether that is within
+    what roundings make, and the whole gradients that this gives, a row each."""
 
     left: float
     fixes: bool
+    gradients: Mapping[str, Tensor]
 
 
-def tried(fix: Fix, own: OwnGradients, ranks: Ranks, limit: Tolerance) -> Trial:
+def tried(fix: Fix, own: OwnGradients, ranks: Ranks, limit: Tolerance) -> FixTrial:
     """Try a fix on all gradients. All ranks call it."""
     truths = own.truths
     scale = Magnitude.of(truths)
     bound = min(_ROUNDINGS * limit.gradients, max(limit.gradients, _LOOSEST))
-    largest, fixes = 0.0, True
+    largest, fixes, rows = 0.0, True, dict[str, Tensor]()
     for name, whole in truths.items():
-        for left, before in _apart(fix, own, name, scale.quiet(whole), ranks):
-            largest = max(largest, left)
-            helps = left <= before / 2 or before <= limit.gradients
-            fixes = fixes and left <= bound and helps
-    return Trial(largest, fixes)
-
-
-def _apart(
-    fix: Fix, own: OwnGradients, name: str, quiet: float, ranks: Ranks
-) -> Iterator[tuple[float, float]]:
-    """Yield of each rank how far a parameter's gradient is from one device's (relative), with the
-    fix and as it was; `quiet`: the size of an element that counts as nothing."""
-    squares: dict[int, Tensor] = {}
-    for sample in own.of_all_ranks(name, ranks):
-        rows = zip(sample.holders(), _held(sample), fix.of(name, sample, ranks), strict=True)
-        for rank, was, (gradient, truth) in rows:
-            sizes = [norm(gradient - truth), norm(was - truth), norm(truth)]
-            counted = torch.tensor([*(size**2 for size in sizes), truth.numel()]).double()
-            squares[rank] = squares.get(rank, torch.zeros(4).double()) + counted
-    for left, before, length, numel in (row.tolist() for row in squares.values()):
-        size = max(math.sqrt(length), quiet * math.sqrt(numel))
-        yield _relative(math.sqrt(left), size), _relative(math.sqrt(before), size)
+        squares: dict[int, Tensor] = {}
+        pieces = []
+        for sample in own.of_all_ranks(name, ranks):
+            piece = sample.truth.clone()
+            for rank in sorted(sample.holders(), key=lambda its: its == ranks.rank):
+                has = ~sample.gradients[rank].isnan()
+                undone, was, truth = (
+                    row[has] for row in (fix.of(name, sample, rank, ranks),
+                                         sample.gradients[rank], sample.truth)
+                )  # fmt: skip
+                sizes = [norm(undone - truth), norm(was - truth), norm(truth)]
+                counted = torch.tensor([*(size**2 for size in sizes), truth.numel()]).double()
+                squares[rank] = squares.get(rank, torch.zeros(4).double()) + counted
+                piece[has] = undone
+            pieces.append(piece)
+        rows[name] = torch.cat(pieces)
+        for left, before, length, numel in (row.tolist() for row in squares.values()):
+            size = max(math.sqrt(length), scale.quiet(whole) * math.sqrt(numel))
+            after, was = (_relative(math.sqrt(its), size) for its in (left, before))
+            largest = max(largest, after)
+            helps = after <= was / 2 or was <= limit.gradients
+            fixes = fixes and after <= bound and helps
+    return FixTrial(left=largest, fixes=fixes, gradients=rows)
 
 
 def _relative(size: float, length: float) -> float:
     if not math.isfinite(size):
         return math.inf
     return size / length if length else math.inf if size else 0.0
-
-
-def _held(sample: Sample) -> Iterator[Tensor]:
-    for rank in sample.holders():
-        yield sample.of(rank)[0]
 
 
 def own_factors(samples: Collection[Sample]) -> dict[int, float]:
@@ -364,3 +378,59 @@ def stale_factor(samples: Collection[Sample]) -> tuple[float, float]:
     gradient, truth, before = together(samples)
     this, earlier = combination(gradient, [truth, before]).coefficients
     return this, earlier
+
+
+@dataclass(frozen=True, slots=True)
+class CoarseSum:
+    """How micro-batches are added: the dtype of the sum; ranks are averaged before it, or their
+    sums after; an addend is rounded first, or only the sum; what all are divided by."""
+
+    dtype: torch.dtype
+    ranks_first: bool
+    addends_first: bool
+    divisor: int
+
+    def exactly(self, sample: Sample) -> Tensor:
+        """Return the gradient [S] without roundings."""
+        return sample.basis.sum((0, 1)) / self.divisor
+
+    def of(self, sample: Sample) -> Tensor:
+        """Return the gradient [S] as this sum rounds it."""
+        addends = sample.basis / self.divisor
+        rows = addends.sum(0)[None] if self.ranks_first else addends
+        total = torch.zeros_like(rows[:, 0])
+        for addend in rows.unbind(1):
+            addend = rounded(addend, self.dtype) if self.addends_first else addend
+            total = rounded(total + addend, self.dtype)
+        return total.sum(0)
+
+
+_COARSE = (torch.bfloat16, torch.float16)
+_SHARE = 0.1  # of what differs, that roundings may leave
+_QUIET = 1e-3  # of the root mean square of all gradients
+
+
+def coarse_sums(samples: Collection[Sample], tolerance: float) -> Iterator[tuple[CoarseSum, float]]:
+    """Yield the sums of rounded micro-batches that every optimizer takes, and that are the
+    reference's without roundings; and how near they are."""
+    if any(not its.basis.numel() or bool(its.basis.isnan().any()) for its in samples):
+        return
+    usual = root_mean_square([its.truth for its in samples])
+
+    def worst(row_of: Callable[[Sample], Tensor], *, of_truth: bool = False) -> float:
+        sizes = []
+        for sample in samples:
+            row = row_of(sample)
+            for rank in sample.holders():
+                has, right = ~sample.gradients[rank].isnan(), sample.of(rank)[of_truth]
+                length = max(norm(right), _QUIET * usual * math.sqrt(right.numel()))
+                sizes.append(_relative(norm(row[has] - right), length))
+        return max(sizes, default=math.inf)
+
+    bound = min(_ROUNDINGS * tolerance, _SHARE * worst(lambda sample: sample.truth))
+    size, count = next(iter(samples)).basis.shape[:2]
+    divisors = dict.fromkeys((size, 1, count, size * count))
+    for way in starmap(CoarseSum, product(_COARSE, (True, False), (True, False), divisors)):
+        left = worst(way.of)
+        if left <= bound and worst(way.exactly, of_truth=True) <= bound:
+            yield way, left

@@ -7,7 +7,7 @@ optimizers take.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -25,11 +25,13 @@ from ptrain.verification.jobs.root_causes import families, root_cause
 from ptrain.verification.jobs.shards import ParameterShard
 from ptrain.verification.parts import Magnitude, multiple, square
 from ptrain.verification.updates.repeat import (
+    CannotRepeat,
     Ingredients,
     StepSide,
     UpdateOutcome,
     UpdateRecord,
     is_row,
+    repeat,
 )
 
 _COARSE = 1e-3  # a dtype's rounding above which a skipped update of some elements is no difference
@@ -61,6 +63,18 @@ class Remainder:
         """Return whether nothing differs any more, and what is left is a tenth or less of what
         did: a tolerance of 16 bits is no proof by itself."""
         return self.count == 0 and self.worst <= 0.1 * before.worst
+
+
+def update_apart(left: Remainder, obstacle: str, ranks: Ranks) -> str:
+    """Return in words what is left of an update that was repeated, or why it could not be; "" where
+    it is right. All ranks call it."""
+    everyones = ranks.gather((left, obstacle), tuple[Remainder, str])
+    if why := next((its for _, its in everyones if its), ""):
+        return f"; the update could not be repeated ({why})"
+    if any(its.count for its, _ in everyones):
+        worst = max(its.worst for its, _ in everyones)
+        return f"; the update repeated with them still differs by {worst:.2g}"
+    return ""
 
 
 BROKEN = Remainder(1, math.inf, math.inf)  # of an update that cannot be repeated
@@ -173,12 +187,43 @@ class UpdateCase:
         compare_states(scratch, rights, owns, rows, self.limit)
         return scratch
 
-    def repeats(self, outcomes: Mapping[str, UpdateOutcome]) -> list[str]:
-        """Return the parameters of which the repeated update is not what the loop's step left."""
+    def with_gradients(
+        self, gradients: Mapping[str, Tensor | None], trial: UpdateRecord | None = None
+    ) -> tuple[Remainder, str]:
+        """Repeat the update from this rank's elements of other gradients; return how far it is from
+        one device's, and why it cannot be repeated, if so. `trial`: what the optimizers were given
+        and left when the step ran with these gradients."""
+        obstacle = self.seen.obstacle or self.expected.obstacle
+        if not (self.own or obstacle) and any(not its.stood_still for its in self.courses.values()):
+            obstacle = "no torch.optim.Optimizer makes it"
+        taken = {n: replace(own, gradient=gradients.get(n)) for n, own in self.own.items()}
+        try:
+            outcomes = {} if obstacle else repeat(taken)
+            if not obstacle and self.repeats(None, trial):
+                obstacle = "its step gives other values than its class computes"
+        except CannotRepeat as error:
+            obstacle = str(error)
+        return (BROKEN, obstacle) if obstacle else (self.remainder(outcomes), "")
+
+    def follows_gradients(self, names: Collection[str], ranks: Ranks) -> bool:
+        """Return whether the update is one device's where these parameters have its gradients. All
+        ranks call it."""
+        sides = {name: self.other if name in names else self.own for name in self.own}
+        left, obstacle = self.with_gradients({n: side[n].gradient for n, side in sides.items()})
+        return all(ranks.gather(not obstacle and left.count == 0))
+
+    def repeats(
+        self, outcomes: Mapping[str, UpdateOutcome] | None, trial: UpdateRecord | None = None
+    ) -> list[str]:
+        """Return the parameters of which the repeated update is not what the loop's step left, or
+        its `trial`."""
+        record = self.seen if trial is None else trial
+        before = {name: its for name, its in record.before.items() if name in self.other}
+        repeated = repeat(before) if outcomes is None else outcomes
         return [
             name
-            for name, outcome in outcomes.items()
-            if not _is_alike(outcome.value, self.seen.after[name].value, self.own[name].value)
+            for name, outcome in repeated.items()
+            if not _is_alike(outcome.value, record.after[name].value, before[name].value)
         ]
 
     def written_after(self) -> list[str]:
@@ -320,6 +365,7 @@ class ClipWay:
 
     factor: str
     sentence: str
+    fix: str
     proof: str
     norm: Callable[[Scaling], float]
     excused: bool = False  # some ranks may do as one device does
@@ -354,24 +400,22 @@ def clipping(
         return None  # none fits, or several rules do
     error, way = min(fitting, key=lambda pair: pair[0])
     right = sorted({row.rank for row in rows} - wrong)
-    factor, sentence, axis, where = way.factor, way.sentence, way.axis, ""
+    factor, sentence, fix, axis, where = way.factor, way.sentence, way.fix, way.axis, ""
     if len(fitting) > 1:
         axis = ""
         sentence += f" The norm fits the same way over {', '.join(w.axis for _, w in fitting)}."
     elif way.excused and right:
         listed, where = (", ".join(map(str, sorted(its))) for its in (right, wrong))
         factor = f"clip on {'one rank' if len(right) == 1 else 'some ranks'} only"
-        sentence = (
-            f"Rank {listed} clips the gradients, rank {where} does not. Clip on all ranks, by the "
-            "same norm."
-        )
+        sentence = f"Rank {listed} clips the gradients, rank {where} does not."
+        fix = "Clip on all ranks, by the same norm."
         axis, where = ranks.axis_of([right[0], min(wrong)]), f" on rank {where}"
     elif way.is_local:
         axis = next(iter(ranks.axes), "")
     is_proven = len(fitting) == 1 and (not way.names or error <= _REPRODUCED)
     return root_cause(
         mismatches, ranks, state=Subject.NORM, axis=axis, factor=factor, names=way.names or None,
-        who=wrong, sentence=sentence,
+        who=wrong, sentence=sentence, fix=fix,
         certainty=Certainty.PROVEN if is_proven else Certainty.FITS,
         tried=f"{way.proof}{where}, to {error:.2g}",
     )  # fmt: skip
@@ -426,8 +470,8 @@ def _ways(gradient: ClippedGradient, rows: Sequence[Scaling]) -> Iterator[ClipWa
         yield ClipWay(
             "clip per group",
             f"Each of {len(groups)} parameter groups is clipped separately, but the "
-            "reference clips all by the global norm. Clip once, over the parameters of all "
-            "groups.",
+            "reference clips all by the global norm.",
+            "Clip once, over the parameters of all groups.",
             f"{before}, with each group clipped separately, equals the gradients that "
             "the optimizers take",
             lambda row: gradient.norm(sorted(groups[row.group])),
@@ -435,15 +479,16 @@ def _ways(gradient: ClippedGradient, rows: Sequence[Scaling]) -> Iterator[ClipWa
     yield ClipWay(
         "clip per parameter",
         "Every parameter's gradient is clipped separately, but the reference clips all "
-        "by the global norm. Clip once, over all parameters.",
+        "by the global norm.",
+        "Clip once, over all parameters.",
         f"{before}, with each parameter clipped separately, equals the gradients that "
         "the optimizers take",
         lambda row: gradient.norm([row.name]),
     )
     yield ClipWay(
         "clipped by the local norm",
-        "Every rank clips by its local norm. Sum the squares over all ranks that hold other "
-        "shards first.",
+        "Every rank clips by its local norm.",
+        "Sum the squares over all ranks that hold other shards first.",
         f"{before}, clipped on each rank by its local norm, equals the gradients that the "
         "optimizers take",
         lambda row: row.local,
@@ -451,8 +496,8 @@ def _ways(gradient: ClippedGradient, rows: Sequence[Scaling]) -> Iterator[ClipWa
     )
     yield ClipWay(
         "not clipped",
-        "The optimizers take unclipped gradients. Clip them by the global norm, after they "
-        "are reduced and before the update.",
+        "The optimizers take unclipped gradients.",
+        "Clip them by the global norm, after they are reduced and before the update.",
         f"{before} equals the gradients that the optimizers take",
         lambda row: 0.0,
         excused=True,
@@ -488,7 +533,8 @@ def _ways_of_axes(
                 yield ClipWay(
                     factor,
                     f"In the norm, the squares of what is {kind} over {axis} "
-                    f"({families(chosen)}) are {verb}. Count each element once.",
+                    f"({families(chosen)}) are {verb}.",
+                    "Count each element once.",
                     f"the reference gradient before clipping, with these squares {verb}, equals "
                     "the gradients that the optimizers take",
                     partial(_constant, length), axis=axis, names=chosen,

@@ -11,7 +11,7 @@ from itertools import chain
 
 import torch
 
-from ptrain.report.finding import Certainty, Mismatch, RootCause, Subject
+from ptrain.report.finding import POSSIBLE, Certainty, Mismatch, RootCause, Subject
 from ptrain.verification.jobs.job import Ranks
 from ptrain.verification.jobs.record import digest
 from ptrain.verification.jobs.root_causes import families, root_cause
@@ -53,8 +53,8 @@ def explain_replicas(mismatches: Sequence[Mismatch], case: UpdateCase, ranks: Ra
     return root_cause(
         mismatches, ranks, state=first.subject, axis=ranks.axis_of(first.between),
         factor="replicas differ", who=writers if is_proven else None,
-        sentence=f"Ranks {who} hold the same shard with different bits. Broadcast it once, "
-                 "and check the computation on each rank.",
+        sentence=f"Ranks {who} hold the same shard with different bits.",
+        fix="Broadcast it once, and check the computation on each rank.",
         certainty=Certainty.PROVEN if is_proven else Certainty.UNEXPLAINED,
         tried=fix if is_proven else "the difference from the reference is within rounding",
     )  # fmt: skip
@@ -69,6 +69,7 @@ def explain_update(mismatches: Sequence[Mismatch], case: UpdateCase, ranks: Rank
 
 
 _COARSE = 1e-6  # of what is left: a reader wants to see what it was before
+_FOREIGN = "no torch.optim.Optimizer of the reference has the differing tensors"
 _UPDATED = (Subject.PARAMETERS, Subject.OPTIMIZER)
 
 
@@ -89,22 +90,14 @@ class UpdateExplainer:
         foreign = (differing & case.seen.after.keys()) - case.other.keys()
         if any(self.ranks.gather(bool(foreign))):
             return self._not_to_be_stepped(foreign)
-        if obstacle := self._obstacle():
+        everyones = self.ranks.gather(case.seen.obstacle or case.expected.obstacle)
+        if obstacle := next(filter(None, everyones), ""):
             return self.unexplained(f"the update cannot be replayed: {obstacle}{self._differing()}")
-        mismatch = self._mismatch()
+        after = case.seen.after
+        mismatch = self._of_all(case.remainder({name: after[name] for name in case.own}))
         if mismatch.count == 0:
             return self._written_after(mismatch)
         return self._in_the_step(mismatch)
-
-    def _obstacle(self) -> str:
-        """Return why some rank's update cannot be repeated; "" where all can."""
-        everyones = self.ranks.gather(self.case.seen.obstacle or self.case.expected.obstacle)
-        return next(filter(None, everyones), "")
-
-    def _mismatch(self) -> Remainder:
-        """Return how far the update as it was is from one device's."""
-        after = self.case.seen.after
-        return self._of_all(self.case.remainder({name: after[name] for name in self.case.own}))
 
     def _departing(self) -> set[str]:
         """Return the parameters that differ on this rank, or whose state does."""
@@ -150,15 +143,14 @@ class UpdateExplainer:
         """No optimizer that stepped on this rank has what differs here."""
         case = self.case
         still = {name for name in without if case.courses[name].stood_still}
-        if any(self.ranks.gather(bool(without - still))):
-            return self.unexplained(
-                "the differing tensors changed in the step, and no torch.optim.Optimizer "
-                "that stepped on their rank has them"
-            )
-        if any(self.ranks.gather(bool(without - case.other.keys()))):
-            return self.unexplained(
-                "no torch.optim.Optimizer of the reference has the differing tensors"
-            )
+        obstacles = (
+            (without - still, "the differing tensors changed in the step, and no "
+             "torch.optim.Optimizer that stepped on their rank has them"),
+            (without - case.other.keys(), _FOREIGN),
+        )  # fmt: skip
+        for names, obstacle in obstacles:
+            if any(self.ranks.gather(bool(names))):
+                return self.unexplained(obstacle)
         taken = {
             name: replace(
                 case.other[name],
@@ -190,7 +182,7 @@ class UpdateExplainer:
         )  # fmt: skip
         return self._proven(
             Subject.PARAMETERS, "stale on some ranks" if is_stale else "not updated",
-            f"The gradient of the parameter is right, but it is {what}. {fix}.",
+            f"The gradient of the parameter is right, but it is {what}.", f"{fix}.",
             [name for _, (name, _) in rows], sorted({rank for rank, _ in rows}),
             "updated by the reference optimizer with the present gradient it matches the "
             f"reference to {left.worst:.2g}",
@@ -201,16 +193,13 @@ class UpdateExplainer:
         """One device's optimizers do not have these."""
         courses = self.case.courses
         alike = all(torch.equal(courses[n].run_before, courses[n].after) for n in names)
-        everyones = self.ranks.gather([alike, sorted(names)])
-        rows = [(rank, name) for rank, (_, its) in enumerate(everyones) for name in its]
-        if not all(is_alike for is_alike, _ in everyones):
-            return self.unexplained(
-                "no torch.optim.Optimizer of the reference has the differing tensors"
-            )
+        rows = self._rows(sorted(names))
+        if not all(self.ranks.gather(alike)):
+            return self.unexplained(_FOREIGN)
         return self._proven(
             Subject.PARAMETERS, "frozen parameter updated",
-            "The optimizer steps it, but no optimizer of the reference does. Remove it from "
-            "the optimizer's parameters.",
+            "The optimizer steps it, but no optimizer of the reference does.",
+            "Remove it from the optimizer's parameters.",
             [name for _, name in rows], sorted({rank for rank, _ in rows}),
             "its value before the step equals the reference value after the step",
         )  # fmt: skip
@@ -233,9 +222,9 @@ class UpdateExplainer:
         return self._proven(
             state, f"{'stale' if is_stale else 'written'} after the update",
             f"The optimizer's step is right, but {'its state' if is_state else 'the parameter'} "
-            f"differs at the end of the step{', where it is as before it' * is_stale}. Do the same "
-            "after optimizer.step() as the reference (a gather, a broadcast, a copy, an average, a "
-            "clamp), or nothing.",
+            f"differs at the end of the step{', where it is as before it' * is_stale}.",
+            "Do the same after optimizer.step() as the reference (a gather, a broadcast, a copy, "
+            "an average, a clamp), or nothing.",
             [name for _, name in rows], sorted({rank for rank, _ in rows}), proof,
         )  # fmt: skip
 
@@ -257,7 +246,8 @@ class UpdateExplainer:
             return self._proven(
                 Subject.PARAMETERS, "written within the step",
                 "optimizer.step() gives another result than its class computes from these "
-                "gradients, state and settings. Check its hooks and wrappers, and what skips it.",
+                "gradients, state and settings.",
+                "Check its hooks and wrappers, and what skips it.",
                 [name for _, name in rows], sorted({rank for rank, _ in rows}),
                 f"the step replayed with its inputs matches the reference to {left.worst:.2g}",
             )  # fmt: skip
@@ -268,7 +258,7 @@ class UpdateExplainer:
                 f"step did{self._differing()}"
             )
         result = search(case, self.ranks, mismatch)
-        if not result.fix:
+        if not result.fixes:
             return self.unexplained(_ruled_out(result))
         is_coarse = result.left.worst > _COARSE
         return self._exchanged(
@@ -288,16 +278,18 @@ class UpdateExplainer:
         return f"; {listed} differed from the reference before it"
 
     def _exchanged(self, result: SwapSearch, was: str) -> RootCause:
-        mine = differing_pairs(self.case, result.fix)
+        mine = differing_pairs(self.case, result.fixes[0])
         rows = [*chain.from_iterable(self.ranks.gather(mine, list[IngredientPair]))]
-        state, factor, sentence = words(result.fix, rows, self.ranks.degrees)
-        what = " and ".join(_with(swap, rows) for swap in result.fix[:3])
-        if len(result.fix) > 3:
-            what = "the reference's " + ", ".join(swap.key or "rule" for swap in result.fix)
+        state, factor, sentence, fix = words(result.fixes[0], rows, self.ranks.degrees)
+        what, *others = (
+            ", ".join(swap.key or str(swap.ingredient) for swap in its) for its in result.fixes
+        )
+        if others:
+            sentence += f" {POSSIBLE}{'; '.join((what, *others))}."
         return self._proven(
-            state, factor, sentence, [row.name for row in rows],
+            state, factor, sentence, fix, [row.name for row in rows],
             sorted({row.rank for row in rows}),
-            f"the update replayed with {what} matches the reference to "
+            f"the update replayed with the reference's {what} matches the reference to "
             f"{result.left.worst:.2g}{was}",
         )  # fmt: skip
 
@@ -306,6 +298,7 @@ class UpdateExplainer:
         state: Subject,
         factor: str,
         sentence: str,
+        fix: str,
         names: Sequence[str],
         ranks: Sequence[int],
         proof: str,
@@ -314,7 +307,7 @@ class UpdateExplainer:
     ) -> RootCause:
         return root_cause(
             self.mismatches, self.ranks, state=state, factor=factor, sentence=sentence,
-            names=names, who=ranks, axis=axis,
+            fix=fix, names=names, who=ranks, axis=axis,
         ).proven(proof)  # fmt: skip
 
     def unexplained(self, ruled_out: str) -> RootCause:
@@ -325,17 +318,6 @@ class UpdateExplainer:
             sentence="The gradients match the reference, but this differs at the end of the step.",
             certainty=Certainty.UNEXPLAINED, tried=ruled_out,
         )  # fmt: skip
-
-
-def _with(swap: Swap, rows: Sequence[IngredientPair]) -> str:
-    alike = [row for row in rows if row.swap == swap]
-    title = swap.key or str(swap.ingredient)
-    if "off" in alike[0].own or alike[0].other == "values":
-        return f"the reference's {title}"
-    pairs = list(dict.fromkeys((row.other, row.own) for row in alike))
-    (other, own), more = pairs[0], len(pairs) - 1
-    others = f" (and {more} more)" if more else ""
-    return f"{title} {other} for {own}{others}"
 
 
 def _ruled_out(result: SwapSearch) -> str:

@@ -7,28 +7,21 @@ A proven replacement is put into words: which state, which factor, and the fix.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from functools import partial
-from itertools import combinations, product
-from typing import Any, assert_never
+from itertools import combinations
+from typing import Any
 
-import torch
 from torch import Tensor
 
-from ptrain.report.finding import Certainty, RootCause, Subject
-from ptrain.verification.jobs.evidence import JobEvidence, Sample
+from ptrain.report.finding import Subject
 from ptrain.verification.jobs.job import Ranks
 from ptrain.verification.jobs.root_causes import families
 from ptrain.verification.parts import (
     difference,
     factor_text,
-    named,
     norm,
-    rounded,
-    square,
 )
 from ptrain.verification.updates.clip import BROKEN, Remainder, UpdateCase
 from ptrain.verification.updates.repeat import (
@@ -39,126 +32,6 @@ from ptrain.verification.updates.repeat import (
     repeat,
     same,
 )
-
-_COARSE = (torch.bfloat16, torch.float16)
-_LOOSE = 10.0  # tolerances of a gradient
-_SHARE = 0.1  # of what differs, that roundings may leave
-_QUIET = 1e-3  # of the root mean square of all gradients
-
-
-@dataclass(frozen=True, slots=True)
-class CoarseSum:
-    """How micro-batches are added: the dtype of the sum; ranks are averaged before it, or their
-    sums after; an addend is rounded first, or only the sum; what all are divided by."""
-
-    dtype: torch.dtype
-    ranks_first: bool
-    addends_first: bool
-    divisor: int
-
-    def of(self, basis: Tensor) -> Tensor:
-        """[ranks, micro-batches, S] to [S], as this sum rounds it."""
-        addends = basis / self.divisor
-        if self.ranks_first:
-            return self._summed(addends.sum(0))
-        return torch.stack([self._summed(own) for own in addends]).sum(0)
-
-    def _summed(self, addends: Tensor) -> Tensor:
-        total = torch.zeros_like(addends[0])
-        for addend in addends:
-            addend = rounded(addend, self.dtype) if self.addends_first else addend
-            total = rounded(total + addend, self.dtype)
-        return total
-
-
-def coarse_sum(
-    unclear: RootCause, evidence: JobEvidence, ranks: Ranks, tolerance: float
-) -> RootCause | None:
-    """Return the root cause where a sum of rounded micro-batches is what every optimizer takes, and
-    without roundings it is one device's, over all elements of all gradients; None where it is not.
-    What the samples tell is looked for first. All ranks call it."""
-    samples = evidence.samples
-    known = {n: [s] for n, s in samples.items() if s.basis.numel() and not s.basis.isnan().any()}
-    if not known or len(known) < len(samples):
-        return None
-    mismatch = _worst(known, _departing)
-    right, count = (
-        min(_LOOSE * tolerance, _SHARE * mismatch),
-        next(iter(samples.values())).basis.shape[1],
-    )
-    for way in _ways(samples):
-        pairs = partial(_exactly, way), partial(_rounded, way)
-        if not all(_worst(known, pairs_of) <= right for pairs_of in pairs):
-            continue
-        exact, left = (
-            _worst({n: evidence.own.of_all_ranks(n, ranks) for n in known}, pairs_of)
-            for pairs_of in pairs
-        )
-        if max(exact, left) <= right:
-            name = named(way.dtype)
-            what = f"accumulated in {name}" if count > 1 else f"rounded to {name}"
-            return replace(
-                unclear,
-                state=Subject.GRADIENTS,
-                axis="",
-                factor=what,
-                sentence=f"The gradients of {count} micro-batch{'es' * (count > 1)} are "
-                f"{what}. Accumulate and reduce them in a dtype as fine as the "
-                "reference's.",
-                certainty=Certainty.PROVEN,
-                tried=f"the micro-batches' gradients, {what}, equal the gradients that the "
-                f"optimizers take, to {left:.2g}; without rounding they match the "
-                f"reference, to {exact:.2g}",
-            )
-    return None
-
-
-def _ways(samples: Mapping[str, Sample]) -> Iterator[CoarseSum]:
-    size, count = next(iter(samples.values())).basis.shape[:2]
-    divisors = dict.fromkeys((size, 1, count, size * count))
-    for dtype, ranks_first, addends_first, divisor in product(
-        _COARSE, (True, False), (True, False), divisors
-    ):
-        yield CoarseSum(dtype, ranks_first, addends_first, divisor)
-
-
-Pairs = dict[int, tuple[Tensor, Tensor]]  # by rank
-
-
-def _exactly(way: CoarseSum, sample: Sample) -> Pairs:
-    return {0: (sample.basis.sum((0, 1)) / way.divisor, sample.truth)}
-
-
-def _departing(sample: Sample) -> Pairs:
-    return {rank: sample.of(rank) for rank in sample.holders()}
-
-
-def _rounded(way: CoarseSum, sample: Sample) -> Pairs:
-    row = way.of(sample.basis)
-    has = {rank: ~sample.gradients[rank].isnan() for rank in sample.holders()}
-    return {rank: (row[mask], sample.gradients[rank][mask]) for rank, mask in has.items()}
-
-
-def _worst(samples: Mapping[str, Iterable[Sample]], pairs_of: Callable[[Sample], Pairs]) -> float:
-    """Return the largest distance of a parameter's pair, relative to its second; of a gradient
-    that is nothing beside the others', to theirs. Of a parameter its elements may come in several
-    samples."""
-    squares: dict[tuple[str, int], Tensor] = {}
-    truths = torch.zeros(2).double()
-    for name, pieces in samples.items():
-        for sample in pieces:
-            truths += torch.tensor([square(sample.truth), sample.truth.numel()]).double()
-            for rank, (row, actual) in pairs_of(sample).items():
-                sizes = [square(row - actual), square(actual), actual.numel()]
-                known = squares.get((name, rank), torch.zeros(3).double())
-                squares[name, rank] = known + torch.tensor(sizes).double()
-    usual = float(truths[0] / truths[1].clamp(min=1))
-    lengths = (torch.stack([row[1], _QUIET**2 * usual * row[2]]).max() for row in squares.values())
-    return max(
-        math.sqrt(float(row[0]) / (float(length) or 1.0))
-        for row, length in zip(squares.values(), lengths, strict=True)
-    )
-
 
 # How torch computes an update, and what a schedule began with: nothing of what it is.
 _OF_COMPUTATION = {"foreach", "fused", "capturable", "differentiable", "initial_lr"}
@@ -183,29 +56,6 @@ class Swap:
     ingredient: Ingredient
     key: str = ""
 
-    def of(self, own: Ingredients, other: Ingredients) -> Ingredients:
-        """Return the loop's ingredients with this one of one device."""
-        match self.ingredient:
-            case Ingredient.SETTING:
-                settings = {k: v for k, v in own.settings.items() if k != self.key}
-                if self.key in other.settings:
-                    settings[self.key] = other.settings[self.key]
-                return replace(own, settings=settings)
-            case Ingredient.STATE:
-                return own.with_state(**{self.key: other.state.get(self.key)})
-            case Ingredient.ATTRIBUTE:
-                value = other.rule.attribute(self.key)
-                return replace(own, rule=own.rule.with_attribute(self.key, value))
-            case Ingredient.VALUE:
-                return replace(own, value=other.value)
-            case Ingredient.RULE:
-                settings = other.settings | own.settings
-                return replace(own, rule=other.rule, tensor=other.tensor, settings=settings)
-            case Ingredient.GRADIENT:
-                return replace(own, gradient=other.gradient)
-            case _:
-                assert_never(self.ingredient)
-
     def value(self, side: Ingredients) -> Any:
         """Return this ingredient of one side."""
         match self.ingredient:
@@ -215,10 +65,28 @@ class Swap:
                 return side.state.get(self.key)
             case Ingredient.ATTRIBUTE:
                 return side.rule.attribute(self.key)
-            case Ingredient.VALUE:
-                return side.value
+            case Ingredient.RULE:
+                return side.rule.kind
             case _:
-                return side.gradient
+                return getattr(side, self.ingredient)
+
+    def of(self, own: Ingredients, other: Ingredients) -> Ingredients:
+        """Return the loop's ingredients with this one of one device."""
+        its = self.value(other)
+        match self.ingredient:
+            case Ingredient.SETTING:
+                kept = {k: v for k, v in own.settings.items() if k != self.key}
+                known = {self.key: its} if self.key in other.settings else {}
+                return replace(own, settings=kept | known)
+            case Ingredient.STATE:
+                return own.with_state(**{self.key: its})
+            case Ingredient.ATTRIBUTE:
+                return replace(own, rule=own.rule.with_attribute(self.key, its))
+            case Ingredient.RULE:
+                settings = other.settings | own.settings
+                return replace(own, rule=other.rule, tensor=other.tensor, settings=settings)
+            case _:
+                return replace(own, **{self.ingredient: its})
 
 
 Swaps = tuple[Swap, ...]
@@ -234,34 +102,25 @@ def differing(case: UpdateCase) -> dict[Swap, list[str]]:
     return names
 
 
-def _differences(own: Ingredients, other: Ingredients, tolerance: float) -> Sequence[Swap]:
-    absent = object()
-    keys = (own.settings.keys() | other.settings.keys()) - _OF_COMPUTATION
-    swaps = [
-        Swap(Ingredient.SETTING, key)
-        for key in sorted(keys)
-        if not same(own.settings.get(key, absent), other.settings.get(key, absent))
-    ]
-    for key in sorted(own.state.keys() | other.state.keys()):
-        mine, right = own.state.get(key), other.state.get(key)
-        if is_row(mine, own.value) and is_row(right, other.value):
-            if distance(mine, right) > tolerance:
-                swaps.append(Swap(Ingredient.STATE, key))
-        elif not same(mine, right):
-            swaps.append(Swap(Ingredient.STATE, key))
-    if own.rule.kind is other.rule.kind:
-        swaps += [
-            Swap(Ingredient.ATTRIBUTE, key)
-            for key in sorted(own.rule.attributes.keys() | other.rule.attributes.keys())
-            if not key.startswith("_") and own.rule.attribute(key) != other.rule.attribute(key)
-        ]
-    if not same(own.value, other.value):
-        swaps.append(Swap(Ingredient.VALUE))
-    if own.rule.kind is not other.rule.kind:
-        swaps.append(Swap(Ingredient.RULE))
-    if not same(own.gradient, other.gradient):
-        swaps.append(Swap(Ingredient.GRADIENT))
-    return swaps
+def _differences(own: Ingredients, other: Ingredients, tolerance: float) -> Iterator[Swap]:
+    is_one_rule = own.rule.kind is other.rule.kind
+    attributes = own.rule.attributes.keys() | other.rule.attributes.keys() if is_one_rule else set()
+    keys = {
+        Ingredient.SETTING: (own.settings.keys() | other.settings.keys()) - _OF_COMPUTATION,
+        Ingredient.STATE: own.state.keys() | other.state.keys(),
+        Ingredient.ATTRIBUTE: {key for key in attributes if not key.startswith("_")},
+    }
+    for kind in Ingredient:
+        for key in sorted(keys.get(kind, {""})):
+            swap = Swap(kind, key)
+            mine, right = swap.value(own), swap.value(other)
+            is_kept = kind is Ingredient.STATE
+            if is_kept and is_row(mine, own.value) and is_row(right, other.value):
+                differs = distance(mine, right) > tolerance
+            else:
+                differs = not same(mine, right)
+            if differs:
+                yield swap
 
 
 def distance(own: Tensor, other: Tensor) -> float:
@@ -282,10 +141,11 @@ def left_with(case: UpdateCase, swaps: Swaps) -> Remainder:
 
 @dataclass(frozen=True, slots=True)
 class SwapSearch:
-    """`fix`: the fewest swaps that make the update one device's, on all ranks, and what is left
-    then; `singles`: what is left with each alone; `num_combined`: how often several were tried."""
+    """`fixes`: the fewest swaps that make the update one device's, on all ranks, the best first;
+    `left`: what is left then; `singles`: what is left with each alone; `num_combined`: how often
+    several were tried."""
 
-    fix: Swaps
+    fixes: tuple[Swaps, ...]
     left: Remainder
     singles: dict[Swap, Remainder]
     num_combined: int = 0
@@ -296,22 +156,16 @@ def search(case: UpdateCase, ranks: Ranks, mismatch: Remainder) -> SwapSearch:
     `mismatch`, which is that of the update as it was."""
     everyones = ranks.gather(list(differing(case)), list[Swap])
     order = list(Ingredient)
-    swaps = sorted(
-        {swap for of_rank in everyones for swap in of_rank},
-        key=lambda swap: (order.index(swap.ingredient), swap.key),
-    )
-    singles = _all_ranks(case, ranks, [(swap,) for swap in swaps])
-    by_swap = {swap: left for (swap,), left in singles.items()}
-    for stage in (singles, None):
-        lefts = stage or _all_ranks(case, ranks, _several(swaps))
-        fixes = {its: left for its, left in lefts.items() if left.is_fix_of(mismatch)}
-        if fixes:
-            fewest = min(map(len, fixes)) if stage is None else 1
-            fix = min(
-                (its for its in fixes if len(its) == fewest), key=lambda its: fixes[its].worst
-            )
-            return SwapSearch(fix, fixes[fix], by_swap)
-    return SwapSearch((), mismatch, by_swap, len(lefts))
+    of_any = {swap for of_rank in everyones for swap in of_rank}
+    swaps = sorted(of_any, key=lambda swap: (order.index(swap.ingredient), swap.key))
+    lefts = _all_ranks(case, ranks, [(swap,) for swap in swaps])
+    by_swap = {swap: left for (swap,), left in lefts.items()}
+    if not any(left.is_fix_of(mismatch) for left in lefts.values()):
+        lefts = _all_ranks(case, ranks, _several(swaps))
+    fixes = [its for its, left in lefts.items() if left.is_fix_of(mismatch)]
+    fixes.sort(key=lambda its: (len(its), lefts[its].worst))
+    alike = tuple(its for its in fixes if len(its) == len(fixes[0]))
+    return SwapSearch(alike, lefts[fixes[0]] if fixes else mismatch, by_swap, len(lefts))
 
 
 def _several(swaps: Sequence[Swap]) -> list[Swaps]:
@@ -390,14 +244,15 @@ _FIXES = {
 
 def words(
     fix: Swaps, rows: Sequence[IngredientPair], degrees: dict[str, int]
-) -> tuple[Subject, str, str]:
-    """Return the state, the factor and the sentence of these swaps; `rows` are all ranks'."""
+) -> tuple[Subject, str, str, str]:
+    """Return the state, the factor, the sentence and the fix of these swaps; `rows` are all
+    ranks'."""
     if any(s.ingredient is Ingredient.RULE or s.key == "decoupled_weight_decay" for s in fix):
         own, right = rows[0].kinds
         names = families(row.name for row in rows)
         return Subject.OPTIMIZER, f"{own} for {right}", (
-            f"The loop steps {names} by {own}, the reference by {right}. Use one class."
-        )  # fmt: skip
+            f"The loop steps {names} by {own}, the reference by {right}."
+        ), "Use one class."  # fmt: skip
     settled = tuple(swap for swap in fix if swap.ingredient is Ingredient.SETTING)
     if settled and all(row.own == "none" for row in rows if row.swap not in settled):
         fix = settled  # what is kept beside a parameter follows from these
@@ -408,7 +263,7 @@ def words(
     if is_state and kept and all(row.own in ("none", "zeros") for row in kept):
         state, factor = Subject.OPTIMIZER, "moments lost"
     facts = " ".join(sentence for _, _, sentence in parts)
-    return state, factor, f"{facts} {_FIXES[fix[0].ingredient]}"
+    return state, factor, facts, _FIXES[fix[0].ingredient]
 
 
 def _of_swap(

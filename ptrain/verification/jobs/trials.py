@@ -1,0 +1,303 @@
+"""Undo one possible cause within a step that runs again, and measure what is left of the
+difference: of the gradients, of the loss, and of the update repeated with these gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Self
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from ptrain.models.ledger import OperatorMode
+from ptrain.report.finding import Mismatch, RootCause, Subject, Way
+from ptrain.verification.jobs.draws import drawn_again_otherwise
+from ptrain.verification.jobs.job import GlobalLoss, Tolerance, number
+from ptrain.verification.jobs.record import shared_buffers
+from ptrain.verification.jobs.root_causes import blame, families
+from ptrain.verification.parts import held, multiple, numbers_apart
+
+if TYPE_CHECKING:
+    from ptrain.verification.jobs.inquiry import Inquiry
+    from ptrain.verification.jobs.step import LoopPair, StepComparison
+
+Context = AbstractContextManager[object]
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """How far a step is from the reference's over all ranks, relative: its gradients, which were
+    `before` away; `others`: what else still differs, or could not be tried, in words."""
+
+    gradients: float
+    before: float
+    others: str
+
+    def is_near(self, limit: float, loosest: float = 0.1) -> bool:
+        """Return whether the gradients are right but for roundings: the same addends in another
+        order, and a tenth of what differed."""
+        return self.gradients <= min(10 * limit, max(limit, loosest), 0.1 * self.before)
+
+    def of(self, blamed: RootCause, words: str) -> RootCause:
+        """Return a root cause that was undone in these words, and put the gradients right: it is
+        proven where loss and update are right then too."""
+        tried = f"{words} the gradients match the reference to {self.gradients:.1e}"
+        return blamed.proven(tried) if not self.others else blamed.fits(f"{tried}{self.others}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PossibleCause:
+    """A possible cause: what is said of it, in words what undoes it, and the trial that does;
+    `is_of_time`: the step depends on how fast its parts are."""
+
+    blamed: RootCause
+    words: str
+    run: Callable[[], Trial | None]
+    is_of_time: bool = False
+
+
+class Waited(OperatorMode):
+    """While entered, every collective is waited for where it starts; what is sent or received by
+    itself is not, as two ranks that send to each other would wait forever."""
+
+    def operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = function(*args, **kwargs)
+        name = function._schema.name
+        if name.startswith("c10d::") and not any(word in name for word in ("send", "recv")):
+            work = result[-1] if isinstance(result, tuple) else result
+            if isinstance(work, torch.ScriptObject):
+                dist.Work.unbox(work).wait()
+        return result
+
+
+@contextmanager
+def without_cast_cache() -> Iterator[None]:
+    """Let autocast cast a weight wherever it is used."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
+
+
+def copied_for_backward() -> Context:
+    """Keep copies of what forward saves: nothing that is written meanwhile reaches backward."""
+    return torch.autograd.graph.saved_tensors_hooks(lambda own: own.clone(), lambda copy: copy)
+
+
+@contextmanager
+def around_backward(begins: Callable[[Any], Callable[[], None]]) -> Iterator[None]:
+    """Call `begins` with what each backward pass starts from, and afterwards what it returns."""
+    run = torch.autograd.backward
+
+    def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
+        ends = begins(tensors)
+        run(tensors, *args, **kwargs)
+        ends()
+
+    with patch.object(torch.autograd, "backward", backward):
+        yield
+
+
+def kept_in_backward(model: nn.Module) -> Context:
+    """Undo what modules write to their buffers when they run within backward: a part that is
+    recomputed writes once."""
+
+    def begins(tensors: Any) -> Callable[[], None]:
+        kept = [(its, held(its).clone()) for its in model.buffers()]
+        return partial(put, kept)
+
+    return around_backward(begins)
+
+
+@torch.no_grad()
+def put(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Write the second of each pair to the first."""
+    for tensor, value in pairs:
+        held(tensor).copy_(value)
+
+
+class AsBackwardLeft:
+    """While entered, optimizers step with the gradients that the last backward pass left. `factor`:
+    of which those that they would have taken are a multiple; None where they are none."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.factor: float | None = None
+        self._parameters = list(model.parameters())
+        self._left: dict[int, Tensor] = {}
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        self._stack.enter_context(around_backward(lambda tensors: self._keep))
+        self._stack.callback(register_optimizer_step_pre_hook(self._put_back).remove)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def _keep(self) -> None:
+        gradients = {id(its): its.grad for its in self._parameters if its.grad is not None}
+        self._left = {key: gradient.detach().clone() for key, gradient in gradients.items()}
+
+    def _put_back(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+        pairs = [
+            (its, its.grad, self._left.pop(id(its)))
+            for its in self._parameters
+            if id(its) in self._left and its.grad is not None
+        ]
+        if pairs:
+            own, left = (
+                torch.cat([held(pair[side]).double().flatten() for pair in pairs])
+                for side in (1, 2)
+            )  # fmt: skip
+            fit = multiple(own, left)
+            self.factor = fit.factor if fit.holds(1e-3) else None
+        for parameter, _, left in pairs:
+            parameter.grad = left
+
+
+def candidates(inquiry: Inquiry, first: Sequence[Mismatch]) -> Iterator[PossibleCause]:
+    """Yield what may be wrong with a step that one can undo from outside."""
+    loop, step = inquiry.pair.loop.model, first[0].step
+    said = partial(blame, step=step, ranks=range(inquiry.ranks.size))
+    names = families([mismatch.name for mismatch in first])
+    draws = partial(inquiry.drawing.repeated, loop)
+    if inquiry.ranks.size > 1:
+        yield PossibleCause(
+            blamed=said(
+                first[0].subject, "collective not waited for", names,
+                "A collective is started (async_op=True) and its result is used before it is "
+                "done.", "Wait for it first (`work.wait()`).",
+            ),
+            words="with every collective waited for where it starts",
+            run=lambda: inquiry.trial(draws(), Waited()), is_of_time=True,
+        )  # fmt: skip
+    if any(inquiry.ranks.gather(any(its.autocast for its in inquiry.step.seen.calls))):
+        yield PossibleCause(
+            blamed=said(
+                first[0].subject, "stale casts of autocast", names,
+                "Autocast keeps the casts of weights for as long as it is entered, and uses "
+                "them for other values that are written to the weights meanwhile.",
+                "Leave autocast before weights are written, or pass cache_enabled=False.",
+            ),
+            words="with autocast's cache off",
+            run=lambda: inquiry.trial(draws(), without_cast_cache()),
+        )  # fmt: skip
+    yield PossibleCause(
+        blamed=said(
+            Subject.GRADIENTS, "overwritten before backward", names,
+            "What forward keeps for backward is overwritten before backward uses it: an input "
+            "that the next one is received into, or a weight that is written in between.",
+            "Receive every micro-batch into its own buffer, and write after backward.",
+        ),
+        words="with copies of what is saved for backward",
+        run=lambda: inquiry.trial(draws(), copied_for_backward()),
+    )  # fmt: skip
+    left = AsBackwardLeft(loop)
+    trial = inquiry.trial(draws(), before=[left])
+    factors = inquiry.ranks.gather(left.factor)
+    times = "" if None in factors else f", × {factors[0]:.4g}"
+    yield PossibleCause(
+        blamed=said(
+            Subject.GRADIENTS, f"changed after backward{times}", names,
+            "The gradients that backward leaves are right. Before the optimizer steps they are "
+            f"changed{times.replace(', ×', ' by the factor')}.",
+            "Remove what scales or writes them there (a division, a clip, an unscaling of what "
+            "was not scaled).",
+        ),
+        words="with the gradients that backward leaves",
+        run=lambda: trial,
+    )  # fmt: skip
+    yield from _of_masks(inquiry, said)
+
+
+def _of_masks(inquiry: Inquiry, said: partial[RootCause]) -> Iterator[PossibleCause]:
+    """Yield what may be wrong with the random numbers that were drawn."""
+    if not inquiry.drawing.any:
+        return
+    everyones, loop = inquiry.drawing.everyones, inquiry.pair.loop.model
+    # as on all ranks
+    alone, loop_only = everyones.alone, set(everyones.by_key) - everyones.used
+    mine = sorted({draw.path or draw.outer for draw in drawn_again_otherwise(inquiry.drawing.loop)})
+    again = {path for paths in inquiry.ranks.gather(mine) for path in paths}
+    who = sorted({rank for its in everyones.unlike.values() for rank in its})
+
+    def candidate(paths: Iterable[str], words: str, *what: Any, **masks: Any) -> PossibleCause:
+        place = families(path or "the model" for path in sorted(paths))
+        return PossibleCause(
+            blamed=said(what[0], what[1], place, *what[2:]), words=words,
+            run=lambda: inquiry.trial(inquiry.drawing.repeated(loop, **masks)),
+        )  # fmt: skip
+
+    if everyones.unlike:
+        unlike = candidate(
+            everyones.unlike, "with the masks of the first of them on all", Subject.RANDOM,
+            "other masks for the same samples",
+            f"Ranks {', '.join(map(str, who))} have the same samples but draw other masks for "
+            "them, so their replicas differ.",
+            "Seed these ranks identically, and differently from ranks with other samples.",
+            alike=True,
+        )  # fmt: skip
+        axis = inquiry.ranks.axis_of(who)
+        yield replace(unlike, blamed=replace(unlike.blamed, ranks=tuple(who), axis=axis))
+    if again:
+        yield candidate(
+            again, "with forward's masks in backward", Subject.GRADIENTS,
+            "different mask in the recomputation",
+            "The recomputation in backward draws other random numbers than forward.",
+            "Preserve the generator's state (checkpoint(..., preserve_rng_state=True)), or "
+            "draw outside of the recomputed code.",
+            alike=True,
+        )  # fmt: skip
+    if alone:
+        its = candidate(
+            [path for path, _ in alone], "without dropout there", Subject.RANDOM,
+            "dropout in the reference only",
+            "The reference applies dropout, but no rank of the loop does.",
+            "Use the same mode (model.train() before the step) and rate in both.",
+        )  # fmt: skip
+        yield replace(its, run=partial(inquiry.trial_of_reference, inquiry.batch, alone))
+    if loop_only:
+        yield candidate(
+            [path for path, _ in loop_only], "without dropout there", Subject.RANDOM,
+            "dropout in the loop only",
+            "The loop applies dropout, but the reference does not.",
+            "Use the same mode (train, eval) and rate in both.", still=loop_only,
+        )  # fmt: skip
+
+
+def tried_start(
+    said: RootCause, first: Sequence[Mismatch], pair: LoopPair, loss: GlobalLoss,
+    step: Callable[[], StepComparison], limit: Tolerance,
+) -> RootCause:  # fmt: skip
+    """Try why some ranks start otherwise than the reference: give all of them what the others have,
+    and run the first step. All ranks call it."""
+    ranks, odd = loss.ranks, {mismatch.rank for mismatch in first}
+    right = sorted({*range(ranks.size)} - odd)
+    shards = [(shard, pair.wholes[name].parameter) for name, shard in pair.holds.items()]
+    is_copied = all(its.way is Way.VALUE and not its.between for its in first)
+    is_copied = is_copied and all(shard.parameter.shape == its.shape for shard, its in shards)
+    holders = ranks.gather(sorted({its.name for its in first} - pair.holds.keys()))
+    if not all(ranks.gather(is_copied)) or not right or holders[right[0]] != holders[min(odd)]:
+        return said
+    put((shard.parameter, its) for shard, its in shards)
+    put((own, its) for _, its, own in shared_buffers(pair.reference.model, pair.loop.model))
+    seen = step()
+    both = [number(its) for its in seen.losses]
+    measured = loss.of(*both)
+    is_off = measured is not None and numbers_apart(both[0] or 0.0, measured) > limit.losses
+    if any(ranks.gather(bool(seen.differences.mismatches) or is_off)):
+        return said
+    return said.proven(
+        f"with the values of rank {right[0]} on all ranks the first step matches the reference: "
+        "gradients, loss and update"
+    )

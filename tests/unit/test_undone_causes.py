@@ -1,0 +1,110 @@
+"""Causes that are proven by a step of its own in which they alone are undone. One process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import ptrain
+from ptrain.report.finding import Certainty
+
+ROWS = list(torch.randn(3, 6, 4, generator=torch.Generator().manual_seed(1)).double())
+
+
+class Counting(nn.Module):
+    """A layer with a buffer that counts its rows; `again`: recomputed in backward, where it counts
+    them once more."""
+
+    def __init__(self, again: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner, self.outer = nn.Linear(4, 8).double(), nn.Linear(8, 1).double()
+        self.register_buffer("rows", torch.zeros(1))
+        self.again = again
+
+    def hidden(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.rows += len(x)
+        return torch.tanh(self.inner(x))
+
+    def forward(self, x: Tensor) -> Tensor:
+        run = checkpoint(self.hidden, x, use_reentrant=False) if self.again else self.hidden(x)
+        return self.outer(run)
+
+
+def job(
+    fault: str = "", model: Callable[[], nn.Module] = Counting, rate: float = 1e-2
+) -> Callable[[], ptrain.Job]:
+    def made() -> ptrain.Job:
+        built = model()
+        optimizer = torch.optim.AdamW(built.parameters(), lr=rate)
+
+        def step(rows: Tensor) -> Tensor:
+            given = rows.clone()
+            loss = built(given).square().mean()
+            if fault == "overwritten":
+                given.data.mul_(2.0)  # as a receive does, which no version counter sees
+            loss.backward()
+            for parameter in built.parameters() if fault == "scaled" else ():
+                parameter.grad /= 8.0
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        return ptrain.Job(model=built, step=step)
+
+    return made
+
+
+@pytest.mark.parametrize(
+    ("fault", "factor"),
+    [("overwritten", "overwritten before backward"), ("scaled", "changed after backward, × 0.125")],
+)
+def test_a_cause_is_proven_by_a_step_without_it(fault: str, factor: str) -> None:
+    root_cause = ptrain.verify(job(), job(fault), ROWS).root_cause
+    assert root_cause is not None
+    assert (root_cause.factor, root_cause.certainty) == (factor, Certainty.PROVEN)
+
+
+def test_a_cause_beside_a_wrong_update_is_not_proven() -> None:
+    """With the gradients that backward leaves the update is still another: two things are wrong."""
+    root_cause = ptrain.verify(job(), job("scaled", rate=2e-2), ROWS).root_cause
+    assert root_cause is not None
+    assert (root_cause.factor, root_cause.certainty) == (
+        "changed after backward, × 0.125", Certainty.FITS
+    )  # fmt: skip
+    assert "the update repeated with them still differs" in root_cause.tried
+
+
+def test_a_multiple_beside_a_wrong_update_is_not_proven_either() -> None:
+    """Of gradients that are changed by arithmetic too the update is repeated."""
+
+    def doubled(rate: float) -> Callable[[], ptrain.Job]:
+        def made() -> ptrain.Job:
+            its = job(rate=rate)()
+            for parameter in its.model.parameters():
+                parameter.register_hook(lambda gradient: 2 * gradient)
+            return its
+
+        return made
+
+    right, wrong = (ptrain.verify(job(), doubled(rate), ROWS).root_cause for rate in (1e-2, 2e-2))
+    assert right is not None and wrong is not None
+    assert "the update" not in right.tried
+    assert "the update repeated with them still differs" in wrong.tried
+
+
+def test_a_buffer_that_a_recomputation_writes_again_is_proven() -> None:
+    def again() -> Any:
+        return Counting(again=True)
+
+    root_cause = ptrain.verify(job(), job(model=again), ROWS).root_cause
+    assert root_cause is not None
+    assert root_cause.place == "rows"
+    assert root_cause.factor == "× 2, written again in backward"
+    assert root_cause.certainty is Certainty.PROVEN
