@@ -15,15 +15,19 @@ import yaml
 from _machine import ROOT
 from _script import Script
 
+from ptrain.derivation.estimate import derive
+from ptrain.derivation.work import model_work
 from ptrain.facts.model import Operator
 from ptrain.rates.measured import MeasuredPace
 from ptrain.spec.cluster import Cluster
 from ptrain.spec.leaf import Leaf, keys
+from ptrain.spec.load import load
 from ptrain.spec.precision import DType
-from ptrain.spec.rates import OperatorKind, Rates
+from ptrain.spec.rates import Hook, OperatorKind, Rates
 from ptrain.spec.write import to_yaml
 
 PAGE = ROOT / "benchmarks" / "results" / "gpu_rates_hbm3_2026-11-24.md"
+STEPS = ROOT / "benchmarks" / "results" / "gpu_steps_hbm3_2026-11-26.md"
 FOLDER = ROOT / "specs" / "rates"
 MIB = 2**20
 DTYPES = {"bfloat16": "bf16", "float32": "fp32"}
@@ -41,6 +45,16 @@ MOVED = {
     "rms_norm": ("norm", "bf16", 2),
 }
 COPIED = {"to host": "device_to_host", "from host": "host_to_device"}
+# A step whose host is slower than its device, by strategy: what it takes is the host's time. The
+# units of `zero2` are flat; FSDP2's have as many gathers and reductions and were not measured.
+HOST_BOUND = "124M, 1 × 256 tokens"
+HOST_WORDS = (
+    "model.preset=gpt2-124m", "batch={global: 2, micro: 1, sequence: 256}",
+    "precision.layout=bf16", "cluster.preset=h100-8", "cluster.devices=2",
+)  # fmt: skip
+OPERATORS = (Hook.FORWARD_OPERATOR, Hook.BACKWARD_OPERATOR, Hook.HALVES_OPERATOR,
+             Hook.RECOMPUTED_OPERATOR, Hook.SELECTED_OPERATOR, Hook.MOVED_OPERATOR)  # fmt: skip
+WRAPPERS = (Hook.FLAT_GATHER, Hook.FLAT_REDUCE, Hook.FSDP2_GATHER, Hook.FSDP2_REDUCE)
 # Bytes of an element that an update reads and writes: parameter, gradient, moments.
 UPDATED = {("adamw", "fp32"): 28, ("adamw", "bf16"): 14, ("sgd", "fp32"): 20, ("sgd", "bf16"): 10}
 
@@ -144,28 +158,57 @@ def _updates(rows: Rows) -> Iterator[list[Any]]:
             yield [rule, dtype, elements * UPDATED["adamw", "fp32"] // size, tensors, seconds]
 
 
+def hooks() -> Rows:
+    """Return the host's seconds of an operator, and of a unit's gather and reduction: those of a
+    step of `ddp` by its operators, and what a step of `zero2` takes longer by its units."""
+    text = STEPS.read_text(encoding="utf-8")
+    taken = {
+        strategy: float(milliseconds) / 1e3
+        for strategy, milliseconds in re.findall(
+            rf"^\| {HOST_BOUND} \| (\w+) \| ([\d.]+) \|", text, re.MULTILINE
+        )
+    }
+    derivation = derive(load("ddp", HOST_WORDS).spec, is_timed=False)
+    work = model_work(derivation.spec, derivation.plan, derivation.facts)
+    assert work is not None, "a built-in model"
+    ends = [layer for layer in (work.front, work.behind) if layer is not None]
+    items = (item for layer in (*work.layers, *ends) for item in layer.forward + layer.backward)
+    operators = sum(item.times for item in items if isinstance(item, Operator))
+    of_unit = (taken["zero2"] - taken["ddp"]) / (len(work.layers) + 1) / 2
+    return [
+        *([hook.value, _rounded(taken["ddp"] / operators)] for hook in OPERATORS),
+        *([hook.value, _rounded(of_unit)] for hook in WRAPPERS),
+    ]
+
+
 def derived(measured: Tables, gpu: Gpu) -> Tables:
-    """Another GPU's seconds, from those of the H100."""
+    """Another GPU's seconds, from those of the H100. No product is nearer to its roofline than the
+    H100's nearest one."""
     tables: Tables = {}
+    reached = max(_roofline(_work("products", row), H100) / row[-1] for row in measured["products"])
     for key, rows in measured.items():
+        share = reached if key == "products" else 1.0
         least: dict[object, float] = {}
         for row in rows:
             least[row[0]] = min(row[-1], least.get(row[0], math.inf))
         tables[key] = [
             [
                 *(gpu.half if cell == "bf16" else cell for cell in row[:-1]),
-                _rounded(_elsewhere(row[-1], least[row[0]], _work(key, row), gpu)),
+                _rounded(_elsewhere(row[-1], least[row[0]], _work(key, row), gpu, share)),
             ]
             for row in rows
         ]
     return tables
 
 
-def _elsewhere(seconds: float, least: float, work: tuple[str, float, float], gpu: Gpu) -> float:
-    """Seconds on another GPU. `work`: the dtype, its operations, and its bytes of memory."""
+def _elsewhere(
+    seconds: float, least: float, work: tuple[str, float, float], gpu: Gpu, share: float
+) -> float:
+    """Seconds on another GPU. `work`: the dtype, its operations, and its bytes of memory; `share`:
+    the part of its roofline that is reached at most."""
     here, there = (_roofline(work, known) for known in (H100, gpu))
     if seconds < DISPATCH * least:
-        return max(seconds, there)
+        return max(seconds, there / share)
     return max(least, seconds * there / here)
 
 
@@ -211,12 +254,15 @@ def text(name: str, page: str) -> str:
             f"derived: published peaks ({gpu.source}, {peaks}) x the H100's efficiency in {source}"
         )
         head, measured = {"source": said}, derived(measured, gpu)
-    head["source"] += f"; links: NCCL src/graph/tuning.cc, {gpu.within}, {gpu.between}"
+    head["source"] += (
+        f"; hooks: {STEPS.name}, by operators and units; links: NCCL src/graph/tuning.cc, "
+        f"{gpu.within}, {gpu.between}"
+    )
     links = [
         [tier, *LATENCIES[tier], link.share]
         for tier, link in (("within", gpu.within), ("between", gpu.between))
     ]
-    return f"# {gpu.title}\n" + to_yaml({**head, **measured, "links": links})
+    return f"# {gpu.title}\n" + to_yaml({**head, **measured, "links": links, "hooks": hooks()})
 
 
 def _head(page: str) -> dict[str, str]:

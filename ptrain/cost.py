@@ -236,6 +236,8 @@ class Spent(Word):
     COPIES = "copies"  # waiting for what moves between tiers
     UPDATE = "update"  # the norm and the optimizer
     BUBBLE = "bubble"  # a pipeline's rank has nothing to do
+    INTERFERENCE = "interference"  # computing takes longer while a collective runs
+    STRAGGLERS = "stragglers"  # waiting for the slowest of many nodes, congestion included
 
 
 class TimeKey(NamedTuple):
@@ -260,10 +262,13 @@ class TimeRow:
 
 class StepTime(NamedTuple):
     """The time of one steady step, on the rank that decides it. Each of its seconds is in one of
-    the rows. `assumed` are sentences on what the machine's rates do not say."""
+    the rows. `assumed` are sentences on what the machine's rates do not say. `interval`: the
+    seconds between which nearly all published steps of its kind lie; None if none were published.
+    """
 
     rows: tuple[TimeRow, ...]
     assumed: tuple[str, ...] = ()
+    interval: tuple[float, float] | None = None
 
     @property
     def seconds(self) -> float:

@@ -24,7 +24,7 @@ SMALL = 80  # lines
 
 # begin
 BUDGETS: dict[str, int] = {
-    "ptrain": 52050,
+    "ptrain": 52180,
     "ptrain/activations": 340,
     "ptrain/algebra": 240,
     "ptrain/axes": 160,
@@ -38,7 +38,7 @@ BUDGETS: dict[str, int] = {
     "ptrain/cli": 1590,
     "ptrain/convert": 420,
     "ptrain/data": 1060,
-    "ptrain/derivation": 4930,
+    "ptrain/derivation": 5000,
     "ptrain/facts": 770,
     "ptrain/internals": 350,
     "ptrain/interpreter": 1060,
@@ -47,18 +47,18 @@ BUDGETS: dict[str, int] = {
     "ptrain/optimizers": 500,
     "ptrain/plan": 470,
     "ptrain/rates": 360,
-    "ptrain/report": 2210,
+    "ptrain/report": 2240,
     "ptrain/rooms": 970,
-    "ptrain/selection": 3220,
+    "ptrain/selection": 3240,
     "ptrain/simulation": 1040,
-    "ptrain/spec": 4070,
+    "ptrain/spec": 4080,
     "ptrain/steps": 440,
     "ptrain/traces": 2190,
     "ptrain/train": 3140,
     "ptrain/verification": 7250,
 }
 ONE_IMPORTER = 56  # modules that exactly one other imports
-SMALL_MODULES = 58  # modules with fewer lines than SMALL
+SMALL_MODULES = 57  # modules with fewer lines than SMALL
 # end
 
 

@@ -31,7 +31,7 @@ from ptrain.rates.pace import bus_factor
 from ptrain.spec.cluster import Cluster
 from ptrain.spec.leaf import Leaf, keys
 from ptrain.spec.load import load
-from ptrain.spec.rates import Rates
+from ptrain.spec.rates import CALIBRATED, Rates
 from ptrain.spec.text import read
 from ptrain.spec.write import section, to_yaml
 from ptrain.train import environment
@@ -172,7 +172,6 @@ def _processor() -> str:
     return platform.processor() or platform.machine()
 
 
-SOURCE = "ptrain calibrate"
 MOST_SPREAD = 0.25
 _DIGITS, _WORST = 4, 2
 
@@ -190,7 +189,7 @@ def require_writable(options: CalibrationOptions) -> None:
         raise refused("--out", f"{out} is a folder", "Use a file in this folder.")
     if not os.access(out.parent, os.W_OK):
         raise refused("--out", f"{out} is not writable", "Use another file.")
-    if out.exists() and not options.force and not _source(out).startswith(SOURCE):
+    if out.exists() and not options.force and not _source(out).startswith(CALIBRATED):
         raise refused(
             "--out",
             f"{out} exists and was not written by a calibration",
@@ -284,7 +283,7 @@ def rates_of(parts: Sequence[MeasuredPart], options: CalibrationOptions) -> Rate
     """One table of all numbers of ranks at once."""
     known = versions()
     written: dict[str, Any] = {
-        "source": f"{SOURCE}{' --brief' * options.brief}",
+        "source": f"{CALIBRATED}{' --brief' * options.brief}",
         "date": time.strftime("%Y-%m-%d"),
         "machine": machine_name(parts[0]),
         "torch": known["torch"],

@@ -27,6 +27,7 @@ from ptrain.optimizers.ghost import muon_operators
 from ptrain.rates.pace import (
     Pace,
     TimedOperators,
+    UnknownRate,
     around_seconds,
     cut_seconds,
     operators_seconds,
@@ -184,8 +185,24 @@ def with_launches(rows: Sequence[TimeRow], seconds: float) -> tuple[TimeRow, ...
     )
 
 
+def with_stragglers(rows: Sequence[TimeRow], network: Network) -> tuple[TimeRow, ...]:
+    """Return the rows of a step with the time by which many nodes make it longer."""
+    seconds = network.straggling * sum(row.seconds for row in rows)
+    key = TimeKey(Spent.STRAGGLERS, Phase.UPDATE)
+    return (*rows, TimeRow(key=key, seconds=seconds)) if seconds else tuple(rows)
+
+
 _AGREED = 64  # bytes: a few numbers of 8
 _NEVER_BEHIND = "the host never limits its devices: the cluster has no rate for issuing operators"
+_MOST_NODES = 64  # of a published job by which the default of `stragglers` is known
+_MANY_NODES = (
+    "stragglers and congestion grow with each doubling of the nodes as they do up to "
+    f"{_MOST_NODES} nodes; beyond that they are unknown"
+)
+_EXPOSED_SUMS = (
+    "tp collectives are exposed; runtimes that overlap them (asynchronous TP) are faster"
+)
+_NO_DISPATCH = "the host's time for sharded products is unknown and not included"
 _COMPUTES = {phase: TimeKey(Spent.COMPUTE, phase) for phase in Phase}
 
 
@@ -237,7 +254,11 @@ class Clock:
     def compute(self, work: PassSeconds, share: float = 1.0) -> None:
         """Compute a share of a layer's pass, with the collectives within it."""
         began = self.now
-        self.spend(_COMPUTES[self.phase], work.compute * share)
+        seconds = work.compute * share
+        lanes = (end for lane, end in self.free.items() if isinstance(lane, tuple))  # of groups
+        under_way = max(lanes, default=0.0) - self.now
+        self.spend(_COMPUTES[self.phase], seconds)
+        self._interfere(seconds, under_way)
         for sent, messages in work.messages:
             self._beside(_sent_in(self.phase, sent), began, messages, share)
         for sent, seconds in work.sums:
@@ -247,6 +268,13 @@ class Clock:
             self._on_host(work.on_host * share)
         if work.sums or work.messages:
             self.meet()
+
+    def _interfere(self, computed: float, under_way: float) -> None:
+        """Spend the time by which compute takes longer because a collective is under way, for as
+        long as it is."""
+        slowdown = self.network.interference if self.pace.overlaps else 0.0
+        longer = min(computed * slowdown, under_way * slowdown / (1 + slowdown))
+        self.spend(TimeKey(Spent.INTERFERENCE, self.phase), longer)
 
     def operator(self, spent: Spent, kind: OperatorKind, dtype: DType, size: int) -> None:
         """An operator reads and writes `size` bytes."""
@@ -268,6 +296,18 @@ class Clock:
                 optimizer, layout, elements=elements, tensors=tensors
             )
             self.spend(TimeKey(Spent.UPDATE, self.phase), seconds)
+
+    def update_on_host(self, optimizer: str, dtype: DType, shapes: Sequence[Shape]) -> None:
+        """The host reads parameters, gradients and moments, and writes all except gradients."""
+        row = OPTIMIZERS[optimizer]
+        if not row.is_elementwise:
+            raise UnknownRate(f"the host computes the {optimizer} update, which has no rate")
+        accesses = 3 + 2 * len(row.moments)
+        self.use_host(accesses * dtype.itemsize * sum(map(math.prod, shapes)))
+
+    def use_host(self, size: int) -> None:
+        """The host reads and writes so many bytes for the update."""
+        self.spend(TimeKey(Spent.UPDATE, self.phase), self.network.host_seconds(size))
 
     def _muon(self, shape: Shape, layout: Layout) -> float:
         return sum(map(self.pace.operator_seconds, muon_operators(shape, layout.updated)))
@@ -389,6 +429,8 @@ class Clock:
         self.free[lane] = end = start + seconds
         if self.spans is not None:
             self.spans.append(LaneSpan(lane, key, start, end))
+        if isinstance(lane, tuple):  # it ran beside what was computed since it could start
+            self._interfere(self.now - start, seconds)
         return Arrival(self.spend_until, key, end)
 
     def _beside(self, key: TimeKey, began: float, messages: Messages, share: float) -> None:
@@ -458,7 +500,8 @@ class Clock:
 
     def step_time(self) -> StepTime:
         """Return a step that is over."""
-        return StepTime(rows=with_launches(self.rows(), self.launches), assumed=self.assumed)
+        rows = with_stragglers(with_launches(self.rows(), self.launches), self.network)
+        return StepTime(rows=rows, assumed=self.assumed)
 
     def rows(self) -> tuple[TimeRow, ...]:
         """Return what was spent up to now, as if the host had been ahead of it."""
@@ -475,8 +518,16 @@ class Clock:
     @property
     def assumed(self) -> tuple[str, ...]:
         """What the machine's rates do not say."""
-        is_known = not self.pace.overlaps or self.pace.hook_seconds(Hook.FORWARD_OPERATOR)
-        return () if is_known else (_NEVER_BEHIND,)
+        if not self.pace.overlaps:
+            return ()
+        is_cut, seconds = self.tensor_axis is not None, self.pace.hook_seconds
+        noted = {
+            _NEVER_BEHIND: not seconds(Hook.FORWARD_OPERATOR),
+            _MANY_NODES: self.network.straggling > 0 and self.network.nodes > _MOST_NODES,
+            _EXPOSED_SUMS: is_cut,
+            _NO_DISPATCH: is_cut and not seconds(Hook.CUT_PRODUCT),
+        }
+        return tuple(sentence for sentence, is_noted in noted.items() if is_noted)
 
     def pass_seconds(self, work: PassWork, around: Hook) -> PassSeconds:
         """Return how long a pass of a layer takes; equal layers are asked about once."""

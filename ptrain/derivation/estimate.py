@@ -34,6 +34,7 @@ from ptrain.derivation.notes import notes
 from ptrain.derivation.operations import operations
 from ptrain.derivation.paper import paper
 from ptrain.derivation.pipeline import accounts, fullest_of, resident, staged
+from ptrain.derivation.throughput import with_interval
 from ptrain.derivation.workspaces import kernel_warnings, unclaimed
 from ptrain.errors import refused
 from ptrain.facts.model import ModelFacts
@@ -176,9 +177,9 @@ def _timed(
         estimate = _with_step(spec, plan, facts, machine)
     except UnknownRate as unknown:
         estimate, why = _exact(spec, plan, facts, None), str(unknown)
-    if estimate.step is not None:
-        return estimate
-    return replace(estimate, undefined={**estimate.undefined, "step_seconds": why})
+    if estimate.step is None:
+        return replace(estimate, undefined={**estimate.undefined, "step_seconds": why})
+    return replace(estimate, step=with_interval(spec, estimate.step))
 
 
 def _with_step(

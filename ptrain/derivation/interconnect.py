@@ -12,14 +12,30 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import product
+from math import log2
 from typing import NamedTuple
 
 from ptrain.cost import Collective, Phase, Traffic, busiest
+from ptrain.rates.pace import UnknownRate
+from ptrain.spec.cluster import Cluster
 from ptrain.spec.placement import Axis
 from ptrain.spec.spec import Spec, groups
 from ptrain.units import counted, format_bytes
 
+# The part of the host's memory bandwidth that an update reaches: DeepSpeed's CPU-Adam takes 0.22 s
+# for a billion elements of 28 bytes on a DGX-2 with 256 GB/s (Ren et al. 2021, ZeRO-Offload, table
+# 4, not looked up again).
+_HOST_SHARE = 0.5
+
 Degrees = tuple[tuple[str, int], ...]  # of the mesh, outermost axis first
+
+
+def host_seconds(cluster: Cluster | None, size: int, ranks: int) -> float:
+    """Return the seconds in which each of the `ranks` of a node reads and writes `size` bytes of
+    its host's memory. Raises UnknownRate if the bandwidth of the memory is unknown."""
+    if cluster is None or not cluster.host_bandwidth:
+        raise UnknownRate("the host computes the update, and the cluster has no `host_bandwidth`")
+    return size * ranks / (_HOST_SHARE * cluster.host_bandwidth)
 
 
 class Network:
@@ -28,10 +44,27 @@ class Network:
 
     def __init__(self, spec: Spec) -> None:
         self._degrees = tuple((factor.axis.value, factor.degree) for factor in spec.factors)
+        self.cluster = spec.cluster
         self._per_node = spec.cluster.devices_per_node if spec.cluster else spec.world_size
         self.world = spec.world_size
         self.nodes = -(-self.world // self._per_node)
         self._names: dict[Sequence[Axis], tuple[str, ...]] = {}
+
+    @property
+    def interference(self) -> float:
+        """How much longer compute takes while a collective runs."""
+        return self.cluster.slowdown_beside_collectives if self.cluster else 0.0
+
+    @property
+    def straggling(self) -> float:
+        """The part of a step by which this many nodes make it longer."""
+        per_doubling = self.cluster.slowdown_per_doubling if self.cluster else 0.0
+        return per_doubling * log2(self.nodes)
+
+    def host_seconds(self, size: int) -> float:
+        """Return the seconds in which one rank's share of its host reads and writes `size` bytes.
+        Raises UnknownRate if the bandwidth of the host's memory is unknown."""
+        return host_seconds(self.cluster, size, min(self.world, self._per_node))
 
     def ordered(self, axes: Sequence[Axis]) -> tuple[str, ...]:
         """Return the names of axes, in the order of the mesh."""

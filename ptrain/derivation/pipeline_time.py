@@ -18,7 +18,7 @@ from ptrain.axes.pipeline.instructions import given
 from ptrain.axes.pipeline.schedule import Action, Schedule
 from ptrain.axes.pipeline.simulate import ActionCosts, Simulation, simulate, simulate_sharing
 from ptrain.cost import Collective, Phase, Spent, StepTime, TimeKey, TimeRow
-from ptrain.derivation.clock import Clock, LaneSpan, with_launches
+from ptrain.derivation.clock import Clock, LaneSpan, with_launches, with_stragglers
 from ptrain.derivation.computing import PassScore, score, work_of_stage
 from ptrain.derivation.layers import Representatives
 from ptrain.facts.model import ModelWork, Passes, UnitFacts
@@ -149,7 +149,8 @@ def step_time(schedule: Schedule, ranks: Sequence[RankTime], timing: StepTiming)
     bubble = TimeRow(key=TimeKey(Spent.BUBBLE, Phase.BACKWARD, (Axis.PP.value,)), seconds=idle)
     launches = max(rank.clock.launches for rank in slowest.values())
     assumed = (*timing.assumed, *busiest.clock.assumed)
-    return StepTime(rows=with_launches((*rows, bubble), launches), assumed=assumed)
+    slowest_rows = with_launches((*rows, bubble), launches)
+    return StepTime(rows=with_stragglers(slowest_rows, timing.clock.network), assumed=assumed)
 
 
 def _spans(simulation: Simulation, ranks: Iterable[RankTime]) -> Iterator[LaneSpan]:

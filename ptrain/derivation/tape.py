@@ -13,7 +13,6 @@ from ptrain.cost import Collective, Phase, Spent, State, Traffic, TrafficKey
 from ptrain.derivation.clock import Arrival, Clock
 from ptrain.derivation.layers import Representatives
 from ptrain.facts.model import ModelFacts, UnitFacts
-from ptrain.rates.pace import UnknownRate
 from ptrain.rooms.room import Shape
 from ptrain.spec.placement import Axis, Tier
 from ptrain.spec.precision import DType, Layout
@@ -188,10 +187,9 @@ class Tape:
         if self.clock is None or not self.is_reading:
             return
         if tier is not Tier.DEVICE and self.clock.pace.overlaps:
-            raise UnknownRate(
-                "the host computes the update, and the cluster has no rates for the host"
-            )
-        self.clock.update(rule, _uncast(dtype), shapes)
+            self.clock.update_on_host(rule, dtype, shapes)
+        else:
+            self.clock.update(rule, _uncast(dtype), shapes)
 
 
 def _uncast(dtype: DType) -> Layout:

@@ -6,18 +6,26 @@ whose heads are d wide together (the mean of queries and values, where these dif
 s. That is attention `full`, whose scores count whole; `causal` counts the half that a mask leaves,
 6·L·d·s.
 What is recomputed does not count.
+
+Predicted times and MFUs are held against published ones: specs/step_times.yaml has, by family of
+specs, the interval in which published steps lie, as multiples of their predictions, and the best
+published MFU by the peak of the device.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from ptrain.cost import StepTime
+from ptrain.cost import PLACED, StepTime
 from ptrain.facts.model import ModelFacts
 from ptrain.facts.parameters import elements_met
+from ptrain.spec.cluster import Cluster
 from ptrain.spec.model import ModelShape
+from ptrain.spec.names import table_of
+from ptrain.spec.placement import DATA_AXES, Axis, Tier
 from ptrain.spec.spec import Spec
 
+_MODEL_AXES = (Axis.TP, Axis.PP)
 _OF_A_PARAMETER, _FULL, _CAUSAL = 6, 12, 6
 
 
@@ -74,3 +82,38 @@ def _is_looked_up(shape: ModelShape, name: str) -> bool:
     """Return whether a tensor multiplies nothing: an embedding that is not the head too."""
     module = name.split(".", maxsplit=1)[0]
     return module == "positions" or (module == "embed" and not shape.tied)
+
+
+def step_family(spec: Spec) -> str:
+    """Return the kind of specs whose step times are compared with each other; empty if no
+    published steps are of the kind."""
+    if not spec.is_for_cuda:
+        return "CPU"
+    modes = (factor.placement[state] for factor in spec.factors for state in PLACED)
+    is_offloaded = any(mode.tier is not Tier.DEVICE for mode in modes)
+    axes = {factor.axis for factor in spec.factors if factor.degree > 1}
+    has_other_axes = bool(axes - {*DATA_AXES, *_MODEL_AXES})
+    if has_other_axes or is_offloaded or spec.activations.tiers != {Tier.DEVICE}:
+        return ""
+    return "GPU with tp or pp" if axes & {*_MODEL_AXES} else "GPU with data axes"
+
+
+def with_interval(spec: Spec, step: StepTime) -> StepTime:
+    """Return a step with the seconds between which nearly all published steps of its kind lie."""
+    known = _published("intervals").get(step_family(spec))
+    interval = (known["low"] * step.seconds, known["high"] * step.seconds) if known else None
+    return step._replace(interval=interval)
+
+
+def best_published_mfu(cluster: Cluster | None) -> tuple[float, str] | None:
+    """Return the best published MFU on devices with the peak of a cluster's, attention counted in
+    full, and the source; None if none is known."""
+    for flops, row in _published("best_mfu").items():
+        if cluster is not None and float(flops) == cluster.flops:
+            return row["mfu"], row["source"]
+    return None
+
+
+def _published(key: str) -> dict[Any, Any]:
+    rows: dict[Any, Any] = table_of("step_times.yaml")[key]
+    return rows

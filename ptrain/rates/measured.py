@@ -156,8 +156,8 @@ def lacking(cluster: Cluster | None, ranks: int) -> str:
         return "the spec has no cluster. Add `cluster.preset=h100-8`, for example."
     if cluster.rates is None:
         return (
-            f"the cluster {cluster.name} has no rates. Run `ptrain calibrate` to measure "
-            "this machine."
+            f"the cluster {cluster.name} has no rates. Run `ptrain calibrate` to measure this "
+            "machine, then add `cluster.preset=cluster.yaml`."
         )
     at_once, here = tables(cluster.rates).at_once, _on_a_node(cluster, ranks)
     if cluster.kind == "cuda" or here in at_once:

@@ -22,12 +22,16 @@ from ptrain.cost import (
     Operations,
     Peak,
     State,
+    StepTime,
     Traffic,
     TrafficKey,
 )
 from ptrain.derivation.wire import WireRow, wire_rows
 from ptrain.installed import versions
 from ptrain.report.step_time import time_row
+from ptrain.spec.rates import are_calibrated
+from ptrain.spec.resolve_sections import tables
+from ptrain.spec.spec import Spec
 from ptrain.units import grouped
 from ptrain.version import is_tested
 
@@ -36,6 +40,7 @@ _CHECKED = {
     "memory": "bytes per state and rank",
     "peak": "peak per phase and rank",
     "traffic": "calls, payload and bytes sent per kind of call",
+    "step": "step time",
 }
 _KINDS_OF_REASONS = ("undefined", "unclaimed", "by_data", "assumed", "counted")
 COUNTED_KINDS = ("memory", "peak", "traffic", "operations")  # of rows in each column
@@ -101,6 +106,30 @@ def _with_source(check: Check, counted: Mapping[str, str]) -> Check:
     return replace(check, counted=source) if source else check
 
 
+def time_checks(spec: Spec, step: StepTime | None, measured: float | None) -> Iterator[Check]:
+    """Yield the check of a step's time on a calibrated machine: it holds within the interval of
+    the published steps of its kind."""
+    rates = spec.cluster and spec.cluster.rates
+    if (
+        not rates
+        or not are_calibrated(tables(rates))
+        or not step
+        or not step.interval
+        or not measured
+    ):
+        return
+    low, high = step.interval
+    holds = low <= measured <= high
+    yield Check(
+        name="step time",
+        predicted=step.seconds,
+        measured=measured,
+        tolerance=max(high / step.seconds - 1, 1 - low / step.seconds),
+        holds=holds,
+        why="" if holds else f"measured is outside {low:.4g} to {high:.4g} s",
+    )
+
+
 def verdict(checks: Sequence[Check]) -> str:
     """`holds` when every check does. No checks, no verdict: `fails`."""
     return "holds" if checks and all(check.holds for check in checks) else "fails"
@@ -114,8 +143,7 @@ def verdict_line(
     assumed: Iterable[str] = (),
 ) -> str:
     """`verdict: holds (14 of 14)`, how many are bounds, which kinds of figures are not predicted,
-    or assume what data decides, and whether exactness is claimed for this torch at all. Time is no
-    part of a verdict."""
+    or assume what data decides, and whether exactness is claimed for this torch at all."""
     held = sum(check.holds for check in checks)
     missing = sorted({*untold} - {"step_seconds"})
     besides = f" · not predicted: {', '.join(missing)}" if missing else ""

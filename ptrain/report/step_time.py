@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from ptrain.codec import encode
 from ptrain.cost import Collective, Column, Estimate, Phase, Spent, StepTime
 from ptrain.derivation.estimate import Derivation
-from ptrain.derivation.throughput import Throughput, throughput
+from ptrain.derivation.throughput import Throughput, best_published_mfu, throughput
 from ptrain.report.table import (
     Importance,
     TableColumn,
@@ -22,6 +22,14 @@ from ptrain.units import format_count, format_seconds, grouped, summed
 
 _BAR = 24  # columns of the longest bar
 _PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.UPDATE)
+_OTHER_PARTS = (
+    Spent.INTERFERENCE,
+    Spent.WRAPPERS,
+    Spent.LAUNCHES,
+    Spent.UPDATE,
+    Spent.BUBBLE,
+    Spent.STRAGGLERS,
+)
 _NAMED = 2  # parts that a sentence names
 
 _CALLS = {
@@ -45,9 +53,21 @@ def time_lines(derivation: Derivation) -> list[str]:
     return [
         _table(step),
         critical_path(step),
+        *interval_lines(step),
         *_mfu_lines(derivation),
         *(f"assumed: {sentence}" for sentence in step.assumed),
         "",
+    ]
+
+
+def interval_lines(step: StepTime) -> list[str]:
+    """Return the seconds between which published steps lie, or that there are none."""
+    if step.interval is None:
+        return ["no published steps of this kind to compare with"]
+    low, high = step.interval
+    parts = f"{low / step.seconds:.2f} to {high / step.seconds:.2f} times the predicted time"
+    return [
+        f"published steps of this kind: {format_seconds(low)} to {format_seconds(high)} ({parts})"
     ]
 
 
@@ -163,7 +183,7 @@ def _parts(step: StepTime) -> Iterator[Part]:
     for name, (seconds, moving) in moved.items():
         if moving:
             yield name, seconds, moving
-    for spent in (Spent.WRAPPERS, Spent.LAUNCHES, Spent.UPDATE, Spent.BUBBLE):
+    for spent in _OTHER_PARTS:
         own = [row for row in step.rows if row.key.spent is spent]
         seconds, moving = (sum(getattr(row, name) for row in own) for name in ("seconds", "moving"))
         if seconds or moving:
@@ -186,6 +206,8 @@ def _overheads(step: StepTime) -> Iterator[tuple[str, float]]:
     yield "host launches", step.spent(Spent.LAUNCHES)
     yield "optimizer update", step.spent(Spent.UPDATE)
     yield "pipeline bubble", step.spent(Spent.BUBBLE)
+    yield "compute slowed by collectives", step.spent(Spent.INTERFERENCE)
+    yield "stragglers and congestion", step.spent(Spent.STRAGGLERS)
 
 
 def _mfu_lines(derivation: Derivation) -> list[str]:
@@ -193,6 +215,12 @@ def _mfu_lines(derivation: Derivation) -> list[str]:
     pace = job_pace(derivation)
     if pace is None or pace.mfu_full is None or pace.mfu_causal is None:
         return []
-    return [
+    lines = [
         f"MFU {pace.mfu_full:.1%} counts full attention; with a causal mask {pace.mfu_causal:.1%}"
     ]
+    if (best := best_published_mfu(derivation.spec.cluster)) is not None:
+        mfu, source = best
+        lines.append(f"best published MFU of this device: {mfu:.1%} ({source})")
+        if pace.mfu_full > mfu:
+            lines.append("warning: the predicted MFU is above the best published one")
+    return lines

@@ -66,7 +66,7 @@ def summary(
 
     Args:
         wire: rows of a record; by default they are made from the two estimates.
-        step_seconds: the measured time, shown next to the predicted one; the verdict ignores it.
+        step_seconds: the measured time, shown next to the predicted one.
     """
     wire = wire_rows(exact, measured) if wire is None else wire
     failing = [
@@ -212,7 +212,8 @@ def _traffic_rows(exact: Estimate, measured: Estimate) -> Iterable[Row]:
 
 def _why(check: Check) -> str:
     """Return why a check fails: both figures if there are two, or else its sentence."""
-    if check.lower is not None or None in (check.predicted, check.measured):
+    is_time = isinstance(check.measured, float)
+    if is_time or check.lower is not None or None in (check.predicted, check.measured):
         return check.why
     return f"measured {check.measured:,}, predicted {check.predicted:,}"
 

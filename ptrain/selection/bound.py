@@ -335,8 +335,8 @@ class WaySeconds:
 
     @cached_property
     def copied(self) -> float:
-        """Of a parameter: state that is updated on the device goes there and back. How long a host
-        takes for an update nobody measures: that is endless."""
+        """Of a parameter: state that is updated on the device goes there and back; what the host
+        updates comes back as parameters."""
         way, links = self.way, self.links
         if way.is_near(_OMEGA):
             return 0.0
@@ -347,7 +347,8 @@ class WaySeconds:
         if way.spec.offload.update is Tier.DEVICE:
             return seconds + state * links.there_and_back(Tier.HOST)
         held = layout.parameters.itemsize / parts
-        return seconds + held * links.there_and_back(Tier.HOST) if links.is_nominal else inf
+        seconds += held * links.there_and_back(Tier.HOST)
+        return seconds if links.is_nominal else seconds + links.host_update() / parts
 
     @cached_property
     def spreads_beside(self) -> bool:
@@ -373,7 +374,8 @@ class WaySeconds:
                 beside = gathers * min(self.gather, flow.forward * self.layers)
                 apart += again * self.gather
             room = max(again, reduces) * flow.backward * self.layers
-            waits -= max(0.0, units - flow.stages) * (beside + min(apart, room))
+            hidden = max(0.0, units - flow.stages) * (beside + min(apart, room))
+            waits -= hidden / (1 + links.interference)
         held = flow.layers * self.sizes.block + flow.root
         tensors = units + 1 if way.form is Form.FLAT else flow.layers * self.sizes.tensors
         elements = int(held / way.parts(_OMEGA, self.degrees))
@@ -387,4 +389,8 @@ class WaySeconds:
         if not flow.issued:
             return seconds
         hooks = (gathers + again) * self.hooks[0] + reduces * self.hooks[1]
-        return max(seconds, flow.issued + every * hooks)
+        hooks += (self.spread > 0) * links.pace.hook_seconds(Hook.FLAT_GATHER)
+        # the root is one unit, however large, unless buckets decide
+        is_bucket = way.form in REPLICAS or joins_units(way.spec, way.form)
+        calls = every if is_bucket else units + (flow.root > 0)
+        return max(seconds, flow.issued + calls * hooks)

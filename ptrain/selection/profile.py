@@ -17,7 +17,7 @@ from ptrain.cost import Collective, Estimate, Phase, State
 from ptrain.derivation.activation_moves import COPIES
 from ptrain.derivation.clock import Clock
 from ptrain.derivation.estimate import fullest_alone
-from ptrain.derivation.interconnect import Network
+from ptrain.derivation.interconnect import Network, host_seconds
 from ptrain.derivation.tensor import local_units
 from ptrain.facts.model import LayerWork, ModelFacts, ModelWork, Operator, UnitFacts
 from ptrain.facts.parameters import is_of_experts
@@ -253,8 +253,9 @@ class Links:
     """Seconds of what ranks send each other on a cluster and do with bytes, asked once each;
     `is_nominal`: they are none that anybody measured."""
 
-    def __init__(self, base: Spec, pace: Pace, *, is_nominal: bool = False) -> None:
+    def __init__(self, base: Spec, pace: Pace, devices: int, *, is_nominal: bool = False) -> None:
         self.base, self.pace, self.is_nominal = base, pace, is_nominal
+        self.devices = devices
         # hosts that run ahead of their devices are known to take any time
         self.is_issued = pace.overlaps and any(pace.hook_seconds(hook) for hook in Hook)
         self._collectives = cache(pace.collective_seconds)
@@ -275,6 +276,23 @@ class Links:
     def operator(self, kind: OperatorKind, size: float) -> float:
         """Return the seconds of an operator on so many bytes of values as they are computed."""
         return self._operators(kind, int(size))
+
+    @property
+    def interference(self) -> float:
+        """How much longer compute takes while a collective runs."""
+        cluster = self.base.cluster
+        return cluster.slowdown_beside_collectives if cluster and not self.is_nominal else 0.0
+
+    def host_update(self) -> float:
+        """Return the seconds in which a host updates an element: endless where that is not
+        known."""
+        cluster, row = self.base.cluster, self.base.optimizer.row
+        size = (3 + 2 * len(row.moments)) * self.base.precision.effective.updated.itemsize
+        try:
+            ranks = min(self.devices, cluster.devices_per_node) if cluster else 1
+            return host_seconds(cluster, size, ranks)
+        except UnknownRate:
+            return float("inf")
 
     def there_and_back(self, tier: Tier) -> float:
         """Return the seconds of a byte that leaves for a tier and comes back: endless where that is

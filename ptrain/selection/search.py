@@ -236,7 +236,7 @@ class Search:
         self.task = task
         self.facts: ModelFacts = own_facts(replace(task.placed, unit=UnitSize()))
         self.legality = Legality(task.placed, task.written, task.scored)
-        self.links = Links(task.base, task.pace, is_nominal=task.is_nominal)
+        self.links = Links(task.base, task.pace, task.devices, is_nominal=task.is_nominal)
         self.flows = PipelineFlows(task.placed, self.facts, self.links, task.devices)
         self.choices = data_choices(task.base, task.written)
         self.ways_to_keep = task.written.kept or ways_to_keep(task.written.away)

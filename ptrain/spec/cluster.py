@@ -61,6 +61,15 @@ _GPU_RESERVE = 3 * 2**30
 # cover that. Cached blocks of whole free segments are not reserved: the allocator returns these
 # before it fails.
 _GPU_FRAGMENTS = 40
+# Factors of a step's time on GPUs.
+# - Interference: on an H100 a product of 132 blocks falls from 80 % to 47 % of the peak next to an
+#   all-gather, which takes 24 of the 132 multiprocessors, so that a second wave is needed
+#   (NVIDIA developer forum, thread 337991): 0.80 / 0.47 - 1.
+# - Stragglers and congestion together: the median of the published jobs that ran on several numbers
+#   of nodes, without the time that their collectives take longer (`python
+#   benchmarks/published_seconds.py --factors`).
+_GPU_INTERFERENCE = 0.7
+_GPU_STRAGGLERS = 0.014
 # A process that has imported torch and joined a gloo group has 280 MiB resident (torch 2.13).
 PROCESS_BYTES = 300 * 2**20
 
@@ -144,6 +153,37 @@ class Cluster:
             200,
         ),
     ] = None
+    interference: Annotated[
+        float | None,
+        _Figure(
+            "How much longer compute takes while a collective runs on the same GPU; 0.7 means 70 % "
+            "longer. Default: 0.7 for GPUs, otherwise 0.",
+            0.0,
+            100.0,
+            follows=True,
+        ),
+    ] = None
+    stragglers: Annotated[
+        float | None,
+        _Figure(
+            "How much longer a step takes with each doubling of the number of nodes, because of "
+            "slow nodes and shared links; 0.01 means 1 %. Default: 0.014 for GPUs, otherwise 0.",
+            0.0,
+            1.0,
+            follows=True,
+        ),
+    ] = None
+    host_bandwidth: Annotated[
+        float | None,
+        _Bytes(
+            "Memory bandwidth of one node's host, in bytes per second, shared by its devices, for "
+            "updates on the host. Default: unknown, and then their time is unknown.",
+            rate=True,
+            follows=True,
+            read=float,
+            write=round,
+        ),
+    ] = None
     price: Annotated[
         float | None, _Figure("Price of one device per hour, in any currency.", 0.0, 1e9)
     ] = None
@@ -171,6 +211,20 @@ class Cluster:
         if self.kind == "cpu":
             return PROCESS_BYTES
         return _GPU_RESERVE + self.device_memory // _GPU_FRAGMENTS
+
+    @property
+    def slowdown_beside_collectives(self) -> float:
+        """How much longer compute takes while a collective runs: `interference`, else the default
+        of the device type."""
+        default = _GPU_INTERFERENCE if self.kind == "cuda" else 0.0
+        return default if self.interference is None else self.interference
+
+    @property
+    def slowdown_per_doubling(self) -> float:
+        """How much longer a step takes with twice the nodes: `stragglers`, else the default of the
+        device type."""
+        default = _GPU_STRAGGLERS if self.kind == "cuda" else 0.0
+        return default if self.stragglers is None else self.stragglers
 
     @property
     def usable_memory(self) -> int:

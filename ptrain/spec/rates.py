@@ -87,6 +87,7 @@ class LinkTier(Word):
     BETWEEN = "between"  # nodes
 
 
+CALIBRATED = "ptrain calibrate"  # how the source of measured rates begins
 CLIP = "clip"  # among updates: the norm of all gradients, and their scaling
 
 
@@ -289,6 +290,11 @@ class Rates:
         tuple[RateRow, ...],
         Rows("Times that wrappers add besides communication.", {"hook": _words("hook", Hook)}),
     ] = ()
+
+
+def are_calibrated(rates: Rates) -> bool:
+    """Return True if `ptrain calibrate` measured the rates."""
+    return (rates.source or "").startswith(CALIBRATED)
 
 
 def misshapen(rates: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:

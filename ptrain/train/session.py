@@ -33,7 +33,7 @@ from ptrain.interpreter.program import Program, interpret
 from ptrain.meters.measure import gather_estimates, join_estimates
 from ptrain.meters.routing import RoutingMeter, histogram, summed
 from ptrain.processor import cores
-from ptrain.report.record import Check, compare, record, verdict
+from ptrain.report.record import Check, compare, record, time_checks, verdict
 from ptrain.report.routing import LayerRouting, routes, rows
 from ptrain.report.screen import next_line
 from ptrain.report.summary import summary
@@ -411,7 +411,10 @@ def _conclude(
     measured, seconds = None, journal.step_seconds()
     if estimate is not None:
         measured = join_estimates(gather_estimates(session.world, estimate))
-    checks = compare(predictions.judged, measured) if measured else ()
+    checks: tuple[Check, ...] = ()
+    if measured:
+        step = predictions.judged.step
+        checks = (*compare(predictions.judged, measured), *time_checks(session.spec, step, seconds))
     if session.world.is_first:
         result = record(
             session.spec.name,

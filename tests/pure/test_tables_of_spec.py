@@ -242,6 +242,7 @@ def test_models_and_clusters_have_the_documented_defaults():
         "preset": None, "name": "cluster", "devices_per_node": 0, "inter_node_bandwidth": 0.0,
         "intra_node_latency": 5e-6, "inter_node_latency": 1e-5, "flops": 0.0, "host_memory": None,
         "kind": None, "price": None, "sm": None, "rates": None, "reserve": None,
+        "interference": None, "stragglers": None, "host_bandwidth": None,
     }  # fmt: skip
 
 

@@ -10,7 +10,6 @@ from ptrain.axes.ring import Calls, group_over
 from ptrain.cost import Collective, Phase, State, Traffic
 from ptrain.derivation.ghosts.wrapping import Wrapping
 from ptrain.derivation.tape import Scene
-from ptrain.rates.pace import UnknownRate
 from ptrain.spec.placement import Axis
 from ptrain.spec.precision import DType
 from ptrain.steps.step import LONG_NORM, NORM_ROW, Plan
@@ -79,8 +78,8 @@ def _scalars(plan: Plan) -> Iterator[tuple[Axis, int]]:
 
 
 def clip(scene: Scene, clipped: Iterable[list[list[int]] | None]) -> None:
-    """The norm over all wraps of a rank, summed over the ranks, and the gradients scaled. What is
-    not on the device, the host's, takes nobody knows how long."""
+    """The norm over all wraps of a rank, summed over the ranks, and the gradients scaled. Gradients
+    on the host are the rank's shard of all of them."""
     plan, tape = scene.plan, scene.tape
     if tape.clock is None:
         return
@@ -91,8 +90,7 @@ def clip(scene: Scene, clipped: Iterable[list[list[int]] | None]) -> None:
     numels: list[int] = []
     for groups in clipped:
         if groups is None and not plan.wrap.keeps_gradients_on_device and tape.clock.pace.overlaps:
-            raise UnknownRate(
-                "the host computes the norm, and the cluster has no rates for the host"
-            )
+            own = -(-scene.facts.trained_numel // scene.spec.degree(Axis.DP_SHARD))
+            tape.clock.use_host(3 * own * plan.update.layout.gradients.itemsize)  # norm, scaling
         numels += chain.from_iterable(groups or ())
     tape.clock.clip(plan.update.layout, numels)
