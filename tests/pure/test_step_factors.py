@@ -155,11 +155,15 @@ def test_an_mfu_above_the_best_published_one_is_warned_of():
 def test_the_step_time_is_judged_on_a_calibrated_machine_alone():
     step = StepTime((TWO_SECONDS,), interval=(1.8, 2.4))
     calibrated = spec_of(kind="cpu", rates=Rates(source="ptrain calibrate"))
-    held = [
-        check.holds for taken in (1.7, 1.9, 2.5) for check in time_checks(calibrated, step, taken)
-    ]
-    assert held == [False, True, False]
+    fast, usual, slow = (
+        check for taken in (1.7, 1.9, 2.5) for check in time_checks(calibrated, step, taken)
+    )
+    assert [fast.holds, usual.holds, slow.holds] == [True, True, False], "only slow steps fail"
+    assert fast.why == "measured is below 1.8 to 2.4 s" and not usual.why
+    assert slow.why == "measured is above 1.8 to 2.4 s"
+    measured_on_gpus = spec_of(kind="cuda", rates=Rates(source="ptrain calibrate"))
     for spec, known, taken in (
+        (replace(measured_on_gpus, device="cpu"), step, 2.5),
         (spec_of(rates=Rates(source="a data sheet")), step, 1.9),
         (calibrated, step._replace(interval=None), 1.9),
         (calibrated, None, 1.9),
