@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ptrain
 from ptrain.report.finding import Certainty
+from ptrain.verification.jobs.shards import ParameterShard
 
 ROWS = list(torch.randn(3, 6, 4, generator=torch.Generator().manual_seed(1)).double())
 
@@ -108,3 +109,30 @@ def test_a_buffer_that_a_recomputation_writes_again_is_proven() -> None:
     assert root_cause.place == "rows"
     assert root_cause.factor == "× 2, written again in backward"
     assert root_cause.certainty is Certainty.PROVEN
+
+
+@pytest.mark.parametrize(
+    ("more", "certainty"), [(1.0, Certainty.PROVEN), (2.0, Certainty.FITS)]
+)
+def test_another_start_is_proven_only_if_nothing_else_starts_otherwise(
+    more: float, certainty: Certainty
+) -> None:
+    """`rows` is a buffer, which the named cause, other weights, does not undo."""
+
+    def other() -> nn.Module:
+        model = Counting()
+        with torch.no_grad():
+            model.inner.weight *= 1.5
+            model.rows += more - 1
+        return model
+
+    root_cause = ptrain.verify(job(), job(model=other), ROWS).root_cause
+    assert root_cause is not None
+    assert (root_cause.place, root_cause.certainty) == ("inner.weight", certainty), root_cause
+
+
+def test_a_shard_takes_its_own_elements_of_a_whole_tensor() -> None:
+    flat = torch.zeros(6)
+    shard = ParameterShard("w", flat, torch.Size([2, 4]), torch.tensor([5, 2]), slice(1, 3))
+    shard.write(torch.arange(8.0).view(2, 4))
+    assert flat.tolist() == [0, 5, 2, 0, 0, 0]

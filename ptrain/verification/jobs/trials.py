@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ptrain.models.ledger import OperatorMode
+from ptrain.models.ledger import OperatorMode, local
 from ptrain.report.finding import Mismatch, RootCause, Subject, Way
 from ptrain.verification.jobs.draws import drawn_again_otherwise
 from ptrain.verification.jobs.job import GlobalLoss, Tolerance, number
@@ -123,7 +123,7 @@ def kept_in_backward(model: nn.Module) -> Context:
 def put(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
     """Write the second of each pair to the first."""
     for tensor, value in pairs:
-        held(tensor).copy_(value)
+        local(tensor.detach()).copy_(value)
 
 
 class AsBackwardLeft:
@@ -279,25 +279,24 @@ def tried_start(
     said: RootCause, first: Sequence[Mismatch], pair: LoopPair, loss: GlobalLoss,
     step: Callable[[], StepComparison], limit: Tolerance,
 ) -> RootCause:  # fmt: skip
-    """Try why some ranks start otherwise than the reference: give all of them what the others have,
-    and run the first step. All ranks call it."""
-    ranks, odd = loss.ranks, {mismatch.rank for mismatch in first}
-    right = sorted({*range(ranks.size)} - odd)
-    shards = [(shard, pair.wholes[name].parameter) for name, shard in pair.holds.items()]
-    is_copied = all(its.way is Way.VALUE and not its.between for its in first)
-    is_copied = is_copied and all(shard.parameter.shape == its.shape for shard, its in shards)
-    holders = ranks.gather(sorted({its.name for its in first} - pair.holds.keys()))
-    if not all(ranks.gather(is_copied)) or not right or holders[right[0]] != holders[min(odd)]:
+    """Try why ranks start otherwise than the reference: give the parameters, or the buffer that the
+    root cause names, the reference's values, and run the first step. All ranks call it."""
+    ranks = loss.ranks
+    if any(its.way is not Way.VALUE or its.between for its in first):
         return said
-    put((shard.parameter, its) for shard, its in shards)
-    put((own, its) for _, its, own in shared_buffers(pair.reference.model, pair.loop.model))
+    if said.state is Subject.PARAMETERS:
+        for name, shard in pair.holds.items():
+            shard.write(pair.wholes[name].parameter)
+    else:
+        buffers = shared_buffers(pair.reference.model, pair.loop.model)
+        put((own, its) for name, its, own in buffers if name == said.place)
     seen = step()
     both = [number(its) for its in seen.losses]
     measured = loss.of(*both)
     is_off = measured is not None and numbers_apart(both[0] or 0.0, measured) > limit.losses
-    if any(ranks.gather(bool(seen.differences.mismatches) or is_off)):
-        return said
-    return said.proven(
-        f"with the values of rank {right[0]} on all ranks the first step matches the reference: "
-        "gradients, loss and update"
-    )
+    mine = [its.name.partition(" · ")[0] for its in seen.differences.mismatches]
+    everyones = ranks.gather(mine + ["loss"] * is_off)
+    what = f"with the reference's values of {said.place} on all ranks the first step"
+    if apart := families(name for its in everyones for name in its):
+        return said.fits(f"{what} still differs ({apart})")
+    return said.proven(f"{what} matches the reference: gradients, loss and update")
