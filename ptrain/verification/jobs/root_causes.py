@@ -31,6 +31,7 @@ from ptrain.verification.jobs.record import digest, shared_buffers
 from ptrain.verification.parts import (
     COARSER,
     factor_text,
+    held,
     is_number_of,
     missing_sum,
     multiple,
@@ -124,7 +125,11 @@ def explain_buffers(
         state=Subject.BUFFERS,
     )  # fmt: skip
     right, own = next(
-        ((its, other) for name, its, other in shared_buffers(*models) if name == first.name),
+        (
+            (held(its), held(other))
+            for name, its, other in shared_buffers(*models)
+            if name == first.name
+        ),
         (torch.empty(0), torch.empty(0)),  # of another stage
     )
     coarse = [d for d in COARSER if is_number_of(own, d) and not is_number_of(right, d)]
