@@ -53,6 +53,8 @@ def job(
             loss.backward()
             for parameter in built.parameters() if fault == "scaled" else ():
                 parameter.grad /= 8.0
+            if fault == "one scaled":
+                built.outer.weight.grad *= 2.0
             optimizer.step()
             optimizer.zero_grad()
             return loss.detach()
@@ -64,7 +66,11 @@ def job(
 
 @pytest.mark.parametrize(
     ("fault", "factor"),
-    [("overwritten", "overwritten before backward"), ("scaled", "changed after backward, × 0.125")],
+    [
+        ("overwritten", "overwritten before backward"),
+        ("scaled", "changed after backward, × 0.125"),
+        ("one scaled", "changed after backward, × 2"),
+    ],
 )
 def test_a_cause_is_proven_by_a_step_without_it(fault: str, factor: str) -> None:
     root_cause = ptrain.verify(job(), job(fault), ROWS).root_cause
@@ -111,9 +117,7 @@ def test_a_buffer_that_a_recomputation_writes_again_is_proven() -> None:
     assert root_cause.certainty is Certainty.PROVEN
 
 
-@pytest.mark.parametrize(
-    ("more", "certainty"), [(1.0, Certainty.PROVEN), (2.0, Certainty.FITS)]
-)
+@pytest.mark.parametrize(("more", "certainty"), [(1.0, Certainty.PROVEN), (2.0, Certainty.FITS)])
 def test_another_start_is_proven_only_if_nothing_else_starts_otherwise(
     more: float, certainty: Certainty
 ) -> None:

@@ -314,7 +314,7 @@ def unclear(
     )
 
 
-_PLAIN = 1e-4  # a factor that is nearer to 1 is printed as 1
+PLAIN = 1e-4  # a factor that is nearer to 1 is printed as 1
 
 
 def shared_factor(ranks: Ranks, everyones: Tensor, tolerance: float) -> tuple[str, str]:
@@ -325,5 +325,5 @@ def shared_factor(ranks: Ranks, everyones: Tensor, tolerance: float) -> tuple[st
         if missing_sum(parts, truths, groups, tolerance) is not None:
             return axis, f"missing all-reduce {over_axis(axis)}"
     fit = multiple(parts, truths)
-    is_multiple = fit.holds(tolerance) and abs(fit.factor - 1) > _PLAIN
+    is_multiple = fit.holds(tolerance) and abs(fit.factor - 1) > PLAIN
     return "", factor_text(fit.factor, ranks.degrees) if is_multiple else ""

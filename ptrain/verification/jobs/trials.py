@@ -22,7 +22,7 @@ from ptrain.report.finding import Mismatch, RootCause, Subject, Way
 from ptrain.verification.jobs.draws import drawn_again_otherwise
 from ptrain.verification.jobs.job import GlobalLoss, Tolerance, number
 from ptrain.verification.jobs.record import shared_buffers
-from ptrain.verification.jobs.root_causes import blame, families
+from ptrain.verification.jobs.root_causes import PLAIN, blame, families, root_cause
 from ptrain.verification.parts import held, multiple, numbers_apart
 
 if TYPE_CHECKING:
@@ -127,12 +127,15 @@ def put(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
 
 
 class AsBackwardLeft:
-    """While entered, optimizers step with the gradients that the last backward pass left. `factor`:
-    of which those that they would have taken are a multiple; None where they are none."""
+    """While entered, optimizers step with the gradients that the last backward pass left.
+    `has_replaced`: the gradients that they would have taken are others; `factor`: a multiple of
+    those that backward left, None where they are none, of the parameters in `fitted`."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, fitted: Iterable[Tensor]) -> None:
         self.factor: float | None = None
+        self.has_replaced = False
         self._parameters = list(model.parameters())
+        self._fitted = {id(its) for its in fitted}
         self._left: dict[int, Tensor] = {}
         self._stack = ExitStack()
 
@@ -154,14 +157,13 @@ class AsBackwardLeft:
             for its in self._parameters
             if id(its) in self._left and its.grad is not None
         ]
-        if pairs:
-            own, left = (
-                torch.cat([held(pair[side]).double().flatten() for pair in pairs])
-                for side in (1, 2)
-            )  # fmt: skip
+        if fitted := [pair[1:] for pair in pairs if id(pair[0]) in self._fitted]:
+            rows = [map(held, side) for side in zip(*fitted, strict=True)]
+            own, left = (torch.cat([its.double().flatten() for its in row]) for row in rows)
             fit = multiple(own, left)
             self.factor = fit.factor if fit.holds(1e-3) else None
-        for parameter, _, left in pairs:
+        for parameter, own, left in pairs:
+            self.has_replaced |= not torch.equal(held(own), held(left))
             parameter.grad = left
 
 
@@ -202,22 +204,38 @@ def candidates(inquiry: Inquiry, first: Sequence[Mismatch]) -> Iterator[Possible
         words="with copies of what is saved for backward",
         run=lambda: inquiry.trial(draws(), copied_for_backward()),
     )  # fmt: skip
-    left = AsBackwardLeft(loop)
-    trial = inquiry.trial(draws(), before=[left])
-    factors = inquiry.ranks.gather(left.factor)
-    times = "" if None in factors else f", × {factors[0]:.4g}"
+    yield from _of_changed_gradients(inquiry, first)
+    yield from _of_masks(inquiry, said)
+
+
+def _of_changed_gradients(inquiry: Inquiry, first: Sequence[Mismatch]) -> Iterator[PossibleCause]:
+    """Yield that gradients are changed between backward and the optimizer, if any rank's are."""
+    holds, ranks = inquiry.pair.holds, inquiry.ranks
+    chosen = {its.name for its in first} & holds.keys()
+    left = AsBackwardLeft(inquiry.pair.loop.model, [holds[name].parameter for name in chosen])
+    trial = inquiry.trial(inquiry.drawing.repeated(inquiry.pair.loop.model), before=[left])
+    everyones = ranks.gather((left.has_replaced, left.factor), tuple[bool, float | None])
+    if not any(is_replaced for is_replaced, _ in everyones):
+        return
+    factors = {rank: everyones[rank][1] for rank in sorted({its.rank for its in first})}
+    numbers = {r: f"{its:.4g}" for r, its in factors.items() if its and abs(its - 1) > PLAIN}
+    by, times = "", ""
+    if None not in factors.values() and numbers:
+        many = len(set(numbers.values())) > 1
+        listed = [f"{its}{f' on rank {rank}' * many}" for rank, its in numbers.items()]
+        listed = listed if many else listed[:1]
+        by, times = f" by the factor {', '.join(listed)}", f", × {', × '.join(listed)}"
     yield PossibleCause(
-        blamed=said(
-            Subject.GRADIENTS, f"changed after backward{times}", names,
-            "The gradients that backward leaves are right. Before the optimizer steps they are "
-            f"changed{times.replace(', ×', ' by the factor')}.",
-            "Remove what scales or writes them there (a division, a clip, an unscaling of what "
-            "was not scaled).",
+        blamed=root_cause(
+            first, ranks, state=Subject.GRADIENTS, factor=f"changed after backward{times}",
+            sentence="The gradients that backward leaves are right. Before the optimizer steps "
+            f"they are changed{by}.",
+            fix="Remove what scales or writes them there (a division, a clip, an unscaling of "
+            "what was not scaled).",
         ),
         words="with the gradients that backward leaves",
         run=lambda: trial,
     )  # fmt: skip
-    yield from _of_masks(inquiry, said)
 
 
 def _of_masks(inquiry: Inquiry, said: partial[RootCause]) -> Iterator[PossibleCause]:
