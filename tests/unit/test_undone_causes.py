@@ -42,17 +42,23 @@ def job(
     fault: str = "", model: Callable[[], nn.Module] = Counting, rate: float = 1e-2
 ) -> Callable[[], ptrain.Job]:
     def made() -> ptrain.Job:
-        built = model()
+        built, steps = model(), 0
         optimizer = torch.optim.AdamW(built.parameters(), lr=rate)
 
         def step(rows: Tensor) -> Tensor:
+            nonlocal steps
+            steps += 1
+            if fault == "ends" and steps > 1:
+                raise ValueError("no more batches")
             given = rows.clone()
-            loss = built(given).square().mean()
+            loss = built(given).square().mean() * (1.5 if fault == "begins" and steps < 3 else 1)
             if fault == "overwritten":
                 given.data.mul_(2.0)  # as a receive does, which no version counter sees
             loss.backward()
             for parameter in built.parameters() if fault == "scaled" else ():
                 parameter.grad /= 8.0
+            if fault == "ends":
+                built.outer.weight.grad += torch.arange(8.0)
             if fault == "one scaled":
                 built.outer.weight.grad *= 2.0
             optimizer.step()
@@ -140,3 +146,18 @@ def test_a_shard_takes_its_own_elements_of_a_whole_tensor() -> None:
     shard = ParameterShard("w", flat, torch.Size([2, 4]), torch.tensor([5, 2]), slice(1, 3))
     shard.write(torch.arange(8.0).view(2, 4))
     assert flat.tolist() == [0, 5, 2, 0, 0, 0]
+
+
+def test_no_change_is_ruled_out_where_the_step_raises_when_it_is_run_again() -> None:
+    verdict = ptrain.verify(job(), job("ends"), ROWS, terms=ptrain.Terms(steps=1))
+    assert verdict.root_cause is not None
+    assert "the step raises when it is run again" in verdict.root_cause.tried
+    assert "backward" not in verdict.root_cause.tried
+    assert "reproducible" not in verdict.root_cause.tried
+
+
+def test_nothing_is_proven_by_a_step_that_has_come_right_by_itself() -> None:
+    """The first two steps that run are wrong: the next one that is tried is right anyway."""
+    root_cause = ptrain.verify(job(), job("begins"), ROWS).root_cause
+    assert root_cause is not None
+    assert root_cause.factor.startswith("× 1.5"), root_cause

@@ -66,7 +66,12 @@ class PossibleCause:
 
 class Waited(OperatorMode):
     """While entered, every collective is waited for where it starts; what is sent or received by
-    itself is not, as two ranks that send to each other would wait forever."""
+    itself is not, as two ranks that send to each other would wait forever. `has_seen`: any would
+    not have been waited for (`async_op`)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.has_seen = False
 
     def operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = function(*args, **kwargs)
@@ -74,6 +79,9 @@ class Waited(OperatorMode):
         if name.startswith("c10d::") and not any(word in name for word in ("send", "recv")):
             work = result[-1] if isinstance(result, tuple) else result
             if isinstance(work, torch.ScriptObject):
+                names = [its.name for its in function._schema.arguments]
+                given = dict(zip(names, args, strict=False)) | kwargs
+                self.has_seen |= bool(given.get("async_op", given.get("asyncOp", True)))
                 dist.Work.unbox(work).wait()
         return result
 
@@ -173,7 +181,9 @@ def candidates(inquiry: Inquiry, first: Sequence[Mismatch]) -> Iterator[Possible
     said = partial(blame, step=step, ranks=range(inquiry.ranks.size))
     names = families([mismatch.name for mismatch in first])
     draws = partial(inquiry.drawing.repeated, loop)
-    if inquiry.ranks.size > 1:
+    waited = Waited()
+    trial = inquiry.trial(draws(), waited) if inquiry.ranks.size > 1 else None
+    if any(inquiry.ranks.gather(waited.has_seen)):
         yield PossibleCause(
             blamed=said(
                 first[0].subject, "collective not waited for", names,
@@ -181,7 +191,7 @@ def candidates(inquiry: Inquiry, first: Sequence[Mismatch]) -> Iterator[Possible
                 "done.", "Wait for it first (`work.wait()`).",
             ),
             words="with every collective waited for where it starts",
-            run=lambda: inquiry.trial(draws(), Waited()), is_of_time=True,
+            run=lambda: trial, is_of_time=True,
         )  # fmt: skip
     if any(inquiry.ranks.gather(any(its.autocast for its in inquiry.step.seen.calls))):
         yield PossibleCause(
