@@ -50,6 +50,9 @@ def job(
             steps += 1
             if fault == "ends" and steps > 1:
                 raise ValueError("no more batches")
+            if fault == "rounded in use" and steps == 2:
+                for parameter in built.parameters():
+                    parameter.data.copy_(parameter.bfloat16())
             given = rows.clone()
             loss = built(given).square().mean() * (1.5 if fault == "begins" and steps < 3 else 1)
             if fault == "overwritten":
@@ -161,3 +164,26 @@ def test_nothing_is_proven_by_a_step_that_has_come_right_by_itself() -> None:
     root_cause = ptrain.verify(job(), job("begins"), ROWS).root_cause
     assert root_cause is not None
     assert root_cause.factor.startswith("× 1.5"), root_cause
+
+
+def test_parameters_that_are_written_before_a_step_are_named_but_not_proven() -> None:
+    root_cause = ptrain.verify(job(), job("rounded in use"), ROWS).root_cause
+    assert root_cause is not None
+    assert (root_cause.factor, root_cause.certainty) == ("rounded to bfloat16", Certainty.FITS)
+
+
+@pytest.mark.parametrize(("rate", "certainty"), [(1e-2, Certainty.PROVEN), (2e-2, Certainty.FITS)])
+def test_a_buffer_that_starts_rounded_is_tried(rate: float, certainty: Certainty) -> None:
+    class Scaled(Counting):
+        def __init__(self, is_rounded: bool) -> None:
+            super().__init__()
+            row = torch.linspace(0.1, 1.3, 8)
+            self.register_buffer("scale", (row.bfloat16() if is_rounded else row).double())
+
+        def hidden(self, x: Tensor) -> Tensor:
+            return super().hidden(x) * self.scale
+
+    loops = (lambda: Scaled(False)), (lambda: Scaled(True))
+    root_cause = ptrain.verify(job(model=loops[0]), job("", loops[1], rate), ROWS).root_cause
+    assert root_cause is not None
+    assert (root_cause.place, root_cause.certainty) == ("scale", certainty), root_cause

@@ -148,7 +148,7 @@ def explain_buffers(
             "reference.",
             fix="Keep it in the dtype of the reference when the model is cast.",
         )
-        return said.proven(f"it equals the reference rounded to {dtype}") if is_it else said
+        return said.fits(f"it equals the reference rounded to {dtype}") if is_it else said
     bits = [its for its, *_ in everyones if its != digest(torch.empty(0))]
     if len(set(bits)) == 1:
         times = everyones[first.rank][3]
@@ -178,7 +178,8 @@ def explain_in_use(
     everyones: Sequence[Mapping[str, tuple[str, str]]],
 ) -> RootCause:
     """Parameters were written before the forward pass, and are not what one device has there;
-    `everyones`: by rank and parameter, what it is as a factor and in words, if that is known."""
+    `everyones`: by rank and parameter, what it is as a factor and in words, if that is known. A
+    step that is run again need not write them again, so no trial would prove it."""
     kinds = {everyones[mismatch.rank][mismatch.name] for mismatch in mismatches}
     factor, what = kinds.pop() if len(kinds) == 1 else ("", "")
     blamed = root_cause(
@@ -189,7 +190,7 @@ def explain_in_use(
     )  # fmt: skip
     if not factor:
         return blamed.unexplained("the values of an earlier step, a rounding")
-    return blamed.proven(f"to the bit, each {what}")
+    return blamed.fits(f"to the bit, each {what}")
 
 
 def explain_precision(actual: str, expected: str, step: int, ranks: Ranks) -> RootCause:
