@@ -12,7 +12,9 @@ from torch.utils.checkpoint import checkpoint
 
 import ptrain
 from ptrain.report.finding import Certainty
+from ptrain.verification.jobs.record import shared_buffers
 from ptrain.verification.jobs.shards import ParameterShard
+from ptrain.verification.jobs.trials import put
 
 ROWS = list(torch.randn(3, 6, 4, generator=torch.Generator().manual_seed(1)).double())
 
@@ -144,6 +146,16 @@ def test_another_start_is_proven_only_if_nothing_else_starts_otherwise(
     assert (root_cause.place, root_cause.certainty) == ("inner.weight", certainty), root_cause
 
 
+def test_a_trial_writes_into_the_buffers_themselves() -> None:
+    """Not into copies on the host, as a meta tensor has none."""
+    sides = [nn.Module(), nn.Module()]
+    for side in sides:
+        side.register_buffer("row", torch.zeros(2, device="meta"))
+    ((_, right, own),) = shared_buffers(*sides)
+    put([(own, right)])
+    assert own.is_meta
+
+
 def test_a_shard_takes_its_own_elements_of_a_whole_tensor() -> None:
     flat = torch.zeros(6)
     shard = ParameterShard("w", flat, torch.Size([2, 4]), torch.tensor([5, 2]), slice(1, 3))
@@ -178,7 +190,7 @@ def test_a_buffer_that_starts_rounded_is_tried(rate: float, certainty: Certainty
         def __init__(self, is_rounded: bool) -> None:
             super().__init__()
             row = torch.linspace(0.1, 1.3, 8)
-            self.register_buffer("scale", (row.bfloat16() if is_rounded else row).double())
+            self.register_buffer("scale", row.bfloat16() if is_rounded else row)
 
         def hidden(self, x: Tensor) -> Tensor:
             return super().hidden(x) * self.scale

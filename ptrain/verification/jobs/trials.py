@@ -23,7 +23,7 @@ from ptrain.verification.jobs.draws import drawn_again_otherwise
 from ptrain.verification.jobs.job import GlobalLoss, Tolerance, number
 from ptrain.verification.jobs.record import shared_buffers
 from ptrain.verification.jobs.root_causes import PLAIN, blame, families, root_cause
-from ptrain.verification.parts import held, multiple, numbers_apart
+from ptrain.verification.parts import canonical_modules, held, multiple, numbers_apart
 
 if TYPE_CHECKING:
     from ptrain.verification.jobs.inquiry import Inquiry
@@ -316,8 +316,13 @@ def tried_start(
         for name, shard in pair.holds.items():
             shard.write(pair.wholes[name].parameter)
     else:
-        buffers = shared_buffers(pair.reference.model, pair.loop.model)
-        put((own, its) for name, its, own in buffers if name == said.place)
+        path, _, leaf = said.place.rpartition(".")
+        for name, its, own in list(shared_buffers(pair.reference.model, pair.loop.model)):
+            if name == said.place and own.dtype is its.dtype:
+                put([(own, its)])
+            elif name == said.place:  # in a coarser dtype it would be rounded again
+                module = dict(canonical_modules(pair.loop.model))[path]
+                setattr(module, leaf, its.to(own.device, copy=True))
     seen = step()
     both = [number(its) for its in seen.losses]
     measured = loss.of(*both)
