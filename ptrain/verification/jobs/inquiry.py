@@ -157,14 +157,12 @@ class Inquiry:
         fitting: list[tuple[PossibleCause, Trial]] = []
         for candidate in candidates:
             trial = candidate.run()
-            if trial is None:
-                continue
-            if not trial.is_near(self.limit.gradients):
+            if trial is not None and trial.is_near(self.limit.gradients):
+                fitting.append((candidate, trial))
+                if candidate.is_of_time:  # others may help because they are slower
+                    break
+            elif trial is not None:
                 self._ruled_out.append(candidate.words)
-                continue
-            fitting.append((candidate, trial))
-            if candidate.is_of_time:  # others may help because they are slower
-                break
         # a race may be won by chance; a step that has become right by itself stays so
         if not fitting or not any(self._is_wrong_again() for _ in range(_RACES)):
             return None
@@ -576,10 +574,7 @@ class Inquiry:
             out += "; the step raises when it is run again, so no change was tried"
         elif localised is None:
             out += "; the step is not reproducible to the bit, so no module could be tried"
-        right, own = (number(loss) for loss in self.step.losses)
-        measured = self._loss.of(right, own)
-        is_forward = right is not None and measured is not None
-        is_forward = is_forward and numbers_apart(right or 0.0, measured or 0.0) > self.limit.losses
+        is_forward = max(self._loss_apart(), default=0.0) > self.limit.losses
         return RootCause(
             state=Subject.LOSS if is_forward else first[0].subject,
             axis="",

@@ -428,8 +428,8 @@ class Examiner:
                 inquiry = self._inquiry(step)
                 if not others:
                     said = explain_average(first, self.pair.averages, self.ranks)
-                elif (said := self._explain_buffers(others)) is not None:
-                    said = inquiry.of_buffers(said)
+                elif (buffers := self._explain_buffers(others)) is not None:
+                    said = inquiry.of_buffers(buffers)
                     if len(others) < len(first) and said.certainty is Certainty.PROVEN:
                         said = said.fits(f"{said.tried}; the moving average differs, too")
                 else:
