@@ -197,8 +197,8 @@ COMMANDS = {
                 value("--budget", "MONEY", "With --objective devices: use the fewest devices that "
                     "stay within this cost, at the cluster's price. Default: none.", type=float),
                 value("--margin", "PART", "Leave this part of each device's memory free, such as "
-                    "10%. If nothing does, placements without a margin are ranked. Default: 5%, "
-                    "or 0% with a condition on memory.", type=part),
+                    "10%%. If nothing does, placements without a margin are ranked. Default: 5%%, "
+                    "or 0%% with a condition on memory.", type=part),
                 value("--exact", "K", "Predict the best K candidates exactly, at most two for each "
                     "mesh, schedule, micro-batch and recomputation. Default: 100, or 6 if the "
                     "model must be traced.", type=positive),

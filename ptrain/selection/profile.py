@@ -100,13 +100,17 @@ _RESIDENT = (State.PARAMETERS, State.OPTIMIZER, State.GRADIENTS, State.OTHER)
 _STAGES = Placement(parameters=S, optimizer=S, gradients=S, activations=R)
 _RANKS = 4  # a first, two middle ones with three and with two chunks in flight, and a last one
 _MICRO_BATCHES = 2 * _RANKS
-_STAGED, _ALL_FIRST = (
-    AxisChoice(
+
+
+def _in_stages(schedule: ScheduleName) -> AxisChoice:
+    pipeline = PipelineSpec(schedule=schedule, split=SplitBy.LAYERS)
+    return AxisChoice(
         factors=(Factor(axis=Axis.PP, degree=_RANKS, placement=_STAGES),),
-        changes=(("pipeline", PipelineSpec(schedule=name, split=SplitBy.LAYERS)),),
+        changes=(("pipeline", pipeline),),
     )
-    for name in (ScheduleName.ONE_F_ONE_B, ScheduleName.GPIPE)
-)
+
+
+_STAGED, _ALL_FIRST = _in_stages(ScheduleName.ONE_F_ONE_B), _in_stages(ScheduleName.GPIPE)
 
 
 def activity_of(spec: Spec, kept: Kept) -> Activity | None:

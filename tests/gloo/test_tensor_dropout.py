@@ -56,7 +56,10 @@ class Drawn(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if func is torch.ops.aten.bernoulli_.float and torch.is_grad_enabled():
             if self.replayed is not None:
-                result.copy_(next(self.replayed))
+                mask = next(self.replayed, None)
+                if mask is None:  # the first batch's loss once more, behind the last step
+                    return result
+                result.copy_(mask)
             own = result.to_local() if isinstance(result, DTensor) else result
             self.masks.append(own.to(torch.bool, copy=True))
         return result

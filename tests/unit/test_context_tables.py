@@ -7,6 +7,7 @@ from unittest import mock
 
 import pytest
 
+from ptrain.cost import Spent, StepTime
 from ptrain.derivation import estimate
 from ptrain.derivation import layers as layer_tables
 from ptrain.derivation.estimate import derive
@@ -65,6 +66,12 @@ def figures(exact: Any) -> tuple[Any, ...]:
     return memory, peaks, {*exact.traffic}
 
 
+def seconds_of(step: StepTime) -> tuple[float, float]:
+    """Return what a step takes without its wait for the host, and this wait."""
+    waited = step.spent(Spent.LAUNCHES)
+    return step.seconds - waited, waited
+
+
 def compare(more: dict[str, Any]) -> None:
     spec = spec_of(more)
     assert is_tabulated(spec)
@@ -78,7 +85,11 @@ def compare(more: dict[str, Any]) -> None:
         traced = derive(spec, read).exact
     assert figures(tabulated) == figures(traced)
     assert tabulated.step is not None and traced.step is not None
-    assert tabulated.step.seconds == pytest.approx(traced.step.seconds, rel=1e-9)
+    computed, waited = zip(*map(seconds_of, (tabulated.step, traced.step)), strict=True)
+    assert computed[0] == pytest.approx(computed[1], rel=1e-9)
+    # The tables of Ulysses have two views more in a layer's forward pass than a trace of the whole
+    # job. No kernel runs for a view, but the host issues it as any operator.
+    assert waited[0] == pytest.approx(waited[1], rel=0.03)
 
 
 def test_tables_of_ulysses_are_what_a_trace_says() -> None:
