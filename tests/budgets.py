@@ -24,7 +24,7 @@ SMALL = 80  # lines
 
 # begin
 BUDGETS: dict[str, int] = {
-    "ptrain": 52230,
+    "ptrain": 52280,
     "ptrain/activations": 340,
     "ptrain/algebra": 240,
     "ptrain/axes": 160,
@@ -38,8 +38,8 @@ BUDGETS: dict[str, int] = {
     "ptrain/cli": 1590,
     "ptrain/convert": 420,
     "ptrain/data": 1060,
-    "ptrain/derivation": 5000,
-    "ptrain/facts": 770,
+    "ptrain/derivation": 5010,
+    "ptrain/facts": 790,
     "ptrain/internals": 350,
     "ptrain/interpreter": 1060,
     "ptrain/meters": 1470,
