@@ -15,6 +15,7 @@ devices that ran them, and the best MFU of the collected steps by the peak of th
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import isclose
 from typing import Any, NamedTuple
 
 from ptrain.cost import PLACED, StepTime
@@ -28,6 +29,7 @@ from ptrain.spec.precision import DType
 from ptrain.spec.spec import Spec
 
 _MODEL_AXES = (Axis.TP, Axis.PP)
+_ALIKE = 0.02  # of a device's memory: what torch reports differs a little between drivers
 _OF_A_PARAMETER, _FULL, _CAUSAL = 6, 12, 6
 
 
@@ -110,8 +112,11 @@ def published_steps(spec: Spec) -> Mapping[str, Any] | None:
     known = _published("intervals").get(step_family(spec))
     if known is None or not spec.is_for_cuda or spec.cluster is None:
         return known
-    device = spec.cluster.flops, spec.cluster.device_memory
-    is_known = any(device == (row["flops"], row["memory"]) for row in known["devices"].values())
+    flops, memory = spec.cluster.flops, spec.cluster.device_memory
+    is_known = any(
+        flops == row["flops"] and isclose(memory, row["memory"], rel_tol=_ALIKE)
+        for row in known["devices"].values()
+    )
     return known if is_known else None
 
 
