@@ -562,7 +562,9 @@ class Chooser(Deriver):
             for scored in row.candidates()
             if not kept or keeping(scored.candidate.kept) == kept
         ]
-        rows = list(self._fitting(sorted(scored, key=self._key), _OF_KIND))
+        most = self.search.task.room * SLACK
+        may_fit = sorted((row for row in scored if row.peak <= most), key=self._key)
+        rows = list(self._fitting(may_fit, _OF_KIND))
         rows += (row for row in ranked if obeys(row.spec))
         if rows:
             near = self._descended(min(rows, key=self._order), _WORK_OF_KIND)
@@ -572,7 +574,10 @@ class Chooser(Deriver):
             return None, "would need another trace; use a larger `--exact`"
         if not scored:
             return None, "none fits by the estimate"
-        return self.exactly(min(scored, key=attrgetter("peak"))), ""
+        least = self.exactly(min(scored, key=attrgetter("peak")))
+        if least is not None and self._obeys(least):  # which may be far from the fastest that fits
+            return None, "the fastest by the estimate do not fit; the one with least memory does"
+        return least, ""
 
     def _key(self, scored: Scored) -> float:
         return scored.peak if self.objective is SearchGoal.MEMORY else scored.seconds
