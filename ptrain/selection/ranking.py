@@ -151,6 +151,8 @@ _SPENT = {
     Spent.COPIES: "copies to and from the host",
     Spent.UPDATE: "optimizer update",
     Spent.BUBBLE: "pipeline bubble",
+    Spent.INTERFERENCE: "compute slowed by collectives",
+    Spent.STRAGGLERS: "stragglers and congestion",
 }
 
 
@@ -180,8 +182,8 @@ def _parts(row: Ranked) -> dict[str, float]:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lost:
     """A well-known choice: the best candidate of its kind that fits, else the one that needs least
-    memory, and what their figures say. `best` None: there is none that is legal, or its cut was not
-    traced."""
+    memory, and what their figures say. `best` None: there is none that is legal, its cut was not
+    traced, or only what needs least memory was seen to fit."""
 
     name: str
     best: Ranked | None
