@@ -102,6 +102,18 @@ class Judged:
         return self.tokens / self.published / self.step.seconds
 
     @property
+    def device(self) -> str:
+        """Return the device that ran the row, without its power limit."""
+        return self.row.device.partition(" ")[0]
+
+    @property
+    def flops_and_memory(self) -> tuple[float, int]:
+        """Return the peak and the memory of a device of the spec."""
+        assert self.derivation is not None and self.derivation.spec.cluster is not None
+        cluster = self.derivation.spec.cluster
+        return cluster.flops, cluster.device_memory
+
+    @property
     def off(self) -> float:
         """Return how much longer the predicted step is."""
         return 1 / self.ratio - 1
@@ -161,43 +173,52 @@ def print_factors() -> int:
 
 def step_times(rows: Sequence[Judged]) -> str:
     """Return specs/step_times.yaml: by family the interval in which published steps lie, as parts
-    of those predicted, and the best published MFU by the device's peak."""
+    of those predicted, and the best MFU of the collected steps by the device's peak."""
     lines = [
         "# What published steps took, as multiples of the predicted time: of each family all but",
         f"# one row in {OUTSIDE} are above `low`, and all but one below `high`. Written by",
         "# `benchmarks/published_seconds.py --write` from the rows of `use: build` in",
         "# benchmarks/published and, for CPUs, from the page of step_seconds.py. A row of another",
-        "# runtime counts in both directions.",
+        "# runtime counts in both directions. `devices`: those that ran the rows, by the peak and",
+        "# the memory of the spec that is predicted.",
         "intervals:",
     ]
-    families: dict[str, list[float]] = {}
-    counts: dict[str, int] = {}
+    families: dict[str, list[Judged]] = {}
     for row in rows:
-        if row.row.use != "build" or row.derivation is None:
-            continue
-        family, is_other = step_family(row.derivation.spec), row.row.runtime == "other"
-        ratios = families.setdefault(family, [])
-        counts[family] = counts.get(family, 0) + (row.row.is_same or is_other)
-        if row.row.is_same:
-            ratios.append(row.ratio)
-        elif is_other:  # in which direction ptrain is off, they do not show
-            ratios += [row.ratio, 1 / row.ratio]
+        is_counted = row.row.is_same or row.row.runtime == "other"
+        family = step_family(row.derivation.spec) if row.derivation else ""
+        if row.row.use == "build" and family and is_counted:
+            families.setdefault(family, []).append(row)
+    for family, chosen in families.items():
+        ratios = [row.ratio for row in chosen]
+        others = [row.ratio for row in chosen if not row.row.is_same]
+        ratios += [1 / ratio for ratio in others]  # the direction of the error is unknown
+        devices = {
+            row.device: row.flops_and_memory for row in sorted(chosen, key=lambda one: one.device)
+        }
+        kind = "16-bit" if others else "bf16"
+        steps = f"{len(chosen)} published {kind} steps of dense models on {' and '.join(devices)}"
+        lines += [
+            _interval_line(family, ratios, len(chosen), steps),
+            "    devices:",
+            *(
+                f"      {device}: {{flops: {flops:.4g}, memory: {memory}}}"
+                for device, (flops, memory) in devices.items()
+            ),
+        ]
     page = CPU_PAGE.read_text(encoding="utf-8")
-    families["CPU"] = [
+    ratios = [
         float(measured) / float(predicted)
         for predicted, measured in re.findall(
             r"^\| \w+ \| \d+ \| [^|]+ \| ([\d.]+) \| ([\d.]+) \|", page, re.MULTILINE
         )
     ]
-    for family, ratios in families.items():
-        ratios.sort()
-        outside = len(ratios) // OUTSIDE
-        low, high = ratios[outside], ratios[-1 - outside]
-        number = counts.get(family, len(ratios))
-        lines.append(f"  {family}: {{low: {low:.2f}, high: {high:.2f}, rows: {number}}}")
+    steps = f"{len(ratios)} trainings of this project on CPUs"
     lines += [
-        "# The best published share of a device's peak in bf16, by the operations per second of",
-        "# the peak, with attention counted in full.",
+        _interval_line("CPU", ratios, len(ratios), steps),
+        "# The best share of a device's peak in bf16 of the collected steps of PyTorch's runtime,",
+        "# whatever their `use`, by the operations per second of the peak, with attention counted",
+        "# in full.",
         "best_mfu:",
     ]
     best: dict[float, Judged] = {}
@@ -207,8 +228,31 @@ def step_times(rows: Sequence[Judged]) -> str:
             best[flops] = max(best.get(flops, row), row, key=lambda one: one.mfu)
     for flops, row in sorted(best.items()):
         said = f"{row.row.source.partition(',')[0]}: {row.row.name}"
-        lines.append(f"  {flops:.4g}: {{mfu: {row.mfu:.3f}, source: '{said}'}}")
+        fields = f"mfu: {row.mfu:.3f}, device: {row.device}, source: '{said}'"
+        lines.append(f"  {flops:.4g}: {{{fields}}}")
     return "\n".join(lines) + "\n"
+
+
+def _interval_line(family: str, ratios: list[float], number: int, steps: str) -> str:
+    """Return a family's lines of specs/step_times.yaml, without its devices."""
+    ratios = sorted(ratios)
+    outside = len(ratios) // OUTSIDE
+    low, high = ratios[outside], ratios[-1 - outside]
+    head = f"  {family}:\n    low: {low:.2f}\n    high: {high:.2f}"
+    return f"{head}\n    rows: {number}\n    steps: {steps}"
+
+
+def held_out(rows: Sequence[Judged]) -> Iterator[str]:
+    """Yield, by family, how many of the rows for scoring lie within the interval."""
+    inside: dict[str, list[bool]] = {}
+    for row in rows:
+        step = row.step
+        if row.row.use == "score" and row.row.is_same and row.derivation and step and step.interval:
+            low, high = step.interval
+            family = step_family(row.derivation.spec)
+            inside.setdefault(family, []).append(low <= step.seconds * row.ratio <= high)
+    for family, found in inside.items():
+        yield f"{family}: {sum(found)} of {len(found)} scored rows lie within the interval."
 
 
 def table(rows: Sequence[Judged]) -> Iterator[str]:
@@ -277,6 +321,7 @@ def main(arguments: Sequence[str]) -> int:
         more, wrong = summary(rows, use)
         lines += more
         failed += wrong
+    lines += held_out(rows)
     if options.write:
         INTERVALS.write_text(step_times(rows), encoding="utf-8")
     elif options.use is None and INTERVALS.read_text(encoding="utf-8") != step_times(rows):

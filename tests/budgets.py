@@ -24,7 +24,7 @@ SMALL = 80  # lines
 
 # begin
 BUDGETS: dict[str, int] = {
-    "ptrain": 52200,
+    "ptrain": 52290,
     "ptrain/activations": 340,
     "ptrain/algebra": 240,
     "ptrain/axes": 160,
@@ -38,8 +38,8 @@ BUDGETS: dict[str, int] = {
     "ptrain/cli": 1590,
     "ptrain/convert": 420,
     "ptrain/data": 1060,
-    "ptrain/derivation": 5000,
-    "ptrain/facts": 770,
+    "ptrain/derivation": 5010,
+    "ptrain/facts": 790,
     "ptrain/internals": 350,
     "ptrain/interpreter": 1060,
     "ptrain/meters": 1470,
@@ -55,7 +55,7 @@ BUDGETS: dict[str, int] = {
     "ptrain/steps": 440,
     "ptrain/traces": 2190,
     "ptrain/train": 3140,
-    "ptrain/verification": 7250,
+    "ptrain/verification": 7300,
 }
 ONE_IMPORTER = 56  # modules that exactly one other imports
 SMALL_MODULES = 57  # modules with fewer lines than SMALL

@@ -12,6 +12,12 @@ from ptrain.units import format_bytes
 
 def run(args: Namespace) -> int:
     """Print where the traces are, how many and how large; with --clear remove them."""
+    if cache.is_off():
+        if args.json:
+            print_json({"folder": None, "traces": 0, "bytes": 0, "cleared": False})
+        else:
+            print("The cache is off (PTRAIN_CACHE=off).")
+        return 0
     files = cache.files()
     try:
         size = sum(path.stat().st_size for path in files)

@@ -8,12 +8,13 @@ s. That is attention `full`, whose scores count whole; `causal` counts the half 
 What is recomputed does not count.
 
 Predicted times and MFUs are held against published ones: specs/step_times.yaml has, by family of
-specs, the interval in which published steps lie, as multiples of their predictions, and the best
-published MFU by the peak of the device.
+specs, the interval in which collected steps lie, as multiples of their predictions, with the
+devices that ran them, and the best MFU of the collected steps by the peak of the device.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from ptrain.cost import PLACED, StepTime
@@ -23,6 +24,7 @@ from ptrain.spec.cluster import Cluster
 from ptrain.spec.model import ModelShape
 from ptrain.spec.names import table_of
 from ptrain.spec.placement import DATA_AXES, Axis, Tier
+from ptrain.spec.precision import DType
 from ptrain.spec.spec import Spec
 
 _MODEL_AXES = (Axis.TP, Axis.PP)
@@ -87,8 +89,12 @@ def _is_looked_up(shape: ModelShape, name: str) -> bool:
 def step_family(spec: Spec) -> str:
     """Return the kind of specs whose step times are compared with each other; empty if no
     published steps are of the kind."""
+    has_experts = isinstance(spec.model, ModelShape) and spec.model.experts is not None
     if not spec.is_for_cuda:
-        return "CPU"
+        return "" if has_experts else "CPU"
+    is_dense = isinstance(spec.model, ModelShape) and not has_experts
+    if not is_dense or spec.precision.effective.parameters is not DType.BF16:
+        return ""
     modes = (factor.placement[state] for factor in spec.factors for state in PLACED)
     is_offloaded = any(mode.tier is not Tier.DEVICE for mode in modes)
     axes = {factor.axis for factor in spec.factors if factor.degree > 1}
@@ -98,19 +104,30 @@ def step_family(spec: Spec) -> str:
     return "GPU with tp or pp" if axes & {*_MODEL_AXES} else "GPU with data axes"
 
 
-def with_interval(spec: Spec, step: StepTime) -> StepTime:
-    """Return a step with the seconds between which nearly all published steps of its kind lie."""
+def published_steps(spec: Spec) -> Mapping[str, Any] | None:
+    """Return the interval of the collected steps of a spec's family, with `steps`, their name;
+    None if none of them ran on devices with the peak and memory of the spec's."""
     known = _published("intervals").get(step_family(spec))
+    if known is None or not spec.is_for_cuda or spec.cluster is None:
+        return known
+    device = spec.cluster.flops, spec.cluster.device_memory
+    is_known = any(device == (row["flops"], row["memory"]) for row in known["devices"].values())
+    return known if is_known else None
+
+
+def with_interval(spec: Spec, step: StepTime) -> StepTime:
+    """Return a step with the seconds between which nearly all collected steps of its kind lie."""
+    known = published_steps(spec)
     interval = (known["low"] * step.seconds, known["high"] * step.seconds) if known else None
     return step._replace(interval=interval)
 
 
-def best_published_mfu(cluster: Cluster | None) -> tuple[float, str] | None:
-    """Return the best published MFU on devices with the peak of a cluster's, attention counted in
-    full, and the source; None if none is known."""
+def best_collected_mfu(cluster: Cluster | None) -> tuple[float, str, str] | None:
+    """Return the best MFU of the collected PyTorch steps on devices with the peak of a cluster's,
+    attention counted in full, the device and the source; None if none is known."""
     for flops, row in _published("best_mfu").items():
         if cluster is not None and float(flops) == cluster.flops:
-            return row["mfu"], row["source"]
+            return row["mfu"], row["device"], row["source"]
     return None
 
 

@@ -5,9 +5,10 @@ A trace is kept under what it depends on: the part of the spec that shapes it, t
 torch, of transformers and of what that takes its kernels from, the kind of processor, and this very
 ptrain, file by file. What an editable or a development version of these gave is never kept: their
 code may have changed where nobody sees it. The trace of a `target:` is kept with the files that it
-read: the modules that were loaded, and the data that its code opened. It is valid as long as they
-are what they were. Not in the key: environment variables, what somebody patches in an installed
-package, and the instructions that a processor has.
+read: the modules that were loaded, the data that its Python code opened, and the folder of the
+target. It is valid as long as they are what they were. Not noticed: environment variables, files in
+other folders that native code reads, patches of an installed package, and the instructions that a
+processor has.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ from ptrain.spec.write import to_mapping
 _OFF = "off"  # as the value of PTRAIN_CACHE
 _STARTED = time.time()  # of this process, nearly: a file that is younger may not be what it runs
 _LARGE = 2**20  # bytes of a file, from which on its size and date stand for its content
+_LISTED = 300  # files of a folder whose size and date count
 _INSTALLED = "-packages"  # site-packages, and Debian's dist-packages
 _SYSTEM = ("/proc/", "/sys/", "/dev/")
 _SUFFIX = ".json.gz"
@@ -75,9 +77,12 @@ def kept(spec: Spec, read: Callable[[], ModelFacts], *, allow_import: bool = Fal
         return read()
     if (known := _read(path)) is not None and all(_signature(f) == s for f, s in known.files):
         return known.facts
-    with _opened_files() as opened:
-        facts = read()
-    files = _files_of({*opened, *_module_files()}) if is_theirs else ()
+    if is_theirs:
+        with _opened_files() as opened:
+            facts = read()
+        files = _files_of({*opened, *_module_files(), *_folders(spec)})
+    else:
+        facts, files = read(), ()
     if not facts.untraced and files is not None:
         with suppress(OSError):
             _write(path, Trace(facts=facts, files=files))
@@ -92,11 +97,11 @@ def _watch_opened() -> None:
     """Note the files that are opened to be read. A hook cannot be removed."""
 
     def note(event: str, arguments: tuple[object, ...]) -> None:
-        if event == "open" and _OPENED:
+        if event == "open" and (newest := _OPENED[-1:]):  # another thread may end a trace
             path, _, flags = arguments
             is_written = isinstance(flags, int) and flags & (os.O_WRONLY | os.O_RDWR)
             if isinstance(path, str | bytes | os.PathLike) and not is_written:
-                _OPENED[-1].add(os.path.abspath(os.fsdecode(path)))
+                newest[0].add(os.path.abspath(os.fsdecode(path)))
 
     sys.addaudithook(note)
 
@@ -127,22 +132,59 @@ def _files_of(paths: Iterable[str]) -> tuple[tuple[str, str], ...] | None:
     files = []
     for path in sorted(paths):
         is_ignored = path.startswith((*_SYSTEM, f"{stdlib}/", f"{own}/")) or path.endswith(".pyc")
-        if not is_ignored and os.path.isfile(path):
-            if os.path.getmtime(path) >= _STARTED:
+        if not is_ignored and os.path.exists(path):
+            if any(os.path.getmtime(file) >= _STARTED for file in _listed_files(path)):
                 return None
             files.append((path, _signature(path)))
     return tuple(files)
 
 
 def _signature(path: str) -> str:
-    """Return what changes with a file; empty without one."""
+    """Return a text that changes with a file, or with the files of a folder; empty without one."""
     try:
+        if os.path.isdir(path):
+            return _folder_signature(path)
         status = os.stat(path)
         if status.st_size >= _LARGE or _INSTALLED in path:
             return f"{status.st_size} {status.st_mtime_ns}"
         return hashlib.sha256(Path(path).read_bytes()).hexdigest()
     except OSError:
         return ""
+
+
+def _folders(spec: Spec) -> set[str]:
+    """Return the folders of the files that the user's functions are imported from."""
+    folders = set()
+    for function in spec.user_functions:
+        module = sys.modules.get(function.target.partition(":")[0])
+        for file in (getattr(module, "__file__", None), *_origins(function)):
+            if isinstance(file, str) and os.path.isfile(file):
+                folders.add(os.path.dirname(os.path.abspath(file)))
+    return folders
+
+
+def _listed_files(path: str) -> list[str]:
+    """Return a file, or the first files of a folder by name, without those of folders in it."""
+    if not os.path.isdir(path):
+        return [path]
+    with os.scandir(path) as entries:
+        files = sorted(entry.path for entry in entries if entry.is_file())
+    return [file for file in files if not file.endswith(".pyc")][:_LISTED]
+
+
+def _folder_signature(path: str) -> str:
+    """Return a digest of the names, sizes and dates of a folder's files: native code may read them,
+    and no audit event names the files that it opens."""
+    digest = hashlib.sha256()
+    for file in _listed_files(path):
+        status = os.stat(file)
+        digest.update(f"{file} {status.st_size} {status.st_mtime_ns}\n".encode())
+    return digest.hexdigest()
+
+
+def is_off() -> bool:
+    """Return True if PTRAIN_CACHE switches the cache off."""
+    return os.environ.get("PTRAIN_CACHE") == _OFF
 
 
 def folder() -> Path:
@@ -168,7 +210,7 @@ def files() -> list[Path]:
 
 def _path(spec: Spec) -> Path | None:
     """Return the file of a spec's facts; None where none are kept."""
-    if os.environ.get("PTRAIN_CACHE") == _OFF:
+    if is_off():
         return None
     is_theirs = isinstance(spec.model, HuggingFaceModel)
     try:

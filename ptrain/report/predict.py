@@ -275,6 +275,7 @@ def faster_lines(prediction: Prediction) -> list[str]:
     return [
         f"  {variant.command} would be {step.seconds / variant.seconds - 1:.0%} faster and needs "
         f"{size(variant.fit.peak_bytes)} of {size(variant.fit.usable_memory)} per {device}"
+        f"{' (tight)' * variant.fit.is_tight}"
         for variant in prediction.faster
         if step is not None and variant.seconds
     ]

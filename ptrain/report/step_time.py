@@ -7,7 +7,12 @@ from collections.abc import Iterator
 from ptrain.codec import encode
 from ptrain.cost import Collective, Column, Estimate, Phase, Spent, StepTime
 from ptrain.derivation.estimate import Derivation
-from ptrain.derivation.throughput import Throughput, best_published_mfu, throughput
+from ptrain.derivation.throughput import (
+    Throughput,
+    best_collected_mfu,
+    published_steps,
+    throughput,
+)
 from ptrain.report.table import (
     Importance,
     TableColumn,
@@ -53,22 +58,21 @@ def time_lines(derivation: Derivation) -> list[str]:
     return [
         _table(step),
         critical_path(step),
-        *interval_lines(step),
+        *_interval_lines(derivation.spec, step),
         *_mfu_lines(derivation),
         *(f"assumed: {sentence}" for sentence in step.assumed),
         "",
     ]
 
 
-def interval_lines(step: StepTime) -> list[str]:
-    """Return the seconds between which published steps lie, or that there are none."""
-    if step.interval is None:
-        return ["no published steps of this kind to compare with"]
+def _interval_lines(spec: Spec, step: StepTime) -> list[str]:
+    """Return the seconds between which the collected steps lie, or that there are none."""
+    known = published_steps(spec)
+    if step.interval is None or known is None:
+        return ["no published steps of such a model, dtype, mesh and device to compare with"]
     low, high = step.interval
     parts = f"{low / step.seconds:.2f} to {high / step.seconds:.2f} times the predicted time"
-    return [
-        f"published steps of this kind: {format_seconds(low)} to {format_seconds(high)} ({parts})"
-    ]
+    return [f"{known['steps']}: {format_seconds(low)} to {format_seconds(high)} ({parts})"]
 
 
 def untimed(derivation: Derivation) -> str:
@@ -218,9 +222,12 @@ def _mfu_lines(derivation: Derivation) -> list[str]:
     lines = [
         f"MFU {pace.mfu_full:.1%} counts full attention; with a causal mask {pace.mfu_causal:.1%}"
     ]
-    if (best := best_published_mfu(derivation.spec.cluster)) is not None:
-        mfu, source = best
-        lines.append(f"best published MFU of this device: {mfu:.1%} ({source})")
+    if (best := best_collected_mfu(derivation.spec.cluster)) is not None:
+        mfu, device, source = best
+        lines.append(
+            f"best of the collected PyTorch steps on devices with this peak ({device}): "
+            f"MFU {mfu:.1%} ({source})"
+        )
         if pace.mfu_full > mfu:
-            lines.append("warning: the predicted MFU is above the best published one")
+            lines.append("warning: the predicted MFU is above the best of the collected steps")
     return lines

@@ -408,7 +408,8 @@ def _conclude(
     routing: Mapping[str, object] | None,
 ) -> int:
     """Compare, write summary.json, say the last lines; the exit code, equal on all ranks."""
-    measured, seconds = None, journal.step_seconds()
+    # rank 0's median: the verdict, and so the exit code, must be equal on all ranks
+    measured, seconds = None, session.exchange.first(journal.step_seconds())
     if estimate is not None:
         measured = join_estimates(gather_estimates(session.world, estimate))
     checks: tuple[Check, ...] = ()

@@ -162,7 +162,8 @@ class LeafShard(ParameterShard):
     target: NamedTarget
 
 
-_APART = 2.0**40  # more elements than a rank has; of its multiples fp64 has every integer
+_APART = 2.0**40  # more elements than a rank has
+_MOST_RANKS = int(2.0**53 / _APART) - 1  # beyond 2**53 fp64 lacks some integers
 
 
 @torch.no_grad()
@@ -172,6 +173,7 @@ def shards_of(program: Program) -> dict[str, LeafShard]:
     An optimizer steps tensors that no parameter shows (flat units, shards, master copies). So their
     elements are numbered, apart on every rank, and the program itself brings the numbers to the
     places of the elements. All ranks call it."""
+    assert program.world.size <= _MOST_RANKS, "fp64 cannot number the elements of so many ranks"
     first = (program.world.rank + 1) * _APART  # zero is padding
     shards = {}
     for target, leaf in program.update.leaves():

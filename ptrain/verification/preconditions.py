@@ -1,11 +1,12 @@
 """Check the preconditions of Theorem 5, each under a name: the run continues, it is a function of
 its spec (deterministic: the same run twice has the same bits), it starts where one device starts,
-and all ranks count the same steps. Only digests are sent.
+and all ranks count the same steps. Ranks exchange digests alone, except for the chunk below.
 
 State consistency (Theorem 4) is checked while a program runs: replicas must be bitwise equal at the
 start, in each step's gradients, norm and learning rate, and after the update; on request also the
-result of every collective on its group. Replicas that differ are searched by digests of halves, so
-that a few tens of words find the elements, and the bit if only one differs.
+result of every collective on its group. Ranks compare checksums of at most 1024 chunks of the first
+tensor that differs between replicas. If one chunk differs, they gather its elements; if one element
+differs, the root cause names it, and its bit if only one is flipped.
 
 Dropout: copies of an activation need one mask; different samples, token slices and heads need
 different ones. For each module that draws random numbers the ranks compare digests of its input and

@@ -302,6 +302,30 @@ def test_the_trace_of_a_target_is_kept_until_a_file_that_it_read_changes(
         kept_of_target(reader)
 
 
+def test_a_file_of_the_targets_folder_counts_if_native_code_reads_it(
+    home: Path, theirs: Path
+) -> None:
+    rewrite(theirs / "tokenizer.json", "{}")
+    reader = Importing()
+    kept_of_target(reader)
+    kept_of_target(reader)
+    assert reader.calls == 1
+    rewrite(theirs / "tokenizer.json", '{"vocab": 2}')
+    kept_of_target(reader)
+    assert reader.calls == 2
+
+
+def test_files_are_watched_for_the_users_code_alone(
+    home: Path, theirs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched: list[None] = []
+    monkeypatch.setattr(cache, "_watch_opened", lambda: watched.append(None))
+    cache.kept(spec_of(), Reader())
+    assert not watched
+    kept_of_target(Importing())
+    assert watched
+
+
 def test_a_module_that_hides_another_is_another_model(
     home: Path, theirs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -397,6 +421,16 @@ def test_the_command_shows_the_cache_and_clears_it(home: Path, capsys) -> None:
     assert capsys.readouterr().out == f"{home}: 1 trace, {size} B, removed\n"
     assert main(["cache"]) == 0
     assert capsys.readouterr().out == f"{home}: 0 traces, 0 B, kept\n"
+
+
+def test_the_command_states_that_the_cache_is_off(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    monkeypatch.setenv("PTRAIN_CACHE", "off")
+    assert main(["cache"]) == 0
+    assert capsys.readouterr().out == "The cache is off (PTRAIN_CACHE=off).\n"
+    assert main(["cache", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["folder"] is None
 
 
 def test_the_command_leaves_what_is_not_its_own(home: Path, capsys) -> None:

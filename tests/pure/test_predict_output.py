@@ -291,9 +291,16 @@ def test_a_dial_that_makes_a_step_much_faster_is_named_with_the_memory_that_it_n
     peak = format_memory(changed["fit"]["peak_bytes"])
     assert rest.startswith(f"{before / after - 1:.0%} faster and needs {peak} of ")
     assert before / after > 1.05 and changed["fit"]["fits"]
+    assert rest.endswith(" per GPU") and not changed["fit"]["tight"]
     (variant,) = own["faster"]
     assert variant["overrides"] == dials and variant["step_seconds"] == after
     assert not changed["faster"]
+
+
+def test_a_faster_dial_that_leaves_little_memory_is_marked_tight(ptrain):
+    lines = ptrain("predict", *OWN_70B, "cluster.device_memory=49GiB").splitlines()
+    assert lines[1].startswith("Fits: ")
+    assert [line for line in lines if "would be" in line and line.endswith(" per GPU (tight)")]
 
 
 def test_no_faster_dial_is_named_where_none_brings_five_percent_or_nothing_fits(ptrain):

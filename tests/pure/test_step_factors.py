@@ -11,7 +11,7 @@ from ptrain.cost import Collective, Phase, Spent, StepTime, TimeKey, TimeRow
 from ptrain.derivation.clock import Clock, with_stragglers
 from ptrain.derivation.estimate import derive
 from ptrain.derivation.interconnect import Network
-from ptrain.derivation.throughput import best_published_mfu, step_family, with_interval
+from ptrain.derivation.throughput import best_collected_mfu, step_family, with_interval
 from ptrain.rates.pace import UnknownRate
 from ptrain.report.record import time_checks
 from ptrain.report.step_time import time_lines
@@ -129,7 +129,10 @@ def test_the_host_updates_at_half_the_bandwidth_of_its_memory():
         (["8b-zero3", "placement.dp_shard=zero-offload"], ""),
         (["8b-zero3", "activations=O"], ""),
         (["cp-ring", "cluster.preset=h100-8"], ""),
+        (["8b-zero3", "precision.layout=fp32"], ""),
+        (["8b-zero3", "model.experts=8"], ""),
         (["zero3"], "CPU"),
+        (["zero3", "model.experts=8"], ""),
     ],
 )
 def test_steps_are_compared_with_those_of_their_kind(words, family):
@@ -141,25 +144,42 @@ def test_steps_are_compared_with_those_of_their_kind(words, family):
         assert step.interval[0] < step.interval[1]
 
 
+@pytest.mark.parametrize("preset", ["h200-8", "b200-8", "rtx4090-8", "mi250x-8"])
+def test_devices_on_which_no_collected_step_ran_have_no_interval(preset):
+    spec = load("8b-zero3", [f"cluster.preset={preset}"]).spec
+    derivation = derive(spec)
+    assert derivation.exact.step and derivation.exact.step.interval is None
+    assert any(line.startswith("no published steps") for line in time_lines(derivation))
+
+
+def test_the_screen_names_the_collected_steps():
+    line = "published bf16 steps of dense models on A100 and H100: "
+    assert any(line in shown for shown in time_lines(derive(load("8b-zero3", []).spec)))
+
+
 def test_an_mfu_above_the_best_published_one_is_warned_of():
     slow, fast = (
         time_lines(derive(load("8b-zero3", words).spec))
         for words in ([], ["cluster.flops=312e12"])  # the A100's peak with the H100's rates
     )
-    assert any(line.startswith("best published MFU of this device") for line in slow)
+    assert any("devices with this peak (H200): MFU" in line for line in slow)
     assert not any(line.startswith("warning:") for line in slow)
     assert any(line.startswith("warning:") for line in fast)
-    assert best_published_mfu(None) is None
+    assert best_collected_mfu(None) is None
 
 
 def test_the_step_time_is_judged_on_a_calibrated_machine_alone():
     step = StepTime((TWO_SECONDS,), interval=(1.8, 2.4))
     calibrated = spec_of(kind="cpu", rates=Rates(source="ptrain calibrate"))
-    held = [
-        check.holds for taken in (1.7, 1.9, 2.5) for check in time_checks(calibrated, step, taken)
-    ]
-    assert held == [False, True, False]
+    fast, usual, slow = (
+        check for taken in (1.7, 1.9, 2.5) for check in time_checks(calibrated, step, taken)
+    )
+    assert [fast.holds, usual.holds, slow.holds] == [True, True, False], "only slow steps fail"
+    assert fast.why == "measured is below 1.8 to 2.4 s" and not usual.why
+    assert slow.why == "measured is above 1.8 to 2.4 s"
+    measured_on_gpus = spec_of(kind="cuda", rates=Rates(source="ptrain calibrate"))
     for spec, known, taken in (
+        (replace(measured_on_gpus, device="cpu"), step, 2.5),
         (spec_of(rates=Rates(source="a data sheet")), step, 1.9),
         (calibrated, step._replace(interval=None), 1.9),
         (calibrated, None, 1.9),

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import ptrain
+from ptrain.report.finding import Certainty
 from ptrain.verification.jobs.job import Tolerance
 
 ROWS = list(torch.randn(4, 6, 4, generator=torch.Generator().manual_seed(1)))
@@ -45,6 +46,8 @@ def job(way: str = "by hand", decay: float = 0.99, fault: str = "") -> Callable[
                 for name, its in copies[max(number - 1, 0)].items():
                     average[name].mul_(decay).add_(its, alpha=1 - decay)
                 return loss
+            if fault == "twice, and its loss":
+                times[fault], loss = 2, 2 * loss
             for _ in range(times.get(fault, 1)):
                 follow()
             return loss
@@ -135,3 +138,14 @@ def test_a_tolerance_of_nothing_holds_for_the_same_bits() -> None:
     verdict = ptrain.verify(job(), job(), ROWS, terms=terms)
     assert verdict.holds, verdict
     assert not ptrain.verify(job(), job(decay=0.9), ROWS, terms=terms).holds
+
+
+@pytest.mark.parametrize(
+    ("fault", "certainty"),
+    [("twice", Certainty.PROVEN), ("twice, and its loss", Certainty.FITS)],
+)
+def test_an_average_explains_only_what_it_makes_wrong(fault: str, certainty: Certainty) -> None:
+    root_cause = ptrain.verify(job(), job(fault=fault), ROWS).root_cause
+    assert root_cause is not None
+    assert (root_cause.state, root_cause.certainty) == ("moving average", certainty), root_cause
+    assert ("the loss still differs" in root_cause.tried) is (certainty is Certainty.FITS)

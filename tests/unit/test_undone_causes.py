@@ -12,6 +12,9 @@ from torch.utils.checkpoint import checkpoint
 
 import ptrain
 from ptrain.report.finding import Certainty
+from ptrain.verification.jobs.record import shared_buffers
+from ptrain.verification.jobs.shards import ParameterShard
+from ptrain.verification.jobs.trials import put
 
 ROWS = list(torch.randn(3, 6, 4, generator=torch.Generator().manual_seed(1)).double())
 
@@ -41,17 +44,28 @@ def job(
     fault: str = "", model: Callable[[], nn.Module] = Counting, rate: float = 1e-2
 ) -> Callable[[], ptrain.Job]:
     def made() -> ptrain.Job:
-        built = model()
+        built, steps = model(), 0
         optimizer = torch.optim.AdamW(built.parameters(), lr=rate)
 
         def step(rows: Tensor) -> Tensor:
+            nonlocal steps
+            steps += 1
+            if fault == "ends" and steps > 1:
+                raise ValueError("no more batches")
+            if fault == "rounded in use" and steps == 2:
+                for parameter in built.parameters():
+                    parameter.data.copy_(parameter.bfloat16())
             given = rows.clone()
-            loss = built(given).square().mean()
+            loss = built(given).square().mean() * (1.5 if fault == "begins" and steps < 3 else 1)
             if fault == "overwritten":
                 given.data.mul_(2.0)  # as a receive does, which no version counter sees
             loss.backward()
             for parameter in built.parameters() if fault == "scaled" else ():
                 parameter.grad /= 8.0
+            if fault == "ends":
+                built.outer.weight.grad += torch.arange(8.0)
+            if fault == "one scaled":
+                built.outer.weight.grad *= 2.0
             optimizer.step()
             optimizer.zero_grad()
             return loss.detach()
@@ -63,7 +77,11 @@ def job(
 
 @pytest.mark.parametrize(
     ("fault", "factor"),
-    [("overwritten", "overwritten before backward"), ("scaled", "changed after backward, × 0.125")],
+    [
+        ("overwritten", "overwritten before backward"),
+        ("scaled", "changed after backward, × 0.125"),
+        ("one scaled", "changed after backward, × 2"),
+    ],
 )
 def test_a_cause_is_proven_by_a_step_without_it(fault: str, factor: str) -> None:
     root_cause = ptrain.verify(job(), job(fault), ROWS).root_cause
@@ -108,3 +126,76 @@ def test_a_buffer_that_a_recomputation_writes_again_is_proven() -> None:
     assert root_cause.place == "rows"
     assert root_cause.factor == "× 2, written again in backward"
     assert root_cause.certainty is Certainty.PROVEN
+
+
+@pytest.mark.parametrize(("more", "certainty"), [(1.0, Certainty.PROVEN), (2.0, Certainty.FITS)])
+def test_another_start_is_proven_only_if_nothing_else_starts_otherwise(
+    more: float, certainty: Certainty
+) -> None:
+    """`rows` is a buffer, which the named cause, other weights, does not undo."""
+
+    def other() -> nn.Module:
+        model = Counting()
+        with torch.no_grad():
+            model.inner.weight *= 1.5
+            model.rows += more - 1
+        return model
+
+    root_cause = ptrain.verify(job(), job(model=other), ROWS).root_cause
+    assert root_cause is not None
+    assert (root_cause.place, root_cause.certainty) == ("inner.weight", certainty), root_cause
+
+
+def test_a_trial_writes_into_the_buffers_themselves() -> None:
+    """Not into copies on the host, as a meta tensor has none."""
+    sides = [nn.Module(), nn.Module()]
+    for side in sides:
+        side.register_buffer("row", torch.zeros(2, device="meta"))
+    ((_, right, own),) = shared_buffers(*sides)
+    put([(own, right)])
+    assert own.is_meta
+
+
+def test_a_shard_takes_its_own_elements_of_a_whole_tensor() -> None:
+    flat = torch.zeros(6)
+    shard = ParameterShard("w", flat, torch.Size([2, 4]), torch.tensor([5, 2]), slice(1, 3))
+    shard.write(torch.arange(8.0).view(2, 4))
+    assert flat.tolist() == [0, 5, 2, 0, 0, 0]
+
+
+def test_no_change_is_ruled_out_where_the_step_raises_when_it_is_run_again() -> None:
+    verdict = ptrain.verify(job(), job("ends"), ROWS, terms=ptrain.Terms(steps=1))
+    assert verdict.root_cause is not None
+    assert "the step raises when it is run again" in verdict.root_cause.tried
+    assert "backward" not in verdict.root_cause.tried
+    assert "reproducible" not in verdict.root_cause.tried
+
+
+def test_nothing_is_proven_by_a_step_that_has_come_right_by_itself() -> None:
+    """The first two steps that run are wrong: the next one that is tried is right anyway."""
+    root_cause = ptrain.verify(job(), job("begins"), ROWS).root_cause
+    assert root_cause is not None
+    assert root_cause.factor.startswith("× 1.5"), root_cause
+
+
+def test_parameters_that_are_written_before_a_step_are_named_but_not_proven() -> None:
+    root_cause = ptrain.verify(job(), job("rounded in use"), ROWS).root_cause
+    assert root_cause is not None
+    assert (root_cause.factor, root_cause.certainty) == ("rounded to bfloat16", Certainty.FITS)
+
+
+@pytest.mark.parametrize(("rate", "certainty"), [(1e-2, Certainty.PROVEN), (2e-2, Certainty.FITS)])
+def test_a_buffer_that_starts_rounded_is_tried(rate: float, certainty: Certainty) -> None:
+    class Scaled(Counting):
+        def __init__(self, is_rounded: bool) -> None:
+            super().__init__()
+            row = torch.linspace(0.1, 1.3, 8)
+            self.register_buffer("scale", row.bfloat16() if is_rounded else row)
+
+        def hidden(self, x: Tensor) -> Tensor:
+            return super().hidden(x) * self.scale
+
+    loops = (lambda: Scaled(False)), (lambda: Scaled(True))
+    root_cause = ptrain.verify(job(model=loops[0]), job("", loops[1], rate), ROWS).root_cause
+    assert root_cause is not None
+    assert (root_cause.place, root_cause.certainty) == ("scale", certainty), root_cause

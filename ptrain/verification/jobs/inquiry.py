@@ -77,6 +77,7 @@ _MOST_TERMS = 4  # of a loss, of which each is run alone
 _SHARE = 1e-3  # of what differs within a module, that differs outside of it too
 _HALF = 2  # bytes
 _FINE = TOLERANCES[torch.float32]
+_RACES = 3  # runs of a step that waits for too little, one of which is wrong
 _NEAR = 1e-3  # of a gradient, that is a sum of those of its terms
 _LOOSE = 10  # tolerances of a gradient: the same addends in another order
 
@@ -99,6 +100,7 @@ class Inquiry:
         self._loss, self.batch, self.share, self.drawing = loss, batch, share, drawing
         self._ruled_out: list[str] = []
         self._calls: Calls = {}
+        self._raises = False  # where the step runs again
 
     def root_cause(self, first: Sequence[Mismatch], before: Mapping[str, Tensor]) -> RootCause:
         """Explain the first mismatches, at the moment of gradients; `before` are the reference's
@@ -107,8 +109,7 @@ class Inquiry:
         modules, again, differs = self._run_again()
         # a step that is right by itself the second time is put right by no change
         differs = differs or self._is_wrong_again()
-        undone = self._of_candidates(candidates(self, first)) if differs else None
-        if undone is not None:
+        if differs and (undone := self._of_candidates(candidates(self, first))) is not None:
             return undone
         # Generators go on: of draws that no operator is known for, the reference would be given the
         # loop's own numbers, and what they explain would count as proven.
@@ -144,25 +145,26 @@ class Inquiry:
 
     def _is_wrong_again(self) -> bool:
         trial = self.trial()
-        return trial is None or self._is_wrong(trial.gradients)
+        return trial is not None and self._is_wrong(trial.gradients)
 
     def _is_wrong(self, gradients: float) -> bool:
         """Return whether gradients that are so far off are wrong, as they were."""
         return gradients > min(_LOOSE * self.limit.gradients, self._before() / 2)
 
     def _of_candidates(self, candidates: Iterator[PossibleCause]) -> RootCause | None:
-        """Return the one whose trial puts the gradients right; of several none is proven. All ranks
-        call it."""
+        """Return the one whose trial puts the gradients right, if the step is wrong without it ever
+        after; of several none is proven. All ranks call it."""
         fitting: list[tuple[PossibleCause, Trial]] = []
         for candidate in candidates:
             trial = candidate.run()
-            if trial is None or not trial.is_near(self.limit.gradients):
+            if trial is not None and trial.is_near(self.limit.gradients):
+                fitting.append((candidate, trial))
+                if candidate.is_of_time:  # others may help because they are slower
+                    break
+            elif trial is not None:
                 self._ruled_out.append(candidate.words)
-                continue
-            fitting.append((candidate, trial))
-            if candidate.is_of_time:  # others may help because they are slower
-                break
-        if not fitting:
+        # a race may be won by chance; a step that has become right by itself stays so
+        if not fitting or not any(self._is_wrong_again() for _ in range(_RACES)):
             return None
         (first, trial), others = fitting[0], [its.blamed for its, _ in fitting[1:]]
         blamed = first.blamed
@@ -372,7 +374,8 @@ class Inquiry:
         names = [name for name in self.step.expected.gradients if name in self.pair.holds]
         sizes = {name: self.pair.holds[name].value().numel() for name in names}
         rows = (gradients.get(name, torch.zeros(sizes[name])) for name in names)
-        return torch.cat([row.double().flatten().cpu() for row in rows])
+        empty = torch.empty(0, dtype=torch.float64)  # for a rank without parameters
+        return torch.cat([empty, *(row.double().flatten().cpu() for row in rows)])
 
     def with_call(self, root_cause: RootCause) -> RootCause:
         """Add the line that calls the module which the root cause names, the first of several. All
@@ -483,6 +486,7 @@ class Inquiry:
         recorder = ModuleRecorder(model)
         ran = self.stepped(recorder, self.drawing.repeated(model))
         if ran is None:
+            self._raises = True
             return {}, False, False
         self._calls, gradients = recorder.calls, ran[0].gradients
         same = digests(holds, gradients) == digests(holds, self.step.seen.gradients)
@@ -566,12 +570,11 @@ class Inquiry:
         suspect = None if localised is None else localised.first_in_words()
         if suspect is not None:
             place, where = suspect[0] or place, f" {suspect[1]}"
-        if localised is None:
+        if self._raises:
+            out += "; the step raises when it is run again, so no change was tried"
+        elif localised is None:
             out += "; the step is not reproducible to the bit, so no module could be tried"
-        right, own = (number(loss) for loss in self.step.losses)
-        measured = self._loss.of(right, own)
-        is_forward = right is not None and measured is not None
-        is_forward = is_forward and numbers_apart(right or 0.0, measured or 0.0) > self.limit.losses
+        is_forward = max(self._loss_apart(), default=0.0) > self.limit.losses
         return RootCause(
             state=Subject.LOSS if is_forward else first[0].subject,
             axis="",

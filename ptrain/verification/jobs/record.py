@@ -373,7 +373,7 @@ def _scales_of(states: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Magnitud
 
 def shared_buffers(reference: nn.Module, run: nn.Module) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Yield the floating buffers that both sides have, by name, the reference's first; but not the
-    statistics of batches, which each rank has of its own."""
+    statistics of batches, which each rank has of its own. They share the buffers' memory."""
     wrapped = dict(canonical_modules(run))
     for path, module in canonical_modules(reference):
         if isinstance(module, nn.modules.batchnorm._BatchNorm) or path not in wrapped:
@@ -382,7 +382,8 @@ def shared_buffers(reference: nn.Module, run: nn.Module) -> Iterator[tuple[str, 
         for name, buffer in module.named_buffers(recurse=False):
             other = theirs.get(name)
             if other is not None and buffer.is_floating_point() and other.shape == buffer.shape:
-                yield (f"{path}.{name}" if path else name), held(buffer), held(other)
+                both = local(buffer.detach()), local(other.detach())
+                yield (f"{path}.{name}" if path else name), *both
 
 
 def compare_buffers(

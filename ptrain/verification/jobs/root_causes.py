@@ -31,6 +31,7 @@ from ptrain.verification.jobs.record import digest, shared_buffers
 from ptrain.verification.parts import (
     COARSER,
     factor_text,
+    held,
     is_number_of,
     missing_sum,
     multiple,
@@ -124,7 +125,11 @@ def explain_buffers(
         state=Subject.BUFFERS,
     )  # fmt: skip
     right, own = next(
-        ((its, other) for name, its, other in shared_buffers(*models) if name == first.name),
+        (
+            (held(its), held(other))
+            for name, its, other in shared_buffers(*models)
+            if name == first.name
+        ),
         (torch.empty(0), torch.empty(0)),  # of another stage
     )
     coarse = [d for d in COARSER if is_number_of(own, d) and not is_number_of(right, d)]
@@ -143,7 +148,7 @@ def explain_buffers(
             "reference.",
             fix="Keep it in the dtype of the reference when the model is cast.",
         )
-        return said.proven(f"it equals the reference rounded to {dtype}") if is_it else said
+        return said.fits(f"it equals the reference rounded to {dtype}") if is_it else said
     bits = [its for its, *_ in everyones if its != digest(torch.empty(0))]
     if len(set(bits)) == 1:
         times = everyones[first.rank][3]
@@ -173,7 +178,8 @@ def explain_in_use(
     everyones: Sequence[Mapping[str, tuple[str, str]]],
 ) -> RootCause:
     """Parameters were written before the forward pass, and are not what one device has there;
-    `everyones`: by rank and parameter, what it is as a factor and in words, if that is known."""
+    `everyones`: by rank and parameter, what it is as a factor and in words, if that is known. A
+    step that is run again need not write them again, so no trial would prove it."""
     kinds = {everyones[mismatch.rank][mismatch.name] for mismatch in mismatches}
     factor, what = kinds.pop() if len(kinds) == 1 else ("", "")
     blamed = root_cause(
@@ -184,7 +190,7 @@ def explain_in_use(
     )  # fmt: skip
     if not factor:
         return blamed.unexplained("the values of an earlier step, a rounding")
-    return blamed.proven(f"to the bit, each {what}")
+    return blamed.fits(f"to the bit, each {what}")
 
 
 def explain_precision(actual: str, expected: str, step: int, ranks: Ranks) -> RootCause:
@@ -309,7 +315,7 @@ def unclear(
     )
 
 
-_PLAIN = 1e-4  # a factor that is nearer to 1 is printed as 1
+PLAIN = 1e-4  # a factor that is nearer to 1 is printed as 1
 
 
 def shared_factor(ranks: Ranks, everyones: Tensor, tolerance: float) -> tuple[str, str]:
@@ -320,5 +326,5 @@ def shared_factor(ranks: Ranks, everyones: Tensor, tolerance: float) -> tuple[st
         if missing_sum(parts, truths, groups, tolerance) is not None:
             return axis, f"missing all-reduce {over_axis(axis)}"
     fit = multiple(parts, truths)
-    is_multiple = fit.holds(tolerance) and abs(fit.factor - 1) > _PLAIN
+    is_multiple = fit.holds(tolerance) and abs(fit.factor - 1) > PLAIN
     return "", factor_text(fit.factor, ranks.degrees) if is_multiple else ""

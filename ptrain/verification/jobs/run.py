@@ -425,12 +425,16 @@ class Examiner:
                 return self._explain_loss(first, number(step.losses[1]), known)
             case _:
                 others = [its for its in first if its.subject is not Subject.AVERAGE]
+                inquiry = self._inquiry(step)
                 if not others:
-                    return explain_average(first, self.pair.averages, self.ranks)
-                if (said := self._explain_buffers(others)) is not None:
-                    return self._inquiry(step).of_buffers(said)
-                said = explain_update(others, step.case, self.ranks)
-                return self._inquiry(step).checked(said)
+                    said = explain_average(first, self.pair.averages, self.ranks)
+                elif (buffers := self._explain_buffers(others)) is not None:
+                    said = inquiry.of_buffers(buffers)
+                    if len(others) < len(first) and said.certainty is Certainty.PROVEN:
+                        said = said.fits(f"{said.tried}; the moving average differs, too")
+                else:
+                    said = explain_update(others, step.case, self.ranks)
+                return inquiry.checked(said)
 
     def _explain_buffers(self, mismatches: Sequence[Mismatch]) -> RootCause | None:
         """None where something else differs too."""

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from ptrain.errors import PtrainError
 from ptrain.internals.fsdp1 import FLAT_NAME, FlatShard, flat_shard
+from ptrain.models.ledger import local
 from ptrain.verification.parts import canonical_name, held
 
 # Fused projections hold so many matrices on top of each other, each of which is cut (q, k and v).
@@ -53,6 +54,14 @@ class ParameterShard:
         """The same elements of a whole tensor."""
         row = held(whole).flatten()
         return row if self.at is None else row[self.at.to(row.device)]
+
+    @torch.no_grad()
+    def write(self, whole: Tensor) -> None:
+        """Write this rank's elements of a whole tensor into the parameter."""
+        own = local(self.parameter.detach())
+        row = own.flatten()
+        row[slice(None) if self.within is None else self.within] = self.of(whole).to(row)
+        own.copy_(row.view_as(own))
 
     def like(self, state: Tensor) -> Tensor | None:
         """The same elements of what an optimizer keeps beside the parameter, if it is alike."""

@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ptrain.models.ledger import OperatorMode
+from ptrain.models.ledger import OperatorMode, local
 from ptrain.report.finding import Mismatch, RootCause, Subject, Way
 from ptrain.verification.jobs.draws import drawn_again_otherwise
 from ptrain.verification.jobs.job import GlobalLoss, Tolerance, number
 from ptrain.verification.jobs.record import shared_buffers
-from ptrain.verification.jobs.root_causes import blame, families
-from ptrain.verification.parts import held, multiple, numbers_apart
+from ptrain.verification.jobs.root_causes import PLAIN, blame, families, root_cause
+from ptrain.verification.parts import canonical_modules, held, multiple, numbers_apart
 
 if TYPE_CHECKING:
     from ptrain.verification.jobs.inquiry import Inquiry
@@ -66,7 +66,12 @@ class PossibleCause:
 
 class Waited(OperatorMode):
     """While entered, every collective is waited for where it starts; what is sent or received by
-    itself is not, as two ranks that send to each other would wait forever."""
+    itself is not, as two ranks that send to each other would wait forever. `has_seen`: any would
+    not have been waited for (`async_op`)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.has_seen = False
 
     def operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = function(*args, **kwargs)
@@ -74,6 +79,9 @@ class Waited(OperatorMode):
         if name.startswith("c10d::") and not any(word in name for word in ("send", "recv")):
             work = result[-1] if isinstance(result, tuple) else result
             if isinstance(work, torch.ScriptObject):
+                names = [its.name for its in function._schema.arguments]
+                given = dict(zip(names, args, strict=False)) | kwargs
+                self.has_seen |= bool(given.get("async_op", given.get("asyncOp", True)))
                 dist.Work.unbox(work).wait()
         return result
 
@@ -123,16 +131,19 @@ def kept_in_backward(model: nn.Module) -> Context:
 def put(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
     """Write the second of each pair to the first."""
     for tensor, value in pairs:
-        held(tensor).copy_(value)
+        local(tensor.detach()).copy_(value)
 
 
 class AsBackwardLeft:
-    """While entered, optimizers step with the gradients that the last backward pass left. `factor`:
-    of which those that they would have taken are a multiple; None where they are none."""
+    """While entered, optimizers step with the gradients that the last backward pass left.
+    `has_replaced`: the gradients that they would have taken are others; `factor`: a multiple of
+    those that backward left, None where they are none, of the parameters in `fitted`."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, fitted: Iterable[Tensor]) -> None:
         self.factor: float | None = None
+        self.has_replaced = False
         self._parameters = list(model.parameters())
+        self._fitted = {id(its) for its in fitted}
         self._left: dict[int, Tensor] = {}
         self._stack = ExitStack()
 
@@ -154,14 +165,13 @@ class AsBackwardLeft:
             for its in self._parameters
             if id(its) in self._left and its.grad is not None
         ]
-        if pairs:
-            own, left = (
-                torch.cat([held(pair[side]).double().flatten() for pair in pairs])
-                for side in (1, 2)
-            )  # fmt: skip
+        if fitted := [pair[1:] for pair in pairs if id(pair[0]) in self._fitted]:
+            rows = [map(held, side) for side in zip(*fitted, strict=True)]
+            own, left = (torch.cat([its.double().flatten() for its in row]) for row in rows)
             fit = multiple(own, left)
             self.factor = fit.factor if fit.holds(1e-3) else None
-        for parameter, _, left in pairs:
+        for parameter, own, left in pairs:
+            self.has_replaced |= not torch.equal(held(own), held(left))
             parameter.grad = left
 
 
@@ -171,7 +181,9 @@ def candidates(inquiry: Inquiry, first: Sequence[Mismatch]) -> Iterator[Possible
     said = partial(blame, step=step, ranks=range(inquiry.ranks.size))
     names = families([mismatch.name for mismatch in first])
     draws = partial(inquiry.drawing.repeated, loop)
-    if inquiry.ranks.size > 1:
+    waited = Waited()
+    trial = inquiry.trial(draws(), waited) if inquiry.ranks.size > 1 else None
+    if any(inquiry.ranks.gather(waited.has_seen)):
         yield PossibleCause(
             blamed=said(
                 first[0].subject, "collective not waited for", names,
@@ -179,7 +191,7 @@ def candidates(inquiry: Inquiry, first: Sequence[Mismatch]) -> Iterator[Possible
                 "done.", "Wait for it first (`work.wait()`).",
             ),
             words="with every collective waited for where it starts",
-            run=lambda: inquiry.trial(draws(), Waited()), is_of_time=True,
+            run=lambda: trial, is_of_time=True,
         )  # fmt: skip
     if any(inquiry.ranks.gather(any(its.autocast for its in inquiry.step.seen.calls))):
         yield PossibleCause(
@@ -202,22 +214,38 @@ def candidates(inquiry: Inquiry, first: Sequence[Mismatch]) -> Iterator[Possible
         words="with copies of what is saved for backward",
         run=lambda: inquiry.trial(draws(), copied_for_backward()),
     )  # fmt: skip
-    left = AsBackwardLeft(loop)
-    trial = inquiry.trial(draws(), before=[left])
-    factors = inquiry.ranks.gather(left.factor)
-    times = "" if None in factors else f", × {factors[0]:.4g}"
+    yield from _of_changed_gradients(inquiry, first)
+    yield from _of_masks(inquiry, said)
+
+
+def _of_changed_gradients(inquiry: Inquiry, first: Sequence[Mismatch]) -> Iterator[PossibleCause]:
+    """Yield that gradients are changed between backward and the optimizer, if any rank's are."""
+    holds, ranks = inquiry.pair.holds, inquiry.ranks
+    chosen = {its.name for its in first} & holds.keys()
+    left = AsBackwardLeft(inquiry.pair.loop.model, [holds[name].parameter for name in chosen])
+    trial = inquiry.trial(inquiry.drawing.repeated(inquiry.pair.loop.model), before=[left])
+    everyones = ranks.gather((left.has_replaced, left.factor), tuple[bool, float | None])
+    if not any(is_replaced for is_replaced, _ in everyones):
+        return
+    factors = {rank: everyones[rank][1] for rank in sorted({its.rank for its in first})}
+    numbers = {r: f"{its:.4g}" for r, its in factors.items() if its and abs(its - 1) > PLAIN}
+    by, times = "", ""
+    if None not in factors.values() and numbers:
+        many = len(set(numbers.values())) > 1
+        listed = [f"{its}{f' on rank {rank}' * many}" for rank, its in numbers.items()]
+        listed = listed if many else listed[:1]
+        by, times = f" by the factor {', '.join(listed)}", f", × {', × '.join(listed)}"
     yield PossibleCause(
-        blamed=said(
-            Subject.GRADIENTS, f"changed after backward{times}", names,
-            "The gradients that backward leaves are right. Before the optimizer steps they are "
-            f"changed{times.replace(', ×', ' by the factor')}.",
-            "Remove what scales or writes them there (a division, a clip, an unscaling of what "
-            "was not scaled).",
+        blamed=root_cause(
+            first, ranks, state=Subject.GRADIENTS, factor=f"changed after backward{times}",
+            sentence="The gradients that backward leaves are right. Before the optimizer steps "
+            f"they are changed{by}.",
+            fix="Remove what scales or writes them there (a division, a clip, an unscaling of "
+            "what was not scaled).",
         ),
         words="with the gradients that backward leaves",
         run=lambda: trial,
     )  # fmt: skip
-    yield from _of_masks(inquiry, said)
 
 
 def _of_masks(inquiry: Inquiry, said: partial[RootCause]) -> Iterator[PossibleCause]:
@@ -279,25 +307,29 @@ def tried_start(
     said: RootCause, first: Sequence[Mismatch], pair: LoopPair, loss: GlobalLoss,
     step: Callable[[], StepComparison], limit: Tolerance,
 ) -> RootCause:  # fmt: skip
-    """Try why some ranks start otherwise than the reference: give all of them what the others have,
-    and run the first step. All ranks call it."""
-    ranks, odd = loss.ranks, {mismatch.rank for mismatch in first}
-    right = sorted({*range(ranks.size)} - odd)
-    shards = [(shard, pair.wholes[name].parameter) for name, shard in pair.holds.items()]
-    is_copied = all(its.way is Way.VALUE and not its.between for its in first)
-    is_copied = is_copied and all(shard.parameter.shape == its.shape for shard, its in shards)
-    holders = ranks.gather(sorted({its.name for its in first} - pair.holds.keys()))
-    if not all(ranks.gather(is_copied)) or not right or holders[right[0]] != holders[min(odd)]:
+    """Try why ranks start otherwise than the reference: give the parameters, or the buffer that the
+    root cause names, the reference's values, and run the first step. All ranks call it."""
+    ranks = loss.ranks
+    if any(its.way is not Way.VALUE or its.between for its in first):
         return said
-    put((shard.parameter, its) for shard, its in shards)
-    put((own, its) for _, its, own in shared_buffers(pair.reference.model, pair.loop.model))
+    if said.state is Subject.PARAMETERS:
+        for name, shard in pair.holds.items():
+            shard.write(pair.wholes[name].parameter)
+    else:
+        path, _, leaf = said.place.rpartition(".")
+        for name, its, own in list(shared_buffers(pair.reference.model, pair.loop.model)):
+            if name == said.place and own.dtype is its.dtype:
+                put([(own, its)])
+            elif name == said.place:  # in a coarser dtype it would be rounded again
+                module = dict(canonical_modules(pair.loop.model))[path]
+                setattr(module, leaf, its.to(own.device, copy=True))
     seen = step()
     both = [number(its) for its in seen.losses]
     measured = loss.of(*both)
     is_off = measured is not None and numbers_apart(both[0] or 0.0, measured) > limit.losses
-    if any(ranks.gather(bool(seen.differences.mismatches) or is_off)):
-        return said
-    return said.proven(
-        f"with the values of rank {right[0]} on all ranks the first step matches the reference: "
-        "gradients, loss and update"
-    )
+    mine = [its.name.partition(" · ")[0] for its in seen.differences.mismatches]
+    everyones = ranks.gather(mine + ["loss"] * is_off)
+    what = f"with the reference's values of {said.place} on all ranks the first step"
+    if apart := families(name for its in everyones for name in its):
+        return said.fits(f"{what} still differs ({apart})")
+    return said.proven(f"{what} matches the reference: gradients, loss and update")
