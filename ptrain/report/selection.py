@@ -73,8 +73,10 @@ def _heading(selection: PlacementRanking) -> Iterator[str]:
         yield usable_text(cluster.device_memory, reserve)
     if margin := job.margin_bytes:
         yield f"margin: {format_memory(margin)} ({job.margin:.0%}) stay free; change it by --margin"
+    elif selection.best is not None and selection.asked_margin:
+        yield f"margin: none, because no placement leaves {selection.asked_margin:.0%} free"
     elif selection.best is not None and selection.best.memory.is_tight:
-        yield "margin: none, by your constraint or because no placement leaves one"
+        yield "margin: none, as you asked or by your constraint of memory"
     if job.stand_in is not None:
         yield (
             f"scored as blocks of a {job.stand_in.family} with about as many parameters; the "
@@ -189,7 +191,8 @@ def best_of_ideas(selection: PlacementRanking) -> list[Ranked]:
     """Return the best row of each idea, the winner first. Ways to recompute are ideas if the winner
     has the same axes."""
     known = (lost.best for lost in selection.lost)
-    fitting = [row for row in (*selection.front, *known) if row and row.memory.fits]
+    margin = selection.job.margin_bytes
+    fitting = [row for row in (*selection.front, *known) if row and row.memory.leaves(margin)]
     order = partial(order_of, selection.ranked_by)
     winner, *others = selection.ranking
     axes, *_ = idea_of(winner.spec).partition(",")

@@ -122,20 +122,13 @@ def _throughput_reasons(derivation: Derivation) -> Iterator[str]:
             "grows with the ranks; tp and pp reduce this "
             f"number{_waits(derivation, *DATA_AXES)}"
         )
-    if bubble := _bubble(spec):
-        yield f"throughput: {bubble}"
-
-
-def _bubble(spec: Spec) -> str:
-    """Return how long a pipeline waits if stages are equal; empty without one."""
-    if (pipeline := pipeline_of(spec)) is None:
-        return ""
-    simulation = simulate(schedule_of(spec))
-    return (
-        f"{spec.pipeline.schedule} on {pipeline.ranks} ranks has a bubble of "
-        f"{simulation.bubble_fraction:.1%} of the step with {pipeline.microbatches} "
-        "micro-batches, if stages are equal"
-    )
+    if (pipeline := pipeline_of(spec)) is not None:
+        simulation = simulate(schedule_of(spec))
+        yield (
+            f"throughput: {spec.pipeline.schedule} on {pipeline.ranks} ranks has a bubble of "
+            f"{simulation.bubble_fraction:.1%} of the step with {pipeline.microbatches} "
+            "micro-batches, if stages are equal"
+        )
 
 
 def axis_reasons(derivation: Derivation) -> list[str]:
@@ -325,16 +318,18 @@ def select(
     if margin is None:
         margin = 0.0 if any(job.where.bounds("memory")) else TIGHT
 
-    def ranking(margin: float) -> PlacementRanking:
-        of_margin, goal = replace(job, margin=margin), SearchGoal(objective)
-        chooser = Chooser(of_margin, goal, count=count or usual, read=read)
-        chooser.watch = watch or chooser.watch
+    goal, count = SearchGoal(objective), count or usual
+    chooser = Chooser(replace(job, margin=margin), goal, count=count, read=read)
+    chooser.watch = watch or chooser.watch
+    if not margin:
         return answer(chooser, demand)
-
     with suppress(SpecError):
-        if margin and (leaving := ranking(margin)).best is not None:
+        leaving = answer(chooser, demand)
+        if leaving.best is not None or leaving.is_far_from_fitting:
             return leaving
-    return ranking(0.0)
+    # what was derived is not derived again
+    without = replace(chooser, job=job, exceeding={}, is_host_unknown=False, least_on_host=0)
+    return replace(answer(without, demand), asked_margin=margin)
 
 
 def answer(chooser: Chooser, demand: Demand | None) -> PlacementRanking:
@@ -562,7 +557,9 @@ class Chooser(Deriver):
             for scored in row.candidates()
             if not kept or keeping(scored.candidate.kept) == kept
         ]
-        rows = list(self._fitting(sorted(scored, key=self._key), _OF_KIND))
+        most = self.search.task.room * SLACK
+        may_fit = sorted((row for row in scored if row.peak <= most), key=self._key)
+        rows = list(self._fitting(may_fit, _OF_KIND))
         rows += (row for row in ranked if obeys(row.spec))
         if rows:
             near = self._descended(min(rows, key=self._order), _WORK_OF_KIND)
@@ -572,7 +569,10 @@ class Chooser(Deriver):
             return None, "would need another trace; use a larger `--exact`"
         if not scored:
             return None, "none fits by the estimate"
-        return self.exactly(min(scored, key=attrgetter("peak"))), ""
+        least = self.exactly(min(scored, key=attrgetter("peak")))
+        if least is not None and self._obeys(least):  # which may be far from the fastest that fits
+            return None, "the fastest by the estimate do not fit; the one with least memory does"
+        return least, ""
 
     def _key(self, scored: Scored) -> float:
         return scored.peak if self.objective is SearchGoal.MEMORY else scored.seconds

@@ -100,6 +100,9 @@ _RESIDENT = (State.PARAMETERS, State.OPTIMIZER, State.GRADIENTS, State.OTHER)
 _STAGES = Placement(parameters=S, optimizer=S, gradients=S, activations=R)
 _RANKS = 4  # a first, two middle ones with three and with two chunks in flight, and a last one
 _MICRO_BATCHES = 2 * _RANKS
+# Layers of two models: with fewer, the head or the gradient of the embedding sets the peak, which
+# is of the same size for any micro-batch, where blocks that are cut and recomputed keep little.
+_FEW, _MANY = 256, 512
 
 
 def _in_stages(schedule: ScheduleName) -> AxisChoice:
@@ -114,14 +117,14 @@ _STAGED, _ALL_FIRST = _in_stages(ScheduleName.ONE_F_ONE_B), _in_stages(ScheduleN
 
 
 def activity_of(spec: Spec, kept: Kept) -> Activity | None:
-    """Return the bytes that differ between small models, as they are predicted: of one and of two
-    layers, and of four ranks with one each, where peaks of stages are predicted. None where none
-    is predicted at all. `spec` has axes within a block alone."""
-    one, two = (_predicted(spec, kept, None, layers) for layers in (1, 2))
-    if not (one.peak and two.peak):
+    """Return the bytes that differ between models, as they are predicted: of two numbers of layers
+    of which blocks set the peak, and of four ranks with one each, where peaks of stages are
+    predicted. None where none is predicted at all. `spec` has axes within a block alone."""
+    few, many = (_predicted(spec, kept, None, layers) for layers in (_FEW, _MANY))
+    if not (few.peak and many.peak):
         return None
-    block = float(_in_use(two, 0) - _in_use(one, 0))
-    ends = _in_use(one, 0) - block
+    block = (_in_use(many, 0) - _in_use(few, 0)) / (_MANY - _FEW)
+    ends = max(0.0, _in_use(many, 0) - _MANY * block)
     alone = Activity(
         block=block,
         stage=0.0,
@@ -129,7 +132,7 @@ def activity_of(spec: Spec, kept: Kept) -> Activity | None:
         in_block=ends,
         at_last=ends,
         at_ends=ends,
-        moved=_moved(two) - _moved(one),
+        moved=(_moved(many) - _moved(few)) / (_MANY - _FEW),
     )
     staged = _predicted(spec, kept, _STAGED, _RANKS)
     if not staged.peak:

@@ -12,7 +12,7 @@ from ptrain.selection.demand import Demand
 from ptrain.selection.job import SearchedJob
 from ptrain.selection.quantities import QUANTITIES, recompute_of
 from ptrain.selection.space import SEARCHED_AXES, SPACES
-from ptrain.selection.task import Ranked, SearchCount, SearchGoal
+from ptrain.selection.task import SLACK, Ranked, SearchCount, SearchGoal
 from ptrain.spec.pipeline import ScheduleName
 from ptrain.spec.placement import DATA_AXES, EXPERT_AXES, TOKEN_AXES, Axis, Placement, R, Tier
 from ptrain.spec.spec import Spec
@@ -151,6 +151,8 @@ _SPENT = {
     Spent.COPIES: "copies to and from the host",
     Spent.UPDATE: "optimizer update",
     Spent.BUBBLE: "pipeline bubble",
+    Spent.INTERFERENCE: "compute slowed by collectives",
+    Spent.STRAGGLERS: "stragglers and congestion",
 }
 
 
@@ -180,8 +182,8 @@ def _parts(row: Ranked) -> dict[str, float]:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lost:
     """A well-known choice: the best candidate of its kind that fits, else the one that needs least
-    memory, and what their figures say. `best` None: there is none that is legal, or its cut was not
-    traced."""
+    memory, and what their figures say. `best` None: there is none that is legal, its cut was not
+    traced, or only what needs least memory was seen to fit."""
 
     name: str
     best: Ranked | None
@@ -203,7 +205,8 @@ class PlacementRanking(Worded):
     order is then that of nominal seconds. Where nothing fits, `least` needs least memory of all and
     `remedies` are what would. `reasons`: why the best one is as it is. `objective` is what was
     asked for; where that is a number of devices, `by_number` has the best on each that was tried,
-    and `demand` is what a training may take."""
+    and `demand` is what a training may take. `asked_margin`: the margin that was asked for where
+    nothing leaves it."""
 
     job: SearchedJob
     objective: SearchGoal
@@ -218,6 +221,7 @@ class PlacementRanking(Worded):
     reasons: tuple[str, ...] = ()
     by_number: tuple[tuple[int, Ranked], ...] = ()
     demand: Demand | None = None
+    asked_margin: float = 0.0
 
     @property
     def ranked_by(self) -> SearchGoal:
@@ -228,6 +232,15 @@ class PlacementRanking(Worded):
     def best(self) -> Ranked | None:
         """Return the winner, None where nothing fits."""
         return self.ranking[0] if self.ranking else None
+
+    @property
+    def is_far_from_fitting(self) -> bool:
+        """Return True if what needs least memory does not fit without a margin either, and its
+        estimate is further above the limit than it may be away."""
+        least, cluster = self.least, self.job.base.cluster
+        if least is None or cluster is None:
+            return False
+        return least.memory.short_bytes > 0 and least.closed.peak > cluster.usable_memory * SLACK
 
     @property
     def spec(self) -> Spec:

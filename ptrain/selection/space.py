@@ -147,10 +147,11 @@ class Legality:
 
     def pipeline(self, choice: AxisChoice, micro_batches: int) -> bool:
         """Of a schedule with so many micro-batches, of whole layers and no copies."""
-        batch = _batch(self.base, micro_batches, 1)
+        base = replace(self.base, routing=None)  # which is refused without the axes of experts
+        batch = _batch(base, micro_batches, 1)
         kind = ("pipeline", choice.factors, choice.changes)
         if (opened := self.open_specs.get(kind)) is None:
-            opened = OpenSpec.of(chosen(self.base, (choice,), batch), _NUMBERS)
+            opened = OpenSpec.of(chosen(base, (choice,), batch), _NUMBERS)
             self.open_specs[kind] = opened
         return opened.is_sound(batch=batch)
 

@@ -411,8 +411,10 @@ def test_a_margin_of_memory_stays_free_unless_nothing_leaves_one(best_of_eight):
     arguments = {"cluster": "laptop", "devices": 2, "where": ["mesh.dp_shard=2"], "count": 1}
     wide = select("llama-tiny", words, margin=0.05, **arguments)
     assert wide.job.margin == 0.05
-    most = select("llama-tiny", words, margin=0.49999, **arguments)
-    assert most.best is not None
+    assert wide.asked_margin == 0.0 and "stay free" in selection_text(wide)
+    none = select("llama-tiny", words, margin=0.9999, **arguments)
+    assert none.best is not None and (none.job.margin, none.asked_margin) == (0.0, 0.9999)
+    assert "margin: none, because no placement leaves 100% free" in selection_text(none)
 
 
 def test_a_reason_names_what_costs_more_and_how_much_larger_a_row_is():

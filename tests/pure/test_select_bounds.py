@@ -7,8 +7,11 @@ from dataclasses import replace
 import pytest
 
 from ptrain.derivation.estimate import derive
+from ptrain.selection.choose import Chooser
 from ptrain.selection.deriver import played_as
+from ptrain.selection.job import searched_job
 from ptrain.selection.search import may_hold
+from ptrain.selection.task import SLACK
 from ptrain.selection.where import parse
 from tests.pure.searches import chooser, without_known
 
@@ -23,6 +26,20 @@ def test_a_bound_of_memory_is_kept_by_what_is_exact_and_not_by_the_estimate():
     assert at_it.ranking[0].figures == best.figures
     assert below.ranking
     assert all(row.peak_bytes < best.peak_bytes for row in below.ranking)
+
+
+@pytest.mark.parametrize("kept", ["none", "selective", "full"])
+def test_blocks_that_are_cut_over_a_node_are_estimated_though_a_head_is_larger_than_a_few(kept):
+    """With tp=8 the head of one or two layers sets the peak, and blocks that of the 80 layers."""
+    where = [f"recompute=={kept}", "tp==8", "pp==1", "micro==2", "dp_shard==8"]
+    job = searched_job("llama3-70b", [], cluster="h100-64", where=where)
+    search = Chooser(job).search
+    scored = [row for of_one in search.run(job.where).placements for row in of_one.candidates()]
+    assert scored
+    for row in scored[::40]:
+        exact = derive(row.candidate.spec(job.base)).exact
+        most = max(entry.device_bytes for entry in exact.peak)
+        assert most / SLACK <= row.peak <= most * SLACK
 
 
 def test_what_the_estimates_may_be_away_is_left_to_what_is_exact():

@@ -14,7 +14,7 @@ from ptrain.selection.choose import Chooser
 from ptrain.selection.job import block_size, dense, searched_job, stand_in
 from ptrain.selection.profile import exchange_seconds
 from ptrain.selection.search import Search
-from ptrain.selection.space import inner_products
+from ptrain.selection.space import Legality, inner_products, pipelines
 from ptrain.spec.activations import FULL, PLAIN, Kept
 from ptrain.spec.load import load
 from ptrain.spec.model import ModelShape
@@ -46,6 +46,14 @@ def test_degrees_are_tried_that_divide_experts_and_ranks():
 def test_no_degree_is_tried_where_a_router_decides_what_fits():
     assert degrees("mixtral-8x7b", 16) == {1}
     assert degrees("mixtral-8x7b", 16, "routing=worst") == {1, 2, 4, 8}
+
+
+def test_a_pipeline_is_legal_beside_a_routing_that_needs_axes_of_experts():
+    """The axes within a block have ep; the pipeline is looked at without them."""
+    base = searched_job("mixtral-8x7b", ["routing=best"], cluster="h100-64").base
+    legal = Legality(base)
+    staged = [choice for size, of in pipelines(base, 64) for choice in of if size == 32]
+    assert staged and any(legal.pipeline(choice, 4) for choice in staged)
 
 
 @pytest.fixture(scope="module")
