@@ -27,7 +27,7 @@ from ptrain.derivation.throughput import step_tokens, token_operations
 from ptrain.errors import PtrainError, VerdictFailed, refused
 from ptrain.installed import require_torch, versions
 from ptrain.plan.lower import own_facts
-from ptrain.processor import cores, gpus
+from ptrain.processor import cores, gpus, shares_gpus
 from ptrain.report.screen import next_line, show
 from ptrain.report.table import Importance, TableColumn, name_column, render
 from ptrain.spec.load import load
@@ -99,12 +99,13 @@ def run(args: Namespace) -> int:
     require_torch()
     ranks = args.ranks or gpus() or 2
     device = "cuda" if args.device == "auto" and gpus() else args.device.replace("auto", "cpu")
-    if device == "cuda" and ranks > gpus():
+    if device == "cuda" and ranks > gpus() and not shares_gpus():
         raise refused("--ranks", f"{ranks} ranks, and {gpus()} GPUs", f"Use `--ranks {gpus()}`.")
+    is_timed = device == "cuda" and not shares_gpus()
     specs, left_out = _cases(ranks, device, names().kinds if args.brief else listing(*_FOLDERS))
     with tempfile.TemporaryDirectory(prefix="ptrain-selftest-") as folder:
         results = list(_results(specs, Path(folder)))
-        rates, sizes = ("", []) if device == "cpu" else _on_gpus(ranks, Path(folder))
+        rates, sizes = _on_gpus(ranks, Path(folder)) if is_timed else ("", [])
     page = _page(ranks, device, results, left_out, rates, sizes)
     out = args.out or Path(f"selftest_{datetime.now(UTC):%Y-%m-%d_%H%M}.md")
     write_text(out, page)
@@ -260,8 +261,9 @@ def _page(
         lines += ["", "## Model sizes, FSDP2 in bf16, eager", "", *_table(heads, sizes)]
     if rates:
         lines += ["", "## Calibration", "", "```", rates, "```"]
-    if device == "cpu":
-        lines += ["", "Not measured on CPUs: rates and the MFU (`ptrain calibrate`)."]
+    else:
+        why = "GPUs that ranks share" if device == "cuda" else "CPUs"
+        lines += ["", f"Not measured on {why}: rates and the MFU (`ptrain calibrate`)."]
     return "\n".join([*lines, ""])
 
 

@@ -64,3 +64,14 @@ def test_more_ranks_than_gpus_are_rejected(monkeypatch, capsys):
     monkeypatch.setattr(selftest, "gpus", lambda: 2)
     assert main(["selftest", "--ranks", "4", "--device", "cuda"]) == 2
     assert "4 ranks, and 2 GPUs" in capsys.readouterr().err
+
+
+def test_ranks_may_share_gpus_and_then_nothing_is_timed(tmp_path, monkeypatch):
+    monkeypatch.setenv("PTRAIN_SHARE_GPUS", "1")
+    monkeypatch.setattr(selftest, "gpus", lambda: 1)
+    monkeypatch.setattr(selftest, "_result", lambda spec, *_: replace(RESULT, name=spec.name))
+    _choose(monkeypatch, "ddp")
+    page = tmp_path / "page.md"
+    words = ["--ranks", "2", "--device", "cuda", "--brief", "--out", str(page)]
+    assert main(["selftest", *words]) == 0
+    assert "Not measured on GPUs that ranks share" in page.read_text()
