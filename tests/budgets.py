@@ -24,7 +24,7 @@ SMALL = 80  # lines
 
 # begin
 BUDGETS: dict[str, int] = {
-    "ptrain": 52460,
+    "ptrain": 52450,
     "ptrain/activations": 340,
     "ptrain/algebra": 240,
     "ptrain/axes": 160,
@@ -38,7 +38,7 @@ BUDGETS: dict[str, int] = {
     "ptrain/cli": 1750,
     "ptrain/convert": 420,
     "ptrain/data": 1060,
-    "ptrain/derivation": 5020,
+    "ptrain/derivation": 5000,
     "ptrain/facts": 790,
     "ptrain/internals": 350,
     "ptrain/interpreter": 1060,
@@ -47,7 +47,7 @@ BUDGETS: dict[str, int] = {
     "ptrain/optimizers": 500,
     "ptrain/plan": 470,
     "ptrain/rates": 360,
-    "ptrain/report": 2240,
+    "ptrain/report": 2250,
     "ptrain/rooms": 980,
     "ptrain/selection": 3250,
     "ptrain/simulation": 1040,
