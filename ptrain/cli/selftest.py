@@ -2,21 +2,22 @@
 
 Each spec trains four steps in processes of its own: memory and traffic are compared with the
 prediction, and the losses with those of one device. A spec that hangs ends by its own timeouts, and
-the next one runs. On GPUs, rates and the MFU of three model sizes follow.
+the next one runs. On GPUs, a calibration and the MFU of three model sizes follow. The page is
+written after every spec, so that an interrupted test leaves what it has.
 """
 
 from __future__ import annotations
 
 import json
-import shutil
+import math
 import subprocess
 import sys
 import tempfile
 import time
 from argparse import Namespace
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
@@ -27,7 +28,7 @@ from ptrain.derivation.throughput import step_tokens, token_operations
 from ptrain.errors import PtrainError, VerdictFailed, refused
 from ptrain.installed import require_torch, versions
 from ptrain.plan.lower import own_facts
-from ptrain.processor import cores, gpus, shares_gpus
+from ptrain.processor import cores, shares_gpus
 from ptrain.report.screen import next_line, show
 from ptrain.report.table import Importance, TableColumn, name_column, render
 from ptrain.spec.load import load
@@ -35,8 +36,9 @@ from ptrain.spec.model import ModelShape
 from ptrain.spec.names import listing, names
 from ptrain.spec.spec import Spec
 from ptrain.train import environment
-from ptrain.train.folder import write_text
+from ptrain.train.notebook import Run, load_trainable
 from ptrain.train.notebook import run as train
+from ptrain.units import counted
 
 _FOLDERS = ("strategies", "experts")
 _STEPS = 4  # two settle (buckets, optimizer state), the third is measured
@@ -46,7 +48,7 @@ _BRIEFLY = (
     "checkpoint.at_end=false",
     "checkpoint.every=0",
     "cluster=null",  # that of a built-in spec is a laptop
-    "timeout.init=120",
+    "timeout.init=60",
     "timeout.step=60",
 )
 # What decides the losses; where the states are does not.
@@ -91,47 +93,145 @@ class Result:
         return verdict, self.name, str(self.ranks), measured, apart, f"{self.seconds:.0f} s"
 
 
-_HEADS = ("", "spec", "ranks", "memory and traffic", "losses from one device's", "time")
+_HEADS = ("", "spec", "ranks", "memory and traffic", "largest loss difference", "time")
+
+
+@dataclass(slots=True, kw_only=True)
+class Page:
+    """The page, as far as the test is. `left_out`: specs that need more ranks, with the number.
+    `sizes`: a row per model size; `rates`: what the calibration printed."""
+
+    path: Path
+    ranks: int
+    device: str
+    planned: int
+    left_out: Mapping[str, int]
+    results: list[Result] = field(default_factory=list)
+    rates: str = ""
+    sizes: list[tuple[str, ...]] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+
+    def write(self) -> None:
+        """Write the file. Raises SpecError if that is impossible."""
+        try:
+            self.path.write_text(self.text, encoding="utf-8")
+        except OSError as error:
+            finding = f"cannot write {self.path}: {error.strerror}"
+            raise refused(
+                "--out", finding, "Use `--out FILE` with a file that can be written."
+            ) from None
+
+    @property
+    def passed(self) -> str:
+        """How many specs passed, and how many did not run."""
+        number = sum(result.passes for result in self.results)
+        waiting = self.planned - len(self.results)
+        more = f"; interrupted before {waiting} more" * bool(waiting)
+        return f"{number} of {len(self.results)} specs pass{more}"
+
+    @property
+    def text(self) -> str:
+        """The page as Markdown."""
+        about = {
+            "date": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
+            "ranks": f"{self.ranks} on {self.device}, {cores()} cores",
+            "versions": ", ".join(f"{name} {version}" for name, version in versions().items()),
+            "result": self.passed,
+        }
+        rows = (result.cells for result in self.results)
+        lines = ["# ptrain selftest", "", *_table(("", ""), about.items())]
+        lines += ["", "## Built-in specs", "", *_table(_HEADS, rows), "", _LOSSES]
+        if self.ranks == 1:
+            lines += ["", _ONE_RANK]
+        if self.left_out:
+            listed = ", ".join(f"{name} ({number})" for name, number in self.left_out.items())
+            lines += ["", f"Not run, because they need more ranks: {listed}."]
+        if self.sizes:
+            heads = ("model", "step", "tokens/s/GPU", "MFU")
+            lines += ["", "## Model sizes, FSDP2 in bf16, eager", "", *_table(heads, self.sizes)]
+        if self.rates:
+            lines += ["", "## Calibration", "", "```", self.rates, "```"]
+        lines += [f"\nFailed: {error}" for error in self.errors]
+        return "\n".join([*lines, ""])
+
+
+_LOSSES = (
+    "The last figure compares the losses of all steps with those of the same training on one "
+    "device, relative."
+)
+_ONE_RANK = (
+    "With one rank nothing was communicated. `PTRAIN_SHARE_GPUS=1 ptrain selftest --ranks 2` runs "
+    "two ranks on one GPU."
+)
 
 
 def run(args: Namespace) -> int:
     """Run the self-test and return 0 if every spec passes, else 1."""
     require_torch()
-    ranks = args.ranks or gpus() or 2
-    device = "cuda" if args.device == "auto" and gpus() else args.device.replace("auto", "cpu")
-    if device == "cuda" and ranks > gpus() and not shares_gpus():
-        raise refused("--ranks", f"{ranks} ranks, and {gpus()} GPUs", f"Use `--ranks {gpus()}`.")
-    is_timed = device == "cuda" and not shares_gpus()
+    available = 0 if args.device == "cpu" else _usable_gpus()
+    if args.device == "cuda" and not available:
+        raise refused("--device", "torch finds no GPU", "Use `--device cpu`.")
+    ranks = args.ranks or available or 2
+    device = "cuda" if available else "cpu"
+    if available and ranks > available and not shares_gpus():
+        raise refused(
+            "--ranks",
+            f"{ranks} ranks, and torch finds {counted(available, 'GPU')}",
+            f"Use `--ranks {available}`, or set PTRAIN_SHARE_GPUS=1 to let ranks share a GPU.",
+        )
     specs, left_out = _cases(ranks, device, names().kinds if args.brief else listing(*_FOLDERS))
-    with tempfile.TemporaryDirectory(prefix="ptrain-selftest-") as folder:
-        results = list(_results(specs, Path(folder)))
-        rates, sizes = _on_gpus(ranks, Path(folder)) if is_timed else ("", [])
-    page = _page(ranks, device, results, left_out, rates, sizes)
-    out = args.out or Path(f"selftest_{datetime.now(UTC):%Y-%m-%d_%H%M}.md")
-    write_text(out, page)
-    failed = [result for result in results if not result.passes]
-    show(
-        _screen(failed or results), "", f"{len(results) - len(failed)} of {len(results)} specs pass"
+    page = Page(
+        path=args.out or Path(f"selftest_{datetime.now(UTC):%Y-%m-%d_%H%M}.md"),
+        ranks=ranks,
+        device=device,
+        planned=len(specs),
+        left_out=left_out,
     )
-    show(
-        f"page: {out}",
-        "",
-        next_line(f"ptrain verify {failed[0].name}" if failed else "ptrain train"),
-    )
-    return VerdictFailed.exit_code if failed else 0
+    page.write()  # a path that cannot be written is reported before anything runs
+    try:
+        with tempfile.TemporaryDirectory(prefix="ptrain-selftest-") as folder:
+            _run_specs(specs, page, Path(folder))
+            if device == "cuda" and not shares_gpus():
+                _measure_speed(page, Path(folder))
+    finally:
+        page.write()
+        _print(page)
+    fails = page.errors or not all(result.passes for result in page.results)
+    return VerdictFailed.exit_code if fails else 0
+
+
+def _print(page: Page) -> None:
+    failed = [result for result in page.results if not result.passes]
+    following = f"ptrain verify {failed[0].name}" if failed else "ptrain train"
+    table = [_screen(failed or page.results), ""] if page.results else []
+    failures = [f"failed: {error}" for error in page.errors]
+    show(*table, page.passed, *failures, f"page: {page.path}", "", next_line(following))
+
+
+def _usable_gpus() -> int:
+    """Return how many GPUs torch can use, which CUDA_VISIBLE_DEVICES may limit. Another process
+    asks: here torch stays unloaded."""
+    command = [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"]
+    asked = subprocess.run(command, capture_output=True, text=True, check=False)
+    return int(asked.stdout) if asked.stdout.strip().isdecimal() else 0
 
 
 def _cases(ranks: int, device: str, chosen: Iterable[str]) -> tuple[list[Spec], dict[str, int]]:
     """Return the specs for so many ranks, and the names of those that need more, with the number.
-    A mesh of one axis spans all ranks if it can; any other mesh stays as it is written."""
+    A mesh of one axis spans as many ranks as it can; any other mesh stays as it is written."""
     specs, left_out = [], {}
     for name in chosen:
         words = [*_BRIEFLY, f"device={device}"]
         spec = load(name, words).spec
         axes = [factor.axis for factor in spec.factors]
-        if len(axes) == 1:
-            with suppress(PtrainError):  # heads, layers or samples may not be multiples of it
-                spec = load(name, [*words, f"mesh.{axes[0]}={ranks}"]).spec
+        for degree in range(ranks, spec.world_size, -1) if len(axes) == 1 else ():
+            samples = math.lcm(spec.batch.global_samples, spec.batch.micro * degree)
+            more = [f"mesh.{axes[0]}={degree}", f"batch.global={samples}"]
+            with suppress(PtrainError):  # heads, layers or experts may not be multiples of it
+                spec = load_trainable(name, [*words, *more])
+                break
+        if ranks == 1 and len(axes) == 1:
+            spec = load(name, [*words, f"mesh.{axes[0]}=1"]).spec
         if spec.world_size <= ranks:
             specs.append(spec)
         else:
@@ -139,14 +239,14 @@ def _cases(ranks: int, device: str, chosen: Iterable[str]) -> tuple[list[Spec], 
     return specs, left_out
 
 
-def _results(specs: Sequence[Spec], folder: Path) -> Iterator[Result]:
-    """Yield the result of each spec. One device's losses are computed once for all specs that have
-    the same."""
+def _run_specs(specs: Sequence[Spec], page: Page, folder: Path) -> None:
+    """Run each spec. One device's losses are computed once for all specs that have the same."""
     alone: dict[str, list[float]] = {}
     with progress("running the built-in specs") as step:
         for index, spec in enumerate(specs):
             step(index, len(specs), f"running {spec.name}")
-            yield _result(spec, folder, alone)
+            page.results.append(_result(spec, folder, alone))
+            page.write()
 
 
 def _result(spec: Spec, folder: Path, alone: dict[str, list[float]]) -> Result:
@@ -159,7 +259,7 @@ def _result(spec: Spec, folder: Path, alone: dict[str, list[float]]) -> Result:
             one = {**reference, "name": "one-device", "mesh": {}, "placement": {}}
             alone[key] = _losses(one, folder)[1]
         holds, losses = _losses(spec.resolved, folder)
-        apart = max(abs(a - b) / abs(b) for a, b in zip(losses, alone[key], strict=True))
+        apart = largest_difference(losses, alone[key])
     except PtrainError as failure:
         error = str(failure).strip().splitlines()[0]
     return Result(
@@ -173,20 +273,31 @@ def _result(spec: Spec, folder: Path, alone: dict[str, list[float]]) -> Result:
     )
 
 
+def largest_difference(losses: Sequence[float], others: Sequence[float]) -> float:
+    """Return the largest relative difference; infinite if a loss is missing or not finite."""
+    if len(losses) != len(others) or not all(map(math.isfinite, (*losses, *others))):
+        return math.inf
+    pairs = zip(losses, others, strict=True)
+    return max(abs(one - other) / max(abs(other), 1e-12) for one, other in pairs)
+
+
 def _losses(written: Mapping[str, Any], folder: Path) -> tuple[bool, list[float]]:
     """Train a spec; return its verdict and the loss of every step."""
-    ran = train(dict(written), run_dir=folder / "run")
-    losses = [line["loss"] for line in ran.metrics]
-    shutil.rmtree(ran.folder)
-    return ran.holds, losses
+    ran = _trained(dict(written), folder)
+    return ran.holds, [line["loss"] for line in ran.metrics]
 
 
-def _on_gpus(ranks: int, folder: Path) -> tuple[str, list[tuple[str, ...]]]:
-    """Return the table that a calibration prints, and a row per model size: milliseconds of a step,
-    tokens per second and GPU, and the share of the measured speed of products (MFU)."""
+def _trained(spec: Any, folder: Path) -> Run:
+    """Train in a folder of its own: a training that failed leaves one that is not empty."""
+    return train(spec, run_dir=Path(tempfile.mkdtemp(dir=folder), "run"))
+
+
+def _measure_speed(page: Page, folder: Path) -> None:
+    """Calibrate this machine, and measure by model size the seconds of a step, tokens per second
+    and GPU, and the share of the calibrated speed of matrix products (MFU)."""
     cluster = folder / "cluster.yaml"
-    command = [sys.executable, "-P", "-m", "ptrain", "calibrate", "--ranks", str(ranks), "--force"]
-    command += ["--seconds", str(_CALIBRATION_SECONDS), "--out", str(cluster)]
+    command = [sys.executable, "-P", "-m", "ptrain", "calibrate", "--ranks", str(page.ranks)]
+    command += ["--seconds", str(_CALIBRATION_SECONDS), "--out", str(cluster), "--force"]
     ended = subprocess.run(
         command,
         env=environment.of_ptrain(),
@@ -196,32 +307,40 @@ def _on_gpus(ranks: int, folder: Path) -> tuple[str, list[tuple[str, ...]]]:
         check=False,
     )
     if ended.returncode:
-        return ended.stderr.strip(), []
-    return ended.stdout.strip(), [_size_row(size, ranks, cluster, folder) for size in _SIZES]
+        page.errors.append(f"calibration: {ended.stderr.strip()}")
+        return
+    page.rates = ended.stdout.strip()
+    for size in _SIZES:
+        try:
+            page.sizes.append(_size_row(size, page.ranks, cluster, folder))
+        except PtrainError as failure:
+            page.errors.append(f"{size[0]}: {str(failure).strip().splitlines()[0]}")
+        page.write()
+
+
+def size_spec(size: Sequence[str], ranks: int, cluster: Path | str) -> Spec:
+    """Return the training of one model size."""
+    model, micro, sequence = size
+    samples = int(micro.partition("=")[2]) * ranks
+    words = (
+        *_BRIEFLY, f"train.steps={_SIZE_STEPS}", f"model.preset={model}", micro, sequence,
+        f"batch.global={samples}", f"mesh.dp_shard={ranks}", "precision.layout=fsdp-mixed",
+        f"cluster={{preset: {cluster}}}", "device=cuda",
+    )  # fmt: skip
+    return load(names().default, words).spec
 
 
 def _size_row(size: Sequence[str], ranks: int, cluster: Path, folder: Path) -> tuple[str, ...]:
-    model, micro, sequence = size
-    number = int(micro.partition("=")[2]) * ranks
-    words = (
-        *_BRIEFLY, f"train.steps={_SIZE_STEPS}", f"model.preset={model}", micro, sequence,
-        f"batch.global={number}", f"mesh.dp_shard={ranks}", "precision.layout=fsdp-mixed",
-        f"cluster.preset={cluster}", "device=cuda",
-    )  # fmt: skip
-    try:
-        spec = load(names().default, words).spec
-        ran = train(spec, run_dir=folder / "run")
-    except PtrainError as failure:
-        return model, str(failure).strip().splitlines()[0], "", ""
+    spec = size_spec(size, ranks, cluster)
+    ran = _trained(spec, folder)
     seconds = median(line["seconds"] for line in ran.metrics[_SETTLED:])
-    shutil.rmtree(ran.folder)
     facts, shape = own_facts(spec), spec.model
     assert isinstance(shape, ModelShape), "presets are built-in models"
     tokens = (step_tokens(spec, facts) or 0) / seconds / ranks
     operations = token_operations(shape, facts, spec.batch.sequence, is_causal=False)
     flops = spec.cluster.flops if spec.cluster else None
     mfu = f"{tokens * operations / flops:.1%}" if flops else "unknown: the peak of the GPU"
-    return model, f"{seconds * 1e3:.1f} ms", f"{tokens:,.0f}", mfu
+    return size[0], f"{seconds * 1e3:.1f} ms", f"{tokens:,.0f}", mfu
 
 
 def _screen(results: Sequence[Result]) -> str:
@@ -233,38 +352,6 @@ def _screen(results: Sequence[Result]) -> str:
         for head, column in zip(_HEADS[2:], others, strict=True)
     ]
     return render(columns)
-
-
-def _page(
-    ranks: int,
-    device: str,
-    results: Sequence[Result],
-    left_out: Mapping[str, int],
-    rates: str,
-    sizes: Sequence[tuple[str, ...]],
-) -> str:
-    """Return the page as Markdown."""
-    passed = sum(result.passes for result in results)
-    about = {
-        "date": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
-        "device": f"{ranks} ranks on {device}, {gpus()} GPUs, {cores()} cores",
-        "versions": ", ".join(f"{name} {version}" for name, version in versions().items()),
-        "specs": f"{passed} of {len(results)} pass",
-    }
-    lines = ["# ptrain selftest", "", *_table(("", ""), about.items())]
-    lines += ["", "## Built-in specs", "", *_table(_HEADS, (result.cells for result in results))]
-    if left_out:
-        listed = ", ".join(f"{name} ({number} ranks)" for name, number in left_out.items())
-        lines += ["", f"Not run, because they need more ranks: {listed}."]
-    if sizes:
-        heads = ("model", "step", "tokens/s/GPU", "MFU")
-        lines += ["", "## Model sizes, FSDP2 in bf16, eager", "", *_table(heads, sizes)]
-    if rates:
-        lines += ["", "## Calibration", "", "```", rates, "```"]
-    else:
-        why = "GPUs that ranks share" if device == "cuda" else "CPUs"
-        lines += ["", f"Not measured on {why}: rates and the MFU (`ptrain calibrate`)."]
-    return "\n".join([*lines, ""])
 
 
 def _table(heads: Sequence[str], rows: Any) -> list[str]:

@@ -9,12 +9,14 @@ import pytest
 
 from ptrain.cli import selftest
 from ptrain.cli.main import main
+from ptrain.derivation.estimate import derive
+from ptrain.errors import RankFailed
 from ptrain.spec.names import names
-from ptrain.train.notebook import Run
+from ptrain.train.notebook import Run, load_trainable
 
 
-def _choose(monkeypatch, name):
-    monkeypatch.setattr(selftest, "names", lambda: names()._replace(kinds=[name]))
+def _choose(monkeypatch, *kinds):
+    monkeypatch.setattr(selftest, "names", lambda: names()._replace(kinds=[*kinds]))
 
 
 def test_a_machine_without_gpus_runs_two_ranks_and_writes_the_page(tmp_path, monkeypatch, capsys):
@@ -26,52 +28,117 @@ def test_a_machine_without_gpus_runs_two_ranks_and_writes_the_page(tmp_path, mon
     assert "1 of 1 specs pass" in capsys.readouterr().out
 
 
-def test_losses_of_another_training_fail(tmp_path, monkeypatch):
-    def train(written, *, run_dir):  # what one device gets differs in the last step
+def _trainings(monkeypatch, *losses, fails=()):
+    """Trainings that only write these losses; those of `fails`, by number, raise."""
+    written_losses, number = iter(losses), iter(range(len(losses)))
+
+    def train(written, *, run_dir):
         run_dir.mkdir()
-        last = 2.0 if written["mesh"] else 2.1
-        lines = [json.dumps({"loss": loss}) for loss in (3.0, last)]
+        lines = [json.dumps({"loss": loss}) for loss in next(written_losses)]
         (run_dir / "metrics.jsonl").write_text("\n".join(lines))
+        if next(number) in fails:
+            raise RankFailed("rank 1 hung\nmore")
         return Run(run_dir, {"verdict": "holds"})
 
     monkeypatch.setattr(selftest, "train", train)
-    _choose(monkeypatch, "ddp")
+
+
+def _page_of(tmp_path, *words):
     page = tmp_path / "page.md"
-    assert main(["selftest", "--brief", "--device", "cpu", "--out", str(page)]) == 1
-    assert "| FAIL | ddp | 2 | as predicted | 4.8e-02 (limit 1e-04) |" in page.read_text()
+    code = main(["selftest", "--brief", "--device", "cpu", "--out", str(page), *words])
+    return code, page.read_text()
+
+
+@pytest.mark.parametrize("last", [2.1, float("nan")])
+def test_losses_of_another_training_fail(tmp_path, monkeypatch, last):
+    _trainings(monkeypatch, (3.0, 2.0), (3.0, last))
+    _choose(monkeypatch, "ddp")
+    code, page = _page_of(tmp_path)
+    assert code == 1
+    apart = "5.0e-02" if last == 2.1 else "inf"
+    assert f"| FAIL | ddp | 2 | as predicted | {apart} (limit 1e-04) |" in page
+
+
+def test_after_a_spec_that_failed_the_next_one_runs(tmp_path, monkeypatch):
+    _trainings(monkeypatch, (3.0,), (3.0,), (3.0,), fails=(1,))
+    _choose(monkeypatch, "ddp", "zero1")
+    code, page = _page_of(tmp_path)
+    assert code == 1
+    assert "| FAIL | ddp | 2 | rank 1 hung |" in page
+    assert "| ok | zero1 | 2 | as predicted |" in page
+
+
+def test_an_interrupted_test_leaves_what_it_has(tmp_path, monkeypatch):
+    def result(spec, *_):
+        if spec.name == "zero1":
+            raise KeyboardInterrupt
+        return replace(RESULT, name=spec.name)
+
+    monkeypatch.setattr(selftest, "_result", result)
+    _choose(monkeypatch, "ddp", "zero1")
+    code, page = _page_of(tmp_path)
+    assert code == 130
+    assert "| ok | ddp |" in page and "1 of 1 specs pass; interrupted before 1 more" in page
 
 
 RESULT = selftest.Result(name="zero3", ranks=2, holds=True, seconds=1.0, apart=1e-7, limit=1e-4)
 
 
 @pytest.mark.parametrize(
-    "change", [{"holds": False}, {"apart": 2e-4}, {"apart": float("nan")}, {"error": "rank 1 died"}]
+    "change",
+    [{"holds": False}, {"apart": 2e-4}, {"apart": float("inf")}, {"error": "rank 1 died"}],
 )
 def test_a_spec_passes_only_if_everything_does(change):
     assert RESULT.passes
     assert not replace(RESULT, **change).passes
 
 
-def test_specs_of_one_axis_span_all_ranks_and_larger_ones_are_named():
-    specs, left_out = selftest._cases(4, "cpu", selftest.listing(*selftest._FOLDERS))
-    ranks = {spec.name: spec.world_size for spec in specs}
-    assert ranks["zero3"] == 4
-    assert ranks["tp"] == 4
-    assert left_out == {"3d": 8, "5d": 32}
+@pytest.mark.parametrize("ranks", [1, 3, 4, 6, 8])
+def test_every_chosen_spec_can_run_on_so_many_ranks(ranks):
+    specs, left_out = selftest._cases(ranks, "cpu", selftest.listing(*selftest._FOLDERS))
+    for spec in specs:
+        derive(load_trainable(spec), is_timed=False)
+    degrees = {spec.name: spec.world_size for spec in specs}
+    assert degrees["zero3"] == ranks
+    assert degrees["tp"] <= min(ranks, 2)  # it has two heads of keys
+    assert max(degrees.values()) <= ranks < min(left_out.values(), default=ranks + 1)
+
+
+@pytest.mark.parametrize("size", selftest._SIZES, ids=lambda size: size[0])
+@pytest.mark.parametrize("ranks", [1, 8])
+def test_every_model_size_loads_with_a_calibrated_cluster(size, ranks):
+    spec = selftest.size_spec(size, ranks, "h100-8")
+    assert spec.world_size == ranks and spec.cluster.flops
 
 
 def test_more_ranks_than_gpus_are_rejected(monkeypatch, capsys):
-    monkeypatch.setattr(selftest, "gpus", lambda: 2)
+    monkeypatch.setattr(selftest, "_usable_gpus", lambda: 2)
     assert main(["selftest", "--ranks", "4", "--device", "cuda"]) == 2
-    assert "4 ranks, and 2 GPUs" in capsys.readouterr().err
+    assert "4 ranks, and torch finds 2 GPUs" in capsys.readouterr().err
+
+
+def test_without_a_gpu_cuda_is_rejected(monkeypatch, capsys):
+    monkeypatch.setattr(selftest, "_usable_gpus", lambda: 0)
+    assert main(["selftest", "--device", "cuda"]) == 2
+    assert "torch finds no GPU" in capsys.readouterr().err
+
+
+def test_a_page_that_cannot_be_written_is_one_message_before_anything_runs(
+    tmp_path, monkeypatch, capsys
+):
+    _choose(monkeypatch, "ddp")
+    monkeypatch.setattr(selftest, "_result", None)
+    for out in (tmp_path, tmp_path / "no" / "page.md"):
+        assert main(["selftest", "--brief", "--device", "cpu", "--out", str(out)]) == 2
+        assert "--out: cannot write" in capsys.readouterr().err
 
 
 def test_ranks_may_share_gpus_and_then_nothing_is_timed(tmp_path, monkeypatch):
     monkeypatch.setenv("PTRAIN_SHARE_GPUS", "1")
-    monkeypatch.setattr(selftest, "gpus", lambda: 1)
+    monkeypatch.setattr(selftest, "_usable_gpus", lambda: 1)
     monkeypatch.setattr(selftest, "_result", lambda spec, *_: replace(RESULT, name=spec.name))
     _choose(monkeypatch, "ddp")
     page = tmp_path / "page.md"
     words = ["--ranks", "2", "--device", "cuda", "--brief", "--out", str(page)]
     assert main(["selftest", *words]) == 0
-    assert "Not measured on GPUs that ranks share" in page.read_text()
+    assert "Calibration" not in page.read_text()
