@@ -24,7 +24,7 @@ SMALL = 80  # lines
 
 # begin
 BUDGETS: dict[str, int] = {
-    "ptrain": 52500,
+    "ptrain": 52560,
     "ptrain/activations": 340,
     "ptrain/algebra": 240,
     "ptrain/axes": 160,
@@ -35,7 +35,7 @@ BUDGETS: dict[str, int] = {
     "ptrain/axes/tensor": 710,
     "ptrain/calibration": 1040,
     "ptrain/charts": 840,
-    "ptrain/cli": 1750,
+    "ptrain/cli": 1810,
     "ptrain/convert": 420,
     "ptrain/data": 1060,
     "ptrain/derivation": 5000,
