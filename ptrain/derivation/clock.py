@@ -203,7 +203,12 @@ _EXPOSED_SUMS = (
     "tp collectives are exposed; runtimes that overlap them (asynchronous TP) are faster"
 )
 _NO_DISPATCH = "the host's time for sharded products is unknown and not included"
-_COMPUTES = {phase: TimeKey(Spent.COMPUTE, phase) for phase in Phase}
+
+
+@cache  # a tuple for each operator would take as long as all else that is counted of it
+def _own(spent: Spent, phase: Phase) -> TimeKey:
+    """Return the key of the rank's own time."""
+    return TimeKey(spent, phase)
 
 
 class Clock:
@@ -219,6 +224,7 @@ class Clock:
     ) -> None:
         self.pace, self.network, self.tensor_axis = pace, network, tensor_axis
         self.spans: list[LaneSpan] | None = None
+        self._slowdown = network.interference if pace.overlaps else 0.0
         self.now = 0.0
         self.phase = Phase.FORWARD
         self.free: dict[Hashable, float] = {}
@@ -253,12 +259,11 @@ class Clock:
 
     def compute(self, work: PassSeconds, share: float = 1.0) -> None:
         """Compute a share of a layer's pass, with the collectives within it."""
-        began = self.now
-        seconds = work.compute * share
-        lanes = (end for lane, end in self.free.items() if isinstance(lane, tuple))  # of groups
-        under_way = max(lanes, default=0.0) - self.now
-        self.spend(_COMPUTES[self.phase], seconds)
-        self._interfere(seconds, under_way)
+        began, seconds = self.now, work.compute * share
+        self.spend(_own(Spent.COMPUTE, self.phase), seconds)
+        if self._slowdown:
+            ends = [end for lane, end in self.free.items() if isinstance(lane, tuple)]  # of groups
+            self._interfere(seconds, max(ends, default=0.0) - began)
         for sent, messages in work.messages:
             self._beside(_sent_in(self.phase, sent), began, messages, share)
         for sent, seconds in work.sums:
@@ -272,14 +277,13 @@ class Clock:
     def _interfere(self, computed: float, under_way: float) -> None:
         """Spend the time by which compute takes longer because a collective is under way, for as
         long as it is."""
-        slowdown = self.network.interference if self.pace.overlaps else 0.0
-        longer = min(computed * slowdown, under_way * slowdown / (1 + slowdown))
-        self.spend(TimeKey(Spent.INTERFERENCE, self.phase), longer)
+        longer = min(computed * self._slowdown, under_way * self._slowdown / (1 + self._slowdown))
+        self.spend(_own(Spent.INTERFERENCE, self.phase), longer)
 
     def operator(self, spent: Spent, kind: OperatorKind, dtype: DType, size: int) -> None:
         """An operator reads and writes `size` bytes."""
         seconds = self._operator_seconds(Operator(kind, dtype, (size,))) if size else 0.0
-        self.spend(TimeKey(spent, self.phase), seconds)
+        self.spend(_own(spent, self.phase), seconds)
 
     def update(self, optimizer: str, layout: Layout, shapes: Sequence[Shape]) -> None:
         """The optimizer steps, by one of its rules, on tensors of these shapes. What Muon does is
@@ -287,7 +291,7 @@ class Clock:
         if not OPTIMIZERS[optimizer].is_elementwise:
             for shape in shapes:
                 seconds = self._once((optimizer, shape, layout.updated), self._muon, shape, layout)
-                self.spend(TimeKey(Spent.UPDATE, self.phase), seconds)
+                self.spend(_own(Spent.UPDATE, self.phase), seconds)
             return
         numels = [math.prod(shape) for shape in shapes]
         elements, tensors = sum(numels), sum(numel > 0 for numel in numels)
@@ -295,7 +299,7 @@ class Clock:
             seconds = self.pace.update_seconds(
                 optimizer, layout, elements=elements, tensors=tensors
             )
-            self.spend(TimeKey(Spent.UPDATE, self.phase), seconds)
+            self.spend(_own(Spent.UPDATE, self.phase), seconds)
 
     def update_on_host(self, optimizer: str, dtype: DType, shapes: Sequence[Shape]) -> None:
         """The host reads parameters, gradients and moments, and writes all except gradients."""
@@ -307,7 +311,7 @@ class Clock:
 
     def use_host(self, size: int) -> None:
         """The host reads and writes so many bytes for the update."""
-        self.spend(TimeKey(Spent.UPDATE, self.phase), self.network.host_seconds(size))
+        self.spend(_own(Spent.UPDATE, self.phase), self.network.host_seconds(size))
 
     def _muon(self, shape: Shape, layout: Layout) -> float:
         return sum(map(self.pace.operator_seconds, muon_operators(shape, layout.updated)))
@@ -317,7 +321,7 @@ class Clock:
         elements, tensors = sum(numels), sum(numel > 0 for numel in numels)
         if elements:
             seconds = self.pace.clip_seconds(layout, elements=elements, tensors=tensors)
-            self.spend(TimeKey(Spent.UPDATE, self.phase), seconds)
+            self.spend(_own(Spent.UPDATE, self.phase), seconds)
 
     def hook(self, hook: Hook) -> None:
         """A wrapper does one of its parts on the host."""
@@ -325,9 +329,9 @@ class Clock:
 
     def _on_host(self, seconds: float) -> None:
         if not self.pace.overlaps:
-            self.spend(TimeKey(Spent.WRAPPERS, self.phase), seconds)
+            self.spend(_own(Spent.WRAPPERS, self.phase), seconds)
         elif seconds:
-            key = TimeKey(Spent.LAUNCHES, self.phase)
+            key = _own(Spent.LAUNCHES, self.phase)
             self.moving[key] = self.moving.get(key, 0.0) + seconds
 
     # -- beside it
@@ -429,7 +433,7 @@ class Clock:
         self.free[lane] = end = start + seconds
         if self.spans is not None:
             self.spans.append(LaneSpan(lane, key, start, end))
-        if isinstance(lane, tuple):  # it ran beside what was computed since it could start
+        if start < self.now and isinstance(lane, tuple):  # beside what was computed since then
             self._interfere(self.now - start, seconds)
         return Arrival(self.spend_until, key, end)
 
