@@ -268,7 +268,7 @@ class Clock:
             self._beside(_sent_in(self.phase, sent), began, messages, share)
         for sent, seconds in work.sums:
             key = _sent_in(self.phase, sent)
-            self._issue(key.axes, key, seconds * share, None).wait()
+            self.spend_until(key, self._occupy(key.axes, key, seconds * share, None))
         if work.on_host:
             self._on_host(work.on_host * share)
         if work.sums or work.messages:
@@ -424,10 +424,14 @@ class Clock:
         return self.seconds - self._met
 
     def _issue(self, lane: Hashable, key: TimeKey, seconds: float, since: float | None) -> Arrival:
+        return Arrival(self.spend_until, key, self._occupy(lane, key, seconds, since))
+
+    def _occupy(self, lane: Hashable, key: TimeKey, seconds: float, since: float | None) -> float:
+        """Return until when something is on a lane that takes so long."""
         self.moving[key] = self.moving.get(key, 0.0) + seconds
         if not self.pace.overlaps:
             self.spend(key, seconds)
-            return Arrival(self.spend_until, key, self.now)
+            return self.now
         ready = self.now if since is None else since
         start = max(ready, self.free.get(lane, 0.0))
         self.free[lane] = end = start + seconds
@@ -435,7 +439,7 @@ class Clock:
             self.spans.append(LaneSpan(lane, key, start, end))
         if start < self.now and isinstance(lane, tuple):  # beside what was computed since then
             self._interfere(self.now - start, seconds)
-        return Arrival(self.spend_until, key, end)
+        return end
 
     def _beside(self, key: TimeKey, began: float, messages: Messages, share: float) -> None:
         """A share of these moved beside what was computed since then. Where others had the lane all
@@ -492,7 +496,8 @@ class Clock:
         for sums, more in zip((self.own, self.moving), spent, strict=True):
             for key, seconds in more.items():
                 sums[key] = sums.get(key, 0.0) + times * seconds
-        if any(key.spent is Spent.COLLECTIVES for key in spent[0]):  # the last is as long ago
+        if not self.pace.overlaps and any(key.spent is Spent.COLLECTIVES for key in spent[0]):
+            # the last is as long ago
             self._met += times * sum(spent[0].values())
 
     # -- what it says

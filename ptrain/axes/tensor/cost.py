@@ -75,6 +75,11 @@ class HowCut(Protocol):
     def is_naive(self) -> bool: ...
 
 
+@lru_cache(maxsize=2**12)  # each stage has roles of its own
+def _of_first_block(module: str) -> str:
+    return _NUMBERS.sub("0", module)
+
+
 class ModuleRoles:
     """The modules that roles are of: of a name in a model of many blocks it is known after the
     first one."""
@@ -88,9 +93,9 @@ class ModuleRoles:
     def roles(self, module: str) -> tuple[Role, ...]:
         """All that a module has, in their order."""
         if module not in self._known:
-            key = module if self._by_number else _NUMBERS.sub("0", module)
+            key = module if self._by_number else _of_first_block(module)
             if key not in self._known:
-                self._known[key] = tuple(r for pattern, r in self._roles if fits(pattern, key))
+                self._known[key] = tuple([r for pattern, r in self._roles if fits(pattern, key)])
             self._known[module] = self._known[key]
         return self._known[module]
 
@@ -100,7 +105,7 @@ class ModuleRoles:
 
 
 @lru_cache(maxsize=16)
-def _modules(roles: Roles) -> ModuleRoles:
+def module_roles(roles: Roles) -> ModuleRoles:
     """Return what is known of the modules of models with these roles."""
     return ModuleRoles(roles)
 
@@ -109,7 +114,7 @@ def cut_dims(step: HowCut, tensors: Iterable[tuple[str, Shape]]) -> dict[str, in
     """The dimension along which ranks have different slices of a tensor, by its name; those that
     every rank has whole are left out. Equal slices, rounded up, the last one shorter, as DTensor
     cuts."""
-    modules = _modules(step.roles)
+    modules = module_roles(step.roles)
     dims: dict[str, int] = {}
     for name, shape in tensors:
         role = modules.of_tensor(name)

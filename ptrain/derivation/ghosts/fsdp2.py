@@ -42,11 +42,6 @@ class UnitShards(NamedTuple):
     replicas: tuple[Axis, ...]
     ranks: int
 
-    @property
-    def is_wrapped(self) -> bool:
-        """Whether FSDP2 knows of the unit."""
-        return bool(self.axes)
-
     def padded(self, shape: Shape) -> int:
         """Return the elements of one rank's part of a tensor, padding included."""
         return padded_rows(shape, self.ranks)
@@ -337,7 +332,7 @@ class FullySharded(InPlaceUpdate):
 
     def complete(self, gradient: Complete) -> None:
         unit = self.unit_of[gradient.parameter]
-        if not self.shards[unit].is_wrapped:
+        if not self.shards[unit].axes:  # nothing wraps it
             self.unwrapped.complete(gradient)
             return
         if self.accumulates[unit]:
@@ -503,6 +498,6 @@ def _padded(
     for tensors, own in zip(units, shards, strict=True):
         key = own, tuple([tensor.shape for tensor in tensors])
         if key not in rows:
-            rows[key] = [own.padded(shape) for shape in key[1] if own.is_wrapped]
+            rows[key] = [own.padded(shape) for shape in key[1] if own.axes]
         padded.append(rows[key])
     return padded
