@@ -205,12 +205,6 @@ _EXPOSED_SUMS = (
 _NO_DISPATCH = "the host's time for sharded products is unknown and not included"
 
 
-@cache  # a tuple for each operator would take as long as all else that is counted of it
-def _own(spent: Spent, phase: Phase) -> TimeKey:
-    """Return the key of the rank's own time."""
-    return TimeKey(spent, phase)
-
-
 class Clock:
     """`now` is the rank's own time, without what repetitions add: what they take is counted with
     their number, and everything on its way keeps its distance to now. `tensor_axis` is the axis
@@ -260,14 +254,15 @@ class Clock:
     def compute(self, work: PassSeconds, share: float = 1.0) -> None:
         """Compute a share of a layer's pass, with the collectives within it."""
         began, seconds = self.now, work.compute * share
-        self.spend(_own(Spent.COMPUTE, self.phase), seconds)
+        self.spend(_key(Spent.COMPUTE, self.phase), seconds)
         if self._slowdown:
             ends = [end for lane, end in self.free.items() if isinstance(lane, tuple)]  # of groups
-            self._interfere(seconds, max(ends, default=0.0) - began)
+            if (under_way := max(ends, default=0.0) - began) > 0:
+                self._interfere(seconds, under_way)
         for sent, messages in work.messages:
-            self._beside(_sent_in(self.phase, sent), began, messages, share)
+            self._beside(_key(Spent.COLLECTIVES, self.phase, *sent), began, messages, share)
         for sent, seconds in work.sums:
-            key = _sent_in(self.phase, sent)
+            key = _key(Spent.COLLECTIVES, self.phase, *sent)
             self.spend_until(key, self._occupy(key.axes, key, seconds * share, None))
         if work.on_host:
             self._on_host(work.on_host * share)
@@ -278,12 +273,12 @@ class Clock:
         """Spend the time by which compute takes longer because a collective is under way, for as
         long as it is."""
         longer = min(computed * self._slowdown, under_way * self._slowdown / (1 + self._slowdown))
-        self.spend(_own(Spent.INTERFERENCE, self.phase), longer)
+        self.spend(_key(Spent.INTERFERENCE, self.phase), longer)
 
     def operator(self, spent: Spent, kind: OperatorKind, dtype: DType, size: int) -> None:
         """An operator reads and writes `size` bytes."""
         seconds = self._operator_seconds(Operator(kind, dtype, (size,))) if size else 0.0
-        self.spend(_own(spent, self.phase), seconds)
+        self.spend(_key(spent, self.phase), seconds)
 
     def update(self, optimizer: str, layout: Layout, shapes: Sequence[Shape]) -> None:
         """The optimizer steps, by one of its rules, on tensors of these shapes. What Muon does is
@@ -291,7 +286,7 @@ class Clock:
         if not OPTIMIZERS[optimizer].is_elementwise:
             for shape in shapes:
                 seconds = self._once((optimizer, shape, layout.updated), self._muon, shape, layout)
-                self.spend(_own(Spent.UPDATE, self.phase), seconds)
+                self.spend(_key(Spent.UPDATE, self.phase), seconds)
             return
         numels = [math.prod(shape) for shape in shapes]
         elements, tensors = sum(numels), sum(numel > 0 for numel in numels)
@@ -299,7 +294,7 @@ class Clock:
             seconds = self.pace.update_seconds(
                 optimizer, layout, elements=elements, tensors=tensors
             )
-            self.spend(_own(Spent.UPDATE, self.phase), seconds)
+            self.spend(_key(Spent.UPDATE, self.phase), seconds)
 
     def update_on_host(self, optimizer: str, dtype: DType, shapes: Sequence[Shape]) -> None:
         """The host reads parameters, gradients and moments, and writes all except gradients."""
@@ -311,7 +306,7 @@ class Clock:
 
     def use_host(self, size: int) -> None:
         """The host reads and writes so many bytes for the update."""
-        self.spend(_own(Spent.UPDATE, self.phase), self.network.host_seconds(size))
+        self.spend(_key(Spent.UPDATE, self.phase), self.network.host_seconds(size))
 
     def _muon(self, shape: Shape, layout: Layout) -> float:
         return sum(map(self.pace.operator_seconds, muon_operators(shape, layout.updated)))
@@ -321,7 +316,7 @@ class Clock:
         elements, tensors = sum(numels), sum(numel > 0 for numel in numels)
         if elements:
             seconds = self.pace.clip_seconds(layout, elements=elements, tensors=tensors)
-            self.spend(_own(Spent.UPDATE, self.phase), seconds)
+            self.spend(_key(Spent.UPDATE, self.phase), seconds)
 
     def hook(self, hook: Hook) -> None:
         """A wrapper does one of its parts on the host."""
@@ -329,9 +324,9 @@ class Clock:
 
     def _on_host(self, seconds: float) -> None:
         if not self.pace.overlaps:
-            self.spend(_own(Spent.WRAPPERS, self.phase), seconds)
+            self.spend(_key(Spent.WRAPPERS, self.phase), seconds)
         elif seconds:
-            key = _own(Spent.LAUNCHES, self.phase)
+            key = _key(Spent.LAUNCHES, self.phase)
             self.moving[key] = self.moving.get(key, 0.0) + seconds
 
     # -- beside it
@@ -366,14 +361,10 @@ class Clock:
         """All ranks agree on the loss before they update (`train.finite`): between nodes over a
         group of processors, which takes as long as is known where ranks are on such; those of one
         node over its sockets, of which no rate tells, in some 0.1 ms."""
-        if self.network.nodes > 1 and not self.pace.overlaps:
-            key = TimeKey(Spent.COLLECTIVES, self.phase, ("world",), Collective.ALL_REDUCE)
-            seconds = self.pace.collective_seconds(
-                Collective.ALL_REDUCE,
-                ranks=self.network.world,
-                nodes=self.network.nodes,
-                payload=_AGREED,
-            )
+        sums, world, nodes = Collective.ALL_REDUCE, self.network.world, self.network.nodes
+        if nodes > 1 and not self.pace.overlaps:
+            key = TimeKey(Spent.COLLECTIVES, self.phase, ("world",), sums)
+            seconds = self.pace.collective_seconds(sums, ranks=world, nodes=nodes, payload=_AGREED)
             self._issue_collective("world", key, seconds, None)
 
     def message_seconds(self, axis: Axis, payload: int) -> float:
@@ -497,8 +488,7 @@ class Clock:
             for key, seconds in more.items():
                 sums[key] = sums.get(key, 0.0) + times * seconds
         if not self.pace.overlaps and any(key.spent is Spent.COLLECTIVES for key in spent[0]):
-            # the last is as long ago
-            self._met += times * sum(spent[0].values())
+            self._met += times * sum(spent[0].values())  # the last is as long ago
 
     # -- what it says
 
@@ -599,9 +589,10 @@ class Clock:
 
 
 @cache  # of the few that a mesh has: layers are many
-def _sent_in(phase: Phase, sent: Sent) -> TimeKey:
-    axis, collective = sent
-    return TimeKey(Spent.COLLECTIVES, phase, axes_named(axis), collective)
+def _key(
+    spent: Spent, phase: Phase, axis: str = "", collective: Collective | None = None
+) -> TimeKey:
+    return TimeKey(spent, phase, axes_named(axis) if axis else (), collective)
 
 
 def _more(after: Seconds, before: Seconds) -> Seconds:

@@ -339,15 +339,15 @@ class FullySharded(InPlaceUpdate):
             self.tape.add(autograd.added(gradient))
             autograd.adds(self.tape, self.scene.plan.update.layout.parameters, gradient)
             return
+        if gradient.cloned:
+            self.tape.spike(autograd.rise(gradient))
+            self.tape.add(autograd.kept(gradient))
         if self.habits.casts_on_arrival and self.casts_before and not self.reduces:
             size = gradient.size // self.e_parameters * self.e_reduced
-            self.tape.spike(autograd.rise(gradient))
-            self.tape.add(autograd.kept(gradient) + size)
+            self.tape.add(size)
             self.tape.add(-gradient.size)
             self.fresh[unit][gradient.parameter] = size
             return
-        self.tape.spike(autograd.rise(gradient))
-        self.tape.add(autograd.kept(gradient))
         self.fresh[unit][gradient.parameter] = gradient.size
         if self.habits.names_last_gradient and gradient.parameter in self.last_tensors:
             self.last_gradient[unit] = gradient.size
