@@ -75,10 +75,10 @@ def parts(
         return
     indices_of: dict[tuple[ModelFacts, str], tuple[int, ...]] = {}
     for units, indices in units_by_place(spec, plan, facts):
-        traced = [(index,) for index in indices] if facts.part_timelines else [indices]
+        traced = [(index,) for index in indices] if facts.stage_passes else [indices]
         for alike in (own for group in traced for own in alike_in_context(spec, plan, group)):
             part = _local_facts(spec, facts, units, alike[0])
-            name = "" if facts.part_timelines else _context_name(spec, plan, alike[0])
+            name = "" if facts.stage_passes else _context_name(spec, plan, alike[0])
             indices_of[part, name] = (*indices_of.get((part, name), ()), *alike)
     yield from ((part, indices) for (part, _), indices in indices_of.items())
 
@@ -118,12 +118,12 @@ def units_by_place(
 def _local_facts(spec: Spec, facts: ModelFacts, units: Units, index: int) -> ModelFacts:
     """The part at a place along the cutting axes: its units, and where it was traced the timeline
     of its micro-batch."""
-    traced = facts.part_timelines
+    traced = facts.stage_passes
     if layer_tables.is_tabulated(spec) and not facts.roles and not traced:
         return replace(facts, units=units)
-    timeline = traced[index] if traced else None
+    timeline = traced[0][index].timeline if traced else None
     order = gradient_order(timeline) if timeline else facts.gradient_order
-    return replace(facts, units=units, timeline=timeline, gradient_order=order, part_timelines=())
+    return replace(facts, units=units, timeline=timeline, gradient_order=order, stage_passes=())
 
 
 UnitsByRanks = tuple[tuple[Units, tuple[int, ...]], ...]

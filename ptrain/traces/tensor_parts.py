@@ -29,7 +29,6 @@ import torch.distributed as dist
 from torch import nn
 
 from ptrain.axes.context.attention import alike_by
-from ptrain.codec import decode
 from ptrain.derivation.tensor import units_by_place
 from ptrain.errors import PtrainError, refused
 from ptrain.facts.model import ModelFacts
@@ -52,7 +51,6 @@ from ptrain.spec.placement import CUTTING_AXES, EXPERT_AXES, TOKEN_AXES, Axis
 from ptrain.spec.spec import Spec, place_of, ranks_over
 from ptrain.spec.write import to_mapping
 from ptrain.steps.step import CreateMesh, Plan
-from ptrain.timeline import Timeline
 from ptrain.traces.attention_kernels import kernels_for
 from ptrain.traces.rank_part import EqualLayers, TracedLayers, only, running_units
 from ptrain.traces.stage_parts import PartTraces, rank_part, stage_rows, uneven_loads
@@ -214,11 +212,6 @@ def _as_text(spec: Spec) -> str:
             f"the model is built in another process, which needs JSON arguments: {error}",
             "Use only numbers, strings, lists and mappings.",
         ) from error
-
-
-def timelines_of(traces: Traced) -> tuple[Timeline, ...]:
-    """Return the timelines by place along the cutting axes. Raises PtrainError for a problem."""
-    return tuple(decode(row["passes"], Timeline) for (row,) in by_place(traces))
 
 
 def by_place(traces: Traced) -> list[Any]:

@@ -19,7 +19,7 @@ from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
 from ptrain.traces import tensor_parts
 from ptrain.traces.facts import facts_of, module_facts
-from ptrain.traces.tensor_parts import timelines_of, traced
+from ptrain.traces.tensor_parts import by_place, traced
 from ptrain.train.session import _on_first
 from tests.models_external import pairs
 
@@ -45,7 +45,8 @@ def spec_of(function: str, tp: int = 2, **arguments: Any) -> Spec:
 def test_ranks_with_slices_of_the_same_shapes_have_one_timeline():
     spec = spec_of("pairs", tp=4, vocab=261)
     facts = facts_of(spec)  # 66 rows of the vocabulary on each rank but the last, which has 63
-    first, *others = facts.part_timelines
+    (stage,) = facts.stage_passes
+    first, *others = stage
     assert others[:2] == [first, first] and others[2] != first
     assert {row.rank for row in derive(spec, facts).exact.peak} == {0, 1, 2, 3}
 
@@ -102,7 +103,7 @@ def test_what_stops_the_first_rank_is_a_problem_of_the_others(error):
         _on_first(exchange, trace)  # type: ignore[arg-type]
     (told,) = exchange.told
     with pytest.raises(PtrainError, match=rf"rank 0 .*{type(error).__name__}"):
-        timelines_of(told)
+        by_place(told)
     assert _on_first(exchange, lambda: told) is told  # type: ignore[arg-type]
 
 
