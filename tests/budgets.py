@@ -31,7 +31,7 @@ BUDGETS: dict[str, int] = {
     "ptrain/axes/context": 1180,
     "ptrain/axes/data": 2220,
     "ptrain/axes/expert": 570,
-    "ptrain/axes/pipeline": 1590,
+    "ptrain/axes/pipeline": 1580,
     "ptrain/axes/tensor": 710,
     "ptrain/calibration": 1040,
     "ptrain/charts": 840,
@@ -58,7 +58,7 @@ BUDGETS: dict[str, int] = {
     "ptrain/verification": 7300,
 }
 ONE_IMPORTER = 56  # modules that exactly one other imports
-SMALL_MODULES = 57  # modules with fewer lines than SMALL
+SMALL_MODULES = 56  # modules with fewer lines than SMALL
 # end
 
 

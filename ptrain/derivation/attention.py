@@ -109,7 +109,7 @@ def _ungrouped(torch: str) -> tuple[str, ...]:
 
 def most_rows() -> int:
     """Return the multiple of rows of which no kernel keeps more."""
-    return max(rows for rows, _ in _table("kernels").values())
+    return max(int(rows) for rows, _ in _table("kernels").values())
 
 
 def row_name(dtype: DType, *, drops: bool) -> str:

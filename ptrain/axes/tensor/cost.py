@@ -75,11 +75,6 @@ class HowCut(Protocol):
     def is_naive(self) -> bool: ...
 
 
-@lru_cache(maxsize=2**12)  # each stage has roles of its own
-def _of_first_block(module: str) -> str:
-    return _NUMBERS.sub("0", module)
-
-
 class ModuleRoles:
     """The modules that roles are of: of a name in a model of many blocks it is known after the
     first one."""
@@ -93,7 +88,7 @@ class ModuleRoles:
     def roles(self, module: str) -> tuple[Role, ...]:
         """All that a module has, in their order."""
         if module not in self._known:
-            key = module if self._by_number else _of_first_block(module)
+            key = module if self._by_number else _NUMBERS.sub("0", module)
             if key not in self._known:
                 self._known[key] = tuple([r for pattern, r in self._roles if fits(pattern, key)])
             self._known[module] = self._known[key]
