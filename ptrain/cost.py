@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import NamedTuple
 
 from ptrain.by_rank import of_ranks, unranked
@@ -174,8 +175,14 @@ def add_traffic(rows: Iterable[Traffic]) -> tuple[Traffic, ...]:
         )
     return tuple(
         Traffic(key=key, calls=calls, payload_bytes=payload, sent_bytes=sent)
-        for key, (calls, payload, sent) in sorted(totals.items(), key=lambda item: repr(item[0]))
+        for key, (calls, payload, sent) in sorted(totals.items(), key=lambda item: _place(item[0]))
     )
+
+
+@lru_cache(maxsize=2**10)
+def _place(key: TrafficKey) -> str:
+    """Return what rows are sorted by."""
+    return repr(key)
 
 
 def busiest(rows: Iterable[Traffic]) -> tuple[Traffic, ...]:

@@ -73,32 +73,14 @@ Item = Boundary | Run | Complete | Repeated
 
 
 class Timeline(NamedTuple):
-    """One micro-batch. `saved` are the bytes by operator that forward leaves for backward, `moved`
-    what it takes off the device, (tier, bytes) of each storage, and backward brings back, and
-    `repeated` the collectives of forward that backward runs again, with the whole tensor's bytes.
-    """
+    """One micro-batch. `moved`: what forward takes off the device, (tier, bytes) of each storage,
+    and backward brings back; `repeated`: the collectives of forward that backward runs again, with
+    the whole tensor's bytes."""
 
     forward: tuple[Item, ...]
     backward: tuple[Item, ...]
-    saved: tuple[tuple[str, int], ...] = ()
     moved: tuple[tuple[str, int], ...] = ()
     repeated: tuple[tuple[str, int], ...] = ()
-
-    @property
-    def saved_bytes(self) -> int:
-        """What forward leaves alive: |A| of one micro-batch."""
-        return sum(map(net_of_runs, self.forward))
-
-
-def net_of_runs(item: Item) -> int:
-    """Bytes that runs leave."""
-    match item:
-        case Run(_, net):
-            return net
-        case Repeated(times, items):
-            return times * sum(map(net_of_runs, items))
-        case _:
-            return 0
 
 
 def boundaries(items: Iterable[Item]) -> Iterator[Boundary]:

@@ -9,6 +9,7 @@ from ptrain.derivation.archive import TablePart
 from ptrain.derivation.blocks import variant
 from ptrain.derivation.tables import Monomial, Place, Setting, content, sizes
 from ptrain.spec.activations import Kept
+from ptrain.timeline import Item, Repeated, Run, Timeline
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +40,21 @@ def saved_of_block(setting: Setting, kept: Kept) -> tuple[tuple[str, Monomial], 
     listed = content(TablePart.BLOCK, setting)[attention][variant(kept)]["saved"]
     parts = content(TablePart.BLOCK, setting)["parts"]
     return tuple((operator, written[index]) for operator, index in parts[listed])
+
+
+def saved_bytes(timeline: Timeline) -> int:
+    """Return what forward leaves alive: |A| of one micro-batch."""
+    return sum(map(_net, timeline.forward))
+
+
+def _net(item: Item) -> int:
+    match item:
+        case Run(_, net):
+            return net
+        case Repeated(times, items):
+            return times * sum(map(_net, items))
+        case _:
+            return 0
 
 
 def torch_version(setting: Setting) -> str:

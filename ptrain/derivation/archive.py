@@ -1,6 +1,7 @@
 """The committed traces: one archive of tables, of which a prediction reads what it needs.
 
-A member is JSON, named `part/name`: an ending would stand in the archive twice for each of them.
+A member is named `part/name`: an ending would stand in the archive twice for each of them. It has
+a line for each way of its table, the way's name and JSON: a prediction decodes a ninth of it.
 `python -m ptrain.traces.write` writes it.
 """
 
@@ -31,14 +32,25 @@ class TablePart(StrEnum):
 Table = dict[str, Any]
 
 
-@cache
 def table(part: TablePart, name: str) -> Table:
-    """Return the table of this name. Raises KeyError where there is none."""
+    """Return the table of this name, by way. Raises KeyError where there is none."""
+    return {way: read(part, name, way) for way in _lines(part, name)}
+
+
+@cache
+def read(part: TablePart, name: str, way: str) -> Any:
+    """Return one way of a table. Raises KeyError where there is none."""
+    return json.loads(_lines(part, name)[way])
+
+
+@cache
+def _lines(part: TablePart, name: str) -> dict[str, str]:
+    """Return the ways of a table as they are written. Raises KeyError where there is none."""
     try:
-        read: Table = json.loads(zipimporter(str(PATH)).get_data(f"{part}/{name}"))
+        text = zipimporter(str(PATH)).get_data(f"{part}/{name}").decode()
     except OSError:
         raise KeyError(name) from None
-    return read
+    return {way: content for way, _, content in (line.partition(" ") for line in text.splitlines())}
 
 
 @cache
@@ -52,16 +64,19 @@ def tables() -> dict[tuple[TablePart, str], Table]:
     return {(part, name): table(part, name) for part, name in _members()}
 
 
-def write(content: Mapping[tuple[TablePart, str], Table], path: Path = PATH) -> None:
+def write(tables: Mapping[tuple[TablePart, str], Table], path: Path = PATH) -> None:
     """Put these tables, and no others, into an archive: whole, or not at all."""
     from zipfile import ZIP_DEFLATED, ZipFile, ZipInfo
 
     new = path.with_suffix(".new")
     with ZipFile(new, "w") as archive:
-        for (part, name), of_setting in sorted(content.items()):
-            text = json.dumps(of_setting, separators=(",", ":"))
+        for (part, name), of_setting in sorted(tables.items()):
+            lines = (
+                f"{way} {json.dumps(content, separators=(',', ':'))}"
+                for way, content in of_setting.items()
+            )
             member = ZipInfo(f"{part}/{name}", date_time=_WRITTEN)
-            archive.writestr(member, text, ZIP_DEFLATED, compresslevel=9)
+            archive.writestr(member, "\n".join(lines), ZIP_DEFLATED, compresslevel=9)
     new.replace(path)
 
 

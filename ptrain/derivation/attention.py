@@ -64,8 +64,7 @@ class FusedAttention(NamedTuple):
         """Return what that kernel keeps; None where there is none, or nobody knows it."""
         if (kernel := self.kernel(sm)) is None:
             return None
-        table = archive.table(TablePart.KERNEL, "attention")
-        return Statistics(self.sequence, *table["kernels"][kernel])
+        return Statistics(self.sequence, *_table("kernels")[kernel])
 
     def goes_by_operators(self, sm: int | None) -> bool:
         """Return whether torch was asked for this capability, and takes no kernel there though a
@@ -85,10 +84,15 @@ def capabilities() -> tuple[int, ...]:
     return tuple(map(int, _choice(counted_torch())))
 
 
+def _table(name: str) -> dict[str, Any]:
+    table: dict[str, Any] = archive.read(TablePart.KERNEL, "attention", name)
+    return table
+
+
 @cache
 def _choice(torch: str) -> dict[str, dict[str, list[list[Any]]]]:
     """By compute capability, of this version of torch; the tables' own where it was not asked."""
-    versions = archive.table(TablePart.KERNEL, "attention")["choice"]
+    versions = _table("choice")
     choice: dict[str, dict[str, list[list[Any]]]]
     choice = versions.get(torch, versions[REFERENCE_TORCH])
     return choice
@@ -98,15 +102,14 @@ def _choice(torch: str) -> dict[str, dict[str, list[list[Any]]]]:
 def _ungrouped(torch: str) -> tuple[str, ...]:
     """The kernels in whose place this version of torch goes operator by operator where keys have
     fewer heads (`sdp_utils.cpp`): efficient attention, up to 2.13."""
-    versions = archive.table(TablePart.KERNEL, "attention")["ungrouped"]
+    versions = _table("ungrouped")
     kernels: list[str] = versions.get(torch, versions[REFERENCE_TORCH])
     return tuple(kernels)
 
 
 def most_rows() -> int:
     """Return the multiple of rows of which no kernel keeps more."""
-    kernels: dict[str, tuple[int, int]] = archive.table(TablePart.KERNEL, "attention")["kernels"]
-    return max(rows for rows, _ in kernels.values())
+    return max(int(rows) for rows, _ in _table("kernels").values())
 
 
 def row_name(dtype: DType, *, drops: bool) -> str:

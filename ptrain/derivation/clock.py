@@ -203,7 +203,6 @@ _EXPOSED_SUMS = (
     "tp collectives are exposed; runtimes that overlap them (asynchronous TP) are faster"
 )
 _NO_DISPATCH = "the host's time for sharded products is unknown and not included"
-_COMPUTES = {phase: TimeKey(Spent.COMPUTE, phase) for phase in Phase}
 
 
 class Clock:
@@ -219,6 +218,7 @@ class Clock:
     ) -> None:
         self.pace, self.network, self.tensor_axis = pace, network, tensor_axis
         self.spans: list[LaneSpan] | None = None
+        self._slowdown = network.interference if pace.overlaps else 0.0
         self.now = 0.0
         self.phase = Phase.FORWARD
         self.free: dict[Hashable, float] = {}
@@ -253,17 +253,17 @@ class Clock:
 
     def compute(self, work: PassSeconds, share: float = 1.0) -> None:
         """Compute a share of a layer's pass, with the collectives within it."""
-        began = self.now
-        seconds = work.compute * share
-        lanes = (end for lane, end in self.free.items() if isinstance(lane, tuple))  # of groups
-        under_way = max(lanes, default=0.0) - self.now
-        self.spend(_COMPUTES[self.phase], seconds)
-        self._interfere(seconds, under_way)
+        began, seconds = self.now, work.compute * share
+        self.spend(_key(Spent.COMPUTE, self.phase), seconds)
+        if self._slowdown:
+            ends = [end for lane, end in self.free.items() if isinstance(lane, tuple)]  # of groups
+            if (under_way := max(ends, default=0.0) - began) > 0:
+                self._interfere(seconds, under_way)
         for sent, messages in work.messages:
-            self._beside(_sent_in(self.phase, sent), began, messages, share)
+            self._beside(_key(Spent.COLLECTIVES, self.phase, *sent), began, messages, share)
         for sent, seconds in work.sums:
-            key = _sent_in(self.phase, sent)
-            self._issue(key.axes, key, seconds * share, None).wait()
+            key = _key(Spent.COLLECTIVES, self.phase, *sent)
+            self.spend_until(key, self._occupy(key.axes, key, seconds * share, None))
         if work.on_host:
             self._on_host(work.on_host * share)
         if work.sums or work.messages:
@@ -272,14 +272,13 @@ class Clock:
     def _interfere(self, computed: float, under_way: float) -> None:
         """Spend the time by which compute takes longer because a collective is under way, for as
         long as it is."""
-        slowdown = self.network.interference if self.pace.overlaps else 0.0
-        longer = min(computed * slowdown, under_way * slowdown / (1 + slowdown))
-        self.spend(TimeKey(Spent.INTERFERENCE, self.phase), longer)
+        longer = min(computed * self._slowdown, under_way * self._slowdown / (1 + self._slowdown))
+        self.spend(_key(Spent.INTERFERENCE, self.phase), longer)
 
     def operator(self, spent: Spent, kind: OperatorKind, dtype: DType, size: int) -> None:
         """An operator reads and writes `size` bytes."""
         seconds = self._operator_seconds(Operator(kind, dtype, (size,))) if size else 0.0
-        self.spend(TimeKey(spent, self.phase), seconds)
+        self.spend(_key(spent, self.phase), seconds)
 
     def update(self, optimizer: str, layout: Layout, shapes: Sequence[Shape]) -> None:
         """The optimizer steps, by one of its rules, on tensors of these shapes. What Muon does is
@@ -287,7 +286,7 @@ class Clock:
         if not OPTIMIZERS[optimizer].is_elementwise:
             for shape in shapes:
                 seconds = self._once((optimizer, shape, layout.updated), self._muon, shape, layout)
-                self.spend(TimeKey(Spent.UPDATE, self.phase), seconds)
+                self.spend(_key(Spent.UPDATE, self.phase), seconds)
             return
         numels = [math.prod(shape) for shape in shapes]
         elements, tensors = sum(numels), sum(numel > 0 for numel in numels)
@@ -295,7 +294,7 @@ class Clock:
             seconds = self.pace.update_seconds(
                 optimizer, layout, elements=elements, tensors=tensors
             )
-            self.spend(TimeKey(Spent.UPDATE, self.phase), seconds)
+            self.spend(_key(Spent.UPDATE, self.phase), seconds)
 
     def update_on_host(self, optimizer: str, dtype: DType, shapes: Sequence[Shape]) -> None:
         """The host reads parameters, gradients and moments, and writes all except gradients."""
@@ -307,7 +306,7 @@ class Clock:
 
     def use_host(self, size: int) -> None:
         """The host reads and writes so many bytes for the update."""
-        self.spend(TimeKey(Spent.UPDATE, self.phase), self.network.host_seconds(size))
+        self.spend(_key(Spent.UPDATE, self.phase), self.network.host_seconds(size))
 
     def _muon(self, shape: Shape, layout: Layout) -> float:
         return sum(map(self.pace.operator_seconds, muon_operators(shape, layout.updated)))
@@ -317,7 +316,7 @@ class Clock:
         elements, tensors = sum(numels), sum(numel > 0 for numel in numels)
         if elements:
             seconds = self.pace.clip_seconds(layout, elements=elements, tensors=tensors)
-            self.spend(TimeKey(Spent.UPDATE, self.phase), seconds)
+            self.spend(_key(Spent.UPDATE, self.phase), seconds)
 
     def hook(self, hook: Hook) -> None:
         """A wrapper does one of its parts on the host."""
@@ -325,9 +324,9 @@ class Clock:
 
     def _on_host(self, seconds: float) -> None:
         if not self.pace.overlaps:
-            self.spend(TimeKey(Spent.WRAPPERS, self.phase), seconds)
+            self.spend(_key(Spent.WRAPPERS, self.phase), seconds)
         elif seconds:
-            key = TimeKey(Spent.LAUNCHES, self.phase)
+            key = _key(Spent.LAUNCHES, self.phase)
             self.moving[key] = self.moving.get(key, 0.0) + seconds
 
     # -- beside it
@@ -362,14 +361,10 @@ class Clock:
         """All ranks agree on the loss before they update (`train.finite`): between nodes over a
         group of processors, which takes as long as is known where ranks are on such; those of one
         node over its sockets, of which no rate tells, in some 0.1 ms."""
-        if self.network.nodes > 1 and not self.pace.overlaps:
-            key = TimeKey(Spent.COLLECTIVES, self.phase, ("world",), Collective.ALL_REDUCE)
-            seconds = self.pace.collective_seconds(
-                Collective.ALL_REDUCE,
-                ranks=self.network.world,
-                nodes=self.network.nodes,
-                payload=_AGREED,
-            )
+        sums, world, nodes = Collective.ALL_REDUCE, self.network.world, self.network.nodes
+        if nodes > 1 and not self.pace.overlaps:
+            key = TimeKey(Spent.COLLECTIVES, self.phase, ("world",), sums)
+            seconds = self.pace.collective_seconds(sums, ranks=world, nodes=nodes, payload=_AGREED)
             self._issue_collective("world", key, seconds, None)
 
     def message_seconds(self, axis: Axis, payload: int) -> float:
@@ -420,18 +415,22 @@ class Clock:
         return self.seconds - self._met
 
     def _issue(self, lane: Hashable, key: TimeKey, seconds: float, since: float | None) -> Arrival:
+        return Arrival(self.spend_until, key, self._occupy(lane, key, seconds, since))
+
+    def _occupy(self, lane: Hashable, key: TimeKey, seconds: float, since: float | None) -> float:
+        """Return until when something is on a lane that takes so long."""
         self.moving[key] = self.moving.get(key, 0.0) + seconds
         if not self.pace.overlaps:
             self.spend(key, seconds)
-            return Arrival(self.spend_until, key, self.now)
+            return self.now
         ready = self.now if since is None else since
         start = max(ready, self.free.get(lane, 0.0))
         self.free[lane] = end = start + seconds
         if self.spans is not None:
             self.spans.append(LaneSpan(lane, key, start, end))
-        if isinstance(lane, tuple):  # it ran beside what was computed since it could start
+        if start < self.now and isinstance(lane, tuple):  # beside what was computed since then
             self._interfere(self.now - start, seconds)
-        return Arrival(self.spend_until, key, end)
+        return end
 
     def _beside(self, key: TimeKey, began: float, messages: Messages, share: float) -> None:
         """A share of these moved beside what was computed since then. Where others had the lane all
@@ -488,8 +487,8 @@ class Clock:
         for sums, more in zip((self.own, self.moving), spent, strict=True):
             for key, seconds in more.items():
                 sums[key] = sums.get(key, 0.0) + times * seconds
-        if any(key.spent is Spent.COLLECTIVES for key in spent[0]):  # the last is as long ago
-            self._met += times * sum(spent[0].values())
+        if not self.pace.overlaps and any(key.spent is Spent.COLLECTIVES for key in spent[0]):
+            self._met += times * sum(spent[0].values())  # the last is as long ago
 
     # -- what it says
 
@@ -590,9 +589,10 @@ class Clock:
 
 
 @cache  # of the few that a mesh has: layers are many
-def _sent_in(phase: Phase, sent: Sent) -> TimeKey:
-    axis, collective = sent
-    return TimeKey(Spent.COLLECTIVES, phase, axes_named(axis), collective)
+def _key(
+    spent: Spent, phase: Phase, axis: str = "", collective: Collective | None = None
+) -> TimeKey:
+    return TimeKey(spent, phase, axes_named(axis) if axis else (), collective)
 
 
 def _more(after: Seconds, before: Seconds) -> Seconds:

@@ -45,10 +45,12 @@ _BACKWARD_ENDS = Mark.PRE_BACKWARD, Mark.POST_BACKWARD
 @dataclass(frozen=True, eq=False, repr=False, slots=True, kw_only=True)
 class PlayedWork:
     """The work of those layers of a model, or of a stage of it, that are played, by name; `front`
-    and `behind` are None where another stage has them. `kept`: how the layers' activations are
-    kept; `moved`: what a layer's forward pass takes off the device, by tier."""
+    and `behind` are None where another stage has them. `tensors`: those of each layer, each with
+    its unit's index; `kept`: how the layers' activations are kept; `moved`: what a layer's forward
+    pass takes off the device, by tier."""
 
     layers: Mapping[str, LayerWork]
+    tensors: Mapping[str, Sequence[tuple[TensorFacts, int]]]
     kept: Mapping[str, Kept]
     front: LayerWork | None = None
     behind: LayerWork | None = None
@@ -60,11 +62,13 @@ def work_of_stage(
     work: ModelWork,
     blocks: Sequence[str],
     stage: Stage,
+    units: Sequence[UnitFacts],
     ends: tuple[bool, bool],
     played: Representatives | None,
     moved: Sequence[tuple[str, int]],
 ) -> PlayedWork:
-    """Return what of a model's work is a stage's, which may have the `ends` of the model."""
+    """Return what of a model's work is a stage's, of these `units` that are played, which may have
+    the `ends` of the model."""
     numbers = {name: number for number, name in enumerate(block_names(blocks, work))}
     names = [stage.layers[place] for place, _ in played.turns] if played else stage.layers
     kept = spec.activations.of(len(work.layers))
@@ -73,6 +77,7 @@ def work_of_stage(
         kept=modes,
         moved=_by_layer(modes, moved),
         layers={name: work.layers[numbers[name]] for name in names},
+        tensors=_tensors_of(units, names),
         front=work.front if ends[0] else None,
         behind=work.behind if ends[1] else None,
     )
@@ -222,7 +227,7 @@ def play(items: Iterable[Item], tape: Tape, wrap: Marks) -> None:
     }
     for item in items:
         if isinstance(item, Run):
-            tape.spike(item.rise)
+            tape.peak = max(tape.peak, tape.level + item.rise)
             tape.level += item.net
         elif isinstance(item, Complete):
             wrap.complete(item)
@@ -234,17 +239,15 @@ def play(items: Iterable[Item], tape: Tape, wrap: Marks) -> None:
             assert_never(item)
 
 
-def score(
-    clock: Clock, kind: Kind, items: Sequence[Item], units: Sequence[UnitFacts], layers: PlayedWork
-) -> PassScore:
-    """Return what is computed when in a pass with these items, of the units that are played."""
+def score(clock: Clock, kind: Kind, items: Sequence[Item], layers: PlayedWork) -> PassScore:
+    """Return what is computed when in a pass with these items."""
     is_forward = kind is Kind.FORWARD
     marks = [*boundaries(items)]
     opens, closes = _ENDS if is_forward else _BACKWARD_ENDS
     completed = set() if is_forward else {*_completed(items)}
     at_unit, at_gradient = defaultdict[int, Shares](list), defaultdict[str, Shares](list)
     present, unplaced = {boundary.unit for boundary in marks}, Shares()
-    for name, tensors in _tensors_of(units, layers.layers).items():
+    for name, tensors in layers.tensors.items():
         seconds = _seconds(clock, layers.layers[name], kind, layers.kept[name])
         for tensor, unit, share in _shares(tensors, completed):
             place = unplaced
@@ -252,7 +255,7 @@ def score(
                 place = at_gradient[tensor]
             elif unit in present:
                 place = at_unit[unit]
-            place.append((seconds, share))
+            _put(place, seconds, share)
     front, behind = (
         [(_seconds(clock, work, kind), 1.0)] if work else []
         for work in (layers.front, layers.behind)
@@ -267,8 +270,15 @@ def score(
         at_gradient=at_gradient,
         opening=next((b.unit for b in marks if b.mark is opens), None),
         closing=next((b.unit for b in reversed(marks) if b.mark is closes), None),
-        moved=_moved(units, marks, layers, is_forward=is_forward),
+        moved=_moved(marks, layers, is_forward=is_forward),
     )
+
+
+def _put(place: Shares, work: PassSeconds, share: float) -> None:
+    """Add a share of a layer's pass. Shares that follow each other are one, unless they send."""
+    if place and place[-1][0] is work and not work.sums and not work.messages:
+        share += place.pop()[1]
+    place.append((work, share))
 
 
 def _shares(
@@ -290,9 +300,7 @@ def _shares(
     )
 
 
-def _moved(
-    units: Sequence[UnitFacts], marks: Sequence[Boundary], layers: PlayedWork, *, is_forward: bool
-) -> dict[int, Moved]:
+def _moved(marks: Sequence[Boundary], layers: PlayedWork, *, is_forward: bool) -> dict[int, Moved]:
     """Return what moves at which unit, in the order of the pass: a layer's goes when the last unit
     that has tensors of it ends, and comes when the first one's backward begins."""
     if not layers.moved:
@@ -300,7 +308,7 @@ def _moved(
     mark = Mark.LEAVE if is_forward else Mark.PRE_BACKWARD
     order = [boundary.unit for boundary in marks if boundary.mark is mark]
     at: defaultdict[int, list[tuple[Tier, int]]] = defaultdict(list)
-    for name, parts in _tensors_of(units, layers.layers).items():
+    for name, parts in layers.tensors.items():
         own = [unit for unit in order if unit in {unit for _, unit in parts}]
         if own:
             at[own[-1] if is_forward else own[0]] += layers.moved.get(name, ())
@@ -330,13 +338,13 @@ def _half(work: LayerWork, half: PassWork) -> PassWork:
 
 
 def _tensors_of(
-    units: Sequence[UnitFacts], layers: Mapping[str, LayerWork]
+    units: Sequence[UnitFacts], layers: Sequence[str]
 ) -> dict[str, list[tuple[TensorFacts, int]]]:
     """Return by layer its tensors, each with its unit's index."""
     parts: dict[str, list[tuple[TensorFacts, int]]] = {name: [] for name in layers}
     for index, unit in enumerate(units):
         for tensor in unit.tensors:
-            layer = next((name for name in prefixes(tensor.name) if name in layers), None)
+            layer = next((name for name in prefixes(tensor.name) if name in parts), None)
             if layer is not None:
                 parts[layer].append((tensor, index))
     return parts

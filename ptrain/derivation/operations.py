@@ -109,4 +109,4 @@ def setting_at(spec: Spec, plan: Plan, index: int) -> Setting:
     shape = setting.shape
     if is_by_operators(spec):  # backward has the scores, and multiplies once less
         shape = replace(shape, attention=Attention.EAGER)
-    return replace(setting, shape=shape)
+    return setting if shape is setting.shape else replace(setting, shape=shape)

@@ -171,13 +171,12 @@ def staged(spec: Spec, plan: Plan, facts: ModelFacts) -> tuple[StageParts, ...]:
 
 def _whole_model(spec: Spec, plan: Plan, facts: ModelFacts) -> StageParts:
     """The only stage of a model that is not cut into any."""
-    parts = [*tensor.parts(spec, plan, facts)]
-    traced = {i: part.timeline for part, indices in parts for i in indices if part.timeline}
-    formulas: tuple[RowsPasses, ...] = ()
-    if plan.loads is not None:
-        traced = traced if facts.part_rows else {}
-        layers = tuple(plan.loads.of(0))
-        formulas = tuple(RowsPasses(layers, whole, None, False, 0, 0) for whole in facts.part_rows)
+    passes = facts.stage_passes[0] if facts.stage_passes else ()
+    if facts.timeline and not plan.cutting_axes:
+        passes = (passes_of(facts.timeline, None, is_first=True, output=0, hidden=0),)
+    formulas = facts.stage_rows[0] if facts.stage_rows and plan.loads is not None else ()
+    if plan.loads is not None and not formulas:
+        passes = ()
     blocks = facts.blocks
     if not blocks and isinstance(spec.model, ModelShape):
         blocks = tuple(f"blocks.{number}" for number in range(spec.model.layers))
@@ -186,11 +185,11 @@ def _whole_model(spec: Spec, plan: Plan, facts: ModelFacts) -> StageParts:
         like=0,
         plan=plan,
         facts=facts,
-        parts=[(wrapping(spec, plan, part), indices) for part, indices in parts],
-        passes=tuple(
-            passes_of(whole, None, is_first=False, output=0, hidden=0)
-            for _, whole in sorted(traced.items())
-        ),
+        parts=[
+            (wrapping(spec, plan, part), indices)
+            for part, indices in tensor.parts(spec, plan, facts)
+        ],
+        passes=passes,
         formulas=formulas,
     )
 

@@ -92,8 +92,8 @@ class StepTiming(NamedTuple):
         items = {kind: items for kind, items in passes.items.items() if kind in kinds}
         ends = stage.index == 0, stage.index == self.schedule.stages - 1
         work, moved = self.work(index), passes.moved
-        layers = work_of_stage(self.spec, work, self.blocks, stage, ends, played, moved)
-        return {kind: score(self.clock, kind, own, units, layers) for kind, own in items.items()}
+        layers = work_of_stage(self.spec, work, self.blocks, stage, units, ends, played, moved)
+        return {kind: score(self.clock, kind, own, layers) for kind, own in items.items()}
 
 
 def _kinds(schedule: Schedule, stage: int) -> set[Kind]:

@@ -279,7 +279,7 @@ class EvaluatedTable:
 
 def content(part: TablePart, setting: Setting) -> archive.Table:
     """Return a setting's table as it is written. Raises KeyError where there is none."""
-    table: archive.Table = archive.table(part, setting.name(part))[setting.way(part)]
+    table: archive.Table = archive.read(part, setting.name(part), setting.way(part))
     return table
 
 
@@ -290,7 +290,7 @@ def sizes(part: TablePart, setting: Setting) -> tuple[Monomial, ...]:
 
 @cache
 def _sizes(part: TablePart, name: str, way: str) -> tuple[Monomial, ...]:
-    return monomials(archive.table(part, name)[way])
+    return monomials(archive.read(part, name, way))
 
 
 def table(
@@ -361,7 +361,7 @@ class WorkTable(NamedTuple):
 
 @cache
 def work_table(part: TablePart, name: str, way: str) -> WorkTable:
-    return WorkTable.read(archive.table(part, name)[way]["work"])
+    return WorkTable.read(archive.read(part, name, way)["work"])
 
 
 class EvaluatedWork:

@@ -15,7 +15,7 @@ from ptrain.axes.context.attention import ContextPart, part_at
 from ptrain.axes.expert.form import with_own_experts
 from ptrain.axes.pipeline.catalogue import schedule_of
 from ptrain.axes.ring import Calls, Group
-from ptrain.axes.tensor.cost import Cut, ModuleRoles, cut_dims, slices
+from ptrain.axes.tensor.cost import Cut, cut_dims, module_roles, slices
 from ptrain.cost import Collective, Phase, State, Traffic
 from ptrain.derivation import layers as layer_tables
 from ptrain.derivation.tables import RankCut
@@ -75,10 +75,10 @@ def parts(
         return
     indices_of: dict[tuple[ModelFacts, str], tuple[int, ...]] = {}
     for units, indices in units_by_place(spec, plan, facts):
-        traced = [(index,) for index in indices] if facts.part_timelines else [indices]
+        traced = [(index,) for index in indices] if facts.stage_passes else [indices]
         for alike in (own for group in traced for own in alike_in_context(spec, plan, group)):
             part = _local_facts(spec, facts, units, alike[0])
-            name = "" if facts.part_timelines else _context_name(spec, plan, alike[0])
+            name = "" if facts.stage_passes else _context_name(spec, plan, alike[0])
             indices_of[part, name] = (*indices_of.get((part, name), ()), *alike)
     yield from ((part, indices) for (part, _), indices in indices_of.items())
 
@@ -118,12 +118,12 @@ def units_by_place(
 def _local_facts(spec: Spec, facts: ModelFacts, units: Units, index: int) -> ModelFacts:
     """The part at a place along the cutting axes: its units, and where it was traced the timeline
     of its micro-batch."""
-    traced = facts.part_timelines
+    traced = facts.stage_passes
     if layer_tables.is_tabulated(spec) and not facts.roles and not traced:
         return replace(facts, units=units)
-    timeline = traced[index] if traced else None
+    timeline = traced[0][index].timeline if traced else None
     order = gradient_order(timeline) if timeline else facts.gradient_order
-    return replace(facts, units=units, timeline=timeline, gradient_order=order, part_timelines=())
+    return replace(facts, units=units, timeline=timeline, gradient_order=order, stage_passes=())
 
 
 UnitsByRanks = tuple[tuple[Units, tuple[int, ...]], ...]
@@ -163,7 +163,8 @@ def _local_units(
         if dim is None:
             return tensor
         own = (*shape[:dim], length[shape[dim]], *shape[dim + 1 :])
-        return tensor._replace(shape=own, cut_over=(*tensor.cut_over, axis))
+        cut_over = (*tensor.cut_over, axis)
+        return TensorFacts(tensor.name, own, cut_over, tensor.is_copy, tensor.is_frozen)
 
     return tuple(
         UnitFacts(modules=unit.modules, tensors=tuple(map(local, unit.tensors)))
@@ -273,7 +274,7 @@ class _Operators:
     of each the gradients are summed by themselves."""
 
     def __init__(self, step: Parallelize, facts: ModelFacts) -> None:
-        self._roles, self._modules = step.roles, ModuleRoles(step.roles)
+        self._roles, self._modules = step.roles, module_roles(step.roles)
         self._weights = self._by_role(facts)
         # what is cut for slices of the tokens, whatever ranks have between the sub-blocks
         self.of_slices = [
@@ -360,7 +361,9 @@ class _Operators:
 
     def _is_of_slices(self, name: str) -> bool:
         """Return whether a module is of a sub-block that routes a rank's slice of the tokens."""
-        return any(Role.WHOLE_EXPERTS in self._modules.roles(parent) for parent in prefixes(name))
+        return self._has(Role.WHOLE_EXPERTS) and any(
+            Role.WHOLE_EXPERTS in self._modules.roles(parent) for parent in prefixes(name)
+        )
 
     def _has(self, role: Role) -> bool:
         return any(has is role for _, has in self._roles)

@@ -74,7 +74,6 @@ class RowsTimeline(NamedTuple):
 
     forward: tuple[RowsItem, ...]
     backward: tuple[RowsItem, ...]
-    saved: tuple[tuple[str, RowsSize], ...] = ()
     moved: tuple[tuple[str, RowsSize], ...] = ()
     repeated: tuple[tuple[str, int], ...] = ()
 
@@ -83,7 +82,6 @@ class RowsTimeline(NamedTuple):
         return Timeline(
             forward=tuple(_at(self.forward, rows)),
             backward=tuple(_at(self.backward, rows)),
-            saved=tuple((operator, size.at(rows)) for operator, size in self.saved),
             moved=tuple((tier, size.at(rows)) for tier, size in self.moved),
             repeated=self.repeated,
         )
@@ -413,25 +411,25 @@ class ModelFacts:
     gradients are complete in a backward pass (it decides DDP's buckets). `timeline` is one
     micro-batch traced at the spec's shape and dtypes; None where a committed table gives it. Of a
     model that is not built in, `roles` are those on the tensor axis and `fusions` the lengths in
-    its fused projections, `part_timelines` those of each of its ranks, first to last; `chain` is
-    what the pipeline axis cuts, and `stage_passes` what was traced of each stage, by the places of
-    ranks along tp; `part_rows` are the timelines of its ranks as formulas of where tokens go, first
-    to last, empty where that changes no size or there is no formula, `stage_rows` those of its
-    stages; `work` is what that micro-batch computes and `part_works` what it does on the ranks at
-    each place along tp, of all their stages together; `blocks` are the names of what repeats,
-    first to last. `draws`: it draws random numbers in forward, as dropout does; `sample_bytes` are
-    those of a sample that is not tokens; `ignored` are fields of a config that have no influence,
-    each with the reason; `vocabulary` is how many logits a token has, where it has run. `untraced`
-    says why there is no trace of a model that should have one, `unknown_attention` of what
-    attention nobody knows what the spec's GPUs would keep. `by_data` says what selects by data, as
-    a router does, so that sizes depend on it: then the traces are those of one extent of what is
-    selected, and `others` are the facts at other extents; figures lie between the least and the
-    largest of all. `attending` is what slices of the tokens over cp need of a model that is not
-    built in, `experts` its layers with experts where ranks have some each. `unvisited` are
-    parameters that have no gradient where nothing is selected for them. `built_whole` says why each
-    rank builds the full model before it keeps its part; it is empty where a rank draws or reads its
-    part alone. `stops` are modules whose inputs have no gradient, for nothing trained comes before
-    them. `model` is there where they are of another one than the spec's.
+    its fused projections; `chain` is what the pipeline axis cuts, and `stage_passes` what was
+    traced of each stage, by the places of ranks along the cutting axes: without pp of one stage,
+    the model. `stage_rows` are the same as formulas of where tokens go, empty where that changes no
+    size or there is no formula; `work` is what that micro-batch computes and `part_works` what it
+    does on the ranks at each place along tp, of all their stages together; `blocks` are the names
+    of what repeats, first to last. `draws`: it draws random numbers in forward, as dropout does;
+    `sample_bytes` are those of a sample that is not tokens; `ignored` are fields of a config that
+    have no influence, each with the reason; `vocabulary` is how many logits a token has, where it
+    has run. `untraced` says why there is no trace of a model that should have one,
+    `unknown_attention` of what attention nobody knows what the spec's GPUs would keep. `by_data`
+    says what selects by data, as a router does, so that sizes depend on it: then the traces are
+    those of one extent of what is selected, and `others` are the facts at other extents; figures
+    lie between the least and the largest of all. `attending` is what slices of the tokens over cp
+    need of a model that is not built in, `experts` its layers with experts where ranks have some
+    each. `unvisited` are parameters that have no gradient where nothing is selected for them.
+    `built_whole` says why each rank builds the full model before it keeps its part; it is empty
+    where a rank draws or reads its part alone. `stops` are modules whose inputs have no gradient,
+    for nothing trained comes before them. `model` is there where they are of another one than the
+    spec's.
     """
 
     units: tuple[UnitFacts, ...]
@@ -440,8 +438,6 @@ class ModelFacts:
     timeline: Timeline | None = None
     roles: Roles = ()
     fusions: Fusions = ()
-    part_timelines: tuple[Timeline, ...] = ()
-    part_rows: tuple[RowsTimeline, ...] = ()
     chain: Chain | None = None
     blocks: tuple[str, ...] = ()
     stage_passes: tuple[tuple[Passes, ...], ...] = field(default=(), hash=False)
@@ -476,9 +472,7 @@ class ModelFacts:
     def as_one_unit(self) -> ModelFacts:
         """Return the same model with its root for its only unit; its trace knows others."""
         units = (UnitFacts(modules=("",), tensors=self.tensors),)
-        return replace(
-            self, units=units, timeline=None, part_timelines=(), part_rows=(), stage_passes=()
-        )
+        return replace(self, units=units, timeline=None, stage_passes=(), stage_rows=())
 
     @property
     def tensors(self) -> tuple[TensorFacts, ...]:

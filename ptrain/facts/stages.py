@@ -61,7 +61,7 @@ class Chain(NamedTuple):
 
 def is_within(name: str, modules: Iterable[str]) -> bool:
     """Return whether a tensor or module is one of `modules`, or in one."""
-    return any(f"{name}.".startswith(f"{module}.") for module in modules)
+    return f"{name}.".startswith(tuple([f"{module}." for module in modules]))
 
 
 # Of the built-in families.

@@ -23,7 +23,7 @@ _STANDARD = sysconfig.get_path("stdlib")
 
 
 # Mistakes of Python: not that a fake tensor has no values, or an operator no fake.
-_PYTHONS = (ArithmeticError, AssertionError, AttributeError, LookupError, NameError, TypeError)
+PYTHONS = (ArithmeticError, AssertionError, AttributeError, LookupError, NameError, TypeError)
 
 
 class CodeRaised(SpecError):
@@ -33,7 +33,7 @@ class CodeRaised(SpecError):
     @property
     def is_certain(self) -> bool:
         cause = self.__cause__
-        return isinstance(cause, _PYTHONS) or (cause is not None and _is_of_shapes(cause))
+        return isinstance(cause, PYTHONS) or (cause is not None and _is_of_shapes(cause))
 
 
 def _is_of_shapes(error: BaseException) -> bool:

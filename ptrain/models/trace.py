@@ -241,7 +241,6 @@ def to_timeline(recording: Recording) -> Timeline:
     return Timeline(
         forward=tuple(_items(recording.forward, recording.sizes)),
         backward=tuple(_items(recording.backward, recording.sizes)),
-        saved=tuple((event.operator, event.size) for event in recording.saved),
         moved=tuple((tier, recording.sizes[number]) for number, tier in recording.moved),
         repeated=recording.repeated,
     )

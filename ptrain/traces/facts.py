@@ -71,7 +71,7 @@ from ptrain.traces.attention_kernels import kernels_for
 from ptrain.traces.rank_part import EqualLayers, TracedLayers, only, running_units
 from ptrain.traces.record import record
 from ptrain.traces.stage_parts import (
-    part_formulas,
+    hidden_bytes,
     stage_formulas,
     stage_passes,
     stage_rows,
@@ -82,7 +82,6 @@ from ptrain.traces.tensor_parts import (
     Traced,
     by_place,
     fake_model,
-    timelines_of,
     traced,
     unless_it_takes_values,
     why_untraced,
@@ -424,17 +423,11 @@ class _Reader:
 
     def _with_parts(self, facts: ModelFacts, traces: Traced, has_stages: bool) -> ModelFacts:
         rows = by_place(traces)
-        if has_stages:
-            return replace(
-                facts,
-                stage_passes=stage_passes(self.spec, facts, rows),
-                stage_rows=stage_formulas(self.spec, facts, rows),
-                part_works=stage_works(rows),
-            )
+        hidden = hidden_bytes(self.spec, facts) if has_stages else 0
         return replace(
             facts,
-            part_timelines=timelines_of(traces),
-            part_rows=part_formulas(rows),
+            stage_passes=stage_passes(rows, hidden),
+            stage_rows=stage_formulas(rows, hidden),
             part_works=stage_works(rows),
         )
 

@@ -35,7 +35,7 @@ from ptrain.facts.model import Attending, RowsSize, RowsTimeline, StorageEvents,
 from ptrain.facts.stages import Chain, Stage, is_within
 from ptrain.interpreter.loss import Loss
 from ptrain.models.objective import SampleBatch, objective_of, of_tokens, sample_batch
-from ptrain.models.trace import Born, Event, Extent, Recording, sent_again, to_timeline
+from ptrain.models.trace import Event, Extent, Recording, sent_again, to_timeline
 from ptrain.models.units import ROOT
 from ptrain.rooms.comm import Mesh, Registry
 from ptrain.spec.dials import ReduceScatterVia
@@ -217,12 +217,10 @@ class TracedLayers:
         if layers.layers == self.layers.ran:
             return own
         enter, begin, places = Mark.ENTER, Mark.PRE_BACKWARD, places_of(tuple(units))
-        saved = _saved(own.saved, self.recording, self._boundaries(enter))
         again = _sent_again(self.recording, self._boundaries(begin))
         return type(own)(
             forward=self._items(own.forward, enter, layers, places),
             backward=self._items(own.backward, begin, layers, places),
-            saved=tuple(chain(*self._all(saved, enter, layers))),
             moved=own.moved,
             repeated=tuple(chain(*self._all(again, begin, layers))),
         )
@@ -289,15 +287,6 @@ def _parted(items: Sequence[X], marks: Sequence[X]) -> list[Sequence[X]]:
     ends = [*map(items.index, marks), len(items)]
     assert ends == sorted(ends), "layers do not run one after the other"
     return [items[: ends[0]], *(items[start:end] for start, end in pairwise(ends))]
-
-
-def _saved(saved: Iterable[Any], recording: Recording, marks: Sequence[Event]) -> list[Pairs]:
-    """Return what forward left for backward, `saved`, by layer."""
-    alive, left = {event.id for event in recording.saved}, iter(saved)
-    return [
-        [next(left) for event in part if isinstance(event, Born) and event.id in alive]
-        for part in _parted(recording.forward, marks)
-    ]
 
 
 def _sent_again(recording: Recording, marks: Sequence[Event]) -> list[Pairs]:

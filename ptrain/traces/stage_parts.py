@@ -106,7 +106,6 @@ class UnevenLoads:
         return RowsTimeline(
             forward=tuple(_items(first.forward, sizes, first.sizes)),
             backward=tuple(_items(first.backward, sizes, first.sizes)),
-            saved=tuple((event.operator, sizes[event.id]) for event in first.saved),
             moved=tuple((tier, sizes[number]) for number, tier in first.moved),
             repeated=first.repeated,
         )
@@ -258,11 +257,11 @@ class PartTraces:
         output = own.recording.output
         row = {
             "passes": encode(own.timeline(layers, units), Timeline),
-            "output": None if output is None else own.recording.sizes[output],
+            "output": 0 if output is None else own.recording.sizes[output],
             "work": encode(own.work(layers), WorkByKind | None),
         }
         if halves is not None:
-            row["halves"] = encode(to_timeline(_of_halves(halves))._replace(saved=()), Timeline)
+            row["halves"] = encode(to_timeline(_of_halves(halves)), Timeline)
         return row | self._formulas(layers, units)
 
     def _formulas(self, layers: EqualLayers, units: Units) -> dict[str, Any]:
@@ -291,23 +290,18 @@ def _of_halves(recording: Recording) -> Recording:
     return replace(recording, passes=passes, moved=(), works={})
 
 
-def stage_passes(
-    spec: Spec, facts: ModelFacts, by_place: Sequence[Rows]
-) -> tuple[tuple[Passes, ...], ...]:
-    """Return the passes by stage, then by place along tp; `by_place` are the rows of each place."""
-    hidden = _hidden_bytes(spec, facts)
+def stage_passes(by_place: Sequence[Rows], hidden: int) -> tuple[tuple[Passes, ...], ...]:
+    """Return the passes by stage, then by place along the cutting axes; `by_place` are the rows of
+    each place, and so many bytes go over a boundary."""
     return tuple(
         tuple(_passes(rows, index, hidden) for rows in of_places)
         for index, of_places in enumerate(zip(*by_place, strict=True))
     )
 
 
-def stage_formulas(
-    spec: Spec, facts: ModelFacts, by_place: Sequence[Rows]
-) -> tuple[tuple[RowsPasses, ...], ...]:
+def stage_formulas(by_place: Sequence[Rows], hidden: int) -> tuple[tuple[RowsPasses, ...], ...]:
     """Return the passes as formulas of where tokens go, as `stage_passes`, of a stage where that
     changes none nothing; nothing at all where there is no formula of one."""
-    hidden = _hidden_bytes(spec, facts)
     if any(None in row.get("formulas", ()) for rows in by_place for row in rows):
         return ()
     return tuple(
@@ -316,7 +310,7 @@ def stage_formulas(
     )
 
 
-def _hidden_bytes(spec: Spec, facts: ModelFacts) -> int:
+def hidden_bytes(spec: Spec, facts: ModelFacts) -> int:
     """Return the bytes of what goes over a boundary, of a micro-batch."""
     itemsize = spec.precision.effective.parameters.itemsize
     slices = lower(spec, facts).boundary_slices
@@ -334,13 +328,6 @@ def _formula(rows: Mapping[str, Any], index: int, hidden: int) -> RowsPasses:
         output=rows["output"],
         hidden=hidden,
     )
-
-
-def part_formulas(by_place: Sequence[Rows]) -> tuple[RowsTimeline, ...]:
-    """Return by place the timelines of a model without stages as formulas of where tokens go;
-    nothing where that changes none, or there is no formula."""
-    formulas = [formula for (row,) in by_place for formula in row.get("formulas", [None])]
-    return () if None in formulas else tuple(decode(plain, RowsTimeline) for plain in formulas)
 
 
 def stage_works(by_place: Sequence[Rows]) -> tuple[WorkByKind, ...]:

@@ -2,11 +2,11 @@
 where the weights are too large for real ones.
 
 A process plays the rank on fake ranks, cuts the model as the plan says, and traces one micro-batch
-of its part, with pp of every stage. It is another process than this one, which may belong to a
-group of real ranks. Ranks with slices of the same shapes are traced once; a process plays those at
-the same place along tp one after the other, since torch remembers for a mesh what it cut for one
-rank. A trace reads sizes, births and deaths, which are the same on fake tensors
-(tests/unit/test_on_fakes.py).
+of its part, with pp of every stage. This process plays the first ranks, for every other one has to
+import torch; it plays none where it belongs to a group of real ranks, or where operators are cut.
+Ranks with slices of the same shapes are traced once; a process plays those at the same place along
+tp one after the other, since torch remembers for a mesh what it cut for one rank. A trace reads
+sizes, births and deaths, which are the same on fake tensors (tests/unit/test_on_fakes.py).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stdout, suppress
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache, partial
@@ -29,7 +29,6 @@ import torch.distributed as dist
 from torch import nn
 
 from ptrain.axes.context.attention import alike_by
-from ptrain.codec import decode
 from ptrain.derivation.tensor import units_by_place
 from ptrain.errors import PtrainError, refused
 from ptrain.facts.model import ModelFacts
@@ -37,7 +36,7 @@ from ptrain.facts.traced_part import traced_part
 from ptrain.internals.dtensor import forget_shapes
 from ptrain.internals.fakes import READ, FakeTensorMode
 from ptrain.interpreter.look import build_module
-from ptrain.models.boundary import CodeRaised
+from ptrain.models.boundary import PYTHONS, CodeRaised
 from ptrain.models.facts import untraced_facts
 from ptrain.models.initialize import build, cast
 from ptrain.models.numerics import TORCH_DTYPES
@@ -52,7 +51,6 @@ from ptrain.spec.placement import CUTTING_AXES, EXPERT_AXES, TOKEN_AXES, Axis
 from ptrain.spec.spec import Spec, place_of, ranks_over
 from ptrain.spec.write import to_mapping
 from ptrain.steps.step import CreateMesh, Plan
-from ptrain.timeline import Timeline
 from ptrain.traces.attention_kernels import kernels_for
 from ptrain.traces.rank_part import EqualLayers, TracedLayers, only, running_units
 from ptrain.traces.stage_parts import PartTraces, rank_part, stage_rows, uneven_loads
@@ -64,6 +62,7 @@ REAL_BYTES = 2 * 2**30  # of weights: more than a laptop copies within seconds
 # A trace on fake tensors takes one to five seconds, whatever the sizes. Real tensors take as long
 # with 8 million parameters in fp32, or 1e11 operations at some 50 GFLOP/s of two cores.
 QUICK_BYTES, QUICK_OPERATIONS = 32 * 2**20, 10**11
+_FEWEST = 5  # ranks of a process: it takes as long to import torch as to play some four of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,11 +214,6 @@ def _as_text(spec: Spec) -> str:
         ) from error
 
 
-def timelines_of(traces: Traced) -> tuple[Timeline, ...]:
-    """Return the timelines by place along the cutting axes. Raises PtrainError for a problem."""
-    return tuple(decode(row["passes"], Timeline) for (row,) in by_place(traces))
-
-
 def by_place(traces: Traced) -> list[Any]:
     """Return the answers by place along the cutting axes. Raises PtrainError for a problem."""
     if "problem" in traces:
@@ -247,28 +241,36 @@ def _players(spec: Spec, plan: Plan, facts: ModelFacts) -> list[int]:
 
 def _together(spec: Spec, plan: Plan, indices: tuple[int, ...]) -> list[tuple[int, ...]]:
     """Return which of these places one process plays after the other: no more processes than there
-    are cores, but for places along tp."""
+    are cores, nor for fewer places than are worth one, but for places along tp."""
     places = ((place_of(spec, plan.cutting_axes, index), index) for index in indices)
     own = grouped((at[plan.tensor.axis] if plan.tensor else 0, index) for at, index in places)
-    number = max(1, cores() // len(own))
+    most = max(map(len, own.values()))
+    number = max(1, min(cores() // len(own), most // _FEWEST))
     parts = (tuple(of_place[first::number]) for of_place in own.values() for first in range(number))
     return [part for part in parts if part]
 
 
 @cache
 def _answers(requests: tuple[_PartRequest, ...], seconds: float) -> list[list[Traced]]:
-    """Return the answers of processes, as many side by side as there are cores, all of them in at
-    most `seconds`. Each imports torch: more at once would take memory, and no less time."""
-    ends, at_once = time.monotonic() + seconds, cores()
+    """Return the answers of this process and of others, of which as many run side by side as there
+    are cores, and all of them at most `seconds`. Each imports torch: more at once would take
+    memory, and no less time."""
+    ends, at_once, axes = time.monotonic() + seconds, cores(), requests[0].axes
+    plays_first = Axis.TP not in axes and not dist.is_initialized()
     processes: list[Popen[str]] = []
     answers = []
     try:
-        for number, request in enumerate(requests):
+        for number, request in enumerate(requests[plays_first:]):
             if number >= at_once:
-                answers.append(_answer(processes[number - at_once], request.axes, ends))
+                answers.append(_answer(processes[number - at_once], axes, ends))
             processes.append(_started(request))
         rest = processes[-at_once:]
-        return answers + [_answer(process, requests[0].axes, ends) for process in rest]
+        if plays_first and (own := _played_here(requests[0])):
+            answers.insert(0, own)
+        elif plays_first:  # another process tells why
+            processes.append(_started(requests[0]))
+            rest.insert(0, processes[-1])
+        return answers + [_answer(process, axes, ends) for process in rest]
     except TimeoutExpired as error:
         raise refused(
             "timeout.init",
@@ -279,6 +281,20 @@ def _answers(requests: tuple[_PartRequest, ...], seconds: float) -> list[list[Tr
         for process in processes:
             process.kill()
             process.communicate()  # closes its pipes
+
+
+def _played_here(request: _PartRequest) -> list[Traced]:
+    """Return the answer of this process; nothing where it fails."""
+    gc.freeze()  # each trace begins with a collection, which would visit all that was imported
+    try:
+        with redirect_stdout(sys.stderr), torch.random.fork_rng(devices=[]):
+            answers: list[Traced] = json.loads(json.dumps(_played(request)))
+            return answers
+    except (PtrainError, RuntimeError, ValueError, *PYTHONS):
+        return []
+    finally:
+        _forget_ranks()
+        gc.unfreeze()
 
 
 def _started(request: _PartRequest) -> Popen[str]:
@@ -318,12 +334,10 @@ def _answer(process: Popen[str], axes: tuple[Axis, ...], ends: float) -> list[Tr
 def _play(
     spec: Spec, index: int, large: FakeModel | None, *, allow_import: bool, extent: Extent
 ) -> list[Any]:
-    """In a process of its own: rank `index` of the spec's cutting axes alone; `large` is the model
-    where it is on fakes, and stays as it is. A mesh reads its ranks, so it is there before tensors
+    """Play rank `index` of the spec's cutting axes alone; `large` is the model where it is on
+    fakes, and stays as it is. A mesh reads its ranks, so it is there before tensors
     are fakes."""
-    if dist.is_initialized():  # of the rank before
-        dist.destroy_process_group()
-        forget_shapes()  # which DTensor keeps with the groups that are gone
+    _forget_ranks()
     mesh = _mesh(spec, index)
     if large is not None:
         with large.running(), kernels_for(spec):
@@ -337,6 +351,13 @@ def _play(
     cast(module, TORCH_DTYPES[spec.precision.effective.parameters])
     with kernels_for(spec):
         return _part_of(module, spec, mesh, extent)
+
+
+def _forget_ranks() -> None:
+    """Leave the world of the rank that was played last."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+        forget_shapes()  # which DTensor keeps with the groups that are gone
 
 
 def _mesh(spec: Spec, index: int) -> Mesh:
@@ -371,17 +392,18 @@ def _copied(module: nn.Module) -> nn.Module:
     return deepcopy(module, {id(parameter): parameter for parameter in module.parameters()})
 
 
-def _play_each(
-    play: Callable[[int, FakeModel | None], Any], indices: Sequence[int], fake: FakeModel | None
-) -> list[Any]:
+def _played(request: _PartRequest) -> list[Any]:
     """Play ranks on fake tensors, or on real ones if these are as quick or fakes do not suffice."""
+    spec = load(json.loads(request.spec)).spec
+    fake = fake_model(spec, allow_import=request.allow_import)
+    play = partial(_play, spec, allow_import=request.allow_import, extent=request.extent)
     if fake is not None and not fake.is_better_real():
         try:
-            return [play(index, fake) for index in indices]
+            return [play(index, fake) for index in request.indices]
         except (CodeRaised, RuntimeError):  # the errors of READ are RuntimeErrors
             if not fake.may_be_real:
                 raise
-    return [play(index, None) for index in indices]
+    return [play(index, None) for index in request.indices]
 
 
 def main(questions: Sequence[str]) -> int:
@@ -390,10 +412,7 @@ def main(questions: Sequence[str]) -> int:
     answers, sys.stdout = sys.stdout, sys.stderr
     gc.freeze()  # each trace begins with a collection, which would visit all that was imported
     try:
-        spec = load(json.loads(text)).spec
-        fake = fake_model(spec, allow_import=allow_import)
-        play = partial(_play, spec, allow_import=allow_import, extent=Extent(extent))
-        answers_of = _play_each(play, indices, fake)
+        answers_of = _played(_PartRequest(text, (), indices, allow_import, Extent(extent)))
     except PtrainError as error:
         print(error, file=sys.stderr)
         return error.exit_code

@@ -13,13 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ptrain.axes.pipeline.cost import (
-    PipelineSize,
-    chunks_between,
-    chunks_in_flight,
-    forwards_first,
-    round_size,
-)
+from ptrain.axes.pipeline.cost import PipelineSize, round_size
 from ptrain.cost import Collective, Phase
 from ptrain.spec.model import ModelShape
 from ptrain.spec.pipeline import ScheduleName
@@ -29,6 +23,28 @@ from ptrain.steps.step import Pipeline
 from tests.oracles.tensor import LayerSpan, parameters
 
 Crossing = tuple[Collective, Phase]
+
+
+def chunks_in_flight(size: PipelineSize, rank: int) -> int:
+    """Return the most chunks whose activations a rank holds at once, over all of its stages."""
+    return size.cost.in_flight(size, rank)
+
+
+def forwards_first(size: PipelineSize, rank: int) -> int:
+    """Return the forwards of a rank before its first backward pass: with a zero bubble as many as
+    of 1F1B, since the chunks whose weights are left come later; of a DualPipeV's rank all but the
+    forward of the first pair, which the last rank does not have."""
+    if size.schedule is ScheduleName.ZERO_BUBBLE:
+        forwards = (size.stages_per_rank - 1) * round_size(size) + size.ranks - rank
+        return min(size.stages_per_rank * size.microbatches, forwards)
+    is_paired = size.schedule is ScheduleName.DUALPIPEV and rank < size.ranks - 1
+    return chunks_in_flight(size, rank) - is_paired
+
+
+def chunks_between(size: PipelineSize, rank: int) -> int:
+    """Return how many chunks are in flight on the rank before and not on this one, at most, where
+    both have most of them."""
+    return chunks_in_flight(size, rank - 1) - chunks_in_flight(size, rank) if rank else 0
 
 
 def crossings(size: PipelineSize, rank: int) -> Mapping[Crossing, int]:

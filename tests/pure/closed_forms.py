@@ -13,7 +13,7 @@ from random import Random
 from ptrain.cost import State, Traffic
 from ptrain.derivation.flat import joined
 from ptrain.derivation.ghosts.table import wrapping
-from ptrain.facts.model import ModelFacts
+from ptrain.facts.model import ModelFacts, passes_of
 from ptrain.plan.lower import lower
 from ptrain.spec.dials import GatherAfterUpdate, GradientSync, ReduceScatterVia, Reshard, SyncPolicy
 from ptrain.spec.placement import Axis, Placement, Tier
@@ -143,8 +143,9 @@ def by_life(spec: Spec, plan: Plan, facts: ModelFacts, *, is_fresh: bool) -> Fig
     if plan.update.layout.scales_loss and plan.update.layout.parameters is not DType.FP64:
         timeline = seeded(timeline)
     rows = resident(spec, plan, facts)
-    timelines = (timeline,) * ranks_over(spec, plan.cutting_axes)
-    traced = replace(facts, timeline=timeline, part_timelines=timelines)
+    passes = passes_of(timeline, None, is_first=True, output=0, hidden=0)
+    places = (passes,) * ranks_over(spec, plan.cutting_axes)
+    traced = replace(facts, timeline=timeline, stage_passes=(places,))
     step = flight(spec, traced, plan=plan)
     figures: Figures = {"transient": transient(step)}
     index_of = positions(spec, plan.differing_axes)

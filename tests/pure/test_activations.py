@@ -15,7 +15,7 @@ from ptrain.spec.model import Family, ModelShape
 from ptrain.spec.precision import DType
 from ptrain.timeline import Boundary, Complete, Mark, Run
 from tests.pure.build import ODD_SHAPE, setting
-from tests.saved_tensors import saved, torch_version
+from tests.saved_tensors import saved, saved_bytes, torch_version
 
 LLAMA_8B = ModelShape(
     family=Family.LLAMA,
@@ -35,7 +35,7 @@ GPT = ModelShape(
 @pytest.mark.parametrize("compute", [DType.FP32, DType.FP64, DType.BF16], ids=str)
 def test_every_layer_saves_the_same(shape, compute):
     sizes = [
-        timeline(setting(replace(shape, layers=layers), compute)).saved_bytes
+        saved_bytes(timeline(setting(replace(shape, layers=layers), compute)))
         for layers in (1, 2, 3, 10)
     ]
     block = sizes[1] - sizes[0]
@@ -49,7 +49,7 @@ def test_the_total_is_the_sum_of_the_polynomials():
         term.size.bytes(of_8b.values, 2) * (LLAMA_8B.layers if term.part == "block" else 1)
         for term in saved(of_8b)
     )
-    assert total == timeline(of_8b).saved_bytes
+    assert total == saved_bytes(timeline(of_8b))
 
 
 def test_a_block_of_llama_in_full_precision_saves_these_polynomials():
@@ -97,8 +97,8 @@ def test_on_gpus_the_peak_of_dropout_in_sharded_models_is_predicted_and_not_clai
 
 
 def test_fp64_doubles_what_counts_in_elements_and_leaves_the_tokens():
-    single = timeline(setting(GPT)).saved_bytes
-    double = timeline(setting(GPT, DType.FP64)).saved_bytes
+    single = saved_bytes(timeline(setting(GPT)))
+    double = saved_bytes(timeline(setting(GPT, DType.FP64)))
     targets = 2 * 8 * 8  # a contiguous copy of the int64 targets
     assert double - targets == 2 * (single - targets)
 

@@ -32,7 +32,6 @@ BATCH = "batch={global: 8, micro: 1, sequence: 16}"
 TIMELINE = Timeline(
     forward=(Boundary(Mark.ENTER, 1), Run(5, -3), Repeated(2, (Run(1, 1), Complete("b", 0)))),
     backward=(Complete("a.weight", 8, True), Run(1, 1)),
-    saved=(("aten::mm", 12),),
     moved=(("host", 3),),
     repeated=(("all_reduce", 4),),
 )
@@ -46,7 +45,6 @@ FACTS = ModelFacts(
     gradient_order=("w",),
     timeline=TIMELINE,
     roles=(("w", Role.ROW),),
-    part_timelines=(TIMELINE, TIMELINE),
     chain=Chain(layers=("a", "b"), ends=Ends(front=("e",), behind=()), hidden=4),
     blocks=("a", "b"),
     stage_passes=((Passes(items={Kind.FORWARD: (Run(1, 2),)}, output=3, hidden=4),),),

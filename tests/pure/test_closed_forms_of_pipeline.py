@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 
 from ptrain.axes.pipeline.catalogue import schedule, size_of
-from ptrain.axes.pipeline.cost import PipelineSize, chunks_in_flight, forwards_first, stages_of
+from ptrain.axes.pipeline.cost import PipelineSize, stages_of
 from ptrain.axes.pipeline.schedule import Action, Schedule
 from ptrain.cost import Collective, Estimate, Phase, State
 from ptrain.derivation.estimate import Derivation, derive
@@ -20,7 +20,9 @@ from ptrain.steps.step import Pipeline
 from ptrain.timeline import Kind
 from tests.oracles.pipeline import (
     boundary_bytes,
+    chunks_in_flight,
     crossings,
+    forwards_first,
     rank_parameters,
     shared_elements,
     spans,

@@ -18,6 +18,7 @@ from ptrain.facts.model import InnerCollective, Operator
 from ptrain.spec.load import load
 from ptrain.spec.rates import OperatorKind
 from tests.oracles.context import exchanged, gathered_bytes, keys_and_values
+from tests.saved_tensors import saved_bytes
 
 HYBRID = {"ulysses": 2, "ring": 4}
 WAYS = ("ring", "zigzag", "all-gather", "ulysses", HYBRID)
@@ -84,7 +85,7 @@ def test_gathered_keys_are_kept_beside_what_is_kept_of_a_ring():
     rings, gathered = spec_of("ring"), spec_of("all-gather")
     step = context_of(gathered)
     kept = [
-        timeline(setting_of(spec, RankCut(context=part_at(context_of(spec), 3)))).saved_bytes
+        saved_bytes(timeline(setting_of(spec, RankCut(context=part_at(context_of(spec), 3)))))
         for spec in (rings, gathered)
     ]
     own = keys_and_values(gathered, gathered.model, step)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from ptrain.axes.pipeline.cost import PipelineSize, chunks_between, round_size, stages_of
+from ptrain.axes.pipeline.cost import PipelineSize, round_size, stages_of
 from ptrain.axes.pipeline.instructions import Message, Receive, Release, Send, taken, training
 from ptrain.cost import Phase, State
 from ptrain.derivation.estimate import Derivation, derive
@@ -13,6 +13,7 @@ from ptrain.spec.pipeline import ScheduleName
 from ptrain.timeline import Kind
 from tests.oracles.pipeline import (
     boundary_bytes,
+    chunks_between,
     held_behind,
     held_bytes,
     kept_at_boundaries,

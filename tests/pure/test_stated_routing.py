@@ -277,7 +277,6 @@ def test_of_a_formula_any_rows_make_a_timeline():
     formula = RowsTimeline(
         forward=(enter, StorageEvents((fixed, grows(4, 0), grows(4, 0, is_freed=True)))),
         backward=(StorageEvents((grows(2, 1),)),),
-        saved=(("aten::mm", RowsSize(100)),),
         moved=(("host", RowsSize(8, 1)),),
     )
     # what rises highest depends on the rows: no sum of formulas is one

@@ -181,7 +181,7 @@ def test_sizes_depend_on_no_token_in_any_dtype_of_experts_of_transformers(comput
     precision = {"layout": "fp32"} | ({"compute": compute} if compute else {})
     facts = facts_of(spec_of(MIXTRAL, precision=precision))
     assert not facts.by_data and not facts.others and not facts.untraced
-    assert len(facts.part_timelines) == len(facts.part_rows) == 2
+    assert [len(places) for places in (*facts.stage_passes, *facts.stage_rows)] == [2, 2]
 
 
 def test_what_experts_select_by_themselves_is_unknown():

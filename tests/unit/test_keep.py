@@ -17,7 +17,7 @@ from ptrain.errors import SpecError
 from ptrain.models import ledger
 from ptrain.models.initialize import build, initialize
 from ptrain.models.objective import token_loss_sum
-from ptrain.models.trace import to_timeline
+from ptrain.models.trace import Recording, to_timeline
 from ptrain.models.units import unit_modules
 from ptrain.rooms.comm import Registry
 from ptrain.rooms.torch import Tiers
@@ -28,6 +28,7 @@ from ptrain.steps.step import Keep
 from ptrain.timeline import Timeline
 from ptrain.traces.record import record
 from tests.models_external import necks
+from tests.saved_tensors import saved_bytes
 
 LAYERS, HIDDEN, SAMPLES, TOKENS, VOCAB = 3, 32, 2, 16, 50
 INPUT = SAMPLES * TOKENS * HIDDEN * 4  # bytes of a block's input
@@ -124,8 +125,12 @@ def require_equal(found: Run, plain: Run) -> None:
         assert torch.equal(found.gradients[name], gradient), name
 
 
+def recorded(module: nn.Module) -> Recording:
+    return record(module, unit_modules(module), lambda: loss_of(module), BATCH)
+
+
 def traced(module: nn.Module) -> Timeline:
-    return to_timeline(record(module, unit_modules(module), lambda: loss_of(module), BATCH))
+    return to_timeline(recorded(module))
 
 
 @pytest.mark.parametrize("model", [*BY_DEFAULT, *nightly(MODELS)])
@@ -151,9 +156,9 @@ def test_names_and_modules_stay_what_they_are():
 def test_a_recomputed_block_leaves_its_input(model):
     plain, all_of_them = traced(made(model)), traced(made(model, (M,) * LAYERS))
     but_one = traced(made(model, (M,) * (LAYERS - 1)))
-    saved_by_one = (plain.saved_bytes - all_of_them.saved_bytes) / LAYERS
-    assert but_one.saved_bytes == all_of_them.saved_bytes + saved_by_one
-    assert 0 < saved_by_one < plain.saved_bytes / LAYERS
+    saved_by_one = (saved_bytes(plain) - saved_bytes(all_of_them)) / LAYERS
+    assert saved_bytes(but_one) == saved_bytes(all_of_them) + saved_by_one
+    assert 0 < saved_by_one < saved_bytes(plain) / LAYERS
 
 
 @pytest.mark.parametrize("tier", [HOST, Tier.FILE])
@@ -161,19 +166,19 @@ def test_a_recomputed_block_leaves_its_input(model):
 def test_an_offloaded_block_leaves_nothing_on_the_device(model, tier):
     recomputed = traced(made(model, (M,) * LAYERS))
     timeline = traced(made(model, (Kept(tier=tier),) * LAYERS))
-    assert timeline.saved_bytes == recomputed.saved_bytes - LAYERS * INPUT
+    assert saved_bytes(timeline) == saved_bytes(recomputed) - LAYERS * INPUT
     assert {name for name, _ in timeline.moved} == {tier.value}
 
 
 @pytest.mark.parametrize("model", ["llama", "gpt"])
 def test_what_is_moved_is_what_a_plain_block_saves_each_storage_once(model):
-    plain, timeline = traced(made(model)), traced(made(model, (AWAY,) * LAYERS))
-    left = [size for _, size in timeline.saved]
-    expected = [size for _, size in plain.saved]
+    plain, away = recorded(made(model)), recorded(made(model, (AWAY,) * LAYERS))
+    left = [event.size for event in away.saved]
+    expected = [event.size for event in plain.saved]
     for size in left:
         expected.remove(size)
     # the first block's input is not saved by a plain model's blocks alone
-    assert sorted(expected) == sorted(size for _, size in timeline.moved)
+    assert sorted(expected) == sorted(size for _, size in to_timeline(away).moved)
 
 
 def test_inputs_of_recomputed_blocks_are_all_that_leaves_the_device():
@@ -181,7 +186,7 @@ def test_inputs_of_recomputed_blocks_are_all_that_leaves_the_device():
         on_device = traced(made(kept=(Kept(policy=policy),) * LAYERS))
         timeline = traced(made(kept=(Kept(policy=policy, tier=HOST),) * LAYERS))
         assert timeline.moved == (("host", INPUT),) * LAYERS
-        assert timeline.saved_bytes == on_device.saved_bytes - LAYERS * INPUT
+        assert saved_bytes(timeline) == saved_bytes(on_device) - LAYERS * INPUT
 
 
 @pytest.mark.nightly

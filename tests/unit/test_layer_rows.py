@@ -35,6 +35,7 @@ def with_all_layers(spec: Spec, monkeypatch: pytest.MonkeyPatch) -> ModelFacts:
     """Facts of which every layer has run, here and in the processes that play the ranks."""
     monkeypatch.setattr(rank_part, "alike", nothing)
     monkeypatch.setattr(tensor_parts, "Popen", patched(rank_part__alike=nothing))
+    monkeypatch.setattr(tensor_parts, "_played_here", lambda request: [])
     tensor_parts._answers.cache_clear()
     return facts_of(spec)
 

@@ -61,6 +61,7 @@ def on_fake_tensors(spec: Spec, monkeypatch: pytest.MonkeyPatch) -> ModelFacts:
     """Here and in the processes that play the ranks of tp."""
     monkeypatch.setattr(tensor_parts, "REAL_BYTES", 0)
     monkeypatch.setattr(tensor_parts, "Popen", patched(tensor_parts__REAL_BYTES=0))
+    monkeypatch.setattr(tensor_parts, "_played_here", lambda request: [])
     tensor_parts._answers.cache_clear()
     return facts_of(spec)
 
@@ -207,6 +208,7 @@ def all_are_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make each trace on real tensors count as slow, in the processes that play ranks too."""
     monkeypatch.setattr(tensor_parts, "QUICK_BYTES", 0)
     monkeypatch.setattr(tensor_parts, "Popen", patched(tensor_parts__QUICK_BYTES=0))
+    monkeypatch.setattr(tensor_parts, "_played_here", lambda request: [])
     tensor_parts._answers.cache_clear()
 
 

@@ -19,7 +19,7 @@ from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
 from ptrain.traces import tensor_parts
 from ptrain.traces.facts import facts_of, module_facts
-from ptrain.traces.tensor_parts import timelines_of, traced
+from ptrain.traces.tensor_parts import by_place, traced
 from ptrain.train.session import _on_first
 from tests.models_external import pairs
 
@@ -45,7 +45,8 @@ def spec_of(function: str, tp: int = 2, **arguments: Any) -> Spec:
 def test_ranks_with_slices_of_the_same_shapes_have_one_timeline():
     spec = spec_of("pairs", tp=4, vocab=261)
     facts = facts_of(spec)  # 66 rows of the vocabulary on each rank but the last, which has 63
-    first, *others = facts.part_timelines
+    (stage,) = facts.stage_passes
+    first, *others = stage
     assert others[:2] == [first, first] and others[2] != first
     assert {row.rank for row in derive(spec, facts).exact.peak} == {0, 1, 2, 3}
 
@@ -102,7 +103,7 @@ def test_what_stops_the_first_rank_is_a_problem_of_the_others(error):
         _on_first(exchange, trace)  # type: ignore[arg-type]
     (told,) = exchange.told
     with pytest.raises(PtrainError, match=rf"rank 0 .*{type(error).__name__}"):
-        timelines_of(told)
+        by_place(told)
     assert _on_first(exchange, lambda: told) is told  # type: ignore[arg-type]
 
 
@@ -140,6 +141,7 @@ class _Silent:
 @pytest.fixture
 def silent(monkeypatch: pytest.MonkeyPatch) -> type[_Silent]:
     monkeypatch.setattr(tensor_parts, "Popen", _Silent)
+    monkeypatch.setattr(tensor_parts, "_played_here", lambda request: [])
     monkeypatch.setattr(_Silent, "at_once", [])
     tensor_parts._answers.cache_clear()
     return _Silent
@@ -161,7 +163,7 @@ def over_cp(attention: Any, degree: int) -> dict[str, Any]:
 
 def test_no_more_processes_trace_at_once_than_there_are_cores(monkeypatch, silent):
     monkeypatch.setattr(tensor_parts, "cores", lambda: 3)
-    assert over_cp("ring", 8) == {"timelines": [*range(8)]}
+    assert over_cp("ring", 16) == {"timelines": [*range(16)]}
     assert silent.at_once == [1, 2, 3] and not silent.running
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ptrain.facts.model import RowsSize
 from ptrain.models.trace import Born, Completion, Died, Recording
 from ptrain.timeline import Boundary, Complete, Mark, Run
 from ptrain.traces.stage_parts import UnevenLoads
@@ -34,7 +33,6 @@ UNEVENLY = recording({0: 100, 1: 17 * 4, 2: 18 * 8, 3: 40})
 def test_a_storage_that_grows_as_the_rows_of_a_layer_is_as_large_as_these():
     formula = LOADS.formula(EVENLY, UNEVENLY)
     assert formula is not None
-    assert formula.saved == (("aten::mm", RowsSize(8, 1)),)
     evenly = formula.at((16, 16))
     assert evenly.forward == (ENTER, Run(100 + 64 + 128, 128), LEAVE)
     assert evenly.backward == (Run(0, -88), Complete("blocks.0.mlp.w", 40))

@@ -24,7 +24,7 @@ from ptrain.timeline import Complete
 from ptrain.traces.facts import facts_of, module_facts, read_facts
 from tests.models_external import Necks, necks
 from tests.pure.build import ODD_SHAPE, make_spec, setting
-from tests.saved_tensors import saved
+from tests.saved_tensors import saved, saved_bytes
 from tests.unit.shapes import SHAPES, SMALL_GPT, traced
 from tests.unit.test_memory import Holder
 
@@ -54,12 +54,11 @@ def test_a_table_gives_the_trace_of_another_shape_to_the_byte(shape, compute):
 @pytest.mark.parametrize("shape", [*SHAPES, *DROPOUT], ids=text)
 def test_the_polynomials_by_operator_add_up_to_what_forward_leaves(shape):
     seen, whole = traced(shape, torch.float32), setting(shape, sequence=16)
-    assert sum(size for _, size in seen.saved) == seen.saved_bytes
     total = sum(
         term.size.bytes(whole.values, 4) * (shape.layers if term.part == "block" else 1)
         for term in saved(whole)
     )
-    assert total == seen.saved_bytes
+    assert total == saved_bytes(seen)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=text)
@@ -90,7 +89,7 @@ def test_the_tracers_own_hooks_allocate_nothing():
         level += getattr(item, "net", 0)
     rows = {row.state: row.device_bytes for row in meter.footprints()}
     peaks = {row.phase: row.device_bytes for row in meter.peaks()}
-    assert rows[State.ACTIVATIONS] == seen.saved_bytes
+    assert rows[State.ACTIVATIONS] == saved_bytes(seen)
     assert peaks[Phase.FORWARD] == base + highest
 
 

@@ -210,8 +210,7 @@ class ScheduleRow(NamedTuple):
     """A schedule: the order of a rank, what it costs, and what it needs.
 
     `stages` is the only number of stages that a rank may have, None where it may have any;
-    `is_serial`: each micro-batch waits for the one before it; `is_mostly_whole`: of backward passes
-    in halves most are whole all the same.
+    `is_serial`: each micro-batch waits for the one before it.
     """
 
     order: Callable[[PipelineShape, int], Iterator[Step]]
@@ -219,7 +218,6 @@ class ScheduleRow(NamedTuple):
     stages: int | None = None
     needs: tuple[Need, ...] = ()
     is_serial: bool = False
-    is_mostly_whole: bool = False
 
 
 @lru_cache(maxsize=16)  # a command asks for the same one a few times
@@ -384,7 +382,6 @@ SCHEDULES = {
         cost=ScheduleCost(
             bubble=cost.zero_bubble,
             in_flight=cost.in_flight_of_zero_bubble,
-            warm_up=cost.warm_up_of_zero_bubble,
         ),
         needs=(_equal_rounds,),
     ),
@@ -403,11 +400,9 @@ SCHEDULES = {
         cost=ScheduleCost(
             bubble=cost.dualpipev_bubble,
             in_flight=cost.in_flight_of_dualpipev,
-            warm_up=cost.warm_up_of_dualpipev,
             is_v_shaped=True,
         ),
         needs=(_fills_the_v,),
-        is_mostly_whole=True,
     ),
 }
 

@@ -50,13 +50,11 @@ class ScheduleCost(NamedTuple):
 
     `bubble` gives the wait with these costs of a stage, and a pair hiding so much of its halves;
     None where the literature has no formula, or its formula's premises do not hold. `in_flight`
-    gives the most chunks that a rank holds, `warm_up` its forwards before its first backward, as
-    many where nothing is said.
+    gives the most chunks that a rank holds.
     """
 
     bubble: Callable[[PipelineShape, StageCost, float], ClosedForm | None]
     in_flight: Callable[[PipelineShape, int], int]
-    warm_up: Callable[[PipelineShape, int], int] | None = None
     is_v_shaped: bool = False
 
 
@@ -73,22 +71,6 @@ def stages_of(size: PipelineSize, rank: int) -> tuple[int, ...]:
     if size.cost.is_v_shaped:
         return rank, 2 * size.ranks - 1 - rank
     return tuple(range(rank, size.stages, size.ranks))
-
-
-def chunks_in_flight(size: PipelineSize, rank: int) -> int:
-    """Return the most chunks whose activations a rank holds at once, over all of its stages."""
-    return size.cost.in_flight(size, rank)
-
-
-def forwards_first(size: PipelineSize, rank: int) -> int:
-    """Return the forwards of a rank before its first backward pass."""
-    return (size.cost.warm_up or size.cost.in_flight)(size, rank)
-
-
-def chunks_between(size: PipelineSize, rank: int) -> int:
-    """Return how many chunks are in flight on the rank before and not on this one, at most, where
-    both have most of them."""
-    return chunks_in_flight(size, rank - 1) - chunks_in_flight(size, rank) if rank else 0
 
 
 def round_size(pipeline: PipelineShape) -> int:
@@ -177,11 +159,6 @@ def in_flight_of_zero_bubble(pipeline: PipelineShape, rank: int) -> int:
     return _in_rounds(pipeline, pipeline.ranks)
 
 
-def warm_up_of_zero_bubble(pipeline: PipelineShape, rank: int) -> int:
-    """Return the forwards as of 1F1B: what its weights hold comes later."""
-    return _in_rounds(pipeline, pipeline.ranks - rank)
-
-
 def _in_rounds(pipeline: PipelineShape, more: int) -> int:
     """A round through all stages but the last and so many more, at most all."""
     rounds = (pipeline.stages_per_rank - 1) * round_size(pipeline)
@@ -197,9 +174,3 @@ def in_flight_of_zbv(pipeline: PipelineShape, rank: int) -> int:
 def in_flight_of_dualpipev(pipeline: PipelineShape, rank: int) -> int:
     """Return "PP + 1" of DeepSeek's table, PP being the stages: a pair's forward is one more."""
     return 2 * pipeline.ranks + 1
-
-
-def warm_up_of_dualpipev(pipeline: PipelineShape, rank: int) -> int:
-    """Return the forwards of a rank without the one of the first pair, which the last one has
-    not."""
-    return in_flight_of_dualpipev(pipeline, rank) - (rank < pipeline.ranks - 1)

@@ -90,7 +90,7 @@ class ModuleRoles:
         if module not in self._known:
             key = module if self._by_number else _NUMBERS.sub("0", module)
             if key not in self._known:
-                self._known[key] = tuple(r for pattern, r in self._roles if fits(pattern, key))
+                self._known[key] = tuple([r for pattern, r in self._roles if fits(pattern, key)])
             self._known[module] = self._known[key]
         return self._known[module]
 
@@ -100,7 +100,7 @@ class ModuleRoles:
 
 
 @lru_cache(maxsize=16)
-def _modules(roles: Roles) -> ModuleRoles:
+def module_roles(roles: Roles) -> ModuleRoles:
     """Return what is known of the modules of models with these roles."""
     return ModuleRoles(roles)
 
@@ -109,7 +109,7 @@ def cut_dims(step: HowCut, tensors: Iterable[tuple[str, Shape]]) -> dict[str, in
     """The dimension along which ranks have different slices of a tensor, by its name; those that
     every rank has whole are left out. Equal slices, rounded up, the last one shorter, as DTensor
     cuts."""
-    modules = _modules(step.roles)
+    modules = module_roles(step.roles)
     dims: dict[str, int] = {}
     for name, shape in tensors:
         role = modules.of_tensor(name)

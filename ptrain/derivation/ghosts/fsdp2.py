@@ -42,11 +42,6 @@ class UnitShards(NamedTuple):
     replicas: tuple[Axis, ...]
     ranks: int
 
-    @property
-    def is_wrapped(self) -> bool:
-        """Whether FSDP2 knows of the unit."""
-        return bool(self.axes)
-
     def padded(self, shape: Shape) -> int:
         """Return the elements of one rank's part of a tensor, padding included."""
         return padded_rows(shape, self.ranks)
@@ -337,22 +332,22 @@ class FullySharded(InPlaceUpdate):
 
     def complete(self, gradient: Complete) -> None:
         unit = self.unit_of[gradient.parameter]
-        if not self.shards[unit].is_wrapped:
+        if not self.shards[unit].axes:  # nothing wraps it
             self.unwrapped.complete(gradient)
             return
         if self.accumulates[unit]:
             self.tape.add(autograd.added(gradient))
             autograd.adds(self.tape, self.scene.plan.update.layout.parameters, gradient)
             return
+        if gradient.cloned:
+            self.tape.spike(autograd.rise(gradient))
+            self.tape.add(autograd.kept(gradient))
         if self.habits.casts_on_arrival and self.casts_before and not self.reduces:
             size = gradient.size // self.e_parameters * self.e_reduced
-            self.tape.spike(autograd.rise(gradient))
-            self.tape.add(autograd.kept(gradient) + size)
+            self.tape.add(size)
             self.tape.add(-gradient.size)
             self.fresh[unit][gradient.parameter] = size
             return
-        self.tape.spike(autograd.rise(gradient))
-        self.tape.add(autograd.kept(gradient))
         self.fresh[unit][gradient.parameter] = gradient.size
         if self.habits.names_last_gradient and gradient.parameter in self.last_tensors:
             self.last_gradient[unit] = gradient.size
@@ -503,6 +498,6 @@ def _padded(
     for tensors, own in zip(units, shards, strict=True):
         key = own, tuple([tensor.shape for tensor in tensors])
         if key not in rows:
-            rows[key] = [own.padded(shape) for shape in key[1] if own.is_wrapped]
+            rows[key] = [own.padded(shape) for shape in key[1] if own.axes]
         padded.append(rows[key])
     return padded
