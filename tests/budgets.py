@@ -24,21 +24,21 @@ SMALL = 80  # lines
 
 # begin
 BUDGETS: dict[str, int] = {
-    "ptrain": 52560,
+    "ptrain": 52550,
     "ptrain/activations": 340,
     "ptrain/algebra": 240,
     "ptrain/axes": 160,
     "ptrain/axes/context": 1180,
     "ptrain/axes/data": 2220,
     "ptrain/axes/expert": 570,
-    "ptrain/axes/pipeline": 1590,
+    "ptrain/axes/pipeline": 1580,
     "ptrain/axes/tensor": 710,
     "ptrain/calibration": 1040,
     "ptrain/charts": 840,
     "ptrain/cli": 1810,
     "ptrain/convert": 420,
     "ptrain/data": 1060,
-    "ptrain/derivation": 5000,
+    "ptrain/derivation": 5010,
     "ptrain/facts": 790,
     "ptrain/internals": 390,
     "ptrain/interpreter": 1060,
@@ -58,7 +58,7 @@ BUDGETS: dict[str, int] = {
     "ptrain/verification": 7300,
 }
 ONE_IMPORTER = 57  # modules that exactly one other imports
-SMALL_MODULES = 58  # modules with fewer lines than SMALL
+SMALL_MODULES = 57  # modules with fewer lines than SMALL
 # end
 
 
