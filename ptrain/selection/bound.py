@@ -195,14 +195,17 @@ def way_bytes(base: Spec, way: DataWay, degrees: tuple[int, ...], sizes: Sizes) 
 class RankShare:
     """What a rank of a pipeline has: `layers` on all of its `stages`, which ends of the model, and
     how many chunks are in flight, with gradients of all of its stages (`later`) and without;
-    `waiting`: how many others wait at the end of a last stage."""
+    `lagging`: how many of them lack the gradients of weights alone, where `is_split`; `waiting`:
+    how many others wait at the end of a last stage."""
 
     layers: int
     stages: int
     front: bool
     behind: bool
     is_staged: bool
+    is_split: bool
     chunks: int
+    lagging: int
     later: int
     waiting: int
 
@@ -217,14 +220,17 @@ def levels_of(
 ) -> Iterator[tuple[float, ...]]:
     """Yield of each rank what decides its `peak`: parameters, and bytes of activations."""
     for share in shares:
-        chunk = micro * (act.block * share.layers / share.stages + act.stage * share.is_staged)
+        layers = share.layers / share.stages
+        chunk = micro * (act.block * layers + act.stage * share.is_staged)
+        lag = share.lagging * micro * act.lag * layers
         head = (act.at_last if share.is_staged else act.at_ends) * micro * share.behind
         head += act.head * micro * share.waiting
         own = share.layers * sizes.experts
         blocks, root = share.layers * sizes.block, share.root(sizes)
-        later = share.later * chunk if number > 1 else -inf
-        in_block = micro * act.in_block
-        yield blocks + root - own, own, root, blocks, share.chunks * chunk, later, in_block, head
+        later = share.later * chunk + lag if number > 1 else -inf
+        in_block = micro * (act.in_split if share.is_split else act.in_block)
+        saved = share.chunks * chunk + lag
+        yield blocks + root - own, own, root, blocks, saved, later, in_block, head
 
 
 def peak(rank: tuple[float, ...], way: WayBytes) -> float:
