@@ -9,6 +9,7 @@ what moves are searched; what is gathered together a descent chooses (`descent`)
 from __future__ import annotations
 
 from bisect import insort
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
@@ -78,6 +79,7 @@ from ptrain.units import grouped
 
 _KEPT = 1024  # best candidates of all
 _PER_PLACEMENT = 32  # and of each placement
+_PER_KIND = 4  # of those that differ in tuples alone
 _BANDS = 16  # of memory, the fastest of each of which is on an estimated front
 
 
@@ -209,14 +211,23 @@ class Keeper:
         """Return what is remembered."""
         best = sorted((entry for row in self.rows for entry in row.best), key=itemgetter(0, 1, 2))
         smallest = min(self.rows, key=lambda row: row.least, default=None)
-        scored = (block.scored(row) for *_, block, row in best)
         return SearchResult(
-            best=tuple(islice(scored, _KEPT)),
+            best=tuple(islice(self._unlike(best), _KEPT)),
             least=None if smallest is None else smallest.tightest,
             front=tuple(self._front(best)),
             placements=self.rows,
             counts=self.counts,
         )
+
+    def _unlike(self, best: Iterable[Entry]) -> Iterator[Scored]:
+        """Yield candidates, of those that differ in tuples alone the first few: some of these may
+        turn out to be too large."""
+        alike = Counter[object]()
+        for *_, block, row in best:
+            kind = id(block), () if block.flow.schedule else row.degrees
+            alike[kind] += 1
+            if alike[kind] <= _PER_KIND:
+                yield block.scored(row)
 
     def _front(self, best: Iterable[Entry]) -> Iterator[Scored]:
         """Yield the fastest of each band of memory."""
