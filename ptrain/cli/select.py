@@ -19,16 +19,10 @@ from ptrain.cli.progress import progress
 from ptrain.errors import PtrainError, refused
 from ptrain.facts.model import ModelFacts
 from ptrain.plan.lower import own_facts
+from ptrain.report.algorithm1 import lines, record, thresholds_of
 from ptrain.report.screen import next_line, show
 from ptrain.report.selection import TOP, as_csv, as_record, as_spec, placement_text, selection_text
-from ptrain.selection.algorithm1 import (
-    Answer,
-    algorithm1,
-    lines,
-    record,
-    requirements,
-    thresholds_of,
-)
+from ptrain.selection.algorithm1 import Answer, algorithm1, requirements
 from ptrain.selection.choose import select
 from ptrain.selection.ranking import PlacementRanking
 from ptrain.selection.task import SearchGoal

@@ -77,6 +77,11 @@ class DataWay:
         return tuple(factor.placement for factor in choice.factors), changes
 
     @cached_property
+    def is_bucket(self) -> bool:
+        """Return True if the size of a bucket decides what is gathered or reduced together."""
+        return self.form in REPLICAS or joins_units(self.spec, self.form)
+
+    @cached_property
     def is_made(self) -> bool:
         """Return True if parameters are made of a master copy for use."""
         return has(self.choice.factors, _THETA, Distribution.MATERIALIZED)
@@ -121,7 +126,7 @@ class DataWay:
         bucket = self.spec.bucket_bytes / self.spec.precision.effective.reduced.itemsize
         if self.form in REPLICAS:
             return min(bucket / sizes.block, sizes.layers)
-        if joins_units(self.spec, self.form):
+        if self.is_bucket:
             return min(max(1, bucket // sizes.block), sizes.layers)
         match (unit := self.spec.unit_size).kind:
             case UnitKind.MODEL:
@@ -397,6 +402,5 @@ class WaySeconds:
         hooks = (gathers + again) * self.hooks[0] + reduces * self.hooks[1]
         hooks += (self.spread > 0) * links.pace.hook_seconds(Hook.FLAT_GATHER)
         # the root is one unit, however large, unless buckets decide
-        is_bucket = way.form in REPLICAS or joins_units(way.spec, way.form)
-        calls = every if is_bucket else units + (flow.root > 0)
+        calls = every if way.is_bucket else units + (flow.root > 0)
         return max(seconds, flow.issued + calls * hooks)

@@ -31,16 +31,16 @@ class TracedCuts:
 
     read: ReadFacts
     most: int
-    cuts: list[Spec] = field(default_factory=list)
+    cuts: dict[object, int] = field(default_factory=dict)
     facts: dict[int, ModelFacts] = field(default_factory=dict)
     refusals: dict[int, PtrainError] = field(default_factory=dict)
     excess: dict[int, float] = field(default_factory=dict)
 
     def cut(self, spec: Spec) -> int:
         """Return the number of a spec's cut."""
-        if (part := traced_part(spec)) not in self.cuts:
-            self.cuts.append(part)
-        return self.cuts.index(part)
+        part = traced_part(spec)  # of which the rest is the same in all candidates
+        key = part.factors, part.batch, part.unit, part.pipeline, part.context, part.activations
+        return self.cuts.setdefault(key, len(self.cuts))
 
     def of(self, spec: Spec) -> ModelFacts:
         """Return the facts of a spec's cut, which are read once. Raises PtrainError for what cannot

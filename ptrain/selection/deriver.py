@@ -87,9 +87,10 @@ BEST = 150  # candidates that are derived exactly
 _ALIKE = 2  # that differ in tuples and dials alone, of a pipeline in what its data axes say
 _TRIED = 3  # candidates for each that is wanted
 _DEEP = 2  # plain steps of work from which on a pipeline is deep
-_WORK = 1.2  # plain steps of deep pipelines for each candidate that is wanted
+_WORK = 1.0  # plain steps of deep pipelines for each candidate that is wanted
 _PASSES, _HALVES = 300, 60  # of a pipeline, whole or split, that take as long as a plain step
 _PER_CUT = 3  # candidates that are wanted, for each cut of a model that is traced
+_LOOKED_AT = 2**10  # candidates, for some whose cut is traced
 _OUTSIDE = (Axis.PP, Axis.DP_REPLICATE, Axis.DP_SHARD)
 
 
@@ -322,7 +323,7 @@ class Deriver:
         others come last, if they are needed."""
         if self.cuts is not None:
             tried = Counter[int]()
-            for candidate in scored:
+            for candidate in islice(scored, _LOOKED_AT):
                 spec = candidate.candidate.spec(self.job.base)
                 cut = self.cuts.cut(spec)
                 if tried[cut] < self.count and self.cuts.may_fit(spec, candidate.peak):

@@ -4,10 +4,9 @@ ranking.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Protocol
 
 from ptrain.axes.candidates import NOTHING, AxisChoice, Written, chosen
 from ptrain.cost import Collective, Estimate, Phase, StepTime, Traffic
@@ -56,25 +55,6 @@ class SearchCount:
     scored: int = 0
     fitting: int = 0
     untimed: int = 0
-
-
-class SearchedPlacement(Protocol):
-    """A placement, with its best candidates."""
-
-    def candidates(self) -> Iterator[Scored]:
-        """Yield its candidates that may fit, best first, and the one that needs least memory."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SearchResult:
-    """The best by the objective, best first; that with least memory; the fastest of each band of
-    memory; the placements, and how many candidates there were."""
-
-    best: tuple[Scored, ...]
-    front: tuple[Scored, ...]
-    least: Scored | None
-    placements: Sequence[SearchedPlacement]
-    counts: SearchCount
 
 
 Work = Callable[[Spec], ModelWork]

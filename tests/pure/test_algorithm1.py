@@ -10,15 +10,13 @@ import pytest
 from ptrain.algebra.legality import require
 from ptrain.errors import SpecError
 from ptrain.plan.lower import own_facts
+from ptrain.report.algorithm1 import lines, record, thresholds_of
 from ptrain.selection.algorithm1 import (
     Advice,
     Requirements,
     Thresholds,
     algorithm1,
-    lines,
-    record,
     requirements,
-    thresholds_of,
 )
 from ptrain.spec.load import load
 from ptrain.spec.placement import Axis
