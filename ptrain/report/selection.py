@@ -134,6 +134,9 @@ def _body(selection: PlacementRanking, top: int) -> Iterator[str]:
     yield from _untimed(selection, numbered)
     if any(row.spec.has_token_slices and row.spec.is_for_cuda for row in shown):
         yield _OVER_CONTEXT
+    yield from (
+        f"peaks with ep are {why}" for why in dict.fromkeys(r.assumed for r in shown) if why
+    )
     if front := distinct_front(selection, shown):
         yield ""
         yield "Pareto front of time and memory, without the rows above:"
@@ -523,6 +526,7 @@ def row_record(selection: PlacementRanking, row: Ranked) -> Record:
         "tokens_per_second": row.tokens_per_second,
         "mfu": row.mfu,
         "peak_bytes": row.peak_bytes,
+        "peak_assumes": row.assumed or None,
         "reserve_bytes": row.memory.reserve_bytes,
         "host_bytes": row.memory.host_bytes,
         "between_nodes_bytes": row.tiers.between,

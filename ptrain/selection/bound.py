@@ -114,12 +114,6 @@ class DataWay:
         """Return into how many shards a state is cut."""
         return prod(d for d, is_in in zip(degrees, self.cut[state], strict=True) if is_in)
 
-    def sized(self, degrees: Sequence[int]) -> AxisChoice:
-        """Return the choice with its degrees."""
-        factors = zip(self.choice.factors, degrees, strict=True)
-        own = tuple(f._replace(degree=d) for f, d in factors)
-        return AxisChoice(factors=own, changes=self.choice.changes, follows=self.choice.follows)
-
     def layers_of_unit(self, sizes: Sizes) -> float:
         """Return how many layers are gathered or reduced together, by the size of a bucket where
         that decides."""

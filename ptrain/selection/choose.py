@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from heapq import merge
 from itertools import accumulate, compress
 from operator import attrgetter, itemgetter
 
@@ -45,7 +46,7 @@ from ptrain.selection.where import Where, parse
 from ptrain.spec.spec import Spec
 from ptrain.units import format_memory
 
-_BEST_TRACED = 6  # candidates that are derived exactly of a model that has to be traced
+_BEST_TRACED = 9  # candidates that are derived exactly of a model that has to be traced
 _SEEDS = 3  # placements whose dials are descended over
 _OF_KIND = 2  # candidates of a well-known choice that are derived before its dials
 _MOST_WORK, _WORK_OF_KIND = 1000, 12  # plain steps around a seed, and around a well-known choice
@@ -77,7 +78,7 @@ def select(
         devices: The number of devices. Default: all devices of the cluster.
         objective: `time` per step, `memory`, `devices` or `cost`.
         where: Conditions on figures that a placement must satisfy.
-        count: How many candidates to predict exactly. Default: 100, or 6 for a model that must be
+        count: How many candidates to predict exactly. Default: 150, or 9 for a model that must be
             traced.
         tokens: With the objectives `devices` and `cost`: the length of the training (`15T`).
         deadline: With the objective `devices`: the time limit (`30d`).
@@ -337,7 +338,7 @@ class Chooser(Deriver):
         alike = [row for spec, row in placed if all(rule.holds(spec) for rule in rules)]
         if not alike:
             return None, why_not(self.search, rules, self.job.where)
-        entries = sorted((entry for row in alike for entry in row.best), key=itemgetter(0, 1, 2))
+        entries = merge(*(row.best for row in alike), key=itemgetter(0, 1, 2))
         may_fit = (
             block.scored(row) for *_, block, row in entries if kept in ("", keeping(block.kept))
         )
@@ -351,7 +352,8 @@ class Chooser(Deriver):
             return None, "would need another trace; use a larger `--exact`"
         small = min(alike, key=attrgetter("least")).tightest
         if kept:
-            some = (b.scored(row) for *_, b, row in entries if keeping(b.kept) == kept)
+            best = (entry for row in alike for entry in row.best)
+            some = (b.scored(row) for *_, b, row in best if keeping(b.kept) == kept)
             small = min(some, key=attrgetter("peak"), default=None)
         if small is None:
             return None, "none fits by the estimate"

@@ -90,7 +90,6 @@ _DEEP = 2  # plain steps of work from which on a pipeline is deep
 _WORK = 1.0  # plain steps of deep pipelines for each candidate that is wanted
 _PASSES, _HALVES = 300, 60  # of a pipeline, whole or split, that take as long as a plain step
 _PER_CUT = 3  # candidates that are wanted, for each cut of a model that is traced
-_LOOKED_AT = 2**10  # candidates, for some whose cut is traced
 _OUTSIDE = (Axis.PP, Axis.DP_REPLICATE, Axis.DP_SHARD)
 
 
@@ -159,7 +158,8 @@ class Deriver:
                 where=self.job.where,
                 written=self.job.written,
                 own=self._shape_with_experts,
-                margin=self.job.margin_bytes,
+                room=self.job.room,
+                is_stand_in=self.job.stand_in is not None,
             )
         )
 
@@ -217,7 +217,8 @@ class Deriver:
         """What is traced of a model that no table tells of; None of another."""
         if self.job.stand_in is None:
             return None
-        return TracedCuts(self.read, most=max(1, self.count // _PER_CUT))
+        most = max(1, self.count // _PER_CUT)
+        return TracedCuts(self.read, most=most, room=self.job.room)
 
     def exactly(self, scored: Scored) -> Ranked | None:
         """Return the exact figures of a candidate; None where it is not legal after all, or where
@@ -263,7 +264,7 @@ class Deriver:
             exact = fullest_alone(spec, self._facts(spec), self.search.task.room)
         except TooLarge:
             return False
-        memory = fit(spec, exact, takes_unclaimed=spec.has_token_slices)
+        memory = fit(spec, exact, takes_unclaimed=spec.has_token_slices, takes_assumed=True)
         return memory.leaves(self.job.margin_bytes) or memory.peak_bytes is None
 
     def _named(self, row: Ranked) -> Ranked:
@@ -323,7 +324,9 @@ class Deriver:
         others come last, if they are needed."""
         if self.cuts is not None:
             tried = Counter[int]()
-            for candidate in islice(scored, _LOOKED_AT):
+            for candidate in scored:
+                if not self.cuts.may_be(candidate.peak):
+                    continue
                 spec = candidate.candidate.spec(self.job.base)
                 cut = self.cuts.cut(spec)
                 if tried[cut] < self.count and self.cuts.may_fit(spec, candidate.peak):

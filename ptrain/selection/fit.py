@@ -185,15 +185,19 @@ def resident_bytes(estimate: Estimate) -> int:
     return largest(estimate.memory, resident)
 
 
-def fit(spec: Spec, exact: Estimate, *, takes_unclaimed: bool = False) -> Fit:
+def fit(
+    spec: Spec, exact: Estimate, *, takes_unclaimed: bool = False, takes_assumed: bool = False
+) -> Fit:
     """Compare the peak and the host bytes of an estimate with the memory of the spec's cluster.
 
     Args:
         takes_unclaimed: use a peak that no device has confirmed.
+        takes_assumed: use a peak that holds if tokens are routed as the spec states.
     """
     cluster = spec.cluster
     unclaimed = "" if takes_unclaimed else exact.unclaimed.get("peak", "")
-    why = exact.undefined.get("peak") or exact.assumed.get("peak") or unclaimed
+    assumed = "" if takes_assumed else exact.assumed.get("peak", "")
+    why = exact.undefined.get("peak") or assumed or unclaimed
     peak, lower = (None, None) if why else (exact.peak_bytes(), exact.lower_peak_bytes())
     resident = resident_bytes(exact)
     ranks = ranks_per_node(spec)

@@ -17,9 +17,11 @@ from ptrain.selection.space import (
     Candidate,
     batched,
     data_choices,
+    degrees_over,
     inner_products,
     micro_batches,
     pipelines,
+    sized,
     ways_to_keep,
 )
 from ptrain.selection.task import SearchTask
@@ -107,6 +109,10 @@ def _common_fault(task: SearchTask, where: Where) -> Fault | None:
 def _faults(task: SearchTask, where: Where) -> Iterator[Fault]:
     """Yield the first fault of each of some candidates that obey constraints."""
     base, written = task.placed, task.written
+    ways = {
+        axes: [c for c in some if where.admits(Aspect.DATA, chosen(base, (c,)))][:_PER_FLOW]
+        for axes, some in data_choices(base, written).items()
+    }
     for ranks, within in inner_products(base, task.devices, written):
         cut = chosen(base, within)
         for left, choices in pipelines(base, task.devices // ranks, written):
@@ -119,10 +125,11 @@ def _faults(task: SearchTask, where: Where) -> Iterator[Fault]:
                 yield _indivisible(base, left * cut.data_degree)
                 continue
             data = (
-                choice
-                for choice in DATA_SPACE.choices(base, left, written)
-                if where.admits(Aspect.DATA, spec := chosen(base, (choice,)))
-                and where.admits(Aspect.RANKS, spec)
+                sized(choice, degrees)
+                for axes, some in ways.items()
+                for degrees in (degrees_over(len(axes), left) if some else ())
+                if where.admits(Aspect.RANKS, chosen(base, (sized(some[0], degrees),)))
+                for choice in some
             )
             kept = written.kept or ways_to_keep(written.away)
             for flow, choice, way in product(flows, islice(data, _PER_FLOW), kept):

@@ -188,6 +188,12 @@ class SearchedJob:
         return round(self.margin * self.base.cluster.device_memory) if self.base.cluster else 0
 
     @property
+    def room(self) -> float:
+        """Return the bytes of a device that a peak may fill."""
+        cluster = self.base.cluster
+        return float(cluster.usable_memory - self.margin_bytes) if cluster else math.inf
+
+    @property
     def scored(self) -> Spec:
         """Return the base as it is estimated."""
         return self.base if self.stand_in is None else replace(self.base, model=self.stand_in)

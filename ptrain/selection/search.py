@@ -57,6 +57,7 @@ from ptrain.selection.space import (
     kept_so,
     micro_batches,
     pipelines,
+    sized,
     through_of,
     ways_to_keep,
 )
@@ -76,8 +77,8 @@ from ptrain.spec.placement import TOKEN_AXES, Axis
 from ptrain.spec.spec import Spec, ranks_over
 from ptrain.units import grouped
 
-_KEPT = 1024  # best candidates of all
-_PER_PLACEMENT = 16  # and of each placement
+_MOST, _MOST_TRACED = 2**11, 2**16  # best candidates: of a model that is traced few are tried
+_PER_PLACEMENT = 16  # best candidates of each placement
 _PER_KIND = 4  # of those that differ in tuples alone
 _BANDS = 16  # of memory, the fastest of each of which is on an estimated front
 
@@ -181,7 +182,7 @@ class CandidateBlock:
         candidate = Candidate(
             within=self.cut.within,
             pipeline=self.flow.choice,
-            data=row.way.sized(row.degrees),
+            data=sized(row.way.choice, row.degrees),
             micro=self.micro,
             kept=self.kept,
         )
@@ -257,9 +258,10 @@ class Keeper:
     def result(self) -> SearchResult:
         """Return what is remembered."""
         best = sorted((entry for row in self.rows for entry in row.best), key=itemgetter(0, 1, 2))
+        most = _MOST_TRACED if self.task.is_stand_in else _MOST
         smallest = min(self.rows, key=lambda row: row.least, default=None)
         return SearchResult(
-            best=tuple(islice(self._unlike(best), _KEPT)),
+            best=tuple(islice(self._unlike(best), most)),
             least=None if smallest is None else smallest.tightest,
             front=tuple(self._front(best)),
             placements=self.rows,
@@ -267,14 +269,15 @@ class Keeper:
         )
 
     def _unlike(self, best: Iterable[Entry]) -> Iterator[Scored]:
-        """Yield candidates, of those that differ in tuples alone the first few: some of these may
-        turn out to be too large."""
+        """Yield candidates, of those that fit and differ in tuples alone the first few; of a model
+        that is traced all, as its peaks differ from the estimates."""
         alike = Counter[object]()
-        for *_, block, row in best:
+        for first, second, _, block, row in best:
             kind = id(block), () if block.flow.schedule else row.degrees
-            alike[kind] += 1
-            if alike[kind] <= _PER_KIND:
+            if alike[kind] < _PER_KIND:
                 yield block.scored(row)
+            size = first if self.by_memory else second
+            alike[kind] += size <= self.task.room and not self.task.is_stand_in
 
     def _front(self, best: Iterable[Entry]) -> Iterator[Scored]:
         """Yield the fastest of each band of memory."""
@@ -488,9 +491,9 @@ class Search:
         where = self.task.where
         if not (where.asks(Aspect.RANKS) or where.asks(Aspect.DATA)):
             return True
-        sized = way.sized(own)
-        spec = chosen(self.task.base, (sized, THROUGH[through], *cut.within))
-        alone = chosen(self.task.base, (sized,))
+        choice = sized(way.choice, own)
+        spec = chosen(self.task.base, (choice, THROUGH[through], *cut.within))
+        alone = chosen(self.task.base, (choice,))
         return where.admits(Aspect.DATA, spec) and where.admits(Aspect.RANKS, alone)
 
     def _ways(

@@ -7,7 +7,7 @@ of what is left the whole candidate is asked before it is derived.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from functools import cached_property
@@ -298,6 +298,13 @@ def data_choices(
         for choice in DATA_SPACE.choices(base, 2**power, written)
         if all(factor.degree == 2 for factor in choice.factors)
     )
+
+
+def sized(choice: AxisChoice, degrees: Sequence[int]) -> AxisChoice:
+    """Return a choice with these degrees."""
+    factors = zip(choice.factors, degrees, strict=True)
+    own = tuple(factor._replace(degree=degree) for factor, degree in factors)
+    return AxisChoice(factors=own, changes=choice.changes, follows=choice.follows)
 
 
 def alone(base: Spec, ranks: int) -> Iterator[tuple[AxisChoice, ...]]:
