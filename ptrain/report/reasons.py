@@ -1,5 +1,5 @@
-"""Sentences about placements: why one is as it is, with the figures of its derivation, and why
-another is not the best.
+"""Sentences about placements: why one is as it is, with the figures of its derivation, why another
+is not the best, and the answer of the paper's Algorithm 1.
 
 The lecture's procedure is fit, batch, throughput; the notes' recipe: gbs = mbs x grad_acc x dp.
 Convergence sets the global batch; the micro-batch is the largest that fits; data ranks come before
@@ -15,10 +15,13 @@ from collections.abc import Iterator, Sequence
 from ptrain.axes.context.attention import attention_of
 from ptrain.axes.pipeline.catalogue import pipeline_of, schedule_of
 from ptrain.axes.pipeline.simulate import simulate
+from ptrain.codec import encode
 from ptrain.cost import PLACED, Phase, Spent, State, busiest
 from ptrain.derivation.estimate import Derivation
 from ptrain.derivation.interconnect import link
 from ptrain.derivation.paper import reconstruction_unit, state_sizes
+from ptrain.errors import refused
+from ptrain.selection.algorithm1 import STATE_BYTES, Advice, Answer, Thresholds
 from ptrain.selection.fit import Fit, fit, host_bytes, host_text, room_text
 from ptrain.selection.quantities import recompute_of
 from ptrain.selection.task import Ranked, SearchGoal
@@ -35,7 +38,7 @@ from ptrain.spec.placement import (
     Tier,
 )
 from ptrain.spec.spec import Spec
-from ptrain.units import format_bytes, format_memory, format_seconds
+from ptrain.units import format_bytes, format_count, format_memory, format_seconds
 
 DATA_LIMIT = 512  # data ranks, about which the notes see throughput per device fall
 _SHARDING = (Axis.DP_SHARD, *TOKEN_AXES)
@@ -327,3 +330,84 @@ def _parts(row: Ranked) -> dict[str, float]:
         name = _SPENT.get(time.key.spent, f"exposed {axes} communication")
         parts[name] = parts.get(name, 0.0) + time.seconds
     return parts
+
+
+# The answer of the paper's Algorithm 1, as text and as plain data.
+
+
+def advice_lines(answer: Answer) -> list[str]:
+    """Return the answer as text: the conditions with their figures, what follows, and what the
+    algorithm does not see."""
+    required = answer.requirements
+    head = (
+        f"Algorithm 1, thresholds {answer.thresholds.states:g} and {answer.thresholds.layer:g}: "
+        f"P = {format_count(required.parameters)}, N = {required.devices}, "
+        f"M_d = {format_memory(required.device_memory)}"
+    )
+    conditions = [
+        f"  line {test.line}: {test.text}: {'yes' if test.is_true else 'no'}"
+        for test in answer.tests
+    ]
+    return [head, *conditions, _conclusion(answer), *_remarks(answer)]
+
+
+def advice_record(answer: Answer) -> dict[str, object]:
+    """Return the answer as plain data: what was required, each condition, and the overrides that
+    make a spec of it."""
+    return {
+        "algorithm": "algorithm1",
+        "thresholds": encode(answer.thresholds),
+        "requirements": encode(answer.requirements),
+        "conditions": encode(answer.tests),
+        "advice": None if answer.advice is Advice.NONE else str(answer.advice),
+        "overrides": list(answer.overrides),
+    }
+
+
+def _conclusion(answer: Answer) -> str:
+    if answer.advice is Advice.NONE:
+        return "  no answer: line 11 returns a specification that was never set"
+    tuples = " ⊗ ".join(f"{axis} {degree} ({modes})" for axis, degree, modes in answer.degrees)
+    return f"  {answer.advice}: {tuples}"
+
+
+def _remarks(answer: Answer) -> list[str]:
+    """What a reader would else take for said: activations, and what a second axis changes."""
+    required = answer.requirements
+    share = STATE_BYTES * required.parameters / required.devices
+    whole = format_memory(share)
+    if answer.advice is Advice.NONE:
+        if share < required.device_memory:
+            rest = format_memory(required.device_memory - share)
+            return [f"  the share of {whole} is less than the device memory; {rest} remain"]
+        return [
+            f"  the share of {whole} exceeds the device memory; more devices, fewer bytes "
+            "per parameter or states on the host would help, but the algorithm considers "
+            "none of them"
+        ]
+    if answer.advice is Advice.ADD_TENSOR:
+        return [
+            f"  with the same number of devices the states' share stays {whole}, which line "
+            "5 rejected: tp reduces the all-gathered parameters, not the stored states",
+            "  the paper does not define how tp is combined; ZeRO-3 over the nodes is assumed here",
+        ]
+    return [
+        "  activations are in no condition; the threshold leaves them "
+        f"{format_memory((1 - answer.thresholds.states) * required.device_memory)}"
+    ]
+
+
+def thresholds_of(text: str) -> Thresholds:
+    """Return the thresholds that `0.7,0.3` writes. Raises SpecError for anything else: they are
+    shares of a device's memory."""
+    try:
+        states, layer = (float(part) for part in text.split(","))
+    except ValueError:
+        states = layer = 0.0
+    if not (0 < states <= 1 and 0 < layer <= 1):
+        raise refused(
+            "--thresholds",
+            f"{text[:60]!r} is not two shares of a device's memory, for states and for a layer",
+            "Use two numbers in 0..1, for example `--thresholds 0.7,0.3`.",
+        )
+    return Thresholds(states=states, layer=layer)
