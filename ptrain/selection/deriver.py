@@ -347,15 +347,20 @@ class Deriver:
 
     def _unlike(self, scored: Iterable[Scored]) -> Iterator[Scored]:
         """Legal ones, of those that do the same in a step the first; of those that differ in tuples
-        and dials alone the first `_ALIKE` that are not known to be too large."""
-        alike, played = Counter[object](), set[Candidate]()
+        and dials alone the first `_ALIKE` that are not known to be too large, and others last."""
+        alike, played, later = Counter[object](), set[Candidate](), list[Scored]()
         for candidate in scored:
             kind, spec = _but_tuples(candidate.candidate), candidate.candidate.spec(self.job.base)
             key = played_as(candidate.candidate, spec)
-            if key not in played and alike[kind] < _ALIKE and is_sound(spec):
-                played.add(key)
+            if key in played:
+                continue
+            played.add(key)
+            if alike[kind] >= _ALIKE:
+                later.append(candidate)
+            elif is_sound(spec):
                 yield candidate
                 alike[kind] += not self.exceeding.get(key, False)
+        yield from (c for c in later if is_sound(c.candidate.spec(self.job.base)))
 
     def _obeys(self, row: Ranked) -> bool:
         """Whether a row fits, leaves the margin free and satisfies constraints on figures."""

@@ -269,15 +269,18 @@ class Keeper:
         )
 
     def _unlike(self, best: Iterable[Entry]) -> Iterator[Scored]:
-        """Yield candidates, of those that fit and differ in tuples alone the first few; of a model
-        that is traced all, as its peaks differ from the estimates."""
-        alike = Counter[object]()
+        """Yield candidates, of those that fit and differ in tuples alone the first few, and others
+        last; of a model that is traced all, as its peaks differ from the estimates."""
+        alike, later = Counter[object](), list[Entry]()
         for first, second, _, block, row in best:
             kind = id(block), () if block.flow.schedule else row.degrees
             if alike[kind] < _PER_KIND:
                 yield block.scored(row)
+            else:
+                later.append((first, second, 0, block, row))
             size = first if self.by_memory else second
             alike[kind] += size <= self.task.room and not self.task.is_stand_in
+        yield from (block.scored(row) for *_, block, row in later)
 
     def _front(self, best: Iterable[Entry]) -> Iterator[Scored]:
         """Yield the fastest of each band of memory."""
