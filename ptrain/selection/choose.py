@@ -350,7 +350,7 @@ class Chooser(Deriver):
             return self._ordered(rows)[0], ""
         if self.cuts is not None:
             return None, "would need another trace; use a larger `--exact`"
-        small = min(alike, key=attrgetter("least")).tightest
+        small: Scored | None = min(alike, key=attrgetter("least")).tightest
         if kept:
             best = (entry for row in alike for entry in row.best)
             some = (b.scored(row) for *_, b, row in best if keeping(b.kept) == kept)

@@ -26,7 +26,7 @@ from ptrain.derivation.layers import is_tabulated
 from ptrain.derivation.workspaces import takes_peak_of
 from ptrain.facts.model import ModelFacts
 from ptrain.plan.lower import own_facts
-from ptrain.spec.activations import FULL, PLAIN, SELECTIVE, Kept
+from ptrain.spec.activations import ATTENTION_ONLY, NAMED_POLICIES, PLAIN, Kept
 from ptrain.spec.batch import Batch
 from ptrain.spec.model import ModelShape
 from ptrain.spec.pipeline import PipelineSpec, ScheduleName
@@ -49,7 +49,8 @@ WITHIN: tuple[AxisSpace, ...] = (TENSOR_SPACE, CONTEXT_SPACE, EXPERT_SPACE)
 SPACES = (DATA_SPACE, PIPELINE_SPACE, *WITHIN)
 SEARCHED_AXES = tuple(axis for axis in Axis if any(axis in space.axes for space in SPACES))
 
-KEPT = (PLAIN, Kept(policy=SELECTIVE), Kept(policy=FULL), Kept(tier=Tier.HOST))
+_POLICIES = (policy for policy in NAMED_POLICIES.values() if policy != ATTENTION_ONLY)
+KEPT = (PLAIN, *(Kept(policy=policy) for policy in _POLICIES), Kept(tier=Tier.HOST))
 _MOST_MICRO = 2**9  # samples of a micro-batch
 _ALL_UP_TO, _APART = 16, 1.25  # of larger micro-batches those that are a quarter apart
 
