@@ -19,16 +19,10 @@ from ptrain.cli.progress import progress
 from ptrain.errors import PtrainError, refused
 from ptrain.facts.model import ModelFacts
 from ptrain.plan.lower import own_facts
+from ptrain.report.reasons import advice_lines, advice_record, thresholds_of
 from ptrain.report.screen import next_line, show
 from ptrain.report.selection import TOP, as_csv, as_record, as_spec, placement_text, selection_text
-from ptrain.selection.algorithm1 import (
-    Answer,
-    algorithm1,
-    lines,
-    record,
-    requirements,
-    thresholds_of,
-)
+from ptrain.selection.algorithm1 import Answer, algorithm1, requirements
 from ptrain.selection.choose import select
 from ptrain.selection.ranking import PlacementRanking
 from ptrain.selection.task import SearchGoal
@@ -72,12 +66,12 @@ def run(args: Namespace) -> int:
     advice = _advice(selection, args) if args.by == "algorithm1" else None
     files = _written(selection, args, chart)
     if args.json:
-        by = {} if advice is None else {"algorithm1": record(advice)}
+        by = {} if advice is None else {"algorithm1": advice_record(advice)}
         print_json(as_record(selection, args.top) | by)
     elif args.csv:
         print(as_csv(selection, args.top), end="")
     else:
-        said = [] if advice is None else [*lines(advice), ""]
+        said = [] if advice is None else [*advice_lines(advice), ""]
         text = selection_text(selection, args.top or TOP)
         show(*said, text, *files, "", next_line(*_next_commands(selection, args)))
     return 0 if selection.best else _NOTHING_FITS

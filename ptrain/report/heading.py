@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import shlex
+from collections.abc import Iterator, Sequence
 from typing import assert_never
 
 import yaml
 
 from ptrain.cost import Estimate
-from ptrain.spec.model import ExternalModel, HuggingFaceModel, ModelShape
+from ptrain.spec.model import Attention, ExternalModel, HuggingFaceModel, ModelShape
+from ptrain.spec.placement import Axis
 from ptrain.spec.spec import Spec
 from ptrain.units import format_count
 
@@ -82,3 +84,37 @@ def batch(spec: Spec) -> str:
     samples = spec.batch
     product = f"{samples.micro} micro × {samples.accumulate} accumulated × {spec.data_degree} data"
     return f"batch {samples.global_samples} = {product}"
+
+
+_ON_CUDA = "device=cuda"
+
+
+def telling(
+    spec: Spec, exact: Estimate, words: Sequence[str], *, allow_import: bool = False
+) -> str:
+    """The shell line that tells the peak where `exact` does not. `words` are those that load the
+    spec: its name or file, and overrides."""
+    on_gpu = needs_gpu(spec, exact)
+    is_on_cuda = spec.device == "cuda" or _ON_CUDA in words
+    overrides = [_ON_CUDA] if on_gpu and not is_on_cuda else []
+    is_uneven = spec.degree(Axis.PP) > 1 or spec.degree(Axis.TP) > 1
+    flags = [
+        *(["--allow-import"] if allow_import or spec.user_functions else []),
+        *(["--rank", "all-distinct"] if is_uneven else []),
+        *(["--rehearse"] if on_gpu or _reads_values(spec, exact) else []),
+    ]
+    return shlex.join(["ptrain", "simulate", *words, *overrides, *flags])
+
+
+def _reads_values(spec: Spec, exact: Estimate) -> bool:
+    """Return whether only real tensors tell the peak: of a model that is not built in it is
+    undefined where its code does not run on fake ones."""
+    return not isinstance(spec.model, ModelShape) and "peak" in exact.undefined
+
+
+def needs_gpu(spec: Spec, exact: Estimate) -> bool:
+    """Return whether only a GPU tells the peak: fake ranks have a CPU's kernels, and of
+    flex_attention a CPU has no backward pass."""
+    model = spec.model
+    is_flex = not isinstance(model, ExternalModel) and model.attention is Attention.FLEX
+    return is_flex or "peak" in exact.unclaimed

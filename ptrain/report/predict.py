@@ -25,7 +25,7 @@ from ptrain.derivation.estimate import Derivation
 from ptrain.derivation.memory import ranks_per_node
 from ptrain.errors import refused
 from ptrain.plan.composition import compositions, condition_lines, ranks_text
-from ptrain.report.heading import by_data_lines, heading
+from ptrain.report.heading import by_data_lines, heading, needs_gpu, telling
 from ptrain.report.screen import command_line, fold, screen_width
 from ptrain.report.step_time import device_name, job_pace, pace_parts, time_lines
 from ptrain.report.table import (
@@ -52,9 +52,7 @@ from ptrain.selection.fit import (
     Fit,
     fit,
     host_text,
-    needs_gpu,
     peak_text,
-    telling,
     usable_text,
 )
 from ptrain.selection.preflight import FitAdvice, Reload, Variant, find_changes, find_faster

@@ -13,6 +13,7 @@ from ptrain.axes.candidates import Written
 from ptrain.axes.context.attention import written_attention
 from ptrain.axes.data.form import form_of, joins_units
 from ptrain.codec import encode
+from ptrain.report.reasons import idea_of, reason, reasons
 from ptrain.report.step_time import device_name, pace_parts
 from ptrain.report.table import (
     Importance,
@@ -25,7 +26,7 @@ from ptrain.report.table import (
 from ptrain.selection.demand import Demand
 from ptrain.selection.fit import room_text, usable_text
 from ptrain.selection.quantities import keeping, recompute_of, unit_of
-from ptrain.selection.ranking import PlacementRanking, idea_of, order_of, reason
+from ptrain.selection.ranking import Lost, PlacementRanking, order_of
 from ptrain.selection.task import Ranked, SearchGoal
 from ptrain.selection.words import words_of
 from ptrain.spec.activations import PLAIN
@@ -133,6 +134,9 @@ def _body(selection: PlacementRanking, top: int) -> Iterator[str]:
     yield from _untimed(selection, numbered)
     if any(row.spec.has_token_slices and row.spec.is_for_cuda for row in shown):
         yield _OVER_CONTEXT
+    yield from (
+        f"peaks with ep are {why}" for why in dict.fromkeys(r.assumed for r in shown) if why
+    )
     if front := distinct_front(selection, shown):
         yield ""
         yield "Pareto front of time and memory, without the rows above:"
@@ -142,7 +146,7 @@ def _body(selection: PlacementRanking, top: int) -> Iterator[str]:
     yield from _micro_batches(selection)
     yield ""
     yield "reasons for the best:"
-    yield from (f"  {line}" for line in selection.reasons)
+    yield from (f"  {line}" for line in winner_reasons(selection))
 
 
 def _by_number(selection: PlacementRanking) -> Iterator[str]:
@@ -233,7 +237,17 @@ def _comparisons(selection: PlacementRanking, numbered: Mapping[int, Ranked]) ->
     figures = [row.figures for row in numbered.values()]
     for lost in selection.lost:
         if lost.best is None or lost.best.figures not in figures:
-            yield f"      {lost.name}: {lost.why}"
+            yield f"      {lost.name}: {why_lost(selection, lost)}"
+
+
+def why_lost(selection: PlacementRanking, lost: Lost) -> str:
+    """Return why a well-known choice is not the best one."""
+    return lost.why or reason(lost.best, selection.ranking[0], selection.ranked_by)
+
+
+def winner_reasons(selection: PlacementRanking) -> list[str]:
+    """Return why the best one is as it is."""
+    return [] if selection.winner is None else reasons(selection.winner)
 
 
 def _micro_batches(selection: PlacementRanking) -> Iterator[str]:
@@ -457,13 +471,13 @@ def as_record(selection: PlacementRanking, top: int | None = None) -> Record:
         "lost": [
             {
                 "name": lost.name,
-                "why": lost.why,
+                "why": why_lost(selection, lost),
                 "best": None if lost.best is None else row_record(selection, lost.best),
                 "about": None,
             }
             for lost in selection.lost
         ],
-        "reasons": list(selection.reasons),
+        "reasons": winner_reasons(selection),
         "least": None if least is None else row_record(selection, least),
         "remedies": [
             {"change": remedy.change, "fitting": row_record(selection, remedy.fitting)}
@@ -512,6 +526,7 @@ def row_record(selection: PlacementRanking, row: Ranked) -> Record:
         "tokens_per_second": row.tokens_per_second,
         "mfu": row.mfu,
         "peak_bytes": row.peak_bytes,
+        "peak_assumes": row.assumed or None,
         "reserve_bytes": row.memory.reserve_bytes,
         "host_bytes": row.memory.host_bytes,
         "between_nodes_bytes": row.tiers.between,
@@ -551,7 +566,7 @@ def _rows(selection: PlacementRanking, top: int | None) -> Iterator[Record]:
             yield {"choice": "front", **row_record(selection, row), "why": why}
     for lost in selection.lost:
         figures = {} if lost.best is None else row_record(selection, lost.best)
-        yield {"choice": lost.name, **figures, "why": lost.why}
+        yield {"choice": lost.name, **figures, "why": why_lost(selection, lost)}
     if selection.least is not None:
         yield {"choice": "least memory", **row_record(selection, selection.least)}
     for remedy in selection.remedies:

@@ -12,7 +12,7 @@ from math import prod
 from ptrain.axes.data.rules import DATA
 from ptrain.cost import PLACED, Spent, StepTime
 from ptrain.errors import Fault
-from ptrain.spec.activations import FULL
+from ptrain.spec.activations import ATTENTION_ONLY, FULL, NAMED_POLICIES, Policy
 from ptrain.spec.dials import GradientSync
 from ptrain.spec.keys import dials
 from ptrain.spec.model import Attention, ModelShape
@@ -45,13 +45,22 @@ _SHARDED = ("R,S,R", "R,S,S", "S*,S,S")
 _HOSTED = ("R,O,S", "R,O,O", "S*,O,S", "S*,O,O", "S*@host,O,S", "S*@host,O,O")
 
 
+def recompute_policies(spec: Spec) -> Iterator[tuple[str, Policy]]:
+    """Yield the policies with which blocks can be recomputed, the one that repeats least first."""
+    is_eager = isinstance(spec.model, ModelShape) and spec.model.attention is Attention.EAGER
+    yield from (
+        (name, policy)
+        for name, policy in NAMED_POLICIES.items()
+        if is_eager or policy != ATTENTION_ONLY
+    )
+
+
 def recompute_overrides(spec: Spec) -> Iterator[Overrides]:
     """Yield the policies with which all blocks are recomputed, the one that repeats least first."""
     modes = [f"{place}=M" for place in _activation_places(spec)]
-    is_eager = isinstance(spec.model, ModelShape) and spec.model.attention is Attention.EAGER
-    for policy in ("selective", *(["attention"] if is_eager else [])):
-        yield (*modes, f"recompute={policy}")
-    yield (*modes, *(["recompute=full"] if "recompute" in spec.resolved else []))
+    for name, policy in recompute_policies(spec):
+        is_default = policy == FULL and "recompute" not in spec.resolved
+        yield (*modes, *([] if is_default else [f"recompute={name}"]))
 
 
 def _activation_places(spec: Spec) -> list[str]:

@@ -77,6 +77,11 @@ class DataWay:
         return tuple(factor.placement for factor in choice.factors), changes
 
     @cached_property
+    def is_bucket(self) -> bool:
+        """Return True if the size of a bucket decides what is gathered or reduced together."""
+        return self.form in REPLICAS or joins_units(self.spec, self.form)
+
+    @cached_property
     def is_made(self) -> bool:
         """Return True if parameters are made of a master copy for use."""
         return has(self.choice.factors, _THETA, Distribution.MATERIALIZED)
@@ -109,19 +114,13 @@ class DataWay:
         """Return into how many shards a state is cut."""
         return prod(d for d, is_in in zip(degrees, self.cut[state], strict=True) if is_in)
 
-    def sized(self, degrees: Sequence[int]) -> AxisChoice:
-        """Return the choice with its degrees."""
-        factors = zip(self.choice.factors, degrees, strict=True)
-        own = tuple(f._replace(degree=d) for f, d in factors)
-        return AxisChoice(factors=own, changes=self.choice.changes, follows=self.choice.follows)
-
     def layers_of_unit(self, sizes: Sizes) -> float:
         """Return how many layers are gathered or reduced together, by the size of a bucket where
         that decides."""
         bucket = self.spec.bucket_bytes / self.spec.precision.effective.reduced.itemsize
         if self.form in REPLICAS:
             return min(bucket / sizes.block, sizes.layers)
-        if joins_units(self.spec, self.form):
+        if self.is_bucket:
             return min(max(1, bucket // sizes.block), sizes.layers)
         match (unit := self.spec.unit_size).kind:
             case UnitKind.MODEL:
@@ -195,14 +194,17 @@ def way_bytes(base: Spec, way: DataWay, degrees: tuple[int, ...], sizes: Sizes) 
 class RankShare:
     """What a rank of a pipeline has: `layers` on all of its `stages`, which ends of the model, and
     how many chunks are in flight, with gradients of all of its stages (`later`) and without;
-    `waiting`: how many others wait at the end of a last stage."""
+    `lagging`: how many of them lack the gradients of weights alone, where `is_split`; `waiting`:
+    how many others wait at the end of a last stage."""
 
     layers: int
     stages: int
     front: bool
     behind: bool
     is_staged: bool
+    is_split: bool
     chunks: int
+    lagging: int
     later: int
     waiting: int
 
@@ -217,14 +219,17 @@ def levels_of(
 ) -> Iterator[tuple[float, ...]]:
     """Yield of each rank what decides its `peak`: parameters, and bytes of activations."""
     for share in shares:
-        chunk = micro * (act.block * share.layers / share.stages + act.stage * share.is_staged)
+        layers = share.layers / share.stages
+        chunk = micro * (act.block * layers + act.stage * share.is_staged)
+        lag = share.lagging * micro * act.lag * layers
         head = (act.at_last if share.is_staged else act.at_ends) * micro * share.behind
         head += act.head * micro * share.waiting
         own = share.layers * sizes.experts
         blocks, root = share.layers * sizes.block, share.root(sizes)
-        later = share.later * chunk if number > 1 else -inf
-        in_block = micro * act.in_block
-        yield blocks + root - own, own, root, blocks, share.chunks * chunk, later, in_block, head
+        later = share.later * chunk + lag if number > 1 else -inf
+        in_block = micro * (act.in_split if share.is_split else act.in_block)
+        saved = share.chunks * chunk + lag
+        yield blocks + root - own, own, root, blocks, saved, later, in_block, head
 
 
 def peak(rank: tuple[float, ...], way: WayBytes) -> float:
@@ -391,6 +396,5 @@ class WaySeconds:
         hooks = (gathers + again) * self.hooks[0] + reduces * self.hooks[1]
         hooks += (self.spread > 0) * links.pace.hook_seconds(Hook.FLAT_GATHER)
         # the root is one unit, however large, unless buckets decide
-        is_bucket = way.form in REPLICAS or joins_units(way.spec, way.form)
-        calls = every if is_bucket else units + (flow.root > 0)
+        calls = every if way.is_bucket else units + (flow.root > 0)
         return max(seconds, flow.issued + calls * hooks)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from math import inf
 
 import ptrain
 from ptrain.errors import PtrainError
@@ -27,20 +28,21 @@ class TracedCuts:
     """The cuts of a model that were traced, `most` of them, for each takes seconds; a cut is what a
     trace depends on. `excess` is by how many bytes the last exact peak of a cut was above its
     estimate: blocks differ from those of the stand-in, and all candidates of a cut have the same
-    blocks."""
+    blocks. `room`: the bytes that a peak may fill."""
 
     read: ReadFacts
     most: int
-    cuts: list[Spec] = field(default_factory=list)
+    room: float = inf
+    cuts: dict[object, int] = field(default_factory=dict)
     facts: dict[int, ModelFacts] = field(default_factory=dict)
     refusals: dict[int, PtrainError] = field(default_factory=dict)
     excess: dict[int, float] = field(default_factory=dict)
 
     def cut(self, spec: Spec) -> int:
         """Return the number of a spec's cut."""
-        if (part := traced_part(spec)) not in self.cuts:
-            self.cuts.append(part)
-        return self.cuts.index(part)
+        part = traced_part(spec)  # of which the rest is the same in all candidates
+        key = part.factors, part.batch, part.unit, part.pipeline, part.context, part.activations
+        return self.cuts.setdefault(key, len(self.cuts))
 
     def of(self, spec: Spec) -> ModelFacts:
         """Return the facts of a spec's cut, which are read once. Raises PtrainError for what cannot
@@ -49,16 +51,24 @@ class TracedCuts:
             self.facts[cut] = self.read(spec)
         return self.facts[cut]
 
+    @property
+    def least_excess(self) -> float:
+        """Return how far estimates are below at least, of cuts that are not traced as of others."""
+        return min(self.excess.values(), default=0.0)
+
+    def may_be(self, peak: float) -> bool:
+        """Return whether an estimated peak may fit, whatever the cut is."""
+        return peak + self.least_excess <= self.room
+
     def may_fit(self, spec: Spec, peak: float) -> bool:
         """Return whether a candidate with this peak by its estimate is worth deriving: by what is
-        known of its cut it fits, or nothing is and another cut may be traced."""
+        known of cuts it fits, and its own is traced or may be."""
         cut = self.cut(spec)
         if cut in self.refusals:
             return False
-        if cut not in self.facts:
-            return len(self.facts.keys() | self.refusals.keys()) < self.most
-        room = spec.cluster.usable_memory if spec.cluster else float("inf")
-        return peak + self.excess.get(cut, 0.0) <= room
+        if cut not in self.facts and len(self.facts.keys() | self.refusals.keys()) >= self.most:
+            return False
+        return peak + self.excess.get(cut, self.least_excess) <= self.room
 
     def refuse(self, spec: Spec, error: PtrainError) -> None:
         """Remember why a cut cannot be derived."""

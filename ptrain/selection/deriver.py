@@ -12,9 +12,11 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
+from math import inf
 
 from ptrain.algebra.legality import is_sound
 from ptrain.axes.candidates import chosen
+from ptrain.axes.pipeline.catalogue import SCHEDULES
 from ptrain.cost import Collective
 from ptrain.derivation.estimate import exact_alone, fullest_alone
 from ptrain.derivation.machine import Machine, machine_of
@@ -35,6 +37,7 @@ from ptrain.selection.task import Ranked, Scored, SearchGoal, SearchTask, ranked
 from ptrain.spec.cluster import Cluster
 from ptrain.spec.dials import GradientSync, UnitSize
 from ptrain.spec.model import ModelShape, ModelSpec
+from ptrain.spec.pipeline import ScheduleName
 from ptrain.spec.placement import Axis
 from ptrain.spec.precision import Layout
 from ptrain.spec.rates import Hook
@@ -80,12 +83,12 @@ class NominalPace:
         return 0.0
 
 
-BEST = 100  # candidates that are derived exactly
-_ALIKE = 2  # that differ in tuples and dials alone
+BEST = 150  # candidates that are derived exactly
+_ALIKE = 2  # that differ in tuples and dials alone, of a pipeline in what its data axes say
 _TRIED = 3  # candidates for each that is wanted
-_WORK = 2  # plain steps for each candidate that is wanted
-_PASSES = 100  # of a pipeline that take as long as a plain step
-_NEAR = 0.95  # of the usable memory: what takes more by its estimate may not fit
+_DEEP = 2  # plain steps of work from which on a pipeline is deep
+_WORK = 1.0  # plain steps of deep pipelines for each candidate that is wanted
+_PASSES, _HALVES = 300, 60  # of a pipeline, whole or split, that take as long as a plain step
 _PER_CUT = 3  # candidates that are wanted, for each cut of a model that is traced
 _OUTSIDE = (Axis.PP, Axis.DP_REPLICATE, Axis.DP_SHARD)
 
@@ -155,7 +158,8 @@ class Deriver:
                 where=self.job.where,
                 written=self.job.written,
                 own=self._shape_with_experts,
-                margin=self.job.margin_bytes,
+                room=self.job.room,
+                is_stand_in=self.job.stand_in is not None,
             )
         )
 
@@ -213,7 +217,8 @@ class Deriver:
         """What is traced of a model that no table tells of; None of another."""
         if self.job.stand_in is None:
             return None
-        return TracedCuts(self.read, most=max(1, self.count // _PER_CUT))
+        most = max(1, self.count // _PER_CUT)
+        return TracedCuts(self.read, most=most, room=self.job.room)
 
     def exactly(self, scored: Scored) -> Ranked | None:
         """Return the exact figures of a candidate; None where it is not legal after all, or where
@@ -241,10 +246,12 @@ class Deriver:
             self.rows[key] = ranked(spec, scored, exact, facts)
         return replace(self.rows[key], spec=spec, closed=scored)
 
+    def _may_exceed(self, scored: Scored) -> bool:
+        """Whether a candidate does not fit by its estimate."""
+        return self.cuts is None and scored.peak > self.search.task.room
+
     def _exceeds(self, scored: Scored) -> bool:
-        """Whether what may not fit by its estimate does not: then nobody needs its time."""
-        if self.cuts is not None or scored.peak <= self.search.task.room * _NEAR:
-            return False
+        """Whether what may not fit does not: then nobody needs its time."""
         spec = scored.candidate.spec(self.job.base)
         if (key := played_as(scored.candidate, spec)) not in self.exceeding:
             self.exceeding[key] = key not in self.rows and not self._fits(spec)
@@ -257,7 +264,7 @@ class Deriver:
             exact = fullest_alone(spec, self._facts(spec), self.search.task.room)
         except TooLarge:
             return False
-        memory = fit(spec, exact, takes_unclaimed=spec.has_token_slices)
+        memory = fit(spec, exact, takes_unclaimed=spec.has_token_slices, takes_assumed=True)
         return memory.leaves(self.job.margin_bytes) or memory.peak_bytes is None
 
     def _named(self, row: Ranked) -> Ranked:
@@ -282,13 +289,21 @@ class Deriver:
         return machine._replace(work=lambda index: self._work(spec, machine, index))
 
     def _fitting(self, scored: Iterable[Scored], count: int) -> Iterator[Ranked]:
-        """The first so many that fit, of those that are tried."""
-        wanted = count
-        for candidate in islice(self._tried(scored), _TRIED * count):
+        """The first so many that fit, of those that are tried: what fits only if its estimate is
+        wrong is tried as long as it would be faster than what fits."""
+        wanted, fastest = count, inf
+
+        def has_none() -> bool:
+            return fastest == inf
+
+        def is_beaten(candidate: Scored) -> bool:
+            return self.objective is not SearchGoal.MEMORY and candidate.seconds > fastest
+
+        for candidate in islice(self._tried(scored, count, has_none), _TRIED * count):
             if not count:
                 return
             self.watch(wanted - count, wanted)
-            if self._exceeds(candidate):
+            if self._may_exceed(candidate) and (is_beaten(candidate) or self._exceeds(candidate)):
                 continue
             row = self.exactly(candidate)
             if row is not None and row.memory.fits is None and row.memory.fits_device:
@@ -298,42 +313,54 @@ class Deriver:
                 self.least_on_host = min(self.least_on_host or needed, needed)
             if row is not None and self._obeys(row):
                 count -= 1
+                fastest = min(fastest, row.nominal_seconds)
                 yield row
 
-    def _tried(self, scored: Iterable[Scored]) -> Iterator[Scored]:
-        """Those of a few cuts of a model that is traced; of another those that are legal, of which
-        deep pipelines come last once those before them have taken as much work as `_WORK` plain
-        steps for each candidate that is wanted."""
+    def _tried(
+        self, scored: Iterable[Scored], count: int, is_needed: Callable[[], bool]
+    ) -> Iterator[Scored]:
+        """Those of a few cuts of a model that is traced; of another those that are legal. Deep
+        pipelines take no more work than `_WORK` plain steps for each candidate that is wanted:
+        others come last, if they are needed."""
         if self.cuts is not None:
             tried = Counter[int]()
             for candidate in scored:
+                if not self.cuts.may_be(candidate.peak):
+                    continue
                 spec = candidate.candidate.spec(self.job.base)
                 cut = self.cuts.cut(spec)
                 if tried[cut] < self.count and self.cuts.may_fit(spec, candidate.peak):
                     tried[cut] += 1
                     yield candidate
             return
-        work, deep = float(_WORK * self.count), list[Scored]()
+        work, deep = float(_WORK * count), list[Scored]()
         for candidate in self._unlike(scored):
             of_one = work_of(candidate.candidate.spec(self.job.base))
-            if work <= 0 and of_one > _WORK:
-                deep.append(candidate)
-            else:
+            if of_one <= _DEEP:
+                yield candidate
+            elif work > of_one:
                 work -= of_one
                 yield candidate
-        yield from deep
+            else:
+                deep.append(candidate)
+        yield from deep if is_needed() else ()
 
     def _unlike(self, scored: Iterable[Scored]) -> Iterator[Scored]:
         """Legal ones, of those that do the same in a step the first; of those that differ in tuples
-        and dials alone the first `_ALIKE` that are not known to be too large."""
-        alike, played = Counter[object](), set[Candidate]()
+        and dials alone the first `_ALIKE` that are not known to be too large, and others last."""
+        alike, played, later = Counter[object](), set[Candidate](), list[Scored]()
         for candidate in scored:
             kind, spec = _but_tuples(candidate.candidate), candidate.candidate.spec(self.job.base)
             key = played_as(candidate.candidate, spec)
-            if key not in played and alike[kind] < _ALIKE and is_sound(spec):
-                played.add(key)
+            if key in played:
+                continue
+            played.add(key)
+            if alike[kind] >= _ALIKE:
+                later.append(candidate)
+            elif is_sound(spec):
                 yield candidate
                 alike[kind] += not self.exceeding.get(key, False)
+        yield from (c for c in later if is_sound(c.candidate.spec(self.job.base)))
 
     def _obeys(self, row: Ranked) -> bool:
         """Whether a row fits, leaves the margin free and satisfies constraints on figures."""
@@ -349,22 +376,22 @@ class Deriver:
 
 def work_of(spec: Spec) -> float:
     """Return the work of deriving a spec, where that of a step without a pipeline is 1."""
-    stages = spec.pipeline.stages_over(spec.degree(Axis.PP))
-    return 1 + (stages > 1) * stages * spec.batch.accumulate / _PASSES
+    if (ranks := spec.degree(Axis.PP)) == 1:
+        return 1.0
+    name = spec.pipeline.schedule
+    is_split = isinstance(name, ScheduleName) and SCHEDULES[name].cost.warm_up is not None
+    passes = spec.pipeline.stages_over(ranks) * spec.batch.accumulate
+    return 1 + passes / (_HALVES if is_split else _PASSES)
 
 
 def _but_tuples(candidate: Candidate) -> object:
-    """What a candidate says but for the tuples and the dials of the data axes."""
-    degrees = tuple((factor.axis, factor.degree) for factor in candidate.data.factors)
-    pipeline = candidate.pipeline
-    return (
-        candidate.within,
-        pipeline.factors,
-        str(pipeline.changes),
-        degrees,
-        candidate.micro,
-        (str(candidate.kept)),
-    )
+    """What a candidate says but for the tuples and the dials of the data axes; of a pipeline, whose
+    derivation takes longest, without the degrees of these axes either."""
+    pipeline, degrees = candidate.pipeline, tuple[tuple[Axis, int], ...]()
+    if not pipeline.factors:
+        degrees = tuple((factor.axis, factor.degree) for factor in candidate.data.factors)
+    said = pipeline.factors, str(pipeline.changes)
+    return candidate.within, said, degrees, candidate.micro, str(candidate.kept)
 
 
 def played_as(candidate: Candidate, spec: Spec) -> Candidate:

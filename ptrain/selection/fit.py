@@ -11,20 +11,15 @@ state. An answer of yes is tight if less than 5 % of the device's memory is left
 
 from __future__ import annotations
 
-import shlex
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from ptrain.by_rank import largest
 from ptrain.cost import Estimate, Footprint, State
 from ptrain.derivation.memory import ranks_per_node
-from ptrain.spec.model import Attention, ExternalModel, ModelShape
-from ptrain.spec.placement import Axis
 from ptrain.spec.spec import Spec
 from ptrain.units import format_memory
 
 _PASSING = (State.ACTIVATIONS, State.TRANSIENT)  # not there at every moment of a step
-_ON_CUDA = "device=cuda"
 TIGHT = 0.05  # of a device's memory: another sequence length or driver takes as much
 HOST_UNKNOWN = (
     "`cluster.host_memory` is missing, and a node's host holds offloaded states or full models",
@@ -185,15 +180,19 @@ def resident_bytes(estimate: Estimate) -> int:
     return largest(estimate.memory, resident)
 
 
-def fit(spec: Spec, exact: Estimate, *, takes_unclaimed: bool = False) -> Fit:
+def fit(
+    spec: Spec, exact: Estimate, *, takes_unclaimed: bool = False, takes_assumed: bool = False
+) -> Fit:
     """Compare the peak and the host bytes of an estimate with the memory of the spec's cluster.
 
     Args:
         takes_unclaimed: use a peak that no device has confirmed.
+        takes_assumed: use a peak that holds if tokens are routed as the spec states.
     """
     cluster = spec.cluster
     unclaimed = "" if takes_unclaimed else exact.unclaimed.get("peak", "")
-    why = exact.undefined.get("peak") or exact.assumed.get("peak") or unclaimed
+    assumed = "" if takes_assumed else exact.assumed.get("peak", "")
+    why = exact.undefined.get("peak") or assumed or unclaimed
     peak, lower = (None, None) if why else (exact.peak_bytes(), exact.lower_peak_bytes())
     resident = resident_bytes(exact)
     ranks = ranks_per_node(spec)
@@ -225,34 +224,3 @@ def _hosted_parameters(estimate: Estimate) -> int:
 def host_bytes(estimate: Estimate, ranks: int) -> int:
     """Return the bytes that rest on the host of a node of so many ranks, each like the fullest."""
     return ranks * largest(estimate.memory, lambda row: row.host_bytes)
-
-
-def telling(
-    spec: Spec, exact: Estimate, words: Sequence[str], *, allow_import: bool = False
-) -> str:
-    """The shell line that tells the peak where `exact` does not. `words` are those that load the
-    spec: its name or file, and overrides."""
-    on_gpu = needs_gpu(spec, exact)
-    is_on_cuda = spec.device == "cuda" or _ON_CUDA in words
-    overrides = [_ON_CUDA] if on_gpu and not is_on_cuda else []
-    is_uneven = spec.degree(Axis.PP) > 1 or spec.degree(Axis.TP) > 1
-    flags = [
-        *(["--allow-import"] if allow_import or spec.user_functions else []),
-        *(["--rank", "all-distinct"] if is_uneven else []),
-        *(["--rehearse"] if on_gpu or _reads_values(spec, exact) else []),
-    ]
-    return shlex.join(["ptrain", "simulate", *words, *overrides, *flags])
-
-
-def _reads_values(spec: Spec, exact: Estimate) -> bool:
-    """Return whether only real tensors tell the peak: of a model that is not built in it is
-    undefined where its code does not run on fake ones."""
-    return not isinstance(spec.model, ModelShape) and "peak" in exact.undefined
-
-
-def needs_gpu(spec: Spec, exact: Estimate) -> bool:
-    """Return whether only a GPU tells the peak: fake ranks have a CPU's kernels, and of
-    flex_attention a CPU has no backward pass."""
-    model = spec.model
-    is_flex = not isinstance(model, ExternalModel) and model.attention is Attention.FLEX
-    return is_flex or "peak" in exact.unclaimed

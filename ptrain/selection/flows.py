@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 
 from ptrain.axes.candidates import AxisChoice, chosen
 from ptrain.axes.pipeline.catalogue import SCHEDULES, schedule, size_of, stages_of
@@ -24,6 +24,7 @@ from ptrain.spec.pipeline import ScheduleName
 from ptrain.spec.placement import Axis
 from ptrain.spec.rates import Hook
 from ptrain.spec.spec import Spec
+from ptrain.timeline import Kind
 
 _ROUNDS = 3  # of as many micro-batches as ranks: then a schedule's waits are all there
 
@@ -71,7 +72,6 @@ class PipelineFlows:
     devices: int
     cuts: dict[int, tuple[int, ...]] = field(default_factory=dict)
     known: dict[tuple[object, ...], tuple[RankShare, ...]] = field(default_factory=dict)
-    waits: dict[tuple[object, ...], float] = field(default_factory=dict)
 
     @cached_property
     def _layers(self) -> Layers:
@@ -96,18 +96,21 @@ class PipelineFlows:
         held = [sum(counts[stage] for stage in stages) for stages in own]
         middle = max(range(1, flow.ranks - 1), key=held.__getitem__, default=0)
         for rank in (0, middle, flow.ranks - 1):
-            chunks, behind = size.cost.in_flight(size, rank), len(counts) - 1 in own[rank]
-            is_all_first = chunks >= number * flow.per_rank  # all forwards, then all backwards
-            yield RankShare(
-                layers=held[rank],
-                stages=flow.per_rank,
-                front=0 in own[rank],
-                behind=behind,
-                is_staged=flow.schedule is not None,
-                chunks=chunks,
-                later=min(chunks, (number - 1) * flow.per_rank),
-                waiting=(number - 1) * (behind and is_all_first),
-            )
+            behind, moments = len(counts) - 1 in own[rank], _fullest(_few(size), rank)
+            for chunks, lagging in moments or ((size.cost.in_flight(size, rank), 0),):
+                is_all_first = chunks >= number * flow.per_rank  # all forwards, then all backwards
+                yield RankShare(
+                    layers=held[rank],
+                    stages=flow.per_rank,
+                    front=0 in own[rank],
+                    behind=behind,
+                    is_staged=flow.schedule is not None,
+                    is_split=bool(moments),
+                    chunks=chunks,
+                    lagging=lagging,
+                    later=min(chunks, (number - 1) * flow.per_rank),
+                    waiting=(number - 1) * (behind and is_all_first),
+                )
 
     def _counts(self, flow: PipelineFlow) -> tuple[int, ...]:
         if flow.schedule is None:
@@ -175,21 +178,45 @@ class PipelineFlows:
         share = sums.weights / sums.block[1] if sums.block[1] else 0.0
         weight = backward * share
         cost = StageCost(forward=forward, input=backward - weight, weight=weight)
-        size = PipelineShape(ranks=flow.ranks, stages_per_rank=per_rank, microbatches=number)
-        form = SCHEDULES[name].cost.bubble(size, cost, 0)
-        idle = self._simulated(name, size) * (forward + backward) / 3 if form is None else form.idle
+        size = flow.size(number)
+        form = size.cost.bubble(size, cost, 0)
+        idle = _simulated(_few(size)) * (forward + backward) / 3 if form is None else form.idle
         return idle * min(1.0, others / ((flow.ranks - 1) * sum(busy)))
 
-    def _simulated(self, name: ScheduleName, size: PipelineShape) -> float:
-        """Return what waits in units of a third of a micro-batch's passes on a stage, which are
-        equal; of no more micro-batches than it takes until each waits as the one before."""
-        number = min(size.microbatches, _ROUNDS * size.ranks)
-        key = (name, size.ranks, size.stages_per_rank, number)
-        if key not in self.waits:
-            planned = schedule(name, replace(size, microbatches=number))
-            makespan = simulate(planned, equal_stages(planned)).makespan
-            self.waits[key] = makespan - 3 * number * size.stages_per_rank
-        return self.waits[key]
+
+def _few(size: PipelineSize) -> PipelineSize:
+    """Return the pipeline with no more micro-batches than it takes until all rounds are alike."""
+    return replace(size, microbatches=min(size.microbatches, _ROUNDS * size.ranks))
+
+
+@cache
+def _fullest(size: PipelineSize, rank: int) -> tuple[tuple[int, int], ...]:
+    """Return how many chunks a rank has at its fullest moments, and how many of these lack the
+    gradients of weights alone; nothing where no backward pass is split. The first stage computes
+    both gradients at once."""
+    chunks = lagging = 0
+    moments, kinds = set[tuple[int, int]](), set[Kind]()
+    for step in SCHEDULES[size.schedule].order(size, rank):
+        for kind, stage, _ in step.parts:
+            kinds.add(kind)
+            chunks += (kind is Kind.FORWARD) - (kind in (Kind.BACKWARD, Kind.WEIGHT))
+            lagging += (stage > 0) * ((kind is Kind.INPUT) - (kind is Kind.WEIGHT))
+            moments.add((chunks, lagging))
+    highest, fullest = -1, list[tuple[int, int]]()
+    for some, late in sorted(moments, reverse=True) if Kind.INPUT in kinds else ():
+        if late > highest:
+            fullest.append((some, late))
+            highest = late
+    return tuple(fullest)
+
+
+@cache
+def _simulated(size: PipelineSize) -> float:
+    """Return what waits in units of a third of a micro-batch's passes on a stage, which are
+    equal."""
+    planned = schedule(size.schedule, size)
+    makespan = simulate(planned, equal_stages(planned)).makespan
+    return makespan - 3 * size.microbatches * size.stages_per_rank
 
 
 def _passes(share: RankShare, sums: PassSums) -> tuple[float, ...]:

@@ -140,11 +140,10 @@ def with_heads(work: ModelWork, shape: ModelShape, like: ModelShape) -> ModelWor
     """Return the work of a shape's stand-in with attention over as many heads as the shape has, and
     as wide ones: their scores grow with the square of the sequence, and no part of the feed-forward
     width makes up for them."""
-    return ModelWork(
-        front=work.front,
-        layers=tuple(_layer_with_heads(layer, shape, like) for layer in work.layers),
-        behind=work.behind,
-    )
+    distinct = {id(layer): layer for layer in work.layers}
+    changed = {key: _layer_with_heads(layer, shape, like) for key, layer in distinct.items()}
+    layers = tuple(changed[id(layer)] for layer in work.layers)
+    return ModelWork(front=work.front, layers=layers, behind=work.behind)
 
 
 def _layer_with_heads(layer: LayerWork, shape: ModelShape, like: ModelShape) -> LayerWork:
@@ -187,6 +186,12 @@ class SearchedJob:
     def margin_bytes(self) -> int:
         """Return the bytes of a device that stay free."""
         return round(self.margin * self.base.cluster.device_memory) if self.base.cluster else 0
+
+    @property
+    def room(self) -> float:
+        """Return the bytes of a device that a peak may fill."""
+        cluster = self.base.cluster
+        return float(cluster.usable_memory - self.margin_bytes) if cluster else math.inf
 
     @property
     def scored(self) -> Spec:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 
 from ptrain.axes.pipeline.catalogue import SCHEDULES
-from ptrain.cost import PLACED, Spent
+from ptrain.derivation.estimate import Derivation
 from ptrain.errors import refused
 from ptrain.selection.demand import Demand
 from ptrain.selection.job import SearchedJob
@@ -14,9 +14,8 @@ from ptrain.selection.quantities import QUANTITIES, recompute_of
 from ptrain.selection.space import SEARCHED_AXES, SPACES
 from ptrain.selection.task import SLACK, Ranked, SearchCount, SearchGoal
 from ptrain.spec.pipeline import ScheduleName
-from ptrain.spec.placement import DATA_AXES, EXPERT_AXES, TOKEN_AXES, Axis, Placement, R, Tier
+from ptrain.spec.placement import EXPERT_AXES, TOKEN_AXES, Axis
 from ptrain.spec.spec import Spec
-from ptrain.units import format_bytes, format_memory, format_seconds
 from ptrain.wording import Worded
 
 _WHOLE, _ALL_SHARDED = "R,R,R,R", "S*,S,S,R"
@@ -79,111 +78,11 @@ def recomputing(spec: Spec) -> Iterator[KnownChoice]:
             yield KnownChoice(name=name, rules=tuple(degrees), kept=word, least=1)
 
 
-def idea_of(spec: Spec) -> str:
-    """Return the idea of a placement in the field's words: `pp × HSDP × tp, recompute full`."""
-    factors = {factor.axis: factor for factor in spec.factors if factor.degree > 1}
-    data = [factors[axis].placement for axis in DATA_AXES if axis in factors]
-    words = [str(axis) for axis in factors if axis not in DATA_AXES]
-    if data:
-        words.insert(words[:1] == ["pp"], _data_idea(data))
-    kept = recompute_of(spec)
-    way = {"none": "", "offload": ", activations offloaded"}.get(kept, f", recompute {kept}")
-    is_hosted = any(
-        placement[state].tier is not Tier.DEVICE for placement in data for state in PLACED
-    )
-    return (" × ".join(words) or "one device") + ", states offloaded" * is_hosted + way
-
-
-def _data_idea(data: Sequence[Placement]) -> str:
-    """Return the name of what the data axes shard."""
-    if any(placement.parameters != R for placement in data):
-        return "FSDP" if all(placement.parameters != R for placement in data) else "HSDP"
-    if any(placement.gradients != R for placement in data):
-        return "ZeRO-2"
-    return "ZeRO-1" if any(placement.optimizer != R for placement in data) else "DDP"
-
-
-_LEAST = 0.001  # of the best's step: what takes less is no reason
-
-
-def reason(row: Ranked | None, best: Ranked, objective: SearchGoal) -> str:
-    """Return in a sentence why a choice is not the best one, by its figures and no others."""
-    if row is None:
-        return "its peak is unknown"
-    memory = row.memory
-    if memory.short_bytes > 0:
-        return f"does not fit by {format_memory(memory.short_bytes)}"
-    if memory.host_short_bytes > 0:
-        return f"its host lacks {format_memory(memory.host_short_bytes)}"
-    if not memory.fits:
-        return "whether it fits is unknown"
-    if row.figures == best.figures:
-        return "is the best"
-    if objective is SearchGoal.MEMORY:
-        return f"needs {format_memory(row.peak_bytes - best.peak_bytes)} more"
-    if best.step is None:
-        return _of_bytes(row, best)
-    if row.step is None:
-        return f"its time is unknown: {row.why_untimed}"
-    ratio = row.step.seconds / best.step.seconds - 1
-    pace = f"{abs(ratio):.1%} {'slower' if ratio >= 0 else 'faster'}"
-    less = best.peak_bytes - row.peak_bytes
-    room = f"; {format_memory(abs(less))} {'smaller' if less > 0 else 'larger'}" if less else ""
-    return f"{pace}{_more(row, best)}{room}"
-
-
-def _of_bytes(row: Ranked, best: Ranked) -> str:
-    said = []
-    for name, mine, other in (
-        ("between nodes", row.tiers.between, best.tiers.between),
-        ("within a node", row.tiers.within, best.tiers.within),
-    ):
-        if mine != other:
-            sign = "more" if mine > other else "less"
-            said.append(f"sends {format_bytes(abs(mine - other))} {sign} {name}")
-    return ", ".join(said) or "sends the same amount"
-
-
-_SPENT = {
-    Spent.COMPUTE: "compute",
-    Spent.WRAPPERS: "wrappers on the host",
-    Spent.LAUNCHES: "waiting for the host's launches",
-    Spent.COPIES: "copies to and from the host",
-    Spent.UPDATE: "optimizer update",
-    Spent.BUBBLE: "pipeline bubble",
-    Spent.INTERFERENCE: "compute slowed by collectives",
-    Spent.STRAGGLERS: "stragglers and congestion",
-}
-
-
-def _more(row: Ranked, best: Ranked) -> str:
-    """Return the two things on which a row spends most more than the best one."""
-    mine, other = _parts(row), _parts(best)
-    more = {name: seconds - other.get(name, 0.0) for name, seconds in mine.items()}
-    least = _LEAST * sum(other.values())
-    largest = sorted((name for name in more if more[name] > least), key=lambda name: -more[name])
-    said = " and ".join(f"{format_seconds(more[name])} more {name}" for name in largest[:2])
-    if recompute_of(row.spec) not in ("none", recompute_of(best.spec)):
-        said = said.replace("more compute", "more compute with recomputation")
-    return f", {said}" if said else ""
-
-
-def _parts(row: Ranked) -> dict[str, float]:
-    """Return the seconds of a step by what they go to; communication by axes."""
-    assert row.step is not None, "a row that has a time"
-    parts: dict[str, float] = {}
-    for time in row.step.rows:
-        axes = "+".join(time.key.axes)
-        name = _SPENT.get(time.key.spent, f"exposed {axes} communication")
-        parts[name] = parts.get(name, 0.0) + time.seconds
-    return parts
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lost:
     """A well-known choice: the best candidate of its kind that fits, else the one that needs least
-    memory, and what their figures say. `best` None: there is none that is legal, its cut was not
-    traced, or only what needs least memory was seen to fit."""
+    memory. `best` None: there is none that is legal, its cut was not traced, or only what needs
+    least memory was seen to fit, as `why` says."""
 
     name: str
     best: Ranked | None
@@ -203,7 +102,7 @@ class PlacementRanking(Worded):
     """A ranking, best first: exact figures of those that are best by its estimate and fit. `front`:
     no other that was derived is faster and needs less. `unknown` says why there is no time; the
     order is then that of nominal seconds. Where nothing fits, `least` needs least memory of all and
-    `remedies` are what would. `reasons`: why the best one is as it is. `objective` is what was
+    `remedies` are what would. `winner`: what is derived of the best one. `objective` is what was
     asked for; where that is a number of devices, `by_number` has the best on each that was tried,
     and `demand` is what a training may take. `asked_margin`: the margin that was asked for where
     nothing leaves it."""
@@ -218,7 +117,7 @@ class PlacementRanking(Worded):
     least: Ranked | None = None
     remedies: tuple[Remedy, ...] = ()
     lost: tuple[Lost, ...] = ()
-    reasons: tuple[str, ...] = ()
+    winner: Derivation | None = field(default=None, repr=False, compare=False)
     by_number: tuple[tuple[int, Ranked], ...] = ()
     demand: Demand | None = None
     asked_margin: float = 0.0

@@ -20,10 +20,10 @@ from ptrain.derivation.operations import operations
 from ptrain.derivation.workspaces import unclaimed
 from ptrain.errors import Fault, refused
 from ptrain.plan.lower import lower, own_facts
-from ptrain.selection.alternatives import with_micro
+from ptrain.selection.alternatives import recompute_policies, with_micro
 from ptrain.selection.fit import Fit, fit
-from ptrain.spec.activations import ATTENTION_ONLY, FULL, PLAIN, SELECTIVE, Kept, Policy
-from ptrain.spec.model import Attention, ModelShape
+from ptrain.spec.activations import PLAIN, Kept, Policy
+from ptrain.spec.model import ModelShape
 from ptrain.spec.placement import DATA_AXES, Factor, M, R, Tier
 from ptrain.spec.spec import ActivationSpec, Spec
 from ptrain.spec.write import to_mapping
@@ -145,18 +145,12 @@ def ladder(spec: Spec) -> list[Spec]:
 
 
 def _rungs(spec: Spec) -> Iterator[Spec]:
-    said = spec.activations
-    yield _with(spec, None)
-    yield _with(spec, SELECTIVE)
-    if isinstance(spec.model, ModelShape) and spec.model.attention is Attention.EAGER:
-        yield _with(spec, ATTENTION_ONLY)
-    if said.every == 1:
-        yield from (
-            _with(spec, FULL, every=every)
-            for every in _SPARSE
-            if isinstance(spec.model, ModelShape) and every < spec.model.layers
-        )
-    yield _with(spec, FULL)
+    layers = spec.model.layers if isinstance(spec.model, ModelShape) else 0
+    *cheaper, full = (None, *dict(recompute_policies(spec)).values())
+    yield from (_with(spec, policy) for policy in cheaper)
+    if spec.activations.every == 1:
+        yield from (_with(spec, full, every=every) for every in _SPARSE if every < layers)
+    yield _with(spec, full)
 
 
 def _again(spec: Spec) -> int:

@@ -9,6 +9,7 @@ what moves are searched; what is gathered together a descent chooses (`descent`)
 from __future__ import annotations
 
 from bisect import insort
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
@@ -56,6 +57,7 @@ from ptrain.selection.space import (
     kept_so,
     micro_batches,
     pipelines,
+    sized,
     through_of,
     ways_to_keep,
 )
@@ -65,7 +67,6 @@ from ptrain.selection.task import (
     Scored,
     SearchCount,
     SearchGoal,
-    SearchResult,
     SearchTask,
 )
 from ptrain.selection.where import Constraint, Where
@@ -76,8 +77,9 @@ from ptrain.spec.placement import TOKEN_AXES, Axis
 from ptrain.spec.spec import Spec, ranks_over
 from ptrain.units import grouped
 
-_KEPT = 1024  # best candidates of all
-_PER_PLACEMENT = 32  # and of each placement
+_MOST, _MOST_TRACED = 2**11, 2**16  # best candidates: of a model that is traced few are tried
+_PER_PLACEMENT = 16  # best candidates of each placement
+_PER_KIND = 4  # of those that differ in tuples alone
 _BANDS = 16  # of memory, the fastest of each of which is on an estimated front
 
 
@@ -87,15 +89,38 @@ def may_hold(rule: Constraint, figure: float, slack: float) -> bool:
     return rule.compare not in ("<", "<=") or rule.holds_of(figure / slack)
 
 
+class ScoredCut:
+    """What is estimated of blocks that are cut: once for all cuts that differ in where experts are
+    alone. `spec` has axes within a block alone, and no experts."""
+
+    def __init__(self, spec: Spec, task: SearchTask) -> None:
+        self.spec, self.work = spec, task.work
+        self.clock = clock_of(spec, task.pace)
+        self.activity, self.sums = cache(self._activity), cache(self._sums)
+
+    def _activity(self, kept: Kept) -> Activity:
+        activity = activity_of(self.spec, kept)
+        assert activity is not None, "blocks whose peaks are predicted"
+        return activity
+
+    def _sums(self, kept: Kept, micro: int) -> PassSums | None:
+        """None where nobody knows what is computed, or how long that takes."""
+        spec = kept_so(batched(self.spec, micro, 1), kept)
+        try:
+            return seconds_of(spec, self.work(spec), self.clock, micro * self.activity(kept).moved)
+        except UnknownRate:
+            return None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BlockCut:
     """How blocks are cut: by `ranks` ranks together, over `shared` of which go states of the data
-    axes too. `placed` is a spec with nothing beside it, and `spec` the same as it is scored."""
+    axes too. `placed` is a spec with nothing beside it, and `scored` what is estimated of it."""
 
     ranks: int
     within: tuple[AxisChoice, ...]
     placed: Spec
-    spec: Spec
+    scored: ScoredCut
     sizes: Sizes
     shared: int
 
@@ -120,10 +145,10 @@ class DataRow:
         assert self.smallest is not None, "a placement that a run came to"
         return self.smallest.scored(self)
 
-    def candidates(self) -> Iterator[Scored]:
-        """Yield its candidates that may fit, best first, and the one that needs least memory."""
-        yield from (block.scored(self) for *_, block, _ in self.best)
-        yield self.tightest
+    @property
+    def first(self) -> Scored:
+        """Return its best candidate that may fit, else the one that needs least memory."""
+        return self.best[0][3].scored(self) if self.best else self.tightest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,11 +182,23 @@ class CandidateBlock:
         candidate = Candidate(
             within=self.cut.within,
             pipeline=self.flow.choice,
-            data=row.way.sized(row.degrees),
+            data=sized(row.way.choice, row.degrees),
             micro=self.micro,
             kept=self.kept,
         )
         return Scored(candidate=candidate, peak=self.peak(row), seconds=self.step(row))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchResult:
+    """The best by the objective, best first; that with least memory; the fastest of each band of
+    memory; the placements, and how many candidates there were."""
+
+    best: tuple[Scored, ...]
+    front: tuple[Scored, ...]
+    least: Scored | None
+    placements: Sequence[DataRow]
+    counts: SearchCount
 
 
 Entry = tuple[float, float, int, CandidateBlock, DataRow]
@@ -180,11 +217,13 @@ class Keeper:
         """Take in a block."""
         others, saved = block.levels[0][0], min([level[4] for level in block.levels])
         self.counts.scored += len(block.rows)
+        peaks: dict[int, float] = {}  # of rows that take as many bytes
         for row in block.rows:
             floor = row.memory.lives[0] * others + saved
             if floor > self.limit and floor >= row.least:
                 continue
-            size = block.peak(row)
+            if (size := peaks.get(id(row.memory), 0.0)) == 0.0:
+                size = peaks[id(row.memory)] = block.peak(row)
             if row.smallest is None:
                 self.rows.append(row)
             if size < row.least:
@@ -194,7 +233,11 @@ class Keeper:
 
     def _fit(self, block: CandidateBlock, row: DataRow, size: float) -> None:
         """Remember a candidate that may fit, if it obeys constraints of figures."""
-        counts, seconds, best = self.counts, block.step(row), row.best
+        counts, best = self.counts, row.best
+        if len(best) == _PER_PLACEMENT and self._is_slower(block, best[-1][0]):
+            counts.fitting += size <= self.task.room
+            return
+        seconds = block.step(row)
         for name, figure, slack in (("memory", size, SLACK), ("time", seconds, TIME_SLACK)):
             if not all(may_hold(rule, figure, slack) for rule in self.task.where.bounds(name)):
                 return
@@ -205,18 +248,39 @@ class Keeper:
             insort(best, (first, second, counts.scored + counts.fitting, block, row))
             del best[_PER_PLACEMENT:]
 
+    def _is_slower(self, block: CandidateBlock, seconds: float) -> bool:
+        """Whether what a block computes alone takes longer."""
+        if self.by_memory or self.task.where.constraints:
+            return False
+        flow = block.flow_seconds
+        return flow is not None and flow.computing + flow.idle > seconds
+
     def result(self) -> SearchResult:
         """Return what is remembered."""
         best = sorted((entry for row in self.rows for entry in row.best), key=itemgetter(0, 1, 2))
+        most = _MOST_TRACED if self.task.is_stand_in else _MOST
         smallest = min(self.rows, key=lambda row: row.least, default=None)
-        scored = (block.scored(row) for *_, block, row in best)
         return SearchResult(
-            best=tuple(islice(scored, _KEPT)),
+            best=tuple(islice(self._unlike(best), most)),
             least=None if smallest is None else smallest.tightest,
             front=tuple(self._front(best)),
             placements=self.rows,
             counts=self.counts,
         )
+
+    def _unlike(self, best: Iterable[Entry]) -> Iterator[Scored]:
+        """Yield candidates, of those that fit and differ in tuples alone the first few, and others
+        last; of a model that is traced all, as its peaks differ from the estimates."""
+        alike, later = Counter[object](), list[Entry]()
+        for first, second, _, block, row in best:
+            kind = id(block), () if block.flow.schedule else row.degrees
+            if alike[kind] < _PER_KIND:
+                yield block.scored(row)
+            else:
+                later.append((first, second, 0, block, row))
+            size = first if self.by_memory else second
+            alike[kind] += size <= self.task.room and not self.task.is_stand_in
+        yield from (block.scored(row) for *_, block, row in later)
 
     def _front(self, best: Iterable[Entry]) -> Iterator[Scored]:
         """Yield the fastest of each band of memory."""
@@ -240,9 +304,8 @@ class Search:
         self.flows = PipelineFlows(task.placed, self.facts, self.links, task.devices)
         self.choices = data_choices(task.base, task.written)
         self.ways_to_keep = task.written.kept or ways_to_keep(task.written.away)
-        self.cut, self.activity = cache(self._cut), cache(self._activity)
-        self.sums = cache(self._sums)
-        self.clock = cache(lambda cut: clock_of(cut.spec, task.pace))
+        self.cut, self.sums = cache(self._cut), cache(self._sums)
+        self.scored: dict[tuple[object, ...], ScoredCut] = {}
         self.running, self.rows = cache(self._running), cache(self._rows)
         self.is_whole = cache(self._is_whole)
         self.ways: dict[tuple[object, ...], list[DataWay]] = {}
@@ -331,7 +394,7 @@ class Search:
         kept: Kept,
     ) -> CandidateBlock:
         levels = levels_of(
-            self.flows.shares(flow, number), cut.sizes, self.activity(cut, kept), micro, number
+            self.flows.shares(flow, number), cut.sizes, cut.scored.activity(kept), micro, number
         )
         return CandidateBlock(
             cut=cut,
@@ -346,7 +409,7 @@ class Search:
     def _flow_seconds(
         self, cut: BlockCut, flow: PipelineFlow, micro: int, number: int, kept: Kept
     ) -> FlowSeconds | None:
-        spec, sums = cut.spec, self.sums(cut, kept, micro)
+        spec, sums = cut.scored.spec, self.sums(cut, kept, micro)
         assert isinstance(spec.model, ModelShape), "a built-in model"
         tokens = micro * spec.batch.sequence / ranks_over(spec, TOKEN_AXES)
         hidden = tokens * spec.model.hidden * spec.precision.effective.parameters.itemsize
@@ -372,29 +435,22 @@ class Search:
 
     def _cut(self, ranks: int, within: tuple[AxisChoice, ...]) -> BlockCut:
         placed, spec = self.task.with_choices(within)
+        key = spec.factors, spec.context, spec.tensor
+        if key not in self.scored:
+            self.scored[key] = ScoredCut(spec, self.task)
         return BlockCut(
             ranks=ranks,
             within=within,
             placed=placed,
-            spec=spec,
+            scored=self.scored[key],
             sizes=sizes_of(placed, self.facts),
             shared=prod(choice.shared for choice in within),
         )
 
-    def _activity(self, cut: BlockCut, kept: Kept) -> Activity:
-        activity = activity_of(cut.spec, kept)
-        assert activity is not None, "blocks whose peaks are predicted"
-        return activity
-
     def _sums(self, cut: BlockCut, kept: Kept, micro: int) -> PassSums | None:
-        """None where nobody knows what is computed, or how long that takes."""
-        spec, own = kept_so(batched(cut.spec, micro, 1), kept), self.task.own
-        moved = micro * self.activity(cut, kept).moved
-        try:
-            sums = seconds_of(spec, self.task.work(spec), self.clock(cut), moved)
-        except UnknownRate:
-            return None
-        if own is None:
+        """The sums of a cut, with what it waits for rows of experts."""
+        sums, own = cut.scored.sums(kept, micro), self.task.own
+        if sums is None or own is None:
             return sums
         placed = batched(cut.placed, micro, 1)
         there, back = exchange_seconds(placed, own, self.task.pace, kept)
@@ -438,9 +494,9 @@ class Search:
         where = self.task.where
         if not (where.asks(Aspect.RANKS) or where.asks(Aspect.DATA)):
             return True
-        sized = way.sized(own)
-        spec = chosen(self.task.base, (sized, THROUGH[through], *cut.within))
-        alone = chosen(self.task.base, (sized,))
+        choice = sized(way.choice, own)
+        spec = chosen(self.task.base, (choice, THROUGH[through], *cut.within))
+        alone = chosen(self.task.base, (choice,))
         return where.admits(Aspect.DATA, spec) and where.admits(Aspect.RANKS, alone)
 
     def _ways(

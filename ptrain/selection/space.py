@@ -7,7 +7,7 @@ of what is left the whole candidate is asked before it is derived.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from functools import cached_property
@@ -26,7 +26,7 @@ from ptrain.derivation.layers import is_tabulated
 from ptrain.derivation.workspaces import takes_peak_of
 from ptrain.facts.model import ModelFacts
 from ptrain.plan.lower import own_facts
-from ptrain.spec.activations import FULL, PLAIN, SELECTIVE, Kept
+from ptrain.spec.activations import ATTENTION_ONLY, NAMED_POLICIES, PLAIN, Kept
 from ptrain.spec.batch import Batch
 from ptrain.spec.model import ModelShape
 from ptrain.spec.pipeline import PipelineSpec, ScheduleName
@@ -49,7 +49,8 @@ WITHIN: tuple[AxisSpace, ...] = (TENSOR_SPACE, CONTEXT_SPACE, EXPERT_SPACE)
 SPACES = (DATA_SPACE, PIPELINE_SPACE, *WITHIN)
 SEARCHED_AXES = tuple(axis for axis in Axis if any(axis in space.axes for space in SPACES))
 
-KEPT = (PLAIN, Kept(policy=SELECTIVE), Kept(policy=FULL), Kept(tier=Tier.HOST))
+_POLICIES = (policy for policy in NAMED_POLICIES.values() if policy != ATTENTION_ONLY)
+KEPT = (PLAIN, *(Kept(policy=policy) for policy in _POLICIES), Kept(tier=Tier.HOST))
 _MOST_MICRO = 2**9  # samples of a micro-batch
 _ALL_UP_TO, _APART = 16, 1.25  # of larger micro-batches those that are a quarter apart
 
@@ -298,6 +299,13 @@ def data_choices(
         for choice in DATA_SPACE.choices(base, 2**power, written)
         if all(factor.degree == 2 for factor in choice.factors)
     )
+
+
+def sized(choice: AxisChoice, degrees: Sequence[int]) -> AxisChoice:
+    """Return a choice with these degrees."""
+    factors = zip(choice.factors, degrees, strict=True)
+    own = tuple(factor._replace(degree=degree) for factor, degree in factors)
+    return AxisChoice(factors=own, changes=choice.changes, follows=choice.follows)
 
 
 def alone(base: Spec, ranks: int) -> Iterator[tuple[AxisChoice, ...]]:

@@ -4,10 +4,10 @@ ranking.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Protocol
+from math import inf
 
 from ptrain.axes.candidates import NOTHING, AxisChoice, Written, chosen
 from ptrain.cost import Collective, Estimate, Phase, StepTime, Traffic
@@ -58,25 +58,6 @@ class SearchCount:
     untimed: int = 0
 
 
-class SearchedPlacement(Protocol):
-    """A placement, with its best candidates."""
-
-    def candidates(self) -> Iterator[Scored]:
-        """Yield its candidates that may fit, best first, and the one that needs least memory."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SearchResult:
-    """The best by the objective, best first; that with least memory; the fastest of each band of
-    memory; the placements, and how many candidates there were."""
-
-    best: tuple[Scored, ...]
-    front: tuple[Scored, ...]
-    least: Scored | None
-    placements: Sequence[SearchedPlacement]
-    counts: SearchCount
-
-
 Work = Callable[[Spec], ModelWork]
 
 
@@ -84,8 +65,8 @@ Work = Callable[[Spec], ModelWork]
 class SearchTask:
     """What is searched: a job like `base` on so many devices, on a machine with this pace, whose
     micro-batches' work `work` tells. `is_nominal`: nobody measured the pace. `own`: the job's shape
-    with experts, where the base's stands in for it. `margin`: the bytes of a device that stay
-    free."""
+    with experts, where the base's stands in for it. `room`: the bytes of a device that a
+    peak may fill; `is_stand_in`: the base's shape stands in for one that is traced."""
 
     base: Spec
     devices: int
@@ -96,7 +77,8 @@ class SearchTask:
     where: Where = field(default_factory=Where)
     written: Written = NOTHING
     own: ModelShape | None = None
-    margin: int = 0
+    room: float = inf
+    is_stand_in: bool = False
 
     @property
     def placed(self) -> Spec:
@@ -120,12 +102,6 @@ class SearchTask:
         """Return the same with nothing written."""
         return replace(self, written=NOTHING)
 
-    @property
-    def room(self) -> float:
-        """The bytes of a device that a peak may fill."""
-        cluster = self.base.cluster
-        return float(cluster.usable_memory - self.margin) if cluster else float("inf")
-
 
 _BILLION = 10**9
 _HOUR = 3600.0
@@ -145,7 +121,8 @@ class BytesMoved:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranked:
     """A candidate with its exact figures. `closed` are those by which it was chosen. `seconds`
-    None: nobody knows them, and `why_untimed` says why. `alike`: how many others that were derived
+    None: nobody knows them, and `why_untimed` says why. `assumed`: the routing of tokens with which
+    the peak holds; "" where it depends on none. `alike`: how many others that were derived
     have the same figures, to the byte and to the second."""
 
     spec: Spec
@@ -155,6 +132,7 @@ class Ranked:
     tiers: BytesMoved
     throughput: Throughput | None
     why_untimed: str = ""
+    assumed: str = ""
     alike: int = 0
 
     @property
@@ -203,7 +181,8 @@ def ranked(spec: Spec, closed: Scored, exact: Estimate, facts: ModelFacts) -> Ra
         closed=closed,
         step=exact.step,
         why_untimed="" if exact.step else exact.undefined.get("step_seconds", ""),
-        memory=fit(spec, exact, takes_unclaimed=spec.has_token_slices),
+        memory=fit(spec, exact, takes_unclaimed=spec.has_token_slices, takes_assumed=True),
+        assumed=exact.assumed.get("peak", ""),
         tiers=_tiers(spec, exact),
         throughput=throughput(spec, facts, exact.step) if exact.step else None,
     )

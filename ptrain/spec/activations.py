@@ -62,6 +62,8 @@ class Policy:
 FULL = Policy()
 SELECTIVE = Policy(keep=(Operators.MATMUL, Operators.ATTENTION))
 ATTENTION_ONLY = Policy(scope=Scope.ATTENTION)
+# by what is recomputed, least first
+NAMED_POLICIES = {"selective": SELECTIVE, "attention": ATTENTION_ONLY, "full": FULL}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

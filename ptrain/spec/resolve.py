@@ -17,9 +17,8 @@ from typing import Any
 from ptrain.cost import PLACED, State
 from ptrain.errors import SpecError
 from ptrain.spec.activations import (
-    ATTENTION_ONLY,
     FULL,
-    SELECTIVE,
+    NAMED_POLICIES,
     Kept,
     Operators,
     Policy,
@@ -69,7 +68,7 @@ from ptrain.spec.spec import ActivationSpec, LossSpec, Spec
 from ptrain.spec.text import Findings, Tree
 from ptrain.spec.write import to_mapping
 
-_POLICIES = {"none": None, "full": FULL, "selective": SELECTIVE, "attention": ATTENTION_ONLY}
+_POLICIES = {"none": None, **NAMED_POLICIES}
 _ALL = (0, None)
 _Ranges = dict[tuple[int, int | None], Mode]
 

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from ptrain.cost import PLACED
-from ptrain.spec.activations import ATTENTION_ONLY, FULL, SELECTIVE, Kept, belongs_to_rank
+from ptrain.spec.activations import NAMED_POLICIES, Kept, belongs_to_rank
 from ptrain.spec.batch import AUTO
 from ptrain.spec.block import BlockOptions
 from ptrain.spec.function import UserFunction
@@ -39,7 +39,7 @@ from ptrain.spec.placement import (
 from ptrain.spec.precision import CUSTOM, LAYOUTS, Precision
 from ptrain.spec.spec import ActivationSpec, LossSpec, Spec
 
-_NAMED = {FULL: "full", SELECTIVE: "selective", ATTENTION_ONLY: "attention"}
+_NAMED = {policy: name for name, policy in NAMED_POLICIES.items()}
 UNWRITTEN: dict[str, object] = {
     "activations": "R",
     "recompute": "none",

@@ -6,15 +6,13 @@ from collections.abc import Sequence
 
 from ptrain.axes.pipeline.catalogue import pipeline_of, schedule_of, stages_text
 from ptrain.cost import Estimate
-from ptrain.report.heading import batch, by_data_lines, model_name
+from ptrain.report.heading import batch, by_data_lines, model_name, needs_gpu, telling
 from ptrain.selection.fit import (
     HOST_UNKNOWN,
     fit,
     host_text,
-    needs_gpu,
     peak_text,
     room_text,
-    telling,
 )
 from ptrain.spec.batch import batch_lines
 from ptrain.spec.placement import Axis

@@ -10,15 +10,13 @@ import pytest
 from ptrain.algebra.legality import require
 from ptrain.errors import SpecError
 from ptrain.plan.lower import own_facts
+from ptrain.report.reasons import advice_lines, advice_record, thresholds_of
 from ptrain.selection.algorithm1 import (
     Advice,
     Requirements,
     Thresholds,
     algorithm1,
-    lines,
-    record,
     requirements,
-    thresholds_of,
 )
 from ptrain.spec.load import load
 from ptrain.spec.placement import Axis
@@ -49,13 +47,13 @@ def of(billions: float, devices: int, layer: float = 0.01, **changes: object) ->
 def test_70b_on_8_devices_of_80_gb_has_no_answer():
     answer = algorithm1(SEVENTY_BILLION)
     assert answer.advice is Advice.NONE and answer.degrees == () == answer.overrides
-    text = "\n".join(lines(answer))
+    text = "\n".join(advice_lines(answer))
     assert "line 2: 16P = 1043 GiB < 0.7 M_d = 52.15 GiB: no" in text
     assert "line 5: 16P/N = 130.4 GiB < 0.7 M_d = 52.15 GiB: no" in text
     assert "line 8: a layer = 1.593 GiB > 0.3 M_d = 22.35 GiB" in text
     assert "no answer: line 11" in text
     assert "130.4 GiB exceeds the device memory; more devices" in text
-    close = "\n".join(lines(algorithm1(replace(SEVENTY_BILLION, devices=16))))
+    close = "\n".join(advice_lines(algorithm1(replace(SEVENTY_BILLION, devices=16))))
     assert "65.19 GiB is less than the device memory; 9.313 GiB remain" in close
 
 
@@ -108,7 +106,7 @@ def test_thresholds_are_arguments():
     )
     answer = algorithm1(replace(SEVENTY_BILLION, devices=16), Thresholds(states=0.9))
     assert answer.advice is Advice.FULLY_SHARDED
-    assert "16P/N = 65.19 GiB < 0.9 M_d = 67.06 GiB: yes" in "\n".join(lines(answer))
+    assert "16P/N = 65.19 GiB < 0.9 M_d = 67.06 GiB: yes" in "\n".join(advice_lines(answer))
 
 
 def test_what_tp_is_added_to_has_the_nodes_and_the_share_that_was_refused():
@@ -117,7 +115,7 @@ def test_what_tp_is_added_to_has_the_nodes_and_the_share_that_was_refused():
         (Axis.DP_SHARD, 2),
         (Axis.TP, 8),
     ]
-    assert "stays 65.19 GiB, which line 5 rejected" in "\n".join(lines(answer))
+    assert "stays 65.19 GiB, which line 5 rejected" in "\n".join(advice_lines(answer))
 
 
 @pytest.mark.parametrize(
@@ -160,10 +158,10 @@ def test_thresholds_are_read_as_they_are_written():
 
 
 def test_an_answer_is_plain_data_with_what_makes_a_spec_of_it():
-    none = json.loads(json.dumps(record(algorithm1(SEVENTY_BILLION))))
+    none = json.loads(json.dumps(advice_record(algorithm1(SEVENTY_BILLION))))
     assert none["advice"] is None and none["overrides"] == []
     assert [condition["line"] for condition in none["conditions"]] == [2, 5, 8]
     assert not any(condition["is_true"] for condition in none["conditions"])
-    sharded = record(algorithm1(replace(SEVENTY_BILLION, devices=64)))
+    sharded = advice_record(algorithm1(replace(SEVENTY_BILLION, devices=64)))
     assert sharded["advice"] == "ZeRO-3"
     assert sharded["overrides"] == ["mesh={dp_shard: 64}", "placement={dp_shard: [S*,S,S,R]}"]

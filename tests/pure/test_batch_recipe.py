@@ -10,7 +10,7 @@ import pytest
 from ptrain.cost import Phase, Spent, StepTime, TimeKey, TimeRow
 from ptrain.derivation.estimate import derive
 from ptrain.errors import SpecError
-from ptrain.selection.choose import axis_reasons, reasons
+from ptrain.report.reasons import axis_reasons, reasons
 from ptrain.selection.fit import fit
 from ptrain.selection.recompute import resolve_auto
 from ptrain.spec.batch import Batch, batch_lines, nearest_power_of_two

@@ -34,7 +34,8 @@ def test_blocks_that_are_cut_over_a_node_are_estimated_though_a_head_is_larger_t
     where = [f"recompute=={kept}", "tp==8", "pp==1", "micro==2", "dp_shard==8"]
     job = searched_job("llama3-70b", [], cluster="h100-64", where=where)
     search = Chooser(job).search
-    scored = [row for of_one in search.run(job.where).placements for row in of_one.candidates()]
+    placements = search.run(job.where).placements
+    scored = [block.scored(row) for row in placements for *_, block, _ in row.best]
     assert scored
     for row in scored[::40]:
         exact = derive(row.candidate.spec(job.base)).exact

@@ -56,3 +56,11 @@ def test_a_class_of_transformers_is_ranked_by_its_own_figures():
     assert exact.peak_bytes() == best.peak_bytes
     assert exact.step is not None
     assert exact.step.seconds == pytest.approx(best.seconds, rel=1e-9)
+
+
+def test_a_peak_without_a_capacity_is_ranked_with_the_routing_that_it_assumes():
+    words = ["mesh.ep=auto", "model.capacity_factor=null"]
+    ranking = select("ep", words, devices=2, where=["ep=2"], count=2)
+    assert ranking.best is not None and ranking.best.memory.fits
+    assert "spread evenly over the experts" in ranking.best.assumed
+    assert "peaks with ep are predicted for tokens that" in selection_text(ranking)

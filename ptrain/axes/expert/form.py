@@ -209,9 +209,8 @@ def assumed(spec: Spec) -> dict[str, str]:
     return dict.fromkeys(("activations", "peak", exchanged), why)
 
 
-# What the expert axis offers to a search: degrees that divide a layer's experts, where these have
-# a capacity or a bound of the routing is stated. Without both a router decides how much a rank
-# gets, and whether it fits nobody claims: a degree that is written is tried all the same.
+# What the expert axis offers to a search: degrees that divide a layer's experts. Without a capacity
+# a router decides how much a rank gets: what is ranked holds for the routing that the spec states.
 #
 # Theta, Omega and G of all but the experts are placed over ep as over the innermost data axis, so
 # that both are one group; of the experts there is one tuple.
@@ -221,9 +220,7 @@ _COPIES = Placement(parameters=R, optimizer=R, gradients=R)
 
 def _sizes(spec: Spec, devices: int, written: Written) -> Iterable[int]:
     shape = spec.model
-    has_places = isinstance(shape, ModelShape) and shape.capacity_factor is not None
-    is_known = has_places or isinstance(spec.routing, Bound)
-    experts = shape.experts if isinstance(shape, ModelShape) and is_known else None
+    experts = shape.experts if isinstance(shape, ModelShape) else None
     return written.sizes(Axis.EP, devices, divisors(gcd(experts or 1, devices)))
 
 
