@@ -24,7 +24,7 @@ SMALL = 80  # lines
 
 # begin
 BUDGETS: dict[str, int] = {
-    "ptrain": 52550,
+    "ptrain": 52630,
     "ptrain/activations": 340,
     "ptrain/algebra": 240,
     "ptrain/axes": 160,
@@ -47,18 +47,18 @@ BUDGETS: dict[str, int] = {
     "ptrain/optimizers": 500,
     "ptrain/plan": 470,
     "ptrain/rates": 360,
-    "ptrain/report": 2250,
+    "ptrain/report": 2480,
     "ptrain/rooms": 980,
-    "ptrain/selection": 3250,
+    "ptrain/selection": 3100,
     "ptrain/simulation": 1040,
-    "ptrain/spec": 4080,
+    "ptrain/spec": 4090,
     "ptrain/steps": 440,
     "ptrain/traces": 2190,
     "ptrain/train": 3140,
     "ptrain/verification": 7300,
 }
 ONE_IMPORTER = 57  # modules that exactly one other imports
-SMALL_MODULES = 57  # modules with fewer lines than SMALL
+SMALL_MODULES = 56  # modules with fewer lines than SMALL
 # end
 
 
