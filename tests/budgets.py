@@ -24,12 +24,12 @@ SMALL = 80  # lines
 
 # begin
 BUDGETS: dict[str, int] = {
-    "ptrain": 52290,
+    "ptrain": 52390,
     "ptrain/activations": 340,
     "ptrain/algebra": 240,
     "ptrain/axes": 160,
     "ptrain/axes/context": 1180,
-    "ptrain/axes/data": 2220,
+    "ptrain/axes/data": 2230,
     "ptrain/axes/expert": 570,
     "ptrain/axes/pipeline": 1590,
     "ptrain/axes/tensor": 710,
@@ -38,12 +38,12 @@ BUDGETS: dict[str, int] = {
     "ptrain/cli": 1590,
     "ptrain/convert": 420,
     "ptrain/data": 1060,
-    "ptrain/derivation": 5020,
+    "ptrain/derivation": 5050,
     "ptrain/facts": 790,
     "ptrain/internals": 350,
     "ptrain/interpreter": 1060,
     "ptrain/meters": 1470,
-    "ptrain/models": 4820,
+    "ptrain/models": 4880,
     "ptrain/optimizers": 500,
     "ptrain/plan": 470,
     "ptrain/rates": 360,
@@ -57,8 +57,8 @@ BUDGETS: dict[str, int] = {
     "ptrain/train": 3140,
     "ptrain/verification": 7300,
 }
-ONE_IMPORTER = 56  # modules that exactly one other imports
-SMALL_MODULES = 57  # modules with fewer lines than SMALL
+ONE_IMPORTER = 55  # modules that exactly one other imports
+SMALL_MODULES = 55  # modules with fewer lines than SMALL
 # end
 
 
