@@ -24,26 +24,26 @@ SMALL = 80  # lines
 
 # begin
 BUDGETS: dict[str, int] = {
-    "ptrain": 52390,
+    "ptrain": 52450,
     "ptrain/activations": 340,
     "ptrain/algebra": 240,
     "ptrain/axes": 160,
     "ptrain/axes/context": 1180,
-    "ptrain/axes/data": 2230,
+    "ptrain/axes/data": 2260,
     "ptrain/axes/expert": 570,
-    "ptrain/axes/pipeline": 1590,
+    "ptrain/axes/pipeline": 1600,
     "ptrain/axes/tensor": 710,
     "ptrain/calibration": 1040,
     "ptrain/charts": 840,
     "ptrain/cli": 1590,
     "ptrain/convert": 420,
     "ptrain/data": 1060,
-    "ptrain/derivation": 5050,
+    "ptrain/derivation": 5120,
     "ptrain/facts": 790,
     "ptrain/internals": 350,
     "ptrain/interpreter": 1060,
     "ptrain/meters": 1470,
-    "ptrain/models": 4880,
+    "ptrain/models": 4820,
     "ptrain/optimizers": 500,
     "ptrain/plan": 470,
     "ptrain/rates": 360,
@@ -52,13 +52,13 @@ BUDGETS: dict[str, int] = {
     "ptrain/selection": 3250,
     "ptrain/simulation": 1040,
     "ptrain/spec": 4080,
-    "ptrain/steps": 440,
+    "ptrain/steps": 450,
     "ptrain/traces": 2190,
     "ptrain/train": 3140,
     "ptrain/verification": 7300,
 }
 ONE_IMPORTER = 55  # modules that exactly one other imports
-SMALL_MODULES = 55  # modules with fewer lines than SMALL
+SMALL_MODULES = 56  # modules with fewer lines than SMALL
 # end
 
 

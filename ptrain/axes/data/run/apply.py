@@ -109,8 +109,9 @@ class ReplicatedWrap(ParameterWrap):
         if is_last:
             self.wrapped.reducer.prepare_for_backward([])
         yield
-        if is_last:
-            self._reduce_kept()
+
+    def end_passes(self) -> None:
+        self._reduce_kept()
 
     def _receive(self, bucket: torch.Tensor) -> None:
         """Sum a full bucket over the ranks, asynchronously; without overlap, later. The loss is
