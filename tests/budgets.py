@@ -24,7 +24,7 @@ SMALL = 80  # lines
 
 # begin
 BUDGETS: dict[str, int] = {
-    "ptrain": 52450,
+    "ptrain": 52660,
     "ptrain/activations": 340,
     "ptrain/algebra": 240,
     "ptrain/axes": 160,
@@ -35,20 +35,20 @@ BUDGETS: dict[str, int] = {
     "ptrain/axes/tensor": 710,
     "ptrain/calibration": 1040,
     "ptrain/charts": 840,
-    "ptrain/cli": 1590,
+    "ptrain/cli": 1750,
     "ptrain/convert": 420,
     "ptrain/data": 1060,
-    "ptrain/derivation": 5120,
+    "ptrain/derivation": 5100,
     "ptrain/facts": 790,
-    "ptrain/internals": 350,
+    "ptrain/internals": 390,
     "ptrain/interpreter": 1060,
-    "ptrain/meters": 1470,
-    "ptrain/models": 4820,
+    "ptrain/meters": 1480,
+    "ptrain/models": 4830,
     "ptrain/optimizers": 500,
     "ptrain/plan": 470,
     "ptrain/rates": 360,
-    "ptrain/report": 2240,
-    "ptrain/rooms": 970,
+    "ptrain/report": 2250,
+    "ptrain/rooms": 980,
     "ptrain/selection": 3250,
     "ptrain/simulation": 1040,
     "ptrain/spec": 4080,
@@ -57,8 +57,8 @@ BUDGETS: dict[str, int] = {
     "ptrain/train": 3140,
     "ptrain/verification": 7300,
 }
-ONE_IMPORTER = 55  # modules that exactly one other imports
-SMALL_MODULES = 56  # modules with fewer lines than SMALL
+ONE_IMPORTER = 56  # modules that exactly one other imports
+SMALL_MODULES = 57  # modules with fewer lines than SMALL
 # end
 
 
