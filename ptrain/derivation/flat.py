@@ -203,8 +203,10 @@ class RepeatedLife(ModelLife[Ghost]):
         units: Sequence[UnitParts[Ghost]],
         step: FlatUnits,
         repeat: Repeat,
+        *,
+        is_pipelined: bool,
     ) -> None:
-        super().__init__(units, step)
+        super().__init__(units, step, is_pipelined=is_pipelined)
         self._repeat = repeat
         self._place: dict[object, int] = {unit: place for place, unit in enumerate(self.all)}
 
@@ -247,7 +249,8 @@ class Flat:
         self.members = [GhostMembers(unit.trained, scene.tape) for unit in self.used]
         self._cuts: dict[tuple[int, tuple[Axis, ...]], Cuts[Ghost]] = {}
         self.parts = [self._parts(*pair) for pair in zip(self.used, self.members, strict=True)]
-        self.units = RepeatedLife(self.parts, step, self._repeat)
+        is_pipelined = scene.plan.pipeline is not None
+        self.units = RepeatedLife(self.parts, step, self._repeat, is_pipelined=is_pipelined)
         self.update_of = self._update()
         numbers = {place: number for number, bucket in enumerate(buckets) for place in bucket}
         self._played = [numbers.get(place) for place in range(len(facts))]
@@ -327,6 +330,15 @@ class Flat:
         self.reduce()
         self.update(0)
         self.finish_update()
+
+    def begin_passes(self) -> None:
+        self.units.begin_passes()
+
+    def settle(self) -> None:
+        self.units.settle()
+
+    def end_passes(self) -> None:
+        self.units.end_passes()
 
     def begin(self, *, is_first: bool, is_last: bool) -> None:
         self.is_last = is_last

@@ -23,7 +23,13 @@ from ptrain.derivation.ghosts.wrapping import Wrapping
 from ptrain.derivation.layers import Representatives, passes, represent
 from ptrain.derivation.memory import always, least_above, peaks, sum_in_time
 from ptrain.derivation.pipeline import StageParts
-from ptrain.derivation.pipeline_time import RankTime, StepTiming, step_time
+from ptrain.derivation.pipeline_time import (
+    Gaps,
+    RankTime,
+    StepTiming,
+    idle_gaps,
+    step_time,
+)
 from ptrain.derivation.tape import Scene, Tape, Wrap
 from ptrain.facts.model import Passes, net
 from ptrain.spec.placement import Axis
@@ -43,13 +49,14 @@ from ptrain.units import grouped
 
 
 class Did(NamedTuple):
-    """What a pass allocated, what was spent in it, and all seconds of that; `tail`: those since its
-    last collective."""
+    """What a pass allocated, what was spent in it and on what it `left` to the next pass, and the
+    seconds of both; `tail`: those since its last collective."""
 
     run: Run
     spent: tuple[Seconds, Seconds]
     seconds: float
     tail: float
+    left: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,15 +97,18 @@ def play_rank(
     is_last: int,
     clock: Clock | None = None,
     most: float = inf,
+    gaps: Gaps | None = None,
 ) -> RankStep:
     """Play the `instructions` of one step up to the update; `is_last` is the index of the model's
     last stage. Raises TooLarge for a peak above `most`."""
-    rank = RankStep(spec, parts, is_last, Tape(clock=clock, most=most))
+    rank = RankStep(spec, parts, is_last, Tape(clock=clock, most=most), gaps)
+    rank.begin()
     for times, some in instructions:
         rank.tape.in_time(times, partial(rank.run, some))
         for stage in rank.stages.values():
             stage.left -= times - 1
     assert not rank.saved and not rank.boundaries.size, "nothing is in flight when a step is over"
+    rank.end()
     return rank
 
 
@@ -141,14 +151,25 @@ class RankStep:
     """One rank's step. `most`: bytes of activations when most of them lived as a backward pass
     began, and `most_moved` what was off the device then, by tier; `gathered`: of units, when the
     last one did; where a clock goes along, the `seconds` of each action, and of these the `tails`,
-    since its last collective; `passes` are those of all. `updates`: peaks by shard. `is_alone`: no
-    other rank has a part of the model, so that no message comes, and no pass is taken for an equal
-    one, which what is on its way found otherwise."""
+    since its last collective; `passes` are those of all, `left` is what the pass before left to the
+    next one, and `late` what reductions take behind all passes. Where `gaps` are given, the rank
+    waits so long for others before an action. `updates`: peaks by shard. `is_alone`: no other rank
+    has a part of the model, so that no message comes, and no pass is taken for an equal one, which
+    what is on its way found otherwise."""
 
-    def __init__(self, spec: Spec, parts: Sequence[Part], last: int, tape: Tape) -> None:
+    def __init__(
+        self,
+        spec: Spec,
+        parts: Sequence[Part],
+        last: int,
+        tape: Tape,
+        gaps: Gaps | None = None,
+    ) -> None:
+        self.gaps = gaps
         self.tape, self.last, plan = tape, last, parts[0].ghost.wrapped.plan
         self.is_alone, self.seed = plan.pipeline is None, seed_bytes(plan.update.layout)
-        self.passes, self.updates = 0.0, dict[int, int]()
+        self.passes = self.late = self.left = 0.0
+        self.updates: dict[int, int] = {}
         self.seconds: dict[Action, float] = {}
         self.tails: dict[Action, float] = {}
         self.stages = {part.index: _stage(spec, part, self.tape) for part in parts}
@@ -156,6 +177,26 @@ class RankStep:
         self.saved = self.most = self.gathered = 0
         self.moved: dict[str, int] = {}
         self.most_moved: dict[str, int] = {}
+
+    def begin(self) -> None:
+        """Begin what an update left to the passes."""
+        if self.is_alone:
+            return
+        for stage in self.stages.values():
+            stage.wrap.begin_passes()
+            stage.has_played()
+        if clock := self.tape.clock:
+            self.left = clock.seconds
+
+    def end(self) -> None:
+        """Wait for what the passes left."""
+        clock = self.tape.clock
+        self.passes = clock.seconds if clock else 0.0
+        if not self.is_alone:
+            for stage in self.stages.values():
+                stage.wrap.end_passes()
+        self.late = self.left + (clock.seconds - self.passes if clock else 0.0)
+        self.passes -= self.left
 
     def run(self, instructions: Iterable[Instruction]) -> None:
         """Do some of the step, in this order."""
@@ -182,7 +223,12 @@ class RankStep:
         else:
             self._begin_backward(stage, kind)
         passes = stage.part.of(action.microbatch)
-        self.seconds[action] = self._play(stage, kind, passes)
+        gap = self.gaps.get(action, 0.0) if self.gaps else 0.0
+        if self.tape.clock:
+            self.tape.clock.now += gap
+        seconds, left = self._play(stage, kind, passes)
+        self.seconds[action] = max(self.left - gap, 0.0) + seconds
+        self.left = left
         self.tails[action] = self.tape.clock.since_met if self.tape.clock else 0.0
         self.saved += stage.net(kind, passes)
         for tier, size in passes.moved:
@@ -215,7 +261,6 @@ class RankStep:
         """The passes are over: update, on the ranks with these shards. `sums` are those of tensors
         that the first and the last stage share."""
         clock = self.tape.clock
-        self.passes = clock.seconds if clock else 0.0
         self.tape.enter(Phase.UPDATE)
         if clock is not None:
             for row in sums:
@@ -233,8 +278,8 @@ class RankStep:
         """Return what an equal pass did; None where there was none."""
         return None if self.is_alone else stage.part.known.get(key)
 
-    def _play(self, stage: _Stage, kind: Kind, passes: Passes) -> float:
-        """Return the seconds that it takes."""
+    def _play(self, stage: _Stage, kind: Kind, passes: Passes) -> tuple[float, float]:
+        """Return the seconds that it takes, and those of what it leaves to the next pass."""
         before, clock = stage.state, self.tape.clock
         if (known := self.known(stage, (kind, id(passes), before))) is not None:
             self.tape.spike(known.run.rise)
@@ -242,7 +287,11 @@ class RankStep:
             if clock is not None:
                 clock.add(known.spent)
                 clock.meet(since=known.tail)
-            return known.seconds
+                if self.gaps:  # what is under way goes on, unless the pass puts more on its lane
+                    clock.now += known.seconds
+                    for lane in clock.free.keys() & {key.axes for key in known.spent[1]}:
+                        clock.free[lane] += known.seconds
+            return known.seconds, known.left
         start = clock.moment() if clock else None
         if not self.is_alone:
             if clock is not None:
@@ -259,15 +308,18 @@ class RankStep:
         self.tape.level += seed
         if kind in (Kind.INPUT, Kind.WEIGHT):
             stage.wrap.end_half(kind)
+        tail, now = (clock.since_met, clock.seconds) if clock else (0.0, 0.0)
+        if not self.is_alone:
+            stage.wrap.settle()
+        left = clock.seconds - now if clock else 0.0
         spent: tuple[Seconds, Seconds] = clock.since(start) if clock and start else ({}, {})
-        seconds = sum(spent[0].values())
+        seconds = sum(spent[0].values()) - left
         stage.has_played()
         if stage.state == before:
             run = Run(self.tape.peak - level, self.tape.level - level)
-            tail = clock.since_met if clock else 0.0
-            stage.part.known[kind, id(passes), before] = Did(run, spent, seconds, tail)
+            stage.part.known[kind, id(passes), before] = Did(run, spent, seconds, tail, left)
         self.tape.peak = max(peak, self.tape.peak)
-        return seconds
+        return seconds, left
 
 
 def seed_bytes(layout: Layout) -> int:
@@ -408,40 +460,53 @@ def in_flight(
     axes = (Axis.PP,), cutting, spec.routing_axes if loads else ()
     places = list(zip(*(positions(spec, names) for names in axes), strict=True))
     rows_of = {tokens: loads.of(tokens) if loads else None for *_, tokens in places}
+
+    def play(key: _Alike, rows: ByLayer | None, gaps: Gaps | None = None) -> RankStep:
+        stand_in, firsts, _ = key
+        pairs = [*zip(schedule.stages_of(stand_in), firsts, strict=True)]
+        of_rank = [
+            _own_part(part_of(stages[stage].like, at), stages[stage], at, rows)
+            for stage, at in pairs
+        ]
+        clock = timing.clock_of(firsts[0]) if timing else None
+        are_alike = schedule.ranks == 1 and not of_rank[0].micro_batches
+        of_step = turns(instructions[stand_in], are_alike=are_alike)
+        rank = play_rank(spec, of_rank, of_step, schedule.stages - 1, clock, most, gaps)
+        sums = [row for stage, at in pairs for row in stages[stage].tied(at)] if clock else []
+        rank.update(sorted({*shards}), sums)
+        return rank
+
     for place, index, tokens in sorted(set(places)):
         stand_in = stands_for[place] if stands_for else place
-        own, rows = schedule.stages_of(stand_in), rows_of[tokens]
         # of ranks with the same parts the first stands for all
-        firsts = tuple(stages[stage].of(index)[1] for stage in own)
-        key = like[place, index, tokens] = stand_in, firsts, id(rows)
+        firsts = tuple(stages[stage].of(index)[1] for stage in schedule.stages_of(stand_in))
+        key = like[place, index, tokens] = stand_in, firsts, id(rows_of[tokens])
         if key not in played:
-            pairs = [*zip(own, firsts, strict=True)]
-            of_rank = [
-                _own_part(part_of(stages[stage].like, at), stages[stage], at, rows)
-                for stage, at in pairs
-            ]
-            clock = timing.clock_of(firsts[0]) if timing else None
-            are_alike = schedule.ranks == 1 and not of_rank[0].micro_batches
-            of_step = turns(instructions[stand_in], are_alike=are_alike)
-            rank = play_rank(spec, of_rank, of_step, schedule.stages - 1, clock, most)
-            sums = [row for stage, at in pairs for row in stages[stage].tied(at)] if clock else []
-            rank.update(sorted({*shards}), sums)
-            played[key] = rank
+            played[key] = play(key, rows_of[tokens])
+    if timing and schedule.ranks > 1 and stages[0].plan.wrap.works_between_passes:
+        part_of.cache_clear()  # passes did what they did without gaps
+        gaps = idle_gaps(_times(played), timing)
+        rows_at = {id(rows): rows for rows in rows_of.values()}
+        played = {key: play(key, rows_at[key[2]], gaps[key[0]]) for key in played}
     ranks = [like[place] for place in places]
     keys = [(rank, played[rank].updates[s]) for rank, s in zip(ranks, shards, strict=True)]
     above = {
         key: {**played[key[0]].tape.peaks, Phase.UPDATE: key[1]} for key in dict.fromkeys(keys)
     }
-    times = [
-        RankTime(place, rank.seconds, rank.tails, rank.passes, rank.tape.clock)
-        for (place, *_), rank in played.items()
-        if rank.tape.clock is not None
-    ]
     return Flight(
         memory=rows_by_rank(ranks, lambda rank: played[rank].rows()),
         peaks=peaks(always(base), keys, above),
-        step=step_time(schedule, times, timing) if timing else None,
+        step=step_time(schedule, _times(played), timing) if timing else None,
     )
+
+
+def _times(played: Mapping[_Alike, RankStep]) -> list[RankTime]:
+    """Return the times of the ranks that clocks went along with."""
+    return [
+        RankTime(place, rank.seconds, rank.tails, rank.passes, rank.late, rank.tape.clock)
+        for (place, *_), rank in played.items()
+        if rank.tape.clock is not None
+    ]
 
 
 def play_update(wraps: Sequence[Wrap], shards: Iterable[int]) -> dict[int, int]:

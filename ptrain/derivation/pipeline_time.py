@@ -106,18 +106,20 @@ def _kinds(schedule: Schedule, stage: int) -> set[Kind]:
 
 class RankTime(NamedTuple):
     """Of a rank at one `place` along pp: the seconds of each of its actions, of these the `tails`
-    since the last collective, those of all its passes, and its clock when the step is over."""
+    since the last collective, those of all its passes, those of reductions that are still `late`
+    behind its passes, and its clock when the step is over."""
 
     place: int
     seconds: Mapping[Action, float]
     tails: Mapping[Action, float]
     passes: float
+    late: float
     clock: Clock
 
     @property
     def update(self) -> float:
-        """The seconds behind the passes."""
-        return self.clock.seconds - self.passes
+        """The seconds behind the passes and their reductions."""
+        return self.clock.seconds - self.passes - self.late
 
 
 def step_time(schedule: Schedule, ranks: Sequence[RankTime], timing: StepTiming) -> StepTime:
@@ -125,10 +127,7 @@ def step_time(schedule: Schedule, ranks: Sequence[RankTime], timing: StepTiming)
     last one's step included; of ranks at one place along pp the slowest stands for all."""
     if schedule.ranks == 1:
         return max((rank.clock.step_time() for rank in ranks), key=attrgetter("seconds"))
-    slowest: dict[int, RankTime] = {}
-    for rank in ranks:
-        other = slowest.setdefault(rank.place, rank)
-        slowest[rank.place] = max(other, rank, key=lambda rank: rank.clock.seconds)
+    slowest = _slowest(ranks)
     tails = {action: tail for rank in slowest.values() for action, tail in rank.tails.items()}
     sends = timing.sends(tails)
     seconds = {
@@ -137,9 +136,10 @@ def step_time(schedule: Schedule, ranks: Sequence[RankTime], timing: StepTiming)
         for action, taken in rank.seconds.items()
     }
     simulation = timing.simulated(seconds)
+    reduced = max(simulation.timeline[place][-1].end + rank.late for place, rank in slowest.items())
     if timing.spans is not None:
-        timing.spans.extend(_spans(simulation, slowest.values()))
-    over = simulation.makespan + max(rank.update for rank in slowest.values())
+        timing.spans.extend(_spans(simulation, slowest.values(), reduced))
+    over = reduced + max(rank.update for rank in slowest.values())
     busiest = max(slowest.values(), key=lambda rank: rank.clock.seconds)
     rows = [*busiest.clock.rows(), *_sent(busiest.seconds, sends)]
     alone = sum(seconds[action] for action in busiest.seconds)
@@ -153,15 +153,39 @@ def step_time(schedule: Schedule, ranks: Sequence[RankTime], timing: StepTiming)
     return StepTime(rows=with_stragglers(slowest_rows, timing.clock.network), assumed=assumed)
 
 
-def _spans(simulation: Simulation, ranks: Iterable[RankTime]) -> Iterator[LaneSpan]:
-    """Yield what each rank does when, each on a lane of its own."""
+def _slowest(ranks: Iterable[RankTime]) -> dict[int, RankTime]:
+    """Return by place along pp the rank that has most to do."""
+    slowest: dict[int, RankTime] = {}
+    for rank in ranks:
+        other = slowest.setdefault(rank.place, rank)
+        slowest[rank.place] = max(other, rank, key=lambda rank: rank.clock.seconds)
+    return slowest
+
+
+Gaps = Mapping[Action, float]
+
+
+def idle_gaps(ranks: Iterable[RankTime], timing: StepTiming) -> dict[int, Gaps]:
+    """Return by place along pp how long a rank waits for others before each of its actions."""
+    slowest = _slowest(ranks)
+    seconds = {a: taken for rank in slowest.values() for a, taken in rank.seconds.items()}
+    gaps: dict[int, Gaps] = {}
+    for place, spans in enumerate(timing.simulated(seconds).timeline):
+        ends = (0.0, *(span.end for span in spans))
+        pairs = zip(spans, ends, strict=False)
+        gaps[place] = {span.step.parts[0]: span.start - end for span, end in pairs}
+    return gaps
+
+
+def _spans(simulation: Simulation, ranks: Iterable[RankTime], end: float) -> Iterator[LaneSpan]:
+    """Yield what each rank does when, each on a lane of its own; updates begin at the `end` of all
+    passes and their reductions."""
     for place, spans in enumerate(simulation.timeline):
         for span in spans:
             is_forward = span.step.parts[0].kind is Kind.FORWARD
             phase = Phase.FORWARD if is_forward else Phase.BACKWARD
             yield LaneSpan(place, TimeKey(Spent.COMPUTE, phase), span.start, span.end)
     for rank in ranks:
-        end = simulation.makespan
         yield LaneSpan(rank.place, TimeKey(Spent.UPDATE, Phase.UPDATE), end, end + rank.update)
 
 

@@ -267,6 +267,15 @@ class Wrap(Marks, Protocol):
     scene: Scene
     updates_alike: bool  # on all ranks; and an update leaves nothing to play another one with
 
+    def begin_passes(self) -> None:
+        """The passes of a step in a pipeline begin."""
+
+    def settle(self) -> None:
+        """One of them is over, and what it made is sent."""
+
+    def end_passes(self) -> None:
+        """They are over."""
+
     def begin(self, *, is_first: bool, is_last: bool) -> None:
         """A micro-batch begins."""
 

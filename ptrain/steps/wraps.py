@@ -65,6 +65,12 @@ class WrapStep(PlanStep):
         return ()
 
     @property
+    def works_between_passes(self) -> bool:
+        """Whether collectives of a pass in a pipeline, or of the update before it, are under way
+        when it is over."""
+        return False
+
+    @property
     def policy(self) -> SyncPolicy | None:
         """When gradients are reduced and gathered parameters freed; None where nothing is."""
         return None
@@ -182,6 +188,10 @@ class Replicate(WrapStep):
         """Return the same over the other axes."""
         axes = without(self.axes, (axis,))
         return replace(self, axes=axes) if axes else LocalGradients()
+
+    @property
+    def works_between_passes(self) -> bool:
+        return self.overlaps
 
     @property
     def treats_equal_blocks_alike(self) -> bool:
@@ -346,8 +356,15 @@ class FlatUnits(WrapStep):
     def first_differs(self) -> bool:
         """Whether a run's first step is another than those that follow: it learns in which order
         units are used, or no update before it has left anything to it."""
-        late = self.gather_after_update is GatherAfterUpdate.NEXT_FORWARD
-        return late or self.prefetch > 0
+        return self._gathers_late or self.prefetch > 0
+
+    @property
+    def _gathers_late(self) -> bool:
+        return self.gather_after_update is GatherAfterUpdate.NEXT_FORWARD
+
+    @property
+    def works_between_passes(self) -> bool:
+        return self.overlaps or self._gathers_late
 
     @property
     def reduced_axes(self) -> tuple[Axis, ...]:

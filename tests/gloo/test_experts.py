@@ -101,3 +101,34 @@ def test_on_two_axes(ranks: Ranks, model: str, placement: dict[str, str]) -> Non
 )
 def test_in_true_dtypes_bytes_are_exact(ranks: Ranks, model: str, layout: str) -> None:
     assert not MATRIX.differences(ranks, spec_of(model, precision={"layout": layout}))
+
+
+# Fewer experts than ranks: sharded on a later dimension, which dominates the peaks at these widths.
+FEW = {"experts": 2, "ffn": 512}
+ODD = FEW | {"ffn": 301}  # a width that no number of ranks divides
+EP = {"dp_shard": "zero3", "ep": "zero3"}
+FEW_CASES: tuple[tuple[dict[str, Any], dict[str, str], dict[str, Any]], ...] = (
+    (FEW, EP, {"precision": {"layout": "zero16"}}),
+    (ODD, EP, {}),
+    (FEW, EP, {}),
+    (FEW, EP, {"precision": {"layout": "fsdp-mixed"}}),
+    (FEW, {"dp_shard": "zero3"}, {"degrees": {"dp_shard": 4}}),
+    (ODD, {"dp_shard": "zero3"}, {"degrees": {"dp_shard": 4}, "sync": {"gradients": "last"}}),
+    (
+        FEW,
+        {"dp_shard": "zero3"},
+        {"degrees": {"dp_shard": 4}, "sync": {"reshard_after_forward": 2}},
+    ),
+    (FEW | {"experts": 1}, {"dp_replicate": "ddp", "dp_shard": "zero3"}, {}),
+    (FEW | {"experts": 1}, {"dp_shard": "zero3", "tp": "S,S,S,S"}, {}),
+    (FEW | {"experts": 1}, {"pp": "S,S,S,R", "dp_shard": "zero3"}, {"unit": "sub-block"}),
+)
+
+
+@pytest.mark.parametrize(
+    ("shape", "placement", "more"), some([*FEW_CASES], FEW_CASES[:2]), ids=lambda _: ""
+)
+def test_fewer_experts_than_ranks(
+    ranks: Ranks, shape: dict[str, Any], placement: dict[str, str], more: dict[str, Any]
+) -> None:
+    assert not MATRIX.differences(ranks, spec_of("top-1", placement, shape=shape, **more))

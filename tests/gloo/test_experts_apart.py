@@ -259,8 +259,27 @@ def whole(program: Program) -> dict[str, torch.Tensor]:
 def test_a_checkpoint_is_bitwise_the_same_on_ranks_with_other_experts(
     ranks: Ranks, tmp_path: Path, saved: dict[str, str], resumed: dict[str, str]
 ) -> None:
+    check_checkpoint(ranks, tmp_path, saved, resumed, "deep")
+
+
+def test_a_checkpoint_is_bitwise_the_same_where_an_expert_is_sharded_by_its_features(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    """Two ranks of dp_shard share the one expert of each rank of ep."""
+    saved = {"dp_shard": "zero3", "ep": REST["zero3"]}
+    check_checkpoint(ranks, tmp_path, saved, {"dp_shard": "zero1"}, "top-1", {"experts": 2})
+
+
+def check_checkpoint(
+    ranks: Ranks,
+    tmp_path: Path,
+    saved: dict[str, str],
+    resumed: dict[str, str],
+    model: str,
+    shape: dict[str, Any] | None = None,
+) -> None:
     batch = {"global": 8, "micro": 1, "sequence": 16}
-    first, then = (spec_of("deep", states, batch=batch) for states in (saved, resumed))
+    first, then = (spec_of(model, states, shape=shape, batch=batch) for states in (saved, resumed))
     before = ranks.run(first.world_size, trained, first, str(tmp_path))[0]
     after = ranks.run(then.world_size, loaded, then, str(tmp_path))[0]
     assert before[0].keys() == after[0].keys()

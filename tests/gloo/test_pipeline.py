@@ -209,3 +209,32 @@ def test_in_true_dtypes_bytes_are_exact_and_losses_within_their_band(
     assert not MATRIX.differences(
         ranks, spec_of(model, schedule, mesh=mesh, precision=precision, batch=batch)
     )
+
+
+# Reductions that outlive their pass, and gathers that an update left to the next step.
+BESIDE = {"overlap": "backward"}
+LATE = {"gather_after_update": "next-forward"}
+OVERLAPPED = (
+    ("1f1b", "zero1", BESIDE | LATE),
+    ("interleaved", "zero2", BESIDE),
+    nightly("1f1b", "zero1", BESIDE),
+    nightly("1f1b", "zero1", LATE),
+    nightly("1f1b", "zero2", BESIDE | LATE),
+    nightly("1f1b", "zero2", BESIDE | {"sync": {"gradients": "last"}}),
+    nightly("interleaved", "zero1", BESIDE | LATE),
+    nightly("zero-bubble", "zero1", BESIDE | LATE),
+    nightly("zero-bubble", "zero2", BESIDE),
+    nightly("zbv", "zero2", BESIDE | LATE),
+    nightly("dualpipev", "zero1", BESIDE),
+    nightly("gpipe", "R,R,R,R", BESIDE),
+)
+
+
+@pytest.mark.parametrize(("schedule", "data", "dials"), OVERLAPPED, ids=str)
+def test_collectives_beside_passes_change_no_figure(
+    ranks: Ranks, schedule: str, data: str, dials: dict[str, Any]
+) -> None:
+    mesh = {"pp": 2, "dp_shard": 2}
+    assert not MATRIX.differences(
+        ranks, spec_of("gpt-tied", schedule, mesh=mesh, data=data, **dials)
+    )

@@ -3,6 +3,7 @@ what they send to those of others."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
@@ -15,7 +16,8 @@ from ptrain.axes.context.attention import all_spans
 from ptrain.axes.expert.cost import rows_bytes as searched_rows
 from ptrain.axes.expert.cost import sent
 from ptrain.axes.expert.form import own_places, with_own_experts
-from ptrain.cost import Phase
+from ptrain.cost import Phase, State
+from ptrain.derivation.estimate import derive
 from ptrain.facts.model import ModelFacts
 from ptrain.facts.parameters import expert_modules, facts
 from ptrain.plan.lower import lower
@@ -239,3 +241,39 @@ def test_a_search_counts_the_rows_that_the_closed_form_does(name, ranks, tp):
     for experts in (spec.tensor, TensorSpec(experts=FOLDED_EXPERTS)):
         spec = replace(spec, tensor=experts)
         assert searched_rows(spec, shape) == rows_bytes(spec, shape)
+
+
+# (ep, dp_shard): 8 experts of 12 to 20 features. A rank of ep has 8/ep of them, over dp_shard.
+FEW = replace(SHAPE, hidden=12, ffn=20, experts=8)
+TUPLES = (
+    (2, 2), (2, 3), (2, 4), (2, 5), (2, 12), (4, 2), (4, 5), (4, 6), (8, 2), (8, 3), (8, 4), (8, 7),
+)  # fmt: skip
+
+
+def elements(shape: tuple[int, ...], ranks: int) -> int:
+    """Return the elements of a rank's part of a tensor: rows, rounded up, of as many rows as ranks
+    or more; else the same part of all of it, if the ranks divide a later dimension."""
+    number = math.prod(shape)
+    if shape[0] < ranks and any(size % ranks == 0 for size in shape[1:]):
+        return number // ranks
+    return math.ceil(shape[0] / ranks) * (number // shape[0])
+
+
+@pytest.mark.parametrize(("ep", "shards"), TUPLES)
+def test_experts_are_sharded_by_a_dimension_that_has_enough_rows(ep, shards):
+    mesh = {Axis.DP_SHARD: (shards, tuple_of("S*,S,S")), Axis.EP: (ep, tuple_of("S*,S,S"))}
+    spec = make_spec(mesh, model=FEW)
+    h, f, own = FEW.hidden, FEW.ffn, 8 // ep
+    kv = h // 2  # one of two heads
+    block = ((h,), (h, h), (kv, h), (kv, h), (h, h), (h,), (8, h))
+    experts = ((own, f, h), (own, f, h), (own, h, f))
+    ends = ((FEW.vocab, h), (h,), (FEW.vocab, h))
+    of_rest = 3 * sum(elements(t, ep * shards) for t in block)
+    of_rest += sum(elements(t, ep * shards) for t in ends)
+    of_experts = 3 * sum(elements(t, shards) for t in experts)
+    tensors = 3 * (len(block) + len(experts)) + len(ends)
+    estimate = derive(spec).exact
+    for state in (State.PARAMETERS, State.GRADIENTS):
+        assert estimate.bytes_of(state) == 4 * (of_rest + of_experts)
+    steps = 4 * tensors  # AdamW counts for each tensor by itself
+    assert estimate.bytes_of(State.OPTIMIZER, 0) == 8 * (of_rest + of_experts) + steps

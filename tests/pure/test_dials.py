@@ -34,7 +34,7 @@ from tests.pure.build import (
     tuple_of,
 )
 
-# Two blocks and a root; 5 x 3, 2, 1 and 7 x 2 rows do not divide by 2 or 4.
+# Two blocks and a root; 5 x 3, 2, and 7 x 2 rows do not divide by 2 or 4, but 1 x 4 columns do.
 BLOCK = ((5, 3), (2,))
 FACTS = make_facts(BLOCK, BLOCK, ((1, 4), (7, 2)))
 NUMEL = 2 * 17 + 18
@@ -144,7 +144,7 @@ def test_torchs_own_gathers_every_unit_twice_but_the_root_that_stays(placement):
     calls, payload, _ = rows(given_back, gathered, Phase.BACKWARD)
     root = payload - rows(stays, gathered, Phase.BACKWARD)[1]
     assert calls - rows(stays, gathered, Phase.BACKWARD)[0] == 1
-    padded = 2 * 4 + (7 + 1) * 2 if placement is GATHERED else 4 + 7 * 2  # 1 x 4 and 7 x 2 rows
+    padded = 4 + (7 + 1) * 2 if placement is GATHERED else 4 + 7 * 2  # 1 x 4 and 7 x 2 rows
     assert root == 4 * padded
     assert any("the root, 18 of 52 parameters, is not freed" in note for note in stays.notes)
     assert not any("stays gathered" in note for note in given_back.notes)
@@ -171,7 +171,7 @@ def test_masters_that_are_gathered_belong_to_the_optimizer():
     layout = LAYOUTS["fsdp-mixed"]
     spec = make_spec({SHARD: (2, MATERIALIZED)}, model=BY_HAND, clip=None, layout=layout)
     estimate = derive(spec, FACTS).exact
-    padded = 2 * (9 + 1) + (4 + 8)  # rows of rank 0: 3 of 5, 1 of 2, 1 of 1, 4 of 7
+    padded = 2 * (9 + 1) + (2 + 8)  # of rank 0: 3 rows of 5, 1 of 2, 2 columns of 4, 4 rows of 7
     assert estimate.bytes_of(State.PARAMETERS) == 0
     assert estimate.bytes_of(State.OPTIMIZER, 0) == (4 + 8) * padded + 6 * 4
     assert estimate.bytes_of(State.GRADIENTS, 0) == 4 * padded

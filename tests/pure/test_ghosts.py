@@ -65,6 +65,15 @@ def calls(spec: Spec, plan: Plan, facts: ModelFacts = FACTS) -> dict:
     }
 
 
+def part_numel(shape: tuple[int, ...], sync: SyncPolicy) -> int:
+    """Return the elements of a rank's part: of too few rows for all ranks an equal part along
+    another dimension, unless a smaller group keeps rows."""
+    is_divided = any(size % RANKS == 0 for size in shape[1:])
+    if shape[0] < RANKS and is_divided and sync.reshard_after_forward != 2:
+        return math.prod(shape) // RANKS
+    return padded_rows(shape, RANKS)
+
+
 def counted(step: FullyShard, layout, count: int) -> dict:
     """The same of FSDP2, by how often a unit is gathered and reduced, and how long its rows are."""
     totals: dict[tuple, Counter] = {}
@@ -76,7 +85,7 @@ def counted(step: FullyShard, layout, count: int) -> dict:
         total.update(calls=times, payload=times * payload, sent=times * ring)
 
     for unit in FACTS.units:
-        shard = sum(padded_rows(tensor.shape, RANKS) for tensor in unit.tensors)
+        shard = sum(part_numel(tensor.shape, step.sync) for tensor in unit.tensors)
         times = gathers(step.sync, count, is_root=unit.is_root)
         between = kept_ranks(step.sync, RANKS, is_root=unit.is_root)
         whole, theta = RANKS * shard * layout.parameters.itemsize, State.PARAMETERS
@@ -196,8 +205,11 @@ def test_the_shards_of_fsdp2_are_their_own_master_copies_where_theta_is_made(sha
     plan = plan.having(step, replace(plan.update, layout=layout))
     kinds, kind_of = by_shard(wrapping(spec, plan, FACTS))
     parameters, omega, gradients, _ = kinds[kind_of[shard]]
-    padded = sum(padded_rows(tensor.shape, RANKS) for tensor in FACTS.tensors)
-    rows = sum(local_rows(tensor.shape, RANKS, shard) for tensor in FACTS.tensors)
+    padded = sum(part_numel(tensor.shape, spec.sync) for tensor in FACTS.tensors)
+    rows = sum(
+        1 if tensor.shape == (1, RANKS) else local_rows(tensor.shape, RANKS, shard)
+        for tensor in FACTS.tensors
+    )
     assert parameters.device_bytes == 0
     assert omega.device_bytes == 4 * padded + 8 * rows + 4 * len(FACTS.tensors)
     assert gradients.device_bytes == 4 * padded

@@ -247,3 +247,28 @@ def test_a_group_counts_the_nodes_that_its_ranks_are_on():
         network.pair(Axis.PP),
         network.ends(Axis.DP_REPLICATE),
     ) == (2, 2, 2)
+
+
+@pytest.mark.parametrize("data", ["zero1", "zero2"])
+def test_collectives_beside_passes_never_make_a_pipeline_slower(data):
+    """The last micro-batch passes 28 stages, each of which begins a reduction."""
+    written: dict[str, Any] = {
+        "model": {"family": "gpt", "layers": 28, "hidden": 18432, "heads": 144, "vocab": 131072},
+        "mesh": {"pp": 4, "dp_shard": 48, "tp": 8},
+        "placement": {"pp": "S,S,S,R", "dp_shard": data, "tp": "tp-sp"},
+        "batch": {"global": 768, "micro": 1, "sequence": 4096},
+        "precision": {"layout": "megatron18"},
+        "pipeline": {"schedule": "interleaved", "stages": 28},
+        "cluster": {"preset": "h100-64", "devices": 1536, "device_memory": "800 GiB"},
+    }
+    beside, late = {"overlap": "backward"}, {"gather_after_update": "next-forward"}
+
+    def seconds(dials: dict[str, str]) -> float:
+        step = derive(load(written | dials).spec).exact.step
+        assert step is not None
+        return step.seconds
+
+    plain = seconds({})
+    assert seconds(beside) <= plain
+    assert seconds(late) <= plain
+    assert seconds(beside | late) <= min(seconds(beside), seconds(late))

@@ -12,6 +12,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from ptrain.installed import counted_torch
+from ptrain.spec.dials import Reshard, SyncPolicy
 
 
 class Habits(NamedTuple):
@@ -55,6 +56,16 @@ HABITS = {
 def habits() -> Habits:
     """Return what FSDP2 does in the torch whose bytes are counted."""
     return HABITS[counted_torch()]
+
+
+def shard_dim(shape: tuple[int, ...], ranks: int, sync: SyncPolicy) -> int:
+    """Return the dimension along which a tensor is sharded: its rows, or if it has fewer rows than
+    ranks (experts), the first later dimension that the ranks divide. Smaller groups shard rows:
+    torch keeps a flat part there, and cannot gather that along another dimension."""
+    is_by_group = not isinstance(sync.reshard_after_forward, bool | Reshard)
+    if is_by_group or not shape or shape[0] >= ranks:
+        return 0
+    return next((dim for dim in range(1, len(shape)) if shape[dim] % ranks == 0), 0)
 
 
 @lru_cache(maxsize=2**10)

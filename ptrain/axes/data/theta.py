@@ -43,6 +43,7 @@ class Parameters(Generic[T]):
         self.stored = self._first_stored() if self.is_transient else self.whole
         self._gathering: Move[T] | None = None
         self._storing: Move[T] | None = None
+        self._settling: Move[T] | None = None
         self._behind: Axes = ()
         self.is_gathered = True
         self.release()
@@ -71,7 +72,8 @@ class Parameters(Generic[T]):
 
     def signature(self) -> Hashable:
         """Return what their next use depends on."""
-        return self.is_gathered, self._gathering is None, self._storing is None, self._behind
+        under_way = self._gathering, self._storing, self._settling
+        return self.is_gathered, *(move is None for move in under_way), self._behind
 
     def _first_stored(self) -> T:
         part = self.room.cast(self.cuts.take(self.whole, (), self.cut), self.dtype)
@@ -149,13 +151,25 @@ class Parameters(Generic[T]):
                 self.cuts.put(into, part, self.cut, cut)
                 self._behind = missing
 
+    def begin_settling(self) -> None:
+        """Begin what the last update left to the next use."""
+        if self._behind:
+            self._settling, self._behind = self._start_settling(is_awaited=False), ()
+
     def settle(self) -> None:
         """Complete what the last update left to the next use."""
         if self._behind:
-            missing, self._behind = self._behind, ()
-            cut = (*self.cut, *missing)
-            part = self.cuts.take(self.stored, self.cut, cut)
-            self.cuts.gather(part, cut, missing, State.PARAMETERS, self.stored)
+            self._settling, self._behind = self._start_settling(is_awaited=True), ()
+        if self._settling is not None:
+            self._settling.wait()
+            self._settling = None
+
+    def _start_settling(self, *, is_awaited: bool) -> Move[T]:
+        missing, cut = self._behind, (*self.cut, *self._behind)
+        part = self.cuts.take(self.stored, self.cut, cut)
+        return self.cuts.start_gather(
+            part, cut, missing, State.PARAMETERS, self.stored, is_awaited=is_awaited
+        )
 
     def finish_update(self) -> None:
         """Complete what was issued while other units were updated."""

@@ -181,12 +181,17 @@ class UnitLife(UnitUse[T]):
         state: UnitState[T],
         order: Order[T],
         flight: OverlappedReduction[T],
+        *,
+        is_pipelined: bool,
     ) -> None:
         super().__init__(parts, order)
         self.state, self.parameters, self.gradients = state, state.parameters, state.gradients
         self.flight = flight
         self.consume: Callable[[], None] | None = None
         self.pending = 0  # gradients that this pass has yet to complete
+        # Full gradients are reduced once, in the last pass, and no later pass needs their memory:
+        # in a pipeline none of these reductions is awaited before all passes are over.
+        self.is_deferred = is_pipelined and not self.gradients.cut
 
     def before_backward(self) -> None:
         super().before_backward()
@@ -217,10 +222,11 @@ class UnitLife(UnitUse[T]):
         """The unit's backward is complete (or the pass is over and some parameter had no part)."""
         self.pending = 0
         is_due = self.is_last or self.sync.gradients is GradientSync.EVERY
-        if is_due:
+        if is_due and not self.is_deferred:
             self.flight.complete()
         self.gradients.finish(is_last=self.is_last, is_due=is_due)
-        self.flight.begin(self.gradients)
+        if not self.is_deferred:
+            self.flight.begin(self.gradients)
         if self.consume is not None:
             self.gradients.for_update()
         if self.is_given_back:
@@ -240,10 +246,13 @@ class UnitLife(UnitUse[T]):
 
 class ModelLife(Generic[T]):
     """All units of one model under one plan step, in the order of wrapping; `trained` are those of
-    which something is."""
+    which something is. In a pipeline the last reduction of a pass is awaited when the pass is over
+    and its gradient is sent: another stage waits for that."""
 
-    def __init__(self, units: Sequence[UnitParts[T]], step: FlatUnits) -> None:
-        self.step = step
+    def __init__(
+        self, units: Sequence[UnitParts[T]], step: FlatUnits, *, is_pipelined: bool
+    ) -> None:
+        self.step, self.is_pipelined = step, is_pipelined
         self.flight = OverlappedReduction[T]()
         order = Order[T](step)
         self.all: list[UnitUse[T]] = []
@@ -252,7 +261,8 @@ class ModelLife(Generic[T]):
             if parts.trained is None:
                 self.all.append(UnitUse(parts, order))
                 continue
-            self.trained.append(UnitLife(parts, parts.trained, order, self.flight))
+            life = UnitLife(parts, parts.trained, order, self.flight, is_pipelined=is_pipelined)
+            self.trained.append(life)
             self.all.append(self.trained[-1])
         for unit, following in pairwise(self.trained):
             unit.state.following = following.state
@@ -270,7 +280,8 @@ class ModelLife(Generic[T]):
     def end_pass(self, *, is_last: bool) -> None:
         """It is over."""
         self.do((unit for unit in self.trained if unit.pending), UnitLife.finish)
-        self.flight.complete()
+        if not self.is_pipelined:
+            self.flight.complete()
         self.do(self.all, UnitUse.after_backward)
         if is_last:
             self.release()
@@ -285,9 +296,23 @@ class ModelLife(Generic[T]):
         """It is over."""
         if kind is Kind.WEIGHT:
             self.do(self.trained[::-1], UnitLife.end_weights)
-        self.flight.complete()
         if is_last:
             self.release()
+
+    def begin_passes(self) -> None:
+        """Before the passes of a step in a pipeline: begin the gathers that the update left to the
+        next use, the root's first, whose embedding is used first. Stages wait for a message."""
+        units = [*self.trained[-1:], *self.trained[:-1]]
+        self.do(units, lambda unit: unit.parameters.begin_settling())
+
+    def settle(self) -> None:
+        """Before the next pass: wait for the reduction that this one left."""
+        self.flight.complete()
+
+    def end_passes(self) -> None:
+        """After all of them: wait for the reductions that they left."""
+        self.settle()
+        self.do(self.trained[::-1], lambda unit: unit.gradients.complete())
 
     def release(self) -> None:
         """What was gathered and not used is stale after an update."""
@@ -295,6 +320,7 @@ class ModelLife(Generic[T]):
 
     def for_update(self) -> None:
         """Gradients into the layout of the update."""
+        self.end_passes()
         self.do(self.trained, lambda unit: unit.gradients.for_update())
 
     def consume_with(self, update: Callable[[int], None]) -> None:

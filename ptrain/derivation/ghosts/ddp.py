@@ -56,7 +56,7 @@ class Replicas(InPlace):
         numel = {tensor.name: tensor.numel for tensor in facts.tensors}
         for name in facts.gradient_order:
             player.complete(Complete(name, numel[name] * itemsize))
-        player.after_backward(len(facts.units) - 1)
+        player.end_passes()
         scene.tape.enter(Phase.UPDATE)
         player.update(0)
         yield from account.rows
@@ -108,10 +108,13 @@ class Replicated(Local):
         self.tape.add(autograd.added(gradient))
 
     def after_backward(self, unit: int) -> None:
-        """Reduce what is due still when the root's backward is over, one bucket after the other;
-        then all of them are awaited."""
-        if unit != self.root:
-            return
+        """Reduce what is due still when the root's backward is over; in a pipeline when all passes
+        are."""
+        if unit == self.root and self.scene.plan.pipeline is None:
+            self.end_passes()
+
+    def end_passes(self) -> None:
+        """Reduce one bucket after the other; then all of them are awaited."""
         while self.due:
             self._reduce()
         for arrival in self.reducing:

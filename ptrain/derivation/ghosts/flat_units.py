@@ -101,6 +101,7 @@ def _play(
         if not facts.is_passed_by(unit):
             flat.before_backward(0)
         flat.end()
+        flat.end_passes()
     account.times = times
     gradients = _sizes(pair for pair in flat.storages() if pair[0] is State.GRADIENTS)
     tape.enter(Phase.UPDATE)

@@ -7,13 +7,14 @@ the reduction. What torch's versions do otherwise is `axes.data.fsdp2`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Iterable, Sequence
 from functools import partial
-from itertools import groupby
+from itertools import compress, groupby
 from typing import NamedTuple
 
 from ptrain.axes.data.cost import kept_ranks, local_rows, padded_rows
-from ptrain.axes.data.fsdp2 import habits, listed
+from ptrain.axes.data.fsdp2 import habits, listed, shard_dim
 from ptrain.cost import Collective, State
 from ptrain.derivation.clock import Arrival
 from ptrain.derivation.ghosts import autograd
@@ -21,7 +22,7 @@ from ptrain.derivation.ghosts.in_place import InPlace, InPlaceUpdate, Local, Sha
 from ptrain.derivation.tape import Scene
 from ptrain.facts.model import TensorFacts, UnitFacts
 from ptrain.rooms.room import Shape
-from ptrain.spec.dials import GradientSync, ReduceScatterVia
+from ptrain.spec.dials import GradientSync, ReduceScatterVia, SyncPolicy
 from ptrain.spec.placement import Axis, without
 from ptrain.spec.rates import Hook, OperatorKind
 from ptrain.spec.spec import Spec, place_of, ranks_over
@@ -35,19 +36,28 @@ from ptrain.units import row_major
 
 
 class UnitShards(NamedTuple):
-    """A unit's `ranks` over `axes`, of which each has rows of every tensor, and `replicas` around
+    """A unit's `ranks` over `axes`, of which each has a part of every tensor, and `replicas` around
     them. Without axes nothing wraps the unit, and it is one shard."""
 
     axes: tuple[Axis, ...]
     replicas: tuple[Axis, ...]
     ranks: int
+    sync: SyncPolicy
+
+    def dim(self, shape: Shape) -> int:
+        """Return the dimension along which a tensor is sharded."""
+        return shard_dim(shape, self.ranks, self.sync)
 
     def padded(self, shape: Shape) -> int:
         """Return the elements of one rank's part of a tensor, padding included."""
+        if self.dim(shape):
+            return math.prod(shape) // self.ranks
         return padded_rows(shape, self.ranks)
 
     def part(self, shape: Shape, index: int) -> Shape:
         """Return what the rank with this shard really has of a tensor."""
+        if dim := self.dim(shape):
+            return (*shape[:dim], shape[dim] // self.ranks, *shape[dim + 1 :])
         return (local_rows(shape[:1], self.ranks, index), *shape[1:])
 
 
@@ -55,7 +65,8 @@ def shards_of(spec: Spec, plan: Plan, unit: UnitFacts) -> UnitShards:
     """Return how a unit is sharded."""
     step = plan.wrap_of(unit.modules)
     axes = step.row_axes
-    return UnitShards(axes, without(step.summed_axes, axes), ranks_over(spec, axes))
+    sync = step.policy or SyncPolicy()
+    return UnitShards(axes, without(step.summed_axes, axes), ranks_over(spec, axes), sync)
 
 
 def index_over(spec: Spec, plan: Plan, shards: UnitShards, shard: int) -> int:
@@ -90,7 +101,9 @@ class Gathers:
         step: FullyShard,
         shards: Sequence[UnitShards],
         padded: Sequence[Sequence[int]],
+        moved: Sequence[Sequence[bool]],
     ) -> None:
+        """`moved`: of each tensor, whether it is sharded along another dimension than its rows."""
         self.tape, self.step, self.times = scene.tape, step, scene.times
         self.holds_buffer = habits().holds_buffer
         layout = scene.plan.update.layout
@@ -105,6 +118,7 @@ class Gathers:
             for own, sizes in zip(shards, padded, strict=True)
         ]
         self.whole = [sum(sizes) for sizes in self.tensors]
+        self.moved = [sum(compress(*pair)) for pair in zip(self.tensors, moved, strict=True)]
         # a cast shard goes into the gather's buffer when it is complete
         self.casts = step.materialized and layout.parameters is not layout.master
         self.shard = [size // own.ranks for size, own in zip(self.whole, shards, strict=True)]
@@ -227,8 +241,11 @@ class Gathers:
         arrival, self.arrivals[unit] = self.arrivals[unit], None
         if arrival is not None:
             arrival.wait()
-        self.tape.computed(OperatorKind.COPY, self.dtype, 2 * self.whole[unit])
-        self.tape.add(self.whole[unit])
+        # The shards of what is not sharded by rows are copied once more, into the tensor's order.
+        moved = self.moved[unit]
+        self.tape.computed(OperatorKind.COPY, self.dtype, 2 * (self.whole[unit] + moved))
+        self.tape.add(self.whole[unit] + moved)
+        self.tape.add(-moved)
         self.tape.add(-self.between[unit])
         self.between[unit] = 0
         self.is_pending[unit], self.is_gathered[unit] = False, True
@@ -259,7 +276,12 @@ class FullySharded(InPlaceUpdate):
         self.listed = [_listed(unit) for unit in scene.units]
         padded = _padded(self.listed, self.shards)
         trained = [[t for t in tensors if not t.is_frozen] for tensors in self.listed]
-        self.gathers = Gathers(scene, step, self.shards, padded)
+        moved = _moved(self.listed, self.shards)
+        self.gathers = Gathers(scene, step, self.shards, padded, moved)
+        self.moved = [
+            [tensor for tensor in compress(*pair) if not tensor.is_frozen]
+            for pair in zip(self.listed, moved, strict=True)
+        ]
         layout = scene.plan.update.layout
         self.e_parameters, self.e_reduced = layout.parameters.itemsize, layout.reduced.itemsize
         self.casts_before = layout.reduced is not layout.parameters
@@ -409,6 +431,13 @@ class FullySharded(InPlaceUpdate):
         if self.added[unit]:
             last = last // self.e_parameters * self.e_reduced
         gradients = sum(self.fresh[unit].values()) + self.added[unit]
+        if held := self._move(unit):
+            gradients += held
+            if not last:
+                self.tape.add(-held)
+                gradients, held = gradients - held, 0
+            elif self.moved[unit][-1].name not in self.last_tensors:
+                last += held
         self.tape.add(whole)
         self.tape.add(last - gradients)
         self.tape.add(shard)
@@ -418,6 +447,21 @@ class FullySharded(InPlaceUpdate):
         self.reduce_input = whole
         self.fresh[unit], self.added[unit], self.last_gradient[unit] = {}, 0, 0
         self.accumulates[unit] = False
+
+    def _move(self, unit: int) -> int:
+        """Copy the gradients of tensors that are not sharded by rows into the order of the shards.
+        Each goes when the next one is copied. Return the bytes of the last, which torch's loop
+        still names."""
+        held = 0
+        for tensor in self.moved[unit]:
+            in_sum = tensor.numel * self.e_reduced if self.added[unit] else 0
+            if size := in_sum or self.fresh[unit].get(tensor.name, 0):
+                self.tape.add(-held)
+                self.tape.add(size)
+                dtype = self.scene.plan.update.layout.reduced
+                self.tape.computed(OperatorKind.COPY, dtype, 2 * size)
+                held = size
+        return held
 
     def _send(self, shards: UnitShards, whole: int, shard: int) -> None:
         """To shards, by exchange through a buffer more; and over replicas in place."""
@@ -487,6 +531,16 @@ def _listed(unit: UnitFacts) -> list[TensorFacts]:
     """Return a unit's tensors as FSDP2 lists them."""
     tensors = {tensor.name: tensor for tensor in unit.tensors}
     return [tensors[name] for name in listed(tuple(tensors))]
+
+
+def _moved(
+    units: Sequence[Sequence[TensorFacts]], shards: Sequence[UnitShards]
+) -> list[list[bool]]:
+    """Return which tensors that FSDP2 shards are not sharded by rows, by unit."""
+    return [
+        [own.dim(tensor.shape) > 0 for tensor in tensors if own.is_wrapped]
+        for tensors, own in zip(units, shards, strict=True)
+    ]
 
 
 def _padded(

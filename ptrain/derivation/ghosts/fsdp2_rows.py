@@ -75,7 +75,9 @@ class Sharded(InPlace):
         """The numbers of rows that tensors have of which shards have not as many, each as a shape,
         with what they are sharded over."""
         shards = [(unit, self._shards(unit)) for unit, _ in self.kinds]
-        heights = {(shape[:1], own) for unit, own in shards for shape in unit.shapes}
+        heights = {
+            (shape[:1], own) for unit, own in shards for shape in unit.shapes if not own.dim(shape)
+        }
         uneven = ((height, own) for height, own in heights if math.prod(height) % own.ranks)
         return sorted(uneven, key=lambda pair: (pair[0], pair[1].ranks))
 

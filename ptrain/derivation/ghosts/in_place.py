@@ -193,6 +193,15 @@ class InPlaceUpdate:
             for rule, shapes in self.wrapping.shapes_by_rule(shard).items():
                 self.tape.clock.update(rule, self.scene.plan.update.layout, shapes)
 
+    def begin_passes(self) -> None:
+        """An update in place leaves nothing to them."""
+
+    def settle(self) -> None:
+        """A pass leaves nothing to the next one."""
+
+    def end_passes(self) -> None:
+        """They leave nothing."""
+
     def finish_update(self) -> None:
         """Nothing is on its way."""
 

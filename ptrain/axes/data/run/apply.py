@@ -23,8 +23,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 
+from ptrain.axes.data.fsdp2 import shard_dim
 from ptrain.axes.data.run.flat import FlatWrap, ParameterWrap, WrappedModel
 from ptrain.axes.data.run.flat_target import RowWriter, ZeroRedundancyUpdate
 from ptrain.axes.data.run.summing import handing_over
@@ -39,7 +41,7 @@ from ptrain.models.ledger import local
 from ptrain.models.numerics import TORCH_DTYPES
 from ptrain.models.watch import runs_again
 from ptrain.rooms.comm import Mesh, Registry, TaggedAllGather, TaggedReduceScatter
-from ptrain.spec.dials import GradientSync, Reshard
+from ptrain.spec.dials import GradientSync, Reshard, SyncPolicy
 from ptrain.spec.job import OptimizerSpec
 from ptrain.spec.precision import Layout
 from ptrain.steps.step import Plan
@@ -107,8 +109,9 @@ class ReplicatedWrap(ParameterWrap):
         if is_last:
             self.wrapped.reducer.prepare_for_backward([])
         yield
-        if is_last:
-            self._reduce_kept()
+
+    def end_passes(self) -> None:
+        self._reduce_kept()
 
     def _receive(self, bucket: torch.Tensor) -> None:
         """Sum a full bucket over the ranks, asynchronously; without overlap, later. The loss is
@@ -218,6 +221,7 @@ class FullyShardedWrap(ParameterWrap):
                 reshard_after_forward=_after_forward(step.sync.reshard_after_forward),
                 mp_policy=_precision(step, layout),
                 ignored_params=set(self._local),
+                shard_placement_fn=partial(_shard_of, step.sync, mesh.size(step.shard_axes)),
             )
         assert isinstance(members[0], FSDPModule)
         self.sharded.append(members[0])
@@ -388,6 +392,10 @@ def _after_forward(given_back: bool | int | Reshard) -> bool | int | None:
     """None is torch's own: in the first forward pass the module that it begins with is the root,
     which stays gathered."""
     return None if isinstance(given_back, Reshard) else given_back
+
+
+def _shard_of(sync: SyncPolicy, ranks: int, parameter: nn.Parameter) -> Shard:
+    return Shard(shard_dim(tuple(local(parameter).shape), ranks, sync))
 
 
 def _precision(step: FullyShard, layout: Layout) -> MixedPrecisionPolicy:

@@ -129,6 +129,15 @@ class WrappedModel:
         after it."""
         return nullcontext()
 
+    def begin_passes(self) -> None:
+        """Before the passes of a step in a pipeline: begin what they would wait for."""
+
+    def settle(self) -> None:
+        """Before the next pass of the rank: wait for what this stage's pass has to."""
+
+    def end_passes(self) -> None:
+        """After them: wait for what they began."""
+
     def end_evaluation(self) -> None:
         """Release what was gathered and not used: it is stale after an update."""
 
@@ -198,7 +207,7 @@ class FlatWrap(WrappedModel):
             self._parts([wrapped[place] for place in bucket], plan, room, write)
             for bucket in buckets
         ]
-        self.units = ModelLife(parts, step)
+        self.units = ModelLife(parts, step, is_pipelined=plan.pipeline is not None)
         self.hooks = [
             Hooks(unit, [model.get_submodule(name) for name in wrapped[place][0]])
             for unit, bucket in zip(self.units.all, buckets, strict=True)
@@ -255,6 +264,18 @@ class FlatWrap(WrappedModel):
         yield
         with torch.no_grad():
             self.units.end_half(kind, is_last=is_last)
+
+    @torch.no_grad()
+    def begin_passes(self) -> None:
+        self.units.begin_passes()
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        self.units.settle()
+
+    @torch.no_grad()
+    def end_passes(self) -> None:
+        self.units.end_passes()
 
     def end_evaluation(self) -> None:
         self.units.release()

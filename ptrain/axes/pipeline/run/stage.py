@@ -323,6 +323,8 @@ class StageRunner:
         """A step of so many begins."""
         self._in_flight.clear()
         self._left = micro_batches
+        self.asked.enter(Phase.FORWARD, 0)
+        self.wrapped.begin_passes()
 
     def evaluate(
         self,
@@ -532,11 +534,15 @@ class Pipelined:
         micro_batches = list(batch.micro_batches(self.micro))
 
         def compute(action: Action, given: torch.Tensor | None) -> torch.Tensor | None:
+            for other in self.stages:  # what a pass made has been sent
+                other.wrapped.settle()
             stage = self._stage_of[action.stage]
             return stage.compute(action, given, micro_batches[action.microbatch])
 
         with self.runtime.waits.watched(self._own_stages()):
             self.runtime.run(self.instructions, compute)
+            for stage in self.stages:
+                stage.wrapped.end_passes()
 
     def evaluate(self, batch: StepBatch, add: Callable[[torch.Tensor], object]) -> None:
         """Forward of every micro-batch, one after the other. `add` is called with the loss of what
