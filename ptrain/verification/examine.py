@@ -38,7 +38,6 @@ from ptrain.verification.capture import (
     token_place,
 )
 from ptrain.verification.compare import AllDifferences, Differences, ParameterMove
-from ptrain.verification.jobs.diagnosis import explain_gradients
 from ptrain.verification.jobs.evidence import (
     MOST,
     JobEvidence,
@@ -46,12 +45,13 @@ from ptrain.verification.jobs.evidence import (
     sampled,
     untold,
 )
+from ptrain.verification.jobs.fixes import Fix
+from ptrain.verification.jobs.gradients import explain_gradients
 from ptrain.verification.jobs.job import TOLERANCES, Ranks, Verdict, ranks_of_spec
 from ptrain.verification.jobs.record import compare_gradients
 from ptrain.verification.jobs.root_causes import families, over_axis, root_cause, shared_factor
 from ptrain.verification.jobs.shards import ParameterShard
 from ptrain.verification.jobs.step import of_own_optimizers
-from ptrain.verification.jobs.symptoms import Fix
 from ptrain.verification.parts import (
     held,
     multiple,

@@ -23,7 +23,16 @@ from ptrain.verification.jobs.job import Ranks
 from ptrain.verification.jobs.modules import ProbeResult
 from ptrain.verification.jobs.record import ForwardCall, StepRecorder, digest
 from ptrain.verification.jobs.shards import ParameterShard
-from ptrain.verification.parts import difference, is_number_of, multiple, norm, rounded, square
+from ptrain.verification.parts import (
+    LeastSquares,
+    are_alike,
+    combination,
+    difference,
+    is_number_of,
+    multiple,
+    norm,
+    rounded,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,14 +163,16 @@ class Sample:
         """Return the sample of all ranks' rows, as `OwnGradients.rows` has them."""
         return cls(truth=rows[0, 0], before=rows[0, 1], gradients=rows[:, 2], basis=rows[:, 3:])
 
+    @classmethod
+    def joined(cls, samples: Iterable[Sample]) -> Sample:
+        """Return one sample of all these parameters."""
+        rows = [(its.truth, its.before, its.gradients, its.basis) for its in samples]
+        truth, before, gradients, basis = (torch.cat(its, -1) for its in zip(*rows, strict=True))
+        return cls(truth=truth, before=before, gradients=gradients, basis=basis)
+
     def scaled(self, factor: float) -> Sample:
-        """The sample with its gradients divided by a factor."""
-        return Sample(
-            truth=self.truth,
-            before=self.before,
-            gradients=self.gradients / factor,
-            basis=self.basis,
-        )
+        """Return the sample with its gradients divided by a factor."""
+        return replace(self, gradients=self.gradients / factor)
 
     def holders(self) -> list[int]:
         """Ranks that have any of these elements."""
@@ -172,18 +183,92 @@ class Sample:
         has = ~self.gradients[rank].isnan()
         return self.gradients[rank][has], self.truth[has]
 
+    def rows(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return in a row each the gradients of all ranks, the right ones, and those of the
+        reference in the step before."""
+        has = ~self.gradients.isnan()
+        truth, before = (row.expand_as(has)[has] for row in (self.truth, self.before))
+        return self.gradients[has], truth, before
 
-def together(samples: Iterable[Sample]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return in a row each what all ranks have of some samples, what they should have, and what one
-    device had in the step before."""
-    rows = [
-        (sample.gradients[rank][has], sample.truth[has], sample.before[has])
-        for sample in samples
-        for rank in sample.holders()
-        for has in (~sample.gradients[rank].isnan(),)
-    ]
-    own, truth, before = (torch.cat(its) for its in zip(*rows, strict=True))
-    return own, truth, before
+    def multiple(self) -> LeastSquares:
+        """Fit all ranks' gradients as one multiple of the right ones."""
+        own, truth, _ = self.rows()
+        return multiple(own, truth)
+
+    def without_gradient(self) -> list[int]:
+        """Return the ranks that have no gradient, or zeros, where the right one is not zero."""
+        pairs = [(rank, *self.of(rank)) for rank in self.holders()]
+        return [rank for rank, own, truth in pairs if truth.any() and not own.any()]
+
+
+@dataclass(frozen=True, slots=True)
+class Contributions:
+    """Micro-batches with a gradient of their own, as (rank, number) [J]: ranks with the same data
+    count once. `of_truth`, `of_loop`: the right gradient and each rank's as sums of them; `own`:
+    which of them each rank computes."""
+
+    labels: tuple[tuple[int, int], ...]
+    of_truth: LeastSquares
+    of_loop: dict[int, LeastSquares]
+    own: dict[int, tuple[int, ...]]
+
+    @property
+    def data_ranks(self) -> tuple[int, ...]:
+        return tuple(dict.fromkeys(rank for rank, _ in self.labels))
+
+    def reweighted(self, sample: Sample, rank: int) -> Tensor:
+        """Return a rank's gradient with the reference's weight of each micro-batch."""
+        own = sample.gradients[rank]
+        if rank not in self.of_loop:
+            return own
+        return own + self._sum(sample, self.of_truth) - self._sum(sample, self.of_loop[rank])
+
+    def rest(self, sample: Sample, rank: int) -> Tensor:
+        """Return the reference's gradient with whatever a rank's has besides the micro-batches'."""
+        own = sample.gradients[rank]
+        return sample.truth + own - self._sum(sample, self.of_loop[rank])
+
+    def loss_factor(self, rank: int, losses: Sequence[float]) -> float | None:
+        """Return what a rank's loss is multiplied by where its micro-batches, with these losses,
+        have the reference's weights; None where one cannot tell."""
+        own = self.own.get(rank, ())
+        if len(own) != len(losses) or not any(losses) or rank not in self.of_loop:
+            return None
+        right, actual = self.of_truth.coefficients, self.of_loop[rank].coefficients
+        pairs = zip(own, losses, strict=True)
+        return sum(right[n] / actual[n] * loss for n, loss in pairs) / sum(losses)
+
+    def _sum(self, sample: Sample, fit: LeastSquares) -> Tensor:
+        rows = torch.stack([sample.basis[place] for place in self.labels])
+        return torch.tensor(fit.coefficients).double() @ rows
+
+
+def contributions(sample: Sample) -> Contributions | None:
+    """Return None where micro-batches could not be run again, or where there are more of them than
+    sampled elements."""
+    if sample.basis.numel() == 0 or bool(sample.basis.isnan().any()):
+        return None
+    labels: list[tuple[int, int]] = []
+    columns: list[Tensor] = []
+    own: dict[int, tuple[int, ...]] = {}
+    for rank, rows in enumerate(sample.basis):
+        for number, row in enumerate(rows):
+            if not row.any():
+                continue
+            place = next((p for p, it in enumerate(columns) if are_alike([row, it], 1e-6)), None)
+            if place is None:
+                place = len(columns)
+                labels.append((rank, number))
+                columns.append(row)
+            own[rank] = (*own.get(rank, ()), place)
+    if not columns or 2 * len(columns) > sample.truth.numel():
+        return None
+    fits: dict[int, LeastSquares] = {}
+    for rank, row in enumerate(sample.gradients):
+        has = ~row.isnan()
+        if 2 * len(columns) <= int(has.sum()):
+            fits[rank] = combination(row[has], [column[has] for column in columns])
+    return Contributions(tuple(labels), combination(sample.truth, columns), fits, own)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -257,20 +342,22 @@ class OwnGradients:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobEvidence:
-    """`norms`: of each rank's gradients, all parameters together; `norm`: the reference's.
-    `micro_batches` is the most that any rank ran; `ledger` the samples that they saw, `rows` these
-    beside one device's, by rank; `own` what this rank has of all elements. `is_weighed`: each
-    micro-batch's gradient is as the global loss weighs it, so that a factor of the loss is not told
-    from one of the reduction."""
+    """`micro_batches`: the most that any rank ran; `ledger`: the samples that they saw, `rows`:
+    these compared with the reference's, by rank; `own`: this rank's gradients, all elements.
+    `is_weighed`: each micro-batch's gradient is as the global loss weighs it, so that a factor of
+    the loss is not told from one of the reduction."""
 
     samples: dict[str, Sample]
     own: OwnGradients
-    norms: tuple[float, ...]
-    norm: float
     micro_batches: int
     ledger: Samples | None = None
     rows: tuple[RowReport, ...] = ()
     is_weighed: bool = False
+
+    @property
+    def contributed(self) -> Contributions | None:
+        """Return what the micro-batches give of all parameters."""
+        return contributions(Sample.joined(self.samples.values()))
 
 
 def evidence(
@@ -319,14 +406,7 @@ def sampled(ranks: Ranks, own: OwnGradients) -> JobEvidence:
         size = places[name].numel()
         samples[name] = Sample.of_rows(everyones[:, :, start : start + size])
         start += size
-    squares, total = (sum(map(square, side.values())) for side in (own.taken, own.truths))
-    return JobEvidence(
-        samples=samples,
-        norms=tuple(ranks.gather(math.sqrt(squares))),
-        norm=math.sqrt(total),
-        micro_batches=own.micro_batches,
-        own=own,
-    )
+    return JobEvidence(samples=samples, micro_batches=own.micro_batches, own=own)
 
 
 def _is_near(own: Tensor, right: Tensor, dtype: torch.dtype) -> bool:

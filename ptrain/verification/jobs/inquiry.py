@@ -30,15 +30,16 @@ from ptrain.report.finding import (
     Subject,
 )
 from ptrain.verification.capture import Samples
-from ptrain.verification.jobs.diagnosis import (
+from ptrain.verification.jobs.draws import Key
+from ptrain.verification.jobs.evidence import JobEvidence, evidence, rows_of, untold
+from ptrain.verification.jobs.fixes import Fix
+from ptrain.verification.jobs.gradients import (
     coarse_sum,
     explain_gradients,
     is_of_given,
     of_own_samples,
     of_samples,
 )
-from ptrain.verification.jobs.draws import Key
-from ptrain.verification.jobs.evidence import JobEvidence, evidence, rows_of, untold
 from ptrain.verification.jobs.job import (
     TOLERANCES,
     Alone,
@@ -53,7 +54,6 @@ from ptrain.verification.jobs.modules import Calls, ModuleRecorder, ProbeResult,
 from ptrain.verification.jobs.record import ModelState, StepRecorder, digests, shared_buffers
 from ptrain.verification.jobs.root_causes import blame, families, family
 from ptrain.verification.jobs.step import Drawing, LoopPair, StepComparison
-from ptrain.verification.jobs.symptoms import Fix
 from ptrain.verification.jobs.trials import (
     Context,
     PossibleCause,
