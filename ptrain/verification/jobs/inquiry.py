@@ -58,6 +58,7 @@ from ptrain.verification.jobs.trials import (
     Context,
     PossibleCause,
     Trial,
+    Waited,
     around_backward,
     candidates,
     kept_in_backward,
@@ -101,6 +102,8 @@ class Inquiry:
         self._ruled_out: list[str] = []
         self._calls: Calls = {}
         self._raises = False  # where the step runs again
+        self.starts = Waited(waits=False)  # what this rank starts in the step
+        self.untried = ""
 
     def root_cause(self, first: Sequence[Mismatch], before: Mapping[str, Tensor]) -> RootCause:
         """Explain the first mismatches, at the moment of gradients; `before` are the reference's
@@ -484,7 +487,7 @@ class Inquiry:
         """Every module's passes, whether the step gave the same bits, and whether it differs."""
         model, holds = self.pair.loop.model, self.pair.holds
         recorder = ModuleRecorder(model)
-        ran = self.stepped(recorder, self.drawing.repeated(model))
+        ran = self.stepped(recorder, self.drawing.repeated(model), self.starts)
         if ran is None:
             self._raises = True
             return {}, False, False
@@ -565,7 +568,7 @@ class Inquiry:
         names = [n for n in job_evidence.samples if any(d.name == n for d in first)]
         largest = max(mismatch.difference for mismatch in first)
         out = "; ".join(self._ruled_out) or "nothing, as no fix that is known fits"
-        out += untold(job_evidence.micro_batches)
+        out += untold(job_evidence.micro_batches) + self.untried
         place, where = families(names) or first[0].name, ""
         suspect = None if localised is None else localised.first_in_words()
         if suspect is not None:

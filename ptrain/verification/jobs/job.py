@@ -326,7 +326,7 @@ def tolerance_of(dtype: torch.dtype | None, parameters: Iterable[Tensor]) -> Tol
 
 
 _WRAPPERS = (DistributedDataParallel, FSDPModule, FullyShardedDataParallel)
-_COLLECTIVES = ("c10d", "_c10d_functional")
+COLLECTIVES = ("c10d", "_c10d_functional")
 
 
 def require_plain(reference: Job) -> None:
@@ -360,7 +360,7 @@ class Alone(OperatorMode):
         self._refused = refused
 
     def operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if function.namespace in _COLLECTIVES:
+        if function.namespace in COLLECTIVES:
             raise self._refused(f"step communicates ({function.__name__})")
         return function(*args, **kwargs)
 

@@ -4,10 +4,12 @@ difference: of the gradients, of the loss, and of the update repeated with these
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, Self
 from unittest.mock import patch
 
@@ -17,10 +19,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from ptrain.meters.traffic import group_of
 from ptrain.models.ledger import OperatorMode, local
 from ptrain.report.finding import Mismatch, RootCause, Subject, Way
 from ptrain.verification.jobs.draws import drawn_again_otherwise
-from ptrain.verification.jobs.job import GlobalLoss, Tolerance, number
+from ptrain.verification.jobs.job import COLLECTIVES, GlobalLoss, Tolerance, number
 from ptrain.verification.jobs.record import shared_buffers
 from ptrain.verification.jobs.root_causes import PLAIN, blame, families, root_cause
 from ptrain.verification.parts import canonical_modules, held, multiple, numbers_apart
@@ -64,26 +67,71 @@ class PossibleCause:
     is_of_time: bool = False
 
 
-class Waited(OperatorMode):
-    """While entered, every collective is waited for where it starts; what is sent or received by
-    itself is not, as two ranks that send to each other would wait forever. `has_seen`: any would
-    not have been waited for (`async_op`)."""
+# By key: what ranks start together, a collective of a group or a message, and these ranks.
+Started = list[tuple[str, list[int]]]
+_MESSAGE = " to "
+_GROUPS = {"process_group", "group_name"}  # an operator's argument
 
-    def __init__(self) -> None:
+
+class Waited(OperatorMode):
+    """While entered: the collectives and messages that this rank starts (`started`), and whether it
+    does not wait for one of its collectives there (`is_async`). With `waits` each of these is
+    waited for; no message is, as two ranks that send to each other would wait forever."""
+
+    def __init__(self, *, waits: bool) -> None:
         super().__init__()
-        self.has_seen = False
+        self.started: Started = []
+        self.is_async, self._waits = False, waits
 
     def operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = function(*args, **kwargs)
-        name = function._schema.name
-        if name.startswith("c10d::") and not any(word in name for word in ("send", "recv")):
-            work = result[-1] if isinstance(result, tuple) else result
-            if isinstance(work, torch.ScriptObject):
-                names = [its.name for its in function._schema.arguments]
-                given = dict(zip(names, args, strict=False)) | kwargs
-                self.has_seen |= bool(given.get("async_op", given.get("asyncOp", True)))
+        names = [its.name for its in function._schema.arguments]
+        if function.namespace not in COLLECTIVES or not _GROUPS.intersection(names):
+            return result
+        given, group = dict(zip(names, args, strict=False)) | kwargs, group_of((args, kwargs))
+        own, ranks = dist.get_rank(), dist.get_process_group_ranks(group)
+        name = function._schema.name.partition("::")[2]
+        if name == "recv_any_source_":  # from nobody, so that waiting comes to no end
+            self.started.append((f"any{_MESSAGE}{own}", ranks))
+            return result
+        if name in ("send", "recv_"):
+            other = ranks[given["dst" if name == "send" else "src"]]
+            pair = (own, other) if name == "send" else (other, own)
+            self.started.append((_MESSAGE.join(map(str, pair)), list(pair)))
+            return result
+        self.started.append((group.group_name, ranks))
+        work = result[-1] if isinstance(result, tuple) else result
+        if isinstance(work, torch.ScriptObject):
+            self.is_async |= bool(given.get("async_op", True))
+            if self._waits:
                 dist.Work.unbox(work).wait()
         return result
+
+
+def come_to_end(everyones: Sequence[Started]) -> bool:
+    """Return whether all ranks come to the end of what they start if each waits until everything
+    is started that it takes part in; messages that follow each other are started together."""
+    units = [
+        [
+            list(its)
+            for is_message, run in groupby(row, lambda its: _MESSAGE in its[0])
+            for its in ([run] if is_message else ([one] for one in run))
+        ]
+        for row in everyones
+    ]
+    counts = [Counter(key for key, _ in row[0]) if row else Counter[str]() for row in units]
+    at, moves = [0] * len(units), True
+    while moves:
+        moves = False
+        for rank, row in enumerate(units):
+            if at[rank] < len(row) and all(
+                counts[other][key] >= counts[rank][key]
+                for key, others in row[at[rank]]
+                for other in others
+            ):
+                at[rank], moves = at[rank] + 1, True
+                counts[rank].update(key for key, _ in (row[at[rank] :] or [[]])[0])
+    return at == [len(row) for row in units]
 
 
 @contextmanager
@@ -181,18 +229,24 @@ def candidates(inquiry: Inquiry, first: Sequence[Mismatch]) -> Iterator[Possible
     said = partial(blame, step=step, ranks=range(inquiry.ranks.size))
     names = families([mismatch.name for mismatch in first])
     draws = partial(inquiry.drawing.repeated, loop)
-    waited = Waited()
-    trial = inquiry.trial(draws(), waited) if inquiry.ranks.size > 1 else None
-    if any(inquiry.ranks.gather(waited.has_seen)):
-        yield PossibleCause(
+    everyones = inquiry.ranks.gather((inquiry.starts.is_async, inquiry.starts.started))
+    if any(is_async for is_async, _ in everyones):
+        waited = PossibleCause(
             blamed=said(
                 first[0].subject, "collective not waited for", names,
                 "A collective is started (async_op=True) and its result is used before it is "
                 "done.", "Wait for it first (`work.wait()`).",
             ),
             words="with every collective waited for where it starts",
-            run=lambda: trial, is_of_time=True,
+            run=lambda: inquiry.trial(draws(), Waited(waits=True)), is_of_time=True,
         )  # fmt: skip
+        if come_to_end([started for _, started in everyones]):
+            yield waited
+        else:
+            inquiry.untried += (
+                "; waiting for every collective where it starts was not tried, as ranks start them "
+                "in different orders"
+            )
     if any(inquiry.ranks.gather(any(its.autocast for its in inquiry.step.seen.calls))):
         yield PossibleCause(
             blamed=said(
