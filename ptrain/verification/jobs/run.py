@@ -304,7 +304,7 @@ class Examiner:
         """What both sides share is tried on the reference alone, on every rank."""
         metamorphic = Metamorphic(
             self.pair.reference, self.pair.wholes, self.limit, drawing=self.drawing,
-            rows=self._has_rows, document_end=self.terms.document_end,
+            document_end=self.terms.document_end,
         )  # fmt: skip
         relations = list(self.watched.relations(self.pair.origin))
         try:

@@ -38,26 +38,25 @@ from ptrain.verification.updates.swaps import (
 def explain_replicas(mismatches: Sequence[Mismatch], case: UpdateCase, ranks: Ranks) -> RootCause:
     """Ranks have the same part, right to rounding, and not the same bits of it."""
     first = mismatches[0]
-    names = [mismatch.name for mismatch in mismatches]
-    after = case.seen.after
-    left = ranks.gather({name: digest(after[name].value) for name in names if name in after})
-    written = ranks.gather(sorted(set(case.written_after()) & set(names)))
-    alike = {left[rank].get(first.name) for rank in first.between}
-    writers = [rank for rank in first.between if first.name in written[rank]]
-    is_proven = len(alike) == 1 and None not in alike and bool(writers)
+    left = {name: digest(case.seen.after[name].value) for name in case.seen.after}
+    mine = left.get(first.name), first.name in case.written_after()
+    everyones = [ranks.gather(mine)[rank] for rank in first.between]
+    writers = [rank for rank, its in zip(first.between, everyones, strict=True) if its[1]]
     who = ", ".join(map(str, first.between))
-    fix = (
+    said = root_cause(
+        mismatches, ranks, state=first.subject, axis=ranks.axis_of(first.between),
+        factor="replicas differ", who=writers or None,
+        sentence=f"Ranks {who} hold the same shard with different bits.",
+        fix="Broadcast it once, and check the computation on each rank.",
+        certainty=Certainty.UNEXPLAINED,
+        tried="the difference from the reference is within rounding",
+    )  # fmt: skip
+    if not writers or None in {bits for bits, _ in everyones} or len({b for b, _ in everyones}) > 1:
+        return said
+    return said.proven(
         "the optimizers left the same bits on all of them, and rank "
         f"{', '.join(map(str, writers))} has others at the end of its step"
     )
-    return root_cause(
-        mismatches, ranks, state=first.subject, axis=ranks.axis_of(first.between),
-        factor="replicas differ", who=writers if is_proven else None,
-        sentence=f"Ranks {who} hold the same shard with different bits.",
-        fix="Broadcast it once, and check the computation on each rank.",
-        certainty=Certainty.PROVEN if is_proven else Certainty.UNEXPLAINED,
-        tried=fix if is_proven else "the difference from the reference is within rounding",
-    )  # fmt: skip
 
 
 def explain_update(mismatches: Sequence[Mismatch], case: UpdateCase, ranks: Ranks) -> RootCause:
