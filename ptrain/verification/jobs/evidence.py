@@ -50,15 +50,13 @@ class Row:
 @dataclass(slots=True, kw_only=True)
 class RowReport:
     """Of this rank's rows, how many: `count` in all; `sliced`: shorter or longer than one device's;
-    `unknown`: not in the batch; `otherwise`: the same input, and something else given with it;
-    `returned`: of which the model returned something else; `compared`: of which both losses are
-    known to ask something; `asks_alike`: what this rank's asks of all of these is one multiple of
-    what one device's does."""
+    `unknown`: not in the batch; `returned`: of which the model returned something else; `compared`:
+    of which both losses are known to ask something; `asks_alike`: what this rank's asks of all of
+    these is one multiple of what one device's does."""
 
     count: int = 0
     sliced: int = 0
     unknown: int = 0
-    otherwise: int = 0
     returned: int = 0
     compared: int = 0
     asks_alike: bool = True
@@ -106,7 +104,6 @@ def compare_rows(
     known = [(row, expected[row.key]) for row in rows if row.key in expected]
     both = [(row, its) for row, rights in known for its in rights if its.others == row.others]
     both = list({id(row): (row, its) for row, its in reversed(both)}.values())  # the first of each
-    matched = {id(row) for row, _ in both}
     requested = [
         (row.gradient, its.gradient)
         for row, its in both
@@ -119,10 +116,6 @@ def compare_rows(
         count=len(rows),
         sliced=sum(row.length not in lengths for row in rows),
         unknown=len(rows) - len(known),
-        otherwise=sum(
-            id(row) not in matched and len(row.others) == len(rights[0].others)
-            for row, rights in known
-        ),
         returned=sum(_differ(row.output, its.output, tolerance) for row, its in both),
         compared=len(requested),
         asks_alike=not sides or multiple(sides[0], sides[1]).holds(tolerance),

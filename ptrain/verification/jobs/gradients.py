@@ -444,31 +444,21 @@ def of_samples(
     if any(report.sliced for report in reports) or not all(report.count for report in reports):
         return None  # pieces of samples: by themselves they are no samples
     count = sum(report.count for report in reports)
-    unknown, otherwise = (
-        sum(getattr(report, kind) for report in reports) for kind in ("unknown", "otherwise")
-    )
-    odd = [rank for rank, its in enumerate(reports) if its.unknown or its.otherwise]
-    said = partial(blame, step=mismatches[0].step, ranks=odd, axis=ranks.parting(odd))
-    if unknown:
-        other = said(
-            Subject.BATCH, "other samples", "samples",
-            f"{unknown} of {count} samples that the model is given are not in the global batch, on "
-            f"ranks {', '.join(map(str, odd))}.",
-            "Check how these ranks draw their samples (the seed, the epoch, the position in the "
-            "data after a resume); ranks of tensor parallelism must read the same ones.",
-        )  # fmt: skip
-        is_clear = len(odd) < ranks.size and all(its.unknown in (0, its.count) for its in reports)
-        return other.fits(
-            "the inputs of the model were compared with the global batch, sample by sample"
-        ) if is_clear else other  # fmt: skip
-    if otherwise:
-        return said(
-            Subject.BATCH, "other labels", "labels",
-            f"For {otherwise} of {count} samples the model gets other inputs than in the "
-            "reference (labels, a mask, positions).",
-            "Check how these follow their samples.",
-        )  # fmt: skip
-    return None
+    unknown = sum(report.unknown for report in reports)
+    if not unknown:
+        return None
+    odd = [rank for rank, its in enumerate(reports) if its.unknown]
+    other = blame(
+        Subject.BATCH, "other samples", "samples",
+        f"{unknown} of {count} samples that the model is given are not in the global batch, on "
+        f"ranks {', '.join(map(str, odd))}.",
+        "Check how these ranks draw their samples (the seed, the epoch, the position in the "
+        "data after a resume); ranks of tensor parallelism must read the same ones.",
+        step=mismatches[0].step, ranks=odd, axis=ranks.parting(odd),
+    )  # fmt: skip
+    is_clear = len(odd) < ranks.size and all(its.unknown in (0, its.count) for its in reports)
+    words = "the inputs of the model were compared with the global batch, sample by sample"
+    return other.fits(words) if is_clear else other
 
 
 def is_of_given(evidence: JobEvidence, ranks: Ranks, limit: Tolerance) -> bool:

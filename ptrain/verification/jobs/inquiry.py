@@ -44,6 +44,7 @@ from ptrain.verification.jobs.job import (
     TOLERANCES,
     Alone,
     GlobalLoss,
+    Job,
     Tolerance,
     each_tensor,
     number,
@@ -180,20 +181,12 @@ class Inquiry:
         """Run the reference's step once more, on this batch and without these draws, and compare
         the loop's with it; None where it cannot be run. All ranks call it."""
         self.rewind()
-        pair, loss, raised = self.pair, None, False
+        pair = self.pair
         expected = StepRecorder(pair.reference.model, pair.wholes)
         draws = self.drawing.replayed(pair.reference.model, still=still)
-        try:
-            with (
-                boundary(lambda error: Fault(place="step", finding=said_of(error))),
-                expected, draws, Alone(),
-            ):  # fmt: skip
-                loss = pair.reference.step(batch)
-        except CodeRaised:
-            raised = True
-        if any(self.ranks.gather(raised)):
+        if (loss := self._ran(pair.reference, batch, expected, draws, Alone())) is None:
             return None
-        both = number(loss), number(self.step.losses[1])
+        both = number(loss[0]), number(self.step.losses[1])
         measured = self._loss.of(*both)
         apart = 0.0 if measured is None else numbers_apart(both[0] or 0.0, measured)
         right = self.step.case.with_gradients(self._parts(self.step.expected.gradients))
@@ -232,13 +225,7 @@ class Inquiry:
         if POSSIBLE not in said.sentence:
             return said
         self.rewind()
-        try:
-            with boundary(lambda error: Fault(place="step", finding=said_of(error))), Alone():
-                self.pair.reference.step(self.share)
-            raised = False
-        except CodeRaised:
-            raised = True
-        if any(self.ranks.gather(raised)) or apart(0, 1):
+        if self._ran(self.pair.reference, self.share, Alone()) is None or apart(0, 1):
             return said
         facts = said.sentence.partition(POSSIBLE)[0]
         return replace(
@@ -403,18 +390,26 @@ class Inquiry:
         """Run the loop's step once more within these, `before` the first of them the step is not
         recorded, on its share or on another one; return what is seen of it, and its loss; None on
         every rank where it cannot be run on some. All ranks call it."""
-        seen, loss, raised = StepRecorder(self.pair.loop.model, self.pair.holds), None, False
+        seen = StepRecorder(self.pair.loop.model, self.pair.holds)
+        share = self.share if share is None else share
+        loss = self._ran(self.pair.loop, share, *before, seen, *within)
+        return None if loss is None else (seen, loss[0])
+
+    def _ran(self, job: Job, batch: Any, *within: Context) -> tuple[Any] | None:
+        """Run one side's step within these; return the loss that it returns; None on every rank
+        where it cannot be run on some. All ranks call it."""
+        loss, raised = None, False
         try:
             with (
                 boundary(lambda error: Fault(place="step", finding=said_of(error))),
                 ExitStack() as stack,
             ):
-                for context in (*before, seen, *within):
+                for context in within:
                     stack.enter_context(context)
-                loss = self.pair.loop.step(self.share if share is None else share)
+                loss = job.step(batch)
         except CodeRaised:
             raised = True
-        return None if any(self.ranks.gather(raised)) else (seen, loss)
+        return None if any(self.ranks.gather(raised)) else (loss,)
 
     def trial(
         self,

@@ -1,16 +1,10 @@
-"""What a loss is made of, told by its backward pass: the weight of each of its terms, and what it
-asks of each token.
-
-What a loss asks of a token is told by the gradient of the logits: cross-entropy's is the
-probabilities less 1 at the target, times a positive number, so it is negative there alone.
-"""
+"""The terms of a loss and the weight of each of them, by its backward pass."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self
 
@@ -20,69 +14,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
 
 from ptrain.models.watch import first_real, is_real
-from ptrain.report.finding import RootCause, Subject
-from ptrain.verification.jobs.metamorphic import targets_of
 from ptrain.verification.jobs.record import counts
-from ptrain.verification.jobs.root_causes import blame
 from ptrain.verification.jobs.trials import around_backward
 from ptrain.verification.parts import canonical_modules
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AskedTokens:
-    """What a rank's loss asks of its tokens compared with the reference's: how many are asked for
-    another target, or for none where the reference has one, whether all of these stand at the end
-    of the slice, the factor of the others' gradient, and the `count` of the targets that the
-    reference has here."""
-
-    wrong: int
-    at_end: bool
-    factor: float
-    count: int
-
-    @classmethod
-    def of(cls, own: Tensor, truth: Tensor) -> AskedTokens:
-        """[samples, tokens, vocabulary] both: gradients of logits."""
-        (has, targets), (should, right_targets) = map(targets_of, (own, truth))
-        wrong = should & (has & (targets != right_targets) | ~own.any(-1))
-        right = (should & ~wrong).double()
-        product, square = (float(((its * truth).sum(-1) * right).sum()) for its in (own, truth))
-        return cls(
-            wrong=int(wrong.sum()), at_end=bool(wrong.any()) and not bool(wrong[:, :-1].any()),
-            factor=product / square if square else 1.0, count=int(truth.any(-1).sum()),
-        )  # fmt: skip
-
-
-def of_slices(reports: Sequence[AskedTokens], axis: str, *, step: int) -> RootCause:
-    """Say what the ranks' losses ask of their slices of the tokens, over an axis."""
-    wrong = [rank for rank, report in enumerate(reports) if report.wrong]
-    said = partial(blame, step=step, axis=axis, ranks=wrong or range(len(reports)))
-    if not wrong:
-        weights = ", ".join(
-            f"rank {rank}: × {its.factor:.3g} for {its.count} targets"
-            for rank, its in enumerate(reports)
-        )
-        return said(
-            Subject.LOSS, "shards of uneven weight", "loss",
-            "The targets of a shard have another weight in the loss than in the reference, with "
-            f"different factors on the ranks of {axis} ({weights}).",
-            "Divide the sum of the loss by the number of targets in the full samples.",
-        )  # fmt: skip
-    if not all(reports[rank].at_end for rank in wrong):
-        return said(
-            Subject.BATCH, "labels of other tokens", "labels",
-            f"For {sum(its.wrong for its in reports)} tokens of the shards the loss has other "
-            "labels than the reference.",
-            f"Shard labels like tokens over {axis}.",
-        )  # fmt: skip
-    return said(
-        Subject.BATCH, "labels shifted within a shard", "labels",
-        "The last token of a shard has another target, or none, than the token that follows it in "
-        f"the sample ({sum(its.wrong for its in reports)} labels), which is on the next rank of "
-        f"{axis}.",
-        "Shift labels before samples are sharded.",
-    )  # fmt: skip
-
 
 # What passes a gradient on to several terms, or times a number; of a mean or a sum where it is of
 # terms that are stacked.

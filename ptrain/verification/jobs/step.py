@@ -37,7 +37,7 @@ from ptrain.verification.jobs.record import (
 from ptrain.verification.jobs.root_causes import families
 from ptrain.verification.jobs.shards import ParameterShard, held_by, values_of
 from ptrain.verification.parts import COARSER, Magnitude, named, square
-from ptrain.verification.updates.clip import Accumulation, UpdateCase, compare_masters
+from ptrain.verification.updates.clip import UpdateCase, compare_masters, kept_squares
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,8 +285,9 @@ def run_step(
     pair.averages.before()
     seen = StepRecorder(pair.loop.model, pair.holds)
     expected = StepRecorder(pair.reference.model, pair.wholes)
-    unclipped = Accumulation(pair.wholes)
-    right, loss = both_losses(pair, batch, share, drawing, ((expected, unclipped), (seen,)))
+    unclipped: dict[str, float] = {}
+    watches = (expected, kept_squares(pair.wholes, unclipped)), (seen,)
+    right, loss = both_losses(pair, batch, share, drawing, watches)
     differences = Differences(step=number_, rank=drawing.ranks.rank)
     if seen.updates != expected.updates:
         description = f"{seen.updates} updates, {expected.updates} in the reference"
@@ -322,7 +323,7 @@ def run_step(
     return StepComparison(
         differences=differences, expected=expected, seen=seen, losses=(right, loss),
         reference_state=began[0], loop_state=began[1], random=random, case=case,
-        unclipped=unclipped.squares,
+        unclipped=unclipped,
     )  # fmt: skip
 
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import product
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from ptrain.verification.jobs.job import Ranks, Tolerance
 from ptrain.verification.jobs.record import compare_states, compare_update, digest
 from ptrain.verification.jobs.root_causes import families, root_cause
 from ptrain.verification.jobs.shards import ParameterShard
+from ptrain.verification.jobs.trials import around_backward
 from ptrain.verification.parts import Magnitude, multiple, square
 from ptrain.verification.updates.repeat import (
     CannotRepeat,
@@ -282,29 +283,17 @@ _REPRODUCED = 1e-6  # of a factor: to which a norm of an axis is reproduced wher
 _LEAST = 1e-9  # of a factor: what is nearer to 1 is no clipping
 
 
-class Accumulation:
-    """`with Accumulation(wholes) as accumulation:` around one device's step: the square of each
-    parameter's gradient as the last backward pass left it, before anything else changes it."""
+def kept_squares(
+    wholes: Mapping[str, ParameterShard], squares: dict[str, float]
+) -> AbstractContextManager[object]:
+    """Return the context of a step that keeps the square of each parameter's gradient as the last
+    backward pass left it, before anything else changes it."""
 
-    def __init__(self, wholes: Mapping[str, ParameterShard]) -> None:
-        self.squares: dict[str, float] = {}
-        self._wholes = wholes
-        self._stack = ExitStack()
+    def keep() -> None:
+        gradients = {name: shard.parameter.grad for name, shard in wholes.items()}
+        squares.update({name: square(its) for name, its in gradients.items() if its is not None})
 
-    def __enter__(self) -> Self:
-        for name, shard in self._wholes.items():
-            parameter = shard.parameter
-            if parameter.requires_grad and parameter.is_leaf:
-                hook = parameter.register_post_accumulate_grad_hook(partial(self._keep, name))
-                self._stack.callback(hook.remove)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stack.close()
-
-    def _keep(self, name: str, parameter: Tensor) -> None:
-        if parameter.grad is not None:
-            self.squares[name] = square(parameter.grad)
+    return around_backward(lambda tensors: keep)
 
 
 @dataclass(frozen=True, slots=True)
