@@ -32,9 +32,8 @@ from ptrain.report.finding import (
 from ptrain.verification.capture import Samples
 from ptrain.verification.jobs.draws import Key
 from ptrain.verification.jobs.evidence import JobEvidence, evidence, rows_of, untold
-from ptrain.verification.jobs.fixes import Fix
+from ptrain.verification.jobs.fixes import Fix, coarse_sum
 from ptrain.verification.jobs.gradients import (
-    coarse_sum,
     explain_gradients,
     is_of_given,
     of_own_samples,
