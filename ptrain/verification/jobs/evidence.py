@@ -2,9 +2,8 @@
 parameter it is a sample of its elements: one device's, each optimizer's, and each micro-batch's
 contribution.
 
-This rank's samples are compared with one device's row by row: whether the batch contains them,
-whether the model returned the same for them, and whether the loss has the same targets. A batch
-that the loop rearranges (padding, pieces of sequences) has other rows and gives no result.
+This rank's samples are compared with one device's row by row. A batch that the loop rearranges
+(padding, pieces of sequences) has other rows and gives no result.
 """
 
 from __future__ import annotations
@@ -35,106 +34,43 @@ from ptrain.verification.parts import (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One sample: a checksum of its input, of whatever else was given with it, and what the model
-    returned of it and the loss's gradient by that, where these have rows at all."""
-
-    key: str
-    others: tuple[str, ...]
-    length: int
-    output: Tensor | None
-    gradient: Tensor | None
-
-
 @dataclass(slots=True, kw_only=True)
 class RowReport:
     """Of this rank's rows, how many: `count` in all; `sliced`: shorter or longer than one device's;
-    `unknown`: not in the batch; `returned`: of which the model returned something else; `compared`:
-    of which both losses are known to ask something; `asks_alike`: what this rank's asks of all of
-    these is one multiple of what one device's does."""
+    `unknown`: not in the batch."""
 
     count: int = 0
     sliced: int = 0
     unknown: int = 0
-    returned: int = 0
-    compared: int = 0
-    asks_alike: bool = True
 
 
-def rows_of_calls(calls: Sequence[ForwardCall]) -> Iterator[Row]:
-    """Yield the rows of the first tensor that the model was given, pass by pass."""
+def _rows_of_calls(calls: Sequence[ForwardCall]) -> Iterator[tuple[str, int]]:
+    """Yield a checksum of every row of the first tensor that the model was given, pass by pass, and
+    the row's length."""
     for call in calls:
-        tensors = [
-            leaf
-            for leaf in tree_leaves((call.args, call.kwargs))
-            if isinstance(leaf, Tensor) and leaf.dim() and not isinstance(leaf, DTensor)
-        ]
-        if not tensors:
-            continue
-        first, count = tensors[0], tensors[0].size(0)
-        others = [tensor for tensor in tensors[1:] if tensor.size(0) == count]
-        output, gradient = (
-            _of_rows(tensor, count) for tensor in (call.output, call.upstream.get(0))
-        )
-        for place, row in enumerate(first):
-            yield Row(
-                key=digest(row.flatten()),
-                others=tuple(digest(tensor[place].flatten()) for tensor in others),
-                length=row.numel(),
-                output=None if output is None else output[place],
-                gradient=None if gradient is None else gradient[place],
-            )
+        leaves = tree_leaves((call.args, call.kwargs))
+        tensors = (its for its in leaves if isinstance(its, Tensor) and its.dim())
+        first = next((its for its in tensors if not isinstance(its, DTensor)), None)
+        if first is not None:
+            yield from ((digest(row.flatten()), row.numel()) for row in first)
 
 
-def _of_rows(tensor: Tensor | None, count: int) -> Tensor | None:
-    has = tensor is not None and tensor.dim() and tensor.size(0) == count
-    return tensor if has else None
-
-
-def compare_rows(
-    reference: Sequence[ForwardCall], run: Sequence[ForwardCall], tolerance: float
-) -> RowReport:
-    """Compare this rank's rows with one device's of the same input."""
-    expected: dict[str, list[Row]] = {}
-    for row in rows_of_calls(reference):
-        expected.setdefault(row.key, []).append(row)
-    lengths = {row.length for rows in expected.values() for row in rows}
-    rows = list(rows_of_calls(run))
-    known = [(row, expected[row.key]) for row in rows if row.key in expected]
-    both = [(row, its) for row, rights in known for its in rights if its.others == row.others]
-    both = list({id(row): (row, its) for row, its in reversed(both)}.values())  # the first of each
-    requested = [
-        (row.gradient, its.gradient)
-        for row, its in both
-        if row.gradient is not None
-        and its.gradient is not None
-        and row.gradient.shape == its.gradient.shape
-    ]
-    sides = [torch.cat([row.flatten() for row in side]) for side in zip(*requested, strict=True)]
+def compare_rows(reference: Sequence[ForwardCall], run: Sequence[ForwardCall]) -> RowReport:
+    """Compare this rank's rows with one device's."""
+    known, rows = dict(_rows_of_calls(reference)), list(_rows_of_calls(run))
     return RowReport(
         count=len(rows),
-        sliced=sum(row.length not in lengths for row in rows),
-        unknown=len(rows) - len(known),
-        returned=sum(_differ(row.output, its.output, tolerance) for row, its in both),
-        compared=len(requested),
-        asks_alike=not sides or multiple(sides[0], sides[1]).holds(tolerance),
+        sliced=sum(length not in known.values() for _, length in rows),
+        unknown=sum(key not in known for key, _ in rows),
     )
-
-
-def _differ(own: Tensor | None, right: Tensor | None, tolerance: float) -> bool:
-    if own is None or right is None or own.shape != right.shape:
-        return False
-    return difference(own, right, norm(right)) > tolerance
 
 
 def rows_of(calls: Sequence[ForwardCall]) -> list[str]:
     """Return a checksum of every row of the first tensor that the model was given, pass by pass."""
-    return [row.key for row in rows_of_calls(calls)]
+    return [key for key, _ in _rows_of_calls(calls)]
 
 
 _SAMPLE = 256  # elements of a parameter: half of them its largest, half evenly spread
-ROW_TOLERANCE = 1e-3  # relative: of outputs, and of what a loss asks; a fault is larger
 _SHARE = 0.1  # of what differs, that a rounding may leave
 _CHUNK = 1 << 25  # numbers (in fp64) that are gathered of all ranks' rows at once
 MOST = 16  # micro-batches whose contributions are told apart
@@ -370,9 +306,7 @@ def evidence(
     return replace(
         sampled(ranks, own),
         micro_batches=max(ranks.gather(len(probe.gradients))),
-        rows=tuple(
-            ranks.gather(compare_rows(reference.calls, run.calls, ROW_TOLERANCE), RowReport)
-        ),
+        rows=tuple(ranks.gather(compare_rows(reference.calls, run.calls), RowReport)),
         ledger=ledger_of(rows_of(reference.calls), ranks.gather(rows_of(run.calls))),
     )
 

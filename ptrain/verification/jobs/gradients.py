@@ -51,8 +51,7 @@ from ptrain.verification.parts import (
     products,
 )
 
-TIED = "samples of one micro-batch only"
-OTHER_LOSS = "other gradient of the loss"
+SEPARATE = "mean of separate micro-batches"
 _MICRO = "micro-batches"
 _NAMES = {RANKS: "all ranks", _MICRO: "the micro-batches"}
 _OF_LOSS, _REDUCED = " in the loss", " after the backward pass"
@@ -473,7 +472,6 @@ def of_own_samples(
     evidence: JobEvidence,
     ranks: Ranks,
     limit: Tolerance,
-    is_plain: bool,
 ) -> RootCause | None:
     """Return where gradients begin to differ that are the mean of what the ranks' samples give by
     themselves, though the reference's are not: the loss asks something else of them, or something
@@ -485,31 +483,18 @@ def of_own_samples(
     if any(report.sliced for report in reports) or not all(report.count for report in reports):
         return None
     names = [name for name in evidence.samples if any(d.name == name for d in mismatches)]
-    count = sum(report.count for report in reports)
-    unlike = sum(report.compared for report in reports if not report.asks_alike)
-    odd = [rank for rank, report in enumerate(reports) if not report.asks_alike]
-    said = partial(
-        blame, Subject.LOSS, place=families(names), step=mismatches[0].step,
-        ranks=odd or range(ranks.size),
-        fix="Compute this part of the loss over the full global batch, as the reference does.",
+    where = blame(
+        Subject.LOSS, SEPARATE, families(names),
+        "The optimizer takes the mean of the micro-batches computed separately, but the reference "
+        f"gradient is not such a mean. {POSSIBLE}labels, masks or weights of the loss that belong "
+        "to other samples; another number that the loss computes for each (a local count, a "
+        "margin, the output of a frozen model); something that depends on samples of several "
+        "ranks or micro-batches (batch statistics, a loss of pairs, a balancing term, a mean of "
+        "ratios); a loss that is gathered over the ranks in another way; a term of the loss that "
+        "is divided by another number.",
+        "Compute this part of the loss over the full global batch, as the reference does.",
+        step=mismatches[0].step, ranks=range(ranks.size),
     )  # fmt: skip
-    if unlike and not any(report.returned for report in reports):
-        where = said(OTHER_LOSS, sentence=(
-            f"For {unlike} of {count} samples the model output matches the reference, but the "
-            f"gradient of the loss by it does not. {POSSIBLE}labels, masks or weights of the loss "
-            "that belong to other samples; another number that it computes for each (a local "
-            "count, a margin, the output of a frozen model); a loss that is computed or gathered "
-            "over the ranks in another way."
-        ))  # fmt: skip
-    elif is_plain:
-        where = said(TIED, sentence=(
-            "The optimizer takes the mean of the micro-batches computed separately, but the "
-            f"reference gradient is not such a mean. {POSSIBLE}something depends on samples of "
-            "several ranks or micro-batches (batch statistics, a loss of pairs, a balancing term, "
-            "a mean of ratios); a term of the loss is divided by another number."
-        ))  # fmt: skip
-    else:
-        return None  # what the model returns of the same samples is not one device's already
     trial = tried(fix, evidence.own, ranks, limit)
     if not trial.fixes:
         return None

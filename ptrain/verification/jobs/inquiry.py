@@ -138,10 +138,10 @@ class Inquiry:
         # of ranks with the reference's own passes no samples are torn apart
         passes = [rows_of([call]) for call in self.step.seen.calls]
         is_same = passes == [rows_of([call]) for call in self.step.expected.calls]
-        is_plain = is_plain and not all(self.ranks.gather(is_same))
-        own = of_own_samples(first, job_evidence, self.ranks, self.limit, is_plain)
-        if own is not None:
-            return own
+        if is_plain and not all(self.ranks.gather(is_same)):
+            own = of_own_samples(first, job_evidence, self.ranks, self.limit)
+            if own is not None:
+                return own
         if by_sums.certainty is Certainty.FITS:
             return by_sums
         return self._unexplained(first, job_evidence, localised)
