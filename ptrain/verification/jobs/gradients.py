@@ -460,13 +460,6 @@ def of_samples(
     return other.fits(words) if is_clear else other
 
 
-def is_of_given(evidence: JobEvidence, ranks: Ranks, limit: Tolerance) -> bool:
-    """Return whether all gradients are the mean of what the ranks' samples give by themselves. All
-    ranks call it."""
-    fix = _by_given(evidence, evidence.contributed)
-    return fix is not None and tried(fix, evidence.own, ranks, limit).fixes
-
-
 def of_own_samples(
     mismatches: Sequence[Mismatch],
     evidence: JobEvidence,
@@ -477,8 +470,9 @@ def of_own_samples(
     themselves, though the reference's are not: the loss asks something else of them, or something
     ties them together. All ranks call it."""
     contributed, reports = evidence.contributed, evidence.rows
-    fix = _by_given(evidence, contributed)
-    if fix is None or contributed is None or contributed.of_truth.holds(_loose(limit)):
+    if contributed is None or contributed.of_truth.holds(_loose(limit)):
+        return None
+    if not all(is_even(fit.coefficients, _EVEN) for fit in contributed.of_loop.values()):
         return None
     if any(report.sliced for report in reports) or not all(report.count for report in reports):
         return None
@@ -495,18 +489,11 @@ def of_own_samples(
         "Compute this part of the loss over the full global batch, as the reference does.",
         step=mismatches[0].step, ranks=range(ranks.size),
     )  # fmt: skip
+    fix = Fix(
+        names=set(evidence.samples), undone=contributed.rest,
+        words="computed by the plain module from the samples given to the ranks",
+    )  # fmt: skip
     trial = tried(fix, evidence.own, ranks, limit)
     if not trial.fixes:
         return None
     return where.located(f"{fix.words}, {match_words(evidence)} the loop to {trial.left:.1e}")
-
-
-def _by_given(evidence: JobEvidence, contributed: Contributions | None) -> Fix | None:
-    """All gradients are what the micro-batches that were seen give, each with the same weight."""
-    fits = () if contributed is None else contributed.of_loop.values()
-    if contributed is None or not all(is_even(fit.coefficients, _EVEN) for fit in fits):
-        return None
-    return Fix(
-        names=set(evidence.samples), undone=contributed.rest,
-        words="computed by the plain module from the samples given to the ranks",
-    )  # fmt: skip

@@ -35,7 +35,6 @@ from ptrain.verification.jobs.evidence import JobEvidence, evidence, rows_of, un
 from ptrain.verification.jobs.fixes import Fix, coarse_sum
 from ptrain.verification.jobs.gradients import (
     explain_gradients,
-    is_of_given,
     of_own_samples,
     of_samples,
 )
@@ -126,8 +125,7 @@ class Inquiry:
             return by_sums
         if by_sums.certainty is Certainty.UNEXPLAINED and by_sums.tried:
             self._ruled_out.append(f"all gradients {by_sums.tried.removeprefix(RULED_OUT)}")
-        is_given = by_samples is not None and is_of_given(job_evidence, self.ranks, self.limit)
-        if by_samples is not None and (is_given or by_samples.tried):
+        if by_samples is not None and by_samples.tried:
             return by_samples
         if (of_terms := self._of_terms(first)) is not None:
             return of_terms
@@ -138,7 +136,7 @@ class Inquiry:
         # of ranks with the reference's own passes no samples are torn apart
         passes = [rows_of([call]) for call in self.step.seen.calls]
         is_same = passes == [rows_of([call]) for call in self.step.expected.calls]
-        if is_plain and not all(self.ranks.gather(is_same)):
+        if is_plain and by_samples is None and not all(self.ranks.gather(is_same)):
             own = of_own_samples(first, job_evidence, self.ranks, self.limit)
             if own is not None:
                 return own
