@@ -357,7 +357,6 @@ class ClipWay:
     fix: str
     proof: str
     norm: Callable[[Scaling], float]
-    excused: bool = False  # some ranks may do as one device does
     is_local: bool = False
     axis: str = ""  # over which squares are counted in another way than once
     names: tuple[str, ...] = ()  # whose squares are
@@ -388,25 +387,18 @@ def clipping(
     if not wrong or len({way.factor for _, way in fitting}) != 1:
         return None  # none fits, or several rules do
     error, way = min(fitting, key=lambda pair: pair[0])
-    right = sorted({row.rank for row in rows} - wrong)
-    factor, sentence, fix, axis, where = way.factor, way.sentence, way.fix, way.axis, ""
+    sentence, axis = way.sentence, way.axis
     if len(fitting) > 1:
         axis = ""
         sentence += f" The norm fits the same way over {', '.join(w.axis for _, w in fitting)}."
-    elif way.excused and right:
-        listed, where = (", ".join(map(str, sorted(its))) for its in (right, wrong))
-        factor = f"clip on {'one rank' if len(right) == 1 else 'some ranks'} only"
-        sentence = f"Rank {listed} clips the gradients, rank {where} does not."
-        fix = "Clip on all ranks, by the same norm."
-        axis, where = ranks.axis_of([right[0], min(wrong)]), f" on rank {where}"
     elif way.is_local:
         axis = next(iter(ranks.axes), "")
     is_proven = len(fitting) == 1 and (not way.names or error <= _REPRODUCED)
     return root_cause(
-        mismatches, ranks, state=Subject.NORM, axis=axis, factor=factor, names=way.names or None,
-        who=wrong, sentence=sentence, fix=fix,
+        mismatches, ranks, state=Subject.NORM, axis=axis, factor=way.factor,
+        names=way.names or None, who=wrong, sentence=sentence, fix=way.fix,
         certainty=Certainty.PROVEN if is_proven else Certainty.FITS,
-        tried=f"{way.proof}{where}, to {error:.2g}",
+        tried=f"{way.proof}, to {error:.2g}",
     )  # fmt: skip
 
 
@@ -489,7 +481,6 @@ def _ways(gradient: ClippedGradient, rows: Sequence[Scaling]) -> Iterator[ClipWa
         "Clip them by the global norm, after they are reduced and before the update.",
         f"{before} equals the gradients that the optimizers take",
         lambda row: 0.0,
-        excused=True,
     )
 
 
@@ -541,12 +532,4 @@ def _error(
     epsilons: tuple[float, float],
 ) -> float:
     """Return how far the factors are from those of this way, relative."""
-    errors = {}
-    for rank in {row.rank for row in rows}:
-        own = [row for row in rows if row.rank == rank]
-        errors[rank] = max(
-            abs(row.factor / gradient.scaled(way.norm(row), epsilons) - 1.0) for row in own
-        )
-        if way.excused:
-            errors[rank] = min(errors[rank], max(abs(row.factor - 1.0) for row in own))
-    return max(errors.values())
+    return max(abs(row.factor / gradient.scaled(way.norm(row), epsilons) - 1.0) for row in rows)
