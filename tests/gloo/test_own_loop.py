@@ -55,11 +55,11 @@ def test_a_sound_loop_holds_in_coarser_dtypes(
 
 # What is named: state, axis, the factor, and the place or a part of it.
 NAMED = {
-    ("ddp", "divided twice"): ("gradients", "ranks", "÷ 2", ""),
-    ("fsdp2", "divided twice"): ("gradients", "dp", "÷ 2", ""),
-    ("ddp", "summed"): ("gradients", "ranks", "× 2", ""),
-    ("ddp", "infinite"): ("gradients", "", "not finite", "embed.weight"),
-    ("fsdp2", "zero"): ("gradients", "", "no gradient", ""),
+    ("ddp", "divided twice"): ("gradients", "", "changed after backward, × 0.5", ""),
+    ("fsdp2", "divided twice"): ("gradients", "", "changed after backward, × 0.5", ""),
+    ("ddp", "summed"): ("gradients", "", "changed after backward, × 2", ""),
+    ("ddp", "infinite"): ("gradients", "ranks", "changed after backward", "embed.weight"),
+    ("fsdp2", "zero"): ("gradients", "", "changed after backward", ""),
     ("fsdp2", "frozen shard"): ("gradients", "dp", "no gradient", "blocks.1.up.weight"),
     ("fsdp2", "local clip"): ("gradient norm", "dp", "clipped by the local norm", ""),
     ("fsdp2", "local clip, unhooked"): ("gradients", "dp", "different factor on each rank", ""),
@@ -82,8 +82,8 @@ NAMED = {
     ("fsdp2", "shard skipped"): (
         "step counter", "dp", "0 updates, 1 in the reference", "blocks.*.down.bias",
     ),
-    ("fsdp2_tp", "summed"): ("gradients", "dp+tp", "× 4", ""),
-    ("hsdp", "divided twice"): ("gradients", "outer+inner", "÷ 4", ""),
+    ("fsdp2_tp", "summed"): ("gradients", "", "changed after backward, × 4", ""),
+    ("hsdp", "divided twice"): ("gradients", "", "changed after backward, × 0.25", ""),
 }  # fmt: skip
 BY_DEFAULT = {("fsdp2", "local clip"), ("ddp", "doubled sample")}
 
@@ -273,9 +273,9 @@ def test_a_reference_of_which_nothing_is_trained_or_known_is_refused_with_a_reme
 @pytest.mark.parametrize(
     ("way", "fault", "factor"),
     [
-        ("ddp", "divided twice", "÷ 2"),
+        ("ddp", "divided twice", "changed after backward, × 0.5"),
         ("ddp", "unsynchronised", "missing all-reduce over all ranks"),
-        ("fsdp2", "last micro-batch only", "last of 2 micro-batches only"),
+        ("fsdp2", "last micro-batch only", "micro-batch 0 missing"),
         ("ddp", "stale", "stale by 1 step"),
         ("ddp", "not divided by K", "× 2 (micro-batches)"),
         ("fsdp2", "head left out", "not updated"),
