@@ -49,7 +49,6 @@ PROVEN = {
     "gradients not summed over cp",
     "gradients summed over neither cp nor data ranks",
     "gradients zeroed too late",
-    "gradients zeroed within the accumulation",
     "last micro-batch only",
     "never reduced: no synchronization on the last micro-batch",
     "norm gradients under SP unsynchronised",

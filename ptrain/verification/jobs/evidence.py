@@ -259,9 +259,7 @@ class OwnGradients:
 class JobEvidence:
     """`norms`: of each rank's gradients, all parameters together; `norm`: the reference's.
     `micro_batches` is the most that any rank ran; `ledger` the samples that they saw, `rows` these
-    beside one device's, by rank; `own` what this rank has of all elements. `is_weighed`: each
-    micro-batch's gradient is as the global loss weighs it, so that a factor of the loss is not told
-    from one of the reduction."""
+    beside one device's, by rank; `own` what this rank has of all elements."""
 
     samples: dict[str, Sample]
     own: OwnGradients
@@ -270,7 +268,6 @@ class JobEvidence:
     micro_batches: int
     ledger: Samples | None = None
     rows: tuple[RowReport, ...] = ()
-    is_weighed: bool = False
 
 
 def evidence(

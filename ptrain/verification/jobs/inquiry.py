@@ -50,7 +50,7 @@ from ptrain.verification.jobs.job import (
 from ptrain.verification.jobs.localise import ModuleInquiry
 from ptrain.verification.jobs.loss import LossTerms
 from ptrain.verification.jobs.modules import Calls, ModuleRecorder, ProbeResult, is_within, probed
-from ptrain.verification.jobs.record import ModelState, StepRecorder, digests, shared_buffers
+from ptrain.verification.jobs.record import StepRecorder, digests, shared_buffers
 from ptrain.verification.jobs.root_causes import blame, families, family
 from ptrain.verification.jobs.step import Drawing, LoopPair, StepComparison
 from ptrain.verification.jobs.symptoms import Fix
@@ -178,7 +178,7 @@ class Inquiry:
         the loop's with it; None where it cannot be run. All ranks call it."""
         self.rewind()
         pair, loss, raised = self.pair, None, False
-        expected = StepRecorder(pair.reference.model, pair.wholes)
+        expected, _ = pair.recorders()
         draws = self.drawing.replayed(pair.reference.model, still=still)
         try:
             with (
@@ -281,7 +281,7 @@ class Inquiry:
             )  # fmt: skip
         if not all(is_tried for _, is_tried in everyones):
             return None
-        now = [ModelState.of(job.model) for job in (self.pair.loop, self.pair.reference)]
+        now = self.pair.states()
         _, job_evidence = self._evidence(before)
         for state in now:
             state.restore()  # the run goes on
@@ -400,7 +400,7 @@ class Inquiry:
         """Run the loop's step once more within these, `before` the first of them the step is not
         recorded, on its share or on another one; return what is seen of it, and its loss; None on
         every rank where it cannot be run on some. All ranks call it."""
-        seen, loss, raised = StepRecorder(self.pair.loop.model, self.pair.holds), None, False
+        (_, seen), loss, raised = self.pair.recorders(), None, False
         try:
             with (
                 boundary(lambda error: Fault(place="step", finding=said_of(error))),
