@@ -40,7 +40,6 @@ from ptrain.verification.jobs.job import (
     TOLERANCES,
     Job,
     LoopVerdict,
-    Ranks,
     Terms,
     ranks_of_spec,
 )
@@ -119,6 +118,7 @@ class ProgramEvidence:
         self.reference = ReferenceTraining(self.spec)
         self.source = corpus(self.spec.data)
         self.passes = {0, self.spec.batch.accumulate - 1}
+        self.ranks, self._shards = ranks_of_spec(self.spec, exchange), shards_of(program)
 
     def of_reference(self, holds: Mapping[str, ParameterShard]) -> SideRecorder:
         """Return a recorder of the reference's next step."""
@@ -129,7 +129,7 @@ class ProgramEvidence:
 
     def of_program(self, holds: Mapping[str, ParameterShard]) -> SideRecorder:
         """Return a recorder of the program's next step."""
-        outputs = Outputs(self.passes, _holds=shards_of(self.program))
+        outputs = Outputs(self.passes, _holds=self._shards)
         watch = recorded(self.program, outputs)
         self.seen = SideRecorder(self.program.model, holds, outputs, watch)
         return self.seen
@@ -163,11 +163,8 @@ class ProgramEvidence:
     def state(self) -> ProgramState:
         return ProgramState(self.program)
 
-    def ranks(self) -> Ranks:
-        return ranks_of_spec(self.spec, self.exchange)
-
     def shards(self) -> dict[str, ParameterShard]:
-        return dict(shards_of(self.program))
+        return dict(self._shards)
 
     def values(self, holds: Mapping[str, ParameterShard]) -> dict[str, Tensor]:
         now = whole(self.program.state_dict()["model"], self.exchange)
@@ -213,7 +210,7 @@ class ProgramEvidence:
         self, differences: Differences, moment: Moment, subjects: tuple[Subject, ...]
     ) -> None:
         compare_states(
-            differences, self.program, self.reference, moment, self.ranks(),
+            differences, self.program, self.reference, moment, self.ranks,
             tolerance=TOLERANCE, subjects=subjects,
         )  # fmt: skip
 
@@ -231,7 +228,7 @@ class ProgramEvidence:
     ) -> None:  # fmt: skip
         words = f"{actual!r} for {expected!r}"
         if expected and actual / expected > 0:
-            words += f", {factor_text(actual / expected, self.ranks().degrees, _EXACT)}"
+            words += f", {factor_text(actual / expected, self.ranks.degrees, _EXACT)}"
         differences.compare(
             moment, subject, str(subject), words=words, tolerance=TOLERANCE,
             difference=0.0 if actual == expected else numbers_apart(expected, actual),

@@ -1,5 +1,5 @@
-"""Spread the one-device runs of a verification over the ranks by duration: each rank has its share
-and tells the others every few seconds that it is alive.
+"""Spread the one-device runs of a verification over the ranks: each rank has its share and tells
+the others every few seconds that it is alive.
 
 The result of a run stays on the rank that made it; losses go to all. If a folder is given, results
 are kept there under a digest of all their inputs, for other specs of the same command.
@@ -43,20 +43,20 @@ from typing import Any, TextIO, TypeAlias
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from ptrain.algebra.legality import check, executed
 from ptrain.errors import refused
 from ptrain.models.external import named_in_spec
 from ptrain.models.facts import AttendingCall, attention_by
 from ptrain.models.ledger import OperatorMode
-from ptrain.models.modes import SwitchedOff, drawn_state, forked, reseed, switched_off
-from ptrain.models.watch import watching
+from ptrain.models.modes import SwitchedOff, forked, reseed, switched_off
 from ptrain.selection.alternatives import with_micro
 from ptrain.spec.model import ModelShape
 from ptrain.spec.precision import DType, Precision
 from ptrain.spec.spec import Spec
 from ptrain.train.exchange import Exchange
+from ptrain.verification.jobs.draws import DrawMode
 from ptrain.verification.reference import (
     MicroBatch,
     Pass,
@@ -177,28 +177,12 @@ def _seen(spec: Spec) -> tuple[bool, str, str]:
         if losses[0] == losses[1] or math.isnan(losses[0]):
             return off.drops, "", ""
         place, name = named_in_spec(device.module, spec)
-        module = f"{first_drawing(device.module, run) or 'the loss'} of {name}"
+        with DrawMode(device.module) as drawn:
+            run()
+        paths = [draw.path or type(device.module).__name__ for draw in drawn.draws]
+        module = f"{paths[0] if paths else 'the loss'} of {name}"
     finding = f"{module} draws random numbers by itself, and the loss depends on them: no two "
     return off.drops, place, f"{finding}runs with other draws can be compared"
-
-
-@torch.no_grad()
-def first_drawing(model: nn.Module, run: Callable[[], object]) -> str:
-    """Return the first module, innermost, while which anything is drawn as `run` runs the model;
-    "" where it is none's forward."""
-    names: list[str] = []
-    entered: list[object] = []
-
-    def enter(*_: object) -> None:
-        entered.append(drawn_state())
-
-    def leave(path: str, module: nn.Module, *_: object) -> None:
-        if entered.pop() != drawn_state():
-            names.append(path or type(module).__name__)
-
-    with watching(model.named_modules(), before=enter, after=leave):
-        run()
-    return names[0] if names else ""
 
 
 SECONDS = 10.0  # between two lines of a log
@@ -341,7 +325,6 @@ class Permuted(ReferenceTraining):
 
 
 _WORKED = 2.0  # seconds that a rank works before it tells the others
-_PERMUTED = 2.3  # times what a run takes with its sums in the usual order, on a CPU in fp32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -352,14 +335,6 @@ class Ask:
     spec: Spec
     steps: int
     seed: int | None = None
-
-    @property
-    def cost(self) -> float:
-        """Return about how long it takes beside others: fp64 is half as fast, permuted sums are
-        made piece by piece."""
-        return self.steps * (2.0 if self.spec.precision.compute_fp64 else 1.0) * (
-            1.0 if self.seed is None else _PERMUTED
-        )  # fmt: skip
 
     @property
     def key(self) -> str:
@@ -393,7 +368,7 @@ def references(
 ) -> dict[str, ReferenceRun]:
     """Return every run that is asked for, by its key. All ranks call it, with the same asks."""
     every = {ask.key: ask for ask in asks}
-    owners = _owners(list(every.values()), exchange.world.size)
+    owners = {key: number % exchange.world.size for number, key in enumerate(every)}
     mine = [every[key] for key, owner in owners.items() if owner == exchange.world.rank]
     solos: dict[str, Trajectory] = {}
     for ask in mine:
@@ -427,17 +402,6 @@ def references(
         )
         for key, owner in owners.items()
     }
-
-
-def _owners(asks: Sequence[Ask], size: int) -> dict[str, int]:
-    """Return the rank that has each run, the longest first, each given to the rank that has least
-    to do; on all ranks the same."""
-    loads, owners = [0.0] * size, {}
-    for ask in sorted(asks, key=lambda ask: -ask.cost):
-        owner = min(range(size), key=loads.__getitem__)
-        owners[ask.key] = owner
-        loads[owner] += ask.cost
-    return owners
 
 
 def _begun(ask: Ask) -> Iterator[Trajectory | None]:

@@ -313,7 +313,7 @@ FAULTS = (
         setting=DDP,
         plant=one_tensor_not_reduced,
         subjects=(Subject.GRADIENTS,),
-        factor="changed after backward",  # which is where it is planted
+        factor="missing all-reduce|changed after backward",  # which is where it is planted
         place=LEFT_OUT,
     ),
     Fault(

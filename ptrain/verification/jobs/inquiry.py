@@ -128,7 +128,9 @@ class Inquiry:
             return by_samples
         if (of_terms := self._of_terms(first)) is not None:
             return of_terms
-        localised = ModuleInquiry(self, job_evidence, probe, modules) if again else None
+        # a job with evidence compares its modules itself, and knows how they are sharded
+        is_tried = again and self.pair.loop.evidence is None
+        localised = ModuleInquiry(self, job_evidence, probe, modules) if is_tried else None
         if localised is not None and (by_modules := localised.root_cause()) is not None:
             return by_modules
         is_plain = localised is None or localised.is_plain
@@ -572,7 +574,7 @@ class Inquiry:
             place, where = suspect[0] or place, f" {suspect[1]}"
         if self._raises:
             out += "; the step raises when it is run again, so no change was tried"
-        elif localised is None:
+        elif localised is None and self.pair.loop.evidence is None:
             out += "; the step is not reproducible to the bit, so no module could be tried"
         is_forward = max(self._loss_apart(), default=0.0) > self.limit.losses
         return RootCause(

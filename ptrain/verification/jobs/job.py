@@ -202,13 +202,13 @@ class Job:
 
 
 class Evidence(Protocol):
-    """More that a job shows of its steps. All ranks call its methods alike."""
+    """More that a job shows of its steps; `ranks`: on the axes of the mesh. All ranks call its
+    methods alike."""
 
     def state(self) -> SavedState:
         """Return a copy of the job's state."""
 
-    def ranks(self) -> Ranks:
-        """Return the ranks on the axes of the mesh."""
+    ranks: Ranks
 
     def shards(self) -> dict[str, ParameterShard]:
         """Return what this rank's optimizers update of each parameter, by name."""

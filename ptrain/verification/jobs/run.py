@@ -235,7 +235,7 @@ class Examiner:
         has_parameters(reference.model)
         self.terms = terms
         evidence = loop.evidence
-        self.ranks = evidence.ranks() if evidence else ranks_of(loop.model.parameters(), terms.mesh)
+        self.ranks = evidence.ranks if evidence else ranks_of(loop.model.parameters(), terms.mesh)
         wholes = canonical_parameters(reference.model)
         require_padded(terms, wholes)
         self._tied = tied_names(reference.model)
@@ -345,7 +345,7 @@ class Examiner:
     def _examine(self, step: int, batch: Any, share: Any) -> None:
         self._batch, self._share = batch, share
         seen = run_step(self.pair, step, batch, share, self.limit, self.drawing)
-        sums = checksums(self.pair, seen.seen.gradients)
+        sums = checksums(self.pair, seen)
         kept = sums if step < _REPEATED else {"parameters": sums["parameters"]}
         self.sums.append(kept)
         self.differences.take(seen.differences)
@@ -613,16 +613,19 @@ class Examiner:
         ]  # fmt: skip
 
     def _checks(self, life: Sequence[Trajectory], repeats: Sequence[Check]) -> Iterator[Check]:
+        unlike = any(mismatch.between for mismatch in self.mismatches)
+        same_bits = claim("replicas", None, not unlike, "ranks have different bits")
+        if self.pair.loop.evidence is not None:
+            yield from (*self.differences.checks(), same_bits)
+            return
         starts = [mismatch for mismatch in self.mismatches if mismatch.moment is Moment.START]
         held = not any(mismatch.subject is Subject.PARAMETERS for mismatch in starts)
         yield claim("same weights at the start", None, held, "they differ")
         counts = [mismatch.told for mismatch in starts if mismatch.subject is Subject.COUNTER]
         yield claim("updates in a step", None, not counts, "".join(counts[:1]))
         yield from repeats
-        since = Moment.START if self.pair.loop.evidence else Moment.BATCH
-        yield from self.differences.checks(since=since)
-        unlike = any(mismatch.between for mismatch in self.mismatches)
-        yield claim("replicas", None, not unlike, "ranks have different bits")
+        yield from self.differences.checks(since=Moment.BATCH)
+        yield same_bits
         if self.worst_loss.count:
             yield self.worst_loss.check()
         for run in life:

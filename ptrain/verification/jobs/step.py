@@ -256,7 +256,8 @@ _CLIPPED = 1e-6  # of the squared norm: what it loses to clipping, beyond a roun
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepComparison:
     """`losses`: the reference's and this rank's, as the steps returned them; `reference_state` and
-    `loop_state`: what both models had before, `random` the loop's generators; `unclipped`: squares
+    `loop_state`: what both models had before, `random` the loop's generators; `values`: its
+    parameters after the step; `unclipped`: squares
     of the reference's gradients as its backward pass left them."""
 
     differences: Differences
@@ -266,6 +267,7 @@ class StepComparison:
     reference_state: SavedState
     loop_state: SavedState
     random: RandomState
+    values: Rows
     case: UpdateCase
     unclipped: dict[str, float]
 
@@ -293,7 +295,8 @@ def both_losses(
         loss = pair.loop.step(share)
     drawing.exchange()
     with drawing_from(random, plain), ExitStack() as stack:
-        for context in (*of_reference, drawing.replayed(plain), Alone()):
+        alone = nullcontext() if pair.loop.evidence else Alone()  # slow: it sees every operator
+        for context in (*of_reference, drawing.replayed(plain), alone):
             stack.enter_context(context)
         return pair.reference.step(batch), loss
 
@@ -347,7 +350,8 @@ def run_step(
         compare_buffers(differences, pair.reference.model, pair.loop.model, limit)
     return StepComparison(
         differences=differences, expected=expected, seen=seen, losses=(right, loss),
-        reference_state=began[0], loop_state=began[1], random=random, case=case,
+        reference_state=began[0], loop_state=began[1], random=random, values=run_after,
+        case=case,
         unclipped=unclipped.squares,
     )  # fmt: skip
 
@@ -362,11 +366,11 @@ def of_own_optimizers(
     return {name: s for name, s in holds.items() if s.at is not None or name not in elsewhere}
 
 
-def checksums(pair: LoopPair, gradients: Mapping[str, Tensor]) -> dict[str, dict[str, list[str]]]:
+def checksums(pair: LoopPair, step: StepComparison) -> dict[str, dict[str, list[str]]]:
     """Return checksums of what this rank has after a step, bit by bit."""
     return {
-        "parameters": digests(pair.holds, pair.values()),
-        "gradients": digests(pair.holds, gradients),
+        "parameters": digests(pair.holds, step.values),
+        "gradients": digests(pair.holds, step.seen.gradients),
     }
 
 
