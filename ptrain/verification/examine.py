@@ -10,8 +10,9 @@ Gradients are compared without what clipping did, which the norm tells.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Self
 
 import torch
@@ -21,7 +22,7 @@ from ptrain.cost import Phase
 from ptrain.data.corpus import corpus
 from ptrain.interpreter.program import Program
 from ptrain.models.ledger import local
-from ptrain.report.finding import Moment, Subject
+from ptrain.report.finding import Certainty, Mismatch, Moment, RootCause, Subject
 from ptrain.train.exchange import Exchange
 from ptrain.train.schedule import learning_rate
 from ptrain.verification.capture import (
@@ -38,17 +39,21 @@ from ptrain.verification.capture import (
 from ptrain.verification.compare import Differences
 from ptrain.verification.jobs.job import (
     TOLERANCES,
+    Explain,
     Job,
     LoopVerdict,
     Terms,
     ranks_of_spec,
 )
 from ptrain.verification.jobs.record import StepRecorder
+from ptrain.verification.jobs.root_causes import families, first_difference, root_cause
 from ptrain.verification.jobs.run import Examiner
 from ptrain.verification.jobs.shards import ParameterShard
+from ptrain.verification.jobs.step import StepComparison
 from ptrain.verification.parts import factor_text, numbers_apart, whole
 from ptrain.verification.program_step import Sides, compare_states, compare_tensors
 from ptrain.verification.reference import MicroBatch, ReferenceTraining
+from ptrain.verification.updates.explain import explain_update
 
 TOLERANCE = 1e-11  # relative, fp64: what Adam makes of 1e-15, with room; faults are 1e-6 and more
 
@@ -173,9 +178,7 @@ class ProgramEvidence:
     def compare_start(self, differences: Differences) -> None:
         self._states(differences, Moment.START, tuple(Subject))
 
-    def compare_step(
-        self, differences: Differences, sides: tuple[StepRecorder, StepRecorder]
-    ) -> None:
+    def compare_step(self, differences: Differences) -> None:
         program, step, expected, seen = self.program, differences.step, self.expected, self.seen
         paths = dict.fromkeys(path for path, _ in expected.outputs.forward)
         differences.modules = {path: place for place, path in enumerate(paths)}
@@ -206,6 +209,61 @@ class ProgramEvidence:
             self._number(differences, Moment.CLIP, Subject.NORM, norm, expected.norm)
         self._states(differences, Moment.UPDATE, _KEPT)
 
+    def explain(
+        self, mismatches: Sequence[Mismatch], step: StepComparison, by_gradients: Explain
+    ) -> RootCause:
+        """Explain the first mismatch by gradients or the update, where these tell more of it."""
+        first, ranks, said = mismatches[0], self.ranks, None
+        gradients = [its for its in mismatches if its.subject is Subject.GRADIENTS]
+        is_gradient = first.moment in (Moment.BACKWARD, Moment.GRADIENTS)
+        if first.moment is Moment.UPDATE or first.subject is Subject.LEARNING_RATE:
+            said = self._of_update(mismatches, step)
+        elif gradients and (is_gradient or first.subject is Subject.LOSS):
+            said = self._without_gradient(step, gradients) or by_gradients(gradients)
+        is_clip = said is not None and said.state is Subject.NORM  # which is compared by itself
+        if said is not None and said.certainty is not Certainty.UNEXPLAINED and not is_clip:
+            return said
+        return first_difference(mismatches, ranks, said.tried if said else "")
+
+    def _of_update(self, mismatches: Sequence[Mismatch], step: StepComparison) -> RootCause | None:
+        """Return what explains an update; None if it is not of parameters that this rank's
+        optimizers have."""
+        updated = [
+            replace(its, subject=Subject.OPTIMIZER) if its.subject is Subject.COUNTER else its
+            for its in mismatches
+            if its.moment is Moment.UPDATE and its.subject in _UPDATED and not its.between
+        ]
+        mine = {its.name.partition(" · ")[0] for its in updated if its.rank == self.ranks.rank}
+        is_known = all(self.ranks.gather(mine <= step.case.courses.keys()))
+        everyones = self.ranks.gather(sorted(step.seen.omitted))
+        omitted = sorted({name for its in everyones for name in its})
+        if not (updated and is_known and omitted):
+            return explain_update(updated, step.case, self.ranks) if updated and is_known else None
+        return root_cause(
+            updated, self.ranks, state=Subject.OPTIMIZER, factor="update skipped", names=omitted,
+            sentence=f"{families(omitted)}: a gradient is there, but no optimizer steps it on "
+                     "these ranks.",
+            fix="Give it to the optimizer, and step every shard's optimizer.",
+        )  # fmt: skip
+
+    def _without_gradient(
+        self, step: StepComparison, mismatches: Sequence[Mismatch]
+    ) -> RootCause | None:
+        """Return the parameters with a gradient in the reference that have none, or zeros, on every
+        rank; None if there are none."""
+        own = [name for name, its in step.seen.gradients.items() if bool(its.any())]
+        reached = {n for its in self.ranks.gather([*own, *sorted(step.seen.omitted)]) for n in its}
+        rights = step.expected.gradients.items()
+        lost = [name for name, its in rights if name not in reached and bool(its.any())]
+        if not lost:
+            return None
+        return root_cause(
+            mismatches, self.ranks, state=Subject.GRADIENTS, factor="no gradient", names=lost,
+            sentence=f"No gradient reaches {families(lost)}, and one does in the reference.",
+            fix="Let backward reach these parameters, and hand their gradients to the optimizer.",
+            tried="whether all other differences follow from it was not tested",
+        )  # fmt: skip
+
     def _states(
         self, differences: Differences, moment: Moment, subjects: tuple[Subject, ...]
     ) -> None:
@@ -235,5 +293,6 @@ class ProgramEvidence:
         )  # fmt: skip
 
 
+_UPDATED = (Subject.PARAMETERS, Subject.OPTIMIZER, Subject.COUNTER)
 _KEPT = (Subject.OPTIMIZER, Subject.COUNTER, Subject.BUFFERS)  # besides parameters
 _EXACT = 1e-6  # of a ratio

@@ -98,8 +98,7 @@ class Inquiry:
     ) -> None:
         self.pair, self.step, self.ranks, self.limit = pair, step, loss.ranks, limit
         self._loss, self.batch, self.share, self.drawing = loss, batch, share, drawing
-        self._ruled_out: list[str] = []
-        self._calls: Calls = {}
+        self._ruled_out, self._calls = list[str](), Calls()
         self._raises = False  # where the step runs again
 
     def root_cause(self, first: Sequence[Mismatch], before: Mapping[str, Tensor]) -> RootCause:
@@ -128,8 +127,7 @@ class Inquiry:
             return by_samples
         if (of_terms := self._of_terms(first)) is not None:
             return of_terms
-        # a job with evidence compares its modules itself, and knows how they are sharded
-        is_tried = again and self.pair.loop.evidence is None
+        is_tried = again and self.pair.loop.evidence is None  # else it has compared its modules
         localised = ModuleInquiry(self, job_evidence, probe, modules) if is_tried else None
         if localised is not None and (by_modules := localised.root_cause()) is not None:
             return by_modules

@@ -36,8 +36,10 @@ if TYPE_CHECKING:
     from ptrain.verification.compare import Differences
     from ptrain.verification.jobs.record import StepRecorder
     from ptrain.verification.jobs.shards import ParameterShard
+    from ptrain.verification.jobs.step import StepComparison
 
 RANKS = "ranks"
+Explain: TypeAlias = Callable[[Sequence[Mismatch]], RootCause]
 Recorder: TypeAlias = "Callable[[Mapping[str, ParameterShard]], StepRecorder]"
 Axes: TypeAlias = dict[str, tuple[tuple[int, ...], ...]]
 
@@ -219,10 +221,13 @@ class Evidence(Protocol):
     def compare_start(self, differences: Differences) -> None:
         """Compare the state before the first step with the reference's."""
 
-    def compare_step(
-        self, differences: Differences, sides: tuple[StepRecorder, StepRecorder]
-    ) -> None:
-        """Compare the last step with the reference's; `sides`: the reference's and the job's."""
+    def compare_step(self, differences: Differences) -> None:
+        """Compare the last step that both recorded with the reference's."""
+
+    def explain(
+        self, mismatches: Sequence[Mismatch], step: StepComparison, by_gradients: Explain
+    ) -> RootCause:
+        """Explain the first mismatch of a step; `by_gradients` explains those of gradients."""
 
 
 class SavedState(Protocol):

@@ -419,53 +419,10 @@ class Examiner:
         ):
             norms.append(norm)
 
-    def _explain_evidence(self, step: StepComparison) -> RootCause:
-        """Explain the first difference of a job with evidence by its gradients or its update, which
-        tell more of some."""
-        first, tried = self.mismatches[0], ""
-        kinds = Subject.PARAMETERS, Subject.OPTIMIZER, Subject.COUNTER
-        gradients = [its for its in self.mismatches if its.subject is Subject.GRADIENTS]
-        updated = [
-            replace(its, subject=Subject.OPTIMIZER) if its.subject is Subject.COUNTER else its
-            for its in self.mismatches
-            if its.moment is Moment.UPDATE and its.subject in kinds and not its.between
-        ]
-        mine = {its.name.partition(" · ")[0] for its in updated if its.rank == self.ranks.rank}
-        said = None
-        is_gradient = first.moment in (Moment.BACKWARD, Moment.GRADIENTS)
-        if gradients and (is_gradient or first.subject is Subject.LOSS):
-            said = self._without_gradient(step, gradients)
-            said = said or self._explain_gradients(step, gradients)
-        if first.moment is Moment.UPDATE or first.subject is Subject.LEARNING_RATE:
-            is_known = all(self.ranks.gather(mine <= step.case.courses.keys()))
-            said = explain_update(updated, step.case, self.ranks) if updated and is_known else None
-        is_clip = said is not None and said.state is Subject.NORM  # which is compared by itself
-        if said is not None and said.certainty is not Certainty.UNEXPLAINED and not is_clip:
-            return said
-        tried = said.tried if said else ""
-        return first_difference(self.mismatches, self.ranks, tried)
-
-    def _without_gradient(
-        self, step: StepComparison, mismatches: Sequence[Mismatch]
-    ) -> RootCause | None:
-        """Return the parameters with a gradient in the reference that have none, or zeros, on every
-        rank; None if there are none. All ranks call it."""
-        own = [name for name, its in step.seen.gradients.items() if bool(its.any())]
-        reached = {n for its in self.ranks.gather([*own, *sorted(step.seen.omitted)]) for n in its}
-        rights = step.expected.gradients.items()
-        lost = [name for name, its in rights if name not in reached and bool(its.any())]
-        if not lost:
-            return None
-        return root_cause(
-            mismatches, self.ranks, state=Subject.GRADIENTS, factor="no gradient", names=lost,
-            sentence=f"No gradient reaches {families(lost)}, and one does in the reference.",
-            fix="Let backward reach these parameters, and hand their gradients to the optimizer.",
-            tried="whether all other differences follow from it was not tested",
-        )  # fmt: skip
-
     def _explain(self, step: StepComparison) -> RootCause:
-        if self.pair.loop.evidence is not None:
-            return self._explain_evidence(step)
+        if (evidence := self.pair.loop.evidence) is not None:
+            by_gradients = partial(self._explain_gradients, step)
+            return evidence.explain(self.mismatches, step, by_gradients)
         first = self.differences.first
         match first[0].moment:
             case Moment.START:

@@ -341,7 +341,7 @@ def run_step(
         compare_update(differences, name, course, is_noise=quiet, limit=limit)
     case = UpdateCase.of(differences, sides, pair.holds, limit)
     if pair.loop.evidence:
-        pair.loop.evidence.compare_step(differences, sides)
+        pair.loop.evidence.compare_step(differences)
     else:
         states = state_of(expected, pair.wholes), state_of(seen, pair.holds)
         compare_states(differences, *states, pair.holds, limit)
