@@ -29,6 +29,14 @@ if ! "$python" -c 'import yaml, rich' 2>/dev/null; then
     "$python" -m pip install --quiet --no-index --find-links "${WHEELS:?a folder of wheels}" pyyaml rich
 fi
 
+# Real NCCL between two ranks that share the card: bytes, peaks and losses, no times.
+if [ ! -e "$folder/selftest.md" ]; then
+    devices=(--device cuda)
+    if [ ${#dry[@]} -gt 0 ]; then devices=(--device cpu); fi
+    PTRAIN_SHARE_GPUS=1 timeout 540 "$python" -m ptrain selftest --ranks 2 --brief \
+        "${devices[@]}" --out "$folder/selftest.md" || true # the page says what failed
+fi
+
 slices=("$@")
 if [ ${#slices[@]} -eq 0 ]; then
     mapfile -t slices < <("$python" benchmarks/gpu_slices.py names)

@@ -408,6 +408,24 @@ COMMANDS = {
         ),
         topics=("in-a-pull-request", "workflow-for-github"),
     ),
+    "selftest": Command(
+        usage=("[options]",),
+        details="Each spec trains four steps: memory and traffic are compared with the\n"
+        "prediction, losses with one device's. GPUs are calibrated, too.",
+        groups={
+            "Options": (
+                value("--ranks", "N", "Use N ranks. Default: one per GPU, or 2 on CPUs.",
+                    type=positive),
+                value("--device", "KIND", "Train on this kind of device. One of auto, cpu, cuda. "
+                    "Default: auto.", choices=_DEVICES, default="auto"),
+                flag("--brief", "Run one spec per kind of placement."),
+                value("--out", "FILE", "Write the page to this file. Default: selftest_DATE.md.",
+                    type=Path),
+            ),
+        },
+        examples=("ptrain selftest", "ptrain selftest --ranks 2 --device cpu --brief"),
+        topics=("checking-a-node", "verify"),
+    ),
     "tokenize": Command(
         usage=("TEXT [TEXT ...] --out FILE.npy [options]",),
         groups={
@@ -459,10 +477,8 @@ COMMANDS = {
                 _JSON,
             ),
         },
-        examples=(
-            "ptrain export runs/latest --to exported",
-            "ptrain export runs/lora --adapters merged --to merged",
-        ),
+        examples=("ptrain export runs/latest --to exported",
+            "ptrain export runs/lora --adapters merged --to merged"),
         topics=("exporting",),
     ),
     "sample": Command(
@@ -493,10 +509,8 @@ COMMANDS = {
                 _JSON,
             ),
         },
-        examples=(
-            "ptrain sample runs/latest 'def main('",
-            "ptrain sample runs/latest --score held-out.txt",
-        ),
+        examples=("ptrain sample runs/latest 'def main('",
+            "ptrain sample runs/latest --score held-out.txt"),
         topics=("sampling",),
     ),
     "specs": Command(
@@ -514,12 +528,10 @@ COMMANDS = {
     ),
     "help": Command(
         usage=("[TOPIC]",),
-        groups={
-            "Arguments": (
-                value("topic", "TOPIC", "Section, page, key of a spec (optimizer.clip), command, "
-                    "or any word to look for. Default: list all topics.", nargs="*"),
-            ),
-        },
+        groups={"Arguments": (
+            value("topic", "TOPIC", "Section, page, key of a spec (optimizer.clip), command, "
+                "or any word to look for. Default: list all topics.", nargs="*"),
+        )},
         examples=("ptrain help launch", "ptrain help optimizer.clip", "ptrain help out of memory"),
         topics=("glossary",),
     ),
@@ -527,11 +539,9 @@ COMMANDS = {
         usage=("[CLUSTER] [options]",),
         details="The result is a cluster file, for the key `cluster.preset`.",
         groups={
-            "Arguments": (
-                value("cluster", "CLUSTER", "Cluster whose other fields are copied: a name from "
-                    "`ptrain specs`, or a file. Default: the fields of this machine, as far as "
-                    "they can be found.", nargs="?"),
-            ),
+            "Arguments": (value("cluster", "CLUSTER", "Cluster whose other fields are copied: a "
+                "name from `ptrain specs`, or a file. Default: the fields of this machine, as far "
+                "as they can be found.", nargs="?"),),
             "Measurement": (
                 value("--ranks", "N,N", "Measure with these numbers of ranks at once. Default: "
                     "1,2,4 on CPUs, one per GPU on GPUs.", default=""),
@@ -551,44 +561,33 @@ COMMANDS = {
                 option("--until", type=float, help=SUPPRESS),
             ),
         },
-        examples=(
-            "ptrain calibrate --out mine.yaml",
-            "ptrain calibrate h100-8 --ranks 8 --out node.yaml",
-        ),
+        examples=("ptrain calibrate --out mine.yaml",
+            "ptrain calibrate h100-8 --ranks 8 --out node.yaml"),
         topics=("calibrate", "time"),
     ),
     "schema": Command(
         usage=("[options]",),
         groups={
             "Options": (
-                value("--out", "FILE", "Write the schema to this file. Default: print it.",
-                    type=Path),
+                value("--out", "FILE", "Write the schema to FILE. Default: print it.", type=Path),
                 flag("--json", "Print JSON (default; every command accepts this option)."),
             ),
         },
-        examples=("ptrain schema --out ptrain.schema.json",),
-        topics=("writing-a-spec", "keys"),
+        examples=("ptrain schema --out ptrain.schema.json",), topics=("writing-a-spec", "keys"),
     ),
     "cache": Command(
         usage=("[options]",),
-        groups={
-            "Options": (
-                flag("--clear", "Delete all cached traces."),
-                _JSON,
-            ),
-        },
+        groups={"Options": (flag("--clear", "Delete all cached traces."), _JSON)},
         examples=("ptrain cache", "ptrain cache --clear"),
         topics=("unknown-peaks",),
     ),
     "completion": Command(
         usage=("SHELL",),
         details="Commands, options, spec names, keys and their values are completed.",
-        groups={
-            "Arguments": (
-                value("shell", "SHELL", "Print the script for this shell. One of bash, zsh, fish.",
-                    choices=("bash", "zsh", "fish")),
-            ),
-        },
+        groups={"Arguments": (
+            value("shell", "SHELL", "Print the script for this shell. One of bash, zsh, fish.",
+                choices=("bash", "zsh", "fish")),
+        )},
         examples=(
             'eval "$(ptrain completion bash)"',
             'eval "$(ptrain completion zsh)"',

@@ -26,3 +26,8 @@ def gpus() -> int:
     """Return how many GPUs NVIDIA's driver lists here."""
     folder = Path("/proc/driver/nvidia/gpus")
     return len(list(folder.iterdir())) if folder.is_dir() else 0
+
+
+def shares_gpus() -> bool:
+    """Return whether ranks may share a GPU (`PTRAIN_SHARE_GPUS=1`), to try NCCL on one card."""
+    return os.environ.get("PTRAIN_SHARE_GPUS") == "1"

@@ -24,7 +24,7 @@ SMALL = 80  # lines
 
 # begin
 BUDGETS: dict[str, int] = {
-    "ptrain": 52150,
+    "ptrain": 52310,
     "ptrain/activations": 340,
     "ptrain/algebra": 240,
     "ptrain/axes": 160,
@@ -35,10 +35,10 @@ BUDGETS: dict[str, int] = {
     "ptrain/axes/tensor": 710,
     "ptrain/calibration": 1040,
     "ptrain/charts": 840,
-    "ptrain/cli": 1590,
+    "ptrain/cli": 1750,
     "ptrain/convert": 420,
     "ptrain/data": 1060,
-    "ptrain/derivation": 5020,
+    "ptrain/derivation": 5000,
     "ptrain/facts": 790,
     "ptrain/internals": 350,
     "ptrain/interpreter": 1060,
@@ -47,8 +47,8 @@ BUDGETS: dict[str, int] = {
     "ptrain/optimizers": 500,
     "ptrain/plan": 470,
     "ptrain/rates": 360,
-    "ptrain/report": 2240,
-    "ptrain/rooms": 970,
+    "ptrain/report": 2250,
+    "ptrain/rooms": 980,
     "ptrain/selection": 3250,
     "ptrain/simulation": 1040,
     "ptrain/spec": 4080,

@@ -31,6 +31,7 @@ GROUPS = {
         "validate": "Run four steps and check memory and traffic only",
         "verify": "Compare gradients, optimizer state and losses with one device",
         "compare": "Compare two runs, predictions or verifications",
+        "selftest": "Run the built-in specs on this machine and write a page of results",
     },
     "Data and models": {
         "tokenize": "Turn text, JSON lines or Parquet into a token file",

@@ -27,7 +27,7 @@ from ptrain.derivation import blocks
 from ptrain.derivation.clock import LaneSpan
 from ptrain.derivation.in_flight import in_flight
 from ptrain.derivation.interconnect import warnings
-from ptrain.derivation.layers import drops_in_parts, is_tabulated
+from ptrain.derivation.layers import is_tabulated
 from ptrain.derivation.machine import Machine, machine_of
 from ptrain.derivation.memory import startup_bytes
 from ptrain.derivation.notes import notes
@@ -52,9 +52,6 @@ _HOW_TO_TRACE = (
 )
 _NOT_TRACED_BY_STAGE = f"these facts have no trace of the stages' activations: {_HOW_TO_TRACE}"
 _NOT_TRACED = f"these facts have no trace of the model's activations: {_HOW_TO_TRACE}"
-_NO_PARTS_ON_GPUS = (
-    "no table has the saved tensors of dropout on GPUs with sharded layers or operators"
-)
 _NOT_PLAYED = "its step depends on the activations of the model, which are unknown"
 _EVEN_TIME = "balanced routing is assumed: the time of uneven routing is not predicted"
 _NOT_ON_CPU = "torch's flex_attention has no backward pass on CPUs, where a trace would run"
@@ -237,14 +234,12 @@ def facts_from_shape(spec: Spec) -> ModelFacts | None:
     if not isinstance(spec.model, ModelShape) or spec.data.function is not None:
         return None
     facts = own_facts(spec)
-    return facts if is_tabulated(spec) or _not_traceable(spec.model, spec) else None
+    return facts if is_tabulated(spec) or _not_traceable(spec.model) else None
 
 
-def _not_traceable(shape: ModelShape, spec: Spec) -> str:
-    """Why nobody traces a built-in model; nothing where somebody does."""
-    if shape.attention is Attention.FLEX:
-        return _NOT_ON_CPU
-    return _NO_PARTS_ON_GPUS if drops_in_parts(spec) else ""
+def _not_traceable(shape: ModelShape) -> str:
+    """Return why a built-in model cannot be traced; empty if it can."""
+    return _NOT_ON_CPU if shape.attention is Attention.FLEX else ""
 
 
 def _untold(spec: Spec, facts: ModelFacts, reason: str) -> dict[str, str]:
@@ -252,16 +247,9 @@ def _untold(spec: Spec, facts: ModelFacts, reason: str) -> dict[str, str]:
     is not known what the modes of activations move and send again."""
     cause = facts.untraced
     if isinstance(spec.model, ModelShape) and not facts.roles:
-        cause = _not_traceable(spec.model, spec)
-    figures = ("activations", "peak", *(() if _is_moved_known(spec) else ("traffic",)))
+        cause = _not_traceable(spec.model)
+    figures = ("activations", "peak", *(() if blocks.are_known(spec) else ("traffic",)))
     return dict.fromkeys(figures, cause or reason)
-
-
-def _is_moved_known(spec: Spec) -> bool:
-    """Whether tables tell what the modes of activations move and send again."""
-    kept = spec.activations.of(spec.model.layers) if isinstance(spec.model, ModelShape) else ()
-    is_plain = all(mode.is_plain for mode in kept)
-    return blocks.are_known(spec) and (is_plain or not drops_in_parts(spec))
 
 
 def exact(

@@ -365,7 +365,7 @@ def is_tabulated(spec: Spec) -> bool:
         return False
     # each sample of several has one target: a loss need not copy what it copies in the tables
     is_column = spec.batch.sequence == 1 and spec.batch.micro > 1
-    if is_column or drops_in_parts(spec) or is_by_operators(spec) or spec.loss.user_function:
+    if is_column or is_by_operators(spec) or spec.loss.user_function:
         return False
     if spec.has_token_slices and not _are_slices_known(spec, shape):
         return False
@@ -378,13 +378,6 @@ def is_tabulated(spec: Spec) -> bool:
         return False
     is_whole = not spec.pipeline.is_in_halves and not spec.tensor.is_naive
     return is_whole and all(blocks.is_known(shape, mode) for mode in kept)
-
-
-def drops_in_parts(spec: Spec) -> bool:
-    """Return whether GPUs drop out in a built-in model whose layers or operators are cut."""
-    is_cut = spec.degree(Axis.PP) > 1 or spec.degree(Axis.TP) > 1
-    shape = spec.model
-    return isinstance(shape, ModelShape) and shape.drops and spec.is_for_cuda and is_cut
 
 
 def _are_slices_known(spec: Spec, shape: ModelShape) -> bool:

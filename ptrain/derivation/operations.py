@@ -107,10 +107,6 @@ def setting_at(spec: Spec, plan: Plan, index: int) -> Setting:
     """Return the setting of a built-in model's blocks, on the ranks at this place along tp."""
     setting = setting_of(spec, cut_of(spec, plan, index))
     shape = setting.shape
-    if (
-        shape.drops and spec.is_for_cuda and plan.tensor is not None
-    ):  # a GPU multiplies the same with dropout
-        shape = shape.without_dropout()
     if is_by_operators(spec):  # backward has the scores, and multiplies once less
         shape = replace(shape, attention=Attention.EAGER)
     return replace(setting, shape=shape)

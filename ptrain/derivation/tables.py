@@ -104,7 +104,7 @@ class Setting:
             return "mha" if shape.heads == shape.kv_heads else GROUPED
         if not shape.drops:
             return PLAIN
-        return "dropout-cuda" if self.is_for_cuda and self.cut is None else "dropout"
+        return "dropout-cuda" if self.is_for_cuda else "dropout"
 
     @property
     def values(self) -> dict[str, int]:

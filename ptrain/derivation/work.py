@@ -31,7 +31,6 @@ from ptrain.spec.spec import Spec
 from ptrain.steps.step import Plan
 
 _COLLECTIVES = {collective.value for collective in Collective}
-_DROPS_IN_PARTS = "no table has the work of dropout on GPUs with sharded operators"
 _FUSED_LOSS = "torch's fused loss is one operator, whose work is unknown"
 _NO_TABLE = "the operators of the model are unknown: there is no table and no trace"
 
@@ -66,10 +65,7 @@ def why_unknown(spec: Spec, plan: Plan, facts: ModelFacts) -> str:
         return _FUSED_LOSS
     if spec.loss.chunk and (spec.tensor.is_naive or spec.pipeline.is_in_halves):
         return _NO_TABLE
-    if not all(blocks.is_known(shape, mode) for mode in modes):
-        return _NO_TABLE
-    is_cut = plan.tensor is not None
-    return _DROPS_IN_PARTS if spec.is_for_cuda and shape.drops and is_cut else ""
+    return "" if all(blocks.is_known(shape, mode) for mode in modes) else _NO_TABLE
 
 
 def _traced(plan: Plan, facts: ModelFacts, index: int) -> WorkByKind | None:

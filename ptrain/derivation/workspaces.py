@@ -29,7 +29,6 @@ from ptrain.derivation.attention import (
     may_be_fused,
     most_rows,
 )
-from ptrain.derivation.layers import drops_in_parts
 from ptrain.facts.model import ModelFacts
 from ptrain.spec.block import Bias
 from ptrain.spec.model import ModelShape
@@ -86,7 +85,8 @@ def _is_confirmed(spec: Spec) -> bool:
     fused attention (benchmarks/gpu.sh; tests/cuda)."""
     shape = spec.model
     is_fused = isinstance(shape, ModelShape) and shape.is_fused and shape.tabulated is not None
-    return spec.is_for_cuda and is_fused and not drops_in_parts(spec) and spec.sm == _H100
+    is_whole = spec.degree(Axis.PP) == spec.degree(Axis.TP) == 1
+    return spec.is_for_cuda and is_fused and is_whole and spec.sm == _H100
 
 
 def _of_offloaded(spec: Spec) -> Iterator[tuple[str, str]]:

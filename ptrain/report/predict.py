@@ -239,7 +239,10 @@ def answer_line(prediction: Prediction) -> str:
 
 def _fit_answer(prediction: Prediction) -> str:
     fitting, device = prediction.fit, device_name(prediction.spec)
-    used = peak_text(fitting) + " without activations" * (fitting.peak_bytes is None)
+    used = peak_text(fitting)
+    if fitting.peak_bytes is None:
+        peak = prediction.derivation.exact.peak_bytes()
+        used = f"{used} without activations" if peak is None else f"{size(peak)} (not confirmed)"
     if fitting.usable_memory is None:
         return f"Peak {used} per {device}; no cluster to compare it with"
     measure = f"{used} of {size(fitting.usable_memory)} per {device}"

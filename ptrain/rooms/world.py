@@ -32,6 +32,7 @@ from ptrain.internals.fakes import (
     unset_fake_temporarily,
 )
 from ptrain.internals.process_groups import limit_collectives
+from ptrain.processor import shares_gpus
 from ptrain.spec.job import Timeout
 
 
@@ -90,6 +91,7 @@ class World:
         backend = _backend(backend, chosen)
         if chosen.type == "cuda":
             torch.cuda.set_device(chosen)
+            _allow_shared_gpus(ranks["RANK"])
         _start(ranks, backend, timeout)
         return cls(
             rank=ranks["RANK"],
@@ -163,6 +165,8 @@ def _device(wanted: str, local_rank: int, num_local: int) -> torch.device:
     """`auto` is a GPU only if there is one for each of the node's ranks, so that all of them choose
     alike: ranks of which some came with nccl and some with gloo would never meet."""
     available = torch.cuda.device_count() if wanted != "cpu" else 0
+    if available and shares_gpus():
+        return torch.device("cuda", local_rank % available)
     if wanted == "cuda" and local_rank >= available:
         raise SpecError(
             Fault(
@@ -176,6 +180,15 @@ def _device(wanted: str, local_rank: int, num_local: int) -> torch.device:
     if wanted == "cuda" or (wanted == "auto" and num_local <= available):
         return torch.device("cuda", local_rank)
     return torch.device("cpu")
+
+
+def _allow_shared_gpus(rank: int) -> None:
+    """Let NCCL connect ranks that share a GPU. It rejects two ranks on one GPU of a host
+    ("Duplicate GPU detected"); with different host ids it takes them for GPUs of two hosts and uses
+    sockets. From 2.30 on it needs the second variable, too."""
+    if shares_gpus():
+        os.environ.setdefault("NCCL_HOSTID", f"rank-{rank}")
+        os.environ.setdefault("NCCL_MULTI_RANK_GPU_ENABLE", "1")
 
 
 def _backend(wanted: str, device: torch.device) -> str:

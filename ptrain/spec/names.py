@@ -20,9 +20,11 @@ _HERE = Path(__file__).resolve()
 
 
 class Names(NamedTuple):
-    """`specs/names.yaml`: the default spec, and other tools' names."""
+    """`specs/names.yaml`: the default spec, one spec per kind of placement, and other tools'
+    names."""
 
     default: str
+    kinds: list[str]
     aliases: dict[str, str]
 
 

@@ -213,10 +213,10 @@ class PassTable:
         self.writer, self.works = TableWriter(tuple(self.values)), WorkWriter(setting)
 
     def build(self, several: int = FEW) -> dict[str, object]:
-        """Return the table as JSON. A GPU's dropout is known of whole models alone."""
+        """Return the table as JSON."""
         content: dict[str, object] = {}
         works: dict[str, object] = {}
-        for place in [Place.ALONE] if self.setting.is_for_cuda else Place:
+        for place in Place:
             few = self._traces(place, 1)
             # of a whole model two blocks between the ends are compared
             many = self._traces(place, several + (place is Place.ALONE))
@@ -276,12 +276,13 @@ class PassTable:
         cuts, index = cuts_of(setting, counts), _STAGES.index(place)
         units = smallest_units(setting, cuts.stages[index])
         part = part_of(setting, self.mesh, has_learnt=layers > 1)
-        by_dtype: list[list[Recording]] = [
-            part.trace_stage(
-                model_of(setting, dtype, is_meta=True), units, cuts, index, in_halves=index > 0
-            )
-            for dtype in self.dtypes
-        ]
+        with kernels_of(is_for_cuda=setting.is_for_cuda):
+            by_dtype: list[list[Recording]] = [
+                part.trace_stage(
+                    model_of(setting, dtype, is_meta=True), units, cuts, index, in_halves=index > 0
+                )
+                for dtype in self.dtypes
+            ]
         return [
             CodedTrace(recordings, units, self.values, self.writer)
             for recordings in zip(*by_dtype, strict=True)
@@ -344,12 +345,11 @@ class BlockTable:
             if kept.tier is Tier.DEVICE:  # copies between tiers are no operators
                 passes = self.works.passes(alike(works_by_layer(trace).layers))
                 works[attention.value][name] = passes
-        if not self.setting.is_for_cuda:
-            *_, halves = self.traces.stage(Place.MIDDLE, FEW)
-            # The half of the weights has no boundaries: what one layer has left there is done when
-            # the next one is, so that of three the middle one does as much as each.
-            _, middle, _ = works_by_layer(halves).layers
-            works["halves"] = self.works.passes(middle)
+        *_, halves = self.traces.stage(Place.MIDDLE, FEW)
+        # The half of the weights has no boundaries: what one layer has left there is done when
+        # the next one is, so that of three the middle one does as much as each.
+        _, middle, _ = works_by_layer(halves).layers
+        works["halves"] = self.works.passes(middle)
         return self.writer.table(**content, work=self.works.table(**works))
 
     def _events(self, trace: CodedTrace) -> dict[str, object]:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from ptrain.cost import State
-from ptrain.derivation.estimate import derive, facts_from_shape
+from ptrain.derivation.estimate import derive
 from ptrain.derivation.layers import timeline
 from ptrain.spec.load import load
 from ptrain.spec.model import Family, ModelShape
@@ -85,15 +85,15 @@ def test_on_gpus_dropout_keeps_a_mask_of_a_byte_an_element_and_nothing_else():
     assert dropping - plain == (1 + 2 * 12) * 8 * 1024 * 768 + 12 * (24 - 16)
 
 
-@pytest.mark.parametrize("cut", ["mesh={tp: 2}", "mesh={pp: 2}"])
-def test_on_gpus_nothing_is_said_of_dropout_in_a_model_that_is_cut(cut):
-    preset = "tp" if "tp" in cut else "pp-gpipe"
-    batch = "batch={accumulate: 2, micro: 1, sequence: 16}"
-    dropping = ["model.preset=gpt-tiny", "model.dropout=0.1", batch]
-    spec = load(preset, [*dropping, cut, "device=cuda"]).spec
-    facts = facts_from_shape(spec)
-    assert facts is not None, "nobody traces it"
-    assert {"activations", "peak"} <= derive(spec, facts).exact.undefined.keys()
+@pytest.mark.parametrize("preset", ["tp", "tp-sp", "pp-gpipe", "pp-zbv"])
+def test_on_gpus_the_peak_of_dropout_in_sharded_models_is_predicted_and_not_claimed(preset):
+    batch = "batch={accumulate: 4, micro: 1, sequence: 16}"
+    words = ["model.preset=gpt-tiny", "model.dropout=0.1", batch, "device=cuda"]
+    exact = derive(load(preset, words).spec).exact
+    assert not exact.undefined.keys() & {"activations", "peak"}
+    assert {"activations", "peak"} <= exact.unclaimed.keys()
+    on_cpu = derive(load(preset, [*words, "device=cpu"]).spec).exact
+    assert exact.bytes_of(State.ACTIVATIONS) < on_cpu.bytes_of(State.ACTIVATIONS)
 
 
 def test_fp64_doubles_what_counts_in_elements_and_leaves_the_tokens():

@@ -101,6 +101,7 @@ ENVIRONMENT = {
     "ptrain.facts.cache",
     "ptrain.report.screen",  # COLUMNS, NO_COLOR and TERM
     "ptrain.rooms.pretence",  # of the process that it starts
+    "ptrain.processor",  # whether ranks may share a GPU
 }
 
 # Out of a user's own code anything may come; it ends as one message.

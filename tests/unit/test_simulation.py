@@ -121,6 +121,32 @@ def test_for_gpus_dropout_keeps_a_byte_an_element_and_no_scores(changes: tuple[s
     assert_equal(spec, simulate(spec))
 
 
+@pytest.mark.parametrize(
+    ("strategy", "rank", "changes"),
+    [
+        ("tp-sp", 1, ("precision.layout=zero16",)),
+        ("pp-1f1b", 1, ()),
+        *(
+            pytest.param(*case, marks=pytest.mark.nightly)
+            for case in (
+                ("tp", 0, ()),
+                ("tp-saved", 1, ()),
+                ("tp-naive", 0, ("precision.layout=zero16",)),
+                ("tp", 0, ("activations=M", "recompute=selective")),
+                ("pp-zbv", 0, ("model.layers=4", "precision.layout=zero16")),
+                ("pp-interleaved", 1, ("model.layers=4", "model.tied=true")),
+                ("3d", 5, ("activations=M", "model.vocab=264")),
+            )
+        ),
+    ],
+)
+def test_for_gpus_dropout_does_so_in_layers_and_operators_that_are_sharded(
+    strategy: str, rank: int, changes: tuple[str, ...]
+) -> None:
+    spec = small(strategy, *DROPPING, *changes)
+    assert_equal(spec, simulate(spec, rank))
+
+
 @pytest.mark.parametrize("modes", [("S*", "S*", "S*"), ("R", "S", "R")])
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.nightly), 3])
 def test_flat_shards_within_tp_have_a_norm_for_each_piece(

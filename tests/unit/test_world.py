@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
@@ -45,6 +47,18 @@ def test_with_a_gpu_for_each_every_rank_takes_its_own_and_nccl(rank):
 def test_a_gpu_that_is_asked_for_and_not_there_is_refused(rank):
     with pytest.raises(SpecError, match="found 1, but this is local rank 1"):
         rank(1, num_local=2, num_gpus=1, device="cuda")
+
+
+def test_ranks_that_share_a_gpu_tell_nccl_that_they_are_on_different_hosts(rank, monkeypatch):
+    monkeypatch.setenv("PTRAIN_SHARE_GPUS", "1")
+    for name in ("NCCL_HOSTID", "NCCL_MULTI_RANK_GPU_ENABLE"):
+        monkeypatch.setenv(name, "")  # so that it is gone after the test
+    hosts = set()
+    for number in range(4):
+        monkeypatch.delenv("NCCL_HOSTID")
+        assert rank(number, num_local=4, num_gpus=2) == (torch.device("cuda", number % 2), "nccl")
+        hosts.add(os.environ["NCCL_HOSTID"])
+    assert len(hosts) == 4
 
 
 @pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"])
