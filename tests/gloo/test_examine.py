@@ -89,4 +89,5 @@ def test_nothing_of_a_step_departs_from_one_device(ranks: Ranks, strategy: str) 
     clipped = {"gradient norm"} if spec.optimizer.clip else set()
     wanted = COMPARED if spec.optimizer.name != "muon" else COMPARED - {"step counter"}
     assert wanted | clipped <= checks.keys()
-    assert all(check.holds and check.measured < TOLERANCE for check in found.checks)
+    assert all(check.holds for check in found.checks)
+    assert all(its.measured < TOLERANCE for name, its in checks.items() if name != "replicas")
