@@ -241,6 +241,7 @@ class ProgramEvidence:
             return explain_update(updated, step.case, self.ranks) if updated and is_known else None
         return root_cause(
             updated, self.ranks, state=Subject.OPTIMIZER, factor="update skipped", names=omitted,
+            who=[rank for rank, its in enumerate(everyones) if its],
             sentence=f"{families(omitted)}: a gradient is there, but no optimizer steps it on "
                      "these ranks.",
             fix="Give it to the optimizer, and step every shard's optimizer.",
