@@ -24,7 +24,7 @@ SMALL = 80  # lines
 
 # begin
 BUDGETS: dict[str, int] = {
-    "ptrain": 52310,
+    "ptrain": 52370,
     "ptrain/activations": 340,
     "ptrain/algebra": 240,
     "ptrain/axes": 160,
@@ -40,10 +40,10 @@ BUDGETS: dict[str, int] = {
     "ptrain/data": 1060,
     "ptrain/derivation": 5000,
     "ptrain/facts": 790,
-    "ptrain/internals": 350,
+    "ptrain/internals": 390,
     "ptrain/interpreter": 1060,
-    "ptrain/meters": 1470,
-    "ptrain/models": 4820,
+    "ptrain/meters": 1480,
+    "ptrain/models": 4830,
     "ptrain/optimizers": 500,
     "ptrain/plan": 470,
     "ptrain/rates": 360,
@@ -55,10 +55,10 @@ BUDGETS: dict[str, int] = {
     "ptrain/steps": 440,
     "ptrain/traces": 2190,
     "ptrain/train": 3140,
-    "ptrain/verification": 7160,
+    "ptrain/verification": 7170,
 }
-ONE_IMPORTER = 56  # modules that exactly one other imports
-SMALL_MODULES = 57  # modules with fewer lines than SMALL
+ONE_IMPORTER = 57  # modules that exactly one other imports
+SMALL_MODULES = 58  # modules with fewer lines than SMALL
 # end
 
 

@@ -44,6 +44,8 @@ class Stopwatch(OperatorMode):
     """Adds up while it is entered, for the groups that have axes; on gloo. Elsewhere `absent` says
     why there are no rows."""
 
+    sees_compiled = True
+
     def __init__(self, axes_by_group: Mapping[str, Axes], *, rank: int) -> None:
         super().__init__()
         self._rank, self._axes_by_group = rank, axes_by_group

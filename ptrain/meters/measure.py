@@ -297,6 +297,8 @@ def state_of(collective: Collective, phase: Phase) -> State:
 class PhaseWatch(OperatorMode):
     """Tells observers the phase of a model that does not tell it itself."""
 
+    sees_compiled = True
+
     def __init__(self, module: nn.Module, observers: Sequence[Observer]) -> None:
         super().__init__()
         self._module, self._observers = module, observers

@@ -383,6 +383,8 @@ class Finder(OperatorMode):
     """Enter it around one steady step, from its forward pass to its update. Storages are numbered
     as they are met; none is kept alive."""
 
+    sees_compiled = True
+
     def __init__(self, program: ObservableProgram) -> None:
         super().__init__()
         self._program = program

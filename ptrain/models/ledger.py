@@ -19,10 +19,12 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Self, TypeAlias, TypeVar
 
 import torch
+from torch._ops import HigherOrderOperator
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from ptrain.internals.compiled import is_tracing, seen_buffers
 from ptrain.internals.functional_collectives import AsyncCollectiveTensor
 from ptrain.spec.placement import Tier
 
@@ -66,7 +68,17 @@ def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
 
 class OperatorMode(TorchDispatchMode):
     """Sees the operators on plain tensors while it is entered: those on others turn into them, or
-    wait, first."""
+    wait, first. `sees_compiled`: Dynamo compiles and runs regions while it is entered, and it sees
+    the operators that a generated program calls."""
+
+    sees_compiled = False
+    # Recomputation within a compiled region saves the state of random numbers by such an operator.
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Return whether Dynamo may compile; else it runs the region operator by operator."""
+        return cls.sees_compiled
 
     def __torch_dispatch__(
         self,
@@ -77,6 +89,10 @@ class OperatorMode(TorchDispatchMode):
     ) -> Any:
         if any(map(is_wrapper, types)):
             return NotImplemented
+        # A higher-order operator's own operators come one by one; what the compiler traces does not
+        # run.
+        if isinstance(function, HigherOrderOperator) or is_tracing():
+            return function(*args, **(kwargs or {}))
         return self.operator(function, args, kwargs or {})
 
     def operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -99,12 +115,15 @@ class Ledger(OperatorMode):
     existed before: `existing` is called for them.
     """
 
+    sees_compiled = True
+
     def __init__(self) -> None:
         super().__init__()
         self.sizes: dict[int, int] = {}
         self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._resize: Callable[[torch.UntypedStorage, int], Any] | None = None
         self._collecting = False
+        self._of_programs = seen_buffers()
 
     def existing(self, key: int, storage: torch.UntypedStorage) -> None:
         """A storage that existed before it was seen."""
@@ -171,11 +190,14 @@ class Ledger(OperatorMode):
             return ledger._resize_storage(storage, size)
 
         torch.UntypedStorage.resize_ = resize_
+        self._of_programs = seen_buffers()
+        self._of_programs.__enter__()
         super().__enter__()
         return self
 
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
+        self._of_programs.__exit__(None, None, None)
         torch.UntypedStorage.resize_ = self._resize
         self._references.clear()
         if self._collecting:

@@ -1,0 +1,72 @@
+"""Programs that torch.compile generates (torch/_inductor/codegen/wrapper.py): how a dispatch mode
+sees what they allocate.
+
+Dynamo compiles and runs a region under a mode that declares `ignore_compile_internals`. Under any
+other mode it runs the region operator by operator, or raises with `fullgraph=True`. Operators that
+a generated program calls (products, attention, collectives) reach the mode. Its buffers do not:
+they come from C functions that pass the dispatcher by.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch._guards import TracingContext
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ptrain.internals.part import PrivatePart
+
+_DEVICES = ("cpu", "cuda")
+_guards: Any = torch._C._dynamo.guards
+
+PARTS = (
+    PrivatePart(owner=TorchDispatchMode, members=("ignore_compile_internals",)),
+    PrivatePart(owner=TracingContext, members=("try_get",)),
+    PrivatePart(owner=_guards, members=tuple(f"_empty_strided_{device}" for device in _DEVICES)),
+)
+
+
+def is_tracing() -> bool:
+    """Return whether the compiler runs operators on fake tensors, to trace or lower a region."""
+    return TracingContext.try_get() is not None
+
+
+Allocate = Callable[[Any, Any, torch.dtype], torch.Tensor]
+
+
+@contextmanager
+def seen_buffers() -> Iterator[None]:
+    """Temporarily make generated programs allocate by `torch.empty_strided`, which modes see.
+
+    A program binds the C function as a global when it is loaded. So the loaded programs change, and
+    the name from which later ones take it; at the end both change back.
+    """
+    plain = {device: getattr(_guards, f"_empty_strided_{device}") for device in _DEVICES}
+    seen = {device: _by_operator(device) for device in _DEVICES}
+    _bind(plain, seen)
+    try:
+        yield
+    finally:
+        _bind(seen, plain)
+
+
+def _by_operator(device: str) -> Allocate:
+    def allocate(size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty_strided(size, stride, dtype=dtype, device=device)
+
+    return allocate
+
+
+def _bind(old: dict[str, Any], new: dict[str, Any]) -> None:
+    for device, function in new.items():
+        setattr(_guards, f"_empty_strided_{device}", function)
+    codecache = sys.modules.get("torch._inductor.codecache")  # absent if nothing was compiled
+    for program in codecache.PyCodeCache.modules if codecache else ():
+        for device, function in new.items():
+            name = f"empty_strided_{device}"
+            if getattr(program, name, None) is old[device]:
+                setattr(program, name, function)
