@@ -24,7 +24,7 @@ SMALL = 80  # lines
 
 # begin
 BUDGETS: dict[str, int] = {
-    "ptrain": 52240,
+    "ptrain": 52110,
     "ptrain/activations": 340,
     "ptrain/algebra": 240,
     "ptrain/axes": 160,
@@ -55,7 +55,7 @@ BUDGETS: dict[str, int] = {
     "ptrain/steps": 440,
     "ptrain/traces": 2190,
     "ptrain/train": 3140,
-    "ptrain/verification": 7040,
+    "ptrain/verification": 6900,
 }
 ONE_IMPORTER = 57  # modules that exactly one other imports
 SMALL_MODULES = 58  # modules with fewer lines than SMALL

@@ -272,16 +272,13 @@ class OwnGradients:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobEvidence:
     """`micro_batches`: the most that any rank ran; `ledger`: the samples that they saw, `rows`:
-    these compared with the reference's, by rank; `own`: this rank's gradients, all elements.
-    `is_weighed`: each micro-batch's gradient is as the global loss weighs it, so that a factor of
-    the loss is not told from one of the reduction."""
+    these compared with the reference's, by rank; `own`: this rank's gradients, all elements."""
 
     samples: dict[str, Sample]
     own: OwnGradients
     micro_batches: int
     ledger: Samples | None = None
     rows: tuple[RowReport, ...] = ()
-    is_weighed: bool = False
 
     @property
     def contributed(self) -> Contributions | None:

@@ -260,7 +260,7 @@ class GradientCase:
         reduction, as the weight says that a micro-batch's own gradient has in the loop's and in the
         reference's; nothing where these are not known."""
         degrees, micro = self.ranks.degrees, {_MICRO: self.evidence.micro_batches}
-        contributed = None if self.evidence.is_weighed else self.contributed
+        contributed = self.contributed
         if contributed is None or not contributed.of_truth.holds(self.tolerance):
             return degrees | micro, ""
         actual = fmean(next(iter(contributed.of_loop.values())).coefficients)

@@ -49,7 +49,7 @@ from ptrain.verification.jobs.job import (
 )
 from ptrain.verification.jobs.localise import ModuleInquiry
 from ptrain.verification.jobs.modules import Calls, ModuleRecorder, ProbeResult, is_within, probed
-from ptrain.verification.jobs.record import ModelState, StepRecorder, digests, shared_buffers
+from ptrain.verification.jobs.record import StepRecorder, digests, shared_buffers
 from ptrain.verification.jobs.root_causes import blame, families, family
 from ptrain.verification.jobs.step import Drawing, LoopPair, StepComparison
 from ptrain.verification.jobs.trials import (
@@ -98,8 +98,7 @@ class Inquiry:
     ) -> None:
         self.pair, self.step, self.ranks, self.limit = pair, step, loss.ranks, limit
         self._loss, self.batch, self.share, self.drawing = loss, batch, share, drawing
-        self._ruled_out: list[str] = []
-        self._calls: Calls = {}
+        self._ruled_out, self._calls = list[str](), Calls()
         self._raises = False  # where the step runs again
         self.starts = Waited(waits=False)  # what this rank starts in the step
         self.untried = ""
@@ -129,7 +128,8 @@ class Inquiry:
             return by_samples
         if (of_terms := self._of_terms(first)) is not None:
             return of_terms
-        localised = ModuleInquiry(self, job_evidence, probe, modules) if again else None
+        is_tried = again and self.pair.loop.evidence is None  # else it has compared its modules
+        localised = ModuleInquiry(self, job_evidence, probe, modules) if is_tried else None
         if localised is not None and (by_modules := localised.root_cause()) is not None:
             return by_modules
         is_plain = localised is None or localised.is_plain
@@ -179,7 +179,7 @@ class Inquiry:
         the loop's with it; None where it cannot be run. All ranks call it."""
         self.rewind()
         pair = self.pair
-        expected = StepRecorder(pair.reference.model, pair.wholes)
+        expected, _ = pair.recorders()
         draws = self.drawing.replayed(pair.reference.model, still=still)
         if (loss := self._ran(pair.reference, batch, expected, draws, Alone())) is None:
             return None
@@ -268,7 +268,7 @@ class Inquiry:
             )  # fmt: skip
         if not all(is_tried for _, is_tried in everyones):
             return None
-        now = [ModelState.of(job.model) for job in (self.pair.loop, self.pair.reference)]
+        now = self.pair.states()
         _, job_evidence = self._evidence(before)
         for state in now:
             state.restore()  # the run goes on
@@ -387,7 +387,7 @@ class Inquiry:
         """Run the loop's step once more within these, `before` the first of them the step is not
         recorded, on its share or on another one; return what is seen of it, and its loss; None on
         every rank where it cannot be run on some. All ranks call it."""
-        seen = StepRecorder(self.pair.loop.model, self.pair.holds)
+        _, seen = self.pair.recorders()
         share = self.share if share is None else share
         loss = self._ran(self.pair.loop, share, *before, seen, *within)
         return None if loss is None else (seen, loss[0])
@@ -567,7 +567,7 @@ class Inquiry:
             place, where = suspect[0] or place, f" {suspect[1]}"
         if self._raises:
             out += "; the step raises when it is run again, so no change was tried"
-        elif localised is None:
+        elif localised is None and self.pair.loop.evidence is None:
             out += "; the step is not reproducible to the bit, so no module could be tried"
         is_forward = max(self._loss_apart(), default=0.0) > self.limit.losses
         return RootCause(

@@ -85,7 +85,8 @@ BROKEN = Remainder(1, math.inf, math.inf)  # of an update that cannot be repeate
 class UpdateCase:
     """`seen` and `expected`: what the loop's and the reference's optimizers were given and left;
     `gradients`: the loop's; `courses`: how the model's parameters went in this step, by name.
-    `is_noise`: whether the verdict compares a parameter at all, or its gradient is nothing."""
+    `is_noise`: whether the verdict compares a parameter at all, or its gradient is nothing;
+    `clip`: what the reference's gradients are multiplied by before its update."""
 
     step: int
     rank: int
@@ -96,6 +97,7 @@ class UpdateCase:
     courses: Mapping[str, ParameterMove]
     is_noise: Callable[[str], bool]
     limit: Tolerance
+    clip: float = 1.0
 
     @classmethod
     def of(
@@ -117,6 +119,7 @@ class UpdateCase:
             courses=differences.courses,
             is_noise=Magnitude.noise_among(expected.gradients),
             limit=limit,
+            clip=expected.clip,
         )
 
     @cached_property
@@ -197,7 +200,8 @@ class UpdateCase:
         obstacle = self.seen.obstacle or self.expected.obstacle
         if not (self.own or obstacle) and any(not its.stood_still for its in self.courses.values()):
             obstacle = "no torch.optim.Optimizer makes it"
-        taken = {n: replace(own, gradient=gradients.get(n)) for n, own in self.own.items()}
+        rows = {n: row * self.clip for n, row in gradients.items() if row is not None}
+        taken = {n: replace(own, gradient=rows.get(n)) for n, own in self.own.items()}
         try:
             outcomes = {} if obstacle else repeat(taken)
             if not obstacle and self.repeats(None, trial):
