@@ -40,7 +40,7 @@ from ptrain.models.watch import first_real, listening, watching
 from ptrain.optimizers.build import tensor_of
 from ptrain.report.finding import Mismatch, Moment, Subject
 from ptrain.spec.model import ModelShape
-from ptrain.spec.placement import SAMPLE_AXES, TOKEN_AXES
+from ptrain.spec.placement import SAMPLE_AXES
 from ptrain.spec.role import Role, Roles, fits
 from ptrain.spec.spec import Spec, coordinates
 from ptrain.train.exchange import Exchange
@@ -108,17 +108,14 @@ class Outputs:
 
 
 @contextmanager
-def recorded(
-    program: Program, holds: Mapping[str, LeafShard], micro_batches: Collection[int]
-) -> Iterator[Outputs]:
-    """Temporarily record what the program's modules compute in these micro-batches."""
-    outputs = Outputs(micro_batches, _holds=holds)
+def recorded(program: Program, outputs: Outputs) -> Iterator[None]:
+    """Temporarily record what the program's modules compute."""
     with (
         listening(program.observers, outputs),
         listening(program.gradient_observers, outputs),
         outputs.of(paths(program)),
     ):
-        yield outputs
+        yield
 
 
 Patterns = tuple[str, ...]
@@ -305,12 +302,6 @@ def data_place(spec: Spec, rank: int) -> int:
     return row_major((where[axis], spec.degree(axis)) for axis in SAMPLE_AXES if axis in where)
 
 
-def token_place(spec: Spec, rank: int) -> int:
-    """Return which slice of the tokens of its samples is this rank's; 0 where it has all."""
-    where = coordinates(spec, rank)
-    return next((where[axis] for axis in TOKEN_AXES if axis in where), 0)
-
-
 _OF_HEADS = 4  # dimensions of a tensor that has heads in front of the tokens
 
 
@@ -318,11 +309,6 @@ def own_spans(spec: Spec, rank: int) -> tuple[Span, ...]:
     """Return the tokens of a rank, in its order; none where it has all of a sample's."""
     step = context_of(spec)
     return spans_at(step, coordinates(spec, rank)[step.axis]) if step else ()
-
-
-def tokens_in(spans: Sequence[Span]) -> torch.Tensor:
-    """Return their numbers in the whole sequence, int64."""
-    return torch.cat([torch.arange(*span) for span in spans])
 
 
 class TokensOfRank:
@@ -407,15 +393,9 @@ def sample_mismatches(
     own = [names[key] for _, key in expected[data_place(spec, rank)]]
     if seen == own:
         return
-    once: dict[int, list[int]] = {}  # of ranks that share samples, one that knows all of its own
-    for other, its in enumerate(everyone):
-        place = data_place(spec, other)
-        once[place] = its if UNKNOWN in once.get(place, [UNKNOWN]) else once[place]
     wanted = [names[key] for ids in expected.values() for _, key in ids]
-    known = [[sample for sample in its if sample != UNKNOWN] for its in once.values()]
-    ledger = ledger_of(wanted, known)
-    if ledger is None:  # no sample of the batch was seen
-        ledger = Samples(tuple(range(len(wanted))), (), len(wanted))
+    known = [[sample for sample in its if sample != UNKNOWN] for its in everyone]
+    ledger = ledger_of(wanted, known) or Samples((), (), len(wanted))
     is_order = not ledger and UNKNOWN not in seen
     descriptions = [
         _listed("missing", [*dict.fromkeys(wanted[row] for row in ledger.missing)]),

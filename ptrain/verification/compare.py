@@ -278,13 +278,14 @@ class LargestDifference:
 
 @dataclass(slots=True, kw_only=True)
 class Differences:
-    """The differences of one rank in one step."""
+    """The differences of one rank in one step; `modules`: their places along the model."""
 
     step: int
     rank: int
     mismatches: list[Mismatch] = field(default_factory=list)
     courses: dict[str, ParameterMove] = field(default_factory=dict)
     largest: dict[Kind, LargestDifference] = field(default_factory=dict)
+    modules: dict[str, int] = field(default_factory=dict)
 
     def see(self, kind: Kind, difference: float, tolerance: float, name: str = "") -> None:
         """Keep the largest difference of a kind."""
@@ -351,10 +352,10 @@ class AllDifferences:
         self._modules: dict[str, int] = {}
         self._most = most
 
-    def take(self, own: Differences, modules: Mapping[str, int] | None = None) -> bool:
-        """Add every rank's differences of a step; `modules` are places along the model. Return
-        whether anything differs. All ranks call it."""
-        self._modules |= modules or {}
+    def take(self, own: Differences) -> bool:
+        """Add every rank's differences of a step. Return whether anything differs. All ranks call
+        it."""
+        self._modules |= own.modules
         own.mismatches = self._first_of_each_kind(own.mismatches)
         mismatches = list(self.mismatches)
         mine = self._modules, own.mismatches, own.largest

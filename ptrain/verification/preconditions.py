@@ -1,12 +1,10 @@
 """Check the preconditions of Theorem 5, each under a name: the run continues, it is a function of
-its spec (deterministic: the same run twice has the same bits), it starts where one device starts,
-and all ranks count the same steps. Ranks exchange digests alone, except for the chunk below.
+its spec (deterministic: the same run twice has the same bits), and it starts where one device
+starts. Ranks exchange digests alone.
 
 State consistency (Theorem 4) is checked while a program runs: replicas must be bitwise equal at the
 start, in each step's gradients, norm and learning rate, and after the update; on request also the
-result of every collective on its group. Ranks compare checksums of at most 1024 chunks of the first
-tensor that differs between replicas. If one chunk differs, they gather its elements; if one element
-differs, the root cause names it, and its bit if only one is flipped.
+result of every collective on its group.
 
 Dropout: copies of an activation need one mask; different samples, token slices and heads need
 different ones. For each module that draws random numbers the ranks compare digests of its input and
@@ -14,9 +12,6 @@ of the generator's state. Ranks of cp draw the masks of all tokens and take thei
 
 Note: the masks themselves are not compared. Fused attention shows none, small ones are equal by
 chance, and comparing the generator's state costs nothing.
-
-Parameters, optimizer state, step counters and buffers are named canonically, for a program and for
-one device.
 """
 
 from __future__ import annotations
@@ -25,7 +20,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from itertools import chain
 from typing import Any, TypeAlias
 
 import torch
@@ -35,14 +29,12 @@ from torch.utils._pytree import tree_leaves
 from ptrain.cost import Phase, State
 from ptrain.data.corpus import corpus
 from ptrain.interpreter.program import Program
-from ptrain.meters import holdings
 from ptrain.meters.replicas import ReplicaMeter, coordinates, digests, generator_digest, kind
 from ptrain.meters.traffic import CollectiveLedger
-from ptrain.models.ledger import local
 from ptrain.models.modes import drops_out, own_dropouts
 from ptrain.models.watch import listening, watching
 from ptrain.report.copies import SHARED, alike_apart, listed, root_cause
-from ptrain.report.finding import Mismatch, Moment, RootCause, Subject, Way
+from ptrain.report.finding import Mismatch, Moment, RootCause, Subject
 from ptrain.report.record import Check
 from ptrain.rooms.world import World
 from ptrain.spec.placement import TOKEN_AXES
@@ -51,7 +43,6 @@ from ptrain.train.exchange import Exchange
 from ptrain.verification.capture import drive, paths
 from ptrain.verification.compare import AllDifferences, Differences, counted
 from ptrain.verification.jobs.job import ranks_of_spec
-from ptrain.verification.parts import INTEGERS, held
 from ptrain.verification.program_step import compare_states, of_program
 from ptrain.verification.reference import ReferenceTraining
 
@@ -214,10 +205,6 @@ class Watch:
                 by.root_cause(mismatches),
                 name,
             )
-            if isinstance(by, ReplicaMeter) and self.root_cause is not None:
-                self.root_cause = closer(
-                    self.program, self.exchange, self.mismatches, self.root_cause
-                )
 
     def checks(self) -> tuple[Check, ...]:
         """Return a check for each kind of look: how many there were, how many showed nothing."""
@@ -246,53 +233,6 @@ def consistency(program: Program, exchange: Exchange, *, every_collective: bool)
     return watch
 
 
-_CHUNKS = 1024  # of which ranks send a checksum each, and of one that differs the elements
-
-
-def closer(
-    program: Program, exchange: Exchange, mismatches: Sequence[Mismatch], root_cause: RootCause
-) -> RootCause:
-    """Return `root_cause` of these mismatches, with the bit where it is one bit of one element.
-    Collective; what differs has to be there still."""
-    first = min(mismatches, key=lambda mismatch: mismatch.when)
-    if first.way is not Way.VALUE or len(first.between) < 2:
-        return root_cause
-    own = _held(program, first) if program.world.rank in first.between else None
-    chunks = () if own is None else own.chunk(_CHUNKS)
-    size = chunks[0].numel() if chunks else 0
-    sums = [its for its in exchange.gather([size, *digests(chunks)]) if its[0]]
-    if len(sums) < 2 or len(set(map(len, sums))) > 1:
-        return root_cause
-    differing = [place for place, its in enumerate(zip(*sums, strict=True)) if len(set(its)) > 1]
-    if len(differing) != 1 or differing == [0]:  # the first is the size
-        return root_cause
-    chunk = differing[0] - 1
-    words = exchange.gather([] if own is None else chunks[chunk].tolist())
-    rows = [*zip(*(its for its in words if its), strict=True)]
-    elements = [place for place, its in enumerate(rows) if len(set(its)) > 1]
-    if len(elements) != 1:
-        return root_cause
-    values = rows[elements[0]]
-    bits = sorted({bit for its in values for bit in range(64) if (its ^ values[0]) >> bit & 1})
-    width = max(exchange.gather(0 if own is None else 8 * own.element_size()))
-    bits = [bit for bit in bits if bit < width]  # above are copies of the sign
-    factor = f"flipped bit {bits[0]}" if len(bits) == 1 else "one element"
-    place = chunk * sums[0][0] + elements[0]
-    sentence = f"Element {place} of {first.name} differs ({factor}), and no other. "
-    return replace(root_cause, factor=factor, sentence=sentence + root_cause.sentence)
-
-
-def _held(program: Program, first: Mismatch) -> torch.Tensor | None:
-    """Return what this rank has under the name, as a row of integers."""
-    known = (holdings.parameters, holdings.optimizer, holdings.buffers)
-    for state in chain.from_iterable(holding(program) for holding in known):
-        name = f"{state.name}.{state.key}" if state.key else state.name
-        if (state.subject, name, state.part) == (first.subject, first.name, first.told):
-            tensor = local(state.tensor.detach()).contiguous()
-            return tensor.view(INTEGERS[tensor.element_size()]).reshape(-1)
-    return None
-
-
 STEPS = 3
 REPEATED = "the same run twice"
 Make: TypeAlias = "Callable[[Spec, World], Program]"
@@ -308,7 +248,7 @@ def preconditions(spec: Spec, world: World, exchange: Exchange, make: Make) -> t
             differences, program, ReferenceTraining(spec), Moment.START, every.ranks,
             tolerance=0.0, subjects=(Subject.PARAMETERS, Subject.OPTIMIZER),
         )  # fmt: skip
-        losses, skipped, broken = _steps(program, exchange)
+        losses, broken = _steps(program, exchange)
         if broken:
             every.take(differences)
             return (
@@ -321,11 +261,10 @@ def preconditions(spec: Spec, world: World, exchange: Exchange, make: Make) -> t
                 *every.checks(),
             )
         first = _digests(program)
-        _compare_counters(differences, program, STEPS - skipped)
         every.take(differences)
         del program
         again = make(spec, world)
-        losses_again, *_ = _steps(again, exchange)
+        losses_again, _ = _steps(again, exchange)
         second = _digests(again)
         del again
     return (
@@ -347,12 +286,11 @@ def deterministic() -> Iterator[None]:
         torch.use_deterministic_algorithms(before, warn_only=only_warned)
 
 
-def _steps(program: Program, exchange: Exchange) -> tuple[list[float], int, str]:
-    """Return the losses of the steps that ended, how many were skipped because a scaled gradient
-    overflowed, and what broke the first that did not end: its cause may be in a step before."""
+def _steps(program: Program, exchange: Exchange) -> tuple[list[float], str]:
+    """Return the losses of the steps that ended, and what broke the first that did not end: its
+    cause may be in a step before."""
     source = corpus(program.spec.data)
     losses: list[float] = []
-    skipped = 0
     for step in range(STEPS):
         broken, share = "", 0.0
         try:
@@ -361,11 +299,9 @@ def _steps(program: Program, exchange: Exchange) -> tuple[list[float], int, str]
             words = str(error).strip().partition("\n")[0]
             broken = f"step {step} stops: {type(error).__name__}: {words}"
         if everyone := [its for its in exchange.gather(broken) if its]:
-            return losses, skipped, everyone[0]
+            return losses, everyone[0]
         losses.append(exchange.add([share])[0])
-        scaling = program.scaling
-        skipped += scaling is not None and bool(scaling.found_inf)
-    return losses, skipped, ""
+    return losses, ""
 
 
 def _digests(program: Program) -> Digests:
@@ -411,18 +347,3 @@ def _same_tensors(first: Digests, second: Digests, exchange: Exchange) -> Check:
 def _digest(tensor: torch.Tensor) -> str:
     """With dtype and shape."""
     return f"{kind(tensor)} {digests([tensor])[0]}"
-
-
-def _compare_counters(differences: Differences, program: Program, expected: int) -> None:
-    """Compare the optimizer's own counts. One device tells which parameters have no gradient: they
-    are not updated, and count none."""
-    states = of_program(program).items()
-    updates = {name: float(held(its)) for (kind, name), its in states if kind is Subject.COUNTER}
-    still = [name for name, count in updates.items() if count == 0 != expected]
-    updated = ReferenceTraining(program.spec).accumulate(0).sums if still else {}
-    for name, count in updates.items():
-        right = 0 if name in still and name.rpartition(".")[0] not in updated else expected
-        differences.compare(
-            Moment.UPDATE, Subject.COUNTER, name, difference=abs(count - right), tolerance=0.0,
-            words=f"it counts {count:g}, but {right} updates were made",
-        )  # fmt: skip

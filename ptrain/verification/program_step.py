@@ -6,70 +6,26 @@ optimizers were given and left.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Mapping
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from ptrain.axes.context.attention import all_spans, context_of
 from ptrain.interpreter.program import Program
-from ptrain.models.objective import IGNORED, SampleBatch, TokenPair
 from ptrain.optimizers.update import COUNTER, MASTER
 from ptrain.report.finding import Moment, Subject, Way
 from ptrain.spec.placement import Axis
 from ptrain.spec.spec import Spec, coordinates
 from ptrain.verification.capture import (
-    Outputs,
     TokensOfRank,
     modules,
-    tokens_in,
 )
 from ptrain.verification.compare import Differences
 from ptrain.verification.jobs.job import Ranks
 from ptrain.verification.jobs.shards import part_of
 from ptrain.verification.parts import Magnitude, held, relative, without_masks
-from ptrain.verification.reference import MicroBatch, ReferenceTraining
-from ptrain.verification.updates.repeat import UpdateRecord
-
-
-@dataclass(slots=True, kw_only=True)
-class ProgramSide:
-    """One side of a step, the program or its reference: besides gradients and the update record,
-    the outputs of its modules, its loss and its gradient norm (None if it is not computed)."""
-
-    in_use: Mapping[str, Tensor]
-    gradients: Mapping[str, Tensor]
-    record: UpdateRecord = field(default_factory=UpdateRecord)
-    outputs: Outputs
-    loss: float
-    norm: float | None = None
-
-
-def gradients_of(device: ReferenceTraining, part: MicroBatch) -> dict[str, Tensor]:
-    """Return what a micro-batch gives to the gradients of all parameters."""
-    parameters = {n: its for n, its in device.module.named_parameters() if its.requires_grad}
-    scale = device.updater.scale  # of the loss: what a module adds to it beside has it, too
-    loss = part.loss(device.objective, device.module) * scale
-    rows = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
-    return {
-        name: torch.zeros_like(parameter) if row is None else row / scale
-        for (name, parameter), row in zip(parameters.items(), rows, strict=True)
-    }
-
-
-def of_each_slice(spec: Spec, sample: MicroBatch) -> Iterator[MicroBatch]:
-    """Yield it with the losses at one rank's tokens alone, for each rank of cp."""
-    step = context_of(spec)
-    if step is None:
-        yield sample
-    for spans in all_spans(step) if step else ():
-        inputs, whole = sample.samples.data
-        targets, own = torch.full_like(whole, IGNORED), tokens_in(spans)
-        targets[:, own] = whole[:, own]
-        yield replace(sample, samples=SampleBatch(TokenPair(inputs, targets)))
-
+from ptrain.verification.reference import ReferenceTraining
 
 States: TypeAlias = dict[tuple[Subject, str], Tensor]
 
@@ -79,7 +35,8 @@ def of_program(program: Program) -> States:
     state = program.state_dict()
     states: States = {(Subject.PARAMETERS, name): tensor for name, tensor in state["model"].items()}
     for name, tensor in state["optimizer"].items():
-        states[_subject(name), name] = tensor
+        parameter, _, key = name.rpartition(".")
+        states[_subject(name), f"{parameter} · {key}"] = tensor
     for module in modules(program):
         for name, buffer in module.named_buffers():
             states[Subject.BUFFERS, name] = buffer
@@ -101,11 +58,11 @@ def of_reference(device: ReferenceTraining, rank: int = 0) -> States:
     }
     for name, updated in updater.updated.items():
         if updated is not updater.parameters[name]:
-            states[Subject.OPTIMIZER, f"{name}.{MASTER}"] = updated.detach()
+            states[Subject.OPTIMIZER, f"{name} · {MASTER}"] = updated.detach()
         values = held.get(id(updated)) or updater.initial(name)
         for key, value in values.items():
             if value is not None:
-                states[_subject(key), f"{name}.{key}"] = torch.as_tensor(value)
+                states[_subject(key), f"{name} · {key}"] = torch.as_tensor(value)
     for name, buffer in device.module.named_buffers():
         states[Subject.BUFFERS, name] = own.of_buffer(name, buffer)
     return states

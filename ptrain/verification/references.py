@@ -43,20 +43,20 @@ from typing import Any, TextIO, TypeAlias
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from ptrain.algebra.legality import check, executed
 from ptrain.errors import refused
 from ptrain.models.external import named_in_spec
 from ptrain.models.facts import AttendingCall, attention_by
 from ptrain.models.ledger import OperatorMode
-from ptrain.models.modes import SwitchedOff, drawn_state, forked, reseed, switched_off
-from ptrain.models.watch import watching
+from ptrain.models.modes import SwitchedOff, forked, reseed, switched_off
 from ptrain.selection.alternatives import with_micro
 from ptrain.spec.model import ModelShape
 from ptrain.spec.precision import DType, Precision
 from ptrain.spec.spec import Spec
 from ptrain.train.exchange import Exchange
+from ptrain.verification.jobs.draws import DrawMode
 from ptrain.verification.reference import (
     MicroBatch,
     Pass,
@@ -177,28 +177,12 @@ def _seen(spec: Spec) -> tuple[bool, str, str]:
         if losses[0] == losses[1] or math.isnan(losses[0]):
             return off.drops, "", ""
         place, name = named_in_spec(device.module, spec)
-        module = f"{first_drawing(device.module, run) or 'the loss'} of {name}"
+        with DrawMode(device.module) as drawn:
+            run()
+        paths = [draw.path or type(device.module).__name__ for draw in drawn.draws]
+        module = f"{paths[0] if paths else 'the loss'} of {name}"
     finding = f"{module} draws random numbers by itself, and the loss depends on them: no two "
     return off.drops, place, f"{finding}runs with other draws can be compared"
-
-
-@torch.no_grad()
-def first_drawing(model: nn.Module, run: Callable[[], object]) -> str:
-    """Return the first module, innermost, while which anything is drawn as `run` runs the model;
-    "" where it is none's forward."""
-    names: list[str] = []
-    entered: list[object] = []
-
-    def enter(*_: object) -> None:
-        entered.append(drawn_state())
-
-    def leave(path: str, module: nn.Module, *_: object) -> None:
-        if entered.pop() != drawn_state():
-            names.append(path or type(module).__name__)
-
-    with watching(model.named_modules(), before=enter, after=leave):
-        run()
-    return names[0] if names else ""
 
 
 SECONDS = 10.0  # between two lines of a log

@@ -313,8 +313,7 @@ FAULTS = (
         setting=DDP,
         plant=one_tensor_not_reduced,
         subjects=(Subject.GRADIENTS,),
-        axis="dp_replicate",
-        factor="missing|local|not summed|all-reduce",
+        factor="missing all-reduce|changed after backward",  # which is where it is planted
         place=LEFT_OUT,
     ),
     Fault(

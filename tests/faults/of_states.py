@@ -185,7 +185,7 @@ FAULTS = (
             plant=flipped(bit),
             subjects=(Subject.PARAMETERS,),
             axis="dp_replicate",
-            factor="bit|element|written after",
+            factor="replicas|written after",
         )
         for bit, words in _BITS
     ),
@@ -195,21 +195,21 @@ FAULTS = (
         plant=flipped(0, optimizer=True),
         subjects=(Subject.OPTIMIZER,),
         axis="dp_replicate",
-        factor="bit|element|written after",
+        factor="replicas|written after",
     ),
     Fault(
         name="a flipped bit in sharded parameters: exponent",
         setting=ZERO3,
         plant=flipped(-4),
         subjects=(Subject.PARAMETERS,),
-        factor="bit|element|written after",
+        factor="written after",
     ),
     Fault(
         name="a flipped bit in sharded optimizer state: exponent",
         setting=ZERO3,
         plant=flipped(-4, optimizer=True),
         subjects=(Subject.OPTIMIZER,),
-        factor="bit|element|written after",
+        factor="written after",
     ),
     Fault(
         name="a flipped bit in sharded parameters: lowest bit, bf16",

@@ -66,7 +66,7 @@ class Trial:
     def names_one_cause(self) -> bool:
         """It says why, and does not list what may be."""
         cause = self.root_cause
-        return self.certainty is not Certainty.UNEXPLAINED and (
+        return self.certainty not in (Certainty.UNEXPLAINED, Certainty.LOCATED) and (
             cause is None or POSSIBLE not in cause.sentence
         )
 

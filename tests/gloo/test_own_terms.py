@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ptrain
-from tests.corpus.parts import average, looped, my_rows, row_batches, size
+from tests.corpus.parts import average, looped, my_rows, rank, row_batches, size
 from tests.ranks import Ranks
 
 pytestmark = pytest.mark.gloo
@@ -112,6 +112,40 @@ def test_a_collective_that_is_not_waited_for_is_proven(ranks: Ranks) -> None:
 def test_a_collective_that_is_waited_for_holds(ranks: Ranks) -> None:
     verdict = ranks.run(2, waiting, True)[0]
     assert verdict["holds"], verdict["text"]
+
+
+def in_other_orders() -> dict[str, Any]:
+    """Rank 1 starts the collectives of two groups in the other order than rank 0; `wrong`: one
+    gradient counts twice."""
+
+    def job(is_loop: bool) -> ptrain.Job:
+        torch.manual_seed(0)
+        built = nn.Linear(9, 1)
+        groups = [dist.new_group(range(size())) for _ in range(2)]
+
+        def reduce() -> None:
+            works = []
+            pairs = list(zip((built.weight, built.bias), groups, strict=True))
+            for parameter, group in pairs[:: 1 - 2 * rank()] if is_loop else ():
+                works.append(dist.all_reduce(parameter.grad, group=group, async_op=True))
+            for work in works:
+                work.wait()
+            for parameter in built.parameters() if is_loop else ():
+                assert parameter.grad is not None
+                parameter.grad += parameter.grad.square()
+
+        def loss(called: nn.Module, rows: Tensor) -> Tensor:
+            return called(rows).square().mean()
+
+        return looped(built, loss=loss, before_update=reduce)
+
+    verdict = ptrain.verify(lambda: job(False), lambda: job(True), row_batches(), share=my_rows)
+    return {"holds": verdict.holds, "text": str(verdict)}
+
+
+def test_collectives_that_ranks_start_in_other_orders_are_not_waited_for(ranks: Ranks) -> None:
+    text = ranks.run(2, in_other_orders, timeout=60)[0]["text"]
+    assert "waiting for every collective where it starts was not tried" in text
 
 
 class TwoOutputs(nn.Module):

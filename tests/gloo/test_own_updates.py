@@ -41,10 +41,10 @@ NAMED = {
         "gradient norm", False, "clip per group", LATE, ALL, "each group clipped separately",
     ),
     "clip on one rank": (
-        "gradient norm", True, "clip on one rank only", 0, ONE, "take on rank 1",
+        "gradients", True, "different factor on each rank", 0, ONE, "divided by a different",
     ),
     "clip on one rank late": (
-        "gradient norm", True, "clip on one rank only", LATE, ONE, "take on rank 1",
+        "gradients", True, "different factor on each rank", LATE, ONE, "divided by a different",
     ),
     "not clipped": (
         "gradient norm", False, "not clipped", 0, ALL, "before clipping equals the gradients",

@@ -158,7 +158,7 @@ SOUND = (
 UNSOUND = {
     mixed_precision: ("activations", "bfloat16 for float32", "embed"),
     reduced_in_16_bits: ("gradients", "rounded to bfloat16", "embed.weight"),
-    batch_norms: ("loss", "samples of one micro-batch only", ""),
+    batch_norms: ("loss", "mean of separate micro-batches", ""),
 }
 
 

@@ -33,7 +33,6 @@ class Otherwise(StrEnum):
     OTHER_START = "a parameter of one rank starts elsewhere"
     USED_OPTIMIZER = "the optimizer state of one rank is not that of step 0"
     EVERY_TIME_ANEW = "each program computes with other bits than the last"
-    COUNTS_ONE_MORE = "a step counter of one rank counts one step more"
     LATE_RATE = "the learning rate is another one from step LATE on"
     LATE_NAN = "the loss is no number from step LATE on"
 
@@ -66,9 +65,6 @@ def _spoil(program: Program, otherwise: Otherwise, number: int) -> None:
             case Otherwise.EVERY_TIME_ANEW if number % 2 == 0:
                 for each in state["model"].values():
                     _local(each).mul_(1 + 1e-4)  # a loss of fp32 differs too
-            case Otherwise.COUNTS_ONE_MORE if is_odd:
-                counters = (each for name, each in state["optimizer"].items() if "step" in name)
-                _local(next(counters)).add_(1)
             case Otherwise.LATE_RATE | Otherwise.LATE_NAN:
                 _go_wrong_late(program, otherwise)
             case _:

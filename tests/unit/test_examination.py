@@ -14,9 +14,9 @@ from ptrain.rooms.world import World
 from ptrain.selection.recompute import resolve_auto
 from ptrain.spec.load import load
 from ptrain.train.exchange import Exchange
-from ptrain.verification import examine as examiner
 from ptrain.verification.capture import modules
 from ptrain.verification.examine import examine
+from ptrain.verification.jobs import evidence
 from ptrain.verification.jobs.evidence import MOST, JobEvidence, OwnGradients
 from ptrain.verification.jobs.job import Ranks
 from ptrain.verification.options import VerifyOptions
@@ -94,6 +94,14 @@ def test_a_learning_rate_that_is_no_number_departs() -> None:
     assert "learning rate" in [check.name for check in found.checks if not check.holds]
 
 
+def test_a_step_counter_that_begins_elsewhere_departs() -> None:
+    odd = program()
+    counters = [its for name, its in odd.state_dict()["optimizer"].items() if "step" in name]
+    counters[0].add_(1)
+    checks = examine(odd, Exchange(World()), 1).checks
+    assert "step counter" in [check.name for check in checks if not check.holds]
+
+
 def test_a_rank_that_is_alone_has_no_check_of_what_ranks_share() -> None:
     assert consistency(program(), Exchange(World()), every_collective=True).checks() == ()
 
@@ -154,13 +162,13 @@ def test_of_many_micro_batches_the_first_are_told_apart_and_that_is_said() -> No
 
 
 def test_what_many_micro_batches_gave_is_not_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[tuple[int, int]] = []
-    run = examiner.sampled
+    seen: list[int] = []
+    run = evidence.sampled
 
     def sampled(ranks: Ranks, own: OwnGradients) -> JobEvidence:
-        seen.append((len(own.given), own.micro_batches))
+        seen.append(own.micro_batches)
         return run(ranks, own)
 
-    monkeypatch.setattr(examiner, "sampled", sampled)
+    monkeypatch.setattr(evidence, "sampled", sampled)
     test_of_many_micro_batches_the_first_are_told_apart_and_that_is_said()
-    assert seen == [(MOST, MOST)]
+    assert seen == [MOST]

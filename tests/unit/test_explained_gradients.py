@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from ptrain.report.finding import Certainty, Mismatch, Moment, RootCause, Subject
-from ptrain.verification.jobs.diagnosis import explain_gradients
 from ptrain.verification.jobs.evidence import OwnGradients, sampled
+from ptrain.verification.jobs.gradients import explain_gradients
 from ptrain.verification.jobs.job import TOLERANCES, Axes, Ranks
 from ptrain.verification.jobs.shards import held_by
 

@@ -40,7 +40,7 @@ def states(device: ReferenceTraining) -> dict[str, dict[str, torch.Tensor]]:
     for (subject, name), tensor in of_reference(device).items():
         kind = {"parameters": "model", "optimizer": "optimizer", "step counter": "optimizer"}
         if subject in kind:
-            found[kind[subject]][name] = tensor.clone()
+            found[kind[subject]][name.replace(" · ", ".")] = tensor.clone()
     if device.updater.layout.scales_loss:
         updater = device.updater
         scaling = {"scale": updater.scale, "growth_tracker": updater.steps_since_change}

@@ -1,17 +1,29 @@
-"""What all ranks' samples of a gradient tell of it, and what a fix may not excuse."""
+"""Which sums of all ranks' samples a gradient is, and what a fix may not excuse."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 
-from ptrain.verification.jobs.evidence import Sample
+from ptrain.report.finding import Mismatch, Moment, RootCause, Subject
+from ptrain.verification.jobs.evidence import JobEvidence, OwnGradients, Sample
+from ptrain.verification.jobs.fixes import Fix
+from ptrain.verification.jobs.gradients import GradientCase
 from ptrain.verification.jobs.job import Ranks
-from ptrain.verification.jobs.symptoms import Fix, Symptom, SymptomKind, symptom
 
-PAIR = Ranks(rank=0, size=2, device=torch.device("cpu"), axes={"dp": ((0, 1),)})
+
+class Alone(Ranks):
+    """Ranks of which all others have what this one has."""
+
+    def gather(self, value: Any, kind: Any = Any) -> list[Any]:
+        return [value] * self.size
+
+
+PAIR = Alone(rank=0, size=2, device=torch.device("cpu"), axes={"dp": ((0, 1),)})
 DRAWN = torch.randn(2, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+DRAWN_4 = torch.randn(4, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
 
 def _cut(rows: torch.Tensor) -> torch.Tensor:
@@ -28,16 +40,27 @@ def _sample(gradients: torch.Tensor) -> Sample:
     )
 
 
+def _explained(sample: Sample, ranks: Ranks = PAIR) -> list[tuple[RootCause, Fix | None]]:
+    """Return the hypotheses about one parameter, without that of a factor on each rank."""
+    own = OwnGradients(holds={}, truths={}, taken={}, given=[], before={}, micro_batches=1)
+    mismatch = Mismatch(
+        step=0, moment=Moment.GRADIENTS, subject=Subject.GRADIENTS, name="w", rank=0
+    )
+    evidence = JobEvidence(samples={"w": sample}, own=own, micro_batches=1)
+    case = GradientCase([mismatch], evidence, ranks, 1e-6, ["w"])
+    return [its for its in case.hypotheses() if its[0].factor != "different factor on each rank"]
+
+
 def test_shards_that_were_cut_and_not_summed_lack_the_reduction_of_their_axis() -> None:
-    local = symptom(_sample(_cut(DRAWN)), PAIR, 1e-6)
-    assert (local.kind, local.axis) == (SymptomKind.LOCAL, "dp")
-    reduced = symptom(_sample(_cut(DRAWN.sum(0).expand(2, -1))), PAIR, 1e-6)
-    assert reduced.kind is SymptomKind.RIGHT
+    ((said, _),) = _explained(_sample(_cut(DRAWN)))
+    assert (said.axis, said.factor) == ("dp", "missing all-reduce over dp")
+    assert "includes only the ranks at the same coordinate" in said.sentence
+    assert not _explained(_sample(_cut(DRAWN.sum(0).expand(2, -1))))
 
 
 def test_a_rank_that_is_missing_everywhere_is_no_reduction_that_is_missing() -> None:
-    lacking = symptom(_sample(_cut(DRAWN[:1].expand(2, -1))), PAIR, 1e-6)
-    assert (lacking.kind, lacking.ranks) == (SymptomKind.SOME, (1,))
+    ((said, _),) = _explained(_sample(_cut(DRAWN[:1].expand(2, -1))))
+    assert (said.factor, said.ranks) == ("rank 1 missing", (1,))
 
 
 def test_ranks_sum_over_each_axis_and_over_several_together() -> None:
@@ -51,19 +74,32 @@ def test_ranks_sum_over_each_axis_and_over_several_together() -> None:
 
 def test_parts_of_a_sum_over_two_axes_are_told_by_both() -> None:
     axes = {"dp": ((0, 2), (1, 3)), "cp": ((0, 1), (2, 3))}
-    ranks = Ranks(rank=0, size=4, device=torch.device("cpu"), axes=axes)
-    parts = torch.randn(4, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    truth = parts.sum(0)
+    ranks = Alone(rank=0, size=4, device=torch.device("cpu"), axes=axes)
+    truth = DRAWN_4.sum(0)
     sample = Sample(
-        truth=truth, before=torch.zeros_like(truth), gradients=parts, basis=parts[:, :0, None]
+        truth=truth, before=torch.zeros_like(truth), gradients=DRAWN_4, basis=DRAWN_4[:, :0, None]
     )
-    partial = symptom(sample, ranks, 1e-6)
-    assert (partial.kind, partial.axis) == (SymptomKind.PARTIAL, "dp+cp")
+    ((said, fix),) = _explained(sample, ranks)
+    assert said.factor == "missing all-reduce over dp and cp"
+    assert fix is not None and torch.allclose(fix.of("w", sample, 3), truth)
+
+
+def test_the_gradient_of_the_step_before_is_told_alone_and_on_top() -> None:
+    earlier = DRAWN_4[0]
+    for factor, gradient in (("stale", earlier), ("previous step added", DRAWN.sum(0) + earlier)):
+        sample = Sample(
+            truth=DRAWN.sum(0), before=earlier, gradients=gradient.expand(2, -1),
+            basis=DRAWN[:, :0, None],
+        )  # fmt: skip
+        ((said, fix),) = _explained(sample)
+        assert said.factor.startswith(factor)
+        assert fix is not None and torch.allclose(fix.of("w", sample, 0), sample.truth)
 
 
 def test_a_gradient_that_is_there_and_wrong_is_not_excused_by_one_that_is_missing() -> None:
-    fix = Fix(symptom=Symptom(SymptomKind.EMPTY, ranks=(0, 1)), names={"missing", "wrong"})
     missing, wrong = _sample(torch.zeros_like(DRAWN)), _sample(DRAWN)
+    ((_, fix),) = _explained(missing)
+    assert fix is not None
     for rank in (0, 1):
-        assert torch.equal(fix.of("missing", missing, rank, PAIR), missing.truth)
-        assert not torch.equal(fix.of("wrong", wrong, rank, PAIR), wrong.truth)
+        assert torch.equal(fix.of("w", missing, rank), missing.truth)
+        assert not torch.equal(fix.of("w", wrong, rank), wrong.truth)

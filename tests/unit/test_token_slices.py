@@ -1,5 +1,5 @@
 """Which tokens a rank has is told by the tokens, also of samples in which they repeat, and
-which part of any tensor; so is what the loss asks of them."""
+which part of any tensor."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from ptrain.verification.jobs.loss import AskedTokens
 from ptrain.verification.jobs.modules import parts_of, slice_of
 from ptrain.verification.jobs.record import ForwardCall
 
@@ -51,20 +50,3 @@ def test_the_parts_of_fused_matrices_are_cut_one_by_one() -> None:
     whole = torch.arange(12.0)
     own = torch.tensor([2.0, 3.0, 6.0, 7.0, 10.0, 11.0])
     assert any(torch.equal(part, own) for part in parts_of(whole, own))
-
-
-def gradient(labels: Tensor, vocabulary: int, weight: float = 1.0) -> Tensor:
-    """Of logits that are all alike, by cross-entropy: of -100 nothing is asked."""
-    logits = torch.zeros(*labels.shape, vocabulary, requires_grad=True)
-    flat = logits.flatten(0, 1), labels.flatten()
-    (torch.nn.functional.cross_entropy(*flat, reduction="sum") * weight).backward()
-    assert logits.grad is not None
-    return logits.grad
-
-
-def test_what_is_asked_of_tokens_is_told() -> None:
-    right = torch.tensor([[1, 2, -100, 0], [3, 3, 2, 1]])
-    own = torch.tensor([[1, 2, -100, 2], [3, 3, 2, -100]])
-    asked = AskedTokens.of(gradient(own, 5, 2.5), gradient(right, 5))
-    assert (asked.wrong, asked.at_end, asked.count) == (2, True, 7)
-    assert asked.factor == pytest.approx(2.5)

@@ -7,6 +7,7 @@ same: per sample the random numbers drawn for it, on whichever rank it was.
 
 from __future__ import annotations
 
+import io
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -14,7 +15,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Self
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
@@ -237,7 +237,6 @@ def _kept(name: str, args: tuple[Any, ...]) -> float:
 
 
 Key = tuple[str, int]  # a module's path, the how many-th draw in it
-_BITS = "bits"  # a mask of zeros and ones, eight in a byte
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -270,33 +269,24 @@ class EveryonesDraws:
     @classmethod
     def gathered(cls, drawn: DrawMode, ranks: Ranks) -> EveryonesDraws:
         """All ranks call it."""
-        packed = [_packed(draw.value) for draw in drawn.draws]
-        rows = list(drawn.rows.items())
-        own = {
-            "draws": [
-                [draw.path, draw.number, draw.outer, draw.call, *how]
-                for draw, (how, _) in zip(drawn.draws, packed, strict=True)
-            ],
-            "rows": [
-                [outer, call, drawn.times[outer, call], list(row)] for (outer, call), row in rows
-            ],
-        }
-        everyones = ranks.gather(own)
-        bodies = ranks.bytes([body for _, body in packed])
+        body = io.BytesIO()
+        rows = [[place, drawn.times[place], its] for place, its in drawn.rows.items()]
+        own = [
+            [draw.path, draw.number, (draw.outer, draw.call), *_packed(draw.value)]
+            for draw in drawn.draws
+        ]
+        torch.save((rows, own), body)
         result = cls()
-        for rank, (report, body) in enumerate(zip(everyones, bodies, strict=True)):
-            known = {(outer, call): tuple(row) for outer, call, _, row in report["rows"]}
-            times = {(outer, call): before for outer, call, before, _ in report["rows"]}
-            for (_, call), row in known.items():
+        for rank, its in enumerate(ranks.bytes([body.getvalue()])):
+            passes, draws = torch.load(io.BytesIO(its), weights_only=True)
+            known = {place: (row, times) for place, times, row in passes}
+            for (_, call), (row, _) in known.items():
                 result.passes.setdefault(call, set()).add(row)
-            start = 0
-            for path, number, outer, call, kind, shape, size in report["draws"]:
-                value = _unpacked(body[start : start + size], kind, shape)
-                start += size
+            for path, number, place, value, dtype in draws:
+                row, times = known[place]
                 draw = RankDraw(
-                    rank=rank, call=call, rows=known[outer, call], value=value,
-                    times=times[outer, call],
-                )  # fmt: skip
+                    rank=rank, call=place[1], rows=row, value=value.to(dtype), times=times
+                )
                 result.by_key.setdefault((path, number), []).append(draw)
         return result
 
@@ -445,25 +435,11 @@ def _blocks(value: Tensor, dim: int, count: int) -> Tensor:
     return moved.reshape(count, moved.size(0) // count, *moved.shape[1:])
 
 
-def _packed(value: Tensor) -> tuple[list[Any], bytes]:
-    """(kind, shape, number of bytes), and the bytes."""
-    array = value.detach().cpu().contiguous()
-    kind = str(array.dtype).removeprefix("torch.")
-    if bool(((array == 0) | (array == 1)).all()):
-        body = np.packbits(array.bool().flatten().numpy()).tobytes()
-        return [f"{_BITS} {kind}", list(array.shape), len(body)], body
-    body = array.flatten().view(torch.uint8).numpy().tobytes()
-    return [kind, list(array.shape), len(body)], body
-
-
-def _unpacked(body: bytes, kind: str, shape: Sequence[int]) -> Tensor:
-    size = torch.Size(shape).numel()
-    dtype = getattr(torch, kind.rpartition(" ")[2])
-    if kind.startswith(_BITS):
-        bits = np.unpackbits(np.frombuffer(body, np.uint8), count=size)
-        return torch.from_numpy(bits).to(dtype).view(*shape)
-    raw = torch.frombuffer(bytearray(body), dtype=torch.uint8) if body else torch.empty(0)
-    return raw.view(dtype).view(*shape).clone()
+def _packed(value: Tensor) -> tuple[Tensor, torch.dtype]:
+    """Return a tensor as it is sent, a mask of zeros and ones in bytes, and its dtype."""
+    own = value.detach().cpu().contiguous()
+    is_mask = bool(((own == 0) | (own == 1)).all())
+    return own.bool() if is_mask else own, own.dtype
 
 
 def drawn_again_otherwise(drawn: DrawMode) -> Iterator[RandomDraw]:

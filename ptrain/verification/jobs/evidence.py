@@ -2,9 +2,8 @@
 parameter it is a sample of its elements: one device's, each optimizer's, and each micro-batch's
 contribution.
 
-This rank's samples are compared with one device's row by row: whether the batch contains them,
-whether the model returned the same for them, and whether the loss has the same targets. A batch
-that the loop rearranges (padding, pieces of sequences) has other rows and gives no result.
+This rank's samples are compared with one device's row by row. A batch that the loop rearranges
+(padding, pieces of sequences) has other rows and gives no result.
 """
 
 from __future__ import annotations
@@ -23,116 +22,55 @@ from ptrain.verification.jobs.job import Ranks
 from ptrain.verification.jobs.modules import ProbeResult
 from ptrain.verification.jobs.record import ForwardCall, StepRecorder, digest
 from ptrain.verification.jobs.shards import ParameterShard
-from ptrain.verification.parts import difference, is_number_of, multiple, norm, rounded, square
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One sample: a checksum of its input, of whatever else was given with it, and what the model
-    returned of it and the loss's gradient by that, where these have rows at all."""
-
-    key: str
-    others: tuple[str, ...]
-    length: int
-    output: Tensor | None
-    gradient: Tensor | None
+from ptrain.verification.parts import (
+    LeastSquares,
+    are_alike,
+    combination,
+    difference,
+    is_number_of,
+    multiple,
+    norm,
+    rounded,
+)
 
 
 @dataclass(slots=True, kw_only=True)
 class RowReport:
     """Of this rank's rows, how many: `count` in all; `sliced`: shorter or longer than one device's;
-    `unknown`: not in the batch; `otherwise`: the same input, and something else given with it;
-    `returned`: of which the model returned something else; `compared`: of which both losses are
-    known to ask something; `asks_alike`: what this rank's asks of all of these is one multiple of
-    what one device's does."""
+    `unknown`: not in the batch."""
 
     count: int = 0
     sliced: int = 0
     unknown: int = 0
-    otherwise: int = 0
-    returned: int = 0
-    compared: int = 0
-    asks_alike: bool = True
 
 
-def rows_of_calls(calls: Sequence[ForwardCall]) -> Iterator[Row]:
-    """Yield the rows of the first tensor that the model was given, pass by pass."""
+def _rows_of_calls(calls: Sequence[ForwardCall]) -> Iterator[tuple[str, int]]:
+    """Yield a checksum of every row of the first tensor that the model was given, pass by pass, and
+    the row's length."""
     for call in calls:
-        tensors = [
-            leaf
-            for leaf in tree_leaves((call.args, call.kwargs))
-            if isinstance(leaf, Tensor) and leaf.dim() and not isinstance(leaf, DTensor)
-        ]
-        if not tensors:
-            continue
-        first, count = tensors[0], tensors[0].size(0)
-        others = [tensor for tensor in tensors[1:] if tensor.size(0) == count]
-        output, gradient = (
-            _of_rows(tensor, count) for tensor in (call.output, call.upstream.get(0))
-        )
-        for place, row in enumerate(first):
-            yield Row(
-                key=digest(row.flatten()),
-                others=tuple(digest(tensor[place].flatten()) for tensor in others),
-                length=row.numel(),
-                output=None if output is None else output[place],
-                gradient=None if gradient is None else gradient[place],
-            )
+        leaves = tree_leaves((call.args, call.kwargs))
+        tensors = (its for its in leaves if isinstance(its, Tensor) and its.dim())
+        first = next((its for its in tensors if not isinstance(its, DTensor)), None)
+        if first is not None:
+            yield from ((digest(row.flatten()), row.numel()) for row in first)
 
 
-def _of_rows(tensor: Tensor | None, count: int) -> Tensor | None:
-    has = tensor is not None and tensor.dim() and tensor.size(0) == count
-    return tensor if has else None
-
-
-def compare_rows(
-    reference: Sequence[ForwardCall], run: Sequence[ForwardCall], tolerance: float
-) -> RowReport:
-    """Compare this rank's rows with one device's of the same input."""
-    expected: dict[str, list[Row]] = {}
-    for row in rows_of_calls(reference):
-        expected.setdefault(row.key, []).append(row)
-    lengths = {row.length for rows in expected.values() for row in rows}
-    rows = list(rows_of_calls(run))
-    known = [(row, expected[row.key]) for row in rows if row.key in expected]
-    both = [(row, its) for row, rights in known for its in rights if its.others == row.others]
-    both = list({id(row): (row, its) for row, its in reversed(both)}.values())  # the first of each
-    matched = {id(row) for row, _ in both}
-    requested = [
-        (row.gradient, its.gradient)
-        for row, its in both
-        if row.gradient is not None
-        and its.gradient is not None
-        and row.gradient.shape == its.gradient.shape
-    ]
-    sides = [torch.cat([row.flatten() for row in side]) for side in zip(*requested, strict=True)]
+def compare_rows(reference: Sequence[ForwardCall], run: Sequence[ForwardCall]) -> RowReport:
+    """Compare this rank's rows with one device's."""
+    known, rows = dict(_rows_of_calls(reference)), list(_rows_of_calls(run))
     return RowReport(
         count=len(rows),
-        sliced=sum(row.length not in lengths for row in rows),
-        unknown=len(rows) - len(known),
-        otherwise=sum(
-            id(row) not in matched and len(row.others) == len(rights[0].others)
-            for row, rights in known
-        ),
-        returned=sum(_differ(row.output, its.output, tolerance) for row, its in both),
-        compared=len(requested),
-        asks_alike=not sides or multiple(sides[0], sides[1]).holds(tolerance),
+        sliced=sum(length not in known.values() for _, length in rows),
+        unknown=sum(key not in known for key, _ in rows),
     )
-
-
-def _differ(own: Tensor | None, right: Tensor | None, tolerance: float) -> bool:
-    if own is None or right is None or own.shape != right.shape:
-        return False
-    return difference(own, right, norm(right)) > tolerance
 
 
 def rows_of(calls: Sequence[ForwardCall]) -> list[str]:
     """Return a checksum of every row of the first tensor that the model was given, pass by pass."""
-    return [row.key for row in rows_of_calls(calls)]
+    return [key for key, _ in _rows_of_calls(calls)]
 
 
 _SAMPLE = 256  # elements of a parameter: half of them its largest, half evenly spread
-ROW_TOLERANCE = 1e-3  # relative: of outputs, and of what a loss asks; a fault is larger
 _SHARE = 0.1  # of what differs, that a rounding may leave
 _CHUNK = 1 << 25  # numbers (in fp64) that are gathered of all ranks' rows at once
 MOST = 16  # micro-batches whose contributions are told apart
@@ -154,14 +92,16 @@ class Sample:
         """Return the sample of all ranks' rows, as `OwnGradients.rows` has them."""
         return cls(truth=rows[0, 0], before=rows[0, 1], gradients=rows[:, 2], basis=rows[:, 3:])
 
+    @classmethod
+    def joined(cls, samples: Iterable[Sample]) -> Sample:
+        """Return one sample of all these parameters."""
+        rows = [(its.truth, its.before, its.gradients, its.basis) for its in samples]
+        truth, before, gradients, basis = (torch.cat(its, -1) for its in zip(*rows, strict=True))
+        return cls(truth=truth, before=before, gradients=gradients, basis=basis)
+
     def scaled(self, factor: float) -> Sample:
-        """The sample with its gradients divided by a factor."""
-        return Sample(
-            truth=self.truth,
-            before=self.before,
-            gradients=self.gradients / factor,
-            basis=self.basis,
-        )
+        """Return the sample with its gradients divided by a factor."""
+        return replace(self, gradients=self.gradients / factor)
 
     def holders(self) -> list[int]:
         """Ranks that have any of these elements."""
@@ -172,18 +112,92 @@ class Sample:
         has = ~self.gradients[rank].isnan()
         return self.gradients[rank][has], self.truth[has]
 
+    def rows(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return in a row each the gradients of all ranks, the right ones, and those of the
+        reference in the step before."""
+        has = ~self.gradients.isnan()
+        truth, before = (row.expand_as(has)[has] for row in (self.truth, self.before))
+        return self.gradients[has], truth, before
 
-def together(samples: Iterable[Sample]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return in a row each what all ranks have of some samples, what they should have, and what one
-    device had in the step before."""
-    rows = [
-        (sample.gradients[rank][has], sample.truth[has], sample.before[has])
-        for sample in samples
-        for rank in sample.holders()
-        for has in (~sample.gradients[rank].isnan(),)
-    ]
-    own, truth, before = (torch.cat(its) for its in zip(*rows, strict=True))
-    return own, truth, before
+    def multiple(self) -> LeastSquares:
+        """Fit all ranks' gradients as one multiple of the right ones."""
+        own, truth, _ = self.rows()
+        return multiple(own, truth)
+
+    def without_gradient(self) -> list[int]:
+        """Return the ranks that have no gradient, or zeros, where the right one is not zero."""
+        pairs = [(rank, *self.of(rank)) for rank in self.holders()]
+        return [rank for rank, own, truth in pairs if truth.any() and not own.any()]
+
+
+@dataclass(frozen=True, slots=True)
+class Contributions:
+    """Micro-batches with a gradient of their own, as (rank, number) [J]: ranks with the same data
+    count once. `of_truth`, `of_loop`: the right gradient and each rank's as sums of them; `own`:
+    which of them each rank computes."""
+
+    labels: tuple[tuple[int, int], ...]
+    of_truth: LeastSquares
+    of_loop: dict[int, LeastSquares]
+    own: dict[int, tuple[int, ...]]
+
+    @property
+    def data_ranks(self) -> tuple[int, ...]:
+        return tuple(dict.fromkeys(rank for rank, _ in self.labels))
+
+    def reweighted(self, sample: Sample, rank: int) -> Tensor:
+        """Return a rank's gradient with the reference's weight of each micro-batch."""
+        own = sample.gradients[rank]
+        if rank not in self.of_loop:
+            return own
+        return own + self._sum(sample, self.of_truth) - self._sum(sample, self.of_loop[rank])
+
+    def rest(self, sample: Sample, rank: int) -> Tensor:
+        """Return the reference's gradient with whatever a rank's has besides the micro-batches'."""
+        own = sample.gradients[rank]
+        return sample.truth + own - self._sum(sample, self.of_loop[rank])
+
+    def loss_factor(self, rank: int, losses: Sequence[float]) -> float | None:
+        """Return what a rank's loss is multiplied by where its micro-batches, with these losses,
+        have the reference's weights; None where one cannot tell."""
+        own = self.own.get(rank, ())
+        if len(own) != len(losses) or not any(losses) or rank not in self.of_loop:
+            return None
+        right, actual = self.of_truth.coefficients, self.of_loop[rank].coefficients
+        pairs = zip(own, losses, strict=True)
+        return sum(right[n] / actual[n] * loss for n, loss in pairs) / sum(losses)
+
+    def _sum(self, sample: Sample, fit: LeastSquares) -> Tensor:
+        rows = torch.stack([sample.basis[place] for place in self.labels])
+        return torch.tensor(fit.coefficients).double() @ rows
+
+
+def contributions(sample: Sample) -> Contributions | None:
+    """Return None where micro-batches could not be run again, or where there are more of them than
+    sampled elements."""
+    if sample.basis.numel() == 0 or bool(sample.basis.isnan().any()):
+        return None
+    labels: list[tuple[int, int]] = []
+    columns: list[Tensor] = []
+    own: dict[int, tuple[int, ...]] = {}
+    for rank, rows in enumerate(sample.basis):
+        for number, row in enumerate(rows):
+            if not row.any():
+                continue
+            place = next((p for p, it in enumerate(columns) if are_alike([row, it], 1e-6)), None)
+            if place is None:
+                place = len(columns)
+                labels.append((rank, number))
+                columns.append(row)
+            own[rank] = (*own.get(rank, ()), place)
+    if not columns or 2 * len(columns) > sample.truth.numel():
+        return None
+    fits: dict[int, LeastSquares] = {}
+    for rank, row in enumerate(sample.gradients):
+        has = ~row.isnan()
+        if 2 * len(columns) <= int(has.sum()):
+            fits[rank] = combination(row[has], [column[has] for column in columns])
+    return Contributions(tuple(labels), combination(sample.truth, columns), fits, own)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -257,20 +271,19 @@ class OwnGradients:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobEvidence:
-    """`norms`: of each rank's gradients, all parameters together; `norm`: the reference's.
-    `micro_batches` is the most that any rank ran; `ledger` the samples that they saw, `rows` these
-    beside one device's, by rank; `own` what this rank has of all elements. `is_weighed`: each
-    micro-batch's gradient is as the global loss weighs it, so that a factor of the loss is not told
-    from one of the reduction."""
+    """`micro_batches`: the most that any rank ran; `ledger`: the samples that they saw, `rows`:
+    these compared with the reference's, by rank; `own`: this rank's gradients, all elements."""
 
     samples: dict[str, Sample]
     own: OwnGradients
-    norms: tuple[float, ...]
-    norm: float
     micro_batches: int
     ledger: Samples | None = None
     rows: tuple[RowReport, ...] = ()
-    is_weighed: bool = False
+
+    @property
+    def contributed(self) -> Contributions | None:
+        """Return what the micro-batches give of all parameters."""
+        return contributions(Sample.joined(self.samples.values()))
 
 
 def evidence(
@@ -290,9 +303,7 @@ def evidence(
     return replace(
         sampled(ranks, own),
         micro_batches=max(ranks.gather(len(probe.gradients))),
-        rows=tuple(
-            ranks.gather(compare_rows(reference.calls, run.calls, ROW_TOLERANCE), RowReport)
-        ),
+        rows=tuple(ranks.gather(compare_rows(reference.calls, run.calls), RowReport)),
         ledger=ledger_of(rows_of(reference.calls), ranks.gather(rows_of(run.calls))),
     )
 
@@ -319,14 +330,7 @@ def sampled(ranks: Ranks, own: OwnGradients) -> JobEvidence:
         size = places[name].numel()
         samples[name] = Sample.of_rows(everyones[:, :, start : start + size])
         start += size
-    squares, total = (sum(map(square, side.values())) for side in (own.taken, own.truths))
-    return JobEvidence(
-        samples=samples,
-        norms=tuple(ranks.gather(math.sqrt(squares))),
-        norm=math.sqrt(total),
-        micro_batches=own.micro_batches,
-        own=own,
-    )
+    return JobEvidence(samples=samples, micro_batches=own.micro_batches, own=own)
 
 
 def _is_near(own: Tensor, right: Tensor, dtype: torch.dtype) -> bool:

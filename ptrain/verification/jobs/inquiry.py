@@ -30,34 +30,34 @@ from ptrain.report.finding import (
     Subject,
 )
 from ptrain.verification.capture import Samples
-from ptrain.verification.jobs.diagnosis import (
-    coarse_sum,
+from ptrain.verification.jobs.draws import Key
+from ptrain.verification.jobs.evidence import JobEvidence, evidence, rows_of, untold
+from ptrain.verification.jobs.fixes import Fix, coarse_sum
+from ptrain.verification.jobs.gradients import (
     explain_gradients,
-    is_of_given,
     of_own_samples,
     of_samples,
 )
-from ptrain.verification.jobs.draws import Key
-from ptrain.verification.jobs.evidence import JobEvidence, evidence, rows_of, untold
 from ptrain.verification.jobs.job import (
     TOLERANCES,
     Alone,
     GlobalLoss,
+    Job,
     Tolerance,
     each_tensor,
     number,
 )
 from ptrain.verification.jobs.localise import ModuleInquiry
-from ptrain.verification.jobs.loss import LossTerms
 from ptrain.verification.jobs.modules import Calls, ModuleRecorder, ProbeResult, is_within, probed
-from ptrain.verification.jobs.record import ModelState, StepRecorder, digests, shared_buffers
+from ptrain.verification.jobs.record import StepRecorder, digests, shared_buffers
 from ptrain.verification.jobs.root_causes import blame, families, family
 from ptrain.verification.jobs.step import Drawing, LoopPair, StepComparison
-from ptrain.verification.jobs.symptoms import Fix
 from ptrain.verification.jobs.trials import (
     Context,
+    LossTerms,
     PossibleCause,
     Trial,
+    Waited,
     around_backward,
     candidates,
     kept_in_backward,
@@ -98,9 +98,10 @@ class Inquiry:
     ) -> None:
         self.pair, self.step, self.ranks, self.limit = pair, step, loss.ranks, limit
         self._loss, self.batch, self.share, self.drawing = loss, batch, share, drawing
-        self._ruled_out: list[str] = []
-        self._calls: Calls = {}
+        self._ruled_out, self._calls = list[str](), Calls()
         self._raises = False  # where the step runs again
+        self.starts = Waited(waits=False)  # what this rank starts in the step
+        self.untried = ""
 
     def root_cause(self, first: Sequence[Mismatch], before: Mapping[str, Tensor]) -> RootCause:
         """Explain the first mismatches, at the moment of gradients; `before` are the reference's
@@ -123,22 +124,22 @@ class Inquiry:
             return by_sums
         if by_sums.certainty is Certainty.UNEXPLAINED and by_sums.tried:
             self._ruled_out.append(f"all gradients {by_sums.tried.removeprefix(RULED_OUT)}")
-        is_given = by_samples is not None and is_of_given(job_evidence, self.ranks, self.limit)
-        if by_samples is not None and (is_given or by_samples.tried):
+        if by_samples is not None and by_samples.tried:
             return by_samples
         if (of_terms := self._of_terms(first)) is not None:
             return of_terms
-        localised = ModuleInquiry(self, job_evidence, probe, modules) if again else None
+        is_tried = again and self.pair.loop.evidence is None  # else it has compared its modules
+        localised = ModuleInquiry(self, job_evidence, probe, modules) if is_tried else None
         if localised is not None and (by_modules := localised.root_cause()) is not None:
             return by_modules
         is_plain = localised is None or localised.is_plain
         # of ranks with the reference's own passes no samples are torn apart
         passes = [rows_of([call]) for call in self.step.seen.calls]
         is_same = passes == [rows_of([call]) for call in self.step.expected.calls]
-        is_plain = is_plain and not all(self.ranks.gather(is_same))
-        own = of_own_samples(first, job_evidence, self.ranks, self.limit, is_plain)
-        if own is not None:
-            return own
+        if is_plain and by_samples is None and not all(self.ranks.gather(is_same)):
+            own = of_own_samples(first, job_evidence, self.ranks, self.limit)
+            if own is not None:
+                return own
         if by_sums.certainty is Certainty.FITS:
             return by_sums
         return self._unexplained(first, job_evidence, localised)
@@ -177,20 +178,12 @@ class Inquiry:
         """Run the reference's step once more, on this batch and without these draws, and compare
         the loop's with it; None where it cannot be run. All ranks call it."""
         self.rewind()
-        pair, loss, raised = self.pair, None, False
-        expected = StepRecorder(pair.reference.model, pair.wholes)
+        pair = self.pair
+        expected, _ = pair.recorders()
         draws = self.drawing.replayed(pair.reference.model, still=still)
-        try:
-            with (
-                boundary(lambda error: Fault(place="step", finding=said_of(error))),
-                expected, draws, Alone(),
-            ):  # fmt: skip
-                loss = pair.reference.step(batch)
-        except CodeRaised:
-            raised = True
-        if any(self.ranks.gather(raised)):
+        if (loss := self._ran(pair.reference, batch, expected, draws, Alone())) is None:
             return None
-        both = number(loss), number(self.step.losses[1])
+        both = number(loss[0]), number(self.step.losses[1])
         measured = self._loss.of(*both)
         apart = 0.0 if measured is None else numbers_apart(both[0] or 0.0, measured)
         right = self.step.case.with_gradients(self._parts(self.step.expected.gradients))
@@ -229,13 +222,7 @@ class Inquiry:
         if POSSIBLE not in said.sentence:
             return said
         self.rewind()
-        try:
-            with boundary(lambda error: Fault(place="step", finding=said_of(error))), Alone():
-                self.pair.reference.step(self.share)
-            raised = False
-        except CodeRaised:
-            raised = True
-        if any(self.ranks.gather(raised)) or apart(0, 1):
+        if self._ran(self.pair.reference, self.share, Alone()) is None or apart(0, 1):
             return said
         facts = said.sentence.partition(POSSIBLE)[0]
         return replace(
@@ -281,7 +268,7 @@ class Inquiry:
             )  # fmt: skip
         if not all(is_tried for _, is_tried in everyones):
             return None
-        now = [ModelState.of(job.model) for job in (self.pair.loop, self.pair.reference)]
+        now = self.pair.states()
         _, job_evidence = self._evidence(before)
         for state in now:
             state.restore()  # the run goes on
@@ -400,18 +387,26 @@ class Inquiry:
         """Run the loop's step once more within these, `before` the first of them the step is not
         recorded, on its share or on another one; return what is seen of it, and its loss; None on
         every rank where it cannot be run on some. All ranks call it."""
-        seen, loss, raised = StepRecorder(self.pair.loop.model, self.pair.holds), None, False
+        _, seen = self.pair.recorders()
+        share = self.share if share is None else share
+        loss = self._ran(self.pair.loop, share, *before, seen, *within)
+        return None if loss is None else (seen, loss[0])
+
+    def _ran(self, job: Job, batch: Any, *within: Context) -> tuple[Any] | None:
+        """Run one side's step within these; return the loss that it returns; None on every rank
+        where it cannot be run on some. All ranks call it."""
+        loss, raised = None, False
         try:
             with (
                 boundary(lambda error: Fault(place="step", finding=said_of(error))),
                 ExitStack() as stack,
             ):
-                for context in (*before, seen, *within):
+                for context in within:
                     stack.enter_context(context)
-                loss = self.pair.loop.step(self.share if share is None else share)
+                loss = job.step(batch)
         except CodeRaised:
             raised = True
-        return None if any(self.ranks.gather(raised)) else (seen, loss)
+        return None if any(self.ranks.gather(raised)) else (loss,)
 
     def trial(
         self,
@@ -484,7 +479,7 @@ class Inquiry:
         """Every module's passes, whether the step gave the same bits, and whether it differs."""
         model, holds = self.pair.loop.model, self.pair.holds
         recorder = ModuleRecorder(model)
-        ran = self.stepped(recorder, self.drawing.repeated(model))
+        ran = self.stepped(recorder, self.drawing.repeated(model), self.starts)
         if ran is None:
             self._raises = True
             return {}, False, False
@@ -565,14 +560,14 @@ class Inquiry:
         names = [n for n in job_evidence.samples if any(d.name == n for d in first)]
         largest = max(mismatch.difference for mismatch in first)
         out = "; ".join(self._ruled_out) or "nothing, as no fix that is known fits"
-        out += untold(job_evidence.micro_batches)
+        out += untold(job_evidence.micro_batches) + self.untried
         place, where = families(names) or first[0].name, ""
         suspect = None if localised is None else localised.first_in_words()
         if suspect is not None:
             place, where = suspect[0] or place, f" {suspect[1]}"
         if self._raises:
             out += "; the step raises when it is run again, so no change was tried"
-        elif localised is None:
+        elif localised is None and self.pair.loop.evidence is None:
             out += "; the step is not reproducible to the bit, so no module could be tried"
         is_forward = max(self._loss_apart(), default=0.0) > self.limit.losses
         return RootCause(

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
-from typing import Any, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, get_args
 
 import torch
 import torch.distributed as dist
@@ -32,7 +32,15 @@ from ptrain.report.record import Check
 from ptrain.spec.spec import Spec, groups
 from ptrain.train.exchange import Exchange
 
+if TYPE_CHECKING:
+    from ptrain.verification.compare import Differences
+    from ptrain.verification.jobs.record import StepRecorder
+    from ptrain.verification.jobs.shards import ParameterShard
+    from ptrain.verification.jobs.step import StepComparison
+
 RANKS = "ranks"
+Explain: TypeAlias = Callable[[Sequence[Mismatch]], RootCause]
+Recorder: TypeAlias = "Callable[[Mapping[str, ParameterShard]], StepRecorder]"
 Axes: TypeAlias = dict[str, tuple[tuple[int, ...], ...]]
 
 
@@ -180,6 +188,10 @@ class Job:
         average: A moving average of the parameters, if the loop keeps one: a module
             (torch.optim.swa_utils.AveragedModel) or tensors by parameter name, the same object in
             every step; None on ranks that keep none.
+        recorder: Returns a recorder of one step, given this rank's parameters. Default: one that
+            sees what any loop shows.
+        evidence: Shows more of the steps than their tensors do, as ptrain's programs can.
+            Default: None.
 
     Example: see `ptrain.verify`.
     """
@@ -187,6 +199,42 @@ class Job:
     model: nn.Module
     step: Callable[[Any], Any]
     average: Average | None = None
+    recorder: Recorder | None = None
+    evidence: Evidence | None = None
+
+
+class Evidence(Protocol):
+    """More that a job shows of its steps; `ranks`: on the axes of the mesh. All ranks call its
+    methods alike."""
+
+    def state(self) -> SavedState:
+        """Return a copy of the job's state."""
+
+    ranks: Ranks
+
+    def shards(self) -> dict[str, ParameterShard]:
+        """Return what this rank's optimizers update of each parameter, by name."""
+
+    def values(self, holds: Mapping[str, ParameterShard]) -> dict[str, Tensor]:
+        """Return this rank's elements of all parameters, in a row each."""
+
+    def compare_start(self, differences: Differences) -> None:
+        """Compare the state before the first step with the reference's."""
+
+    def compare_step(self, differences: Differences) -> None:
+        """Compare the last step that both recorded with the reference's."""
+
+    def explain(
+        self, mismatches: Sequence[Mismatch], step: StepComparison, by_gradients: Explain
+    ) -> RootCause:
+        """Explain the first mismatch of a step; `by_gradients` explains those of gradients."""
+
+
+class SavedState(Protocol):
+    """A copy of a job's state."""
+
+    def restore(self, *, gradients: bool = True) -> None:
+        """Put it back, with the gradients that were there too."""
 
 
 def each_tensor(batch: Any, change: Callable[[Tensor], Any]) -> Any:
@@ -326,7 +374,7 @@ def tolerance_of(dtype: torch.dtype | None, parameters: Iterable[Tensor]) -> Tol
 
 
 _WRAPPERS = (DistributedDataParallel, FSDPModule, FullyShardedDataParallel)
-_COLLECTIVES = ("c10d", "_c10d_functional")
+COLLECTIVES = ("c10d", "_c10d_functional")
 
 
 def require_plain(reference: Job) -> None:
@@ -360,7 +408,7 @@ class Alone(OperatorMode):
         self._refused = refused
 
     def operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if function.namespace in _COLLECTIVES:
+        if function.namespace in COLLECTIVES:
             raise self._refused(f"step communicates ({function.__name__})")
         return function(*args, **kwargs)
 

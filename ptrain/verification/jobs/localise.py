@@ -20,7 +20,6 @@ from torch.utils._pytree import tree_leaves
 
 from ptrain.report.finding import POSSIBLE, RootCause, Subject
 from ptrain.verification.jobs.evidence import JobEvidence, places_of
-from ptrain.verification.jobs.loss import AskedTokens, of_slices
 from ptrain.verification.jobs.modules import (
     Calls,
     Forced,
@@ -39,6 +38,7 @@ from ptrain.verification.jobs.root_causes import families, family, over_axis, sh
 from ptrain.verification.parts import (
     difference,
     held,
+    is_even,
     multiple,
     norm,
     root_mean_square,
@@ -90,7 +90,7 @@ class FirstDifference:
 def _is_cause(first: FirstDifference, said: RootCause) -> bool:
     """Return whether what is said of the first difference is why it differs, and not only where:
     of a module whose inputs match and that returns something else, or where the difference has a
-    name (a missing sum, positions of other tokens, another dtype)."""
+    name (a missing sum, positions of other tokens)."""
     if POSSIBLE in said.sentence:
         return False
     if first.side is Side.OUTPUT and first.path and not first.between:
@@ -126,17 +126,12 @@ class ModuleInquiry:
         self.is_plain = self.suspect is None or self.suspect.side is Side.UPSTREAM  # of forward
 
     def root_cause(self) -> RootCause | None:
-        """Return what a trial proves, or a dtype shows; None where nothing does."""
-        first, is_backward = self.suspect, self.is_plain
-        if is_backward and (of_loss := self._of_loss()) is not None:
-            return of_loss
+        """Return what a trial proves; None where nothing does."""
         factors = [*self.ranks.degrees.values(), 1] if self._factor is None else [self._factor]
-        for factor in dict.fromkeys(factors if is_backward else [self._factor]):
+        for factor in dict.fromkeys(factors if self.is_plain else [self._factor]):
             self._factor = factor
             if (root_cause := self._undone()) is not None:
                 return root_cause
-        if first is not None and " for " in first.factor:
-            return self._said([first], self.own)
         return None
 
     def _undone(self) -> RootCause | None:
@@ -242,11 +237,12 @@ class ModuleInquiry:
         return min(fits, key=lambda fit: fit.size, default=None)
 
     def _factor_of_upstreams(self, modules: Calls) -> float | None:
-        """Return what multiple of the reference's gradients come back on this rank, whose loss may
-        be a mean over its own tokens; None on every rank where one cannot tell. All ranks call
+        """Return what multiple of the reference's gradients come back on the ranks, whose losses
+        may be means over their own tokens; None where they are none, or not one. All ranks call
         it."""
-        mine = self._own_factor(modules)
-        return mine if all(factor is not None for factor in self.ranks.gather(mine)) else None
+        factors = self.ranks.gather(self._own_factor(modules))
+        is_one = None not in factors and is_even(factors, _NEAR)
+        return factors[self.ranks.rank] if is_one else None
 
     def _own_factor(self, modules: Calls) -> float | None:
         if self._is_alone:
@@ -336,16 +332,12 @@ class ModuleInquiry:
 
     def _shared(self, path: str, side: Side, number: int, modules: Calls) -> tuple[str, str]:
         """The axis and the factor of what differs: a sum over an axis that is missing, or a
-        multiple, or another dtype. Empty strings where it is none of these."""
+        multiple. Empty strings where it is neither."""
         call = modules.get((path, number))
         fits = () if call is None else self._of_call(path, number, call)
         fit = max((f for s, f in fits if s is side), key=lambda f: f.size, default=None)
-        kinds = None if fit is None else [str(fit.own.dtype), str(fit.truth.dtype)]
-        everyones = self.ranks.gather([None if fit is None else list(fit.own.shape), kinds])
-        dtypes = next((its for _, its in everyones if its and its[0] != its[1]), None)
-        if dtypes is not None:
-            return "", " for ".join(dtypes).replace("torch.", "")
-        if fit is None or any(its != everyones[0][0] or its is None for its, _ in everyones):
+        everyones = self.ranks.gather(None if fit is None else list(fit.own.shape))
+        if fit is None or any(its != everyones[0] or its is None for its in everyones):
             return "", ""
         truth, own = (held(its).flatten().double() for its in (fit.truth, fit.own))
         if not bool(torch.isfinite(own).all()):
@@ -524,14 +516,6 @@ class ModuleInquiry:
                 "(a moving average after each micro-batch, an update in backward).",
                 fix="Write them once, after the last pass.",
             )  # fmt: skip
-        if " for " in blamed.factor:
-            actual, _, expected = blamed.factor.partition(" for ")
-            return replace(
-                blamed,
-                sentence=f"{place} computes in {actual}, the reference in {expected}.",
-                fix=f"Compute it in {expected}. If this is intended, set "
-                f"`Terms(dtype=torch.{actual})`.",
-            )  # fmt: skip
         inside = {
             path for path, _ in self._order if path != first.path and is_within(path, first.path)
         }
@@ -557,34 +541,6 @@ class ModuleInquiry:
     @property
     def _over(self) -> str:
         return f" (over {self._axis})" if self._axis else ""
-
-    def _of_loss(self) -> RootCause | None:
-        """What the loss asks of a slice's logits: of which token, and with which weight."""
-        if not all(self.ranks.gather(self.part is not None)):
-            return None
-        own = self.step.seen.calls[0].upstream.get(0)
-        whole = self.step.expected.calls[0].upstream.get(0)
-        both = own is not None and whole is not None and own.dim() == 3
-        truth = next(iter(parts_of(whole, own, self.part)), None) if both else None
-        if not all(self.ranks.gather(truth is not None)):
-            return None
-        assert own is not None and truth is not None and whole is not None, "every rank has both"
-        reports = self.ranks.gather(AskedTokens.of(own, truth), AskedTokens)
-        known = [report for report in reports if report.count] or reports
-        factors = [report.factor for report in known]
-        is_even = max(factors) - min(factors) <= _NEAR * max(map(abs, factors))
-        is_right = not any(report.wrong for report in reports)
-        if is_right and is_even:
-            return None
-        sizes = (float(self.ranks.size), *map(float, self.ranks.degrees.values()), 1.0)
-        for factor in dict.fromkeys((*sizes, max(factors), min(factors))):
-            forces = {("", 0): Forced(upstream=factor * truth)}
-            _, left, _ = self._tried(forces, ())
-            if left is not None:
-                tried = f"with the reference gradient of the logits of each shard {left[0]}"
-                blamed = of_slices(reports, self._axis, step=self.step.differences.step)
-                return blamed.proven(tried)
-        return None
 
 
 def _places(forces: Mapping[tuple[str, int], Forced]) -> list[Place]:

@@ -1,5 +1,5 @@
-"""Test a loop by relations that need no second program: the order of samples and earlier gradients
-must not matter, and the next token must not be visible.
+"""Test a loop by relations that need no second program: earlier gradients must not matter, and the
+next token must not be visible.
 
 From the gradient of the logits alone it also reads which token each position is trained to predict,
 whether the loss uses the logits unchanged, and whether the last token of a document is trained to
@@ -33,7 +33,7 @@ from ptrain.verification.jobs.record import ForwardCall, ModelState, StepRecorde
 from ptrain.verification.jobs.root_causes import blame, families
 from ptrain.verification.jobs.shards import ParameterShard
 from ptrain.verification.jobs.step import Drawing
-from ptrain.verification.parts import Magnitude, canonical_modules, difference, multiple, norm
+from ptrain.verification.parts import canonical_modules, difference, multiple, norm
 
 
 def targets_of(gradient: Tensor) -> tuple[Tensor, Tensor]:
@@ -149,15 +149,14 @@ class TriedRelation:
 
 
 class Metamorphic:
-    """The reference as it is when the comparison is over; it is not as it was afterwards. `rows`:
-    whether the first dimension of a batch is samples, as the ranks' shares say."""
+    """The reference as it is when the comparison is over; it is not as it was afterwards."""
 
     def __init__(
         self, job: Job, wholes: Mapping[str, ParameterShard], limit: Tolerance, *,
-        drawing: Drawing, rows: bool, document_end: int | None = None,
+        drawing: Drawing, document_end: int | None = None,
     ) -> None:  # fmt: skip
         self._job, self._wholes, self._limit = job, wholes, limit
-        self._num_ranks, self._rows, self._drawing = drawing.ranks.size, rows, drawing
+        self._num_ranks, self._drawing = drawing.ranks.size, drawing
         self._document_end = document_end
         self.notes: list[str] = []
 
@@ -172,12 +171,6 @@ class Metamorphic:
             return
         yield from self._attached(modules.calls, trained)
         yield from self._repeated(state, seen.gradients, batch)
-        if self._rows:
-            state.restore()
-            yield from self._in_another_order(seen.gradients, batch)
-        else:
-            why = "the ranks do not divide the rows of the batch, for example all have all rows"
-            self.notes.append(f"the order of samples: not tested, {why}")
         state.restore()
         yield from self._of_tokens(seen.calls)
 
@@ -234,28 +227,6 @@ class Metamorphic:
             "run twice on one batch from the same parameters, the second gradient includes "
             "the first",
         ) if is_added else None)  # fmt: skip
-
-    def _in_another_order(self, gradients: Tensors, batch: Any) -> Iterator[TriedRelation]:
-        count = _num_rows(batch)
-        if count < 2:
-            return
-        order = torch.randperm(count, generator=torch.Generator().manual_seed(1))
-        order = order.roll(1) if torch.equal(order, torch.arange(count)) else order
-        again = self._step(_reordered(batch, order)).gradients
-        scale = Magnitude.of(gradients)
-        sizes = {
-            name: difference(again[name], own, scale.length(own, own))
-            for name, own in gradients.items()
-            if name in again
-        }
-        worst = max(sizes.values(), default=0.0)
-        if worst > _LOOSE * self._limit.gradients:
-            self.notes.append(
-                f"the same samples in another order give another gradient (by {worst:.3g}): "
-                "intended if samples depend on their index"
-            )
-            return
-        yield TriedRelation.of("the order of samples", value=worst)
 
     def _of_tokens(self, calls: Sequence[ForwardCall]) -> Iterator[TriedRelation]:
         """What a language model is asked for, and whether it sees it."""
@@ -415,7 +386,7 @@ def _in_order_of(call: ForwardCall, seed: int) -> ForwardCall:
     """Return a pass with its samples in an order that a seed draws."""
     given = call.args, call.kwargs
     order = torch.randperm(_num_rows(given), generator=torch.Generator().manual_seed(seed))
-    args, kwargs = _reordered(given, order)
+    args, kwargs = each_tensor(given, lambda rows: rows[order])
     upstream = {
         place: gradient[order] if gradient.dim() and len(gradient) == len(order) else gradient
         for place, gradient in call.upstream.items()
@@ -436,10 +407,6 @@ def _num_rows(batch: Any) -> int:
     sizes: set[int] = set()
     each_tensor(batch, lambda rows: sizes.add(len(rows)))
     return sizes.pop() if len(sizes) == 1 else 0
-
-
-def _reordered(batch: Any, order: Tensor) -> Any:
-    return each_tensor(batch, lambda rows: rows[order])
 
 
 def _has_gradient(call: ModuleCall) -> bool:

@@ -122,6 +122,8 @@ class StepRecorder(UpdateRecorder):
     def __init__(self, model: nn.Module, holds: Mapping[str, ParameterShard]) -> None:
         super().__init__(holds)
         self.model = model
+        self.clip = 1.0  # what `gradients` are multiplied by before the update
+        self.omitted: set[str] = set()  # parameters with a gradient that no optimizer took
         self.calls: list[ForwardCall] = []
         self.in_use: dict[str, Tensor] = {}
 

@@ -95,6 +95,34 @@ def blame(
     )  # fmt: skip
 
 
+def first_difference(mismatches: Sequence[Mismatch], ranks: Ranks, tried: str = "") -> RootCause:
+    """Return the first of all mismatches as a root cause that is not explained, with the ranks
+    where it occurs. A rank may hold no element of the first gradient, so any differing one counts.
+    Samples that are not those of the batch explain themselves."""
+    one = mismatches[0]
+    alike = [
+        its
+        for its in mismatches
+        if (its.when, its.subject) == (one.when, one.subject)
+        and (its.name == one.name or one.subject in (Subject.GRADIENTS, Subject.BATCH))
+    ]
+    size = one.told or f"differs by {one.difference:.3g}"
+    what = str(one.subject)
+    if one.subject is Subject.ACTIVATIONS:
+        what = "gradient of the output" if one.moment is Moment.BACKWARD else "output"
+    what += f" of {one.place}" if one.place != what else ""
+    certainty, fix = Certainty.UNEXPLAINED, "how it is computed and communicated between ranks"
+    if one.subject is Subject.BATCH:
+        certainty, fix = Certainty.FITS, "the sampler, and which share of the batch each rank takes"
+        tried = "the inputs of each rank's model were compared with the batch, row by row"
+    return root_cause(
+        alike, ranks, state=one.subject, factor=size, names=[one.place], tried=tried,
+        certainty=certainty, fix=f"Check {fix}.",
+        sentence=f"The first difference is in the {what}: {size}. Everything before it matches the "
+                 "reference.",
+    )  # fmt: skip
+
+
 def explain_start(mismatches: Sequence[Mismatch], ranks: Ranks) -> RootCause:
     """The loop does not start with the reference's weights."""
     missing = [mismatch for mismatch in mismatches if mismatch.way is Way.MISSING]

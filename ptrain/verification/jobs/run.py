@@ -58,6 +58,7 @@ from ptrain.verification.jobs.record import (
     at_start,
     compare_buffers,
     digest,
+    digests,
     replicas,
 )
 from ptrain.verification.jobs.root_causes import (
@@ -67,6 +68,7 @@ from ptrain.verification.jobs.root_causes import (
     explain_precision,
     explain_start,
     families,
+    first_difference,
     reference_not_finite,
     root_cause,
 )
@@ -84,7 +86,6 @@ from ptrain.verification.jobs.step import (
     StepComparison,
     both_losses,
     checksums,
-    checksums_of,
     gradient_norms,
     is_finite,
     repeated,
@@ -220,6 +221,7 @@ _NEAR = 1e-3  # relative: up to which rounding may be why a gradient differs, of
 _CANCELS = ": a sum that cancels"
 _ORDERS_MORE = 10  # times what some orders of the samples show
 _REPEATED = 3  # steps that the loop must do alike when it is run again from its start
+_MOST_TOLD = 400  # mismatches of a kind that a job with evidence tells of, per rank: 0.1 MB
 
 
 class Examiner:
@@ -232,7 +234,8 @@ class Examiner:
         require_plain(reference)
         has_parameters(reference.model)
         self.terms = terms
-        self.ranks = ranks_of(loop.model.parameters(), terms.mesh)
+        evidence = loop.evidence
+        self.ranks = evidence.ranks if evidence else ranks_of(loop.model.parameters(), terms.mesh)
         wholes = canonical_parameters(reference.model)
         require_padded(terms, wholes)
         self._tied = tied_names(reference.model)
@@ -240,24 +243,26 @@ class Examiner:
             self.ranks, {n: digest(whole.flatten()) for n, whole in wholes.items()}
         )
         self.loss = GlobalLoss(terms.loss, self.ranks)
-        self.drawing = Drawing(self.ranks, still, lasts=lasts)
+        self.drawing = Drawing(self.ranks, still, lasts=lasts, draws=evidence is None)
         self.random = RandomState.of(loop.model)
         self.limit = terms.tolerance or tolerance_of(terms.dtype, wholes.values())
         self.pair = LoopPair(
             reference=reference,
             loop=loop,
-            holds=held_by(loop.model, wholes, terms.part, tied=self._tied, padded=terms.padded),
+            holds=evidence.shards()
+            if evidence
+            else held_by(loop.model, wholes, terms.part, tied=self._tied, padded=terms.padded),
             wholes={
                 name: ParameterShard(name, whole, whole.shape) for name, whole in wholes.items()
             },
         )
-        self.start = values_of(self.pair.holds)
-        self.differences = AllDifferences(self.ranks, wholes)
+        self.start = self.pair.values()
+        self.differences = AllDifferences(self.ranks, wholes, most=_MOST_TOLD if evidence else None)
         self.worst_loss = LargestDifference("losses", self.limit.losses)
         self.notes: list[str] = []
         self.losses: tuple[list[float], list[float]] = ([], [])
         self.norms: tuple[list[float], list[float]] = ([], [])
-        self.sums = [{"parameters": checksums_of(self.pair.holds)}]
+        self.sums = [{"parameters": digests(self.pair.holds, self.start)}]
         self.root_cause: RootCause | None = None
         self.before: dict[str, torch.Tensor] = {}
         self._count = 0  # of steps
@@ -286,8 +291,9 @@ class Examiner:
                 self._compare_losses(step, *both)
             steps += 1
         repeats = [self._repeat(again, shares)] if again else []
-        life = [] if self.root_cause else self._life(batches[0], shares[0])
-        relations, notes = self._relations(batches[0]) if self.root_cause is None else ([], [])
+        is_last = self.root_cause is not None or self.pair.loop.evidence is not None
+        life = [] if is_last else self._life(batches[0], shares[0])
+        relations, notes = ([], []) if is_last else self._relations(batches[0])
         self.root_cause = next((r.root_cause for r in relations if r.root_cause), self.root_cause)
         shared = [relation.check for relation in relations]
         return LoopVerdict(
@@ -304,7 +310,7 @@ class Examiner:
         """What both sides share is tried on the reference alone, on every rank."""
         metamorphic = Metamorphic(
             self.pair.reference, self.pair.wholes, self.limit, drawing=self.drawing,
-            rows=self._has_rows, document_end=self.terms.document_end,
+            document_end=self.terms.document_end,
         )  # fmt: skip
         relations = list(self.watched.relations(self.pair.origin))
         try:
@@ -318,13 +324,18 @@ class Examiner:
 
     def _begin(self, batch: Any, share: Any) -> None:
         differences = Differences(step=0, rank=self.ranks.rank)
+        self.watched.begin(self.pair.wholes)
+        if (evidence := self.pair.loop.evidence) is not None:
+            evidence.compare_start(differences)
+            if self.differences.take(differences):
+                self.root_cause = first_difference(self.mismatches, self.ranks)
+            return
         names = parameter_names(self.pair.loop.model, self._tied)
         wholes = {name: shard.parameter.detach() for name, shard in self.pair.wholes.items()}
         elsewhere = {name for own in self.ranks.gather(sorted(self.pair.holds)) for name in own}
         at_start(differences, wholes, names, self.pair.holds, elsewhere)
         models = self.pair.reference.model, self.pair.loop.model
         compare_buffers(differences, *models, self.limit, Moment.START)
-        self.watched.begin(self.pair.wholes)
         if self.differences.take(differences):
             first = self.differences.first
             said = self._explain_buffers(first) or explain_start(first, self.ranks)
@@ -334,7 +345,7 @@ class Examiner:
     def _examine(self, step: int, batch: Any, share: Any) -> None:
         self._batch, self._share = batch, share
         seen = run_step(self.pair, step, batch, share, self.limit, self.drawing)
-        sums = checksums(self.pair, seen.seen.gradients)
+        sums = checksums(self.pair, seen)
         kept = sums if step < _REPEATED else {"parameters": sums["parameters"]}
         self.sums.append(kept)
         self.differences.take(seen.differences)
@@ -342,7 +353,7 @@ class Examiner:
         self.drawing.require_attributed(bool(self.mismatches))
         self._note_norms(seen)
         self.watched.see(seen.expected, self.pair.wholes)
-        if step == 0:
+        if step == 0 and self.pair.loop.evidence is None:
             everyones = self.ranks.gather(rows_of(seen.seen.calls))
             samples = ledger_of(rows_of(seen.expected.calls), everyones)
             differ = any(rows != everyones[0] for rows in everyones)
@@ -409,6 +420,9 @@ class Examiner:
             norms.append(norm)
 
     def _explain(self, step: StepComparison) -> RootCause:
+        if (evidence := self.pair.loop.evidence) is not None:
+            by_gradients = partial(self._explain_gradients, step)
+            return evidence.explain(self.mismatches, step, by_gradients)
         first = self.differences.first
         match first[0].moment:
             case Moment.START:
@@ -467,7 +481,8 @@ class Examiner:
             if actual != expected:
                 return explain_precision(actual, expected, first[0].step, self.ranks)
         inquiry = self._inquiry(step)
-        return inquiry.with_call(inquiry.root_cause(first, self.before))
+        said = inquiry.root_cause(first, self.before)
+        return said if self.pair.loop.evidence else inquiry.with_call(said)
 
     def _inquiry(self, step: StepComparison) -> Inquiry:
         return Inquiry(
@@ -555,6 +570,11 @@ class Examiner:
         ]  # fmt: skip
 
     def _checks(self, life: Sequence[Trajectory], repeats: Sequence[Check]) -> Iterator[Check]:
+        unlike = any(mismatch.between for mismatch in self.mismatches)
+        same_bits = claim("replicas", None, not unlike, "ranks have different bits")
+        if self.pair.loop.evidence is not None:
+            yield from (*self.differences.checks(), same_bits)
+            return
         starts = [mismatch for mismatch in self.mismatches if mismatch.moment is Moment.START]
         held = not any(mismatch.subject is Subject.PARAMETERS for mismatch in starts)
         yield claim("same weights at the start", None, held, "they differ")
@@ -562,8 +582,7 @@ class Examiner:
         yield claim("updates in a step", None, not counts, "".join(counts[:1]))
         yield from repeats
         yield from self.differences.checks(since=Moment.BATCH)
-        unlike = any(mismatch.between for mismatch in self.mismatches)
-        yield claim("replicas", None, not unlike, "ranks have different bits")
+        yield same_bits
         if self.worst_loss.count:
             yield self.worst_loss.check()
         for run in life:

@@ -19,7 +19,7 @@ from ptrain.report.finding import POSSIBLE, Moment, RootCause, Subject
 from ptrain.verification.compare import Differences, ParameterMove
 from ptrain.verification.jobs.averages import Averages
 from ptrain.verification.jobs.draws import DrawMode, EveryonesDraws, Key, RandomDraw
-from ptrain.verification.jobs.job import Alone, Job, Ranks, Terms, Tolerance
+from ptrain.verification.jobs.job import Alone, Job, Ranks, SavedState, Terms, Tolerance
 from ptrain.verification.jobs.record import (
     ModelState,
     StepRecorder,
@@ -37,7 +37,7 @@ from ptrain.verification.jobs.record import (
 from ptrain.verification.jobs.root_causes import families
 from ptrain.verification.jobs.shards import ParameterShard, held_by, values_of
 from ptrain.verification.parts import COARSER, Magnitude, named, square
-from ptrain.verification.updates.clip import Accumulation, UpdateCase, compare_masters
+from ptrain.verification.updates.clip import UpdateCase, compare_masters, kept_squares
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,16 +80,19 @@ class RandomState:
 
 class Drawing:
     """All ranks call `exchange` after the loop's step, before one device's. `still`: modules whose
-    draws are stilled on both sides. `lasts`: steps are recorded though the first drew nothing."""
+    draws are stilled on both sides. `lasts`: steps are recorded though the first drew nothing;
+    `draws`: the loop's model may draw."""
 
-    def __init__(self, ranks: Ranks, still: Collection[str] = (), *, lasts: bool = True) -> None:
+    def __init__(
+        self, ranks: Ranks, still: Collection[str] = (), *, lasts: bool = True, draws: bool = True
+    ) -> None:
         self.ranks, self.still = ranks, frozenset(still)
         self.everyones = EveryonesDraws()
         self.loop = DrawMode()
         self.hidden: set[str] = set()
         self.count = 0
-        self.lasts = lasts
-        self.ends = False  # nothing was drawn in the first step
+        self.lasts, self._draws = lasts, draws
+        self.ends = not draws  # nothing was drawn in the first step
         self._before: tuple[RandomState, nn.Module] | None = None  # the loop's step
 
     @property
@@ -107,7 +110,7 @@ class Drawing:
         if self.ends:
             assert self._before is not None, "a step was recorded"
             state, model = self._before
-            if not all(self.ranks.gather(state.is_now(model))):
+            if self._draws and not all(self.ranks.gather(state.is_now(model))):
                 raise DrawsLater
             return
         self.everyones = EveryonesDraws.gathered(self.loop, self.ranks)
@@ -226,6 +229,26 @@ class LoopPair:
         self.averages = Averages(self.reference, self.loop, self.holds, self.wholes)
         self.origin = values_of(self.wholes)
 
+    def values(self) -> Rows:
+        """Return copies of this rank's elements of the loop's parameters."""
+        evidence = self.loop.evidence
+        return evidence.values(self.holds) if evidence else values_of(self.holds)
+
+    def recorders(self) -> tuple[StepRecorder, StepRecorder]:
+        """Return a recorder of the reference's step, and one of the loop's."""
+        sides = (self.reference, self.wholes), (self.loop, self.holds)
+        expected, seen = (
+            job.recorder(holds) if job.recorder else StepRecorder(job.model, holds)
+            for job, holds in sides
+        )
+        return expected, seen
+
+    def states(self) -> tuple[SavedState, SavedState]:
+        """Return copies of the state of both, the reference's first."""
+        evidence = self.loop.evidence
+        own = evidence.state() if evidence else ModelState.of(self.loop.model)
+        return ModelState.of(self.reference.model), own
+
 
 _CLIPPED = 1e-6  # of the squared norm: what it loses to clipping, beyond a rounding
 
@@ -233,16 +256,18 @@ _CLIPPED = 1e-6  # of the squared norm: what it loses to clipping, beyond a roun
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepComparison:
     """`losses`: the reference's and this rank's, as the steps returned them; `reference_state` and
-    `loop_state`: what both models had before, `random` the loop's generators; `unclipped`: squares
+    `loop_state`: what both models had before, `random` the loop's generators; `values`: its
+    parameters after the step; `unclipped`: squares
     of the reference's gradients as its backward pass left them."""
 
     differences: Differences
     expected: StepRecorder
     seen: StepRecorder
     losses: tuple[Any, Any]
-    reference_state: ModelState
-    loop_state: ModelState
+    reference_state: SavedState
+    loop_state: SavedState
     random: RandomState
+    values: Rows
     case: UpdateCase
     unclipped: dict[str, float]
 
@@ -270,7 +295,8 @@ def both_losses(
         loss = pair.loop.step(share)
     drawing.exchange()
     with drawing_from(random, plain), ExitStack() as stack:
-        for context in (*of_reference, drawing.replayed(plain), Alone()):
+        alone = nullcontext() if pair.loop.evidence else Alone()  # slow: it sees every operator
+        for context in (*of_reference, drawing.replayed(plain), alone):
             stack.enter_context(context)
         return pair.reference.step(batch), loss
 
@@ -280,22 +306,23 @@ def run_step(
 ) -> StepComparison:
     """Run a step of both, and compare all that they do."""
     random = RandomState.of(pair.loop.model)
-    began = ModelState.of(pair.reference.model), ModelState.of(pair.loop.model)
-    before, run_before = values_of(pair.wholes), values_of(pair.holds)
+    began = pair.states()
+    before, run_before = values_of(pair.wholes), pair.values()
     pair.averages.before()
-    seen = StepRecorder(pair.loop.model, pair.holds)
-    expected = StepRecorder(pair.reference.model, pair.wholes)
-    unclipped = Accumulation(pair.wholes)
-    right, loss = both_losses(pair, batch, share, drawing, ((expected, unclipped), (seen,)))
+    expected, seen = pair.recorders()
+    unclipped: dict[str, float] = {}
+    watches = (expected, kept_squares(pair.wholes, unclipped)), (seen,)
+    right, loss = both_losses(pair, batch, share, drawing, watches)
     differences = Differences(step=number_, rank=drawing.ranks.rank)
     if seen.updates != expected.updates:
         description = f"{seen.updates} updates, {expected.updates} in the reference"
         differences.add(Moment.START, Subject.COUNTER, "optimizer.step", description)
     sides = expected, seen
-    own = of_own_optimizers(seen.updated, pair.holds, drawing.ranks)
+    own = {name: shard for name, shard in pair.holds.items() if name not in seen.omitted}
+    own = of_own_optimizers(seen.updated, own, drawing.ranks)
     compare_gradients(differences, sides, own, limit)
     compare_in_use(differences, sides, (before, run_before), pair.holds, limit)
-    scale = Magnitude.of(expected.gradients)
+    scale, run_after = Magnitude.of(expected.gradients), pair.values()
     for name, shard in pair.holds.items():
         gradient = expected.gradients.get(name)
         if gradient is not None:
@@ -308,21 +335,24 @@ def run_step(
             before=shard.of(before[name]),
             after=shard.of(pair.wholes[name].value()),
             run_before=run_before[name],
-            run_after=shard.value().clone(),
+            run_after=run_after[name],
             sure=pair.sure.get(name, torch.ones_like(run_before[name], dtype=torch.bool)),
         )
         quiet = gradient is not None and scale.is_noise(gradient)
         compare_update(differences, name, course, is_noise=quiet, limit=limit)
-    states = state_of(expected, pair.wholes), state_of(seen, pair.holds)
-    compare_states(differences, *states, pair.holds, limit)
     case = UpdateCase.of(differences, sides, pair.holds, limit)
-    compare_masters(differences, case)
-    pair.averages.compare(differences, limit)
-    compare_buffers(differences, pair.reference.model, pair.loop.model, limit)
+    if pair.loop.evidence:
+        pair.loop.evidence.compare_step(differences)
+    else:
+        states = state_of(expected, pair.wholes), state_of(seen, pair.holds)
+        compare_states(differences, *states, pair.holds, limit)
+        compare_masters(differences, case)
+        pair.averages.compare(differences, limit)
+        compare_buffers(differences, pair.reference.model, pair.loop.model, limit)
     return StepComparison(
         differences=differences, expected=expected, seen=seen, losses=(right, loss),
-        reference_state=began[0], loop_state=began[1], random=random, case=case,
-        unclipped=unclipped.squares,
+        reference_state=began[0], loop_state=began[1], random=random, values=run_after,
+        case=case, unclipped=unclipped,
     )  # fmt: skip
 
 
@@ -336,11 +366,11 @@ def of_own_optimizers(
     return {name: s for name, s in holds.items() if s.at is not None or name not in elsewhere}
 
 
-def checksums(pair: LoopPair, gradients: Mapping[str, Tensor]) -> dict[str, dict[str, list[str]]]:
+def checksums(pair: LoopPair, step: StepComparison) -> dict[str, dict[str, list[str]]]:
     """Return checksums of what this rank has after a step, bit by bit."""
     return {
-        "parameters": digests(pair.holds, values_of(pair.holds)),
-        "gradients": digests(pair.holds, gradients),
+        "parameters": digests(pair.holds, step.values),
+        "gradients": digests(pair.holds, step.seen.gradients),
     }
 
 

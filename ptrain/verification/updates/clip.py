@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import product
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from ptrain.verification.jobs.job import Ranks, Tolerance
 from ptrain.verification.jobs.record import compare_states, compare_update, digest
 from ptrain.verification.jobs.root_causes import families, root_cause
 from ptrain.verification.jobs.shards import ParameterShard
+from ptrain.verification.jobs.trials import around_backward
 from ptrain.verification.parts import Magnitude, multiple, square
 from ptrain.verification.updates.repeat import (
     CannotRepeat,
@@ -84,7 +85,8 @@ BROKEN = Remainder(1, math.inf, math.inf)  # of an update that cannot be repeate
 class UpdateCase:
     """`seen` and `expected`: what the loop's and the reference's optimizers were given and left;
     `gradients`: the loop's; `courses`: how the model's parameters went in this step, by name.
-    `is_noise`: whether the verdict compares a parameter at all, or its gradient is nothing."""
+    `is_noise`: whether the verdict compares a parameter at all, or its gradient is nothing;
+    `clip`: what the reference's gradients are multiplied by before its update."""
 
     step: int
     rank: int
@@ -95,6 +97,7 @@ class UpdateCase:
     courses: Mapping[str, ParameterMove]
     is_noise: Callable[[str], bool]
     limit: Tolerance
+    clip: float = 1.0
 
     @classmethod
     def of(
@@ -116,6 +119,7 @@ class UpdateCase:
             courses=differences.courses,
             is_noise=Magnitude.noise_among(expected.gradients),
             limit=limit,
+            clip=expected.clip,
         )
 
     @cached_property
@@ -196,7 +200,8 @@ class UpdateCase:
         obstacle = self.seen.obstacle or self.expected.obstacle
         if not (self.own or obstacle) and any(not its.stood_still for its in self.courses.values()):
             obstacle = "no torch.optim.Optimizer makes it"
-        taken = {n: replace(own, gradient=gradients.get(n)) for n, own in self.own.items()}
+        rows = {n: row * self.clip for n, row in gradients.items() if row is not None}
+        taken = {n: replace(own, gradient=rows.get(n)) for n, own in self.own.items()}
         try:
             outcomes = {} if obstacle else repeat(taken)
             if not obstacle and self.repeats(None, trial):
@@ -282,29 +287,17 @@ _REPRODUCED = 1e-6  # of a factor: to which a norm of an axis is reproduced wher
 _LEAST = 1e-9  # of a factor: what is nearer to 1 is no clipping
 
 
-class Accumulation:
-    """`with Accumulation(wholes) as accumulation:` around one device's step: the square of each
-    parameter's gradient as the last backward pass left it, before anything else changes it."""
+def kept_squares(
+    wholes: Mapping[str, ParameterShard], squares: dict[str, float]
+) -> AbstractContextManager[object]:
+    """Return the context of a step that keeps the square of each parameter's gradient as the last
+    backward pass left it, before anything else changes it."""
 
-    def __init__(self, wholes: Mapping[str, ParameterShard]) -> None:
-        self.squares: dict[str, float] = {}
-        self._wholes = wholes
-        self._stack = ExitStack()
+    def keep() -> None:
+        gradients = {name: shard.parameter.grad for name, shard in wholes.items()}
+        squares.update({name: square(its) for name, its in gradients.items() if its is not None})
 
-    def __enter__(self) -> Self:
-        for name, shard in self._wholes.items():
-            parameter = shard.parameter
-            if parameter.requires_grad and parameter.is_leaf:
-                hook = parameter.register_post_accumulate_grad_hook(partial(self._keep, name))
-                self._stack.callback(hook.remove)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stack.close()
-
-    def _keep(self, name: str, parameter: Tensor) -> None:
-        if parameter.grad is not None:
-            self.squares[name] = square(parameter.grad)
+    return around_backward(lambda tensors: keep)
 
 
 @dataclass(frozen=True, slots=True)
@@ -368,7 +361,6 @@ class ClipWay:
     fix: str
     proof: str
     norm: Callable[[Scaling], float]
-    excused: bool = False  # some ranks may do as one device does
     is_local: bool = False
     axis: str = ""  # over which squares are counted in another way than once
     names: tuple[str, ...] = ()  # whose squares are
@@ -399,25 +391,18 @@ def clipping(
     if not wrong or len({way.factor for _, way in fitting}) != 1:
         return None  # none fits, or several rules do
     error, way = min(fitting, key=lambda pair: pair[0])
-    right = sorted({row.rank for row in rows} - wrong)
-    factor, sentence, fix, axis, where = way.factor, way.sentence, way.fix, way.axis, ""
+    sentence, axis = way.sentence, way.axis
     if len(fitting) > 1:
         axis = ""
         sentence += f" The norm fits the same way over {', '.join(w.axis for _, w in fitting)}."
-    elif way.excused and right:
-        listed, where = (", ".join(map(str, sorted(its))) for its in (right, wrong))
-        factor = f"clip on {'one rank' if len(right) == 1 else 'some ranks'} only"
-        sentence = f"Rank {listed} clips the gradients, rank {where} does not."
-        fix = "Clip on all ranks, by the same norm."
-        axis, where = ranks.axis_of([right[0], min(wrong)]), f" on rank {where}"
     elif way.is_local:
         axis = next(iter(ranks.axes), "")
     is_proven = len(fitting) == 1 and (not way.names or error <= _REPRODUCED)
     return root_cause(
-        mismatches, ranks, state=Subject.NORM, axis=axis, factor=factor, names=way.names or None,
-        who=wrong, sentence=sentence, fix=fix,
+        mismatches, ranks, state=Subject.NORM, axis=axis, factor=way.factor,
+        names=way.names or None, who=wrong, sentence=sentence, fix=way.fix,
         certainty=Certainty.PROVEN if is_proven else Certainty.FITS,
-        tried=f"{way.proof}{where}, to {error:.2g}",
+        tried=f"{way.proof}, to {error:.2g}",
     )  # fmt: skip
 
 
@@ -500,7 +485,6 @@ def _ways(gradient: ClippedGradient, rows: Sequence[Scaling]) -> Iterator[ClipWa
         "Clip them by the global norm, after they are reduced and before the update.",
         f"{before} equals the gradients that the optimizers take",
         lambda row: 0.0,
-        excused=True,
     )
 
 
@@ -552,12 +536,4 @@ def _error(
     epsilons: tuple[float, float],
 ) -> float:
     """Return how far the factors are from those of this way, relative."""
-    errors = {}
-    for rank in {row.rank for row in rows}:
-        own = [row for row in rows if row.rank == rank]
-        errors[rank] = max(
-            abs(row.factor / gradient.scaled(way.norm(row), epsilons) - 1.0) for row in own
-        )
-        if way.excused:
-            errors[rank] = min(errors[rank], max(abs(row.factor - 1.0) for row in own))
-    return max(errors.values())
+    return max(abs(row.factor / gradient.scaled(way.norm(row), epsilons) - 1.0) for row in rows)

@@ -257,7 +257,7 @@ class UpdateRecord:
 class StepSide(Protocol):
     """What any side, a program, a loop or one device, shows of a step. `in_use`: the parameters as
     the first pass has them; `gradients` as the optimizers took them; `record`: what these were
-    given and left."""
+    given and left; `clip`: what the gradients are multiplied by before the update."""
 
     @property
     def in_use(self) -> Mapping[str, Tensor]: ...
@@ -267,6 +267,9 @@ class StepSide(Protocol):
 
     @property
     def record(self) -> UpdateRecord: ...
+
+    @property
+    def clip(self) -> float: ...
 
 
 class UpdateRecorder:
@@ -343,7 +346,9 @@ class UpdateRecorder:
             for tensor in group["params"]
         }
         self._num_groups += len(optimizer.param_groups)
-        for name, shard in self._named([tensor for tensor, _, _ in places.values()]):
+        # a tensor that is brought for its update alone is empty if it has no gradient
+        given = [tensor for tensor, _, _ in places.values() if tensor.numel()]
+        for name, shard in self._named(given):
             tensor, number, group = places[id(shard.parameter)]
             if shard is self.holds[name]:
                 gradient = self.gradients.get(name) if tensor.grad is not None else None

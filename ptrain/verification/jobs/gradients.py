@@ -1,0 +1,499 @@
+"""Explain gradients that differ by arithmetic: a multiple, a part of a sum over an axis, some
+micro-batches only, the step before; or by the samples that the ranks read.
+
+Each hypothesis states in words how the loop's gradients were made, and the gradients that the loop
+would have without that. These are compared with the reference's on every element of all parameters.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property, partial
+from statistics import fmean
+
+from torch import Tensor
+
+from ptrain.report.finding import POSSIBLE, RULED_OUT, Certainty, Mismatch, RootCause, Subject
+from ptrain.verification.jobs.evidence import (
+    Contributions,
+    JobEvidence,
+    Sample,
+    contributions,
+)
+from ptrain.verification.jobs.fixes import (
+    After,
+    Fix,
+    LossFactor,
+    coarse_sum,
+    match_words,
+    tried,
+    unknown_factor,
+    with_trial,
+)
+from ptrain.verification.jobs.job import RANKS, Ranks, Tolerance
+from ptrain.verification.jobs.root_causes import (
+    blame,
+    explain_samples,
+    families,
+    over_axis,
+    root_cause,
+    unclear,
+)
+from ptrain.verification.parts import (
+    DegreeProduct,
+    absent,
+    combination,
+    factor_text,
+    is_even,
+    missing_sum,
+    multiple,
+    products,
+)
+
+SEPARATE = "mean of separate micro-batches"
+_MICRO = "micro-batches"
+_NAMES = {RANKS: "all ranks", _MICRO: "the micro-batches"}
+_OF_LOSS, _REDUCED = " in the loss", " after the backward pass"
+_LOOSE = 100.0  # samples are compared with so many tolerances: a fault is larger
+_LOOSEST = 0.1  # of 16 bits
+_FEWEST = 1e-6
+_EVEN = 1e-3  # weights of micro-batches that differ by no more are the same
+
+
+Hypothesis = tuple[RootCause, Fix | None]
+
+
+def explain_gradients(
+    mismatches: Sequence[Mismatch],
+    evidence: JobEvidence,
+    ranks: Ranks,
+    limit: Tolerance,
+    after: After,
+) -> RootCause:
+    """Explain mismatches at the moment of gradients by the gradients that the optimizers were
+    given. `after` tells what still differs with a fix. All ranks call it."""
+    names = [name for name in evidence.samples if any(its.name == name for its in mismatches)]
+    unexplained = unclear(mismatches, evidence, names, ranks)
+    if (coarse := coarse_sum(unexplained, evidence, ranks, limit, after)) is not None:
+        return coarse
+    out: list[str] = []
+    for said, fix in GradientCase(mismatches, evidence, ranks, _loose(limit), names).hypotheses():
+        likeliest = with_trial(said, fix, evidence, ranks, limit, after)
+        if likeliest.certainty is not Certainty.UNEXPLAINED:
+            return likeliest
+        out.append(likeliest.tried.removeprefix(RULED_OUT))
+    is_known = unexplained.certainty is not Certainty.UNEXPLAINED or not out
+    return unexplained if is_known else unexplained.unexplained("; ".join(out))
+
+
+def _loose(limit: Tolerance) -> float:
+    """Return how near a sum must come to be one: a fault is a factor."""
+    return min(max(_LOOSE * limit.gradients, _FEWEST), _LOOSEST)
+
+
+class GradientCase:
+    """The gradients of a step, of which those of `names` differ."""
+
+    def __init__(
+        self, mismatches: Sequence[Mismatch], evidence: JobEvidence, ranks: Ranks,
+        tolerance: float, names: Sequence[str],
+    ) -> None:  # fmt: skip
+        self.mismatches, self.evidence, self.ranks = mismatches, evidence, ranks
+        self.tolerance, every = tolerance, evidence.samples
+        self.scale = self._common_factor()
+        chosen = names if self.scale == 1.0 else every
+        scaled = {name: every[name].scaled(self.scale) for name in chosen}
+        self.samples = {name: its for name, its in scaled.items() if not self._is_right(its)}
+
+    def _is_right(self, sample: Sample) -> bool:
+        fit = sample.multiple()
+        is_one = fit.holds(self.tolerance) and abs(fit.factor - 1) <= self.tolerance
+        return is_one or not sample.holders()
+
+    def _common_factor(self) -> float:
+        """Return what most parameters are multiplied by, where the others differ in another way: a
+        clip by a norm to which the others contributed. It is 1 where there is no such thing."""
+        fits = [its.multiple() for its in self.evidence.samples.values() if its.holders()]
+        even = sorted(fit.factor for fit in fits if fit.holds(self.tolerance))
+        if 2 * len(even) <= len(fits) or len(even) == len(fits):
+            return 1.0
+        middle = even[len(even) // 2]
+        alike = all(abs(factor / middle - 1) <= self.tolerance for factor in even)
+        return middle if alike and math.isfinite(middle) and middle > 0 else 1.0
+
+    @cached_property
+    def joint(self) -> Sample:
+        """The parameters that differ, as one sample."""
+        return Sample.joined(self.samples.values())
+
+    @cached_property
+    def contributed(self) -> Contributions | None:
+        """What the micro-batches give of the parameters that differ."""
+        return contributions(self.joint)
+
+    def hypotheses(self) -> Iterator[Hypothesis]:
+        """Yield how the gradients may have been made, the simplest first."""
+        if self.samples:
+            yield from self._of_missing()
+            yield from self._of_multiples()
+            yield from self._of_partial_sums()
+            yield from self._of_earlier_gradients()
+            yield from self._of_micro_batches()
+
+    def _fix(
+        self, words: str, undone: Callable[[Sample, int], Tensor],
+        loss_factor: LossFactor = unknown_factor,
+    ) -> Fix:  # fmt: skip
+        is_scaled = abs(self.scale - 1) > self.tolerance
+        words = f"divided by {self.scale:.4g} and {words}" if is_scaled else words
+        return Fix(
+            names=set(self.samples), undone=undone, words=words, scale=self.scale,
+            loss_factor=loss_factor,
+        )  # fmt: skip
+
+    def _say(
+        self, axis: str, factor: str, sentence: str, fix: str, *, ranks: Iterable[int] = (),
+        state: Subject = Subject.GRADIENTS, names: Sequence[str] = (),
+    ) -> RootCause:  # fmt: skip
+        names = names or [*self.samples]
+        here = [mismatch for mismatch in self.mismatches if mismatch.name in names]
+        return root_cause(
+            here or self.mismatches, self.ranks, state=state, axis=axis, factor=factor,
+            names=names, who=ranks or {mismatch.rank for mismatch in here},
+            sentence=sentence, fix=fix,
+        )  # fmt: skip
+
+    def _count(self, names: Collection[str]) -> str:
+        total = len(self.evidence.samples)
+        return f"{'all' if len(names) == total else f'{len(names)} of'} {total} parameters"
+
+    def _of_missing(self) -> Iterator[Hypothesis]:
+        """Some ranks have no gradient, or one that is no number."""
+        lacking = {name: its.without_gradient() for name, its in self.samples.items()}
+        if names := [name for name, ranks in lacking.items() if ranks]:
+            without = sorted({rank for its in lacking.values() for rank in its})
+            holders = sorted({rank for name in names for rank in self.samples[name].holders()})
+            own = self.evidence.own
+            seen = [own.emptiness(name) for name in names if name in own.holds]
+            kinds = {kind for kinds in self.ranks.gather(seen) for kind in kinds if kind}
+            is_everywhere, count = without == holders, self._count(names)
+            yield self._say(
+                "" if is_everywhere else self.ranks.axis_of(holders),
+                "no gradient",
+                f"{count[0].upper()}{count[1:]} get a gradient in the reference, but "
+                f"{'no rank' if is_everywhere else 'not every rank'} that holds them has one when "
+                f"the optimizer steps: {' or '.join(sorted(kinds)) or 'all gradients are zero'}.",
+                "Let backward reach these parameters, and hand their gradients to the optimizer.",
+                ranks=without, names=names,
+            ), self._fix(
+                "none is there when the optimizer steps; with the reference gradient instead",
+                lambda sample, rank: sample.truth
+                if not bool(sample.gradients[rank].nan_to_num().any())
+                else sample.gradients[rank],
+            )  # fmt: skip
+        if bool(self.joint.gradients.isinf().any()):  # NaN is what a rank does not hold
+            yield self._say(
+                "", "not finite", "The gradient has an infinity or a NaN.",
+                "Look for a division by zero, a log of zero or an overflow of 16 bits.",
+            ), None  # fmt: skip
+
+    def _of_multiples(self) -> Iterator[Hypothesis]:
+        """They are one multiple of the reference's, or one on each rank."""
+        fit = self.joint.multiple()
+        if fit.holds(self.tolerance):
+            yield self._even(fit.factor), self._fix(
+                f"divided by {fit.factor:.4g}",
+                lambda sample, rank: sample.gradients[rank] / fit.factor,
+                lambda rank, losses: 1 / fit.factor,
+            )  # fmt: skip
+        factors = {rank: multiple(*self.joint.of(rank)).factor for rank in self.joint.holders()}
+        listed = ", ".join(f"rank {rank}: × {its:.4g}" for rank, its in factors.items())
+        yield self._say(
+            next(iter(self.ranks.axes), ""), "different factor on each rank",
+            "On every rank the gradient has the right direction and a different length "
+            f"({listed}): each rank scales it by its own number after the reduction.",
+            "Clip by one norm on all ranks.",
+            ranks=[rank for rank, its in factors.items() if abs(its - 1) > self.tolerance],
+        ), self._fix(
+            "divided by a different factor on each rank",
+            lambda sample, rank: sample.gradients[rank] / factors.get(rank, 1.0),
+        )  # fmt: skip
+
+    def _even(self, factor: float) -> RootCause:
+        """State the multiple, and the number of ranks or micro-batches that it is; apart from it
+        what may cause it, where that is not one of these alone."""
+        sizes, where = self._side_of(factor)
+        fits = products(factor, sizes, self.tolerance)
+        alike = [fit for fit in fits if _powers(fit) == _powers(fits[0])]
+        verb = "not divided by" if factor > 1 else "divided twice by"
+        causes = [
+            f"{verb} "
+            + " and ".join(f"{_NAMES.get(n, f'the ranks of {n}')} ({sizes[n]})" for n in fit.axes)
+            for fit in alike
+            if set(_powers(fit)) in ({1.0}, {-1.0})
+        ]
+        text = str(fits[0]) if len(alike) == 1 else f"× {factor:.4g}"
+        what = f"The gradient of {self._count(self.samples)} is {factor:.4g} times the reference"
+        if where and len(causes) == len(alike) == 1:
+            return self._say(
+                "+".join(axis for axis in fits[0].axes if axis != _MICRO),
+                f"{text} ({_MICRO})" if fits[0].axes == (_MICRO,) else text,
+                f"{what}: it is {causes[0]}{where}.",
+                "Divide by their number once.",
+                state=Subject.LOSS if where == _OF_LOSS else Subject.GRADIENTS,
+            )
+        every = len(self.samples) == len(self.evidence.samples)
+        is_norm = not fits and every and where != _OF_LOSS
+        if is_norm or where != _REDUCED:  # clipping hides what a loss is multiplied by
+            causes.append("another scale of the loss")
+        causes += [f"another scale{_REDUCED}"] * (where == _REDUCED)
+        causes += ["another clipping norm"] * is_norm
+        return self._say(
+            "", text, f"{what}. {POSSIBLE}{'; '.join(causes)}.",
+            f"Undo the one that holds: this factor must be {1 / factor:.4g} times what it is.",
+            state=Subject.NORM if is_norm else Subject.GRADIENTS,
+        )  # fmt: skip
+
+    def _side_of(self, factor: float) -> tuple[dict[str, int], str]:
+        """Return what may have the factor, with sizes, and where it is: in the loss or in the
+        reduction, as the weight says that a micro-batch's own gradient has in the loop's and in the
+        reference's; nothing where these are not known."""
+        degrees, micro = self.ranks.degrees, {_MICRO: self.evidence.micro_batches}
+        contributed = self.contributed
+        if contributed is None or not contributed.of_truth.holds(self.tolerance):
+            return degrees | micro, ""
+        actual = fmean(next(iter(contributed.of_loop.values())).coefficients)
+        right = fmean(contributed.of_truth.coefficients)
+        # not every rank need use these parameters
+        data = (self.evidence.contributed or contributed).data_ranks
+        is_mean, is_sum = (abs(actual * n - 1) <= self.tolerance for n in (len(data), 1))
+        if not (is_mean or is_sum):
+            return degrees, _REDUCED
+        axes = {
+            axis: len(groups[0])
+            for axis, groups in self.ranks.axes.items()
+            if any(len(set(group) & set(data)) > 1 for group in groups)
+        }
+        if axes and is_sum and abs(right * len(data) - 1) <= self.tolerance:
+            return axes, ", neither in the loss nor in the reduction"
+        if axes and is_mean and abs(right - 1) <= self.tolerance:
+            return axes | micro, ", in the loss and in the reduction"
+        return micro if products(factor, micro, self.tolerance) else degrees, _OF_LOSS
+
+    def _of_partial_sums(self) -> Iterator[Hypothesis]:
+        """Over some axis the sum of what its ranks have is right, up to one factor."""
+        truths = self.joint.truth.expand_as(self.joint.gradients)
+        for axis, groups in self.ranks.summed.items():
+            total = missing_sum(self.joint.gradients, truths, groups, self.tolerance)
+            if total is None:
+                continue
+            size, kind, factor = len(groups[0]), "sum", total
+            if abs(factor * size - 1) <= self.tolerance:
+                kind, factor = "mean", 1.0
+            is_one = abs(factor - 1) <= self.tolerance
+            besides = "" if is_one else f", {factor_text(factor, {})}"
+            group_of = {rank: list(group) for group in groups for rank in group}
+            times = "" if abs(total - 1) <= self.tolerance else f", times {total:.4g}"
+            yield self._say(
+                axis.partition("+")[0],
+                f"missing all-reduce {over_axis(axis)}{besides}",
+                f"Each rank has a partial gradient of {self._count(self.samples)}: the {kind} "
+                f"{over_axis(axis)} ({size}) is the reference gradient"
+                f"{besides and f' times {1 / factor:.4g}'}.",
+                f"All-reduce it {over_axis(axis)} ({kind}) before the optimizer steps.",
+            ), self._fix(
+                f"summed {over_axis(axis)}{times}",
+                partial(_summed, group_of, total),
+            )  # fmt: skip
+
+    def _of_earlier_gradients(self) -> Iterator[Hypothesis]:
+        """They have a multiple of those of the step before, alone or on top."""
+        own, truth, before = self.joint.rows()
+        both = combination(own, [truth, before])
+        if not before.any() or not both.holds(self.tolerance):
+            return
+        this, earlier = both.coefficients
+        if is_stale := abs(this) <= self.tolerance:
+            said = self._say(
+                "", "stale by 1 step", "The optimizer takes the gradient of the previous step.",
+                "Wait for this step's reduction, or copy it to the optimizer, before it steps.",
+            )  # fmt: skip
+        else:
+            said = self._say(
+                "", "previous step added",
+                "The gradient still includes that of the previous step.",
+                "Set gradients to None after every update, before the first backward of the next "
+                "step.",
+            )  # fmt: skip
+        yield said, self._fix(
+            f"minus {earlier:.4g} times those of the previous step",
+            # what a stale gradient has besides is nothing
+            lambda sample, rank: sample.gradients[rank] - earlier * sample.before
+            + is_stale * sample.truth,
+        )  # fmt: skip
+
+    def _of_micro_batches(self) -> Iterator[Hypothesis]:
+        """Every rank's gradient is a sum of micro-batches: some are not among them, the same or
+        another rank's, or all are, with the same weight, and the reference gives them others."""
+        its = self.contributed
+        if its is None or not its.of_truth.holds(self.tolerance) or not its.of_loop:
+            return
+        fits, rounding = its.of_loop.values(), 10 * self.tolerance
+        is_known = len(fits) == len(self.joint.holders()) and not absent(its.of_truth.coefficients)
+        if not is_known or not all(fit.holds(self.tolerance) for fit in fits):
+            return
+        right = is_even(its.of_truth.coefficients, rounding)
+        evens = [is_even(fit.coefficients, rounding) for fit in fits]
+        lacking = {rank: absent(fit.coefficients) for rank, fit in its.of_loop.items()}
+        lacks = any(lacking.values())
+        if all(evens) and right:
+            return
+        if all(evens) or (right and not any(evens) and not lacks):
+            said = self._reweighted(its, is_loss=all(evens))
+        elif lacks and ((axis := self._axis_apart(its, lacking)) or len({*lacking.values()}) == 1):
+            said = self._incomplete(its, axis, lacking[min(lacking)])
+        else:
+            return
+        factor = its.loss_factor if all(evens) else unknown_factor
+        words = "with the weight that each micro-batch has in the reference"
+        yield said, self._fix(words, its.reweighted, factor)
+
+    def _axis_apart(self, its: Contributions, lacking: Mapping[int, Collection[int]]) -> str:
+        """Return the axis that nothing was summed over: each rank's gradient, where it is no whole
+        sum, has the micro-batches of the ranks at its own place along it alone."""
+        every = set(range(len(its.labels)))
+        for axis, groups in self.ranks.summed.items():
+            alike = {r: [g[n] for g in groups] for own in groups for n, r in enumerate(own)}
+            left = {r: every.difference(*(its.own.get(n, ()) for n in alike[r])) for r in lacking}
+            if all(set(own) in (left[r], set()) for r, own in lacking.items()):
+                return axis
+        return ""
+
+    def _incomplete(self, its: Contributions, axis: str, missing: Collection[int]) -> RootCause:
+        """Some micro-batches are not in the gradient."""
+        count, over = self.evidence.micro_batches, over_axis(axis)
+        if axis:
+            return self._say(
+                axis.partition("+")[0], f"missing all-reduce {over}",
+                f"The gradient of {self._count(self.samples)} on each rank includes only the ranks "
+                "at the same coordinate.",
+                f"Reduce it {over} before the optimizer steps.",
+            )  # fmt: skip
+        ranks = sorted(rank for rank, own in its.own.items() if {*own} & {*missing})
+        numbers = sorted({its.labels[index][1] for index in missing})
+        listed, who = (", ".join(map(str, row)) for row in (numbers, ranks))
+        is_all = len(numbers) == count
+        return self._say(
+            self.ranks.parting(ranks) if is_all else "",
+            f"rank {who} missing" if is_all else f"micro-batch {listed} missing",
+            f"The gradient lacks {'all' * is_all or f'micro-batch {listed}'} of rank {who}"
+            f"{'' if is_all else f' (of {count})'}: it reaches no optimizer in this step.",
+            "Reduce the gradients of all ranks. Add up those of all micro-batches, without setting "
+            "them to None or zero in between, and synchronize them before the optimizer steps.",
+            ranks=ranks,
+        )  # fmt: skip
+
+    def _reweighted(self, its: Contributions, *, is_loss: bool) -> RootCause:
+        """Every micro-batch is in it, but not with the weight that it has in the reference: there
+        all have the same, or in the loop."""
+        right = its.of_truth.coefficients
+        actual = next(iter(its.of_loop.values())).coefficients
+        ratios = [own / other for own, other in zip(actual, right, strict=True)]
+        several = self.evidence.micro_batches > 1
+        listed = ", ".join(
+            f"{f'micro-batch {number} of ' * several}rank {rank}: × {ratio:.3g}"
+            for (rank, number), ratio in list(zip(its.labels, ratios, strict=True))[:4]
+        )
+        same, fix = (
+            ("in the loop, but not in the reference", "Divide the sum of the loss over all tokens "
+             "by the number of tokens in the full global batch")
+            if is_loss
+            else ("in the reference, but not in the loop", "Clip and divide the full gradient")
+        )  # fmt: skip
+        return self._say(
+            "" if several else self.ranks.axis_of(its.data_ranks),
+            f"{'local normalisation' if is_loss else 'scaled before the sum'}, "
+            f"× {min(ratios):.3g} to × {max(ratios):.3g}",
+            f"The gradient of each {'micro-batch' if several else 'rank'} has the same weight in "
+            f"the sum {same}; they differ by these factors: {listed}.",
+            f"{fix}.",
+            state=Subject.LOSS if is_loss else Subject.GRADIENTS,
+        )
+
+
+def _powers(fit: DegreeProduct) -> list[float]:
+    return sorted(power for _, power in fit.powers)
+
+
+def _summed(
+    group_of: Mapping[int, Sequence[int]], factor: float, sample: Sample, rank: int
+) -> Tensor:
+    return sample.gradients[group_of[rank]].sum(0) * factor
+
+
+def of_samples(
+    mismatches: Sequence[Mismatch], evidence: JobEvidence, ranks: Ranks
+) -> RootCause | None:
+    """Return what is wrong with the samples that the ranks read, as far as these tell; None where
+    they are the global batch's, or pieces of its samples."""
+    if evidence.ledger:
+        return explain_samples(evidence.ledger, mismatches, ranks)
+    reports = evidence.rows
+    if any(report.sliced for report in reports) or not all(report.count for report in reports):
+        return None  # pieces of samples: by themselves they are no samples
+    count = sum(report.count for report in reports)
+    unknown = sum(report.unknown for report in reports)
+    if not unknown:
+        return None
+    odd = [rank for rank, its in enumerate(reports) if its.unknown]
+    other = blame(
+        Subject.BATCH, "other samples", "samples",
+        f"{unknown} of {count} samples that the model is given are not in the global batch, on "
+        f"ranks {', '.join(map(str, odd))}.",
+        "Check how these ranks draw their samples (the seed, the epoch, the position in the "
+        "data after a resume); ranks of tensor parallelism must read the same ones.",
+        step=mismatches[0].step, ranks=odd, axis=ranks.parting(odd),
+    )  # fmt: skip
+    is_clear = len(odd) < ranks.size and all(its.unknown in (0, its.count) for its in reports)
+    words = "the inputs of the model were compared with the global batch, sample by sample"
+    return other.fits(words) if is_clear else other
+
+
+def of_own_samples(
+    mismatches: Sequence[Mismatch],
+    evidence: JobEvidence,
+    ranks: Ranks,
+    limit: Tolerance,
+) -> RootCause | None:
+    """Return where gradients begin to differ that are the mean of what the ranks' samples give by
+    themselves, though the reference's are not: the loss asks something else of them, or something
+    ties them together. All ranks call it."""
+    contributed, reports = evidence.contributed, evidence.rows
+    if contributed is None or contributed.of_truth.holds(_loose(limit)):
+        return None
+    if not all(is_even(fit.coefficients, _EVEN) for fit in contributed.of_loop.values()):
+        return None
+    if any(report.sliced for report in reports) or not all(report.count for report in reports):
+        return None
+    names = [name for name in evidence.samples if any(d.name == name for d in mismatches)]
+    where = blame(
+        Subject.LOSS, SEPARATE, families(names),
+        "The optimizer takes the mean of the micro-batches computed separately, but the reference "
+        f"gradient is not such a mean. {POSSIBLE}labels, masks or weights of the loss that belong "
+        "to other samples; another number that the loss computes for each (a local count, a "
+        "margin, the output of a frozen model); something that depends on samples of several "
+        "ranks or micro-batches (batch statistics, a loss of pairs, a balancing term, a mean of "
+        "ratios); a loss that is gathered over the ranks in another way; a term of the loss that "
+        "is divided by another number.",
+        "Compute this part of the loss over the full global batch, as the reference does.",
+        step=mismatches[0].step, ranks=range(ranks.size),
+    )  # fmt: skip
+    fix = Fix(
+        names=set(evidence.samples), undone=contributed.rest,
+        words="computed by the plain module from the samples given to the ranks",
+    )  # fmt: skip
+    trial = tried(fix, evidence.own, ranks, limit)
+    if not trial.fixes:
+        return None
+    return where.located(f"{fix.words}, {match_words(evidence)} the loop to {trial.left:.1e}")
