@@ -24,21 +24,21 @@ SMALL = 80  # lines
 
 # begin
 BUDGETS: dict[str, int] = {
-    "ptrain": 52630,
+    "ptrain": 52390,
     "ptrain/activations": 340,
     "ptrain/algebra": 240,
     "ptrain/axes": 160,
     "ptrain/axes/context": 1180,
-    "ptrain/axes/data": 2220,
+    "ptrain/axes/data": 2260,
     "ptrain/axes/expert": 570,
-    "ptrain/axes/pipeline": 1580,
+    "ptrain/axes/pipeline": 1590,
     "ptrain/axes/tensor": 710,
     "ptrain/calibration": 1040,
     "ptrain/charts": 840,
     "ptrain/cli": 1810,
     "ptrain/convert": 420,
     "ptrain/data": 1060,
-    "ptrain/derivation": 5010,
+    "ptrain/derivation": 5110,
     "ptrain/facts": 790,
     "ptrain/internals": 390,
     "ptrain/interpreter": 1060,
@@ -52,13 +52,13 @@ BUDGETS: dict[str, int] = {
     "ptrain/selection": 3100,
     "ptrain/simulation": 1040,
     "ptrain/spec": 4090,
-    "ptrain/steps": 440,
+    "ptrain/steps": 450,
     "ptrain/traces": 2190,
     "ptrain/train": 3140,
-    "ptrain/verification": 7300,
+    "ptrain/verification": 6900,
 }
-ONE_IMPORTER = 57  # modules that exactly one other imports
-SMALL_MODULES = 56  # modules with fewer lines than SMALL
+ONE_IMPORTER = 56  # modules that exactly one other imports
+SMALL_MODULES = 55  # modules with fewer lines than SMALL
 # end
 
 

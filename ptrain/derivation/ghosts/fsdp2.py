@@ -44,6 +44,11 @@ class UnitShards(NamedTuple):
     ranks: int
     sync: SyncPolicy
 
+    @property
+    def is_wrapped(self) -> bool:
+        """Whether FSDP2 knows of the unit."""
+        return bool(self.axes)
+
     def dim(self, shape: Shape) -> int:
         """Return the dimension along which a tensor is sharded."""
         return shard_dim(shape, self.ranks, self.sync)
