@@ -49,7 +49,7 @@ BUDGETS: dict[str, int] = {
     "ptrain/rates": 360,
     "ptrain/report": 2480,
     "ptrain/rooms": 980,
-    "ptrain/selection": 3100,
+    "ptrain/selection": 3090,
     "ptrain/simulation": 1040,
     "ptrain/spec": 4090,
     "ptrain/steps": 450,

@@ -16,7 +16,6 @@ from math import inf
 
 from ptrain.algebra.legality import is_sound
 from ptrain.axes.candidates import chosen
-from ptrain.axes.pipeline.catalogue import SCHEDULES
 from ptrain.cost import Collective
 from ptrain.derivation.estimate import exact_alone, fullest_alone
 from ptrain.derivation.machine import Machine, machine_of
@@ -37,7 +36,6 @@ from ptrain.selection.task import Ranked, Scored, SearchGoal, SearchTask, ranked
 from ptrain.spec.cluster import Cluster
 from ptrain.spec.dials import GradientSync, UnitSize
 from ptrain.spec.model import ModelShape, ModelSpec
-from ptrain.spec.pipeline import ScheduleName
 from ptrain.spec.placement import Axis
 from ptrain.spec.precision import Layout
 from ptrain.spec.rates import Hook
@@ -378,10 +376,8 @@ def work_of(spec: Spec) -> float:
     """Return the work of deriving a spec, where that of a step without a pipeline is 1."""
     if (ranks := spec.degree(Axis.PP)) == 1:
         return 1.0
-    name = spec.pipeline.schedule
-    is_split = isinstance(name, ScheduleName) and SCHEDULES[name].cost.warm_up is not None
     passes = spec.pipeline.stages_over(ranks) * spec.batch.accumulate
-    return 1 + passes / (_HALVES if is_split else _PASSES)
+    return 1 + passes / (_HALVES if spec.pipeline.is_in_halves else _PASSES)
 
 
 def _but_tuples(candidate: Candidate) -> object:
