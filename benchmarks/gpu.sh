@@ -33,8 +33,8 @@ fi
 if [ ! -e "$folder/selftest.md" ]; then
     devices=(--device cuda)
     if [ ${#dry[@]} -gt 0 ]; then devices=(--device cpu); fi
-    PTRAIN_SHARE_GPUS=1 timeout 540 "$python" -m ptrain selftest --ranks 2 --brief \
-        "${devices[@]}" --out "$folder/selftest.md" || true # the page says what failed
+    PTRAIN_SHARE_GPUS=1 timeout --signal=INT 500 "$python" -m ptrain selftest --ranks 2 --brief \
+        "${devices[@]}" --out "$folder/selftest.md" || true # the page has what came to an end
 fi
 
 slices=("$@")

@@ -414,8 +414,8 @@ COMMANDS = {
         "prediction, losses with one device's. GPUs are calibrated, too.",
         groups={
             "Options": (
-                value("--ranks", "N", "Use N ranks. Default: one per GPU, or 2 on CPUs.",
-                    type=positive),
+                value("--ranks", "N", "Use N ranks. Default: one per GPU, or 2 on CPUs. With the "
+                    "variable PTRAIN_SHARE_GPUS=1 ranks may share a GPU.", type=positive),
                 value("--device", "KIND", "Train on this kind of device. One of auto, cpu, cuda. "
                     "Default: auto.", choices=_DEVICES, default="auto"),
                 flag("--brief", "Run one spec per kind of placement."),

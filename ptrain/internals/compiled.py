@@ -64,7 +64,9 @@ def _by_operator(device: str) -> Allocate:
 def _bind(old: dict[str, Any], new: dict[str, Any]) -> None:
     for device, function in new.items():
         setattr(_guards, f"_empty_strided_{device}", function)
-    codecache = sys.modules.get("torch._inductor.codecache")  # absent if nothing was compiled
+    # Absent if nothing was compiled. `PyCodeCache.modules` is as private as PARTS; it is not listed
+    # there, since inductor takes seconds to import.
+    codecache = sys.modules.get("torch._inductor.codecache")
     for program in codecache.PyCodeCache.modules if codecache else ():
         for device, function in new.items():
             name = f"empty_strided_{device}"

@@ -16,6 +16,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
 from typing import Any, Self, TypeAlias, TypeVar
 
 import torch
@@ -26,6 +27,7 @@ from torch.utils._pytree import tree_iter
 
 from ptrain.internals.compiled import is_tracing, seen_buffers
 from ptrain.internals.functional_collectives import AsyncCollectiveTensor
+from ptrain.internals.part import replaced
 from ptrain.spec.placement import Tier
 
 X = TypeVar("X")
@@ -89,11 +91,18 @@ class OperatorMode(TorchDispatchMode):
     ) -> Any:
         if any(map(is_wrapper, types)):
             return NotImplemented
-        # A higher-order operator's own operators come one by one; what the compiler traces does not
-        # run.
-        if isinstance(function, HigherOrderOperator) or is_tracing():
+        if is_tracing():  # operators that the compiler traces do not run
             return function(*args, **(kwargs or {}))
+        if isinstance(function, HigherOrderOperator):
+            return self.higher_order(function, args, kwargs or {})
         return self.operator(function, args, kwargs or {})
+
+    def higher_order(
+        self, function: HigherOrderOperator, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run an operator that takes functions, and return its result. torch takes the mode off the
+        stack meanwhile: what it consists of is not seen."""
+        return function(*args, **kwargs)
 
     def operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator, and return its result."""
@@ -122,8 +131,7 @@ class Ledger(OperatorMode):
         self.sizes: dict[int, int] = {}
         self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._resize: Callable[[torch.UntypedStorage, int], Any] | None = None
-        self._collecting = False
-        self._of_programs = seen_buffers()
+        self._patches = ExitStack()
 
     def existing(self, key: int, storage: torch.UntypedStorage) -> None:
         """A storage that existed before it was seen."""
@@ -156,13 +164,24 @@ class Ledger(OperatorMode):
         self.died(key, self.sizes.pop(key))
 
     def operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._followed(function, args, kwargs, function._schema.name)
+
+    def higher_order(
+        self, function: HigherOrderOperator, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run it, and follow its results as those of one operator."""
+        return self._followed(function, args, kwargs, function.name())
+
+    def _followed(
+        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str
+    ) -> Any:
         for tensor in tensors_of((args, kwargs)):
             self.watch(tensor)
         result = function(*args, **kwargs)
         for tensor in tensors_of(result):
             storage = storage_of(tensor)
             if self._follow(storage):
-                self.born(storage._cdata, storage, function._schema.name)
+                self.born(storage._cdata, storage, name)
         return result
 
     def _resize_storage(self, storage: torch.UntypedStorage, size: int) -> Any:
@@ -181,27 +200,26 @@ class Ledger(OperatorMode):
         """Cycles are collected now and not during the step, so that a storage dies when its last
         reference goes."""
         gc.collect()
-        self._collecting = gc.isenabled()
-        gc.disable()
         self._resize = torch.UntypedStorage.resize_
         ledger = self
 
         def resize_(storage: torch.UntypedStorage, size: int) -> Any:
             return ledger._resize_storage(storage, size)
 
-        torch.UntypedStorage.resize_ = resize_
-        self._of_programs = seen_buffers()
-        self._of_programs.__enter__()
-        super().__enter__()
+        with ExitStack() as patches:
+            if gc.isenabled():
+                gc.disable()
+                patches.callback(gc.enable)
+            patches.callback(self._references.clear)
+            patches.enter_context(replaced(torch.UntypedStorage, resize_=resize_))
+            patches.enter_context(seen_buffers())
+            super().__enter__()
+            self._patches = patches.pop_all()
         return self
 
     def __exit__(self, *error: object) -> None:
-        super().__exit__(*error)
-        self._of_programs.__exit__(None, None, None)
-        torch.UntypedStorage.resize_ = self._resize
-        self._references.clear()
-        if self._collecting:
-            gc.enable()
+        with self._patches:
+            super().__exit__(*error)
 
 
 # What operators are given beside tensors: torch's own walk asks of each what it is made of.

@@ -165,7 +165,7 @@ def _device(wanted: str, local_rank: int, num_local: int) -> torch.device:
     """`auto` is a GPU only if there is one for each of the node's ranks, so that all of them choose
     alike: ranks of which some came with nccl and some with gloo would never meet."""
     available = torch.cuda.device_count() if wanted != "cpu" else 0
-    if available and shares_gpus():
+    if wanted == "cuda" and available and shares_gpus():
         return torch.device("cuda", local_rank % available)
     if wanted == "cuda" and local_rank >= available:
         raise SpecError(
@@ -174,7 +174,8 @@ def _device(wanted: str, local_rank: int, num_local: int) -> torch.device:
                 finding=(
                     f"each rank needs a GPU: found {available}, but this is local rank {local_rank}"
                 ),
-                remedy="Use `device=cpu`, or start fewer ranks on this node.",
+                remedy="Use `device=cpu`, or start fewer ranks on this node. To try NCCL on "
+                "fewer GPUs, set PTRAIN_SHARE_GPUS=1.",
             )
         )
     if wanted == "cuda" or (wanted == "auto" and num_local <= available):

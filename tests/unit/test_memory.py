@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch._inductor.config
 from torch import Tensor
+from torch._prims.rng_prims import run_and_save_rng_state
 
 from ptrain.cost import Phase, State
 from ptrain.meters.memory import MemoryMeter
@@ -266,3 +267,14 @@ def test_an_error_inside_leaves_the_collector_and_resize_as_they_were():
         raise ZeroDivisionError
     assert gc.isenabled()
     assert torch.UntypedStorage.resize_ is resize
+
+
+def test_the_results_of_a_higher_order_operator_are_counted():
+    """Compiled recomputation with dropout saves the state of random numbers by one."""
+    x = torch.ones(1000)
+    with MemoryMeter(Holder((State.PARAMETERS, x))) as meter:
+        meter.phase(Phase.FORWARD, 0)
+        state, (dropped, mask) = run_and_save_rng_state(
+            torch.ops.aten.native_dropout.default, x, 0.5, True
+        )
+    assert peak(meter) == sum(its.nbytes for its in (x, state, dropped, mask))

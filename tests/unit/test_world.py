@@ -56,7 +56,8 @@ def test_ranks_that_share_a_gpu_tell_nccl_that_they_are_on_different_hosts(rank,
     hosts = set()
     for number in range(4):
         monkeypatch.delenv("NCCL_HOSTID")
-        assert rank(number, num_local=4, num_gpus=2) == (torch.device("cuda", number % 2), "nccl")
+        chosen = rank(number, num_local=4, num_gpus=2, device="cuda")
+        assert chosen == (torch.device("cuda", number % 2), "nccl")
         hosts.add(os.environ["NCCL_HOSTID"])
     assert len(hosts) == 4
 
