@@ -212,8 +212,9 @@ def _usable_gpus() -> int:
     """Return how many GPUs torch can use, which CUDA_VISIBLE_DEVICES may limit. Another process
     asks: here torch stays unloaded."""
     command = [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"]
-    asked = subprocess.run(command, capture_output=True, text=True, check=False)
-    return int(asked.stdout) if asked.stdout.strip().isdecimal() else 0
+    counted_gpus = subprocess.run(command, capture_output=True, text=True, check=False)
+    number = counted_gpus.stdout.strip()
+    return int(number) if number.isdecimal() else 0
 
 
 def _cases(ranks: int, device: str, chosen: Iterable[str]) -> tuple[list[Spec], dict[str, int]]:
