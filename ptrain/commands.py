@@ -199,9 +199,9 @@ COMMANDS = {
                 value("--margin", "PART", "Leave this part of each device's memory free, such as "
                     "10%%. If nothing does, placements without a margin are ranked. Default: 5%%, "
                     "or 0%% with a condition on memory.", type=part),
-                value("--exact", "K", "Predict the best K candidates exactly, at most two for each "
-                    "mesh, schedule, micro-batch and recomputation. Default: 150, or 9 if the "
-                    "model must be traced.", type=positive),
+                value("--exact", "K", "Predict the best K candidates exactly: two of each mesh, "
+                    "schedule, micro-batch and recomputation first, then others. Default: 150, or "
+                    "9 if the model must be traced.", type=positive),
                 value("--by", "METHOD", "Choose by this method. One of search, algorithm1 (the "
                     "paper's, printed with the search's result). Default: search.",
                     choices=("search", "algorithm1"), default="search"),

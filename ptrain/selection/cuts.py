@@ -33,16 +33,18 @@ class TracedCuts:
     read: ReadFacts
     most: int
     room: float = inf
-    cuts: dict[object, int] = field(default_factory=dict)
+    cuts: dict[object, tuple[int, Spec]] = field(default_factory=dict)
     facts: dict[int, ModelFacts] = field(default_factory=dict)
     refusals: dict[int, PtrainError] = field(default_factory=dict)
     excess: dict[int, float] = field(default_factory=dict)
 
     def cut(self, spec: Spec) -> int:
         """Return the number of a spec's cut."""
-        part = traced_part(spec)  # of which the rest is the same in all candidates
+        part = traced_part(spec)  # which cannot be hashed as a whole
         key = part.factors, part.batch, part.unit, part.pipeline, part.context, part.activations
-        return self.cuts.setdefault(key, len(self.cuts))
+        cut, first = self.cuts.setdefault(key, (len(self.cuts), part))
+        assert part == first, "all that a trace depends on and candidates choose is in the key"
+        return cut
 
     def of(self, spec: Spec) -> ModelFacts:
         """Return the facts of a spec's cut, which are read once. Raises PtrainError for what cannot

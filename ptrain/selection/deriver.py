@@ -321,15 +321,7 @@ class Deriver:
         pipelines take no more work than `_WORK` plain steps for each candidate that is wanted:
         others come last, if they are needed."""
         if self.cuts is not None:
-            tried = Counter[int]()
-            for candidate in scored:
-                if not self.cuts.may_be(candidate.peak):
-                    continue
-                spec = candidate.candidate.spec(self.job.base)
-                cut = self.cuts.cut(spec)
-                if tried[cut] < self.count and self.cuts.may_fit(spec, candidate.peak):
-                    tried[cut] += 1
-                    yield candidate
+            yield from self._of_cuts(self.cuts, scored)
             return
         work, deep = float(_WORK * count), list[Scored]()
         for candidate in self._unlike(scored):
@@ -342,6 +334,22 @@ class Deriver:
             else:
                 deep.append(candidate)
         yield from deep if is_needed() else ()
+
+    def _of_cuts(self, cuts: TracedCuts, scored: Iterable[Scored]) -> Iterator[Scored]:
+        """Those of cuts that are traced, no more of each than are wanted. What may not fit by the
+        cuts that were traced before it is asked again at the end, when more of them are known."""
+        tried, later = Counter[int](), list[Scored]()
+        for is_last, candidates in ((False, scored), (True, later)):
+            for candidate in candidates:
+                if not cuts.may_be(candidate.peak):
+                    if not is_last:
+                        later.append(candidate)
+                    continue
+                spec = candidate.candidate.spec(self.job.base)
+                cut = cuts.cut(spec)
+                if tried[cut] < self.count and cuts.may_fit(spec, candidate.peak):
+                    tried[cut] += 1
+                    yield candidate
 
     def _unlike(self, scored: Iterable[Scored]) -> Iterator[Scored]:
         """Legal ones, of those that do the same in a step the first; of those that differ in tuples

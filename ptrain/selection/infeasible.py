@@ -4,17 +4,18 @@ the rules say of those that were tried."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from itertools import islice, product
 
 from ptrain.algebra.legality import check, executed
-from ptrain.axes.candidates import NOTHING, chosen
-from ptrain.axes.data.candidates import SPACE as DATA_SPACE
+from ptrain.axes.candidates import NOTHING, chosen, divisors
 from ptrain.errors import Fault
-from ptrain.selection.quantities import QUANTITIES, Aspect
+from ptrain.selection.quantities import QUANTITIES, Aspect, Value
 from ptrain.selection.search import Search
 from ptrain.selection.space import (
     Candidate,
+    apart,
     batched,
     data_choices,
     degrees_over,
@@ -49,9 +50,9 @@ def why_none(search: Search) -> tuple[str, str]:
         needless = (rule for rule in rules if search.has(_without(rules, rule)))
         remedy = " Or: ".join(rule.remedy for rule in alone or needless)
         finding = f"no legal placement {on} satisfies {', '.join(rule.text for rule in rules)}"
-        offered = next((f": {values}" for values in map(_offered, (task,) * len(alone), alone)), "")
+        offered = _offered(search, alone[0]) if alone else ""
         return f"{finding}{offered}", remedy or "Remove one of them."
-    fault = _common_fault(task, task.where) or _UNKNOWN
+    fault = _common_fault(task, task.where) or _common_fault(task, Where()) or _UNKNOWN
     return f"no combination {on} is legal: {fault.finding}", fault.remedy
 
 
@@ -73,16 +74,24 @@ def why_not(search: Search, rules: tuple[Constraint, ...], others: Where) -> str
     return f"none is legal: {fault.finding}" if fault else "none is legal"
 
 
-def _offered(task: SearchTask, rule: Constraint) -> str:
-    """Return what a search tries of what a constraint is about, whatever else is chosen."""
-    values = dict.fromkeys(
-        str(QUANTITIES[rule.name].of(spec)) for spec in _choices(task, rule.part)
+def _offered(search: Search, rule: Constraint) -> str:
+    """Return which values of a constraint's quantity the search has candidates for, whatever else
+    is chosen; "" where there is none that a constraint can name."""
+    quantity = QUANTITIES[rule.name]
+    values: Iterable[Value] = quantity.words or dict.fromkeys(
+        quantity.of(spec) for spec in _choices(search.task, rule.part)
     )
-    return f"{rule.name} can be {', '.join(values)}"
+    there = [
+        f"[{value}]" if quantity.is_placement else str(value)
+        for value in (sorted(values, key=float) if quantity.has_order else values)
+        if value != "" and search.has(Where((replace(rule, compare="=", bound=value),)))
+    ]
+    return f": {rule.name} can be {', '.join(there)}" if there else ""
 
 
 def _choices(task: SearchTask, part: Aspect) -> Iterator[Spec]:
-    """Yield the base with each choice of a part of candidates."""
+    """Yield the base with each choice of a part that has numbers or tuples: at least with those
+    that candidates have."""
     base, written, devices = task.placed, task.written, task.devices
     match part:
         case Aspect.WITHIN:
@@ -91,11 +100,14 @@ def _choices(task: SearchTask, part: Aspect) -> Iterator[Spec]:
             staged = pipelines(base, devices, written)
             yield from (chosen(base, (choice,)) for _, some in staged for choice in some)
         case Aspect.BATCH:
-            yield from (batched(base, *batch) for batch in micro_batches(base, 1))
+            for ranks in divisors(devices):
+                yield from (batched(base, *batch) for batch in apart(micro_batches(base, ranks)))
         case Aspect.RANKS:
-            choices = DATA_SPACE.choices(base, devices, written)
-            yield from (chosen(base, (choice,)) for choice in choices)
-        case _:
+            ways = [(len(axes), some[0]) for axes, some in data_choices(base, written).items()]
+            for ranks, (axes, choice) in product(divisors(devices), ways):
+                for degrees in degrees_over(axes, ranks):
+                    yield chosen(base, (sized(choice, degrees),))
+        case Aspect.DATA:
             kinds = data_choices(base, written).values()
             yield from (chosen(base, (choice,)) for some in kinds for choice in some)
 
@@ -119,10 +131,11 @@ def _faults(task: SearchTask, where: Where) -> Iterator[Fault]:
             flows = [c for c in choices if where.admits(Aspect.PIPELINE, chosen(base, (c,)))]
             if not flows or not where.admits(Aspect.WITHIN, cut):
                 continue
-            batches = micro_batches(base, left * cut.data_degree)
+            batches = list(micro_batches(base, left * cut.data_degree))
             sizes = [m for m, n in batches if where.admits(Aspect.BATCH, batched(base, m, n))]
-            if not sizes:
+            if not batches:
                 yield _indivisible(base, left * cut.data_degree)
+            if not sizes:
                 continue
             data = (
                 sized(choice, degrees)

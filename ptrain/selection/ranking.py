@@ -82,7 +82,8 @@ def recomputing(spec: Spec) -> Iterator[KnownChoice]:
 class Lost:
     """A well-known choice: the best candidate of its kind that fits, else the one that needs least
     memory. `best` None: there is none that is legal, its cut was not traced, or only what needs
-    least memory was seen to fit, as `why` says."""
+    least memory was seen to fit, as `why` says. With a best, `report.selection.why_lost` makes a
+    sentence of its figures."""
 
     name: str
     best: Ranked | None

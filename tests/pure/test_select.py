@@ -31,6 +31,7 @@ from ptrain.report.selection import (
     distinct_front,
     selection_text,
     why_lost,
+    winner_reasons,
 )
 from ptrain.selection.choose import Chooser, select
 from ptrain.selection.job import searched_job
@@ -287,6 +288,13 @@ def test_why_a_known_choice_lost_is_what_its_figures_say(best_of_eight):
     assert why_lost(best_of_eight, whole).startswith("does not fit by ")
     best = best_of_eight.ranking[0]
     assert reason(best, best, SearchGoal.TIME) == "is the best"
+
+
+def test_a_ranking_says_in_python_what_it_prints(best_of_eight):
+    text, sentences = selection_text(best_of_eight), winner_reasons(best_of_eight)
+    assert sentences[0].startswith("fit: fits") and all(line in text for line in sentences)
+    for lost in best_of_eight.lost:
+        assert why_lost(best_of_eight, lost) and bool(lost.why) == (lost.best is None), lost.name
 
 
 def test_a_choice_that_constraints_exclude_says_which_ones(best_of_eight):

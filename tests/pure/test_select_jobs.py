@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -17,10 +18,14 @@ from ptrain.rates.pace import UnknownRate
 from ptrain.report.selection import as_record, selection_text
 from ptrain.selection.choose import Chooser, answer
 from ptrain.selection.demand import Demand, demand_of, numbers
+from ptrain.selection.infeasible import why_none
 from ptrain.selection.job import searched_job
+from ptrain.selection.quantities import QUANTITIES
+from ptrain.selection.search import Search
 from ptrain.selection.task import SearchGoal
 from ptrain.selection.where import Where, parse
 from ptrain.spec.rates import Hook
+from ptrain.spec.spec import Spec
 from tests.pure.paces import HandPace
 from tests.pure.searches import chooser, machine
 
@@ -131,6 +136,14 @@ def broken_cluster(tmp_path: Path) -> Iterator[str]:
             ["llama3-8b", "--cluster", "h100-8", "--where", "prefetch=3"],
             "satisfies prefetch=3: prefetch can be 0, 1",
         ),
+        (
+            ["llama3-8b", "--cluster", "h100-8", "--where", "tp=3", "--where", "memory<=1 GB"],
+            "mesh.tp can be 1, 2, 4, 8",
+        ),
+        (
+            ["llama3-8b", "model.vocab=3", "--cluster", "h100-8", "--where", "micro=7"],
+            "3 is smaller than the vocabulary of the byte tokenizer",
+        ),
         (["tp-sp", "mesh.tp=auto", "--devices", "4"], "remedy: Use `mesh.pp=auto`. Or: "),
         ([], "takes one MODEL or SPEC; got 0"),
     ],
@@ -138,6 +151,36 @@ def broken_cluster(tmp_path: Path) -> Iterator[str]:
 def test_what_cannot_be_searched_is_one_message(words, finding, capsys):
     assert main(["select", *words, "--json"]) == 2
     assert re.search(finding, json.loads(capsys.readouterr().out)["error"], re.DOTALL)
+
+
+@pytest.fixture(scope="module")
+def candidates_of_four() -> tuple[Search, list[Spec]]:
+    """A search without constraints on four devices, and the specs of all its candidates."""
+    job = searched_job("llama3-8b", ["batch.global=12"], cluster="h100-8", devices=4)
+    search = Chooser(job, machine=machine).search
+    scored = (block.scored(row) for block in search.blocks() for row in block.rows)
+    return search, [one.candidate.spec(job.base) for one in scored]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("dp=5", "dp_shard=5", "tp=5", "pp=5", "micro=5", "accumulate=5", "stages=5"),
+        *("recompute=offload", "placement.dp_shard=[R,R,R,R]"),
+    ],
+)
+def test_values_that_are_offered_are_those_of_candidates(text, candidates_of_four):
+    search, specs = candidates_of_four
+    rule = parse(text)
+    values = {QUANTITIES[rule.name].of(spec) for spec in specs} - {""}
+    assert values and rule.bound not in values
+    own = replace(search.task, where=Where((rule,)))
+    finding, remedy = why_none(Search(own))
+    offered = finding.partition(f"{rule.name} can be ")[2]
+    as_written = {f"[{value}]" if "placement" in rule.name else str(value) for value in values}
+    assert {*re.split(r", ", offered)} == as_written and remedy == f"Remove `{text}`."
+    assert not search.has(Where((rule,)))
+    assert all(search.has(Where((parse(f"{rule.name}={value}"),))) for value in values)
 
 
 def test_a_malformed_cluster_is_named(broken_cluster):

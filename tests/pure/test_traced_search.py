@@ -16,7 +16,7 @@ from ptrain.facts.model import (
     UnitFacts,
 )
 from ptrain.plan.lower import own_facts
-from ptrain.selection.choose import select
+from ptrain.selection.choose import Chooser, select
 from ptrain.selection.cuts import TracedCuts
 from ptrain.selection.job import block_size, dense, searched_job, stand_in, with_heads
 from ptrain.spec.load import load
@@ -169,3 +169,31 @@ def test_where_nothing_can_be_traced_the_reason_is_the_answer():
     where = ["tp=1", "pp=1", "micro=1"]
     with pytest.raises(SpecError, match="is not installed"):
         select("qwen3-0.6b", TINY, cluster="h100-8", devices=2, where=where, read=read)
+
+
+def test_a_cut_that_may_not_fit_by_another_is_tried_when_a_third_is_closer_to_its_estimate():
+    job = searched_job("qwen3-0.6b", TINY, cluster="h100-8", devices=2)
+    chooser = Chooser(job, count=9, read=own_facts)
+    traced, room = chooser.cuts, job.room
+    assert traced is not None
+    by_cut = {
+        traced.cut(scored.candidate.spec(job.base)): scored
+        for scored in chooser.search.run(job.where).best
+    }
+    far, large, near = (
+        replace(scored, peak=peak)
+        for scored, peak in zip(by_cut.values(), (0.5 * room, 0.9 * room, 0.1 * room), strict=False)
+    )
+    tried = chooser._tried([far, large, near], 9, lambda: False)
+    assert next(tried) == far
+    traced.compare(far.candidate.spec(job.base), far.peak, int(far.peak + 0.2 * room))
+    assert next(tried) == near
+    traced.compare(near.candidate.spec(job.base), near.peak, int(near.peak))
+    assert list(tried) == [large]
+
+
+def test_a_key_that_leaves_out_what_a_trace_depends_on_is_found():
+    traced = cuts([])
+    assert traced.cut(spec_of()) == traced.cut(spec_of("mesh.dp_shard=4"))
+    with pytest.raises(AssertionError, match="is in the key"):
+        traced.cut(spec_of("model.ffn=64"))
