@@ -81,7 +81,8 @@ class RandomState:
 class Drawing:
     """All ranks call `exchange` after the loop's step, before one device's. `still`: modules whose
     draws are stilled on both sides. `lasts`: steps are recorded though the first drew nothing;
-    `draws`: the loop's model may draw."""
+    `draws`: what the loop's model draws is given to the reference; else both draw by themselves in
+    every step, and are compared by it."""
 
     def __init__(
         self, ranks: Ranks, still: Collection[str] = (), *, lasts: bool = True, draws: bool = True
@@ -165,7 +166,7 @@ class Drawing:
         """Raises Unattributed on every rank where what one device draws is not told, or something
         differs and it was assumed. All ranks call it, when one device has done its step too."""
         self.lasts |= self.any or bool(self.hidden)
-        self.ends = not self.lasts
+        self.ends = not (self._draws and self.lasts)
         if not self.any:
             return
         everyones = self.everyones
@@ -257,8 +258,8 @@ _CLIPPED = 1e-6  # of the squared norm: what it loses to clipping, beyond a roun
 class StepComparison:
     """`losses`: the reference's and this rank's, as the steps returned them; `reference_state` and
     `loop_state`: what both models had before, `random` the loop's generators; `values`: its
-    parameters after the step; `unclipped`: squares
-    of the reference's gradients as its backward pass left them."""
+    parameters after the step; `unclipped`: squares of the reference's gradients as its backward
+    pass left them."""
 
     differences: Differences
     expected: StepRecorder
