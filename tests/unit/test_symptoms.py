@@ -5,13 +5,21 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import pytest
 import torch
 
 from ptrain.report.finding import Mismatch, Moment, RootCause, Subject
-from ptrain.verification.jobs.evidence import JobEvidence, OwnGradients, Sample
+from ptrain.verification.jobs.evidence import (
+    Contributions,
+    JobEvidence,
+    OwnGradients,
+    Sample,
+    contributions,
+)
 from ptrain.verification.jobs.fixes import Fix
 from ptrain.verification.jobs.gradients import GradientCase
 from ptrain.verification.jobs.job import Ranks
+from ptrain.verification.parts import LeastSquares
 
 
 class Alone(Ranks):
@@ -103,3 +111,43 @@ def test_a_gradient_that_is_there_and_wrong_is_not_excused_by_one_that_is_missin
     for rank in (0, 1):
         assert torch.equal(fix.of("w", missing, rank), missing.truth)
         assert not torch.equal(fix.of("w", wrong, rank), wrong.truth)
+
+
+def _of_few_elements() -> Sample:
+    """Twice the mean of six micro-batches on two ranks, of which each holds eight elements: too few
+    to tell them apart there."""
+    basis = torch.randn(2, 3, 16, dtype=torch.float64)
+    truth = basis.mean((0, 1))
+    return Sample(
+        truth=truth, before=torch.zeros_like(truth), basis=basis,
+        gradients=_cut(2 * truth.expand(2, -1)),
+    )  # fmt: skip
+
+
+def test_a_multiple_of_ranks_with_few_elements_has_several_possible_causes() -> None:
+    said, _ = _explained(_of_few_elements())[0]
+    assert "2 times the reference. Possible causes: " in said.sentence
+
+
+def test_a_rank_with_few_elements_keeps_its_gradient() -> None:
+    sample = _of_few_elements()
+    its = contributions(sample)
+    assert its is not None and not its.of_loop
+    for row in (its.rest(sample, 1), its.reweighted(sample, 1)):
+        assert torch.equal(row[8:], sample.gradients[1][8:])
+
+
+@pytest.mark.parametrize(
+    ("losses", "actual", "factor"),
+    [
+        ([1.0, 3.0], (0.25, 0.5), 1.25),
+        ([1.0, -1.0], (0.25, 0.5), None),
+        ([1.0, 3.0], (0.25, 0.0), None),
+    ],
+)
+def test_a_loss_without_a_sum_or_a_weight_has_no_factor(
+    losses: list[float], actual: tuple[float, float], factor: float | None
+) -> None:
+    right, own = LeastSquares((0.5, 0.5), 0.0), LeastSquares(actual, 0.0)
+    its = Contributions(((0, 0), (0, 1)), right, {0: own}, {0: (0, 1)})
+    assert its.loss_factor(0, losses) == factor

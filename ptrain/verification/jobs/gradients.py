@@ -261,7 +261,9 @@ class GradientCase:
         reference's; nothing where these are not known."""
         degrees, micro = self.ranks.degrees, {_MICRO: self.evidence.micro_batches}
         contributed = self.contributed
-        if contributed is None or not contributed.of_truth.holds(self.tolerance):
+        if contributed is None or not contributed.of_loop:
+            return degrees | micro, ""
+        if not contributed.of_truth.holds(self.tolerance):
             return degrees | micro, ""
         actual = fmean(next(iter(contributed.of_loop.values())).coefficients)
         right = fmean(contributed.of_truth.coefficients)
@@ -470,7 +472,9 @@ def of_own_samples(
     themselves, though the reference's are not: the loss asks something else of them, or something
     ties them together. All ranks call it."""
     contributed, reports = evidence.contributed, evidence.rows
-    if contributed is None or contributed.of_truth.holds(_loose(limit)):
+    if contributed is None or not contributed.of_loop:
+        return None
+    if contributed.of_truth.holds(_loose(limit)):
         return None
     if not all(is_even(fit.coefficients, _EVEN) for fit in contributed.of_loop.values()):
         return None
