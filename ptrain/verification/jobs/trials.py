@@ -116,9 +116,11 @@ class Waited(OperatorMode):
 
 
 def come_to_end(everyones: Sequence[Started]) -> bool:
-    """Return whether all ranks come to the end of what they start if each waits until everything
-    is started that it takes part in; messages that follow each other are started together."""
-    units = [
+    """Return whether all ranks come to the end of what they start if each waits for every
+    collective: where messages that follow each other are started together, and, if the step would
+    end like this without these waits, where each message is received before anything else is
+    started."""
+    together = [
         [
             list(its)
             for is_message, run in groupby(row, lambda its: _MESSAGE in its[0])
@@ -126,18 +128,39 @@ def come_to_end(everyones: Sequence[Started]) -> bool:
         ]
         for row in everyones
     ]
-    counts = [Counter(key for key, _ in row[0]) if row else Counter[str]() for row in units]
+    waited, unwaited = (
+        [
+            [[(key, _awaited(rank, key, ranks, waits=waits))] for key, ranks in row]
+            for rank, row in enumerate(everyones)
+        ]
+        for waits in (True, False)
+    )
+    return _all_end(together) and (_all_end(waited) or not _all_end(unwaited))
+
+
+def _awaited(rank: int, key: str, ranks: list[int], *, waits: bool) -> list[int]:
+    """Return whom a rank waits for that starts this alone: a message is sent without waiting."""
+    _, is_message, receiver = key.partition(_MESSAGE)
+    if is_message:
+        return ranks if receiver == str(rank) else []
+    return ranks if waits else []
+
+
+def _all_end(units: Sequence[Sequence[Started]]) -> bool:
+    """Return whether all ranks come to the end of their units: each starts a unit when all that
+    its last one waits for is started, by key and the ranks that start it."""
+    begun = [Counter(key for key, _ in row[0]) if row else Counter[str]() for row in units]
     at, moves = [0] * len(units), True
     while moves:
         moves = False
         for rank, row in enumerate(units):
             if at[rank] < len(row) and all(
-                counts[other][key] >= counts[rank][key]
+                begun[other][key] >= begun[rank][key]
                 for key, others in row[at[rank]]
                 for other in others
             ):
                 at[rank], moves = at[rank] + 1, True
-                counts[rank].update(key for key, _ in (row[at[rank] :] or [[]])[0])
+                begun[rank].update(key for key, _ in (row[at[rank] :] or [[]])[0])
     return at == [len(row) for row in units]
 
 
@@ -251,8 +274,8 @@ def candidates(inquiry: Inquiry, first: Sequence[Mismatch]) -> Iterator[Possible
             yield waited
         else:
             inquiry.untried += (
-                "; waiting for every collective where it starts was not tried, as ranks start them "
-                "in different orders"
+                "; waiting for every collective where it starts was not tried, as ranks that wait "
+                "there might wait for each other forever"
             )
     if any(inquiry.ranks.gather(any(its.autocast for its in inquiry.step.seen.calls))):
         yield PossibleCause(
