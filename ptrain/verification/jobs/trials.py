@@ -346,9 +346,14 @@ def _part(place: int, count: int, rows: Tensor) -> Tensor:
 def _of_changed_gradients(inquiry: Inquiry, first: Sequence[Mismatch]) -> Iterator[PossibleCause]:
     """Yield that gradients are changed between backward and the optimizer, if any rank's are."""
     holds, ranks = inquiry.pair.holds, inquiry.ranks
-    chosen = {its.name for its in first} & holds.keys()
-    left = AsBackwardLeft(inquiry.pair.loop.model, [holds[name].parameter for name in chosen])
-    trial = inquiry.trial(inquiry.drawing.repeated(inquiry.pair.loop.model), before=[left])
+    loop = inquiry.pair.loop.model
+    chosen = [holds[name].parameter for name in {its.name for its in first} & holds.keys()]
+
+    def run() -> tuple[AsBackwardLeft, Trial | None]:
+        left = AsBackwardLeft(loop, chosen)
+        return left, inquiry.trial(inquiry.drawing.repeated(loop), before=[left])
+
+    left, _ = run()
     everyones = ranks.gather((left.has_replaced, left.factor), tuple[bool, float | None])
     if not any(is_replaced for is_replaced, _ in everyones):
         return
@@ -369,7 +374,7 @@ def _of_changed_gradients(inquiry: Inquiry, first: Sequence[Mismatch]) -> Iterat
             "what was not scaled).",
         ),
         words="with the gradients that backward leaves",
-        run=lambda: trial,
+        run=lambda: run()[1],
     )  # fmt: skip
 
 
