@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from ptrain.report.finding import Mismatch, Moment, RootCause, Subject
+from ptrain.report.finding import POSSIBLE, Certainty, Mismatch, Moment, RootCause, Subject
 from ptrain.verification.jobs.evidence import (
     Contributions,
     JobEvidence,
@@ -151,3 +151,62 @@ def test_a_loss_without_a_sum_or_a_weight_has_no_factor(
     right, own = LeastSquares((0.5, 0.5), 0.0), LeastSquares(actual, 0.0)
     its = Contributions(((0, 0), (0, 1)), right, {0: own}, {0: (0, 1)})
     assert its.loss_factor(0, losses) == factor
+
+
+def _of_two(factors: tuple[float, float], *, is_shared: bool) -> list[RootCause]:
+    """Return what is said of two ranks' gradients that are these multiples: of one parameter, or of
+    one each, as stages of a pipeline have."""
+    basis = DRAWN[:, :0, None]
+    samples = {}
+    for name in ("v", "w"):
+        rows = DRAWN[0] * torch.tensor(factors)[:, None]
+        if not is_shared:
+            rows[int(name == "v")] = math.nan
+        samples[name] = Sample(
+            truth=DRAWN[0], before=torch.zeros(16).double(), gradients=rows, basis=basis
+        )
+    own = OwnGradients(holds={}, truths={}, taken={}, given=[], before={}, micro_batches=0)
+    mismatches = [
+        Mismatch(step=0, moment=Moment.GRADIENTS, subject=Subject.GRADIENTS, name=name, rank=0)
+        for name in samples
+    ]
+    evidence = JobEvidence(samples=samples, own=own, micro_batches=0)
+    case = GradientCase(mismatches, evidence, PAIR, 1e-6, [*samples])
+    said = [said for said, _ in case.hypotheses()]
+    return [its for its in said if its.factor == "different factor on each rank"]
+
+
+def test_a_factor_on_each_rank_is_of_ranks_that_share_parameters() -> None:
+    (said,) = _of_two((0.5, 0.25), is_shared=True)
+    assert said.ranks == (0, 1)
+    assert "(rank 0: × 0.5, rank 1: × 0.25). Each of these ranks scales it" in said.sentence
+    assert POSSIBLE not in said.sentence
+
+
+def test_a_factor_on_one_stage_has_possible_causes() -> None:
+    """The gradient that it is sent by the next stage may have the factor."""
+    (said,) = _of_two((0.5, 0.75), is_shared=False)
+    assert POSSIBLE in said.sentence
+    assert said.proven("").certainty is Certainty.FITS
+
+
+def test_ranks_with_one_factor_have_no_different_ones() -> None:
+    assert not _of_two((0.5, 0.5), is_shared=True)
+    assert not _of_two((0.5, math.inf), is_shared=True)
+
+
+def test_a_small_part_of_the_gradient_is_no_stale_one() -> None:
+    """Within what 16 bits leave of sums a tenth of it would be nothing."""
+    truth, earlier = DRAWN.sum(0), DRAWN_4[0]
+    own = OwnGradients(holds={}, truths={}, taken={}, given=[], before={}, micro_batches=1)
+    mismatch = Mismatch(
+        step=1, moment=Moment.GRADIENTS, subject=Subject.GRADIENTS, name="w", rank=0
+    )
+    for part, factor in ((0.0, "stale by 1 step"), (0.09, "previous step added")):
+        sample = Sample(
+            truth=truth, before=earlier, gradients=(part * truth + earlier).expand(2, -1),
+            basis=DRAWN[:, :0, None],
+        )  # fmt: skip
+        evidence = JobEvidence(samples={"w": sample}, own=own, micro_batches=1)
+        case = GradientCase([mismatch], evidence, PAIR, 0.1, ["w"])
+        assert factor in [said.factor for said, _ in case.hypotheses()]
