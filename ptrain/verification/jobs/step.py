@@ -278,6 +278,20 @@ class StepComparison:
         taken = sum(map(square, self.expected.gradients.values()))
         return sum(self.unclipped.values()) > taken * (1 + _CLIPPED)
 
+    @property
+    def clip(self) -> float | None:
+        """Return what the reference multiplies all gradients by after backward; None where that is
+        no one number, or where the recorders divide by it."""
+        if self.expected.clip != 1.0 or self.seen.clip != 1.0:
+            return None
+        rows = {n: its for n, its in self.expected.gradients.items() if self.unclipped.get(n)}
+        factors = [math.sqrt(square(its) / self.unclipped[name]) for name, its in rows.items()]
+        rounding = max([_CLIPPED, *(torch.finfo(its.dtype).eps for its in rows.values())])
+        if not factors or max(factors) - min(factors) > rounding * max(factors):
+            return None if factors else 1.0
+        taken = sum(map(square, rows.values()))
+        return math.sqrt(taken / sum(self.unclipped[name] for name in rows))
+
 
 Watches = Sequence[AbstractContextManager[object]]
 

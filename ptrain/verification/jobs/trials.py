@@ -213,13 +213,14 @@ def put(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
 
 
 class AsBackwardLeft:
-    """While entered, optimizers step with the gradients that the last backward pass left.
-    `has_replaced`: the gradients that they would have taken are others; `factor`: a multiple of
-    those that backward left, None where they are none, of the parameters in `fitted`."""
+    """While entered, optimizers step with the gradients that the last backward pass left, `times`
+    what the reference multiplies its own by. `has_replaced`: the gradients that they would have
+    taken are others than backward left; `factor`: a multiple of those that they take instead, None
+    where they are none, of the parameters in `fitted`."""
 
-    def __init__(self, model: nn.Module, fitted: Iterable[Tensor]) -> None:
+    def __init__(self, model: nn.Module, fitted: Iterable[Tensor], times: float) -> None:
         self.factor: float | None = None
-        self.has_replaced = False
+        self.has_replaced, self._times = False, times
         self._parameters = list(model.parameters())
         self._fitted = {id(its) for its in fitted}
         self._left: dict[int, Tensor] = {}
@@ -247,10 +248,10 @@ class AsBackwardLeft:
             rows = [map(held, side) for side in zip(*fitted, strict=True)]
             own, left = (torch.cat([its.double().flatten() for its in row]) for row in rows)
             fit = multiple(own, left)
-            self.factor = fit.factor if fit.holds(1e-3) else None
+            self.factor = fit.factor / self._times if fit.holds(1e-3) else None
         for parameter, own, left in pairs:
             self.has_replaced |= not torch.equal(held(own), held(left))
-            parameter.grad = left
+            parameter.grad = left if self._times == 1.0 else left * self._times
 
 
 def candidates(inquiry: Inquiry, first: Sequence[Mismatch]) -> Iterator[PossibleCause]:
@@ -346,11 +347,17 @@ def _part(place: int, count: int, rows: Tensor) -> Tensor:
 def _of_changed_gradients(inquiry: Inquiry, first: Sequence[Mismatch]) -> Iterator[PossibleCause]:
     """Yield that gradients are changed between backward and the optimizer, if any rank's are."""
     holds, ranks = inquiry.pair.holds, inquiry.ranks
-    loop = inquiry.pair.loop.model
+    loop, clip = inquiry.pair.loop.model, ranks.gather(inquiry.step.clip)[0]
     chosen = [holds[name].parameter for name in {its.name for its in first} & holds.keys()]
+    if clip is None:
+        inquiry.untried += (
+            "; the gradients that backward leaves were not tried, as clipping changes them by more "
+            "than one known factor"
+        )
+        return
 
     def run() -> tuple[AsBackwardLeft, Trial | None]:
-        left = AsBackwardLeft(loop, chosen)
+        left = AsBackwardLeft(loop, chosen, clip)
         return left, inquiry.trial(inquiry.drawing.repeated(loop), before=[left])
 
     left, _ = run()
@@ -373,7 +380,8 @@ def _of_changed_gradients(inquiry: Inquiry, first: Sequence[Mismatch]) -> Iterat
             fix="Remove what scales or writes them there (a division, a clip, an unscaling of "
             "what was not scaled).",
         ),
-        words="with the gradients that backward leaves",
+        words="with the gradients that backward leaves"
+        + f", multiplied by {clip:.4g} as in the reference" * (abs(clip - 1) > PLAIN),
         run=lambda: run()[1],
     )  # fmt: skip
 
