@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from itertools import count
+from typing import Any
 
 import pytest
 import torch
@@ -18,9 +19,10 @@ from ptrain.spec.load import load
 from ptrain.train.exchange import Exchange
 from ptrain.verification.capture import modules
 from ptrain.verification.examine import examine
-from ptrain.verification.jobs import evidence
+from ptrain.verification.jobs import evidence, run
 from ptrain.verification.jobs.evidence import MOST, JobEvidence, OwnGradients
 from ptrain.verification.jobs.job import Ranks
+from ptrain.verification.jobs.step import StepComparison, run_step
 from ptrain.verification.options import VerifyOptions
 from ptrain.verification.parts import numbers_apart
 from ptrain.verification.preconditions import consistency
@@ -147,6 +149,25 @@ def test_masks_of_a_program_are_compared_in_every_step(
     assert verdict.holds is (cause is None)
     assert (said and (said.state, said.step)) == cause
     assert not any("replayed" in note for note in verdict.notes)
+
+
+def test_gradients_of_a_program_are_not_explained_by_clipping(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They are compared without it, and no backward pass leaves those of all micro-batches."""
+    steps = []
+
+    def kept(*args: Any) -> StepComparison:
+        steps.append(run_step(*args))
+        return steps[-1]
+
+    monkeypatch.setattr(run, "run_step", kept)
+    monkeypatch.setattr(run, "clipping", None)
+    odd = program("optimizer.clip=1e-3")
+    odd.model.get_parameter("head.weight").register_hook(lambda its: its.flip(0))
+    verdict = examine(odd, Exchange(World()), 1)
+    assert verdict.root_cause is not None
+    assert [step.unclipped for step in steps] == [{}]
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.0])

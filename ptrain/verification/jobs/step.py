@@ -259,7 +259,7 @@ class StepComparison:
     """`losses`: the reference's and this rank's, as the steps returned them; `reference_state` and
     `loop_state`: what both models had before, `random` the loop's generators; `values`: its
     parameters after the step; `unclipped`: squares of the reference's gradients as its backward
-    pass left them."""
+    pass left them, nothing of a job with evidence."""
 
     differences: Differences
     expected: StepRecorder
@@ -326,7 +326,9 @@ def run_step(
     pair.averages.before()
     expected, seen = pair.recorders()
     unclipped: dict[str, float] = {}
-    watches = (expected, kept_squares(pair.wholes, unclipped)), (seen,)
+    # of a program's reference each micro-batch has a backward pass, and none leaves their sum
+    kept = nullcontext() if pair.loop.evidence else kept_squares(pair.wholes, unclipped)
+    watches = (expected, kept), (seen,)
     right, loss = both_losses(pair, batch, share, drawing, watches)
     differences = Differences(step=number_, rank=drawing.ranks.rank)
     if seen.updates != expected.updates:
