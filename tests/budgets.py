@@ -24,7 +24,7 @@ SMALL = 80  # lines
 
 # begin
 BUDGETS: dict[str, int] = {
-    "ptrain": 52390,
+    "ptrain": 52400,
     "ptrain/activations": 340,
     "ptrain/algebra": 240,
     "ptrain/axes": 160,
@@ -53,7 +53,7 @@ BUDGETS: dict[str, int] = {
     "ptrain/simulation": 1040,
     "ptrain/spec": 4090,
     "ptrain/steps": 450,
-    "ptrain/traces": 2190,
+    "ptrain/traces": 2200,
     "ptrain/train": 3140,
     "ptrain/verification": 6900,
 }

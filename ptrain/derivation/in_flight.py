@@ -168,7 +168,7 @@ class RankStep:
         self.gaps = gaps
         self.tape, self.last, plan = tape, last, parts[0].ghost.wrapped.plan
         self.is_alone, self.seed = plan.pipeline is None, seed_bytes(plan.update.layout)
-        self.passes = self.late = self.left = 0.0
+        self.passes = self.late = self.left = self.idle = 0.0
         self.updates: dict[int, int] = {}
         self.seconds: dict[Action, float] = {}
         self.tails: dict[Action, float] = {}
@@ -215,6 +215,7 @@ class RankStep:
         stage, kind = self.stages[action.stage], action.kind
         if action.stage == 0 and kind is Kind.INPUT:
             self.seconds[action] = self.tails[action] = 0.0
+            self.idle += self.gaps.get(action, 0.0) if self.gaps else 0.0
             return  # nobody waits for gradients of tokens
         if action.stage == 0 and kind is Kind.WEIGHT:
             kind = Kind.BACKWARD
@@ -223,7 +224,8 @@ class RankStep:
         else:
             self._begin_backward(stage, kind)
         passes = stage.part.of(action.microbatch)
-        gap = self.gaps.get(action, 0.0) if self.gaps else 0.0
+        gap = self.idle + (self.gaps.get(action, 0.0) if self.gaps else 0.0)
+        self.idle = 0.0
         if self.tape.clock:
             self.tape.clock.now += gap
         seconds, left = self._play(stage, kind, passes)

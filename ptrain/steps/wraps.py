@@ -61,7 +61,7 @@ class WrapStep(PlanStep):
 
     @property
     def row_axes(self) -> tuple[Axis, ...]:
-        """The axes that cut each tensor by itself, by rows; flat units cut whole units."""
+        """The axes that cut each tensor along a dimension; flat units cut whole units."""
         return ()
 
     @property

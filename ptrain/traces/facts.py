@@ -407,7 +407,7 @@ class _Reader:
         of_parts: Callable[[ModelFacts, Extent], Traced] = self._of_ranks
         if is_within:
             of_parts = partial(self._of_stages, model)
-        del model  # the processes that play the ranks build their own
+        del model  # whoever plays the ranks builds another
         first, *others = (
             self._with_parts(facts, self.share(partial(of_parts, facts, extent)), has_stages)
             for facts, extent in extents_of(facts)

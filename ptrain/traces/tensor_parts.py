@@ -62,6 +62,7 @@ REAL_BYTES = 2 * 2**30  # of weights: more than a laptop copies within seconds
 # A trace on fake tensors takes one to five seconds, whatever the sizes. Real tensors take as long
 # with 8 million parameters in fp32, or 1e11 operations at some 50 GFLOP/s of two cores.
 QUICK_BYTES, QUICK_OPERATIONS = 32 * 2**20, 10**11
+_READING = 5.0  # seconds
 _FEWEST = 5  # ranks of a process: it takes as long to import torch as to play some four of them
 
 
@@ -254,9 +255,10 @@ def _together(spec: Spec, plan: Plan, indices: tuple[int, ...]) -> list[tuple[in
 def _answers(requests: tuple[_PartRequest, ...], seconds: float) -> list[list[Traced]]:
     """Return the answers of this process and of others, of which as many run side by side as there
     are cores, and all of them at most `seconds`. Each imports torch: more at once would take
-    memory, and no less time."""
+    memory, and no less time. This process, which nothing ends, runs no code of the user's."""
     ends, at_once, axes = time.monotonic() + seconds, cores(), requests[0].axes
-    plays_first = Axis.TP not in axes and not dist.is_initialized()
+    is_trusted = not requests[0].allow_import
+    plays_first = is_trusted and Axis.TP not in axes and not dist.is_initialized()
     processes: list[Popen[str]] = []
     answers = []
     try:
@@ -285,16 +287,21 @@ def _answers(requests: tuple[_PartRequest, ...], seconds: float) -> list[list[Tr
 
 def _played_here(request: _PartRequest) -> list[Traced]:
     """Return the answer of this process; nothing where it fails."""
-    gc.freeze()  # each trace begins with a collection, which would visit all that was imported
+    # Each trace begins with a collection, which would visit all that was imported. A program that
+    # froze its objects (to fork workers) keeps them so.
+    freezes = gc.get_freeze_count() == 0
+    if freezes:
+        gc.freeze()
     try:
         with redirect_stdout(sys.stderr), torch.random.fork_rng(devices=[]):
             answers: list[Traced] = json.loads(json.dumps(_played(request)))
             return answers
-    except (PtrainError, RuntimeError, ValueError, *PYTHONS):
+    except (PtrainError, RuntimeError, ValueError, OSError, ImportError, *PYTHONS):
         return []
     finally:
         _forget_ranks()
-        gc.unfreeze()
+        if freezes:
+            gc.unfreeze()
 
 
 def _started(request: _PartRequest) -> Popen[str]:
@@ -316,7 +323,8 @@ def _started(request: _PartRequest) -> Popen[str]:
 
 
 def _answer(process: Popen[str], axes: tuple[Axis, ...], ends: float) -> list[Traced]:
-    output, errors = process.communicate(timeout=max(0.0, ends - time.monotonic()))
+    # One that has finished may have filled its pipe, and waits until it is read.
+    output, errors = process.communicate(timeout=max(_READING, ends - time.monotonic()))
     said = errors.strip()
     if process.returncode == PtrainError.exit_code:
         raise PtrainError(said)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from dataclasses import replace
 from datetime import date
@@ -9,6 +10,8 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from ptrain.algebra.legality import require
 from ptrain.derivation.estimate import derive
@@ -159,6 +162,22 @@ def over_cp(attention: Any, degree: int) -> dict[str, Any]:
     }
     spec = require(load(mapping))
     return traced(spec, own_facts(spec), allow_import=False)
+
+
+def test_ranks_that_this_process_plays_leave_nothing_behind(monkeypatch, capsys):
+    tensor_parts._answers.cache_clear()
+    monkeypatch.setattr(tensor_parts, "Popen", None)  # no other process
+    gc.freeze()  # as a program does before it forks workers
+    try:
+        frozen, state = gc.get_freeze_count(), torch.get_rng_state()
+        (first, second) = over_cp("ulysses", 2)["timelines"]
+        assert gc.get_freeze_count() > frozen / 2  # some of the objects are gone by then
+    finally:
+        gc.unfreeze()
+    assert first == second
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not dist.is_initialized()
+    assert capsys.readouterr().out == ""
 
 
 def test_no_more_processes_trace_at_once_than_there_are_cores(monkeypatch, silent):

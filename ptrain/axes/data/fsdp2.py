@@ -1,4 +1,5 @@
-"""What FSDP2 does otherwise from one version of torch to another, of what counts in bytes.
+"""FSDP2, of what counts in bytes: what it does otherwise from one version of torch to another, the
+dimension along which it shards a tensor, and the order of a unit's parameters.
 
 torch 2.15 moved three things of torch/distributed/fsdp/_fully_shard into functions of their own, in
 which a name ends sooner (`release_all_gather_state_for_comm_reuse`,

@@ -44,8 +44,9 @@ def slices(size: int, degree: int) -> list[int]:
 
 def shards_differ(size: int, degree: int, shards: int) -> bool:
     """Return whether the slices of a tensor's rows are cut into shards of different heights: the
-    offsets that torch then computes for a DTensor that is cut twice are wrong (2.11 to 2.13)."""
-    heights = {ceil_div(rows, shards) for rows in slices(size, degree)}
+    offsets that torch then computes for a DTensor that is cut twice are wrong (2.11 to 2.13). Or
+    whether only some slices have fewer rows than shards: these are cut along another dimension."""
+    heights = {(ceil_div(rows, shards), rows < shards) for rows in slices(size, degree)}
     return shards > 1 and len(heights) > 1
 
 

@@ -1,5 +1,5 @@
-"""What FSDP2 keeps and sends: rows of each tensor, padded to equal shards; and a unit of each kind
-played by its ghost (`fsdp2`)."""
+"""What FSDP2 keeps and sends: rows of each tensor, padded to equal shards, or parts along a later
+dimension; and a unit of each kind played by its ghost (`fsdp2`)."""
 
 from __future__ import annotations
 
