@@ -345,7 +345,8 @@ def _part(place: int, count: int, rows: Tensor) -> Tensor:
 
 
 def _of_changed_gradients(inquiry: Inquiry, first: Sequence[Mismatch]) -> Iterator[PossibleCause]:
-    """Yield that gradients are changed between backward and the optimizer, if any rank's are."""
+    """Yield that gradients are changed between backward and the optimizer, if those that differ
+    are."""
     holds, ranks = inquiry.pair.holds, inquiry.ranks
     loop, clip = inquiry.pair.loop.model, ranks.gather(inquiry.step.clip)[0]
     chosen = [holds[name].parameter for name in {its.name for its in first} & holds.keys()]
@@ -362,9 +363,10 @@ def _of_changed_gradients(inquiry: Inquiry, first: Sequence[Mismatch]) -> Iterat
 
     left, _ = run()
     everyones = ranks.gather((left.has_replaced, left.factor), tuple[bool, float | None])
-    if not any(is_replaced for is_replaced, _ in everyones):
+    wrong = sorted({its.rank for its in first})
+    if not all(everyones[rank][0] for rank in wrong):  # a rank that does not clip changes nothing
         return
-    factors = {rank: everyones[rank][1] for rank in sorted({its.rank for its in first})}
+    factors = {rank: everyones[rank][1] for rank in wrong}
     numbers = {r: f"{its:.4g}" for r, its in factors.items() if its and abs(its - 1) > PLAIN}
     by, times = "", ""
     if None not in factors.values() and numbers:
