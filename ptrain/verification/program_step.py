@@ -17,10 +17,7 @@ from ptrain.optimizers.update import COUNTER, MASTER
 from ptrain.report.finding import Moment, Subject, Way
 from ptrain.spec.placement import Axis
 from ptrain.spec.spec import Spec, coordinates
-from ptrain.verification.capture import (
-    TokensOfRank,
-    modules,
-)
+from ptrain.verification.capture import TokensOfRank, modules
 from ptrain.verification.compare import Differences
 from ptrain.verification.jobs.job import Ranks
 from ptrain.verification.jobs.shards import part_of

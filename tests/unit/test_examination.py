@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import count
+from typing import Any
 
 import pytest
 import torch
 
 from ptrain.data.sampler import LocalBatch
 from ptrain.interpreter.program import Program, interpret
+from ptrain.report.finding import Subject
 from ptrain.rooms.world import World
 from ptrain.selection.recompute import resolve_auto
 from ptrain.spec.load import load
 from ptrain.train.exchange import Exchange
 from ptrain.verification.capture import modules
 from ptrain.verification.examine import examine
-from ptrain.verification.jobs import evidence
+from ptrain.verification.jobs import evidence, run
 from ptrain.verification.jobs.evidence import MOST, JobEvidence, OwnGradients
 from ptrain.verification.jobs.job import Ranks
+from ptrain.verification.jobs.step import StepComparison, run_step
 from ptrain.verification.options import VerifyOptions
 from ptrain.verification.parts import numbers_apart
 from ptrain.verification.preconditions import consistency
@@ -123,6 +127,47 @@ def test_two_numbers_are_apart_relative_to_the_expected_one(
 ) -> None:
     measured, right = pair
     assert numbers_apart(right, measured) == off
+
+
+@pytest.mark.parametrize(("since", "cause"), [(3, None), (1, (Subject.ACTIVATIONS, 1))])
+def test_masks_of_a_program_are_compared_in_every_step(
+    since: int, cause: tuple[Subject, int] | None
+) -> None:
+    words = [word for word in TINY if not word.startswith("model.")]
+    model = "model={family: gpt, layers: 1, hidden: 16, heads: 2, vocab: 260, dropout: 0.1}"
+    odd = interpret(resolve_auto(load("zero2", (*words, model))), world=World())
+    run, steps = odd.forward_backward, count()
+
+    def seeded(batch: LocalBatch, lr: float | None = None) -> torch.Tensor:
+        if next(steps) >= since:
+            torch.manual_seed(999)
+        return run(batch, lr)
+
+    odd.forward_backward = seeded  # type: ignore[method-assign]
+    verdict = examine(odd, Exchange(World()), 3)
+    said = verdict.root_cause
+    assert verdict.holds is (cause is None)
+    assert (said and (said.state, said.step)) == cause
+    assert not any("replayed" in note for note in verdict.notes)
+
+
+def test_gradients_of_a_program_are_not_explained_by_clipping(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They are compared without it, and no backward pass leaves those of all micro-batches."""
+    steps = []
+
+    def kept(*args: Any) -> StepComparison:
+        steps.append(run_step(*args))
+        return steps[-1]
+
+    monkeypatch.setattr(run, "run_step", kept)
+    monkeypatch.setattr(run, "clipping", None)
+    odd = program("optimizer.clip=1e-3")
+    odd.model.get_parameter("head.weight").register_hook(lambda its: its.flip(0))
+    verdict = examine(odd, Exchange(World()), 1)
+    assert verdict.root_cause is not None
+    assert [step.unclipped for step in steps] == [{}]
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.0])

@@ -77,4 +77,4 @@ def test_only_the_fixes_that_were_tried_are_ruled_out() -> None:
     truth = torch.randn(12, dtype=torch.float64)
     said = _explained_of(truth, truth.flip(0))
     assert said.certainty is Certainty.UNEXPLAINED
-    assert said.tried == "ruled out: divided by a different factor on each rank"
+    assert "divided by" not in said.tried

@@ -14,6 +14,12 @@ RANKS_OF_THREE: list[Started] = [
     [("bc", [1, 2]), ("ab", [0, 1])],
     [("ca", [2, 0]), ("bc", [1, 2])],
 ]
+# Rank 0 is between 1 and 2, which reduce together: 1 before it sends, 2 after it has received.
+STAGES: list[Started] = [
+    [("1 to 0", [1, 0]), ("0 to 2", [0, 2])],
+    [("x", [1, 2]), ("1 to 0", [1, 0])],
+    [("0 to 2", [0, 2]), ("x", [1, 2])],
+]
 
 
 @pytest.mark.parametrize(
@@ -29,6 +35,8 @@ RANKS_OF_THREE: list[Started] = [
         ([[("any to 0", BOTH)], [FORTH]], False),
         (RANKS_OF_THREE, False),
         ([RANKS_OF_THREE[0][::-1], *RANKS_OF_THREE[1:]], True),
+        (STAGES, False),
+        ([STAGES[0], STAGES[1][::-1], STAGES[2]], True),
     ],
 )
 def test_waiting_comes_to_the_end(everyones: list[Started], comes: bool) -> None:

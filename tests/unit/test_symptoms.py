@@ -5,13 +5,21 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import pytest
 import torch
 
-from ptrain.report.finding import Mismatch, Moment, RootCause, Subject
-from ptrain.verification.jobs.evidence import JobEvidence, OwnGradients, Sample
+from ptrain.report.finding import POSSIBLE, Certainty, Mismatch, Moment, RootCause, Subject
+from ptrain.verification.jobs.evidence import (
+    Contributions,
+    JobEvidence,
+    OwnGradients,
+    Sample,
+    contributions,
+)
 from ptrain.verification.jobs.fixes import Fix
 from ptrain.verification.jobs.gradients import GradientCase
 from ptrain.verification.jobs.job import Ranks
+from ptrain.verification.parts import LeastSquares
 
 
 class Alone(Ranks):
@@ -103,3 +111,102 @@ def test_a_gradient_that_is_there_and_wrong_is_not_excused_by_one_that_is_missin
     for rank in (0, 1):
         assert torch.equal(fix.of("w", missing, rank), missing.truth)
         assert not torch.equal(fix.of("w", wrong, rank), wrong.truth)
+
+
+def _of_few_elements() -> Sample:
+    """Twice the mean of six micro-batches on two ranks, of which each holds eight elements: too few
+    to tell them apart there."""
+    basis = torch.randn(2, 3, 16, dtype=torch.float64)
+    truth = basis.mean((0, 1))
+    return Sample(
+        truth=truth, before=torch.zeros_like(truth), basis=basis,
+        gradients=_cut(2 * truth.expand(2, -1)),
+    )  # fmt: skip
+
+
+def test_a_multiple_of_ranks_with_few_elements_has_several_possible_causes() -> None:
+    said, _ = _explained(_of_few_elements())[0]
+    assert "2 times the reference. Possible causes: " in said.sentence
+
+
+def test_a_rank_with_few_elements_keeps_its_gradient() -> None:
+    sample = _of_few_elements()
+    its = contributions(sample)
+    assert its is not None and not its.of_loop
+    for row in (its.rest(sample, 1), its.reweighted(sample, 1)):
+        assert torch.equal(row[8:], sample.gradients[1][8:])
+
+
+@pytest.mark.parametrize(
+    ("losses", "actual", "factor"),
+    [
+        ([1.0, 3.0], (0.25, 0.5), 1.25),
+        ([1.0, -1.0], (0.25, 0.5), None),
+        ([1.0, 3.0], (0.25, 0.0), None),
+    ],
+)
+def test_a_loss_without_a_sum_or_a_weight_has_no_factor(
+    losses: list[float], actual: tuple[float, float], factor: float | None
+) -> None:
+    right, own = LeastSquares((0.5, 0.5), 0.0), LeastSquares(actual, 0.0)
+    its = Contributions(((0, 0), (0, 1)), right, {0: own}, {0: (0, 1)})
+    assert its.loss_factor(0, losses) == factor
+
+
+def _of_two(factors: tuple[float, float], *, is_shared: bool) -> list[RootCause]:
+    """Return what is said of two ranks' gradients that are these multiples: of one parameter, or of
+    one each, as stages of a pipeline have."""
+    basis = DRAWN[:, :0, None]
+    samples = {}
+    for name in ("v", "w"):
+        rows = DRAWN[0] * torch.tensor(factors)[:, None]
+        if not is_shared:
+            rows[int(name == "v")] = math.nan
+        samples[name] = Sample(
+            truth=DRAWN[0], before=torch.zeros(16).double(), gradients=rows, basis=basis
+        )
+    own = OwnGradients(holds={}, truths={}, taken={}, given=[], before={}, micro_batches=0)
+    mismatches = [
+        Mismatch(step=0, moment=Moment.GRADIENTS, subject=Subject.GRADIENTS, name=name, rank=0)
+        for name in samples
+    ]
+    evidence = JobEvidence(samples=samples, own=own, micro_batches=0)
+    case = GradientCase(mismatches, evidence, PAIR, 1e-6, [*samples])
+    said = [said for said, _ in case.hypotheses()]
+    return [its for its in said if its.factor == "different factor on each rank"]
+
+
+def test_a_factor_on_each_rank_is_of_ranks_that_share_parameters() -> None:
+    (said,) = _of_two((0.5, 0.25), is_shared=True)
+    assert said.ranks == (0, 1)
+    assert "(rank 0: × 0.5, rank 1: × 0.25). Each of these ranks scales it" in said.sentence
+    assert POSSIBLE not in said.sentence
+
+
+def test_a_factor_on_one_stage_has_possible_causes() -> None:
+    """The gradient that it is sent by the next stage may have the factor."""
+    (said,) = _of_two((0.5, 0.75), is_shared=False)
+    assert POSSIBLE in said.sentence
+    assert said.proven("").certainty is Certainty.FITS
+
+
+def test_ranks_with_one_factor_have_no_different_ones() -> None:
+    assert not _of_two((0.5, 0.5), is_shared=True)
+    assert not _of_two((0.5, math.inf), is_shared=True)
+
+
+def test_a_small_part_of_the_gradient_is_no_stale_one() -> None:
+    """Within what 16 bits leave of sums a tenth of it would be nothing."""
+    truth, earlier = DRAWN.sum(0), DRAWN_4[0]
+    own = OwnGradients(holds={}, truths={}, taken={}, given=[], before={}, micro_batches=1)
+    mismatch = Mismatch(
+        step=1, moment=Moment.GRADIENTS, subject=Subject.GRADIENTS, name="w", rank=0
+    )
+    for part, factor in ((0.0, "stale by 1 step"), (0.09, "previous step added")):
+        sample = Sample(
+            truth=truth, before=earlier, gradients=(part * truth + earlier).expand(2, -1),
+            basis=DRAWN[:, :0, None],
+        )  # fmt: skip
+        evidence = JobEvidence(samples={"w": sample}, own=own, micro_batches=1)
+        case = GradientCase([mismatch], evidence, PAIR, 0.1, ["w"])
+        assert factor in [said.factor for said, _ in case.hypotheses()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -41,7 +42,10 @@ class Counting(nn.Module):
 
 
 def job(
-    fault: str = "", model: Callable[[], nn.Module] = Counting, rate: float = 1e-2
+    fault: str = "",
+    model: Callable[[], nn.Module] = Counting,
+    rate: float = 1e-2,
+    clip: Callable[[Any], object] = list,
 ) -> Callable[[], ptrain.Job]:
     def made() -> ptrain.Job:
         built, steps = model(), 0
@@ -56,12 +60,18 @@ def job(
                 for parameter in built.parameters():
                     parameter.data.copy_(parameter.bfloat16())
             given = rows.clone()
-            loss = built(given).square().mean() * (1.5 if fault == "begins" and steps < 3 else 1)
+            times = 1.5 if fault == "begins" and steps < 3 else 1.0
+            if fault == "right by chance":
+                times += 0.1 * steps * (steps != 3)
+            loss = built(given).square().mean() * times
             if fault == "overwritten":
                 given.data.mul_(2.0)  # as a receive does, which no version counter sees
             loss.backward()
             for parameter in built.parameters() if fault == "scaled" else ():
                 parameter.grad /= 8.0
+            clip(built.parameters())
+            if fault == "added":
+                built.outer.weight.grad += torch.arange(8.0)
             if fault == "ends":
                 built.outer.weight.grad += torch.arange(8.0)
             if fault == "one scaled":
@@ -87,6 +97,25 @@ def test_a_cause_is_proven_by_a_step_without_it(fault: str, factor: str) -> None
     root_cause = ptrain.verify(job(), job(fault), ROWS).root_cause
     assert root_cause is not None
     assert (root_cause.factor, root_cause.certainty) == (factor, Certainty.PROVEN)
+
+
+def test_gradients_that_are_changed_beside_clipping_are_clipped_when_it_is_undone() -> None:
+    clip = partial(nn.utils.clip_grad_norm_, max_norm=1e-2)
+    for fault, factor in (("one scaled", ", × 2"), ("added", "")):
+        root_cause = ptrain.verify(job(clip=clip), job(fault, clip=clip), ROWS).root_cause
+        assert root_cause is not None
+        assert root_cause.factor == f"changed after backward{factor}", root_cause
+        assert root_cause.certainty is Certainty.PROVEN
+        assert "as in the reference the gradients match" in root_cause.tried
+
+
+def test_gradients_that_backward_leaves_are_not_tried_beside_clipping_by_value() -> None:
+    clip = partial(nn.utils.clip_grad_value_, clip_value=1e-2)
+    root_cause = ptrain.verify(job(clip=clip), job("added", clip=clip), ROWS).root_cause
+    assert root_cause is not None
+    assert root_cause.certainty is Certainty.UNEXPLAINED
+    assert "the gradients that backward leaves were not tried" in root_cause.tried
+    assert "with the gradients that backward leaves" not in root_cause.tried
 
 
 def test_a_cause_beside_a_wrong_update_is_not_proven() -> None:
@@ -176,6 +205,14 @@ def test_nothing_is_proven_by_a_step_that_has_come_right_by_itself() -> None:
     root_cause = ptrain.verify(job(), job("begins"), ROWS).root_cause
     assert root_cause is not None
     assert root_cause.factor.startswith("× 1.5"), root_cause
+
+
+def test_nothing_is_proven_by_one_run_of_a_step_that_differs_from_run_to_run() -> None:
+    """The third run is right whatever is tried in it; all others are wrong."""
+    root_cause = ptrain.verify(job(), job("right by chance"), ROWS).root_cause
+    assert root_cause is not None
+    assert root_cause.certainty is Certainty.FITS, root_cause
+    assert "they did not in all of 3 further runs" in root_cause.tried
 
 
 def test_parameters_that_are_written_before_a_step_are_named_but_not_proven() -> None:

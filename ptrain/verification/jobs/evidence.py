@@ -134,7 +134,7 @@ class Sample:
 class Contributions:
     """Micro-batches with a gradient of their own, as (rank, number) [J]: ranks with the same data
     count once. `of_truth`, `of_loop`: the right gradient and each rank's as sums of them; `own`:
-    which of them each rank computes."""
+    which of them each rank computes. A rank with few elements of its own is not in `of_loop`."""
 
     labels: tuple[tuple[int, int], ...]
     of_truth: LeastSquares
@@ -155,17 +155,21 @@ class Contributions:
     def rest(self, sample: Sample, rank: int) -> Tensor:
         """Return the reference's gradient with whatever a rank's has besides the micro-batches'."""
         own = sample.gradients[rank]
+        if rank not in self.of_loop:
+            return own
         return sample.truth + own - self._sum(sample, self.of_loop[rank])
 
     def loss_factor(self, rank: int, losses: Sequence[float]) -> float | None:
         """Return what a rank's loss is multiplied by where its micro-batches, with these losses,
         have the reference's weights; None where one cannot tell."""
-        own = self.own.get(rank, ())
-        if len(own) != len(losses) or not any(losses) or rank not in self.of_loop:
+        own, total = self.own.get(rank, ()), sum(losses)
+        if len(own) != len(losses) or not total or rank not in self.of_loop:
             return None
         right, actual = self.of_truth.coefficients, self.of_loop[rank].coefficients
+        if not all(actual[n] for n in own):
+            return None
         pairs = zip(own, losses, strict=True)
-        return sum(right[n] / actual[n] * loss for n, loss in pairs) / sum(losses)
+        return sum(right[n] / actual[n] * loss for n, loss in pairs) / total
 
     def _sum(self, sample: Sample, fit: LeastSquares) -> Tensor:
         rows = torch.stack([sample.basis[place] for place in self.labels])

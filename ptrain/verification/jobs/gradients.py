@@ -58,6 +58,7 @@ _OF_LOSS, _REDUCED = " in the loss", " after the backward pass"
 _LOOSE = 100.0  # samples are compared with so many tolerances: a fault is larger
 _LOOSEST = 0.1  # of 16 bits
 _FEWEST = 1e-6
+_GONE = 1e-2  # of a gradient, below which nothing of it is there: roundings of 16 bits leave less
 _EVEN = 1e-3  # weights of micro-batches that differ by no more are the same
 
 
@@ -207,18 +208,34 @@ class GradientCase:
                 lambda sample, rank: sample.gradients[rank] / fit.factor,
                 lambda rank, losses: 1 / fit.factor,
             )  # fmt: skip
-        factors = {rank: multiple(*self.joint.of(rank)).factor for rank in self.joint.holders()}
-        listed = ", ".join(f"rank {rank}: × {its:.4g}" for rank, its in factors.items())
+        fits = {rank: multiple(*self.joint.of(rank)) for rank in self.joint.holders()}
+        factors = {rank: its.factor for rank, its in fits.items()}
+        if not all(its.holds(self.tolerance) for its in fits.values()):
+            return
+        if max(factors.values()) - min(factors.values()) <= self.tolerance:
+            return
+        odd = {rank: its for rank, its in factors.items() if abs(its - 1) > self.tolerance}
+        listed = ", ".join(f"rank {rank}: × {its:.4g}" for rank, its in odd.items())
+        causes = "Each of these ranks scales it by its own number after the reduction."
+        if not self._is_of_data(factors.keys()):
+            causes = f"{POSSIBLE}a norm of its own by which each rank clips; a factor in what "
+            causes += "ranks pass on to each other in backward."
         yield self._say(
-            next(iter(self.ranks.axes), ""), "different factor on each rank",
-            "On every rank the gradient has the right direction and a different length "
-            f"({listed}): each rank scales it by its own number after the reduction.",
-            "Clip by one norm on all ranks.",
-            ranks=[rank for rank, its in factors.items() if abs(its - 1) > self.tolerance],
+            self.ranks.axis_of([*factors]), "different factor on each rank",
+            f"On every rank the gradient has the right direction, and on some another length than "
+            f"in the reference ({listed}). {causes}",
+            "Clip by one norm on all ranks.", ranks=odd,
         ), self._fix(
             "divided by a different factor on each rank",
             lambda sample, rank: sample.gradients[rank] / factors.get(rank, 1.0),
         )  # fmt: skip
+
+    def _is_of_data(self, ranks: Collection[int]) -> bool:
+        """Return whether these ranks hold the same parameters, or each computes gradients of
+        samples of its own: what one passes on to another changes none of theirs alone."""
+        if all(set(its.holders()) == set(ranks) for its in self.samples.values()):
+            return True
+        return self.contributed is not None and set(ranks) <= set(self.contributed.data_ranks)
 
     def _even(self, factor: float) -> RootCause:
         """State the multiple, and the number of ranks or micro-batches that it is; apart from it
@@ -261,7 +278,9 @@ class GradientCase:
         reference's; nothing where these are not known."""
         degrees, micro = self.ranks.degrees, {_MICRO: self.evidence.micro_batches}
         contributed = self.contributed
-        if contributed is None or not contributed.of_truth.holds(self.tolerance):
+        if contributed is None or not contributed.of_loop:
+            return degrees | micro, ""
+        if not contributed.of_truth.holds(self.tolerance):
             return degrees | micro, ""
         actual = fmean(next(iter(contributed.of_loop.values())).coefficients)
         right = fmean(contributed.of_truth.coefficients)
@@ -314,7 +333,7 @@ class GradientCase:
         if not before.any() or not both.holds(self.tolerance):
             return
         this, earlier = both.coefficients
-        if is_stale := abs(this) <= self.tolerance:
+        if is_stale := abs(this) <= min(self.tolerance, _GONE):
             said = self._say(
                 "", "stale by 1 step", "The optimizer takes the gradient of the previous step.",
                 "Wait for this step's reduction, or copy it to the optimizer, before it steps.",
@@ -470,7 +489,9 @@ def of_own_samples(
     themselves, though the reference's are not: the loss asks something else of them, or something
     ties them together. All ranks call it."""
     contributed, reports = evidence.contributed, evidence.rows
-    if contributed is None or contributed.of_truth.holds(_loose(limit)):
+    if contributed is None or not contributed.of_loop:
+        return None
+    if contributed.of_truth.holds(_loose(limit)):
         return None
     if not all(is_even(fit.coefficients, _EVEN) for fit in contributed.of_loop.values()):
         return None

@@ -207,10 +207,10 @@ class Evidence(Protocol):
     """More that a job shows of its steps; `ranks`: on the axes of the mesh. All ranks call its
     methods alike."""
 
+    ranks: Ranks
+
     def state(self) -> SavedState:
         """Return a copy of the job's state."""
-
-    ranks: Ranks
 
     def shards(self) -> dict[str, ParameterShard]:
         """Return what this rank's optimizers update of each parameter, by name."""

@@ -473,8 +473,9 @@ class Examiner:
         return replace(counted, place=families(sorted(names)) or counted.place)
 
     def _explain_gradients(self, step: StepComparison, first: Sequence[Mismatch]) -> RootCause:
-        wholes = step.unclipped, step.expected.gradients
-        if (clipped := clipping(first, step.case, wholes, self.ranks)) is not None:
+        wholes, evidence = (step.unclipped, step.expected.gradients), self.pair.loop.evidence
+        clipped = None if evidence else clipping(first, step.case, wholes, self.ranks)
+        if clipped is not None:
             return self._inquiry(step).checked(clipped, repeats=True)
         lower = self.ranks.gather([step.seen.autocast, step.expected.autocast])
         for actual, expected in lower:
@@ -482,7 +483,7 @@ class Examiner:
                 return explain_precision(actual, expected, first[0].step, self.ranks)
         inquiry = self._inquiry(step)
         said = inquiry.root_cause(first, self.before)
-        return said if self.pair.loop.evidence else inquiry.with_call(said)
+        return said if evidence else inquiry.with_call(said)
 
     def _inquiry(self, step: StepComparison) -> Inquiry:
         return Inquiry(

@@ -81,7 +81,8 @@ class RandomState:
 class Drawing:
     """All ranks call `exchange` after the loop's step, before one device's. `still`: modules whose
     draws are stilled on both sides. `lasts`: steps are recorded though the first drew nothing;
-    `draws`: the loop's model may draw."""
+    `draws`: what the loop's model draws is given to the reference; else both draw by themselves in
+    every step, and are compared by it."""
 
     def __init__(
         self, ranks: Ranks, still: Collection[str] = (), *, lasts: bool = True, draws: bool = True
@@ -165,7 +166,7 @@ class Drawing:
         """Raises Unattributed on every rank where what one device draws is not told, or something
         differs and it was assumed. All ranks call it, when one device has done its step too."""
         self.lasts |= self.any or bool(self.hidden)
-        self.ends = not self.lasts
+        self.ends = not (self._draws and self.lasts)
         if not self.any:
             return
         everyones = self.everyones
@@ -257,8 +258,8 @@ _CLIPPED = 1e-6  # of the squared norm: what it loses to clipping, beyond a roun
 class StepComparison:
     """`losses`: the reference's and this rank's, as the steps returned them; `reference_state` and
     `loop_state`: what both models had before, `random` the loop's generators; `values`: its
-    parameters after the step; `unclipped`: squares
-    of the reference's gradients as its backward pass left them."""
+    parameters after the step; `unclipped`: squares of the reference's gradients as its backward
+    pass left them, nothing of a job with evidence."""
 
     differences: Differences
     expected: StepRecorder
@@ -276,6 +277,20 @@ class StepComparison:
         """Return whether the reference's gradients were made shorter before its update."""
         taken = sum(map(square, self.expected.gradients.values()))
         return sum(self.unclipped.values()) > taken * (1 + _CLIPPED)
+
+    @property
+    def clip(self) -> float | None:
+        """Return what the reference multiplies all gradients by after backward; None where that is
+        no one number, or where the recorders divide by it."""
+        if self.expected.clip != 1.0 or self.seen.clip != 1.0:
+            return None
+        rows = {n: its for n, its in self.expected.gradients.items() if self.unclipped.get(n)}
+        factors = [math.sqrt(square(its) / self.unclipped[name]) for name, its in rows.items()]
+        rounding = max([_CLIPPED, *(torch.finfo(its.dtype).eps for its in rows.values())])
+        if not factors or max(factors) - min(factors) > rounding * max(factors):
+            return None if factors else 1.0
+        taken = sum(map(square, rows.values()))
+        return math.sqrt(taken / sum(self.unclipped[name] for name in rows))
 
 
 Watches = Sequence[AbstractContextManager[object]]
@@ -311,7 +326,9 @@ def run_step(
     pair.averages.before()
     expected, seen = pair.recorders()
     unclipped: dict[str, float] = {}
-    watches = (expected, kept_squares(pair.wholes, unclipped)), (seen,)
+    # of a program's reference each micro-batch has a backward pass, and none leaves their sum
+    kept = nullcontext() if pair.loop.evidence else kept_squares(pair.wholes, unclipped)
+    watches = (expected, kept), (seen,)
     right, loss = both_losses(pair, batch, share, drawing, watches)
     differences = Differences(step=number_, rank=drawing.ranks.rank)
     if seen.updates != expected.updates:

@@ -4,9 +4,8 @@ difference: of the gradients, of the loss, and of the update repeated with these
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,16 +18,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
 
 from ptrain.meters.traffic import group_of
 from ptrain.models.ledger import OperatorMode, local
-from ptrain.models.watch import first_real, is_real
 from ptrain.report.finding import Mismatch, RootCause, Subject, Way
+from ptrain.verification.capture import Samples
 from ptrain.verification.jobs.draws import drawn_again_otherwise
-from ptrain.verification.jobs.job import COLLECTIVES, GlobalLoss, Tolerance, number
-from ptrain.verification.jobs.record import counts, shared_buffers
+from ptrain.verification.jobs.job import (
+    COLLECTIVES,
+    GlobalLoss,
+    Tolerance,
+    each_tensor,
+    number,
+)
+from ptrain.verification.jobs.record import shared_buffers
 from ptrain.verification.jobs.root_causes import PLAIN, blame, families, root_cause
 from ptrain.verification.parts import canonical_modules, held, multiple, numbers_apart
 
@@ -113,9 +116,11 @@ class Waited(OperatorMode):
 
 
 def come_to_end(everyones: Sequence[Started]) -> bool:
-    """Return whether all ranks come to the end of what they start if each waits until everything
-    is started that it takes part in; messages that follow each other are started together."""
-    units = [
+    """Return whether all ranks come to the end of what they start if each waits for every
+    collective: where messages that follow each other are started together, and, if the step would
+    end like this without these waits, where each message is received before anything else is
+    started."""
+    together = [
         [
             list(its)
             for is_message, run in groupby(row, lambda its: _MESSAGE in its[0])
@@ -123,18 +128,39 @@ def come_to_end(everyones: Sequence[Started]) -> bool:
         ]
         for row in everyones
     ]
-    counts = [Counter(key for key, _ in row[0]) if row else Counter[str]() for row in units]
+    waited, unwaited = (
+        [
+            [[(key, _awaited(rank, key, ranks, waits=waits))] for key, ranks in row]
+            for rank, row in enumerate(everyones)
+        ]
+        for waits in (True, False)
+    )
+    return _all_end(together) and (_all_end(waited) or not _all_end(unwaited))
+
+
+def _awaited(rank: int, key: str, ranks: list[int], *, waits: bool) -> list[int]:
+    """Return whom a rank waits for that starts this alone: a message is sent without waiting."""
+    _, is_message, receiver = key.partition(_MESSAGE)
+    if is_message:
+        return ranks if receiver == str(rank) else []
+    return ranks if waits else []
+
+
+def _all_end(units: Sequence[Sequence[Started]]) -> bool:
+    """Return whether all ranks come to the end of their units: each starts a unit when all that
+    its last one waits for is started, by key and the ranks that start it."""
+    begun = [Counter(key for key, _ in row[0]) if row else Counter[str]() for row in units]
     at, moves = [0] * len(units), True
     while moves:
         moves = False
         for rank, row in enumerate(units):
             if at[rank] < len(row) and all(
-                counts[other][key] >= counts[rank][key]
+                begun[other][key] >= begun[rank][key]
                 for key, others in row[at[rank]]
                 for other in others
             ):
                 at[rank], moves = at[rank] + 1, True
-                counts[rank].update(key for key, _ in (row[at[rank] :] or [[]])[0])
+                begun[rank].update(key for key, _ in (row[at[rank] :] or [[]])[0])
     return at == [len(row) for row in units]
 
 
@@ -187,13 +213,14 @@ def put(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
 
 
 class AsBackwardLeft:
-    """While entered, optimizers step with the gradients that the last backward pass left.
-    `has_replaced`: the gradients that they would have taken are others; `factor`: a multiple of
-    those that backward left, None where they are none, of the parameters in `fitted`."""
+    """While entered, optimizers step with the gradients that the last backward pass left, `times`
+    what the reference multiplies its own by. `has_replaced`: the gradients that they would have
+    taken are others than backward left; `factor`: a multiple of those that they take instead, None
+    where they are none, of the parameters in `fitted`."""
 
-    def __init__(self, model: nn.Module, fitted: Iterable[Tensor]) -> None:
+    def __init__(self, model: nn.Module, fitted: Iterable[Tensor], times: float) -> None:
         self.factor: float | None = None
-        self.has_replaced = False
+        self.has_replaced, self._times = False, times
         self._parameters = list(model.parameters())
         self._fitted = {id(its) for its in fitted}
         self._left: dict[int, Tensor] = {}
@@ -221,10 +248,10 @@ class AsBackwardLeft:
             rows = [map(held, side) for side in zip(*fitted, strict=True)]
             own, left = (torch.cat([its.double().flatten() for its in row]) for row in rows)
             fit = multiple(own, left)
-            self.factor = fit.factor if fit.holds(1e-3) else None
+            self.factor = fit.factor / self._times if fit.holds(1e-3) else None
         for parameter, own, left in pairs:
             self.has_replaced |= not torch.equal(held(own), held(left))
-            parameter.grad = left
+            parameter.grad = left if self._times == 1.0 else left * self._times
 
 
 def candidates(inquiry: Inquiry, first: Sequence[Mismatch]) -> Iterator[PossibleCause]:
@@ -248,8 +275,8 @@ def candidates(inquiry: Inquiry, first: Sequence[Mismatch]) -> Iterator[Possible
             yield waited
         else:
             inquiry.untried += (
-                "; waiting for every collective where it starts was not tried, as ranks start them "
-                "in different orders"
+                "; waiting for every collective where it starts was not tried, as ranks that wait "
+                "there might wait for each other forever"
             )
     if any(inquiry.ranks.gather(any(its.autocast for its in inquiry.step.seen.calls))):
         yield PossibleCause(
@@ -276,16 +303,70 @@ def candidates(inquiry: Inquiry, first: Sequence[Mismatch]) -> Iterator[Possible
     yield from _of_masks(inquiry, said)
 
 
+def of_shares(inquiry: Inquiry, blamed: RootCause, ledger: Samples | None) -> RootCause | None:
+    """Prove that ranks read other samples: give them even shares of the global batch, or all of it;
+    or give the reference what the ranks read of it. None of a job whose batch is a number. All
+    ranks call it."""
+    if inquiry.pair.loop.evidence:
+        return None
+    ranks, batch = inquiry.ranks, inquiry.batch
+    every = tuple(range(ranks.size))
+    groups = {"an even share": (every,), "all": ((ranks.rank,),)} | {
+        f"an even share over {axis}": lines for axis, lines in ranks.axes.items()
+    }
+    sizes: set[int] = set()
+    each_tensor(batch, lambda its: sizes.add(len(its)))
+
+    def trials() -> Iterator[tuple[str, Trial | None]]:
+        for what, lines in groups.items():
+            line = next((its for its in lines if ranks.rank in its), (ranks.rank,))
+            words = f"with {what} of the global batch on each rank"
+            # ranks with other numbers of samples might run other numbers of collectives
+            if not all(ranks.gather(all(size % len(line) == 0 for size in sizes))):
+                inquiry.untried += f"; the step {words} was not run, as it does not divide evenly"
+                continue
+            part = partial(_part, line.index(ranks.rank), len(line))
+            yield words, inquiry.trial(share=each_tensor(batch, part))
+        if ledger:
+            rows = [row for row in range(ledger.count) if row not in ledger.missing]
+            rows = sorted([*rows, *ledger.doubled])
+            left = each_tensor(batch, lambda its: its[rows] if len(its) == ledger.count else its)
+            words = "with the same samples left out, or read twice, in the reference"
+            yield words, inquiry.trial_of_reference(left)
+
+    for words, trial in trials():
+        if trial is not None and trial.is_near(inquiry.limit.gradients) and not trial.others:
+            return trial.of(blamed, words)
+    return None
+
+
+def _part(place: int, count: int, rows: Tensor) -> Tensor:
+    return rows.tensor_split(count)[place]
+
+
 def _of_changed_gradients(inquiry: Inquiry, first: Sequence[Mismatch]) -> Iterator[PossibleCause]:
-    """Yield that gradients are changed between backward and the optimizer, if any rank's are."""
+    """Yield that gradients are changed between backward and the optimizer, if those that differ
+    are."""
     holds, ranks = inquiry.pair.holds, inquiry.ranks
-    chosen = {its.name for its in first} & holds.keys()
-    left = AsBackwardLeft(inquiry.pair.loop.model, [holds[name].parameter for name in chosen])
-    trial = inquiry.trial(inquiry.drawing.repeated(inquiry.pair.loop.model), before=[left])
-    everyones = ranks.gather((left.has_replaced, left.factor), tuple[bool, float | None])
-    if not any(is_replaced for is_replaced, _ in everyones):
+    loop, clip = inquiry.pair.loop.model, ranks.gather(inquiry.step.clip)[0]
+    chosen = [holds[name].parameter for name in {its.name for its in first} & holds.keys()]
+    if clip is None:
+        inquiry.untried += (
+            "; the gradients that backward leaves were not tried, as clipping changes them by more "
+            "than one known factor"
+        )
         return
-    factors = {rank: everyones[rank][1] for rank in sorted({its.rank for its in first})}
+
+    def run() -> tuple[AsBackwardLeft, Trial | None]:
+        left = AsBackwardLeft(loop, chosen, clip)
+        return left, inquiry.trial(inquiry.drawing.repeated(loop), before=[left])
+
+    left, _ = run()
+    everyones = ranks.gather((left.has_replaced, left.factor), tuple[bool, float | None])
+    wrong = sorted({its.rank for its in first})
+    if not all(everyones[rank][0] for rank in wrong):  # a rank that does not clip changes nothing
+        return
+    factors = {rank: everyones[rank][1] for rank in wrong}
     numbers = {r: f"{its:.4g}" for r, its in factors.items() if its and abs(its - 1) > PLAIN}
     by, times = "", ""
     if None not in factors.values() and numbers:
@@ -301,8 +382,9 @@ def _of_changed_gradients(inquiry: Inquiry, first: Sequence[Mismatch]) -> Iterat
             fix="Remove what scales or writes them there (a division, a clip, an unscaling of "
             "what was not scaled).",
         ),
-        words="with the gradients that backward leaves",
-        run=lambda: trial,
+        words="with the gradients that backward leaves"
+        + f", multiplied by {clip:.4g} as in the reference" * (abs(clip - 1) > PLAIN),
+        run=lambda: run()[1],
     )  # fmt: skip
 
 
@@ -391,128 +473,3 @@ def tried_start(
     if apart := families(name for its in everyones for name in its):
         return said.fits(f"{what} still differs ({apart})")
     return said.proven(f"{what} matches the reference: gradients, loss and update")
-
-
-# What passes a gradient on to several terms, or times a number; of a mean or a sum where it is of
-# terms that are stacked.
-_LINEAR = {
-    "AddBackward0", "SubBackward0", "MulBackward0", "DivBackward0", "NegBackward0",
-    "StackBackward0", "ToCopyBackward0", "ViewBackward0", "SqueezeBackward0",
-    "UnsqueezeBackward0", "CloneBackward0",
-}  # fmt: skip
-_OF_STACKED = {"MeanBackward0", "SumBackward0"}
-
-
-class WithTerm(torch.autograd.Function):
-    """A tensor whose backward gives another one a gradient too, which is a number."""
-
-    @staticmethod
-    def forward(ctx: Any, first: Tensor, term: Tensor, coefficient: float) -> Tensor:
-        ctx.coefficient, ctx.like = coefficient, torch.empty_like(term)
-        return first.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
-        return gradient, torch.full_like(ctx.like, ctx.coefficient), None
-
-
-class ScalarValues(TorchFunctionMode):
-    """While entered: the `values` of single numbers, by the autograd node that made them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.values: dict[Any, float] = {}
-
-    def __torch_function__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        result = function(*args, **(kwargs or {}))
-        if isinstance(result, Tensor) and result.grad_fn is not None and result.numel() == 1:
-            self.values[result.grad_fn] = float(result.detach())
-        return result
-
-
-class LossTerms:
-    """`with LossTerms(model) as terms:` around a step: the `coefficients` that the terms of a loss
-    have in it, by name: what the model returns beside its first output by its key, else the
-    operator that makes the term. `times`: what the gradients of these terms are multiplied by;
-    `joined`: coefficients of terms of the model that are given one though the loss lacks them.
-    `outputs`: the terms that the model returns."""
-
-    def __init__(
-        self, model: nn.Module, times: Mapping[str, float] | None = None,
-        joined: Mapping[str, float] | None = None,
-    ) -> None:  # fmt: skip
-        self.coefficients: dict[str, float] = {}
-        self.outputs: set[str] = set()
-        self._shares = [0.0, 0.0]  # of the loss: as it is, and with other coefficients
-        self._nodes: dict[Any, str] = {}
-        self._scalars = ScalarValues()
-        self._model, self._times, self._joined = model, times or {}, joined or {}
-        self._stack = ExitStack()
-
-    def __enter__(self) -> Self:
-        root = dict(canonical_modules(self._model))[""]
-        self._stack.callback(root.register_forward_hook(self._returned).remove)
-        self._stack.enter_context(around_backward(self._begins))
-        self._stack.enter_context(self._scalars)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stack.close()
-
-    def of(self, loss: float | None) -> float | None:
-        """Return what a loss that the step returned is with the other coefficients."""
-        was, now = self._shares
-        return loss if loss is None or was == now or not was else loss * now / was
-
-    def _begins(self, tensors: Any) -> Callable[[], None]:
-        losses = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        if len(losses) == 1 and losses[0].numel() == 1 and losses[0].grad_fn is not None:
-            self._watch(losses[0].grad_fn)
-        return lambda: None
-
-    def _returned(self, module: nn.Module, args: Any, output: Any) -> Any:
-        first, joined = first_real(output), first_real(output)
-        leaves, spec = tree_flatten_with_path(output)
-        if first is None or not counts():
-            return None
-        put = []
-        for place, leaf in leaves:
-            if is_real(leaf) and leaf.numel() == 1 and leaf is not first and leaf.requires_grad:
-                name = f"output{keystr(place)}"
-                self.outputs.add(name)
-                self._nodes[leaf.grad_fn] = name
-                self._scalars.values[leaf.grad_fn] = float(leaf.detach())
-                if name in self._joined:
-                    self._shares[1] += self._joined[name] * float(leaf.detach())
-                    joined, leaf = WithTerm.apply(joined, leaf, self._joined[name]), leaf.detach()
-            put.append(leaf)
-        return tree_unflatten([joined if leaf is first else leaf for leaf in put], spec)
-
-    def _watch(self, loss: Any) -> None:
-        seen: dict[str, int] = {}
-        nodes = [loss]
-        while nodes:
-            node = nodes.pop()
-            inner = [its for its, _ in node.next_functions if its is not None]
-            name = self._nodes.get(node, "")
-            is_linear = node.name() in _LINEAR and (len(inner) == 1 or "Mul" not in node.name())
-            is_linear |= node.name() in _OF_STACKED and inner[0].name() == "StackBackward0"
-            if not name and is_linear:
-                nodes += inner[::-1]
-                continue
-            name = name or node.name().removesuffix("Backward0")
-            seen[name] = seen.get(name, 0) + 1
-            full = name if seen[name] == 1 else f"{name} ({seen[name]})"
-            value = self._scalars.values.get(node, math.nan)
-            node.register_prehook(partial(self._weighed, full, value))
-
-    def _weighed(
-        self, name: str, value: float, gradients: tuple[Tensor, ...]
-    ) -> tuple[Tensor, ...]:
-        own, times = float(gradients[0].detach().double().sum()), self._times.get(name, 1.0)
-        self.coefficients[name] = self.coefficients.get(name, 0.0) + own
-        self._shares[0] += own * value
-        self._shares[1] += times * own * value
-        return (gradients[0] * times, *gradients[1:])
