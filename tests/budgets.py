@@ -24,7 +24,7 @@ SMALL = 80  # lines
 
 # begin
 BUDGETS: dict[str, int] = {
-    "ptrain": 52410,
+    "ptrain": 52490,
     "ptrain/activations": 340,
     "ptrain/algebra": 240,
     "ptrain/axes": 160,
@@ -55,9 +55,9 @@ BUDGETS: dict[str, int] = {
     "ptrain/steps": 450,
     "ptrain/traces": 2200,
     "ptrain/train": 3140,
-    "ptrain/verification": 6900,
+    "ptrain/verification": 6980,
 }
-ONE_IMPORTER = 56  # modules that exactly one other imports
+ONE_IMPORTER = 57  # modules that exactly one other imports
 SMALL_MODULES = 55  # modules with fewer lines than SMALL
 # end
 
