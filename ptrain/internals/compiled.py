@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch._guards import TracingContext
+from torch._ops import HigherOrderOperator as HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ptrain.internals.part import PrivatePart
@@ -26,6 +27,7 @@ _guards: Any = torch._C._dynamo.guards
 PARTS = (
     PrivatePart(owner=TorchDispatchMode, members=("ignore_compile_internals",)),
     PrivatePart(owner=TracingContext, members=("try_get",)),
+    PrivatePart(owner=HigherOrderOperator, members=("name",)),
     PrivatePart(owner=_guards, members=tuple(f"_empty_strided_{device}" for device in _DEVICES)),
 )
 

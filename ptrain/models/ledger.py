@@ -20,12 +20,11 @@ from contextlib import ExitStack
 from typing import Any, Self, TypeAlias, TypeVar
 
 import torch
-from torch._ops import HigherOrderOperator
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from ptrain.internals.compiled import is_tracing, seen_buffers
+from ptrain.internals.compiled import HigherOrderOperator, is_tracing, seen_buffers
 from ptrain.internals.functional_collectives import AsyncCollectiveTensor
 from ptrain.internals.part import replaced
 from ptrain.spec.placement import Tier
