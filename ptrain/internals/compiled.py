@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch._guards import TracingContext
-from torch._ops import HigherOrderOperator as HigherOrderOperator
+from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ptrain.internals.part import PrivatePart
@@ -30,6 +30,11 @@ PARTS = (
     PrivatePart(owner=HigherOrderOperator, members=("name",)),
     PrivatePart(owner=_guards, members=tuple(f"_empty_strided_{device}" for device in _DEVICES)),
 )
+
+
+def is_higher_order(function: Any) -> bool:
+    """Return whether an operator takes functions, as `run_and_save_rng_state` does."""
+    return isinstance(function, HigherOrderOperator)
 
 
 def is_tracing() -> bool:

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from ptrain.internals.compiled import HigherOrderOperator, is_tracing, seen_buffers
+from ptrain.internals.compiled import is_higher_order, is_tracing, seen_buffers
 from ptrain.internals.functional_collectives import AsyncCollectiveTensor
 from ptrain.internals.part import replaced
 from ptrain.spec.placement import Tier
@@ -92,13 +92,11 @@ class OperatorMode(TorchDispatchMode):
             return NotImplemented
         if is_tracing():  # operators that the compiler traces do not run
             return function(*args, **(kwargs or {}))
-        if isinstance(function, HigherOrderOperator):
+        if is_higher_order(function):
             return self.higher_order(function, args, kwargs or {})
         return self.operator(function, args, kwargs or {})
 
-    def higher_order(
-        self, function: HigherOrderOperator, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def higher_order(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator that takes functions, and return its result. torch takes the mode off the
         stack meanwhile: what it consists of is not seen."""
         return function(*args, **kwargs)
@@ -165,9 +163,7 @@ class Ledger(OperatorMode):
     def operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self._followed(function, args, kwargs, function._schema.name)
 
-    def higher_order(
-        self, function: HigherOrderOperator, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def higher_order(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run it, and follow its results as those of one operator."""
         return self._followed(function, args, kwargs, function.name())
 
