@@ -227,7 +227,7 @@ def play(items: Iterable[Item], tape: Tape, wrap: Marks) -> None:
     }
     for item in items:
         if isinstance(item, Run):
-            tape.peak = max(tape.peak, tape.level + item.rise)
+            tape.spike(item.rise)
             tape.level += item.net
         elif isinstance(item, Complete):
             wrap.complete(item)
