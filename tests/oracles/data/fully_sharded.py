@@ -20,6 +20,7 @@ from functools import cached_property
 from itertools import accumulate
 
 from ptrain.axes.data.cost import gathers, kept_ranks, local_rows, padded_rows, reductions
+from ptrain.axes.data.fsdp2 import shard_dim
 from ptrain.axes.ring import Calls, Group
 from ptrain.cost import Collective, Phase, State, Traffic
 from ptrain.spec.dials import ReduceScatterVia
@@ -167,6 +168,8 @@ class FullyShardedForm:
         ranks, replicas = (
             _ranks(self.spec, axes) for axes in (step.shard_axes, step.replicate_axes)
         )
+        if any(shard_dim(shape, ranks, step.sync) for shape in unit.shapes):
+            raise NoClosedForm("tensors that are not sharded by rows are copied once more")
         return ShardedUnit(unit, step, self.layout, ranks, replicas)
 
     def held(self, unit: ShardedUnit, index: int) -> list[int]:
