@@ -35,8 +35,7 @@ from ptrain.spec.load import load
 from ptrain.spec.model import ModelShape
 from ptrain.spec.names import listing, names
 from ptrain.spec.spec import Spec
-from ptrain.train import environment
-from ptrain.train.notebook import Run, load_trainable
+from ptrain.train.notebook import Run, load_trainable, run_command
 from ptrain.train.notebook import run as train
 from ptrain.units import counted
 
@@ -297,16 +296,8 @@ def _measure_speed(page: Page, folder: Path) -> None:
     """Calibrate this machine, and measure by model size the seconds of a step, tokens per second
     and GPU, and the share of the calibrated speed of matrix products (MFU)."""
     cluster = folder / "cluster.yaml"
-    command = [sys.executable, "-P", "-m", "ptrain", "calibrate", "--ranks", str(page.ranks)]
-    command += ["--seconds", str(_CALIBRATION_SECONDS), "--out", str(cluster), "--force"]
-    ended = subprocess.run(
-        command,
-        env=environment.of_ptrain(),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    words = ["calibrate", "--ranks", str(page.ranks), "--seconds", str(_CALIBRATION_SECONDS)]
+    ended = run_command(*words, "--out", str(cluster), "--force")
     if ended.returncode:
         page.errors.append(f"calibration: {ended.stderr.strip()}")
         return

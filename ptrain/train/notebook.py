@@ -153,18 +153,23 @@ def _require_no_launcher() -> None:
         )
 
 
-def _train(file: Path, *, run_dir: Path | None, allow_import: bool) -> Run:
-    command = [sys.executable, "-P", "-m", "ptrain", "train", str(file), "--json", "--quiet"]
-    command += ["--run-dir", str(run_dir)] if run_dir else []
-    command += ["--allow-import"] if allow_import else []
-    ended = subprocess.run(
-        command,
+def run_command(*words: str) -> subprocess.CompletedProcess[str]:
+    """Run a command of ptrain in a process of its own, and return what it printed."""
+    return subprocess.run(
+        [sys.executable, "-P", "-m", "ptrain", *words],
         env=environment.of_ptrain(),
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
         check=False,
     )
+
+
+def _train(file: Path, *, run_dir: Path | None, allow_import: bool) -> Run:
+    words = ["train", str(file), "--json", "--quiet"]
+    words += ["--run-dir", str(run_dir)] if run_dir else []
+    words += ["--allow-import"] if allow_import else []
+    ended = run_command(*words)
     if ended.returncode in _INTERRUPTED:
         raise KeyboardInterrupt
     if ended.returncode:
