@@ -1,15 +1,23 @@
 """ptrain: distributed training from a placement spec, predicted to the byte and measured.
 
-`load`, `expand`, `resolve_auto`, `derive`, `lower`, `select` are pure; `interpret`, `measure`,
-`compare`, `run`, `verify` need torch. All are imported on first use, so that `import ptrain` costs
-nothing. What they return prints as the command line prints it (`report/printed.py`).
+`load`, `expand`, `resolve_auto`, `derive`, `lower` and `select` need no torch; `interpret`,
+`measure`, `compare`, `run` and `verify` do. Each name is imported on first use, so `import ptrain`
+itself is cheap. The returned objects print as the command line prints them
+(`report/printed.py`).
+
+Example:
+    >>> import ptrain
+    >>> spec = ptrain.load("zero3", ["mesh.dp_shard=4"]).spec
+    >>> print(ptrain.derive(spec))  # doctest: +SKIP
 """
 
 from importlib import import_module
 
 from ptrain.version import VERSION as __version__
 
-TYPE_CHECKING = False  # not typing's: `python -m ptrain` is here before its path is put right
+# Not typing.TYPE_CHECKING: under `python -m ptrain` this module runs before the current folder is
+# off sys.path, where a local `typing.py` would be imported.
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from ptrain.derivation.estimate import derive as derive
     from ptrain.interpreter.program import interpret as interpret
@@ -27,7 +35,7 @@ if TYPE_CHECKING:
     from ptrain.verification.user_loop import share_of as share_of
     from ptrain.verification.user_loop import verify as verify
 
-_HOMES = {
+_MODULE_OF = {
     "load": "ptrain.spec.load",
     "expand": "ptrain.spec.load",
     "compare": "ptrain.train.comparison",
@@ -44,8 +52,17 @@ _HOMES = {
     "Job": "ptrain.verification.jobs.job",
     "Terms": "ptrain.verification.jobs.job",
 }
-# Imported with torch.
-_OF_TORCH = {"compare", "interpret", "measure", "read_facts", "share_of", "verify", "Job", "Terms"}
+# Names whose modules import torch: a missing or unsupported torch is reported first.
+_NEEDS_TORCH = {
+    "compare",
+    "interpret",
+    "measure",
+    "read_facts",
+    "share_of",
+    "verify",
+    "Job",
+    "Terms",
+}
 __all__ = [
     "Job",
     "Terms",
@@ -67,14 +84,20 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    if name not in _HOMES:
+    """Import an exported name on first access (PEP 562).
+
+    Raises:
+        AttributeError: ptrain exports no such name.
+        SpecError: The name needs torch, and no supported torch is installed.
+    """
+    if name not in _MODULE_OF:
         raise AttributeError(f"module 'ptrain' has no attribute {name!r}")
-    if name in _OF_TORCH:
+    if name in _NEEDS_TORCH:
         from ptrain.installed import require_torch
 
         require_torch()
-    import_module("ptrain.report.printed")  # how what it returns prints
-    return getattr(import_module(_HOMES[name]), name)
+    import_module("ptrain.report.printed")  # registers the text of every returned object
+    return getattr(import_module(_MODULE_OF[name]), name)
 
 
 def __dir__() -> list[str]:

@@ -1,4 +1,4 @@
-"""`python -m ptrain` is the command `ptrain`."""
+"""The entry point of `python -m ptrain`, which is the command `ptrain`."""
 
 import sys
 
@@ -6,6 +6,6 @@ from ptrain.import_path import leave_current_folder
 
 leave_current_folder()
 
-from ptrain.cli.main import main  # noqa: E402, the path is put right first
+from ptrain.cli.main import main  # noqa: E402, imported once the current folder is off the path
 
 sys.exit(main())

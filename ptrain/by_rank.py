@@ -1,4 +1,8 @@
-"""The rows of every rank, kept once for all ranks that have the same."""
+"""Per-rank rows (memory, peaks, operations), stored once for all ranks with identical rows.
+
+A job of thousands of ranks has a handful of distinct ranks, so predictions build and keep the rows
+of these only.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ from ptrain.units import summed
 
 
 class OfRank(Protocol):
-    """A row names the rank that it is of."""
+    """A row that names its rank and can be copied to another rank."""
 
     @property
     def rank(self) -> int: ...
@@ -21,10 +25,14 @@ KeyT = TypeVar("KeyT", bound=Hashable)
 
 
 class ByRank(Sequence[RowT]):
-    """The rows of every rank, rank by rank, kept once for all ranks that have the same: a job of
-    thousands of ranks has a handful of kinds. `kinds` are the rows of each kind, whatever rank
-    they name; `kind_of` has for each rank the index of its kind; there may be several `parts`, one
-    behind the other. Rows are read by going through them: each is made then."""
+    """A sequence of the rows of all ranks, in rank order, stored once per kind of rank.
+
+    Rows are created while the sequence is iterated. Indexing and comparison create all of them.
+
+    Args:
+        parts: Pairs `(kinds, kind_of)`. `kinds` holds the rows of each kind, under any rank number;
+            `kind_of[rank]` is the index of a rank's kind. The sequence concatenates the parts.
+    """
 
     def __init__(self, *parts: tuple[Sequence[Sequence[RowT]], Sequence[int]]) -> None:
         self.parts = parts
@@ -33,7 +41,7 @@ class ByRank(Sequence[RowT]):
         return repr(tuple(self))
 
     def and_then(self, other: ByRank[RowT]) -> ByRank[RowT]:
-        """Return these rows of all ranks, and behind them the other's."""
+        """Return the rows of `self`, followed by the rows of `other`."""
         return ByRank(*self.parts, *other.parts)
 
     def __iter__(self) -> Iterator[RowT]:
@@ -56,7 +64,7 @@ class ByRank(Sequence[RowT]):
         return isinstance(other, Sequence) and tuple(self) == tuple(other)
 
     def distinct(self) -> Iterator[RowT]:
-        """Yield the rows of each kind that a rank has, as those of the first such rank."""
+        """Yield the rows of each kind once, under the number of the first rank of that kind."""
         for kinds, kind_of in self.parts:
             ranks = dict[int, int]()
             for rank, kind in enumerate(kind_of):
@@ -66,8 +74,11 @@ class ByRank(Sequence[RowT]):
                     yield row.of_rank(rank)
 
     def unranked(self, ranks: Iterable[int] | None = None) -> Iterator[RowT]:
-        """Yield the rows of each kind that a rank has, or one of some ranks, whatever rank they
-        name."""
+        """Yield the rows of each kind once, under the rank number that they are stored with.
+
+        Args:
+            ranks: Only yield kinds that one of these ranks has. None: all ranks.
+        """
         ranks = None if ranks is None else [*ranks]
         for kinds, kind_of in self.parts:
             held = kind_of if ranks is None else map(kind_of.__getitem__, ranks)
@@ -75,16 +86,16 @@ class ByRank(Sequence[RowT]):
                 yield from kinds[kind]
 
     def kinds_of(self, rank: int) -> tuple[int, ...]:
-        """Return the kind of a rank in each part."""
+        """Return the index of a rank's kind in each part."""
         return tuple(kind_of[rank] for _, kind_of in self.parts)
 
     def of_kinds(self, numbers: Sequence[int]) -> list[RowT]:
-        """Return the rows of a rank that is of this kind in each part, whatever rank they name."""
+        """Return the rows of a rank with these kind indices, one per part, as stored."""
         parts = zip(self.parts, numbers, strict=True)
         return [row for (kinds, _), number in parts for row in kinds[number]]
 
     def of_ranks(self, ranks: Container[int]) -> Iterator[RowT]:
-        """Yield the rows of some ranks."""
+        """Yield the rows of these ranks."""
         for kinds, kind_of in self.parts:
             for rank, kind in enumerate(kind_of):
                 if rank in ranks:
@@ -92,7 +103,7 @@ class ByRank(Sequence[RowT]):
                         yield row.of_rank(rank)
 
     def totals(self, size: Callable[[RowT], int]) -> list[int]:
-        """Return by rank the sum of the sizes of its rows."""
+        """Return the sum of `size` over the rows of each rank, indexed by rank."""
         sums = [[sum(map(size, rows)) for rows in kinds] for kinds, _ in self.parts]
         of_part = [
             [of_kind[kind] for kind in kind_of]
@@ -101,7 +112,7 @@ class ByRank(Sequence[RowT]):
         return of_part[0] if len(of_part) == 1 else list(map(sum, zip(*of_part, strict=True)))
 
     def largest(self, size: Callable[[RowT], int]) -> int:
-        """Return the largest of these sums, of ranks that differ."""
+        """Return the largest sum of `size` over one rank's rows, computed once per kind."""
         sums = [[sum(map(size, rows)) for rows in kinds] for kinds, _ in self.parts]
         unlike = {*zip(*(kind_of for _, kind_of in self.parts), strict=True)}
         return max(
@@ -111,40 +122,48 @@ class ByRank(Sequence[RowT]):
 
 
 def rows_by_rank(keys: Iterable[KeyT], rows: Callable[[KeyT], Sequence[RowT]]) -> ByRank[RowT]:
-    """The rows of every rank, made once for all ranks with the same of the `keys`, one a rank."""
+    """Return the rows of all ranks, computed once per distinct key.
+
+    Args:
+        keys: One key per rank; ranks with equal keys have equal rows.
+        rows: Returns the rows of a key, under any rank number.
+    """
     keys = [*keys]
     kinds = {key: kind for kind, key in enumerate(dict.fromkeys(keys))}
     return ByRank(([rows(key) for key in kinds], [*map(kinds.__getitem__, keys)]))
 
 
 def distinct(rows: Sequence[RowT]) -> Iterable[RowT]:
-    """Rows among which is every figure that a rank has, where ranks are kept by kind those of the
-    first rank of each kind."""
+    """Return rows with every distinct figure: one rank per kind of a ByRank, else all rows."""
     return rows.distinct() if isinstance(rows, ByRank) else rows
 
 
 def unranked(rows: Sequence[RowT], ranks: Collection[int] | None = None) -> Iterable[RowT]:
-    """Rows among which is every figure that a rank has, or one of some ranks, whatever rank they
-    name."""
+    """Like `distinct`, for figures that do not depend on the rank number.
+
+    Args:
+        rows: The rows of all ranks.
+        ranks: Only return rows of these ranks, or of their kinds. None: all ranks.
+    """
     if isinstance(rows, ByRank):
         return rows.unranked(ranks)
     return rows if ranks is None else (row for row in rows if row.rank in ranks)
 
 
 def of_ranks(rows: Sequence[RowT], ranks: Container[int]) -> tuple[RowT, ...]:
-    """The rows of some ranks, in their order."""
+    """Return the rows of these ranks, in their order."""
     if isinstance(rows, ByRank):
         return tuple(rows.of_ranks(ranks))
     return tuple(row for row in rows if row.rank in ranks)
 
 
 def largest(rows: Sequence[RowT], size: Callable[[RowT], int]) -> int:
-    """The most that the sizes of a rank's rows sum up to; 0 where there are none."""
+    """Return the largest sum of `size` over the rows of one rank; 0 without rows."""
     return rows.largest(size) if isinstance(rows, ByRank) else max(totals(rows, size), default=0)
 
 
 def totals(rows: Sequence[RowT], size: Callable[[RowT], int]) -> list[int]:
-    """The sum of the sizes of a rank's rows, of each rank that has any."""
+    """Return the sum of `size` over the rows of each rank, for ranks with rows."""
     if isinstance(rows, ByRank):
         return rows.totals(size)
     return list(summed((row.rank, size(row)) for row in rows).values())

@@ -1,8 +1,10 @@
-"""Encode dataclasses as plain data, which JSON can hold, and decode them by their type hints.
+"""Conversion of dataclasses to plain data for JSON, and back by their type hints.
 
-A dataclass is an object of its fields. A field's metadata changes how it is written: as `FLAT`, the
-fields of its value stand in the place of the value; as `RARE`, it follows the others, and only if
-it differs from its default; `{"key": ...}` gives it another key.
+A dataclass becomes an object with one key per field. Field metadata changes this:
+
+- `FLAT`: the fields of the value are merged into the enclosing object.
+- `RARE`: the field is written last, and only if it differs from its default.
+- `{"key": ...}`: the field is written under another key.
 """
 
 from __future__ import annotations
@@ -22,7 +24,12 @@ _SCALARS = (int, str, bool, float)
 
 
 class Malformed(ValueError):
-    """Plain data that is not what its type says: the path to it, of keys and indices, and why."""
+    """Plain data that does not match its type.
+
+    Args:
+        place: The path of the faulty value, as keys and indices joined by dots.
+        finding: The fault.
+    """
 
     def __init__(self, place: str, finding: object) -> None:
         self.place, self.finding = place, finding
@@ -30,49 +37,53 @@ class Malformed(ValueError):
 
 
 class _Codec(NamedTuple):
+    """A pair of functions that converts values of one type to plain data and back."""
+
     encode: Callable[[Any], Any]
     decode: Callable[[Any], Any]
 
 
 def encode(value: Any, kind: Any = Any) -> Any:
-    """Return a value as numbers, texts, truths, lists and objects with texts as keys.
+    """Convert a value to plain data: None, numbers, strings, booleans, lists and dicts.
 
     Args:
-        value: a dataclass or named tuple, or a container of some.
-        kind: its type hint, needed if that is a union of several classes; by default its class.
+        value: A dataclass or named tuple, or a container of them.
+        kind: The type hint of the value. Required if the hint is a union of several classes.
+            Default: the class of each value.
 
     Raises:
-        TypeError: for a type that has no plain form.
+        TypeError: A type has no plain form.
 
     Example:
         >>> encode(Footprint(state=State.GRADIENTS, rank=0, device_bytes=8))
         {'state': 'gradients', 'rank': 0, 'device_bytes': 8, 'host_bytes': 0, 'file_bytes': 0}
     """
-    return _codec(kind).encode(value)
+    return _codec_of(kind).encode(value)
 
 
 def decode(plain: Any, kind: Any) -> Any:
-    """Return the value that `encode` was given.
+    """Rebuild the value that `encode` converted.
 
-    A missing key leaves its field's default and an unknown key is ignored: records of other
-    versions have fewer keys, or more.
+    Records of other versions have fewer or more keys, so a missing key takes the default of its
+    field and an unknown key is ignored.
 
     Args:
-        plain: plain data, from JSON or from another rank.
-        kind: the class or type hint of the value.
+        plain: Plain data, from JSON or from another rank.
+        kind: The class or type hint of the value.
 
     Raises:
-        ValueError: if the data is not of this type; `Malformed`, with the place, if that is within.
+        ValueError: The data does not match the type. `Malformed`, with the path, if the fault is
+            inside a container.
 
     Example:
         >>> decode({"state": "gradients", "rank": 0, "device_bytes": 8}, Footprint).host_bytes
         0
     """
-    return _codec(kind).decode(plain)
+    return _codec_of(kind).decode(plain)
 
 
 def _encode_any(value: Any) -> Any:
-    """Encode by the class of the value."""
+    """Encode a value by its class."""
     if value is None or (isinstance(value, _SCALARS) and not isinstance(value, Enum)):
         return value
     if isinstance(value, Mapping):
@@ -83,14 +94,19 @@ def _encode_any(value: Any) -> Any:
 
 
 @cache
-def _codec(kind: Any) -> _Codec:
+def _codec_of(kind: Any) -> _Codec:
+    """Return the codec of a type hint.
+
+    Raises:
+        TypeError: The type has no plain form.
+    """
     origin, arguments = get_origin(kind), get_args(kind)
     if kind in (Any, object):
-        return _Codec(_encode_any, _same)
+        return _Codec(_encode_any, _identity)
     if kind in _SCALARS:
-        return _Codec(_same, partial(_scalar, kind))
+        return _Codec(_identity, partial(_require_type, kind))
     if origin in (Union, UnionType):
-        return _union(arguments)
+        return _union_codec(arguments)
     base = origin or kind
     if not isinstance(base, type):
         raise TypeError(f"{kind} cannot be converted to JSON")
@@ -99,28 +115,28 @@ def _codec(kind: Any) -> _Codec:
     if is_dataclass(base) or hasattr(base, "_fields"):
         return _Codec(partial(_encode_fields, base), partial(_decode_fields, base))
     if issubclass(base, PurePath):
-        return _Codec(str, lambda plain: base(_scalar(str, plain)))
+        return _Codec(str, lambda plain: base(_require_type(str, plain)))
     if issubclass(base, Mapping):
-        return _mapping(*(arguments or (str, Any)))
+        return _mapping_codec(*(arguments or (str, Any)))
     if issubclass(base, Sequence):
         items = arguments if base is tuple and arguments else (*(arguments or (Any,)), ...)
-        return _sequence(list if issubclass(base, list) else tuple, items)
+        return _sequence_codec(list if issubclass(base, list) else tuple, items)
     raise TypeError(f"{kind} cannot be converted to JSON")
 
 
-def _same(value: Any) -> Any:
+def _identity(value: Any) -> Any:
     return value
 
 
-def _scalar(kind: type, plain: Any) -> Any:
-    """A whole number is a float too: JSON has both."""
+def _require_type(kind: type, plain: Any) -> Any:
+    """Return `plain` if it has this type. An int is accepted for a float: JSON writes 1.0 as 1."""
     if type(plain) is not kind and not (kind is float and type(plain) is int):
         raise ValueError(f"{plain!r:.60} is not of type {kind.__name__}")
     return plain
 
 
-def _at(place: object, decode: Callable[[Any], Any], plain: Any) -> Any:
-    """Decode what stands at a place, which an error names."""
+def _decode_at(place: object, decode: Callable[[Any], Any], plain: Any) -> Any:
+    """Decode the value at `place`, and prefix the path of any error with `place`."""
     try:
         return decode(plain)
     except Malformed as error:
@@ -129,9 +145,11 @@ def _at(place: object, decode: Callable[[Any], Any], plain: Any) -> Any:
         raise Malformed(str(place), error) from None
 
 
-def _sequence(container: type, kinds: tuple[Any, ...]) -> _Codec:
-    """All items are of one type (`tuple[X, ...]`), or each of the type at its place."""
-    codecs = [_codec(kind) for kind in kinds if kind is not Ellipsis]
+def _sequence_codec(container: type, kinds: tuple[Any, ...]) -> _Codec:
+    """Return the codec of a list or tuple whose items share one type (`tuple[X, ...]`) or have one
+    type per position (`tuple[X, Y]`).
+    """
+    codecs = [_codec_of(kind) for kind in kinds if kind is not Ellipsis]
     is_fixed = kinds[-1] is not Ellipsis
 
     def paired(items: Any) -> Iterator[tuple[_Codec, Any]]:
@@ -142,40 +160,46 @@ def _sequence(container: type, kinds: tuple[Any, ...]) -> _Codec:
             raise ValueError(f"{plain!r:.60} is not a list")
         if is_fixed and len(plain) != len(codecs):
             raise ValueError(f"{plain!r:.60} is not a list of {len(codecs)}")
-        return container(_at(at, its.decode, item) for at, (its, item) in enumerate(paired(plain)))
+        return container(
+            _decode_at(at, its.decode, item) for at, (its, item) in enumerate(paired(plain))
+        )
 
     return _Codec(lambda items: [its.encode(item) for its, item in paired(items)], decode_items)
 
 
-def _mapping(key_kind: Any, item_kind: Any) -> _Codec:
-    """Keys that are texts make an object, others a list of pairs."""
-    key, item = _codec(key_kind), _codec(item_kind)
+def _mapping_codec(key_kind: Any, item_kind: Any) -> _Codec:
+    """Return the codec of a mapping: an object if its keys are strings, else a list of pairs."""
+    key, item = _codec_of(key_kind), _codec_of(item_kind)
     if not (isinstance(key_kind, type) and issubclass(key_kind, str)):
-        pairs = _codec(tuple[tuple[key_kind, item_kind], ...])
+        pairs = _codec_of(tuple[tuple[key_kind, item_kind], ...])
         return _Codec(
             lambda rows: pairs.encode(rows.items()), lambda rows: dict(pairs.decode(rows))
         )
     return _Codec(
         lambda rows: {key.encode(name): item.encode(its) for name, its in rows.items()},
         lambda rows: {
-            _at(name, key.decode, name): _at(name, item.decode, its)
-            for name, its in _object(rows).items()
+            _decode_at(name, key.decode, name): _decode_at(name, item.decode, its)
+            for name, its in _require_object(rows).items()
         },
     )
 
 
-def _object(plain: Any) -> Mapping[str, Any]:
+def _require_object(plain: Any) -> Mapping[str, Any]:
+    """Return `plain` if it is a mapping. Raises ValueError otherwise."""
     if not isinstance(plain, Mapping):
         raise ValueError(f"{plain!r:.60} is not an object")
     return plain
 
 
-def _union(kinds: Sequence[Any]) -> _Codec:
-    """None, numbers and texts stand for themselves; a class that is one of several bears its name
-    in front."""
+def _union_codec(kinds: Sequence[Any]) -> _Codec:
+    """Return the codec of a union. None and scalars are encoded as themselves. A class is encoded
+    directly if it is the only one, else as the pair `[class name, value]`.
+    """
     scalars = {NoneType, *(kind for kind in kinds if kind in _SCALARS)}
     scalars |= {int} if float in scalars else set()
-    codecs = {getattr(kind, "__name__", ""): _codec(kind) for kind in kinds if kind not in scalars}
+    codecs = {
+        getattr(kind, "__name__", ""): _codec_of(kind) for kind in kinds if kind not in scalars
+    }
     only = next(iter(codecs.values())) if len(codecs) == 1 else None
 
     def encode_union(value: Any) -> Any:
@@ -198,12 +222,12 @@ def _union(kinds: Sequence[Any]) -> _Codec:
 
 @cache
 def _fields(kind: Any) -> list[tuple[str, _Codec, Field[Any]]]:
-    """Return name, codec and field of each argument that the constructor takes."""
+    """Return the name, codec and field of each constructor argument."""
     hints = get_type_hints(kind)
     if is_dataclass(kind):
-        return [(its.name, _codec(hints[its.name]), its) for its in fields(kind) if its.init]
+        return [(its.name, _codec_of(hints[its.name]), its) for its in fields(kind) if its.init]
     defaults = {name: kind._field_defaults.get(name, MISSING) for name in kind._fields}
-    return [(name, _codec(hints[name]), field(default=its)) for name, its in defaults.items()]
+    return [(name, _codec_of(hints[name]), field(default=its)) for name, its in defaults.items()]
 
 
 def _encode_fields(kind: Any, value: Any) -> dict[str, Any]:
@@ -213,6 +237,7 @@ def _encode_fields(kind: Any, value: Any) -> dict[str, Any]:
 
 
 def _add_fields(kind: Any, value: Any, plain: dict[str, Any], rare: dict[str, Any]) -> None:
+    """Add the encoded fields of a value to `plain`, or to `rare` if they are written last."""
     for name, codec, its in _fields(kind):
         item, marks = getattr(value, name), its.metadata
         if "flat" in marks:
@@ -229,8 +254,8 @@ def _decode_fields(kind: Any, plain: Any) -> Any:
         key = its.metadata.get("key", name)
         if "flat" in its.metadata:
             values[name] = codec.decode(plain)
-        elif key in _object(plain):
-            values[name] = _at(key, codec.decode, plain[key])
+        elif key in _require_object(plain):
+            values[name] = _decode_at(key, codec.decode, plain[key])
         elif its.default is MISSING and its.default_factory is MISSING:
             raise ValueError(f"the key {key} is missing")
     return kind(**values)

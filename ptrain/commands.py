@@ -1,7 +1,7 @@
 """The options, examples and help texts of every command, as tables that import nothing heavy.
 
 `ptrain COMMAND --help`, shell completion and the entry points of ranks (`python -m ptrain.train`)
-all read these tables.
+read these tables. Parsers of values raise ArgumentTypeError for a text that they reject.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 Option = tuple[tuple[str, ...], dict[str, Any]]
-Group = tuple[Option | list[Option], ...]  # a list: options that exclude each other
+Group = tuple[Option | list[Option], ...]  # a list holds mutually exclusive options
 
 
 def positive(text: str) -> int:
-    """Return an integer of 1 or more. Raises ArgumentTypeError for any other text."""
+    """Parse an integer of 1 or more."""
     if not text.isdecimal() or not int(text):
         raise ArgumentTypeError(f"must be an integer of 1 or more; got {text!r}")
     return int(text)
 
 
 def part(text: str) -> float:
-    """Return the part that `5%` or `0.05` is. Raises ArgumentTypeError unless it is below half."""
+    """Parse a fraction below one half, written `5%` or `0.05`."""
     digits = text.removesuffix("%")
     try:
         value = float(digits) / (100 if digits != text else 1)
@@ -34,21 +34,21 @@ def part(text: str) -> float:
 
 
 def count(text: str) -> int:
-    """Return an integer of 0 or more. Raises ArgumentTypeError for any other text."""
+    """Parse an integer of 0 or more."""
     if not text.isdecimal():
         raise ArgumentTypeError(f"must be an integer of 0 or more; got {text!r}")
     return int(text)
 
 
 def sequence_length(text: str) -> int:
-    """Return a number of tokens. Raises ArgumentTypeError for any other text."""
+    """Parse a number of tokens, from 1 to 10**8."""
     if not text.isdecimal() or not 1 <= int(text) <= 10**8:
         raise ArgumentTypeError(f"must be an integer in 1..{10**8}; got {text!r}")
     return int(text)
 
 
 def temperature(text: str) -> float:
-    """Return a finite number of 0 or more. Raises ArgumentTypeError for any other text."""
+    """Parse a finite number of 0 or more."""
     try:
         number = float(text)
     except ValueError:
@@ -59,11 +59,11 @@ def temperature(text: str) -> float:
 
 
 class Command(NamedTuple):
-    """The texts of one command.
+    """The help of one command.
 
-    `usage` are the forms of the command, `details` sentences that follow its one-line description,
-    `groups` its arguments and options by title, `examples` commands to paste, and `topics` the
-    sections of the docs that explain it.
+    `usage` lists the forms of the command line, `groups` the arguments and options by title,
+    `examples` command lines to paste, and `topics` the sections of the docs that explain it;
+    `details` follows the one-line description.
     """
 
     usage: tuple[str, ...]
@@ -74,31 +74,32 @@ class Command(NamedTuple):
 
 
 def option(*names: str, **how: Any) -> Option:
-    """Return one argument or option, as `ArgumentParser.add_argument` takes it."""
+    """Return the arguments of `ArgumentParser.add_argument` for one argument or option."""
     return names, how
 
 
 def flag(name: str, text: str) -> Option:
-    """Return an option without a value."""
+    """Return an option that takes no value."""
     return option(name, action="store_true", help=text)
 
 
 def value(name: str, metavar: str, text: str, **how: Any) -> Option:
-    """Return an argument, or an option with a value."""
+    """Return a positional argument, or an option that takes a value."""
     return option(name, metavar=metavar, help=text, **how)
 
 
-def _chart(text: str, name: str = "--chart") -> Option:
+def _chart_option(text: str, name: str = "--chart") -> Option:
+    """Return an option that names the image file of a chart."""
     return value(name, "FILE", f"{text} Format: .png or .svg.", type=Path)
 
 
 def add_arguments(parser: ArgumentParser, verb: str, without: tuple[str, ...] = ()) -> None:
-    """Add a command's arguments and options to a parser.
+    """Add the arguments and options of a command to a parser.
 
     Args:
-        parser: the parser.
-        verb: the command.
-        without: names of options that are left out.
+        parser: The parser to extend.
+        verb: The command.
+        without: Option names to leave out.
     """
     for title, options in COMMANDS[verb].groups.items():
         group = parser.add_argument_group(title)
@@ -153,8 +154,8 @@ COMMANDS = {
             "Output": (
                 _JSON,
                 flag("--csv", "Print one comma-separated line per spec and nothing else."),
-                _chart("Draw the peaks and the device memory."),
-                _chart("Draw the operations of one step over time.", "--timeline"),
+                _chart_option("Draw the peaks and the device memory."),
+                _chart_option("Draw the operations of one step over time.", "--timeline"),
             ),
         },
         examples=(
@@ -215,7 +216,7 @@ COMMANDS = {
                     type=positive),
                 _JSON,
                 flag("--csv", "Print the ranking as CSV and nothing else."),
-                _chart("Draw memory and time of all exact candidates."),
+                _chart_option("Draw memory and time of all exact candidates."),
             ),
         },
         examples=(
@@ -237,7 +238,7 @@ COMMANDS = {
             "Options": (
                 _ALLOW_IMPORT,
                 _JSON,
-                _chart("Draw the pipeline schedule, and the tokens of each `cp` rank."),
+                _chart_option("Draw the pipeline schedule, and the tokens of each `cp` rank."),
             ),
         },
         examples=("ptrain plan hsdp", "ptrain plan pp-1f1b --chart schedule.svg"),
@@ -263,7 +264,7 @@ COMMANDS = {
             ),
             "Output": (
                 _JSON,
-                _chart("Draw memory over the step."),
+                _chart_option("Draw memory over the step."),
             ),
         },
         examples=(
@@ -314,7 +315,7 @@ COMMANDS = {
                 flag("--quiet", "Print no lines per step."),
                 _JSON,
                 flag("--tensorboard", "Write TensorBoard events, too."),
-                _chart("Draw tokens per expert over the steps. Needs a model with experts."),
+                _chart_option("Draw tokens per expert over the steps. Needs a model with experts."),
                 option("--prepared", action="store_true", help=SUPPRESS),
             ),
         },

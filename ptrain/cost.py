@@ -1,6 +1,6 @@
-"""The one vocabulary of costs: predicted, simulated and measured figures have these types.
+"""The types of all cost figures: predicted, simulated and measured figures share them.
 
-A verdict is a subtraction of two values of the same type. Bytes are integers.
+A verdict subtracts two values of one type. Bytes are integers, so a difference is exact.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from ptrain.wording import Worded
 
 
 class State(Word):
-    """The four training states (Definition 1), and two rooms for what belongs to none."""
+    """The four training states (Definition 1), and two categories for all other memory."""
 
     PARAMETERS = "parameters"
     OPTIMIZER = "optimizer"
     GRADIENTS = "gradients"
     ACTIVATIONS = "activations"
-    TRANSIENT = "transient"  # gathered units, reduce buffers: gone when the step is over
+    TRANSIENT = "transient"  # all-gathered units and reduce buffers, freed before the step ends
     OTHER = "other"  # buffers of the model, the batch itself
 
 
@@ -32,7 +32,7 @@ PLACED = (State.PARAMETERS, State.OPTIMIZER, State.GRADIENTS, State.ACTIVATIONS)
 
 
 class Phase(Word):
-    """When bytes move or live."""
+    """The phase of a training in which bytes move or are allocated."""
 
     SETUP = "setup"
     FORWARD = "forward"
@@ -41,7 +41,7 @@ class Phase(Word):
 
 
 class Collective(Word):
-    """Everything that moves bytes between ranks or between tiers."""
+    """An operation that moves bytes between ranks, or between the memory tiers of one rank."""
 
     ALL_GATHER = "all_gather"
     REDUCE_SCATTER = "reduce_scatter"
@@ -61,7 +61,7 @@ class Collective(Word):
 
     @property
     def is_copy(self) -> bool:
-        """Whether it moves bytes between a rank's own tiers, and sends none."""
+        """True if the operation moves bytes between the tiers of one rank and sends none."""
         return self in (
             Collective.HOST_TO_DEVICE,
             Collective.DEVICE_TO_HOST,
@@ -71,8 +71,11 @@ class Collective(Word):
 
 
 class Column(Word):
-    """Who says so: the paper's theorems, our derivation, the same with where tokens went in a run,
-    an execution on fake ranks, the run."""
+    """The source of a figure.
+
+    PAPER is the paper's theorems, EXACT the derivation from the spec, COUNTED the derivation with
+    the routing counts of a run, SIMULATED an execution on fake ranks, and MEASURED the run.
+    """
 
     PAPER = "paper"
     EXACT = "exact"
@@ -81,13 +84,21 @@ class Column(Word):
     MEASURED = "measured"
 
 
-TIERS = ("device_bytes", "host_bytes", "file_bytes")  # of a Footprint
+TIERS = ("device_bytes", "host_bytes", "file_bytes")  # the fields of a Footprint, by tier
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Footprint:
-    """Resident bytes of one state on one rank, by tier. `lower_bytes`, where what the device holds
-    depends on data: it is at least this, and `device_bytes` at most."""
+    """The resident bytes of one state on one rank, by tier.
+
+    Attributes:
+        state: The state.
+        rank: The rank.
+        device_bytes: Bytes on the device; the upper bound if they depend on data.
+        host_bytes: Bytes in host memory.
+        file_bytes: Bytes in files.
+        lower_bytes: The lower bound of `device_bytes`. None: they do not depend on data.
+    """
 
     state: State
     rank: int
@@ -97,7 +108,7 @@ class Footprint:
     lower_bytes: int | None = field(default=None, metadata=RARE)
 
     def of_rank(self, rank: int) -> Footprint:
-        """Return the same on another rank."""
+        """Return a copy for another rank."""
         return Footprint(
             state=self.state,
             rank=rank,
@@ -112,8 +123,13 @@ class Footprint:
 class Peak:
     """The maximum of live device bytes on one rank during one phase of a steady step.
 
-    `allocator_bytes` is what a GPU's allocator says of the same moment's rounding and operators'
-    insides; 0 where there is no such allocator, and in predictions. `lower_bytes` as a footprint's.
+    Attributes:
+        phase: The phase.
+        rank: The rank.
+        device_bytes: The live bytes; the upper bound if they depend on data.
+        allocator_bytes: The peak of the CUDA allocator, which includes its rounding and memory that
+            operators allocate and free inside themselves. 0 on CPUs, and in predictions.
+        lower_bytes: The lower bound of `device_bytes`. None: they do not depend on data.
     """
 
     phase: Phase
@@ -123,7 +139,7 @@ class Peak:
     lower_bytes: int | None = field(default=None, metadata=RARE)
 
     def of_rank(self, rank: int) -> Peak:
-        """Return the same on another rank."""
+        """Return a copy for another rank."""
         return Peak(
             phase=self.phase,
             rank=rank,
@@ -134,13 +150,16 @@ class Peak:
 
 
 def lower_bytes(row: Footprint | Peak) -> int:
-    """Return the device bytes that it is at least."""
+    """Return the lower bound of the device bytes of a row."""
     return row.device_bytes if row.lower_bytes is None else row.lower_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrafficKey:
-    """What calls are added up over: mesh axes x collective x state x phase (x substitute)."""
+    """The key under which calls are summed: mesh axes, collective, state, phase, and substitute.
+
+    `via` names the collective that was called as a substitute for this one, if any.
+    """
 
     axes: tuple[str, ...]
     collective: Collective
@@ -151,10 +170,14 @@ class TrafficKey:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
-    """Calls of one kind on one rank in one steady step.
+    """The calls of one kind on one rank in one steady step.
 
-    `payload_bytes` adds the full tensor of each call; `sent_bytes` what one rank sends of it
-    under the ring model (Theorem 2), rounded up per call.
+    Attributes:
+        key: The kind of call.
+        calls: The number of calls.
+        payload_bytes: The sum over the calls of the full tensor's bytes.
+        sent_bytes: The bytes that one rank sends under the ring model (Theorem 2), rounded up per
+            call.
     """
 
     key: TrafficKey = field(metadata=FLAT)
@@ -164,7 +187,7 @@ class Traffic:
 
 
 def add_traffic(rows: Iterable[Traffic]) -> tuple[Traffic, ...]:
-    """Rows with equal keys become one; sorted, so that two accounts compare by position."""
+    """Sum the rows with equal keys, and sort them, so that two accounts compare by position."""
     totals: dict[TrafficKey, tuple[int, int, int]] = {}
     for row in rows:
         calls, payload, sent = totals.get(row.key, (0, 0, 0))
@@ -175,19 +198,23 @@ def add_traffic(rows: Iterable[Traffic]) -> tuple[Traffic, ...]:
         )
     return tuple(
         Traffic(key=key, calls=calls, payload_bytes=payload, sent_bytes=sent)
-        for key, (calls, payload, sent) in sorted(totals.items(), key=lambda item: _place(item[0]))
+        for key, (calls, payload, sent) in sorted(
+            totals.items(), key=lambda item: _sort_key(item[0])
+        )
     )
 
 
 @lru_cache(maxsize=2**10)
-def _place(key: TrafficKey) -> str:
-    """Return what rows are sorted by."""
+def _sort_key(key: TrafficKey) -> str:
+    """Return the sort key of a traffic key."""
     return repr(key)
 
 
 def busiest(rows: Iterable[Traffic]) -> tuple[Traffic, ...]:
-    """Return a row for each kind of call: where the ranks' accounts of it differ (slices of
-    operators may be unequal), that of a rank that sends most."""
+    """Return one row per kind of call: the row of the rank that sends most.
+
+    The accounts of ranks differ if the shards of an operator have unequal sizes.
+    """
     most: dict[TrafficKey, Traffic] = {}
     for row in rows:
         known = most.setdefault(row.key, row)
@@ -198,8 +225,10 @@ def busiest(rows: Iterable[Traffic]) -> tuple[Traffic, ...]:
 
 
 class Wire(NamedTuple):
-    """What the kernel says that one rank's sockets of the group over `axes` sent in a steady step:
-    payload, headers of the backend included, retransmissions not."""
+    """The bytes that one rank's sockets sent for the group over `axes` in a steady step.
+
+    The kernel counts them. They include the headers of the backend, and exclude retransmissions.
+    """
 
     axes: tuple[str, ...]
     rank: int
@@ -207,21 +236,31 @@ class Wire(NamedTuple):
 
 
 class Blocked(NamedTuple):
-    """How long one rank's main thread waited for the collectives over `axes` in a step: seconds,
-    waiting for a slower rank included."""
+    """The seconds that one rank's main thread waited for the collectives over `axes` in a step.
+
+    They include waiting for a slower rank.
+    """
 
     axes: tuple[str, ...]
     rank: int
     seconds: float
 
 
-OPERATIONS = ("forward", "backward", "again")  # the passes of Operations
+OPERATIONS = ("forward", "backward", "again")  # the fields of Operations, by pass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operations:
-    """Floating-point operations of one rank's matrix products in a step, two for each
-    multiplication: its forward and backward passes, and what backward runs `again` of forward."""
+    """The floating-point operations of one rank's matrix products in a step.
+
+    A multiply-add counts as two.
+
+    Attributes:
+        rank: The rank.
+        forward: Operations of the forward pass.
+        backward: Operations of the backward pass, without recomputation.
+        again: Operations of the forward pass that backward recomputes.
+    """
 
     rank: int
     forward: int
@@ -229,27 +268,30 @@ class Operations:
     again: int = 0
 
     def of_rank(self, rank: int) -> Operations:
-        """Return the same on another rank."""
+        """Return a copy for another rank."""
         return Operations(rank=rank, forward=self.forward, backward=self.backward, again=self.again)
 
 
 class Spent(Word):
-    """What a rank's time goes to."""
+    """A category of a rank's time."""
 
     COMPUTE = "compute"  # the model's operators, and autograd's sums of gradients
-    WRAPPERS = "wrappers"  # what wrappers do on the host, and what they copy within the device
-    LAUNCHES = "launches"  # a device waits for its host to issue what comes next
-    COLLECTIVES = "collectives"  # waiting for them
-    COPIES = "copies"  # waiting for what moves between tiers
-    UPDATE = "update"  # the norm and the optimizer
-    BUBBLE = "bubble"  # a pipeline's rank has nothing to do
-    INTERFERENCE = "interference"  # computing takes longer while a collective runs
+    WRAPPERS = "wrappers"  # host code of the wrappers, and their copies within the device
+    LAUNCHES = "launches"  # the device waits until its host launches the next kernel
+    COLLECTIVES = "collectives"  # waiting for collectives
+    COPIES = "copies"  # waiting for copies between tiers
+    UPDATE = "update"  # the gradient norm and the optimizer
+    BUBBLE = "bubble"  # a rank of a pipeline idles
+    INTERFERENCE = "interference"  # kernels slow down while a collective runs
     STRAGGLERS = "stragglers"  # waiting for the slowest of many nodes, congestion included
 
 
 class TimeKey(NamedTuple):
-    """What seconds are added up over; of collectives mesh axes and which, of copies which, of a
-    bubble its axis."""
+    """The key under which seconds are summed.
+
+    `axes` and `collective` are set for collectives, `collective` for copies, and `axes` for a
+    pipeline bubble.
+    """
 
     spent: Spent
     phase: Phase
@@ -259,8 +301,13 @@ class TimeKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeRow:
-    """Seconds of a steady step that go to one thing. Of what moves these are exposed: the rank has
-    nothing to do meanwhile; `moving` is how long it moves, hidden or not."""
+    """The seconds of a steady step in one category.
+
+    Attributes:
+        key: The category.
+        seconds: The seconds. For transfers, only the exposed part, in which the rank idles.
+        moving: The seconds of the transfer, overlapped or exposed.
+    """
 
     key: TimeKey = field(metadata=FLAT)
     seconds: float
@@ -268,9 +315,13 @@ class TimeRow:
 
 
 class StepTime(NamedTuple):
-    """The time of one steady step, on the rank that decides it. Each of its seconds is in one of
-    the rows. `assumed` are sentences on what the machine's rates do not say. `interval`: the
-    seconds between which nearly all published steps of its kind lie; None if none were published.
+    """The time of one steady step, on the slowest rank.
+
+    Attributes:
+        rows: The categories; their seconds sum to the step time.
+        assumed: Sentences about figures that the rates of the machine do not contain.
+        interval: The seconds between which nearly all published steps of this kind are. None if
+            none were published.
     """
 
     rows: tuple[TimeRow, ...]
@@ -279,21 +330,24 @@ class StepTime(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """How long it takes."""
+        """The seconds of the step."""
         return sum(row.seconds for row in self.rows)
 
     def spent(self, spent: Spent) -> float:
-        """Return the seconds that go to one thing."""
+        """Return the seconds in one category."""
         return sum(row.seconds for row in self.rows if row.key.spent is spent)
 
     def of_phase(self, phase: Phase) -> float:
-        """Return the seconds of a phase, without the bubble, which is of none."""
+        """Return the seconds of a phase. The bubble belongs to no phase and is left out."""
         rows = (row for row in self.rows if row.key.spent is not Spent.BUBBLE)
         return sum(row.seconds for row in rows if row.key.phase is phase)
 
     def exposed(self, *, idle: bool = False) -> dict[tuple[str, ...], float]:
-        """Return by mesh axes the seconds in which a rank waits for their collectives alone; with
-        `idle` a pipeline's bubble too, in which it waits for other ranks' messages."""
+        """Return the seconds by mesh axes in which a rank only waits for collectives.
+
+        Args:
+            idle: Include the pipeline bubble, in which a rank waits for messages of other ranks.
+        """
         waits = (Spent.COLLECTIVES, *[Spent.BUBBLE] * idle)
         return summed((row.key.axes, row.seconds) for row in self.rows if row.key.spent in waits)
 
@@ -302,18 +356,32 @@ class StepTime(NamedTuple):
 class Estimate(Worded):
     """One account of one run: a prediction (paper, exact), a simulation or a measurement.
 
-    `undefined` gives, per kind of figure ("traffic", "peak", "wire", "blocked_seconds",
-    "step_seconds"), why the column has none, or not all. `unclaimed` gives, per kind
-    ("activations", "peak", "traffic"), why those that the column has, if any, are not claimed for
-    the device that runs it. `by_data` gives, per kind ("activations", "peak"), why its figures are
-    bounds and not sizes. `assumed` gives, per kind ("activations", "peak", and "traffic" with axes
-    and collective), what its figures assume of data: a run's are not held against them; `counted`,
-    per kind, what of a run they were derived from. `warnings`
-    are what somebody should know before it runs.
-    `accounts`: where ranks differ in what they send, the traffic of each kind of rank, of which
-    there are equally many, and `account_of` by rank which is its own; `traffic` has a row for each
-    kind of call and account. `startup_bytes` are the host bytes that a rank needs before the first
-    step, besides what it keeps; `builds_whole` if each rank builds the full model.
+    Attributes:
+        column: The source of the figures.
+        world_size: The number of ranks.
+        memory: Resident bytes by state and rank.
+        peak: Peak bytes by phase and rank.
+        traffic: Collectives and copies of a step; one row per kind of call and account.
+        wire: Bytes that the kernel counted on the sockets.
+        blocked: Seconds that ranks waited for collectives.
+        undefined: The reason why the column lacks some or all figures of a kind ("traffic", "peak",
+            "wire", "blocked_seconds", "step_seconds").
+        unclaimed: The reason why the figures of a kind ("activations", "peak", "traffic") are not
+            claimed for the device of the run.
+        by_data: The reason why the figures of a kind ("activations", "peak") are bounds.
+        assumed: The assumption about data behind the figures of a kind ("activations", "peak", and
+            "traffic" with axes and collective). A run is not compared with these.
+        counted: The counts of a run that the figures of a kind were derived from.
+        notes: Remarks.
+        warnings: Warnings to read before the run.
+        accounts: The traffic of each kind of rank, if ranks send different amounts. All kinds have
+            equally many ranks.
+        account_of: The index into `accounts` of each rank.
+        operations: Floating-point operations by rank.
+        step: The time of a steady step.
+        startup_bytes: Host bytes that a rank needs before the first step, in addition to the
+            resident ones.
+        builds_whole: True if each rank builds the full model.
     """
 
     column: Column
@@ -338,25 +406,24 @@ class Estimate(Worded):
     builds_whole: bool = False
 
     def __repr__(self) -> str:
-        return f"Estimate({self.column} of {self.world_size} ranks)"  # rows are thousands
+        return f"Estimate({self.column} of {self.world_size} ranks)"  # without thousands of rows
 
     def peak_bytes(self) -> int | None:
-        """The largest peak over phases and ranks; None where no peak is known."""
+        """Return the largest peak over phases and ranks, None if no peak is known."""
         return max((row.device_bytes for row in unranked(self.peak)), default=None)
 
     def lower_peak_bytes(self) -> int | None:
-        """The largest peak if as little is allocated as can be: `peak_bytes`, where that depends on
-        no data."""
+        """Return the lower bound of the largest peak; `peak_bytes` unless it depends on data."""
         return max(map(lower_bytes, unranked(self.peak)), default=None)
 
     def bytes_of(self, state: State, rank: int | None = None) -> int:
-        """Device bytes of `state` on `rank`, or the maximum over the ranks."""
+        """Return the device bytes of a state on a rank. None: the maximum over the ranks."""
         rows = unranked(self.memory, None if rank is None else {rank})
         sizes = [row.device_bytes for row in rows if row.state is state]
         return max(sizes, default=0)
 
     def copied_bytes(self) -> int:
-        """Bytes that one rank copies between its tiers in a steady step."""
+        """Return the bytes that one rank copies between its tiers in a steady step, at most."""
         return max(
             sum(
                 row.payload_bytes
@@ -367,21 +434,22 @@ class Estimate(Worded):
         )
 
     def sent_bytes(self, *, setup: bool = False) -> int:
-        """Bytes that one rank sends in a steady step (with `setup`: once), the one that sends
-        most."""
+        """Return the bytes that the busiest rank sends in a steady step, or once during set-up."""
         return max(
             sum(row.sent_bytes for row in rows if (row.key.phase is Phase.SETUP) is setup)
             for rows in self.by_rank()
         )
 
     def of_rank(self, rank: int) -> Estimate:
-        """Return what this column says of one rank."""
+        """Return the figures of one rank, with only the calls that it makes."""
         traffic = self.accounts[self.account_of[rank]] if self.accounts else self.traffic
         sent = tuple(row for row in traffic if row.calls)
         return replace(self.of_ranks({rank}), traffic=sent, accounts=(), account_of=())
 
     def of_ranks(self, ranks: Container[int]) -> Estimate:
-        """Without the rows of other ranks; traffic is that of all."""
+        """Return the estimate without other ranks' memory, peaks and times. Its traffic is
+        unchanged.
+        """
         return replace(
             self,
             memory=of_ranks(self.memory, ranks),
@@ -392,5 +460,9 @@ class Estimate(Worded):
         )
 
     def by_rank(self) -> tuple[tuple[Traffic, ...], ...]:
-        """Return the traffic of each kind of rank; of all in one where it is not known apart."""
+        """Return the traffic of each kind of rank.
+
+        Without `accounts` it is one tuple, which has the row of the busiest rank for each kind of
+        call.
+        """
         return self.accounts or (busiest(self.traffic),)

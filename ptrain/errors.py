@@ -1,10 +1,10 @@
-"""The PtrainError family: what went wrong for the user, and the exit code that says so.
+"""The PtrainError family: every error that is reported to the user, with its exit code.
 
 PtrainError        2  the user's input is wrong
     SpecError      2  a spec, with every fault in it
     DoesNotFit     2  the prediction exceeds the device, and --force was not given
-    BrokenSchedule 2  a pipeline's schedule that cannot run: the rank, the action and why
-    BrokenPlan     2  a plan's step that cannot run where it stands: the step and why
+    BrokenSchedule 2  a pipeline schedule that cannot run: the rank, the action and why
+    BrokenPlan     2  a plan step that cannot run at its position: the step and why
 VerdictFailed      1  a verdict fails (state, axis and factor are named)
 RankFailed         3  a rank died, hung or raised
 TrainingStopped    4  a check stopped the training
@@ -16,10 +16,17 @@ from typing import Any, NamedTuple
 
 
 class Fault(NamedTuple):
-    """One fault in a spec: where it stands, what was found and what would be right.
+    """One fault in a spec: its place, the finding and the fix.
 
-    `place` is the dotted key (`mesh.dp_shard`). `line` and `column` count from 1; 0 means
-    that the fault has no place in a file (a key that is missing, an override, Python).
+    Attributes:
+        place: The dotted key (`mesh.dp_shard`).
+        finding: The error.
+        remedy: The fix, with text to paste.
+        source: The file or mapping that contains the key.
+        line: The line, from 1. 0: the fault has no place in a file (a missing key, an override,
+            Python).
+        column: The column, from 1. 0: as for `line`.
+        text: The source line, printed with a caret below the column.
     """
 
     place: str
@@ -42,13 +49,13 @@ class Fault(NamedTuple):
 
 
 class PtrainError(Exception):
-    """Base of everything ptrain raises for its user."""
+    """The base class of all errors that ptrain raises for its user."""
 
     exit_code = 2
 
 
 class SpecError(PtrainError):
-    """A spec that cannot be used; `faults` holds all that is wrong with it, in file order."""
+    """A spec or input that cannot be used; `faults` holds all faults, in file order."""
 
     def __init__(self, *faults: Fault) -> None:
         assert faults, "a SpecError needs at least one fault"
@@ -57,13 +64,23 @@ class SpecError(PtrainError):
 
 
 def refused(place: str, finding: str, remedy: str = "") -> SpecError:
-    """The user's one mistake that stands in no file of a spec: an option, a folder, a data file."""
+    """Return the error for one mistake outside a spec file: an option, a folder or a data file."""
     return SpecError(Fault(place=place, finding=finding, remedy=remedy))
 
 
 def library(name: str, place: str, use: str) -> Any:
-    """Return what `import name` binds. Raises SpecError, with the `use` that needs the library,
-    where that is not installed."""
+    """Import an optional library and return the bound module.
+
+    `import a.b` binds `a`, so `library("a.b", ...)` returns `a` with `a.b` loaded.
+
+    Args:
+        name: The module to import. `pip install` is suggested for its first part.
+        place: The place that the error names.
+        use: A clause that states what needs the library.
+
+    Raises:
+        SpecError: The library is not installed.
+    """
     try:
         return __import__(name)
     except ImportError as error:
@@ -72,11 +89,11 @@ def library(name: str, place: str, use: str) -> Any:
 
 
 class DoesNotFit(PtrainError):
-    """The predicted peak exceeds the device's memory."""
+    """The predicted peak exceeds the memory of the device."""
 
 
 class BrokenSchedule(PtrainError):
-    """A pipeline's schedule that cannot run, or does not do a step's work."""
+    """A pipeline schedule that cannot run, or does not do the work of one step."""
 
     def __init__(self, rank: int, action: object, reason: str) -> None:
         self.rank = rank
@@ -86,7 +103,7 @@ class BrokenSchedule(PtrainError):
 
 
 class BrokenPlan(PtrainError):
-    """A step of a plan cannot run where it stands."""
+    """A plan step that cannot run at its position in the plan."""
 
     def __init__(self, step: object, reason: str) -> None:
         super().__init__(
@@ -96,13 +113,13 @@ class BrokenPlan(PtrainError):
 
 
 class VerdictFailed(PtrainError):
-    """Predicted and measured (or one device and many) disagree."""
+    """Predicted and measured figures differ, or a run differs from its single-device reference."""
 
     exit_code = 1
 
 
 class RankFailed(PtrainError):
-    """A rank died, hung or raised; the message names it and gives its cause."""
+    """A rank died, hung or raised; the message names the rank and the cause."""
 
     exit_code = 3
 

@@ -1,7 +1,8 @@
-"""The import path of a process that is ptrain: `python -m` puts the current folder first, where a
-file named like an installed module would run in its place.
+"""The import path of a ptrain process.
 
-What this imports Python has loaded when it starts: anything else might itself be such a file.
+`python -m` puts the current folder first on the path, where a file named like an installed module
+would be imported instead of it. This module imports only modules that Python has loaded at
+start-up: any other import could itself load such a file.
 """
 
 import os
@@ -11,15 +12,18 @@ _INSTALLED = "-packages"  # site-packages, and Debian's dist-packages
 
 
 def leave_current_folder() -> None:
-    """Takes the current folder off the path, unless PYTHONPATH names it. ptrain's own folder, where
-    it is a checkout, comes after what is installed: files beside the package hide none of it."""
-    here, segments = _here(), _segments()
+    """Remove the current folder from `sys.path`, unless PYTHONPATH names it.
+
+    The root of a ptrain checkout moves after the last site-packages folder, so that files next to
+    the package hide no installed module.
+    """
+    here, segments = _current_folder(), _pythonpath_entries()
     if not sys.flags.safe_path and sys.path[:1] in ([""], [here]):
         del sys.path[0]
     if "" in segments and here not in map(os.path.abspath, filter(None, segments)):
         sys.path[:] = [folder for folder in sys.path if folder != here]
     root = own_root()
-    if not root.endswith(_INSTALLED):  # else it stands where it belongs
+    if not root.endswith(_INSTALLED):  # an installed package is in place already
         folders = [folder for folder in sys.path if folder != root]
         ends = [end for end, folder in enumerate(folders, 1) if folder.endswith(_INSTALLED)]
         place = max(ends, default=len(folders))
@@ -27,18 +31,19 @@ def leave_current_folder() -> None:
 
 
 def own_root() -> str:
-    """The folder that holds the package."""
+    """Return the folder that contains the package."""
     return os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
-def _here() -> str:
+def _current_folder() -> str:
+    """Return the current folder, "" if it was removed."""
     try:
         return os.getcwd()
-    except FileNotFoundError:  # it was removed, and nothing is in it
+    except FileNotFoundError:  # a removed folder holds no modules
         return ""
 
 
-def _segments() -> list[str]:
-    """Those of PYTHONPATH; an empty one means the current folder."""
+def _pythonpath_entries() -> list[str]:
+    """Return the entries of PYTHONPATH. An empty entry means the current folder."""
     text = os.environ.get("PYTHONPATH", "")
     return text.split(os.pathsep) if text else []

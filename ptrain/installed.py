@@ -1,4 +1,4 @@
-"""Whether ptrain runs with the torch that is installed, which is not imported to know it."""
+"""The installed torch: its version, read without importing it, and whether ptrain supports it."""
 
 from __future__ import annotations
 
@@ -13,16 +13,21 @@ from ptrain.version import REFERENCE_TORCH, TESTED_TORCH, TORCH_RANGE, VERSION
 
 
 def counted_torch() -> str:
-    """Return the version whose bytes are counted: the one that is installed, if `exact` is claimed
-    for it; else that of the tables."""
+    """Return the torch version that predictions count bytes for, as `major.minor`.
+
+    This is the installed version if it is tested, else `REFERENCE_TORCH`.
+    """
     minor = torch_minor()
     return minor if minor in TESTED_TORCH else REFERENCE_TORCH
 
 
 @cache
 def torch_version() -> str:
-    """Return the version of torch that is installed, as a file of its says: torch is not imported,
-    and reading all distributions takes a while. Nothing where none is, or it does not say."""
+    """Return the version of the installed torch, "" if there is none or its file has no version.
+
+    It is read from `torch/version.py`. Importing torch takes seconds, and `importlib.metadata`
+    scans all distributions.
+    """
     torch = find_spec("torch")
     file = Path(torch.origin).with_name("version.py") if torch and torch.origin else None
     text = file.read_text() if file and file.exists() else ""
@@ -31,13 +36,15 @@ def torch_version() -> str:
 
 
 def torch_minor() -> str:
-    """Return that version without its last number: `2.13`."""
+    """Return the installed torch version as `major.minor`; "" without torch."""
     return ".".join(torch_version().split(".")[:2])
 
 
 def require_torch() -> None:
-    """Raises SpecError where no torch is installed, or one that ptrain does not run with. A torch
-    that says no version is taken as it is."""
+    """Raise SpecError if torch is missing, or if its version is not supported.
+
+    A torch whose version cannot be read is accepted.
+    """
     version = torch_version()
     if (version or find_spec("torch") is None) and not runs_with(version):
         state = f"{version} is installed" if version else "is not installed"
@@ -49,8 +56,11 @@ def require_torch() -> None:
 
 
 def runs_with(torch: str) -> bool:
-    """Return whether this version of torch is within TORCH_RANGE, as pip reads it: `+cpu` does not
-    count, and a pre-release of either bound is outside. A text that is no version is outside."""
+    """Return True if TORCH_RANGE contains this version of torch, as pip decides it.
+
+    Local versions (`+cpu`) are ignored. Pre-releases of either bound, and texts that are no
+    version, are outside the range.
+    """
     first, refused = (_minor(bound) for bound in re.findall(r"[\d.]+", TORCH_RANGE))
     minor = _minor(torch)
     is_early = minor == first and re.match(r"\d+\.\d+(\.0)*\.?(a|b|rc|dev)\d", torch)
@@ -58,7 +68,7 @@ def runs_with(torch: str) -> bool:
 
 
 def versions() -> dict[str, str]:
-    """The versions of ptrain, torch and Python."""
+    """Return the versions of ptrain, torch and Python."""
     return {
         "ptrain": VERSION,
         "torch": torch_version() or "not installed",
@@ -67,6 +77,6 @@ def versions() -> dict[str, str]:
 
 
 def _minor(version: str) -> tuple[int, int]:
-    """(2, 13) of 2.13.0+cpu, (0, 0) of what does not begin so."""
+    """Return (2, 13) for `2.13.0+cpu`; (0, 0) for a text that does not begin with a version."""
     number = re.match(r"(\d+)\.(\d+)", version)
     return (int(number[1]), int(number[2])) if number else (0, 0)

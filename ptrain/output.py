@@ -1,5 +1,4 @@
-"""Standard output: where processes that are started here print (where this one does, be it a
-notebook's cell), and how a process outlives its reader."""
+"""Standard output: a stream for child processes, and processes that outlive their reader."""
 
 from __future__ import annotations
 
@@ -12,30 +11,38 @@ from io import TextIOWrapper
 from threading import Thread
 from typing import TextIO
 
-_READER_IS_GONE = (errno.EPIPE, errno.EIO)  # EIO: of a terminal that hung up
-_LAST_LINES = 10.0  # seconds: what a rank started itself may outlive it and hold its output open
+_GONE_READER_ERRORS = (errno.EPIPE, errno.EIO)  # EIO: of a terminal that hung up
+# Seconds to wait for the last lines: a process that a rank started may keep the pipe open longer.
+_RELAY_TIMEOUT = 10.0
 
 
 @contextmanager
 def standard_output() -> Iterator[int | None]:
-    """Yield the standard output of processes that are started within: this process's own (None), or
-    where `sys.stdout` is another, which no process can inherit, a pipe to it."""
+    """Yield the standard output for child processes.
+
+    This is None, which lets them inherit the output of this process. If `sys.stdout` was replaced,
+    as in a notebook, no process can inherit it: then it is the descriptor of a pipe, and a thread
+    copies the pipe to `sys.stdout`.
+    """
     if sys.stdout is sys.__stdout__:
         yield None
         return
     reading, writing = os.pipe()
-    relay = Thread(target=_print_lines, args=(reading, sys.stdout), daemon=True)
+    relay = Thread(target=_relay_lines, args=(reading, sys.stdout), daemon=True)
     relay.start()
     try:
         yield writing
     finally:
         os.close(writing)
-        relay.join(_LAST_LINES)
+        relay.join(_RELAY_TIMEOUT)
 
 
-def _print_lines(reading: int, stream: TextIO) -> None:
-    """Print what comes, until a stream takes no more (a cell that is gone, a file that is closed):
-    the rest is read all the same, or who writes it would die of that."""
+def _relay_lines(reading: int, stream: TextIO) -> None:
+    """Copy lines from a pipe to a stream.
+
+    Once the stream fails (its cell is gone, its file is closed) the rest is read and discarded:
+    otherwise the writers would fail with a broken pipe.
+    """
     with open(reading, errors="replace", newline="") as lines:
         is_open = True
         for line in lines:
@@ -64,19 +71,22 @@ class _DetachableStream(TextIOWrapper):
 
     @contextmanager
     def _discarding(self) -> Iterator[None]:
+        """Suppress OSError. If the reader is gone, redirect the descriptor to /dev/null."""
         try:
             yield
         except OSError as error:
-            if error.errno not in _READER_IS_GONE:
-                return  # as a full disk: this text is lost, and later text may fit again
+            if error.errno not in _GONE_READER_ERRORS:
+                return  # such as a full disk: this text is lost, later text may be written again
             null = os.open(os.devnull, os.O_WRONLY)
             os.dup2(null, self.fileno())
             os.close(null)
 
 
 def outlive_readers() -> None:
-    """Let this process continue after the reader of its output goes (`| head`, a closed terminal),
-    whoever prints: the standard streams are replaced."""
+    """Replace the standard streams, so that this process continues after its reader is gone.
+
+    The reader may be `| head`, or a terminal that was closed.
+    """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if isinstance(stream, TextIOWrapper) and not isinstance(stream, _DetachableStream):

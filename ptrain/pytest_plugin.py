@@ -1,5 +1,7 @@
-"""The plugin that pytest loads where ptrain is installed: the fixtures `trains_like_one_device` and
-`verified` are `ptrain.testing`'s assertions, without an import. Torch-free: so is collecting."""
+"""The pytest plugin of ptrain: fixtures that return the assertions of `ptrain.testing`.
+
+It imports no torch, so that collecting tests stays fast.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,11 @@ import pytest
 
 @pytest.fixture
 def trains_like_one_device() -> Callable[..., None]:
-    """`trains_like_one_device(my_loop, num_ranks=2)` starts ranks, on each of which `my_loop`
-    returns what `ptrain.verify` returns; it fails with the root cause's words."""
+    """The assertion `trains_like_one_device(my_loop, num_ranks=2)`.
+
+    It calls `my_loop`, which returns the result of `ptrain.verify`, on every rank, and fails with
+    the root cause of a mismatch. See `ptrain.testing.assert_trains_like_one_device`.
+    """
     from ptrain.testing import assert_trains_like_one_device
 
     return assert_trains_like_one_device
@@ -19,7 +24,7 @@ def trains_like_one_device() -> Callable[..., None]:
 
 @pytest.fixture
 def verified() -> Callable[..., None]:
-    """`verified("train.yaml", quick=True)` is `ptrain verify` of a spec."""
+    """The assertion `verified("train.yaml", quick=True)`, which runs `ptrain verify` on a spec."""
     from ptrain.testing import assert_verified
 
     return assert_verified

@@ -1,16 +1,16 @@
-"""For the tests of somebody's own repository: does my loop train like one device, does my spec?
+"""Assertions for the tests of your repository: does a loop, or a spec, train like a single device?
 
     from ptrain.testing import assert_trains_like_one_device
 
-    def my_loop():                       # importable: at the top of a module
+    def my_loop():                       # importable: at the top level of a module
         ...                              # build, wrap, and return ptrain.verify(...)
 
     def test_my_loop():
         assert_trains_like_one_device(my_loop, num_ranks=2)
 
-Ranks are processes of this machine that meet under gloo over the loopback. They have a parent of
-their own, which ends them all when one fails, when the time is over, or when the test is gone; so
-nothing of them is in the process of the tests. Torch-free: pytest collects without it.
+Ranks are processes of this machine that communicate with gloo over the loopback interface. A parent
+process starts them, and ends all of them when one fails, when the timeout expires, or when the test
+process ends. The test process itself imports no torch and joins no process group.
 """
 
 from __future__ import annotations
@@ -32,45 +32,72 @@ from ptrain.train import environment
 from ptrain.train.folder import RunFolder, write_json
 from ptrain.train.launch import launch
 
-_GRACE = 10.0  # seconds for the parent of the ranks to end them
+_GRACE = 10.0  # seconds in which the parent of the ranks ends them, before it is killed
 
 
 def assert_trains_like_one_device(
     function: Callable[..., Any], *arguments: Any, num_ranks: int = 2, timeout: float = 120.0
 ) -> None:
-    """Call `function(*arguments)` on every rank; it returns what `ptrain.verify` returns.
+    """Assert that a loop trains like a single device.
 
-    Raises AssertionError with the verdict, the root cause first, where it does not hold; RankFailed
-    with the first failing rank's error; PtrainError for a function that no rank can import or that
-    returns no verdict. `arguments` must be JSON.
+    Args:
+        function: The loop, defined at the top level of an importable module. It is called on every
+            rank and returns the result of `ptrain.verify`.
+        arguments: Arguments of the function, as JSON values.
+        num_ranks: The number of ranks.
+        timeout: The limit for the full run, in seconds.
+
+    Raises:
+        AssertionError: The verdict fails. The message begins with the root cause.
+        RankFailed: A rank failed, or the timeout expired.
+        PtrainError: The function cannot be imported, or does not return a verdict.
+
+    Example:
+        >>> def test_my_loop():
+        ...     assert_trains_like_one_device(my_loop, num_ranks=2)
     """
     for rank, verdict in enumerate(
         on_ranks(function, *arguments, num_ranks=num_ranks, timeout=timeout)
     ):
         if not (isinstance(verdict, Mapping) and "holds" in verdict and "text" in verdict):
             raise PtrainError(
-                f"{_name(function)} returned {verdict!r:.60} on rank {rank}\n  remedy: "
+                f"{_qualified_name(function)} returned {verdict!r:.60} on rank {rank}\n  remedy: "
                 "Return the result of `ptrain.verify(...)`."
             )
         if not verdict["holds"]:
-            raise AssertionError(f"{_name(function)} on {num_ranks} ranks: {verdict['text']}")
+            raise AssertionError(
+                f"{_qualified_name(function)} on {num_ranks} ranks: {verdict['text']}"
+            )
 
 
 def on_ranks(
     function: Callable[..., Any], *arguments: Any, num_ranks: int = 2, timeout: float = 120.0
 ) -> list[Any]:
-    """Return what `function(*arguments)` returns on each rank, as JSON; a verdict as a mapping with
-    `holds`, `text` and `culprit`. `timeout` is in seconds, all in all. Raises PtrainError where a
-    rank fails or the time is over."""
+    """Call a function on every rank and return the results, in rank order.
+
+    Args:
+        function: A function at the top level of an importable module. It returns a JSON value, or
+            the result of `ptrain.verify`.
+        arguments: Arguments of the function, as JSON values.
+        num_ranks: The number of ranks.
+        timeout: The limit for the full run, in seconds.
+
+    Returns:
+        The JSON values. A verdict becomes a mapping with `holds`, `text` and `culprit`.
+
+    Raises:
+        PtrainError: An argument is wrong, or the function cannot be imported.
+        RankFailed: A rank failed, or the timeout expired.
+    """
     if num_ranks < 1:
         raise refused("num_ranks", f"got {num_ranks}", "1 or more")
     require_torch()
     with tempfile.TemporaryDirectory(prefix="ptrain-test-") as folder:
         (Path(folder) / "logs").mkdir(mode=0o700)
-        words = [_name(function), str(num_ranks), folder, json.dumps(list(arguments))]
-        ended = _run(["-m", "ptrain.testing", *words], timeout, _name(function))
+        words = [_qualified_name(function), str(num_ranks), folder, json.dumps(list(arguments))]
+        ended = _run_python(["-m", "ptrain.testing", *words], timeout, _qualified_name(function))
         if ended.returncode:
-            raise _error(ended)
+            raise _error_of(ended)
         return [
             json.loads((Path(folder) / f"rank{rank}.json").read_text(encoding="utf-8"))
             for rank in range(num_ranks)
@@ -85,23 +112,42 @@ def assert_verified(
     timeout: float = 600.0,
     allow_import: bool = False,
 ) -> None:
-    """`ptrain verify SPEC a.b=c …`: raises AssertionError with what it prints where the verdict
-    fails, PtrainError for a spec that cannot be verified. `quick`: without trajectories, and so
-    without `steps`; `timeout` is in seconds."""
+    """Assert that `ptrain verify SPEC a.b=c …` succeeds.
+
+    Args:
+        spec: The name of a spec, or a file.
+        overrides: Overrides as on the command line.
+        steps: The length of the compared trajectories, in steps.
+        quick: Skip the trajectories; `steps` is ignored.
+        timeout: The limit for the command, in seconds.
+        allow_import: Allow the spec to import your code.
+
+    Raises:
+        AssertionError: The verdict fails. The message holds the output of the command.
+        PtrainError: The spec cannot be verified.
+
+    Example:
+        >>> def test_spec():
+        ...     assert_verified("train.yaml", quick=True)
+    """
     depth = ["--quick"] if quick else ["--steps", str(steps)]
     words = ["-m", "ptrain", "verify", str(spec), *overrides, *depth]
     words += ["--allow-import"] * allow_import
-    ended = _run(words, timeout, " ".join([str(spec), *overrides]))
+    ended = _run_python(words, timeout, " ".join([str(spec), *overrides]))
     if ended.returncode == VerdictFailed.exit_code:
         raise AssertionError(
             f"{spec} differs from the single-device reference\n{ended.stdout}".rstrip()
         )
     if ended.returncode:
-        raise _error(ended)
+        raise _error_of(ended)
 
 
-def _name(function: Callable[..., Any]) -> str:
-    """`package.module:function`, by which a rank finds it."""
+def _qualified_name(function: Callable[..., Any]) -> str:
+    """Return `module:function` of a function.
+
+    Raises:
+        SpecError: Another process cannot import the function.
+    """
     module, name = getattr(function, "__module__", ""), getattr(function, "__qualname__", "")
     if not module or module == "__main__" or not name.isidentifier():
         raise refused(
@@ -113,8 +159,14 @@ def _name(function: Callable[..., Any]) -> str:
     return f"{module}:{name}"
 
 
-def _run(words: Sequence[str], timeout: float, what: str) -> subprocess.CompletedProcess[str]:
-    """Python in a process of its own, with this one's import path; ended when the time is over."""
+def _run_python(
+    words: Sequence[str], timeout: float, what: str
+) -> subprocess.CompletedProcess[str]:
+    """Run Python in another process, with the import path of this one.
+
+    Raises:
+        RankFailed: The process did not end within `timeout` seconds. `what` names it.
+    """
     process = subprocess.Popen(
         [sys.executable, "-P", *words],
         env=environment.alone(sys.path),
@@ -122,19 +174,22 @@ def _run(words: Sequence[str], timeout: float, what: str) -> subprocess.Complete
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        start_new_session=True,  # Ctrl-C reaches the tests alone, which end it
+        start_new_session=True,  # Ctrl-C reaches only the test process, which ends this one
     )
     try:
         printed, said = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
         raise RankFailed(f"{what}: no verdict within {timeout:g} s") from None
     finally:
-        _end(process)
+        _end_process(process)
     return subprocess.CompletedProcess(process.args, process.returncode, printed, said)
 
 
-def _end(process: subprocess.Popen[str]) -> None:
-    """It ends its ranks; where it is killed the kernel does."""
+def _end_process(process: subprocess.Popen[str]) -> None:
+    """Terminate a process, which ends its ranks, and kill it if it does not end in time.
+
+    If it is killed, the kernel kills its ranks (`rank_start.die_with`).
+    """
     if process.poll() is None:
         process.terminate()
         try:
@@ -144,14 +199,19 @@ def _end(process: subprocess.Popen[str]) -> None:
             process.communicate()
 
 
-def _error(ended: subprocess.CompletedProcess[str]) -> PtrainError:
+def _error_of(ended: subprocess.CompletedProcess[str]) -> PtrainError:
+    """Return the error of a process that failed, with its standard error as the message."""
     said = ended.stderr.strip() or f"ended with exit code {ended.returncode}"
     kind = RankFailed if ended.returncode != PtrainError.exit_code else PtrainError
     return kind(said)
 
 
-def _parent(words: Sequence[str]) -> int:
-    """The parent of the ranks: FUNCTION NUM_RANKS FOLDER ARGUMENTS."""
+def _run_parent(words: Sequence[str]) -> int:
+    """Run the parent process of the ranks, and return its exit code.
+
+    Args:
+        words: FUNCTION NUM_RANKS FOLDER ARGUMENTS.
+    """
     function, num_ranks, folder, arguments = words
     try:
         return launch(
@@ -166,8 +226,11 @@ def _parent(words: Sequence[str]) -> int:
 
 
 def _become_rank(words: Sequence[str]) -> None:
-    """Run a rank of the test: FUNCTION FOLDER ARGUMENTS. It calls the function, and leaves what
-    that returned in FOLDER/rank0.json …"""
+    """Run one rank of a test. It writes the result of the function to FOLDER/rank<rank>.json.
+
+    Args:
+        words: FUNCTION FOLDER ARGUMENTS.
+    """
     import torch
 
     from ptrain.rooms.world import World
@@ -178,7 +241,7 @@ def _become_rank(words: Sequence[str]) -> None:
         function, folder, arguments = words
         torch.set_num_threads(1)
         with closing(World.join(device="cpu", backend="gloo")) as world:
-            returned = _function(function)(*json.loads(arguments))
+            returned = _import_function(function)(*json.loads(arguments))
             if isinstance(returned, LoopVerdict):
                 culprit = encode(returned.root_cause)
                 returned = {"holds": returned.holds, "text": str(returned), "culprit": culprit}
@@ -188,7 +251,12 @@ def _become_rank(words: Sequence[str]) -> None:
     live(run)
 
 
-def _function(target: str) -> Any:
+def _import_function(target: str) -> Any:
+    """Import the function of a text `module:function`.
+
+    Raises:
+        SpecError: The module cannot be imported.
+    """
     module, _, name = target.partition(":")
     try:
         return getattr(importlib.import_module(module), name)
@@ -203,4 +271,4 @@ def _function(target: str) -> Any:
 if __name__ == "__main__":
     if environment.launched():
         _become_rank(sys.argv[1:])
-    sys.exit(_parent(sys.argv[1:]))
+    sys.exit(_run_parent(sys.argv[1:]))

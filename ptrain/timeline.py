@@ -1,7 +1,8 @@
-"""When a model allocates, frees and completes gradients: one micro-batch as a list of items.
+"""The timeline of one micro-batch: the order in which a model allocates, frees and completes
+gradients.
 
-A timeline holds only what the model does on one device. Wrappers act at its boundaries and where a
-gradient completes; `derivation.computing` interleaves the two.
+A timeline describes the model on a single device. Wrappers act at its boundaries and at completed
+gradients; `derivation.computing` combines the two.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from ptrain.word import Word
 
 
 class Mark(Word):
-    """Where a unit begins and ends: its forward, and its part of the backward pass."""
+    """A boundary of a unit: the begin or end of its forward, or of its part of backward."""
 
     ENTER = "enter"
     LEAVE = "leave"
@@ -23,37 +24,48 @@ class Mark(Word):
 
 
 class Kind(Word):
-    """What a pass computes."""
+    """The kind of a pass."""
 
     FORWARD = "F"
-    BACKWARD = "B"  # whole: gradients of the inputs and of the weights
-    INPUT = "I"  # gradients of the inputs alone: the stage before waits for them
-    WEIGHT = "W"  # gradients of the weights alone: nobody waits for them
+    BACKWARD = "B"  # full: gradients of the inputs and of the weights
+    INPUT = "I"  # only gradients of the inputs, which the stage before waits for
+    WEIGHT = "W"  # only gradients of the weights, which no other stage waits for
 
 
 class Boundary(NamedTuple):
-    """`unit` is an index into the wrap units, inner before outer, the root last."""
+    """A boundary of a wrap unit. `unit` is its index: inner before outer, the root last."""
 
     mark: Mark
     unit: int
 
 
 class Run(NamedTuple):
-    """Allocations and frees between two boundaries: `net` bytes are left, and in between up to
-    `rise` bytes more than before were alive."""
+    """The allocations and frees between two boundaries, reduced to two figures.
+
+    Attributes:
+        rise: The highest level above the start, in bytes.
+        net: The level at the end relative to the start, in bytes.
+    """
 
     rise: int
     net: int
 
     def then(self, other: Run) -> Run:
-        """Both as one."""
+        """Return this run followed by another as one run."""
         return Run(max(self.rise, self.net + other.rise), self.net + other.net)
 
 
 class Complete(NamedTuple):
-    """A parameter's gradient is complete: `size` bytes that stand alive, unless `cloned`: then
-    they are allocated here where the gradient is kept, and not where it is added to another.
-    `beside`: bytes that lived while the copy was made and are gone here, as what it is made of."""
+    """The completion of a parameter's gradient.
+
+    Attributes:
+        parameter: The name of the parameter.
+        size: The bytes of the gradient.
+        cloned: True if the gradient is a copy, allocated here if it is kept and not allocated if it
+            is accumulated into an existing one.
+        beside: The bytes of temporaries, such as the source of the copy, that are live while the
+            copy is made and freed after it.
+    """
 
     parameter: str
     size: int
@@ -62,8 +74,7 @@ class Complete(NamedTuple):
 
 
 class Repeated(NamedTuple):
-    """Items that come `times` times, one after the other, each time as the time before: those of
-    one block, which stands for the equal ones behind it."""
+    """Items that occur `times` times in a row: one block, for all blocks equal to it."""
 
     times: int
     items: tuple[Item, ...]
@@ -73,9 +84,16 @@ Item = Boundary | Run | Complete | Repeated
 
 
 class Timeline(NamedTuple):
-    """One micro-batch. `moved`: what forward takes off the device, (tier, bytes) of each storage,
-    and backward brings back; `repeated`: the collectives of forward that backward runs again, with
-    the whole tensor's bytes."""
+    """The timeline of one micro-batch.
+
+    Attributes:
+        forward: The items of the forward pass.
+        backward: The items of the backward pass.
+        moved: The storages that forward moves off the device and backward moves back, as pairs
+            (tier, bytes).
+        repeated: The collectives of forward that backward runs again, as pairs (name, bytes of the
+            full tensor).
+    """
 
     forward: tuple[Item, ...]
     backward: tuple[Item, ...]
@@ -84,7 +102,7 @@ class Timeline(NamedTuple):
 
 
 def boundaries(items: Iterable[Item]) -> Iterator[Boundary]:
-    """The boundaries among items, of what is repeated once."""
+    """Yield the boundaries among items; those of repeated items once."""
     for item in items:
         if isinstance(item, Boundary):
             yield item
@@ -93,11 +111,11 @@ def boundaries(items: Iterable[Item]) -> Iterator[Boundary]:
 
 
 def gradient_order(timeline: Timeline) -> tuple[str, ...]:
-    """The parameters in the order in which their gradients are complete."""
+    """Return the parameters in the order in which their gradients complete."""
     return tuple(item.parameter for item in timeline.backward if isinstance(item, Complete))
 
 
 def run(deltas: Iterable[int]) -> Run | None:
-    """Signed sizes as one run; None where nothing happens."""
+    """Return signed sizes as one run, None if there are none."""
     levels = [*accumulate(deltas)]
     return Run(max(0, *levels), levels[-1]) if levels else None

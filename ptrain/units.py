@@ -1,4 +1,4 @@
-"""Sizes and counts as text: "80 GiB" <-> int bytes, 0.9M parameters. Values by key."""
+"""Sizes, counts and durations as text, and small helpers for integers and grouped values."""
 
 from __future__ import annotations
 
@@ -21,7 +21,11 @@ _COUNTS = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
 def parse_bytes(text: str | int) -> int:
-    """`"80 GiB"` -> bytes. Raises ValueError for anything that is not a size."""
+    """Return the bytes of a size such as `80 GiB` or `16 GB`. An int is returned unchanged.
+
+    Raises:
+        ValueError: The text is not a size.
+    """
     if isinstance(text, int):
         return text
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
@@ -33,7 +37,11 @@ def parse_bytes(text: str | int) -> int:
 
 
 def parse_count(text: str | int) -> int:
-    """`"4M"` -> 4000000. Raises ValueError for anything that is not a count."""
+    """Return the number of a count such as `4M`. An int is returned unchanged.
+
+    Raises:
+        ValueError: The text is not a count.
+    """
     if isinstance(text, int):
         return text
     if not (match := re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kKMBT]?)\s*", text)):
@@ -42,7 +50,7 @@ def parse_count(text: str | int) -> int:
 
 
 def format_bytes(size: int | float) -> str:
-    """Return traffic, or the size of a file, in decimal units: 1120 GB, 61.3 MB, 512 B."""
+    """Format traffic or a file size in decimal units: 1120 GB, 61.3 MB, 512 B."""
     for unit, scale in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
         if abs(size) >= (10 * scale if unit == "TB" else scale):
             return f"{size / scale:.4g} {unit}"
@@ -50,7 +58,7 @@ def format_bytes(size: int | float) -> str:
 
 
 def format_memory(size: int | float) -> str:
-    """Return memory of a device or a host in binary units: 79.1 GiB, 61.3 MiB, 512 B."""
+    """Format memory of a device or a host in binary units: 79.1 GiB, 61.3 MiB, 512 B."""
     for unit, scale in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if abs(size) >= (10 * scale if unit == "TiB" else scale):
             return f"{size / scale:.4g} {unit}"
@@ -58,7 +66,7 @@ def format_memory(size: int | float) -> str:
 
 
 def format_operations(number: int) -> str:
-    """Floating-point operations: 1.2 TFLOP, 53 MFLOP."""
+    """Format floating-point operations: 1.2 TFLOP, 53 MFLOP."""
     scales = {"E": 10**18, "P": 10**15, "T": 10**12, "G": 10**9, "M": 10**6, "k": 10**3}
     for prefix, scale in scales.items():
         if number >= scale:
@@ -67,7 +75,7 @@ def format_operations(number: int) -> str:
 
 
 def format_count(number: int | float) -> str:
-    """0.92M, 70B, 512."""
+    """Format a count with three digits: 0.92M, 70B, 512."""
     for unit, scale in (("T", 10**12), ("B", 10**9), ("M", 10**6), ("k", 10**3)):
         if abs(number) >= scale * (0.1 if unit == "M" else 1):
             return f"{number / scale:.3g}{unit}"
@@ -75,13 +83,13 @@ def format_count(number: int | float) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """Return `1 stage`, `2 stages`, `3 micro-batches`."""
+    """Return a number and its noun: `1 stage`, `2 stages`, `3 micro-batches`."""
     ending = "" if number == 1 else "es" if noun.endswith("ch") else "s"
     return f"{number} {noun}{ending}"
 
 
 def format_seconds(seconds: float) -> str:
-    """Return `1.23 s`, `4.56 ms` or `78.9 µs`: three digits."""
+    """Format a duration with three digits: `1.23 s`, `4.56 ms`, `78.9 µs`."""
     for unit, factor in (("s", 1.0), ("ms", 1e-3)):
         if seconds >= 0.9995 * factor:
             digits = 2 if seconds < 9.995 * factor else 1 if seconds < 99.95 * factor else 0
@@ -90,7 +98,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def grouped(pairs: Iterable[tuple[KeyT, ValueT]]) -> dict[KeyT, list[ValueT]]:
-    """Return the values of each key, both in the order of the pairs."""
+    """Group pairs by key. Keys and values keep the order of the pairs."""
     values: dict[KeyT, list[ValueT]] = {}
     for key, value in pairs:
         values.setdefault(key, []).append(value)
@@ -98,13 +106,16 @@ def grouped(pairs: Iterable[tuple[KeyT, ValueT]]) -> dict[KeyT, list[ValueT]]:
 
 
 def summed(pairs: Iterable[tuple[KeyT, NumberT]]) -> dict[KeyT, NumberT]:
-    """Return the sum of the values of each key, added one after the other: Python's `sum` of floats
-    is another one since 3.12."""
+    """Return the sum of the values of each key, added from left to right.
+
+    Since Python 3.12 `sum` compensates rounding errors of floats, so its result differs between
+    versions.
+    """
     return {key: reduce(add, values) for key, values in grouped(pairs).items()}
 
 
 def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield each value within nested mappings under its dotted key."""
+    """Yield the values of nested mappings, each with its dotted key."""
     for key, value in tree.items():
         if isinstance(value, Mapping):
             yield from leaves(value, f"{prefix}{key}.")
@@ -113,8 +124,11 @@ def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def row_major(places: Iterable[tuple[int, int]]) -> int:
-    """Return the index of a place in an array that is seen as one row, by place and size along each
-    dimension, the first of them outermost; 0 of none."""
+    """Return the row-major index of a place in an array; 0 without dimensions.
+
+    Args:
+        places: Pairs (index, size) along the dimensions, outermost first.
+    """
     index = 0
     for place, size in places:
         index = index * size + place
@@ -122,13 +136,17 @@ def row_major(places: Iterable[tuple[int, int]]) -> int:
 
 
 def ceil_div(numerator: int, denominator: int) -> int:
-    """Division rounded up: the size of the largest of `denominator` shards."""
+    """Divide and round up: the size of the largest of `denominator` shards."""
     return -(-numerator // denominator)
 
 
 def as_bytes(value: object, *, rate: bool = False) -> int | None:
-    """Return the bytes, or with `rate` the bytes per second, that a number or a text says; None of
-    what says none."""
+    """Return the bytes of a number or a text, None if it is no size.
+
+    Args:
+        value: A number of bytes, or a text such as `80 GiB`.
+        rate: Accept bytes per second, such as `80 GB/s`.
+    """
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         return None
     if isinstance(value, int | float):

@@ -1,4 +1,4 @@
-"""A word of a closed set, which many tables have for a key."""
+"""Members of closed sets of words, which serve as keys of many tables."""
 
 from __future__ import annotations
 
@@ -8,14 +8,17 @@ from typing import Self
 
 
 class Word(StrEnum):
-    """A member of a set of words. It is hashed as its text: `Enum` hashes a member's name, by a
-    function of Python's own at each look-up of a table."""
+    """A member of a closed set of words.
+
+    It is hashed as its text. `Enum.__hash__` is Python code that hashes the member's name, which is
+    slow in the look-ups of tables.
+    """
 
     __hash__ = str.__hash__
 
 
 class MeantWord(Word):
-    """A word with its meaning, as the schema and the help have it: `NAME = "word", "meaning"`."""
+    """A word with the meaning that the schema and the help print: `NAME = "word", "meaning"`."""
 
     meaning: str
 
@@ -27,5 +30,5 @@ class MeantWord(Word):
 
 
 def words_of(members: Iterable[MeantWord]) -> dict[str, str]:
-    """Return the words of a set, or of some of its members, each with its meaning."""
+    """Return the meaning of each word among these members."""
     return {member.value: member.meaning for member in members}

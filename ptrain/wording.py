@@ -1,8 +1,8 @@
-"""How values print that stand above the tables which show them.
+"""The text of values that are defined in packages below `report/`.
 
-A cost, a derivation and a plan know nothing of tables: those are made in `report/`, which reads
-them. So `str()` asks here, and `report/printed.py` says what it gets. `import ptrain` brings it
-along; where nobody has, a value prints as any object.
+Costs, derivations and plans must not import the tables of `report/`. So `str()` calls `worded`,
+for which `report/printed.py` registers the texts. `import ptrain` imports that module with the
+first exported name; without it a value prints like any object.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ def worded(value: object) -> str:
 
 
 class Worded:
-    """A value that prints as `worded` has it; its `repr`, if it has none of its own, is the first
-    line of that."""
+    """A mixin for values that print as `worded` returns. `repr` is the first line of that text."""
 
     __slots__ = ()
 
