@@ -1,1 +1,1 @@
-"""Data: built-in text, token files, custom datasets, and each rank's samples."""
+"""Training data: the built-in text, token files, custom datasets, and the samples of each rank."""

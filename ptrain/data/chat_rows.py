@@ -1,16 +1,15 @@
-"""Chats as rows of tokens: read, rendered by the chat template of the tokenizer's folder, with the
-answers marked, and packed.
+"""Conversion of chats to rows of tokens: read, render with a chat template, mark the answers, pack.
 
-Rows: `messages` with a role and content each, or `conversations` as ShareGPT has them, with `from`
-and `value`. Rendering and tokenization are transformers' own. A template may mark answers (`{%
+Input rows: `messages` with a role and a content each, or `conversations` in the format of ShareGPT,
+with `from` and `value`. Transformers renders and tokenizes them. A template may mark answers (`{%
 generation %}`). For others the answer is the difference between the chat rendered before it and
-after it; a template that renders an earlier answer differently once others follow (it drops the
-reasoning of all but the last) gives one sample for every answer.
+after it. A template that renders an earlier answer differently once others follow (because it drops
+the reasoning of all but the last) gives one sample per answer.
 
-Packing: a row holds whole chats one after the other, and is padded where the next would not fit.
-Each chat ends with a token that is in none of them (`model.document_end`), which separates them and
-pads. Two arrays [rows, sequence + 1] are written: tokens, and for each token whether it is a
-target, an input only, or the first of a chat.
+Packing: a row holds complete chats, one after the other, and is padded if the next does not fit.
+Each chat ends with a token that occurs in none of them (`model.document_end`), which separates the
+chats and pads. Two arrays [rows, sequence + 1] are written: the tokens, and for each token whether
+it is a target, only an input, or the first of a chat.
 """
 
 from __future__ import annotations
@@ -44,9 +43,9 @@ from ptrain.data.vocabulary import FILE, INPUT, START, TARGET, mask_beside, size
 from ptrain.errors import Fault, PtrainError, library, refused
 from ptrain.models.boundary import boundary
 
-ANSWERS = "assistant"  # the role whose messages are learned
+ANSWERS = "assistant"  # the role whose messages are targets
 _TOOLS = "tools"
-# By the names that ShareGPT's datasets have for them.
+# The roles of chat templates, by the names in datasets of ShareGPT.
 _ROLES: Mapping[object, str] = {
     **dict.fromkeys(("human", "user"), "user"),
     **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model", ANSWERS), ANSWERS),
@@ -57,8 +56,7 @@ _ROLES: Mapping[object, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chat:
-    """Messages as a template takes them, with the tools that a model may call, and where they
-    stand."""
+    """A chat: its messages in the form that templates take, the available tools, and its place."""
 
     messages: list[dict[str, Any]]
     tools: list[Any] | None
@@ -66,9 +64,15 @@ class Chat:
 
 
 def chats(path: Path, field: str | None) -> Iterator[Chat]:
-    """Yield the chats of a file of JSON lines or Parquet, the messages of which stand in `field`;
-    None: in `messages`, or else in `conversations`. Raises SpecError, with the row, for what is
-    none."""
+    """Yield the chats of a file of JSON lines or Parquet.
+
+    Args:
+        path: The file.
+        field: The field of the messages. None: `messages`, else `conversations`.
+
+    Raises:
+        SpecError: The file is unusable, or a row holds no chat. The error names the row.
+    """
     if not has_rows(path):
         raise refused(
             str(path),
@@ -76,13 +80,14 @@ def chats(path: Path, field: str | None) -> Iterator[Chat]:
             "Use a .jsonl or .parquet file, or remove `--chat`.",
         )
     fields = OF_CHATS if field is None else (field,)
-    yield from (_of_row(row, fields, place) for place, row in rows(path, fields, [_TOOLS]))
+    yield from (_parse_chat(row, fields, place) for place, row in rows(path, fields, [_TOOLS]))
 
 
-def _of_row(row: object, fields: Sequence[str], place: str) -> Chat:
-    said = row if isinstance(row, dict) else {}
-    field = next((name for name in fields if said.get(name) is not None), fields[0])
-    messages = said.get(field)
+def _parse_chat(row: object, fields: Sequence[str], place: str) -> Chat:
+    """Return the chat of a row. Raises SpecError if the row holds none."""
+    entries = row if isinstance(row, dict) else {}
+    field = next((name for name in fields if entries.get(name) is not None), fields[0])
+    messages = entries.get(field)
     if messages == []:
         raise refused(place, f"the list in the field {field!r} is empty", "Remove the row.")
     if not isinstance(messages, list):
@@ -91,33 +96,35 @@ def _of_row(row: object, fields: Sequence[str], place: str) -> Chat:
             lacking(row, field, "list of messages"),
             "Add `--field NAME`, the field of the messages.",
         )
-    tools = said.get(_TOOLS) or None
+    tools = entries.get(_TOOLS) or None
     if tools is not None and not isinstance(tools, list):
         raise refused(place, "its tools are not a list", "Use a list, as chat templates expect.")
     numbered = enumerate(messages, 1)
     return Chat(
-        messages=[_message(message, f"{place}, message {number}") for number, message in numbered],
+        messages=[
+            _parse_message(message, f"{place}, message {number}") for number, message in numbered
+        ],
         tools=tools,
         place=place,
     )
 
 
-def _message(message: object, place: str) -> dict[str, Any]:
-    """Return a message without the fields that a column has and this one has not."""
-    message = _of_speaker(message, place)
+def _parse_message(message: object, place: str) -> dict[str, Any]:
+    """Return a message without empty fields: a Parquet row has all columns of its messages."""
+    message = _convert_sharegpt(message, place)
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise _no_message(place, lacking(message, "role", "string"))
-    said = {key: value for key, value in message.items() if value is not None}
-    content = said.get("content")
-    if content is None and not said.get("tool_calls"):
-        raise _no_message(place, lacking(message, "content", "string"))
+        raise _message_error(place, lacking(message, "role", "string"))
+    entries = {key: value for key, value in message.items() if value is not None}
+    content = entries.get("content")
+    if content is None and not entries.get("tool_calls"):
+        raise _message_error(place, lacking(message, "content", "string"))
     if isinstance(content, str):
         require_encodable(content, place)
-    return {"content": None, **said}  # as templates have it beside a call of tools
+    return {"content": None, **entries}  # templates expect the key in a message with tool calls
 
 
-def _of_speaker(message: object, place: str) -> object:
-    """Return a message of ShareGPT in the words of templates; any other as it is."""
+def _convert_sharegpt(message: object, place: str) -> object:
+    """Return a message of ShareGPT with `role` and `content`; any other message unchanged."""
     if not isinstance(message, dict) or "role" in message or "from" not in message:
         return message
     role = _ROLES.get(message["from"]) if isinstance(message["from"], str) else None
@@ -128,7 +135,8 @@ def _of_speaker(message: object, place: str) -> object:
     return {"role": role, "content": message.get("value")}
 
 
-def _no_message(place: str, finding: str) -> PtrainError:
+def _message_error(place: str, finding: str) -> PtrainError:
+    """Return the error of a message with a wrong or missing field."""
     return refused(
         place,
         finding,
@@ -143,14 +151,16 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatSample:
-    """Tokens, and whether each is learned."""
+    """The tokens of a chat, and for each token whether it is a target."""
 
     tokens: NDArray[np.int64]
     is_target: NDArray[np.bool_]
 
     def cut(self, size: int) -> ChatSample:
-        """Return the tokens up to the end of the last answer of which all is in the first so many;
-        none where there is no such answer."""
+        """Return the tokens up to the end of the last answer that fits into `size` tokens.
+
+        It is empty if no answer fits.
+        """
         is_last = self.is_target & ~np.append(self.is_target[1:], False)
         ends = [end for end in np.flatnonzero(is_last) + 1 if end <= size]
         end = ends[-1] if ends else 0
@@ -158,9 +168,20 @@ class ChatSample:
 
 
 class ChatTemplate:
-    """The tokenizer of a `folder`, or of the one in which a tokenizer.json is, in the file `path`,
-    of so many tokens (`size`), and its template, of this `text`. Raises SpecError for a folder
-    without them."""
+    """The tokenizer and chat template of a folder.
+
+    Args:
+        folder: The folder, or the tokenizer.json in it.
+
+    Attributes:
+        folder: The folder.
+        path: The tokenizer.json.
+        size: The number of token ids.
+        text: The text of the template.
+
+    Raises:
+        SpecError: The folder lacks one of them, or Transformers is not installed.
+    """
 
     def __init__(self, folder: Path) -> None:
         transformers = library("transformers", "--chat", "rendering chats needs Transformers")
@@ -173,7 +194,7 @@ class ChatTemplate:
             )
         self.folder, self.path = folder, folder / FILE
         transformers.utils.logging.set_verbosity_error()
-        with boundary(lambda error: _unread(folder, error)):
+        with boundary(lambda error: _folder_fault(folder, error)):
             self._tokenizer: Any = transformers.AutoTokenizer.from_pretrained(
                 str(folder), local_files_only=True, trust_remote_code=False
             )
@@ -183,12 +204,12 @@ class ChatTemplate:
         self._end: int | None = self._tokenizer.eos_token_id
 
     def token(self, word: str) -> int | None:
-        """Return the token of a word that is one; None where it is none."""
+        """Return the id of a word, None if it is no token."""
         known: dict[str, int] = self._tokenizer.get_vocab()
         return known.get(word)
 
     def special_tokens(self) -> list[int]:
-        """Return the tokens that are no text, those first with which samples are padded."""
+        """Return the special tokens, starting with those that usually pad samples."""
         tokenizer = self._tokenizer
         named = [tokenizer.pad_token_id, tokenizer.unk_token_id, tokenizer.eos_token_id]
         added = tokenizer.added_tokens_decoder
@@ -196,45 +217,60 @@ class ChatTemplate:
         return [*dict.fromkeys(token for token in (*named, *others) if token is not None)]
 
     def samples(self, chat: Chat) -> list[ChatSample]:
-        """Return the samples that a chat gives, none where it has no answer. Raises SpecError for a
-        chat that the template refuses."""
+        """Return the samples of a chat; none if it has no answer.
+
+        Raises:
+            SpecError: The template rejects the chat, or renders it in a way that hides the answers.
+        """
         behind = [n for n, message in enumerate(chat.messages, 1) if message["role"] == ANSWERS]
-        if not behind or behind[-1] == 1:  # what begins a chat answers nothing
+        if not behind or behind[-1] == 1:  # a first message answers none
             return []
-        with boundary(lambda error: _unrendered(chat, error)):
+        with boundary(lambda error: _render_fault(chat, error)):
             if self._marks_answers:
-                return [self._marked(chat)]
-            texts = [*self._told_apart(chat, [number for number in behind if number > 1])]
-            return [self._encoded(text, spans) for text, spans in texts]
+                return [self._encode_marked(chat)]
+            texts = [*self._answer_spans(chat, [number for number in behind if number > 1])]
+            return [self._encode(text, spans) for text, spans in texts]
 
     def question(self, text: str) -> list[int]:
-        """Return the tokens of a chat that begins with what a user says, ready for an answer."""
+        """Return the tokens of a chat that begins with this user message, up to the start of the
+        answer.
+        """
         chat = Chat(messages=[{"role": "user", "content": text}], tools=None, place="PROMPT")
-        with boundary(lambda error: _unrendered(chat, error)):
-            rendered = self._rendered(chat, 1, is_ready=True)
+        with boundary(lambda error: _render_fault(chat, error)):
+            rendered = self._render(chat, 1, is_ready=True)
             tokens: list[int] = self._tokenizer(rendered, add_special_tokens=False)["input_ids"]
         return tokens
 
     def answer_end(self) -> int | None:
-        """Return the last special token of an answer, which may be another than a text's end; None
-        where it has none."""
-        said = [{"role": role, "content": "a"} for role in ("user", ANSWERS)]
-        (sample,) = self.samples(Chat(messages=said, tools=None, place=_PLACE))
+        """Return the last special token of an answer, None if it has none.
+
+        It may differ from the end token of a text.
+        """
+        entries = [{"role": role, "content": "a"} for role in ("user", ANSWERS)]
+        (sample,) = self.samples(Chat(messages=entries, tools=None, place=_PLACE))
         special = sample.is_target & np.isin(sample.tokens, self.special_tokens())
         return int(sample.tokens[special][-1]) if special.any() else None
 
-    def _rendered(self, chat: Chat, number: int, *, is_ready: bool = False) -> str:
-        """Return the text of the first messages; if it `is_ready`, for an answer."""
+    def _render(self, chat: Chat, number: int, *, is_ready: bool = False) -> str:
+        """Render the first `number` messages; with `is_ready`, up to the start of an answer."""
         text: str = self._tokenizer.apply_chat_template(
             chat.messages[:number], tools=chat.tools, tokenize=False, add_generation_prompt=is_ready
         )
         return text
 
-    def _told_apart(self, chat: Chat, behind: Sequence[int]) -> Iterator[tuple[str, list[Span]]]:
-        """Yield texts with the spans of the answers that end after so many messages."""
-        texts = [self._rendered(chat, number) for number in behind]
+    def _answer_spans(self, chat: Chat, behind: Sequence[int]) -> Iterator[tuple[str, list[Span]]]:
+        """Yield texts with the spans of their answers.
+
+        This is one text if each earlier rendering is a prefix of the last, else one text per
+        answer.
+
+        Args:
+            chat: The chat.
+            behind: The number of messages up to and including each answer.
+        """
+        texts = [self._render(chat, number) for number in behind]
         spans = [
-            (self._begin(chat, number, text), len(text))
+            (self._answer_start(chat, number, text), len(text))
             for number, text in zip(behind, texts, strict=True)
         ]
         if all(texts[-1].startswith(text) for text in texts):
@@ -242,12 +278,18 @@ class ChatTemplate:
         else:
             yield from ((text, [span]) for text, span in zip(texts, spans, strict=True))
 
-    def _begin(self, chat: Chat, number: int, text: str) -> int:
-        """Return where the last answer of a text begins: where the model goes on, or where the two
-        part, if a template begins an answer in another way than it shows it."""
-        ready = self._rendered(chat, number - 1, is_ready=True)
+    def _answer_start(self, chat: Chat, number: int, text: str) -> int:
+        """Return the position at which the last answer of a text begins.
+
+        This is the end of the generation prompt, or the first difference between prompt and text if
+        the template renders the start of an answer differently.
+
+        Raises:
+            SpecError: The messages before the answer are rendered differently once it follows.
+        """
+        ready = self._render(chat, number - 1, is_ready=True)
         begin = _num_shared(ready, text)
-        if begin < len(ready) and begin < len(self._rendered(chat, number - 1).rstrip()):
+        if begin < len(ready) and begin < len(self._render(chat, number - 1).rstrip()):
             raise refused(
                 chat.place,
                 f"the template renders the messages before answer {number} differently "
@@ -257,7 +299,8 @@ class ChatTemplate:
             )
         return begin
 
-    def _encoded(self, text: str, spans: Sequence[Span]) -> ChatSample:
+    def _encode(self, text: str, spans: Sequence[Span]) -> ChatSample:
+        """Encode a text, with the tokens inside the spans as targets."""
         encoding = self._tokenizer(
             text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
         )
@@ -267,12 +310,13 @@ class ChatTemplate:
         for begin, end in spans:
             own = (begin <= first) & (first < end) & (last <= end)
             ended = np.flatnonzero(own & (tokens == self._end))
-            if len(ended):  # a line break behind the end of an answer nobody waits for
+            if len(ended):  # generation stops at the end token: a line break after it is no target
                 own[ended[-1] + 1 :] = False
             is_target |= own
         return ChatSample(tokens=tokens, is_target=is_target)
 
-    def _marked(self, chat: Chat) -> ChatSample:
+    def _encode_marked(self, chat: Chat) -> ChatSample:
+        """Encode a chat whose template marks the answers."""
         encoding = self._tokenizer.apply_chat_template(
             chat.messages,
             tools=chat.tools,
@@ -287,12 +331,13 @@ class ChatTemplate:
 
 
 def _num_shared(first: str, second: str) -> int:
-    """Return how many characters two texts begin with alike."""
+    """Return the length of the common prefix of two texts."""
     both = enumerate(zip(first, second, strict=False))
     return next((n for n, (a, b) in both if a != b), min(len(first), len(second)))
 
 
-def _unread(folder: Path, error: BaseException) -> Fault:
+def _folder_fault(folder: Path, error: BaseException) -> Fault:
+    """Return the fault of a folder without a tokenizer or chat template."""
     lacks = "chat_template" in str(error)
     finding = (
         f"{folder} has no chat template" if lacks else (f"{folder} is not a tokenizer: {error}")
@@ -303,7 +348,8 @@ def _unread(folder: Path, error: BaseException) -> Fault:
     )
 
 
-def _unrendered(chat: Chat, error: BaseException) -> Fault:
+def _render_fault(chat: Chat, error: BaseException) -> Fault:
+    """Return the fault of a chat that the template rejects."""
     return Fault(
         place=chat.place,
         finding=f"the chat template rejects it: {type(error).__name__}: {error}",
@@ -313,8 +359,13 @@ def _unrendered(chat: Chat, error: BaseException) -> Fault:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatPacking:
-    """How chats become rows: of how many tokens a sample is, whether a row holds several, and the
-    token that stands between two, if one is named."""
+    """The layout of chats in rows.
+
+    Attributes:
+        sequence: Tokens per sample.
+        is_packed: True if a row holds several chats.
+        separator: The token between two chats. None: the first unused special token.
+    """
 
     sequence: int
     is_packed: bool = True
@@ -330,23 +381,37 @@ def tokenize_chats(
     field: str | None,
     tell: Tell,
 ) -> TokenizingProgress:
-    """Write the rows of all chats, whose messages stand in `field` as `chats` reads it, to `out`,
-    and what their tokens are beside it; return how much there is. A chat that is longer than a row
-    is cut behind the last answer that fits, or left out where none does, as one without an answer
-    is. Raises SpecError for what cannot be read or written, and where no token can stand between
-    two chats."""
-    named = _named(template, packing)
+    """Write the rows of all chats to `out`, and the marks of their tokens next to it.
+
+    A chat that is longer than a row is truncated after the last answer that fits. It is left out if
+    no answer fits, as are chats without an answer.
+
+    Args:
+        texts: The files of chats.
+        out: The token file to write.
+        template: The tokenizer and chat template.
+        packing: The layout of the rows.
+        field: The field of the messages. None: `messages`, else `conversations`.
+        tell: Called with the progress, at the start and after each batch.
+
+    Returns:
+        The final progress.
+
+    Raises:
+        SpecError: A file cannot be read or written, no chat fits, or no token can separate chats.
+    """
+    named = _named_separator(template, packing)
     dtype, width = token_dtype(template.size), packing.sequence + 1
 
     def encoded(done: TokenizingProgress) -> Iterator[Encoded]:
         for batch, after in batches(texts, lambda path: chats(path, field), done):
             samples = [template.samples(chat) for chat in batch]
             if (token := done.separator) is None:
-                token = _separator(template, samples, packing) if named is None else named
-            kept = [_fitting(several, width, token, packing) for several in samples]
-            fates = Counter(map(_fate, samples, kept))
+                token = _free_separator(template, samples, packing) if named is None else named
+            kept = [_fit_samples(several, width, token, packing) for several in samples]
+            fates = Counter(map(_classify, samples, kept))
             whole = [sample for several in kept for sample in several.samples]
-            rows = _rows(whole, packing, token)
+            rows = _build_rows(whole, packing, token)
             done = replace(
                 after,
                 tokens=done.tokens + sum(len(sample.tokens) for sample in whole),
@@ -360,7 +425,7 @@ def tokenize_chats(
             )
             yield rows, done
         if not done.entries:
-            raise _nothing(str(texts[0]), done)
+            raise _no_rows_error(str(texts[0]), done)
 
     how = [packing.sequence, packing.is_packed, named]
     request = [*requested(texts, out, template.path), template.text, how, field]
@@ -368,8 +433,12 @@ def tokenize_chats(
     return TokenFiles(arrays=arrays, request=request, tokenizer=template.path).write(encoded, tell)
 
 
-def _named(template: ChatTemplate, packing: ChatPacking) -> int | None:
-    """Return the token that is to stand between two chats, if one is named."""
+def _named_separator(template: ChatTemplate, packing: ChatPacking) -> int | None:
+    """Return the id of the separator that the packing names, None if it names none.
+
+    Raises:
+        SpecError: The tokenizer has no such token.
+    """
     if packing.separator is None:
         return None
     if (token := template.token(packing.separator)) is None:
@@ -381,13 +450,17 @@ def _named(template: ChatTemplate, packing: ChatPacking) -> int | None:
     return token
 
 
-def _separator(
+def _free_separator(
     template: ChatTemplate, samples: Sequence[Sequence[ChatSample]], packing: ChatPacking
 ) -> int:
-    """Return the first special token that stands in none of these."""
+    """Return the first special token that occurs in none of these samples.
+
+    Raises:
+        SpecError: Each special token occurs, and rows hold several chats.
+    """
     known = {int(n) for several in samples for sample in several for n in np.unique(sample.tokens)}
     free = [token for token in template.special_tokens() if token not in known]
-    if free or not packing.is_packed:  # what pads a chat behind its end may be any
+    if free or not packing.is_packed:  # any token may pad a row that holds a single chat
         return [*free, 0][0]
     raise refused(
         "--separator",
@@ -398,7 +471,7 @@ def _separator(
 
 
 class _Fate(StrEnum):
-    """What becomes of a chat."""
+    """The result of a chat: in a row, truncated, or left out for one of three reasons."""
 
     WHOLE = "whole"
     CUT = "cut"
@@ -409,16 +482,19 @@ class _Fate(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Fitting:
-    """What of a chat can stand in a row, and whether some has the separator within it."""
+    """The samples of a chat that fit into a row. `is_divided`: some contain the separator."""
 
     samples: list[ChatSample]
     is_divided: bool
 
 
-def _fitting(
+def _fit_samples(
     samples: Sequence[ChatSample], width: int, separator: int, packing: ChatPacking
 ) -> _Fitting:
-    """Return what of a chat can stand in a row: nothing that has the separator within it."""
+    """Return the samples of a chat that fit into a row, truncated if necessary.
+
+    Samples with the separator are left out if rows are packed.
+    """
     cut = [sample if len(sample.tokens) <= width else sample.cut(width) for sample in samples]
     learned = [sample for sample in cut if sample.is_target[1:].any()]
     kept = [
@@ -429,7 +505,8 @@ def _fitting(
     return _Fitting(samples=kept, is_divided=len(kept) < len(learned))
 
 
-def _fate(samples: Sequence[ChatSample], fitting: _Fitting) -> _Fate:
+def _classify(samples: Sequence[ChatSample], fitting: _Fitting) -> _Fate:
+    """Return the result of a chat, from its samples before and after fitting."""
     if fitting.samples:
         is_whole = [*map(id, samples)] == [*map(id, fitting.samples)]
         return _Fate.WHOLE if is_whole else _Fate.CUT
@@ -439,8 +516,8 @@ def _fate(samples: Sequence[ChatSample], fitting: _Fitting) -> _Fate:
     return _Fate.TOO_LONG if has_answer else _Fate.UNANSWERED
 
 
-def _nothing(place: str, done: TokenizingProgress) -> PtrainError:
-    """What is wrong with chats of which none is in a row."""
+def _no_rows_error(place: str, done: TokenizingProgress) -> PtrainError:
+    """Return the error for chats of which none is in a row."""
     if done.divided:
         return refused(
             "--separator",
@@ -460,13 +537,16 @@ def _nothing(place: str, done: TokenizingProgress) -> PtrainError:
     )
 
 
-def _rows(
+def _build_rows(
     samples: Sequence[ChatSample], packing: ChatPacking, separator: int
 ) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Return rows of tokens, and of what they are."""
+    """Return the rows of tokens and of marks, both [rows, sequence + 1]."""
     width = packing.sequence + 1
-    sizes = [len(sample.tokens) + 1 for sample in samples]  # and a separator, which may be cut off
+    # Each chat takes one more token, its separator. Rows have one column more than they return,
+    # so that the last separator need not fit.
+    sizes = [len(sample.tokens) + 1 for sample in samples]
     packed = pack(sizes, width + 1) if packing.is_packed else [[n] for n in range(len(sizes))]
+    # Padding is the separator, too: it ends the last document of a row.
     tokens = np.full((len(packed), width + 1), separator, dtype=np.int64)
     marks = np.full((len(packed), width + 1), INPUT, dtype=np.uint8)
     for row, numbers in enumerate(packed):
@@ -481,8 +561,14 @@ def _rows(
 
 
 def pack(sizes: Sequence[int], room: int) -> list[list[int]]:
-    """Return which of these go together, none of them larger than the room: the largest first, each
-    where it fits first. They stay in their order, as far as may be."""
+    """Return groups of items whose sizes sum to at most `room` (first-fit decreasing).
+
+    The items of a group, and the groups by their first item, are in ascending order.
+
+    Args:
+        sizes: The sizes of the items, none larger than `room`.
+        room: The capacity of a group.
+    """
     bins: list[list[int]] = []
     left: list[int] = []
     for number in sorted(range(len(sizes)), key=lambda number: -sizes[number]):

@@ -1,12 +1,12 @@
-"""Sources of samples: the built-in text, a seeded corpus of synthetic words, token files, weighted
-mixtures of them, and a user's dataset.
+"""Sources of samples: built-in corpora, token files, weighted mixtures of them, and your dataset.
 
 Order: each epoch is a permutation by a Feistel network, which needs no memory for indices. A
 mixture is a pure function of (seed, index), so a run resumes without state and draws the same
 samples on every mesh: the stream is divided into cycles in which each file has samples in
-proportion to its weight, spread evenly, and each file runs through its own epochs without repeats.
+proportion to its weight, spread evenly, and each file runs through its epochs without repeats.
 
-Held-out data: text is split by document; of a user's dataset the last twentieth is held out.
+Held-out data: every tenth document of a built-in corpus, and the last twentieth of a token file or
+of a dataset.
 """
 
 from __future__ import annotations
@@ -37,20 +37,26 @@ from ptrain.spec.job import DataSource, DataSpec, quotas
 from ptrain.spec.model import ExternalModel, ModelShape, ModelSpec
 from ptrain.spec.spec import Spec
 
-_ROUNDS = 6
-_MASK = 2**64 - 1
+_ROUNDS = 6  # of the Feistel network
+_MASK = 2**64 - 1  # arithmetic modulo 2**64, as in splitmix64
 
 
 def sample(index: int, *, windows: int, seed: int) -> int:
-    """The sample at `index` of the endless stream, as epoch · windows + window."""
+    """Return the sample at `index` of the endless stream, as epoch · windows + window.
+
+    An epoch has `windows` samples, in an order that the seed decides.
+    """
     epoch, place = divmod(index, windows)
     return epoch * windows + permuted(place, windows, mixed(mixed(seed & _MASK) ^ epoch))
 
 
 def permuted(place: int, size: int, key: int) -> int:
-    """Where a pseudo-random permutation of range(size) sends `place`. The network permutes the next
-    power of four; whatever falls outside goes round again (cycle walking)."""
-    half = max(1, ((size - 1).bit_length() + 1) // 2)
+    """Return the image of `place` under a pseudo-random permutation of range(size).
+
+    The Feistel network permutes the next power of four. A result outside the range is permuted
+    again until it is inside (cycle walking).
+    """
+    half = max(1, ((size - 1).bit_length() + 1) // 2)  # bits of each half of the network
     mask = (1 << half) - 1
     while True:
         left, right = place >> half, place & mask
@@ -62,7 +68,7 @@ def permuted(place: int, size: int, key: int) -> int:
 
 
 def mixed(number: int) -> int:
-    """splitmix64: every bit of the result depends on every bit of `number`."""
+    """Return the splitmix64 hash of a number: each bit of the result depends on all of its bits."""
     number = (number + 0x9E3779B97F4A7C15) & _MASK
     number = (number ^ number >> 30) * 0xBF58476D1CE4E5B9 & _MASK
     number = (number ^ number >> 27) * 0x94D049BB133111EB & _MASK
@@ -73,12 +79,22 @@ Rows = NDArray[Any]
 
 
 def require_edges(name: str, tokens: Rows, marks: Rows, model: ModelSpec) -> None:
-    """Raises SpecError where tokens of these rows would attend to those of another document, or not
-    to all of their own. What a user's own model attends to nobody knows."""
+    """Raise SpecError if tokens of packed rows would attend to other documents, or not to all of
+    theirs.
+
+    User models are not checked: their attention is unknown.
+
+    Args:
+        name: The name of the token file.
+        tokens: Token ids [rows, sequence + 1].
+        marks: The marks (INPUT, TARGET, START) of the tokens.
+        model: The model.
+    """
     begins = marks == START
     is_packed = bool(begins[:, 1:].any())
     if isinstance(model, ExternalModel) or (not is_packed and not _has_documents(model)):
         return
+    # Packed documents must be separated by one token: model.document_end finds their ends by it.
     before = tokens[:, :-1][begins[:, 1:]]
     if len(np.unique(before)) > 1:
         finding = (
@@ -93,7 +109,7 @@ def require_edges(name: str, tokens: Rows, marks: Rows, model: ModelSpec) -> Non
         is_ours = isinstance(model, ModelShape)
         remedy = f"{remedy} Or write {alone}" if is_ours else f"Write {alone}"
         raise refused("data.path", finding, remedy)
-    if (row := _differs(tokens, marks, model)) is not None:
+    if (row := _first_mismatch(tokens, marks, model)) is not None:
         key = model.document_key
         if is_packed and key == "document_start":
             remedy = f"Remove `model.{key}`. {remedy}"
@@ -103,11 +119,16 @@ def require_edges(name: str, tokens: Rows, marks: Rows, model: ModelSpec) -> Non
 
 
 def _has_documents(model: ModelSpec) -> bool:
+    """Return True if attention of the model is limited to documents."""
     return isinstance(model, ModelShape) and model.has_documents
 
 
-def _differs(tokens: Rows, marks: Rows, model: ModelShape) -> int | None:
-    """Return the first row whose documents, as the model takes them, are others."""
+def _first_mismatch(tokens: Rows, marks: Rows, model: ModelShape) -> int | None:
+    """Return the first row whose document boundaries differ between marks and model, None without
+    one.
+
+    Boundaries after the last target of a row are ignored: no loss depends on them.
+    """
     begins = marks == START
     begins[:, 0] = True
     if model.document_start is not None:
@@ -115,24 +136,31 @@ def _differs(tokens: Rows, marks: Rows, model: ModelShape) -> int | None:
     else:
         edges = np.roll(tokens == model.document_end, 1, axis=1)
     edges[:, 0] = True
-    is_target = marks == TARGET  # behind the last one nothing is learned
+    # `counts` is true up to the last target of each row: no loss depends on later tokens.
+    is_target = marks == TARGET
     counts = is_target[:, ::-1].cumsum(1)[:, ::-1] > 0
     rows = np.flatnonzero(((begins != edges) & counts).any(1))
     return int(rows[0]) if len(rows) else None
 
 
 HELD_OUT_OF_FILE = 20  # the last twentieth of a token file is held out
-_LOOKED_AT, _ROWS_LOOKED_AT = 2**20, 256  # tokens and rows, before ranks start
+_NUM_CHECKED, _NUM_ROWS_CHECKED = 2**20, 256  # tokens and rows that are checked before ranks start
 
 Tokens = NDArray[np.unsignedinteger]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Corpus:
-    """Token ids by split; a token file stays on disk, mapped into memory. Samples are windows of
-    them, or rows, if they have any. `vocab` is the size of the tokenizer, None where only the file
-    knows. `masks` are of the two splits, with 0 for a token that is no target, and of rows with 1
-    for those that are; None where nothing says so. `origin`: what made a file, where that is known.
+    """A corpus of token ids. The samples are its windows, or its rows if it has two dimensions.
+
+    Attributes:
+        name: The name of the corpus, or the path of the file.
+        train: The tokens of the train split; a token file stays on disk, mapped into memory.
+        held_out: The tokens of the held-out split.
+        vocab: The size of the tokenizer. None: unknown, for token files.
+        masks: The loss masks of the two splits. For tokens in one dimension, 0 marks a token that
+            is no target; for rows, TARGET marks a token that is one. None: all tokens are targets.
+        origin: The tokenizer of a token file. None: unknown.
     """
 
     name: str
@@ -143,11 +171,14 @@ class Corpus:
     origin: TokenOrigin | None = None
 
     def split(self, split: Split) -> Tokens:
+        """Return the tokens of a split."""
         return self.train if split is Split.TRAIN else self.held_out
 
     def num_samples(self, sequence: int, split: Split = Split.TRAIN) -> int:
-        """Return the windows of an epoch; raises SpecError where the split is too short for one,
-        and for rows that are no such windows."""
+        """Return the number of samples of an epoch.
+
+        Raises SpecError if the split is too short for a sample, or has rows of another length.
+        """
         tokens = self.split(split)
         if tokens.ndim == 2:
             return self._num_rows(sequence, split)
@@ -163,6 +194,9 @@ class Corpus:
         return windows
 
     def _num_rows(self, sequence: int, split: Split) -> int:
+        """Return the number of rows of a split. Raises SpecError if it has none, or of another
+        length.
+        """
         rows, width = self.split(split).shape
         if width != sequence + 1:
             finding = f"{self.name} has rows of {width - 1} tokens, but samples have {sequence}"
@@ -179,33 +213,35 @@ class Corpus:
         return int(rows)
 
     def sample_at(self, index: int, *, seed: int, sequence: int, split: Split) -> int:
-        """Return the window at this index, as epoch · windows + window."""
+        """Return the sample at an index of the stream, as epoch · windows + window."""
         return sample(index, windows=self.num_samples(sequence, split), seed=seed)
 
     def read(
         self, places: Sequence[int], sample_ids: tuple[int, ...], spec: Spec, split: Split
     ) -> LocalBatch:
-        """Return the windows at these places."""
+        """Return the samples at these places."""
         return local_batch(*self.rows(places, spec, split), sample_ids, spec.batch)
 
     def rows(self, places: Sequence[int], spec: Spec, split: Split) -> tuple[Tensor, Tensor | None]:
-        """Return tokens and labels [places, window + 1] of the windows at these places; no labels
-        where all tokens are targets."""
+        """Return tokens and labels [places, window + 1] of the samples at these places.
+
+        The labels are None if all tokens are targets.
+        """
         tokens, window = self.split(split), spec.batch.window
         rows = np.stack([_window(tokens, place, window) for place in places], dtype=np.int64)
         self._require_vocab(spec, int(rows.max()))
         ids, labels = torch.from_numpy(rows), None
         if spec.ignores_targets:
-            counts = np.stack([self._counts(place, spec, split) for place in places])
+            counts = np.stack([self._target_flags(place, spec, split) for place in places])
             labels = ids.masked_fill(torch.from_numpy(~counts), IGNORED)
         return ids, labels
 
     def num_targets(self, places: Sequence[int], spec: Spec, split: Split) -> int:
-        """Return how many targets of the windows at these places count."""
-        return sum(int(np.count_nonzero(self._counts(p, spec, split)[1:])) for p in places)
+        """Return the number of targets in these samples that count in the loss."""
+        return sum(int(np.count_nonzero(self._target_flags(p, spec, split)[1:])) for p in places)
 
-    def _counts(self, place: int, spec: Spec, split: Split) -> NDArray[np.bool_]:
-        """Whether each token of a window is a target that counts [sequence + 1]."""
+    def _target_flags(self, place: int, spec: Spec, split: Split) -> NDArray[np.bool_]:
+        """Return for each token of a sample [sequence + 1] whether it counts as a target."""
         sequence, ignored = spec.batch.window, spec.data.ignored or ()
         counts = np.ones(sequence + 1, dtype=np.bool_)
         if self.masks is not None:
@@ -218,10 +254,13 @@ class Corpus:
         return counts
 
     def require_known(self, spec: Spec, logits: int | None) -> None:
-        """Raises SpecError for tokens that are not in the model's vocabulary or mean other words
-        there, and for a mask by which none is learned."""
-        num_looked_at = _LOOKED_AT if self.train.ndim == 1 else _ROWS_LOOKED_AT
-        first = self.train[:num_looked_at]
+        """Raise SpecError if the model cannot train on the tokens.
+
+        The reasons: ids beyond the vocabulary, another tokenizer, a mask without targets, or packed
+        documents that the model does not separate. Only the beginning of a token file is checked.
+        """
+        num_checked = _NUM_CHECKED if self.train.ndim == 1 else _NUM_ROWS_CHECKED
+        first = self.train[:num_checked]
         largest = self.vocab - 1 if self.vocab else int(first.max())
         self._require_vocab(spec, largest)
         if logits is not None and largest >= logits:
@@ -234,15 +273,17 @@ class Corpus:
             )
         require_tokenizer(self.name, self.origin, spec.model)
         if self.masks is not None:
-            self._require_targets(self.masks[0], num_looked_at)
+            self._require_targets(self.masks[0], num_checked)
         if self.train.ndim == 2 and self.masks is not None:
-            require_edges(self.name, first, self.masks[0][:num_looked_at], spec.model)
+            require_edges(self.name, first, self.masks[0][:num_checked], spec.model)
 
-    def _require_targets(self, mask: NDArray[Any], num_looked_at: int) -> None:
-        """The whole mask is looked at only where its beginning has no target."""
+    def _require_targets(self, mask: NDArray[Any], num_checked: int) -> None:
+        """Raise SpecError if a mask has no target.
+
+        The full mask is only read if its beginning has none.
+        """
         if not any(
-            _are_targets(part, of_rows=part.ndim == 2).any()
-            for part in (mask[:num_looked_at], mask)
+            _are_targets(part, of_rows=part.ndim == 2).any() for part in (mask[:num_checked], mask)
         ):
             raise refused(
                 "data",
@@ -251,6 +292,7 @@ class Corpus:
             )
 
     def _require_vocab(self, spec: Spec, largest: int) -> None:
+        """Raise SpecError if the largest id exceeds the vocabulary of the model."""
         size, key = spec.model.vocabulary
         if size is not None and largest >= size:
             raise refused(
@@ -260,8 +302,10 @@ class Corpus:
             )
 
     def digest(self) -> str | None:
-        """Return a digest of what was trained on, for the run folder: python-docs differs between
-        Python versions. A token file has its name, and may be too large to read."""
+        """Return a digest of a built-in corpus, whose text may depend on the Python version.
+
+        It is None for a token file, which is recorded by name and may be too large to read.
+        """
         if self.vocab is None:
             return None
         digest = hashlib.blake2b(digest_size=8)
@@ -271,23 +315,25 @@ class Corpus:
 
 
 def _are_targets(mask: NDArray[Any], *, of_rows: bool) -> NDArray[np.bool_]:
-    """Return which tokens a mask lets count, of a stretch or of rows."""
+    """Return for each token whether a mask includes it; `of_rows` selects the marks of rows."""
     return mask == TARGET if of_rows else mask != 0
 
 
 def _window(values: NDArray[Any], place: int, sequence: int) -> NDArray[Any]:
-    """The tokens of a sample: the last one is a target alone, and, where they are no rows, the next
-    one's first input."""
+    """Return the tokens of a sample.
+
+    Its last token is only a target. In one dimension it is also the first input of the next sample.
+    """
     if values.ndim == 2:
         return values[place]
     return values[sequence * place : sequence * (place + 1) + 1]
 
 
-HELD_OUT = 20  # as of a token file
+HELD_OUT = 20  # the last twentieth of a dataset is held out, as for a token file
 
 
 class UserSamples:
-    """The items of the dataset that `function` returns."""
+    """The items of the dataset that a user function returns."""
 
     def __init__(self, function: UserFunction) -> None:
         self._function, self._dataset = function, dataset_of(function)
@@ -298,7 +344,7 @@ class UserSamples:
         return self._function.target
 
     def num_samples(self, sequence: int, split: Split = Split.TRAIN) -> int:
-        """Return the items of a split; raises SpecError where it has none."""
+        """Return the number of items of a split. Raises SpecError if it has none."""
         is_train = split is Split.TRAIN
         size = self._num_train if is_train else self._dataset.size - self._num_train
         if size < 1:
@@ -311,13 +357,13 @@ class UserSamples:
         return size
 
     def sample_at(self, index: int, *, seed: int, sequence: int, split: Split) -> int:
-        """Return the item at this index, as epoch · items + item."""
+        """Return the item at an index of the stream, as epoch · items + item."""
         return sample(index, windows=self.num_samples(sequence, split), seed=seed)
 
     def read(
         self, places: Sequence[int], sample_ids: tuple[int, ...], spec: Spec, split: Split
     ) -> DatasetBatch:
-        """Return the items at these places, collated."""
+        """Return the items at these places, collated, in the dtype of the model."""
         first = 0 if split is Split.TRAIN else self._num_train
         return DatasetBatch(
             samples=in_dtype_of(spec, self._dataset.read([first + place for place in places])),
@@ -326,41 +372,47 @@ class UserSamples:
         )
 
     def num_targets(self, places: Sequence[int], spec: Spec, split: Split) -> int:
-        """A sample counts as one."""
+        """Return the number of samples: each counts as one target."""
         return len(places)
 
     def require_known(self, spec: Spec, logits: int | None) -> None:
-        """Raises SpecError where the last sample cannot be read, or is not as the first."""
+        """Read the last item. Raises SpecError if it cannot be read or differs in form from the
+        first.
+        """
         self._dataset.read([self._dataset.size - 1])
 
     def digest(self) -> None:
-        """Its code may give other samples tomorrow."""
+        """Return None: the code may return other samples in the next run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mixture:
-    """Token files, of which each has so many samples of a cycle (`quotas`). Its samples are
-    numbered file after file."""
+    """A weighted mixture of token files. Its samples are numbered file by file.
+
+    Attributes:
+        files: The files.
+        quotas: The number of samples of each file per cycle.
+    """
 
     files: tuple[Corpus, ...]
     quotas: tuple[int, ...]
 
     @property
     def name(self) -> str:
+        """The names of the files."""
         return " + ".join(file.name for file in self.files)
 
     def num_samples(self, sequence: int, split: Split = Split.TRAIN) -> int:
-        """Return the samples of all files; raises SpecError, with all faults, for those that have
-        none."""
-        return self._edges(sequence, split)[-1]
+        """Return the number of samples of all files. Raises SpecError with all faults."""
+        return self._offsets(sequence, split)[-1]
 
     def sample_at(self, index: int, *, seed: int, sequence: int, split: Split) -> int:
-        """Return the sample at this index of the stream, with the epoch of its own file."""
+        """Return the sample at an index of the stream, with the epoch of its file."""
         cycle, place = divmod(index, sum(self.quotas))
-        whose, turns = _turns(self.quotas, seed)
+        whose, turns = _cycle_order(self.quotas, seed)
         number = int(whose[place])
         own_index = cycle * self.quotas[number] + int(turns[place])
-        edges = self._edges(sequence, split)
+        edges = self._offsets(sequence, split)
         windows = edges[number + 1] - edges[number]
         drawn = sample(own_index, windows=windows, seed=mixed(seed + number))
         epoch, window = divmod(drawn, windows)
@@ -369,8 +421,10 @@ class Mixture:
     def read(
         self, places: Sequence[int], sample_ids: tuple[int, ...], spec: Spec, split: Split
     ) -> LocalBatch:
-        """Return the windows at these places."""
-        rows = [file.rows([place], spec, split) for file, place in self._own(places, spec, split)]
+        """Return the samples at these places."""
+        rows = [
+            file.rows([place], spec, split) for file, place in self._locate(places, spec, split)
+        ]
         labels = [own for _, own in rows if own is not None]
         return local_batch(
             torch.cat([tokens for tokens, _ in rows]),
@@ -380,36 +434,40 @@ class Mixture:
         )
 
     def num_targets(self, places: Sequence[int], spec: Spec, split: Split) -> int:
-        """Return how many targets of the windows at these places count."""
-        own = self._own(places, spec, split)
+        """Return the number of targets in these samples that count in the loss."""
+        own = self._locate(places, spec, split)
         return sum(file.num_targets([place], spec, split) for file, place in own)
 
     def require_known(self, spec: Spec, logits: int | None) -> None:
-        """Raises SpecError, with all faults, for files whose tokens are not in the model's
-        vocabulary, and for those of other tokenizers than the first."""
+        """Raise SpecError, with all faults, if files have different tokenizers or do not fit the
+        model.
+        """
         require_one_tokenizer([(file.name, file.origin) for file in self.files])
         of_all([partial(file.require_known, spec, logits) for file in self.files])
 
     def digest(self) -> None:
-        """Its files have their names, and may be too large to read."""
+        """Return None: the files are recorded by name, and may be too large to read."""
 
-    def _own(self, places: Sequence[int], spec: Spec, split: Split) -> list[tuple[Corpus, int]]:
-        """Return for each place its file, and the place in it."""
-        edges = self._edges(spec.batch.window, split)
+    def _locate(self, places: Sequence[int], spec: Spec, split: Split) -> list[tuple[Corpus, int]]:
+        """Return for each place its file and the place in this file."""
+        edges = self._offsets(spec.batch.window, split)
         numbers = [bisect_right(edges, place) - 1 for place in places]
         both = zip(numbers, places, strict=True)
         return [(self.files[number], place - edges[number]) for number, place in both]
 
-    def _edges(self, sequence: int, split: Split) -> list[int]:
-        """Return where each file's samples begin, and where the last one's end."""
+    def _offsets(self, sequence: int, split: Split) -> list[int]:
+        """Return the number of the first sample of each file, and the number of all samples."""
         counts = of_all([partial(file.num_samples, sequence, split) for file in self.files])
         return [0, *accumulate(counts)]
 
 
 @cache
-def _turns(quotas: tuple[int, ...], seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return for each place of a cycle whose it is, and how many before it are of the same. The
-    i-th of q stands at (i + u) / q of the cycle, u drawn by the seed."""
+def _cycle_order(quotas: tuple[int, ...], seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return for each place of a cycle its file, and how many samples of the file come before it.
+
+    The i-th of q samples of a file has the position (i + u) / q of the cycle, with u drawn by the
+    seed. This spreads the samples of each file evenly.
+    """
     whose = np.repeat(np.arange(len(quotas)), quotas)
     turns = np.concatenate([np.arange(quota) for quota in quotas])
     drawn = np.array([mixed(mixed(seed) + number) / 2**64 for number in range(len(quotas))])
@@ -421,7 +479,7 @@ Answer = TypeVar("Answer")
 
 
 def of_all(calls: Sequence[Callable[[], Answer]]) -> list[Answer]:
-    """Return what all give; raises SpecError with the faults of all."""
+    """Call all functions and return their results. Raises SpecError with the faults of all."""
     answers: list[Answer] = []
     faults: list[Fault] = []
     for call in calls:
@@ -438,17 +496,17 @@ _HELD_OUT_EVERY = 10  # every tenth document is held out
 
 
 def corpus(data: DataSpec) -> SampleSource:
-    """Open what a spec's `data` names."""
-    return UserSamples(data.function) if data.function is not None else _tokens_of(data)
+    """Open the data section of a spec. Raises SpecError if a file, dataset or name is unusable."""
+    return UserSamples(data.function) if data.function is not None else _open_tokens(data)
 
 
-def _tokens_of(data: DataSpec) -> Corpus | Mixture:
-    """Open a corpus, a file of tokens, or several."""
+def _open_tokens(data: DataSpec) -> Corpus | Mixture:
+    """Open a built-in corpus, a token file, or several token files."""
     if data.path is not None:
         file = DataSource(path=data.path, loss_mask=data.loss_mask)
-        return _from_file(file, "data.path", has_ignored=data.ignored is not None)
+        return _open_file(file, "data.path", has_ignored=data.ignored is not None)
     if data.sources is not None:
-        opened = partial(_from_file, place="data.sources", has_ignored=data.ignored is not None)
+        opened = partial(_open_file, place="data.sources", has_ignored=data.ignored is not None)
         files = of_all([partial(opened, source) for source in data.sources])
         weights = [source.weight for source in data.sources]
         return Mixture(files=tuple(files), quotas=quotas(weights))
@@ -466,9 +524,9 @@ def _tokens_of(data: DataSpec) -> Corpus | Mixture:
         )
     match data.corpus:
         case "python-docs":
-            return _from_documents("python-docs", _python_docs())
+            return _encode_documents("python-docs", _python_documents())
         case "synthetic":
-            return _from_documents("synthetic", _synthetic())
+            return _encode_documents("synthetic", _synthetic_documents())
         case name:
             raise refused(
                 "data.corpus",
@@ -477,10 +535,14 @@ def _tokens_of(data: DataSpec) -> Corpus | Mixture:
             )
 
 
-def _from_file(source: DataSource, place: str, *, has_ignored: bool) -> Corpus:
-    """Open a file of tokens. Raises SpecError where what stands beside it of its tokens would not
-    be read, though nothing says that all of them are learned."""
+def _open_file(source: DataSource, place: str, *, has_ignored: bool) -> Corpus:
+    """Open a token file with its mask.
+
+    Raises SpecError if a file is unusable, or if it has a mask in the same folder that the spec
+    neither uses nor overrides by `data.ignored`.
+    """
     tokens, masks = open_tokens(Path(source.path), place), None
+    # The held-out part is at the end, so that both splits are views of the mapped file.
     num_train = len(tokens) - len(tokens) // HELD_OUT_OF_FILE
     beside = mask_beside(Path(source.path))
     of_mask = "data.loss_mask" if place == "data.path" else place
@@ -503,7 +565,8 @@ def _from_file(source: DataSource, place: str, *, has_ignored: bool) -> Corpus:
     )
 
 
-def _from_documents(name: str, documents: Iterable[str]) -> Corpus:
+def _encode_documents(name: str, documents: Iterable[str]) -> Corpus:
+    """Encode documents as bytes, and hold out every tenth."""
     encoded = [encode(document) for document in documents]
     held_out = encoded[_HELD_OUT_EVERY - 1 :: _HELD_OUT_EVERY]
     train = [tokens for i, tokens in enumerate(encoded, 1) if i % _HELD_OUT_EVERY]
@@ -515,15 +578,18 @@ def _from_documents(name: str, documents: Iterable[str]) -> Corpus:
     )
 
 
-def _python_docs() -> list[str]:
-    """The language reference as `help()` shows it; topics with the same text count once."""
+def _python_documents() -> list[str]:
+    """Return the language reference that `help()` shows. Topics with equal texts count once."""
     return list(dict.fromkeys(topics[name] for name in sorted(topics)))
 
 
-def _synthetic(num_documents: int = 200, words_per_document: int = 500) -> Iterator[str]:
-    """Made-up words, frequent ones first, from SHAKE-256: the same text on every machine."""
+def _synthetic_documents(num_documents: int = 200, words_per_document: int = 500) -> Iterator[str]:
+    """Yield documents of synthetic words, with the same text on every machine (SHAKE-256).
+
+    The product of two uniform bytes favors small ranks: the first words are the frequent ones.
+    """
     stream = hashlib.shake_256(b"ptrain synthetic corpus").digest(2**19)
-    words = [_word(stream[8 * i : 8 * i + 8]) for i in range(256)]
+    words = [_draw_word(stream[8 * i : 8 * i + 8]) for i in range(256)]
     cursor = 8 * len(words)
     for _ in range(num_documents):
         drawn = stream[cursor : cursor + 2 * words_per_document]
@@ -532,6 +598,7 @@ def _synthetic(num_documents: int = 200, words_per_document: int = 500) -> Itera
         yield " ".join(words[rank] for rank in ranks) + "."
 
 
-def _word(drawn: bytes) -> str:
+def _draw_word(drawn: bytes) -> str:
+    """Return a word of 2 to 7 letters."""
     length = 2 + drawn[0] % 6
     return "".join("etaoinshrdlucmfw"[byte % 16] for byte in drawn[1 : 1 + length])

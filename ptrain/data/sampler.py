@@ -1,15 +1,16 @@
-"""Choose each rank's samples by a pure function of (seed, step, position), so that no sample is
-missing or doubled on any mesh, and a resumed run continues without stored state.
+"""The samples of each rank, as a pure function of (seed, step, position).
 
-A sample of tokens is a window of sequence + 1; windows overlap by one token, so that every token
-but the first is predicted once per epoch. A sample of a dataset is one of its items. The global
-batch of step t holds the sample positions t·B … t·B + B - 1; each epoch runs through all windows in
-an order of its own. Micro-batch k of data rank d takes positions k·m·D + d·m … of the batch (m
-samples per micro-batch, D data ranks), so that micro-batch k of all ranks together is the same text
-on every mesh with the same m·D.
+On any mesh no sample is missing or duplicated, and a resumed run continues without stored state.
 
-Samples come from a source: a corpus of tokens, or a dataset of the user's own. The source decides
-by a permutation of an epoch which sample has which position in the endless stream.
+A sample of tokens is a window of sequence + 1 tokens. Windows overlap by one token, so that every
+token except the first is predicted once per epoch. A sample of a dataset is one of its items. The
+global batch of step t holds the sample positions t·B … t·B + B - 1; each epoch runs through all
+windows in a different order. Micro-batch k of data rank d takes positions k·m·D + d·m … of the
+batch (m samples per micro-batch, D data ranks). So micro-batch k of all ranks together holds the
+same text on every mesh with the same m·D.
+
+Samples come from a source: a corpus of tokens, or your dataset. The source maps positions of the
+endless stream to samples, by one permutation per epoch.
 """
 
 from __future__ import annotations
@@ -40,54 +41,75 @@ from ptrain.spec.spec import Spec
 
 
 class Split(StrEnum):
+    """A part of the data."""
+
     TRAIN = "train"
     HELD_OUT = "held_out"
 
 
 class SampleSource(Protocol):
-    """Numbered samples, in two splits. Whatever refuses something raises SpecError."""
+    """A source of numbered samples in two splits. All methods raise SpecError for unusable data."""
 
     @property
     def name(self) -> str: ...
 
     def num_samples(self, sequence: int, split: Split) -> int:
-        """Return the samples of an epoch; refuses a split that has none."""
+        """Return the number of samples of an epoch. Raises SpecError if the split has none."""
         ...
 
     def sample_at(self, index: int, *, seed: int, sequence: int, split: Split) -> int:
-        """Return the sample at this index of the endless stream, as epoch · samples + its place in
-        the split; a seed orders it."""
+        """Return the sample at an index of the endless stream, as epoch · samples + its place.
+
+        Args:
+            index: The index, from 0.
+            seed: The seed of the order.
+            sequence: The length of a sample, in tokens.
+            split: The split.
+        """
         ...
 
     def read(
         self, places: Sequence[int], sample_ids: tuple[int, ...], spec: Spec, split: Split
     ) -> StepBatch:
-        """Return the samples at these places of a split, which are called so, on the processor."""
+        """Return samples on the CPU.
+
+        Args:
+            places: The places of the samples in the split.
+            sample_ids: The ids that the batch reports for them.
+            spec: The spec.
+            split: The split.
+        """
         ...
 
     def num_targets(self, places: Sequence[int], spec: Spec, split: Split) -> int:
-        """Return how many targets of the samples at these places count."""
+        """Return the number of targets in these samples that count in the loss."""
         ...
 
     def require_known(self, spec: Spec, logits: int | None) -> None:
-        """Refuse samples that the spec's model cannot be given; `logits` of a token, where its own
-        code says how many."""
+        """Raise SpecError if the model of the spec cannot process the samples.
+
+        Args:
+            spec: The spec.
+            logits: The number of logits per token. None: unknown.
+        """
         ...
 
     def digest(self) -> str | None:
-        """Return a digest of what is trained on, for the run folder; None where only a name is
-        kept."""
+        """Return a digest of the data for the run folder. None: only its name is recorded."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalBatch:
-    """One data rank's share of a step's global batch of tokens.
+    """One data rank's share of the global batch of a step, in tokens.
 
-    `tokens` is int64 [K · micro, sequence + 1]. `labels` are the same with IGNORED for tokens that
-    are no targets; None where all are. `global_tokens` counts the targets of the whole global batch
-    that count: what a sum of losses is divided by; `ignored` the others. `sample_ids`
-    (epoch · windows + window) name the rows of `tokens`.
+    Attributes:
+        tokens: int64 [K · micro, sequence + 1], for K micro-batches.
+        labels: Like `tokens`, with IGNORED for tokens that are no targets. None: all are targets.
+        global_tokens: The number of targets of the global batch that count, by which the sum of
+            losses is divided.
+        ignored: The number of its other targets.
+        sample_ids: The ids (epoch · windows + window) of the rows of `tokens`.
     """
 
     tokens: Tensor
@@ -98,31 +120,35 @@ class LocalBatch:
 
     @property
     def global_samples(self) -> int:
-        """Samples of the whole global batch."""
+        """The number of samples of the global batch."""
         return (self.global_tokens + self.ignored) // (self.tokens.shape[1] - 1)
 
     @property
     def tensors(self) -> list[Tensor]:
+        """The tensors of the batch."""
         return [self.tokens] if self.labels is None else [self.tokens, self.labels]
 
     def micro_batches(self, micro: int) -> Iterator[SampleBatch]:
-        """Inputs and targets, each [micro, sequence]; views, nothing is copied."""
+        """Yield the inputs and targets of each micro-batch, both [micro, sequence], as views."""
         labels = self.tokens if self.labels is None else self.labels
         for first in range(0, len(self.tokens), micro):
             yield of_tokens(self.tokens[first : first + micro], labels[first : first + micro])
 
     def counting(self, num_targets: int) -> LocalBatch:
-        """Return the same of a global batch of which so many targets count. Where none does the sum
-        of the losses is 0, which is divided by 1: torch's mean would be NaN."""
+        """Return the batch with this number of targets that count in the global batch.
+
+        If none counts, the sum of the losses is 0 and is divided by 1; torch's mean would be NaN.
+        """
         both = self.global_tokens + self.ignored
         count = max(1, num_targets)
         return replace(self, global_tokens=count, ignored=both - count)
 
     def shape_for(self, rows: int, sequence: int) -> list[int]:
-        """Return the shape that its tokens should have."""
+        """Return the expected shape of `tokens`."""
         return [rows, sequence + 1]
 
     def to(self, device: torch.device) -> LocalBatch:
+        """Return the batch on a device."""
         if self.tokens.device == device:
             return self
         labels = None if self.labels is None else sent_to(device, self.labels)
@@ -132,8 +158,17 @@ class LocalBatch:
 def local_batch(
     tokens: Tensor, labels: Tensor | None, sample_ids: tuple[int, ...], batch: Batch
 ) -> LocalBatch:
-    """Return a share of tokens and labels [rows, window + 1], padded behind them. What is added is
-    token 0, which stands in every vocabulary, and to which no token before it attends."""
+    """Return a rank's share of a batch, padded at the end of each row.
+
+    Padding is token 0, which is in every vocabulary, with the label IGNORED. No earlier token
+    attends to it.
+
+    Args:
+        tokens: int64 [rows, window + 1].
+        labels: Like `tokens`; required if the batch is padded. None: all tokens are targets.
+        sample_ids: The ids of the rows.
+        batch: The batch section of the spec.
+    """
     if batch.padding:
         assert labels is not None, "padding needs labels"
         tokens = F.pad(tokens, (0, batch.padding))
@@ -144,8 +179,13 @@ def local_batch(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DatasetBatch:
-    """One data rank's share of a step's global batch of other samples: `samples` are they,
-    collated, K · micro of them in dimension 0 of each tensor."""
+    """One data rank's share of the global batch of a step, in samples of a dataset.
+
+    Attributes:
+        samples: The collated samples, K · micro of them in dimension 0 of each tensor.
+        global_samples: The number of samples of the global batch.
+        sample_ids: The ids of the samples.
+    """
 
     samples: SampleBatch
     global_samples: int
@@ -153,23 +193,25 @@ class DatasetBatch:
 
     @property
     def global_tokens(self) -> int:
-        """A sample counts as one."""
+        """The number of samples of the global batch: a sample counts as one target."""
         return self.global_samples
 
     @property
     def tensors(self) -> list[Tensor]:
+        """The tensors of the batch."""
         return self.samples.tensors
 
     def micro_batches(self, micro: int) -> Iterator[SampleBatch]:
-        """Views of `micro` samples each."""
+        """Yield views of `micro` samples each."""
         for start in range(0, self.samples.rows, micro):
             yield self.samples.between(start, start + micro)
 
     def shape_for(self, rows: int, sequence: int) -> list[int]:
-        """Return the shape that the first of its tensors should have."""
+        """Return the expected shape of the first tensor."""
         return [rows, *self.tensors[0].shape[1:]]
 
     def to(self, device: torch.device) -> DatasetBatch:
+        """Return the batch on a device."""
         return replace(self, samples=self.samples.to(device))
 
 
@@ -183,8 +225,24 @@ def batch(
     split: Split = Split.TRAIN,
     offset: int = 0,
 ) -> StepBatch:
-    """The samples that data rank `data_index` of `data_degree` takes in `step` (from 0). `offset`
-    is how far a training is ahead of steps of this batch: it had other batches before."""
+    """Return the samples of a data rank in a step.
+
+    Args:
+        source: The source of the samples.
+        spec: The spec.
+        step: The step, from 0.
+        data_index: The data rank.
+        data_degree: The number of data ranks.
+        split: The split.
+        offset: The number of samples by which a resumed training is ahead of `step` steps of this
+            batch size, because it used other batch sizes before.
+
+    Returns:
+        The share of this rank, on the CPU. Its count of targets is the one of the global batch.
+
+    Raises:
+        SpecError: The data cannot be read.
+    """
     sequence = spec.batch.window
     windows = source.num_samples(sequence, split)
     first = step * spec.batch.global_samples + (offset if split is Split.TRAIN else 0)
@@ -197,14 +255,24 @@ def batch(
     local = source.read([sample_id % windows for sample_id in samples], samples, spec, split)
     if not isinstance(local, LocalBatch) or not spec.ignores_targets:
         return local
+    # Losses are divided by the targets of the global batch, which each rank counts for itself
+    # instead of communicating.
     everyone = [at(position) % windows for position in range(spec.batch.global_samples)]
     return local.counting(source.num_targets(everyone, spec, split))
 
 
 def part_of(samples: Any, spec: Spec, data_index: int) -> StepBatch:
-    """Return what data rank `data_index` takes of a global batch: of tokens, or, where the spec's
-    data are a function of the user's, of its samples, collated, in the dtypes of a dataset's.
-    Raises SpecError where these are not as the spec says."""
+    """Return a data rank's share of a global batch that the caller provides.
+
+    Args:
+        samples: Tokens [batch.global, sequence + 1], or a pair (tokens, labels) of this shape. If
+            the spec's data is a user function: its samples, collated.
+        spec: The spec.
+        data_index: The data rank.
+
+    Raises:
+        SpecError: The batch does not have the type and shape that the spec requires.
+    """
     ids = tuple(positions(spec, data_index=data_index, data_degree=spec.data_degree))
     size, sequence = spec.batch.global_samples, spec.batch.window
     if spec.data.function is not None:
@@ -215,7 +283,7 @@ def part_of(samples: Any, spec: Spec, data_index: int) -> StepBatch:
     for tensor in (tokens, *others):
         if tuple(tensor.shape) != (size, sequence + 1):
             wanted = f"[batch.global, sequence + 1] = {[size, sequence + 1]}"
-            raise _not_as_said(f"tokens {list(tensor.shape)}", wanted)
+            raise _batch_error(f"tokens {list(tensor.shape)}", wanted)
     if others and not spec.data.ignores_targets:
         raise refused(
             "batch",
@@ -231,37 +299,37 @@ def part_of(samples: Any, spec: Spec, data_index: int) -> StepBatch:
     own = tokens[list(ids)].long()
     if not spec.ignores_targets:
         return local_batch(own, None, ids, spec.batch)
-    labels = _labels(others[0] if others else tokens, spec)
+    labels = _masked_labels(others[0] if others else tokens, spec)
     counted = int((labels[:, 1:] != IGNORED).sum())
     return local_batch(own, labels[list(ids)], ids, spec.batch).counting(counted)
 
 
-def _labels(tokens: Tensor, spec: Spec) -> Tensor:
-    """Return them with IGNORED for those that the spec ignores."""
+def _masked_labels(tokens: Tensor, spec: Spec) -> Tensor:
+    """Return the tokens, with IGNORED for the ids that the spec ignores."""
     ignored = torch.tensor(spec.data.ignored or (), dtype=torch.int64, device=tokens.device)
     return tokens.long().masked_fill(torch.isin(tokens.long(), ignored), IGNORED)
 
 
 def _require_samples(samples: Any, size: int) -> None:
-    """Raises SpecError unless each leaf is a tensor with `size` samples in dimension 0."""
+    """Raise SpecError unless each leaf is a tensor with `size` samples in dimension 0."""
     wanted = f"collated samples, tensors with batch.global = {size} rows"
     if not (leaves := tree_leaves_with_path(samples)):
-        raise _not_as_said(f"{type(samples).__name__} without tensors", wanted)
+        raise _batch_error(f"{type(samples).__name__} without tensors", wanted)
     for path, leaf in leaves:
         if not isinstance(leaf, Tensor) or leaf.shape[:1] != (size,):
             place = f"{keystr(path)}: " if path else ""
-            raise _not_as_said(f"{place}{kind_of(leaf)}", wanted)
+            raise _batch_error(f"{place}{kind_of(leaf)}", wanted)
 
 
-def _not_as_said(finding: str, wanted: str) -> SpecError:
+def _batch_error(finding: str, wanted: str) -> SpecError:
+    """Return the error of a global batch with another type or shape."""
     return refused(
         "batch", f"got {finding}", f"Pass the full global batch on every rank: {wanted}."
     )
 
 
 def blank_batch(spec: Spec) -> StepBatch:
-    """Return a data rank's share of a step of the spec's shapes, which holds no sample in
-    particular."""
+    """Return a data rank's share of a step with placeholder samples of the spec's shapes."""
     rows, size = spec.batch.accumulate * spec.batch.micro, spec.batch.global_samples
     if spec.data.function is not None:
         samples = sample_batch(spec, rows=rows)
@@ -272,7 +340,7 @@ def blank_batch(spec: Spec) -> StepBatch:
 
 
 def positions(spec: Spec, *, data_index: int, data_degree: int) -> Iterator[int]:
-    """The places in the global batch that one data rank takes, micro-batch by micro-batch."""
+    """Yield the positions in the global batch that a data rank takes, by micro-batch."""
     micro, stride = spec.batch.micro, spec.batch.micro * data_degree
     assert spec.batch.global_samples % stride == 0, (
         "the batch is not a multiple of the micro-batches"
@@ -282,8 +350,13 @@ def positions(spec: Spec, *, data_index: int, data_degree: int) -> Iterator[int]
 
 
 def require(source: SampleSource, spec: Spec, logits: int | None = None) -> None:
-    """Refuse, before any rank starts, samples that the spec cannot train on (or evaluate with).
-    `logits`: of a token, where a model's own code says how many."""
+    """Raise SpecError, before any rank starts, if the spec cannot train or evaluate on the samples.
+
+    Args:
+        source: The source of the samples.
+        spec: The spec.
+        logits: The number of logits per token. None: unknown.
+    """
     source.num_samples(spec.batch.window, Split.TRAIN)
     if spec.eval.every:
         source.num_samples(spec.batch.window, Split.HELD_OUT)

@@ -1,10 +1,10 @@
-"""Turn documents into a token file, batch by batch, so that memory holds one batch and an
-interrupted run continues where it stopped.
+"""Conversion of documents to a token file, in batches.
 
-A text file is one document; JSON lines and Parquet have one document per row.
+Memory holds one batch at a time, and an interrupted call continues after its last complete batch. A
+text file is one document; JSON lines and Parquet have one document per row.
 
-A record next to the token file names its tokenizer: the same numbers are other words to another
-tokenizer, and a file of numbers does not show that.
+A record next to the token file names its tokenizer. The same ids mean different words with another
+tokenizer, which the ids alone do not show.
 """
 
 from __future__ import annotations
@@ -32,45 +32,57 @@ from ptrain.models.boundary import boundary
 from ptrain.spec.leaf import describe
 from ptrain.spec.model import ModelShape, ModelSpec
 
-_UTF8 = "utf-8-sig"  # the mark that some editors put before a text is no part of it
+_UTF8 = "utf-8-sig"  # skips the byte order mark that some editors write
 _PARQUET, _LINES = ".parquet", (".jsonl", ".ndjson", ".json")
-OF_CHATS = ("messages", "conversations")  # fields that have the messages of a chat
+OF_CHATS = ("messages", "conversations")  # fields with the messages of a chat, as tried in order
 _PACKED = (".gz", ".zst", ".bz2", ".xz", ".zip")
 _OBJECTS = "Use one JSON object per line."
 _OF_A_LIST = f"{_OBJECTS} To convert a list, run `jq -c '.[]'`."
 
 
 def documents(path: Path, field: str) -> Iterator[str]:
-    """Yield the documents of a file; of rows what stands in their `field`. Raises SpecError, with
-    the line, for what is no such file."""
+    """Yield the documents of a file: the text, or the field `field` of each row.
+
+    Raises:
+        SpecError: The file cannot be read, or a row lacks the field. The error names the line.
+    """
     if not has_rows(path):
         yield text_of(path)
         return
-    yield from (_of_row(row, field, place) for place, row in rows(path, [field], []))
+    yield from (_document_text(row, field, place) for place, row in rows(path, [field], []))
 
 
 def text_of(path: Path) -> str:
-    """Return what stands in a text. Raises SpecError for a file that is none."""
+    """Return the content of a UTF-8 text file. Raises SpecError if it cannot be read."""
     try:
         return path.read_text(encoding=_UTF8)
     except (OSError, UnicodeDecodeError) as error:
-        raise _unreadable(path, error) from error
+        raise _read_error(path, error) from error
 
 
 def has_rows(path: Path) -> bool:
-    """Return whether a file of this name holds rows, and is no text."""
+    """Return True if a file with this name holds rows (JSON lines or Parquet) instead of a text."""
     return path.suffix.lower() in (_PARQUET, *_LINES)
 
 
 def rows(path: Path, fields: Sequence[str], others: Sequence[str]) -> Iterator[tuple[str, object]]:
-    """Yield the rows of a file of JSON lines or Parquet, with the place where each stands. Of a row
-    of Parquet it is those of `fields`, one of which must be a column, and of `others`."""
+    """Yield the rows of a file of JSON lines or Parquet, each with its place for messages.
+
+    Args:
+        path: The file.
+        fields: The columns of a Parquet file to read; at least one must exist. JSON lines are read
+            in full.
+        others: Optional columns to read.
+
+    Raises:
+        SpecError: The file cannot be read.
+    """
     is_parquet = path.suffix.lower() == _PARQUET
-    yield from _of_parquet(path, fields, others) if is_parquet else _of_lines(path)
+    yield from _read_parquet(path, fields, others) if is_parquet else _read_lines(path)
 
 
 def lacking(row: object, field: str, wanted: str) -> str:
-    """Return what a row has whose field is not what is wanted."""
+    """Return the finding for a row whose field is missing or is no `wanted`."""
     finding = f"the field {field!r} must be a {wanted}"
     if not isinstance(row, dict):
         return f"{finding}; the row is {describe(row)}"
@@ -80,8 +92,10 @@ def lacking(row: object, field: str, wanted: str) -> str:
 
 
 def require_encodable(text: str, place: str) -> None:
-    r"""Raises SpecError for a text that there are no bytes for: half a character ("\ud83d" in JSON)
-    has none."""
+    """Raise SpecError if a text has no UTF-8 form.
+
+    JSON can contain half of a surrogate pair (a high surrogate without a low one).
+    """
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -89,19 +103,21 @@ def require_encodable(text: str, place: str) -> None:
         raise refused(place, finding, "Correct the text.") from error
 
 
-def _of_lines(path: Path) -> Iterator[tuple[str, object]]:
+def _read_lines(path: Path) -> Iterator[tuple[str, object]]:
+    """Yield the place and the row of each line that is not blank."""
     try:
         with path.open(encoding=_UTF8) as lines:
             yield from (
-                (f"{path}:{number}", _parsed(line, path, number))
+                (f"{path}:{number}", _parse_line(line, path, number))
                 for number, line in enumerate(lines, 1)
                 if line.strip()
             )
     except (OSError, UnicodeDecodeError) as error:
-        raise _unreadable(path, error) from error
+        raise _read_error(path, error) from error
 
 
-def _parsed(line: str, path: Path, number: int) -> object:
+def _parse_line(line: str, path: Path, number: int) -> object:
+    """Parse one line. Raises SpecError if it is invalid JSON or a list."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -113,7 +129,8 @@ def _parsed(line: str, path: Path, number: int) -> object:
     return row
 
 
-def _of_row(row: object, field: str, place: str) -> str:
+def _document_text(row: object, field: str, place: str) -> str:
+    """Return the text of a row. Raises SpecError if the field holds no string."""
     text = row.get(field) if isinstance(row, dict) else None
     if not isinstance(text, str):
         remedy = "Add `--field NAME`, the field of the text."
@@ -124,12 +141,13 @@ def _of_row(row: object, field: str, place: str) -> str:
     return text
 
 
-def _of_parquet(
+def _read_parquet(
     path: Path, fields: Sequence[str], others: Sequence[str]
 ) -> Iterator[tuple[str, object]]:
+    """Yield the place and the row of each row of a Parquet file."""
     pyarrow = library("pyarrow.parquet", str(path), "reading Parquet needs pyarrow")
     number = 0
-    with boundary(lambda error: _no_parquet(path, error)):
+    with boundary(lambda error: _parquet_fault(path, error)):
         file: Any = pyarrow.parquet.ParquetFile(path)
         columns = file.schema_arrow.names
     if set(fields).isdisjoint(columns):
@@ -140,7 +158,7 @@ def _of_parquet(
         )
     batches = file.iter_batches(columns=[field for field in (*fields, *others) if field in columns])
     while True:
-        with boundary(lambda error: _no_parquet(path, error)):
+        with boundary(lambda error: _parquet_fault(path, error)):
             batch = next(batches, None)
             values = [] if batch is None else batch.to_pylist()
         if batch is None:
@@ -150,13 +168,15 @@ def _of_parquet(
             yield f"{path}, row {number}", row
 
 
-def _no_parquet(path: Path, error: BaseException) -> Fault:
+def _parquet_fault(path: Path, error: BaseException) -> Fault:
+    """Return the fault of a file that pyarrow cannot read."""
     return Fault(
         place=str(path), finding=f"is not a valid Parquet file: {error}", remedy="Use another file."
     )
 
 
-def _unreadable(path: Path, error: OSError | UnicodeDecodeError) -> PtrainError:
+def _read_error(path: Path, error: OSError | UnicodeDecodeError) -> PtrainError:
+    """Return the error of a file that cannot be read or is not UTF-8."""
     if isinstance(error, UnicodeDecodeError):
         finding = f"is not UTF-8 text (byte {error.start})"
         is_packed = path.suffix.lower() in _PACKED
@@ -173,51 +193,60 @@ _BYTES = "bytes"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenOrigin:
-    """What made the tokens of a file: the `tokenizer` as it was named, or bytes, and a digest of
-    the words that its numbers mean."""
+    """The tokenizer of a token file.
+
+    Attributes:
+        tokenizer: The tokenizer.json as it was named, or "bytes".
+        digest: A digest of its words and ids, or "bytes".
+    """
 
     tokenizer: str
     digest: str
 
     @property
     def is_of_bytes(self) -> bool:
+        """True for the byte tokenizer."""
         return self.digest == _BYTES
 
     @property
     def has_changed(self) -> bool:
-        """Whether the tokenizer is gone, or gives other words to the same numbers now."""
+        """True if the tokenizer is missing or unreadable, or now maps other words to the ids."""
         now = origin_of(Path(self.tokenizer))
         return now is None or now.digest != self.digest
 
     def differs(self, tokenizer: Path) -> bool:
-        """Return whether a tokenizer.json is known to give other words to the same numbers."""
+        """Return True if a readable tokenizer.json maps other words to the ids."""
         other = origin_of(tokenizer)
         return other is not None and other.digest != self.digest
 
 
 def origin_of(tokenizer: Path | None) -> TokenOrigin | None:
-    """Return the origin of tokens that a tokenizer.json makes, or, of None, bytes; None of a file
-    whose words cannot be read."""
+    """Return the origin of the tokens of a tokenizer.json, None if it cannot be read.
+
+    Args:
+        tokenizer: The file. None: the byte tokenizer.
+    """
     if tokenizer is None:
         return TokenOrigin(tokenizer=_BYTES, digest=_BYTES)
     try:
-        digest = _digest(tokenizer, tokenizer.stat().st_mtime_ns)
+        digest = _vocabulary_digest(tokenizer, tokenizer.stat().st_mtime_ns)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
     return TokenOrigin(tokenizer=str(tokenizer), digest=digest)
 
 
 def record_beside(path: Path) -> Path:
-    """Return where the origin of a token file stands."""
+    """Return the path of the record of a token file's origin."""
     return path.with_suffix(".tokenizer.json")
 
 
 def write_origin(path: Path, origin: TokenOrigin) -> None:
+    """Write the origin of a token file next to it."""
     record_beside(path).write_text(f"{json.dumps(encode(origin))}\n", encoding="utf-8")
 
 
 def read_origin(path: Path) -> TokenOrigin | None:
-    """Return the origin of a token file; None where nothing beside it says so."""
+    """Return the recorded origin of a token file, None without a readable record."""
     try:
         plain = json.loads(record_beside(path).read_text(encoding="utf-8"))
         origin: TokenOrigin = decode(plain, TokenOrigin)
@@ -227,8 +256,13 @@ def read_origin(path: Path) -> TokenOrigin | None:
 
 
 def require_tokenizer(name: str, origin: TokenOrigin | None, model: ModelSpec) -> None:
-    """Raises SpecError where a model begins with a folder whose tokenizer gives other words to the
-    numbers in the file of this name."""
+    """Raise SpecError if a token file and the pretrained model have different tokenizers.
+
+    Args:
+        name: The name of the token file.
+        origin: Its origin. None: unknown, which passes.
+        model: The model. Models without a pretrained folder pass.
+    """
     if origin is None or not isinstance(model, ModelShape) or model.pretrained is None:
         return
     own = Path(model.pretrained) / FILE
@@ -240,8 +274,11 @@ def require_tokenizer(name: str, origin: TokenOrigin | None, model: ModelSpec) -
 
 
 def require_one_tokenizer(origins: Sequence[tuple[str, TokenOrigin | None]]) -> None:
-    """Raises SpecError where two files, each with its name, are of tokenizers that give other words
-    to the same numbers."""
+    """Raise SpecError if two token files have different tokenizers.
+
+    Args:
+        origins: The name and origin of each file. Files with an unknown origin are skipped.
+    """
     known = [(name, origin) for name, origin in origins if origin is not None]
     for name, origin in known[1:]:
         first, before = known[0]
@@ -255,15 +292,20 @@ def require_one_tokenizer(origins: Sequence[tuple[str, TokenOrigin | None]]) -> 
 
 
 @lru_cache(maxsize=4)
-def _digest(tokenizer: Path, changed: int) -> str:
-    """Return a digest of the words and their numbers, of a file that was `changed` then; how texts
-    are split may differ."""
-    words = sorted(_words(json.loads(tokenizer.read_text(encoding="utf-8"))).items())
+def _vocabulary_digest(tokenizer: Path, changed: int) -> str:
+    """Return a digest of the words and ids of a tokenizer.json.
+
+    It ignores the rules that split texts. `changed` is the modification time of the file, which
+    makes the cache notice changes.
+    """
+    words = sorted(_token_ids(json.loads(tokenizer.read_text(encoding="utf-8"))).items())
     return hashlib.blake2b(json.dumps(words).encode(), digest_size=8).hexdigest()
 
 
-def _words(content: Any) -> dict[str, int]:
-    """Return the number of each word: of models with probabilities its place in a list."""
+def _token_ids(content: Any) -> dict[str, int]:
+    """Return the id of each word. Models with probabilities (Unigram) list words in the order of
+    ids.
+    """
     vocab = content["model"]["vocab"]
     if isinstance(vocab, list):
         vocab = {word: number for number, (word, _) in enumerate(vocab)}
@@ -271,8 +313,8 @@ def _words(content: Any) -> dict[str, int]:
     return {**vocab, **{token["content"]: token["id"] for token in added}}
 
 
-DOCUMENTS = 1024  # encoded at once
-_WORDS = 2**16  # of which two bytes tell one
+DOCUMENTS = 1024  # documents per batch
+_WORDS = 2**16  # the largest vocabulary whose ids fit into uint16
 _SUFFIX = ".npy"
 
 Document = TypeVar("Document")
@@ -280,10 +322,21 @@ Document = TypeVar("Document")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizingProgress:
-    """How far it is: files that are done, documents of the next one and of all, tokens, and how
-    many entries the arrays have. Of chats besides: tokens that are learned, chats that were cut
-    behind an answer, the token that stands between two, and those that were left out, which have no
-    answer, none that fits, or that token within them."""
+    """The progress of a call.
+
+    Attributes:
+        files: Files that are done.
+        in_file: Documents of the next file that are done.
+        documents: Documents that are done.
+        tokens: Tokens that were written.
+        entries: Entries of the arrays.
+        targets: Tokens of chats that are targets.
+        cut: Chats that were truncated after an answer.
+        unanswered: Chats that were left out because they have no answer.
+        too_long: Chats that were left out because no answer fits into a row.
+        divided: Chats that were left out because they contain the separator.
+        separator: The token between two chats. None: not chosen yet.
+    """
 
     files: int = 0
     in_file: int = 0
@@ -299,19 +352,24 @@ class TokenizingProgress:
 
     @property
     def left_out(self) -> int:
-        """Chats of which nothing is in any row."""
+        """The number of chats that are in no row."""
         return self.unanswered + self.too_long + self.divided
 
 
 Tell = Callable[[TokenizingProgress], None]
-Encoded = tuple[Sequence[NDArray[Any]], TokenizingProgress]  # what a batch adds, how far it is then
+# The entries that a batch adds to each array, and the progress after it.
+Encoded = tuple[Sequence[NDArray[Any]], TokenizingProgress]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenFiles:
-    """Arrays that are written together: for each the shape of an entry and its dtype. `request`:
-    what another call has to have in common to go on with this one. `tokenizer`: the file that says
-    what the numbers of the first mean, None of bytes."""
+    """A group of arrays that are written together.
+
+    Attributes:
+        arrays: The shape of an entry and the dtype of each array. The first holds the tokens.
+        request: The arguments of the call; an interrupted call continues only with equal ones.
+        tokenizer: The tokenizer.json of the tokens. None: bytes.
+    """
 
     arrays: Mapping[Path, tuple[tuple[int, ...], DTypeLike]]
     request: list[Any]
@@ -320,14 +378,26 @@ class TokenFiles:
     def write(
         self, encoded: Callable[[TokenizingProgress], Iterator[Encoded]], tell: Tell
     ) -> TokenizingProgress:
-        """Write what is `encoded` behind what is done; return how much there is. What is there of a
-        call that was broken off stands in files that end with .part, and is gone on with. Raises
-        SpecError for what cannot be written."""
+        """Write all batches, continuing an interrupted call with an equal request.
+
+        An unfinished call leaves files that end with `.part`. They are renamed at the end.
+
+        Args:
+            encoded: Yields the entries to add and the progress after them, from a given progress
+                on.
+            tell: Called with the progress, at the start and after each batch.
+
+        Returns:
+            The final progress.
+
+        Raises:
+            SpecError: A document is unusable, or a file cannot be written.
+        """
         out = next(iter(self.arrays))
-        notes = _beside(out, ".part.json")
-        parts = [_beside(path, ".part") for path in self.arrays]
+        notes = _append_suffix(out, ".part.json")
+        parts = [_append_suffix(path, ".part") for path in self.arrays]
         try:
-            done = self._begun(notes, parts)
+            done = self._resume_point(notes, parts)
             tell(done)
             with ExitStack() as files:
                 how = "r+b" if done.entries else "w+b"
@@ -342,29 +412,29 @@ class TokenFiles:
                     _write_notes(notes, {"request": self.request, "done": encode(reached)})
                     tell(reached)
                     done = reached
-            record_beside(out).unlink(missing_ok=True)
+            record_beside(out).unlink(missing_ok=True)  # of an earlier file with this name
             for part, path in zip(parts, self.arrays, strict=True):
                 os.replace(part, path)
             if origin := origin_of(self.tokenizer):
                 write_origin(out, origin)
         except OSError as error:
             raise refused(str(out), error.strerror or str(error), "Use another `--out`.") from error
-        except PtrainError:  # other texts will be given: nothing of these can be gone on with
+        except PtrainError:  # the texts will be corrected, so this call cannot be continued
             for path in (*parts, notes):
                 path.unlink(missing_ok=True)
             raise
         notes.unlink(missing_ok=True)
         return done
 
-    def _begun(self, notes: Path, parts: Sequence[Path]) -> TokenizingProgress:
-        """Return how far a call came that was asked the same."""
+    def _resume_point(self, notes: Path, parts: Sequence[Path]) -> TokenizingProgress:
+        """Return the progress of an interrupted call with an equal request; zero without one."""
         try:
             said = json.loads(notes.read_text(encoding="utf-8"))
             done = decode(
                 said["done"] if said["request"] == self.request else {}, TokenizingProgress
             )
             sizes = [part.stat().st_size for part in parts]
-        except (OSError, ValueError, KeyError, TypeError):  # not there, or not whole
+        except (OSError, ValueError, KeyError, TypeError):  # missing, or incomplete
             return TokenizingProgress()
         whole = [done.entries * _entry_bytes(*form) for form in self.arrays.values()]
         is_there = all(size >= least for size, least in zip(sizes, whole, strict=True))
@@ -374,9 +444,21 @@ class TokenFiles:
 def tokenize(
     texts: Sequence[Path], out: Path, vocabulary: Vocabulary, *, field: str, tell: Tell
 ) -> TokenizingProgress:
-    """Write the tokens of all documents to `out`, behind each the token that ends a text; return
-    how many there are. Raises SpecError for what cannot be read or written, and for a vocabulary
-    that says no end."""
+    """Write the tokens of all documents to `out`, with the end token after each document.
+
+    Args:
+        texts: The files of documents.
+        out: The token file to write.
+        vocabulary: The tokenizer.
+        field: The field of the text, for files of rows.
+        tell: Called with the progress, at the start and after each batch.
+
+    Returns:
+        The final progress.
+
+    Raises:
+        SpecError: A file cannot be read or written, or the tokenizer has no known end token.
+    """
     if (end := vocabulary.end) is None:
         raise refused(
             "--end",
@@ -387,7 +469,7 @@ def tokenize(
 
     def encoded(done: TokenizingProgress) -> Iterator[Encoded]:
         for batch, after in batches(texts, lambda path: documents(path, field), done):
-            tokens = [_ended(ids, end) for ids in vocabulary.batch(batch)]
+            tokens = [_append_end(ids, end) for ids in vocabulary.batch(batch)]
             added = np.concatenate([np.asarray(ids, dtype=dtype) for ids in tokens])
             number = done.tokens + len(added)
             done = replace(after, tokens=number, entries=number)
@@ -400,18 +482,22 @@ def tokenize(
     ).write(encoded, tell)
 
 
-def _ended(tokens: list[int], end: int) -> list[int]:
+def _append_end(tokens: list[int], end: int) -> list[int]:
+    """Append the end token, unless the tokenizer added it."""
     return tokens if tokens and tokens[-1] == end else [*tokens, end]
 
 
 def token_dtype(size: int) -> DTypeLike:
-    """Return what a token of a vocabulary of this size takes."""
+    """Return the smallest supported dtype for a vocabulary of this size."""
     return np.uint16 if size <= _WORDS else np.uint32
 
 
 def requested(texts: Sequence[Path], out: Path, tokenizer: Path | None) -> list[Any]:
-    """Return what is known of texts and tokenizer before they are read. Raises SpecError for an
-    `out` that is no name of a token file."""
+    """Return the names, sizes and modification times of the input files.
+
+    Raises:
+        SpecError: `out` is not the name of a token file.
+    """
     if out.suffix != _SUFFIX or out.is_dir():
         raise refused(
             "--out",
@@ -428,8 +514,18 @@ def batches(
     read: Callable[[Path], Iterable[Document]],
     done: TokenizingProgress,
 ) -> Iterator[tuple[list[Document], TokenizingProgress]]:
-    """Yield documents that are not done, and how far it is behind them: what is counted of them is
-    not. Raises SpecError where there is none in all files."""
+    """Yield batches of documents, each with the progress after it.
+
+    The progress counts files and documents; the caller adds tokens and entries.
+
+    Args:
+        texts: The files.
+        read: Returns the documents of a file.
+        done: The progress to continue from.
+
+    Raises:
+        SpecError: The files contain no documents.
+    """
     for number, text in enumerate(texts):
         if number < done.files:
             continue
@@ -444,14 +540,18 @@ def batches(
 
 
 class GrowingArray:
-    """An .npy file that grows, entry by entry of one `shape`."""
+    """A `.npy` file that grows by entries of one shape.
+
+    Its header is valid after each call: numpy pads headers so that the first dimension can grow in
+    place.
+    """
 
     def __init__(self, file: BinaryIO, shape: tuple[int, ...], dtype: DTypeLike) -> None:
         self._file, self._shape, self._dtype = file, shape, np.dtype(dtype)
         self._entries = 0
 
     def begin(self, entries: int) -> None:
-        """Go on behind so many entries."""
+        """Truncate the file to this number of entries, and continue after them."""
         self._entries = entries
         self._write_header()
         size = entries * _entry_bytes(self._shape, self._dtype)
@@ -459,14 +559,17 @@ class GrowingArray:
         self._file.seek(0, os.SEEK_END)
 
     def add(self, entries: NDArray[Any]) -> None:
-        """Write entries behind those that are there."""
+        """Append entries."""
         self._file.write(entries.astype(self._dtype, copy=False).tobytes())
         self._entries += len(entries)
         self._write_header()
         self._file.seek(0, os.SEEK_END)
 
     def _write_header(self) -> None:
-        """numpy leaves room in a header for a first dimension of any size."""
+        """Write the header with the current number of entries.
+
+        `numpy.lib.format` reserves space in version 1.0 headers for a first dimension of any size.
+        """
         self._file.seek(0)
         said = {
             "descr": npy.dtype_to_descr(self._dtype),
@@ -478,15 +581,17 @@ class GrowingArray:
 
 
 def _entry_bytes(shape: tuple[int, ...], dtype: DTypeLike) -> int:
+    """Return the bytes of one entry."""
     return math.prod(shape) * np.dtype(dtype).itemsize
 
 
-def _beside(path: Path, ending: str) -> Path:
+def _append_suffix(path: Path, ending: str) -> Path:
+    """Return a path with an ending appended to its name."""
     return path.with_name(f"{path.name}{ending}")
 
 
 def _write_notes(notes: Path, content: Mapping[str, Any]) -> None:
-    """Whoever is killed here leaves the ones before."""
-    unfinished = _beside(notes, ".new")
+    """Write the notes in one move: a process that is killed here leaves the previous ones."""
+    unfinished = _append_suffix(notes, ".new")
     unfinished.write_text(json.dumps(content), encoding="utf-8")
     os.replace(unfinished, notes)

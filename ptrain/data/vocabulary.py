@@ -1,9 +1,10 @@
-"""Texts as the tokens of a model: the bytes of ptrain's corpora, or what a tokenizer.json says; and
-token files.
+"""Tokenizers and token files: conversion of texts to token ids, and the arrays that hold them.
 
-A token file is a memory-mapped `.npy` array of token ids: one dimension, cut into samples anywhere,
-or two, one sample per row. The byte tokenizer turns a document into its UTF-8 bytes between BOS and
-EOS, 259 ids in all.
+A tokenizer is either the byte tokenizer of the built-in corpora or a tokenizer.json. The byte
+tokenizer turns a document into its UTF-8 bytes between BOS and EOS, 259 ids in all.
+
+A token file is a memory-mapped `.npy` array of token ids. With one dimension it can be split into
+samples at any position; with two it holds one sample per row.
 """
 
 from __future__ import annotations
@@ -25,23 +26,32 @@ VOCAB = 259
 
 
 def encode(text: str) -> NDArray[np.uint16]:
+    """Return the ids [bytes + 2] of a document: its UTF-8 bytes between BOS and EOS."""
     body = np.frombuffer(text.encode(), dtype=np.uint8)
     return np.concatenate(([BOS], body, [EOS])).astype(np.uint16)
 
 
 def decode(tokens: Iterable[int]) -> str:
-    """The text of these ids, specials left out; a character that was cut shows as U+FFFD."""
+    """Return the text of these ids without special tokens; incomplete characters become U+FFFD."""
     return bytes(token for token in tokens if token < BOS).decode(errors="replace")
 
 
-INPUT, TARGET, START = 0, 1, 2  # what a token of a row is: START, with which a document begins
+# Marks of the tokens of a row: an input only, a target, and the first token of a document.
+INPUT, TARGET, START = 0, 1, 2
 _MAKE = "Run `ptrain tokenize TEXT... --out FILE.npy` to write a token file."
 
 
 def open_tokens(path: Path, place: str = "data.path") -> NDArray[np.unsignedinteger]:
-    """Map a token file, which stands at a `place` of the spec. Its ids are compared with the
-    vocabulary batch by batch."""
-    tokens = _mapped(path, place, _MAKE)
+    """Map a token file into memory. Its ids are compared with the vocabulary batch by batch.
+
+    Args:
+        path: The `.npy` file.
+        place: The key of the spec that names the file.
+
+    Raises:
+        SpecError: The file is not a complete array of token ids with one or two dimensions.
+    """
+    tokens = _map_array(path, place, _MAKE)
     if tokens.ndim not in (1, 2) or tokens.dtype not in (np.uint8, np.uint16, np.uint32):
         raise refused(
             place,
@@ -53,24 +63,34 @@ def open_tokens(path: Path, place: str = "data.path") -> NDArray[np.unsignedinte
 
 
 def open_mask(path: Path, tokens: NDArray[Any], place: str) -> NDArray[Any]:
-    """Map the file that says which of these tokens are targets."""
+    """Map the loss mask of a token file into memory.
+
+    Args:
+        path: The `.npy` file, bool or uint8.
+        tokens: The token file, whose shape the mask must have.
+        place: The key of the spec that names the mask.
+
+    Raises:
+        SpecError: The file is not a complete array of that type and shape.
+    """
     remedy = "Write it with `numpy.save(path, mask.astype(bool))`, one value per token."
-    mask = _mapped(path, place, remedy)
-    is_alike = mask.shape == tokens.shape
-    if mask.dtype not in (np.bool_, np.uint8) or (mask.size == tokens.size and not is_alike):
+    mask = _map_array(path, place, remedy)
+    has_shape = mask.shape == tokens.shape
+    if mask.dtype not in (np.bool_, np.uint8) or (mask.size == tokens.size and not has_shape):
         finding = f"{path} contains {mask.dtype} of shape {mask.shape}; a mask must be bool"
         raise refused(place, f"{finding} with the shape of its tokens", remedy)
-    if not is_alike:
+    if not has_shape:
         raise refused(place, f"{path} has {mask.size} values for {tokens.size} tokens", remedy)
     return mask
 
 
 def mask_beside(path: Path) -> Path:
-    """Return where `ptrain tokenize` writes what the tokens of a file of rows are."""
+    """Return the path to which `ptrain tokenize` writes the mask of a token file."""
     return path.with_suffix(f".mask{path.suffix}")
 
 
-def _mapped(path: Path, place: str, remedy: str) -> NDArray[Any]:
+def _map_array(path: Path, place: str, remedy: str) -> NDArray[Any]:
+    """Map an array into memory. Raises SpecError if the file is not a complete `.npy` array."""
     try:
         values = np.load(path, mmap_mode="r", allow_pickle=False)
     except OSError as error:
@@ -88,26 +108,31 @@ _PLACE = "--tokenizer"
 
 
 class Vocabulary(Protocol):
-    """`size`: of how many tokens. `end` is the token behind a text, None where nothing says
-    which; `path` the file that says all this, None of bytes."""
+    """A tokenizer.
+
+    Attributes:
+        size: The number of ids, counting unused ids below the largest one.
+        path: The file of the tokenizer. None: bytes.
+        end: The token that ends a text. None: unknown.
+    """
 
     size: int
     path: Path | None
     end: int | None
 
     def tokens(self, text: str) -> list[int]:
-        """Return the tokens of a text that may go on."""
+        """Return the tokens of a text, without the end token."""
         ...
 
     def batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the same of each of several."""
+        """Return the tokens of each text."""
         ...
 
     def text(self, tokens: Iterable[int]) -> str: ...
 
 
 class ByteVocabulary:
-    """Bytes, behind the sign with which a text begins."""
+    """The byte tokenizer: a text is BOS, followed by its UTF-8 bytes."""
 
     size: int = VOCAB
     path: Path | None = None
@@ -124,55 +149,67 @@ class ByteVocabulary:
 
 
 class FileVocabulary:
-    """What a tokenizer.json says, or that of a folder, by the library tokenizers. A text ends with
-    the token `end`; None: with the one that tokenizer_config.json beside it calls so. Raises
-    SpecError for a file that is no tokenizer, and for an `end` that it does not know."""
+    """A tokenizer.json, read by the tokenizers library.
+
+    Args:
+        path: The file, or the folder that contains it.
+        end: The token that ends a text. None: `eos_token` of the tokenizer_config.json in the same
+            folder, if there is one.
+
+    Raises:
+        SpecError: The file is not a tokenizer, or lacks the token `end`, or the tokenizers library
+            is not installed.
+    """
 
     def __init__(self, path: Path, end: str | None = None) -> None:
         use = f"reading {path} needs the tokenizers library"
         tokenizers = library("tokenizers", _PLACE, use)
         path = file_of(path)
         self.path: Path | None = path
-        with boundary(lambda error: _unread(path, error)):  # the library raises plain Exceptions
-            self._of_file: Any = tokenizers.Tokenizer.from_file(str(path))
-        self._of_file.no_truncation()  # a file keeps those of the call before it was saved
-        self._of_file.no_padding()
-        self.size: int = size_of(self._of_file.get_vocab())
-        word = end if end is not None else _end_beside(path)
-        self.end: int | None = None if word is None else self._of_file.token_to_id(word)
+        with boundary(
+            lambda error: _tokenizer_fault(path, error)
+        ):  # the library raises plain Exceptions
+            self._tokenizer: Any = tokenizers.Tokenizer.from_file(str(path))
+        # tokenizer.json keeps the truncation and padding that were set when it was saved.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self.size: int = size_of(self._tokenizer.get_vocab())
+        word = end if end is not None else _configured_end(path)
+        self.end: int | None = None if word is None else self._tokenizer.token_to_id(word)
         if end is not None and self.end is None:
             raise refused("--end", f"{path} has no token {end!r}", "Use a token of this tokenizer.")
 
     def tokens(self, text: str) -> list[int]:
-        tokens: list[int] = self._of_file.encode(text).ids
+        tokens: list[int] = self._tokenizer.encode(text).ids
         return tokens
 
     def batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return [encoding.ids for encoding in self._of_file.encode_batch([*texts])]
+        return [encoding.ids for encoding in self._tokenizer.encode_batch([*texts])]
 
     def text(self, tokens: Iterable[int]) -> str:
-        text: str = self._of_file.decode([*tokens])
+        text: str = self._tokenizer.decode([*tokens])
         return text
 
 
 def file_of(path: Path) -> Path:
-    """Return the tokenizer.json that is named, or that of a folder."""
+    """Return the tokenizer.json of a folder; any other path unchanged."""
     return path / FILE if path.is_dir() else path
 
 
 def size_of(words: Mapping[str, int]) -> int:
-    """Return how many tokens there are up to the last one: numbers between may be of no word."""
+    """Return the largest id plus one. Smaller ids may be unused."""
     return 1 + max(words.values(), default=-1)
 
 
-def _unread(path: Path, error: BaseException) -> Fault:
+def _tokenizer_fault(path: Path, error: BaseException) -> Fault:
+    """Return the fault of a file that the tokenizers library cannot read."""
     return Fault(
         place=_PLACE, finding=f"{path} is not a tokenizer: {error}", remedy=f"Use a {FILE}."
     )
 
 
-def _end_beside(path: Path) -> str | None:
-    """Return the token that ends a text, by the file that transformers keeps beside it."""
+def _configured_end(path: Path) -> str | None:
+    """Return `eos_token` of the tokenizer_config.json in the same folder, None without one."""
     config: Any = None
     with suppress(OSError, ValueError):
         config = json.loads((path.parent / BESIDE).read_text(encoding="utf-8"))
