@@ -136,7 +136,6 @@ def _first_mismatch(tokens: Rows, marks: Rows, model: ModelShape) -> int | None:
     else:
         edges = np.roll(tokens == model.document_end, 1, axis=1)
     edges[:, 0] = True
-    # `counts` is true up to the last target of each row: no loss depends on later tokens.
     is_target = marks == TARGET
     counts = is_target[:, ::-1].cumsum(1)[:, ::-1] > 0
     rows = np.flatnonzero(((begins != edges) & counts).any(1))
@@ -223,10 +222,7 @@ class Corpus:
         return local_batch(*self.rows(places, spec, split), sample_ids, spec.batch)
 
     def rows(self, places: Sequence[int], spec: Spec, split: Split) -> tuple[Tensor, Tensor | None]:
-        """Return tokens and labels [places, window + 1] of the samples at these places.
-
-        The labels are None if all tokens are targets.
-        """
+        """Return tokens and labels (None if all are targets) of samples, both [places, window + 1]."""
         tokens, window = self.split(split), spec.batch.window
         rows = np.stack([_window(tokens, place, window) for place in places], dtype=np.int64)
         self._require_vocab(spec, int(rows.max()))
