@@ -222,7 +222,7 @@ class Corpus:
         return local_batch(*self.rows(places, spec, split), sample_ids, spec.batch)
 
     def rows(self, places: Sequence[int], spec: Spec, split: Split) -> tuple[Tensor, Tensor | None]:
-        """Return tokens and labels (None if all are targets) of samples, both [places, window + 1]."""
+        """Return tokens and labels [places, window + 1]; no labels if all tokens are targets."""
         tokens, window = self.split(split), spec.batch.window
         rows = np.stack([_window(tokens, place, window) for place in places], dtype=np.int64)
         self._require_vocab(spec, int(rows.max()))
