@@ -1,1 +1,1 @@
-"""Training: launcher, loop, checkpoints and run folder."""
+"""Training: launcher, training loop, checkpoints and run folder."""

@@ -1,11 +1,13 @@
-"""Save and load checkpoints through torch.distributed.checkpoint, with canonical names and full
-shapes, so that a run continues under any other placement and number of ranks.
+"""Checkpoints: saving and loading through torch.distributed.checkpoint, and resuming.
 
-A checkpoint is saved into `step-N.tmp-…`, hashed, then renamed: one that has its final name is
-complete, and none is ever overwritten. It is verified before anything is unpickled. It holds
-tensors only; all else is JSON.
+Tensors have canonical names and full shapes, so that a run continues under any other placement and
+number of ranks.
 
-`--resume PATH|auto` fills a program from the checkpoint that it continues from.
+A checkpoint is saved into `step-N.tmp-…`, hashed, and renamed. A folder with its final name is
+therefore complete, and none is ever overwritten. It is verified before anything is unpickled. It
+contains only tensors; all other state is JSON.
+
+`--resume PATH|auto` loads the checkpoint from which a training continues.
 """
 
 from __future__ import annotations
@@ -43,22 +45,35 @@ from ptrain.train.manifest import Manifest, step_of
 from ptrain.units import leaves
 
 _REMEDY = "Use the model, optimizer and precision layout of the checkpoint."
-_OURS = re.compile(r"__(\d+)_\d+\.distcp")  # the rank that wrote it
+_RANK_FILE = re.compile(r"__(\d+)_\d+\.distcp")  # torch's file names; the first number is the rank
 
 
 def save(program: Program, parent: Path, step: int, exchange: Exchange) -> Path:
-    """All ranks write `parent/step-N`; returns it. Raises PtrainError if one could not, and
-    TrainingStopped, before anything is written, where something is not finite."""
+    """Write the checkpoint `parent/step-N`. All ranks call it.
+
+    Args:
+        program: The program to save.
+        parent: The folder of the checkpoints.
+        step: The number of finished steps.
+        exchange: The exchange of the ranks.
+
+    Returns:
+        The folder of the checkpoint. An existing one is returned unchanged.
+
+    Raises:
+        PtrainError: A rank could not write its files.
+        TrainingStopped: A value is not finite. Raised before anything is written.
+    """
     name = manifest.folder_name(step)
     token = exchange.first(secrets.token_hex(4))
     final, temporary = parent / name, parent / f"{name}.tmp-{token}"
     if exchange.first(final.exists()):
-        return final  # resumed from it, and no step since
+        return final  # the run was resumed from it and has done no step since
     finite.require(program, step, exchange)
     try:
         temporary.mkdir(mode=0o700, parents=True, exist_ok=True)
         _write(program, temporary)
-        files = manifest.digests(temporary, _written_by(program.world.rank, temporary))
+        files = manifest.digests(temporary, _files_of_rank(program.world.rank, temporary))
     except (OSError, CheckpointException) as error:
         problem, files = f"rank {program.world.rank}: {_reason(error)}", {}
     else:
@@ -78,9 +93,17 @@ def save(program: Program, parent: Path, step: int, exchange: Exchange) -> Path:
 
 
 def load(program: Program, folder: Path, verified: Manifest, exchange: Exchange) -> None:
-    """Fill the program from a checkpoint that has been verified.
+    """Load a verified checkpoint into a program.
 
-    Raises PtrainError, before a tensor is touched, for a checkpoint of another model.
+    Args:
+        program: The program to fill.
+        folder: The checkpoint.
+        verified: Its manifest, from `verify`.
+        exchange: The exchange of the ranks.
+
+    Raises:
+        PtrainError: The checkpoint belongs to another model, optimizer or precision layout. Raised
+            before any tensor is changed.
     """
     if fault := manifest.other_model(verified.trained, program.spec):
         raise SpecError(fault._replace(source=f"checkpoint {shown(folder)}"))
@@ -89,9 +112,9 @@ def load(program: Program, folder: Path, verified: Manifest, exchange: Exchange)
     metadata = reader.read_metadata()
     problem = _first(_mismatch(metadata, state), exchange)
     if not problem and not manifest.is_other_optimizer(verified.trained, program.spec):
-        problem = _surplus(metadata, state, exchange)
+        problem = _unknown_tensors(metadata, state, exchange)
     if problem:
-        remedy = _other_layout(metadata, state) or _REMEDY
+        remedy = _layout_remedy(metadata, state) or _REMEDY
         raise refused(f"checkpoint {shown(folder)}", problem, remedy)
     with without_advice():
         dcp.load(state, storage_reader=reader, no_dist=exchange.group is None)
@@ -99,8 +122,12 @@ def load(program: Program, folder: Path, verified: Manifest, exchange: Exchange)
 
 
 def verify(folder: Path, exchange: Exchange) -> Manifest:
-    """Return the manifest of a checkpoint whose files agree with it. Every rank hashes its share of
-    them; all raise PtrainError for what any of them found."""
+    """Verify the files of a checkpoint and return its manifest. Each rank hashes a part of the
+    files.
+
+    Raises:
+        PtrainError: A file is damaged or missing. Raised on all ranks.
+    """
     problem, checkpoint = "", None
     try:
         checkpoint = manifest.read(folder)
@@ -118,8 +145,12 @@ def verify(folder: Path, exchange: Exchange) -> Manifest:
 def newest(
     candidates: Sequence[Path], exchange: Exchange
 ) -> tuple[Path | None, Manifest | None, list[str]]:
-    """The first of rank 0's `candidates` that is sound, its manifest, and what is wrong with those
-    before it."""
+    """Return the first sound checkpoint of rank 0's candidates.
+
+    Returns:
+        Its folder and manifest, both None without one, and the complaints about the candidates
+        before it.
+    """
     complaints: list[str] = []
     for text in exchange.first([str(path) for path in candidates]):
         try:
@@ -130,6 +161,7 @@ def newest(
 
 
 def _write(program: Program, folder: Path) -> None:
+    """Write this rank's tensors with torch's FileSystemWriter."""
     state = program.state_dict()
     strays = [name for name, value in leaves(state) if not isinstance(value, torch.Tensor)]
     assert not strays, f"checkpoints contain tensors only: {strays[:3]}"
@@ -140,22 +172,25 @@ def _write(program: Program, folder: Path) -> None:
 
 @contextmanager
 def without_advice() -> Iterator[None]:
-    """torch warns whenever a checkpoint is of one process."""
+    """Temporarily suppress torch's warning about checkpoints of a single process."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
 
 
-def _written_by(rank: int, folder: Path) -> list[str]:
-    """Return the files whose hashes are this rank's business; the metadata is rank 0's."""
+def _files_of_rank(rank: int, folder: Path) -> list[str]:
+    """Return the files that a rank wrote. Rank 0 also writes the metadata."""
     names = [path.name for path in folder.iterdir()]
-    mine = [name for name in names if (match := _OURS.fullmatch(name)) and int(match[1]) == rank]
+    mine = [
+        name for name in names if (match := _RANK_FILE.fullmatch(name)) and int(match[1]) == rank
+    ]
     return [*mine, METADATA] if rank == 0 else mine
 
 
 def _commit(
     program: Program, temporary: Path, final: Path, step: int, answers: list[dict[str, Any]]
 ) -> None:
+    """Write the manifest and give the checkpoint its final name."""
     files = {name: tuple(entry) for answer in answers for name, entry in answer["files"].items()}
     unlisted = {path.name for path in temporary.iterdir()} - set(files)
     assert not unlisted, f"files that no rank has written: {sorted(unlisted)}"
@@ -179,7 +214,10 @@ def _commit(
 
 
 def _mismatch(metadata: Metadata, state: dict[str, Any]) -> str:
-    """The first tensor of the program that the checkpoint lacks or has in another shape."""
+    """Return the first tensor of the program that the checkpoint lacks or stores differently.
+
+    Shape and dtype are compared. The result is "" if all agree.
+    """
     for name, value in leaves(state):
         saved = metadata.state_dict_metadata.get(name)
         if not isinstance(saved, TensorStorageMetadata):
@@ -191,19 +229,18 @@ def _mismatch(metadata: Metadata, state: dict[str, Any]) -> str:
     return ""
 
 
-def _other_layout(metadata: Metadata, state: dict[str, Any]) -> str:
-    """Return what to write where the checkpoint was trained with another layout; empty if it was
-    not."""
-    saved = _dtypes(
+def _layout_remedy(metadata: Metadata, state: dict[str, Any]) -> str:
+    """Return the fix for a checkpoint of another precision layout, "" if the layouts agree."""
+    saved = _dtype_by_part(
         (name, entry.properties.dtype)
         for name, entry in metadata.state_dict_metadata.items()
         if isinstance(entry, TensorStorageMetadata)
     )
-    own = _dtypes((name, value.dtype) for name, value in leaves(state))
-    moments = {"moments"} - (saved.keys() & own.keys())  # another optimizer's are not compared
+    own = _dtype_by_part((name, value.dtype) for name, value in leaves(state))
+    moments = {"moments"} - (saved.keys() & own.keys())  # optimizers may differ in their moments
     if all(saved.get(part) == own.get(part) for part in {*saved, *own} - moments):
         return ""
-    fitting = [name for name, layout in LAYOUTS.items() if _fits(layout, saved)]
+    fitting = [name for name, layout in LAYOUTS.items() if _has_dtypes(layout, saved)]
     parts = {part: str(DTYPE_NAMES[dtype]) for part, dtype in saved.items()}
     if fitting:
         others = f" (or {', '.join(fitting[1:])})" if fitting[1:] else ""
@@ -218,9 +255,8 @@ def _other_layout(metadata: Metadata, state: dict[str, Any]) -> str:
     return f"The checkpoint was trained with {trained}. Add {add}."
 
 
-def _dtypes(tensors: Iterable[tuple[str, torch.dtype]]) -> dict[str, torch.dtype]:
-    """Return the dtypes of parameters, master copies and moments, as a spec's `precision` calls
-    them."""
+def _dtype_by_part(tensors: Iterable[tuple[str, torch.dtype]]) -> dict[str, torch.dtype]:
+    """Return the dtypes of parameters, master weights and moments, by their key in `precision`."""
     dtypes: dict[str, torch.dtype] = {}
     for name, dtype in tensors:
         if name.startswith("model."):
@@ -232,7 +268,8 @@ def _dtypes(tensors: Iterable[tuple[str, torch.dtype]]) -> dict[str, torch.dtype
     return dtypes
 
 
-def _fits(layout: Layout, saved: dict[str, torch.dtype]) -> bool:
+def _has_dtypes(layout: Layout, saved: dict[str, torch.dtype]) -> bool:
+    """Return True if a precision layout has the saved dtypes."""
     master = TORCH_DTYPES[layout.master] if layout.master else None
     moments = TORCH_DTYPES[layout.moments]
     return (saved.get("parameters"), saved.get("master"), saved.get("moments", moments)) == (
@@ -243,13 +280,15 @@ def _fits(layout: Layout, saved: dict[str, torch.dtype]) -> bool:
 
 
 def _first(problem: str, exchange: Exchange) -> str:
-    """Return the first problem of any rank, on every rank: with pp each knows its own layers
-    only."""
+    """Return the first problem of any rank, on all ranks.
+
+    With pipeline parallelism a rank only has the tensors of its stages.
+    """
     return next((complaint for complaint in exchange.gather(problem) if complaint), "")
 
 
-def _surplus(metadata: Metadata, state: dict[str, Any], exchange: Exchange) -> str:
-    """The first tensor of the checkpoint that the program would drop: that no rank knows."""
+def _unknown_tensors(metadata: Metadata, state: dict[str, Any], exchange: Exchange) -> str:
+    """Return a problem if the checkpoint has tensors that no rank's program has, else ""."""
     known = {name for name, _ in leaves(state)}
     unknown = exchange.gather(sorted(set(metadata.state_dict_metadata) - known))
     if not (surplus := sorted(set.intersection(*map(set, unknown)))):
@@ -261,13 +300,15 @@ def _surplus(metadata: Metadata, state: dict[str, Any], exchange: Exchange) -> s
 
 
 def _reason(error: BaseException) -> str:
+    """Return the message of an error; for a CheckpointException, of the first rank that failed."""
     if isinstance(error, CheckpointException):
         return str(next(iter(error.failures.values()))[0])
     return str(error)
 
 
-_BLOCK, _NUM_BLOCKS = 1 << 20, 256  # bytes; a larger file than all blocks is not read in full
-_LEAST_BLOCKS = 16  # of each of many files: ranks wait for rank 0, which reads them
+# The other ranks wait while rank 0 hashes the data, so at most 256 blocks (of 1 MiB) are read.
+_BLOCK, _NUM_BLOCKS = 1 << 20, 256
+_LEAST_BLOCKS = 16  # blocks of each file, if there are many
 
 
 def resume(
@@ -277,12 +318,24 @@ def resume(
     exchange: Exchange,
     accept_data: bool = False,
 ) -> int:
-    """Fill the program from `source`; return the number of steps that are done already.
+    """Load the checkpoint that a training continues from.
 
-    `auto` takes the newest sound checkpoint of this run folder, else starts anew. A path is a
-    checkpoint or a run folder. The next sample is the one after those of the checkpoint, whatever
-    its `batch.global`; the learning rate's schedule goes on by steps. Raises SpecError if the
-    program's data are not those of the checkpoint; with `accept_data` it only warns.
+    `auto` selects the newest sound checkpoint of this run folder; without one, training starts at
+    step 0. A path is a checkpoint or a run folder. The next sample is the one after the samples of
+    the checkpoint, whatever its `batch.global`. The learning-rate schedule continues by steps.
+
+    Args:
+        program: The program to fill.
+        folder: The run folder.
+        source: `auto`, a path, or None to start at step 0.
+        exchange: The exchange of the ranks.
+        accept_data: Only warn if the training data has changed.
+
+    Returns:
+        The number of finished steps.
+
+    Raises:
+        SpecError: No sound checkpoint fits, or the training data has changed.
     """
     if program.world.is_first:
         for half in manifest.half_written(folder.checkpoints):
@@ -290,17 +343,18 @@ def resume(
     if source is None:
         return 0
     paths = candidates(source, folder)
-    path, verified, complaints = _fill(program, paths, source, exchange, accept_data)
+    path, verified, complaints = _load_newest(program, paths, source, exchange, accept_data)
     if path is None or verified is None:
         if source != AUTO or complaints:
             raise none_sound(source, complaints)
         LOG.info("resume  no checkpoint: starting from step 0")
         return 0
-    _set_aside(folder, verified.step, exchange)
+    _rename_later(folder, verified.step, exchange)
     size = program.spec.batch.global_samples
     trained = dict(leaves(verified.trained))
-    alike = verified.step * int(str(trained.get("batch.global", size)))  # older: of equal steps
-    before = alike if verified.samples is None else verified.samples
+    # Manifests of format 2 do not count samples: assume that all steps had one batch size.
+    estimate = verified.step * int(str(trained.get("batch.global", size)))
+    before = estimate if verified.samples is None else verified.samples
     program.sample_offset = before - verified.step * size
     for warning in manifest.warnings(verified.trained, program.spec):
         LOG.warning("resume  %s", warning)
@@ -310,12 +364,14 @@ def resume(
 
 
 def data_prints(spec: Spec, source: SampleSource) -> dict[str, tuple[int, str, int]]:
-    """Return size, digest and time of modification of a training's data, by the key of the spec.
+    """Return the fingerprint of the training data: size, digest and modification time by key.
 
-    They are bytes and SHA-256 of a file, a digest of a built-in text, and the number of samples of
-    a user's dataset, whose content is unknown. Up to 256 MiB of a file are digested in full. Of a
-    larger one 256 blocks of 1 MiB are, evenly spaced from its first byte to its last: a change of
-    tokens between these blocks is not noticed. Several files share the 256 MiB.
+    - A file: its bytes, a SHA-256, and the time in ns. Up to 256 MiB are hashed in full. For a
+      larger file, 256 blocks of 1 MiB are hashed, evenly spaced from the first byte to the last, so
+      a change between the blocks is not noticed. Several files share the 256 blocks; each has at
+      least 16.
+    - A built-in text: size 0 and a digest.
+    - A user's dataset: the number of samples. Its content is unknown.
     """
     data = spec.data
     if data.is_of_files:
@@ -332,7 +388,9 @@ def data_prints(spec: Spec, source: SampleSource) -> dict[str, tuple[int, str, i
 
 
 def file_print(path: Path, blocks: int) -> tuple[int, str, int]:
-    """Return the entry of a file in `data_prints`, of which at most so many blocks are read."""
+    """Return size, digest and modification time of a file, reading at most `blocks` blocks of 1
+    MiB.
+    """
     status, digest = path.stat(), hashlib.sha256()
     size, what, last = status.st_size, "sha256", blocks - 1
     places = list(range(0, size, _BLOCK))
@@ -347,8 +405,10 @@ def file_print(path: Path, blocks: int) -> tuple[int, str, int]:
 
 
 def _changed_data(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return a finding for each name whose data differ. `lineage.warnings` reports names that only
-    one side has: the spec was changed."""
+    """Return a finding for each key whose data differs.
+
+    Keys on one side only are left out: the spec was changed, which `manifest.warnings` reports.
+    """
     findings = []
     for name in sorted(was.keys() & now.keys()):
         (before, old, _), (size, digest, _) = was[name], now[name]
@@ -360,24 +420,26 @@ def _changed_data(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     return findings
 
 
-def _fill(
+def _load_newest(
     program: Program, paths: Sequence[Path], source: str, exchange: Exchange, accept_data: bool
 ) -> tuple[Path | None, Manifest | None, list[str]]:
-    """Load the first of rank 0's `paths` that is sound and holds finite values alone; which it is,
-    its manifest, and what is wrong with those before it.
+    """Load the first of rank 0's checkpoints that is sound and has only finite values.
 
-    What a checkpoint holds is seen when it is loaded. The next one overwrites it all: one that
-    lacks a tensor of the program is refused. Where none is left, nothing may be trained.
+    Finite values can be checked only after loading. The next checkpoint then overwrites all of
+    them, because one that lacks a tensor is rejected. If none is left, training must not start.
+
+    Returns:
+        Its folder and manifest, both None without one, and the complaints about those before it.
     """
     complaints: list[str] = []
-    unsaid: list[str] = []
+    unreported: list[str] = []
     remaining = [Path(text) for text in exchange.first([str(path) for path in paths])]
     while True:
         path, verified, others = newest(remaining, exchange)
         complaints += others
         if path is None or verified is None:
             return None, None, complaints
-        _skip([*unsaid, *others])
+        _log_skipped([*unreported, *others])
         require_fitting(program.spec, source, path, verified)
         if changes := "; ".join(_changed_data(verified.data, program.data_prints)):
             finding = f"its training data changed: {changes}"
@@ -388,15 +450,20 @@ def _fill(
         load(program, path, verified, exchange)
         if not (problem := finite.complaint(program, exchange)):
             return path, verified, complaints
-        unsaid = [f"checkpoint {shown(path)}: {problem}"]
-        complaints += unsaid
+        unreported = [f"checkpoint {shown(path)}: {problem}"]
+        complaints += unreported
         remaining = remaining[remaining.index(path) + 1 :]
 
 
-def _set_aside(folder: RunFolder, step: int, exchange: Exchange) -> None:
-    """What this run folder has of later steps was passed over, or is of a training that this one
-    leaves: under its name the next checkpoint of that step would be taken for saved. Raises
-    SpecError, on all ranks, where it cannot be renamed."""
+def _rename_later(folder: RunFolder, step: int, exchange: Exchange) -> None:
+    """Rename the checkpoints of later steps in this run folder.
+
+    They were skipped, or belong to a training that this one replaces. Under their names the next
+    checkpoint of such a step would count as saved.
+
+    Raises:
+        SpecError: A folder cannot be renamed. Raised on all ranks.
+    """
     problem = ""
     if exchange.world.is_first:
         try:
@@ -418,13 +485,13 @@ def _rename(paths: Iterable[Path]) -> None:
         LOG.warning("renamed: %s to %s", shown(path), aside.name)
 
 
-def _skip(complaints: list[str]) -> None:
+def _log_skipped(complaints: list[str]) -> None:
     for complaint in complaints:
         LOG.warning("skipped: %s", complaint)
 
 
 METADATA = ".metadata"
-_FOREIGN = "Continue from another checkpoint; ptrain did not write this one."
+_FOREIGN_REMEDY = "Continue from another checkpoint; ptrain did not write this one."
 _CLASSES = (
     "BytesStorageMetadata",
     "ChunkStorageMetadata",
@@ -446,24 +513,31 @@ _UNPICKLED = (
 
 
 class IndexReader(FileSystemReader):
-    """Reads files that the manifest lists, and unpickles nothing but torch's own records."""
+    """A reader of checkpoints that opens only files in the manifest and unpickles only torch's
+    records.
+    """
 
     def __init__(self, folder: Path, *, listed: frozenset[str]) -> None:
         super().__init__(folder)
         self._listed = listed
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Return the metadata. Raises SpecError if it has other classes, or refers to unlisted
+        files.
+        """
         with (Path(self.path) / METADATA).open("rb") as file:
             metadata = _Unpickler(file).load()
         if not isinstance(metadata, Metadata):
-            raise refused(f"checkpoint {self.path}", f"{METADATA} contains no metadata", _FOREIGN)
+            raise refused(
+                f"checkpoint {self.path}", f"{METADATA} contains no metadata", _FOREIGN_REMEDY
+            )
         for info in (metadata.storage_data or {}).values():
             if info.relative_path not in self._listed:
                 raise refused(
                     f"checkpoint {self.path}",
                     f"{METADATA} refers to {info.relative_path!r}, which the manifest does not "
                     "list",
-                    _FOREIGN,
+                    _FOREIGN_REMEDY,
                 )
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
@@ -471,12 +545,18 @@ class IndexReader(FileSystemReader):
 
 
 class _Unpickler(pickle.Unpickler):
-    """Pickle may call anything; this one knows the classes of a checkpoint's index only."""
+    """An unpickler that accepts only the classes of a checkpoint's metadata.
+
+    Unpickling may call any importable function.
+    """
 
     def find_class(self, module: str, name: str) -> Any:
+        """Return an allowed class or a dtype. Raises SpecError for any other name."""
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if is_dtype or (module, name) in _UNPICKLED:
             return super().find_class(module, name)
         raise refused(
-            "checkpoint", f"{METADATA} refers to {module}.{name}, which is not allowed", _FOREIGN
+            "checkpoint",
+            f"{METADATA} refers to {module}.{name}, which is not allowed",
+            _FOREIGN_REMEDY,
         )

@@ -1,14 +1,14 @@
-"""Compare a prediction with what a rank measured: `print(ptrain.compare(spec, measurement))`.
+"""Comparison of a prediction with the measurement of a rank: `ptrain.compare(spec, measurement)`.
 
-For a program everything is compared. For a model that another framework wrapped: resident bytes of
-parameters, optimizer state and gradients, and every collective on more than a scalar. Activations,
-buffers and peaks depend on the code around the model, and each framework has scalars of its own
-(norms, losses, flags).
+For a program every figure is compared. For a model that another framework wrapped, only the
+resident bytes of parameters, optimizer state and gradients, and every collective on more than a
+scalar. Activations, buffers and peaks depend on the code around the model, and frameworks differ in
+their scalars (norms, losses, flags).
 
-A wrapper that does something else than its configuration says (replicas where shards were asked
-for, one unit where blocks were meant) fails checks that name state and axis. Its cause is searched
-among other specs: one that predicts every figure to the byte, or some of the differing ones and all
-that held, if the differing ones are all of one kind of call.
+A wrapper that does not do what its configuration requests (replicas instead of shards, one unit
+instead of blocks) fails checks that name state and axis. Its cause is searched among variants of
+the spec. A variant is the cause if it predicts every figure to the byte. It also qualifies if it
+predicts all figures that held and at least the three figures of one kind of call.
 """
 
 from __future__ import annotations
@@ -49,7 +49,13 @@ _TUPLES = {
 
 @dataclass(frozen=True, slots=True)
 class Otherwise:
-    """A spec that says something else, what a wrapper does by it, and the words that say it."""
+    """A variant of a spec, with the behavior of a wrapper under it and the text that selects it.
+
+    Attributes:
+        spec: The variant.
+        does: A clause that describes the wrapper.
+        words: The setting to write, for a spec.
+    """
 
     spec: Spec
     does: str
@@ -57,8 +63,17 @@ class Otherwise:
 
 
 def otherwise(spec: Spec) -> Iterator[Otherwise]:
-    """Yield legal specs whose data axes do something else: in one way, then in two."""
-    ways = (_reshards, _syncs, _units, _placements, _layouts)
+    """Yield legal variants of a spec whose data axes behave differently.
+
+    Variants with one change come first, then variants with two changes of different kinds.
+    """
+    ways = (
+        _reshard_variants,
+        _sync_variants,
+        _unit_variants,
+        _placement_variants,
+        _layout_variants,
+    )
     singles = [(way, other) for way in ways for other in way(spec) if is_sound(other.spec)]
     yield from (other for _, other in singles)
     for (way, first), (second_way, second) in combinations(singles, 2):
@@ -70,8 +85,8 @@ def otherwise(spec: Spec) -> Iterator[Otherwise]:
                 yield Otherwise(both.spec, does, words)
 
 
-def _reshards(spec: Spec) -> Iterator[Otherwise]:
-    """What is done with gathered units after forward."""
+def _reshard_variants(spec: Spec) -> Iterator[Otherwise]:
+    """Yield variants that reshard all-gathered units at another time after forward."""
     degree = spec.data_degree
     ways: dict[bool | int | Reshard, str] = {
         Reshard.NON_ROOT: "the root stays unsharded from forward to backward, as with "
@@ -91,8 +106,8 @@ def _reshards(spec: Spec) -> Iterator[Otherwise]:
             yield Otherwise(replace(spec, sync=sync), does, f"reshard: {str(value).lower()}")
 
 
-def _syncs(spec: Spec) -> Iterator[Otherwise]:
-    """When accumulated gradients are reduced."""
+def _sync_variants(spec: Spec) -> Iterator[Otherwise]:
+    """Yield variants that reduce accumulated gradients at another time."""
     if spec.batch.accumulate == 1:
         return
     for value in GradientSync:
@@ -102,15 +117,15 @@ def _syncs(spec: Spec) -> Iterator[Otherwise]:
             yield Otherwise(replace(spec, sync=sync), does, f"sync: {{gradients: {value}}}")
 
 
-def _units(spec: Spec) -> Iterator[Otherwise]:
-    """What is gathered together. Other sizes need facts of their own."""
+def _unit_variants(spec: Spec) -> Iterator[Otherwise]:
+    """Yield the variant with the full model as one unit. Other unit sizes need other facts."""
     if spec.unit_size.kind is not UnitKind.MODEL:
         other = replace(spec, unit=UnitSize(kind=UnitKind.MODEL))
         yield Otherwise(other, "the full model is one unit", f"unit: {UnitKind.MODEL}")
 
 
-def _placements(spec: Spec) -> Iterator[Otherwise]:
-    """Where the states are."""
+def _placement_variants(spec: Spec) -> Iterator[Otherwise]:
+    """Yield variants that place the states of all data axes differently."""
     factors = data_factors(spec)
     for placement, does in _TUPLES.items():
         if all(factor.placement == placement for factor in factors):
@@ -123,8 +138,8 @@ def _placements(spec: Spec) -> Iterator[Otherwise]:
         yield Otherwise(replace(spec, factors=placed), does, f"placement: {{{words}}}")
 
 
-def _layouts(spec: Spec) -> Iterator[Otherwise]:
-    """How wide the states are."""
+def _layout_variants(spec: Spec) -> Iterator[Otherwise]:
+    """Yield variants with another precision layout."""
     for name, layout in LAYOUTS.items():
         if layout != spec.precision.layout and not spec.precision.compute_fp64:
             other = replace(spec, precision=replace(spec.precision, layout=layout))
@@ -133,16 +148,25 @@ def _layouts(spec: Spec) -> Iterator[Otherwise]:
             )
 
 
-_OF_A_KIND = 3  # checks: calls, payload and bytes sent
+_OF_A_KIND = 3  # checks of one kind of call: calls, payload and bytes sent
 _STATES = (State.PARAMETERS, State.OPTIMIZER, State.GRADIENTS)
-_SCALARS = 64  # bytes a call
+_SCALARS = 64  # bytes per call, up to which a collective counts as one on scalars
 Axes = tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """The checks of one rank, over which it iterates; it prints as the table that ends a training.
-    `cause` is what explains those that fail, and what to write, in a sentence, if that is known."""
+    """The comparison of a prediction with one rank's measurement.
+
+    It iterates over its checks, and prints as the table at the end of a training.
+
+    Attributes:
+        predicted: The predicted figures.
+        measured: The measured figures.
+        checks: One check per figure.
+        cause: A sentence with the cause of failed checks and the setting to write. "": unknown.
+        notes: Remarks about the measurement.
+    """
 
     predicted: Estimate
     measured: Estimate
@@ -152,7 +176,7 @@ class Comparison:
 
     @property
     def verdict(self) -> str:
-        """`verdict: holds (14 of 14)`, in a line."""
+        """The verdict as one line, such as `verdict: holds (14 of 14)`."""
         predicted = self.predicted
         untold, assumed = predicted.undefined, predicted.assumed
         version = versions()["torch"]
@@ -160,6 +184,7 @@ class Comparison:
 
     @property
     def holds(self) -> bool:
+        """True if all checks hold."""
         return verdict(self.checks) == "holds"
 
     def __iter__(self) -> Iterator[Check]:
@@ -173,7 +198,7 @@ class Comparison:
         return f"Comparison({verdict(self.checks)}: {held} of {len(self.checks)})"
 
     def __str__(self) -> str:
-        by_figure = checks_of(self.predicted, self.measured)  # the cause stands once, at the end
+        by_figure = checks_of(self.predicted, self.measured)  # without causes: printed once below
         text = summary(self.predicted, self.measured, by_figure, torch=versions()["torch"])
         cause = [f"cause: {self.cause}"] if self.cause else []
         return "\n".join([text, *cause, *(f"note: {note}" for note in self.notes)])
@@ -183,24 +208,30 @@ def compare(spec: Spec, measurement: Measurement, facts: ModelFacts | None = Non
     """Compare the prediction of a spec with this rank's measured step.
 
     Args:
-        spec: The spec that predicts. For a wrapper of your own, the spec that it should equal.
-        measurement: What `ptrain.measure` measured.
+        spec: The spec that predicts. For a model that you wrapped yourself, the spec that it should
+            match.
+        measurement: The result of `ptrain.measure`.
         facts: The facts of a model that the spec does not build: `ptrain.read_facts(spec, model)`,
             read before the model is wrapped.
 
     Returns:
         The comparison: its checks, `holds` and `verdict`. Printed, it is the table of predicted
-        and measured figures. A comparison that fails names a cause if one explains the difference.
+        and measured figures. If it fails, `cause` names a cause that explains the difference, if
+        one is known.
 
     Raises:
         SpecError: The model does not fit the spec.
 
-    Example: see `ptrain.measure`.
+    Example:
+        >>> with ptrain.measure(program) as measurement:  # doctest: +SKIP
+        ...     loss = program.forward_backward(program.samples(step))
+        ...     norm = program.step(lr=1e-3)
+        >>> print(ptrain.compare(spec, measurement))  # doctest: +SKIP
     """
-    spec = replace(spec, device=measurement.device)  # whose kernels computed
+    spec = replace(spec, device=measurement.device)  # activations depend on the device's kernels
     facts = facts or facts_of(spec)
-    exact = _of_a_step(derive(spec, facts).exact.of_rank(measurement.rank))
-    measured = replace(measurement.estimate(), wire=())  # known as a mean over the ranks alone
+    exact = _without_setup(derive(spec, facts).exact.of_rank(measurement.rank))
+    measured = replace(measurement.estimate(), wire=())  # defined only as a mean over the ranks
     if measurement.spec is not None:
         checks = checks_of(exact, measured)
         return Comparison(predicted=exact, measured=measured, checks=checks)
@@ -215,9 +246,11 @@ def compare(spec: Spec, measurement: Measurement, facts: ModelFacts | None = Non
 
 
 def _with_masters(measured: Estimate, predicted: Estimate) -> Estimate:
-    """Return a wrapper's figures with its parameters counted as the prediction counts them. FSDP2's
-    shards are a module's parameters; a spec with Θ = M counts them as master copies, optimizer
-    state, and holds no other parameters."""
+    """Return a wrapper's figures with its parameters counted as the prediction counts them.
+
+    FSDP2's shards are parameters of the module. A spec with Θ = M counts them as master weights,
+    which are optimizer state, and has no other resident parameters.
+    """
     kept = [row for row in predicted.memory if row.state is State.PARAMETERS]
     if any(row.device_bytes or row.host_bytes or row.file_bytes for row in kept):
         return measured
@@ -233,8 +266,8 @@ def _with_masters(measured: Estimate, predicted: Estimate) -> Estimate:
     return replace(measured, memory=tuple(rows.values()))
 
 
-def _of_a_step(exact: Estimate) -> Estimate:
-    """Without what happens once, before the step that was measured."""
+def _without_setup(exact: Estimate) -> Estimate:
+    """Return the estimate without set-up traffic, which precedes the measured step."""
     steady = tuple(row for row in exact.traffic if row.key.phase is not Phase.SETUP)
     return replace(exact, traffic=steady)
 
@@ -242,13 +275,20 @@ def _of_a_step(exact: Estimate) -> Estimate:
 def _with_cause(
     comparison: Comparison, seen: Estimate, spec: Spec, facts: ModelFacts, measured: Measurement
 ) -> Comparison:
-    """Add the cause that explains all figures that differ, or most of them. `seen` is what was
-    measured, as the module shows it."""
-    differed = _differing(comparison.checks)
+    """Add the variant that explains the most differing figures, as the cause.
+
+    Args:
+        comparison: The comparison.
+        seen: The measured figures, before master weights are recounted.
+        spec: The spec.
+        facts: The facts of the model.
+        measured: The measurement.
+    """
+    differed = _failed_checks(comparison.checks)
     cause, explained = "", frozenset[str]()
     for other in otherwise(spec):
-        predicted = _predicted(other, facts)
-        left = _differing(checks_of(predicted, _with_masters(seen, predicted)))
+        predicted = _predict_variant(other, facts)
+        left = _failed_checks(checks_of(predicted, _with_masters(seen, predicted)))
         names = differed - left
         if left and not (left < differed and len(names) >= _OF_A_KIND):
             continue
@@ -265,17 +305,19 @@ def _with_cause(
     return replace(comparison, checks=checks, cause=cause, notes=measured.policies)
 
 
-def _differing(checks: tuple[Check, ...]) -> frozenset[str]:
+def _failed_checks(checks: tuple[Check, ...]) -> frozenset[str]:
+    """Return the names of the checks that fail."""
     return frozenset(check.name for check in checks if not check.holds)
 
 
-def _predicted(other: Otherwise, facts: ModelFacts) -> Estimate:
+def _predict_variant(other: Otherwise, facts: ModelFacts) -> Estimate:
+    """Return the prediction of a variant."""
     is_one = other.spec.unit_size.kind is UnitKind.MODEL
     return in_common(derive(other.spec, facts.as_one_unit() if is_one else facts).exact)
 
 
 def ranks_over_axes(spec: Spec, rank: int) -> dict[Axes, tuple[int, ...]]:
-    """Return for every choice of axes the ranks that differ from `rank` on these alone."""
+    """Return for each choice of axes the ranks that differ from `rank` on these axes only."""
     axes = [factor.axis for factor in spec.factors if factor.degree > 1]
     choices = chain.from_iterable(combinations(axes, n + 1) for n in range(len(axes)))
     return {
@@ -285,13 +327,14 @@ def ranks_over_axes(spec: Spec, rank: int) -> dict[Axes, tuple[int, ...]]:
 
 
 def with_axes_of(estimate: Estimate, spec: Spec, measurement: Measurement) -> Estimate:
-    """Return what was measured, with the spec's axes for names of groups that have their ranks."""
+    """Return a measurement whose groups are named by the axes of the spec with the same ranks."""
     names = {ranks: axes for axes, ranks in ranks_over_axes(spec, measurement.rank).items()}
     renamed = {axes: names.get(ranks, axes) for axes, ranks in measurement.ranks_by_axes.items()}
-    return _renamed(estimate, renamed)
+    return _rename_groups(estimate, renamed)
 
 
-def _renamed(estimate: Estimate, names: Mapping[Axes, Axes]) -> Estimate:
+def _rename_groups(estimate: Estimate, names: Mapping[Axes, Axes]) -> Estimate:
+    """Return the estimate with renamed groups."""
     return replace(
         estimate,
         traffic=tuple(
@@ -302,7 +345,7 @@ def _renamed(estimate: Estimate, names: Mapping[Axes, Axes]) -> Estimate:
 
 
 def in_common(estimate: Estimate) -> Estimate:
-    """Return the figures that a model that somebody else wrapped has in common with a program."""
+    """Return the figures that both a program and a model of another framework have."""
     return replace(
         estimate,
         memory=tuple(row for row in estimate.memory if row.state in _STATES),
@@ -316,6 +359,7 @@ def in_common(estimate: Estimate) -> Estimate:
 
 
 def _is_in_common(row: Traffic) -> bool:
+    """Return True if a program and another framework make the same calls of this kind."""
     return (
         row.key.phase is not Phase.SETUP
         and row.key.state in PLACED

@@ -1,12 +1,12 @@
-"""Run on several nodes: torch's elastic launcher starts `ptrain.train` on this node.
+"""Training on several nodes: torch's elastic launcher runs `ptrain.train` on this node.
 
-A restarted attempt continues from the run folder's newest checkpoint, so restarts need
+A restarted attempt continues from the newest checkpoint of the run folder. Restarts therefore need
 `--run-dir` on a file system that all nodes share, and `checkpoint: {every: N}`.
 
-The agents of the nodes meet at torch's c10d rendezvous. torch's own store listens on all interfaces
-of its node, and its agents unpickle the state that they read there: whoever can set a key can run
-code as the user. This store listens only on the address of --rdzv-endpoint. Whoever reaches that
-address still can set keys, so it belongs on a private network.
+The agents of the nodes meet at torch's c10d rendezvous. torch's store listens on all interfaces of
+its node, and the agents unpickle the state that they read from it: a client that can set a key can
+run code as the user. The store of this module only listens on the address of --rdzv-endpoint. Any
+client that reaches this address can still set keys, so use a private network.
 """
 
 from __future__ import annotations
@@ -39,43 +39,55 @@ from ptrain.train.heading import parts_of_ranks
 from ptrain.train.options import Options
 
 BACKEND = "ptrain"
-_WAIT = timedelta(seconds=60)  # torch's own, for the first agent to open the store
+_WAIT = timedelta(seconds=60)  # torch's default, in which the first agent opens the store
 
 
 class _Backend(C10dRendezvousBackend):
-    """torch's, under the name by which its launcher looks for it."""
+    """torch's c10d backend, registered under another name."""
 
     @property
     def name(self) -> str:
+        """The name under which torch's launcher finds the backend."""
         return BACKEND
 
 
 def register() -> None:
-    """Make BACKEND known to torch's launcher in this process."""
-    rendezvous_handler_registry.register(BACKEND, _handler)
+    """Register BACKEND with torch's launcher in this process."""
+    rendezvous_handler_registry.register(BACKEND, _make_handler)
 
 
 def local_address(endpoint: str) -> str:
-    """This node's address on the way to the endpoint: the interface on which its ranks meet. No
-    packet is sent. Raises SpecError for an endpoint that cannot be looked up."""
-    family, address, port = _resolved(endpoint)
+    """Return this node's address on the route to the endpoint, where its ranks meet.
+
+    Connecting a UDP socket selects the route without sending a packet.
+
+    Raises:
+        SpecError: The endpoint cannot be resolved or reached.
+    """
+    family, address, port = _resolve_endpoint(endpoint)
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((address, port))
         except OSError as error:
-            raise _refused(endpoint, f"it is not reachable: {error.strerror or error}") from error
+            raise _endpoint_error(
+                endpoint, f"it is not reachable: {error.strerror or error}"
+            ) from error
         return str(probe.getsockname()[0])
 
 
-def _handler(parameters: RendezvousParameters) -> RendezvousHandler:
-    store = _store(parameters.endpoint)
+def _make_handler(parameters: RendezvousParameters) -> RendezvousHandler:
+    """Return the rendezvous handler, as torch's registry calls it."""
+    store = _open_store(parameters.endpoint)
     return create_handler(store, _Backend(store, parameters.run_id), parameters)
 
 
-def _store(endpoint: str) -> TCPStore:
-    """Opened by the first agent on the node that has the address; the others are its clients.
-    Raises RankFailed where none opens it in time."""
-    _, address, port = _resolved(endpoint)
+def _open_store(endpoint: str) -> TCPStore:
+    """Open the store on the node that has the address of the endpoint, or connect to it.
+
+    Raises:
+        RankFailed: No agent opens the store in time.
+    """
+    _, address, port = _resolve_endpoint(endpoint)
     own = listener(address, port)
     try:
         return TCPStore(
@@ -86,19 +98,27 @@ def _store(endpoint: str) -> TCPStore:
         raise RankFailed(f"error: --rdzv-endpoint: {finding}") from error
 
 
-def _resolved(endpoint: str) -> tuple[socket.AddressFamily, str, int]:
+def _resolve_endpoint(endpoint: str) -> tuple[socket.AddressFamily, str, int]:
+    """Return address family, address and port of an endpoint HOST:PORT.
+
+    Raises:
+        SpecError: It has another form, or HOST cannot be resolved.
+    """
     host, _, port = endpoint.rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
-        raise _refused(endpoint, "does not have the form HOST:PORT")
+        raise _endpoint_error(endpoint, "does not have the form HOST:PORT")
     try:
         families = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
     except OSError as error:
-        raise _refused(endpoint, f"{host} cannot be resolved: {error.strerror or error}") from error
+        raise _endpoint_error(
+            endpoint, f"{host} cannot be resolved: {error.strerror or error}"
+        ) from error
     family, *_, address = families[0]
     return family, str(address[0]), int(port)
 
 
-def _refused(endpoint: str, finding: str) -> SpecError:
+def _endpoint_error(endpoint: str, finding: str) -> SpecError:
+    """Return the error of an endpoint."""
     return refused(
         f"--rdzv-endpoint {endpoint}",
         finding,
@@ -107,7 +127,7 @@ def _refused(endpoint: str, finding: str) -> SpecError:
 
 
 def main(argv: Sequence[str]) -> int:
-    """One agent. All nodes are given the same command line; nodes meet at --rdzv-endpoint."""
+    """Run one agent and return its exit code. All nodes get the same command line."""
     try:
         return launch(options.parse(argv))
     except PtrainError as error:
@@ -116,8 +136,11 @@ def main(argv: Sequence[str]) -> int:
 
 
 def launch(settings: Options) -> int:
-    """Run torch's agent of this node and return the exit code. Raises RankFailed with the root
-    cause that the agent found."""
+    """Run torch's agent of this node and return the exit code.
+
+    Raises:
+        RankFailed: A rank failed. The message has the root cause that the agent found.
+    """
     spec = resolve_auto(load(settings.spec, settings.overrides))
     config = LaunchConfig(
         min_nodes=settings.nnodes,
@@ -144,6 +167,7 @@ def launch(settings: Options) -> int:
 
 
 def _ranks_per_node(world_size: int, num_nodes: int) -> int:
+    """Return the ranks per node. Raises SpecError if the ranks cannot be divided evenly."""
     if world_size % num_nodes:
         fault = Fault(
             place="--nnodes",
@@ -155,15 +179,14 @@ def _ranks_per_node(world_size: int, num_nodes: int) -> int:
 
 
 def _root_cause(error: ChildFailedError) -> tuple[int, str]:
-    """Return the first rank to fail that did not fail because of another, and what it says; on this
-    node, as each agent says."""
+    """Return the rank and message of the first failure on this node that no other rank caused."""
     failures = sorted(error.failures.items(), key=lambda failed: failed[1].timestamp)
     messages = [(rank, _message_text(failure.message)) for rank, failure in failures]
     return next((pair for pair in messages if not is_victim(pair[1])), messages[0])
 
 
 def _message_text(message: object) -> str:
-    """The agent's message: text, or what @record wrote."""
+    """Return the message of a failure, which is a text or the dictionary that @record writes."""
     return str(message.get("message", message) if isinstance(message, dict) else message)
 
 

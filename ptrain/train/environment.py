@@ -1,6 +1,6 @@
-"""What a launcher puts into a rank's environment, and what a run may record of it. Torch-free.
+"""The environment variables of ranks: set by launchers, recorded by runs.
 
-The twin of `rooms.world`, which reads on the rank's side what is written here.
+`rooms.world` reads the variables on the side of the rank. This module imports no torch.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import NoReturn
 import ptrain
 from ptrain.processor import cores
 
+# The allow-list of `recorded`.
 RECORDED = (
     "RANK",
     "LOCAL_RANK",
@@ -29,13 +30,19 @@ RECORDED = (
     "SLURM_JOB_ID",
     "SLURM_NNODES",
 )
-_OF_A_RANK = RECORDED[:6]
+_RANK_VARIABLES = RECORDED[:6]
 RECORDED_PREFIXES = ("TORCH_", "TORCHELASTIC_", "NCCL_", "GLOO_")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Meeting:
-    """Where the ranks meet: a listening socket of the parent, handed to rank 0 by number."""
+    """The rendezvous of the ranks: a listening socket of the parent, which rank 0 inherits.
+
+    Attributes:
+        address: The address.
+        port: The port.
+        descriptor: The file descriptor of the socket.
+    """
 
     address: str
     port: int
@@ -43,43 +50,44 @@ class Meeting:
 
 
 def launched() -> bool:
-    """Return whether a launcher (torchrun, Slurm's task, ours) started this process as a rank."""
+    """Return True if a launcher (torchrun, a Slurm task, ptrain) started this process as a rank."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def world_size() -> int:
-    """Return how many ranks the launcher started; 1 where none did."""
+    """Return the number of ranks that the launcher started, 1 without a launcher."""
     text = os.environ.get("WORLD_SIZE", "") if launched() else ""
     return int(text) if text.isdigit() else 1
 
 
 def ranks_of_node() -> int:
-    """Return how many ranks the launcher started on this node; 0 where it does not say."""
+    """Return the number of ranks that the launcher started on this node, 0 if unknown."""
     text = os.environ.get("LOCAL_WORLD_SIZE", "") if launched() else ""
     return int(text) if text.isdigit() else 0
 
 
 def is_first() -> bool:
-    """Return whether this process is rank 0, or no rank at all: the one that prints. One that
-    cannot know its number says so itself."""
+    """Return True if this process prints: it is rank 0, or no rank, or has no valid rank number."""
     return _is_zero("RANK")
 
 
 def is_first_of_node() -> bool:
-    """Return whether this process is the first rank of its node; of all where the launcher does not
-    say which that is."""
+    """Return True for the first rank of a node; for rank 0 if the launcher sets no local rank."""
     return _is_zero("LOCAL_RANK" if "LOCAL_RANK" in os.environ else "RANK")
 
 
 def _is_zero(variable: str) -> bool:
+    """Return True if the variable of a rank is 0, missing or no number."""
     number = os.environ.get(variable, "0") if launched() else "0"
     return number == "0" or not number.isdigit()
 
 
 def agent() -> str:
-    """Return which of torch's agents started this rank: its job's id, its host, its process, and
-    since when that runs (in ticks of Linux's clock, so that no later process of that number is
-    taken for it); "" where none did."""
+    """Return an identifier of the torch agent that started this rank, "" without one.
+
+    It contains the job's id, the host, the process id of the agent, and its start time in clock
+    ticks of Linux, so that a later process with this id is not taken for the agent.
+    """
     if (run_id := os.environ.get("TORCHELASTIC_RUN_ID")) is None:
         return ""
     stat = Path(f"/proc/{os.getppid()}/stat")
@@ -88,7 +96,7 @@ def agent() -> str:
 
 
 def recorded() -> dict[str, str]:
-    """Return what is on the allow-list: never the whole environment, which may hold secrets."""
+    """Return the allow-listed variables. Others may hold secrets and are never recorded."""
     return {
         name: value
         for name, value in sorted(os.environ.items())
@@ -97,14 +105,21 @@ def recorded() -> dict[str, str]:
 
 
 def threads_per_rank(world_size: int) -> str:
-    """Return the number of threads that the user has set, else an equal share of the cores."""
+    """Return OMP_NUM_THREADS if it is set, else an equal share of the cores."""
     return os.environ.get("OMP_NUM_THREADS") or str(max(1, cores() // world_size))
 
 
 def rank_environment(
     rank: int, world_size: int, meeting: Meeting, error_file: Path
 ) -> dict[str, str]:
-    """The environment of one of our ranks; what the user has set stays."""
+    """Return the environment of a rank that ptrain starts. Variables of the user are kept.
+
+    Args:
+        rank: The rank.
+        world_size: The number of ranks, all on this host.
+        meeting: The rendezvous.
+        error_file: The file for the exception of the rank.
+    """
     environment = dict(os.environ)
     environment.update(
         RANK=str(rank),
@@ -120,42 +135,49 @@ def rank_environment(
     if rank == 0:
         environment["PTRAIN_STORE_FD"] = str(meeting.descriptor)
     environment.setdefault("OMP_NUM_THREADS", threads_per_rank(world_size))
-    environment.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler's USDT lines
+    environment.setdefault("KINETO_LOG_LEVEL", "6")  # silences the profiler's lines about USDT
     interfaces = {name for _, name in socket.if_nameindex()}
     for name in [name for name in ("lo", "lo0") if name in interfaces][:1]:
-        # gloo does not look up this machine's name then
+        # With an interface, gloo does not resolve the host name, which may have no address.
         environment.setdefault("GLOO_SOCKET_IFNAME", name)
     return environment
 
 
 def alone(folders: Sequence[str]) -> dict[str, str]:
-    """The environment of a process that is no rank, with these folders on its import path."""
-    environment = {name: value for name, value in os.environ.items() if name not in _OF_A_RANK}
+    """Return the environment of a process that is no rank, with this import path."""
+    environment = {name: value for name, value in os.environ.items() if name not in _RANK_VARIABLES}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
     return environment
 
 
 def of_ptrain() -> dict[str, str]:
-    """The environment of a process that is ptrain, started with `-P`: it imports this very ptrain,
-    and nothing from the current folder."""
+    """Return the environment of a ptrain process that is started with `-P`.
+
+    It imports this installation of ptrain, and no module of the current folder.
+    """
     return {**os.environ, "PYTHONPATH": _python_path(os.environ)}
 
 
 def become(module: str, argv: Sequence[str]) -> NoReturn:
-    """Become a process that runs a module of this very ptrain."""
+    """Replace this process by one that runs a module of this installation of ptrain."""
     sys.stdout.flush()
     os.execve(sys.executable, [sys.executable, "-P", "-m", module, *argv], of_ptrain())
 
 
 def let_agents_restart() -> None:
-    """torch's agent otherwise hands each attempt the store of the dead one: 0 of 5 recovered."""
+    """Set the variables that torch's agents need for restarts.
+
+    By default, an agent gives each attempt the store of the failed one; 0 of 5 restarts recovered.
+    """
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def _python_path(environment: Mapping[str, str]) -> str:
-    """The ranks import the very ptrain that started them. An empty segment would be the current
-    folder."""
+    """Return PYTHONPATH with the root of this installation first, and without empty entries.
+
+    An empty entry means the current folder.
+    """
     root = str(Path(ptrain.__file__).resolve().parent.parent)
     segments = environment.get("PYTHONPATH", "").split(os.pathsep)
     return os.pathsep.join((root, *filter(None, segments)))

@@ -1,9 +1,9 @@
-"""Exchange small JSON values between ranks outside of the training's own traffic.
+"""Exchange of small JSON values between ranks, separate from the traffic of the training.
 
-torch's object collectives unpickle what they receive; these do not. They run on a gloo group of
-their own or, between ranks of one host, on Unix sockets (a gloo collective of a few numbers takes
-half a millisecond of CPU time, as its threads wake one another; a socket takes a tenth of that). So
-they never mix with, nor count as, the traffic of the program.
+torch's object collectives unpickle the data that they receive; these do not. They run on a separate
+gloo group or, between ranks of one host, on Unix sockets. A gloo collective of a few numbers takes
+half a millisecond of CPU time, because its threads wake one another; a socket takes a tenth of it.
+The meters do not count this traffic.
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ from ptrain.rooms.world import World
 
 Gather: TypeAlias = "Callable[[Any], list[Any]]"  # every rank's value, on every rank
 
-_LENGTH = struct.Struct("=Q")  # bytes of what follows
-_LONGER = 1.25  # others wait than rank 0, which alone knows who is silent
+_LENGTH = struct.Struct("=Q")  # the number of bytes that follow
+# The other ranks wait longer than rank 0: its message, which names the silent rank, comes first.
+_FOLLOWER_FACTOR = 1.25
 
 
 class Joined:
-    """A connection to another rank, which is lost after so many seconds of silence."""
+    """A connection to another rank, which is lost after `seconds` of silence."""
 
     def __init__(self, connected: socket.socket, rank: int, seconds: float) -> None:
         self.rank, self._seconds, self._socket = rank, seconds, connected
@@ -42,31 +43,39 @@ class Joined:
         self._file = connected.makefile("rb")
 
     def send(self, data: bytes) -> None:
-        """Raises as `receive` does."""
+        """Send bytes. Raises as `receive` does."""
         try:
             self._socket.sendall(_LENGTH.pack(len(data)) + data)
         except OSError as error:
             raise self._lost(error) from error
 
     def receive(self) -> bytes:
-        """Return what the other rank sent. Raises TimeoutError or ConnectionError, in words by
-        which a parent knows a rank that waited in vain."""
+        """Return the bytes that the other rank sent.
+
+        Raises:
+            TimeoutError: The other rank was silent for too long.
+            ConnectionError: The connection was closed. From both messages the parent recognizes a
+                rank that failed because of another (`failure.is_victim`).
+        """
         try:
             return self._read(_LENGTH.unpack(self._read(_LENGTH.size))[0])
-        except (OSError, ValueError) as error:  # the latter of a file that is closed
+        except (OSError, ValueError) as error:  # ValueError: the file is closed
             raise self._lost(error) from error
 
     def close(self) -> None:
+        """Close the connection."""
         self._file.close()
         self._socket.close()
 
     def _read(self, size: int) -> bytes:
+        """Read exactly `size` bytes. Raises ConnectionError if the connection ends before."""
         data = self._file.read(size)
         if len(data) < size:
             raise ConnectionError("the process has ended")
         return data
 
     def _lost(self, error: Exception) -> OSError:
+        """Return the error of a lost connection."""
         if isinstance(error, TimeoutError):
             whom = f"for rank {self.rank}" if self.rank else "at rank 0 for all ranks"
             return TimeoutError(f"Timed out waiting {whom}: no message for {self._seconds:g} s")
@@ -74,48 +83,62 @@ class Joined:
 
 
 class HostGroup:
-    """A star: rank 0 is joined to each of the others, in the order of the ranks, and each of them
-    to rank 0."""
+    """A star of connections: rank 0 is connected to each other rank, in the order of ranks."""
 
     def __init__(self, rank: int, joined: Sequence[Joined]) -> None:
         self._is_first, self._joined = rank == 0, tuple(joined)
 
     def gather(self, data: bytes) -> list[bytes]:
-        """Every rank's bytes, on every rank, in the order of the ranks. Raises TimeoutError where
-        one is silent, ConnectionError where one is gone; the group is closed then."""
+        """Return the bytes of all ranks, in the order of ranks. All ranks call it.
+
+        Raises:
+            TimeoutError: A rank is silent. The group is closed.
+            ConnectionError: A rank is gone. The group is closed.
+        """
         rows: list[bytes] = []
         try:
-            rows = self._gathered(data)
+            rows = self._gather_by_star(data)
         finally:
             if not rows:
-                self.close()  # behind half a message nobody knows where the next begins
+                self.close()  # after a partial message, the start of the next one is unknown
         return rows
 
     def close(self) -> None:
+        """Close all connections of this rank."""
         for other in self._joined:
             other.close()
 
-    def _gathered(self, data: bytes) -> list[bytes]:
+    def _gather_by_star(self, data: bytes) -> list[bytes]:
+        """Gather to rank 0, which sends the result to all other ranks."""
         if not self._is_first:
             (first,) = self._joined
             first.send(data)
-            return _parted(first.receive())
+            return _split_rows(first.receive())
         rows = [data, *(other.receive() for other in self._joined)]
-        everything = _together(rows)
+        everything = _join_rows(rows)
         for other in self._joined:
             other.send(everything)
         return rows
 
 
 def meet(rank: int, size: int, seconds: float, gather: Gather) -> HostGroup | None:
-    """Return the group of all ranks. None, on all of them alike, where they do not share a host and
-    its folder of temporary files, or where that takes no sockets. All ranks call it, with a
-    `gather` of theirs. Whoever is silent for so many seconds is lost."""
+    """Connect all ranks by Unix sockets. All ranks call it.
+
+    Args:
+        rank: This rank.
+        size: The number of ranks.
+        seconds: The silence after which a rank counts as lost.
+        gather: A function that gathers a value from all ranks.
+
+    Returns:
+        The group, or None on all ranks if they do not share a host and its folder of temporary
+        files, or if it supports no Unix sockets.
+    """
     return _lead(size, seconds, gather) if rank == 0 else _follow(rank, seconds, gather)
 
 
 def _lead(size: int, seconds: float, gather: Gather) -> HostGroup | None:
-    """The part of rank 0. When it accepts the others they wait in the socket's queue."""
+    """Accept the other ranks, as rank 0. Until then they wait in the queue of the socket."""
     with ExitStack() as opened:
         listener = _listener(opened, size, seconds)
         gather("" if listener is None else listener.getsockname())
@@ -134,9 +157,10 @@ def _lead(size: int, seconds: float, gather: Gather) -> HostGroup | None:
 
 
 def _follow(rank: int, seconds: float, gather: Gather) -> HostGroup | None:
+    """Connect to rank 0, as any other rank."""
     with ExitStack() as failing:
         path = gather("")[0]
-        first = _first(path, seconds * _LONGER) if path else None
+        first = _first(path, seconds * _FOLLOWER_FACTOR) if path else None
         if first is not None:
             failing.callback(first.close)
         have_joined = gather(first is not None)
@@ -148,10 +172,12 @@ def _follow(rank: int, seconds: float, gather: Gather) -> HostGroup | None:
 
 
 def _listener(opened: ExitStack, size: int, seconds: float) -> socket.socket | None:
-    """A socket in a folder that nobody but this user may enter, and that goes with it."""
+    """Return a listening socket in a temporary folder that only this user may enter, None on
+    failure.
+    """
     if not hasattr(socket, "AF_UNIX"):
         return None
-    with suppress(OSError):  # no such folder, or a path that is longer than a socket's may be
+    with suppress(OSError):  # no temporary folder, or its path is too long for a socket
         folder = opened.enter_context(TemporaryDirectory(prefix="ptrain-"))
         listener = opened.enter_context(socket.socket(socket.AF_UNIX))
         listener.settimeout(seconds)
@@ -162,22 +188,26 @@ def _listener(opened: ExitStack, size: int, seconds: float) -> socket.socket | N
 
 
 def _first(path: str, seconds: float) -> Joined | None:
-    """A connection to rank 0; None on another host, where nobody is behind the path, and where more
-    ranks come than its queue takes."""
+    """Return a connection to rank 0.
+
+    None on another host, where the path does not exist, or if the queue of the socket is full.
+    """
     with suppress(OSError), ExitStack() as failing:
         connected = failing.enter_context(socket.socket(socket.AF_UNIX))
-        connected.settimeout(seconds)  # else it waits for a place in the queue
+        connected.settimeout(seconds)  # without a timeout, connecting blocks on a full queue
         connected.connect(path)
         failing.pop_all()
         return Joined(connected, 0, seconds)
     return None
 
 
-def _together(rows: Sequence[bytes]) -> bytes:
+def _join_rows(rows: Sequence[bytes]) -> bytes:
+    """Concatenate rows, each with its length."""
     return b"".join(_LENGTH.pack(len(row)) + row for row in rows)
 
 
-def _parted(data: bytes) -> list[bytes]:
+def _split_rows(data: bytes) -> list[bytes]:
+    """Split the bytes of `_join_rows` into rows."""
     rows, start = [], 0
     while start < len(data):
         (length,) = _LENGTH.unpack_from(data, start)
@@ -187,7 +217,7 @@ def _parted(data: bytes) -> list[bytes]:
 
 
 class Exchange:
-    """A group over all ranks of a world, on the CPU. With one rank everything is the identity."""
+    """The group of all ranks of a world, on the CPU. With one rank, it returns its arguments."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -199,18 +229,26 @@ class Exchange:
             self._host = meet(world.rank, world.size, world.timeout.step, self.gather)
 
     def add(self, values: list[float]) -> list[float]:
-        """The ranks' sum of each value, in the order of the ranks. Meters do not see it. Between
-        hosts it is a gather, which of a few numbers takes half the messages of an all-reduce."""
+        """Return the sum over the ranks of each value, added in the order of ranks.
+
+        Between hosts it is an all-gather, which for a few numbers needs half the messages of an
+        all-reduce. The meters do not count it.
+        """
         if self.group is None:
             return values
         return [sum(numbers) for numbers in zip(*self._rows(self.group, values), strict=True)]
 
     def first(self, value: Any) -> Any:
-        """Rank 0's value, on every rank."""
+        """Return rank 0's value, on all ranks."""
         return self.gather(value if self.world.is_first else None)[0]
 
     def gather(self, value: Any, kind: Any = Any) -> list[Any]:
-        """Return every rank's value of this type, in the order of the ranks."""
+        """Return the values of all ranks, in the order of ranks.
+
+        Args:
+            value: This rank's value.
+            kind: Its type hint, for `codec.decode`.
+        """
         if self.group is None:
             return [value]
         if self._host is not None:
@@ -219,17 +257,18 @@ class Exchange:
         return program.gather(value, self.world.size, torch.device("cpu"), self.group, kind)
 
     def barrier(self) -> None:
+        """Wait until all ranks have called it."""
         self.gather(None)
 
     def close(self) -> None:
-        """Needed where the default group is not ours to destroy."""
+        """Close the sockets and destroy the group, also if another owner keeps the default group."""
         if self._host is not None:
             self._host.close()
         if self.group is not None and dist.is_initialized():
             dist.destroy_process_group(self.group)
 
     def _rows(self, group: dist.ProcessGroup, values: list[float]) -> list[list[float]]:
-        """Every rank's numbers."""
+        """Return the numbers of all ranks."""
         if self._host is not None:
             numbers = struct.Struct(f"={len(values)}d")
             return [list(numbers.unpack(row)) for row in self._host.gather(numbers.pack(*values))]

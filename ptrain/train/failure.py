@@ -1,8 +1,7 @@
-"""One process per rank on this machine, as its parent sees it; which rank failed first, and why.
-Torch-free.
+"""The ranks of this machine as processes of their parent, and the root cause of a failure.
 
-A rank that loses its peer raises too, often earlier than the root cause is noticed. Such victims
-are recognised by what they say, and folded into one line.
+A rank that loses its peer raises, too, often before the root cause is noticed. Such victims are
+recognized by their messages and reported in one line. This module imports no torch.
 """
 
 from __future__ import annotations
@@ -25,10 +24,11 @@ from ptrain.train import environment
 from ptrain.train.folder import RunFolder
 from ptrain.train.rank_start import die_with
 
-# A deliberate end: done, a verdict, the user's input, a check, an interrupt.
+# Exit codes of a deliberate end: done, a verdict, wrong input, a check, SIGINT, SIGTERM.
 ORDERLY = (0, 1, 2, 4, 130, 143)
 STOPPED_FOR = 5.0  # seconds after which a stopped rank counts as failed
 
+# Messages of gloo, NCCL, torch's stores and `exchange` on a rank whose peer is gone.
 _VICTIM = re.compile(
     r"Connection (closed|reset|refused)|closed by peer|reset by peer|Broken pipe|Timed out waiting"
     r"|Socket Timeout|wait timeout|recvValue failed|failed to (recv|send)|Read error|Write error"
@@ -36,13 +36,13 @@ _VICTIM = re.compile(
     r"|remote process exited",
     re.IGNORECASE,
 )
-_WAITED_FOR = re.compile(r"waiting for rank (\d+)")  # in the words of a stage of a pipeline
-_FRAME = re.compile(r"\s*(frame #\d+|<omitting python frames>)")  # of torch's C++ stacks
+_AWAITED_RANK = re.compile(r"waiting for rank (\d+)")  # in the messages of pipeline stages
+_FRAME = re.compile(r"\s*(frame #\d+|<omitting python frames>)")  # lines of torch's C++ stacks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """One rank and what ended it. `is_victim`: it failed because another one had."""
+    """A rank that failed and the cause. `is_victim`: it failed because another rank had failed."""
 
     rank: Rank
     cause: str
@@ -50,21 +50,24 @@ class Failure:
 
 
 def failures(ranks: Sequence[Rank], now: float) -> list[Failure]:
-    """Return every failure by now, in the order in which they were noticed."""
-    failed = [failure for rank in ranks if (failure := _failure(rank, now))]
+    """Return all failures up to `now` (monotonic), in the order in which they were noticed."""
+    failed = [failure for rank in ranks if (failure := _failure_of(rank, now))]
     return sorted(failed, key=lambda failure: failure.rank.ended or now)
 
 
 def root_cause(failures: Sequence[Failure], living: Sequence[Rank]) -> Failure:
-    """Return who is to blame: the first that is no victim; if all are, one that lives and is
-    silent, of several the one that most victims waited for."""
+    """Return the failure to report.
+
+    It is the first one that is no victim. If all are victims, it is a rank that still runs and does
+    not respond: the one that most victims waited for.
+    """
     for failure in failures:
         if not failure.is_victim:
             return failure
     if living:
         others = ", ".join(str(failure.rank.rank) for failure in failures)
         named = Counter(
-            int(rank) for victim in failures for rank in _WAITED_FOR.findall(victim.cause)
+            int(rank) for victim in failures for rank in _AWAITED_RANK.findall(victim.cause)
         )
         silent = max(living, key=lambda rank: named[rank.rank])
         return Failure(
@@ -74,10 +77,12 @@ def root_cause(failures: Sequence[Failure], living: Sequence[Rank]) -> Failure:
 
 
 def message(failure: Failure, num_failed: int, *, num_lines: int = 12) -> str:
-    """The root cause's number, cause and last words; the others in one line."""
+    """Return the report of a failure: rank, cause, last log lines, and the number of other
+    failures.
+    """
     rank = failure.rank
     lines = [f"error: {rank} {failure.cause}"]
-    if tail := _tail(rank, num_lines):
+    if tail := _last_lines(rank, num_lines):
         lines += [f"  last lines of {rank.log}:", *(f"    | {line}" for line in tail)]
     if num_failed > 1:
         lines.append(
@@ -86,7 +91,8 @@ def message(failure: Failure, num_failed: int, *, num_lines: int = 12) -> str:
     return "\n".join(lines)
 
 
-def _failure(rank: Rank, now: float) -> Failure | None:
+def _failure_of(rank: Rank, now: float) -> Failure | None:
+    """Return the failure of a rank, None if it runs or ended in an orderly way."""
     if rank.code is None:
         if rank.stopped is None or now - rank.stopped < STOPPED_FOR:
             return None
@@ -94,46 +100,49 @@ def _failure(rank: Rank, now: float) -> Failure | None:
     if rank.code in ORDERLY and not _died_early(rank):
         return None
     if rank.code < 0:
-        return Failure(rank=rank, cause=_signalled(-rank.code))
-    raised = _raised(rank)
+        return Failure(rank=rank, cause=_describe_signal(-rank.code))
+    raised = _recorded_exception(rank)
     return Failure(
         rank=rank,
-        cause=_in_words(raised) if raised else f"ended with exit code {rank.code}",
+        cause=_describe_exception(raised) if raised else f"ended with exit code {rank.code}",
         is_victim=is_victim(raised),
     )
 
 
 def is_victim(raised: str) -> bool:
-    """Return whether an exception says that another rank failed."""
+    """Return True if an exception's text names the failure of another rank."""
     return bool(_VICTIM.search(raised))
 
 
-def _in_words(raised: str) -> str:
-    """What a rank found out about itself needs no name of an exception."""
+def _describe_exception(raised: str) -> str:
+    """Return the cause for an exception. A RankFailed is reported without the name of its class."""
     name, _, message = raised.partition(": ")
     return f"failed: {message}" if name == RankFailed.__name__ else f"raised {raised}"
 
 
 def _died_early(rank: Rank) -> bool:
-    """Exit code 1 is a failed verdict, but also Python's own when a rank cannot even import: then
-    there is no summary with a verdict in the run folder."""
+    """Return True if exit code 1 is no verdict.
+
+    Python also exits with 1 if an import fails; then the run folder has no summary.
+    """
     summary = rank.log.parent.parent / "summary.json"
     return rank.code == VerdictFailed.exit_code and not summary.exists()
 
 
 def said(rank: Rank) -> str:
-    """Return what the rank had to say to the user: its exception's text without the class."""
-    return re.sub(r"^\w+: ", "", _raised(rank))
+    """Return the message of a rank's exception, without the class."""
+    return re.sub(r"^\w+: ", "", _recorded_exception(rank))
 
 
-def _signalled(number: int) -> str:
+def _describe_signal(number: int) -> str:
+    """Return the cause for a rank that a signal ended."""
     name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
     hint = " (by a user, or by the kernel because memory ran out)" if name == "SIGKILL" else ""
     return f"was killed by {name}{hint}"
 
 
-def _raised(rank: Rank) -> str:
-    """Return the exception in the rank's error file, "" where there is none."""
+def _recorded_exception(rank: Rank) -> str:
+    """Return the exception in the rank's error file, "" without one."""
     try:
         content = json.loads(rank.error_file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -142,7 +151,8 @@ def _raised(rank: Rank) -> str:
     return str(message.get("message", "") if isinstance(message, dict) else message)
 
 
-def _tail(rank: Rank, num_lines: int) -> list[str]:
+def _last_lines(rank: Rank, num_lines: int) -> list[str]:
+    """Return the last lines of a rank's log, without torch's C++ frames."""
     try:
         with rank.log.open("rb") as file:
             file.seek(max(0, rank.log.stat().st_size - 8192))
@@ -155,9 +165,18 @@ def _tail(rank: Rank, num_lines: int) -> list[str]:
 
 @dataclass(slots=True)
 class Rank:
-    """`code` is the exit code, or minus the signal that ended it; None while it lives.
-    `stopped` is when it was first seen stopped, `ended` when it was seen gone. `has` is what of the
-    model it has, where that tells it from others (`stage 1`)."""
+    """A rank that runs as a child process.
+
+    Attributes:
+        rank: The rank.
+        process: The process.
+        log: Its log file.
+        error_file: The file that @record writes its exception to.
+        code: The exit code, or minus the signal that ended it. None: it runs.
+        stopped: The time (monotonic) at which it was first seen stopped. None: it is not.
+        ended: The time at which its end was noticed.
+        has: Its part of the model, such as `stage 1`, if ranks differ.
+    """
 
     rank: int
     process: subprocess.Popen[bytes]
@@ -173,10 +192,11 @@ class Rank:
 
     @property
     def lives(self) -> bool:
+        """True until the process has ended."""
         return self.code is None
 
     def poll(self) -> None:
-        """Take notice of an exit, a stop or a continuation, without waiting."""
+        """Update the state after an exit, a stop or a continuation, without blocking."""
         if not self.lives:
             return
         flags = os.WNOHANG | os.WUNTRACED | getattr(os, "WCONTINUED", 0)
@@ -192,7 +212,10 @@ class Rank:
             self.stopped = None
 
     def send(self, *signals: signal.Signals) -> None:
-        """Signals in this order; a rank that is gone has been reaped, so no stranger is hit."""
+        """Send signals in this order, unless the rank has ended.
+
+        An ended rank has been reaped, so its process id may belong to another process.
+        """
         for number in signals:
             if self.lives:
                 os.kill(self.process.pid, number)
@@ -207,9 +230,19 @@ def start(
     output: int | None = None,
     inherited: Sequence[int] = (),
 ) -> Iterator[Rank]:
-    """Start all ranks one after the other, `python -m WORDS`. Their errors go to their logs; rank 0
-    prints to `output`, or keeps our standard output. `inherited`: descriptors that stay open in
-    every rank. Raises RankFailed where a process cannot be started."""
+    """Start all ranks with `python -m WORDS`, and yield each one after its start.
+
+    Args:
+        words: The module and its arguments.
+        num_ranks: The number of ranks.
+        meeting: The rendezvous.
+        folder: The run folder, for the logs.
+        output: The descriptor that rank 0 prints to. None: the standard output of this process.
+        inherited: Descriptors that stay open in every rank.
+
+    Raises:
+        RankFailed: A process cannot be started.
+    """
     for rank in range(num_ranks):
         try:
             yield _start(words, rank, num_ranks, meeting, folder, output, inherited)
@@ -218,8 +251,11 @@ def start(
 
 
 def end(ranks: Sequence[Rank], grace: float = 3.0) -> None:
-    """No process is left: what is stopped is killed as it is (woken, it would go on as if nothing
-    had been), the others are asked to go and then killed."""
+    """End all ranks and wait for them.
+
+    Stopped ranks are killed, because they would continue to train when woken. The others get
+    SIGTERM, and SIGKILL after `grace` seconds.
+    """
     for rank in ranks:
         rank.send(signal.SIGKILL if rank.stopped else signal.SIGTERM)
     wait(ranks, grace)
@@ -229,7 +265,7 @@ def end(ranks: Sequence[Rank], grace: float = 3.0) -> None:
 
 
 def wait(ranks: Iterable[Rank], seconds: float) -> bool:
-    """Poll until no rank lives or the time is over; whether none lives."""
+    """Poll until all ranks have ended or the time is over. Return True if all have ended."""
     ranks = list(ranks)
     deadline = time.monotonic() + seconds
     while True:
@@ -251,6 +287,7 @@ def _start(
     output: int | None,
     inherited: Sequence[int],
 ) -> Rank:
+    """Start one rank. It prints to its log, except for the standard output of rank 0."""
     log, error_file = folder.log(rank), folder.error(rank)
     error_file.unlink(missing_ok=True)
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -262,7 +299,7 @@ def _start(
             stdout=output if rank == 0 else descriptor,
             stderr=descriptor,
             pass_fds=(*inherited, *([meeting.descriptor] if rank == 0 else [])),
-            start_new_session=True,  # Ctrl-C reaches the parent alone, which passes it on
+            start_new_session=True,  # Ctrl-C reaches only the parent, which forwards it
             preexec_fn=partial(die_with, os.getpid()),
         )
     finally:
