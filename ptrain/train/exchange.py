@@ -172,9 +172,7 @@ def _follow(rank: int, seconds: float, gather: Gather) -> HostGroup | None:
 
 
 def _listener(opened: ExitStack, size: int, seconds: float) -> socket.socket | None:
-    """Return a listening socket in a temporary folder that only this user may enter, None on
-    failure.
-    """
+    """Return a listening socket in a folder that only this user may enter; None on failure."""
     if not hasattr(socket, "AF_UNIX"):
         return None
     with suppress(OSError):  # no temporary folder, or its path is too long for a socket
@@ -261,7 +259,7 @@ class Exchange:
         self.gather(None)
 
     def close(self) -> None:
-        """Close the sockets and destroy the group, also if another owner keeps the default group."""
+        """Close the sockets and destroy the group, if the caller owns the default group."""
         if self._host is not None:
             self._host.close()
         if self.group is not None and dist.is_initialized():

@@ -1,10 +1,9 @@
-"""Stop before a value that is not finite is applied, saved or continued from: all ranks look and
-agree.
+"""Checks for values that are not finite, before an update, a checkpoint and a resumed training.
 
-Before an update the ranks exchange a few numbers, on the host or on the device. Each tensor is
-inspected only if some value is not finite.
+All ranks take part and reach the same result. Before an update the ranks exchange a few numbers, on
+the host or on the device. Single tensors are inspected only if some value is not finite.
 
-Where the host runs ahead of its device, the last step is launched but not reported yet. Its report
+If the host runs ahead of its device, the last step has been launched but not reported. Its report
 is written when its values have arrived.
 """
 
@@ -48,7 +47,7 @@ from ptrain.units import grouped
 
 _REMEDY = "a lower `optimizer.lr`, a longer `optimizer.schedule.warmup`, or `optimizer.clip=1.0`"
 _UNKNOWN = "the rank with the first non-finite value is unknown"
-_CHUNK = 1 << 22  # elements that are counted at once, with a flag of a byte for each
+_CHUNK_ELEMENTS = 1 << 22  # elements per comparison, which allocates a flag of one byte for each
 _STATES = {
     Subject.PARAMETERS: "parameters are not finite",
     Subject.OPTIMIZER: "optimizer state is not finite",
@@ -59,23 +58,30 @@ _Place = tuple[int, int, int, str, str]  # in the model's order: state, stage, t
 
 @dataclass(frozen=True, slots=True)
 class Unsound:
-    """A tensor that is not finite: which values one rank has, in how many of how many elements."""
+    """A tensor that is not finite.
+
+    Attributes:
+        place: Its position in the model's order.
+        values: The values that are not finite on one rank, their numbers, and the number of
+            elements.
+    """
 
     place: _Place
     values: str
 
 
 class Guard:
-    """Of one training: no update is applied before all ranks know that the loss and all gradients
-    are finite.
+    """The check of each step of a training: no update is applied unless loss and gradients are
+    finite.
 
-    Where the host runs ahead of its device the ranks know it there (`train.look`), and `figures`
-    raises when the next step is launched already, whose update is left out too. The gradients are
-    gone by then: the step is computed again, from the parameters that it had, to name what is wrong
-    with them.
+    If the host runs ahead of its device, the ranks agree on the device (`train.look`). `figures`
+    raises when the next step has been launched, whose update the device skips, too. By then the
+    gradients are freed, so the step is recomputed from its parameters, which have not changed, to
+    name the tensor.
 
-    Where backward updates (G = M) no unit waits for the other ranks. A rank reads one value a unit,
-    and leaves out the first whose reduced gradient is not finite and all that follow in that pass.
+    If backward updates (G = M), no unit waits for the other ranks. A rank reads one value per unit,
+    and skips the update of the first unit whose reduced gradient is not finite and of all later
+    units of this pass.
     """
 
     def __init__(
@@ -86,26 +92,39 @@ class Guard:
         interrupts: Interrupts,
         repeat: Callable[[int], torch.Tensor | None],
     ) -> None:
-        """`queue` is that of the program's device. `repeat(step)` computes a step's gradients
-        again, and returns their norm."""
+        """Set up the check.
+
+        Args:
+            program: The program.
+            queue: The queue of the program's device.
+            exchange: The exchange of the ranks.
+            interrupts: The received signals, which are summed together with the loss.
+            repeat: Recomputes the gradients of a step and returns their norm.
+        """
         self._repeat = repeat
         self._program, self._queue = program, queue
         self._exchange, self._interrupts = exchange, interrupts
-        self._updated = 0  # units in this step's backward pass
+        self._updated = 0  # units that were updated in the backward pass of this step
         self._left_out: list[Unsound] = []
-        self._is_repeated = True  # unless computing a step again failed
+        self._is_repeated = True  # False after a failed recomputation
         if program.updates_in_backward:
             program.admits = self._admits
         self._sums = DeviceSums(program, queue, interrupts) if can_be_late(program, queue) else None
 
     @property
     def is_late(self) -> bool:
-        """Whether figures are there when the next step is launched, and not before the update."""
+        """True if the figures of a step arrive after the next step was launched."""
         return self._sums is not None
 
     def look(self, step: int, share: torch.Tensor, norm: torch.Tensor | None) -> Look:
-        """Look at `step` (from 0) before its update, by this rank's share of the loss and what
-        `Program.reduce` returned. Unless figures are late this raises as `figures` does."""
+        """Start the check of a step before its update. Unless figures are late, it raises like
+        `figures`.
+
+        Args:
+            step: The step, from 0.
+            share: This rank's share of the loss.
+            norm: The result of `Program.reduce`.
+        """
         if self._sums is not None:
             return self._sums.look(share, norm)
         loss_share, length, is_sound = self._read(share, norm)
@@ -120,29 +139,38 @@ class Guard:
         return HostLook(self._queue, figures, self._program.scaling)
 
     def figures(self, step: int, look: Look) -> StepFigures:
-        """Return what all ranks know of a step whose update is launched. Raises TrainingStopped, on
-        all ranks alike, where the loss or a gradient of any rank is not finite."""
+        """Return the figures of a step whose update was launched.
+
+        Raises:
+            TrainingStopped: The loss or a gradient of a rank is not finite. Raised on all ranks.
+        """
         figures = look.figures()
         self._require(step, figures)
         return figures
 
     def _require(self, step: int, figures: StepFigures, share: float = 0.0) -> None:
+        """Raise TrainingStopped unless loss and gradients are finite."""
         if figures.is_sound:
             return
         loss, norm, origin = figures.loss, None, ""
         if self.is_late:
-            norm, origin = self._compute_again(step, share)
-        what = f"the loss is {loss}" if not math.isfinite(loss) else self._gradients(loss, norm)
-        if not self.is_late:  # until then the gradients of the step itself are there
-            _, origin = self._compute_again(step, share)
+            norm, origin = self._recompute(step, share)
+        what = (
+            f"the loss is {loss}" if not math.isfinite(loss) else self._gradient_problem(loss, norm)
+        )
+        if not self.is_late:  # recomputing replaces the gradients of the step, so it comes second
+            _, origin = self._recompute(step, share)
         raise TrainingStopped(
             f"step {step + 1}: {what}\n  {origin}\n  {self._parameters(step)}; step "
             f"{step + 1} was not saved\n  remedy: Use {_REMEDY}."
         )
 
-    def _compute_again(self, step: int, share: float) -> tuple[torch.Tensor | None, str]:
-        """Compute a step again from its parameters. Return the norm, and which rank first had a
-        value that is not finite, in words that are the same on all ranks."""
+    def _recompute(self, step: int, share: float) -> tuple[torch.Tensor | None, str]:
+        """Recompute a step from its parameters to find the first value that is not finite.
+
+        Returns:
+            The gradient norm, and a sentence that names the rank and the value, equal on all ranks.
+        """
         shares = self._exchange.gather(share)
         ranks = [str(rank) for rank, its in enumerate(shares) if not math.isfinite(its)]
         known = f"the loss is not finite on rank {', '.join(ranks)}" if ranks else ""
@@ -153,7 +181,8 @@ class Guard:
             self._program.wrapped.clear_gradients()
             norm = self._repeat(step)
         answers = [(witness.found, witness.failure)]
-        with suppress(*(OSError, RuntimeError) if witness.failure else ()):  # others may wait
+        # If the recomputation failed here, other ranks may still wait for this one in a collective.
+        with suppress(*(OSError, RuntimeError) if witness.failure else ()):
             answers = self._exchange.gather(answers[0])
         firsts, failures = ([its for its in answer if its] for answer in zip(*answers, strict=True))
         self._is_repeated, first = not failures, ""
@@ -163,7 +192,7 @@ class Guard:
             micro = f"micro-batch {number + 1} of {self._program.spec.batch.accumulate}"
             first = f"first on rank {', '.join(ranks)}, {micro}: {place} has {values}"
         unknown = f"{known}; {_UNKNOWN}" if known else _UNKNOWN
-        if failures:  # the earliest: the other ranks fail because they wait for it
+        if failures:  # report the earliest: the other ranks fail because they wait for this one
             _, rank, words = min(failures)
             why = f"recomputing the step failed on rank {rank}: {words}"
             return norm, f"{unknown}: {why}" + (f"; before that {first}" if first else "")
@@ -174,12 +203,12 @@ class Guard:
     def _read(
         self, share: torch.Tensor, norm: torch.Tensor | None
     ) -> tuple[float, float | None, bool]:
-        """This rank's share of the loss, the norm, and whether its gradients are finite, or their
-        update is skipped anyway. The one place before the update where values are read off a
-        device.
+        """Read the loss share and the norm of this rank, and whether its gradients are finite.
 
-        The norm is of all ranks, and as finite as their gradients. Where there is none the ranks
-        look at their own: two scalars a tensor, gone before the update. The meters see neither.
+        Gradients count as finite if the loss scaler skips their update. This is the only read from
+        the device before the update. The norm is global, and finite only if the gradients of all
+        ranks are. Without a norm each rank inspects its gradients by two scalars per tensor, which
+        are freed before the update. The meters count neither.
         """
         program, scaling = self._program, self._program.scaling
         flags: list[torch.Tensor] = []
@@ -195,28 +224,35 @@ class Guard:
         return loss, length, math.isfinite(length) or any(is_skipped)
 
     def _admits(self, index: int) -> bool:
-        """Whether a unit is updated in backward."""
+        """Return True if backward may update a unit."""
         gradients = [target.gradient for target in self._program.wrapped.targets()[index]]
         with without_modes():
             if not self._left_out and not _is_finite([g for g in gradients if g is not None]):
-                self._left_out = list(_unsound(self._program, holdings.gradients(self._program)))
+                self._left_out = list(
+                    _find_unsound(self._program, holdings.gradients(self._program))
+                )
         self._updated += not self._left_out
         return not self._left_out
 
-    def _gradients(self, loss: float, norm: torch.Tensor | None) -> str:
-        """What is wrong with them, on all ranks alike. `norm` is of those computed again."""
+    def _gradient_problem(self, loss: float, norm: torch.Tensor | None) -> str:
+        """Return the problem of the gradients, equal on all ranks.
+
+        Args:
+            loss: The loss.
+            norm: The norm of recomputed gradients. None: not recomputed.
+        """
         root_causes: Iterable[Unsound] = self._left_out
         if not self._program.updates_in_backward:
-            root_causes = _unsound(self._program, holdings.gradients(self._program))
+            root_causes = _find_unsound(self._program, holdings.gradients(self._program))
         problem = _first(root_causes, self._exchange) if self._is_repeated else ""
-        if not problem:  # each is: the sum of their squares is what is not
+        if not problem:  # all gradients are finite, but the sum of their squares overflowed
             problem = "the gradient norm is not finite, although every gradient is finite"
             if self.is_late and (norm is None or norm.isfinite()):
                 problem = "gradients are not finite"
         return f"the loss is {loss:.4f}, but {problem}"
 
     def _parameters(self, step: int) -> str:
-        """Which step they are of, on all ranks alike."""
+        """Return a clause that names the step of the current parameters, equal on all ranks."""
         if not self._program.updates_in_backward:
             return f"the parameters are those of step {step}"
         groups = self._program.wrapped.targets()
@@ -233,9 +269,12 @@ class Guard:
 
 
 class _Witness:
-    """The first value on this rank that is not finite, in a step that is computed again; or why
-    that failed. Values are numbered within a micro-batch, in the same sequence on all ranks of a
-    tp, cp or ep group: a rank that only received one has a higher number."""
+    """The observer of a recomputed step, which records the first value that is not finite on a
+    rank.
+
+    Values are numbered within a micro-batch, in the same order on all ranks of a tp, cp or ep
+    group. A rank that only received the value has a higher number than the rank that computed it.
+    """
 
     def __init__(self, program: Program) -> None:
         self.found: list[Any] = []  # micro-batch, pass, stage, order, place, values, rank
@@ -246,14 +285,17 @@ class _Witness:
         self._began = time.monotonic()
 
     def phase(self, phase: Phase, micro_batch: int) -> None:
-        """Look at the loss of the pass that ends: an observer of the program."""
+        """Inspect the loss of the pass that ends. Called as an observer of the program."""
         self._look("the loss", 0, self._program.loss.share)
         self._pass, self._number = phase, micro_batch
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """Temporarily look at outputs and gradients, as the only observer of the program. Keep
-        an exception, of user code too: the finding of the step itself stays."""
+        """Temporarily observe outputs and gradients, without the program's other observers.
+
+        An exception, also of user code, is recorded and suppressed, because the finding about the
+        step must still be reported.
+        """
         program = self._program
         with self._hooks as hooks:
             hooks.push(self._keep)
@@ -269,13 +311,14 @@ class _Witness:
             yield
 
     def _keep(self, _: object, error: BaseException | None, __: object) -> bool:
+        """Record an exception and suppress it. KeyboardInterrupt and SystemExit propagate."""
         words = " ".join(f"{type(error).__name__}: {error}".split())
         if is_kept := isinstance(error, Exception):
             self.failure = [time.monotonic() - self._began, self._program.world.rank, words]
         return is_kept
 
     def _parameters(self, stage: int, name: str, module: nn.Module, *_: object) -> None:
-        """Hook those that the module has now: a gathered unit has others than it stores."""
+        """Hook the current parameters: all-gathered units have other ones than sharded units."""
         for key, parameter in module.named_parameters(name, recurse=False):
             if parameter.requires_grad and parameter not in self._hooked:
                 place = f"the gradient of {self._program.wrapped.canonical_name(key)}"
@@ -283,6 +326,7 @@ class _Witness:
                 self._hooked[parameter] = self._hooks.callback(hook.remove)
 
     def _forward(self, stage: int, name: str, _: nn.Module, __: object, output: Any) -> None:
+        """Inspect the outputs of a module in the forward pass, and hook their gradients."""
         place = f"the output of {name or 'the model'}"
         leaves = tree_leaves(output) if self._pass is Phase.FORWARD else []  # not if recomputed
         for tensor in filter(torch.is_tensor, leaves):
@@ -292,8 +336,9 @@ class _Witness:
 
     @torch.no_grad()
     def _look(self, place: str, stage: int, tensor: torch.Tensor) -> None:
+        """Record a tensor if it is the first one that is not finite."""
         self._orders[self._number] += 1
-        with without_modes():  # a collective may still write to it: wait, at no cost if none does
+        with without_modes():  # a collective may still write to the tensor, so wait for it first
             held = AsyncCollectiveTensor(local(tensor)).trigger_wait()
             if not self.found and not _is_finite([held]):
                 at = [self._number, self._pass is not Phase.FORWARD, stage]
@@ -302,8 +347,16 @@ class _Witness:
 
 
 def require(program: Program, step: int, exchange: Exchange) -> None:
-    """Raises TrainingStopped, on all ranks alike, where anything that a checkpoint after `step`
-    steps would hold is not finite. Costs a pass over what a rank stores, and copies nothing."""
+    """Raise TrainingStopped, on all ranks, if a checkpoint would contain a value that is not
+    finite.
+
+    It reads all resident tensors once and copies none.
+
+    Args:
+        program: The program.
+        step: The number of finished steps.
+        exchange: The exchange of the ranks.
+    """
     if problem := complaint(program, exchange):
         raise TrainingStopped(
             f"step {step}: {problem}\n  no checkpoint of step {step} was written\n  remedy: "
@@ -313,22 +366,26 @@ def require(program: Program, step: int, exchange: Exchange) -> None:
 
 @torch.no_grad()
 def complaint(program: Program, exchange: Exchange) -> str:
-    """Return which state of the program is not finite, and its first tensor, in words that are the
-    same on all ranks; "" where all is finite."""
-    held = list(_saved(program))
+    """Return the state and first tensor that are not finite, equal on all ranks; "" if none is."""
+    held = list(_saved_holdings(program))
     is_sound = _is_finite([part.tensor for part in held])
-    return _first([] if is_sound else _unsound(program, held), exchange)
+    return _first([] if is_sound else _find_unsound(program, held), exchange)
 
 
 def _is_finite(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether every element of what this rank has of them is. Reads each tensor once and copies
-    none; one read of values off each device."""
+    """Return True if all elements of these local tensors are finite.
+
+    Each tensor is read once, none is copied, and one value transfer is made per device.
+    """
     return all(map(math.isfinite, _on_host(_extremes(tensors))))
 
 
 def _extremes(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Scalars that are finite where the tensors are: the least and the greatest element, both NaN
-    where any is. On a CPU they cost a tenth of the largest absolute value."""
+    """Return the minimum and maximum of each tensor, both NaN if the tensor has a NaN.
+
+    They are finite if and only if the tensor is. On a CPU they take a tenth of the time of the
+    largest absolute value.
+    """
     return [
         extreme
         for tensor in map(local, tensors)
@@ -338,7 +395,7 @@ def _extremes(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _on_host(scalars: Sequence[torch.Tensor]) -> list[float]:
-    """Their values: one read off each device. A processor's are read where they are."""
+    """Return the values of scalars, with one transfer per device."""
     if all(scalar.is_cpu for scalar in scalars):
         return [float(scalar) for scalar in scalars]
     alike: dict[torch.device, dict[torch.dtype, list[int]]] = {}
@@ -353,8 +410,8 @@ def _on_host(scalars: Sequence[torch.Tensor]) -> list[float]:
     return values
 
 
-def _saved(program: Program) -> Iterator[Holding]:
-    """All that a checkpoint holds, of what this rank has."""
+def _saved_holdings(program: Program) -> Iterator[Holding]:
+    """Yield the local tensors that a checkpoint contains."""
     yield from holdings.parameters(program)
     yield from holdings.optimizer(program)
     for target, tensors in program.update.tensors():
@@ -363,8 +420,8 @@ def _saved(program: Program) -> Iterator[Holding]:
             yield Holding(Subject.OPTIMIZER, holdings.names_of(target)[0], COUNTER, "", count)
 
 
-def _unsound(program: Program, held: Iterable[Holding]) -> Iterator[Unsound]:
-    """What is not finite, in the model's order; parts of one tensor together."""
+def _find_unsound(program: Program, held: Iterable[Holding]) -> Iterator[Unsound]:
+    """Yield the tensors that are not finite, in the model's order, with their shards joined."""
     order = {
         name: (piece.index, place)
         for piece in program.pieces
@@ -384,9 +441,9 @@ def _unsound(program: Program, held: Iterable[Holding]) -> Iterator[Unsound]:
 
 
 def _counted(tensors: Sequence[torch.Tensor]) -> str:
-    """`nan in 2 and inf in 1 of 64 elements`."""
+    """Return the counts of values that are not finite: `nan in 2 and inf in 1 of 64 elements`."""
     counts = dict.fromkeys(("nan", "inf", "-inf"), 0)
-    for chunk in chain.from_iterable(local(t).reshape(-1).split(_CHUNK) for t in tensors):
+    for chunk in chain.from_iterable(local(t).reshape(-1).split(_CHUNK_ELEMENTS) for t in tensors):
         for value, is_it in zip(counts, (torch.isnan, torch.isposinf, torch.isneginf), strict=True):
             counts[value] += int(is_it(chunk).sum())
     words = " and ".join(f"{value} in {count}" for value, count in counts.items() if count)
@@ -394,8 +451,11 @@ def _counted(tensors: Sequence[torch.Tensor]) -> str:
 
 
 def _first(root_causes: Iterable[Unsound], exchange: Exchange) -> str:
-    """The state and the first tensor that is not finite on any rank, and what the ranks have of it,
-    in words that are the same on all of them; "" where there is none."""
+    """Return the first state and tensor that are not finite on any rank, with the values of all
+    ranks.
+
+    The text is equal on all ranks, and "" if all values are finite.
+    """
     here = list(root_causes)
     firsts = list(chain.from_iterable(exchange.gather([u.place for u in here[:1]])))
     if not firsts:
@@ -413,8 +473,16 @@ def _first(root_causes: Iterable[Unsound], exchange: Exchange) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """A step (from 0) whose update is launched. The device does it between two marks; `seen` is
-    what `Journal.seen` gave."""
+    """A step whose update has been launched.
+
+    Attributes:
+        step: The step, from 0.
+        rate: The learning rate.
+        look: The check of the step.
+        span: The marks in the device's queue before and after the step.
+        routing: The routing counts of each layer.
+        seen: The result of `Journal.seen`.
+    """
 
     step: int
     rate: float
@@ -425,8 +493,11 @@ class Launched:
 
 
 class Reports:
-    """Of one training: each step is judged and written down once, in order, when its figures are
-    there. All ranks see the same figures, and so call the same at the same time."""
+    """The reports of the steps of a training. Each step is written once, in order.
+
+    A step is judged and written when its figures have arrived. All ranks have the same figures, so
+    they make the same calls in the same order.
+    """
 
     def __init__(
         self,
@@ -436,30 +507,42 @@ class Reports:
         *,
         most: int,
     ) -> None:
-        """`most`: steps that may wait while the next one is launched."""
+        """Set up the reports.
+
+        Args:
+            guard: The check of the steps.
+            journal: The journal of this rank.
+            judge: Called with step, loss and gradient norm after each report.
+            most: The number of launched steps that may wait for their report.
+        """
         self._guard, self._journal, self._judge, self._most = guard, journal, judge, most
         self._waiting: deque[Launched] = deque()
         self.loss: float | None = None  # of the last step that was written down
         self.interrupt: Signals | None = None  # that was seen so far
 
     def add(self, launched: Launched) -> None:
-        """Take a step, and write down those before it that may not wait any longer, or it too.
-        Raises TrainingStopped, on all ranks alike, where one of them is not sound."""
+        """Add a launched step, and write the reports that may not wait any longer.
+
+        Raises:
+            TrainingStopped: A value of a reported step is not finite. Raised on all ranks.
+        """
         self._waiting.append(launched)
         self._write(self._most)
 
     def settle(self) -> None:
-        """Wait for those that were launched, and write them down. Raises as `add` does."""
+        """Wait for all launched steps and write their reports. Raises as `add` does."""
         self._write(0)
 
     def _write(self, left: int) -> None:
+        """Write reports until at most `left` steps wait."""
         while len(self._waiting) > left:
             launched = self._waiting.popleft()
             figures = self._guard.figures(launched.step, launched.look)
-            self._write_down(launched, figures)
+            self._write_report(launched, figures)
             self._judge(launched.step, figures.loss, figures.gradient_norm)
 
-    def _write_down(self, launched: Launched, figures: StepFigures) -> None:
+    def _write_report(self, launched: Launched, figures: StepFigures) -> None:
+        """Write the report of a step, after the device has finished it."""
         began, ended = launched.span
         ended.wait()
         seconds, known = ended.seconds_since(began), (launched.routing, launched.seen)
@@ -476,11 +559,13 @@ class Reports:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Whatever ends a training, a sound step that the device was done with is written down;
-        where all ranks stop alike, the device is waited for."""
+        """Write the reports of finished, finite steps, however the training ends.
+
+        If all ranks stop together, unfinished steps are waited for.
+        """
         waits = isinstance(error, TrainingStopped)
-        with suppress(RuntimeError, OSError):  # of a device that is lost, of a disk that is full
+        with suppress(RuntimeError, OSError):  # the device may be lost, or the disk full
             while self._waiting and (waits or self._waiting[0].span[1].is_passed):
                 launched = self._waiting.popleft()
                 if (figures := launched.look.figures()).is_sound:
-                    self._write_down(launched, figures)
+                    self._write_report(launched, figures)

@@ -1,16 +1,17 @@
-"""Lay out a run folder, lock it, and find the checkpoints to resume from. Torch-free.
+"""The run folder: its layout and lock, and the checkpoints that a training may resume from.
 
 runs/<time>-<name>/ spec.resolved.yaml env.json command.txt metrics.jsonl summary.json
                     logs/rank0.log … trace/ routing/ trackers/ checkpoints/step-00000050/
-runs/latest         a link to the newest run that began to train
+runs/latest         a link to the newest run that has begun to train
 
-Folders are 0700, files 0600. A JSON file appears complete or not at all.
+Folders have mode 0700, files 0600. A JSON file is written atomically.
 
 One training at a time writes into a folder. The kernel releases the lock when the last process that
-holds it ends, however it ends. The launcher passes its lock to the ranks, so no rank outlives it.
+holds it ends, however it ends. The launcher passes its lock to the ranks, so the folder stays
+locked as long as one of them runs.
 
-`--resume PATH|auto`: which checkpoints a training may continue from, and why a checkpoint is
-rejected. The parent rejects here everything that can be seen without starting a rank.
+`--resume PATH|auto`: the parent rejects a checkpoint for all reasons that can be seen without
+starting a rank. This module imports no torch.
 """
 
 from __future__ import annotations
@@ -41,31 +42,34 @@ from ptrain.train.manifest import Manifest
 from ptrain.train.options import Options
 
 LOCK_NAME = ".lock"
-# file systems that keep no locks, of which nobody can tell whether somebody else writes there
+# Errors of file systems without locks, where a second training cannot be detected.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 @dataclass(slots=True)
 class Lock:
-    """`descriptor` is held open for as long as the lock is; -1 once it is released."""
+    """The lock of a run folder. `descriptor` stays open until the release, which sets it to -1."""
 
     file: Path
     descriptor: int
 
     def release(self) -> None:
-        """Nothing is left of it. It may be released again."""
+        """Release the lock and remove its file. May be called again."""
         if self.descriptor < 0:
             return
         with suppress(OSError):
-            if _is(self.file, self.descriptor):
+            if _is_same_file(self.file, self.descriptor):
                 self.file.unlink()
         os.close(self.descriptor)
         self.descriptor = -1
 
 
 def take_lock(folder: Path) -> Lock:
-    """Take the lock of `folder`. Raises SpecError where another training holds it, with its
-    process."""
+    """Take the lock of a folder.
+
+    Raises:
+        SpecError: Another training holds it. The message names its process.
+    """
     file = folder / LOCK_NAME
     while True:
         descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
@@ -83,7 +87,9 @@ def take_lock(folder: Path) -> Lock:
             if error.errno not in _NO_LOCKS:
                 os.close(descriptor)
                 raise
-        if _is(file, descriptor):  # not one that its holder has just taken away
+        if _is_same_file(
+            file, descriptor
+        ):  # else its holder removed the file between open and flock
             break
         os.close(descriptor)
     os.ftruncate(descriptor, 0)
@@ -92,13 +98,13 @@ def take_lock(folder: Path) -> Lock:
 
 
 def require_free(folder: Path) -> None:
-    """Raises SpecError where a training holds the lock of `folder`; makes nothing."""
+    """Raise SpecError if a training holds the lock of a folder. Creates nothing."""
     if (folder / LOCK_NAME).exists():
         take_lock(folder).release()
 
 
-def _is(file: Path, descriptor: int) -> bool:
-    """Whether that is what the name leads to."""
+def _is_same_file(file: Path, descriptor: int) -> bool:
+    """Return True if a path leads to the open file."""
     try:
         return os.path.samestat(os.stat(file), os.fstat(descriptor))
     except OSError:
@@ -111,7 +117,7 @@ _ELSEWHERE = "Use another folder with `--run-dir DIR`, or change to a writable f
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
-    """Paths inside one run."""
+    """The paths inside a run folder."""
 
     path: Path
 
@@ -120,7 +126,7 @@ class RunFolder:
         return self.path / "spec.resolved.yaml"
 
     def identity(self, tracker: str) -> Path:
-        """Where it has what a tracker calls the run."""
+        """Return the file with the id that a tracker gave the run."""
         return self.path / "trackers" / tracker
 
     @property
@@ -132,7 +138,9 @@ class RunFolder:
         return self.path / "summary.json"
 
     def routing(self, step: int) -> Path:
-        """Where tokens went in a step, from 1: counts as a spec's `routing` takes them."""
+        """Return the file of a step's routing counts (step from 1), which a spec's `routing`
+        accepts.
+        """
         return self.path / "routing" / f"step-{step:08d}.json"
 
     @property
@@ -147,15 +155,24 @@ class RunFolder:
         return self.path / "logs" / f"rank{rank}.log"
 
     def error(self, rank: int) -> Path:
-        """Written by torch's @record when the rank raises."""
+        """Return the file to which torch's @record writes the exception of a rank."""
         return self.path / "logs" / f"rank{rank}.error.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """A folder that was opened for a run, and what stood there before: a run that is refused before
-    its first step leaves no trace. `folders` are those that were not there, innermost first.
-    `lock` keeps other trainings out until it is released."""
+    """A folder that was opened for a run, and its content before.
+
+    With it, a run that is rejected before its first step leaves no trace.
+
+    Attributes:
+        folder: The run folder.
+        lock: The lock, which keeps other trainings out until it is released.
+        folders: The folders that were created, innermost first.
+        entries: The files and folders that existed.
+        texts: The contents of existing files that are overwritten.
+        latest: The target of `runs/latest`. None: there was no link.
+    """
 
     folder: RunFolder
     lock: Lock
@@ -165,16 +182,16 @@ class Claim:
     latest: str | None
 
     def withdraw(self) -> None:
-        """Unless a step was done, as it was before. The lock is released, the last of all: nobody
-        else writes there until then."""
+        """Restore the folder unless a step was written, and release the lock last."""
         if _content(self.folder.metrics) == self.texts.get(self.folder.metrics, b""):
             self._undo()
         self.lock.release()
         for folder in self.folders:
-            with suppress(OSError):  # something is in it
+            with suppress(OSError):  # the folder is not empty
                 folder.rmdir()
 
     def _undo(self) -> None:
+        """Restore `latest`, remove new entries, and restore overwritten files."""
         path = self.folder.path
         if latest_of(path.parent) == path.name:
             _point_latest(path.parent, self.latest)
@@ -189,18 +206,25 @@ class Claim:
 
 
 def open_run(spec: Spec, *, given: Path | None, resuming: bool, command: str) -> Claim:
-    """Make the folder and write what is known before the first step.
+    """Create a run folder and write the files that are known before the first step.
 
-    Raises SpecError where the folder cannot be written, is used and not resumed, or another
-    training writes there.
+    Args:
+        spec: The spec.
+        given: The folder of `--run-dir`. None: a new folder below `runs/`.
+        resuming: True if the folder may contain a run.
+        command: The command line, for command.txt.
+
+    Raises:
+        SpecError: The folder cannot be written, is not empty and not resumed, or another training
+            holds its lock.
     """
     wanted = given or ROOT
     new_folders = [folder.absolute() for folder in (wanted, *wanted.parents) if not folder.exists()]
     claim = None
     try:
-        path = _given(wanted, resuming) if given else _fresh(ROOT, spec.name)
-        claim = _claim(path, new_folders if given else [path, *new_folders], take_lock(path))
-        _fill(claim.folder, spec, command)
+        path = _open_given(wanted, resuming) if given else _create_folder(ROOT, spec.name)
+        claim = _record_claim(path, new_folders if given else [path, *new_folders], take_lock(path))
+        _write_first_files(claim.folder, spec, command)
     except OSError as error:
         if claim:
             with suppress(OSError):
@@ -212,43 +236,46 @@ def open_run(spec: Spec, *, given: Path | None, resuming: bool, command: str) ->
 
 
 def begin(folder: RunFolder, root: Path = ROOT) -> None:
-    """The first step is next: `runs/latest` is this run."""
+    """Point `runs/latest` to this run, whose first step is next, if it is below `runs/`."""
     if folder.path.parent == root.resolve():
         _point_latest(folder.path.parent, folder.path.name)
 
 
 def run_of_agent(agent: str) -> Path | None:
-    """The newest run below `ROOT` that this agent of torch has started, None without one."""
+    """Return the newest run below `runs/` that this torch agent started, None without one."""
     runs = sorted((file.parent for file in ROOT.glob("*/env.json")), reverse=True)
     owned = (run for run in runs if not run.is_symlink() and is_of_agent(run, agent))
     return next(owned, None)
 
 
 def is_of_agent(run: Path, agent: str) -> bool:
-    """Return whether this agent of torch has started the run."""
-    return bool(agent) and _recorded(run).get("agent") == agent
+    """Return True if this torch agent started the run."""
+    return bool(agent) and _read_environment(run).get("agent") == agent
 
 
 def saved_since(folder: RunFolder) -> list[Path]:
-    """The checkpoints that the attempts at this run have written, newest first: not those that it
-    found when it began."""
-    before = _recorded(folder.path).get("checkpoints")
+    """Return the checkpoints that the attempts of this run have written, newest first.
+
+    Checkpoints that existed when the run began are left out.
+    """
+    before = _read_environment(folder.path).get("checkpoints")
     names = before if isinstance(before, list) else []
     return [path for path in manifest.complete(folder.checkpoints) if path.name not in names]
 
 
 def latest_of(root: Path) -> str | None:
-    """Return what `latest` leads to, None where there is no such link."""
+    """Return the target of the link `latest`, None without one."""
     link = root / "latest"
     return os.readlink(link) if link.is_symlink() else None
 
 
 def write_text(path: Path, text: str) -> None:
+    """Write a text file atomically."""
     write_bytes(path, text.encode())
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Whole or not at all: a temporary neighbour, flushed to the disk, then renamed."""
+    """Write a file atomically: to a temporary file in its folder, flushed to disk and renamed."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
         file.write(content)
@@ -258,12 +285,15 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 
 def write_json(path: Path, value: object) -> None:
+    """Write a JSON file atomically."""
     write_text(path, json.dumps(value, indent=1) + "\n")
 
 
 def shown(path: Path) -> str:
-    """Return the path as the user would type it: `runs/latest` where that is it, else relative if
-    below here."""
+    """Return a path as a user would type it.
+
+    It is `runs/latest` if the link leads there, else relative if it is below the current folder.
+    """
     latest = ROOT / "latest"
     if latest.is_symlink() and latest.resolve() == path.resolve():
         return str(latest)
@@ -272,11 +302,12 @@ def shown(path: Path) -> str:
     return str(absolute.relative_to(here)) if absolute.is_relative_to(here) else str(path)
 
 
-def _fill(folder: RunFolder, spec: Spec, command: str) -> None:
+def _write_first_files(folder: RunFolder, spec: Spec, command: str) -> None:
+    """Write the files that are known before the first step."""
     path = folder.path
     for part in ("logs", "checkpoints"):
         (path / part).mkdir(mode=0o700, exist_ok=True)
-    folder.summary.unlink(missing_ok=True)  # of the run that is continued
+    folder.summary.unlink(missing_ok=True)  # from an earlier attempt of this run
     recorded = {**_environment(spec.world_size), "checkpoints": _checkpoints_before(folder)}
     write_text(
         folder.resolved, yaml.safe_dump(dict(spec.resolved), sort_keys=False, allow_unicode=True)
@@ -286,22 +317,23 @@ def _fill(folder: RunFolder, spec: Spec, command: str) -> None:
 
 
 def _checkpoints_before(folder: RunFolder) -> object:
-    """The names of those that are there as the first of this run's attempts begins."""
-    before = _recorded(folder.path)
+    """Return the names of the checkpoints that existed before the run's first attempt."""
+    before = _read_environment(folder.path)
     if is_of_agent(folder.path, environment.agent()):
         return before.get("checkpoints", [])
     return [path.name for path in manifest.complete(folder.checkpoints)]
 
 
-def _recorded(run: Path) -> dict[str, object]:
-    """What a run's env.json says; nothing where it is none."""
+def _read_environment(run: Path) -> dict[str, object]:
+    """Return the content of a run's env.json, {} without a readable one."""
     with suppress(OSError, ValueError):
         content = json.loads((run / "env.json").read_text(encoding="utf-8"))
         return content if isinstance(content, dict) else {}
     return {}
 
 
-def _given(path: Path, resuming: bool) -> Path:
+def _open_given(path: Path, resuming: bool) -> Path:
+    """Return the folder of `--run-dir`, created if missing. Raises SpecError if it is unusable."""
     place = f"--run-dir {path}"
     if path.is_symlink():
         raise refused(place, "is a symbolic link", "Use the folder itself.")
@@ -318,8 +350,8 @@ def _given(path: Path, resuming: bool) -> Path:
     return path.resolve()
 
 
-def _fresh(root: Path, name: str) -> Path:
-    """`<time>-<name>`; a number follows where another job took the name in the same second."""
+def _create_folder(root: Path, name: str) -> Path:
+    """Create the folder `<time>-<name>`, with a number if the name exists."""
     if root.is_symlink():
         raise refused(f"run folder {root}", "is a symbolic link", _ELSEWHERE)
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -335,7 +367,8 @@ def _fresh(root: Path, name: str) -> Path:
     raise refused(f"run folder {root}", f"contains a thousand runs named {stem}", _ELSEWHERE)
 
 
-def _claim(path: Path, new_folders: Sequence[Path], taken: Lock) -> Claim:
+def _record_claim(path: Path, new_folders: Sequence[Path], taken: Lock) -> Claim:
+    """Record the content of a folder before the run writes into it."""
     folder = RunFolder(path)
     written = ("spec.resolved.yaml", "command.txt", "env.json")
     files = (*(path / name for name in written), folder.summary, folder.metrics)
@@ -350,16 +383,17 @@ def _claim(path: Path, new_folders: Sequence[Path], taken: Lock) -> Claim:
 
 
 def _entries(path: Path) -> set[Path]:
-    """What a run adds to before its first step: the folder's own and the logs."""
+    """Return the entries of the folder and of its logs, where a run creates files before step 1."""
     return {entry for part in (path, path / "logs") if part.is_dir() for entry in part.iterdir()}
 
 
 def _content(file: Path) -> bytes:
+    """Return the content of a file, empty without one."""
     return file.read_bytes() if file.exists() else b""
 
 
 def _point_latest(root: Path, name: str | None) -> None:
-    """Replaced in one move; None: no link."""
+    """Replace the link `latest` atomically. None: remove it."""
     if name is None:
         (root / "latest").unlink(missing_ok=True)
         return
@@ -370,7 +404,7 @@ def _point_latest(root: Path, name: str | None) -> None:
 
 
 def _environment(num_ranks: int) -> Mapping[str, object]:
-    """Versions, host and the allow-listed variables."""
+    """Return versions, host and allow-listed variables for env.json."""
     return {
         "python": sys.version.split()[0],
         "versions": {**versions(), "numpy": metadata.version("numpy")},
@@ -385,9 +419,11 @@ def _environment(num_ranks: int) -> Mapping[str, object]:
 
 
 def _revision(folder: Path) -> str | None:
-    """Return the commit that the git repository around a folder has checked out, if any. `git` is
-    not called: it runs programs that the repository configures, as `core.fsmonitor`. So it is
-    unknown whether files differ from the commit."""
+    """Return the commit that the git repository of a folder has checked out, None without one.
+
+    `git` is not called, because it runs programs that a repository configures, such as
+    `core.fsmonitor`. Whether files differ from the commit is therefore unknown.
+    """
     with suppress(OSError, ValueError):  # unreadable files, or no text
         places = (parent / ".git" for parent in (folder, *folder.parents))
         return next((_head_commit(git) for git in places if git.exists()), None)
@@ -395,11 +431,12 @@ def _revision(folder: Path) -> str | None:
 
 
 def _head_commit(git: Path) -> str | None:
-    if git.is_file():  # of a worktree or a submodule
+    """Return the commit of HEAD, None if it cannot be resolved."""
+    if git.is_file():  # in a worktree or a submodule, `.git` is a file with the path
         git = git.parent / _first_line(git).removeprefix("gitdir: ")
     common = git / _first_line(git / "commondir")  # a worktree shares the branches of this folder
     text = _first_line(git / "HEAD")
-    for _ in range(5):  # git follows as many symbolic references
+    for _ in range(5):  # the depth of symbolic references that git follows
         if not text.startswith("ref: refs/") or ".." in text:
             break
         name = text.removeprefix("ref: ")
@@ -411,7 +448,7 @@ def _head_commit(git: Path) -> str | None:
 
 
 def _first_line(path: Path) -> str:
-    """Return the first line of a regular file, "" without one: a pipe would block."""
+    """Return the first line of a regular file, "" without one. Reading a pipe would block."""
     return path.read_text().partition("\n")[0].strip() if path.is_file() else ""
 
 
@@ -419,31 +456,37 @@ AUTO = "auto"
 
 
 def candidates(source: str, own: RunFolder) -> list[Path]:
-    """Return the checkpoints in the order in which they are tried, the newest first.
+    """Return the checkpoints to resume from, in the order in which they are tried (newest first).
 
-    `auto` are those of this run folder and no other: a run beside it may be of another text, seed
-    or learning rate, whatever its name. A path is a checkpoint or a run folder.
+    Args:
+        source: `auto`, or the path of a checkpoint or run folder. `auto` only uses this run folder:
+            other runs with its name may have another dataset, seed or learning rate.
+        own: This run folder.
     """
-    return manifest.complete(own.checkpoints) if source == AUTO else _given_specs(Path(source))
+    return manifest.complete(own.checkpoints) if source == AUTO else _checkpoints_at(Path(source))
 
 
 def again(before: str | None, own: RunFolder) -> str:
-    """Return what ranks that are started anew continue from: the checkpoints that their run has
-    written, and as long as there are none what the first attempt was told."""
+    """Return the `--resume` of restarted ranks.
+
+    It is `auto` once the run has written checkpoints, else the value of the first attempt.
+    """
     return AUTO if saved_since(own) else before or AUTO
 
 
 def is_done(spec: Spec, own: RunFolder) -> bool:
-    """Return whether the run has saved its last step, after which there is nothing to continue."""
+    """Return True if the run has saved its last step."""
     return any(manifest.step_of(path) >= spec.train.steps for path in saved_since(own))
 
 
 def continued(options: Options) -> Options:
-    """The options of a rank that torch's agent started anew: it goes on with the run that the
-    attempt before began. As given where that agent has begun none: this is the first attempt.
+    """Return the options of a rank that a torch agent may have restarted.
 
-    TORCHELASTIC_RESTART_COUNT does not tell: an agent whose own ranks lived, and are started anew
-    because those of another node died, does not count that.
+    A restarted rank continues the run that the attempt before began. At the first attempt, the
+    options are returned unchanged.
+
+    TORCHELASTIC_RESTART_COUNT is not used: an agent does not count a restart of its ranks that was
+    caused by a failure on another node.
     """
     agent = environment.agent()
     run = options.run_dir or run_of_agent(agent)
@@ -453,7 +496,7 @@ def continued(options: Options) -> Options:
 
 
 def require_resumable(spec: Spec, options: Options) -> None:
-    """Raises SpecError for a continuation that the manifests and the sizes of files rule out."""
+    """Raise SpecError if manifests and file sizes show that a training cannot resume."""
     source, own = options.resume, RunFolder(options.run_dir or ROOT / "new")
     complaints: list[str] = []
     for path in candidates(source, own) if source else ():
@@ -472,10 +515,10 @@ def require_resumable(spec: Spec, options: Options) -> None:
 
 
 def require_fitting(spec: Spec, source: str, path: Path, checkpoint: Manifest) -> None:
-    """Raises SpecError for a checkpoint of a training that is done, or of another model."""
+    """Raise SpecError if a checkpoint belongs to a finished training or to another model."""
     if checkpoint.step >= spec.train.steps:
         raise refused(
-            _place(source),
+            _resume_option(source),
             f"already at step {checkpoint.step} of {spec.train.steps}",
             f"Set `train.steps` to more than {checkpoint.step}.",
         )
@@ -484,28 +527,29 @@ def require_fitting(spec: Spec, source: str, path: Path, checkpoint: Manifest) -
 
 
 def none_sound(source: str, complaints: Sequence[str]) -> SpecError:
-    """Return the refusal that says that there is no checkpoint, or what is wrong with each."""
+    """Return the error that no checkpoint exists, or that none is sound."""
     if not complaints:
         return refused(
-            _place(source),
+            _resume_option(source),
             "contains no checkpoint",
             "Train with `checkpoint.every=N` or `checkpoint.at_end=true`, or remove `--resume`.",
         )
     several = f"none of its {len(complaints)} checkpoints can be used"
     finding = several if len(complaints) > 1 else "its only checkpoint cannot be used"
     return refused(
-        _place(source),
+        _resume_option(source),
         f"{finding}: {'; '.join(complaints)}",
         "Continue from another checkpoint, or remove `--resume` to train from the start.",
     )
 
 
-def _place(source: str) -> str:
+def _resume_option(source: str) -> str:
+    """Return the option `--resume` as typed, for messages."""
     return f"--resume {source if source == AUTO else shown(Path(source))}"
 
 
-def _given_specs(path: Path) -> list[Path]:
-    """A checkpoint, or those of a run folder or of its `checkpoints/`, newest first."""
+def _checkpoints_at(path: Path) -> list[Path]:
+    """Return a checkpoint, or those of a run folder or its `checkpoints/`, newest first."""
     if (path / manifest.NAME).exists() or manifest.is_name(path.name):
         return [path]
     return manifest.complete(path / "checkpoints") or manifest.complete(path)

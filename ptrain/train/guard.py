@@ -1,7 +1,8 @@
-"""What may look at steps of a training beside the training itself, and stop it. Torch-free.
+"""The interface by which verification watches the steps of a training and may stop it.
 
-`verify_every: n` runs one device beside the ranks. That is verification, which trainings know
-nothing of: a module of its own starts such a training, and hands over what looks.
+`verify_every: n` compares steps with a single-device reference. Training code imports no
+verification: a separate module starts such a training and passes the guard. This module imports no
+torch.
 """
 
 from __future__ import annotations
@@ -20,27 +21,28 @@ PLAIN, GUARDED = "ptrain.train", "ptrain.verification.guarded"
 
 
 class StepGuard:
-    """A guard of one training, on every rank. This one looks at nothing."""
+    """A guard of the steps of a training, on every rank. This base class checks nothing."""
 
     def __init__(self, *_: object) -> None:
-        """Take what `MakeGuard` gives."""
+        """Accept the arguments of `MakeGuard`."""
 
     def around(
         self, step: int, watch: AbstractContextManager[object]
     ) -> AbstractContextManager[object]:
-        """Return the context of a step (from 0), around what else watches it."""
+        """Return the context of a step (from 0), which contains the context `watch`."""
         return watch
 
     def judge(self, step: int, loss: float, norm: float | None) -> None:
-        """Look at a step that is done. Raises TrainingStopped on all ranks."""
+        """Check a finished step. Raises TrainingStopped on all ranks."""
 
 
-# The program, its exchange, which steps the meters run in, and the command that continues the run.
+# Args: the program, its exchange, a predicate of the measured steps (from 0), and a function that
+# returns the command that continues the run.
 MakeGuard: TypeAlias = (
     "Callable[[Program, Exchange, Callable[[int], bool], Callable[[], str]], StepGuard]"
 )
 
 
 def module_of(spec: Spec) -> str:
-    """Return the module that is a rank of a training of this spec."""
+    """Return the module that runs a rank of a training of this spec."""
     return GUARDED if spec.verify_every else PLAIN

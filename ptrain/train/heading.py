@@ -1,4 +1,4 @@
-"""The first two lines of a training: the job and its prediction. Torch-free."""
+"""The first lines of a training: the job and its prediction. This module imports no torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ from ptrain.units import format_bytes, format_count
 
 
 def header(spec: Spec, *, numel: int, backend: str, device: str) -> str:
-    """`zero3 · llama 0.8M · 2 ranks gloo/cpu · batch 16 = 2 micro × 4 accumulated × 2 data`."""
+    """Return the line that describes the job.
+
+    Example: `zero3 · llama 0.8M · 2 ranks gloo/cpu · batch 16 = 2 micro × 4 accumulated × 2 data`.
+    """
     return " · ".join(
         (
             spec.name,
@@ -35,7 +38,7 @@ def header(spec: Spec, *, numel: int, backend: str, device: str) -> str:
 
 
 def announce_node(rank: int, size: int) -> None:
-    """Print on the first rank of each node but rank 0's that this node runs its ranks."""
+    """Print the ranks of this node, on the first rank of each node except rank 0's."""
     if rank and environment.is_first_of_node():
         last = rank + max(1, environment.ranks_of_node()) - 1
         ranks = f"ranks {rank} to {last}" if last > rank else f"rank {rank}"
@@ -43,7 +46,7 @@ def announce_node(rank: int, size: int) -> None:
 
 
 def parts_of_ranks(spec: Spec) -> tuple[str, ...]:
-    """Return what of the model each rank has, where that differs: `stage 1`, `stages 0 and 3`."""
+    """Return the stages of each rank (`stage 1`, `stages 0 and 3`); () without a pipeline."""
     if pipeline_of(spec) is None:
         return ()
     schedule = schedule_of(spec)
@@ -54,8 +57,17 @@ def parts_of_ranks(spec: Spec) -> tuple[str, ...]:
 def preflight_lines(
     spec: Spec, exact: Estimate, words: Sequence[str] = ("SPEC",), *, allow_import: bool = False
 ) -> list[str]:
-    """Return the prediction, and where it has no peak why not and what tells; where figures are
-    bounds, why. `words` load the spec."""
+    """Return the lines of the prediction.
+
+    Without a peak, they contain the reason and the command that measures it. If figures are bounds,
+    they contain the reason.
+
+    Args:
+        spec: The spec.
+        exact: Its prediction.
+        words: The words that load the spec on the command line.
+        allow_import: True if the command imports user code.
+    """
     lines = [*batch_lines(spec.batch, spec.data_degree), preflight_line(spec, exact)]
     memory_fit = fit(spec, exact)
     if memory_fit.peak_bytes is None:
@@ -68,8 +80,11 @@ def preflight_lines(
 
 
 def preflight_line(spec: Spec, exact: Estimate) -> str:
-    """Return `preflight  peak 58.5 MiB of 12 GiB per rank · traffic 14.2 MB per step`, with the
-    bytes copied between tiers, if any, and without figures that are not predicted."""
+    """Return the line of the prediction, without figures that are not predicted.
+
+    Example: `preflight  peak 58.5 MiB of 12 GiB per rank · traffic 14.2 MB per step`. The bytes
+    that are copied between tiers follow, if there are any.
+    """
     copied = exact.copied_bytes()
     memory_fit = fit(spec, exact)
     is_known = memory_fit.peak_bytes is not None

@@ -1,4 +1,4 @@
-"""Refuse what this host's memory cannot hold, before any rank starts. Torch-free."""
+"""Checks of this host's memory before any rank starts. This module imports no torch."""
 
 from __future__ import annotations
 
@@ -13,15 +13,18 @@ from ptrain.units import format_memory, grouped
 
 
 def require_host_memory(needed: int, what: str, remedy: str) -> None:
-    """Refuse what needs more memory than this host has. Without this check, the kernel ends the
-    ranks, or other processes, once the memory is gone.
+    """Reject a job that needs more memory than this host has.
+
+    Without this check, the kernel kills the ranks, or other processes, when the memory is
+    exhausted.
 
     Args:
-        what: the noun phrase that needs the memory.
-        remedy: what to do instead.
+        needed: The bytes that the job needs.
+        what: The noun phrase that needs the memory, for the message.
+        remedy: The fix, for the message.
 
     Raises:
-        SpecError: `needed` bytes are more than the host's memory.
+        SpecError: `needed` exceeds the host's memory.
     """
     here = physical_memory()
     if needed > here:
@@ -30,14 +33,16 @@ def require_host_memory(needed: int, what: str, remedy: str) -> None:
 
 
 def require_host_holds(spec: Spec, exact: Estimate, words: str, *, nodes: int = 1) -> None:
-    """Refuse a training whose ranks run on this host's CPU and need more memory than it has.
+    """Reject a training whose ranks run on this host's CPU and need more memory than it has.
 
     Args:
-        words: the SPEC and its overrides, as a shell takes them.
-        nodes: the number of hosts that share the ranks.
+        spec: The spec.
+        exact: Its prediction.
+        words: The SPEC and its overrides in shell syntax, for the message.
+        nodes: The number of hosts that share the ranks.
 
     Raises:
-        SpecError: the ranks need more memory than the host has.
+        SpecError: The ranks need more memory than the host has.
     """
     ranks = -(-spec.world_size // nodes)
     if spec.device != "cuda" and (spec.device != "auto" or ranks > gpus()):
@@ -50,8 +55,10 @@ def require_host_holds(spec: Spec, exact: Estimate, words: str, *, nodes: int = 
 
 
 def needed_bytes(exact: Estimate) -> int:
-    """Return the device and host bytes of all ranks of an estimate. Each rank has its peak, or the
-    states of the fullest rank if no peak is known."""
+    """Return the device and host bytes of all ranks of an estimate.
+
+    Each rank has its peak, or the states of the fullest rank if no peak is known.
+    """
     hosted = sum(totals(exact.memory, lambda row: row.host_bytes))
     if "peak" in exact.undefined or not exact.peak:
         return hosted + exact.world_size * resident_bytes(exact)

@@ -1,4 +1,4 @@
-"""Signals on a rank: remembered here, acted upon at the next step boundary by all ranks at once."""
+"""Signals on a rank: recorded here, handled at the next step boundary by all ranks together."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-# Slurm announces the end of a job by SIGUSR1: stop, save, and be queued again.
+# In order of precedence. Slurm announces the end of a job by SIGUSR1 (`--signal`): stop and save.
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
 class Interrupts:
-    """Which of SIGNALS has come; the strongest wins when ranks saw different ones."""
+    """The handler that records the SIGNALS that a rank received."""
 
     def __init__(self) -> None:
         self.received: set[int] = set()
@@ -23,22 +23,26 @@ class Interrupts:
         self.received.add(number)
 
     def flags(self) -> list[float]:
-        """One number per member of SIGNALS, to be added up over the ranks."""
+        """Return one number per member of SIGNALS, to be summed over the ranks."""
         return [float(number in self.received) for number in SIGNALS]
 
 
 def strongest(flags: list[float]) -> signal.Signals | None:
-    """The signal to obey, from the ranks' summed flags."""
+    """Return the first of SIGNALS that any rank received, None without one.
+
+    Args:
+        flags: The sums of `Interrupts.flags` over the ranks.
+    """
     return next((number for number, seen in zip(SIGNALS, flags, strict=True) if seen), None)
 
 
 def exit_code(number: signal.Signals) -> int:
-    """130 for Ctrl-C, 143 for everything that asks the job to end."""
+    """Return the exit code after a signal: 130 for Ctrl-C, 143 for all others."""
     return 130 if number is signal.SIGINT else 143
 
 
 def caught_here() -> tuple[signal.Signals, ...]:
-    """SIGNALS, but a hang-up that `nohup` has told us to ignore."""
+    """Return SIGNALS, without SIGHUP if `nohup` made this process ignore it."""
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         return tuple(number for number in SIGNALS if number is not signal.SIGHUP)
     return SIGNALS
@@ -46,10 +50,10 @@ def caught_here() -> tuple[signal.Signals, ...]:
 
 @contextmanager
 def caught() -> Iterator[Interrupts]:
-    """Catch SIGNALS inside; SIGUSR2 writes every thread's stack to the log."""
+    """Temporarily record SIGNALS. SIGUSR2 writes the stacks of all threads to standard error."""
     interrupts = Interrupts()
     if threading.current_thread() is not threading.main_thread():
-        yield interrupts  # signals are the main thread's
+        yield interrupts  # only the main thread may set handlers
         return
     before = {number: signal.signal(number, interrupts) for number in caught_here()}
     faulthandler.register(signal.SIGUSR2, file=2, all_threads=True)

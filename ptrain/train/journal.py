@@ -1,8 +1,9 @@
-"""Report a training while it runs: lines and a progress bar on rank 0, metrics.jsonl, and trackers.
+"""The reports of a running training: lines and a progress bar on rank 0, metrics.jsonl and
+trackers.
 
-W&B, MLflow and TensorBoard have one interface, and none of them can end, stop or delay a training.
-Each works in a thread of its own: a server that is gone may take minutes to fail, and the other
-ranks would wait for this one until their collectives time out.
+W&B, MLflow and TensorBoard share one interface, and none of them can end, stop or delay a training.
+Each runs in a separate thread: a call to an unreachable server may take minutes to fail, in which
+the other ranks would wait for this one until their collectives time out.
 """
 
 from __future__ import annotations
@@ -53,7 +54,16 @@ _ROW = re.compile(r'^\{"step": (\d+), .*\}\n', re.MULTILINE)
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """One step, counted from 1. `seen` is what `Journal.seen` gave when it was launched."""
+    """The report of one step, counted from 1.
+
+    Attributes:
+        step: The step.
+        figures: Its loss and related figures.
+        lr: The learning rate.
+        seconds: The duration of the step.
+        routing: The routing counts of each layer.
+        seen: The result of `Journal.seen` when the step was launched.
+    """
 
     step: int
     figures: StepFigures
@@ -64,18 +74,18 @@ class StepReport:
 
 
 def is_shown(spec: Spec, step: int) -> bool:
-    """Return whether a step, counted from 1, has a line of its own."""
+    """Return True if a step, counted from 1, is printed."""
     return step % spec.log_every == 0 or step in (1, spec.train.steps)
 
 
 class Sink(Protocol):
-    """Where figures go beside metrics.jsonl."""
+    """A receiver of figures in addition to metrics.jsonl."""
 
     def log(self, step: int, figures: Mapping[str, float]) -> None: ...
 
 
 class Journal:
-    """Of rank 0; the others have none of it (`Journal(spec)`) and stay silent."""
+    """The journal of rank 0. Other ranks have a silent one, without a folder."""
 
     def __init__(
         self,
@@ -87,7 +97,16 @@ class Journal:
         quiet: bool = False,
         sink: Sink | None = None,
     ) -> None:
-        """`first` steps are done: the first new row replaces rows of later steps."""
+        """Set up the journal.
+
+        Args:
+            spec: The spec.
+            folder: The run folder. None: write and print nothing.
+            first: The number of finished steps. The first new row replaces rows of later steps.
+            bar: Show a progress bar on a terminal.
+            quiet: Log the lines of steps on the level DEBUG.
+            sink: The receiver of all figures.
+        """
         self.spec = spec
         self._sink = sink
         self.level = logging.DEBUG if quiet else logging.INFO
@@ -97,21 +116,24 @@ class Journal:
         self._path, self._first = folder.metrics if folder else None, first
         self._metrics: Any = None  # opened by the first row
         self._counter = Counter() if spec.world_size > 1 and folder else None
-        self._uncounted = 0  # steps since the counter's last look
-        self._progress = _progress(spec.train.steps) if bar else None
+        self._uncounted = 0  # steps since the counter was last read
+        self._progress = _start_progress(spec.train.steps) if bar else None
 
     def measured(self, estimate: Estimate) -> None:
-        """Take what this rank's meters saw, for the steps to come."""
+        """Record the meters' figures of this rank, to be added to the rows of the next steps."""
         peak, sent = estimate.peak_bytes(), estimate.sent_bytes()
         self._measured = ({} if peak is None else {"peak_bytes": peak}) | {"sent_bytes": sent}
 
     def seen(self, step: int) -> Mapping[str, float]:
-        """Return what meters and counter have seen when a step (from 1) is launched: the last
-        measured step, and where the counter looks, collectives. Called once a step."""
+        """Return the figures of meters and counter when a step (from 1) is launched.
+
+        They are the last measured step, and the collectives if the counter was read. Call it once
+        per step.
+        """
         return {**self._measured, **self._counted(step)}
 
     def step(self, report: StepReport) -> None:
-        """A row of metrics for every step, a line for every `log_every`th, the first and last."""
+        """Write a row of metrics, and print a line at each `log_every`th, first and last step."""
         self.seconds.append(report.seconds)
         if self._path is None:
             return
@@ -127,6 +149,7 @@ class Journal:
             LOG.log(self.level, self._line(report.step, figures))
 
     def held_out(self, step: int, loss: float) -> None:
+        """Write and print the held-out loss after a step."""
         if self._path is None:
             return
         self._write({"step": step, "held_out_loss": loss})
@@ -134,7 +157,7 @@ class Journal:
         LOG.info("step %d/%d  held-out loss %.4f", step, self.spec.train.steps, loss)
 
     def step_seconds(self) -> float | None:
-        """Return the median seconds of a step, the first two left out; None before the third."""
+        """Return the median duration of a step without the first two; None before the third."""
         return statistics.median(self.seconds[2:]) if len(self.seconds) > 2 else None
 
     def __enter__(self) -> Self:
@@ -148,18 +171,20 @@ class Journal:
             self._metrics.close()
 
     def _write(self, row: Mapping[str, object]) -> None:
+        """Append a row to metrics.jsonl. The first one drops rows of steps that are repeated."""
         assert self._path is not None, "only rank 0 writes"
         if self._metrics is None:
             _drop_rows(self._path, self._first)
-            self._metrics = _append(self._path)
+            self._metrics = _open_for_append(self._path)
         self._metrics.write(json.dumps(row) + "\n")
 
     def _track(self, step: int, figures: Mapping[str, float]) -> None:
+        """Pass figures to the trackers."""
         if self._sink is not None:
             self._sink.log(step, figures)
 
     def _figures(self, report: StepReport) -> dict[str, float]:
-        """The same names in every sink."""
+        """Return the figures of a step, with the same names for all receivers."""
         figures = {
             "loss": report.figures.loss,
             "lr": report.lr,
@@ -175,7 +200,7 @@ class Journal:
         return {**figures, **report.seen}
 
     def _rate(self, seconds: float) -> dict[str, float]:
-        """In samples, where a sample is not tokens."""
+        """Return the throughput, in samples if a sample is not a sequence of tokens."""
         if self.spec.data.function is not None:
             return {"samples_per_second": self.spec.batch.global_samples / seconds}
         return {"tokens_per_second": self.spec.batch.tokens / seconds}
@@ -183,16 +208,21 @@ class Journal:
     def _scaled(
         self, scale: float, known: StepFigures, figures: dict[str, float]
     ) -> dict[str, float]:
-        """The scale of the next step, and the steps skipped so far; the norm of a skipped step,
-        which is no number, goes."""
+        """Return the loss scale of the next step and the number of skipped steps.
+
+        The gradient norm of a skipped step is not finite and is removed from `figures`.
+        """
         if known.is_skipped:
             self.skipped_steps += 1
             figures.pop("gradient_norm", None)
         return {"loss_scale": scale, "skipped_steps": self.skipped_steps}
 
     def _counted(self, step: int) -> dict[str, float]:
-        """Collectives per step since the last look, from the counter that is always on; nothing
-        where it did not look, or where its ring has been overwritten in between."""
+        """Return the collectives per step since the counter was last read.
+
+        The result is empty if the counter was not read, or if its ring buffer was overwritten
+        since.
+        """
         if self._counter is None:
             return {}
         self._uncounted += 1
@@ -210,6 +240,7 @@ class Journal:
         }
 
     def _line(self, step: int, figures: dict[str, float]) -> str:
+        """Return the line of a step."""
         parts = [f"step {step}/{self.spec.train.steps}", f"loss {figures['loss']:.4f}"]
         parts += [text(figures[name]) for name, text in _TEXTS.items() if name in figures]
         if "expert_load" in figures:
@@ -221,7 +252,7 @@ class Journal:
         return "  ".join(parts)
 
 
-# How figures of a step stand in its line, in this order.
+# The formats of figures in the line of a step, in this order.
 _TEXTS: Mapping[str, Callable[[float], str]] = {
     "gradient_norm": "|g| {:.2f}".format,
     "lr": "lr {:.1e}".format,
@@ -233,12 +264,12 @@ _TEXTS: Mapping[str, Callable[[float], str]] = {
 
 
 def set_up_logging(folder: RunFolder, *, rank: int, speaks: bool) -> None:
-    """Every rank logs to its file; the one that speaks also to standard output, bare lines."""
+    """Log to the file of this rank; on the rank that prints, also to standard output."""
     LOG.setLevel(logging.DEBUG)
     LOG.propagate = False
     LOG.handlers.clear()
     folder.log(rank).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    file = logging.StreamHandler(_append(folder.log(rank)))
+    file = logging.StreamHandler(_open_for_append(folder.log(rank)))
     file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     LOG.addHandler(file)
     if speaks:
@@ -248,7 +279,7 @@ def set_up_logging(folder: RunFolder, *, rank: int, speaks: bool) -> None:
 
 
 class _Console(logging.Handler):
-    """Lines on standard output, above a progress bar where there is one."""
+    """A log handler that prints lines on standard output, above any progress bar."""
 
     progress: Progress | None = None
 
@@ -260,8 +291,8 @@ class _Console(logging.Handler):
             show(text)
 
 
-def _progress(steps: int) -> Progress | None:
-    """A bar on a terminal only."""
+def _start_progress(steps: int) -> Progress | None:
+    """Start a progress bar; None if standard output is no terminal."""
     if not sys.stdout.isatty():
         return None
     progress = Progress(
@@ -278,16 +309,17 @@ def _progress(steps: int) -> Progress | None:
 
 
 def _drop_rows(path: Path, after: int) -> None:
-    """Replace a metrics file in one move by its rows of steps up to `after`. A line that was cut
-    short goes too."""
+    """Remove the rows of steps after `after`, and incomplete lines, from a metrics file,
+    atomically.
+    """
     text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
     rows = [row for row in _ROW.finditer(text) if int(row[1]) <= after]
     if (kept := "".join(row[0] for row in rows)) != text:
         write_text(path, kept)
 
 
-def _append(path: Path) -> Any:
-    """Line-buffered text that only the owner may read."""
+def _open_for_append(path: Path) -> Any:
+    """Open a file for appending lines, readable only by its owner and flushed after each line."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     return os.fdopen(descriptor, "w", encoding="utf-8", buffering=1)
 
@@ -297,26 +329,30 @@ TRACKERS: Mapping[str, Callable[[], Tracker]] = {
     "wandb": WeightsAndBiases,
     "mlflow": MLflow,
 }
-PATIENCE = 20.0  # seconds at the end of a run: the launcher gives the last rank 30
-MOST_CALLS = 10_000  # that wait for a tracker
-_PASSWORD = re.compile(r"//[^/\s]+@")  # of an address, and the user's name; it may have an @
+# Seconds for all trackers at the end of a run, less than the 30 s that the launcher gives the last
+# rank (launch._ORDERLY_GRACE).
+PATIENCE = 20.0
+MOST_CALLS = 10_000  # calls that may wait for a tracker
+_CREDENTIALS = re.compile(r"//[^/\s]+@")  # user name and password of an address; both may contain @
 
 
 class TrackerThread:
-    """A tracker, called from a thread of its own in the order of the calls. It is given up, with
-    one warning, once it raises or is too far behind."""
+    """A tracker that runs in a separate thread and gets its calls in order.
+
+    It is disabled, with one warning, when it raises or when too many calls wait.
+    """
 
     def __init__(self, name: str, tracker: Tracker) -> None:
         self.name = name
         self.is_given_up = False
-        self._warns = threading.Lock()  # both threads may give it up
+        self._warns = threading.Lock()  # both threads may disable it; only one warns
         self._tracker = tracker
         self._calls: Queue[Callable[[Tracker], object] | None] = Queue(MOST_CALLS)
         self._thread = threading.Thread(target=self._work, name=f"tracker {name}", daemon=True)
         self._thread.start()
 
     def call(self, call: Callable[[Tracker], object]) -> None:
-        """Return at once; what was called before comes first."""
+        """Queue a call and return at once."""
         if not self.is_given_up:
             try:
                 self._calls.put_nowait(call)
@@ -324,11 +360,11 @@ class TrackerThread:
                 self._give_up(f"{MOST_CALLS} rows are waiting")
 
     def finish(self) -> None:
-        """Return at once; the thread ends when nothing is left to do."""
+        """Queue the end of the thread and return at once."""
         self.call(lambda _: self._calls.put(None))
 
     def join(self, deadline: float) -> None:
-        """Wait for that, at most until `deadline`, of the monotonic clock."""
+        """Wait for the end of the thread until `deadline` (monotonic); then disable the tracker."""
         if self.is_given_up:
             return
         self._thread.join(max(0.0, deadline - time.monotonic()))
@@ -336,6 +372,7 @@ class TrackerThread:
             self._give_up(f"it did not accept all rows within {PATIENCE:g} s")
 
     def _work(self) -> None:
+        """Run the queued calls."""
         while (call := self._calls.get()) is not None and not self.is_given_up:
             try:
                 with boundary(lambda error: Fault(place=self.name, finding=said(error))):
@@ -345,35 +382,42 @@ class TrackerThread:
                 return
 
     def _give_up(self, reason: str) -> None:
+        """Disable the tracker and warn once. Passwords in addresses are removed from the reason."""
         with self._warns:
             if self.is_given_up:
                 return
             self.is_given_up = True
-        hidden = _PASSWORD.sub("//", reason)
+        hidden = _CREDENTIALS.sub("//", reason)
         LOG.warning("warning: %s failed and is disabled: %s", self.name, hidden)
 
 
 class Trackers:
-    """What a training tells its trackers: as `with` begins, the `run`; then rows; at last the
-    verdict. Of none on ranks but the first, and where a spec names none."""
+    """The trackers of a training, as a context manager that begins and closes their runs.
+
+    It is empty on all ranks except the first, and if the spec names none.
+
+    Args:
+        run_of: The run to begin, by the name of the tracker.
+    """
 
     def __init__(self, run_of: Mapping[str, TrackedRun] | None = None) -> None:
         self._run_of = run_of or {}
         self._threads: list[TrackerThread] = []
 
     def log(self, step: int, figures: Mapping[str, float]) -> None:
-        """Give all of them a row of a step, counted from 1."""
+        """Send the figures of a step, counted from 1, to all trackers."""
         for thread in self._threads:
             thread.call(lambda tracker: tracker.log(step, figures))
 
     def conclude(self, verdict: str) -> None:
+        """Send the verdict to all trackers."""
         for thread in self._threads:
             thread.call(lambda tracker: tracker.conclude(verdict))
 
     def __enter__(self) -> Self:
         for name, run in self._run_of.items():
             thread = TrackerThread(name, TRACKERS[name]())
-            thread.call(partial(_begin, run, RunFolder(run.folder).identity(name)))
+            thread.call(partial(_begin_run, run, RunFolder(run.folder).identity(name)))
             self._threads.append(thread)
         return self
 
@@ -394,7 +438,15 @@ class Trackers:
 def trackers_of(
     spec: Spec, options: Options, folder: RunFolder, predicted: Estimate, *, first: int
 ) -> Trackers:
-    """Return the trackers of rank 0. `first`: steps that are done already."""
+    """Return the trackers of rank 0.
+
+    Args:
+        spec: The spec.
+        options: The options of the training.
+        folder: The run folder.
+        predicted: The prediction, whose figures the trackers record.
+        first: The number of finished steps.
+    """
     run = TrackedRun(
         name=folder.path.name,
         folder=folder.path,
@@ -411,7 +463,7 @@ def trackers_of(
 
 
 def _figures(predicted: Estimate) -> dict[str, float]:
-    """The names are those of the rows, where these have the figure too."""
+    """Return the predicted figures, with the names of the rows where both have a figure."""
     states = {row.state for row in predicted.memory}
     figures: dict[str, float] = {f"{state}_bytes": predicted.bytes_of(state) for state in states}
     if (peak := predicted.peak_bytes()) is not None:
@@ -419,8 +471,8 @@ def _figures(predicted: Estimate) -> dict[str, float]:
     return dict(sorted(figures.items())) | {"sent_bytes": predicted.sent_bytes()}
 
 
-def _begin(run: TrackedRun, file: Path, tracker: Tracker) -> None:
-    """Begin the run, and write down what the tracker calls it."""
+def _begin_run(run: TrackedRun, file: Path, tracker: Tracker) -> None:
+    """Begin the run of a tracker and record its id."""
     if identity := tracker.begin(run):
         file.parent.mkdir(mode=0o700, exist_ok=True)
         write_text(file, identity + "\n")

@@ -1,8 +1,8 @@
-"""Start the ranks of one machine and watch them: the parent of `ptrain train`. Torch-free.
+"""The parent of `ptrain train` on one machine: it starts the ranks and watches them.
 
-The store in which the ranks meet listens on the loopback only, on a socket that is bound here and
-handed to rank 0, so that no port is guessed. The first rank to fail is named with its cause, the
-others are ended at once, and none is left behind, whatever happens to this process.
+The store for the rendezvous only listens on the loopback interface, on a socket that is bound here
+and inherited by rank 0, so no port is guessed. The first rank to fail is reported with its cause,
+and the others are ended at once. No rank outlives this process. This module imports no torch.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from ptrain.train.environment import Meeting
 from ptrain.train.failure import Rank, end, start, wait
 from ptrain.train.folder import RunFolder
 
-_EVERY = 0.05  # seconds between two looks
-_SETTLE = 2.0  # for a root cause to show after its first victim
-_ORDERLY_GRACE = 30.0  # for the other ranks to end once one has in good order
-_INTERRUPT_GRACE = 60.0  # for a step to finish and a checkpoint to be written
+_EVERY = 0.05  # seconds between two polls
+_SETTLE = 2.0  # seconds in which a root cause shows after its first victim
+_ORDERLY_GRACE = 30.0  # seconds for the other ranks to end after the first orderly end
+_INTERRUPT_GRACE = 60.0  # seconds to finish a step and write a checkpoint
 
 
 class LauncherSignals:
-    """Signals that came since the start; the second one of any kind means at once."""
+    """The signals that this process received. A second one of any kind ends the ranks at once."""
 
     def __init__(self) -> None:
         self.received: list[signal.Signals] = []
@@ -40,6 +40,7 @@ class LauncherSignals:
 
     @contextmanager
     def caught(self) -> Iterator[LauncherSignals]:
+        """Temporarily record signals instead of being ended by them."""
         before = {number: signal.signal(number, self) for number in interrupt.caught_here()}
         try:
             yield self
@@ -57,15 +58,25 @@ def launch(
     module: str = "ptrain.train",
     inherited: Sequence[int] = (),
 ) -> int:
-    """Run `python -m MODULE ARGV` on every rank; the exit code of the job. `parts`: what of the
-    model each rank has, for messages. `inherited`: descriptors that stay open in every rank. A
-    module whose exit code is 1, a failed verdict, has written the folder's summary.
+    """Run `python -m MODULE ARGV` on every rank and return the exit code of the job.
 
-    Raises RankFailed, naming the rank, when one died, hung or raised.
+    Args:
+        argv: The arguments of each rank.
+        num_ranks: The number of ranks.
+        folder: The run folder.
+        parts: The part of the model on each rank, for messages.
+        module: The module of a rank. If its exit code is 1 (a failed verdict), it has written the
+            summary of the folder.
+        inherited: Descriptors that stay open in every rank.
+
+    Raises:
+        RankFailed: A rank died, hung or raised. The message names it.
+        TrainingStopped: A check stopped the training.
+        PtrainError: A rank rejected the user's input.
     """
     with LauncherSignals().caught() as interrupts:
         try:
-            return _live(
+            return _run_ranks(
                 [module, *argv],
                 interrupts,
                 num_ranks=num_ranks,
@@ -74,12 +85,12 @@ def launch(
                 inherited=inherited,
             )
         except RankFailed:
-            if interrupts.received:  # while the others were ended: the job is to end, not to fail
-                return _interrupted(interrupts)
+            if interrupts.received:  # an interrupt, also one while ranks are ended, is no failure
+                return _interrupted_code(interrupts)
             raise
 
 
-def _live(
+def _run_ranks(
     words: Sequence[str],
     interrupts: LauncherSignals,
     *,
@@ -88,7 +99,7 @@ def _live(
     parts: Sequence[str],
     inherited: Sequence[int],
 ) -> int:
-    """The ranks, from their start until none is left."""
+    """Start the ranks and watch them until none is left."""
     if sys.stderr.isatty() and "--json" not in words:
         print(f"starting {num_ranks} ranks; importing torch takes seconds", file=sys.stderr)
     with socket.socket() as listener, standard_output() as output:
@@ -108,14 +119,20 @@ def _live(
             ):
                 ranks.append(rank)
                 rank.has = parts[rank.rank] if parts else ""
-            listener.close()  # rank 0 has its own copy; clients must see it go
+            # Rank 0 has inherited the socket. A copy here would keep it open after rank 0 ended,
+            # and clients would not notice the end of the store.
+            listener.close()
             return _watch(ranks, interrupts)
         finally:
             end(ranks)
 
 
 def _watch(ranks: Sequence[Rank], interrupts: LauncherSignals) -> int:
-    """Until all are gone, one failed, or the time for an orderly end is over; the exit code."""
+    """Watch the ranks until all have ended, one failed, or the time for an orderly end is over.
+
+    Returns:
+        The exit code of the job.
+    """
     passed = 0
     deadline = math.inf
     while True:
@@ -123,9 +140,9 @@ def _watch(ranks: Sequence[Rank], interrupts: LauncherSignals) -> int:
             rank.poll()
         now = time.monotonic()
         if not interrupts.received and failure.failures(ranks, now):
-            return _blame(ranks)
+            return _raise_root_cause(ranks)
         if not any(rank.lives for rank in ranks):
-            return _ended(ranks, interrupts)
+            return _exit_code(ranks, interrupts)
         if any(not rank.lives for rank in ranks):
             deadline = min(deadline, now + _ORDERLY_GRACE)
         if len(interrupts.received) > passed:
@@ -134,25 +151,26 @@ def _watch(ranks: Sequence[Rank], interrupts: LauncherSignals) -> int:
             passed = len(interrupts.received)
             deadline = min(deadline, now + (_INTERRUPT_GRACE if passed == 1 else 0.0))
         if now >= deadline:
-            return _overdue(ranks, interrupts)
+            return _handle_overdue(ranks, interrupts)
         time.sleep(_EVERY)
 
 
-def _ended(ranks: Sequence[Rank], interrupts: LauncherSignals) -> int:
-    """All ranks are gone in good order, or on our signal."""
+def _exit_code(ranks: Sequence[Rank], interrupts: LauncherSignals) -> int:
+    """Return the exit code after all ranks ended in an orderly way, or after a signal."""
     codes = [rank.code for rank in ranks if rank.code]
     if interrupts.received and (not codes or min(codes) < 0):
-        return _interrupted(interrupts)
-    _tell(ranks)
+        return _interrupted_code(interrupts)
+    _raise_reported(ranks)
     return codes[0] if codes else 0
 
 
-def _interrupted(interrupts: LauncherSignals) -> int:
+def _interrupted_code(interrupts: LauncherSignals) -> int:
+    """Return the exit code of an interrupted job."""
     return 128 + (signal.SIGINT if signal.SIGINT in interrupts.received else signal.SIGTERM)
 
 
-def _tell(ranks: Sequence[Rank]) -> None:
-    """Raise what a rank refused or stopped for, in the words of the first that said so."""
+def _raise_reported(ranks: Sequence[Rank]) -> None:
+    """Raise the error of the first rank that rejected its input or stopped the training."""
     for rank in ranks:
         if rank.code == TrainingStopped.exit_code:
             raise TrainingStopped(failure.said(rank) or f"stopped; see {rank.log}")
@@ -162,21 +180,24 @@ def _tell(ranks: Sequence[Rank]) -> None:
             raise RankFailed(f"error: {rank} stopped without a message; see {rank.log}")
 
 
-def _overdue(ranks: Sequence[Rank], interrupts: LauncherSignals) -> int:
-    """Ranks outlived an interrupt or the orderly end of another."""
+def _handle_overdue(ranks: Sequence[Rank], interrupts: LauncherSignals) -> int:
+    """Return the exit code if ranks outlive an interrupt. Raises RankFailed if one does not end."""
     if interrupts.received or any(rank.code for rank in ranks):
-        return _ended([rank for rank in ranks if not rank.lives], interrupts)
+        return _exit_code([rank for rank in ranks if not rank.lives], interrupts)
     silent = next(rank for rank in ranks if rank.lives)
     cause = f"does not end; the other ranks ended {_ORDERLY_GRACE:g} s ago"
     raise RankFailed(failure.message(failure.Failure(rank=silent, cause=cause), 1))
 
 
-def _blame(ranks: Sequence[Rank]) -> int:
-    """Give the root cause a moment to show, then name it. A rank that ended in good order, with
-    something to tell, explains the victims; its exit code is the job's."""
+def _raise_root_cause(ranks: Sequence[Rank]) -> int:
+    """Wait until the root cause shows, and raise it as RankFailed.
+
+    If a rank ended in an orderly way with an error, it explains the victims, and its error is
+    raised instead.
+    """
     deadline = time.monotonic() + _SETTLE
     while True:
-        wait(ranks, 0.3)  # peers that lost a connection say so within this
+        wait(ranks, 0.3)  # seconds in which peers report a lost connection
         failures = failure.failures(ranks, time.monotonic())
         living = [rank for rank in ranks if rank.lives]
         orderly = [rank for rank in ranks if rank.code and rank.code in failure.ORDERLY]
@@ -184,15 +205,15 @@ def _blame(ranks: Sequence[Rank]) -> int:
         if certain or not living or time.monotonic() > deadline:
             break
     if not certain and living:
-        _ask_for_stacks(living)
+        _request_stacks(living)
     if orderly and all(suspect.is_victim for suspect in failures):
-        _tell(orderly)
+        _raise_reported(orderly)
         return orderly[0].code or 0
     raise RankFailed(failure.message(failure.root_cause(failures, living), len(failures)))
 
 
-def _ask_for_stacks(living: Sequence[Rank]) -> None:
-    """A rank that hangs writes where (faulthandler, SIGUSR2) before it is ended."""
+def _request_stacks(living: Sequence[Rank]) -> None:
+    """Make ranks that hang write their stacks to their logs (faulthandler, SIGUSR2)."""
     for rank in living:
         rank.send(signal.SIGUSR2)
     time.sleep(0.3)

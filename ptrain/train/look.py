@@ -1,8 +1,8 @@
-"""What all ranks learn of a step: its loss, whether it is sound, and who wants to stop.
+"""The check of one step on all ranks: its loss, whether it is finite, and received signals.
 
-Either the host knows before the update. Or the device sums it over the ranks and leaves the update
-out by itself, and the host reads it a step later, when the next step is launched: then the device
-never waits for the host.
+Either the host waits for these figures before the update. Or the device sums them over the ranks
+and skips the update by a flag, and the host reads them when the next step has been launched. Then
+the device never waits for the host.
 """
 
 from __future__ import annotations
@@ -27,9 +27,16 @@ from ptrain.train.interrupt import SIGNALS, Interrupts, strongest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepFigures:
-    """Of one step: the global loss, whether it and all gradients are finite, and the interrupt that
-    any rank has seen; the norm before clipping. Of a scaled loss the scale of the next step, and
-    whether this one was skipped."""
+    """The figures of one step.
+
+    Attributes:
+        loss: The global loss.
+        is_sound: True if the loss and all gradients are finite.
+        interrupt: The signal that a rank received. None: none.
+        gradient_norm: The norm before clipping. None: not computed.
+        loss_scale: The scale of the next step. None: the loss is not scaled.
+        is_skipped: True if the loss scaler skipped the update.
+    """
 
     loss: float
     is_sound: bool
@@ -40,20 +47,20 @@ class StepFigures:
 
 
 class Look(Protocol):
-    """What is known of a step. `halted` is what `Program.apply` is given."""
+    """The check of a step. `halted` is the flag that `Program.apply` takes."""
 
     halted: torch.Tensor | None
 
     def send(self) -> None:
-        """The update is launched: what else is to be known of it goes to the host."""
+        """Start copying remaining figures to the host. Called after the update was launched."""
 
     def figures(self) -> StepFigures:
-        """Return what was found, when it is there."""
+        """Wait for the figures and return them."""
         ...
 
 
 class HostLook:
-    """Of a step whose figures were waited for, all but what its update makes of the loss scale."""
+    """A check whose figures are on the host, except for the loss scale that the update changes."""
 
     halted = None
 
@@ -78,8 +85,16 @@ class HostLook:
 
 
 class DeviceLook:
-    """Of a step that the device has in its queue. `sums` (1-d fp64) are over the ranks; `halted`,
-    `norm` and what there is of `scaling` all ranks have alike."""
+    """A check in the queue of the device.
+
+    Args:
+        queue: The queue.
+        halted: The flag that skips updates, equal on all ranks.
+        sums: Sums over the ranks, fp64 in one dimension: loss, number of ranks with gradients that
+            are not finite, and one number per signal.
+        norm: The gradient norm, equal on all ranks. None: not computed.
+        scaling: The loss scale. None: the loss is not scaled.
+    """
 
     def __init__(
         self,
@@ -91,7 +106,7 @@ class DeviceLook:
     ) -> None:
         self.halted = halted
         self._queue, self._scaling, self._has_norm = queue, scaling, norm is not None
-        self._known = [sums, *([] if norm is None else [norm])]  # gone when it is sent
+        self._known = [sums, *([] if norm is None else [norm])]  # freed by `send`
         self._numbers: torch.Tensor | None = None
         self._sent: Milestone | None = None
 
@@ -125,10 +140,12 @@ class DeviceLook:
 
 
 def can_be_late(program: Program, queue: DeviceQueue) -> bool:
-    """Return whether the host need not wait for what it knows of a step: the device does its work
-    later, all of the update lies on it, and a flag there leaves it out. So it does of one fused
-    kernel, and not where backward updates. `verify_every` wants the state behind a step, which
-    waits anyway."""
+    """Return True if the host need not wait for the figures of a step.
+
+    This requires a device that works behind the host, all states on the device, and an update that
+    a flag on the device can skip: one fused kernel, not an update in backward. `verify_every`
+    compares the state after each step, which waits anyway.
+    """
     spec = program.spec
     is_read_at_once = spec.verify_every or program.updates_in_backward
     if not queue.runs_ahead or is_read_at_once or not spec.optimizer.row.is_fused:
@@ -138,11 +155,11 @@ def can_be_late(program: Program, queue: DeviceQueue) -> bool:
 
 
 class DeviceSums:
-    """What the ranks of one training sum up on their devices, in each step. Nothing is read off
-    them, and the meters see none of it.
+    """The sums of the ranks on their devices, in each step of a training.
 
-    `halted` (fp32, 0 or 1, on all ranks alike) is 1 from the first step on whose loss or gradients
-    are not finite: all that is launched behind it changes nothing.
+    The host reads none of them in the step, and the meters do not count them. `halted` (fp32, 0 or
+    1, equal on all ranks) is 1 from the first step whose loss or gradients are not finite: all
+    updates that are launched later change nothing.
     """
 
     def __init__(self, program: Program, queue: DeviceQueue, interrupts: Interrupts) -> None:
@@ -151,26 +168,33 @@ class DeviceSums:
 
     @torch.no_grad()
     def look(self, share: torch.Tensor, norm: torch.Tensor | None) -> DeviceLook:
-        """Look at a step before its update: `share` is this rank's of the loss, `norm` what
-        `Program.reduce` returned."""
+        """Launch the check of a step before its update.
+
+        Args:
+            share: This rank's share of the loss.
+            norm: The result of `Program.reduce`.
+        """
         device = self._program.world.device
         with without_modes():
             seen = torch.tensor(self._interrupts.flags(), dtype=torch.float64, device="cpu")
-            unsound = self._unsound(norm)
+            unsound = self._unsound_flag(norm)
             own = torch.stack([share.double(), unsound.double()])
             sums = torch.cat([own, sent_to(device, seen)])
             if self._program.world.size > 1:
-                # of all ranks, by the group in which they compared their models: NCCL has it ready,
-                # where one that only these sums need would be a communicator more
+                # On the default group, whose NCCL communicator exists: the ranks compared their
+                # models with it. A group for these sums would create another communicator.
                 dist.all_reduce(sums)
             is_unsound = sums[0].isfinite().logical_not_().logical_or_(sums[1] > 0)
-            # a new one in each step: what is older than a step the meters would count
+            # A new tensor in each step: the meters count storages that are older than a step.
             self.halted = torch.maximum(self.halted, is_unsound.float())
         return DeviceLook(self._queue, self.halted, sums, norm, self._program.scaling)
 
-    def _unsound(self, norm: torch.Tensor | None) -> torch.Tensor:
-        """Whether this rank's gradients are not finite, and their update is not skipped anyway. The
-        norm is of all ranks, and as finite as their gradients."""
+    def _unsound_flag(self, norm: torch.Tensor | None) -> torch.Tensor:
+        """Return a flag that is set if this rank's gradients are not finite and their update not
+        skipped.
+
+        The norm is global, and finite only if the gradients of all ranks are.
+        """
         scaling = self._program.scaling
         if norm is not None:
             is_unsound = norm.isfinite().logical_not_()

@@ -1,4 +1,4 @@
-"""The training loop: batch, forward and backward, agreement, update. It names no axis."""
+"""The training loop: batch, forward and backward, check, update. It names no mesh axis."""
 
 from __future__ import annotations
 
@@ -18,18 +18,31 @@ from ptrain.train.schedule import learning_rate
 
 
 def train(program: Program, parts: Parts, *, first: int = 0) -> Outcome:
-    """Steps `first` to the spec's last. Raises TrainingStopped, on all ranks, at the first loss or
-    gradient that is not finite, whose update is not made.
+    """Train from step `first` to the last step of the spec.
 
-    On a device with a queue of its own nothing is read off it between two steps: what is known of
-    one is written down when the next is launched, and before whatever wants to know it: an
-    evaluation, a checkpoint, the end.
+    If the host runs ahead of its device, nothing is read from the device between two steps. The
+    figures of a step are reported when the next one has been launched, and before an evaluation, a
+    checkpoint or the end.
+
+    Args:
+        program: The program.
+        parts: The other objects that the loop needs.
+        first: The number of finished steps.
+
+    Returns:
+        The number of finished steps, the losses, and the signal that ended the training early.
+
+    Raises:
+        TrainingStopped: A loss or gradient is not finite. Its update is not applied. Raised on all
+            ranks.
     """
     spec, queue = program.spec, DeviceQueue(program.world.device)
     repeat = partial(_repeat, program, parts)
     guard = Guard(program, queue, parts.exchange, parts.interrupts, repeat)
     steps, held_out = first, None
-    before: Milestone | None = None  # the end of the step before, where nothing came in between
+    # The end of the previous step, if no other work came after it. Timing from it includes the
+    # time in which the device waits for the host.
+    before: Milestone | None = None
     most = 1 if queue.runs_ahead and not spec.verify_every else 0
     with Reports(guard, parts.journal, parts.judge, most=most) as reports:
         while steps < spec.train.steps and not reports.interrupt:
@@ -67,7 +80,7 @@ def train(program: Program, parts: Parts, *, first: int = 0) -> Outcome:
 
 
 def _repeat(program: Program, parts: Parts, step: int) -> torch.Tensor | None:
-    """Compute the gradients of a step again, and return their norm."""
+    """Recompute the gradients of a step and return their norm."""
     rate = learning_rate(program.spec.optimizer, step)
     local = local_batch(program, parts.corpus, step)
     seed_dropout(program, step)
@@ -92,13 +105,13 @@ def local_batch(
 
 
 def seed_dropout(program: Program, step: int) -> None:
-    """Dropout is a function of (seed, step, rank): a resumed run draws what it would have."""
+    """Seed dropout by (seed, step, rank), so that a resumed run draws the same masks."""
     seed = seed_of_step(program.spec.train.seed, step, program.random_index)
     seed_device(seed, program.world.device)
 
 
 def _evaluate(program: Program, parts: Parts) -> float:
-    """The mean loss of the held-out batches, the same ones every time."""
+    """Return the mean loss of the held-out batches, which are the same in each evaluation."""
     count, split = program.spec.eval.batches, Split.HELD_OUT
     share = torch.zeros((), dtype=torch.float64, device=program.world.device)
     for index in range(count):
@@ -107,10 +120,12 @@ def _evaluate(program: Program, parts: Parts) -> float:
 
 
 def _is_due(steps: int, every: int) -> bool:
+    """Return True after each `every` steps; never if `every` is 0."""
     return every > 0 and steps % every == 0
 
 
 def _is_save_due(checkpoint: CheckpointSpec, steps: int, is_last: bool) -> bool:
+    """Return True if a checkpoint is due after these steps."""
     return _is_due(steps, checkpoint.every) or (
         is_last and (checkpoint.at_end or checkpoint.every > 0)
     )

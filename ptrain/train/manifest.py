@@ -1,13 +1,13 @@
-"""Read and write a checkpoint's manifest: its contents and the SHA-256 of every file. Torch-free.
+"""The manifest of a checkpoint: its contents and the SHA-256 of every file.
 
-torch's checkpoints carry no checksum: of 200 flipped bits 191 were loaded as wrong values. A
-checkpoint is complete when its folder has its final name and the manifest agrees with the files.
-The manifest's last entry, its seal, is the SHA-256 of its own text before it: of 200 flipped bits
-in an unsealed one 36 were read as another step, size or model.
-SHA-256 here guards against accidents, not against an attacker: load only checkpoints you trust.
+torch's checkpoints contain no checksum: of 200 flipped bits, 191 were loaded as wrong values. A
+checkpoint is complete if its folder has its final name and the files match the manifest. The last
+entry of the manifest, its seal, is the SHA-256 of its text before the seal. Of 200 flipped bits in
+a manifest without a seal, 36 were read as another step, size or model. SHA-256 guards against
+accidents, not against attackers: only load checkpoints that you trust.
 
-A checkpoint of another model is rejected. Another learning rate, optimizer, text, seed or batch may
-be intended, so each key that differs is reported.
+A checkpoint of another model is rejected. Another learning rate, optimizer, dataset, seed or batch
+may be intended, so each key that differs is reported. This module imports no torch.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from ptrain.spec.spec import Spec
 from ptrain.units import leaves
 
 _REMEDY = "Use the model of the checkpoint, or remove `--resume` to train from the start."
-# Names and places: the model is the same without, and a checkpoint has its weights.
+# Names and locations, which do not change the model: the checkpoint contains the weights.
 _WHEREABOUTS = ("preset", "folder", "pretrained")
 _WATCHED = {"optimizer": (), "data": (), "train": ("seed",), "batch": ("global", "sequence")}
 
 
 def trained(spec: Spec) -> dict[str, object]:
-    """Return what a manifest keeps of a spec, as JSON reads it back."""
+    """Return the sections of a spec that a manifest stores, as read back from JSON."""
     plain = json.loads(json.dumps(spec.resolved, default=str))
     model = {key: value for key, value in plain["model"].items() if key not in _WHEREABOUTS}
     watched = {
@@ -54,8 +54,14 @@ def trained(spec: Spec) -> dict[str, object]:
 
 
 def other_model(was: Mapping[str, object], spec: Spec) -> Fault | None:
-    """Return how the model section differs from the one that was saved; None for an older
-    manifest."""
+    """Return the fault if a checkpoint has another model, else None.
+
+    Manifests of older versions, without a model section, are accepted.
+
+    Args:
+        was: `Manifest.trained` of the checkpoint.
+        spec: The spec of the training.
+    """
     before, now = was.get("model"), trained(spec)["model"]
     if not isinstance(before, dict) or _text(before) == _text(now):
         return None
@@ -71,46 +77,60 @@ def other_model(was: Mapping[str, object], spec: Spec) -> Fault | None:
 
 
 def warnings(was: Mapping[str, object], spec: Spec) -> Iterator[str]:
-    """One line for each key that is not as it was, and may be meant. What a manifest of an older
-    format did not keep is not compared."""
+    """Yield one line per key that differs from the checkpoint and may be intended.
+
+    Sections that an older manifest lacks are not compared.
+    """
     before, now = dict(leaves(was)), dict(leaves(trained(spec)))
     for place in {**before, **now}:
         section = place.partition(".")[0]
         is_kept = place in before or isinstance(was.get(section), dict)
         if section in _WATCHED and is_kept and before.get(place) != now.get(place):
-            yield f"{place}: {_said(before, place)} in the checkpoint, {_said(now, place)} now"
+            yield f"{place}: {_shown(before, place)} in the checkpoint, {_shown(now, place)} now"
 
 
 def is_other_optimizer(was: Mapping[str, object], spec: Spec) -> bool:
+    """Return True if the checkpoint was trained with another optimizer."""
     return dict(leaves(was)).get("optimizer.name", spec.optimizer.name) != spec.optimizer.name
 
 
-def _said(values: Mapping[str, object], place: str) -> str:
+def _shown(values: Mapping[str, object], place: str) -> str:
+    """Return the value at a dotted key, for messages."""
     return _text(values[place]) if place in values else "nothing"
 
 
 def _text(value: object) -> str:
+    """Return a value as JSON, which compares independently of the order of keys."""
     return json.dumps(value, sort_keys=True)
 
 
-FORMAT = 3  # of format 2: without `samples` and `data`
+FORMAT = 3  # format 2 lacks `samples` and `data`
 UNSEALED = 1  # the format of manifests without a seal, which are still read
 NAME = "manifest.json"
 _STEP = re.compile(r"step-(\d{8,})")
 _FILE = re.compile(r"[A-Za-z0-9_.-]+")  # bare names: nothing outside the folder is ever read
 _SEALED = re.compile(rb'(.*),\n "seal": "([0-9a-f]{64})"\n}', re.DOTALL)
 
-_MOST = 2**63 - 1  # what a file system counts to, in bytes and in nanoseconds
+_MOST = 2**63 - 1  # the limit of file sizes and times (ns) in file systems
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """A checkpoint's manifest; `_HOLDS` says what a file may hold in each field.
+    """The manifest of a checkpoint. `_LEAF_OF` defines the valid values of each field.
 
-    `step` counts finished steps, `samples` those that these steps trained on; None in an older
-    manifest. `files`: name -> (bytes, SHA-256). `trained`: the sections of the resolved spec that a
-    continuation is compared with, and `data`: name -> (size, digest, time of modification in ns) as
-    `resume.data_prints` gives them; empty in a manifest that has none."""
+    Attributes:
+        step: The number of finished steps.
+        spec: The name of the spec.
+        world_size: The number of ranks that saved it.
+        torch: The version of torch.
+        files: Bytes and SHA-256 by file name.
+        trained: The sections of the resolved spec that a continuation is compared with; empty in
+            old manifests.
+        samples: The number of samples of the finished steps. None: unknown, in old manifests.
+        data: Size, digest and modification time (ns) of the training data, as
+            `checkpoint.data_prints` returns them; empty in old manifests.
+        format: The version of the format.
+    """
 
     step: int
     spec: str
@@ -125,20 +145,21 @@ class Manifest:
 
 @declared
 class _Row(Leaf):
-    """A list with a leaf of its own for each value."""
+    """A list with one leaf per item."""
 
     leaves: tuple[Leaf, ...] = ()
 
     def check(self, value: Any) -> object:
+        """Return the values as a tuple. Raises Refused if the list or a value is invalid."""
         if not isinstance(value, list) or len(value) != len(self.leaves):
             got = f"a list of {len(value)}" if isinstance(value, list) else describe(value)
             refuse(f"must be a list of {len(self.leaves)}; got {got}")
-        return tuple(_taken(dict(enumerate(self.leaves)), dict(enumerate(value))).values())
+        return tuple(_take_values(dict(enumerate(self.leaves)), dict(enumerate(value))).values())
 
 
 _COUNT, _TEXT = Whole("", 0, _MOST), Text("", r"(?s:.*)")
 _DIGEST = Text("", "[0-9a-f]{64}", "a SHA-256 as 64 hexadecimal digits")
-_HOLDS: Mapping[str, Leaf] = {
+_LEAF_OF: Mapping[str, Leaf] = {
     "step": _COUNT,
     "spec": _TEXT,
     "world_size": Whole("", 1, _MOST),
@@ -152,37 +173,38 @@ _HOLDS: Mapping[str, Leaf] = {
 
 
 def folder_name(step: int) -> str:
+    """Return the name of a checkpoint's folder."""
     return f"step-{step:08d}"
 
 
 def is_name(text: str) -> bool:
-    """Return whether a folder of this name is a checkpoint that was written to its end."""
+    """Return True for the name of a complete checkpoint."""
     return bool(_STEP.fullmatch(text))
 
 
 def step_of(folder: Path) -> int:
-    """The step in the name of a checkpoint that was written to its end."""
+    """Return the step in the name of a complete checkpoint."""
     return int(folder.name.removeprefix("step-"))
 
 
 def complete(parent: Path) -> list[Path]:
-    """Return the checkpoints with their final name below `parent`, newest first."""
+    """Return the complete checkpoints in `parent`, newest first."""
     paths = [path for path in parent.glob("step-*") if is_name(path.name)]
     return sorted(paths, key=step_of, reverse=True)
 
 
 def half_written(parent: Path) -> list[Path]:
-    """Return the folders that a job that was killed while saving left behind."""
+    """Return the folders of checkpoints whose job was killed while saving."""
     return sorted(parent.glob("step-*.tmp-*"))
 
 
 def digests(folder: Path, names: Iterable[str]) -> dict[str, tuple[int, str]]:
-    """Size and SHA-256 of these files."""
+    """Return size and SHA-256 of each file."""
     return {name: _digest(folder / name) for name in names}
 
 
 def write(folder: Path, manifest: Manifest) -> None:
-    """Flushed to the disk together with the folder's entries."""
+    """Write a manifest with mode 0600, and flush the file and its folder to disk."""
     descriptor = os.open(folder / NAME, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "wb") as file:
         file.write(sealed(asdict(manifest)))
@@ -192,16 +214,19 @@ def write(folder: Path, manifest: Manifest) -> None:
 
 
 def sealed(content: Mapping[str, object]) -> bytes:
-    """The manifest's text, which ends with the SHA-256 of itself without that line."""
+    """Return the text of a manifest with its seal: the SHA-256 of the text without the seal."""
     text = json.dumps(content, indent=1).encode()
     return text.removesuffix(b"\n}") + b',\n "seal": "%s"\n}' % _seal(text).encode()
 
 
 def read(folder: Path) -> Manifest:
-    """Raises PtrainError for a folder that holds no manifest that this version can read, or one
-    that is not as it was written."""
+    """Read and check the manifest of a checkpoint.
+
+    Raises:
+        PtrainError: The manifest is missing, damaged, invalid or of a newer format.
+    """
     text, is_sealed = _unsealed(folder)
-    manifest = _parsed(folder, text)
+    manifest = _parse(folder, text)
     if not is_sealed and manifest.format != UNSEALED:
         raise PtrainError(f"checkpoint {folder}: {NAME} has no seal")
     if is_name(folder.name) and manifest.step != step_of(folder):
@@ -214,8 +239,11 @@ def read(folder: Path) -> Manifest:
 
 
 def _unsealed(folder: Path) -> tuple[bytes, bool]:
-    """The text that was sealed, and whether it was. Raises PtrainError where the seal is not that
-    of the text."""
+    """Return the text without its seal, and whether it had one.
+
+    Raises:
+        PtrainError: The file cannot be read, or the seal does not match.
+    """
     try:
         text = (folder / NAME).read_bytes()
     except OSError as error:
@@ -228,12 +256,12 @@ def _unsealed(folder: Path) -> tuple[bytes, bool]:
     return content, True
 
 
-def _parsed(folder: Path, text: bytes) -> Manifest:
-    """Raises PtrainError with the first thing that a manifest cannot be."""
+def _parse(folder: Path, text: bytes) -> Manifest:
+    """Parse a manifest. Raises PtrainError with the first fault."""
     try:
         content = json.loads(text)
         number = content.get("format") if isinstance(content, dict) else None
-        if isinstance(number, int) and number > FORMAT:  # its fields are not known here
+        if isinstance(number, int) and number > FORMAT:  # a newer format may have other fields
             raise PtrainError(
                 f"checkpoint {folder}: has format {number}; this version of ptrain reads "
                 f"formats up to {FORMAT}"
@@ -247,19 +275,18 @@ def _parsed(folder: Path, text: bytes) -> Manifest:
 
 
 def _manifest(content: object) -> Manifest:
-    """Build a manifest of plain data. Raises Refused, with the place, where a value is not what its
-    field holds, a field without a default is missing, or one is unknown."""
+    """Build a manifest. Raises Refused if a field is invalid, missing or unknown."""
     known = cast("dict[str, object]", Free("").check(content))
     for spot in fields(Manifest):
         if is_required(spot) and spot.name not in known:
             refuse(f"{spot.name}: is missing")
-    if strange := known.keys() - _HOLDS.keys():
-        refuse(f"{min(strange)}: unknown field", f"Allowed fields: {', '.join(_HOLDS)}.")
-    return Manifest(**_taken(_HOLDS, known))
+    if strange := known.keys() - _LEAF_OF.keys():
+        refuse(f"{min(strange)}: unknown field", f"Allowed fields: {', '.join(_LEAF_OF)}.")
+    return Manifest(**_take_values(_LEAF_OF, known))
 
 
-def _taken(leaves: Mapping[Any, Leaf], values: Mapping[Any, object]) -> dict[Any, Any]:
-    """Return the values as their leaves take them; the fault of one names its key."""
+def _take_values(leaves: Mapping[Any, Leaf], values: Mapping[Any, object]) -> dict[Any, Any]:
+    """Return the values after their leaves have checked them. A fault names its key."""
     taken = {}
     for key, value in values.items():
         try:
@@ -270,20 +297,21 @@ def _taken(leaves: Mapping[Any, Leaf], values: Mapping[Any, object]) -> dict[Any
 
 
 def _seal(text: bytes) -> str:
+    """Return the SHA-256 of a text."""
     return hashlib.sha256(text).hexdigest()
 
 
 def problems(folder: Path, manifest: Manifest, names: Iterable[str]) -> list[str]:
-    """Return what is wrong with these files, before anything reads them."""
+    """Return the faults of these files, before they are loaded."""
     return [
         f"{name}: {problem}"
         for name in names
-        if (problem := _problem(folder / name, *manifest.files[name]))
+        if (problem := _file_problem(folder / name, *manifest.files[name]))
     ]
 
 
 def wrong_sizes(folder: Path, manifest: Manifest) -> list[str]:
-    """Return what can be seen to be wrong without reading the files."""
+    """Return the files that are missing or have another size, without reading them."""
     return [
         f"{name}: {problem}"
         for name, (size, _) in sorted(manifest.files.items())
@@ -292,7 +320,7 @@ def wrong_sizes(folder: Path, manifest: Manifest) -> list[str]:
 
 
 def sync_folder(folder: Path) -> None:
-    """A rename is on the disk when the folder that holds the name is."""
+    """Flush a folder to disk, which makes renames in it durable."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -301,19 +329,22 @@ def sync_folder(folder: Path) -> None:
 
 
 def _size_problem(path: Path, size: int) -> str:
+    """Return a fault if the file is missing or has another size, else ""."""
     if path.is_symlink() or not path.is_file():
         return "missing"
     actual = path.stat().st_size
     return "" if actual == size else f"has {actual} bytes, but {size} were written"
 
 
-def _problem(path: Path, size: int, digest: str) -> str:
+def _file_problem(path: Path, size: int, digest: str) -> str:
+    """Return a fault if the file is missing or its content has changed, else ""."""
     if problem := _size_problem(path, size):
         return problem
     return "" if _digest(path)[1] == digest else "its content was modified (SHA-256)"
 
 
 def _digest(path: Path) -> tuple[int, str]:
+    """Return size and SHA-256 of a file."""
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     return path.stat().st_size, digest

@@ -1,7 +1,7 @@
-"""A training as a call, for notebooks and scripts: `ptrain.run(spec, nproc=2)`.
+"""Training as a function call, for notebooks and scripts: `ptrain.run(spec, nproc=2)`.
 
-The job is `ptrain train` in a process of its own, so nothing of it (no process group, no handler)
-is left here. Torch-free.
+The job is `ptrain train` in another process, so it leaves no process group and no signal handler in
+this one. This module imports no torch.
 """
 
 from __future__ import annotations
@@ -44,23 +44,23 @@ class Run:
 
     @property
     def metrics(self) -> list[dict[str, float]]:
-        """One mapping per step: loss, lr, seconds, …"""
+        """One mapping per row of metrics.jsonl: step, loss, lr, seconds, …"""
         lines = (self.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         return [json.loads(line) for line in lines]
 
     @property
     def heading(self) -> str:
-        """What ran: strategy, model, ranks, batch."""
+        """The job: strategy, model, ranks, batch."""
         return str(self.record["run"]["heading"])
 
     @property
     def preflight(self) -> str:
-        """The predicted peak and the memory of a device; empty for a record without it."""
+        """The predicted peak and the memory of a device; "" for a record without them."""
         return str(self.record["run"].get("preflight", ""))
 
     @property
     def holds(self) -> bool:
-        """The verdict."""
+        """True if the verdict holds."""
         return bool(self.record["verdict"] == "holds")
 
     def __str__(self) -> str:
@@ -93,7 +93,7 @@ def run(
     Args:
         spec: A name, a path, a mapping or a loaded spec.
         overrides: Overrides as on the command line.
-        nproc: The number of ranks. Default: as many as the mesh has.
+        nproc: The number of ranks. Default: the size of the mesh.
         run_dir: The folder of the run. Default: a new folder below `runs/`.
         allow_import: Allow the spec to import your code.
 
@@ -129,10 +129,16 @@ def load_trainable(
     nproc: int | None = None,
     words: str = "",
 ) -> Spec:
-    """Load a spec that this host's memory can hold. `words` are the spec and overrides as typed.
+    """Load a spec whose ranks fit into this host's memory.
+
+    Args:
+        source: A name, a path, a mapping or a loaded spec.
+        overrides: Overrides as on the command line.
+        nproc: The number of ranks. Default: the size of the mesh.
+        words: The spec and overrides as typed, for messages.
 
     Raises:
-        SpecError: the spec is wrong, or its ranks need more memory than this host has.
+        SpecError: The spec is wrong, or its ranks need more memory than this host has.
     """
     written = source.resolved if isinstance(source, Spec) else source
     spec = resolve_auto(load(written, overrides, world_size=nproc))
@@ -144,7 +150,7 @@ def load_trainable(
 
 
 def _require_no_launcher() -> None:
-    """Raises SpecError in one of several ranks, each of which would start a training."""
+    """Raise SpecError under a launcher, where each rank would start a training."""
     if (started := environment.world_size()) > 1:
         raise refused(
             "WORLD_SIZE",
@@ -154,7 +160,7 @@ def _require_no_launcher() -> None:
 
 
 def run_command(*words: str) -> subprocess.CompletedProcess[str]:
-    """Run a command of ptrain in a process of its own, and return what it printed."""
+    """Run a command of ptrain in another process and return its output."""
     return subprocess.run(
         [sys.executable, "-P", "-m", "ptrain", *words],
         env=environment.of_ptrain(),
@@ -166,6 +172,7 @@ def run_command(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 def _train(file: Path, *, run_dir: Path | None, allow_import: bool) -> Run:
+    """Run `ptrain train` on a file. Raises the error of its exit code."""
     words = ["train", str(file), "--json", "--quiet"]
     words += ["--run-dir", str(run_dir)] if run_dir else []
     words += ["--allow-import"] if allow_import else []
@@ -173,12 +180,13 @@ def _train(file: Path, *, run_dir: Path | None, allow_import: bool) -> Run:
     if ended.returncode in _INTERRUPTED:
         raise KeyboardInterrupt
     if ended.returncode:
-        raise _error(ended.returncode, ended.stderr.strip())
+        raise _error_of_code(ended.returncode, ended.stderr.strip())
     record: dict[str, Any] = json.loads(ended.stdout)
     return Run(Path(record["run"]["folder"]), record)
 
 
-def _error(code: int, message: str) -> PtrainError:
+def _error_of_code(code: int, message: str) -> PtrainError:
+    """Return the error of an exit code."""
     if "does not fit" in message:
         return DoesNotFit(message)
     return _ERRORS.get(code, RankFailed)(message or f"the training ended with exit code {code}")

@@ -1,6 +1,7 @@
 """The command line of a training, shared by `ptrain train` and `python -m ptrain.train`.
 
-What is trained stands in the spec; these options say how the command behaves. Torch-free.
+The spec defines the training; these options define the behavior of the command. This module imports
+no torch.
 """
 
 from __future__ import annotations
@@ -18,15 +19,20 @@ from ptrain.spec.load import split_arguments
 from ptrain.spec.names import names
 from ptrain.spec.spec import Spec
 
-_UNGUESSED = 16
+_MIN_ID_LENGTH = 16  # characters of --rdzv-id, which keeps strangers out of the rendezvous
 _RESUME = "Use a run folder such as `runs/latest`, one of its `checkpoints/step-N`, or `auto`."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """`run_dir` None: a new folder below `runs/`. `measure` N: full meters every N steps, beside
-    the one steady step that is always measured. `prepared`: our launcher has checked the spec,
-    made the run folder and printed the preflight, so that the ranks need not."""
+    """The options of a training. See `ptrain train --help`.
+
+    Attributes:
+        run_dir: The run folder. None: a new folder below `runs/`.
+        measure: Run all meters every N steps, in addition to one steady step. 0: never.
+        prepared: True if the launcher has checked the spec, created the run folder and printed the
+            preflight, so that the ranks skip these.
+    """
 
     spec: str
     overrides: tuple[str, ...] = ()
@@ -48,13 +54,19 @@ class Options:
 
     @property
     def wants_elastic(self) -> bool:
-        """Whether torch's elastic launcher is needed: for several nodes alone. Restarts on this
-        machine are our own launcher's, which nobody outside can reach."""
+        """True if torch's elastic launcher is required: only for several nodes.
+
+        ptrain's launcher handles restarts on one machine without a port that others can reach.
+        """
         return self.nnodes > 1
 
 
 def from_arguments(arguments: argparse.Namespace) -> Options:
-    """The word that is no override is the SPEC; without one the default is trained."""
+    """Return the options of parsed arguments. Words that are no override name the SPEC.
+
+    Raises:
+        SpecError: There are several SPECs, or options contradict each other.
+    """
     specs, overrides = split_arguments(arguments.words)
     if len(specs) > 1:
         raise refused(
@@ -68,10 +80,10 @@ def from_arguments(arguments: argparse.Namespace) -> Options:
             "several nodes need a rendezvous endpoint",
             "Add the same `--rdzv-endpoint HOST:PORT` on every node; HOST is one of the nodes.",
         )
-    if arguments.nnodes > 1 and len(arguments.rdzv_id) < _UNGUESSED:
+    if arguments.nnodes > 1 and len(arguments.rdzv_id) < _MIN_ID_LENGTH:
         raise refused(
             f"--rdzv-id {arguments.rdzv_id}".rstrip(),
-            f"an id with fewer than {_UNGUESSED} characters can be guessed",
+            f"an id with fewer than {_MIN_ID_LENGTH} characters can be guessed",
             f"Add the same random id on every node, such as `--rdzv-id {secrets.token_hex(16)}`.",
         )
     if arguments.resume == "auto" and not arguments.run_dir:
@@ -87,12 +99,16 @@ def from_arguments(arguments: argparse.Namespace) -> Options:
         for name, value in vars(arguments).items()
         if name in Options.__dataclass_fields__ and name not in ("spec", "overrides")
     }
-    rest["resume"] = _resolved(arguments.resume)
+    rest["resume"] = _resolve_resume(arguments.resume)
     return Options(spec=specs[0] if specs else names().default, overrides=tuple(overrides), **rest)
 
 
-def _resolved(resume: str | None) -> str | None:
-    """As a full path: a new run is about to become `runs/latest`."""
+def _resolve_resume(resume: str | None) -> str | None:
+    """Return `--resume` as a full path, because a new run is about to replace `runs/latest`.
+
+    Raises:
+        SpecError: The folder does not exist.
+    """
     if resume in (None, "auto"):
         return resume
     if resume == "":
@@ -105,7 +121,7 @@ def _resolved(resume: str | None) -> str | None:
 
 
 def parse(argv: Sequence[str]) -> Options:
-    """Read the options of `python -m ptrain.train`. Raises SystemExit(2) for an unknown option."""
+    """Parse the options of `python -m ptrain.train`. Raises SystemExit(2) for an unknown option."""
     parser = argparse.ArgumentParser(
         prog="python -m ptrain.train",
         description="Train SPEC on the ranks that torchrun started.",
@@ -116,12 +132,12 @@ def parse(argv: Sequence[str]) -> Options:
 
 
 def dotlist(argv: Sequence[str]) -> list[str]:
-    """`--mesh.dp_shard=4` is accepted for `mesh.dp_shard=4`."""
+    """Remove the dashes of overrides: `--mesh.dp_shard=4` becomes `mesh.dp_shard=4`."""
     return [re.sub(r"^--(?=[a-z_]+(\.[a-z_]+)+=)", "", word) for word in argv]
 
 
 def to_argv(options: Options) -> list[str]:
-    """The command line that gives these options to a rank."""
+    """Return the command line that passes these options to a rank."""
     argv = [options.spec, *options.overrides]
     switches = ("json", "strict", "force", "allow_import", "accept_data", "quiet", "tensorboard")
     named = (flag for flag in (*switches, "prepared") if getattr(options, flag))
@@ -136,7 +152,7 @@ def to_argv(options: Options) -> list[str]:
 
 
 def elastic_argv(options: Options) -> list[str]:
-    """Return what torch's elastic launcher is told beside the ranks' own options."""
+    """Return the command line options for torch's elastic launcher."""
     argv = ["--nnodes", str(options.nnodes), "--max-restarts", str(options.max_restarts)]
     if options.rdzv_endpoint:
         argv += ["--rdzv-endpoint", options.rdzv_endpoint]

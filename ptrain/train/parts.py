@@ -1,4 +1,4 @@
-"""What a training loop is given beside its program, and what it gives back."""
+"""The inputs of the training loop in addition to its program, and its result."""
 
 from __future__ import annotations
 
@@ -19,10 +19,19 @@ from ptrain.train.journal import LOG, Journal
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """What the loop uses beside the program. `watch(step)` surrounds a step with the meters and
-    profilers that are due, `routing(step)` gives what its routers chose, where they were watched;
-    `judge(step, loss, norm)` may stop the training, and so may `consistency` where it is due;
-    `save(steps_done)` writes a checkpoint."""
+    """The objects that the training loop uses in addition to its program.
+
+    Attributes:
+        corpus: The source of samples.
+        exchange: The exchange of the ranks.
+        interrupts: The received signals.
+        journal: The reports of this rank.
+        watch: Returns the context of a step (from 0), with the meters and profilers that are due.
+        routing: Returns the routing counts of a step (from 0); empty if it was not watched.
+        judge: Called with step, loss and gradient norm; may stop the training.
+        consistency: The comparison of replicas; may stop the training when it is due.
+        save: Writes a checkpoint after this number of steps.
+    """
 
     corpus: SampleSource
     exchange: Exchange
@@ -37,7 +46,14 @@ class Parts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """`steps` done altogether, `loss` of the last one; `interrupt` is what ended it early."""
+    """The result of a training.
+
+    Attributes:
+        steps: The number of finished steps, including those before a resume.
+        loss: The loss of the last step. None: no step was done.
+        held_out_loss: The last held-out loss. None: no evaluation was done.
+        interrupt: The signal that ended the training early. None: it is complete.
+    """
 
     steps: int
     loss: float | None = None
@@ -46,31 +62,44 @@ class Outcome:
 
 
 class Consistency:
-    """Of one training. `resume()` is the command that continues from its last checkpoint, "" where
-    there is none."""
+    """The comparison of values that must be equal on several ranks.
+
+    Args:
+        program: The program.
+        exchange: The exchange of the ranks.
+        resume: Returns the command that continues from the last checkpoint, "" without one.
+    """
 
     def __init__(self, program: Program, exchange: Exchange, resume: Callable[[], str]) -> None:
         self.every = program.spec.consistency_every
         self._replicas = ReplicaMeter(program, exchange)
         self._resume = resume
-        self._checked = 0  # steps done when it was last looked
+        self._checked = 0  # the number of steps at the last comparison
 
     def around(
         self, step: int, watch: AbstractContextManager[object]
     ) -> AbstractContextManager[object]:
-        """Return a step's context (`step` counts from 0) inside of which its gradients are noted
-        where `require` is due after it."""
+        """Return the context of a step (from 0), which records gradients if `require` is due after
+        it.
+        """
         return self._noting(watch) if self.is_due(step + 1) else watch
 
     def is_due(self, steps: int) -> bool:
-        """Return whether the ranks are compared after so many steps. What is not finite is another
-        finding, with a remedy of its own, which goes before: the steps' figures are settled
-        first."""
+        """Return True if the ranks are compared after this number of steps.
+
+        The caller settles the reports of all steps first: a value that is not finite is another
+        finding, with another fix.
+        """
         return self.every > 0 and steps % self.every == 0
 
     def require(self, steps: int) -> None:
-        """Require that the ranks agree after so many steps. Raises TrainingStopped on all of them;
-        costs nothing where that was looked at already, or is never to be."""
+        """Require that the ranks agree after this number of steps.
+
+        It does nothing if they were compared after this step already, or if the check is off.
+
+        Raises:
+            TrainingStopped: Values differ. Raised on all ranks.
+        """
         if not self.every or steps == self._checked:
             return
         self._checked = steps
@@ -90,5 +119,6 @@ class Consistency:
 
     @contextmanager
     def _noting(self, watch: AbstractContextManager[object]) -> Iterator[None]:
+        """Temporarily record gradients, inside the context `watch`."""
         with watch, self._replicas.noted():
             yield

@@ -1,12 +1,13 @@
-"""Decide which steps are measured, timed and profiled.
+"""The selection of steps that are measured, timed and profiled.
 
-The third step, a steady one, is always measured. The step before it is measured for what happens
-once: DDP rebuilds its buckets there, so its extra traffic is set-up. That step also finds states by
-their use and reports where the program declares otherwise. The step after a measured one is timed
-for the wait on collectives, which the other meters would distort.
+The third step, a steady one, is always measured. The step before it is measured, too, for one-time
+work: DDP rebuilds its buckets there, so its additional traffic is set-up. That step also derives
+states from the use of their storages, and reports differences from the declarations of the program.
+The step after a measured one is timed for the wait on collectives, which the other meters would
+distort.
 
 `profile: [steps]` writes a Chrome trace of each of these steps per rank, for Perfetto or HTA. A
-step that is measured is not traced, because its trace would show the meters.
+measured step is not traced, because its trace would contain the meters.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ from ptrain.train.journal import LOG
 
 
 def moved(spec: Spec, metered: tuple[int, ...]) -> dict[int, int]:
-    """The steps asked for that are metered -> the step that is traced instead."""
+    """Return the step that is traced instead, for each step to profile that is measured."""
     return {step: max(metered) + 1 for step in spec.profile if step in metered}
 
 
 def announcement(spec: Spec, metered: tuple[int, ...]) -> str:
-    """Return one line on what is moved, "" where nothing is."""
+    """Return one line about the steps that are traced instead, "" without any."""
     if not (moves := moved(spec, metered)):
         return ""
     steps, instead = " and ".join(map(str, moves)), max(metered) + 1
@@ -47,7 +48,7 @@ def announcement(spec: Spec, metered: tuple[int, ...]) -> str:
 
 @contextmanager
 def traced(folder: Path, step: int, world: World) -> Iterator[None]:
-    """Writes trace/rank<r>-step<n>.json.gz; `step` counts from 1."""
+    """Temporarily profile, and write `rank<r>-step<n>.json.gz` at the end; `step` counts from 1."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     activities = [ProfilerActivity.CPU]
     if world.device.type == "cuda":
@@ -61,11 +62,24 @@ def traced(folder: Path, step: int, world: World) -> Iterator[None]:
     path.chmod(0o600)
 
 
-FIRST_STEADY = 2  # the first two steps make optimizer state and rebuild buckets
+FIRST_STEADY = 2  # the first two steps create optimizer state and rebuild DDP's buckets
 
 
 class Probe:
-    """Call it with a step's index (from 0) for the context that the step runs in."""
+    """The meters and profilers of the steps. Call it with a step (from 0) to get the step's
+    context.
+
+    Args:
+        program: The program.
+        folder: The run folder.
+        first: The number of finished steps.
+        every: Measure every N steps. 0: only the steady step.
+        measured: Called with the estimate of each measured step.
+
+    Attributes:
+        steady: The steady step that is always measured, from 0.
+        estimate: The figures of this step, with rows of the set-up. None before it.
+    """
 
     def __init__(
         self,
@@ -79,7 +93,7 @@ class Probe:
         self._program = program
         self._folder = folder
         self.steady = first_steady(program.spec, first)
-        metered = (self.steady, self.steady + 1)  # counted from 1
+        metered = (self.steady, self.steady + 1)  # from 1: the step before the steady one, and it
         instead = moved(program.spec, metered)
         self._traced = {instead.get(step, step) for step in program.spec.profile}
         self._every = every
@@ -95,13 +109,15 @@ class Probe:
 
     @contextmanager
     def _watching(self, step: int) -> Iterator[None]:
+        """Run a step with the meters and profilers that are due."""
         with ExitStack() as stack:
             if step + 1 in self._traced:
                 stack.enter_context(traced(self._folder.trace, step + 1, self._program.world))
             measurement = (
                 stack.enter_context(measure(self._program)) if self.is_measured(step) else None
             )
-            is_before = step == self.steady - 1  # the memory of this step nobody reads
+            # The finder runs in the step before the steady one, whose memory is not reported.
+            is_before = step == self.steady - 1
             finder = stack.enter_context(Finder(self._program)) if is_before else None
             stopwatch = stack.enter_context(self._stopwatch()) if self._is_timed(step) else None
             yield
@@ -110,22 +126,24 @@ class Probe:
                 if not row.agrees:
                     LOG.warning("memory: %s", row)
         if measurement is not None:
-            self._take(step, measurement)
+            self._store_measurement(step, measurement)
         if stopwatch is not None:
-            self._take_time(step, stopwatch)
+            self._store_times(step, stopwatch)
 
     def is_measured(self, step: int) -> bool:
-        """Return whether the meters run in a step."""
+        """Return True if the meters run in a step (from 0)."""
         chosen = self._every > 0 and step > self.steady and step % self._every == 0
         return (chosen and step + 1 not in self._traced) or step in (self.steady - 1, self.steady)
 
     def _is_timed(self, step: int) -> bool:
+        """Return True if the wait on collectives is timed in a step (from 0)."""
         return self.is_measured(step - 1) and not self.is_measured(step)
 
     def _stopwatch(self) -> Stopwatch:
         return Stopwatch(self._program.mesh.axes_by_group(), rank=self._program.world.rank)
 
-    def _take(self, step: int, measurement: Measurement) -> None:
+    def _store_measurement(self, step: int, measurement: Measurement) -> None:
+        """Store the estimate of a measured step."""
         estimate = measurement.estimate()
         if step == self.steady - 1:
             self._before = estimate
@@ -137,7 +155,8 @@ class Probe:
             self.estimate = replace(estimate, traffic=add_traffic(rows), undefined=undefined)
         self._measured(estimate)
 
-    def _take_time(self, step: int, stopwatch: Stopwatch) -> None:
+    def _store_times(self, step: int, stopwatch: Stopwatch) -> None:
+        """Store the times of a timed step; in `estimate` if it follows the steady step."""
         rows = stopwatch.rows()
         for row in rows:
             LOG.debug("step %d  waited for %s %.4f s", step + 1, "+".join(row.axes), row.seconds)
@@ -151,8 +170,11 @@ class Probe:
 
 
 def first_steady(spec: Spec, first: int) -> int:
-    """The third step from `first` on, or a later one that follows no evaluation and no checkpoint,
-    if these gather what an update left to the next forward."""
+    """Return the third step after `first`, from 0.
+
+    If units are gathered by the next forward pass after an update, it is the first later step that
+    follows no evaluation and no checkpoint, because these gather them earlier.
+    """
     third = first + FIRST_STEADY
     if spec.gather_after_update is not GatherAfterUpdate.NEXT_FORWARD:
         return third
@@ -162,7 +184,7 @@ def first_steady(spec: Spec, first: int) -> int:
 
 
 def set_up(before: tuple[Traffic, ...], steady: tuple[Traffic, ...]) -> Iterator[Traffic]:
-    """Yield what the step before the first steady one did beyond it."""
+    """Yield the traffic of the step before the steady one that exceeds the steady traffic."""
     known = {row.key: row for row in steady}
     for row in before:
         usual = known.get(row.key)

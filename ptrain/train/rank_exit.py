@@ -1,7 +1,7 @@
-"""How a rank ends: without the interpreter's exit handlers, with an exit code that says why.
+"""The end of a rank: an exit code with a meaning, without the interpreter's exit handlers.
 
-A gloo process may abort in the interpreter's exit handlers after everything went well (7 of 12
-in one script), so a rank leaves by `os._exit` once its group is destroyed and its output flushed.
+A gloo process may abort in the interpreter's exit handlers after a successful run (7 of 12 in one
+script). So a rank leaves by `os._exit`, after its group is destroyed and its output flushed.
 """
 
 from __future__ import annotations
@@ -21,16 +21,22 @@ from ptrain.train.rank_start import code_of
 
 
 def live(run: Callable[[], int]) -> NoReturn:
-    """Run `run`, which is the rank's whole life, and leave with its exit code. A reader that closes
-    the rank's output fails no rank."""
+    """Run a rank from start to end, and exit with the code that `run` returns.
+
+    A reader that closes the output of the rank does not make it fail.
+    """
     outlive_readers()
     sys.excepthook = _leave_failed
     leave(coded(run))
 
 
 def coded(run: Callable[[], int]) -> int:
-    """Return the exit code of `run`. What the user got wrong is printed; what a rank raises
-    propagates, once torch's @record has written it to the error file that a launcher asked for."""
+    """Call `run` and return its exit code. A PtrainError other than RankFailed is printed.
+
+    Raises:
+        Exception: Any other error. torch's @record has written it to the error file that the
+            launcher requested.
+    """
     try:
         return int(record(run)() or 0)
     except RankFailed:
@@ -40,7 +46,7 @@ def coded(run: Callable[[], int]) -> int:
 
 
 def leave(code: int) -> NoReturn:
-    """Without the interpreter's exit handlers."""
+    """Flush the output and exit without the interpreter's exit handlers."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
@@ -49,6 +55,6 @@ def leave(code: int) -> NoReturn:
 def _leave_failed(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> NoReturn:
-    """The excepthook of a rank: its traceback, and the exit code that says that a rank failed."""
+    """Print the traceback and exit with the code of a failed rank. Installed as sys.excepthook."""
     traceback.print_exception(kind, error, trace)
     leave(RankFailed.exit_code)

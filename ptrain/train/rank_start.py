@@ -1,9 +1,8 @@
-"""How a rank starts: it does not outlive the process that started it, and refuses once on a node
-what the user got wrong. Torch-free, since an unsupported torch is refused before anything imports
-it.
+"""The start of a rank: it ends with its parent, and errors of the user are printed once per node.
 
-Linux signals a process when the thread that started it is gone; elsewhere nothing does, and a rank
-whose launcher was killed goes on.
+Linux signals a process when the thread that started it ends. On other systems a rank continues
+after its launcher was killed. This module imports no torch: an unsupported torch must be rejected
+before it is imported.
 """
 
 from __future__ import annotations
@@ -19,16 +18,19 @@ from ptrain.installed import require_torch
 from ptrain.report.screen import paint
 from ptrain.train import environment
 
-_LET_RANK_0_SPEAK = 2.0  # seconds: torchrun ends all ranks as soon as one has gone
+_PRINT_SECONDS = 2.0  # seconds to print: torchrun ends all ranks as soon as one has ended
 _PR_SET_PDEATHSIG = 1
-# looked up here: between fork and exec the loader's lock may be another thread's
+# Resolved at import: `die_with` runs between fork and exec, where another thread of the parent may
+# have held the lock of the dynamic loader.
 _PRCTL = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
 
 
 def begin() -> None:
-    """Begin a rank, before torch is imported: that takes seconds, in which torch's agent may be
-    killed, whose ranks would live on. Ends the rank with its message and exit code 2 where
-    `require_torch` raises."""
+    """Begin a rank, before torch is imported.
+
+    Importing torch takes seconds, in which torch's agent may be killed; its ranks must end with it.
+    If `require_torch` raises, the rank prints the message and exits with code 2.
+    """
     if environment.agent():
         die_with(os.getppid())
     try:
@@ -38,8 +40,11 @@ def begin() -> None:
 
 
 def die_with(parent: int) -> None:
-    """From here on this process is killed when its parent is gone; at once where that is no longer
-    `parent`."""
+    """Make the kernel kill this process when its parent ends; at once if the parent has changed.
+
+    Args:
+        parent: The process id of the expected parent.
+    """
     if _PRCTL is None:
         return
     _PRCTL(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -48,10 +53,13 @@ def die_with(parent: int) -> None:
 
 
 def code_of(error: PtrainError) -> int:
-    """Return the exit code of what the user got wrong, once it is printed: by the first rank of a
-    node, which may lack a file that others have."""
+    """Print an error and return its exit code.
+
+    Only the first rank of a node prints. Another node may have another error, such as a missing
+    file.
+    """
     if environment.is_first_of_node():
         print(paint(str(error), sys.stderr), file=sys.stderr, flush=True)
     else:
-        time.sleep(_LET_RANK_0_SPEAK)
+        time.sleep(_PRINT_SECONDS)
     return error.exit_code

@@ -1,4 +1,4 @@
-"""The learning rate of a step: linear warm-up, then constant or a cosine to a fraction of it."""
+"""The learning rate of a step: linear warm-up, then constant, or a cosine to a fraction of it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,12 @@ from ptrain.spec.job import OptimizerSpec
 
 
 def learning_rate(optimizer: OptimizerSpec, step: int) -> float:
-    """`step` counts from 0; the first step of a warm-up of w already takes lr / w."""
+    """Return the learning rate of a step.
+
+    Args:
+        optimizer: The optimizer section of the spec.
+        step: The step, from 0. The first of w warm-up steps uses lr / w.
+    """
     schedule = optimizer.schedule
     if step < schedule.warmup:
         return optimizer.lr * (step + 1) / schedule.warmup

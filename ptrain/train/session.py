@@ -1,8 +1,8 @@
-"""Run one rank from start to end: read the spec, meet the other ranks, wrap, resume, train,
+"""One rank of a training from start to end: load the spec, join the group, wrap, resume, train,
 compare.
 
-Also says whether the device emulates the layout's dtype, and records the routing counts of the
-steps that are logged or measured, by layer, rank and micro-batch.
+It also reports an emulated dtype, and records the routing counts of printed and measured steps by
+layer, rank and micro-batch.
 """
 
 from __future__ import annotations
@@ -71,8 +71,17 @@ from ptrain.train.tracker import names_of_trackers, require_trackers
 
 
 class RoutingLog:
-    """Of one training. A step counts from 0. `is_measured` says of a step whether the meters run in
-    it; `counted` are the counts of those that did, by step."""
+    """The routing counts of a training. Steps count from 0.
+
+    Args:
+        program: The program.
+        exchange: The exchange of the ranks.
+        folder: The run folder.
+        is_measured: Returns True if the meters run in a step.
+
+    Attributes:
+        counted: The counts of measured steps.
+    """
 
     def __init__(
         self,
@@ -90,12 +99,16 @@ class RoutingLog:
     def around(
         self, step: int, watch: AbstractContextManager[object]
     ) -> AbstractContextManager[object]:
-        """Return a step's context, inside of which its routers are watched where it is due."""
+        """Return the context of a step, in which its routers are watched if it is printed or
+        measured.
+        """
         return self._watching(watch) if self._is_due(step) else watch
 
     def of_step(self, step: int) -> Sequence[LayerRouting]:
-        """Return what all ranks counted in a step that is over; nothing where it has no line of its
-        own. All ranks call it."""
+        """Return the counts of all ranks in a finished step; empty if it is not printed.
+
+        All ranks call it.
+        """
         if not self._is_due(step):
             return ()
         everyone = self._exchange.gather((self._meter.rows(), self._meter.choices()))
@@ -108,8 +121,7 @@ class RoutingLog:
         return layers
 
     def record(self) -> dict[str, object] | None:
-        """Return the step with a line that was watched last, from 1, and its layers; None where
-        none was."""
+        """Return the last printed step with counts (from 1) and its layers, None without one."""
         if self._last is None:
             return None
         step, layers = self._last
@@ -118,10 +130,12 @@ class RoutingLog:
 
     @contextmanager
     def _watching(self, watch: AbstractContextManager[object]) -> Iterator[None]:
+        """Temporarily count the choices of routers, inside the context `watch`."""
         with watch, self._meter.watching():
             yield
 
     def _write(self, step: int, counts: Histogram) -> None:
+        """Keep the counts of a measured step, and write them to the run folder."""
         self.counted[step] = counts
         if self._exchange.world.is_first:
             file = self._folder.routing(step + 1)
@@ -129,12 +143,12 @@ class RoutingLog:
             write_text(file, json.dumps(counts.plain()) + "\n")
 
     def _is_due(self, step: int) -> bool:
+        """Return True if the model routes and the step is printed or measured."""
         return routes(self._spec) and (is_shown(self._spec, step + 1) or self._is_measured(step))
 
 
 def emulated_line(spec: Spec, device: torch.device) -> str:
-    """One line where the processor has no instructions for the dtype that the model computes in,
-    "" where it has, and for other devices."""
+    """Return a line if this CPU emulates the dtype of the model's computation, else ""."""
     dtype = spec.precision.effective.parameters
     if device.type != "cpu" or is_native(dtype):
         return ""
@@ -142,18 +156,23 @@ def emulated_line(spec: Spec, device: torch.device) -> str:
 
 
 def is_native(dtype: DType) -> bool:
-    """Return whether the processor itself multiplies matrices of this dtype, as torch sees it."""
+    """Return True if the CPU has instructions for matrix products in this dtype."""
     match dtype:
         case DType.BF16:
-            return _has("_is_avx512_bf16_supported") or _has("_is_amx_tile_supported")
+            return _cpu_supports("_is_avx512_bf16_supported") or _cpu_supports(
+                "_is_amx_tile_supported"
+            )
         case DType.FP16:
-            return _has("_is_amx_fp16_supported")
+            return _cpu_supports("_is_amx_fp16_supported")
         case DType.FP32 | DType.FP64:
             return True
 
 
-def _has(query: str) -> bool:
-    """torch.cpu asks the processor; a version of torch without the question has no such kernels."""
+def _cpu_supports(query: str) -> bool:
+    """Return the answer of a query in `torch.cpu`.
+
+    It is False if this version of torch lacks the query: it has no such kernels either.
+    """
     ask = getattr(torch.cpu, query, None)
     return bool(ask and ask())
 
@@ -164,8 +183,17 @@ _UNGUARDED = "this process cannot compare steps with a single device"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Session:
-    """What one training has from its beginning to its end. `heading` is its first line, known once
-    the model is built; `trackers` are none until it begins, and none but on rank 0."""
+    """The objects that exist for the duration of a training.
+
+    Attributes:
+        spec: The spec.
+        options: The options of the training.
+        world: The ranks.
+        exchange: The exchange of the ranks.
+        folder: The run folder.
+        heading: The first printed line; "" until the model is built.
+        trackers: The trackers; empty until the training begins, and on all ranks except 0.
+    """
 
     spec: Spec
     options: Options
@@ -177,8 +205,19 @@ class Session:
 
 
 def run(options: Options, guarded: MakeGuard | None = None) -> int:
-    """Train on this rank; the exit code. A process group is destroyed only if it was made here.
-    `guarded` makes what looks at steps where the spec has `verify_every`."""
+    """Train on this rank and return the exit code.
+
+    A process group that exists is used and not destroyed.
+
+    Args:
+        options: The options of the training.
+        guarded: Creates the guard of the steps, for specs with `verify_every`.
+
+    Raises:
+        SpecError: The spec or an option is wrong.
+        DoesNotFit: The prediction exceeds the device.
+        TrainingStopped: A check stopped the training.
+    """
     size = dist.get_world_size() if dist.is_initialized() else environment.world_size()
     spec = resolve_auto(load(options.spec, options.overrides, world_size=size))
     require_reachable(spec)
@@ -197,7 +236,7 @@ def run(options: Options, guarded: MakeGuard | None = None) -> int:
         if spec.deterministic:
             torch.use_deterministic_algorithms(True)
             stack.callback(torch.use_deterministic_algorithms, False)
-        folder, options = _folder(spec, options, exchange, stack)
+        folder, options = _open_folder(spec, options, exchange, stack)
         session = Session(
             spec=spec,
             options=options,
@@ -208,14 +247,18 @@ def run(options: Options, guarded: MakeGuard | None = None) -> int:
         set_up_logging(folder, rank=world.rank, speaks=world.is_first and not options.json)
         if not options.json:
             announce_node(world.rank, world.size)
-        exchange.barrier()  # from here on rank 0 may take the folder away: no rank writes into it
-        stack.push(_log_failure)  # runs first: leaving the group may hang, or this rank be ended
+        # After this barrier each rank has opened its log, so rank 0 may remove the folder.
+        exchange.barrier()
+        # Pushed last, so it runs first: leaving the group may hang, or this rank be killed there.
+        stack.push(_log_failure)
         return _run(session, interrupts, make_guard)
 
 
 def on_device(spec: Spec, device: torch.device) -> Spec:
-    """The spec on the device that it runs on, whichever its cluster names: whose kernels compute is
-    known by now."""
+    """Return the spec for the device that it runs on, instead of the device of its cluster.
+
+    Kernels, and with them predicted activations, depend on the device.
+    """
     cluster = spec.cluster
     if device.type == "cuda" and cluster is not None:
         major, minor = torch.cuda.get_device_capability(device)
@@ -226,17 +269,18 @@ def on_device(spec: Spec, device: torch.device) -> Spec:
 def _log_failure(
     kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
 ) -> None:
-    """The traceback of what no user is to blame for, into this rank's log."""
+    """Write the traceback of an unexpected error to the log of this rank."""
     if error is not None and not isinstance(error, PtrainError):
         LOG.debug("rank failed: %s", error, exc_info=error)
 
 
 def _run(session: Session, interrupts: interrupt.Interrupts, make_guard: MakeGuard) -> int:
+    """Build the model, resume, train and compare. Returns the exit code."""
     spec, options, world = session.spec, session.options, session.world
     speaks = world.is_first and not options.json
     text = corpus(spec.data)
     require_corpus(text, spec)
-    if not spec.data.is_of_files:  # a token file has its name, and may be too large to read
+    if not spec.data.is_of_files:  # a token file may be too large to digest
         LOG.debug("corpus  %s, digest %s", text.name, text.digest())
     program = interpret(spec, world=world, allow_import=options.allow_import)
     placed = on_device(spec, world.device)
@@ -287,29 +331,36 @@ def _run(session: Session, interrupts: interrupt.Interrupts, make_guard: MakeGua
             if world.is_first:
                 begin(session.folder)
             outcome = train(program, parts, first=first)
-        of_run = _of_run(derivation, probe, routing)
+        of_run = _predictions_of(derivation, probe, routing)
         return _conclude(session, of_run, probe.estimate, outcome, journal, routing.record())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Predictions:
-    """What a run is held against: the derivation from the spec alone, and where that assumes where
-    tokens go what the run's own counts make of it."""
+    """The predictions that a run is compared with.
+
+    Attributes:
+        derivation: The derivation from the spec.
+        counted: The derivation with the run's routing counts, if the first one assumes a routing.
+    """
 
     derivation: Derivation
     counted: Estimate | None = None
 
     @property
     def judged(self) -> Estimate:
+        """The prediction that the verdict uses."""
         return self.counted or self.derivation.exact
 
     @property
     def columns(self) -> list[Estimate]:
+        """All predictions, for the record."""
         columns = [self.derivation.paper, self.derivation.exact, self.counted]
         return [column for column in columns if column is not None]
 
 
-def _of_run(derivation: Derivation, probe: Probe, routing: RoutingLog) -> Predictions:
+def _predictions_of(derivation: Derivation, probe: Probe, routing: RoutingLog) -> Predictions:
+    """Return the predictions, with the routing counts of the steady step if it has any."""
     if (histogram := routing.counted.get(probe.steady)) is None:
         return Predictions(derivation=derivation)
     counted = by_counts(derivation, histogram, probe.steady + 1)
@@ -317,8 +368,11 @@ def _of_run(derivation: Derivation, probe: Probe, routing: RoutingLog) -> Predic
 
 
 def _on_first(exchange: Exchange, trace: Callable[[], Any], action: str = _TRACES) -> Any:
-    """Return on every rank the result of `trace` on rank 0. An error there is a problem of all the
-    others, whose message names the `action`."""
+    """Run `trace` on rank 0 and return its result on all ranks.
+
+    If it fails, the error propagates on rank 0. The others return `{"problem": …}`, whose text
+    names the `action`.
+    """
     answer = None
     try:
         if exchange.world.is_first:
@@ -331,11 +385,14 @@ def _on_first(exchange: Exchange, trace: Callable[[], Any], action: str = _TRACE
     return answer
 
 
-def _folder(
+def _open_folder(
     spec: Spec, options: Options, exchange: Exchange, stack: ExitStack
 ) -> tuple[RunFolder, Options]:
-    """Made by our launcher, or by rank 0 here, whose choice the others learn; the options with what
-    it continues from."""
+    """Return the run folder and the options, with the checkpoint to continue from.
+
+    The launcher has created the folder, or rank 0 creates it here and sends its choice to the
+    others.
+    """
     if options.prepared:
         assert options.run_dir is not None
         return RunFolder(options.run_dir), options
@@ -360,18 +417,25 @@ def _folder(
     if chosen["problem"]:
         raise PtrainError(chosen["problem"])
     folder = RunFolder(Path(chosen["path"]))
-    folder.log(0).parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # a node of its own
+    # Rank 0 may have created the folder on another node, on a file system that is not shared.
+    folder.log(0).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     return folder, replace(options, resume=chosen["resume"])
 
 
 def _withdraw(claim: Claim, _: object, error: BaseException | None, trace: object) -> None:
-    """A run that was refused leaves nothing."""
+    """Restore the folder if the run was rejected."""
     if isinstance(error, PtrainError) and error.exit_code == PtrainError.exit_code:
         claim.withdraw()
 
 
 def _announce(session: Session, exact: Estimate, whole_because: str) -> None:
-    """`whole_because` as of a program."""
+    """Print the job, its prediction and warnings.
+
+    Args:
+        session: The session.
+        exact: The prediction.
+        whole_because: The reason why each rank built the full model, "" if it did not.
+    """
     LOG.info(session.heading)
     options = session.options
     words = (options.spec, *options.overrides)
@@ -387,6 +451,7 @@ def _announce(session: Session, exact: Estimate, whole_because: str) -> None:
 
 
 def _journal(session: Session, first: int, *, bar: bool) -> Journal:
+    """Return the journal of this rank."""
     if not session.world.is_first:
         return Journal(session.spec)
     quiet, sink = session.options.quiet, session.trackers
@@ -394,6 +459,7 @@ def _journal(session: Session, first: int, *, bar: bool) -> Journal:
 
 
 def _save(program: Program, session: Session, consistency: Consistency, steps: int) -> None:
+    """Check that the ranks agree, and write a checkpoint."""
     consistency.require(steps)
     path = checkpoint.save(program, session.folder.checkpoints, steps, session.exchange)
     LOG.info("checkpoint  %s", shown(path))
@@ -407,7 +473,9 @@ def _conclude(
     journal: Journal,
     routing: Mapping[str, object] | None,
 ) -> int:
-    """Compare, write summary.json, say the last lines; the exit code, equal on all ranks."""
+    """Compare, write summary.json, and print the last lines. Returns the exit code, equal on all
+    ranks.
+    """
     # rank 0's median: the verdict, and so the exit code, must be equal on all ranks
     measured, seconds = None, session.exchange.first(journal.step_seconds())
     if estimate is not None:
@@ -431,16 +499,17 @@ def _conclude(
         session.trackers.conclude(_verdict(checks))
         if session.options.json:
             print(json.dumps(result), flush=True)
-    session.exchange.barrier()  # no rank ends with a failed verdict before the summary says so
+    # The launcher reads exit code 1 without a summary as a crash (failure._died_early).
+    session.exchange.barrier()
     if measured:
         text = summary(
             predictions.judged, measured, checks, torch=torch.__version__, step_seconds=seconds
         )
-        LOG.info(text + _end(session))
+        LOG.info(text + _closing_line(session))
     else:
-        LOG.info("no verdict: a run needs at least three steps" + _end(session))
+        LOG.info("no verdict: a run needs at least three steps" + _closing_line(session))
     if outcome.interrupt:
-        _say_interrupted(session, outcome)
+        _log_interrupted(session, outcome)
         return interrupt.exit_code(outcome.interrupt)
     if session.options.strict and checks and verdict(checks) != "holds":
         return VerdictFailed.exit_code
@@ -448,18 +517,20 @@ def _conclude(
 
 
 def _verdict(checks: Sequence[Check]) -> str:
+    """Return the verdict with its numbers, for trackers."""
     held = f" ({sum(check.holds for check in checks)} of {len(checks)})"
     return verdict(checks) + held if checks else "none"
 
 
-def _end(session: Session) -> str:
-    """Return the run folder, which follows the verdict, and the command to go on with."""
+def _closing_line(session: Session) -> str:
+    """Return the end of the last lines: the run folder and the next command."""
     path = shown(session.folder.path)
     allowed = " --allow-import" if session.options.allow_import else ""
     return f" · {path}\n\n{next_line(f'ptrain verify {path}{allowed}')}"
 
 
 def _run_figures(session: Session, outcome: Outcome, derivation: Derivation) -> dict[str, object]:
+    """Return the section `run` of the record."""
     data = session.spec.data
     return {
         "heading": session.heading,
@@ -473,7 +544,8 @@ def _run_figures(session: Session, outcome: Outcome, derivation: Derivation) -> 
     }
 
 
-def _say_interrupted(session: Session, outcome: Outcome) -> None:
+def _log_interrupted(session: Session, outcome: Outcome) -> None:
+    """Print the interrupt and the command that continues the run."""
     assert outcome.interrupt is not None
     command = _continuation(session)
     remedy = (
@@ -491,7 +563,7 @@ def _say_interrupted(session: Session, outcome: Outcome) -> None:
 
 
 def _continuation(session: Session) -> str:
-    """The command that goes on from the last checkpoint, "" where there is none."""
+    """Return the command that continues from the last checkpoint, "" without one."""
     if not manifest.complete(session.folder.checkpoints):
         return ""
     run = shlex.quote(shown(session.folder.path))
@@ -500,7 +572,7 @@ def _continuation(session: Session) -> str:
 
 
 def device_name(world: World) -> str:
-    """Return what this rank computes on, in words."""
+    """Return the name of this rank's device."""
     if world.device.type == "cuda":
         return torch.cuda.get_device_name(world.device)
     return f"cpu ({platform.machine()}, {cores()} cores)"

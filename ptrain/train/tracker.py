@@ -1,10 +1,9 @@
-"""Track a training in TensorBoard, W&B or MLflow (optional extras): one interface for all of them,
-and the names by which a run is continued. Torch-free: what is not installed is refused by the
-parent.
+"""Trackers of a training: TensorBoard, W&B and MLflow (optional extras), behind one interface.
 
-MLflow's place is in its variables (MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME), else its default,
-a database in the current folder. W&B's project, entity, key and mode are in WANDB_PROJECT,
-WANDB_API_KEY, WANDB_MODE=offline …; its files are in `wandb/` of the run folder.
+MLflow's location is set by its variables (MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME); by default
+it is a database in the current folder. W&B's project, entity, key and mode are in WANDB_PROJECT,
+WANDB_API_KEY, WANDB_MODE=offline …; its files are in `wandb/` of the run folder. This module
+imports no torch, so that the parent can reject missing packages.
 """
 
 from __future__ import annotations
@@ -27,8 +26,16 @@ from ptrain.units import leaves
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrackedRun:
-    """A training as a tracker begins it: its spec and the predicted `figures`, after `first` steps
-    that were done before. `identity`: what the tracker called it then, "" of a new one."""
+    """The data with which a tracker begins a run.
+
+    Attributes:
+        name: The name of the run.
+        folder: The run folder.
+        spec: The resolved spec.
+        figures: The predicted figures.
+        first: The number of finished steps.
+        identity: The id that the tracker gave the run at an earlier attempt. "": a new run.
+    """
 
     name: str
     folder: Path
@@ -39,16 +46,18 @@ class TrackedRun:
 
     @property
     def facts(self) -> dict[str, object]:
-        """Return what is known before the first step: the spec's sections, and `predicted`."""
+        """The data that is known before the first step: the spec's sections, and `predicted`."""
         return {**self.spec, "predicted": dict(self.figures)}
 
 
 class Tracker(Protocol):
-    """Where a training's figures go beside metrics.jsonl. Its methods are called in one thread, and
-    may raise or hang: the training goes on without it."""
+    """A receiver of the figures of a training.
+
+    Its methods are called in one thread. They may raise or hang: the training continues without it.
+    """
 
     def begin(self, run: TrackedRun) -> str:
-        """Return what the tracker calls the run, by which a continuation finds it again."""
+        """Begin a run, and return the id by which a continuation finds it again."""
         ...
 
     def log(self, step: int, figures: Mapping[str, float]) -> None: ...
@@ -65,8 +74,11 @@ def names_of_trackers(spec: Spec, options: Options) -> tuple[str, ...]:
 
 
 def require_trackers(names: Sequence[str]) -> None:
-    """Raises SpecError for those whose packages, which bear their names, are not installed. A
-    folder `wandb` of an earlier run, from where Python imports, is none."""
+    """Raise SpecError for trackers whose packages, which have their names, are not installed.
+
+    Python can import a folder `wandb` of an earlier run as a namespace package. It has no origin
+    and does not count.
+    """
     faults = [
         Fault(
             place="log.trackers",
@@ -81,16 +93,24 @@ def require_trackers(names: Sequence[str]) -> None:
 
 
 def identity_of(folder: RunFolder, tracker: str, source: str | None, name: str) -> str:
-    """Return what a tracker called a run that goes on in `folder`: as the folder itself has it, or
-    the run of `source`, from which it continues, if that bears the same name; "" of a new one."""
-    for run in (folder, *_continued(source, name)):
+    """Return the id that a tracker gave a continued run, "" for a new one.
+
+    The id is in this run folder, or in the run of `source` if that has the same name.
+
+    Args:
+        folder: This run folder.
+        tracker: The name of the tracker.
+        source: The value of `--resume`.
+        name: The name of the spec.
+    """
+    for run in (folder, *_continued_runs(source, name)):
         if (file := run.identity(tracker)).exists():
             return file.read_text(encoding="utf-8").strip()
     return ""
 
 
-def _continued(source: str | None, name: str) -> list[RunFolder]:
-    """The run of a checkpoint, or the folder of a run, that `--resume` names."""
+def _continued_runs(source: str | None, name: str) -> list[RunFolder]:
+    """Return the run folder that `--resume` refers to, if its spec has this name."""
     if source is None or source == AUTO:
         return []
     path = Path(source)
@@ -100,24 +120,28 @@ def _continued(source: str | None, name: str) -> list[RunFolder]:
 
 
 def _name_of(run: RunFolder) -> str:
+    """Return the name in the resolved spec of a run. The file is not parsed as YAML."""
     lines = run.resolved.read_text(encoding="utf-8").splitlines()
     names = (line.partition(":")[2] for line in lines if line.startswith("name:"))
     return next(names, "").strip(" \"'")
 
 
-PATIENCE = 15  # seconds for its servers to answer, of 90 and more that are usual there
+PATIENCE = 15  # seconds to wait for W&B's servers; its default is 90 or more
 
 
 class WeightsAndBiases:
-    """A run whose id is made here, so that a continuation finds it in offline mode too. Steps are a
-    figure of their own: W&B drops rows of a step that is done again under its own count."""
+    """A tracker for W&B.
+
+    The id of the run is created here, so that a continuation finds it in offline mode, too. The
+    step is logged as a figure, because W&B drops rows whose internal step was logged before.
+    """
 
     def begin(self, run: TrackedRun) -> str:
         import wandb
 
         identity = run.identity or secrets.token_hex(4)
         settings = wandb.Settings(
-            console="off",  # the lines on standard output are in the logs, or for machines
+            console="off",  # do not capture standard output: the run folder has the logs
             silent=True,
             init_timeout=PATIENCE,
             login_timeout=PATIENCE,
@@ -144,8 +168,11 @@ class WeightsAndBiases:
 
 
 class TensorBoard:
-    """Events in `events/` of the run folder. A continuation in the same folder hides the steps that
-    it does again; one in another folder begins at its own first step there."""
+    """A tracker that writes TensorBoard events to `events/` of the run folder.
+
+    A continuation in the same folder hides the steps that it repeats. In another folder, the events
+    begin with its first step.
+    """
 
     def begin(self, run: TrackedRun) -> str:
         from torch.utils.tensorboard import SummaryWriter
@@ -167,14 +194,16 @@ class TensorBoard:
         self._writer.close()
 
 
-_MOST_PARAMETERS = 100  # of a request
-_UNKEYED = re.compile(r"[^\w.\- :/]")  # characters that no key of its has
-_LONGEST = 500  # characters of a parameter that all of its stores take
+_MOST_PARAMETERS = 100  # MLflow's limit per request
+_INVALID_IN_KEY = re.compile(r"[^\w.\- :/]")  # characters that MLflow rejects in keys
+_LONGEST = 500  # characters of a parameter value that all of MLflow's stores accept
 
 
 class MLflow:
-    """The active run of the thread that its methods are called in. Parameters are those of the
-    first attempt: MLflow lets none change."""
+    """A tracker for MLflow, whose active run belongs to the thread that calls its methods.
+
+    Parameters are those of the first attempt, because MLflow does not allow changes.
+    """
 
     def begin(self, run: TrackedRun) -> str:
         import mlflow
@@ -182,7 +211,9 @@ class MLflow:
         self._mlflow = mlflow
         active = mlflow.start_run(run_id=run.identity or None, run_name=run.name)
         if not run.identity:
-            facts = [(_key(place), flow(value)[:_LONGEST]) for place, value in leaves(run.facts)]
+            facts = [
+                (_valid_key(place), flow(value)[:_LONGEST]) for place, value in leaves(run.facts)
+            ]
             for start in range(0, len(facts), _MOST_PARAMETERS):
                 mlflow.log_params(dict(facts[start : start + _MOST_PARAMETERS]))
         return str(active.info.run_id)
@@ -197,5 +228,6 @@ class MLflow:
         self._mlflow.end_run("FAILED" if has_failed else "FINISHED")
 
 
-def _key(place: str) -> str:
-    return _UNKEYED.sub("_", place)
+def _valid_key(place: str) -> str:
+    """Return a name that MLflow accepts as a key."""
+    return _INVALID_IN_KEY.sub("_", place)
