@@ -146,8 +146,9 @@ def _decode_at(place: object, decode: Callable[[Any], Any], plain: Any) -> Any:
 
 
 def _sequence_codec(container: type, kinds: tuple[Any, ...]) -> _Codec:
-    """Return the codec of a list or tuple whose items share one type (`tuple[X, ...]`) or have one
-    type per position (`tuple[X, Y]`).
+    """Return the codec of a list or tuple.
+
+    Its items share one type (`tuple[X, ...]`), or have one type per position (`tuple[X, Y]`).
     """
     codecs = [_codec_of(kind) for kind in kinds if kind is not Ellipsis]
     is_fixed = kinds[-1] is not Ellipsis
@@ -192,8 +193,10 @@ def _require_object(plain: Any) -> Mapping[str, Any]:
 
 
 def _union_codec(kinds: Sequence[Any]) -> _Codec:
-    """Return the codec of a union. None and scalars are encoded as themselves. A class is encoded
-    directly if it is the only one, else as the pair `[class name, value]`.
+    """Return the codec of a union.
+
+    None and scalars are encoded as themselves. A class is encoded directly if it is the only one,
+    else as the pair `[class name, value]`.
     """
     scalars = {NoneType, *(kind for kind in kinds if kind in _SCALARS)}
     scalars |= {int} if float in scalars else set()

@@ -447,9 +447,7 @@ class Estimate(Worded):
         return replace(self.of_ranks({rank}), traffic=sent, accounts=(), account_of=())
 
     def of_ranks(self, ranks: Container[int]) -> Estimate:
-        """Return the estimate without other ranks' memory, peaks and times. Its traffic is
-        unchanged.
-        """
+        """Return the estimate without per-rank rows of other ranks; its traffic is unchanged."""
         return replace(
             self,
             memory=of_ranks(self.memory, ranks),

@@ -1,5 +1,4 @@
-"""The timeline of one micro-batch: the order in which a model allocates, frees and completes
-gradients.
+"""The timeline of one micro-batch: when a model allocates, frees and completes gradients.
 
 A timeline describes the model on a single device. Wrappers act at its boundaries and at completed
 gradients; `derivation.computing` combines the two.

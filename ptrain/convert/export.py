@@ -1,11 +1,12 @@
-"""Export a checkpoint as a folder that transformers loads: safetensors, config.json, and the
-tokenizer files that the model came with. A user's own model is exported as safetensors with its
-own names.
+"""Export of a checkpoint to a folder that Transformers loads.
 
-At most one file's tensors are in memory at a time, and the folder appears complete or not at all.
+The folder has safetensors, config.json, and the tokenizer files of the model. A model of user code
+is exported as safetensors with the names of its parameters.
 
-A model with peft's adapters is exported with the adapters merged into their layers, as a folder of
-transformers, or as the adapters alone, as one of peft.
+At most one file's tensors are in memory at a time, and the folder appears atomically.
+
+A model with PEFT adapters is exported with the adapters merged into their layers, as a Transformers
+folder, or the adapters alone are exported, as a PEFT folder. Both need the full model in memory.
 """
 
 from __future__ import annotations
@@ -45,6 +46,8 @@ _WEIGHTS, _PREFIX = "adapter_model.safetensors", "base_model.model."  # as PeftM
 
 
 class Adapters(StrEnum):
+    """The form in which adapters are exported."""
+
     MERGED = "merged"
     ALONE = "alone"
 
@@ -52,10 +55,21 @@ class Adapters(StrEnum):
 def write_adapters(
     saved: SavedModel, to: Path, how: Adapters, *, allow_import: bool
 ) -> tuple[str, int, int, str]:
-    """Write a checkpoint's model to the folder `to`, which is there; return the class that its
-    adapters were put into, how many tensors were written, and of how many bytes, and the folder or
-    hub name that the class was loaded from, if any. The whole model is in memory. Raises SpecError
-    for a model without adapters, and what `SavedModel.built` raises."""
+    """Write a model with adapters to a folder. The full model is in memory.
+
+    Args:
+        saved: The checkpoint.
+        to: An existing folder.
+        how: The form of the adapters.
+        allow_import: Allow user code to run, which builds the model.
+
+    Returns:
+        The class that contains the adapters, the number of tensors written, their bytes, and the
+        folder or hub name that the class was loaded from ("" if unknown).
+
+    Raises:
+        SpecError: The model has no adapters, or cannot be built (`SavedModel.built`).
+    """
     module, _ = saved.built(allow_import=allow_import)
     module.load_state_dict(saved.load(saved.parameters), strict=False)
     adapted = _adapted(module)
@@ -67,7 +81,7 @@ def write_adapters(
 
 
 def _adapted(module: nn.Module) -> nn.Module:
-    """Return what peft put adapters into."""
+    """Return the module that contains PEFT adapters. Raises SpecError without one."""
     for part in module.modules():
         if isinstance(getattr(part, _CONFIG, None), dict):
             return part
@@ -76,7 +90,7 @@ def _adapted(module: nn.Module) -> nn.Module:
 
 @torch.no_grad()
 def _write_merged(adapted: Any, to: Path) -> Iterator[torch.Tensor]:
-    """Write the class, in whose layers the adapters are; yield its parameters."""
+    """Merge the adapters, write the model, and yield its parameters."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     if not hasattr(adapted, "save_pretrained"):
@@ -92,7 +106,7 @@ def _write_merged(adapted: Any, to: Path) -> Iterator[torch.Tensor]:
 
 
 def _write_alone(adapted: Any, to: Path) -> Iterator[torch.Tensor]:
-    """Write the adapters and their config; yield their tensors."""
+    """Write the adapters and their config, and yield their tensors."""
     from peft import get_peft_model_state_dict
     from safetensors.torch import save_file
 
@@ -112,6 +126,7 @@ def _write_alone(adapted: Any, to: Path) -> Iterator[torch.Tensor]:
 
 
 def _refused(finding: str) -> SpecError:
+    """Return the error of the option `--adapters`."""
     return refused("--adapters", finding, "Remove `--adapters` to write all parameters.")
 
 
@@ -122,8 +137,13 @@ _DROPOUTS = ("dropout", "embedding_dropout", "attention_dropout", "hidden_dropou
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishedConfig:
-    """What is written. `kind`: one of spec.published. `unsaid`: keys of the spec that no config of
-    this kind can say, and that change what the model computes."""
+    """The config of a published architecture.
+
+    Attributes:
+        kind: The architecture, one of `spec.published.kinds()`.
+        config: The content of config.json.
+        unsaid: Keys of the spec that change the computation and that this config cannot express.
+    """
 
     kind: str
     config: dict[str, Any]
@@ -131,9 +151,17 @@ class PublishedConfig:
 
 
 def published_config(model: ModelShape, *, sequence: int) -> PublishedConfig:
-    """Return the config of a model that was trained on samples of so many tokens. What it begins
-    with has a config of its own, whose other fields stay. Raises SpecError for a model that no
-    class of transformers is known to be."""
+    """Return the config of a built-in model.
+
+    A pretrained model keeps the other fields of the config that it was loaded with.
+
+    Args:
+        model: The model.
+        sequence: The length of its training samples, in tokens.
+
+    Raises:
+        SpecError: No known class of Transformers computes this model.
+    """
     before = _before(model)
     first = str(before.get("model_type", ""))
     shape, keys = _of_weights(model), keys_of_shape(model)
@@ -153,14 +181,14 @@ def published_config(model: ModelShape, *, sequence: int) -> PublishedConfig:
 
 
 def _is_same(config: dict[str, Any], shape: ModelShape) -> bool:
-    """Return whether a config says all that a shape does."""
+    """Return True if a config describes this shape."""
     published = read_config(config)
     read = None if published.faults else shape_of(published.keys)
     return read is not None and _of_weights(read) == shape
 
 
 def _of_weights(shape: ModelShape) -> ModelShape:
-    """Return a shape without what training alone needs, and with each thing said in one way."""
+    """Return a shape in canonical form, without settings that only training uses."""
     usual = {spot.name: spot.default for spot in fields(BlockOptions)}
     changes: dict[str, Any] = {name: usual[name] for name in (*_OF_TRAINING, *_DROPOUTS)}
     scale = shape.attention_scale
@@ -176,8 +204,13 @@ def _of_weights(shape: ModelShape) -> ModelShape:
 
 
 def _before(shape: ModelShape) -> dict[str, Any]:
-    """Return the config of the folder that a model begins with, without rotations, of which newer
-    files have one field and older ones two. Raises PtrainError where it cannot be read any more."""
+    """Return the config of the model's pretrained folder without `rope_parameters`; {} without one.
+
+    Old files have two fields for rotary embeddings, new ones have `rope_parameters`.
+
+    Raises:
+        PtrainError: The config can no longer be read.
+    """
     if shape.pretrained is None:
         return {}
     try:
@@ -192,9 +225,15 @@ Stored = StoredTensor | StoredParts
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileForm:
-    """`architecture`: the class, or the function of a model that no class is, whose `config` is
-    empty. `stored`: how files have a parameter, by its name. `buffers` belong to the files, and no
-    checkpoint has them. `unsaid`: keys of the spec that the config cannot say."""
+    """The form of an exported model.
+
+    Attributes:
+        architecture: The class, or the user function of a model that is no known class.
+        config: The content of config.json; empty for a user function.
+        stored: Returns the form of a parameter in files, by its name.
+        buffers: Buffers of the pretrained files, which checkpoints do not contain.
+        unsaid: Keys of the spec that the config cannot express.
+    """
 
     architecture: str
     config: dict[str, Any]
@@ -204,8 +243,12 @@ class FileForm:
 
 
 def form_of(saved: SavedModel, *, allow_import: bool) -> FileForm:
-    """Return the form of a trained model. Raises SpecError for one that no class of transformers is
-    known to be, and for one of the user's own that must be built, without leave."""
+    """Return the form in which a model is exported.
+
+    Raises:
+        SpecError: No known class of Transformers computes the model, or user code must run and
+            `allow_import` is False.
+    """
     match saved.spec.model:
         case ModelShape() as shape:
             published = published_config(shape, sequence=saved.spec.batch.sequence)
@@ -231,8 +274,11 @@ def form_of(saved: SavedModel, *, allow_import: bool) -> FileForm:
 def _own_buffers(
     model: ExternalModel, saved: SavedModel, *, allow_import: bool
 ) -> dict[str, Tensor]:
-    """Return the buffers that a model of the user's own has of its folder. It is built, which runs
-    its code, only where the folder has, or may have had, more than what is trained."""
+    """Return the buffers that a model of user code has from its pretrained folder.
+
+    The model is built, which runs its code, only if the folder has tensors that the checkpoint
+    lacks, or no longer exists.
+    """
     if saved.gone is None:
         folder = model.pretrained
         if folder is None or not (
@@ -248,6 +294,7 @@ def _own_buffers(
 
 
 def _of_class(model: HuggingFaceModel, saved: SavedModel) -> FileForm:
+    """Return the form of a class of Transformers."""
     module, config = unreal(model), config_of_class(model)
     rows = stored_rows(module)
     saved.require_folder(needed=holds_buffers(module))
@@ -272,10 +319,19 @@ _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exported:
-    """What was written: of which step, to which folder, as which class (or the user's function);
-    how many tensors and bytes of weights; the `copied` files; keys of the spec that its config
-    could not say; the folder that the model began with, if it is `gone`; and the reason why the
-    folder has no tokenizer, "" if it has one."""
+    """The result of an export.
+
+    Attributes:
+        step: The step of the checkpoint.
+        folder: The folder.
+        architecture: The class, or the user function.
+        tensors: The number of tensors.
+        size: Their bytes.
+        copied: The names of the copied tokenizer files.
+        unsaid: Keys of the spec that the config cannot express.
+        gone: The pretrained folder, if it no longer exists.
+        no_tokenizer: The reason why the folder has no tokenizer, "" if it has one.
+    """
 
     step: int
     folder: Path
@@ -296,10 +352,19 @@ def export(
     allow_import: bool = False,
     adapters: Adapters | None = None,
 ) -> Exported:
-    """Write the newest checkpoint of a run, or that of `step`, to the new folder `to`; of a model
-    with peft's `adapters` merged into its layers, or these alone. Raises
-    PtrainError for a run without one that is sound, for a folder that is there already, where it
-    cannot be written, and for a model whose code must run first, without leave."""
+    """Export a checkpoint to a new folder.
+
+    Args:
+        run: The run folder.
+        to: The folder to create.
+        step: The step of the checkpoint. None: the newest.
+        allow_import: Allow user code to run.
+        adapters: The form of PEFT adapters. None: write all parameters under the model's names.
+
+    Raises:
+        PtrainError: The run has no sound checkpoint, the folder exists or cannot be written, or
+            user code must run and `allow_import` is False.
+    """
     if os.path.lexists(to):
         raise refused("--to", f"{to} already exists", "Use the name of a new folder.")
     saved = SavedModel(run, step)
@@ -343,7 +408,11 @@ def _reason(gone: Path | None, base: str) -> str:
 
 
 def _write_model(saved: SavedModel, form: FileForm, to: Path) -> tuple[str, int, int, str]:
-    """Return the class that was written, how many tensors, of how many bytes, and no base."""
+    """Write all weights and the config to a folder.
+
+    Returns:
+        The class, the number of tensors, their bytes, and "" as the source of a pretrained class.
+    """
     files = [*_by_file(_groups(saved.parameters, form))]
     file_of: dict[str, str] = {}
     size, dtypes = 0, set[torch.dtype]()
@@ -368,19 +437,23 @@ Group = list[tuple[str, Stored]]  # parameters by name that stand in the same of
 
 
 def _groups(saved: Mapping[str, TensorStorageMetadata], form: FileForm) -> list[tuple[Group, int]]:
-    """Return what has to be read together, with its bytes."""
+    """Return the parameters that must be read together, with their bytes.
+
+    Parameters that share tensors in the files belong together.
+    """
     stored = ((name, form.stored(name)) for name in saved)
     by_names = grouped((of_files.names, (name, of_files)) for name, of_files in stored)
     return [(group, sum(_bytes(saved[name]) for name, _ in group)) for group in by_names.values()]
 
 
 def _bytes(entry: TensorStorageMetadata) -> int:
+    """Return the bytes of a parameter."""
     size: int = entry.size.numel() * entry.properties.dtype.itemsize
     return size
 
 
 def _by_file(groups: Iterable[tuple[Group, int]]) -> Iterator[Group]:
-    """Yield what stands in each file, as much as it may hold."""
+    """Yield the parameters of each file, up to FILE_BYTES per file."""
     file, size = Group(), 0
     for group, more in groups:
         if file and size + more > FILE_BYTES:
@@ -391,7 +464,7 @@ def _by_file(groups: Iterable[tuple[Group, int]]) -> Iterator[Group]:
 
 
 def _published(tensors: Mapping[str, torch.Tensor], group: Group) -> dict[str, torch.Tensor]:
-    """Return theirs by name, sections side by side."""
+    """Return the tensors of a file by name, with the sections of a tensor concatenated."""
     written: dict[str, torch.Tensor] = {}
     parts: dict[str, dict[int, torch.Tensor]] = {}
     dims: dict[str, int] = {}
@@ -409,8 +482,10 @@ def _published(tensors: Mapping[str, torch.Tensor], group: Group) -> dict[str, t
 
 
 def _copy_tokenizer(spec: Spec, base: str, to: Path) -> Iterator[str]:
-    """Copy the tokenizer of the folder that the model began with, or else of the folder that its
-    token files were made with; yield the names of the files."""
+    """Copy the tokenizer files and yield their names.
+
+    They come from the pretrained folder, else from the folder of the tokenizer of the token files.
+    """
     began = [Path(folder) for folder in (spec.model.pretrained, base) if folder]
     origin = token_origin(spec.data)
     is_usable = origin is not None and not origin.is_of_bytes and not origin.has_changed
@@ -429,7 +504,7 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def _write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """The library tells of a full disk by an error of its own."""
+    """Write a safetensors file. Errors of the library (a full disk) are raised as OSError."""
     use = "writing the files needs the safetensors library"
     safetensors = library("safetensors.torch", "ptrain export", use)
     try:

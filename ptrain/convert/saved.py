@@ -1,7 +1,7 @@
-"""Load the model of a run's checkpoint into one process, whatever ranks saved it; let it continue
-texts and score them, on the CPU, in fp32, in the vocabulary that it was trained on.
+"""The model of a checkpoint in one process: loading, text generation and scoring.
 
-Each token is computed from the window before it; nothing is kept between tokens.
+The model runs on the CPU in fp32, whichever ranks saved it, with the tokenizer of its training.
+Each token is computed from the window before it; there is no KV cache.
 """
 
 from __future__ import annotations
@@ -39,9 +39,21 @@ _MODEL = "model."
 
 
 class SavedModel:
-    """The parameters of a run's newest checkpoint, or of that of `step`; its `spec`; `gone`, the
-    folder that the model began with, where that is there no more. Raises PtrainError for a run
-    without one that is sound."""
+    """The parameters of a run's checkpoint.
+
+    Args:
+        run: The run folder.
+        step: The step of the checkpoint. None: the newest.
+
+    Attributes:
+        spec: The spec of the run.
+        gone: The pretrained folder of the model, if it no longer exists.
+        folder: The checkpoint.
+        parameters: The metadata of the parameters, by name.
+
+    Raises:
+        PtrainError: The run has no sound checkpoint.
+    """
 
     def __init__(self, run: Path, step: int | None = None) -> None:
         self._resolved = RunFolder(run).resolved
@@ -55,8 +67,15 @@ class SavedModel:
         }
 
     def built(self, *, allow_import: bool) -> tuple[nn.Module, dict[str, torch.Tensor]]:
-        """Return the model as it is constructed, but for the buffers that the folder has which it
-        began with; and these by name. Raises SpecError where that is gone and may have had some."""
+        """Build the model, without loading the saved parameters.
+
+        Returns:
+            The module, and the buffers that it has from its pretrained folder, by name.
+
+        Raises:
+            SpecError: The pretrained folder no longer exists and may have contained buffers, or
+                user code must run and `allow_import` is False.
+        """
         spec = self.spec
         model = replace(spec.model, pretrained=None)  # all parameters are in the checkpoint
         module = build(
@@ -69,7 +88,7 @@ class SavedModel:
         return module, {} if folder is None else kept_buffers(module, folder)
 
     def require_folder(self, *, needed: bool) -> None:
-        """Raises SpecError where a model needs the folder that it began with, which is gone."""
+        """Raise SpecError if the model needs its pretrained folder, which no longer exists."""
         if not needed or self.gone is None:
             return
         finding = f"{self.gone} does not exist any more, but the model needs its untrained tensors"
@@ -86,11 +105,11 @@ class SavedModel:
 
     @property
     def step(self) -> int:
-        """How many steps were done."""
+        """The number of finished steps."""
         return self._sound.step
 
     def load(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
-        """Return these parameters, whole, on the CPU, in the dtype they were trained in."""
+        """Load these parameters with full shapes, on the CPU, in the dtype of the training."""
         entries = {name: self.parameters[name] for name in names}
         tensors = {
             name: torch.empty(entry.size, dtype=entry.properties.dtype)
@@ -101,12 +120,18 @@ class SavedModel:
         return tensors
 
     def _reader(self) -> IndexReader:
+        """Return a reader of the checkpoint's files."""
         return IndexReader(self.folder, listed=frozenset(self._sound.files))
 
 
 def _spec_of(run: Path) -> tuple[Spec, Path | None]:
-    """Return a run's spec, and the folder that its model began with, if that is gone: the
-    checkpoint has all weights."""
+    """Return the spec of a run, and its pretrained folder if that no longer exists.
+
+    The spec is then loaded without the folder: the checkpoint has all parameters.
+
+    Raises:
+        SpecError: The folder is no run folder.
+    """
     resolved = RunFolder(run).resolved
     if not os.path.isfile(resolved):  # nor of a name that no file can have
         raise refused(
@@ -120,6 +145,11 @@ def _spec_of(run: Path) -> tuple[Spec, Path | None]:
 
 
 def _checkpoint(run: Path, step: int | None) -> tuple[Path, Manifest]:
+    """Return the newest sound checkpoint (of a step, unless None) and its manifest.
+
+    Raises:
+        SpecError: There is none.
+    """
     complete = manifest.complete(RunFolder(run).checkpoints)
     wanted = [path for path in complete if step in (None, manifest.step_of(path))]
     if not wanted:
@@ -140,8 +170,13 @@ def _checkpoint(run: Path, step: int | None) -> tuple[Path, Manifest]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextScore:
-    """How well a text is foreseen. `loss`: nats for each of so many `tokens`; `bits`: for each of
-    its bytes."""
+    """The score of a text.
+
+    Attributes:
+        tokens: The number of predicted tokens.
+        loss: Nats per predicted token.
+        bits: Bits per byte of the text.
+    """
 
     tokens: int
     loss: float
@@ -149,15 +184,23 @@ class TextScore:
 
     @property
     def perplexity(self) -> float:
-        """Among how many tokens the model hesitates, in the mean."""
+        """The perplexity, exp(loss)."""
         return math.exp(self.loss)
 
 
 class Writer:
-    """The model of a run's newest checkpoint, or of that of `step`. `tokenizer` is a
-    tokenizer.json or its folder; None: what it was trained on; if it `is_chat`, texts are what a
-    user says. Raises PtrainError as SavedModel, and for a model
-    whose tokens nobody knows."""
+    """A model that continues and scores texts.
+
+    Args:
+        run: The run folder.
+        step: The step of the checkpoint. None: the newest.
+        tokenizer: A tokenizer.json or its folder. None: the tokenizer of the training.
+        is_chat: Render each prompt as the user message of a chat.
+        allow_import: Allow user code to run.
+
+    Raises:
+        PtrainError: The run has no sound checkpoint, or its tokenizer is unknown.
+    """
 
     def __init__(
         self,
@@ -178,8 +221,17 @@ class Writer:
     def written(
         self, prompt: str, *, tokens: int, temperature: float, generator: torch.Generator
     ) -> str:
-        """Return what follows a text: at most so many tokens, drawn by their probabilities at a
-        `temperature`, the most probable at 0."""
+        """Return the continuation of a prompt.
+
+        Args:
+            prompt: The prompt.
+            tokens: The maximum number of new tokens.
+            temperature: The temperature of sampling; 0 selects the most probable token.
+            generator: The random generator.
+
+        Raises:
+            SpecError: The prompt is empty, or has tokens beyond the vocabulary.
+        """
         if not (begun := self.vocabulary.tokens(prompt)):
             raise refused("PROMPT", "the prompt has no tokens", "Use a longer prompt.")
         self._require_known(begun)
@@ -193,8 +245,11 @@ class Writer:
         return self.vocabulary.text(new)
 
     def score(self, text: str) -> TextScore:
-        """Return how well a text is foreseen, window by window. Raises SpecError for one of fewer
-        than two tokens."""
+        """Return the score of a text, computed window by window.
+
+        Raises:
+            SpecError: The text has fewer than two tokens, or tokens beyond the vocabulary.
+        """
         tokens = self.vocabulary.tokens(text)
         if len(tokens) < 2:
             raise refused("--score", "the text has fewer than two tokens", "Use a longer text.")
@@ -204,19 +259,20 @@ class Writer:
         return TextScore(tokens=number, loss=sums / number, bits=sums / math.log(2) / size)
 
     def _losses(self, tokens: Sequence[int]) -> Iterator[float]:
-        """Yield the sum of each window's losses."""
+        """Yield the sum of losses of each window."""
         for window in windows(tokens, self.spec.batch.sequence):
             logits_TV = self._logits(window[:-1])
             yield F.cross_entropy(logits_TV, torch.tensor(window[1:]), reduction="sum").item()
 
     def _logits(self, tokens: Sequence[int]) -> Tensor:
-        """Return the logits [T, V] of the last tokens, no more of them than a sample had."""
+        """Return the logits [T, V] of the last T tokens, at most a sample's length."""
         window = torch.tensor([*tokens][-self.spec.batch.sequence :])
         with torch.no_grad():
             logits_BTV: Tensor = self._model(window[None])
         return logits_BTV[0].float()
 
     def _require_known(self, tokens: Sequence[int]) -> None:
+        """Raise SpecError if a token is beyond the vocabulary of the model."""
         size, key = self.spec.model.vocabulary
         if size is not None and (largest := max(tokens)) >= size:
             raise refused(
@@ -227,13 +283,14 @@ class Writer:
 
 
 def _model(saved: SavedModel, *, allow_import: bool) -> nn.Module:
+    """Build the model in fp32."""
     module, _ = saved.built(allow_import=allow_import)
     cast(module, torch.float32)
     return module
 
 
 def _fill(module: nn.Module, saved: SavedModel) -> None:
-    """Give a model what was saved, one tensor after the other."""
+    """Load the saved values into a model, one tensor at a time."""
     with torch.no_grad():
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
             if name in saved.parameters:
@@ -241,6 +298,7 @@ def _fill(module: nn.Module, saved: SavedModel) -> None:
 
 
 def _drawn(logits_V: Tensor, temperature: float, generator: torch.Generator) -> int:
+    """Draw a token from logits [V]."""
     if temperature == 0:
         return int(logits_V.argmax())
     probabilities_V = (logits_V / temperature).softmax(-1)
@@ -248,7 +306,7 @@ def _drawn(logits_V: Tensor, temperature: float, generator: torch.Generator) -> 
 
 
 class ChatVocabulary(FileVocabulary):
-    """The vocabulary of a folder, of which a text is what a user says to the model."""
+    """The tokenizer of a folder with a chat template. A text is the user message of a chat."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -261,9 +319,19 @@ class ChatVocabulary(FileVocabulary):
 
 
 def vocabulary_of(spec: Spec, named: Path | None, *, is_chat: bool = False) -> Vocabulary:
-    """Return the vocabulary that a model was trained on: the one that is `named`, that of the
-    folder it began with, what made its token files, or bytes; if it `is_chat`, with the folder's
-    template. Raises SpecError where nobody says what its tokens mean, or a file says otherwise."""
+    """Return the tokenizer of a trained model.
+
+    It is the named one, the one of the pretrained folder, the one of the token files, or the byte
+    tokenizer, in this order.
+
+    Args:
+        spec: The spec of the training.
+        named: A tokenizer.json or its folder. None: find the tokenizer of the training.
+        is_chat: Render texts with the chat template of the folder.
+
+    Raises:
+        SpecError: The tokenizer is unknown, or differs from the one of the training.
+    """
     data, folder = spec.data, spec.model.pretrained
     origin = token_origin(data)
     began = None if folder is None else Path(folder)
@@ -299,14 +367,16 @@ def vocabulary_of(spec: Spec, named: Path | None, *, is_chat: bool = False) -> V
 
 
 def token_origin(data: DataSpec) -> TokenOrigin | None:
-    """Return the tokenizer of a training's tokens, by the first of its files with a record."""
+    """Return the recorded tokenizer of the training data: the first record of its files."""
     paths = [data.path, *(source.path for source in data.sources or ())]
     origins = (read_origin(Path(path)) for path in paths if path is not None)
     return next((origin for origin in origins if origin is not None), None)
 
 
 def windows(tokens: Sequence[int], length: int) -> Iterable[Sequence[int]]:
-    """Yield stretches of at most `length` tokens and the one behind them, each token but the first
-    being a target once."""
+    """Yield windows of `length` + 1 tokens (the last may be shorter), overlapping by one.
+
+    Each token except the first is the target of one window.
+    """
     for first in range(0, len(tokens) - 1, length):
         yield tokens[first : first + length + 1]

@@ -232,9 +232,7 @@ class ChatTemplate:
             return [self._encode(text, spans) for text, spans in texts]
 
     def question(self, text: str) -> list[int]:
-        """Return the tokens of a chat that begins with this user message, up to the start of the
-        answer.
-        """
+        """Return the tokens of a chat with this user message, up to the start of the answer."""
         chat = Chat(messages=[{"role": "user", "content": text}], tools=None, place="PROMPT")
         with boundary(lambda error: _render_fault(chat, error)):
             rendered = self._render(chat, 1, is_ready=True)

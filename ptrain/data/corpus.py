@@ -79,8 +79,8 @@ Rows = NDArray[Any]
 
 
 def require_edges(name: str, tokens: Rows, marks: Rows, model: ModelSpec) -> None:
-    """Raise SpecError if tokens of packed rows would attend to other documents, or not to all of
-    theirs.
+    """Raise SpecError if tokens of packed rows would attend outside their document, or not to all
+    of it.
 
     User models are not checked: their attention is unknown.
 
@@ -124,8 +124,7 @@ def _has_documents(model: ModelSpec) -> bool:
 
 
 def _first_mismatch(tokens: Rows, marks: Rows, model: ModelShape) -> int | None:
-    """Return the first row whose document boundaries differ between marks and model, None without
-    one.
+    """Return the first row in which the documents of marks and model differ, None without one.
 
     Boundaries after the last target of a row are ignored: no loss depends on them.
     """
@@ -193,9 +192,7 @@ class Corpus:
         return windows
 
     def _num_rows(self, sequence: int, split: Split) -> int:
-        """Return the number of rows of a split. Raises SpecError if it has none, or of another
-        length.
-        """
+        """Return the number of rows of a split; raises SpecError for none, or for another length."""
         rows, width = self.split(split).shape
         if width != sequence + 1:
             finding = f"{self.name} has rows of {width - 1} tokens, but samples have {sequence}"
@@ -372,9 +369,7 @@ class UserSamples:
         return len(places)
 
     def require_known(self, spec: Spec, logits: int | None) -> None:
-        """Read the last item. Raises SpecError if it cannot be read or differs in form from the
-        first.
-        """
+        """Read the last item; raises SpecError if it cannot be read or differs from the first."""
         self._dataset.read([self._dataset.size - 1])
 
     def digest(self) -> None:
@@ -435,9 +430,7 @@ class Mixture:
         return sum(file.num_targets([place], spec, split) for file, place in own)
 
     def require_known(self, spec: Spec, logits: int | None) -> None:
-        """Raise SpecError, with all faults, if files have different tokenizers or do not fit the
-        model.
-        """
+        """Raise SpecError, with all faults, if a file does not fit the model or the first file."""
         require_one_tokenizer([(file.name, file.origin) for file in self.files])
         of_all([partial(file.require_known, spec, logits) for file in self.files])
 

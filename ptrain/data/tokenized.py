@@ -303,9 +303,7 @@ def _vocabulary_digest(tokenizer: Path, changed: int) -> str:
 
 
 def _token_ids(content: Any) -> dict[str, int]:
-    """Return the id of each word. Models with probabilities (Unigram) list words in the order of
-    ids.
-    """
+    """Return the id of each word. Unigram models list words in the order of their ids."""
     vocab = content["model"]["vocab"]
     if isinstance(vocab, list):
         vocab = {word: number for number, (word, _) in enumerate(vocab)}

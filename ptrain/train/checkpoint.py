@@ -122,8 +122,9 @@ def load(program: Program, folder: Path, verified: Manifest, exchange: Exchange)
 
 
 def verify(folder: Path, exchange: Exchange) -> Manifest:
-    """Verify the files of a checkpoint and return its manifest. Each rank hashes a part of the
-    files.
+    """Verify the files of a checkpoint and return its manifest.
+
+    Each rank hashes a part of the files.
 
     Raises:
         PtrainError: A file is damaged or missing. Raised on all ranks.
@@ -388,8 +389,9 @@ def data_prints(spec: Spec, source: SampleSource) -> dict[str, tuple[int, str, i
 
 
 def file_print(path: Path, blocks: int) -> tuple[int, str, int]:
-    """Return size, digest and modification time of a file, reading at most `blocks` blocks of 1
-    MiB.
+    """Return size, digest and modification time of a file.
+
+    At most `blocks` blocks of 1 MiB are read.
     """
     status, digest = path.stat(), hashlib.sha256()
     size, what, last = status.st_size, "sha256", blocks - 1
@@ -513,8 +515,9 @@ _UNPICKLED = (
 
 
 class IndexReader(FileSystemReader):
-    """A reader of checkpoints that opens only files in the manifest and unpickles only torch's
-    records.
+    """A reader of checkpoints that unpickles only torch's records.
+
+    It opens only files that the manifest lists.
     """
 
     def __init__(self, folder: Path, *, listed: frozenset[str]) -> None:
@@ -522,8 +525,10 @@ class IndexReader(FileSystemReader):
         self._listed = listed
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the metadata. Raises SpecError if it has other classes, or refers to unlisted
-        files.
+        """Return the metadata of the checkpoint.
+
+        Raises:
+            SpecError: It contains other classes, or refers to files outside the manifest.
         """
         with (Path(self.path) / METADATA).open("rb") as file:
             metadata = _Unpickler(file).load()

@@ -77,8 +77,9 @@ def root_cause(failures: Sequence[Failure], living: Sequence[Rank]) -> Failure:
 
 
 def message(failure: Failure, num_failed: int, *, num_lines: int = 12) -> str:
-    """Return the report of a failure: rank, cause, last log lines, and the number of other
-    failures.
+    """Return the report of a failure.
+
+    It contains the rank, the cause, the last log lines, and the number of other failures.
     """
     rank = failure.rank
     lines = [f"error: {rank} {failure.cause}"]

@@ -71,8 +71,7 @@ class Unsound:
 
 
 class Guard:
-    """The check of each step of a training: no update is applied unless loss and gradients are
-    finite.
+    """The check of each step: no update is applied unless loss and gradients are finite.
 
     If the host runs ahead of its device, the ranks agree on the device (`train.look`). `figures`
     raises when the next step has been launched, whose update the device skips, too. By then the
@@ -117,13 +116,15 @@ class Guard:
         return self._sums is not None
 
     def look(self, step: int, share: torch.Tensor, norm: torch.Tensor | None) -> Look:
-        """Start the check of a step before its update. Unless figures are late, it raises like
-        `figures`.
+        """Start the check of a step before its update.
 
         Args:
             step: The step, from 0.
             share: This rank's share of the loss.
             norm: The result of `Program.reduce`.
+
+        Raises:
+            TrainingStopped: As `figures`, unless figures are late.
         """
         if self._sums is not None:
             return self._sums.look(share, norm)
@@ -269,8 +270,7 @@ class Guard:
 
 
 class _Witness:
-    """The observer of a recomputed step, which records the first value that is not finite on a
-    rank.
+    """The observer of a recomputed step, which records its first value that is not finite.
 
     Values are numbered within a micro-batch, in the same order on all ranks of a tp, cp or ep
     group. A rank that only received the value has a higher number than the rank that computed it.
@@ -347,8 +347,7 @@ class _Witness:
 
 
 def require(program: Program, step: int, exchange: Exchange) -> None:
-    """Raise TrainingStopped, on all ranks, if a checkpoint would contain a value that is not
-    finite.
+    """Raise TrainingStopped, on all ranks, if a checkpoint would not be finite.
 
     It reads all resident tensors once and copies none.
 
@@ -451,10 +450,9 @@ def _counted(tensors: Sequence[torch.Tensor]) -> str:
 
 
 def _first(root_causes: Iterable[Unsound], exchange: Exchange) -> str:
-    """Return the first state and tensor that are not finite on any rank, with the values of all
-    ranks.
+    """Return the first state and tensor that are not finite on any rank.
 
-    The text is equal on all ranks, and "" if all values are finite.
+    The text lists the values of all ranks, is equal on all of them, and is "" if all are finite.
     """
     here = list(root_causes)
     firsts = list(chain.from_iterable(exchange.gather([u.place for u in here[:1]])))

@@ -138,9 +138,7 @@ class RunFolder:
         return self.path / "summary.json"
 
     def routing(self, step: int) -> Path:
-        """Return the file of a step's routing counts (step from 1), which a spec's `routing`
-        accepts.
-        """
+        """Return the file of a step's routing counts (step from 1). A spec's `routing` accepts it."""
         return self.path / "routing" / f"step-{step:08d}.json"
 
     @property

@@ -1,5 +1,4 @@
-"""The reports of a running training: lines and a progress bar on rank 0, metrics.jsonl and
-trackers.
+"""The reports of a running training: lines and a progress bar, metrics.jsonl, and trackers.
 
 W&B, MLflow and TensorBoard share one interface, and none of them can end, stop or delay a training.
 Each runs in a separate thread: a call to an unreachable server may take minutes to fail, in which
@@ -309,8 +308,9 @@ def _start_progress(steps: int) -> Progress | None:
 
 
 def _drop_rows(path: Path, after: int) -> None:
-    """Remove the rows of steps after `after`, and incomplete lines, from a metrics file,
-    atomically.
+    """Remove the rows of steps after `after` from a metrics file, atomically.
+
+    Incomplete lines are removed, too.
     """
     text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
     rows = [row for row in _ROW.finditer(text) if int(row[1]) <= after]

@@ -190,10 +190,10 @@ class DeviceSums:
         return DeviceLook(self._queue, self.halted, sums, norm, self._program.scaling)
 
     def _unsound_flag(self, norm: torch.Tensor | None) -> torch.Tensor:
-        """Return a flag that is set if this rank's gradients are not finite and their update not
-        skipped.
+        """Return a flag that is set if this rank's gradients are not finite.
 
-        The norm is global, and finite only if the gradients of all ranks are.
+        It is not set if the loss scaler skips their update. The norm is global, and finite only if
+        the gradients of all ranks are.
         """
         scaling = self._program.scaling
         if norm is not None:

@@ -18,31 +18,20 @@ from ptrain.train.schedule import learning_rate
 
 
 def train(program: Program, parts: Parts, *, first: int = 0) -> Outcome:
-    """Train from step `first` to the last step of the spec.
+    """Train from step `first` to the spec's last step and return the result.
 
-    If the host runs ahead of its device, nothing is read from the device between two steps. The
-    figures of a step are reported when the next one has been launched, and before an evaluation, a
-    checkpoint or the end.
+    If the host runs ahead of its device, nothing is read from the device between two steps. A step
+    is then reported when the next one was launched, or before an evaluation, a checkpoint or the
+    end.
 
-    Args:
-        program: The program.
-        parts: The other objects that the loop needs.
-        first: The number of finished steps.
-
-    Returns:
-        The number of finished steps, the losses, and the signal that ended the training early.
-
-    Raises:
-        TrainingStopped: A loss or gradient is not finite. Its update is not applied. Raised on all
-            ranks.
+    Raises TrainingStopped, on all ranks, if a loss or gradient is not finite; its update is
+    skipped.
     """
     spec, queue = program.spec, DeviceQueue(program.world.device)
     repeat = partial(_repeat, program, parts)
     guard = Guard(program, queue, parts.exchange, parts.interrupts, repeat)
     steps, held_out = first, None
-    # The end of the previous step, if no other work came after it. Timing from it includes the
-    # time in which the device waits for the host.
-    before: Milestone | None = None
+    before: Milestone | None = None  # the end of the previous step, if no other work came after it
     most = 1 if queue.runs_ahead and not spec.verify_every else 0
     with Reports(guard, parts.journal, parts.judge, most=most) as reports:
         while steps < spec.train.steps and not reports.interrupt:

@@ -79,8 +79,9 @@ class Consistency:
     def around(
         self, step: int, watch: AbstractContextManager[object]
     ) -> AbstractContextManager[object]:
-        """Return the context of a step (from 0), which records gradients if `require` is due after
-        it.
+        """Return the context of a step (from 0).
+
+        It records the gradients of the step if `require` is due after it.
         """
         return self._noting(watch) if self.is_due(step + 1) else watch
 

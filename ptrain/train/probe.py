@@ -66,8 +66,7 @@ FIRST_STEADY = 2  # the first two steps create optimizer state and rebuild DDP's
 
 
 class Probe:
-    """The meters and profilers of the steps. Call it with a step (from 0) to get the step's
-    context.
+    """The meters and profilers of the steps; a call with a step (from 0) returns its context.
 
     Args:
         program: The program.

@@ -1,5 +1,4 @@
-"""One rank of a training from start to end: load the spec, join the group, wrap, resume, train,
-compare.
+"""One rank of a training from start to end: load, join the group, wrap, resume, train, compare.
 
 It also reports an emulated dtype, and records the routing counts of printed and measured steps by
 layer, rank and micro-batch.
@@ -99,9 +98,7 @@ class RoutingLog:
     def around(
         self, step: int, watch: AbstractContextManager[object]
     ) -> AbstractContextManager[object]:
-        """Return the context of a step, in which its routers are watched if it is printed or
-        measured.
-        """
+        """Return the context of a step, in which its routers are watched if necessary."""
         return self._watching(watch) if self._is_due(step) else watch
 
     def of_step(self, step: int) -> Sequence[LayerRouting]:
@@ -473,8 +470,9 @@ def _conclude(
     journal: Journal,
     routing: Mapping[str, object] | None,
 ) -> int:
-    """Compare, write summary.json, and print the last lines. Returns the exit code, equal on all
-    ranks.
+    """Compare, write summary.json, print the last lines, and return the exit code.
+
+    The exit code is equal on all ranks.
     """
     # rank 0's median: the verdict, and so the exit code, must be equal on all ranks
     measured, seconds = None, session.exchange.first(journal.step_seconds())
