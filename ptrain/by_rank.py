@@ -114,6 +114,7 @@ class ByRank(Sequence[RowT]):
     def largest(self, size: Callable[[RowT], int]) -> int:
         """Return the largest sum of `size` over one rank's rows, computed once per kind."""
         sums = [[sum(map(size, rows)) for rows in kinds] for kinds, _ in self.parts]
+        # Ranks with equal kinds in all parts have equal sums.
         unlike = {*zip(*(kind_of for _, kind_of in self.parts), strict=True)}
         return max(
             (sum(of_kind[k] for of_kind, k in zip(sums, kinds, strict=True)) for kinds in unlike),

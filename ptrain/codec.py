@@ -199,7 +199,7 @@ def _union_codec(kinds: Sequence[Any]) -> _Codec:
     else as the pair `[class name, value]`.
     """
     scalars = {NoneType, *(kind for kind in kinds if kind in _SCALARS)}
-    scalars |= {int} if float in scalars else set()
+    scalars |= {int} if float in scalars else set()  # JSON may hold an int for a float
     codecs = {
         getattr(kind, "__name__", ""): _codec_of(kind) for kind in kinds if kind not in scalars
     }

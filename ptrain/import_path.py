@@ -18,6 +18,7 @@ def leave_current_folder() -> None:
     the package hide no installed module.
     """
     here, segments = _current_folder(), _pythonpath_entries()
+    # `-P` sets safe_path: then Python has not added the current folder.
     if not sys.flags.safe_path and sys.path[:1] in ([""], [here]):
         del sys.path[0]
     if "" in segments and here not in map(os.path.abspath, filter(None, segments)):

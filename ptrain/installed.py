@@ -29,6 +29,7 @@ def torch_version() -> str:
     scans all distributions.
     """
     torch = find_spec("torch")
+    # `origin` is None for a folder named torch that is no package (a namespace package).
     file = Path(torch.origin).with_name("version.py") if torch and torch.origin else None
     text = file.read_text() if file and file.exists() else ""
     version = re.search(r"^__version__ = '(.*)'", text, re.MULTILINE)

@@ -77,6 +77,7 @@ class _DetachableStream(TextIOWrapper):
         except OSError as error:
             if error.errno not in _GONE_READER_ERRORS:
                 return  # such as a full disk: this text is lost, later text may be written again
+            # From now on all writes of this process to the descriptor succeed.
             null = os.open(os.devnull, os.O_WRONLY)
             os.dup2(null, self.fileno())
             os.close(null)

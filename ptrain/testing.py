@@ -93,7 +93,7 @@ def on_ranks(
         raise refused("num_ranks", f"got {num_ranks}", "1 or more")
     require_torch()
     with tempfile.TemporaryDirectory(prefix="ptrain-test-") as folder:
-        (Path(folder) / "logs").mkdir(mode=0o700)
+        (Path(folder) / "logs").mkdir(mode=0o700)  # `launch` expects it in a run folder
         words = [_qualified_name(function), str(num_ranks), folder, json.dumps(list(arguments))]
         ended = _run_python(["-m", "ptrain.testing", *words], timeout, _qualified_name(function))
         if ended.returncode:
@@ -239,7 +239,7 @@ def _become_rank(words: Sequence[str]) -> None:
 
     def run() -> int:
         function, folder, arguments = words
-        torch.set_num_threads(1)
+        torch.set_num_threads(1)  # the ranks share the cores of this machine
         with closing(World.join(device="cpu", backend="gloo")) as world:
             returned = _import_function(function)(*json.loads(arguments))
             if isinstance(returned, LoopVerdict):

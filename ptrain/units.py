@@ -52,7 +52,7 @@ def parse_count(text: str | int) -> int:
 def format_bytes(size: int | float) -> str:
     """Format traffic or a file size in decimal units: 1120 GB, 61.3 MB, 512 B."""
     for unit, scale in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if abs(size) >= (10 * scale if unit == "TB" else scale):
+        if abs(size) >= (10 * scale if unit == "TB" else scale):  # up to 10 TB in GB
             return f"{size / scale:.4g} {unit}"
     return f"{int(size)} B"
 
@@ -60,7 +60,7 @@ def format_bytes(size: int | float) -> str:
 def format_memory(size: int | float) -> str:
     """Format memory of a device or a host in binary units: 79.1 GiB, 61.3 MiB, 512 B."""
     for unit, scale in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if abs(size) >= (10 * scale if unit == "TiB" else scale):
+        if abs(size) >= (10 * scale if unit == "TiB" else scale):  # up to 10 TiB in GiB
             return f"{size / scale:.4g} {unit}"
     return f"{int(size)} B"
 
@@ -77,7 +77,7 @@ def format_operations(number: int) -> str:
 def format_count(number: int | float) -> str:
     """Format a count with three digits: 0.92M, 70B, 512."""
     for unit, scale in (("T", 10**12), ("B", 10**9), ("M", 10**6), ("k", 10**3)):
-        if abs(number) >= scale * (0.1 if unit == "M" else 1):
+        if abs(number) >= scale * (0.1 if unit == "M" else 1):  # 0.92M, not 920k
             return f"{number / scale:.3g}{unit}"
     return f"{number:.3g}"
 
@@ -92,6 +92,7 @@ def format_seconds(seconds: float) -> str:
     """Format a duration with three digits: `1.23 s`, `4.56 ms`, `78.9 µs`."""
     for unit, factor in (("s", 1.0), ("ms", 1e-3)):
         if seconds >= 0.9995 * factor:
+            # The bounds are half a unit of the last digit below 10 and 100, which round up.
             digits = 2 if seconds < 9.995 * factor else 1 if seconds < 99.95 * factor else 0
             return f"{seconds / factor:.{digits}f} {unit}"
     return f"{seconds / 1e-6:.3g} µs"
@@ -150,7 +151,7 @@ def as_bytes(value: object, *, rate: bool = False) -> int | None:
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         return None
     if isinstance(value, int | float):
-        return round(value) if abs(value) < 10**300 else None
+        return round(value) if abs(value) < 10**300 else None  # not for inf and nan
     try:
         return parse_bytes(value.removesuffix("/s") if rate else value)
     except (ValueError, OverflowError):

@@ -196,7 +196,10 @@ class ChatTemplate:
         transformers.utils.logging.set_verbosity_error()
         with boundary(lambda error: _folder_fault(folder, error)):
             self._tokenizer: Any = transformers.AutoTokenizer.from_pretrained(
-                str(folder), local_files_only=True, trust_remote_code=False
+                # Neither downloads nor runs code of the folder.
+                str(folder),
+                local_files_only=True,
+                trust_remote_code=False,
             )
             self.text: str = self._tokenizer.get_chat_template()
         self._marks_answers = _MARKS.search(self.text) is not None
@@ -220,7 +223,8 @@ class ChatTemplate:
         """Return the samples of a chat; none if it has no answer.
 
         Raises:
-            SpecError: The template rejects the chat, or renders it in a way that hides the answers.
+            SpecError: The template rejects the chat, or changes earlier messages once an answer
+                follows.
         """
         behind = [n for n, message in enumerate(chat.messages, 1) if message["role"] == ANSWERS]
         if not behind or behind[-1] == 1:  # a first message answers none
@@ -299,6 +303,7 @@ class ChatTemplate:
 
     def _encode(self, text: str, spans: Sequence[Span]) -> ChatSample:
         """Encode a text, with the tokens inside the spans as targets."""
+        # The template has written the special tokens. `verbose` warns about long texts.
         encoding = self._tokenizer(
             text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
         )

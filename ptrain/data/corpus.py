@@ -47,6 +47,8 @@ def sample(index: int, *, windows: int, seed: int) -> int:
     An epoch has `windows` samples, in an order that the seed decides.
     """
     epoch, place = divmod(index, windows)
+    # The seed is hashed before it is combined with the epoch, so that seeds and epochs that differ
+    # by 1 do not share permutations.
     return epoch * windows + permuted(place, windows, mixed(mixed(seed & _MASK) ^ epoch))
 
 
@@ -79,10 +81,10 @@ Rows = NDArray[Any]
 
 
 def require_edges(name: str, tokens: Rows, marks: Rows, model: ModelSpec) -> None:
-    """Raise SpecError if tokens of packed rows would attend outside their document, or not to all
-    of it.
+    """Raise SpecError if tokens of packed rows would attend to other documents.
 
-    User models are not checked: their attention is unknown.
+    Also raise it if they would not attend to all of their document. User models are not checked:
+    their attention is unknown.
 
     Args:
         name: The name of the token file.
@@ -192,7 +194,7 @@ class Corpus:
         return windows
 
     def _num_rows(self, sequence: int, split: Split) -> int:
-        """Return the number of rows of a split; raises SpecError for none, or for another length."""
+        """Return the rows of a split; raises SpecError for none, or for rows of another length."""
         rows, width = self.split(split).shape
         if width != sequence + 1:
             finding = f"{self.name} has rows of {width - 1} tokens, but samples have {sequence}"
@@ -405,6 +407,7 @@ class Mixture:
         own_index = cycle * self.quotas[number] + int(turns[place])
         edges = self._offsets(sequence, split)
         windows = edges[number + 1] - edges[number]
+        # A seed per file: files of equal length would otherwise have the same order.
         drawn = sample(own_index, windows=windows, seed=mixed(seed + number))
         epoch, window = divmod(drawn, windows)
         return epoch * edges[-1] + edges[number] + window

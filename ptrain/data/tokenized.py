@@ -552,6 +552,7 @@ class GrowingArray:
         """Truncate the file to this number of entries, and continue after them."""
         self._entries = entries
         self._write_header()
+        # An interrupted call may have written entries after the last progress that it noted.
         size = entries * _entry_bytes(self._shape, self._dtype)
         self._file.truncate(self._file.tell() + size)
         self._file.seek(0, os.SEEK_END)

@@ -65,6 +65,7 @@ def save(program: Program, parent: Path, step: int, exchange: Exchange) -> Path:
         TrainingStopped: A value is not finite. Raised before anything is written.
     """
     name = manifest.folder_name(step)
+    # The ranks share a temporary folder. Its random name differs from leftovers of a killed job.
     token = exchange.first(secrets.token_hex(4))
     final, temporary = parent / name, parent / f"{name}.tmp-{token}"
     if exchange.first(final.exists()):
@@ -175,6 +176,7 @@ def _write(program: Program, folder: Path) -> None:
 def without_advice() -> Iterator[None]:
     """Temporarily suppress torch's warning about checkpoints of a single process."""
     with warnings.catch_warnings():
+        # From state_dict_saver.py and state_dict_loader.py in torch/distributed/checkpoint.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
 
@@ -196,7 +198,7 @@ def _commit(
     unlisted = {path.name for path in temporary.iterdir()} - set(files)
     assert not unlisted, f"files that no rank has written: {sorted(unlisted)}"
     for name in files:
-        os.chmod(temporary / name, 0o600)
+        os.chmod(temporary / name, 0o600)  # torch's writer uses the mode of the umask
     manifest.write(
         temporary,
         Manifest(
@@ -210,6 +212,7 @@ def _commit(
             data=program.data_prints,
         ),
     )
+    # The manifest is flushed, so a folder with the final name is complete also after a power loss.
     temporary.rename(final)
     manifest.sync_folder(final.parent)
 
@@ -398,7 +401,9 @@ def file_print(path: Path, blocks: int) -> tuple[int, str, int]:
     places = list(range(0, size, _BLOCK))
     if len(places) > blocks:
         what = f"sha256 of {blocks} blocks"
-        places = [(size - _BLOCK) * number // last for number in range(blocks)]
+        places = [
+            (size - _BLOCK) * number // last for number in range(blocks)
+        ]  # first to last byte
     with path.open("rb") as file:
         for place in places:
             file.seek(place)
@@ -504,6 +509,9 @@ _CLASSES = (
     "TensorStorageMetadata",
     "_MEM_FORMAT_ENCODING",
 )
+# The names that torch pickles into its metadata. A TensorProperties pickles its layout by
+# _get_layout, and its memory format as a _MEM_FORMAT_ENCODING. Python 3.13 moved PosixPath to
+# pathlib._local.
 _UNPICKLED = (
     *(("torch.distributed.checkpoint.metadata", name) for name in _CLASSES),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
@@ -544,6 +552,7 @@ class IndexReader(FileSystemReader):
                     "list",
                     _FOREIGN_REMEDY,
                 )
+        # As FileSystemReader.read_metadata does (torch/distributed/checkpoint/filesystem.py).
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata

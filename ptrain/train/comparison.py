@@ -80,6 +80,7 @@ def otherwise(spec: Spec) -> Iterator[Otherwise]:
         if way is second_way:
             continue
         for both in second_way(first.spec):
+            # A change that reads differently after the first one is another change: skip it.
             if both.words == second.words and is_sound(both.spec):
                 does, words = f"{first.does}, and {both.does}", f"{first.words} and {both.words}"
                 yield Otherwise(both.spec, does, words)
@@ -290,6 +291,7 @@ def _with_cause(
         predicted = _predict_variant(other, facts)
         left = _failed_checks(checks_of(predicted, _with_masters(seen, predicted)))
         names = differed - left
+        # It must explain all figures, or break none and explain the three of one kind of call.
         if left and not (left < differed and len(names) >= _OF_A_KIND):
             continue
         if len(names) > len(explained):

@@ -155,6 +155,7 @@ def launch(settings: Options) -> int:
     register()
     environment.let_agents_restart()
     try:
+        # -P keeps the current folder off the path of the ranks.
         argv = ("-P", "-m", module_of(spec), *options.to_argv(settings))
         elastic_launch(config, sys.executable)(*argv)
     except ChildFailedError as error:
@@ -162,7 +163,7 @@ def launch(settings: Options) -> int:
         part = dict(enumerate(parts_of_ranks(spec))).get(rank)
         raise RankFailed(f"error: rank {rank}{f' ({part})' if part else ''}: {message}") from error
     except SignalException as error:
-        return 128 + int(error.sigval)
+        return 128 + int(error.sigval)  # the convention of shells
     return 0
 
 

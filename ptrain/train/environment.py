@@ -91,6 +91,7 @@ def agent() -> str:
     if (run_id := os.environ.get("TORCHELASTIC_RUN_ID")) is None:
         return ""
     stat = Path(f"/proc/{os.getppid()}/stat")
+    # Field 22 of proc(5)'s stat is the start time. Field 2, the name, may contain spaces and ")".
     since = stat.read_text().rpartition(")")[2].split()[19] if stat.exists() else "?"
     return f"{run_id} {platform.node()} {os.getppid()} {since}"
 
@@ -169,6 +170,7 @@ def let_agents_restart() -> None:
 
     By default, an agent gives each attempt the store of the failed one; 0 of 5 restarts recovered.
     """
+    # Read in torch/distributed/elastic/rendezvous/dynamic_rendezvous.py.
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 

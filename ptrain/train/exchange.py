@@ -142,13 +142,13 @@ def _lead(size: int, seconds: float, gather: Gather) -> HostGroup | None:
     with ExitStack() as opened:
         listener = _listener(opened, size, seconds)
         gather("" if listener is None else listener.getsockname())
-        have_joined = gather(listener is not None)
+        have_joined = gather(listener is not None)  # all ranks must agree on the use of sockets
         if listener is None or not all(have_joined):
             return None
         by_rank = {}
         with ExitStack() as failing:
             for _ in range(1, size):
-                joined = Joined(listener.accept()[0], -1, seconds)
+                joined = Joined(listener.accept()[0], -1, seconds)  # sends its rank first
                 failing.callback(joined.close)
                 joined.rank = int(joined.receive())
                 by_rank[joined.rank] = joined
@@ -270,7 +270,7 @@ class Exchange:
         if self._host is not None:
             numbers = struct.Struct(f"={len(values)}d")
             return [list(numbers.unpack(row)) for row in self._host.gather(numbers.pack(*values))]
-        with without_modes():
+        with without_modes():  # so that the meters do not see these tensors
             vector = torch.tensor(values, dtype=torch.float64, device="cpu")
             by_rank = vector.new_empty(self.world.size * len(values))
             all_gather_single(by_rank, vector, group=group)

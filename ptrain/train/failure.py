@@ -36,7 +36,8 @@ _VICTIM = re.compile(
     r"|remote process exited",
     re.IGNORECASE,
 )
-_AWAITED_RANK = re.compile(r"waiting for rank (\d+)")  # in the messages of pipeline stages
+# In the messages of pipeline stages and of `exchange`.
+_AWAITED_RANK = re.compile(r"waiting for rank (\d+)")
 _FRAME = re.compile(r"\s*(frame #\d+|<omitting python frames>)")  # lines of torch's C++ stacks
 
 
@@ -200,6 +201,7 @@ class Rank:
         """Update the state after an exit, a stop or a continuation, without blocking."""
         if not self.lives:
             return
+        # Not Popen.poll, which reports no stops. Some systems lack WCONTINUED.
         flags = os.WNOHANG | os.WUNTRACED | getattr(os, "WCONTINUED", 0)
         pid, status = os.waitpid(self.process.pid, flags)
         if pid == 0:
@@ -207,6 +209,7 @@ class Rank:
         if os.WIFSTOPPED(status):
             self.stopped = time.monotonic()
         elif os.WIFEXITED(status) or os.WIFSIGNALED(status):
+            # Popen must not wait again for a process that has been reaped.
             self.code = self.process.returncode = os.waitstatus_to_exitcode(status)
             self.ended = time.monotonic()
         else:
@@ -290,7 +293,7 @@ def _start(
 ) -> Rank:
     """Start one rank. It prints to its log, except for the standard output of rank 0."""
     log, error_file = folder.log(rank), folder.error(rank)
-    error_file.unlink(missing_ok=True)
+    error_file.unlink(missing_ok=True)  # from an earlier attempt
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     try:
         process = subprocess.Popen(

@@ -179,7 +179,7 @@ class Guard:
             return None, known or f"{_UNKNOWN}: backward has already changed parameters"
         norm, witness = None, _Witness(self._program)
         with without_modes(), witness.watch():
-            self._program.wrapped.clear_gradients()
+            self._program.wrapped.clear_gradients()  # else the step would add to them
             norm = self._repeat(step)
         answers = [(witness.found, witness.failure)]
         # If the recomputation failed here, other ranks may still wait for this one in a collective.

@@ -72,6 +72,7 @@ def take_lock(folder: Path) -> Lock:
     """
     file = folder / LOCK_NAME
     while True:
+        # O_NOFOLLOW: through a link, the truncation below would destroy another file.
         descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -138,7 +139,10 @@ class RunFolder:
         return self.path / "summary.json"
 
     def routing(self, step: int) -> Path:
-        """Return the file of a step's routing counts (step from 1). A spec's `routing` accepts it."""
+        """Return the file of a step's routing counts, which `routing` of a spec reads.
+
+        Steps count from 1.
+        """
         return self.path / "routing" / f"step-{step:08d}.json"
 
     @property
@@ -274,6 +278,7 @@ def write_text(path: Path, text: str) -> None:
 
 def write_bytes(path: Path, content: bytes) -> None:
     """Write a file atomically: to a temporary file in its folder, flushed to disk and renamed."""
+    # In the same folder: a rename across file systems is not atomic.
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
         file.write(content)

@@ -56,6 +56,7 @@ def caught() -> Iterator[Interrupts]:
         yield interrupts  # only the main thread may set handlers
         return
     before = {number: signal.signal(number, interrupts) for number in caught_here()}
+    # Descriptor 2, because sys.stderr may have been replaced by an object without a descriptor.
     faulthandler.register(signal.SIGUSR2, file=2, all_threads=True)
     try:
         yield interrupts

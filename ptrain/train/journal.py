@@ -48,6 +48,7 @@ from ptrain.train.tracker import (
 from ptrain.units import format_memory
 
 LOG = logging.getLogger("ptrain")
+# A complete row: a process that was killed may leave one without its end.
 _ROW = re.compile(r'^\{"step": (\d+), .*\}\n', re.MULTILINE)
 
 
@@ -348,6 +349,7 @@ class TrackerThread:
         self._warns = threading.Lock()  # both threads may disable it; only one warns
         self._tracker = tracker
         self._calls: Queue[Callable[[Tracker], object] | None] = Queue(MOST_CALLS)
+        # A daemon, so that a call that hangs does not keep the process alive.
         self._thread = threading.Thread(target=self._work, name=f"tracker {name}", daemon=True)
         self._thread.start()
 
@@ -431,7 +433,7 @@ class Trackers:
         for thread in self._threads:
             thread.call(lambda tracker: tracker.close(has_failed=error is not None))
             thread.finish()
-        for thread in self._threads:
+        for thread in self._threads:  # all of them finish in parallel, with one deadline
             thread.join(deadline)
 
 

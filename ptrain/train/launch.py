@@ -103,7 +103,7 @@ def _run_ranks(
     if sys.stderr.isatty() and "--json" not in words:
         print(f"starting {num_ranks} ranks; importing torch takes seconds", file=sys.stderr)
     with socket.socket() as listener, standard_output() as output:
-        listener.bind(("127.0.0.1", 0))
+        listener.bind(("127.0.0.1", 0))  # port 0: the kernel selects a free one
         listener.listen(num_ranks + 16)
         address, port = listener.getsockname()
         meeting = Meeting(address=address, port=port, descriptor=listener.fileno())

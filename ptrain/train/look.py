@@ -117,6 +117,7 @@ class DeviceLook:
         others = [self.halted, *norm]
         others += [] if scaling is None else [scaling.scale, scaling.found_inf]
         with without_modes():
+            # One tensor, so that one copy to the host suffices.
             numbers = torch.cat([sums, torch.stack([other.double() for other in others])])
             self._numbers = self._queue.to_host(numbers)
         self._sent = self._queue.mark()

@@ -205,6 +205,7 @@ def digests(folder: Path, names: Iterable[str]) -> dict[str, tuple[int, str]]:
 
 def write(folder: Path, manifest: Manifest) -> None:
     """Write a manifest with mode 0600, and flush the file and its folder to disk."""
+    # O_EXCL: a manifest is never overwritten.
     descriptor = os.open(folder / NAME, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "wb") as file:
         file.write(sealed(asdict(manifest)))
@@ -330,7 +331,7 @@ def sync_folder(folder: Path) -> None:
 
 def _size_problem(path: Path, size: int) -> str:
     """Return a fault if the file is missing or has another size, else ""."""
-    if path.is_symlink() or not path.is_file():
+    if path.is_symlink() or not path.is_file():  # a link could lead out of the folder
         return "missing"
     actual = path.stat().st_size
     return "" if actual == size else f"has {actual} bytes, but {size} were written"

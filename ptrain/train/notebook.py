@@ -187,6 +187,6 @@ def _train(file: Path, *, run_dir: Path | None, allow_import: bool) -> Run:
 
 def _error_of_code(code: int, message: str) -> PtrainError:
     """Return the error of an exit code."""
-    if "does not fit" in message:
+    if "does not fit" in message:  # DoesNotFit shares its exit code with PtrainError
         return DoesNotFit(message)
     return _ERRORS.get(code, RankFailed)(message or f"the training ended with exit code {code}")

@@ -55,7 +55,7 @@ def traced(folder: Path, step: int, world: World) -> Iterator[None]:
         activities.append(ProfilerActivity.CUDA)
     with profile(activities=activities, record_shapes=True) as profiler:
         yield
-        if world.device.type == "cuda":
+        if world.device.type == "cuda":  # kernels that run after the profiler ends are not traced
             torch.cuda.synchronize(world.device)
     path = folder / f"rank{world.rank}-step{step}.json.gz"
     profiler.export_chrome_trace(str(path))
@@ -171,8 +171,8 @@ class Probe:
 def first_steady(spec: Spec, first: int) -> int:
     """Return the third step after `first`, from 0.
 
-    If units are gathered by the next forward pass after an update, it is the first later step that
-    follows no evaluation and no checkpoint, because these gather them earlier.
+    If the next forward pass all-gathers updated units, it is the first later step that follows no
+    evaluation and no checkpoint, because these all-gather the units earlier.
     """
     third = first + FIRST_STEADY
     if spec.gather_after_update is not GatherAfterUpdate.NEXT_FORWARD:

@@ -148,7 +148,7 @@ class WeightsAndBiases:
         )
         self._run = wandb.init(
             id=identity,
-            resume="allow",
+            resume="allow",  # continue the run if the id exists, else create it
             name=None if run.identity else run.name,
             dir=str(run.folder),
             config=run.facts,
@@ -170,8 +170,8 @@ class WeightsAndBiases:
 class TensorBoard:
     """A tracker that writes TensorBoard events to `events/` of the run folder.
 
-    A continuation in the same folder hides the steps that it repeats. In another folder, the events
-    begin with its first step.
+    A continuation in the same folder removes the steps that it repeats from view. In another
+    folder, the events begin with its first step.
     """
 
     def begin(self, run: TrackedRun) -> str:
