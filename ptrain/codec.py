@@ -224,7 +224,7 @@ def _union_codec(kinds: Sequence[Any]) -> _Codec:
 
 
 @cache
-def _fields(kind: Any) -> list[tuple[str, _Codec, Field[Any]]]:
+def _field_codecs(kind: Any) -> list[tuple[str, _Codec, Field[Any]]]:
     """Return the name, codec and field of each constructor argument."""
     hints = get_type_hints(kind)
     if is_dataclass(kind):
@@ -241,7 +241,7 @@ def _encode_fields(kind: Any, value: Any) -> dict[str, Any]:
 
 def _add_fields(kind: Any, value: Any, plain: dict[str, Any], rare: dict[str, Any]) -> None:
     """Add the encoded fields of a value to `plain`, or to `rare` if they are written last."""
-    for name, codec, its in _fields(kind):
+    for name, codec, its in _field_codecs(kind):
         item, marks = getattr(value, name), its.metadata
         if "flat" in marks:
             _add_fields(type(item), item, plain, rare)
@@ -253,7 +253,7 @@ def _add_fields(kind: Any, value: Any, plain: dict[str, Any], rare: dict[str, An
 
 def _decode_fields(kind: Any, plain: Any) -> Any:
     values = {}
-    for name, codec, its in _fields(kind):
+    for name, codec, its in _field_codecs(kind):
         key = its.metadata.get("key", name)
         if "flat" in its.metadata:
             values[name] = codec.decode(plain)

@@ -62,8 +62,8 @@ def runs_with(torch: str) -> bool:
     Local versions (`+cpu`) are ignored. Pre-releases of either bound, and texts that are no
     version, are outside the range.
     """
-    first, refused = (_minor(bound) for bound in re.findall(r"[\d.]+", TORCH_RANGE))
-    minor = _minor(torch)
+    first, refused = (_minor_version(bound) for bound in re.findall(r"[\d.]+", TORCH_RANGE))
+    minor = _minor_version(torch)
     is_early = minor == first and re.match(r"\d+\.\d+(\.0)*\.?(a|b|rc|dev)\d", torch)
     return first <= minor < refused and not is_early
 
@@ -77,7 +77,7 @@ def versions() -> dict[str, str]:
     }
 
 
-def _minor(version: str) -> tuple[int, int]:
+def _minor_version(version: str) -> tuple[int, int]:
     """Return (2, 13) for `2.13.0+cpu`; (0, 0) for a text that does not begin with a version."""
     number = re.match(r"(\d+)\.(\d+)", version)
     return (int(number[1]), int(number[2])) if number else (0, 0)

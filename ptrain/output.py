@@ -61,16 +61,16 @@ class _DetachableStream(TextIOWrapper):
     """A text stream that discards its output once its reader is gone."""
 
     def write(self, text: str) -> int:
-        with self._discarding():
+        with self._discard_output():
             super().write(text)
         return len(text)
 
     def flush(self) -> None:
-        with self._discarding():
+        with self._discard_output():
             super().flush()
 
     @contextmanager
-    def _discarding(self) -> Iterator[None]:
+    def _discard_output(self) -> Iterator[None]:
         """Suppress OSError. If the reader is gone, redirect the descriptor to /dev/null."""
         try:
             yield

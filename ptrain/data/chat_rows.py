@@ -233,13 +233,13 @@ class ChatTemplate:
             if self._marks_answers:
                 return [self._encode_marked(chat)]
             texts = [*self._answer_spans(chat, [number for number in behind if number > 1])]
-            return [self._encode(text, spans) for text, spans in texts]
+            return [self._encode_text(text, spans) for text, spans in texts]
 
     def question(self, text: str) -> list[int]:
         """Return the tokens of a chat with this user message, up to the start of the answer."""
         chat = Chat(messages=[{"role": "user", "content": text}], tools=None, place="PROMPT")
         with boundary(lambda error: _render_fault(chat, error)):
-            rendered = self._render(chat, 1, is_ready=True)
+            rendered = self._render_messages(chat, 1, is_ready=True)
             tokens: list[int] = self._tokenizer(rendered, add_special_tokens=False)["input_ids"]
         return tokens
 
@@ -253,7 +253,7 @@ class ChatTemplate:
         special = sample.is_target & np.isin(sample.tokens, self.special_tokens())
         return int(sample.tokens[special][-1]) if special.any() else None
 
-    def _render(self, chat: Chat, number: int, *, is_ready: bool = False) -> str:
+    def _render_messages(self, chat: Chat, number: int, *, is_ready: bool = False) -> str:
         """Render the first `number` messages; with `is_ready`, up to the start of an answer."""
         text: str = self._tokenizer.apply_chat_template(
             chat.messages[:number], tools=chat.tools, tokenize=False, add_generation_prompt=is_ready
@@ -270,7 +270,7 @@ class ChatTemplate:
             chat: The chat.
             behind: The number of messages up to and including each answer.
         """
-        texts = [self._render(chat, number) for number in behind]
+        texts = [self._render_messages(chat, number) for number in behind]
         spans = [
             (self._answer_start(chat, number, text), len(text))
             for number, text in zip(behind, texts, strict=True)
@@ -289,9 +289,9 @@ class ChatTemplate:
         Raises:
             SpecError: The messages before the answer are rendered differently once it follows.
         """
-        ready = self._render(chat, number - 1, is_ready=True)
+        ready = self._render_messages(chat, number - 1, is_ready=True)
         begin = _num_shared(ready, text)
-        if begin < len(ready) and begin < len(self._render(chat, number - 1).rstrip()):
+        if begin < len(ready) and begin < len(self._render_messages(chat, number - 1).rstrip()):
             raise refused(
                 chat.place,
                 f"the template renders the messages before answer {number} differently "
@@ -301,7 +301,7 @@ class ChatTemplate:
             )
         return begin
 
-    def _encode(self, text: str, spans: Sequence[Span]) -> ChatSample:
+    def _encode_text(self, text: str, spans: Sequence[Span]) -> ChatSample:
         """Encode a text, with the tokens inside the spans as targets."""
         # The template has written the special tokens. `verbose` warns about long texts.
         encoding = self._tokenizer(
@@ -412,7 +412,7 @@ def tokenize_chats(
             if (token := done.separator) is None:
                 token = _free_separator(template, samples, packing) if named is None else named
             kept = [_fit_samples(several, width, token, packing) for several in samples]
-            fates = Counter(map(_classify, samples, kept))
+            fates = Counter(map(_classify_chat, samples, kept))
             whole = [sample for several in kept for sample in several.samples]
             rows = _build_rows(whole, packing, token)
             done = replace(
@@ -508,7 +508,7 @@ def _fit_samples(
     return _Fitting(samples=kept, is_divided=len(kept) < len(learned))
 
 
-def _classify(samples: Sequence[ChatSample], fitting: _Fitting) -> _Fate:
+def _classify_chat(samples: Sequence[ChatSample], fitting: _Fitting) -> _Fate:
     """Return the result of a chat, from its samples before and after fitting."""
     if fitting.samples:
         is_whole = [*map(id, samples)] == [*map(id, fitting.samples)]

@@ -223,7 +223,7 @@ class Corpus:
     def rows(self, places: Sequence[int], spec: Spec, split: Split) -> tuple[Tensor, Tensor | None]:
         """Return tokens and labels [places, window + 1]; no labels if all tokens are targets."""
         tokens, window = self.split(split), spec.batch.window
-        rows = np.stack([_window(tokens, place, window) for place in places], dtype=np.int64)
+        rows = np.stack([_sample_tokens(tokens, place, window) for place in places], dtype=np.int64)
         self._require_vocab(spec, int(rows.max()))
         ids, labels = torch.from_numpy(rows), None
         if spec.ignores_targets:
@@ -241,10 +241,10 @@ class Corpus:
         counts = np.ones(sequence + 1, dtype=np.bool_)
         if self.masks is not None:
             mask = self.masks[split is not Split.TRAIN]
-            own = _window(mask, place, sequence)
+            own = _sample_tokens(mask, place, sequence)
             counts &= _are_targets(own, of_rows=mask.ndim == 2)
         if ignored:
-            own = _window(self.split(split), place, sequence)
+            own = _sample_tokens(self.split(split), place, sequence)
             counts &= np.isin(own, ignored, invert=True)
         return counts
 
@@ -314,7 +314,7 @@ def _are_targets(mask: NDArray[Any], *, of_rows: bool) -> NDArray[np.bool_]:
     return mask == TARGET if of_rows else mask != 0
 
 
-def _window(values: NDArray[Any], place: int, sequence: int) -> NDArray[Any]:
+def _sample_tokens(values: NDArray[Any], place: int, sequence: int) -> NDArray[Any]:
     """Return the tokens of a sample.
 
     Its last token is only a target. In one dimension it is also the first input of the next sample.
@@ -397,7 +397,7 @@ class Mixture:
 
     def num_samples(self, sequence: int, split: Split = Split.TRAIN) -> int:
         """Return the number of samples of all files. Raises SpecError with all faults."""
-        return self._offsets(sequence, split)[-1]
+        return self._sample_offsets(sequence, split)[-1]
 
     def sample_at(self, index: int, *, seed: int, sequence: int, split: Split) -> int:
         """Return the sample at an index of the stream, with the epoch of its file."""
@@ -405,7 +405,7 @@ class Mixture:
         whose, turns = _cycle_order(self.quotas, seed)
         number = int(whose[place])
         own_index = cycle * self.quotas[number] + int(turns[place])
-        edges = self._offsets(sequence, split)
+        edges = self._sample_offsets(sequence, split)
         windows = edges[number + 1] - edges[number]
         # A seed per file: files of equal length would otherwise have the same order.
         drawn = sample(own_index, windows=windows, seed=mixed(seed + number))
@@ -417,7 +417,8 @@ class Mixture:
     ) -> LocalBatch:
         """Return the samples at these places."""
         rows = [
-            file.rows([place], spec, split) for file, place in self._locate(places, spec, split)
+            file.rows([place], spec, split)
+            for file, place in self._locate_files(places, spec, split)
         ]
         labels = [own for _, own in rows if own is not None]
         return local_batch(
@@ -429,7 +430,7 @@ class Mixture:
 
     def num_targets(self, places: Sequence[int], spec: Spec, split: Split) -> int:
         """Return the number of targets in these samples that count in the loss."""
-        own = self._locate(places, spec, split)
+        own = self._locate_files(places, spec, split)
         return sum(file.num_targets([place], spec, split) for file, place in own)
 
     def require_known(self, spec: Spec, logits: int | None) -> None:
@@ -440,14 +441,16 @@ class Mixture:
     def digest(self) -> None:
         """Return None: the files are recorded by name, and may be too large to read."""
 
-    def _locate(self, places: Sequence[int], spec: Spec, split: Split) -> list[tuple[Corpus, int]]:
+    def _locate_files(
+        self, places: Sequence[int], spec: Spec, split: Split
+    ) -> list[tuple[Corpus, int]]:
         """Return for each place its file and the place in this file."""
-        edges = self._offsets(spec.batch.window, split)
+        edges = self._sample_offsets(spec.batch.window, split)
         numbers = [bisect_right(edges, place) - 1 for place in places]
         both = zip(numbers, places, strict=True)
         return [(self.files[number], place - edges[number]) for number, place in both]
 
-    def _offsets(self, sequence: int, split: Split) -> list[int]:
+    def _sample_offsets(self, sequence: int, split: Split) -> list[int]:
         """Return the number of the first sample of each file, and the number of all samples."""
         counts = of_all([partial(file.num_samples, sequence, split) for file in self.files])
         return [0, *accumulate(counts)]

@@ -73,10 +73,10 @@ def save(program: Program, parent: Path, step: int, exchange: Exchange) -> Path:
     finite.require(program, step, exchange)
     try:
         temporary.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _write(program, temporary)
+        _write_tensors(program, temporary)
         files = manifest.digests(temporary, _files_of_rank(program.world.rank, temporary))
     except (OSError, CheckpointException) as error:
-        problem, files = f"rank {program.world.rank}: {_reason(error)}", {}
+        problem, files = f"rank {program.world.rank}: {_error_text(error)}", {}
     else:
         problem = ""
     answers = exchange.gather({"problem": problem, "files": files})
@@ -88,7 +88,7 @@ def save(program: Program, parent: Path, step: int, exchange: Exchange) -> Path:
             "Free some space, or use another folder with `--run-dir DIR`.",
         )
     if program.world.is_first:
-        _commit(program, temporary, final, step, answers)
+        _commit_checkpoint(program, temporary, final, step, answers)
     exchange.barrier()
     return final
 
@@ -111,7 +111,7 @@ def load(program: Program, folder: Path, verified: Manifest, exchange: Exchange)
     reader = IndexReader(folder, listed=frozenset(verified.files))
     state = program.state_dict()
     metadata = reader.read_metadata()
-    problem = _first(_mismatch(metadata, state), exchange)
+    problem = _first_problem(_first_mismatch(metadata, state), exchange)
     if not problem and not manifest.is_other_optimizer(verified.trained, program.spec):
         problem = _unknown_tensors(metadata, state, exchange)
     if problem:
@@ -162,7 +162,7 @@ def newest(
     return None, None, complaints
 
 
-def _write(program: Program, folder: Path) -> None:
+def _write_tensors(program: Program, folder: Path) -> None:
     """Write this rank's tensors with torch's FileSystemWriter."""
     state = program.state_dict()
     strays = [name for name, value in leaves(state) if not isinstance(value, torch.Tensor)]
@@ -190,7 +190,7 @@ def _files_of_rank(rank: int, folder: Path) -> list[str]:
     return [*mine, METADATA] if rank == 0 else mine
 
 
-def _commit(
+def _commit_checkpoint(
     program: Program, temporary: Path, final: Path, step: int, answers: list[dict[str, Any]]
 ) -> None:
     """Write the manifest and give the checkpoint its final name."""
@@ -217,7 +217,7 @@ def _commit(
     manifest.sync_folder(final.parent)
 
 
-def _mismatch(metadata: Metadata, state: dict[str, Any]) -> str:
+def _first_mismatch(metadata: Metadata, state: dict[str, Any]) -> str:
     """Return the first tensor of the program that the checkpoint lacks or stores differently.
 
     Shape and dtype are compared. The result is "" if all agree.
@@ -283,7 +283,7 @@ def _has_dtypes(layout: Layout, saved: dict[str, torch.dtype]) -> bool:
     )
 
 
-def _first(problem: str, exchange: Exchange) -> str:
+def _first_problem(problem: str, exchange: Exchange) -> str:
     """Return the first problem of any rank, on all ranks.
 
     With pipeline parallelism a rank only has the tensors of its stages.
@@ -303,7 +303,7 @@ def _unknown_tensors(metadata: Metadata, state: dict[str, Any], exchange: Exchan
     )
 
 
-def _reason(error: BaseException) -> str:
+def _error_text(error: BaseException) -> str:
     """Return the message of an error; for a CheckpointException, of the first rank that failed."""
     if isinstance(error, CheckpointException):
         return str(next(iter(error.failures.values()))[0])
@@ -474,7 +474,9 @@ def _rename_later(folder: RunFolder, step: int, exchange: Exchange) -> None:
     problem = ""
     if exchange.world.is_first:
         try:
-            _rename(path for path in manifest.complete(folder.checkpoints) if step_of(path) > step)
+            _rename_aside(
+                path for path in manifest.complete(folder.checkpoints) if step_of(path) > step
+            )
         except OSError as error:
             problem = f"a later checkpoint cannot be renamed: {error}"
     if problem := exchange.first(problem):
@@ -485,7 +487,7 @@ def _rename_later(folder: RunFolder, step: int, exchange: Exchange) -> None:
         )
 
 
-def _rename(paths: Iterable[Path]) -> None:
+def _rename_aside(paths: Iterable[Path]) -> None:
     for path in paths:
         aside = path.with_name(f"{path.name}.aside-{secrets.token_hex(4)}")
         path.rename(aside)

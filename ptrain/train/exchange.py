@@ -47,7 +47,7 @@ class Joined:
         try:
             self._socket.sendall(_LENGTH.pack(len(data)) + data)
         except OSError as error:
-            raise self._lost(error) from error
+            raise self._lost_error(error) from error
 
     def receive(self) -> bytes:
         """Return the bytes that the other rank sent.
@@ -58,23 +58,23 @@ class Joined:
                 rank that failed because of another (`failure.is_victim`).
         """
         try:
-            return self._read(_LENGTH.unpack(self._read(_LENGTH.size))[0])
+            return self._read_bytes(_LENGTH.unpack(self._read_bytes(_LENGTH.size))[0])
         except (OSError, ValueError) as error:  # ValueError: the file is closed
-            raise self._lost(error) from error
+            raise self._lost_error(error) from error
 
     def close(self) -> None:
         """Close the connection."""
         self._file.close()
         self._socket.close()
 
-    def _read(self, size: int) -> bytes:
+    def _read_bytes(self, size: int) -> bytes:
         """Read exactly `size` bytes. Raises ConnectionError if the connection ends before."""
         data = self._file.read(size)
         if len(data) < size:
             raise ConnectionError("the process has ended")
         return data
 
-    def _lost(self, error: Exception) -> OSError:
+    def _lost_error(self, error: Exception) -> OSError:
         """Return the error of a lost connection."""
         if isinstance(error, TimeoutError):
             whom = f"for rank {self.rank}" if self.rank else "at rank 0 for all ranks"
@@ -134,13 +134,17 @@ def meet(rank: int, size: int, seconds: float, gather: Gather) -> HostGroup | No
         The group, or None on all ranks if they do not share a host and its folder of temporary
         files, or if it supports no Unix sockets.
     """
-    return _lead(size, seconds, gather) if rank == 0 else _follow(rank, seconds, gather)
+    return (
+        _accept_others(size, seconds, gather)
+        if rank == 0
+        else _connect_to_first(rank, seconds, gather)
+    )
 
 
-def _lead(size: int, seconds: float, gather: Gather) -> HostGroup | None:
+def _accept_others(size: int, seconds: float, gather: Gather) -> HostGroup | None:
     """Accept the other ranks, as rank 0. Until then they wait in the queue of the socket."""
     with ExitStack() as opened:
-        listener = _listener(opened, size, seconds)
+        listener = _open_listener(opened, size, seconds)
         gather("" if listener is None else listener.getsockname())
         have_joined = gather(listener is not None)  # all ranks must agree on the use of sockets
         if listener is None or not all(have_joined):
@@ -156,7 +160,7 @@ def _lead(size: int, seconds: float, gather: Gather) -> HostGroup | None:
         return HostGroup(0, [by_rank[rank] for rank in range(1, size)])
 
 
-def _follow(rank: int, seconds: float, gather: Gather) -> HostGroup | None:
+def _connect_to_first(rank: int, seconds: float, gather: Gather) -> HostGroup | None:
     """Connect to rank 0, as any other rank."""
     with ExitStack() as failing:
         path = gather("")[0]
@@ -171,7 +175,7 @@ def _follow(rank: int, seconds: float, gather: Gather) -> HostGroup | None:
         return HostGroup(rank, [first])
 
 
-def _listener(opened: ExitStack, size: int, seconds: float) -> socket.socket | None:
+def _open_listener(opened: ExitStack, size: int, seconds: float) -> socket.socket | None:
     """Return a listening socket in a folder that only this user may enter; None on failure."""
     if not hasattr(socket, "AF_UNIX"):
         return None
@@ -234,7 +238,9 @@ class Exchange:
         """
         if self.group is None:
             return values
-        return [sum(numbers) for numbers in zip(*self._rows(self.group, values), strict=True)]
+        return [
+            sum(numbers) for numbers in zip(*self._gather_numbers(self.group, values), strict=True)
+        ]
 
     def first(self, value: Any) -> Any:
         """Return rank 0's value, on all ranks."""
@@ -265,7 +271,7 @@ class Exchange:
         if self.group is not None and dist.is_initialized():
             dist.destroy_process_group(self.group)
 
-    def _rows(self, group: dist.ProcessGroup, values: list[float]) -> list[list[float]]:
+    def _gather_numbers(self, group: dist.ProcessGroup, values: list[float]) -> list[list[float]]:
         """Return the numbers of all ranks."""
         if self._host is not None:
             numbers = struct.Struct(f"={len(values)}d")

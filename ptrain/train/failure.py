@@ -249,7 +249,7 @@ def start(
     """
     for rank in range(num_ranks):
         try:
-            yield _start(words, rank, num_ranks, meeting, folder, output, inherited)
+            yield _start_rank(words, rank, num_ranks, meeting, folder, output, inherited)
         except OSError as error:
             raise RankFailed(f"error: rank {rank} cannot be started: {error}") from error
 
@@ -282,7 +282,7 @@ def wait(ranks: Iterable[Rank], seconds: float) -> bool:
         time.sleep(0.02)
 
 
-def _start(
+def _start_rank(
     words: Sequence[str],
     rank: int,
     num_ranks: int,

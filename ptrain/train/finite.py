@@ -107,7 +107,7 @@ class Guard:
         self._left_out: list[Unsound] = []
         self._is_repeated = True  # False after a failed recomputation
         if program.updates_in_backward:
-            program.admits = self._admits
+            program.admits = self._admits_unit
         self._sums = DeviceSums(program, queue, interrupts) if can_be_late(program, queue) else None
 
     @property
@@ -128,14 +128,14 @@ class Guard:
         """
         if self._sums is not None:
             return self._sums.look(share, norm)
-        loss_share, length, is_sound = self._read(share, norm)
+        loss_share, length, is_sound = self._read_figures(share, norm)
         numbers = [loss_share, float(not is_sound), *self._interrupts.flags()]
         loss, unsound, *flags = self._exchange.add(numbers)
         is_sound = math.isfinite(loss) and not unsound
         figures = StepFigures(
             loss=loss, is_sound=is_sound, interrupt=strongest(flags), gradient_norm=length
         )
-        self._require(step, figures, loss_share)
+        self._require_finite(step, figures, loss_share)
         self._updated = 0
         return HostLook(self._queue, figures, self._program.scaling)
 
@@ -146,10 +146,10 @@ class Guard:
             TrainingStopped: The loss or a gradient of a rank is not finite. Raised on all ranks.
         """
         figures = look.figures()
-        self._require(step, figures)
+        self._require_finite(step, figures)
         return figures
 
-    def _require(self, step: int, figures: StepFigures, share: float = 0.0) -> None:
+    def _require_finite(self, step: int, figures: StepFigures, share: float = 0.0) -> None:
         """Raise TrainingStopped unless loss and gradients are finite."""
         if figures.is_sound:
             return
@@ -201,7 +201,7 @@ class Guard:
         none = f"{unknown}; recomputing the step gave finite values: {why}"
         return norm, first or none
 
-    def _read(
+    def _read_figures(
         self, share: torch.Tensor, norm: torch.Tensor | None
     ) -> tuple[float, float | None, bool]:
         """Read the loss share and the norm of this rank, and whether its gradients are finite.
@@ -217,14 +217,14 @@ class Guard:
             if norm is not None:
                 flags = [norm] if scaling is None else [norm, scaling.found_inf]
             elif scaling is None and not program.updates_in_backward:
-                flags = _extremes(program.gradients())
+                flags = _extreme_values(program.gradients())
             loss, *values = _on_host([share, *flags])
         if norm is None:
             return loss, None, not self._left_out and all(map(math.isfinite, values))
         length, *is_skipped = values
         return loss, length, math.isfinite(length) or any(is_skipped)
 
-    def _admits(self, index: int) -> bool:
+    def _admits_unit(self, index: int) -> bool:
         """Return True if backward may update a unit."""
         gradients = [target.gradient for target in self._program.wrapped.targets()[index]]
         with without_modes():
@@ -245,7 +245,7 @@ class Guard:
         root_causes: Iterable[Unsound] = self._left_out
         if not self._program.updates_in_backward:
             root_causes = _find_unsound(self._program, holdings.gradients(self._program))
-        problem = _first(root_causes, self._exchange) if self._is_repeated else ""
+        problem = _first_problem(root_causes, self._exchange) if self._is_repeated else ""
         if not problem:  # all gradients are finite, but the sum of their squares overflowed
             problem = "the gradient norm is not finite, although every gradient is finite"
             if self.is_late and (norm is None or norm.isfinite()):
@@ -286,7 +286,7 @@ class _Witness:
 
     def phase(self, phase: Phase, micro_batch: int) -> None:
         """Inspect the loss of the pass that ends. Called as an observer of the program."""
-        self._look("the loss", 0, self._program.loss.share)
+        self._inspect_tensor("the loss", 0, self._program.loss.share)
         self._pass, self._number = phase, micro_batch
 
     @contextmanager
@@ -298,19 +298,19 @@ class _Witness:
         """
         program = self._program
         with self._hooks as hooks:
-            hooks.push(self._keep)
+            hooks.push(self._record_failure)
             for observers in (program.observers, program.gradient_observers):
                 hooks.callback(observers.__setitem__, slice(None), [*observers])
                 observers.clear()
             program.observers.append(self)
             for piece in program.pieces:
-                own = partial(self._forward, piece.index)
+                own = partial(self._inspect_output, piece.index)
                 before = partial(self._parameters, piece.index)
                 modules = piece.module.named_modules()
                 hooks.enter_context(watching(modules, before=before, after=own))
             yield
 
-    def _keep(self, _: object, error: BaseException | None, __: object) -> bool:
+    def _record_failure(self, _: object, error: BaseException | None, __: object) -> bool:
         """Record an exception and suppress it. KeyboardInterrupt and SystemExit propagate."""
         words = " ".join(f"{type(error).__name__}: {error}".split())
         if is_kept := isinstance(error, Exception):
@@ -322,20 +322,22 @@ class _Witness:
         for key, parameter in module.named_parameters(name, recurse=False):
             if parameter.requires_grad and parameter not in self._hooked:
                 place = f"the gradient of {self._program.wrapped.canonical_name(key)}"
-                hook = parameter.register_hook(partial(self._look, place, -stage))
+                hook = parameter.register_hook(partial(self._inspect_tensor, place, -stage))
                 self._hooked[parameter] = self._hooks.callback(hook.remove)
 
-    def _forward(self, stage: int, name: str, _: nn.Module, __: object, output: Any) -> None:
+    def _inspect_output(self, stage: int, name: str, _: nn.Module, __: object, output: Any) -> None:
         """Inspect the outputs of a module in the forward pass, and hook their gradients."""
         place = f"the output of {name or 'the model'}"
         leaves = tree_leaves(output) if self._pass is Phase.FORWARD else []  # not if recomputed
         for tensor in filter(torch.is_tensor, leaves):
-            self._look(place, stage, tensor)
+            self._inspect_tensor(place, stage, tensor)
             if tensor.requires_grad:
-                tensor.register_hook(partial(self._look, f"the gradient of {place}", -stage))
+                tensor.register_hook(
+                    partial(self._inspect_tensor, f"the gradient of {place}", -stage)
+                )
 
     @torch.no_grad()
-    def _look(self, place: str, stage: int, tensor: torch.Tensor) -> None:
+    def _inspect_tensor(self, place: str, stage: int, tensor: torch.Tensor) -> None:
         """Record a tensor if it is the first one that is not finite."""
         self._orders[self._number] += 1
         with without_modes():  # a collective may still write to the tensor, so wait for it first
@@ -368,7 +370,7 @@ def complaint(program: Program, exchange: Exchange) -> str:
     """Return the state and first tensor that are not finite, equal on all ranks; "" if none is."""
     held = list(_saved_holdings(program))
     is_sound = _is_finite([part.tensor for part in held])
-    return _first([] if is_sound else _find_unsound(program, held), exchange)
+    return _first_problem([] if is_sound else _find_unsound(program, held), exchange)
 
 
 def _is_finite(tensors: Sequence[torch.Tensor]) -> bool:
@@ -376,10 +378,10 @@ def _is_finite(tensors: Sequence[torch.Tensor]) -> bool:
 
     Each tensor is read once, none is copied, and one value transfer is made per device.
     """
-    return all(map(math.isfinite, _on_host(_extremes(tensors))))
+    return all(map(math.isfinite, _on_host(_extreme_values(tensors))))
 
 
-def _extremes(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+def _extreme_values(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Return the minimum and maximum of each tensor, both NaN if the tensor has a NaN.
 
     They are finite if and only if the tensor is. On a CPU they take a tenth of the time of the
@@ -449,7 +451,7 @@ def _counted(tensors: Sequence[torch.Tensor]) -> str:
     return f"{words} of {sum(tensor.numel() for tensor in tensors)} elements"
 
 
-def _first(root_causes: Iterable[Unsound], exchange: Exchange) -> str:
+def _first_problem(root_causes: Iterable[Unsound], exchange: Exchange) -> str:
     """Return the first state and tensor that are not finite on any rank.
 
     The text lists the values of all ranks, is equal on all of them, and is "" if all are finite.
@@ -525,13 +527,13 @@ class Reports:
             TrainingStopped: A value of a reported step is not finite. Raised on all ranks.
         """
         self._waiting.append(launched)
-        self._write(self._most)
+        self._write_reports(self._most)
 
     def settle(self) -> None:
         """Wait for all launched steps and write their reports. Raises as `add` does."""
-        self._write(0)
+        self._write_reports(0)
 
-    def _write(self, left: int) -> None:
+    def _write_reports(self, left: int) -> None:
         """Write reports until at most `left` steps wait."""
         while len(self._waiting) > left:
             launched = self._waiting.popleft()

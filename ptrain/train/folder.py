@@ -185,25 +185,25 @@ class Claim:
 
     def withdraw(self) -> None:
         """Restore the folder unless a step was written, and release the lock last."""
-        if _content(self.folder.metrics) == self.texts.get(self.folder.metrics, b""):
-            self._undo()
+        if _read_content(self.folder.metrics) == self.texts.get(self.folder.metrics, b""):
+            self._restore_content()
         self.lock.release()
         for folder in self.folders:
             with suppress(OSError):  # the folder is not empty
                 folder.rmdir()
 
-    def _undo(self) -> None:
+    def _restore_content(self) -> None:
         """Restore `latest`, remove new entries, and restore overwritten files."""
         path = self.folder.path
         if latest_of(path.parent) == path.name:
             _point_latest(path.parent, self.latest)
-        for entry in _entries(path) - self.entries:
+        for entry in _list_entries(path) - self.entries:
             if entry.is_dir() and not entry.is_symlink():
                 shutil.rmtree(entry, ignore_errors=True)
             else:
                 entry.unlink(missing_ok=True)
         for file, text in self.texts.items():
-            if _content(file) != text:
+            if _read_content(file) != text:
                 write_bytes(file, text)
 
 
@@ -311,7 +311,10 @@ def _write_first_files(folder: RunFolder, spec: Spec, command: str) -> None:
     for part in ("logs", "checkpoints"):
         (path / part).mkdir(mode=0o700, exist_ok=True)
     folder.summary.unlink(missing_ok=True)  # from an earlier attempt of this run
-    recorded = {**_environment(spec.world_size), "checkpoints": _checkpoints_before(folder)}
+    recorded = {
+        **_describe_environment(spec.world_size),
+        "checkpoints": _checkpoints_before(folder),
+    }
     write_text(
         folder.resolved, yaml.safe_dump(dict(spec.resolved), sort_keys=False, allow_unicode=True)
     )
@@ -379,18 +382,18 @@ def _record_claim(path: Path, new_folders: Sequence[Path], taken: Lock) -> Claim
         folder=folder,
         lock=taken,
         folders=tuple(new_folders),
-        entries=frozenset(_entries(path)),
-        texts={file: _content(file) for file in files if file.exists()},
+        entries=frozenset(_list_entries(path)),
+        texts={file: _read_content(file) for file in files if file.exists()},
         latest=latest_of(path.parent),
     )
 
 
-def _entries(path: Path) -> set[Path]:
+def _list_entries(path: Path) -> set[Path]:
     """Return the entries of the folder and of its logs, where a run creates files before step 1."""
     return {entry for part in (path, path / "logs") if part.is_dir() for entry in part.iterdir()}
 
 
-def _content(file: Path) -> bytes:
+def _read_content(file: Path) -> bytes:
     """Return the content of a file, empty without one."""
     return file.read_bytes() if file.exists() else b""
 
@@ -406,7 +409,7 @@ def _point_latest(root: Path, name: str | None) -> None:
     temporary.replace(root / "latest")
 
 
-def _environment(num_ranks: int) -> Mapping[str, object]:
+def _describe_environment(num_ranks: int) -> Mapping[str, object]:
     """Return versions, host and allow-listed variables for env.json."""
     return {
         "python": sys.version.split()[0],

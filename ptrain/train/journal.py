@@ -130,7 +130,7 @@ class Journal:
         They are the last measured step, and the collectives if the counter was read. Call it once
         per step.
         """
-        return {**self._measured, **self._counted(step)}
+        return {**self._measured, **self._counted_collectives(step)}
 
     def step(self, report: StepReport) -> None:
         """Write a row of metrics, and print a line at each `log_every`th, first and last step."""
@@ -140,20 +140,20 @@ class Journal:
         shown = is_shown(self.spec, report.step)
         figures = self._figures(report)
         tokens = {"tokens_per_expert": {layer.layer: layer.tokens for layer in report.routing}}
-        self._write({"step": report.step, **figures, **(tokens if report.routing else {})})
-        self._track(report.step, figures)
+        self._write_row({"step": report.step, **figures, **(tokens if report.routing else {})})
+        self._track_figures(report.step, figures)
         if self._progress is not None:
             self._progress.update(self._progress.task_ids[0], completed=report.step)
         if shown:
             self._metrics.flush()
-            LOG.log(self.level, self._line(report.step, figures))
+            LOG.log(self.level, self._step_line(report.step, figures))
 
     def held_out(self, step: int, loss: float) -> None:
         """Write and print the held-out loss after a step."""
         if self._path is None:
             return
-        self._write({"step": step, "held_out_loss": loss})
-        self._track(step, {"held_out_loss": loss})
+        self._write_row({"step": step, "held_out_loss": loss})
+        self._track_figures(step, {"held_out_loss": loss})
         LOG.info("step %d/%d  held-out loss %.4f", step, self.spec.train.steps, loss)
 
     def step_seconds(self) -> float | None:
@@ -170,7 +170,7 @@ class Journal:
         if self._metrics is not None:
             self._metrics.close()
 
-    def _write(self, row: Mapping[str, object]) -> None:
+    def _write_row(self, row: Mapping[str, object]) -> None:
         """Append a row to metrics.jsonl. The first one drops rows of steps that are repeated."""
         assert self._path is not None, "only rank 0 writes"
         if self._metrics is None:
@@ -178,7 +178,7 @@ class Journal:
             self._metrics = _open_for_append(self._path)
         self._metrics.write(json.dumps(row) + "\n")
 
-    def _track(self, step: int, figures: Mapping[str, float]) -> None:
+    def _track_figures(self, step: int, figures: Mapping[str, float]) -> None:
         """Pass figures to the trackers."""
         if self._sink is not None:
             self._sink.log(step, figures)
@@ -189,23 +189,23 @@ class Journal:
             "loss": report.figures.loss,
             "lr": report.lr,
             "seconds": report.seconds,
-            **self._rate(report.seconds),
+            **self._rate_figures(report.seconds),
         }
         if report.figures.gradient_norm is not None:
             figures["gradient_norm"] = report.figures.gradient_norm
         if report.routing:
             figures |= routing.figures(report.routing)
         if report.figures.loss_scale is not None:
-            figures |= self._scaled(report.figures.loss_scale, report.figures, figures)
+            figures |= self._scale_figures(report.figures.loss_scale, report.figures, figures)
         return {**figures, **report.seen}
 
-    def _rate(self, seconds: float) -> dict[str, float]:
+    def _rate_figures(self, seconds: float) -> dict[str, float]:
         """Return the throughput, in samples if a sample is not a sequence of tokens."""
         if self.spec.data.function is not None:
             return {"samples_per_second": self.spec.batch.global_samples / seconds}
         return {"tokens_per_second": self.spec.batch.tokens / seconds}
 
-    def _scaled(
+    def _scale_figures(
         self, scale: float, known: StepFigures, figures: dict[str, float]
     ) -> dict[str, float]:
         """Return the loss scale of the next step and the number of skipped steps.
@@ -217,7 +217,7 @@ class Journal:
             figures.pop("gradient_norm", None)
         return {"loss_scale": scale, "skipped_steps": self.skipped_steps}
 
-    def _counted(self, step: int) -> dict[str, float]:
+    def _counted_collectives(self, step: int) -> dict[str, float]:
         """Return the collectives per step since the counter was last read.
 
         The result is empty if the counter was not read, or if its ring buffer was overwritten
@@ -239,7 +239,7 @@ class Journal:
             "counted_sent_bytes": counted.sent_bytes / steps,
         }
 
-    def _line(self, step: int, figures: dict[str, float]) -> str:
+    def _step_line(self, step: int, figures: dict[str, float]) -> str:
         """Return the line of a step."""
         parts = [f"step {step}/{self.spec.train.steps}", f"loss {figures['loss']:.4f}"]
         parts += [text(figures[name]) for name, text in _TEXTS.items() if name in figures]
@@ -350,7 +350,7 @@ class TrackerThread:
         self._tracker = tracker
         self._calls: Queue[Callable[[Tracker], object] | None] = Queue(MOST_CALLS)
         # A daemon, so that a call that hangs does not keep the process alive.
-        self._thread = threading.Thread(target=self._work, name=f"tracker {name}", daemon=True)
+        self._thread = threading.Thread(target=self._run_calls, name=f"tracker {name}", daemon=True)
         self._thread.start()
 
     def call(self, call: Callable[[Tracker], object]) -> None:
@@ -373,7 +373,7 @@ class TrackerThread:
         if self._thread.is_alive():
             self._give_up(f"it did not accept all rows within {PATIENCE:g} s")
 
-    def _work(self) -> None:
+    def _run_calls(self) -> None:
         """Run the queued calls."""
         while (call := self._calls.get()) is not None and not self.is_given_up:
             try:

@@ -28,7 +28,7 @@ def train(program: Program, parts: Parts, *, first: int = 0) -> Outcome:
     skipped.
     """
     spec, queue = program.spec, DeviceQueue(program.world.device)
-    repeat = partial(_repeat, program, parts)
+    repeat = partial(_repeat_step, program, parts)
     guard = Guard(program, queue, parts.exchange, parts.interrupts, repeat)
     steps, held_out = first, None
     before: Milestone | None = None  # the end of the previous step, if no other work came after it
@@ -55,7 +55,7 @@ def train(program: Program, parts: Parts, *, first: int = 0) -> Outcome:
                 before = None
             if _is_due(steps, spec.eval.every):
                 reports.settle()
-                held_out, before = _evaluate(program, parts), None
+                held_out, before = _held_out_loss(program, parts), None
                 parts.journal.held_out(steps, held_out)
             is_last = steps == spec.train.steps
             if is_last or reports.interrupt or _is_due(steps, spec.checkpoint.every):
@@ -68,7 +68,7 @@ def train(program: Program, parts: Parts, *, first: int = 0) -> Outcome:
     )
 
 
-def _repeat(program: Program, parts: Parts, step: int) -> torch.Tensor | None:
+def _repeat_step(program: Program, parts: Parts, step: int) -> torch.Tensor | None:
     """Recompute the gradients of a step and return their norm."""
     rate = learning_rate(program.spec.optimizer, step)
     local = local_batch(program, parts.corpus, step)
@@ -99,7 +99,7 @@ def seed_dropout(program: Program, step: int) -> None:
     seed_device(seed, program.world.device)
 
 
-def _evaluate(program: Program, parts: Parts) -> float:
+def _held_out_loss(program: Program, parts: Parts) -> float:
     """Return the mean loss of the held-out batches, which are the same in each evaluation."""
     count, split = program.spec.eval.batches, Split.HELD_OUT
     share = torch.zeros((), dtype=torch.float64, device=program.world.device)

@@ -63,10 +63,12 @@ def other_model(was: Mapping[str, object], spec: Spec) -> Fault | None:
         spec: The spec of the training.
     """
     before, now = was.get("model"), trained(spec)["model"]
-    if not isinstance(before, dict) or _text(before) == _text(now):
+    if not isinstance(before, dict) or _as_json(before) == _as_json(now):
         return None
     assert isinstance(now, dict)
-    names = [name for name in {**before, **now} if _text(before.get(name)) != _text(now.get(name))]
+    names = [
+        name for name in {**before, **now} if _as_json(before.get(name)) != _as_json(now.get(name))
+    ]
     saved = ", ".join(f"{name}: {before.get(name)}" for name in names)
     current = ", ".join(f"{name}: {now.get(name)}" for name in names)
     return Fault(
@@ -96,10 +98,10 @@ def is_other_optimizer(was: Mapping[str, object], spec: Spec) -> bool:
 
 def _shown(values: Mapping[str, object], place: str) -> str:
     """Return the value at a dotted key, for messages."""
-    return _text(values[place]) if place in values else "nothing"
+    return _as_json(values[place]) if place in values else "nothing"
 
 
-def _text(value: object) -> str:
+def _as_json(value: object) -> str:
     """Return a value as JSON, which compares independently of the order of keys."""
     return json.dumps(value, sort_keys=True)
 
@@ -200,7 +202,7 @@ def half_written(parent: Path) -> list[Path]:
 
 def digests(folder: Path, names: Iterable[str]) -> dict[str, tuple[int, str]]:
     """Return size and SHA-256 of each file."""
-    return {name: _digest(folder / name) for name in names}
+    return {name: _file_digest(folder / name) for name in names}
 
 
 def write(folder: Path, manifest: Manifest) -> None:
@@ -217,7 +219,7 @@ def write(folder: Path, manifest: Manifest) -> None:
 def sealed(content: Mapping[str, object]) -> bytes:
     """Return the text of a manifest with its seal: the SHA-256 of the text without the seal."""
     text = json.dumps(content, indent=1).encode()
-    return text.removesuffix(b"\n}") + b',\n "seal": "%s"\n}' % _seal(text).encode()
+    return text.removesuffix(b"\n}") + b',\n "seal": "%s"\n}' % _sha256(text).encode()
 
 
 def read(folder: Path) -> Manifest:
@@ -226,8 +228,8 @@ def read(folder: Path) -> Manifest:
     Raises:
         PtrainError: The manifest is missing, damaged, invalid or of a newer format.
     """
-    text, is_sealed = _unsealed(folder)
-    manifest = _parse(folder, text)
+    text, is_sealed = _read_unsealed(folder)
+    manifest = _parse_manifest(folder, text)
     if not is_sealed and manifest.format != UNSEALED:
         raise PtrainError(f"checkpoint {folder}: {NAME} has no seal")
     if is_name(folder.name) and manifest.step != step_of(folder):
@@ -239,7 +241,7 @@ def read(folder: Path) -> Manifest:
     return manifest
 
 
-def _unsealed(folder: Path) -> tuple[bytes, bool]:
+def _read_unsealed(folder: Path) -> tuple[bytes, bool]:
     """Return the text without its seal, and whether it had one.
 
     Raises:
@@ -252,12 +254,12 @@ def _unsealed(folder: Path) -> tuple[bytes, bool]:
     if (parts := _SEALED.fullmatch(text)) is None:
         return text, False
     content, seal = parts[1] + b"\n}", parts[2].decode()
-    if _seal(content) != seal:
+    if _sha256(content) != seal:
         raise PtrainError(f"checkpoint {folder}: {NAME} was modified (its seal does not match)")
     return content, True
 
 
-def _parse(folder: Path, text: bytes) -> Manifest:
+def _parse_manifest(folder: Path, text: bytes) -> Manifest:
     """Parse a manifest. Raises PtrainError with the first fault."""
     try:
         content = json.loads(text)
@@ -267,7 +269,7 @@ def _parse(folder: Path, text: bytes) -> Manifest:
                 f"checkpoint {folder}: has format {number}; this version of ptrain reads "
                 f"formats up to {FORMAT}"
             )
-        return _manifest(content)
+        return _build_manifest(content)
     except (ValueError, RecursionError) as error:
         raise PtrainError(f"checkpoint {folder}: {NAME} is not readable: {error}") from error
     except Refused as error:
@@ -275,7 +277,7 @@ def _parse(folder: Path, text: bytes) -> Manifest:
         raise PtrainError(f"checkpoint {folder}: {NAME} is not readable: {finding}") from error
 
 
-def _manifest(content: object) -> Manifest:
+def _build_manifest(content: object) -> Manifest:
     """Build a manifest. Raises Refused if a field is invalid, missing or unknown."""
     known = cast("dict[str, object]", Free("").check(content))
     for spot in fields(Manifest):
@@ -297,7 +299,7 @@ def _take_values(leaves: Mapping[Any, Leaf], values: Mapping[Any, object]) -> di
     return taken
 
 
-def _seal(text: bytes) -> str:
+def _sha256(text: bytes) -> str:
     """Return the SHA-256 of a text."""
     return hashlib.sha256(text).hexdigest()
 
@@ -341,10 +343,10 @@ def _file_problem(path: Path, size: int, digest: str) -> str:
     """Return a fault if the file is missing or its content has changed, else ""."""
     if problem := _size_problem(path, size):
         return problem
-    return "" if _digest(path)[1] == digest else "its content was modified (SHA-256)"
+    return "" if _file_digest(path)[1] == digest else "its content was modified (SHA-256)"
 
 
-def _digest(path: Path) -> tuple[int, str]:
+def _file_digest(path: Path) -> tuple[int, str]:
     """Return size and SHA-256 of a file."""
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()

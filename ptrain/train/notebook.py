@@ -119,7 +119,7 @@ def run(
     with tempfile.TemporaryDirectory(prefix="ptrain-") as folder:
         file = Path(folder) / "spec.yaml"
         file.write_text(yaml.safe_dump(dict(resolved), sort_keys=False), encoding="utf-8")
-        return _train(file, run_dir=run_dir, allow_import=allow_import)
+        return _run_training(file, run_dir=run_dir, allow_import=allow_import)
 
 
 def load_trainable(
@@ -171,7 +171,7 @@ def run_command(*words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def _train(file: Path, *, run_dir: Path | None, allow_import: bool) -> Run:
+def _run_training(file: Path, *, run_dir: Path | None, allow_import: bool) -> Run:
     """Run `ptrain train` on a file. Raises the error of its exit code."""
     words = ["train", str(file), "--json", "--quiet"]
     words += ["--run-dir", str(run_dir)] if run_dir else []

@@ -83,7 +83,7 @@ class Consistency:
 
         It records the gradients of the step if `require` is due after it.
         """
-        return self._noting(watch) if self.is_due(step + 1) else watch
+        return self._record_gradients(watch) if self.is_due(step + 1) else watch
 
     def is_due(self, steps: int) -> bool:
         """Return True if the ranks are compared after this number of steps.
@@ -119,7 +119,7 @@ class Consistency:
         )
 
     @contextmanager
-    def _noting(self, watch: AbstractContextManager[object]) -> Iterator[None]:
+    def _record_gradients(self, watch: AbstractContextManager[object]) -> Iterator[None]:
         """Temporarily record gradients, inside the context `watch`."""
         with watch, self._replicas.noted():
             yield

@@ -104,10 +104,10 @@ class Probe:
 
     def __call__(self, step: int) -> AbstractContextManager[None]:
         is_watched = step + 1 in self._traced or self.is_measured(step) or self._is_timed(step)
-        return self._watching(step) if is_watched else nullcontext()
+        return self._watch_step(step) if is_watched else nullcontext()
 
     @contextmanager
-    def _watching(self, step: int) -> Iterator[None]:
+    def _watch_step(self, step: int) -> Iterator[None]:
         """Run a step with the meters and profilers that are due."""
         with ExitStack() as stack:
             if step + 1 in self._traced:
@@ -118,7 +118,9 @@ class Probe:
             # The finder runs in the step before the steady one, whose memory is not reported.
             is_before = step == self.steady - 1
             finder = stack.enter_context(Finder(self._program)) if is_before else None
-            stopwatch = stack.enter_context(self._stopwatch()) if self._is_timed(step) else None
+            stopwatch = (
+                stack.enter_context(self._make_stopwatch()) if self._is_timed(step) else None
+            )
             yield
         if finder is not None:
             for row in finder.rows():
@@ -138,7 +140,7 @@ class Probe:
         """Return True if the wait on collectives is timed in a step (from 0)."""
         return self.is_measured(step - 1) and not self.is_measured(step)
 
-    def _stopwatch(self) -> Stopwatch:
+    def _make_stopwatch(self) -> Stopwatch:
         return Stopwatch(self._program.mesh.axes_by_group(), rank=self._program.world.rank)
 
     def _store_measurement(self, step: int, measurement: Measurement) -> None:

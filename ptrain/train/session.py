@@ -99,7 +99,7 @@ class RoutingLog:
         self, step: int, watch: AbstractContextManager[object]
     ) -> AbstractContextManager[object]:
         """Return the context of a step, in which its routers are watched if necessary."""
-        return self._watching(watch) if self._is_due(step) else watch
+        return self._watch_routers(watch) if self._is_due(step) else watch
 
     def of_step(self, step: int) -> Sequence[LayerRouting]:
         """Return the counts of all ranks in a finished step; empty if it is not printed.
@@ -110,7 +110,7 @@ class RoutingLog:
             return ()
         everyone = self._exchange.gather((self._meter.rows(), self._meter.choices()))
         if self._is_measured(step):
-            self._write(step, histogram([choices for _, choices in everyone]))
+            self._write_counts(step, histogram([choices for _, choices in everyone]))
         if not is_shown(self._spec, step + 1):
             return ()
         layers = summed([of_rank for of_rank, _ in everyone])
@@ -126,12 +126,12 @@ class RoutingLog:
         return {"step": step + 1, "layers": rows(layers, ranks)}
 
     @contextmanager
-    def _watching(self, watch: AbstractContextManager[object]) -> Iterator[None]:
+    def _watch_routers(self, watch: AbstractContextManager[object]) -> Iterator[None]:
         """Temporarily count the choices of routers, inside the context `watch`."""
         with watch, self._meter.watching():
             yield
 
-    def _write(self, step: int, counts: Histogram) -> None:
+    def _write_counts(self, step: int, counts: Histogram) -> None:
         """Keep the counts of a measured step, and write them to the run folder."""
         self.counted[step] = counts
         if self._exchange.world.is_first:
@@ -248,7 +248,7 @@ def run(options: Options, guarded: MakeGuard | None = None) -> int:
         exchange.barrier()
         # Pushed last, so it runs first: leaving the group may hang, or this rank be killed there.
         stack.push(_log_failure)
-        return _run(session, interrupts, make_guard)
+        return _run_training(session, interrupts, make_guard)
 
 
 def on_device(spec: Spec, device: torch.device) -> Spec:
@@ -271,7 +271,7 @@ def _log_failure(
         LOG.debug("rank failed: %s", error, exc_info=error)
 
 
-def _run(session: Session, interrupts: interrupt.Interrupts, make_guard: MakeGuard) -> int:
+def _run_training(session: Session, interrupts: interrupt.Interrupts, make_guard: MakeGuard) -> int:
     """Build the model, resume, train and compare. Returns the exit code."""
     spec, options, world = session.spec, session.options, session.world
     speaks = world.is_first and not options.json
@@ -304,11 +304,11 @@ def _run(session: Session, interrupts: interrupt.Interrupts, make_guard: MakeGua
         trackers = trackers_of(spec, options, session.folder, derivation.exact, first=first)
         session = replace(session, trackers=trackers)
     with session.trackers:
-        with _journal(session, first, bar=speaks and not options.quiet) as journal:
+        with _make_journal(session, first, bar=speaks and not options.quiet) as journal:
             probe = Probe(
                 program, folder, first=first, every=options.measure, measured=journal.measured
             )
-            resuming = partial(_continuation, session)
+            resuming = partial(_resume_command, session)
             consistency = Consistency(program, session.exchange, resuming)
             routing = RoutingLog(program, session.exchange, session.folder, probe.is_measured)
             guard = make_guard(program, session.exchange, probe.is_measured, resuming)
@@ -323,13 +323,13 @@ def _run(session: Session, interrupts: interrupt.Interrupts, make_guard: MakeGua
                 routing=routing.of_step,
                 judge=guard.judge,
                 consistency=consistency,
-                save=partial(_save, program, session, consistency),
+                save=partial(_save_checkpoint, program, session, consistency),
             )
             if world.is_first:
                 begin(session.folder)
             outcome = train(program, parts, first=first)
         of_run = _predictions_of(derivation, probe, routing)
-        return _conclude(session, of_run, probe.estimate, outcome, journal, routing.record())
+        return _conclude_run(session, of_run, probe.estimate, outcome, journal, routing.record())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -406,7 +406,7 @@ def _open_folder(
                 command=shlex.join(sys.orig_argv),
             )
             stack.callback(claim.lock.release)
-            stack.push(partial(_withdraw, claim))
+            stack.push(partial(_withdraw_claim, claim))
             chosen |= {"path": str(claim.folder.path), "resume": goes_on.resume}
         except PtrainError as error:
             chosen["problem"] = str(error)
@@ -419,7 +419,7 @@ def _open_folder(
     return folder, replace(options, resume=chosen["resume"])
 
 
-def _withdraw(claim: Claim, _: object, error: BaseException | None, trace: object) -> None:
+def _withdraw_claim(claim: Claim, _: object, error: BaseException | None, trace: object) -> None:
     """Restore the folder if the run was rejected."""
     if isinstance(error, PtrainError) and error.exit_code == PtrainError.exit_code:
         claim.withdraw()
@@ -447,7 +447,7 @@ def _announce(session: Session, exact: Estimate, whole_because: str) -> None:
         LOG.info(emulation)
 
 
-def _journal(session: Session, first: int, *, bar: bool) -> Journal:
+def _make_journal(session: Session, first: int, *, bar: bool) -> Journal:
     """Return the journal of this rank."""
     if not session.world.is_first:
         return Journal(session.spec)
@@ -455,14 +455,16 @@ def _journal(session: Session, first: int, *, bar: bool) -> Journal:
     return Journal(session.spec, session.folder, first=first, bar=bar, quiet=quiet, sink=sink)
 
 
-def _save(program: Program, session: Session, consistency: Consistency, steps: int) -> None:
+def _save_checkpoint(
+    program: Program, session: Session, consistency: Consistency, steps: int
+) -> None:
     """Check that the ranks agree, and write a checkpoint."""
     consistency.require(steps)
     path = checkpoint.save(program, session.folder.checkpoints, steps, session.exchange)
     LOG.info("checkpoint  %s", shown(path))
 
 
-def _conclude(
+def _conclude_run(
     session: Session,
     predictions: Predictions,
     estimate: Estimate | None,
@@ -494,7 +496,7 @@ def _conclude(
         result["tokens_per_step"] = step_tokens(session.spec, predictions.derivation.facts)
         result |= {"routing": routing} if routing else {}
         write_json(session.folder.summary, result)
-        session.trackers.conclude(_verdict(checks))
+        session.trackers.conclude(_verdict_text(checks))
         if session.options.json:
             print(json.dumps(result), flush=True)
     # The launcher reads exit code 1 without a summary as a crash (failure._died_early).
@@ -514,7 +516,7 @@ def _conclude(
     return 0
 
 
-def _verdict(checks: Sequence[Check]) -> str:
+def _verdict_text(checks: Sequence[Check]) -> str:
     """Return the verdict with its numbers, for trackers."""
     held = f" ({sum(check.holds for check in checks)} of {len(checks)})"
     return verdict(checks) + held if checks else "none"
@@ -545,7 +547,7 @@ def _run_figures(session: Session, outcome: Outcome, derivation: Derivation) -> 
 def _log_interrupted(session: Session, outcome: Outcome) -> None:
     """Print the interrupt and the command that continues the run."""
     assert outcome.interrupt is not None
-    command = _continuation(session)
+    command = _resume_command(session)
     remedy = (
         f"continue with `{command}`"
         if command
@@ -560,7 +562,7 @@ def _log_interrupted(session: Session, outcome: Outcome) -> None:
     )
 
 
-def _continuation(session: Session) -> str:
+def _resume_command(session: Session) -> str:
     """Return the command that continues from the last checkpoint, "" without one."""
     if not manifest.complete(session.folder.checkpoints):
         return ""
