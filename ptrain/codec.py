@@ -252,6 +252,7 @@ def _add_fields(kind: Any, value: Any, plain: dict[str, Any], rare: dict[str, An
 
 
 def _decode_fields(kind: Any, plain: Any) -> Any:
+    """Decode a dataclass or named tuple. Raises ValueError if a required field is missing."""
     values = {}
     for name, codec, its in _field_codecs(kind):
         key = its.metadata.get("key", name)

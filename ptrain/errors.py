@@ -64,7 +64,18 @@ class SpecError(PtrainError):
 
 
 def refused(place: str, finding: str, remedy: str = "") -> SpecError:
-    """Return the error for one mistake outside a spec file: an option, a folder or a data file."""
+    """Return the error for one mistake outside a spec file: an option, a folder or a data file.
+
+    Args:
+        place: The option, file or key that is wrong.
+        finding: The fault, as a clause.
+        remedy: The fix, with text to paste in the syntax that was typed.
+
+    Example:
+        >>> print(refused("--to", "out already exists", "Use the name of a new folder."))
+        error: --to: out already exists
+          remedy: Use the name of a new folder.
+    """
     return SpecError(Fault(place=place, finding=finding, remedy=remedy))
 
 

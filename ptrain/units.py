@@ -25,6 +25,10 @@ def parse_bytes(text: str | int) -> int:
 
     Raises:
         ValueError: The text is not a size.
+
+    Example:
+        >>> parse_bytes("80 GiB")
+        85899345920
     """
     if isinstance(text, int):
         return text
@@ -83,7 +87,12 @@ def format_count(number: int | float) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """Return a number and its noun: `1 stage`, `2 stages`, `3 micro-batches`."""
+    """Return a number and its noun.
+
+    Example:
+        >>> counted(1, "stage"), counted(2, "stage"), counted(3, "micro-batch")
+        ('1 stage', '2 stages', '3 micro-batches')
+    """
     ending = "" if number == 1 else "es" if noun.endswith("ch") else "s"
     return f"{number} {noun}{ending}"
 
@@ -116,7 +125,12 @@ def summed(pairs: Iterable[tuple[KeyT, NumberT]]) -> dict[KeyT, NumberT]:
 
 
 def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the values of nested mappings, each with its dotted key."""
+    """Yield the values of nested mappings, each with its dotted key.
+
+    Example:
+        >>> list(leaves({"mesh": {"dp_shard": 4}, "name": "zero3"}))
+        [('mesh.dp_shard', 4), ('name', 'zero3')]
+    """
     for key, value in tree.items():
         if isinstance(value, Mapping):
             yield from leaves(value, f"{prefix}{key}.")

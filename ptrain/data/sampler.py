@@ -340,7 +340,16 @@ def blank_batch(spec: Spec) -> StepBatch:
 
 
 def positions(spec: Spec, *, data_index: int, data_degree: int) -> Iterator[int]:
-    """Yield the positions in the global batch that a data rank takes, by micro-batch."""
+    """Yield the positions of a data rank in the global batch, micro-batch by micro-batch.
+
+    Example: with 2 data ranks, 1 sample per micro-batch and a global batch of 4, rank 1 has the
+    positions 1 and 3.
+
+    Args:
+        spec: The spec.
+        data_index: The data rank.
+        data_degree: The number of data ranks.
+    """
     micro, stride = spec.batch.micro, spec.batch.micro * data_degree
     assert spec.batch.global_samples % stride == 0, (
         "the batch is not a multiple of the micro-batches"

@@ -491,7 +491,7 @@ def token_dtype(size: int) -> DTypeLike:
 
 
 def requested(texts: Sequence[Path], out: Path, tokenizer: Path | None) -> list[Any]:
-    """Return the names, sizes and modification times of the input files.
+    """Return the identity of the input files: names, sizes and modification times.
 
     Raises:
         SpecError: `out` is not the name of a token file.

@@ -147,7 +147,11 @@ def verify(folder: Path, exchange: Exchange) -> Manifest:
 def newest(
     candidates: Sequence[Path], exchange: Exchange
 ) -> tuple[Path | None, Manifest | None, list[str]]:
-    """Return the first sound checkpoint of rank 0's candidates.
+    """Return the first sound checkpoint of rank 0's candidates. All ranks call it.
+
+    Args:
+        candidates: The checkpoints, in the order in which they are tried.
+        exchange: The exchange of the ranks.
 
     Returns:
         Its folder and manifest, both None without one, and the complaints about the candidates
@@ -392,9 +396,14 @@ def data_prints(spec: Spec, source: SampleSource) -> dict[str, tuple[int, str, i
 
 
 def file_print(path: Path, blocks: int) -> tuple[int, str, int]:
-    """Return size, digest and modification time of a file.
+    """Return the fingerprint of a file.
 
-    At most `blocks` blocks of 1 MiB are read.
+    Args:
+        path: The file.
+        blocks: The number of blocks of 1 MiB to read at most.
+
+    Returns:
+        Its bytes, a text with the SHA-256, and the modification time in ns.
     """
     status, digest = path.stat(), hashlib.sha256()
     size, what, last = status.st_size, "sha256", blocks - 1

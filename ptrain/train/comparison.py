@@ -329,7 +329,16 @@ def ranks_over_axes(spec: Spec, rank: int) -> dict[Axes, tuple[int, ...]]:
 
 
 def with_axes_of(estimate: Estimate, spec: Spec, measurement: Measurement) -> Estimate:
-    """Return a measurement whose groups are named by the axes of the spec with the same ranks."""
+    """Return a measurement with groups named by mesh axes.
+
+    A group of another framework has some name. It gets the axes of the spec over which the same
+    ranks form a group; other groups keep their name.
+
+    Args:
+        estimate: The measured figures.
+        spec: The spec.
+        measurement: The measurement, with the ranks of each group.
+    """
     names = {ranks: axes for axes, ranks in ranks_over_axes(spec, measurement.rank).items()}
     renamed = {axes: names.get(ranks, axes) for axes, ranks in measurement.ranks_by_axes.items()}
     return _rename_groups(estimate, renamed)

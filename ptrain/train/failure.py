@@ -51,7 +51,12 @@ class Failure:
 
 
 def failures(ranks: Sequence[Rank], now: float) -> list[Failure]:
-    """Return all failures up to `now` (monotonic), in the order in which they were noticed."""
+    """Return all failures, in the order in which they were noticed.
+
+    Args:
+        ranks: The ranks.
+        now: The current time (monotonic). A rank that was stopped for too long counts as failed.
+    """
     failed = [failure for rank in ranks if (failure := _failure_of(rank, now))]
     return sorted(failed, key=lambda failure: failure.rank.ended or now)
 
@@ -59,8 +64,12 @@ def failures(ranks: Sequence[Rank], now: float) -> list[Failure]:
 def root_cause(failures: Sequence[Failure], living: Sequence[Rank]) -> Failure:
     """Return the failure to report.
 
-    It is the first one that is no victim. If all are victims, it is a rank that still runs and does
-    not respond: the one that most victims waited for.
+    This is the first failure that is no victim. If all are victims, it is a rank that still runs
+    and does not respond: the one that most victims waited for.
+
+    Args:
+        failures: The failures, in the order in which they were noticed.
+        living: The ranks that still run.
     """
     for failure in failures:
         if not failure.is_victim:
@@ -80,7 +89,10 @@ def root_cause(failures: Sequence[Failure], living: Sequence[Rank]) -> Failure:
 def message(failure: Failure, num_failed: int, *, num_lines: int = 12) -> str:
     """Return the report of a failure.
 
-    It contains the rank, the cause, the last log lines, and the number of other failures.
+    Args:
+        failure: The root cause.
+        num_failed: The number of failed ranks, including this one.
+        num_lines: The number of lines of its log to include.
     """
     rank = failure.rank
     lines = [f"error: {rank} {failure.cause}"]
@@ -258,7 +270,11 @@ def end(ranks: Sequence[Rank], grace: float = 3.0) -> None:
     """End all ranks and wait for them.
 
     Stopped ranks are killed, because they would continue to train when woken. The others get
-    SIGTERM, and SIGKILL after `grace` seconds.
+    SIGTERM, and SIGKILL after the grace period.
+
+    Args:
+        ranks: The ranks.
+        grace: The seconds between the two signals.
     """
     for rank in ranks:
         rank.send(signal.SIGKILL if rank.stopped else signal.SIGTERM)
@@ -269,7 +285,15 @@ def end(ranks: Sequence[Rank], grace: float = 3.0) -> None:
 
 
 def wait(ranks: Iterable[Rank], seconds: float) -> bool:
-    """Poll until all ranks have ended or the time is over. Return True if all have ended."""
+    """Poll until all ranks have ended or the time is over.
+
+    Args:
+        ranks: The ranks.
+        seconds: The limit.
+
+    Returns:
+        True if all ranks have ended.
+    """
     ranks = list(ranks)
     deadline = time.monotonic() + seconds
     while True:

@@ -475,7 +475,12 @@ def candidates(source: str, own: RunFolder) -> list[Path]:
 def again(before: str | None, own: RunFolder) -> str:
     """Return the `--resume` of restarted ranks.
 
-    It is `auto` once the run has written checkpoints, else the value of the first attempt.
+    Args:
+        before: The value of the first attempt.
+        own: The run folder.
+
+    Returns:
+        `auto` once the run has written checkpoints, else `before`; `auto` if that is None.
     """
     return AUTO if saved_since(own) else before or AUTO
 
@@ -521,7 +526,17 @@ def require_resumable(spec: Spec, options: Options) -> None:
 
 
 def require_fitting(spec: Spec, source: str, path: Path, checkpoint: Manifest) -> None:
-    """Raise SpecError if a checkpoint belongs to a finished training or to another model."""
+    """Reject a checkpoint of a finished training or of another model.
+
+    Args:
+        spec: The spec of the training.
+        source: The value of `--resume`.
+        path: The checkpoint.
+        checkpoint: Its manifest.
+
+    Raises:
+        SpecError: The training cannot continue from it.
+    """
     if checkpoint.step >= spec.train.steps:
         raise refused(
             _resume_option(source),

@@ -33,7 +33,16 @@ class StepGuard:
         return watch
 
     def judge(self, step: int, loss: float, norm: float | None) -> None:
-        """Check a finished step. Raises TrainingStopped on all ranks."""
+        """Check a finished step.
+
+        Args:
+            step: The step, from 0.
+            loss: The global loss.
+            norm: The gradient norm before clipping. None: not computed.
+
+        Raises:
+            TrainingStopped: The check failed. Raised on all ranks.
+        """
 
 
 # Args: the program, its exchange, a predicate of the measured steps (from 0), and a function that

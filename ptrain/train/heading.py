@@ -25,6 +25,12 @@ def header(spec: Spec, *, numel: int, backend: str, device: str) -> str:
     """Return the line that describes the job.
 
     Example: `zero3 · llama 0.8M · 2 ranks gloo/cpu · batch 16 = 2 micro × 4 accumulated × 2 data`.
+
+    Args:
+        spec: The spec.
+        numel: The number of parameters.
+        backend: The backend of the process group, "none" for a single rank without one.
+        device: The kind of device.
     """
     return " · ".join(
         (

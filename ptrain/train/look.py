@@ -70,12 +70,14 @@ class HostLook:
 
     @torch.no_grad()
     def send(self) -> None:
+        """Start copying the loss scale to the host, if there is one."""
         if self._scaling is not None:
             with without_modes():
                 numbers = torch.stack([self._scaling.scale, self._scaling.found_inf])
                 self._sent = self._queue.to_host(numbers), self._queue.mark()
 
     def figures(self) -> StepFigures:
+        """Return the figures, after the loss scale has arrived."""
         if self._sent is None:
             return self._figures
         numbers, sent = self._sent
@@ -112,6 +114,7 @@ class DeviceLook:
 
     @torch.no_grad()
     def send(self) -> None:
+        """Start copying all figures to the host, and free their device tensors."""
         scaling = self._scaling
         (sums, *norm), self._known = self._known, []
         others = [self.halted, *norm]
@@ -123,6 +126,7 @@ class DeviceLook:
         self._sent = self._queue.mark()
 
     def figures(self) -> StepFigures:
+        """Return the figures, after they have arrived."""
         assert self._numbers is not None and self._sent is not None, (
             "values are sent before they are read"
         )

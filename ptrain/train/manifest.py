@@ -82,6 +82,10 @@ def warnings(was: Mapping[str, object], spec: Spec) -> Iterator[str]:
     """Yield one line per key that differs from the checkpoint and may be intended.
 
     Sections that an older manifest lacks are not compared.
+
+    Args:
+        was: `Manifest.trained` of the checkpoint.
+        spec: The spec of the training.
     """
     before, now = dict(leaves(was)), dict(leaves(trained(spec)))
     for place in {**before, **now}:

@@ -33,12 +33,22 @@ from ptrain.train.journal import LOG
 
 
 def moved(spec: Spec, metered: tuple[int, ...]) -> dict[int, int]:
-    """Return the step that is traced instead, for each step to profile that is measured."""
+    """Return the step that is traced instead, for each step to profile that is measured.
+
+    Args:
+        spec: The spec, whose `profile` lists steps from 1.
+        metered: The measured steps, from 1.
+    """
     return {step: max(metered) + 1 for step in spec.profile if step in metered}
 
 
 def announcement(spec: Spec, metered: tuple[int, ...]) -> str:
-    """Return one line about the steps that are traced instead, "" without any."""
+    """Return one line about steps that are traced instead of measured ones, "" without any.
+
+    Args:
+        spec: The spec, whose `profile` lists steps from 1.
+        metered: The measured steps, from 1.
+    """
     if not (moves := moved(spec, metered)):
         return ""
     steps, instead = " and ".join(map(str, moves)), max(metered) + 1
@@ -185,7 +195,12 @@ def first_steady(spec: Spec, first: int) -> int:
 
 
 def set_up(before: tuple[Traffic, ...], steady: tuple[Traffic, ...]) -> Iterator[Traffic]:
-    """Yield the traffic of the step before the steady one that exceeds the steady traffic."""
+    """Yield the set-up traffic: the calls of a step that exceed those of the steady step.
+
+    Args:
+        before: The traffic of the step before the steady one.
+        steady: The traffic of the steady step.
+    """
     known = {row.key: row for row in steady}
     for row in before:
         usual = known.get(row.key)

@@ -254,7 +254,8 @@ def run(options: Options, guarded: MakeGuard | None = None) -> int:
 def on_device(spec: Spec, device: torch.device) -> Spec:
     """Return the spec for the device that it runs on, instead of the device of its cluster.
 
-    Kernels, and with them predicted activations, depend on the device.
+    Kernels, and with them predicted activations, depend on the kind of the device and on the
+    compute capability of a GPU.
     """
     cluster = spec.cluster
     if device.type == "cuda" and cluster is not None:

@@ -137,6 +137,7 @@ class WeightsAndBiases:
     """
 
     def begin(self, run: TrackedRun) -> str:
+        """Begin or continue a run, and return its id."""
         import wandb
 
         identity = run.identity or secrets.token_hex(4)
@@ -175,6 +176,7 @@ class TensorBoard:
     """
 
     def begin(self, run: TrackedRun) -> str:
+        """Open the event file and write the spec as a table. The result is "": a run has no id."""
         from torch.utils.tensorboard import SummaryWriter
 
         purged = run.first + 1 if run.first else None
@@ -206,6 +208,7 @@ class MLflow:
     """
 
     def begin(self, run: TrackedRun) -> str:
+        """Begin or continue a run, log its parameters once, and return its id."""
         import mlflow
 
         self._mlflow = mlflow
