@@ -110,6 +110,7 @@ def _codec_of(kind: Any) -> _Codec:
     base = origin or kind
     if not isinstance(base, type):
         raise TypeError(f"{kind} cannot be converted to JSON")
+    # Enums and named tuples come before sequences: a StrEnum is a str, a named tuple a tuple.
     if issubclass(base, Enum):
         return _Codec(attrgetter("value"), base)
     if is_dataclass(base) or hasattr(base, "_fields"):

@@ -245,6 +245,7 @@ def batch(
     """
     sequence = spec.batch.window
     windows = source.num_samples(sequence, split)
+    # Held-out batches are the same in each evaluation, so `offset` does not shift them.
     first = step * spec.batch.global_samples + (offset if split is Split.TRAIN else 0)
 
     def at(position: int) -> int:
@@ -335,7 +336,7 @@ def blank_batch(spec: Spec) -> StepBatch:
         samples = sample_batch(spec, rows=rows)
         return DatasetBatch(samples=samples, global_samples=size, sample_ids=())
     tokens = torch.zeros(rows, spec.batch.window + 1, dtype=torch.int64)
-    labels = tokens.clone() if spec.ignores_targets else None
+    labels = tokens.clone() if spec.ignores_targets else None  # as the batches of a run have
     return local_batch(tokens, labels, (), spec.batch)
 
 

@@ -92,7 +92,7 @@ def mask_beside(path: Path) -> Path:
 def _map_array(path: Path, place: str, remedy: str) -> NDArray[Any]:
     """Map an array into memory. Raises SpecError if the file is not a complete `.npy` array."""
     try:
-        values = np.load(path, mmap_mode="r", allow_pickle=False)
+        values = np.load(path, mmap_mode="r", allow_pickle=False)  # unpickling could run code
     except OSError as error:
         reason = error.strerror or "not a readable file"
         raise refused(place, f"{path}: {reason}", remedy) from error

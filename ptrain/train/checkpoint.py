@@ -111,6 +111,7 @@ def load(program: Program, folder: Path, verified: Manifest, exchange: Exchange)
     reader = IndexReader(folder, listed=frozenset(verified.files))
     state = program.state_dict()
     metadata = reader.read_metadata()
+    # All ranks raise together, before any loads: dcp.load is collective.
     problem = _first_problem(_first_mismatch(metadata, state), exchange)
     if not problem and not manifest.is_other_optimizer(verified.trained, program.spec):
         problem = _unknown_tensors(metadata, state, exchange)

@@ -88,6 +88,7 @@ def _open_store(endpoint: str) -> TCPStore:
         RankFailed: No agent opens the store in time.
     """
     _, address, port = _resolve_endpoint(endpoint)
+    # {} makes this a client: the address is another node's, or a process listens on it already.
     own = listener(address, port)
     try:
         return TCPStore(

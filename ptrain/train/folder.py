@@ -229,7 +229,7 @@ def open_run(spec: Spec, *, given: Path | None, resuming: bool, command: str) ->
         _write_first_files(claim.folder, spec, command)
     except OSError as error:
         if claim:
-            with suppress(OSError):
+            with suppress(OSError):  # report the first error
                 claim.withdraw()
         raise refused(
             f"run folder {wanted}", f"is not writable: {error.strerror or error}", _ELSEWHERE

@@ -147,8 +147,8 @@ class DeviceLook:
 def can_be_late(program: Program, queue: DeviceQueue) -> bool:
     """Return True if the host need not wait for the figures of a step.
 
-    This requires a device that works behind the host, all states on the device, and an update that
-    a flag on the device can skip: one fused kernel, not an update in backward. `verify_every`
+    This requires a device that runs asynchronously, all states on the device, and an update that a
+    flag on the device can skip: one fused kernel, not an update in backward. `verify_every`
     compares the state after each step, which waits anyway.
     """
     spec = program.spec

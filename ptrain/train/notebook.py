@@ -118,6 +118,7 @@ def run(
     resolved = load_trainable(spec, overrides, nproc=nproc).resolved
     with tempfile.TemporaryDirectory(prefix="ptrain-") as folder:
         file = Path(folder) / "spec.yaml"
+        # The resolved spec: `spec` may be a mapping or object, which no command line can pass.
         file.write_text(yaml.safe_dump(dict(resolved), sort_keys=False), encoding="utf-8")
         return _run_training(file, run_dir=run_dir, allow_import=allow_import)
 

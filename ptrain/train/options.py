@@ -128,6 +128,7 @@ def parse(argv: Sequence[str]) -> Options:
         allow_abbrev=False,
     )
     add_arguments(parser, "train", without=("--chart",))
+    # Intermixed: options may be between the SPEC and its overrides.
     return from_arguments(parser.parse_intermixed_args(dotlist(argv)))
 
 
@@ -138,6 +139,7 @@ def dotlist(argv: Sequence[str]) -> list[str]:
 
 def to_argv(options: Options) -> list[str]:
     """Return the command line that passes these options to a rank."""
+    # Without the options of the launcher: nodes, restarts and rendezvous.
     argv = [options.spec, *options.overrides]
     switches = ("json", "strict", "force", "allow_import", "accept_data", "quiet", "tensorboard")
     named = (flag for flag in (*switches, "prepared") if getattr(options, flag))

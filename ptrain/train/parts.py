@@ -103,7 +103,7 @@ class Consistency:
         """
         if not self.every or steps == self._checked:
             return
-        self._checked = steps
+        self._checked = steps  # before the check, which raises on all ranks if it fails
         if (root_cause := self._replicas.root_cause(self._replicas.check(steps))) is None:
             LOG.debug("step %d  the ranks agree", steps)
             return

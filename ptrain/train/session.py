@@ -241,6 +241,7 @@ def run(options: Options, guarded: MakeGuard | None = None) -> int:
             exchange=exchange,
             folder=folder,
         )
+        # With --json, standard output only holds the record.
         set_up_logging(folder, rank=world.rank, speaks=world.is_first and not options.json)
         if not options.json:
             announce_node(world.rank, world.size)
@@ -289,7 +290,7 @@ def _run_training(session: Session, interrupts: interrupt.Interrupts, make_guard
         runs_fakes=False,
         progress=LOG.info,
     )
-    require_corpus(text, spec, facts.vocabulary)
+    require_corpus(text, spec, facts.vocabulary)  # again, with the number of logits per token
     derivation = derive(placed, facts)
     if not options.force:
         require_fit(placed, derivation.exact, facts)
