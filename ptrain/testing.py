@@ -177,12 +177,12 @@ def _run_python(
         start_new_session=True,  # Ctrl-C reaches only the test process, which ends this one
     )
     try:
-        printed, said = process.communicate(timeout=timeout)
+        printed, errors = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
         raise RankFailed(f"{what}: no verdict within {timeout:g} s") from None
     finally:
         _end_process(process)
-    return subprocess.CompletedProcess(process.args, process.returncode, printed, said)
+    return subprocess.CompletedProcess(process.args, process.returncode, printed, errors)
 
 
 def _end_process(process: subprocess.Popen[str]) -> None:
@@ -201,9 +201,9 @@ def _end_process(process: subprocess.Popen[str]) -> None:
 
 def _error_of(ended: subprocess.CompletedProcess[str]) -> PtrainError:
     """Return the error of a process that failed, with its standard error as the message."""
-    said = ended.stderr.strip() or f"ended with exit code {ended.returncode}"
+    errors = ended.stderr.strip() or f"ended with exit code {ended.returncode}"
     kind = RankFailed if ended.returncode != PtrainError.exit_code else PtrainError
-    return kind(said)
+    return kind(errors)
 
 
 def _run_parent(words: Sequence[str]) -> int:

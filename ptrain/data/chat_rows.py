@@ -226,13 +226,13 @@ class ChatTemplate:
             SpecError: The template rejects the chat, or changes earlier messages once an answer
                 follows.
         """
-        behind = [n for n, message in enumerate(chat.messages, 1) if message["role"] == ANSWERS]
-        if not behind or behind[-1] == 1:  # a first message answers none
+        ends = [n for n, message in enumerate(chat.messages, 1) if message["role"] == ANSWERS]
+        if not ends or ends[-1] == 1:  # a first message answers none
             return []
         with boundary(lambda error: _render_fault(chat, error)):
             if self._marks_answers:
                 return [self._encode_marked(chat)]
-            texts = [*self._answer_spans(chat, [number for number in behind if number > 1])]
+            texts = [*self._answer_spans(chat, [number for number in ends if number > 1])]
             return [self._encode_text(text, spans) for text, spans in texts]
 
     def question(self, text: str) -> list[int]:
@@ -260,7 +260,7 @@ class ChatTemplate:
         )
         return text
 
-    def _answer_spans(self, chat: Chat, behind: Sequence[int]) -> Iterator[tuple[str, list[Span]]]:
+    def _answer_spans(self, chat: Chat, ends: Sequence[int]) -> Iterator[tuple[str, list[Span]]]:
         """Yield texts with the spans of their answers.
 
         This is one text if each earlier rendering is a prefix of the last, else one text per
@@ -268,12 +268,12 @@ class ChatTemplate:
 
         Args:
             chat: The chat.
-            behind: The number of messages up to and including each answer.
+            ends: The number of messages up to and including each answer.
         """
-        texts = [self._render_messages(chat, number) for number in behind]
+        texts = [self._render_messages(chat, number) for number in ends]
         spans = [
             (self._answer_start(chat, number, text), len(text))
-            for number, text in zip(behind, texts, strict=True)
+            for number, text in zip(ends, texts, strict=True)
         ]
         if all(texts[-1].startswith(text) for text in texts):
             yield texts[-1], spans

@@ -539,16 +539,16 @@ def _open_file(source: DataSource, place: str, *, has_ignored: bool) -> Corpus:
     tokens, masks = open_tokens(Path(source.path), place), None
     # The held-out part is at the end, so that both splits are views of the mapped file.
     num_train = len(tokens) - len(tokens) // HELD_OUT_OF_FILE
-    beside = mask_beside(Path(source.path))
+    mask_path = mask_beside(Path(source.path))
     of_mask = "data.loss_mask" if place == "data.path" else place
     if source.loss_mask is not None:
         mask = open_mask(Path(source.loss_mask), tokens, of_mask)
         masks = mask[:num_train], mask[num_train:]
-    elif not has_ignored and beside.is_file():
+    elif not has_ignored and mask_path.is_file():
         raise refused(
             of_mask,
-            f"{beside} is the loss mask of {source.path}, but the spec does not use it",
-            f"Use `data.loss_mask={beside}`, or `data.ignored=[]` to train on all tokens.",
+            f"{mask_path} is the loss mask of {source.path}, but the spec does not use it",
+            f"Use `data.loss_mask={mask_path}`, or `data.ignored=[]` to train on all tokens.",
         )
     return Corpus(
         name=source.path,

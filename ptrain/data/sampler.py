@@ -278,8 +278,8 @@ def part_of(samples: Any, spec: Spec, data_index: int) -> StepBatch:
     size, sequence = spec.batch.global_samples, spec.batch.window
     if spec.data.function is not None:
         _require_samples(samples, size)
-        own = in_dtype_of(spec, SampleBatch(samples).of(list(ids)).data)
-        return DatasetBatch(samples=own, global_samples=size, sample_ids=ids)
+        share = in_dtype_of(spec, SampleBatch(samples).of(list(ids)).data)
+        return DatasetBatch(samples=share, global_samples=size, sample_ids=ids)
     tokens, *others = samples if isinstance(samples, tuple) else (samples,)
     for tensor in (tokens, *others):
         if tuple(tensor.shape) != (size, sequence + 1):
@@ -297,12 +297,12 @@ def part_of(samples: Any, spec: Spec, data_index: int) -> StepBatch:
             "got tokens only, but data.loss_mask applies only to the file of the spec",
             "Pass `(tokens, labels)`, with label -100 for ignored targets.",
         )
-    own = tokens[list(ids)].long()
+    share = tokens[list(ids)].long()
     if not spec.ignores_targets:
-        return local_batch(own, None, ids, spec.batch)
+        return local_batch(share, None, ids, spec.batch)
     labels = _masked_labels(others[0] if others else tokens, spec)
     counted = int((labels[:, 1:] != IGNORED).sum())
-    return local_batch(own, labels[list(ids)], ids, spec.batch).counting(counted)
+    return local_batch(share, labels[list(ids)], ids, spec.batch).counting(counted)
 
 
 def _masked_labels(tokens: Tensor, spec: Spec) -> Tensor:

@@ -427,9 +427,9 @@ class TokenFiles:
     def _resume_point(self, notes: Path, parts: Sequence[Path]) -> TokenizingProgress:
         """Return the progress of an interrupted call with an equal request; zero without one."""
         try:
-            said = json.loads(notes.read_text(encoding="utf-8"))
+            content = json.loads(notes.read_text(encoding="utf-8"))
             done = decode(
-                said["done"] if said["request"] == self.request else {}, TokenizingProgress
+                content["done"] if content["request"] == self.request else {}, TokenizingProgress
             )
             sizes = [part.stat().st_size for part in parts]
         except (OSError, ValueError, KeyError, TypeError):  # missing, or incomplete
@@ -570,12 +570,12 @@ class GrowingArray:
         `numpy.lib.format` reserves space in version 1.0 headers for a first dimension of any size.
         """
         self._file.seek(0)
-        said = {
+        content = {
             "descr": npy.dtype_to_descr(self._dtype),
             "fortran_order": False,
             "shape": (self._entries, *self._shape),
         }
-        npy.write_array_header_1_0(self._file, said)
+        npy.write_array_header_1_0(self._file, content)
         self._file.flush()
 
 

@@ -245,9 +245,10 @@ def _layout_remedy(metadata: Metadata, state: dict[str, Any]) -> str:
         for name, entry in metadata.state_dict_metadata.items()
         if isinstance(entry, TensorStorageMetadata)
     )
-    own = _dtype_by_part((name, value.dtype) for name, value in leaves(state))
-    moments = {"moments"} - (saved.keys() & own.keys())  # optimizers may differ in their moments
-    if all(saved.get(part) == own.get(part) for part in {*saved, *own} - moments):
+    expected = _dtype_by_part((name, value.dtype) for name, value in leaves(state))
+    # Moments are compared only if both sides have them: optimizers differ in their moments.
+    moments = {"moments"} - (saved.keys() & expected.keys())
+    if all(saved.get(part) == expected.get(part) for part in {*saved, *expected} - moments):
         return ""
     fitting = [name for name, layout in LAYOUTS.items() if _has_dtypes(layout, saved)]
     parts = {part: str(DTYPE_NAMES[dtype]) for part, dtype in saved.items()}
@@ -257,8 +258,8 @@ def _layout_remedy(metadata: Metadata, state: dict[str, Any]) -> str:
     elif parts.get("parameters") == "fp64":
         add = "`precision.compute=fp64`"
     else:
-        whole = {"master": "none"} | parts
-        add = " ".join(f"precision.{part}={name}" for part, name in whole.items())
+        all_parts = {"master": "none"} | parts
+        add = " ".join(f"precision.{part}={name}" for part, name in all_parts.items())
         add = f"`{add}`"
     trained = ", ".join(f"{part} {name}" for part, name in parts.items())
     return f"The checkpoint was trained with {trained}. Add {add}."

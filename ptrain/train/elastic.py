@@ -89,10 +89,15 @@ def _open_store(endpoint: str) -> TCPStore:
     """
     _, address, port = _resolve_endpoint(endpoint)
     # {} makes this a client: the address is another node's, or a process listens on it already.
-    own = listener(address, port)
+    arguments = listener(address, port)
     try:
         return TCPStore(
-            address, port, is_master=bool(own), timeout=_WAIT, wait_for_workers=False, **own
+            address,
+            port,
+            is_master=bool(arguments),
+            timeout=_WAIT,
+            wait_for_workers=False,
+            **arguments,
         )
     except (RuntimeError, ValueError) as error:
         finding = f"no agent responded at {endpoint} within {_WAIT.seconds} s"

@@ -304,10 +304,10 @@ class _Witness:
                 observers.clear()
             program.observers.append(self)
             for piece in program.pieces:
-                own = partial(self._inspect_output, piece.index)
+                inspect_output = partial(self._inspect_output, piece.index)
                 before = partial(self._parameters, piece.index)
                 modules = piece.module.named_modules()
-                hooks.enter_context(watching(modules, before=before, after=own))
+                hooks.enter_context(watching(modules, before=before, after=inspect_output))
             yield
 
     def _record_failure(self, _: object, error: BaseException | None, __: object) -> bool:
@@ -341,10 +341,10 @@ class _Witness:
         """Record a tensor if it is the first one that is not finite."""
         self._orders[self._number] += 1
         with without_modes():  # a collective may still write to the tensor, so wait for it first
-            held = AsyncCollectiveTensor(local(tensor)).trigger_wait()
-            if not self.found and not _is_finite([held]):
+            stored = AsyncCollectiveTensor(local(tensor)).trigger_wait()
+            if not self.found and not _is_finite([stored]):
                 at = [self._number, self._pass is not Phase.FORWARD, stage]
-                values, rank = _counted([held]), self._program.world.rank
+                values, rank = _counted([stored]), self._program.world.rank
                 self.found = [*at, self._orders[self._number], place, values, rank]
 
 
@@ -368,9 +368,9 @@ def require(program: Program, step: int, exchange: Exchange) -> None:
 @torch.no_grad()
 def complaint(program: Program, exchange: Exchange) -> str:
     """Return the state and first tensor that are not finite, equal on all ranks; "" if none is."""
-    held = list(_saved_holdings(program))
-    is_sound = _is_finite([part.tensor for part in held])
-    return _first_problem([] if is_sound else _find_unsound(program, held), exchange)
+    stored = list(_saved_holdings(program))
+    is_sound = _is_finite([part.tensor for part in stored])
+    return _first_problem([] if is_sound else _find_unsound(program, stored), exchange)
 
 
 def _is_finite(tensors: Sequence[torch.Tensor]) -> bool:
@@ -399,11 +399,11 @@ def _on_host(scalars: Sequence[torch.Tensor]) -> list[float]:
     """Return the values of scalars, with one transfer per device."""
     if all(scalar.is_cpu for scalar in scalars):
         return [float(scalar) for scalar in scalars]
-    alike: dict[torch.device, dict[torch.dtype, list[int]]] = {}
+    index_by_kind: dict[torch.device, dict[torch.dtype, list[int]]] = {}
     for index, scalar in enumerate(scalars):
-        alike.setdefault(scalar.device, {}).setdefault(scalar.dtype, []).append(index)
+        index_by_kind.setdefault(scalar.device, {}).setdefault(scalar.dtype, []).append(index)
     values = [0.0] * len(scalars)
-    for by_dtype in alike.values():
+    for by_dtype in index_by_kind.values():
         stacks = [torch.stack([scalars[i] for i in indices]) for indices in by_dtype.values()]
         numbers = torch.cat([stack.double() for stack in stacks]).tolist()
         for index, value in zip(chain.from_iterable(by_dtype.values()), numbers, strict=True):
@@ -421,7 +421,7 @@ def _saved_holdings(program: Program) -> Iterator[Holding]:
             yield Holding(Subject.OPTIMIZER, holdings.names_of(target)[0], COUNTER, "", count)
 
 
-def _find_unsound(program: Program, held: Iterable[Holding]) -> Iterator[Unsound]:
+def _find_unsound(program: Program, stored: Iterable[Holding]) -> Iterator[Unsound]:
     """Yield the tensors that are not finite, in the model's order, with their shards joined."""
     order = {
         name: (piece.index, place)
@@ -429,7 +429,7 @@ def _find_unsound(program: Program, held: Iterable[Holding]) -> Iterator[Unsound
         for place, (name, _) in enumerate(piece.module.named_parameters())
     }
     parts: dict[_Place, list[torch.Tensor]] = {}
-    for part in held:
+    for part in stored:
         stage, tensor = order.get(part.name, (0, len(order)))
         state = list(_STATES).index(part.subject)
         parts.setdefault((state, stage, tensor, part.name, part.key), []).append(part.tensor)

@@ -315,8 +315,8 @@ def _drop_rows(path: Path, after: int) -> None:
     """
     text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
     rows = [row for row in _ROW.finditer(text) if int(row[1]) <= after]
-    if (kept := "".join(row[0] for row in rows)) != text:
-        write_text(path, kept)
+    if (remaining := "".join(row[0] for row in rows)) != text:
+        write_text(path, remaining)
 
 
 def _open_for_append(path: Path) -> Any:

@@ -175,8 +175,8 @@ def _raise_reported(ranks: Sequence[Rank]) -> None:
         if rank.code == TrainingStopped.exit_code:
             raise TrainingStopped(failure.said(rank) or f"stopped; see {rank.log}")
         if rank.code == PtrainError.exit_code:
-            if said := failure.said(rank):
-                raise PtrainError(said)
+            if reason := failure.said(rank):
+                raise PtrainError(reason)
             raise RankFailed(f"error: {rank} stopped without a message; see {rank.log}")
 
 
