@@ -369,8 +369,8 @@ class Estimate(Worded):
         unclaimed: The reason why the figures of a kind ("activations", "peak", "traffic") are not
             claimed for the device of the run.
         by_data: The reason why the figures of a kind ("activations", "peak") are bounds.
-        assumed: The assumption about data behind the figures of a kind ("activations", "peak", and
-            "traffic" with axes and collective). A run is not compared with these.
+        assumed: The assumption about data on which the figures of a kind depend ("activations",
+            "peak", and "traffic" with axes and collective). A run is not compared with these.
         counted: The counts of a run that the figures of a kind were derived from.
         notes: Remarks.
         warnings: Warnings to read before the run.

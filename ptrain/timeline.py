@@ -101,7 +101,7 @@ class Timeline(NamedTuple):
 
 
 def boundaries(items: Iterable[Item]) -> Iterator[Boundary]:
-    """Yield the boundaries among items; those of repeated items once."""
+    """Yield the boundaries among items, with repeated items counted once."""
     for item in items:
         if isinstance(item, Boundary):
             yield item

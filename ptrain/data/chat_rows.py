@@ -212,7 +212,7 @@ class ChatTemplate:
         return known.get(word)
 
     def special_tokens(self) -> list[int]:
-        """Return the special tokens, starting with those that usually pad samples."""
+        """Return the special tokens, starting with the tokens that usually pad samples."""
         tokenizer = self._tokenizer
         named = [tokenizer.pad_token_id, tokenizer.unk_token_id, tokenizer.eos_token_id]
         added = tokenizer.added_tokens_decoder

@@ -5,10 +5,10 @@ resident bytes of parameters, optimizer state and gradients, and every collectiv
 scalar. Activations, buffers and peaks depend on the code around the model, and frameworks differ in
 their scalars (norms, losses, flags).
 
-A wrapper may not do what its configuration requests: replicas instead of shards, one unit instead
-of blocks. It then fails checks that name state and axis. The cause is searched among variants of
-the spec. A variant is the cause if it predicts every figure to the byte. It is a partial cause if
-it predicts all figures that held and at least three that differ, as many as one kind of call has.
+A wrapper may differ from its configuration: replicas instead of shards, one unit instead of blocks.
+It then fails checks that name state and axis. The cause is searched among variants of the spec. A
+variant is the cause if it predicts every figure to the byte. It is a partial cause if it predicts
+all figures that held and at least three that differ, as many as one kind of call has.
 """
 
 from __future__ import annotations

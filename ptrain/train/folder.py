@@ -570,7 +570,7 @@ def _resume_option(source: str) -> str:
 
 
 def _checkpoints_at(path: Path) -> list[Path]:
-    """Return a checkpoint, or those of a run folder or its `checkpoints/`, newest first."""
+    """Return a checkpoint, or all checkpoints of a run folder or its `checkpoints/`, newest first."""
     if (path / manifest.NAME).exists() or manifest.is_name(path.name):
         return [path]
     return manifest.complete(path / "checkpoints") or manifest.complete(path)

@@ -195,7 +195,7 @@ def first_steady(spec: Spec, first: int) -> int:
 
 
 def set_up(before: tuple[Traffic, ...], steady: tuple[Traffic, ...]) -> Iterator[Traffic]:
-    """Yield the set-up traffic: the calls of a step that exceed those of the steady step.
+    """Yield the set-up traffic: the calls of a step in addition to the steady step's calls.
 
     Args:
         before: The traffic of the step before the steady one.

@@ -1,9 +1,9 @@
-"""Trackers of a training: TensorBoard, W&B and MLflow (optional extras), behind one interface.
+"""Trackers of a training: TensorBoard, W&B and MLflow (optional extras), with one interface.
 
 MLflow's location is set by its variables (MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME); by default
 it is a database in the current folder. W&B's project, entity, key and mode are in WANDB_PROJECT,
-WANDB_API_KEY, WANDB_MODE=offline …; its files are in `wandb/` of the run folder. This module
-imports no torch, so that the parent can reject missing packages.
+WANDB_ENTITY, WANDB_API_KEY, WANDB_MODE=offline …; its files are in `wandb/` of the run folder. This
+module imports no torch, so that the parent can reject missing packages.
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ _LONGEST = 500  # characters of a parameter value that all of MLflow's stores ac
 class MLflow:
     """A tracker for MLflow, whose active run belongs to the thread that calls its methods.
 
-    Parameters are those of the first attempt, because MLflow does not allow changes.
+    The parameters of the first attempt are kept, because MLflow does not allow changes.
     """
 
     def begin(self, run: TrackedRun) -> str:
