@@ -570,7 +570,10 @@ def _resume_option(source: str) -> str:
 
 
 def _checkpoints_at(path: Path) -> list[Path]:
-    """Return a checkpoint, or all checkpoints of a run folder or its `checkpoints/`, newest first."""
+    """Return the checkpoints of a path, newest first.
+
+    The path is a checkpoint, a run folder, or the folder `checkpoints/` of a run.
+    """
     if (path / manifest.NAME).exists() or manifest.is_name(path.name):
         return [path]
     return manifest.complete(path / "checkpoints") or manifest.complete(path)
