@@ -24,15 +24,15 @@ from ptrain.derivation.tensor import fullest_place
 from ptrain.derivation.work import model_work, why_unknown
 from ptrain.errors import PtrainError, refused
 from ptrain.facts.model import ModelFacts, ModelWork, Operator
+from ptrain.facts.traced_part import traced_part
 from ptrain.plan.lower import lower, own_facts
 from ptrain.rates.pace import Pace, UnknownRate, bus_factor
-from ptrain.selection.cuts import ReadFacts, TracedCuts, read_or_kept
-from ptrain.selection.fit import fit
-from ptrain.selection.job import SearchedJob, with_heads
+from ptrain.selection.fit import Fit, fit
+from ptrain.selection.job import ReadFacts, SearchedJob, read_or_kept, with_heads
 from ptrain.selection.profile import clock_of, seconds_of
+from ptrain.selection.ranking import Ranked, Scored, SearchGoal, SearchTask, ranked
 from ptrain.selection.search import Search
 from ptrain.selection.space import Candidate, alone
-from ptrain.selection.task import Ranked, Scored, SearchGoal, SearchTask, ranked
 from ptrain.spec.cluster import Cluster
 from ptrain.spec.dials import GradientSync, UnitSize
 from ptrain.spec.model import ModelShape, ModelSpec
@@ -42,6 +42,68 @@ from ptrain.spec.rates import Hook
 from ptrain.spec.spec import Spec
 from ptrain.spec.write import to_mapping
 from ptrain.steps.step import Plan
+
+
+@dataclass
+class TracedCuts:
+    """The cuts of a model that were traced, `most` of them, for each takes seconds; a cut is what a
+    trace depends on. `excess` is by how many bytes the last exact peak of a cut was above its
+    estimate: blocks differ from those of the stand-in, and all candidates of a cut have the same
+    blocks. `room`: the bytes that a peak may fill."""
+
+    read: ReadFacts
+    most: int
+    room: float = inf
+    cuts: dict[object, tuple[int, Spec]] = field(default_factory=dict)
+    facts: dict[int, ModelFacts] = field(default_factory=dict)
+    refusals: dict[int, PtrainError] = field(default_factory=dict)
+    excess: dict[int, float] = field(default_factory=dict)
+
+    def cut(self, spec: Spec) -> int:
+        """Return the number of a spec's cut."""
+        part = traced_part(spec)  # which cannot be hashed as a whole
+        key = part.factors, part.batch, part.unit, part.pipeline, part.context, part.activations
+        cut, first = self.cuts.setdefault(key, (len(self.cuts), part))
+        assert part == first, "all that a trace depends on and candidates choose is in the key"
+        return cut
+
+    def of(self, spec: Spec) -> ModelFacts:
+        """Return the facts of a spec's cut, which are read once. Raises PtrainError for what cannot
+        be traced."""
+        if (cut := self.cut(spec)) not in self.facts:
+            self.facts[cut] = self.read(spec)
+        return self.facts[cut]
+
+    @property
+    def least_excess(self) -> float:
+        """Return how far estimates are below at least, of cuts that are not traced as of others."""
+        return min(self.excess.values(), default=0.0)
+
+    def may_be(self, peak: float) -> bool:
+        """Return whether an estimated peak may fit, whatever the cut is."""
+        return peak + self.least_excess <= self.room
+
+    def may_fit(self, spec: Spec, peak: float) -> bool:
+        """Return whether a candidate with this peak by its estimate is worth deriving: by what is
+        known of cuts it fits, and its own is traced or may be."""
+        cut = self.cut(spec)
+        if cut in self.refusals:
+            return False
+        if cut not in self.facts and len(self.facts.keys() | self.refusals.keys()) >= self.most:
+            return False
+        return peak + self.excess.get(cut, self.least_excess) <= self.room
+
+    def refuse(self, spec: Spec, error: PtrainError) -> None:
+        """Remember why a cut cannot be derived."""
+        self.refusals[self.cut(spec)] = error
+
+    def compare(self, spec: Spec, peak: float, exact: int) -> None:
+        """Remember how far an estimate was off."""
+        self.excess[self.cut(spec)] = exact - peak
+
+    def close(self) -> None:
+        """Trace no other cut."""
+        self.most = 0
 
 
 class NominalPace:
@@ -84,8 +146,9 @@ class NominalPace:
 BEST = 150  # candidates that are derived exactly
 _ALIKE = 2  # that differ in tuples and dials alone, of a pipeline in what its data axes say
 _TRIED = 3  # candidates for each that is wanted
-_DEEP = 2  # plain steps of work from which on a pipeline is deep
-_WORK = 1.0  # plain steps of deep pipelines for each candidate that is wanted
+_MOST = 2**12  # candidates that are looked at, the best by their estimates
+_PLAIN = 1.0  # the work of a step without a pipeline
+_WORK = 0.5  # plain steps of pipelines for each candidate that is wanted
 _PASSES, _HALVES = 300, 60  # of a pipeline, whole or split, that take as long as a plain step
 _PER_CUT = 3  # candidates that are wanted, for each cut of a model that is traced
 _OUTSIDE = (Axis.PP, Axis.DP_REPLICATE, Axis.DP_SHARD)
@@ -115,8 +178,7 @@ class Deriver:
     exceeding: dict[Candidate, bool] = field(default_factory=dict)
     watch: Callable[[int, int], None] = _unwatched
     derived: int = 0
-    is_host_unknown: bool = False  # of a candidate that was derived
-    least_on_host: int = 0  # of those that fit a device, and whose node's host is too small
+    on_host: list[Fit] = field(default_factory=list)  # of those that fit a device and no host
 
     # -- the machine
 
@@ -304,12 +366,11 @@ class Deriver:
             if self._may_exceed(candidate) and (is_beaten(candidate) or self._exceeds(candidate)):
                 continue
             row = self.exactly(candidate)
-            if row is not None and row.memory.fits is None and row.memory.fits_device:
-                self.is_host_unknown = True
-            if row is not None and row.memory.fits_device and row.memory.host_short_bytes > 0:
-                needed = row.memory.host_needed_bytes
-                self.least_on_host = min(self.least_on_host or needed, needed)
-            if row is not None and self._obeys(row):
+            if row is None:
+                continue
+            if row.memory.fits_device and not row.memory.fits:
+                self.on_host.append(row.memory)
+            if self._obeys(row):
                 count -= 1
                 fastest = min(fastest, row.nominal_seconds)
                 yield row
@@ -317,23 +378,31 @@ class Deriver:
     def _tried(
         self, scored: Iterable[Scored], count: int, is_needed: Callable[[], bool]
     ) -> Iterator[Scored]:
-        """Those of a few cuts of a model that is traced; of another those that are legal. Deep
-        pipelines take no more work than `_WORK` plain steps for each candidate that is wanted:
-        others come last, if they are needed."""
+        """Those of a few cuts of a model that is traced; of another those that are legal. Of those
+        that do the same in a step that is the first, and of those that differ in tuples and dials
+        alone the first `_ALIKE` that are not known to be too large: others come last. Pipelines
+        take no more work than `_WORK` plain steps for each candidate that is wanted: others come
+        last, if they are needed."""
         if self.cuts is not None:
             yield from self._of_cuts(self.cuts, scored)
             return
-        work, deep = float(_WORK * count), list[Scored]()
-        for candidate in self._unlike(scored):
-            of_one = work_of(candidate.candidate.spec(self.job.base))
-            if of_one <= _DEEP:
-                yield candidate
-            elif work > of_one:
-                work -= of_one
-                yield candidate
-            else:
-                deep.append(candidate)
-        yield from deep if is_needed() else ()
+        work, alike, played = float(_WORK * count), Counter[object](), set[Candidate]()
+        later = list[tuple[Scored, Spec]]()
+        for one in islice(scored, _MOST):
+            candidate, spec = one.candidate, one.candidate.spec(self.job.base)
+            if (key := played_as(candidate, spec)) in played:
+                continue
+            played.add(key)
+            kind, of_one = _but_tuples(candidate), work_of(spec)
+            if alike[kind] >= _ALIKE or of_one > max(work, _PLAIN):
+                later.append((one, spec))
+            elif is_sound(spec):
+                work -= of_one * (of_one > _PLAIN)
+                yield one
+                alike[kind] += not self.exceeding.get(key, False)
+        for one, spec in later:
+            if (work_of(spec) <= _PLAIN or is_needed()) and is_sound(spec):
+                yield one
 
     def _of_cuts(self, cuts: TracedCuts, scored: Iterable[Scored]) -> Iterator[Scored]:
         """Those of cuts that are traced, no more of each than are wanted. What may not fit by the
@@ -350,23 +419,6 @@ class Deriver:
                 if tried[cut] < self.count and cuts.may_fit(spec, candidate.peak):
                     tried[cut] += 1
                     yield candidate
-
-    def _unlike(self, scored: Iterable[Scored]) -> Iterator[Scored]:
-        """Legal ones, of those that do the same in a step the first; of those that differ in tuples
-        and dials alone the first `_ALIKE` that are not known to be too large, and others last."""
-        alike, played, later = Counter[object](), set[Candidate](), list[Scored]()
-        for candidate in scored:
-            kind, spec = _but_tuples(candidate.candidate), candidate.candidate.spec(self.job.base)
-            key = played_as(candidate.candidate, spec)
-            if key in played:
-                continue
-            played.add(key)
-            if alike[kind] >= _ALIKE:
-                later.append(candidate)
-            elif is_sound(spec):
-                yield candidate
-                alike[kind] += not self.exceeding.get(key, False)
-        yield from (c for c in later if is_sound(c.candidate.spec(self.job.base)))
 
     def _obeys(self, row: Ranked) -> bool:
         """Whether a row fits, leaves the margin free and satisfies constraints on figures."""

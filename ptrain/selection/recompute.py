@@ -20,10 +20,9 @@ from ptrain.derivation.operations import operations
 from ptrain.derivation.workspaces import unclaimed
 from ptrain.errors import Fault, refused
 from ptrain.plan.lower import lower, own_facts
-from ptrain.selection.alternatives import recompute_policies, with_micro
 from ptrain.selection.fit import Fit, fit
-from ptrain.spec.activations import PLAIN, Kept, Policy
-from ptrain.spec.model import ModelShape
+from ptrain.spec.activations import ATTENTION_ONLY, NAMED_POLICIES, PLAIN, Kept, Policy
+from ptrain.spec.model import Attention, ModelShape
 from ptrain.spec.placement import DATA_AXES, Factor, M, R, Tier
 from ptrain.spec.spec import ActivationSpec, Spec
 from ptrain.spec.write import to_mapping
@@ -35,6 +34,22 @@ _NUMBER = "Set `batch.micro` to a number."
 _DEVICE = frozenset({Tier.DEVICE})
 _TEMPORARY = 0.001  # an offload copies through the device: a share of the peak that is no finding
 _SPARSE = (4, 3, 2)  # every n-th block, before every one
+
+
+def recompute_policies(spec: Spec) -> Iterator[tuple[str, Policy]]:
+    """Yield the policies with which blocks can be recomputed, the one that repeats least first."""
+    is_eager = isinstance(spec.model, ModelShape) and spec.model.attention is Attention.EAGER
+    yield from (
+        (name, policy)
+        for name, policy in NAMED_POLICIES.items()
+        if is_eager or policy != ATTENTION_ONLY
+    )
+
+
+def with_micro(spec: Spec, micro: int) -> Spec:
+    """The same global batch in micro-batches of `micro` samples."""
+    accumulate = spec.batch.global_samples // (micro * spec.data_degree)
+    return replace(spec, batch=replace(spec.batch, micro=micro, accumulate=accumulate))
 
 
 class ChosenDocument(NamedTuple):

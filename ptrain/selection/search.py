@@ -9,11 +9,9 @@ what moves are searched; what is gathered together a descent chooses (`descent`)
 from __future__ import annotations
 
 from bisect import insort
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
-from itertools import islice
 from math import prod
 from operator import itemgetter
 
@@ -24,14 +22,16 @@ from ptrain.rates.pace import UnknownRate
 from ptrain.selection.bound import (
     DataWay,
     FlowSeconds,
+    PipelineFlow,
+    PipelineFlows,
     WayBytes,
     WaySeconds,
+    flow_of,
     levels_of,
     peak,
     representatives,
     way_bytes,
 )
-from ptrain.selection.flows import PipelineFlow, PipelineFlows, flow_of
 from ptrain.selection.profile import (
     Activity,
     Links,
@@ -43,7 +43,7 @@ from ptrain.selection.profile import (
     seconds_of,
     sizes_of,
 )
-from ptrain.selection.quantities import Aspect
+from ptrain.selection.ranking import SLACK, TIME_SLACK, Scored, SearchCount, SearchGoal, SearchTask
 from ptrain.selection.space import (
     THROUGH,
     Candidate,
@@ -61,15 +61,7 @@ from ptrain.selection.space import (
     through_of,
     ways_to_keep,
 )
-from ptrain.selection.task import (
-    SLACK,
-    TIME_SLACK,
-    Scored,
-    SearchCount,
-    SearchGoal,
-    SearchTask,
-)
-from ptrain.selection.where import Constraint, Where
+from ptrain.selection.where import Aspect, Constraint, Where
 from ptrain.spec.activations import Kept
 from ptrain.spec.dials import UnitSize
 from ptrain.spec.model import ModelShape
@@ -77,9 +69,7 @@ from ptrain.spec.placement import TOKEN_AXES, Axis
 from ptrain.spec.spec import Spec, ranks_over
 from ptrain.units import grouped
 
-_MOST, _MOST_TRACED = 2**11, 2**16  # best candidates: of a model that is traced few are tried
 _PER_PLACEMENT = 16  # best candidates of each placement
-_PER_KIND = 4  # of those that differ in tuples alone
 _BANDS = 16  # of memory, the fastest of each of which is on an estimated front
 
 
@@ -194,11 +184,16 @@ class SearchResult:
     """The best by the objective, best first; that with least memory; the fastest of each band of
     memory; the placements, and how many candidates there were."""
 
-    best: tuple[Scored, ...]
+    entries: Sequence[Entry]
     front: tuple[Scored, ...]
     least: Scored | None
     placements: Sequence[DataRow]
     counts: SearchCount
+
+    @property
+    def best(self) -> Iterator[Scored]:
+        """Yield the candidates, best first."""
+        return (block.scored(row) for *_, block, row in self.entries)
 
 
 Entry = tuple[float, float, int, CandidateBlock, DataRow]
@@ -258,29 +253,14 @@ class Keeper:
     def result(self) -> SearchResult:
         """Return what is remembered."""
         best = sorted((entry for row in self.rows for entry in row.best), key=itemgetter(0, 1, 2))
-        most = _MOST_TRACED if self.task.is_stand_in else _MOST
         smallest = min(self.rows, key=lambda row: row.least, default=None)
         return SearchResult(
-            best=tuple(islice(self._unlike(best), most)),
+            entries=best,
             least=None if smallest is None else smallest.tightest,
             front=tuple(self._front(best)),
             placements=self.rows,
             counts=self.counts,
         )
-
-    def _unlike(self, best: Iterable[Entry]) -> Iterator[Scored]:
-        """Yield candidates, of those that fit and differ in tuples alone the first few, and others
-        last; of a model that is traced all, as its peaks differ from the estimates."""
-        alike, later = Counter[object](), list[Entry]()
-        for first, second, _, block, row in best:
-            kind = id(block), () if block.flow.schedule else row.degrees
-            if alike[kind] < _PER_KIND:
-                yield block.scored(row)
-            else:
-                later.append((first, second, 0, block, row))
-            size = first if self.by_memory else second
-            alike[kind] += size <= self.task.room and not self.task.is_stand_in
-        yield from (block.scored(row) for *_, block, row in later)
 
     def _front(self, best: Iterable[Entry]) -> Iterator[Scored]:
         """Yield the fastest of each band of memory."""

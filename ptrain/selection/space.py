@@ -30,16 +30,7 @@ from ptrain.spec.activations import ATTENTION_ONLY, NAMED_POLICIES, PLAIN, Kept
 from ptrain.spec.batch import Batch
 from ptrain.spec.model import ModelShape
 from ptrain.spec.pipeline import PipelineSpec, ScheduleName
-from ptrain.spec.placement import (
-    EXPERT_AXES,
-    SAMPLE_AXES,
-    Axis,
-    Factor,
-    Placement,
-    R,
-    S,
-    Tier,
-)
+from ptrain.spec.placement import EXPERT_AXES, SAMPLE_AXES, Axis, Factor, Placement, R, S, Tier
 from ptrain.spec.spec import ActivationSpec, Spec
 from ptrain.units import grouped
 

@@ -7,17 +7,10 @@ from dataclasses import replace
 import pytest
 
 from ptrain.errors import SpecError, refused
-from ptrain.facts.model import (
-    LayerWork,
-    ModelFacts,
-    ModelWork,
-    Operator,
-    TensorFacts,
-    UnitFacts,
-)
+from ptrain.facts.model import LayerWork, ModelFacts, ModelWork, Operator, TensorFacts, UnitFacts
 from ptrain.plan.lower import own_facts
 from ptrain.selection.choose import Chooser, select
-from ptrain.selection.cuts import TracedCuts
+from ptrain.selection.deriver import TracedCuts
 from ptrain.selection.job import block_size, dense, searched_job, stand_in, with_heads
 from ptrain.spec.load import load
 from ptrain.spec.model import ModelShape
