@@ -176,9 +176,10 @@ def why_not(search: Search, rules: tuple[Constraint, ...], others: Where) -> str
         blame = [o.text for o in others.constraints if not search.has(Where((o, *rules)))]
         texts = blame or [other.text for other in others.constraints]
         return f"excluded by {', '.join(texts)}"
-    if task.written != NOTHING and Search(task.without_written()).has(Where(rules)):
+    free = replace(task, written=NOTHING)
+    if task.written != NOTHING and Search(free).has(Where(rules)):
         return "excluded by values in the spec"
-    fault = _common_fault(task.without_written(), Where(rules))
+    fault = _common_fault(free, Where(rules))
     return f"none is legal: {fault.finding}" if fault else "none is legal"
 
 
@@ -322,8 +323,8 @@ def select(
         leaving = answer(chooser, demand)
         if leaving.best is not None or leaving.is_far_from_fitting:
             return leaving
-    # what was derived is not derived again
-    without = replace(chooser, job=job, exceeding={}, on_host=[])
+    known = {key: row for key, row in chooser.rows.items() if row}  # which is not derived again
+    without = replace(chooser, job=job, rows=known, on_host=[])
     return replace(answer(without, demand), asked_margin=margin)
 
 

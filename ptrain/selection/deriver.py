@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
@@ -17,7 +18,7 @@ from math import inf
 from ptrain.algebra.legality import is_sound
 from ptrain.axes.candidates import chosen
 from ptrain.cost import Collective
-from ptrain.derivation.estimate import exact_alone, fullest_alone
+from ptrain.derivation.estimate import exact_alone
 from ptrain.derivation.machine import Machine, machine_of
 from ptrain.derivation.tape import TooLarge
 from ptrain.derivation.tensor import fullest_place
@@ -27,7 +28,7 @@ from ptrain.facts.model import ModelFacts, ModelWork, Operator
 from ptrain.facts.traced_part import traced_part
 from ptrain.plan.lower import lower, own_facts
 from ptrain.rates.pace import Pace, UnknownRate, bus_factor
-from ptrain.selection.fit import Fit, fit
+from ptrain.selection.fit import Fit
 from ptrain.selection.job import ReadFacts, SearchedJob, read_or_kept, with_heads
 from ptrain.selection.profile import clock_of, seconds_of
 from ptrain.selection.ranking import Ranked, Scored, SearchGoal, SearchTask, ranked
@@ -96,10 +97,6 @@ class TracedCuts:
     def refuse(self, spec: Spec, error: PtrainError) -> None:
         """Remember why a cut cannot be derived."""
         self.refusals[self.cut(spec)] = error
-
-    def compare(self, spec: Spec, peak: float, exact: int) -> None:
-        """Remember how far an estimate was off."""
-        self.excess[self.cut(spec)] = exact - peak
 
     def close(self) -> None:
         """Trace no other cut."""
@@ -174,8 +171,7 @@ class Deriver:
     read: ReadFacts = read_or_kept
     facts: dict[tuple[ModelSpec, UnitSize], ModelFacts] = field(default_factory=dict)
     works: dict[tuple[object, ...], ModelWork] = field(default_factory=dict)
-    rows: dict[Candidate, Ranked] = field(default_factory=dict)
-    exceeding: dict[Candidate, bool] = field(default_factory=dict)
+    rows: dict[Candidate, Ranked | None] = field(default_factory=dict)  # None: does not fit
     watch: Callable[[int, int], None] = _unwatched
     derived: int = 0
     on_host: list[Fit] = field(default_factory=list)  # of those that fit a device and no host
@@ -205,7 +201,7 @@ class Deriver:
     @cached_property
     def search(self) -> Search:
         """Return what goes through the space."""
-        base, (pace, _) = self.job.scored, self._whole
+        base, shape, (pace, _) = self.job.scored, self.job.base.model, self._whole
         assert base.cluster is not None, "a job that is searched for has a cluster"
         return Search(
             SearchTask(
@@ -217,35 +213,25 @@ class Deriver:
                 objective=self.objective,
                 where=self.job.where,
                 written=self.job.written,
-                own=self._shape_with_experts,
+                own=shape if isinstance(shape, ModelShape) and shape.experts is not None else None,
                 room=self.job.room,
-                is_stand_in=self.job.stand_in is not None,
             )
         )
-
-    @property
-    def _shape_with_experts(self) -> ModelShape | None:
-        """That for which another stands in."""
-        shape = self.job.base.model
-        return shape if isinstance(shape, ModelShape) and shape.experts is not None else None
 
     def work(self, spec: Spec) -> ModelWork:
         """Return what the first rank of a spec, as it is scored, computes of a micro-batch. Raises
         UnknownRate."""
-        work = self._scored_work(spec)
+        plan, facts = self._plan(spec), self._facts(spec)
+        index = fullest_place(spec, plan)
         shape, like = self.job.base.model, self.job.stand_in
+        work = model_work(spec, plan, facts, index) if self.unknown else None
+        if not self.unknown:
+            work = self._work(spec, self.machine(spec, plan, facts), index)
+        if work is None:
+            raise UnknownRate(why_unknown(spec, plan, facts))
         if like is None or not isinstance(shape, ModelShape):
             return work
         return with_heads(work, shape, like)
-
-    def _scored_work(self, spec: Spec) -> ModelWork:
-        plan, facts = self._plan(spec), self._facts(spec)
-        index = fullest_place(spec, plan)
-        if self.unknown:
-            if (work := model_work(spec, plan, facts, index)) is None:
-                raise UnknownRate(why_unknown(spec, plan, facts))
-            return work
-        return self._work(spec, self.machine(spec, plan, facts), index)
 
     def _work(self, spec: Spec, machine: Machine, index: int) -> ModelWork:
         inner = tuple(f for f in spec.factors if f.axis not in _OUTSIDE)
@@ -280,63 +266,38 @@ class Deriver:
         most = max(1, self.count // _PER_CUT)
         return TracedCuts(self.read, most=most, room=self.job.room)
 
-    def exactly(self, scored: Scored) -> Ranked | None:
-        """Return the exact figures of a candidate; None where it is not legal after all, or where
-        its peak is not known."""
+    def exactly(self, scored: Scored, limit: float = inf) -> Ranked | None:
+        """Return the exact figures of a candidate; None where it is not legal after all, where its
+        peak is not known, and of one that is above a limit."""
         spec = scored.candidate.spec(self.job.base)
-        if not is_sound(spec):
-            return None
         try:
-            row = self._ranked(spec, scored)
+            row = self._ranked(spec, scored, limit) if is_sound(spec) else None
         except PtrainError as error:
             if self.cuts is None:
                 raise
             self.cuts.refuse(spec, error)  # another cut may do
             return None
+        if row is None or row.memory.peak_bytes is None:
+            if row is not None and self.cuts is not None:
+                self.cuts.refuse(spec, refused("model", f"the peak is unknown: {row.memory.why}"))
+            return None
         if self.cuts is not None:
-            self._compare(self.cuts, row)
-        return None if row.memory.peak_bytes is None else self._named(row)
-
-    def _ranked(self, spec: Spec, scored: Scored) -> Ranked:
-        """The figures of a spec, which are derived once for candidates that do the same."""
-        if (key := played_as(scored.candidate, spec)) not in self.rows:
-            facts = self._facts(spec)
-            exact = exact_alone(spec, facts, self._timing(spec))
-            self.derived += 1
-            self.rows[key] = ranked(spec, scored, exact, facts)
-        return replace(self.rows[key], spec=spec, closed=scored)
-
-    def _may_exceed(self, scored: Scored) -> bool:
-        """Whether a candidate does not fit by its estimate."""
-        return self.cuts is None and scored.peak > self.search.task.room
-
-    def _exceeds(self, scored: Scored) -> bool:
-        """Whether what may not fit does not: then nobody needs its time."""
-        spec = scored.candidate.spec(self.job.base)
-        if (key := played_as(scored.candidate, spec)) not in self.exceeding:
-            self.exceeding[key] = key not in self.rows and not self._fits(spec)
-            self.derived += self.exceeding[key]
-        return self.exceeding[key]
-
-    def _fits(self, spec: Spec) -> bool:
-        """Whether a spec fits, or nobody knows its peak."""
-        try:
-            exact = fullest_alone(spec, self._facts(spec), self.search.task.room)
-        except TooLarge:
-            return False
-        memory = fit(spec, exact, takes_unclaimed=spec.has_token_slices, takes_assumed=True)
-        return memory.leaves(self.job.margin_bytes) or memory.peak_bytes is None
-
-    def _named(self, row: Ranked) -> Ranked:
-        """With a spec that can be written: its resolved mapping is its own."""
-        spec = replace(row.spec, name=self.job.name)
+            self.cuts.excess[self.cuts.cut(spec)] = row.peak_bytes - scored.peak
+        # with a spec that can be written: its resolved mapping is its own
+        spec = replace(spec, name=self.job.name)
         return replace(row, spec=replace(spec, resolved=to_mapping(spec, sync_is_written=True)))
 
-    def _compare(self, cuts: TracedCuts, row: Ranked) -> None:
-        if row.memory.peak_bytes is None:
-            cuts.refuse(row.spec, refused("model", f"the peak is unknown: {row.memory.why}"))
-        else:
-            cuts.compare(row.spec, row.closed.peak, row.peak_bytes)
+    def _ranked(self, spec: Spec, scored: Scored, limit: float) -> Ranked | None:
+        """The figures of a spec, which are derived once for candidates that do the same."""
+        key = played_as(scored.candidate, spec)
+        if key not in self.rows or (self.rows[key] is None and limit == inf):
+            self.derived += 1
+            self.rows[key], facts = None, self._facts(spec)
+            with suppress(TooLarge):
+                exact = exact_alone(spec, facts, self._timing(spec), limit)
+                self.rows[key] = ranked(spec, scored, exact, facts)
+        row = self.rows[key]
+        return row and replace(row, spec=spec, closed=scored)
 
     def _timing(self, spec: Spec) -> Machine | None:
         """With works that are asked for once; None where time is unknown."""
@@ -351,22 +312,17 @@ class Deriver:
     def _fitting(self, scored: Iterable[Scored], count: int) -> Iterator[Ranked]:
         """The first so many that fit, of those that are tried: what fits only if its estimate is
         wrong is tried as long as it would be faster than what fits."""
-        wanted, fastest = count, inf
-
-        def has_none() -> bool:
-            return fastest == inf
-
-        def is_beaten(candidate: Scored) -> bool:
-            return self.objective is not SearchGoal.MEMORY and candidate.seconds > fastest
-
-        for candidate in islice(self._tried(scored, count, has_none), _TRIED * count):
+        wanted, fastest, by_memory = count, inf, self.objective is SearchGoal.MEMORY
+        tried = self._tried(scored, count, lambda: fastest == inf)
+        room = self.search.task.room if self.cuts is None else inf
+        for candidate in islice(tried, _TRIED * count):
             if not count:
                 return
             self.watch(wanted - count, wanted)
-            if self._may_exceed(candidate) and (is_beaten(candidate) or self._exceeds(candidate)):
+            is_beaten = candidate.seconds > fastest and not by_memory
+            if candidate.peak > room and is_beaten:
                 continue
-            row = self.exactly(candidate)
-            if row is None:
+            if (row := self.exactly(candidate, room)) is None:
                 continue
             if row.memory.fits_device and not row.memory.fits:
                 self.on_host.append(row.memory)
@@ -399,7 +355,7 @@ class Deriver:
             elif is_sound(spec):
                 work -= of_one * (of_one > _PLAIN)
                 yield one
-                alike[kind] += not self.exceeding.get(key, False)
+                alike[kind] += key not in self.rows or self.rows[key] is not None
         for one, spec in later:
             if (work_of(spec) <= _PLAIN or is_needed()) and is_sound(spec):
                 yield one
@@ -422,13 +378,11 @@ class Deriver:
 
     def _obeys(self, row: Ranked) -> bool:
         """Whether a row fits, leaves the margin free and satisfies constraints on figures."""
-        leaves = row.memory.leaves(self.job.margin_bytes)
-        return leaves and self._holds(float(row.peak_bytes), row.seconds)
-
-    def _holds(self, peak: float, seconds: float | None) -> bool:
-        where = self.job.where
-        return all(rule.holds_of(peak) for rule in where.bounds("memory")) and (
-            seconds is None or all(rule.holds_of(seconds) for rule in where.bounds("time"))
+        figures = (("memory", float(row.peak_bytes)), ("time", row.seconds))
+        return row.memory.leaves(self.job.margin_bytes) and all(
+            figure is None or rule.holds_of(figure)
+            for name, figure in figures
+            for rule in self.job.where.bounds(name)
         )
 
 

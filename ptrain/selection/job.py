@@ -316,24 +316,19 @@ def with_heads(work: ModelWork, shape: ModelShape, like: ModelShape) -> ModelWor
     """Return the work of a shape's stand-in with attention over as many heads as the shape has, and
     as wide ones: their scores grow with the square of the sequence, and no part of the feed-forward
     width makes up for them."""
-    distinct = {id(layer): layer for layer in work.layers}
-    changed = {key: _layer_with_heads(layer, shape, like) for key, layer in distinct.items()}
-    layers = tuple(changed[id(layer)] for layer in work.layers)
-    return ModelWork(front=work.front, layers=layers, behind=work.behind)
 
+    def changed(item: Operator | InnerCollective) -> Operator | InnerCollective:
+        if isinstance(item, InnerCollective) or item.kind not in _OF_HEADS:
+            return item
+        samples, heads, queries, keys, _ = item.dimensions
+        of_rank = max(1, heads * shape.heads // like.heads)
+        return item._replace(dimensions=(samples, of_rank, queries, keys, shape.head_dim))
 
-def _layer_with_heads(layer: LayerWork, shape: ModelShape, like: ModelShape) -> LayerWork:
-    return LayerWork(*(tuple(_with_heads(item, shape, like) for item in work) for work in layer))
-
-
-def _with_heads(
-    item: Operator | InnerCollective, shape: ModelShape, like: ModelShape
-) -> Operator | InnerCollective:
-    if isinstance(item, InnerCollective) or item.kind not in _OF_HEADS:
-        return item
-    samples, heads, queries, keys, _ = item.dimensions
-    of_rank = max(1, heads * shape.heads // like.heads)
-    return item._replace(dimensions=(samples, of_rank, queries, keys, shape.head_dim))
+    alike = {  # equal layers are one object
+        id(layer): LayerWork(*(tuple(map(changed, passes)) for passes in layer))
+        for layer in {id(layer): layer for layer in work.layers}.values()
+    }
+    return work._replace(layers=tuple(alike[id(layer)] for layer in work.layers))
 
 
 _TOKENS, _SEQUENCE = 4e6, 4096  # of a step and of a sample, where nothing is written

@@ -71,7 +71,7 @@ class SearchTask:
     """What is searched: a job like `base` on so many devices, on a machine with this pace, whose
     micro-batches' work `work` tells. `is_nominal`: nobody measured the pace. `own`: the job's shape
     with experts, where the base's stands in for it. `room`: the bytes of a device that a
-    peak may fill; `is_stand_in`: the base's shape stands in for one that is traced."""
+    peak may fill."""
 
     base: Spec
     devices: int
@@ -83,7 +83,6 @@ class SearchTask:
     written: Written = NOTHING
     own: ModelShape | None = None
     room: float = inf
-    is_stand_in: bool = False
 
     @property
     def placed(self) -> Spec:
@@ -102,10 +101,6 @@ class SearchTask:
     def scored(self) -> Spec | None:
         """Return the base where it is another than candidates have."""
         return None if self.own is None else self.base
-
-    def without_written(self) -> SearchTask:
-        """Return the same with nothing written."""
-        return replace(self, written=NOTHING)
 
 
 _BILLION = 10**9

@@ -343,8 +343,6 @@ class Search:
         """Return the ways to keep activations that obey constraints."""
         base, where = self.task.base, self.task.where
         ways = self.ways_to_keep
-        if not where.asks(Aspect.KEPT):
-            return list(ways)
         return [kept for kept in ways if where.admits(Aspect.KEPT, kept_so(base, kept))]
 
     def _running(self, ranks: int, left: int, number: int) -> dict[Through, list[PipelineFlow]]:
