@@ -323,8 +323,8 @@ def select(
         leaving = answer(chooser, demand)
         if leaving.best is not None or leaving.is_far_from_fitting:
             return leaving
-    known = {key: row for key, row in chooser.rows.items() if row}  # which is not derived again
-    without = replace(chooser, job=job, rows=known, on_host=[])
+    rows = {key: row for key, row in chooser.rows.items() if row}  # which are not derived again
+    without = replace(chooser, job=job, rows={**rows}, on_host=[])
     return replace(answer(without, demand), asked_margin=margin)
 
 
@@ -361,7 +361,8 @@ def answer(chooser: Chooser, demand: Demand | None) -> PlacementRanking:
     last = "nothing fits"
     if rows:
         number, row = rows[-1]
-        last = f"{number} devices need {demand.described(row)}"
+        time, money = demand.figures(row)
+        last = f"{number} devices need {time}" + f" at a cost of {money}" * (row.price is not None)
     raise refused(
         "--objective",
         f"no number of devices up to {most} meets the target: {last}",
@@ -485,18 +486,16 @@ class Chooser(Deriver):
         """What is derived around a row, and around what is better than it, as long as that is. Each
         time no more is derived than takes the work of so many plain steps."""
         while True:
-            near = sorted(filter(partial(self._may_beat, best), self._around(best)), key=self._key)
+            around = map(self.search.score, neighbours(self.search, best.closed.candidate))
+            near = sorted(filter(partial(self._may_beat, best), around), key=self._key)
             taken = accumulate(work_of(scored.candidate.spec(self.job.base)) for scored in near)
             some = compress(near, (until <= work for until in taken))
-            around = [row for scored in some for row in self._fitting([scored], 1)]
-            yield from around
-            least = min(around, key=self._order, default=best)
+            rows = [row for scored in some for row in self._fitting([scored], 1)]
+            yield from rows
+            least = min(rows, key=self._order, default=best)
             if self._order(least) >= self._order(best):
                 return
             best = least
-
-    def _around(self, row: Ranked) -> Iterator[Scored]:
-        return map(self.search.score, neighbours(self.search, row.closed.candidate))
 
     def _may_beat(self, row: Ranked, scored: Scored) -> bool:
         """Whether a candidate may fit and be better than a row, as far as estimates are away."""

@@ -16,7 +16,8 @@ from itertools import islice
 from math import inf
 
 from ptrain.algebra.legality import is_sound
-from ptrain.axes.candidates import chosen
+from ptrain.axes.candidates import NOTHING, chosen
+from ptrain.axes.data.candidates import SPACE as DATA_SPACE
 from ptrain.cost import Collective
 from ptrain.derivation.estimate import exact_alone
 from ptrain.derivation.machine import Machine, machine_of
@@ -33,7 +34,7 @@ from ptrain.selection.job import ReadFacts, SearchedJob, read_or_kept, with_head
 from ptrain.selection.profile import clock_of, seconds_of
 from ptrain.selection.ranking import Ranked, Scored, SearchGoal, SearchTask, ranked
 from ptrain.selection.search import Search
-from ptrain.selection.space import Candidate, alone
+from ptrain.selection.space import Candidate
 from ptrain.spec.cluster import Cluster
 from ptrain.spec.dials import GradientSync, UnitSize
 from ptrain.spec.model import ModelShape, ModelSpec
@@ -182,7 +183,7 @@ class Deriver:
     def _whole(self) -> tuple[Pace | None, str]:
         """The pace of as many ranks as there are devices, or why there is none."""
         base, devices = self.job.scored, self.job.devices
-        spec = chosen(base, next(iter(alone(base, devices))))
+        spec = chosen(base, [next(iter(DATA_SPACE.choices(base, devices, NOTHING)))])
         name, layout = base.optimizer.name, base.precision.effective
         try:
             machine = self._machine(spec)

@@ -5,7 +5,7 @@ so not chosen, and the shape that stands in for one that the tables do not cover
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from math import gcd, log
@@ -197,15 +197,12 @@ def _kept(said: Said, probe: Spec) -> tuple[Kept, ...]:
         if not says_how:
             return ()
         if not _recomputes(said):
-            return _alike(kept for kept in offered if kept.policy is None)
+            return tuple(kept for kept in offered if kept.policy is None)
     default = activations.default
-    if default.policy is not None and not says_how:
-        return _alike([k for k in offered if k.policy and k.tier is default.tier] or [default])
-    return (default,)
-
-
-def _alike(kept: Iterable[Kept]) -> tuple[Kept, ...]:
-    return tuple(kept)
+    if default.policy is None or says_how:
+        return (default,)
+    alike = (k for k in offered if k.policy and k.tier is default.tier)
+    return tuple(alike) or (default,)
 
 
 _OF_HEADS = (OperatorKind.ATTENTION, OperatorKind.ATTENTION_BACKWARD)

@@ -270,11 +270,6 @@ class Demand:
         in_time = self.deadline is None or (seconds is not None and seconds <= self.deadline)
         return in_time and (self.budget is None or (money is not None and money <= self.budget))
 
-    def described(self, row: Ranked) -> str:
-        """Return what the whole training takes, in words."""
-        time, money = self.figures(row)
-        return time if self.money(row) is None else f"{time} at a cost of {money}"
-
     def figures(self, row: Ranked) -> tuple[str, str]:
         """Return the days and the money that the whole training takes."""
         seconds, money = self.seconds(row), self.money(row)

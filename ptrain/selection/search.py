@@ -287,7 +287,7 @@ class Search:
         self.cut, self.sums = cache(self._cut), cache(self._sums)
         self.scored: dict[tuple[object, ...], ScoredCut] = {}
         self.running, self.rows = cache(self._running), cache(self._rows)
-        self.is_whole = cache(self._is_whole)
+        self.is_whole = cache(self.legality.within)
         self.ways: dict[tuple[object, ...], list[DataWay]] = {}
 
     def run(self, where: Where) -> SearchResult:
@@ -333,7 +333,7 @@ class Search:
         running = self.running(self.task.devices // cut.ranks, left, number)
         for kept in self.kept if running else ():
             for through, flows in running.items():
-                if self.is_whole(cut, kept, through, micro > 1):
+                if self.is_whole(cut.within, kept, through, several=micro > 1):
                     rows = self.rows(cut, left, through, number > 1)
                     for flow in flows if rows else ():
                         yield self._block(cut, flow, rows, micro, number, kept)
@@ -356,11 +356,6 @@ class Search:
             if self.task.where.admits(Aspect.PIPELINE, chosen(base, (choice,)))
             and self.legality.pipeline(choice, number)
         )
-
-    def _is_whole(self, cut: BlockCut, kept: Kept, through: Through, several: bool) -> bool:
-        """Whether blocks that are cut and kept so may be in such a flow, and their peaks are
-        predicted, of one sample or several."""
-        return self.legality.within(cut.within, kept, through, several=several)
 
     def _block(
         self,

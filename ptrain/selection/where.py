@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from enum import Enum, auto
+from functools import partial
+from operator import methodcaller
 from typing import Any
 
 from ptrain.axes.context.attention import written_attention
@@ -70,16 +72,9 @@ def unit_of(spec: Spec) -> str:
     return _BUCKET if is_bucket else str(spec.unit_size)
 
 
-def _placement(axis: Axis) -> Callable[[Spec], Value]:
-    def value(spec: Spec) -> Value:
-        modes = (str(f.placement).replace("O", "S@host") for f in spec.factors if f.axis is axis)
-        return next(modes, "")
-
-    return value
-
-
-def _degree(axis: Axis) -> Callable[[Spec], Value]:
-    return lambda spec: spec.degree(axis)
+def _placement(axis: Axis, spec: Spec) -> Value:
+    modes = (str(f.placement).replace("O", "S@host") for f in spec.factors if f.axis is axis)
+    return next(modes, "")
 
 
 def _overlap(overlap: Overlap | None) -> str:
@@ -116,12 +111,12 @@ class Quantity:
 
 _OF_AXES = {
     **{
-        f"mesh.{axis}": Quantity(part=_part(axis, Aspect.RANKS), of=_degree(axis))
+        f"mesh.{axis}": Quantity(part=_part(axis, Aspect.RANKS), of=methodcaller("degree", axis))
         for axis in SEARCHED_AXES
     },
     **{
         f"placement.{axis}": Quantity(
-            part=_part(axis, Aspect.DATA), of=_placement(axis), is_placement=True
+            part=_part(axis, Aspect.DATA), of=partial(_placement, axis), is_placement=True
         )
         for axis in SEARCHED_AXES
         if axis not in (*TOKEN_AXES, *EXPERT_AXES)  # as on the innermost data axis
