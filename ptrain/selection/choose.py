@@ -510,7 +510,7 @@ class Chooser(Deriver):
         """Well-known choices and what the paper's selection says by name, with the best of their
         kind, or why there is none."""
         base, devices = self.job.base, self.job.devices
-        placed = [(row.first.candidate.spec(base), row) for row in result.placements]
+        placed = [(row.first.spec(base), row) for row in result.placements]
         for known in KNOWN:
             if (where := known.where(self.job)) is not None:
                 row, why = self._like(placed, ranked, where)

@@ -146,7 +146,7 @@ _ALIKE = 2  # that differ in tuples and dials alone, of a pipeline in what its d
 _TRIED = 3  # candidates for each that is wanted
 _MOST = 2**12  # candidates that are looked at, the best by their estimates
 _PLAIN = 1.0  # the work of a step without a pipeline
-_WORK = 0.5  # plain steps of pipelines for each candidate that is wanted
+_WORK, _LEAST = 0.5, 8.0  # plain steps of pipelines for each candidate that is wanted, and in all
 _PASSES, _HALVES = 300, 60  # of a pipeline, whole or split, that take as long as a plain step
 _PER_CUT = 3  # candidates that are wanted, for each cut of a model that is traced
 _OUTSIDE = (Axis.PP, Axis.DP_REPLICATE, Axis.DP_SHARD)
@@ -343,7 +343,7 @@ class Deriver:
         if self.cuts is not None:
             yield from self._of_cuts(self.cuts, scored)
             return
-        work, alike, played = float(_WORK * count), Counter[object](), set[Candidate]()
+        work, alike, played = max(_LEAST, _WORK * count), Counter[object](), set[Candidate]()
         later = list[tuple[Scored, Spec]]()
         for one in islice(scored, _MOST):
             candidate, spec = one.candidate, one.candidate.spec(self.job.base)

@@ -136,9 +136,11 @@ class DataRow:
         return self.smallest.scored(self)
 
     @property
-    def first(self) -> Scored:
+    def first(self) -> Candidate:
         """Return its best candidate that may fit, else the one that needs least memory."""
-        return self.best[0][3].scored(self) if self.best else self.tightest
+        block = self.best[0][3] if self.best else self.smallest
+        assert block is not None, "a placement that a run came to"
+        return block.candidate(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,16 +169,19 @@ class CandidateBlock:
         """Return the seconds of a row."""
         return float("inf") if self.flow_seconds is None else row.seconds.step(self.flow_seconds)
 
-    def scored(self, row: DataRow) -> Scored:
-        """Return the candidate of a row with its figures."""
-        candidate = Candidate(
+    def candidate(self, row: DataRow) -> Candidate:
+        """Return the candidate of a row."""
+        return Candidate(
             within=self.cut.within,
             pipeline=self.flow.choice,
             data=sized(row.way.choice, row.degrees),
             micro=self.micro,
             kept=self.kept,
         )
-        return Scored(candidate=candidate, peak=self.peak(row), seconds=self.step(row))
+
+    def scored(self, row: DataRow) -> Scored:
+        """Return the candidate of a row with its figures."""
+        return Scored(candidate=self.candidate(row), peak=self.peak(row), seconds=self.step(row))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
