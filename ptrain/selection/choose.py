@@ -1,5 +1,12 @@
 """`select`: which placement of a job is best, by the search's estimates and exactly for the best of
-them."""
+them.
+
+From the best a descent changes one dial at a time, exactly derived, as long as that is better. The
+list of dials is fixed: when gradients are reduced and gathered units given back, what is gathered
+together, what moves beside computation and how far ahead, the size of a bucket, how blocks keep
+activations, the micro-batch, and the schedule with its stages. Where there is no candidate, the
+constraints or the rules that leave none are named.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """The job that a search places: a model or a spec without placements, the keys that are written and
-so not chosen, and the shape that stands in for one that the tables do not cover.
+so not chosen, the shape that stands in for one that the tables do not cover, and the overrides that
+make exactly a candidate of it.
 """
 
 from __future__ import annotations

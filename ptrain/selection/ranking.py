@@ -1,4 +1,6 @@
-"""The result of a search: a ranking by exact figures, and why each well-known placement lost."""
+"""The input and the output of a search: the task, the exact figures of a candidate as one row, the
+ranking of these rows and why each well-known placement lost, and what a whole training demands.
+"""
 
 from __future__ import annotations
 

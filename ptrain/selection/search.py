@@ -3,7 +3,7 @@ of memory and time.
 
 One block of candidates shares the cut of the model's blocks, the flow, the micro-batch and the way
 to keep activations; the choices of the data axes vary within it. Dials that decide what fits and
-what moves are searched; what is gathered together a descent chooses (`descent`).
+what moves are searched; what is gathered together a descent chooses (`choose.neighbours`).
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Constraints of a search: `tp<=8`, `micro>=2`, `recompute=full`, `memory<=70 GB`, each about one
-thing that a candidate's spec says or that it takes."""
+thing that a candidate's spec says or that it takes, by the names that a spec has for it."""
 
 from __future__ import annotations
 
