@@ -23,10 +23,9 @@ from start_up import seconds as process_seconds
 
 from ptrain.selection import choose
 from ptrain.selection import search as searching
-from ptrain.selection.choose import Chooser
-from ptrain.selection.descent import neighbours
+from ptrain.selection.choose import Chooser, neighbours
 from ptrain.selection.job import searched_job
-from ptrain.selection.task import SLACK, TIME_SLACK, Ranked, Scored
+from ptrain.selection.ranking import SLACK, TIME_SLACK, Ranked, Scored
 
 RHO, NEAR = 0.98, 1e-3
 _LONG = ("batch.sequence=8192", "batch.global=2048")

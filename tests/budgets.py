@@ -24,7 +24,7 @@ SMALL = 80  # lines
 
 # begin
 BUDGETS: dict[str, int] = {
-    "ptrain": 52490,
+    "ptrain": 52260,
     "ptrain/activations": 340,
     "ptrain/algebra": 240,
     "ptrain/axes": 160,
@@ -49,7 +49,7 @@ BUDGETS: dict[str, int] = {
     "ptrain/rates": 360,
     "ptrain/report": 2480,
     "ptrain/rooms": 980,
-    "ptrain/selection": 3110,
+    "ptrain/selection": 2880,
     "ptrain/simulation": 1040,
     "ptrain/spec": 4090,
     "ptrain/steps": 450,
@@ -57,8 +57,8 @@ BUDGETS: dict[str, int] = {
     "ptrain/train": 3140,
     "ptrain/verification": 6980,
 }
-ONE_IMPORTER = 57  # modules that exactly one other imports
-SMALL_MODULES = 53  # modules with fewer lines than SMALL
+ONE_IMPORTER = 54  # modules that exactly one other imports
+SMALL_MODULES = 52  # modules with fewer lines than SMALL
 # end
 
 

@@ -7,8 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from ptrain.charts.sheet import GREY, LIGHT, Label, Rectangle, Sheet
 from ptrain.report.selection import described
-from ptrain.selection.ranking import PlacementRanking
-from ptrain.selection.task import Ranked
+from ptrain.selection.ranking import PlacementRanking, Ranked
 from ptrain.units import format_memory
 
 _WIDTH, _HEIGHT, _MARGIN, _DOT = 620.0, 300.0, 60.0, 5.0

@@ -24,8 +24,7 @@ from ptrain.report.screen import next_line, show
 from ptrain.report.selection import TOP, as_csv, as_record, as_spec, placement_text, selection_text
 from ptrain.selection.algorithm1 import Answer, algorithm1, requirements
 from ptrain.selection.choose import select
-from ptrain.selection.ranking import PlacementRanking
-from ptrain.selection.task import SearchGoal
+from ptrain.selection.ranking import PlacementRanking, SearchGoal
 from ptrain.spec.load import split_arguments
 from ptrain.spec.spec import Spec
 

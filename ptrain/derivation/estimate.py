@@ -126,20 +126,21 @@ def fullest_alone(spec: Spec, facts: ModelFacts, limit: float = inf) -> Estimate
     who asks of many specs whether they fit: without traffic, operations, words and a step's time,
     and of the ranks of a pipeline others stand for those that are no fuller. Raises TooLarge
     once the peak is above `limit`."""
-    limit = inf if facts.others else limit  # of several peaks the least decides
-    return _estimated(spec, facts, None, partial(_exact, limit=limit))[1]
+    return _estimated(spec, facts, None, partial(_exact, limit=limit, of_memory=True))[1]
 
 
-def exact_alone(spec: Spec, facts: ModelFacts, machine: Machine | None) -> Estimate:
+def exact_alone(
+    spec: Spec, facts: ModelFacts, machine: Machine | None, limit: float = inf
+) -> Estimate:
     """Return of a legal spec's derivation what is exact, without operations and the paper's
-    figures."""
-    return _estimated(spec, facts, machine, _timed)[1]
+    figures. Raises TooLarge once the peak is above `limit`."""
+    return _estimated(spec, facts, machine, partial(_timed, limit=limit))[1]
 
 
 def step_seconds(spec: Spec, facts: ModelFacts) -> float | None:
     """Return of a legal spec's derivation the time of a step alone; None where it is unknown."""
     with suppress(UnknownRate):
-        step = _estimated(spec, facts, None, partial(_with_step, limit=inf))[1].step
+        step = _estimated(spec, facts, None, partial(_with_step, of_memory=True))[1].step
         return step.seconds if step else None
     return None
 
@@ -167,13 +168,15 @@ def _timed(
     plan: Plan,
     facts: ModelFacts,
     machine: Machine | None,
+    *,
+    limit: float = inf,
 ) -> Estimate:
     """With the step's time, or why there is none."""
     why = _NOT_PLAYED
     try:
-        estimate = _with_step(spec, plan, facts, machine)
+        estimate = _with_step(spec, plan, facts, machine, limit=limit)
     except UnknownRate as unknown:
-        estimate, why = _exact(spec, plan, facts, None), str(unknown)
+        estimate, why = _exact(spec, plan, facts, None, limit=limit), str(unknown)
     if estimate.step is None:
         return replace(estimate, undefined={**estimate.undefined, "step_seconds": why})
     return replace(estimate, step=with_interval(spec, estimate.step))
@@ -185,16 +188,18 @@ def _with_step(
     facts: ModelFacts,
     machine: Machine | None,
     *,
-    limit: float | None = None,
+    limit: float = inf,
+    of_memory: bool = False,
 ) -> Estimate:
-    """With a `limit` without traffic. Raises UnknownRate where a rate is missing."""
+    """As `exact` does. Raises UnknownRate where a rate is missing."""
     machine = machine_of(spec, plan, facts) if machine is None else machine
     if plan.loads is None:
-        return _exact(spec, plan, facts, machine, limit=limit)
+        return _exact(spec, plan, facts, machine, limit=limit, of_memory=of_memory)
     even = spec.but(routing=None), replace(plan, loads=None)
-    step = _exact(*even, facts, machine, limit=limit).step
+    step = _exact(*even, facts, machine, of_memory=of_memory).step
     step = step and step._replace(assumed=(*step.assumed, _EVEN_TIME))
-    return replace(_exact(spec, plan, facts, None, limit=limit), step=step)
+    estimate = _exact(spec, plan, facts, None, limit=limit, of_memory=of_memory)
+    return replace(estimate, step=step)
 
 
 def _require_gradients(spec: Spec, facts: ModelFacts) -> None:
@@ -220,11 +225,13 @@ def _exact(
     facts: ModelFacts,
     machine: Machine | None,
     *,
-    limit: float | None = None,
+    limit: float = inf,
+    of_memory: bool = False,
 ) -> Estimate:
     """Where sizes depend on data, their bounds."""
-    estimate = exact(spec, plan, facts, machine, limit=limit)
-    others = [exact(spec, plan, other, limit=limit) for other in facts.others]
+    limit = inf if facts.others else limit  # of several peaks the least decides
+    estimate = exact(spec, plan, facts, machine, limit=limit, of_memory=of_memory)
+    others = [exact(spec, plan, other, limit=limit, of_memory=of_memory) for other in facts.others]
     return bounded(estimate, others, facts.by_data) if others else estimate
 
 
@@ -258,28 +265,28 @@ def exact(
     facts: ModelFacts,
     machine: Machine | None = None,
     *,
-    limit: float | None = None,
+    limit: float = inf,
+    of_memory: bool = False,
 ) -> Estimate:
     """Memory per state and rank, peaks per phase, traffic per axes x collective x state x phase.
-    Of a `machine` the step's time, too. With a `limit` the memory of the fullest ranks is asked
-    about, and nothing else; raises TooLarge for a peak above it. Each rank's rows are those of its
-    stages; of traffic there is a row for each account, where they differ."""
+    Of a `machine` the step's time, too. `of_memory`: of nothing else than the fullest ranks. Raises
+    TooLarge for a peak above `limit`. Each rank's rows are those of its stages; of traffic there is
+    a row for each account, where they differ."""
     stages, schedule = staged(spec, plan, facts), schedule_of(spec)
     memory = resident(spec, plan, stages, schedule)
     estimate = Estimate(column=Column.EXACT, world_size=spec.world_size, memory=memory)
     if (is_tabulated(spec) and not facts.roles) or stages[0].is_traced:
         timing = machine.of_step(spec, plan, facts, schedule) if machine else None
         # a host counts all, and the time of a step depends on all
-        is_all = limit is None or timing or spec.activations.tiers != {Tier.DEVICE}
+        is_all = not of_memory or timing or spec.activations.tiers != {Tier.DEVICE}
         stands_for = None if is_all else fullest_of(schedule, stages)
-        most = inf if limit is None else limit
-        flight = in_flight(spec, schedule, stages, memory, timing, stands_for, most)
+        flight = in_flight(spec, schedule, stages, memory, timing, stands_for, limit)
         memory = memory.and_then(flight.memory)
         estimate = replace(estimate, memory=memory, peak=flight.peaks, step=flight.step)
     else:
         reason = _NOT_TRACED if plan.pipeline is None else _NOT_TRACED_BY_STAGE
         estimate = replace(estimate, undefined=_untold(spec, facts, reason))
-    if limit is not None:
+    if of_memory:
         return estimate
     own, account_of = accounts(spec, plan, facts, stages, schedule)
     keys = dict.fromkeys(row.key for rows in own for row in rows)

@@ -23,8 +23,8 @@ from ptrain.derivation.paper import reconstruction_unit, state_sizes
 from ptrain.errors import refused
 from ptrain.selection.algorithm1 import STATE_BYTES, Advice, Answer, Thresholds
 from ptrain.selection.fit import Fit, fit, host_bytes, host_text, room_text
-from ptrain.selection.quantities import recompute_of
-from ptrain.selection.task import Ranked, SearchGoal
+from ptrain.selection.ranking import Ranked, SearchGoal
+from ptrain.selection.where import recompute_of
 from ptrain.spec.batch import batch_lines
 from ptrain.spec.cluster import Cluster
 from ptrain.spec.placement import (

@@ -23,12 +23,10 @@ from ptrain.report.table import (
     or_missing,
     render,
 )
-from ptrain.selection.demand import Demand
 from ptrain.selection.fit import room_text, usable_text
-from ptrain.selection.quantities import keeping, recompute_of, unit_of
-from ptrain.selection.ranking import Lost, PlacementRanking, order_of
-from ptrain.selection.task import Ranked, SearchGoal
-from ptrain.selection.words import words_of
+from ptrain.selection.job import words_of
+from ptrain.selection.ranking import Demand, Lost, PlacementRanking, Ranked, SearchGoal, order_of
+from ptrain.selection.where import keeping, recompute_of, unit_of
 from ptrain.spec.activations import PLAIN
 from ptrain.spec.dials import STOCK_BUCKET_BYTES, Overlap
 from ptrain.spec.load import load

@@ -1,50 +1,262 @@
 """`select`: which placement of a job is best, by the search's estimates and exactly for the best of
-them."""
+them.
+
+From the best a descent changes one dial at a time, exactly derived, as long as that is better. The
+list of dials is fixed: when gradients are reduced and gathered units given back, what is gathered
+together, what moves beside computation and how far ahead, the size of a bucket, how blocks keep
+activations, the micro-batch, and the schedule with its stages. Where there is no candidate, the
+constraints or the rules that leave none are named.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from heapq import merge
-from itertools import accumulate, compress
+from itertools import accumulate, compress, islice, product
 from operator import attrgetter, itemgetter
+from typing import Any
 
+from ptrain.algebra.legality import check, executed
+from ptrain.axes.candidates import NOTHING, AxisChoice, chosen, divisors
+from ptrain.axes.data.candidates import OVERLAPS, UNITS, is_left_out
 from ptrain.derivation.estimate import derive
-from ptrain.errors import SpecError, refused
+from ptrain.errors import Fault, SpecError, refused
 from ptrain.plan.lower import own_facts
 from ptrain.selection.algorithm1 import algorithm1, requirements
-from ptrain.selection.cuts import ReadFacts, read_or_kept
-from ptrain.selection.demand import Demand, cheapest, demand_of, numbers
 from ptrain.selection.deriver import BEST, Deriver, work_of
-from ptrain.selection.descent import neighbours
 from ptrain.selection.fit import HOST_UNKNOWN, TIGHT
-from ptrain.selection.infeasible import why_none, why_not
-from ptrain.selection.job import searched_job
-from ptrain.selection.quantities import keeping, recompute_of
+from ptrain.selection.job import ReadFacts, read_or_kept, searched_job
 from ptrain.selection.ranking import (
     KNOWN,
+    SLACK,
+    Demand,
     Lost,
     PlacementRanking,
-    Remedy,
-    front_of,
-    order_of,
-    recomputing,
-    undominated,
-)
-from ptrain.selection.search import DataRow, SearchResult
-from ptrain.selection.task import (
-    SLACK,
     Ranked,
+    Remedy,
     Scored,
     SearchGoal,
+    SearchTask,
+    cheapest,
+    demand_of,
     folded,
+    front_of,
+    numbers,
     on_more,
+    order_of,
+    undominated,
 )
-from ptrain.selection.where import Where, parse
+from ptrain.selection.search import DataRow, Search, SearchResult
+from ptrain.selection.space import (
+    Candidate,
+    batched,
+    data_choices,
+    degrees_over,
+    inner_products,
+    micro_batches,
+    pipelines,
+    sized,
+    through_of,
+    ways_to_keep,
+)
+from ptrain.selection.where import (
+    QUANTITIES,
+    RESULTS,
+    Aspect,
+    Constraint,
+    Value,
+    Where,
+    keeping,
+    parse,
+    placements_of,
+)
+from ptrain.spec.dials import STOCK_BUCKET_BYTES, GradientSync, Overlap, SyncPolicy
+from ptrain.spec.placement import Axis
 from ptrain.spec.spec import Spec
 from ptrain.units import format_memory
+
+_BUCKETS = (STOCK_BUCKET_BYTES, 4 * STOCK_BUCKET_BYTES, 16 * STOCK_BUCKET_BYTES)
+_SYNCS = tuple(
+    SyncPolicy(gradients=when, reshard_after_forward=forward, reshard_after_backward=backward)
+    for when in GradientSync
+    for forward, backward in ((True, True), (False, True), (False, False))
+)
+_BESIDE = (*((overlap, None) for overlap in OVERLAPS), (Overlap.BACKWARD, 1), (Overlap.BACKWARD, 2))
+Changes = tuple[tuple[str, Any], ...]
+
+
+def neighbours(search: Search, candidate: Candidate) -> Iterator[Candidate]:
+    """Yield the candidates that differ in one dial that nobody wrote, and obey constraints."""
+    task = search.task
+    rules = [rule for rule in task.where.constraints if rule.name not in RESULTS]
+    for other in _changed(search, candidate):
+        spec = other.spec(task.placed)
+        if not is_left_out(spec, task.written) and all(rule.holds(spec) for rule in rules):
+            several, through = other.micro > 1, through_of(other.pipeline)
+            legality = search.legality
+            if legality.within(
+                other.within, other.kept, through, several=several
+            ) and legality.pipeline(other.pipeline, spec.batch.accumulate):
+                yield other
+
+
+def _changed(search: Search, candidate: Candidate) -> Iterator[Candidate]:
+    task = search.task
+    for changes in _dials(search, candidate.data):
+        yield replace(candidate, data=replace(candidate.data, changes=changes))
+    for kept in search.ways_to_keep:
+        if kept != candidate.kept:
+            yield replace(candidate, kept=kept)
+    spec = candidate.spec(task.placed)
+    sizes = [micro for micro, _ in micro_batches(task.base, spec.data_degree)]
+    at = sizes.index(candidate.micro)
+    for micro in (*sizes[max(0, at - 1) : at], *sizes[at + 1 : at + 2]):
+        yield replace(candidate, micro=micro)
+    ranks, left = candidate.pipeline.factors, task.devices
+    for factor in (f for choice in candidate.within for f in choice.factors):
+        left //= factor.degree
+    for _, choices in pipelines(task.base, left, task.written) if ranks else ():
+        for choice in choices:
+            if choice.factors == ranks and choice.changes != candidate.pipeline.changes:
+                yield replace(candidate, pipeline=choice)
+
+
+def _dials(search: Search, choice: AxisChoice) -> Iterator[Changes]:
+    """What the data axes may say instead, one dial at a time."""
+    written, said = search.task.written, dict(choice.changes)
+    bucket = said.get("bucket_bytes", search.task.base.bucket_bytes)
+    offered: tuple[tuple[tuple[str, ...], Iterable[tuple[Any, ...]]], ...] = (
+        (("sync",), ((written.value("sync", sync),) for sync in _SYNCS)),
+        (("unit",), ((unit,) for unit in UNITS)),
+        (("overlap", "prefetch"), _BESIDE),
+        (("bucket_bytes",), ((size,) for size in _BUCKETS if size != bucket)),
+    )
+    for names, values in offered:
+        free = [name == "sync" or not written.says(name) for name in names]
+        for value in values if choice.factors else ():
+            others = dict(compress(zip(names, value, strict=True), free))
+            changes = tuple({**said, **others}.items())
+            if changes != choice.changes:
+                yield changes
+
+
+_TRIED, _PER_FLOW = 200, 2  # specs that the rules are asked about, and data choices of a flow
+_UNKNOWN = Fault(
+    place="activations",
+    finding="no degrees divide the devices, or no memory table covers these blocks",
+    remedy=(
+        "Use another `--devices`, loss, attention or model, or predict single placements with "
+        "`ptrain predict`."
+    ),
+)
+
+
+def why_none(search: Search) -> tuple[str, str]:
+    """Return finding and remedy of a search that has no candidate under its constraints."""
+    task = search.task
+    rules = tuple(task.where.constraints)
+    on = f"on {task.devices} devices"
+    if rules and search.has(Where()):
+        alone = [rule for rule in rules if not search.has(Where((rule,)))]
+        needless = (rule for rule in rules if search.has(_without(rules, rule)))
+        remedy = " Or: ".join(rule.remedy for rule in alone or needless)
+        finding = f"no legal placement {on} satisfies {', '.join(rule.text for rule in rules)}"
+        offered = _offered(search, alone[0]) if alone else ""
+        return f"{finding}{offered}", remedy or "Remove one of them."
+    fault = _common_fault(task, task.where) or _common_fault(task, Where()) or _UNKNOWN
+    return f"no combination {on} is legal: {fault.finding}", fault.remedy
+
+
+def _without(rules: tuple[Constraint, ...], rule: Constraint) -> Where:
+    return Where(tuple(other for other in rules if other != rule))
+
+
+def why_not(search: Search, rules: tuple[Constraint, ...], others: Where) -> str:
+    """Return why a search for what obeys these rules beside the others, the last one that was run,
+    has scored nothing, in a few words."""
+    task = search.task
+    if others.constraints and search.has(Where(rules)):
+        blame = [o.text for o in others.constraints if not search.has(Where((o, *rules)))]
+        texts = blame or [other.text for other in others.constraints]
+        return f"excluded by {', '.join(texts)}"
+    free = replace(task, written=NOTHING)
+    if task.written != NOTHING and Search(free).has(Where(rules)):
+        return "excluded by values in the spec"
+    fault = _common_fault(free, Where(rules))
+    return f"none is legal: {fault.finding}" if fault else "none is legal"
+
+
+def _offered(search: Search, rule: Constraint) -> str:
+    """Return which values of a constraint's quantity the search has candidates for, whatever else
+    is chosen; "" where there is none that a constraint can name."""
+    quantity, task = QUANTITIES[rule.name], search.task
+    values: Iterable[Value] = quantity.words
+    if quantity.is_placement:
+        values = placements_of(Axis(rule.name.partition(".")[2]))
+    elif not values:  # degrees, stages and micro-batches divide these, and nothing is prefetched
+        values = (0, *divisors(task.devices * task.base.batch.global_samples))
+    there = [
+        f"[{value}]" if quantity.is_placement else str(value)
+        for value in values
+        if search.has(Where((replace(rule, compare="=", bound=value),)))
+    ]
+    return f": {rule.name} can be {', '.join(there)}" if there else ""
+
+
+def _common_fault(task: SearchTask, where: Where) -> Fault | None:
+    """Return the most common fault of some candidates that obey constraints."""
+    faults = Counter(islice(_faults(task, where), _TRIED)).most_common(1)
+    return faults[0][0] if faults else None
+
+
+def _faults(task: SearchTask, where: Where) -> Iterator[Fault]:
+    """Yield the first fault of each of some candidates that obey constraints."""
+    base, written = task.placed, task.written
+    ways = {
+        axes: [c for c in some if where.admits(Aspect.DATA, chosen(base, (c,)))][:_PER_FLOW]
+        for axes, some in data_choices(base, written).items()
+    }
+    for ranks, within in inner_products(base, task.devices, written):
+        cut = chosen(base, within)
+        for left, choices in pipelines(base, task.devices // ranks, written):
+            flows = [c for c in choices if where.admits(Aspect.PIPELINE, chosen(base, (c,)))]
+            if not flows or not where.admits(Aspect.WITHIN, cut):
+                continue
+            batches = list(micro_batches(base, left * cut.data_degree))
+            sizes = [m for m, n in batches if where.admits(Aspect.BATCH, batched(base, m, n))]
+            if not batches:
+                yield _indivisible(base, left * cut.data_degree)
+            if not sizes:
+                continue
+            data = (
+                sized(choice, degrees)
+                for axes, some in ways.items()
+                for degrees in (degrees_over(len(axes), left) if some else ())
+                if where.admits(Aspect.RANKS, chosen(base, (sized(some[0], degrees),)))
+                for choice in some
+            )
+            kept = written.kept or ways_to_keep(written.away)
+            for flow, choice, way in product(flows, islice(data, _PER_FLOW), kept):
+                tried = Candidate(
+                    within=within, pipeline=flow, data=choice, micro=sizes[0], kept=way
+                )
+                spec = tried.spec(base)
+                yield from (*check(spec), *executed(spec))[:1]
+
+
+def _indivisible(base: Spec, data_ranks: int) -> Fault:
+    """Return why a rank has no micro-batch."""
+    samples = base.batch.global_samples
+    return Fault(
+        place="batch.global",
+        finding=f"a step's {samples} samples are not divisible by {data_ranks} data-parallel ranks",
+        remedy=f"Use `batch.global={max(1, samples // data_ranks) * data_ranks}`.",
+    )
+
 
 _BEST_TRACED = 9  # candidates that are derived exactly of a model that has to be traced
 _SEEDS = 3  # placements whose dials are descended over
@@ -118,8 +330,8 @@ def select(
         leaving = answer(chooser, demand)
         if leaving.best is not None or leaving.is_far_from_fitting:
             return leaving
-    # what was derived is not derived again
-    without = replace(chooser, job=job, exceeding={}, is_host_unknown=False, least_on_host=0)
+    rows = {key: row for key, row in chooser.rows.items() if row}  # which are not derived again
+    without = replace(chooser, job=job, rows={**rows}, on_host=[])
     return replace(answer(without, demand), asked_margin=margin)
 
 
@@ -156,7 +368,8 @@ def answer(chooser: Chooser, demand: Demand | None) -> PlacementRanking:
     last = "nothing fits"
     if rows:
         number, row = rows[-1]
-        last = f"{number} devices need {demand.described(row)}"
+        time, money = demand.figures(row)
+        last = f"{number} devices need {time}" + f" at a cost of {money}" * (row.price is not None)
     raise refused(
         "--objective",
         f"no number of devices up to {most} meets the target: {last}",
@@ -226,13 +439,14 @@ class Chooser(Deriver):
             derived=derived,
             unknown=self.unknown,
         )
-        if not rows and self.is_host_unknown:
+        if not rows and any(memory.host_memory is None for memory in self.on_host):
             raise refused("cluster", *HOST_UNKNOWN)
-        if not rows and self.least_on_host:
+        if not rows and self.on_host:
+            least_on_host = min(memory.host_needed_bytes for memory in self.on_host)
             raise refused(
                 "cluster.host_memory",
                 "no candidate fits: candidates that fit the device need "
-                f"{format_memory(self.least_on_host)} or more of host memory per node",
+                f"{format_memory(least_on_host)} or more of host memory per node",
                 "Search more devices with `--devices N`, or set `cluster.host_memory` of a "
                 "larger host.",
             )
@@ -279,18 +493,16 @@ class Chooser(Deriver):
         """What is derived around a row, and around what is better than it, as long as that is. Each
         time no more is derived than takes the work of so many plain steps."""
         while True:
-            near = sorted(filter(partial(self._may_beat, best), self._around(best)), key=self._key)
+            around = map(self.search.score, neighbours(self.search, best.closed.candidate))
+            near = sorted(filter(partial(self._may_beat, best), around), key=self._key)
             taken = accumulate(work_of(scored.candidate.spec(self.job.base)) for scored in near)
             some = compress(near, (until <= work for until in taken))
-            around = [row for scored in some for row in self._fitting([scored], 1)]
-            yield from around
-            least = min(around, key=self._order, default=best)
+            rows = [row for scored in some for row in self._fitting([scored], 1)]
+            yield from rows
+            least = min(rows, key=self._order, default=best)
             if self._order(least) >= self._order(best):
                 return
             best = least
-
-    def _around(self, row: Ranked) -> Iterator[Scored]:
-        return map(self.search.score, neighbours(self.search, row.closed.candidate))
 
     def _may_beat(self, row: Ranked, scored: Scored) -> bool:
         """Whether a candidate may fit and be better than a row, as far as estimates are away."""
@@ -305,12 +517,16 @@ class Chooser(Deriver):
         """Well-known choices and what the paper's selection says by name, with the best of their
         kind, or why there is none."""
         base, devices = self.job.base, self.job.devices
-        placed = [(row.first.candidate.spec(base), row) for row in result.placements]
-        for known in (*KNOWN, *recomputing(ranked[0].spec)):
+        placed = [(row.first.spec(base), row) for row in result.placements]
+        for known in KNOWN:
             if (where := known.where(self.job)) is not None:
-                row, why = self._like(placed, ranked, where, known.kept)
-                if row is not None or not known.kept:
-                    yield Lost(name=known.name, best=row, why=why)
+                row, why = self._like(placed, ranked, where)
+                yield Lost(name=known.name, best=row, why=why)
+        best = ranked[0].closed.candidate
+        for near in neighbours(self.search, best):
+            if near.kept != best.kept and (row := self.exactly(self.search.score(near))):
+                name = f"the placement of the best, recompute={keeping(near.kept)}"
+                yield Lost(name=name, best=row, why="")
         assert base.cluster is not None, "a job that is searched for has a cluster"
         advised = algorithm1(requirements(own_facts(self.job.sized), base.cluster, devices))
         name = f"the paper's Algorithm 1: {advised.advice}"
@@ -327,22 +543,18 @@ class Chooser(Deriver):
         placed: Sequence[tuple[Spec, DataRow]],
         ranked: Sequence[Ranked],
         where: Iterable[str],
-        kept: str = "",
     ) -> tuple[Ranked | None, str]:
-        """The best that obeys more constraints and keeps activations so, or why there is none."""
+        """The best that obeys more constraints, or why there is none."""
         rules = tuple(map(parse, where))
 
         def obeys(spec: Spec) -> bool:
-            return kept in ("", recompute_of(spec)) and all(rule.holds(spec) for rule in rules)
+            return all(rule.holds(spec) for rule in rules)
 
-        alike = [row for spec, row in placed if all(rule.holds(spec) for rule in rules)]
+        alike = [row for spec, row in placed if obeys(spec)]
         if not alike:
             return None, why_not(self.search, rules, self.job.where)
         entries = merge(*(row.best for row in alike), key=itemgetter(0, 1, 2))
-        may_fit = (
-            block.scored(row) for *_, block, row in entries if kept in ("", keeping(block.kept))
-        )
-        rows = list(self._fitting(may_fit, _OF_KIND))
+        rows = list(self._fitting((block.scored(row) for *_, block, row in entries), _OF_KIND))
         rows += (row for row in ranked if obeys(row.spec))
         if rows:
             near = self._descended(min(rows, key=self._order), _WORK_OF_KIND)
@@ -350,14 +562,7 @@ class Chooser(Deriver):
             return self._ordered(rows)[0], ""
         if self.cuts is not None:
             return None, "would need another trace; use a larger `--exact`"
-        small: Scored | None = min(alike, key=attrgetter("least")).tightest
-        if kept:
-            best = (entry for row in alike for entry in row.best)
-            some = (b.scored(row) for *_, b, row in best if keeping(b.kept) == kept)
-            small = min(some, key=attrgetter("peak"), default=None)
-        if small is None:
-            return None, "none fits by the estimate"
-        least = self.exactly(small)
+        least = self.exactly(min(alike, key=attrgetter("least")).tightest)
         if least is not None and self._obeys(least):  # which may be far from the fastest that fits
             return None, "the fastest by the estimate do not fit; the one with least memory does"
         return least, ""

@@ -9,30 +9,32 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
 from math import inf
 
 from ptrain.algebra.legality import is_sound
-from ptrain.axes.candidates import chosen
+from ptrain.axes.candidates import NOTHING, chosen
+from ptrain.axes.data.candidates import SPACE as DATA_SPACE
 from ptrain.cost import Collective
-from ptrain.derivation.estimate import exact_alone, fullest_alone
+from ptrain.derivation.estimate import exact_alone
 from ptrain.derivation.machine import Machine, machine_of
 from ptrain.derivation.tape import TooLarge
 from ptrain.derivation.tensor import fullest_place
 from ptrain.derivation.work import model_work, why_unknown
 from ptrain.errors import PtrainError, refused
 from ptrain.facts.model import ModelFacts, ModelWork, Operator
+from ptrain.facts.traced_part import traced_part
 from ptrain.plan.lower import lower, own_facts
 from ptrain.rates.pace import Pace, UnknownRate, bus_factor
-from ptrain.selection.cuts import ReadFacts, TracedCuts, read_or_kept
-from ptrain.selection.fit import fit
-from ptrain.selection.job import SearchedJob, with_heads
+from ptrain.selection.fit import Fit
+from ptrain.selection.job import ReadFacts, SearchedJob, read_or_kept, with_heads
 from ptrain.selection.profile import clock_of, seconds_of
+from ptrain.selection.ranking import Ranked, Scored, SearchGoal, SearchTask, ranked
 from ptrain.selection.search import Search
-from ptrain.selection.space import Candidate, alone
-from ptrain.selection.task import Ranked, Scored, SearchGoal, SearchTask, ranked
+from ptrain.selection.space import Candidate
 from ptrain.spec.cluster import Cluster
 from ptrain.spec.dials import GradientSync, UnitSize
 from ptrain.spec.model import ModelShape, ModelSpec
@@ -42,6 +44,64 @@ from ptrain.spec.rates import Hook
 from ptrain.spec.spec import Spec
 from ptrain.spec.write import to_mapping
 from ptrain.steps.step import Plan
+
+
+@dataclass
+class TracedCuts:
+    """The cuts of a model that were traced, `most` of them, for each takes seconds; a cut is what a
+    trace depends on. `excess` is by how many bytes the last exact peak of a cut was above its
+    estimate: blocks differ from those of the stand-in, and all candidates of a cut have the same
+    blocks. `room`: the bytes that a peak may fill."""
+
+    read: ReadFacts
+    most: int
+    room: float = inf
+    cuts: dict[object, tuple[int, Spec]] = field(default_factory=dict)
+    facts: dict[int, ModelFacts] = field(default_factory=dict)
+    refusals: dict[int, PtrainError] = field(default_factory=dict)
+    excess: dict[int, float] = field(default_factory=dict)
+
+    def cut(self, spec: Spec) -> int:
+        """Return the number of a spec's cut."""
+        part = traced_part(spec)  # which cannot be hashed as a whole
+        key = part.factors, part.batch, part.unit, part.pipeline, part.context, part.activations
+        cut, first = self.cuts.setdefault(key, (len(self.cuts), part))
+        assert part == first, "all that a trace depends on and candidates choose is in the key"
+        return cut
+
+    def of(self, spec: Spec) -> ModelFacts:
+        """Return the facts of a spec's cut, which are read once. Raises PtrainError for what cannot
+        be traced."""
+        if (cut := self.cut(spec)) not in self.facts:
+            self.facts[cut] = self.read(spec)
+        return self.facts[cut]
+
+    @property
+    def least_excess(self) -> float:
+        """Return how far estimates are below at least, of cuts that are not traced as of others."""
+        return min(self.excess.values(), default=0.0)
+
+    def may_be(self, peak: float) -> bool:
+        """Return whether an estimated peak may fit, whatever the cut is."""
+        return peak + self.least_excess <= self.room
+
+    def may_fit(self, spec: Spec, peak: float) -> bool:
+        """Return whether a candidate with this peak by its estimate is worth deriving: by what is
+        known of cuts it fits, and its own is traced or may be."""
+        cut = self.cut(spec)
+        if cut in self.refusals:
+            return False
+        if cut not in self.facts and len(self.facts.keys() | self.refusals.keys()) >= self.most:
+            return False
+        return peak + self.excess.get(cut, self.least_excess) <= self.room
+
+    def refuse(self, spec: Spec, error: PtrainError) -> None:
+        """Remember why a cut cannot be derived."""
+        self.refusals[self.cut(spec)] = error
+
+    def close(self) -> None:
+        """Trace no other cut."""
+        self.most = 0
 
 
 class NominalPace:
@@ -84,8 +144,9 @@ class NominalPace:
 BEST = 150  # candidates that are derived exactly
 _ALIKE = 2  # that differ in tuples and dials alone, of a pipeline in what its data axes say
 _TRIED = 3  # candidates for each that is wanted
-_DEEP = 2  # plain steps of work from which on a pipeline is deep
-_WORK = 1.0  # plain steps of deep pipelines for each candidate that is wanted
+_MOST = 2**12  # candidates that are looked at, the best by their estimates
+_PLAIN = 1.0  # the work of a step without a pipeline
+_WORK, _LEAST = 0.5, 8.0  # plain steps of pipelines for each candidate that is wanted, and in all
 _PASSES, _HALVES = 300, 60  # of a pipeline, whole or split, that take as long as a plain step
 _PER_CUT = 3  # candidates that are wanted, for each cut of a model that is traced
 _OUTSIDE = (Axis.PP, Axis.DP_REPLICATE, Axis.DP_SHARD)
@@ -111,12 +172,10 @@ class Deriver:
     read: ReadFacts = read_or_kept
     facts: dict[tuple[ModelSpec, UnitSize], ModelFacts] = field(default_factory=dict)
     works: dict[tuple[object, ...], ModelWork] = field(default_factory=dict)
-    rows: dict[Candidate, Ranked] = field(default_factory=dict)
-    exceeding: dict[Candidate, bool] = field(default_factory=dict)
+    rows: dict[Candidate, Ranked | None] = field(default_factory=dict)  # None: does not fit
     watch: Callable[[int, int], None] = _unwatched
     derived: int = 0
-    is_host_unknown: bool = False  # of a candidate that was derived
-    least_on_host: int = 0  # of those that fit a device, and whose node's host is too small
+    on_host: list[Fit] = field(default_factory=list)  # of those that fit a device and no host
 
     # -- the machine
 
@@ -124,7 +183,7 @@ class Deriver:
     def _whole(self) -> tuple[Pace | None, str]:
         """The pace of as many ranks as there are devices, or why there is none."""
         base, devices = self.job.scored, self.job.devices
-        spec = chosen(base, next(iter(alone(base, devices))))
+        spec = chosen(base, [next(iter(DATA_SPACE.choices(base, devices, NOTHING)))])
         name, layout = base.optimizer.name, base.precision.effective
         try:
             machine = self._machine(spec)
@@ -143,7 +202,7 @@ class Deriver:
     @cached_property
     def search(self) -> Search:
         """Return what goes through the space."""
-        base, (pace, _) = self.job.scored, self._whole
+        base, shape, (pace, _) = self.job.scored, self.job.base.model, self._whole
         assert base.cluster is not None, "a job that is searched for has a cluster"
         return Search(
             SearchTask(
@@ -155,35 +214,25 @@ class Deriver:
                 objective=self.objective,
                 where=self.job.where,
                 written=self.job.written,
-                own=self._shape_with_experts,
+                own=shape if isinstance(shape, ModelShape) and shape.experts is not None else None,
                 room=self.job.room,
-                is_stand_in=self.job.stand_in is not None,
             )
         )
-
-    @property
-    def _shape_with_experts(self) -> ModelShape | None:
-        """That for which another stands in."""
-        shape = self.job.base.model
-        return shape if isinstance(shape, ModelShape) and shape.experts is not None else None
 
     def work(self, spec: Spec) -> ModelWork:
         """Return what the first rank of a spec, as it is scored, computes of a micro-batch. Raises
         UnknownRate."""
-        work = self._scored_work(spec)
+        plan, facts = self._plan(spec), self._facts(spec)
+        index = fullest_place(spec, plan)
         shape, like = self.job.base.model, self.job.stand_in
+        work = model_work(spec, plan, facts, index) if self.unknown else None
+        if not self.unknown:
+            work = self._work(spec, self.machine(spec, plan, facts), index)
+        if work is None:
+            raise UnknownRate(why_unknown(spec, plan, facts))
         if like is None or not isinstance(shape, ModelShape):
             return work
         return with_heads(work, shape, like)
-
-    def _scored_work(self, spec: Spec) -> ModelWork:
-        plan, facts = self._plan(spec), self._facts(spec)
-        index = fullest_place(spec, plan)
-        if self.unknown:
-            if (work := model_work(spec, plan, facts, index)) is None:
-                raise UnknownRate(why_unknown(spec, plan, facts))
-            return work
-        return self._work(spec, self.machine(spec, plan, facts), index)
 
     def _work(self, spec: Spec, machine: Machine, index: int) -> ModelWork:
         inner = tuple(f for f in spec.factors if f.axis not in _OUTSIDE)
@@ -218,63 +267,38 @@ class Deriver:
         most = max(1, self.count // _PER_CUT)
         return TracedCuts(self.read, most=most, room=self.job.room)
 
-    def exactly(self, scored: Scored) -> Ranked | None:
-        """Return the exact figures of a candidate; None where it is not legal after all, or where
-        its peak is not known."""
+    def exactly(self, scored: Scored, limit: float = inf) -> Ranked | None:
+        """Return the exact figures of a candidate; None where it is not legal after all, where its
+        peak is not known, and of one that is above a limit."""
         spec = scored.candidate.spec(self.job.base)
-        if not is_sound(spec):
-            return None
         try:
-            row = self._ranked(spec, scored)
+            row = self._ranked(spec, scored, limit) if is_sound(spec) else None
         except PtrainError as error:
             if self.cuts is None:
                 raise
             self.cuts.refuse(spec, error)  # another cut may do
             return None
+        if row is None or row.memory.peak_bytes is None:
+            if row is not None and self.cuts is not None:
+                self.cuts.refuse(spec, refused("model", f"the peak is unknown: {row.memory.why}"))
+            return None
         if self.cuts is not None:
-            self._compare(self.cuts, row)
-        return None if row.memory.peak_bytes is None else self._named(row)
-
-    def _ranked(self, spec: Spec, scored: Scored) -> Ranked:
-        """The figures of a spec, which are derived once for candidates that do the same."""
-        if (key := played_as(scored.candidate, spec)) not in self.rows:
-            facts = self._facts(spec)
-            exact = exact_alone(spec, facts, self._timing(spec))
-            self.derived += 1
-            self.rows[key] = ranked(spec, scored, exact, facts)
-        return replace(self.rows[key], spec=spec, closed=scored)
-
-    def _may_exceed(self, scored: Scored) -> bool:
-        """Whether a candidate does not fit by its estimate."""
-        return self.cuts is None and scored.peak > self.search.task.room
-
-    def _exceeds(self, scored: Scored) -> bool:
-        """Whether what may not fit does not: then nobody needs its time."""
-        spec = scored.candidate.spec(self.job.base)
-        if (key := played_as(scored.candidate, spec)) not in self.exceeding:
-            self.exceeding[key] = key not in self.rows and not self._fits(spec)
-            self.derived += self.exceeding[key]
-        return self.exceeding[key]
-
-    def _fits(self, spec: Spec) -> bool:
-        """Whether a spec fits, or nobody knows its peak."""
-        try:
-            exact = fullest_alone(spec, self._facts(spec), self.search.task.room)
-        except TooLarge:
-            return False
-        memory = fit(spec, exact, takes_unclaimed=spec.has_token_slices, takes_assumed=True)
-        return memory.leaves(self.job.margin_bytes) or memory.peak_bytes is None
-
-    def _named(self, row: Ranked) -> Ranked:
-        """With a spec that can be written: its resolved mapping is its own."""
-        spec = replace(row.spec, name=self.job.name)
+            self.cuts.excess[self.cuts.cut(spec)] = row.peak_bytes - scored.peak
+        # with a spec that can be written: its resolved mapping is its own
+        spec = replace(spec, name=self.job.name)
         return replace(row, spec=replace(spec, resolved=to_mapping(spec, sync_is_written=True)))
 
-    def _compare(self, cuts: TracedCuts, row: Ranked) -> None:
-        if row.memory.peak_bytes is None:
-            cuts.refuse(row.spec, refused("model", f"the peak is unknown: {row.memory.why}"))
-        else:
-            cuts.compare(row.spec, row.closed.peak, row.peak_bytes)
+    def _ranked(self, spec: Spec, scored: Scored, limit: float) -> Ranked | None:
+        """The figures of a spec, which are derived once for candidates that do the same."""
+        key = played_as(scored.candidate, spec)
+        if key not in self.rows or (self.rows[key] is None and limit == inf):
+            self.derived += 1
+            self.rows[key], facts = None, self._facts(spec)
+            with suppress(TooLarge):
+                exact = exact_alone(spec, facts, self._timing(spec), limit)
+                self.rows[key] = ranked(spec, scored, exact, facts)
+        row = self.rows[key]
+        return row and replace(row, spec=spec, closed=scored)
 
     def _timing(self, spec: Spec) -> Machine | None:
         """With works that are asked for once; None where time is unknown."""
@@ -289,27 +313,21 @@ class Deriver:
     def _fitting(self, scored: Iterable[Scored], count: int) -> Iterator[Ranked]:
         """The first so many that fit, of those that are tried: what fits only if its estimate is
         wrong is tried as long as it would be faster than what fits."""
-        wanted, fastest = count, inf
-
-        def has_none() -> bool:
-            return fastest == inf
-
-        def is_beaten(candidate: Scored) -> bool:
-            return self.objective is not SearchGoal.MEMORY and candidate.seconds > fastest
-
-        for candidate in islice(self._tried(scored, count, has_none), _TRIED * count):
+        wanted, fastest, by_memory = count, inf, self.objective is SearchGoal.MEMORY
+        tried = self._tried(scored, count, lambda: fastest == inf)
+        room = self.search.task.room if self.cuts is None else inf
+        for candidate in islice(tried, _TRIED * count):
             if not count:
                 return
             self.watch(wanted - count, wanted)
-            if self._may_exceed(candidate) and (is_beaten(candidate) or self._exceeds(candidate)):
+            is_beaten = candidate.seconds > fastest and not by_memory
+            if candidate.peak > room and is_beaten:
                 continue
-            row = self.exactly(candidate)
-            if row is not None and row.memory.fits is None and row.memory.fits_device:
-                self.is_host_unknown = True
-            if row is not None and row.memory.fits_device and row.memory.host_short_bytes > 0:
-                needed = row.memory.host_needed_bytes
-                self.least_on_host = min(self.least_on_host or needed, needed)
-            if row is not None and self._obeys(row):
+            if (row := self.exactly(candidate, room)) is None:
+                continue
+            if row.memory.fits_device and not row.memory.fits:
+                self.on_host.append(row.memory)
+            if self._obeys(row):
                 count -= 1
                 fastest = min(fastest, row.nominal_seconds)
                 yield row
@@ -317,23 +335,31 @@ class Deriver:
     def _tried(
         self, scored: Iterable[Scored], count: int, is_needed: Callable[[], bool]
     ) -> Iterator[Scored]:
-        """Those of a few cuts of a model that is traced; of another those that are legal. Deep
-        pipelines take no more work than `_WORK` plain steps for each candidate that is wanted:
-        others come last, if they are needed."""
+        """Those of a few cuts of a model that is traced; of another those that are legal. Of those
+        that do the same in a step that is the first, and of those that differ in tuples and dials
+        alone the first `_ALIKE` that are not known to be too large: others come last. Pipelines
+        take no more work than `_WORK` plain steps for each candidate that is wanted: others come
+        last, if they are needed."""
         if self.cuts is not None:
             yield from self._of_cuts(self.cuts, scored)
             return
-        work, deep = float(_WORK * count), list[Scored]()
-        for candidate in self._unlike(scored):
-            of_one = work_of(candidate.candidate.spec(self.job.base))
-            if of_one <= _DEEP:
-                yield candidate
-            elif work > of_one:
-                work -= of_one
-                yield candidate
-            else:
-                deep.append(candidate)
-        yield from deep if is_needed() else ()
+        work, alike, played = max(_LEAST, _WORK * count), Counter[object](), set[Candidate]()
+        later = list[tuple[Scored, Spec]]()
+        for one in islice(scored, _MOST):
+            candidate, spec = one.candidate, one.candidate.spec(self.job.base)
+            if (key := played_as(candidate, spec)) in played:
+                continue
+            played.add(key)
+            kind, of_one = _but_tuples(candidate), work_of(spec)
+            if alike[kind] >= _ALIKE or of_one > max(work, _PLAIN):
+                later.append((one, spec))
+            elif is_sound(spec):
+                work -= of_one * (of_one > _PLAIN)
+                yield one
+                alike[kind] += key not in self.rows or self.rows[key] is not None
+        for one, spec in later:
+            if (work_of(spec) <= _PLAIN or is_needed()) and is_sound(spec):
+                yield one
 
     def _of_cuts(self, cuts: TracedCuts, scored: Iterable[Scored]) -> Iterator[Scored]:
         """Those of cuts that are traced, no more of each than are wanted. What may not fit by the
@@ -351,32 +377,13 @@ class Deriver:
                     tried[cut] += 1
                     yield candidate
 
-    def _unlike(self, scored: Iterable[Scored]) -> Iterator[Scored]:
-        """Legal ones, of those that do the same in a step the first; of those that differ in tuples
-        and dials alone the first `_ALIKE` that are not known to be too large, and others last."""
-        alike, played, later = Counter[object](), set[Candidate](), list[Scored]()
-        for candidate in scored:
-            kind, spec = _but_tuples(candidate.candidate), candidate.candidate.spec(self.job.base)
-            key = played_as(candidate.candidate, spec)
-            if key in played:
-                continue
-            played.add(key)
-            if alike[kind] >= _ALIKE:
-                later.append(candidate)
-            elif is_sound(spec):
-                yield candidate
-                alike[kind] += not self.exceeding.get(key, False)
-        yield from (c for c in later if is_sound(c.candidate.spec(self.job.base)))
-
     def _obeys(self, row: Ranked) -> bool:
         """Whether a row fits, leaves the margin free and satisfies constraints on figures."""
-        leaves = row.memory.leaves(self.job.margin_bytes)
-        return leaves and self._holds(float(row.peak_bytes), row.seconds)
-
-    def _holds(self, peak: float, seconds: float | None) -> bool:
-        where = self.job.where
-        return all(rule.holds_of(peak) for rule in where.bounds("memory")) and (
-            seconds is None or all(rule.holds_of(seconds) for rule in where.bounds("time"))
+        figures = (("memory", float(row.peak_bytes)), ("time", row.seconds))
+        return row.memory.leaves(self.job.margin_bytes) and all(
+            figure is None or rule.holds_of(figure)
+            for name, figure in figures
+            for rule in self.job.where.bounds(name)
         )
 
 

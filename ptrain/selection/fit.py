@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ptrain.by_rank import largest
-from ptrain.cost import Estimate, Footprint, State
+from ptrain.cost import Estimate, State
 from ptrain.derivation.memory import ranks_per_node
 from ptrain.spec.spec import Spec
 from ptrain.units import format_memory
@@ -173,11 +173,7 @@ def host_text(memory_fit: Fit) -> str:
 
 def resident_bytes(estimate: Estimate) -> int:
     """Return the device bytes that are resident on the fullest rank: the peak is at least this."""
-
-    def resident(row: Footprint) -> int:
-        return 0 if row.state in _PASSING else row.device_bytes
-
-    return largest(estimate.memory, resident)
+    return largest(estimate.memory, lambda row: 0 if row.state in _PASSING else row.device_bytes)
 
 
 def fit(
@@ -197,6 +193,9 @@ def fit(
     resident = resident_bytes(exact)
     ranks = ranks_per_node(spec)
     least = resident if peak is None else peak if lower is None else lower
+    hosted = largest(  # parameters that are offloaded are there at start-up
+        exact.memory, lambda row: row.host_bytes if row.state is State.PARAMETERS else 0
+    )
     return Fit(
         peak_bytes=peak,
         resident_bytes=resident,
@@ -207,17 +206,10 @@ def fit(
         if cluster and cluster.kind == "cpu" and cluster.host_memory
         else 0,
         builds_whole=exact.builds_whole,
-        startup_host_bytes=ranks * (exact.startup_bytes + _hosted_parameters(exact)),
+        startup_host_bytes=ranks * (exact.startup_bytes + hosted),
         host_memory=cluster.host_memory if cluster else None,
         why=why or exact.by_data.get("peak", ""),
         lower_bytes=None if lower == peak else lower,
-    )
-
-
-def _hosted_parameters(estimate: Estimate) -> int:
-    """Return the bytes of offloaded parameters on the fullest rank: they are there at start-up."""
-    return largest(
-        estimate.memory, lambda row: row.host_bytes if row.state is State.PARAMETERS else 0
     )
 
 

@@ -1,36 +1,210 @@
 """The job that a search places: a model or a spec without placements, the keys that are written and
-so not chosen, and the shape that stands in for one that the tables do not cover.
+so not chosen, the shape that stands in for one that the tables do not cover, and the overrides that
+make exactly a candidate of it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from math import gcd, log
 from pathlib import Path
 from typing import Any
 
+import ptrain
 from ptrain.axes.candidates import NOTHING, Written, divisors
+from ptrain.cost import State
 from ptrain.derivation.layers import is_tabulated
 from ptrain.errors import refused
+from ptrain.facts.cache import kept
 from ptrain.facts.model import InnerCollective, LayerWork, ModelFacts, ModelWork, Operator
 from ptrain.facts.parameters import facts
-from ptrain.selection.cuts import ReadFacts, read_or_kept
+from ptrain.selection.space import SEARCHED_AXES, ways_to_keep
 from ptrain.selection.where import Where
-from ptrain.selection.written import (
-    OF_CANDIDATES,
-    is_open,
-    numbers,
-    unnamed,
-    written_of,
-)
+from ptrain.spec.activations import Kept
+from ptrain.spec.keys import Offload, dials
 from ptrain.spec.leaf import nearest
 from ptrain.spec.load import load, written
 from ptrain.spec.model import Family, ModelShape
-from ptrain.spec.names import listing
+from ptrain.spec.names import listing, names
+from ptrain.spec.placement import DATA_AXES, Axis, R, Tier
 from ptrain.spec.rates import OperatorKind
 from ptrain.spec.spec import Spec
+from ptrain.spec.text import flow
+
+ReadFacts = Callable[[Spec], ModelFacts]
+
+
+def read_or_kept(spec: Spec) -> ModelFacts:
+    """Return the facts that the user's cache has, else those read off the model, which needs
+    torch."""
+    return kept(spec, partial(ptrain.read_facts, spec))
+
+
+AUTO = "auto"
+_BATCH = ("batch.micro", "batch.accumulate")
+# Sections that say something of a candidate.
+OF_CANDIDATES = (
+    *("placement", *_BATCH, "activations", "recompute", "offload"),
+    *("sync", "reshard", "pipeline", "context", "unit", "overlap", "prefetch"),
+    *("gather_after_update", "bucket", "reduce_scatter"),
+)
+_HOW = ("policy", "keep")  # of recompute, what is computed again
+
+Said = Mapping[str, Any]
+LoadWith = Callable[[Sequence[str], Sequence[str]], Spec]
+
+
+def is_open(said: Said) -> bool:
+    """Return whether something is left to be chosen: an `auto` of the mesh, of the micro-batch or
+    of what else a candidate says."""
+    return any(True for _ in _autos(said.get("mesh"), ("mesh",))) or any(_open_places(said))
+
+
+def _open_places(said: Said) -> Iterator[str]:
+    for place in OF_CANDIDATES:
+        yield from _autos(at(said, place), tuple(place.split(".")))
+
+
+def _autos(value: object, route: tuple[str, ...]) -> Iterator[str]:
+    """The places at which nothing but `auto` stands, the outermost ones."""
+    if _is_auto(value):
+        yield ".".join(route)
+    elif isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _autos(inner, (*route, key))
+
+
+def _is_auto(value: object) -> bool:
+    if isinstance(value, dict):
+        return bool(value) and all(_is_auto(inner) for inner in value.values())
+    return value == AUTO
+
+
+def at(said: Any, place: str) -> Any:
+    """Return what stands at a place; None where nothing does."""
+    for key in place.split("."):
+        said = said.get(key) if isinstance(said, dict) else None
+    return said
+
+
+def numbers(said: Said) -> Iterator[str]:
+    """Yield a constraint for each number that is written: degrees of the mesh, samples of a
+    micro-batch, micro-batches of a step."""
+    mesh = said.get("mesh")
+    yield from (
+        f"mesh.{axis}={degree}"
+        for axis, degree in (mesh if isinstance(mesh, dict) else {}).items()
+        if isinstance(degree, int)
+    )
+    yield from (
+        f"{place}={at(said, place)}" for place in _BATCH if isinstance(at(said, place), int)
+    )
+
+
+def unnamed(said: Said) -> Iterator[str]:
+    """Yield a constraint for each axis that a mesh does not name: it has one rank."""
+    mesh = said.get("mesh")
+    named = mesh if isinstance(mesh, dict) else {axis.value for axis in SEARCHED_AXES}
+    yield from (
+        f"mesh.{axis}=1"
+        for axis in SEARCHED_AXES
+        if axis.value not in named and not ("dp" in named and axis in DATA_AXES)
+    )
+
+
+def written_of(said: Said, load_with: LoadWith) -> Written:
+    """Return what is written of tuples, dials and activations. `load_with` gives the spec with
+    overrides and without some places. Raises SpecError for what is wrong with it, and for what no
+    candidate can say."""
+    mesh, open_places = said.get("mesh"), set(_open_places(said))
+    placement = said.get("placement")
+    placed = [
+        axis
+        for axis in SEARCHED_AXES
+        if at(placement, axis.value) is not None and f"placement.{axis}" not in open_places
+    ]
+    of_one_rank = flow({axis.value: 1 for axis in placed})
+    more = ("activations=M",) if _recomputes(said) and not _says_activations(said) else ()
+    probe = load_with((f"mesh={of_one_rank}", *more), (*_BATCH, *sorted(open_places)))
+    degrees = mesh.items() if isinstance(mesh, dict) else ()
+    return Written(
+        degrees=tuple(
+            (Axis(axis), degree)
+            for axis, degree in degrees
+            if axis in set(Axis) and isinstance(degree, int)
+        ),
+        tuples=tuple((f.axis, f.placement) for f in probe.trivial_factors),
+        values=tuple(_values(said, probe)),
+        kept=_kept(said, probe),
+    )
+
+
+def _values(said: Said, probe: Spec) -> Iterator[tuple[str, Any]]:
+    """Dials, the schedule and what is said of it, and where offloaded state is updated."""
+    for section in ("sync", "pipeline"):
+        for spot in fields(getattr(probe, section)):
+            if _is_said(said, f"{section}.{spot.name}"):
+                yield f"{section}.{spot.name}", getattr(getattr(probe, section), spot.name)
+    yield from (
+        (dial.path[0], dial.of(probe))
+        for dial in dials()
+        if len(dial.path) == 1 and _is_said(said, dial.place)
+    )
+    if probe.context is not None:
+        yield "context", probe.context
+    if _is_said(said, "offload.tier"):
+        yield "offload.tier", _away(said)
+    if probe.offload != Offload():
+        yield "offload", probe.offload
+
+
+def _is_said(said: Said, place: str) -> bool:
+    return at(said, place) not in (None, AUTO)
+
+
+def _away(said: Said) -> Tier:
+    """Where O is."""
+    return Tier(at(said, "offload.tier")) if _is_said(said, "offload.tier") else Tier.HOST
+
+
+def _recomputes(said: Said) -> bool:
+    how = [at(said, f"recompute.{key}") for key in _HOW]
+    return any(value not in (None, AUTO, "none") for value in how)
+
+
+def _says_activations(said: Said) -> bool:
+    """At the top of the spec, or by a tuple of a data axis."""
+    tuples = (at(said, f"placement.{axis}.{State.ACTIVATIONS}") for axis in DATA_AXES)
+    return _is_said(said, "activations") or any(mode not in (None, str(R)) for mode in tuples)
+
+
+def _kept(said: Said, probe: Spec) -> tuple[Kept, ...]:
+    """How blocks may keep activations: as it is written; where M says no policy, or `none` is the
+    policy of whatever mode, as the search tries it. None where nothing is written."""
+    activations = probe.activations
+    if activations.budget is not None or activations.by_block or activations.every != 1:
+        place = "activations" if activations.by_block else "recompute"
+        raise refused(
+            place,
+            "not supported yet: a search with per-block activation modes or a recomputation budget",
+            f"Use `{place}=auto`, or one policy for all blocks.",
+        )
+    says_how = any(_is_said(said, f"recompute.{key}") for key in _HOW)
+    offered = ways_to_keep(_away(said))
+    if not _says_activations(said):
+        if not says_how:
+            return ()
+        if not _recomputes(said):
+            return tuple(kept for kept in offered if kept.policy is None)
+    default = activations.default
+    if default.policy is None or says_how:
+        return (default,)
+    alike = (k for k in offered if k.policy and k.tier is default.tier)
+    return tuple(alike) or (default,)
+
 
 _OF_HEADS = (OperatorKind.ATTENTION, OperatorKind.ATTENTION_BACKWARD)
 _HEAD = 64  # the width of a head where a model does not show it
@@ -140,24 +314,19 @@ def with_heads(work: ModelWork, shape: ModelShape, like: ModelShape) -> ModelWor
     """Return the work of a shape's stand-in with attention over as many heads as the shape has, and
     as wide ones: their scores grow with the square of the sequence, and no part of the feed-forward
     width makes up for them."""
-    distinct = {id(layer): layer for layer in work.layers}
-    changed = {key: _layer_with_heads(layer, shape, like) for key, layer in distinct.items()}
-    layers = tuple(changed[id(layer)] for layer in work.layers)
-    return ModelWork(front=work.front, layers=layers, behind=work.behind)
 
+    def changed(item: Operator | InnerCollective) -> Operator | InnerCollective:
+        if isinstance(item, InnerCollective) or item.kind not in _OF_HEADS:
+            return item
+        samples, heads, queries, keys, _ = item.dimensions
+        of_rank = max(1, heads * shape.heads // like.heads)
+        return item._replace(dimensions=(samples, of_rank, queries, keys, shape.head_dim))
 
-def _layer_with_heads(layer: LayerWork, shape: ModelShape, like: ModelShape) -> LayerWork:
-    return LayerWork(*(tuple(_with_heads(item, shape, like) for item in work) for work in layer))
-
-
-def _with_heads(
-    item: Operator | InnerCollective, shape: ModelShape, like: ModelShape
-) -> Operator | InnerCollective:
-    if isinstance(item, InnerCollective) or item.kind not in _OF_HEADS:
-        return item
-    samples, heads, queries, keys, _ = item.dimensions
-    of_rank = max(1, heads * shape.heads // like.heads)
-    return item._replace(dimensions=(samples, of_rank, queries, keys, shape.head_dim))
+    alike = {  # equal layers are one object
+        id(layer): LayerWork(*(tuple(map(changed, passes)) for passes in layer))
+        for layer in {id(layer): layer for layer in work.layers}.values()
+    }
+    return work._replace(layers=tuple(alike[id(layer)] for layer in work.layers))
 
 
 _TOKENS, _SEQUENCE = 4e6, 4096  # of a step and of a sample, where nothing is written
@@ -369,3 +538,37 @@ def _with_defaults(said: dict[str, Any]) -> dict[str, Any]:
         layout = _OLD_GPU_LAYOUT
     precision = said.get("precision", {"layout": layout})
     return {**said, "batch": batch, "precision": precision}
+
+
+def words_of(job: SearchedJob, spec: Spec) -> tuple[str, ...]:
+    """Return the name or file of a spec, and the overrides that make a candidate of it; of a model
+    the default spec's. `spec` has the mapping that loads to it."""
+    if is_model(job.source):
+        source, said = names().default, said_in(None)
+        return (source, *_changes(load(None).spec.resolved, spec.resolved, said))
+    said = said_in(job.source, job.overrides)
+    return (job.source, *job.overrides, *_changes(job.base.resolved, spec.resolved, said))
+
+
+def _changes(
+    before: dict[str, object], after: dict[str, object], said: dict[str, object]
+) -> Iterator[str]:
+    """Sections that differ, and those that candidates say and the file says otherwise."""
+    of_candidates = {place.partition(".")[0] for place in OF_CANDIDATES}
+    for key, value in after.items():
+        is_said = key in of_candidates and said.get(key) not in (None, value)
+        if before.get(key) != value or is_said:
+            yield f"{key}={flow(value)}"
+    yield from (
+        f"{key}={_UNSAID.get(key, '{}')}"
+        for key in of_candidates
+        if key in said and key not in after
+    )
+
+
+_UNSAID = {
+    "activations": "R",
+    "recompute": "none",
+    # as the wrapper does by itself
+    **dict.fromkeys(("unit", "overlap", "prefetch", "gather_after_update"), "null"),
+}

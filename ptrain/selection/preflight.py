@@ -7,40 +7,239 @@ engine of `ptrain predict`: a change that is printed as fitting also fits when i
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
+from enum import IntEnum
+from functools import cache, partial
 from itertools import combinations
-from math import inf
+from math import inf, prod
 from operator import attrgetter
 from typing import NamedTuple
 
 from ptrain.algebra.legality import Located
-from ptrain.cost import Estimate
-from ptrain.derivation.estimate import derive, facts_from_shape, fullest_alone, step_seconds
+from ptrain.axes.data.rules import DATA
+from ptrain.cost import PLACED, Estimate, Spent, StepTime
+from ptrain.derivation.estimate import facts_from_shape, fullest_alone, step_seconds
 from ptrain.derivation.tape import TooLarge
-from ptrain.errors import DoesNotFit, SpecError
+from ptrain.errors import DoesNotFit, Fault, SpecError
 from ptrain.facts.model import ModelFacts
 from ptrain.facts.traced_part import traced_part
 from ptrain.plan.lower import own_facts
-from ptrain.selection.alternatives import (
-    ON_DEVICE,
-    ChangeKind,
-    Overrides,
-    faster_overrides,
-    host_overrides,
-    merged,
-    ranks_overrides,
-    reset_overrides,
-)
 from ptrain.selection.fit import Fit, fit, host_text, room_text
-from ptrain.selection.recompute import ChosenDocument, resolve_auto
+from ptrain.selection.recompute import ChosenDocument, recompute_policies, resolve_auto
+from ptrain.spec.activations import FULL
+from ptrain.spec.dials import GradientSync
+from ptrain.spec.keys import dials
 from ptrain.spec.load import load
-from ptrain.spec.placement import DATA_AXES
+from ptrain.spec.names import listing, strategy
+from ptrain.spec.placement import CUT, DATA_AXES, S_STAR, Axis, Mode, Placement, R, S
+from ptrain.spec.precision import LAYOUTS
+from ptrain.spec.shorthand import POLICIES, modes_of
 from ptrain.spec.spec import Spec
 from ptrain.spec.write import to_mapping
 from ptrain.units import format_memory, format_seconds
+
+Overrides = tuple[str, ...]
+
+
+class ChangeKind(IntEnum):
+    """A kind of change, in the order of its cost in time where no step time is predicted."""
+
+    RECOMPUTE = 0
+    LOSS = 1
+    LAYOUT = 2
+    MICRO = 3
+    SLICES = 4
+    SHARDING = 5
+    RANKS = 6
+    OFFLOAD = 7
+
+
+_MOST_RANKS = 1024  # along one axis
+_MOST_MICROS = 12  # sizes of a micro-batch that are tried: the largest, and 1
+# Parameters, optimizer state and gradients on the data axis; those with most on the host come last.
+_SHARDED = ("R,S,R", "R,S,S", "S*,S,S")
+_HOSTED = ("R,O,S", "R,O,O", "S*,O,S", "S*,O,O", "S*@host,O,S", "S*@host,O,O")
+
+
+def recompute_overrides(spec: Spec) -> Iterator[Overrides]:
+    """Yield the policies with which all blocks are recomputed, the one that repeats least first."""
+    modes = [f"{place}=M" for place in _activation_places(spec)]
+    for name, policy in recompute_policies(spec):
+        is_default = policy == FULL and "recompute" not in spec.resolved
+        yield (*modes, *([] if is_default else [f"recompute={name}"]))
+
+
+def _activation_places(spec: Spec) -> list[str]:
+    """Return the keys that give the mode of activations."""
+    own = [factor.axis for factor in spec.factors if _says_activations(spec, factor.axis)]
+    return [f"placement.{axis}.activations" for axis in own] or ["activations"]
+
+
+def faster_overrides(spec: Spec, step: StepTime, part: float) -> Iterator[Overrides]:
+    """Yield single dials that may save more than a part of a step: less recomputation, and more
+    overlap or fewer collectives where the time that these could save is as long."""
+    written = [*(["recompute=none"] if "recompute" in spec.resolved else [])]
+    if any(kept.policy is not None for kept in spec.activations.modes):
+        selective = next(recompute_overrides(spec))
+        yield from ((selective,) if spec.activations.default.policy == FULL else ())
+        yield (*(f"{place}=R" for place in _activation_places(spec)), *written)
+    spent = (Spent.COLLECTIVES, Spent.WRAPPERS, Spent.LAUNCHES)
+    if sum(map(step.spent, spent)) > part * step.seconds:
+        yield ("overlap=backward", "prefetch=1")
+        yield ("sync.reshard_after_forward=false",)
+        if spec.batch.accumulate > 1:
+            yield ("sync.gradients=last",)
+        if spec.batch.accumulate % 2 == 0:
+            micro, number = 2 * spec.batch.micro, spec.batch.accumulate // 2
+            yield (f"batch.micro={micro}", f"batch.accumulate={number}")
+    if step.spent(Spent.BUBBLE) > part * step.seconds:
+        yield ("pipeline.schedule=zero-bubble",)
+
+
+def loss_overrides(spec: Spec) -> Iterator[Overrides]:
+    """Yield losses that never have all logits at once, unless the loss is the user's function."""
+    if spec.loss.user_function is None:
+        yield from (("loss=chunked",), ("loss=fused",), ("loss=vocab-parallel",))
+
+
+def layout_overrides(spec: Spec) -> Iterator[Overrides]:
+    """Yield smaller precision layouts in which the optimizer updates and keeps the same dtypes: a
+    layout without fp32 master copies would train something else."""
+    own = spec.precision.layout
+    for layout in LAYOUTS.values():
+        is_as_exact = (layout.updated, layout.moments) == (own.updated, own.moments)
+        is_smaller = (
+            layout.parameters.itemsize < own.parameters.itemsize
+            or layout.gradients.itemsize < own.gradients.itemsize
+        )
+        if is_as_exact and is_smaller and layout.scales_loss is own.scales_loss:
+            yield (f"precision.layout={layout.name}",)
+
+
+def micro_overrides(spec: Spec) -> Iterator[Overrides]:
+    """Yield smaller micro-batches of the same global batch, the largest first."""
+    samples = spec.batch.micro * spec.batch.accumulate
+    smaller = [micro for micro in range(1, spec.batch.micro) if samples % micro == 0]
+    for micro in dict.fromkeys((*smaller[:-_MOST_MICROS:-1], *smaller[:1])):
+        yield (f"batch.micro={micro}", f"batch.accumulate={samples // micro}")
+
+
+def slices_overrides(spec: Spec) -> Iterator[Overrides]:
+    """Yield tuples of tp with which its ranks keep slices of the tokens."""
+    if spec.degree(Axis.TP) > 1:
+        yield from ((f"placement.tp.activations={mode}",) for mode in (S, S_STAR))
+
+
+def sharding_overrides(spec: Spec) -> Iterator[Overrides]:
+    """Yield dials that keep nothing, and tuples that shard more, over the ranks of `dp_shard`, of a
+    node and of all data axes."""
+    if spec.prefetch:
+        yield ("prefetch=0",)
+    if spec.sync.reshard_after_forward is not True:
+        yield ("sync.reshard_after_forward=true",)
+    is_cut = any(Axis.DP_SHARD in spec.axes_where(state, *CUT) for state in PLACED)
+    if spec.sync.gradients is GradientSync.LAST and is_cut:
+        yield ("sync.gradients=every",)
+    node = spec.cluster.devices_per_node if spec.cluster else 1
+    ranks, shards = _data_ranks(spec), spec.degree(Axis.DP_SHARD)
+    for degree in dict.fromkeys((shards, node, ranks)):
+        if degree > 1 and degree >= shards and ranks % degree == 0:
+            yield from _placed(spec, _SHARDED, degree)
+
+
+ON_DEVICE: Mapping[ChangeKind, Callable[[Spec], Iterator[Overrides]]] = {
+    ChangeKind.RECOMPUTE: recompute_overrides,
+    ChangeKind.LOSS: loss_overrides,
+    ChangeKind.LAYOUT: layout_overrides,
+    ChangeKind.MICRO: micro_overrides,
+    ChangeKind.SLICES: slices_overrides,
+    ChangeKind.SHARDING: sharding_overrides,
+}
+
+
+def host_overrides(spec: Spec) -> Iterator[Overrides]:
+    """Yield tuples that keep states on the host, all data ranks on the one axis that shards."""
+    if _data_ranks(spec) > 1:
+        yield from _placed(spec, _HOSTED, _data_ranks(spec))
+
+
+def ranks_overrides(spec: Spec, axis: Axis) -> Iterator[Overrides]:
+    """Yield more ranks along an axis that cuts states, powers of two. The global batch stays where
+    whole micro-batches make it up, else it grows until they do."""
+    if not any(axis in spec.axes_where(state, *CUT) for state in PLACED):
+        return
+    own, devices = spec.degree(axis), spec.cluster.devices if spec.cluster else _MOST_RANKS**2
+    for power in range(own.bit_length(), _MOST_RANKS.bit_length()):
+        world = spec.world_size // own << power
+        samples = spec.batch.micro * (spec.data_degree // own << power)
+        accumulate = -(-spec.batch.global_samples // samples)
+        yield (
+            f"mesh.{axis}={2**power}",
+            f"batch.global={accumulate * samples}",
+            f"batch.accumulate={accumulate}",
+            *([f"cluster.devices={world}"] if world > devices else []),
+        )
+
+
+def reset_overrides(faults: Iterable[Fault]) -> Overrides:
+    """Return the overrides that set back what refuses another placement: dials, and tiers."""
+    places = [f"{fault.place}." for fault in faults]
+    resets = [dial.override for dial in dials() if f"{dial.place}." in places]
+    is_tier = any(place.startswith("offload.") for place in places)
+    return (*resets, *(["offload={}"] if is_tier else []))
+
+
+def merged(*lists: Overrides) -> Overrides:
+    """Return the overrides of all lists, of each key the last one."""
+    by_key = {override.partition("=")[0]: override for some in lists for override in some}
+    return tuple(by_key.values())
+
+
+def _placed(spec: Spec, tuples: Iterable[str], degree: int) -> Iterator[Overrides]:
+    """Yield the nearest tuples that the optimizer takes, on a `dp_shard` of this degree, with the
+    activations of the spec's own tuples: M and O there are the rank's."""
+    axis, replicas = Axis.DP_SHARD, _data_ranks(spec) // degree
+    mesh = (f"mesh.{Axis.DP_REPLICATE}={replicas}", f"mesh.{axis}={degree}")
+    kept = [f.placement.activations for f in spec.factors if _says_activations(spec, f.axis)]
+    texts: dict[str, None] = {}
+    for text in tuples:
+        modes = (*map(Mode.parse, text.split(",")), *(kept[:1] or [R]))
+        own = {state.value: mode for state, mode in zip(PLACED, modes, strict=True)}
+        texts[str(DATA.nearest(Placement(**own), spec.optimizer))] = None
+    moved = mesh if degree != spec.degree(axis) else ()
+    own_text = next((str(f.placement) for f in spec.factors if f.axis is axis), "")
+    if not moved:
+        texts.pop(own_text, None)
+    yield from ((*moved, f"placement.{axis}={_names(axis).get(text, text)}") for text in texts)
+
+
+@cache
+def _names(axis: str) -> dict[str, str]:
+    """Return by tuple the strategies that are one tuple of this axis and nothing more."""
+    names: dict[str, str] = {}
+    # a line of a strategy with other axes or sections, whose file need not be parsed
+    others = (*(f"\n{key}:" for key in POLICIES), *(f"\n  {a}: {{" for a in Axis if a != axis))
+    for name, path in listing("strategies").items():
+        is_named = f"{axis}:" in (text := path.read_text(encoding="utf-8"))
+        named = strategy(name) if is_named and not any(o in text for o in others) else None
+        if named and not {*POLICIES} & {*named}:
+            own = named["placement"]
+            if own.keys() == {axis}:
+                names.setdefault(",".join(modes_of(own[axis])), name)
+    return names
+
+
+def _data_ranks(spec: Spec) -> int:
+    return prod(spec.degree(axis) for axis in DATA_AXES)
+
+
+def _says_activations(spec: Spec, axis: Axis) -> bool:
+    """Return whether the tuple of a data axis says how the rank keeps activations."""
+    own = (factor.placement.activations for factor in spec.factors if factor.axis is axis)
+    return axis in DATA_AXES and any(mode != R for mode in own)
+
 
 _OFFERED = 3
 _FASTER, _MENTIONED = 0.05, 2  # how much faster a dial must make a step, and how many are named
@@ -185,24 +384,15 @@ def find_faster(
 ) -> tuple[Variant, ...]:
     """Find the single dials that make a step of a spec that fits more than 5 % faster, at most two.
     Those that need another trace of the model are not tried. `reload` as of `find_changes`."""
-    step, variants = exact.step, list[Variant]()
-    if step is None or fit(spec, exact).fits is not True:
+    step, now = exact.step, Variant(spec, (), (), fit(spec, exact))
+    if step is None or now.fit.fits is not True:
         return ()
-    for said in faster_overrides(spec, step, _FASTER):
-        with suppress(SpecError, TooLarge):
-            after = resolve_auto(reload(said))
-            is_same = traced_part(after) == traced_part(spec)
-            if (known := facts if is_same else facts_from_shape(after)) is not None:
-                changed = derive(after, known).exact
-                memory_fit, seconds = fit(after, changed), changed.step and changed.step.seconds
-                if memory_fit.fits and seconds and seconds * (1 + _FASTER) <= step.seconds:
-                    variants.append(
-                        Variant(
-                            spec=after, overrides=said, kinds=(), fit=memory_fit, seconds=seconds
-                        )
-                    )
-    variants.sort(key=lambda variant: variant.seconds or inf)
-    return tuple(_shorten(variant, reload, {}) for variant in variants[:_MENTIONED])
+    search = _Search(now=now, traced=traced_part(spec), facts=facts, reload=reload)
+    changed = (search.derive((), said) for said in faster_overrides(spec, step, _FASTER))
+    fitting = [search.timed(variant) for variant in changed if variant and variant.fit.fits]
+    faster = [v for v in fitting if v.seconds and v.seconds * (1 + _FASTER) <= step.seconds]
+    faster.sort(key=lambda variant: variant.seconds or inf)
+    return tuple(_shorten(variant, reload, {}) for variant in faster[:_MENTIONED])
 
 
 def _load_resolved(spec: Spec, more: Overrides) -> Located:
@@ -232,8 +422,7 @@ def _shorten(
 class _Search:
     """The search for changes of the spec as it is `now`; `traced` is the part of it that a trace
     depends on, `facts` are those of its model. `tried` are all changes that were derived,
-    None where one is refused or no better; `untraced` the first of each kind that were not.
-    `fits_alone`: a single change on the device fits."""
+    None where one is refused or no better; `untraced` the first of each kind that were not."""
 
     now: Variant
     traced: Spec
@@ -241,7 +430,6 @@ class _Search:
     reload: Reload
     tried: dict[Overrides, Variant | None] = field(default_factory=dict)
     untraced: dict[tuple[ChangeKind, ...], str] = field(default_factory=dict)
-    fits_alone: bool = False
 
     def run(self) -> tuple[Variant, ...]:
         """Try single changes on the device; if none fits, combined ones and more ranks. If fewer
@@ -262,7 +450,7 @@ class _Search:
     def _best(self) -> tuple[Variant, ...]:
         """Return the cheapest of each kind that fit, then others that fit; else the closest one."""
         better = self._better()
-        usable = [self._timed(variant) for variant in better if variant.fit.fits is not False]
+        usable = [self.timed(variant) for variant in better if variant.fit.fits is not False]
         if not usable:
             return tuple(sorted(better, key=_missing)[:1])
         usable = [variant for variant in usable if not _is_needless(variant, usable)]
@@ -285,7 +473,6 @@ class _Search:
         for said in choices:
             variant = self._try((kind,), said)
             is_fitting |= variant is not None and variant.fit.fits is True
-            self.fits_alone |= is_fitting and kind is not ChangeKind.OFFLOAD
             if is_fitting and kind is ChangeKind.MICRO:
                 break  # a smaller one is slower
         return is_fitting
@@ -293,10 +480,10 @@ class _Search:
     def _try(self, kinds: tuple[ChangeKind, ...], said: Overrides) -> Variant | None:
         """Derive the typed spec with these overrides, unless that is done."""
         if said not in self.tried:
-            self.tried[said] = self._derive(kinds, said)
+            self.tried[said] = self.derive(kinds, said)
         return self.tried[said]
 
-    def _derive(self, kinds: tuple[ChangeKind, ...], said: Overrides) -> Variant | None:
+    def derive(self, kinds: tuple[ChangeKind, ...], said: Overrides) -> Variant | None:
         """Return None where the changed spec is refused, another job, or no better. Once a change
         fits, those that do not are offered no more, and nobody needs to know how large they are."""
         now = self.now
@@ -318,16 +505,9 @@ class _Search:
         return variant if is_better and memory_fit.peak_bytes is not None else None
 
     def _limit(self, after: Spec) -> float:
-        """Return a peak above which a changed spec is no better than the spec as it is now, or than
-        a single change on the device that fits: then only others that fit are of interest."""
+        """Return a peak above which a changed spec is no better than the spec as it is now."""
         cluster = after.cluster
-        if cluster is None or cluster.device_memory is None:
-            return inf
-        return (
-            cluster.device_memory
-            - cluster.reserved_bytes
-            + (0 if self.fits_alone else max(0, self.now.missing_bytes))
-        )
+        return cluster.usable_memory + max(0, self.now.missing_bytes) if cluster else inf
 
     def _load(self, said: Overrides) -> tuple[Spec, Overrides]:
         """Load the typed spec with these overrides. Dials that refuse them are set back."""
@@ -343,7 +523,7 @@ class _Search:
         """Return the facts of a changed spec; None where only another trace has them."""
         return self.facts if traced_part(after) == self.traced else facts_from_shape(after)
 
-    def _timed(self, variant: Variant) -> Variant:
+    def timed(self, variant: Variant) -> Variant:
         """Add the time of a step, which takes longer to derive than the peak."""
         facts = self._facts_of(variant.spec)
         assert facts is not None, "its peak was derived from them"
@@ -377,7 +557,7 @@ class _Search:
                 wider = [
                     *map(partial(merged, narrow.overrides), ranks_overrides(narrow.spec, axis))
                 ]
-                most = self._derive(kinds, wider[-1]) if wider else None
+                most = self.derive(kinds, wider[-1]) if wider else None
                 if most is not None and not most.fit.fits:
                     continue  # then fewer do not fit either
                 for said in wider:

@@ -84,16 +84,13 @@ def sizes_of(spec: Spec, facts: ModelFacts) -> Sizes:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Activity:
     """Bytes of a sample's activations: saved by a block, by a stage besides, and by the head of a
-    last stage whose backward pass waits; more of a block that lacks the gradients of weights alone
-    (`lag`); at most in use besides in a block, there where backward passes are split, at the head
-    of a last stage, and of a model that is one stage; and what a block moves off the device."""
+    last stage whose backward pass waits; at most in use besides in a block, at the head of a last
+    stage, and of a model that is one stage; and what a block moves off the device."""
 
     block: float
     stage: float
     head: float
-    lag: float
     in_block: float
-    in_split: float
     at_last: float
     at_ends: float
     moved: float
@@ -108,16 +105,13 @@ _MICRO_BATCHES = 2 * _RANKS
 _FEW, _MANY = 256, 512
 
 
-def _in_stages(schedule: ScheduleName) -> AxisChoice:
-    pipeline = PipelineSpec(schedule=schedule, split=SplitBy.LAYERS)
-    return AxisChoice(
+_STAGED, _ALL_FIRST = (
+    AxisChoice(
         factors=(Factor(axis=Axis.PP, degree=_RANKS, placement=_STAGES),),
-        changes=(("pipeline", pipeline),),
+        changes=(("pipeline", PipelineSpec(schedule=schedule, split=SplitBy.LAYERS)),),
     )
-
-
-_STAGED, _ALL_FIRST = _in_stages(ScheduleName.ONE_F_ONE_B), _in_stages(ScheduleName.GPIPE)
-_SPLIT = _in_stages(ScheduleName.ZERO_BUBBLE)
+    for schedule in (ScheduleName.ONE_F_ONE_B, ScheduleName.GPIPE)
+)
 
 
 def activity_of(spec: Spec, kept: Kept) -> Activity | None:
@@ -133,9 +127,7 @@ def activity_of(spec: Spec, kept: Kept) -> Activity | None:
         block=block,
         stage=0.0,
         head=0.0,
-        lag=0.0,
         in_block=ends,
-        in_split=ends,
         at_last=ends,
         at_ends=ends,
         moved=(_moved(many) - _moved(few)) / (_MANY - _FEW),
@@ -146,22 +138,13 @@ def activity_of(spec: Spec, kept: Kept) -> Activity | None:
     second, third, last = (_in_use(staged, stage * spec.world_size) for stage in range(1, _RANKS))
     waiting = _in_use(_predicted(spec, kept, _ALL_FIRST, _RANKS), (_RANKS - 1) * spec.world_size)
     chunk = max(block, float(second - third))
-    in_block = max(0.0, second - (_RANKS - 1) * chunk)
-    of_stages = replace(
+    return replace(
         alone,
         stage=chunk - block,
         head=max(0.0, (waiting - last) / (_MICRO_BATCHES - 1) - chunk),
-        in_block=in_block,
-        in_split=in_block,
+        in_block=max(0.0, second - (_RANKS - 1) * chunk),
         at_last=max(0.0, last - chunk),
     )
-    split = _predicted(spec, kept, _SPLIT, _RANKS)
-    if not split.peak:
-        return of_stages
-    # each rank has as many chunks as there are ranks; two lag on the second, three on the third
-    second, third = (_in_use(split, stage * spec.world_size) for stage in (1, 2))
-    lag = max(0.0, float(third - second))
-    return replace(of_stages, lag=lag, in_split=second - _RANKS * chunk - 2 * lag)
 
 
 def _predicted(spec: Spec, kept: Kept, staged: AxisChoice | None, layers: int) -> Estimate:

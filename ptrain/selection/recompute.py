@@ -14,16 +14,16 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from ptrain.algebra.legality import Located, is_sound, require
+from ptrain.axes.candidates import divisors
 from ptrain.derivation.estimate import derive
 from ptrain.derivation.layers import is_tabulated
 from ptrain.derivation.operations import operations
 from ptrain.derivation.workspaces import unclaimed
 from ptrain.errors import Fault, refused
 from ptrain.plan.lower import lower, own_facts
-from ptrain.selection.alternatives import recompute_policies, with_micro
-from ptrain.selection.fit import Fit, fit
-from ptrain.spec.activations import PLAIN, Kept, Policy
-from ptrain.spec.model import ModelShape
+from ptrain.selection.fit import fit
+from ptrain.spec.activations import ATTENTION_ONLY, NAMED_POLICIES, PLAIN, Kept, Policy
+from ptrain.spec.model import Attention, ModelShape
 from ptrain.spec.placement import DATA_AXES, Factor, M, R, Tier
 from ptrain.spec.spec import ActivationSpec, Spec
 from ptrain.spec.write import to_mapping
@@ -35,6 +35,22 @@ _NUMBER = "Set `batch.micro` to a number."
 _DEVICE = frozenset({Tier.DEVICE})
 _TEMPORARY = 0.001  # an offload copies through the device: a share of the peak that is no finding
 _SPARSE = (4, 3, 2)  # every n-th block, before every one
+
+
+def recompute_policies(spec: Spec) -> Iterator[tuple[str, Policy]]:
+    """Yield the policies with which blocks can be recomputed, the one that repeats least first."""
+    is_eager = isinstance(spec.model, ModelShape) and spec.model.attention is Attention.EAGER
+    yield from (
+        (name, policy)
+        for name, policy in NAMED_POLICIES.items()
+        if is_eager or policy != ATTENTION_ONLY
+    )
+
+
+def with_micro(spec: Spec, micro: int) -> Spec:
+    """The same global batch in micro-batches of `micro` samples."""
+    accumulate = spec.batch.global_samples // (micro * spec.data_degree)
+    return replace(spec, batch=replace(spec.batch, micro=micro, accumulate=accumulate))
 
 
 class ChosenDocument(NamedTuple):
@@ -97,7 +113,13 @@ def _within(spec: Spec, budget: int) -> Spec:
     for candidate in ladder(spec) if spec.activations.is_open else (spec,):
         if not (is_tabulated(candidate) and is_sound(candidate)):
             continue
-        _require_claimed(candidate)
+        if why := unclaimed(candidate, own_facts(candidate)).get("peak"):
+            raise refused(
+                _PLACE,
+                f"the peaks are not claimed: {why}",
+                "Use `activations=M` with `recompute=selective` or `recompute=full`, or use "
+                "`device=cpu`.",
+            )
         if (peak := derive(candidate).exact.peak_bytes()) is None:
             continue
         if peak <= budget:
@@ -126,22 +148,15 @@ def _within(spec: Spec, budget: int) -> Spec:
     )
 
 
-def _require_claimed(spec: Spec) -> None:
-    """Raises SpecError where the peaks that decide are not claimed of the spec's device."""
-    if why := unclaimed(spec, own_facts(spec)).get("peak"):
-        raise refused(
-            _PLACE,
-            f"the peaks are not claimed: {why}",
-            "Use `activations=M` with `recompute=selective` or `recompute=full`, or use "
-            "`device=cpu`.",
-        )
-
-
 def ladder(spec: Spec) -> list[Spec]:
     """The same spec with each policy for its blocks that are M, by how much is computed again: the
     operations of matrix products, and in order of what is cheap beside them where these are as
     many."""
-    return sorted(_rungs(spec), key=_again)
+
+    def again(rung: Spec) -> int:  # by the rank with most of them; 0 where no table tells
+        return max((row.again for row in operations(rung, lower(rung))), default=0)
+
+    return sorted(_rungs(spec), key=again)
 
 
 def _rungs(spec: Spec) -> Iterator[Spec]:
@@ -151,11 +166,6 @@ def _rungs(spec: Spec) -> Iterator[Spec]:
     if spec.activations.every == 1:
         yield from (_with(spec, full, every=every) for every in _SPARSE if every < layers)
     yield _with(spec, full)
-
-
-def _again(spec: Spec) -> int:
-    """Operations of a step that the rank with most of them repeats; 0 where no table tells."""
-    return max((row.again for row in operations(spec, lower(spec))), default=0)
 
 
 def _with(spec: Spec, policy: Policy | None, every: int | None = None) -> Spec:
@@ -218,49 +228,33 @@ def with_largest_micro(spec: Spec) -> Spec:
             "chosen by the peak",
             f"{_NUMBER} Or use `recompute=selective` or `recompute=full`.",
         )
+    tries = "; `ptrain simulate SPEC --rehearse` runs it on a GPU" if spec.is_for_cuda else ""
     smallest = spec
     for candidate in _candidates(spec):
-        memory_fit = _fit(candidate)
+        memory_fit = fit(candidate, derive(candidate).exact)
+        if memory_fit.unknown and not memory_fit.fits_device:
+            raise refused(_MICRO, f"auto: the peaks are unknown: {memory_fit.why}", _NUMBER)
         # offloaded states on a host of unknown memory are the same for all micro-batches
         if memory_fit.fits_device and memory_fit.fits is not False:
-            return _because(candidate, f"the largest with a predicted peak that fits{_tries(spec)}")
+            return _because(candidate, f"the largest with a predicted peak that fits{tries}")
         smallest = _because(candidate, "the smallest; none fits")
     return smallest
 
 
 def _candidates(spec: Spec) -> Iterator[Spec]:
-    """Yield the legal specs of the same global batch, the largest micro-batch first."""
-    samples = spec.batch.global_samples // spec.data_degree
-    for micro in range(samples, 0, -1):
-        if samples % micro == 0:
-            candidate = _chosen(spec, micro)
-            if is_sound(candidate):
-                yield candidate
-
-
-def _chosen(spec: Spec, micro: int) -> Spec:
-    """Return the spec with a micro-batch that is written, in what it resolves to as well."""
-    variant = with_micro(spec, micro)
-    batch = replace(variant.batch, micro_is_open=False)
+    """Yield the legal specs of the same global batch, the largest micro-batch first, which is
+    written in what a spec resolves to as well."""
     said = spec.resolved["batch"]
     assert isinstance(said, dict), "a section"
-    return replace(
-        variant, batch=batch, resolved=spec.resolved | {"batch": said | {"micro": micro}}
-    )
-
-
-def _tries(spec: Spec) -> str:
-    """Where a GPU can be asked, how."""
-    return "; `ptrain simulate SPEC --rehearse` runs it on a GPU" if spec.is_for_cuda else ""
+    samples = spec.batch.global_samples // spec.data_degree
+    for micro in reversed(divisors(samples) if samples else []):
+        variant = with_micro(spec, micro)
+        batch = replace(variant.batch, micro_is_open=False)
+        resolved = spec.resolved | {"batch": said | {"micro": micro}}
+        candidate = replace(variant, batch=batch, resolved=resolved)
+        if is_sound(candidate):
+            yield candidate
 
 
 def _because(spec: Spec, choice: str) -> Spec:
     return replace(spec, batch=replace(spec.batch, micro_choice=choice))
-
-
-def _fit(spec: Spec) -> Fit:
-    """Raises SpecError where the peak is not known."""
-    memory_fit = fit(spec, derive(spec).exact)
-    if memory_fit.unknown and not memory_fit.fits_device:
-        raise refused(_MICRO, f"auto: the peaks are unknown: {memory_fit.why}", _NUMBER)
-    return memory_fit

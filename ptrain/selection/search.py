@@ -3,17 +3,15 @@ of memory and time.
 
 One block of candidates shares the cut of the model's blocks, the flow, the micro-batch and the way
 to keep activations; the choices of the data axes vary within it. Dials that decide what fits and
-what moves are searched; what is gathered together a descent chooses (`descent`).
+what moves are searched; what is gathered together a descent chooses (`choose.neighbours`).
 """
 
 from __future__ import annotations
 
 from bisect import insort
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
-from itertools import islice
 from math import prod
 from operator import itemgetter
 
@@ -24,14 +22,16 @@ from ptrain.rates.pace import UnknownRate
 from ptrain.selection.bound import (
     DataWay,
     FlowSeconds,
+    PipelineFlow,
+    PipelineFlows,
     WayBytes,
     WaySeconds,
+    flow_of,
     levels_of,
     peak,
     representatives,
     way_bytes,
 )
-from ptrain.selection.flows import PipelineFlow, PipelineFlows, flow_of
 from ptrain.selection.profile import (
     Activity,
     Links,
@@ -43,7 +43,7 @@ from ptrain.selection.profile import (
     seconds_of,
     sizes_of,
 )
-from ptrain.selection.quantities import Aspect
+from ptrain.selection.ranking import SLACK, TIME_SLACK, Scored, SearchCount, SearchGoal, SearchTask
 from ptrain.selection.space import (
     THROUGH,
     Candidate,
@@ -61,15 +61,7 @@ from ptrain.selection.space import (
     through_of,
     ways_to_keep,
 )
-from ptrain.selection.task import (
-    SLACK,
-    TIME_SLACK,
-    Scored,
-    SearchCount,
-    SearchGoal,
-    SearchTask,
-)
-from ptrain.selection.where import Constraint, Where
+from ptrain.selection.where import Aspect, Constraint, Where
 from ptrain.spec.activations import Kept
 from ptrain.spec.dials import UnitSize
 from ptrain.spec.model import ModelShape
@@ -77,9 +69,7 @@ from ptrain.spec.placement import TOKEN_AXES, Axis
 from ptrain.spec.spec import Spec, ranks_over
 from ptrain.units import grouped
 
-_MOST, _MOST_TRACED = 2**11, 2**16  # best candidates: of a model that is traced few are tried
 _PER_PLACEMENT = 16  # best candidates of each placement
-_PER_KIND = 4  # of those that differ in tuples alone
 _BANDS = 16  # of memory, the fastest of each of which is on an estimated front
 
 
@@ -146,9 +136,11 @@ class DataRow:
         return self.smallest.scored(self)
 
     @property
-    def first(self) -> Scored:
+    def first(self) -> Candidate:
         """Return its best candidate that may fit, else the one that needs least memory."""
-        return self.best[0][3].scored(self) if self.best else self.tightest
+        block = self.best[0][3] if self.best else self.smallest
+        assert block is not None, "a placement that a run came to"
+        return block.candidate(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,16 +169,19 @@ class CandidateBlock:
         """Return the seconds of a row."""
         return float("inf") if self.flow_seconds is None else row.seconds.step(self.flow_seconds)
 
-    def scored(self, row: DataRow) -> Scored:
-        """Return the candidate of a row with its figures."""
-        candidate = Candidate(
+    def candidate(self, row: DataRow) -> Candidate:
+        """Return the candidate of a row."""
+        return Candidate(
             within=self.cut.within,
             pipeline=self.flow.choice,
             data=sized(row.way.choice, row.degrees),
             micro=self.micro,
             kept=self.kept,
         )
-        return Scored(candidate=candidate, peak=self.peak(row), seconds=self.step(row))
+
+    def scored(self, row: DataRow) -> Scored:
+        """Return the candidate of a row with its figures."""
+        return Scored(candidate=self.candidate(row), peak=self.peak(row), seconds=self.step(row))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,11 +189,16 @@ class SearchResult:
     """The best by the objective, best first; that with least memory; the fastest of each band of
     memory; the placements, and how many candidates there were."""
 
-    best: tuple[Scored, ...]
+    entries: Sequence[Entry]
     front: tuple[Scored, ...]
     least: Scored | None
     placements: Sequence[DataRow]
     counts: SearchCount
+
+    @property
+    def best(self) -> Iterator[Scored]:
+        """Yield the candidates, best first."""
+        return (block.scored(row) for *_, block, row in self.entries)
 
 
 Entry = tuple[float, float, int, CandidateBlock, DataRow]
@@ -258,29 +258,14 @@ class Keeper:
     def result(self) -> SearchResult:
         """Return what is remembered."""
         best = sorted((entry for row in self.rows for entry in row.best), key=itemgetter(0, 1, 2))
-        most = _MOST_TRACED if self.task.is_stand_in else _MOST
         smallest = min(self.rows, key=lambda row: row.least, default=None)
         return SearchResult(
-            best=tuple(islice(self._unlike(best), most)),
+            entries=best,
             least=None if smallest is None else smallest.tightest,
             front=tuple(self._front(best)),
             placements=self.rows,
             counts=self.counts,
         )
-
-    def _unlike(self, best: Iterable[Entry]) -> Iterator[Scored]:
-        """Yield candidates, of those that fit and differ in tuples alone the first few, and others
-        last; of a model that is traced all, as its peaks differ from the estimates."""
-        alike, later = Counter[object](), list[Entry]()
-        for first, second, _, block, row in best:
-            kind = id(block), () if block.flow.schedule else row.degrees
-            if alike[kind] < _PER_KIND:
-                yield block.scored(row)
-            else:
-                later.append((first, second, 0, block, row))
-            size = first if self.by_memory else second
-            alike[kind] += size <= self.task.room and not self.task.is_stand_in
-        yield from (block.scored(row) for *_, block, row in later)
 
     def _front(self, best: Iterable[Entry]) -> Iterator[Scored]:
         """Yield the fastest of each band of memory."""
@@ -307,7 +292,7 @@ class Search:
         self.cut, self.sums = cache(self._cut), cache(self._sums)
         self.scored: dict[tuple[object, ...], ScoredCut] = {}
         self.running, self.rows = cache(self._running), cache(self._rows)
-        self.is_whole = cache(self._is_whole)
+        self.is_whole = cache(self.legality.within)
         self.ways: dict[tuple[object, ...], list[DataWay]] = {}
 
     def run(self, where: Where) -> SearchResult:
@@ -353,7 +338,7 @@ class Search:
         running = self.running(self.task.devices // cut.ranks, left, number)
         for kept in self.kept if running else ():
             for through, flows in running.items():
-                if self.is_whole(cut, kept, through, micro > 1):
+                if self.is_whole(cut.within, kept, through, several=micro > 1):
                     rows = self.rows(cut, left, through, number > 1)
                     for flow in flows if rows else ():
                         yield self._block(cut, flow, rows, micro, number, kept)
@@ -363,8 +348,6 @@ class Search:
         """Return the ways to keep activations that obey constraints."""
         base, where = self.task.base, self.task.where
         ways = self.ways_to_keep
-        if not where.asks(Aspect.KEPT):
-            return list(ways)
         return [kept for kept in ways if where.admits(Aspect.KEPT, kept_so(base, kept))]
 
     def _running(self, ranks: int, left: int, number: int) -> dict[Through, list[PipelineFlow]]:
@@ -378,11 +361,6 @@ class Search:
             if self.task.where.admits(Aspect.PIPELINE, chosen(base, (choice,)))
             and self.legality.pipeline(choice, number)
         )
-
-    def _is_whole(self, cut: BlockCut, kept: Kept, through: Through, several: bool) -> bool:
-        """Whether blocks that are cut and kept so may be in such a flow, and their peaks are
-        predicted, of one sample or several."""
-        return self.legality.within(cut.within, kept, through, several=several)
 
     def _block(
         self,

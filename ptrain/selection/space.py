@@ -30,16 +30,7 @@ from ptrain.spec.activations import ATTENTION_ONLY, NAMED_POLICIES, PLAIN, Kept
 from ptrain.spec.batch import Batch
 from ptrain.spec.model import ModelShape
 from ptrain.spec.pipeline import PipelineSpec, ScheduleName
-from ptrain.spec.placement import (
-    EXPERT_AXES,
-    SAMPLE_AXES,
-    Axis,
-    Factor,
-    Placement,
-    R,
-    S,
-    Tier,
-)
+from ptrain.spec.placement import EXPERT_AXES, SAMPLE_AXES, Axis, Factor, Placement, R, S, Tier
 from ptrain.spec.spec import ActivationSpec, Spec
 from ptrain.units import grouped
 
@@ -151,10 +142,9 @@ class Legality:
         base = replace(self.base, routing=None)  # which is refused without the axes of experts
         batch = _batch(base, micro_batches, 1)
         kind = ("pipeline", choice.factors, choice.changes)
-        if (opened := self.open_specs.get(kind)) is None:
-            opened = OpenSpec.of(chosen(base, (choice,), batch), _NUMBERS)
-            self.open_specs[kind] = opened
-        return opened.is_sound(batch=batch)
+        if kind not in self.open_specs:
+            self.open_specs[kind] = OpenSpec.of(chosen(base, (choice,), batch), _NUMBERS)
+        return self.open_specs[kind].is_sound(batch=batch)
 
     def within(
         self, choices: tuple[AxisChoice, ...], kept: Kept, through: Through, *, several: bool
@@ -308,22 +298,12 @@ def sized(choice: AxisChoice, degrees: Sequence[int]) -> AxisChoice:
     return AxisChoice(factors=own, changes=choice.changes, follows=choice.follows)
 
 
-def alone(base: Spec, ranks: int) -> Iterator[tuple[AxisChoice, ...]]:
-    """Yield choices in which the data axes have all ranks."""
-    yield from ((choice,) for choice in DATA_SPACE.choices(base, ranks, NOTHING))
-
-
 def degrees_over(axes: int, ranks: int) -> Iterator[tuple[int, ...]]:
     """Yield every factorization of the ranks over so many axes, none of which has one alone."""
-    if axes == 0:
-        if ranks == 1:
-            yield ()
-    elif axes == 1:
-        if ranks > 1:
-            yield (ranks,)
-    else:
-        for first in divisors(ranks)[1:]:
-            yield from ((first, *rest) for rest in degrees_over(axes - 1, ranks // first))
+    if axes == 0 and ranks == 1:
+        yield ()
+    for first in divisors(ranks)[1:] if axes else ():
+        yield from ((first, *rest) for rest in degrees_over(axes - 1, ranks // first))
 
 
 def pipelines(

@@ -51,7 +51,7 @@ from ptrain.models.external import named_in_spec
 from ptrain.models.facts import AttendingCall, attention_by
 from ptrain.models.ledger import OperatorMode
 from ptrain.models.modes import SwitchedOff, forked, reseed, switched_off
-from ptrain.selection.alternatives import with_micro
+from ptrain.selection.recompute import with_micro
 from ptrain.spec.model import ModelShape
 from ptrain.spec.precision import DType, Precision
 from ptrain.spec.spec import Spec

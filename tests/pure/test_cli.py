@@ -22,7 +22,7 @@ from ptrain.cli.select import _THRESHOLDS as THRESHOLDS
 from ptrain.commands import COMMANDS
 from ptrain.errors import RankFailed, TrainingStopped, VerdictFailed
 from ptrain.report.selection import TOP
-from ptrain.selection.task import SearchGoal
+from ptrain.selection.ranking import SearchGoal
 from ptrain.spec.load import split_arguments
 from ptrain.spec.names import names
 from ptrain.train import options as train_options

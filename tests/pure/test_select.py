@@ -10,7 +10,7 @@ import math
 import random
 from dataclasses import replace
 from functools import partial
-from itertools import combinations, pairwise
+from itertools import combinations, islice, pairwise
 from pathlib import Path
 
 import pytest
@@ -34,8 +34,16 @@ from ptrain.report.selection import (
     winner_reasons,
 )
 from ptrain.selection.choose import Chooser, select
-from ptrain.selection.job import searched_job
-from ptrain.selection.ranking import PlacementRanking, order_of
+from ptrain.selection.job import searched_job, words_of
+from ptrain.selection.ranking import (
+    PlacementRanking,
+    Scored,
+    SearchGoal,
+    crossing,
+    folded,
+    order_of,
+    ranked,
+)
 from ptrain.selection.search import Search
 from ptrain.selection.space import (
     apart,
@@ -45,8 +53,6 @@ from ptrain.selection.space import (
     micro_batches,
     pipelines,
 )
-from ptrain.selection.task import Scored, SearchGoal, crossing, folded, ranked
-from ptrain.selection.words import words_of
 from ptrain.spec.load import load
 from ptrain.spec.placement import Axis
 from ptrain.units import format_seconds
@@ -190,8 +196,8 @@ def test_a_strategy_that_the_rules_let_be_has_candidates(name):
 def test_a_search_keeps_to_its_constraints():
     limited = chooser("tp<=2", "pp==1", "micro>1", "dp_shard>=4")
     result = limited.search.run(limited.job.where)
-    assert result.best
-    for candidate in result.best[:200]:
+    assert result.entries
+    for candidate in islice(result.best, 200):
         spec = candidate.candidate.spec(limited.job.base)
         assert spec.degree(Axis.TP) <= 2 and spec.degree(Axis.PP) == 1
         assert spec.batch.micro > 1 and spec.degree(Axis.DP_SHARD) >= 4

@@ -10,8 +10,8 @@ from ptrain.derivation.estimate import derive
 from ptrain.selection.choose import Chooser
 from ptrain.selection.deriver import played_as
 from ptrain.selection.job import searched_job
+from ptrain.selection.ranking import SLACK
 from ptrain.selection.search import may_hold
-from ptrain.selection.task import SLACK
 from ptrain.selection.where import parse
 from tests.pure.searches import chooser, without_known
 

@@ -13,8 +13,8 @@ from ptrain.derivation.estimate import derive
 from ptrain.errors import SpecError
 from ptrain.selection.choose import select
 from ptrain.selection.job import searched_job
+from ptrain.selection.ranking import SLACK
 from ptrain.selection.space import inner_products
-from ptrain.selection.task import SLACK
 from ptrain.spec.context import ContextAttention, Hybrid
 from ptrain.spec.load import load
 from ptrain.spec.placement import Axis

@@ -8,10 +8,9 @@ from unittest import mock
 import pytest
 
 from ptrain.selection import search as searching
-from ptrain.selection.choose import Chooser
-from ptrain.selection.descent import neighbours
+from ptrain.selection.choose import Chooser, neighbours
 from ptrain.selection.job import searched_job
-from ptrain.selection.task import SLACK, TIME_SLACK, Ranked
+from ptrain.selection.ranking import SLACK, TIME_SLACK, Ranked
 from tests.pure.searches import without_known
 
 _NEAR = 1e-3  # of a step

@@ -16,14 +16,11 @@ from ptrain.cli.main import main
 from ptrain.errors import SpecError
 from ptrain.rates.pace import UnknownRate
 from ptrain.report.selection import as_record, selection_text
-from ptrain.selection.choose import Chooser, answer
-from ptrain.selection.demand import Demand, demand_of, numbers
-from ptrain.selection.infeasible import why_none
+from ptrain.selection.choose import Chooser, answer, why_none
 from ptrain.selection.job import searched_job
-from ptrain.selection.quantities import QUANTITIES
+from ptrain.selection.ranking import Demand, SearchGoal, demand_of, numbers
 from ptrain.selection.search import Search
-from ptrain.selection.task import SearchGoal
-from ptrain.selection.where import Where, parse
+from ptrain.selection.where import QUANTITIES, Where, parse
 from ptrain.spec.rates import Hook
 from ptrain.spec.spec import Spec
 from tests.pure.paces import HandPace

@@ -9,7 +9,7 @@ from ptrain.derivation.machine import Machine, machine_of
 from ptrain.facts.model import ModelFacts
 from ptrain.selection.choose import Chooser
 from ptrain.selection.job import searched_job
-from ptrain.selection.task import Ranked
+from ptrain.selection.ranking import Ranked
 from ptrain.spec.placement import Axis
 from ptrain.spec.rates import Hook
 from ptrain.spec.spec import Spec

@@ -7,12 +7,10 @@ import pytest
 from ptrain.algebra.legality import check, executed, is_sound
 from ptrain.derivation.estimate import derive
 from ptrain.report.selection import described
-from ptrain.selection.choose import Chooser
-from ptrain.selection.descent import neighbours
-from ptrain.selection.job import searched_job
-from ptrain.selection.quantities import unit_of
-from ptrain.selection.task import Ranked
-from ptrain.selection.words import words_of
+from ptrain.selection.choose import Chooser, neighbours
+from ptrain.selection.job import searched_job, words_of
+from ptrain.selection.ranking import Ranked
+from ptrain.selection.where import unit_of
 from ptrain.spec.dials import Overlap, UnitSize
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
@@ -98,7 +96,7 @@ def test_an_overlap_that_is_written_leaves_prefetching_to_be_tried():
     searched = Chooser(
         searched_job("gpt3-125m", words, cluster="h100-8", devices=4, where=where), count=1
     )
-    best = searched.search.run(searched.job.where).best[0].candidate
+    best = next(searched.search.run(searched.job.where).best).candidate
     specs = [other.spec(searched.job.base) for other in neighbours(searched.search, best)]
     assert {spec.overlap for spec in specs} == {Overlap.BACKWARD}
     assert len({spec.prefetch for spec in specs}) > 1
@@ -107,7 +105,7 @@ def test_an_overlap_that_is_written_leaves_prefetching_to_be_tried():
 def test_a_larger_bucket_is_estimated_to_be_sent_in_fewer_calls():
     where = "pp==1", "placement.dp_replicate=R,R,R,R", "dp_shard==1"
     searched = chooser(*where, model="gpt3-6.7b")  # not bound by its host
-    best = searched.search.run(searched.job.where).best[0].candidate
+    best = next(searched.search.run(searched.job.where).best).candidate
     larger = [
         other
         for other in neighbours(searched.search, best)

@@ -11,9 +11,14 @@ from ptrain.cost import PLACED
 from ptrain.derivation.estimate import derive
 from ptrain.errors import DoesNotFit
 from ptrain.report.selection import described
-from ptrain.selection.alternatives import host_overrides, sharding_overrides
 from ptrain.selection.fit import fit
-from ptrain.selection.preflight import ChangeKind, find_changes, require_fit
+from ptrain.selection.preflight import (
+    ChangeKind,
+    find_changes,
+    host_overrides,
+    require_fit,
+    sharding_overrides,
+)
 from ptrain.spec.cluster import Cluster
 from ptrain.spec.dials import Overlap
 from ptrain.spec.load import load

@@ -7,17 +7,10 @@ from dataclasses import replace
 import pytest
 
 from ptrain.errors import SpecError, refused
-from ptrain.facts.model import (
-    LayerWork,
-    ModelFacts,
-    ModelWork,
-    Operator,
-    TensorFacts,
-    UnitFacts,
-)
+from ptrain.facts.model import LayerWork, ModelFacts, ModelWork, Operator, TensorFacts, UnitFacts
 from ptrain.plan.lower import own_facts
 from ptrain.selection.choose import Chooser, select
-from ptrain.selection.cuts import TracedCuts
+from ptrain.selection.deriver import TracedCuts
 from ptrain.selection.job import block_size, dense, searched_job, stand_in, with_heads
 from ptrain.spec.load import load
 from ptrain.spec.model import ModelShape
@@ -152,7 +145,7 @@ def test_what_a_cut_takes_beyond_its_closed_form_is_taken_of_the_room():
     traced = replace(cuts([]), room=room)
     traced.of(spec)
     assert traced.may_fit(spec, room)
-    traced.compare(spec, 1e6, 3_000_000)
+    traced.excess[traced.cut(spec)] = 3_000_000 - 1e6
     assert traced.may_fit(spec, room - 2e6) and not traced.may_fit(spec, room - 1e6)
 
 
@@ -186,9 +179,9 @@ def test_a_cut_that_may_not_fit_by_another_is_tried_when_a_third_is_closer_to_it
     )
     tried = chooser._tried([far, large, near], 9, lambda: False)
     assert next(tried) == far
-    traced.compare(far.candidate.spec(job.base), far.peak, int(far.peak + 0.2 * room))
+    traced.excess[traced.cut(far.candidate.spec(job.base))] = 0.2 * room
     assert next(tried) == near
-    traced.compare(near.candidate.spec(job.base), near.peak, int(near.peak))
+    traced.excess[traced.cut(near.candidate.spec(job.base))] = 0.0
     assert list(tried) == [large]
 
 

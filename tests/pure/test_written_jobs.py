@@ -11,11 +11,9 @@ import pytest
 from ptrain.cli.main import main
 from ptrain.cost import PLACED
 from ptrain.errors import SpecError
-from ptrain.selection.choose import Chooser
-from ptrain.selection.descent import neighbours
-from ptrain.selection.job import searched_job
-from ptrain.selection.quantities import recompute_of
-from ptrain.selection.words import words_of
+from ptrain.selection.choose import Chooser, neighbours
+from ptrain.selection.job import searched_job, words_of
+from ptrain.selection.where import recompute_of
 from ptrain.spec.dials import GatherAfterUpdate, Overlap, ReduceScatterVia
 from ptrain.spec.load import load
 from ptrain.spec.placement import Axis, Tier
@@ -112,7 +110,7 @@ def test_auto_is_searched_wherever_it_stands():
     assert len(tuples(specs, Axis.DP_SHARD)) > 5
     assert {spec.batch.micro for spec in specs} == {1, 2, 4}
     chooser = Chooser(searched_job("hsdp", [*words, "cluster.devices=8"], devices=4))
-    best = chooser.search.run(chooser.job.where).best[0].candidate
+    best = next(chooser.search.run(chooser.job.where).best).candidate
     around = [other.spec(chooser.job.base) for other in neighbours(chooser.search, best)]
     assert len({spec.unit for spec in around}) > 2
     assert {(s.degree(Axis.DP_REPLICATE), s.degree(Axis.DP_SHARD)) for s in specs} == {(2, 2)}

@@ -8,7 +8,7 @@ from ptrain.derivation.estimate import derive
 from ptrain.facts.model import ModelFacts
 from ptrain.report.selection import as_record, selection_text
 from ptrain.selection.choose import select
-from ptrain.selection.words import words_of
+from ptrain.selection.job import words_of
 from ptrain.spec.load import load
 from ptrain.spec.spec import Spec
 from ptrain.traces.facts import read_facts
