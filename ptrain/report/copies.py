@@ -1,5 +1,7 @@
-"""Things that several ranks hold, and which rank's differs: who differs from whom, along which axis
-of the mesh, and what to do about it. Pure: what was found are words and digests."""
+"""Find replicas that differ between ranks: which rank differs, along which mesh axis, and the fix.
+
+This module is pure: replicas are descriptions and digests, not tensors.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,14 @@ SHARED = "shared where it must differ"
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """What a rank holds. Copies of one thing have all but `kind` and `digest` in common. `kind` is
-    dtype and shape, `float32[4, 8]`, or "" for a number, which `digest` then is in words."""
+    """A replica of one thing on one rank. Replicas of one thing differ only in `kind` and `digest`.
+
+    Attributes:
+        part: The shard of a tensor, or the place of a generator; ranks that must agree have the
+            same.
+        kind: The dtype and shape, `float32[4, 8]`; empty for a number.
+        digest: The digest of a tensor's values; for a number, its text.
+    """
 
     moment: Moment
     subject: Subject
@@ -31,19 +39,32 @@ class Copy:
 
     @property
     def identity(self) -> tuple[int, str, str, str]:
+        """The key that all replicas of one thing share."""
         return self.moment.value, self.subject.value, self.name, self.part
 
 
 def holders(tables: Sequence[Sequence[Copy]]) -> dict[tuple[int, str, str, str], tuple[int, ...]]:
-    """The ranks that hold each thing, ascending, a rank as often as it holds it. `tables`: of every
-    rank."""
+    """Return the ranks that hold each thing, ascending.
+
+    A rank appears once for each replica that it holds.
+
+    Args:
+        tables: The replicas of every rank.
+    """
     ranks_of = grouped((copy.identity, rank) for rank, table in enumerate(tables) for copy in table)
     return {identity: tuple(ranks) for identity, ranks in ranks_of.items()}
 
 
 def differing(tables: Sequence[Sequence[Copy]], step: int) -> Iterator[Mismatch]:
-    """One for each rank whose copy is not that of the most; where no such majority is, for each
-    rank that has one. In the order of time, then of the first rank that holds it."""
+    """Yield a mismatch for each rank whose replica differs from the most common one.
+
+    If two replicas are equally common, every rank that holds the thing has a mismatch. Mismatches
+    are ordered by moment, then by the first rank that holds the thing.
+
+    Args:
+        tables: The replicas of every rank.
+        step: The number of the step, for the mismatches.
+    """
     copies = grouped(
         (copy.identity, (rank, copy)) for rank, table in enumerate(tables) for copy in table
     )
@@ -52,10 +73,11 @@ def differing(tables: Sequence[Sequence[Copy]], step: int) -> Iterator[Mismatch]
         key=lambda held: held[0][1].moment,
     ):
         for held in of_moment:
-            yield from _differing(held, step)
+            yield from _replica_mismatches(held, step)
 
 
-def _differing(held: Sequence[tuple[int, Copy]], step: int) -> Iterator[Mismatch]:
+def _replica_mismatches(held: Sequence[tuple[int, Copy]], step: int) -> Iterator[Mismatch]:
+    """Yield the mismatches of one thing, given its replicas with their ranks."""
     counts = Counter((copy.kind, copy.digest) for _, copy in held)
     if len(counts) == 1:
         return
@@ -72,13 +94,14 @@ def _differing(held: Sequence[tuple[int, Copy]], step: int) -> Iterator[Mismatch
             subject=copy.subject,
             name=copy.name,
             rank=rank,
-            way=_way(copy.kind, other[0]),
+            way=_kind_of_difference(copy.kind, other[0]),
             between=between,
             told=_difference(copy, other),
         )
 
 
-def _way(text: str, other: str) -> Way:
+def _kind_of_difference(text: str, other: str) -> Way:
+    """Return how two replicas differ, from their dtypes and shapes."""
     dtypes = text.partition("[")[0], other.partition("[")[0]
     if dtypes[0] != dtypes[1]:
         return Way.DTYPE
@@ -86,9 +109,9 @@ def _way(text: str, other: str) -> Way:
 
 
 def _difference(copy: Copy, other: tuple[str, str]) -> str:
-    """What differs, in a few words: `bfloat16 for float32`, `7 for 8`; of values which part."""
+    """Return the difference in words: `bfloat16 for float32`, `7 for 8`, or the shard's name."""
     kind, digest = other
-    match _way(copy.kind, kind):
+    match _kind_of_difference(copy.kind, kind):
         case Way.DTYPE:
             return f"{copy.kind.partition('[')[0]} for {kind.partition('[')[0]}"
         case Way.SHAPE:
@@ -100,9 +123,16 @@ def _difference(copy: Copy, other: tuple[str, str]) -> str:
 def alike_apart(
     places: Sequence[tuple[str, str] | None], moment: Moment, step: int
 ) -> Iterator[Mismatch]:
-    """Yield what two places share of things that ranks at one place have alike and at different
-    places have not (`places`: of every rank its place and its digest, or None where it has none).
-    Which ranks of one place differ is said by `differing`."""
+    """Yield a mismatch for each rank whose generator equals one at a different place.
+
+    Ranks at one place draw the same random numbers, and ranks at different places draw different
+    ones. `differing` finds generators that differ within one place.
+
+    Args:
+        places: The place and the digest of each rank's generator; None for a rank without one.
+        moment: When the digests were taken.
+        step: The number of the step.
+    """
     held = ((rank, *its) for rank, its in enumerate(places) if its is not None)
     alike = grouped((digest, (rank, place)) for rank, place, digest in held)
     for group in alike.values():
@@ -122,13 +152,20 @@ def alike_apart(
 def root_cause(
     mismatches: Sequence[Mismatch], coordinates: Coordinates, last_good: int | None = None
 ) -> RootCause | None:
-    """Return the root cause of the first thing that differs: all of its ranks, and the axes along
-    which they differ from the others. `last_good`: the step after which the ranks agreed; None
-    where that is not known."""
+    """Return the root cause of the earliest mismatch, with all of its ranks and the mesh axes.
+
+    Args:
+        mismatches: The mismatches of one step or several.
+        coordinates: The place of each rank on each mesh axis.
+        last_good: The last step after which the ranks agreed; None if that is not known.
+
+    Returns:
+        None if there are no mismatches.
+    """
     if not mismatches:
         return None
     first = min(mismatches, key=lambda mismatch: mismatch.when)
-    same = [d for d in mismatches if (d.when, d.subject, d.name) == (*_thing(first),)]
+    same = [d for d in mismatches if (d.when, d.subject, d.name) == (*_identity(first),)]
     ranks = tuple(sorted({mismatch.rank for mismatch in same}))
     between = tuple(sorted({rank for mismatch in same for rank in mismatch.between}))
     return RootCause(
@@ -139,16 +176,17 @@ def root_cause(
         step=first.step,
         ranks=ranks,
         sentence=_sentence(first, ranks, between, last_good),
-        fix=_OF_COPIES if _is_alone(first) else _REMEDIES.get(first.subject, _FLIPPED),
+        fix=_COPY_FIX if _is_alone(first) else _REMEDIES.get(first.subject, _DEFAULT_FIX),
     )
 
 
 def _is_alone(mismatch: Mismatch) -> bool:
-    """Whether the rank itself has two things that must be the same."""
+    """Return True if the two replicas that differ are both on the mismatch's rank."""
     return mismatch.between == (mismatch.rank,)
 
 
-def _thing(mismatch: Mismatch) -> tuple[tuple[int, int], Subject, str]:
+def _identity(mismatch: Mismatch) -> tuple[tuple[int, int], Subject, str]:
+    """Return the key of the thing that differs: its moment, subject and name."""
     return mismatch.when, mismatch.subject, mismatch.name
 
 
@@ -156,8 +194,16 @@ _WITHOUT_PLACE = (Subject.RANDOM, Subject.NORM)
 
 
 def axes_between(odd: Sequence[int], ranks: Sequence[int], coordinates: Coordinates) -> str:
-    """The axes along which an odd rank has a neighbour that is not odd, `dp_shard+tp`; where all
-    are odd, those along which they are spread."""
+    """Return the axes along which a differing rank has a neighbour that agrees, `dp_shard+tp`.
+
+    A neighbour is a rank at another place of exactly one axis. If no differing rank has such a
+    neighbour, the result has all axes along which differing ranks are at other places.
+
+    Args:
+        odd: The ranks that differ.
+        ranks: All ranks that hold the thing.
+        coordinates: The place of each rank on each mesh axis.
+    """
     others = [rank for rank in ranks if rank not in odd] or list(ranks)
     axes: dict[str, None] = {}
     spread: dict[str, None] = {}
@@ -172,6 +218,7 @@ def axes_between(odd: Sequence[int], ranks: Sequence[int], coordinates: Coordina
 
 
 def _factor(first: Mismatch) -> str:
+    """Return the `factor` of a root cause: the mismatch in words, or a general statement."""
     is_told = first.subject in _NUMBERS or first.told == SHARED or _is_alone(first)
     if first.way is not Way.VALUE or is_told:
         return first.told
@@ -184,6 +231,7 @@ _NUMBERS = (Subject.COUNTER, Subject.LEARNING_RATE, Subject.NORM)
 def _sentence(
     first: Mismatch, ranks: tuple[int, ...], between: tuple[int, ...], last_good: int | None
 ) -> str:
+    """Return the sentence of a root cause: the thing, its ranks, and the ranks that agree."""
     if _is_alone(first):
         return f"{first.subject} {first.name} of {listed(ranks)} {first.told}."
     others = tuple(rank for rank in between if rank not in ranks)
@@ -194,11 +242,12 @@ def _sentence(
 
 
 def listed(ranks: Sequence[int]) -> str:
+    """Return ranks as text: `rank 3`, `ranks 0, 1`."""
     return f"rank{'s' * (len(ranks) != 1)} {', '.join(map(str, ranks))}"
 
 
-_OF_COPIES = "Every update must write its result to the copy that forward reads"
-_FLIPPED = (
+_COPY_FIX = "Every update must write its result to the copy that forward reads"
+_DEFAULT_FIX = (
     "Where only this rank ever has it, its memory or its device is at fault; else an update, a "
     "gather or a broadcast does not reach all ranks, or something writes to it on some alone"
 )

@@ -1,4 +1,4 @@
-"""What CUDA's caching allocator would reserve of a device, as text."""
+"""The memory that CUDA's caching allocator would reserve on a device, as text."""
 
 from __future__ import annotations
 
@@ -14,8 +14,13 @@ _NOT_RESERVED = "not claimed: without what is unknown below, and CUDA's context"
 def reserved_lines(
     reserved: Mapping[str, Reserved | None], workspaces: Sequence[Workspace] = ()
 ) -> list[str]:
-    """Return what CUDA's caching allocator would reserve, by kind of segments, why no device's
-    figure is claimed to be this one, and what is known of that."""
+    """Return a table of reserved memory by kind of segments, with the reason why it is not claimed.
+
+    Args:
+        reserved: The reserved memory by kind of segments; None for a kind that keeps growing. If
+            there are no kinds, the result is empty.
+        workspaces: Memory that kernels allocate, in a second table; unknown sizes are marked.
+    """
     if not reserved:
         return []
     rows: list[tuple[str, ...]] = []

@@ -1,4 +1,4 @@
-"""The time of a step as text: its parts as bars, and its largest overheads in a sentence."""
+"""The step time as text: its parts as bars, and its largest overheads in a sentence."""
 
 from __future__ import annotations
 
@@ -50,8 +50,12 @@ Part = tuple[str, float, float]  # name, seconds of the step, seconds of communi
 
 
 def time_lines(derivation: Derivation) -> list[str]:
-    """Return the block of times: parts, phases, overheads and assumptions. If a cluster is named
-    and no time is predicted, return why."""
+    """Return the block of times: parts, phases, overheads and assumptions.
+
+    Args:
+        derivation: A derived spec. If it names a cluster and no time is predicted, the result is
+            the reason; without a cluster it is empty.
+    """
     step, why = derivation.exact.step, untimed(derivation)
     if step is None:
         return [f"no step time: {why}", ""] if why else []
@@ -66,7 +70,7 @@ def time_lines(derivation: Derivation) -> list[str]:
 
 
 def _interval_lines(spec: Spec, step: StepTime) -> list[str]:
-    """Return the seconds between which the collected steps lie, or that there are none."""
+    """Return the interval of published step times in seconds, or a statement that there is none."""
     known = published_steps(spec)
     if step.interval is None or known is None:
         return ["no published steps of such a model, dtype, mesh and device to compare with"]
@@ -76,14 +80,17 @@ def _interval_lines(spec: Spec, step: StepTime) -> list[str]:
 
 
 def untimed(derivation: Derivation) -> str:
-    """Return why a step's time is not predicted; empty if it is, or if no cluster is named."""
+    """Return the reason why no step time is predicted; empty if it is, or without a cluster."""
     has_cluster = derivation.spec.cluster is not None
     return derivation.exact.undefined.get("step_seconds", "") if has_cluster else ""
 
 
 def critical_path(step: StepTime) -> str:
-    """Return the largest parts of a step besides computing: `overhead in 1.20 s: 310 ms exposed
-    dp_shard all-gathers`."""
+    """Return the largest overheads of a step as a sentence.
+
+    An example is `overhead in 1.20 s: 310 ms exposed dp_shard all-gathers`. Parts below 0.5 % of
+    the step are left out.
+    """
     whole = format_seconds(step.seconds)
     parts = sorted(_overheads(step), key=lambda part: -part[1])
     if large := [part for part in parts if part[1] >= 0.005 * step.seconds][:_NAMED]:
@@ -96,7 +103,15 @@ def critical_path(step: StepTime) -> str:
 
 
 def pace_parts(spec: Spec, seconds: float | None, pace: Throughput | None) -> list[str]:
-    """Return `3.69 s/step`, `71k tokens/s`, `8.88k tokens/s/GPU`, `MFU 46.2%`: those predicted."""
+    """Return the figures that are predicted: step time, tokens/s, tokens/s per device, and MFU.
+
+    An example is `3.69 s/step`, `71k tokens/s`, `8.88k tokens/s/GPU`, `MFU 46.2%`.
+
+    Args:
+        spec: The spec, for its number and kind of devices.
+        seconds: The step time; None if it is not predicted.
+        pace: The throughput; None if it is not predicted.
+    """
     parts = [] if seconds is None else [f"{format_seconds(seconds)}/step"]
     if pace is not None:
         per_device = format_count(pace.tokens_per_second / spec.world_size)
@@ -107,7 +122,7 @@ def pace_parts(spec: Spec, seconds: float | None, pace: Throughput | None) -> li
 
 
 def job_pace(derivation: Derivation) -> Throughput | None:
-    """Return tokens per second of the job, and the MFU; None if no time is predicted."""
+    """Return the tokens per second of the job and its MFU; None if no time is predicted."""
     step = derivation.exact.step
     return None if step is None else throughput(derivation.spec, derivation.facts, step)
 
@@ -118,7 +133,7 @@ def device_name(spec: Spec) -> str:
 
 
 def time_row(column: Column, step: StepTime) -> dict[str, object]:
-    """Return a record's row of a step: its seconds, by phase and by part, and all of its rows."""
+    """Return the record's row of a step: seconds in total, by phase and by part, and all rows."""
     return {
         "column": str(column),
         "value": step.seconds,
@@ -132,34 +147,40 @@ def time_row(column: Column, step: StepTime) -> dict[str, object]:
 
 
 def time_table(exact: Estimate, measured: Estimate, step_seconds: float | None) -> str:
-    """Return a table of predicted and measured seconds: the step, and the exposed communication
-    over each axis, a bubble included. It is empty if no time is predicted; measured is the rank
-    that waits longest."""
+    """Return a table of predicted and measured seconds per step.
+
+    It has a row for the step, and one for exposed communication over each group of axes, pipeline
+    bubbles included. Measured waiting is the longest of all ranks. The table is empty if no time is
+    predicted.
+    """
     if (step := exact.step) is None:
         return ""
     blocked = grouped((row.axes, row.seconds) for row in measured.blocked)
     waits = {axes: max(seconds) for axes, seconds in blocked.items()}
     exposed = step.exposed(idle=True)
-    rows = [_compared("step", step.seconds, step_seconds)]
+    rows = [_time_cells("step", step.seconds, step_seconds)]
     rows += [
-        _compared(f"exposed {'+'.join(axes)}", exposed.get(axes), waits.get(axes))
+        _time_cells(f"exposed {'+'.join(axes)}", exposed.get(axes), waits.get(axes))
         for axes in sorted({*exposed, *waits})
     ]
     return render(make_columns(rows, *difference_columns("time per step")))
 
 
-def _compared(what: str, predicted: float | None, measured: float | None) -> tuple[str, ...]:
+def _time_cells(what: str, predicted: float | None, measured: float | None) -> tuple[str, ...]:
+    """Return a row with a predicted time, a measured time, and their relative difference."""
     difference = f"{measured / predicted - 1:+.1%}" if predicted and measured is not None else ""
     cells = (or_missing(seconds, format_seconds) for seconds in (predicted, measured))
     return what, *cells, difference
 
 
 def _table(step: StepTime) -> str:
+    """Return the table of a predicted step: its parts, the total, and its phases."""
     parts = [*_parts(step)]
     longest = max((seconds for _, seconds, _ in parts), default=0.0)
     rows = [*parts, ("step", step.seconds, 0.0)]
     rows += [(f"in {phase}", taken, 0.0) for phase in _PHASES if (taken := step.of_phase(phase))]
     overlapped = [
+        # A difference that rounds to nothing in the table is not shown.
         format_seconds(moving - seconds) if moving > seconds * 1.0005 else ""
         for _, seconds, moving in rows
     ]
@@ -188,14 +209,16 @@ def _parts(step: StepTime) -> Iterator[Part]:
         if moving:
             yield name, seconds, moving
     for spent in _OTHER_PARTS:
-        own = [row for row in step.rows if row.key.spent is spent]
-        seconds, moving = (sum(getattr(row, name) for row in own) for name in ("seconds", "moving"))
+        spent_rows = [row for row in step.rows if row.key.spent is spent]
+        seconds, moving = (
+            sum(getattr(row, name) for row in spent_rows) for name in ("seconds", "moving")
+        )
         if seconds or moving:
             yield str(spent), seconds, moving
 
 
 def _overheads(step: StepTime) -> Iterator[tuple[str, float]]:
-    """Yield the parts of a step besides computing."""
+    """Yield the parts of a step other than computing, with their seconds."""
     exposed = summed(
         (
             f"exposed {'+'.join(row.key.axes)} {_CALLS.get(row.key.collective, 'collectives')}",
@@ -215,7 +238,7 @@ def _overheads(step: StepTime) -> Iterator[tuple[str, float]]:
 
 
 def _mfu_lines(derivation: Derivation) -> list[str]:
-    """Return both conventions of the MFU: a causal mask halves the operations of attention."""
+    """Return the MFU in both conventions: a causal mask halves the operations of attention."""
     pace = job_pace(derivation)
     if pace is None or pace.mfu_full is None or pace.mfu_causal is None:
         return []
