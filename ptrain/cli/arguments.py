@@ -13,13 +13,13 @@ from ptrain.commands import COMMANDS, add_arguments
 from ptrain.errors import PtrainError
 from ptrain.spec.names import names
 
-# Options of launchers and other tools whose value is the number of ranks.
+# Options of launchers and other tools that set the number of ranks.
 _RANKS = {"nproc", "nproc_per_node", "num_processes", "num_gpus", "gpus", "ranks", "world_size"}
-_ALMOST = 0.85  # similarity of an option and a slip of it, as --step and --steps
+_ALMOST = 0.85  # difflib similarity of an option and a misspelling such as --step for --steps
 
 
 class CommandParser(ArgumentParser):
-    """The parser of one command. A mistake is a PtrainError with one message."""
+    """The parser of one command, which reports a mistake as a PtrainError with one message."""
 
     def __init__(self, verb: str) -> None:
         command = COMMANDS[verb]
@@ -41,8 +41,17 @@ class CommandParser(ArgumentParser):
         self.verb = verb
 
     def read(self, words: Iterable[str]) -> Namespace:
-        """Return the parsed arguments, with the command as typed. Raises PtrainError for a
-        mistake."""
+        """Parse arguments, and add the command as typed.
+
+        Args:
+            words: The arguments after the command.
+
+        Returns:
+            The options; `typed` has the full command.
+
+        Raises:
+            PtrainError: If an argument is wrong.
+        """
         typed = ("ptrain", self.verb, *words)
         arguments = list(_as_overrides(typed[2:]))
         for word, following in zip(arguments, [*arguments[1:], ""], strict=False):
@@ -61,7 +70,7 @@ class CommandParser(ArgumentParser):
         return parsed
 
     def error(self, message: str) -> NoReturn:
-        """Raise PtrainError, in place of printing the usage and leaving."""
+        """Raise PtrainError; argparse would print the usage and exit."""
         message = message.replace("the following arguments are required:", "missing")
         more = "" if message.endswith((".", "?")) else f". Run `{self.prog} --help`."
         raise PtrainError(f"{self.prog}: {message}{more}")
@@ -85,7 +94,11 @@ def options_of(verb: str) -> Iterator[str]:
 
 
 def _hint(verb: str, word: str, following: str) -> str:
-    """Return what to write in place of an unknown option."""
+    """Return a suggestion for an unknown option.
+
+    Candidates are tried from the most certain: a misspelled option, the number of ranks, a key of
+    the spec, a key of another tool, a less similar option, an option of another command.
+    """
     from ptrain.spec.check import for_foreign, of_any_section
     from ptrain.spec.schema import reference
     from ptrain.spec.slips import NEAR, close
@@ -121,7 +134,7 @@ def _hint(verb: str, word: str, following: str) -> str:
 
 
 def _as_overrides(arguments: Iterable[str]) -> Iterator[str]:
-    """Yield `mesh.dp_shard=4` for `--mesh.dp_shard=4` and `--mesh.dp_shard 4`."""
+    """Yield `mesh.dp_shard=4` for `--mesh.dp_shard=4` and for `--mesh.dp_shard 4`."""
     remaining = iter(arguments)
     for argument in remaining:
         if not re.match(r"--\w+(\.[\w-]+)+(=|$)", argument):

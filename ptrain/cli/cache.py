@@ -1,4 +1,6 @@
-"""`ptrain cache`: the traces that predictions have left in the user's folder of caches."""
+"""The command `ptrain cache`: show or clear the traces that predictions left in the cache
+folder.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,11 @@ from ptrain.units import format_bytes
 
 
 def run(args: Namespace) -> int:
-    """Print where the traces are, how many and how large; with --clear remove them."""
+    """Print the folder, the number and the size of traces; with `--clear`, remove them.
+
+    Raises:
+        PtrainError: If the folder cannot be read or cleared, or another process clears it.
+    """
     if cache.is_off():
         if args.json:
             print_json({"folder": None, "traces": 0, "bytes": 0, "cleared": False})

@@ -84,17 +84,17 @@ complete -c ptrain -n __ptrain_files -F
 
 
 def run(args: Namespace) -> int:
-    """Print the script."""
+    """Print the script of a shell."""
     rules = list(_rules())
     if args.shell == "fish":
-        print(_FISH.replace("@RULES@", "\n".join(map(_in_fish, rules))), end="")
+        print(_FISH.replace("@RULES@", "\n".join(map(_fish_clause, rules))), end="")
     else:
         script = _BASH if args.shell == "bash" else _ZSH
-        print(script.replace("@RULES@", "\n".join(map(_in_case, rules))), end="")
+        print(script.replace("@RULES@", "\n".join(map(_case_clause, rules))), end="")
     return 0
 
 
-def _in_case(rule: Rule) -> str:
+def _case_clause(rule: Rule) -> str:
     """Return a rule as a clause of `case` in bash and zsh."""
     patterns, words = rule
     text = "|".join(pattern.replace(" ", "\\ ") for pattern in patterns)
@@ -102,7 +102,7 @@ def _in_case(rule: Rule) -> str:
     return f"    {text})\n        echo '{given}' ;;" if words else f"    {text}) ;;"
 
 
-def _in_fish(rule: Rule) -> str:
+def _fish_clause(rule: Rule) -> str:
     """Return a rule as a clause of `switch` in fish."""
     patterns, words = rule
     text = " ".join(f"'{pattern}'" for pattern in patterns)
@@ -155,7 +155,7 @@ def _is_placement(key: str) -> bool:
 
 
 def _choices(verb: str) -> Iterator[tuple[str, list[str]]]:
-    """Yield each option that has a value, and the accepted words; none for any text."""
+    """Yield each option that takes a value, with the accepted words; any text has none."""
     for options in COMMANDS[verb].groups.values():
         for item in options:
             for names, how in [item] if isinstance(item, tuple) else item:
@@ -166,7 +166,11 @@ def _choices(verb: str) -> Iterator[tuple[str, list[str]]]:
 
 
 def keys_of_schema(schema: Mapping[str, Any]) -> Iterator[tuple[str, list[str]]]:
-    """Yield the keys of a spec that take a value, with the accepted words, from its schema."""
+    """Yield the keys of a spec that take a value, with the accepted words.
+
+    Args:
+        schema: The JSON Schema of specs.
+    """
 
     def variants(node: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
         yield node

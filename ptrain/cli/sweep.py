@@ -1,7 +1,7 @@
-"""The rows of `ptrain predict`, for a sweep or several specs: a table, CSV, JSON or a chart; and
-the picture of a step.
+"""The rows of `ptrain predict` for a sweep or several specs, as a table, CSV, JSON or a chart.
 
-In a sweep, batch and cluster follow the mesh, and an invalid point is a row with its reason.
+In a sweep, batch and cluster follow the mesh. An invalid point has a row with its reason. The
+module also draws the timeline of a step.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ AsRecord = Callable[[Prediction], Mapping[str, object]]
 
 
 class Predict(Protocol):
-    """What a source with overrides takes; without a label it bears the spec's name."""
+    """A function that predicts a source with overrides; the default label is the spec's name."""
 
     def __call__(
         self, source: str, words: tuple[str, ...], *, label: str = "", offer: bool = False
@@ -47,8 +47,18 @@ def run_sweep(
     predict: Predict,
     as_record: AsRecord,
 ) -> int:
-    """Print a row for each point, and draw them where a file is named. Raises SpecError with all
-    faults where no point can be."""
+    """Print a row for each point, and draw them if a file is named; return 0.
+
+    Args:
+        args: The options of the command.
+        sources: The specs.
+        overrides: The overrides, some of which list several values.
+        predict: Predicts one point.
+        as_record: Returns the result record of one point.
+
+    Raises:
+        SpecError: With the faults of all points, if no point is valid.
+    """
     chart = chart_file(args.chart)
     choices = len(list(sweeps(overrides))) * len(sources)
     points: list[SweepPoint] = []
@@ -78,8 +88,11 @@ def run_sweep(
 def _points(
     source: str, overrides: list[str], predict: Predict, *, is_named: bool
 ) -> Iterator[SweepPoint]:
-    """Yield one point as it is written, whose faults are raised, or one for each combination of the
-    lists among the overrides, whose labels hold the source's name too where it `is_named`."""
+    """Yield the points of one source: one for each combination of the values that overrides list.
+
+    Faults of a single point are raised; in a sweep they are kept in the point. Labels contain the
+    source if there are several (`is_named`).
+    """
     choices = list(sweeps(overrides))
     if len(choices) == 1:
         prediction = predict(source, choices[0])
@@ -99,14 +112,18 @@ def _points(
 
 
 def _faults(error: PtrainError) -> tuple[Fault, ...]:
-    """Return what is wrong with a point. Raises what is not the user's input."""
+    """Return the faults of a rejected point.
+
+    Raises:
+        PtrainError: If the error is not about the user's input.
+    """
     if error.exit_code != PtrainError.exit_code:
         raise error
     return error.faults if isinstance(error, SpecError) else (Fault(place="", finding=str(error)),)
 
 
 def _record(point: SweepPoint, as_record: AsRecord) -> dict[str, object]:
-    """The result record, with what makes it a point of a sweep; of one that is refused why."""
+    """Return the result record of a point with its settings; for a rejected point, its faults."""
     settings = {"overrides": point.settings, "refused": point.refusal or None}
     if point.prediction is None:
         return {"spec": point.label, **settings, "faults": encode(point.faults)}
@@ -114,12 +131,20 @@ def _record(point: SweepPoint, as_record: AsRecord) -> dict[str, object]:
 
 
 def step_file(path: Path) -> ChartFile | None:
-    """Return the file of a step's lanes. Raises SpecError for one that cannot be written."""
+    """Return the file for a timeline.
+
+    Raises:
+        SpecError: If the file cannot be written.
+    """
     return chart_file(path, _OPTION)
 
 
 def draw_step(derivation: Derivation, file: ChartFile) -> None:
-    """Draw the lanes of a step. Raises SpecError where its time is not predicted."""
+    """Draw the timeline of a step: its lanes of computing, communication and copies.
+
+    Raises:
+        SpecError: If no step time is predicted.
+    """
     step, spec = derivation.exact.step, derivation.spec
     if step is None:
         why = derivation.exact.undefined["step_seconds"]
