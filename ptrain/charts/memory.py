@@ -1,8 +1,8 @@
-"""Memory as sheets: one rank's live bytes by state, stacked, from event to event of a step; and the
-peaks of a sweep's points, a bar by state for each, with a line at usable memory.
+"""Pictures of memory: one rank's live bytes over a step, and the peaks of a sweep's points.
 
-The horizontal axis of a step counts births and deaths of storages, for fake ranks have no clock; of
-those that share a column the highest is drawn, so that no peak is lost.
+A step is a stack of the live bytes by state. Its horizontal axis counts allocations and frees,
+since fake ranks have no clock. If several moments share a column, the highest is drawn, so that no
+peak is lost. A sweep has a bar by state for each point, with a line at usable memory.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ptrain.report.simulation import MemoryHistory, MemorySample
 from ptrain.report.sweep import SweepPoint, step_seconds
 from ptrain.units import format_memory, format_seconds
 
-# Okabe and Ito's colours (2008), which the colour-blind tell apart; grey for what is no state.
+# Okabe and Ito's colours (2008), which colour-blind readers can distinguish; grey for other memory.
 STATE_COLOURS = {
     State.PARAMETERS: "#0072b2",
     State.OPTIMIZER: "#56b4e9",
@@ -39,13 +39,16 @@ STATE_COLOURS = {
     State.OTHER: "#777777",
 }
 _LEFT = 74.0
-_WIDTH, _HEIGHT = 720.0, 300.0  # of what is drawn within the axes
-_COLUMNS = 720  # at most, and one more for each pass
+_WIDTH, _HEIGHT = 720.0, 300.0  # of the area within the axes
+_COLUMNS = 720  # at most, plus one for each pass, because passes do not share a column
 _TICKS = 5
 
 
 def course_sheet(course: MemoryHistory) -> Sheet:
-    """States that last at the bottom, phases above, what each colour is below."""
+    """Return the picture of one rank's memory over a step.
+
+    States that last are at the bottom of the stack. Phases are named above it, colours below.
+    """
     title = f"memory of rank {course.rank}"
     sheet = Sheet(title=title, width=_LEFT + _WIDTH + EDGE, height=EDGE)
     peak = course.peak
@@ -81,7 +84,7 @@ def course_sheet(course: MemoryHistory) -> Sheet:
 
 
 def _columns(moments: Sequence[MemorySample]) -> Iterator[MemorySample]:
-    """The highest moment of each column, and no column of two passes."""
+    """Yield the highest moment of each column; a column has moments of one pass."""
 
     def column(moment: MemorySample) -> tuple[object, ...]:
         place = moment.event * _COLUMNS // len(moments)
@@ -94,7 +97,7 @@ def _columns(moments: Sequence[MemorySample]) -> Iterator[MemorySample]:
 def _bars(
     columns: Sequence[MemorySample], width: float, bottom: float, scale: float
 ) -> Iterator[Rectangle]:
-    """Yield the bars of each state, neighbours of the same place and height as one."""
+    """Yield the bars of each state; neighbours with equal place and height are merged."""
     for index, state in enumerate(State):
         sizes = [(sum(m.device_bytes[:index]), m.device_bytes[index]) for m in columns]
         place = 0
@@ -112,13 +115,14 @@ def _bars(
 
 
 def _ticks(top: float) -> Iterator[Rectangle]:
-    """A thin line at each number."""
+    """Yield a thin line at each number of the scale."""
     for part in range(_TICKS + 1):
         y = top + _HEIGHT * (1 - part / _TICKS)
         yield Rectangle(x=_LEFT, y=y - 0.25, width=_WIDTH, height=0.5, colour=LIGHT)
 
 
 def _numbers(peak: int, top: float) -> Iterator[Label]:
+    """Yield the numbers of the scale."""
     for part in range(_TICKS + 1):
         yield Label(
             text=format_memory(peak * part / _TICKS),
@@ -130,7 +134,7 @@ def _numbers(peak: int, top: float) -> Iterator[Label]:
 
 
 def _passes(columns: Sequence[MemorySample]) -> Iterator[tuple[int, int, MemorySample]]:
-    """First column, number of columns and a moment of each pass through a phase."""
+    """Yield the first column, the number of columns and a moment of each pass through a phase."""
     first = 0
     for _, moments in groupby(columns, key=lambda moment: (moment.phase, moment.micro_batch)):
         shown = list(moments)
@@ -139,6 +143,7 @@ def _passes(columns: Sequence[MemorySample]) -> Iterator[tuple[int, int, MemoryS
 
 
 def _boundaries(columns: Sequence[MemorySample], width: float, top: float) -> Iterator[Rectangle]:
+    """Yield a white line at the beginning of each pass."""
     for first, _, _ in _passes(columns):
         yield Rectangle(
             x=_LEFT + first * width - 0.25, y=top, width=0.5, height=_HEIGHT, colour=WHITE
@@ -146,7 +151,7 @@ def _boundaries(columns: Sequence[MemorySample], width: float, top: float) -> It
 
 
 def _phases(columns: Sequence[MemorySample], width: float, top: float) -> Iterator[Label]:
-    """Its name above each pass that is wide enough for it, a letter above those that are nearly."""
+    """Yield a label above each pass: its name, its first letter, or nothing if it is too narrow."""
     for first, number, moment in _passes(columns):
         named = (
             f"{moment.phase} {moment.micro_batch}" if moment.phase is not Phase.UPDATE else "update"
@@ -171,7 +176,7 @@ _LEGEND = {
     BLACK: "peak",
 }
 _BAR, _BAR_GAP, _BARS_WIDTH = 14.0, 8.0, 420.0
-_NUMBERS = 190.0  # right of the bars: the peak, whether it fits, and the step's seconds
+_NUMBERS = 190.0  # width right of the bars: the peak, the fit, and the step time
 _TICK = 2.0
 
 
@@ -219,16 +224,18 @@ def sweep_sheet(points: Sequence[SweepPoint]) -> Sheet:
 
 
 def _capacity(point: SweepPoint) -> int | None:
+    """Return the usable device memory of a point, in bytes; None if it is unknown."""
     return point.prediction.fit.usable_memory if point.prediction else None
 
 
-def _peak_of(point: SweepPoint) -> int | None:
+def _peak_bytes(point: SweepPoint) -> int | None:
+    """Return the predicted peak of a point, in bytes; None if it is unknown."""
     return point.prediction.fit.peak_bytes if point.prediction else None
 
 
 def _stack(point: SweepPoint) -> list[tuple[str, int]]:
-    """Return the colour and size of each part of a bar; none if the peak is unknown."""
-    peak = _peak_of(point)
+    """Return the colour and size of each part of a bar; empty if the peak is unknown."""
+    peak = _peak_bytes(point)
     if point.prediction is None or not peak:
         return []
     exact = point.prediction.derivation.exact
@@ -238,6 +245,7 @@ def _stack(point: SweepPoint) -> list[tuple[str, int]]:
 
 
 def _add_row(sheet: Sheet, point: SweepPoint, x: float, y: float, scale: float) -> None:
+    """Add the label, the bar, the peak's tick and the figures of one point."""
     middle = y + _BAR / 2
     sheet.texts.append(Label(text=point.label, x=x - _BAR_GAP, y=middle, size=SMALL, align="right"))
     left = x
@@ -245,22 +253,24 @@ def _add_row(sheet: Sheet, point: SweepPoint, x: float, y: float, scale: float) 
         box = Rectangle(x=left, y=y, width=size * scale, height=_BAR, colour=colour)
         sheet.rectangles.append(box)
         left += box.width
-    if peak := _peak_of(point):
+    if peak := _peak_bytes(point):
         end = x + peak * scale - _TICK / 2
         tick = Rectangle(x=end, y=y - 1, width=_TICK, height=_BAR + 2, colour=BLACK)
         sheet.rectangles.append(tick)
     after = x + _BARS_WIDTH + _BAR_GAP if point.prediction else x + 4  # clear of the lines
-    words = Label(text=_words(point), x=after, y=middle, size=SMALL, colour=GREY)
+    words = Label(text=_row_text(point), x=after, y=middle, size=SMALL, colour=GREY)
     sheet.texts.append(words)
 
 
-def _words(point: SweepPoint) -> str:
+def _row_text(point: SweepPoint) -> str:
+    """Return the text right of a bar."""
     if point.prediction is None:
         return "refused"
     return ", ".join(_figures(point.prediction))
 
 
 def _figures(prediction: Prediction) -> Iterator[str]:
+    """Yield the peak, the fit and the step time of a prediction as text."""
     peak = prediction.fit.peak_bytes
     yield "peak unknown" if peak is None else format_memory(peak)
     if peak is not None:
