@@ -1,6 +1,6 @@
-"""The tensors of built-in models as formulas: names, shapes, units, order of gradients.
+"""The tensors of built-in models as formulas: names, shapes, units, and the order of gradients.
 
-Pure: no torch. Tests compare every fact with the module itself.
+This module is pure and does not import torch. Tests compare every fact with the module itself.
 """
 
 from __future__ import annotations
@@ -17,35 +17,42 @@ from ptrain.spec.model import Attention, ModelShape
 from ptrain.spec.placement import EXPERT_AXES
 from ptrain.spec.spec import Spec
 
-EXPERTS = "experts"  # the module of a block that has all of them
-LOCAL = "window_"  # in front of the names of tables that layers with a window have of their own
-_FP32, _INT64 = 4, 8  # bytes: reals are fp32 (fp64 under compute fp64), whatever the layout
+EXPERTS = "experts"  # the module of a block that has all of its experts
+LOCAL = "window_"  # prefix of the tables that only layers with a window use
+_FP32, _INT64 = 4, 8  # bytes; buffers of reals are fp32 in every layout (fp64 under compute fp64)
 
 Shape = tuple[int, ...]
 Table = tuple[tuple[str, Shape], ...]
 
 
-@lru_cache(maxsize=2**5)  # who looks for what fits changes everything but the model
+@lru_cache(maxsize=2**5)  # a search for changes that fit varies everything except the model
 def facts(
     shape: ModelShape,
     sequence: int,
     unit: UnitSize | None = None,
     apart: tuple[str, ...] = (),
 ) -> ModelFacts:
-    """Return what derivation knows of a built-in model that takes `sequence` tokens and is wrapped
-    in units of this size (one block, where it is not given), modules that are kept `apart` in units
-    of their own."""
+    """Return the facts of a built-in model.
+
+    Args:
+        shape: The model.
+        sequence: The number of tokens of a sample, for learned positions and tables.
+        unit: The size of a unit; by default one block.
+        apart: Modules that are separate units, such as experts.
+    """
     blocks = {f"blocks.{layer}": _block(shape, layer) for layer in range(shape.layers)}
     units = _units(unit or UnitSize(), blocks, _root(shape, sequence))
     return ModelFacts(
-        units=tuple(own for whole in units for own in _parted(whole, apart)) if apart else units,
+        units=tuple(own for whole in units for own in _separate_units(whole, apart))
+        if apart
+        else units,
         buffers=_buffers(shape, sequence),
         gradient_order=_gradient_order(shape, blocks),
     )
 
 
 def expert_modules(spec: Spec) -> tuple[str, ...]:
-    """Return the modules that hold a layer's experts, where ranks have experts of their own."""
+    """Return the modules that hold each layer's experts, if ranks have different experts."""
     shape = spec.model
     if not isinstance(shape, ModelShape) or not spec.is_cut_over(EXPERT_AXES):
         return ()
@@ -54,7 +61,7 @@ def expert_modules(spec: Spec) -> tuple[str, ...]:
 
 
 def expert_layers(spec: Spec) -> ExpertLayers | None:
-    """Return a built-in model's layers with experts, where ranks have experts of their own."""
+    """Return the layers with experts of a built-in model, if ranks have different experts."""
     shape, modules = spec.model, expert_modules(spec)
     if not modules or not isinstance(shape, ModelShape) or shape.experts is None:
         return None
@@ -66,8 +73,8 @@ def expert_layers(spec: Spec) -> ExpertLayers | None:
     )
 
 
-def _parted(unit: UnitFacts, apart: Sequence[str]) -> Iterator[UnitFacts]:
-    """Yield the units of the modules within a unit that are kept apart, then what is left."""
+def _separate_units(unit: UnitFacts, apart: Sequence[str]) -> Iterator[UnitFacts]:
+    """Yield the units of separate modules within a unit, then the rest of the unit."""
     left = unit.tensors
     for name in apart:
         own = tuple(tensor for tensor in left if tensor.name.startswith(f"{name}."))
@@ -80,8 +87,13 @@ def _parted(unit: UnitFacts, apart: Sequence[str]) -> Iterator[UnitFacts]:
 def _units(
     size: UnitSize, blocks: Mapping[str, Table], root: tuple[Table, Table]
 ) -> tuple[UnitFacts, ...]:
-    """Inner before outer; an outer unit has what its inner ones leave. `root` are the tensors in
-    front of the blocks and behind them."""
+    """Return the units of a model, inner before outer; an outer unit has the remaining tensors.
+
+    Args:
+        size: The size of a unit.
+        blocks: The tensors of each block by name.
+        root: The tensors before the blocks and after them.
+    """
     ends = tuple(_tensors(table, "") for table in root)
     inner: list[UnitFacts] = []
     names = tuple(blocks)
@@ -104,8 +116,10 @@ def _units(
 
 
 def _sub_units(name: str, block: Table) -> Iterator[UnitFacts]:
-    """Attention and mlp are modules of modules: `attention.query.weight` lies two deep. The norms
-    stay with the block."""
+    """Yield the units of a block's attention and mlp, then the block's unit with its norms.
+
+    Attention and mlp contain modules: `attention.query.weight` is two levels deep.
+    """
     by_part: dict[str, list[tuple[str, Shape]]] = {}
     for path, dims in block:
         part, _, rest = path.partition(".")
@@ -117,10 +131,12 @@ def _sub_units(name: str, block: Table) -> Iterator[UnitFacts]:
 
 
 def _tensors(table: Table, prefix: str) -> tuple[TensorFacts, ...]:
+    """Return the facts of a table's tensors."""
     return tuple(TensorFacts(name=prefix + name, shape=dims) for name, dims in table)
 
 
 def _block(shape: ModelShape, layer: int) -> Table:
+    """Return the tensors of a block."""
     hidden = shape.hidden
     has_post, has_own = shape.post_norm, not shape.parallel
     return (
@@ -134,6 +150,7 @@ def _block(shape: ModelShape, layer: int) -> Table:
 
 
 def _attention(shape: ModelShape) -> Table:
+    """Return the tensors of attention."""
     hidden, head_dim, all_have_bias = shape.hidden, shape.head_dim, shape.bias is Bias.ALL
     qkv_has_bias = shape.bias is not Bias.NONE
     return (
@@ -147,8 +164,11 @@ def _attention(shape: ModelShape) -> Table:
 
 
 def _latent_attention(shape: ModelShape) -> Table:
-    """Queries by way of latent features, or of the stream; keys and values of theirs, but for the
-    one key that turns."""
+    """Return the tensors of latent attention (MLA).
+
+    Queries are projected from latent features, or directly from hidden states. Keys and values are
+    projected from latent features, except for the shared rotary key.
+    """
     assert shape.kv_lora_rank is not None, "there are latent features"
     hidden, rank, latent = shape.hidden, shape.q_lora_rank, shape.kv_lora_rank
     own = shape.qk_nope_head_dim + shape.v_head_dim
@@ -171,59 +191,70 @@ def _latent_attention(shape: ModelShape) -> Table:
 
 
 def _feed_forward(shape: ModelShape, name: str, width: int) -> Table:
+    """Return the tensors of a feed-forward module."""
     has_bias = shape.bias is Bias.ALL
     return (
         *(
             row
-            for part in _inner(shape)
+            for part in _inner_projections(shape)
             for row in _linear(f"{name}.{part}", width, shape.hidden, has_bias=has_bias)
         ),
         *_linear(f"{name}.down", shape.hidden, width, has_bias=has_bias),
     )
 
 
-def _inner(shape: ModelShape) -> tuple[str, ...]:
-    """Return the projections to the inside of a feed-forward part."""
+def _inner_projections(shape: ModelShape) -> tuple[str, ...]:
+    """Return the names of the projections from hidden states to the inner features."""
     return ("gate", "up") if shape.activation.is_gated else ("up",)
 
 
 def _moe(shape: ModelShape) -> Table:
-    """The router, all experts in a tensor for each projection, and the shared ones as one."""
+    """Return the tensors of a layer with experts: router, stacked experts, and shared experts.
+
+    Each projection of all experts is one tensor. Shared experts are one feed-forward module.
+    """
     assert shape.experts is not None, "the layer has some"
     experts, width, hidden = shape.experts, shape.width_of_expert, shape.hidden
     shared = shape.shared_experts * width
     return (
         ("mlp.router.weight", (experts, hidden)),
-        *((f"mlp.{EXPERTS}.{part}.weight", (experts, width, hidden)) for part in _inner(shape)),
+        *(
+            (f"mlp.{EXPERTS}.{part}.weight", (experts, width, hidden))
+            for part in _inner_projections(shape)
+        ),
         (f"mlp.{EXPERTS}.down.weight", (experts, hidden, width)),
         *(_feed_forward(shape, "mlp.shared", shared) if shared else ()),
     )
 
 
 def is_of_experts(name: str) -> bool:
-    """Return whether a tensor is of experts that a router chooses from."""
+    """Return True if a tensor belongs to experts that a router chooses from."""
     return EXPERTS in name.split(".")
 
 
 def elements_met(shape: ModelShape, name: str, numel: int) -> int:
-    """Return of how many of a tensor's elements a token makes use: of the experts' those of the
-    ones that it goes to, of any other all."""
+    """Return the number of a tensor's elements that one token uses.
+
+    A token uses the experts that it is routed to, and all elements of other tensors.
+    """
     if shape.experts is None or not is_of_experts(name):
         return numel
     return numel // shape.experts * shape.experts_per_token
 
 
 def _norm(shape: ModelShape, name: str, features: int) -> Table:
+    """Return the tensors of a norm."""
     return tuple((f"{name}.{tensor}", (features,)) for tensor in shape.norm.tensors)
 
 
 def _linear(name: str, outputs: int, inputs: int, *, has_bias: bool) -> Table:
+    """Return the tensors of a linear module."""
     bias: Table = ((f"{name}.bias", (outputs,)),) if has_bias else ()
     return ((f"{name}.weight", (outputs, inputs)), *bias)
 
 
 def _root(shape: ModelShape, sequence: int) -> tuple[Table, Table]:
-    """The tensors in front of the blocks, and those behind them."""
+    """Return the tensors before the blocks and after them."""
     hidden = shape.hidden
     front: Table = (("embed.weight", (shape.vocab, hidden)),)
     if shape.positions is Positions.LEARNED:
@@ -232,13 +263,18 @@ def _root(shape: ModelShape, sequence: int) -> tuple[Table, Table]:
     return front, (*_norm(shape, "norm", hidden), *head)
 
 
-OF_TOKENS = "_TK"  # ends the name of a table with a row for each token
-BIAS, COUNTS = "bias_E", "load_E"  # of a router's buffers: of its experts, and how often chosen
+OF_TOKENS = "_TK"  # suffix of tables with a row for each token
+BIAS, COUNTS = (
+    "bias_E",
+    "load_E",
+)  # a router's buffers: the bias and the number of choices per expert
 
 
 def tables_of(shape: ModelShape, sequence: int) -> dict[str, tuple[int, int]]:
-    """Return name and sizes of each table of reals that a model has beside its parameters, in its
-    order: of rotations, and of what a window hides."""
+    """Return the name and the rows and columns of each table of reals that a model has as a buffer.
+
+    These are the rotation tables, and the mask of windowed attention.
+    """
     pairs = shape.rotary_dim // 2
     names = ["cos_TK", "sin_TK"] if pairs else []
     if shape.window_rope_base is not None:
@@ -251,6 +287,7 @@ def tables_of(shape: ModelShape, sequence: int) -> dict[str, tuple[int, int]]:
 
 
 def _buffers(shape: ModelShape, sequence: int) -> tuple[tuple[str, int], ...]:
+    """Return the name and the bytes of each buffer."""
     tables = tables_of(shape, sequence).items()
     own = [(name, rows * columns * _FP32) for name, (rows, columns) in tables]
     if shape.experts is not None and shape.bias_update_rate is not None:
@@ -262,19 +299,26 @@ def _buffers(shape: ModelShape, sequence: int) -> tuple[tuple[str, int], ...]:
 
 
 def _gradient_order(shape: ModelShape, blocks: Mapping[str, Table]) -> tuple[str, ...]:
-    """Last used, first complete. A tied embedding is complete only where it was used first."""
+    """Return the parameters in the order in which a backward pass completes their gradients.
+
+    It is the reverse order of use. A tied embedding is complete only at its first use.
+    """
     front, behind = (tuple(name for name, _ in table) for table in _root(shape, 0))
     within = (
         f"{block_name}.{name}"
         for block_name, block in reversed([*blocks.items()])
-        for name in _completed(tuple(name for name, _ in block))
+        for name in _completion_order(tuple(name for name, _ in block))
     )
-    return (*_completed(behind), *within, *reversed(front))
+    return (*_completion_order(behind), *within, *reversed(front))
 
 
-def _completed(names: tuple[str, ...]) -> Iterator[str]:
-    """Modules backwards. A linear layer's bias comes first, for its weight is transposed on the
-    way; a norm hands over both at once, in the order of its arguments."""
+def _completion_order(names: tuple[str, ...]) -> Iterator[str]:
+    """Yield the tensors of modules in the order in which their gradients are complete.
+
+    Modules come in reverse. A linear's bias is before its weight, whose gradient passes another
+    autograd node, a transpose. A norm's gradients are complete together, in the order of its
+    arguments.
+    """
     of_module: dict[str, list[str]] = {}
     for name in names:
         of_module.setdefault(name.rpartition(".")[0], []).append(name)
