@@ -54,6 +54,7 @@ def painted(sheet: Sheet, form: Format) -> bytes:
     settings.pop("backend", None)  # setting it would select a backend, and no window is opened
     with matplotlib.rc_context(settings):
         figure = Figure(figsize=(sheet.width / _POINTS, sheet.height / _POINTS), dpi=_DOTS)
+        # One axes over the full figure, in points, with y downwards as on a sheet.
         axes = figure.add_axes((0, 0, 1, 1), xlim=(0, sheet.width), ylim=(sheet.height, 0))
         axes.set_axis_off()
         for (colour, edge, width), corners in _corners_by_style(sheet).items():
@@ -71,7 +72,7 @@ def painted(sheet: Sheet, form: Format) -> bytes:
                 weight="bold" if text.is_bold else "normal",
                 horizontalalignment=text.align,
                 verticalalignment="center_baseline",
-                parse_math=False,
+                parse_math=False,  # a `$` in a name is text
             )
         image = BytesIO()
         figure.savefig(
@@ -157,6 +158,7 @@ def write_whole(path: Path, content: bytes, option: str = "--chart") -> None:
     Raises:
         SpecError: If the file cannot be written; the error names the `option`.
     """
+    # In the same folder, since a rename is atomic only within a file system.
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         temporary.write_bytes(content)

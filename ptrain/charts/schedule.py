@@ -163,6 +163,7 @@ class _Scale:
         several = schedule.stages > schedule.ranks
         letters = max(_label_width(box, 1, several=several) / box.length for box in every)
         makespan = simulation.makespan
+        # As wide as numbers of the wanted size need, within the limits of the rows' width.
         unit = min(max(letters * _WANTED + _AIR, _LEAST / makespan), _MOST / makespan)
         return cls(
             left=EDGE + max(_name_width(schedule, rank) for rank in range(schedule.ranks)) + 6,
@@ -262,6 +263,7 @@ def _numbers(box: Box, scale: _Scale, top: float) -> Iterator[Label]:
     lines = _label(box, scale.size, several=scale.several)
     widest = max(width_of(text, size) for text, size in lines)
     heights = [size * 1.1 for _, size in lines]
+    # 1e-6 allows for rounding: the scale makes the widest number fit exactly.
     if widest + _AIR > place.width + 1e-6 or sum(heights) > place.height:
         return
     y = place.y + (place.height - sum(heights)) / 2
@@ -392,7 +394,7 @@ def step_sheet(title: str, note: str, spans: Sequence[LaneSpan]) -> Sheet:
     Args:
         title: The name of the spec.
         note: A line below the title.
-        spans: The spans of all lanes. The ranks are drawn above the communication.
+        spans: The spans of all lanes, in order of time within a lane.
     """
     lanes = [*dict.fromkeys(span.lane for span in spans)]
     lanes.sort(key=lambda lane: (lane is not None, lane if isinstance(lane, int) else -1))

@@ -172,6 +172,7 @@ _FADED = 0.3
 @cache
 def of_place(place: int) -> str:
     """Return the colour of a rank by its place along an axis; eight neighbours differ."""
+    # The eight colours with 0, 30 and 60 % of white; then they repeat.
     turn, number = divmod(place, len(_PLACE_COLOURS))
     return _lighten(_PLACE_COLOURS[number], _FADED * (turn % 3))
 

@@ -128,7 +128,7 @@ def _span_geometry(step: ContextParallel, span: Span, left: float) -> tuple[floa
 def _add_ticks(sheet: Sheet, step: ContextParallel, left: float) -> None:
     """Add the token numbers at the edges of shards, without numbers that would overlap."""
     edges = sorted({edge for spans in all_spans(step) for span in spans for edge in span})
-    last = -_WIDTH
+    last = -_WIDTH  # left of the drawing, so that the first number is always shown
     for edge in edges:
         x = left + edge * _WIDTH / step.sequence
         if x - last >= width_of(str(edge), SMALL) + _AIR:

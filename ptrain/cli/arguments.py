@@ -54,6 +54,8 @@ class CommandParser(ArgumentParser):
         """
         typed = ("ptrain", self.verb, *words)
         arguments = list(_as_overrides(typed[2:]))
+        # Checked before parsing, because argparse would take the value of an unknown option for a
+        # positional argument and report that instead.
         for word, following in zip(arguments, [*arguments[1:], ""], strict=False):
             if word == "--":
                 break
@@ -107,6 +109,7 @@ def _hint(verb: str, word: str, following: str) -> str:
     key = name.lstrip("-").replace("-", "_")
     value = value or ("" if following.startswith("-") else following)
     own = tuple(options_of(verb))
+    # A nearly exact option comes before keys: `--step` means --steps, not a key named step.
     if near := close(name, own, cutoff=_ALMOST):
         return f"Did you mean `{near}`?"
     with_keys = "key=value" in " ".join(COMMANDS[verb].usage)

@@ -122,6 +122,7 @@ def _rules() -> Iterator[Rule]:
     pairs |= {key: [*listing("strategies")] for key in pairs if _is_placement(key)}
     keys = [f"{key}=" for key in pairs]
     values = [f"{key}={word}" for key, words in pairs.items() for word in words]
+    # The first matching pattern wins, so options with values come before the rules of commands.
     yield [" *"], [*VERBS]
     yield ["* --cluster *"], clusters
     yield ["* --against *"], specs

@@ -212,6 +212,7 @@ def _find_mentions(
     Titles come first, then the glossary, then the sections with the most mentions. Case and plural
     are ignored.
     """
+    # A plural ending, a hyphen instead of a space, and a digit (`zero3`) match too.
     stems = [re.escape(part.removesuffix("s")) for part in word.split()]
     pattern = re.compile(rf"(?<!\w){'s?[ -]'.join(stems)}s?\d?(?!\w)", re.IGNORECASE)
     ranked = []
@@ -282,7 +283,7 @@ def anchor(title: str) -> str:
 def sections(page: str) -> list[PageSection]:
     """Return the sections of a page in order, without the text before the first heading."""
     parts: list[tuple[str, list[str]]] = []
-    is_code = False
+    is_code = False  # `## ` in a code block is a comment, not a heading
     for line in page.splitlines():
         is_code ^= line.startswith(_FENCE)
         if line.startswith("## ") and not is_code:

@@ -87,10 +87,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             return _run_command(arguments, is_process=argv is None)
         finally:
-            print(end="", flush=True)  # here and not at exit; argparse exits after --help
+            # Flush here, so that a closed pipe or a full disk raises inside the handlers below, not
+            # at interpreter exit. `finally`, because argparse exits after --help.
+            print(end="", flush=True)
     except KeyboardInterrupt:
         return INTERRUPTED
-    except BrokenPipeError:  # the reader (head, a pager) has read enough: no flush at exit may fail
+    except BrokenPipeError:
+        # The reader (head, a pager) has closed the pipe. The streams go to /dev/null, so that the
+        # interpreter's flush at exit does not fail again.
         for stream in filter(None, (sys.stdout, sys.stderr)):
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         return BROKEN_PIPE
@@ -202,6 +206,7 @@ def _report_error(error: PtrainError, *, as_json: bool) -> int:
     from ptrain.train.rank_start import code_of
 
     code = code_of(error)
+    # Under a launcher every rank meets the same error, and one record is enough.
     if as_json and environment.is_first():
         faults = error.faults if isinstance(error, SpecError) else ()
         record = {

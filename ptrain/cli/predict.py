@@ -59,7 +59,7 @@ def _simulate_reserved(
     from ptrain.simulation.choice import chosen
     from ptrain.simulation.execute import simulate
 
-    rank = chosen(spec, derivation.exact)[-1]
+    rank = chosen(spec, derivation.exact)[-1]  # the last one has the highest predicted peak
     segments = simulate(spec, rank, allow_import=allow_import).reserved(spec)
     within = workspaces(spec)
     whose = (

@@ -61,6 +61,7 @@ def progress(what: str) -> Iterator[Callable[..., None]]:
         yield step
     finally:
         timer.cancel()
+        # A timer that has fired may still draw: wait, so that its bar is stopped below.
         if timer.is_alive():
             timer.join()
         for bar in bars:

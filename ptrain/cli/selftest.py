@@ -261,6 +261,7 @@ def _cases(ranks: int, device: str, chosen: Iterable[str]) -> tuple[list[Spec], 
         words = [*_SHORT_RUN, f"device={device}"]
         spec = load(name, words).spec
         axes = [factor.axis for factor in spec.factors]
+        # The largest legal degree wins. The batch grows to a multiple of what the ranks need.
         for degree in range(ranks, spec.world_size, -1) if len(axes) == 1 else ():
             samples = math.lcm(spec.batch.global_samples, spec.batch.micro * degree)
             more = [f"mesh.{axes[0]}={degree}", f"batch.global={samples}"]
@@ -326,6 +327,7 @@ def largest_difference(losses: Sequence[float], others: Sequence[float]) -> floa
     """
     if len(losses) != len(others) or not all(map(math.isfinite, (*losses, *others))):
         return math.inf
+    # 1e-12 avoids a division by zero.
     pairs = zip(losses, others, strict=True)
     return max(abs(one - other) / max(abs(other), 1e-12) for one, other in pairs)
 

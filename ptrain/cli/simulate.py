@@ -59,7 +59,9 @@ def run(args: Namespace) -> int:
         require_ranks(spec, args.rank)
     lacking = pretence.lacking() or "specs for several kinds of GPU, or from a pipe: one file each"
     are_files = all(Path(source).is_file() or not Path(source).exists() for source in sources)
-    if not args.rehearse and are_files and (sm := _pretended(specs)):  # a pipe is read once
+    # A new process pretends to have the GPUs, so that torch selects CUDA's kernels. It reads the
+    # specs again, which is not possible for a pipe.
+    if not args.rehearse and are_files and (sm := _pretended(specs)):
         try:
             return pretence.run(["-m", "ptrain", "simulate", *_words(args)], sm)
         except pretence.Uncompiled as error:
@@ -148,7 +150,8 @@ def _simulate_ranks(
     Yields:
         The derivation of the spec, and the report of one rank.
     """
-    if args.rehearse:  # before anything runs; derived is what that device's kernels allocate
+    # The prediction is for the device of the rehearsal, whose kernels may allocate differently.
+    if args.rehearse:
         spec = replace(spec, device=rehearsal_device(spec).type)
     facts = facts_of(
         spec,
@@ -257,7 +260,7 @@ def host_bytes() -> int:
     if status.exists():
         (line,) = (line for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
         return int(line.split()[1]) * 1024
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS, else KiB
     return most if sys.platform == "darwin" else most * 1024
 
 

@@ -118,7 +118,7 @@ def _faults(error: PtrainError) -> tuple[Fault, ...]:
         PtrainError: If the error is not about the user's input.
     """
     if error.exit_code != PtrainError.exit_code:
-        raise error
+        raise error  # a failed check or rank ends the command
     return error.faults if isinstance(error, SpecError) else (Fault(place="", finding=str(error)),)
 
 

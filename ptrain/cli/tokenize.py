@@ -101,7 +101,9 @@ def _tokenize_chats(args: Namespace) -> tuple[dict[str, Any], list[str]]:
 
 def _chat_lines(args: Namespace, done: TokenizingProgress, keys: dict[str, Any]) -> list[str]:
     """Return the lines of text about tokenized chats."""
-    share = done.tokens / (done.entries * (args.sequence + 1))
+    share = done.tokens / (
+        done.entries * (args.sequence + 1)
+    )  # a row has inputs and the last target
     lines = [
         f"{args.out}: {done.documents:,} chats in {done.entries:,} rows of {args.sequence:,} "
         f"tokens, {share:.0%} full; {done.targets:,} of {done.tokens:,} tokens are learned"

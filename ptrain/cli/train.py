@@ -114,6 +114,7 @@ def _require_one_node(spec: Spec) -> None:
         and spec.device != "cpu"
         and size > cluster.devices_per_node
     ):
+        # The fewest nodes whose number divides the ranks: every node starts as many.
         fewest = -(-size // cluster.devices_per_node)
         nodes = next(nodes for nodes in range(fewest, size + 1) if size % nodes == 0)
         raise refused(
@@ -152,6 +153,7 @@ def start(spec: Spec, choices: Options, after: Callable[[RunFolder], None]) -> i
         after(claim.folder)
         return code
     except PtrainError as error:
+        # Wrong input: the run folder is restored, unless a step was done.
         if error.exit_code == PtrainError.exit_code:
             claim.withdraw()
         raise
@@ -177,6 +179,7 @@ def _launch_with_restarts(spec: Spec, prepared: Options, claim: Claim) -> int:
                 folder=claim.folder,
                 parts=parts,
                 module=module_of(spec),
+                # Ranks inherit the lock: the run folder stays locked while any of them lives.
                 inherited=(claim.lock.descriptor,),
             )
         except RankFailed as error:

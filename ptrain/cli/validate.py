@@ -80,11 +80,11 @@ def _require_steady_step(source: str, overrides: tuple[str, ...]) -> None:
 
 def _validate(source: str, overrides: tuple[str, ...], *, allow_import: bool) -> Run:
     """Run one spec in a temporary folder, which is kept with its logs if a rank fails."""
-    folder = Path(tempfile.mkdtemp(prefix="ptrain-"))  # stays, with its logs, when a rank fails
+    folder = Path(tempfile.mkdtemp(prefix="ptrain-"))  # kept, with its logs, if a rank fails
     try:
         result = train(source, overrides, run_dir=folder / "run", allow_import=allow_import)
     finally:
-        with suppress(OSError):  # not empty: something has started
+        with suppress(OSError):  # a folder that is not empty has the logs of ranks that started
             folder.rmdir()
     shutil.rmtree(folder)
     return result

@@ -63,7 +63,8 @@ def run(args: Namespace) -> int:
         for choice in sweeps(overrides)
     ]
     other = _load_against(args, jobs, overrides)
-    folder = Path(tempfile.mkdtemp(prefix="ptrain-"))  # 0700; stays, with its logs, if a rank fails
+    # mkdtemp creates it with mode 0700. It stays, with its logs, if a rank fails.
+    folder = Path(tempfile.mkdtemp(prefix="ptrain-"))
     try:
         records = _verify_all(jobs, other, args, folder)
     except Interrupted as interrupted:

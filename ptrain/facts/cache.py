@@ -99,7 +99,8 @@ def _watch_opened() -> None:
     """Add an audit hook that records the files opened for reading. It cannot be removed again."""
 
     def note(event: str, arguments: tuple[object, ...]) -> None:
-        if event == "open" and (newest := _OPENED[-1:]):  # another thread may end a trace
+        # A slice and not _OPENED[-1], which fails if another thread ends a trace in between.
+        if event == "open" and (newest := _OPENED[-1:]):
             path, _, flags = arguments
             is_written = isinstance(flags, int) and flags & (os.O_WRONLY | os.O_RDWR)
             if isinstance(path, str | bytes | os.PathLike) and not is_written:
@@ -234,6 +235,7 @@ def _cache_path(spec: Spec) -> Path | None:
         part = to_mapping(traced_part(spec), sync_is_written=False)
         hub = os.environ.get("USE_HUB_KERNELS")
         origins = [_origins(function) for function in spec.user_functions]
+        # The compute kernels of a CPU, and so the traced allocations, depend on its architecture.
         depends = [part, versions, kernels, hub, platform.machine(), _sources(), origins]
         home = folder()
     except (RuntimeError, OSError, metadata.PackageNotFoundError):
@@ -296,11 +298,11 @@ def _write_trace(path: Path, trace: Trace) -> None:
     """Write a trace completely or not at all, readable by its owner only."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     text = json.dumps(encode(trace, Trace), separators=(",", ":"))
-    descriptor, new = tempfile.mkstemp(prefix=path.name, dir=path.parent)  # 0o600
+    descriptor, new = tempfile.mkstemp(prefix=path.name, dir=path.parent)  # with mode 0600
     try:
         with os.fdopen(descriptor, "wb") as file:
-            file.write(gzip.compress(text.encode(), mtime=0))
-        os.replace(new, path)
+            file.write(gzip.compress(text.encode(), mtime=0))  # mtime=0: equal traces, equal bytes
+        os.replace(new, path)  # atomic, because both are in one folder
     except OSError:
         os.unlink(new)
         raise

@@ -193,6 +193,8 @@ def of_later_stage(items: Mapping[Kind, Items], *, output: int, hidden: int) -> 
     passes = Passes(items=items, output=output, hidden=hidden)
     if Kind.WEIGHT not in items:
         return passes
+    # The halves keep parts of the graph that the full backward pass frees: the difference of what
+    # remains after each of them.
     left = _remaining_bytes(passes, Kind.INPUT, Kind.WEIGHT) - passes.loss
     assert left >= 0, "halves of a backward pass that free what is not there"
     ended = {**items, Kind.WEIGHT: (*items[Kind.WEIGHT], Run(0, -left))}
@@ -433,6 +435,7 @@ class UnitFacts:
     trained_numel: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        # object.__setattr__, because the dataclass is frozen.
         shapes = tuple([tensor.shape for tensor in self.tensors])
         object.__setattr__(self, "shapes", shapes)
         object.__setattr__(self, "numel", sum(map(math.prod, shapes)))

@@ -170,6 +170,7 @@ def _latent_attention(shape: ModelShape) -> Table:
     projected from latent features, except for the shared rotary key.
     """
     assert shape.kv_lora_rank is not None, "there are latent features"
+    # As in DeepSeek-V2: a down-projection to latent features, a norm, and an up-projection.
     hidden, rank, latent = shape.hidden, shape.q_lora_rank, shape.kv_lora_rank
     own = shape.qk_nope_head_dim + shape.v_head_dim
     down = (
@@ -259,6 +260,7 @@ def _root(shape: ModelShape, sequence: int) -> tuple[Table, Table]:
     front: Table = (("embed.weight", (shape.vocab, hidden)),)
     if shape.positions is Positions.LEARNED:
         front = (*front, ("positions.weight", (sequence, hidden)))
+    # A tied head has no tensor: `named_parameters` yields a shared tensor once, by its first name.
     head = () if shape.tied else _linear("head", shape.vocab, hidden, has_bias=shape.head_bias)
     return front, (*_norm(shape, "norm", hidden), *head)
 

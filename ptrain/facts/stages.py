@@ -231,7 +231,7 @@ def evenly(layers: int, stages: int) -> tuple[int, ...]:
     """
     _require_enough(layers, stages)
     share, more = divmod(layers, stages)
-    before = (stages - more) // 2
+    before = (stages - more) // 2  # stages with the smaller share before the middle ones
     return tuple(share + (before <= index < before + more) for index in range(stages))
 
 
@@ -285,6 +285,8 @@ def _lightest(sums: Sequence[float], stages: int) -> float:
         following = [float("inf")] * (layers + 1)
         at = stage - 1  # the crossing, which only moves to later layers as `end` grows
         for end in range(stage, layers + 1):
+            # costs[at] grows with `at` and total - sums[at] shrinks: the smaller of the two maxima
+            # around the crossing is the best.
             total = sums[end]
             while at < end and costs[at] < total - sums[at]:
                 at += 1

@@ -24,7 +24,7 @@ from ptrain.spec.precision import DType, Layout
 from ptrain.spec.rates import CLIP, Hook, LinkTier, OperatorKind, RateRow, Rates
 from ptrain.spec.resolve_sections import tables
 
-Shape = tuple[int, ...]
+Shape = tuple[int, ...]  # the dimensions of an operator, or (elements, tensors) of an update
 
 # The exponent of inverse-distance weights. It must exceed the number of coordinates; otherwise the
 # many distant points outweigh the near ones.
@@ -48,7 +48,7 @@ class Curve:
         if size <= self.sizes[0]:
             return self.seconds[0]
         if size >= self.sizes[-1]:
-            return self.seconds[-1] * size / self.sizes[-1]
+            return self.seconds[-1] * size / self.sizes[-1]  # bandwidth bounds large sizes
         end = bisect_left(self.sizes, size)
         (low, high), (fast, slow) = self.sizes[end - 1 : end + 1], self.seconds[end - 1 : end + 1]
         part = math.log(size / low) / math.log(high / low)
@@ -126,6 +126,7 @@ class Surface:
             distance = math.dist(here, there)
             if not distance:
                 return self.expected(shape) * math.exp(more)
+            # Shepard's method: the mean of the excess, weighted by a power of the inverse distance.
             weight = distance**-_SHARPNESS
             total += weight
             excess += weight * more
@@ -232,6 +233,7 @@ class MeasuredPace:
         self.has_bf16 = cluster.sm is None or cluster.sm >= _BF16
         self.overlaps = self.is_cuda
         self.ranks = _ranks_per_node(cluster, ranks)
+        # GPUs are measured one at a time (`at_once: [1]`), whatever the number on a node.
         last = len(rates.at_once) - 1
         column = rates.at_once.index(self.ranks) if self.ranks in rates.at_once else last
         self.curves = {
@@ -316,6 +318,7 @@ class MeasuredPace:
         self, rows: Mapping[tuple[Any, ...], Mapping[Shape, float]]
     ) -> dict[tuple[Any, ...], Surface]:
         """Return the surface of matrix products for each dtype."""
+        # The shortest product of any dtype stands for a dispatch, which no dtype changes.
         least = min((min(points.values()) for points in rows.values()), default=0.0)
         return {
             (dtype,): Surface(
@@ -361,6 +364,7 @@ class MeasuredPace:
             work: Returns the operations of a shape.
             size: Returns the bytes of a shape.
         """
+        # The peak rate of the machine, as far as any measured shape reached it.
         fastest = max(work(shape) / taken for shape, taken in points.items())
         copies = [curve.bandwidth for (kind, _), curve in self.curves.items()
                   if kind is OperatorKind.COPY]  # fmt: skip
@@ -377,7 +381,7 @@ class MeasuredPace:
     def collective_seconds(
         self, collective: Collective, *, ranks: int, nodes: int, payload: int
     ) -> float:
-        if ranks == 1 or collective is Collective.RECV:
+        if ranks == 1 or collective is Collective.RECV:  # a send has the time of the pair
             return 0.0
         curve = self.collectives.get((collective, ranks, nodes))
         if curve is not None:
@@ -552,7 +556,7 @@ def _complete_figures(rows: Sequence[RateRow], column: int) -> Figures:
     that was measured with both.
     """
     figures = dict(_column_figures(rows, column))
-    for fewer in reversed(range(column)):
+    for fewer in reversed(range(column)):  # the nearest number of ranks first
         of_fewer = dict(_column_figures(rows, fewer))
         for kind, sizes in _group_by_prefix(list(of_fewer.items())).items():
             if both := [size for size in sizes if (*kind, size) in figures]:

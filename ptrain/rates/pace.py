@@ -88,10 +88,10 @@ def _hops(collective: Collective, ranks: int, nodes: int) -> tuple[int, int]:
     """
     if collective is Collective.SEND:
         return (0, 1) if nodes > 1 else (1, 0)
-    ring = ranks - nodes, nodes - 1
+    ring = ranks - nodes, nodes - 1  # one hop enters each further node
     if collective is not Collective.ALL_REDUCE:
         return ring
-    tree = ranks // nodes - 1, (nodes - 1).bit_length()
+    tree = ranks // nodes - 1, (nodes - 1).bit_length()  # a chain in each node, a tree of nodes
     here, across = min(ring, tree, key=sum)
     return 2 * here, 2 * across
 

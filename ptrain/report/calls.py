@@ -62,7 +62,7 @@ def differing(axes: str, ledgers: Mapping[int, Sequence[Call]], step: int) -> It
         calls = {rank: _call_at(ledger, index, longest) for rank, ledger in ledgers.items()}
         if len(counts := Counter(calls.values())) > 1:
             yield from _call_mismatches(f"#{index}{OVER}{axes}", index, calls, counts, step)
-            return
+            return  # later calls differ as a consequence
 
 
 def _call_at(ledger: Sequence[Call], index: int, longest: Sequence[Call]) -> Call | None:
@@ -73,6 +73,8 @@ def _call_at(ledger: Sequence[Call], index: int, longest: Sequence[Call]) -> Cal
     """
     if index >= len(ledger):
         return None
+    # A rank that already issues the next call of the longest ledger has skipped the current one.
+    # This is reported as a missing call, not as another operator.
     following = longest[index + 1 : index + 2]
     is_ahead = len(ledger) < len(longest) and ledger[index] != longest[index]
     return None if is_ahead and _is_equal_call(ledger[index], *following) else ledger[index]
@@ -93,6 +95,7 @@ def _call_mismatches(
     """Yield a mismatch for each rank that differs from the most common call at one index."""
     (usual, most), (_, next_most) = counts.most_common(2)
     has_majority = most > next_most
+    # With as many ranks that issue a call as ranks that do not, the call counts as the usual case.
     if not has_majority and None in counts:
         usual = next(call for call in counts if call is not None)
         has_majority = True

@@ -112,6 +112,7 @@ def compare_records(
     Raises:
         SpecError: If the sides have no training or no figure in common.
     """
+    # Two single records are compared even if their specs have different names.
     if len(base) == len(head) == 1:
         pairs = [(*base.values(), *head.values())]
         left: list[str] = []
@@ -285,7 +286,7 @@ def _is_beyond(row: ComparedFigure, growth: float) -> bool:
     if not row.is_known:
         return row.head is None
     base, head = row.base or 0, row.head or 0
-    return not head <= base + growth * abs(base)
+    return not head <= base + growth * abs(base)  # `not <=`, so that NaN is beyond any limit
 
 
 _SIZES = {
@@ -460,7 +461,7 @@ def _markdown_row(cells: Iterable[str]) -> str:
 
 def _escape(text: str) -> str:
     """Return text with Markdown and HTML characters escaped, because users choose the names."""
-    for letter in "\\|*`[]<>":
+    for letter in "\\|*`[]<>":  # the backslash first, so that it does not escape later ones
         text = text.replace(letter, f"\\{letter}")
     return " ".join(text.split())
 

@@ -68,6 +68,7 @@ def differing(tables: Sequence[Sequence[Copy]], step: int) -> Iterator[Mismatch]
     copies = grouped(
         (copy.identity, (rank, copy)) for rank, table in enumerate(tables) for copy in table
     )
+    # sorted() is stable: within a moment, things keep the order of the first rank that holds them.
     for _, of_moment in groupby(
         sorted(copies.values(), key=lambda held: held[0][1].moment),
         key=lambda held: held[0][1].moment,
@@ -81,6 +82,7 @@ def _replica_mismatches(held: Sequence[tuple[int, Copy]], step: int) -> Iterator
     counts = Counter((copy.kind, copy.digest) for _, copy in held)
     if len(counts) == 1:
         return
+    # Two equally common replicas leave open which one is right, so every rank is reported.
     (usual, most), (_, next_most) = counts.most_common(2)
     has_majority = most > next_most
     between = tuple(sorted({rank for rank, _ in held}))
@@ -212,6 +214,7 @@ def axes_between(odd: Sequence[int], ranks: Sequence[int], coordinates: Coordina
             here, there = coordinates.get(one, {}), coordinates.get(other, {})
             apart = [axis for axis in here if here[axis] != there.get(axis)]
             spread.update(dict.fromkeys(apart))
+            # Only a neighbour along a single axis isolates the axis of the difference.
             if len(apart) == 1:
                 axes[apart[0]] = None
     return "+".join(axes or spread)

@@ -281,6 +281,7 @@ def _fit_answer(prediction: Prediction) -> str:
     if fitting.fits:
         return f"{'Fits, but tight' if fitting.is_tight else 'Fits'}: {measure}"
     short = size(max(fitting.short_bytes, fitting.host_short_bytes))
+    # Without a peak, or with bounds, the missing memory is a lower bound.
     is_least = fitting.peak_bytes is None or fitting.lower_bytes is not None
     host = f", {host_text(fitting)}" if fitting.host_short_bytes > 0 else ""
     return f"Does not fit by {short}{' or more' * is_least}: {measure}{host}"

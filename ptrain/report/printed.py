@@ -67,6 +67,7 @@ class Shown:
 
 def shown(spec: Spec) -> Shown:
     """Return the resolved spec without keys that have no effect with its placement."""
+    # A key has no effect with a placement if the legality check rejects every other value of it.
     unheard = [place for place, probe in _probes(spec) if _is_refused(probe, place)]
     mapping: dict[str, Any] = copy.deepcopy(spec.resolved)
     for place in unheard:

@@ -120,6 +120,8 @@ def _with_source(check: Check, counted: Mapping[str, str]) -> Check:
     The keys of `counted` are prefixes of check names. The number of calls never depends on the
     counts.
     """
+    # Keys of `counted` are states for memory ("activations"), and otherwise prefixes such as "peak"
+    # and "traffic ep all_to_all". Calls do not depend on the data that a run counts.
     name = check.name.removeprefix("memory ")
     kinds = () if name.endswith(" calls") else counted.items()
     source = next((why for kind, why in kinds if name.startswith(f"{kind} ")), "")
@@ -134,6 +136,7 @@ def time_checks(spec: Spec, step: StepTime | None, measured: float | None) -> It
     it.
     """
     cluster, rates = spec.cluster, spec.cluster and spec.cluster.rates
+    # Rates of another kind of device, or published ones, do not predict this machine's time.
     if (
         not cluster
         or not rates
@@ -200,6 +203,7 @@ def _memory_checks(exact: Sequence[Footprint], measured: Sequence[Footprint]) ->
     """
     predicted_rows = {(row.state, row.rank): row for row in exact}
     measured_rows = {(row.state, row.rank): row for row in measured}
+    # The union of both sides: a row that only one side has becomes a failing check.
     for state, rank in sorted({*predicted_rows, *measured_rows}, key=lambda key: (key[1], key[0])):
         left, right = predicted_rows.get((state, rank)), measured_rows.get((state, rank))
         for tier in TIERS:
@@ -233,6 +237,7 @@ def _traffic_checks(
     )
     for key in sorted({*predicted_rows, *measured_rows}, key=traffic_name):
         for count in _COUNTS[:1] if exchange_of(key) in assumed else _COUNTS:
+            # Accounts of ranks have no common order, so the sets of their figures are compared.
             left = sorted({getattr(row, count) for row in predicted_rows.get(key, [])})
             right = sorted({getattr(row, count) for row in measured_rows.get(key, [])})
             wrong = [pair for pair in zip_longest(left, right) if pair[0] != pair[1]]
@@ -381,6 +386,7 @@ def rows_of(kind: str, *estimates: Estimate) -> Iterator[dict[str, object]]:
     """
     for estimate in estimates:
         for row in map(encode, getattr(estimate, kind)):
+            # The keys before the first integer (state, phase, collective …) identify the row.
             words = dict(takewhile(lambda item: not isinstance(item[1], int), row.items()))
             bounds = {"upper_bytes": row["device_bytes"]} if "lower_bytes" in row else {}
             yield words | {"column": str(estimate.column)} | row | bounds

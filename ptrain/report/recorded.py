@@ -79,6 +79,7 @@ def _estimate(record: Mapping[str, Any], column: Column) -> Estimate:
         kind: record.get(kind, {}).get(column, {})
         for kind in ("undefined", "by_data", "assumed", "counted")
     }
+    # A measured step time is a single value; only predicted ones have rows.
     steps = (row for row in record["step_seconds"] if row["column"] == column and "rows" in row)
     is_measured = column is Column.MEASURED
     plain["blocked_seconds"] = record.get("blocked_seconds", []) if is_measured else []
@@ -218,6 +219,7 @@ def _parse_record(record: object, place: str) -> Recorded:
         raise _not_a_record(place, f"it lacks {', '.join(missing)}")
     try:
         return _figures(record)
+    # The file may come from any source, so every error of decoding is an error of the input.
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         kind = "" if isinstance(error, Malformed) else f"{type(error).__name__} "
         raise _not_a_record(place, f"it is damaged: {kind}{error}") from None
@@ -259,7 +261,7 @@ def _require_numbers(figures: Figures) -> None:
     for name, value in figures.items():
         if isinstance(value, bool) or not isinstance(value, int | float | None):
             raise TypeError(f"{name} is {value!r:.40}")
-        float(value or 0)
+        float(value or 0)  # an integer beyond the range of a float raises OverflowError
 
 
 def _groups(

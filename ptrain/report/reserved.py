@@ -28,6 +28,7 @@ def reserved_lines(
         if held is None:
             rows.append((segments, "grows on", "", "", "", ""))
             continue
+        # Memory of other streams cannot be reused by the computing stream.
         elsewhere = sum(left for stream, left in held.beyond.items() if stream != COMPUTING)
         between = held.beyond.get(COMPUTING, 0) - held.gap
         figures = (held.device_bytes, held.living, held.gap, between, elsewhere)

@@ -41,6 +41,7 @@ class LayerRouting:
         Args:
             ranks: The number of ranks, each of which has the same number of consecutive experts.
         """
+        # Experts are sharded over ranks in contiguous groups of equal size.
         own = len(self.tokens) // ranks
         starts = range(0, len(self.tokens), own)
         received = [sum(self.tokens[first : first + own]) for first in starts]

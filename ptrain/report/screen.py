@@ -69,6 +69,7 @@ def fold(line: str, width: int) -> list[str]:
     if len(line) <= width or is_command or any(mark in line for mark in "█│┌└"):
         return [line]
     inner = line.strip()
+    # Prefer breaks between parts, then between the figures of a step, then between words.
     separator = _PART if _PART in inner else "  " if len(_FIELDS.findall(inner)) > 2 else " "
     words = inner.split(separator)
     lines = [line[: len(line) - len(line.lstrip())] + words[0]]

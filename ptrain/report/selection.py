@@ -218,6 +218,7 @@ def best_of_ideas(selection: PlacementRanking) -> list[Ranked]:
 
 def distinct_front(selection: PlacementRanking, shown: Iterable[Ranked] = ()) -> list[Ranked]:
     """Return the Pareto front, without rows that nearly equal one of `shown` or a smaller row."""
+    # From the smallest on, so that the smaller of two similar rows is kept.
     front = reversed(
         [row for row in selection.front if not any(_are_similar(row, o) for o in shown)]
     )
@@ -389,6 +390,7 @@ def _tuple_names() -> dict[tuple[Axis, str], str]:
     """Return the names of strategies that only set the tuple of one axis, by axis and tuple."""
     names: dict[tuple[Axis, str], str] = {}
     usual = load(None).spec.resolved
+    # The shortest name of a tuple wins.
     for name in sorted(listing("strategies"), key=len):
         spec = load(name).spec
         changed = {

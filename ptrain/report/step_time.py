@@ -93,6 +93,7 @@ def critical_path(step: StepTime) -> str:
     """
     whole = format_seconds(step.seconds)
     parts = sorted(_overheads(step), key=lambda part: -part[1])
+    # Parts below half a percent are not worth naming.
     if large := [part for part in parts if part[1] >= 0.005 * step.seconds][:_NAMED]:
         named = ", ".join(f"{format_seconds(seconds)} {name}" for name, seconds in large)
         return f"overhead in {whole}: {named}"

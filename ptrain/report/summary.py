@@ -198,6 +198,7 @@ def _cells(
     if not lowers:
         before, after = worst(left, right)
         return size(before), size(after), difference(before, after)
+    # The point of the bounds that is nearest to the measured figure; within the bounds it is equal.
     nearest = {
         rank: min(max(right.get(rank, upper), lowers.get(rank, upper)), upper)
         for rank, upper in left.items()

@@ -121,6 +121,8 @@ def render(columns: Sequence[TableColumn], width: int | None = None) -> str:
     """
     room = (width or screen_width()) + len(_BETWEEN)
     kept = list(columns)
+    # Shrink in this order: leave out pictures and details; wrap names; leave out figures; shorten
+    # the longest text; leave out results. Names stay, even if the table is still too wide.
     while (excess := sum(column.width + len(_BETWEEN) for column in kept) - room) > 0:
         least = min(reversed(kept), key=attrgetter("importance"))
         longest = max((column for column in kept if column.left), key=attrgetter("width"))
@@ -214,7 +216,7 @@ def least(rows: Sequence[Footprint]) -> Largest:
 def largest(rows: Sequence[Footprint]) -> Largest:
     """Return bytes by state and tier, each of the rank with the most."""
     most: dict[tuple[str, str], int] = {}
-    for state, *sizes in set(map(_SIZES, distinct(rows))):  # few: most ranks are like others
+    for state, *sizes in set(map(_SIZES, distinct(rows))):  # few, because most ranks are equal
         for tier, number in zip(TIERS, sizes, strict=True):
             most[state, tier] = max(number, most.get((state, tier), 0))
     return most

@@ -229,7 +229,7 @@ def _has_no_hidden_state(value: object) -> bool:
         reduced: Any = object.__reduce_ex__(value, 2)
     except TypeError:
         return False
-    state = reduced[2]
+    state = reduced[2]  # (callable, arguments, state, …), the reduction of protocol 2
     return state is None or state is getattr(value, "__dict__", None)  # else it has slots
 
 

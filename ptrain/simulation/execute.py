@@ -257,6 +257,7 @@ def simulate(
     require_ranks(spec, [str(rank)])
     device = rehearsal_device(spec) if rehearse else fake_device(spec)
     began = time.perf_counter()
+    # A histogram states the loads of each layer, so its blocks are not equal.
     if not rehearse and not every_block and not isinstance(spec.routing, Histogram):
         blocks = equal_blocks(spec, rank, fewest=FEWEST, least=LEAST)
         simulated = _simulate_few_blocks(blocks, rank, device, allow_import) if blocks else None
@@ -401,6 +402,7 @@ def _steady_step(program: Program, batch: StepBatch) -> StepRecord:
     A training measures the same steps. Set-up traffic appears in the second step and not in the
     third.
     """
+    # The first steps allocate optimizer state and rebuild DDP's buckets.
     for _ in range(FIRST_STEADY - 1):
         _step(program, batch)
     before = _traffic_meter(program)
@@ -418,6 +420,7 @@ def _steady_step(program: Program, batch: StepBatch) -> StepRecord:
     peaks = memory.peaks()
     if pretence.is_on():  # CUDA's allocator does not hold fake tensors
         peaks = tuple(replace(peak, allocator_bytes=0) for peak in peaks)
+    # The meter and the stream count independently, and must agree.
     assert {peak.phase: peak.device_bytes for peak in peaks} == stream.peaks(), "one step"
     return StepRecord(
         resident=memory.footprints(),

@@ -204,7 +204,7 @@ class LivingMeter(MemoryMeter):
         """Record allocations of a kernel, which are freed when its results exist."""
         if not sizes:
             return
-        self._settle()
+        self._settle()  # the operator's own allocations and frees come first
         taken = [
             (Life(None, self._phase, state=State.TRANSIENT, is_within=True), size) for size in sizes
         ]
@@ -225,6 +225,7 @@ class LivingMeter(MemoryMeter):
         life = self._lives[key]
         life.is_declared = key in self._states
         life.state = self._state(key)
+        # The meter counts undeclared storages as activations; buffers are temporary instead.
         if life.state is State.ACTIVATIONS and not life.is_declared and life.is_passing:
             life.state = State.TRANSIENT
 
@@ -252,6 +253,7 @@ class LivingMeter(MemoryMeter):
         """Return all allocations and frees of the step. Call it after the step."""
         for key in self._lives:
             self._remember(key)
+        # By id(): a freed storage's key may be reused, but its Life is kept alive by the events.
         kinds: dict[int, StorageKind] = {}
         keys: dict[int, int] = {}
 

@@ -266,6 +266,7 @@ class ThreeRuns(Generic[Token]):
         for length in range(1, longest + 1):
             if second[there + length - 1] is not third[beyond + length - 1]:
                 break
+            # The third run must have the piece twice: its second copy begins like the second run's.
             if third[beyond + length] is not second[there]:
                 continue
             again = third[beyond + length : beyond + 2 * length]
