@@ -38,8 +38,10 @@ class Format(StrEnum):
 def painted(sheet: Sheet, form: Format) -> bytes:
     """Return a sheet as the bytes of a picture.
 
-    A PNG has 150 dots per inch. An SVG has its text as outlines, so that its width does not depend
-    on the viewer's fonts.
+    Args:
+        sheet: The rectangles and texts.
+        form: PNG, with 150 dots per inch, or SVG. An SVG has its text as outlines, so that its
+            width does not depend on the viewer's fonts.
 
     Raises:
         SpecError: If matplotlib is not installed.
@@ -155,8 +157,13 @@ def chart_file(path: Path | None, option: str = "--chart") -> ChartFile | None:
 def write_whole(path: Path, content: bytes, option: str = "--chart") -> None:
     """Write a file completely or not at all: to a temporary file next to it, which is then renamed.
 
+    Args:
+        path: The file, which is replaced if it exists.
+        content: Its bytes.
+        option: The option that named the file, for the error message.
+
     Raises:
-        SpecError: If the file cannot be written; the error names the `option`.
+        SpecError: If the file cannot be written.
     """
     # In the same folder, since a rename is atomic only within a file system.
     temporary = path.with_name(f".{path.name}.{os.getpid()}")

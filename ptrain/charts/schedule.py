@@ -76,7 +76,12 @@ class Box:
 
 
 def boxes(schedule: Schedule, simulation: Simulation) -> Iterator[Box]:
-    """Yield the boxes of a schedule, rank by rank in the order of execution."""
+    """Yield the boxes of a schedule, rank by rank in the order of execution.
+
+    Args:
+        schedule: The schedule, for the stages of each rank.
+        simulation: Its simulation, for the start and the end of each action.
+    """
     for rank, spans in enumerate(simulation.timeline):
         stages = schedule.stages_of(rank)
         for span in spans:

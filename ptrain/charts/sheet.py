@@ -126,7 +126,13 @@ class Sheet:
 
 
 def width_of(text: str, size: float, *, is_bold: bool = False) -> float:
-    """Return an upper bound of a text's width in points."""
+    """Return an upper bound of a text's width in points.
+
+    Args:
+        text: A line of text.
+        size: The font size in points.
+        is_bold: The text is bold, which is wider.
+    """
     letter = _BOLD if is_bold else _DIGIT if len(text) < _FEW else _PROSE
     return len(text) * letter * size
 
@@ -148,7 +154,12 @@ _LIGHTEST = 0.45  # share of white in the last stage's colour
 
 @cache
 def shades(kind: Kind, number: int) -> tuple[str, ...]:
-    """Return the colours of a rank's stages, from the first to the last, darker to lighter."""
+    """Return the colours of a rank's stages, from the first to the last, darker to lighter.
+
+    Args:
+        kind: The kind of action, which has a colour.
+        number: The number of stages of a rank.
+    """
     steps = max(1, number - 1)
     return tuple(
         _lighten(_COLOUR_OF_KIND[kind], _LIGHTEST * place / steps) for place in range(number)

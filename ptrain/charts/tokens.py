@@ -347,7 +347,13 @@ def logged_tokens(metrics: Path) -> Steps:
 
 
 def routing_sheet(name: str, steps: Steps) -> Sheet:
-    """Return the picture of a run's routing; without logged tokens, only the title."""
+    """Return the picture of a run's routing.
+
+    Args:
+        name: The name of the spec.
+        steps: The tokens per expert by step and layer. If there are none, the picture has only a
+            title.
+    """
     layers = [*dict.fromkeys(layer for of_step in steps.values() for layer in of_step)]
     width = 2 * EDGE + min(_COLUMNS, max(1, len(layers))) * (_FIELD_WIDTH + _FIELD_GAP)
     sheet = Sheet(title=f"{name}: tokens per expert", width=width, height=EDGE)

@@ -174,6 +174,7 @@ def _unknown_command(word: str) -> str:
 
 
 def _usage() -> str:
+    """Return the text of `ptrain --help`."""
     width = max(map(len, VERBS))
     lines = []
     for title, commands in GROUPS.items():

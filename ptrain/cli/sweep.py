@@ -142,6 +142,10 @@ def step_file(path: Path) -> ChartFile | None:
 def draw_step(derivation: Derivation, file: ChartFile) -> None:
     """Draw the timeline of a step: its lanes of computing, communication and copies.
 
+    Args:
+        derivation: A derivation with a step time.
+        file: The file of the picture.
+
     Raises:
         SpecError: If no step time is predicted.
     """

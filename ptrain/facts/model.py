@@ -189,6 +189,11 @@ def of_later_stage(items: Mapping[Kind, Items], *, output: int, hidden: int) -> 
     """Return the passes of a stage after the first.
 
     Parts of the autograd graph that neither half frees are freed at the end of the second half.
+
+    Args:
+        items: The items of each kind of pass, with both halves of the backward pass or without.
+        output: Bytes of the stage's output.
+        hidden: Bytes of the hidden states that the stage receives.
     """
     passes = Passes(items=items, output=output, hidden=hidden)
     if Kind.WEIGHT not in items:

@@ -236,7 +236,13 @@ def is_of_experts(name: str) -> bool:
 def elements_met(shape: ModelShape, name: str, numel: int) -> int:
     """Return the number of a tensor's elements that one token uses.
 
-    A token uses the experts that it is routed to, and all elements of other tensors.
+    Args:
+        shape: The model.
+        name: The name of the tensor.
+        numel: The number of its elements.
+
+    Returns:
+        For a tensor of experts, the elements of the experts that a token is routed to; else all.
     """
     if shape.experts is None or not is_of_experts(name):
         return numel
@@ -273,9 +279,14 @@ BIAS, COUNTS = (
 
 
 def tables_of(shape: ModelShape, sequence: int) -> dict[str, tuple[int, int]]:
-    """Return the name and the rows and columns of each table of reals that a model has as a buffer.
+    """Return the tables of reals that a model has as buffers: rotations, and the mask of a window.
 
-    These are the rotation tables, and the mask of windowed attention.
+    Args:
+        shape: The model.
+        sequence: The number of tokens of a sample.
+
+    Returns:
+        The rows and columns of each table by name, in the model's order.
     """
     pairs = shape.rotary_dim // 2
     names = ["cos_TK", "sin_TK"] if pairs else []

@@ -190,7 +190,11 @@ def layers_of(
 
 
 def cut(model: Layers, counts: Sequence[int]) -> tuple[Stage, ...]:
-    """Return the stages with the given numbers of layers.
+    """Divide the layers of a model into stages.
+
+    Args:
+        model: The layers, and the tensors before and after them.
+        counts: The number of layers of each stage.
 
     Raises:
         SpecError: If the numbers do not sum to the model's layers, or one is 0.
@@ -225,6 +229,10 @@ def evenly(layers: int, stages: int) -> tuple[int, ...]:
 
     Remaining layers go to the middle stages, because the first has the embedding and the last the
     head.
+
+    Args:
+        layers: The number of layers.
+        stages: The number of stages.
 
     Raises:
         SpecError: If there are more stages than layers.

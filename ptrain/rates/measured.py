@@ -262,6 +262,7 @@ class MeasuredPace:
     # -------- operators
 
     def operator_seconds(self, operator: Operator) -> float:
+        """Return the seconds of all `operator.times` operators; a view takes none."""
         match operator.kind:
             case OperatorKind.VIEW:
                 return 0.0
@@ -302,7 +303,7 @@ class MeasuredPace:
     def _nearest_curve(self, kind: OperatorKind, dtype: DType) -> Curve:
         """Return the curve of the measured dtype with the nearest element size.
 
-        If the kind of operator was not measured, its curve is that of copies. Memory bounds both.
+        Without a curve of this kind, the curves of copies are used: memory bounds both.
         """
         for like in dict.fromkeys((kind, OperatorKind.COPY)):
             measured = [known for of, known in self.curves if of is like]
@@ -381,6 +382,7 @@ class MeasuredPace:
     def collective_seconds(
         self, collective: Collective, *, ranks: int, nodes: int, payload: int
     ) -> float:
+        """Return the seconds of one collective, measured or by the rates of links."""
         if ranks == 1 or collective is Collective.RECV:  # a send has the time of the pair
             return 0.0
         curve = self.collectives.get((collective, ranks, nodes))
@@ -400,6 +402,7 @@ class MeasuredPace:
         return self.lateness.at(computed)
 
     def copy_seconds(self, copy: Collective, size: int) -> float:
+        """Return the seconds of a copy between tiers, if its kind was measured."""
         if (copy,) not in self.copies:
             raise self._unknown(str(copy))
         return self.copies[copy,].at(size)
@@ -409,6 +412,11 @@ class MeasuredPace:
     def update_seconds(
         self, optimizer: str, layout: Layout, *, elements: int, tensors: int
     ) -> float:
+        """Return the seconds of an optimizer step and its casts.
+
+        A fused optimizer has measured times. Other optimizers have the times of their pointwise
+        operators.
+        """
         dtype, own = layout.updated, elements // max(1, tensors)
         row, surface = OPTIMIZERS[optimizer], self.updates.get((optimizer, dtype))
         operators = [
@@ -429,6 +437,9 @@ class MeasuredPace:
         return seconds + sum(tensors * self.operator_seconds(operator) for operator in operators)
 
     def clip_seconds(self, layout: Layout, *, elements: int, tensors: int) -> float:
+        """Return the seconds of gradient clipping, which memory bounds on GPUs if it was not
+        measured.
+        """
         dtype = layout.gradients
         surface = self.updates.get((CLIP, dtype))
         if surface is not None:
@@ -442,10 +453,9 @@ class MeasuredPace:
         )
 
     def hook_seconds(self, hook: Hook) -> float:
-        """Return the host's seconds for one execution of a hook.
+        """Return the host's seconds of a hook; 0 on GPUs without a measurement.
 
-        On GPUs a hook without a measurement takes 0 s; the prediction then states that the host is
-        assumed to run ahead.
+        The prediction then states that the host is assumed to run ahead.
         """
         if hook not in self.hooks and not self.is_cuda:
             raise self._unknown(f"the hook {hook}")

@@ -160,7 +160,12 @@ class Pace(Protocol):
         ...
 
     def copy_seconds(self, copy: Collective, size: int) -> float:
-        """Return the seconds of a copy of `size` bytes between two tiers."""
+        """Return the seconds of a copy between two tiers.
+
+        Args:
+            copy: The kind of copy.
+            size: The bytes.
+        """
         ...
 
     def update_seconds(
@@ -177,7 +182,13 @@ class Pace(Protocol):
         ...
 
     def clip_seconds(self, layout: Layout, *, elements: int, tensors: int) -> float:
-        """Return the seconds of the gradients' norm and scaling, without the norm's all-reduce."""
+        """Return the seconds of the gradients' norm and scaling, without the norm's all-reduce.
+
+        Args:
+            layout: The dtypes; gradients have the layout's.
+            elements: The number of elements of all gradients.
+            tensors: The number of gradients.
+        """
         ...
 
     def hook_seconds(self, hook: Hook) -> float:
@@ -262,6 +273,12 @@ def operators_seconds(
 
 
 def around_seconds(pace: Pace, work: PassWork, around: Hook) -> float:
-    """Return the host's seconds around a pass's operators; on a GPU, the time to launch them."""
+    """Return the host's seconds around a pass's operators; on a GPU, the time to launch them.
+
+    Args:
+        pace: The rates of the machine.
+        work: The pass.
+        around: The kind of host work per operator.
+    """
     number = sum(item.times for item in work if isinstance(item, Operator))
     return number * pace.hook_seconds(around)

@@ -391,6 +391,7 @@ def _cells(training: ComparedTraining, *, shows_all: bool) -> Iterator[Cells]:
 
 
 def _verdict_cells(verdict: ComparedVerdict) -> Cells:
+    """Return the row of a verdict: both verdicts with their counts, and the change of the word."""
     sides = verdict.base or _NO_VERDICT, verdict.head or _NO_VERDICT
     words = [side.partition(" (")[0] for side in sides]
     change = "" if words[0] == words[1] else f"{words[0]} → {words[1]}"
@@ -402,6 +403,7 @@ def _value(row: ComparedFigure, value: int | float | None) -> str:
 
 
 def _format_figure(kind: FigureKind, value: int | float) -> str:
+    """Return a figure in the unit of its kind."""
     if not math.isfinite(value):
         return str(value)
     if kind in _SIZES:

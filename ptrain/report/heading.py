@@ -138,6 +138,11 @@ def needs_gpu(spec: Spec, exact: Estimate) -> bool:
     """Return True if only a GPU gives the peak.
 
     Fake ranks use a CPU's kernels, and flex_attention has no backward pass on a CPU.
+
+    Args:
+        spec: The resolved spec, for its attention.
+        exact: The prediction; `unclaimed["peak"]` has the reason why its peak does not hold for a
+            GPU.
     """
     model = spec.model
     is_flex = not isinstance(model, ExternalModel) and model.attention is Attention.FLEX

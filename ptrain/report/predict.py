@@ -519,6 +519,11 @@ def by_place(spec: Spec, plan: Plan, exact: Estimate) -> str:
 
     A row has the ranks of the place, its stages, its number of layers, and its bytes by state and
     the peak, both of its rank with the most.
+
+    Args:
+        spec: The resolved spec, for the mesh.
+        plan: Its plan, for the stages.
+        exact: The prediction of all ranks.
     """
     if (step := plan.pipeline) is None:
         return ""

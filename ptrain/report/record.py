@@ -72,8 +72,14 @@ class Check:
 
 
 def compared_ranks(exact: Estimate, measured: Estimate) -> set[int]:
-    """Return the ranks whose rows are compared: one rank if `measured` is its account alone, else
-    all.
+    """Return the ranks whose rows are compared.
+
+    Args:
+        exact: The prediction of all ranks.
+        measured: The measurement.
+
+    Returns:
+        One rank if `measured` has the account of one rank, else all ranks of the prediction.
     """
     ranks = {row.rank for row in measured.memory}
     return ranks if len(ranks) == 1 else set(range(exact.world_size))
@@ -131,9 +137,14 @@ def _with_source(check: Check, counted: Mapping[str, str]) -> Check:
 def time_checks(spec: Spec, step: StepTime | None, measured: float | None) -> Iterator[Check]:
     """Yield the check of the step time, if the step ran on a calibrated machine.
 
-    The cluster's rates must be measured ones, of the kind of device that ran the step. The check
-    fails above the interval of published steps. A step below the interval passes, and `why` states
-    it.
+    The check fails above the interval of published steps. A step below the interval passes, and
+    `why` states it.
+
+    Args:
+        spec: The spec that ran. Its cluster's rates must be measured ones, of the kind of device
+            that ran the step.
+        step: The predicted step time; None or one without an interval gives no check.
+        measured: The measured seconds of a step; None gives no check.
     """
     cluster, rates = spec.cluster, spec.cluster and spec.cluster.rates
     # Rates of another kind of device, or published ones, do not predict this machine's time.
@@ -191,7 +202,12 @@ def verdict_line(
 
 
 def checks_line(checks: Sequence[Check], *, ranks: int) -> str:
-    """Return the number of checks and their kinds: there are more checks than rows in the table."""
+    """Return the number of checks and their kinds: there are more checks than rows in the table.
+
+    Args:
+        checks: The checks of a verdict.
+        ranks: The number of ranks that were measured.
+    """
     kinds = {check.name.partition(" ")[0] for check in checks}
     what = ", ".join(words for kind, words in _CHECKED.items() if kind in kinds)
     return f"{len(checks)} checks over {ranks} rank{'' if ranks == 1 else 's'}: {what}"

@@ -82,7 +82,13 @@ def fold(line: str, width: int) -> list[str]:
 
 
 def paint(text: str, stream: TextIO | None) -> str:
-    """Return the text with verdicts, answers and errors in colour, if `stream` is a terminal."""
+    """Return the text with verdicts, answers and errors in colour.
+
+    Args:
+        text: The lines of a screen.
+        stream: The stream it will be written to. If it is not a terminal, or NO_COLOR is set, the
+            text is returned unchanged.
+    """
     is_plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
     for colour, words in () if is_plain or stream is None or not stream.isatty() else _STYLES:
         text = re.sub(f"({words})", rf"{colour}\1{_RESET}", text, flags=re.MULTILINE)
@@ -90,7 +96,17 @@ def paint(text: str, stream: TextIO | None) -> str:
 
 
 def command_line(verb: str, words: Iterable[str], *, allow_import: bool = False) -> str:
-    """Return `ptrain VERB WORDS`, quoted for a shell, with `--allow-import` if it is needed."""
+    """Return `ptrain VERB WORDS`, quoted for a shell.
+
+    Args:
+        verb: The command.
+        words: Its arguments.
+        allow_import: Append `--allow-import`.
+
+    Example:
+        >>> command_line("train", ["zero3", "batch.global=4M tokens"])
+        "ptrain train zero3 'batch.global=4M tokens'"
+    """
     return shlex.join(["ptrain", verb, *words, *["--allow-import"] * allow_import])
 
 

@@ -134,7 +134,12 @@ def device_name(spec: Spec) -> str:
 
 
 def time_row(column: Column, step: StepTime) -> dict[str, object]:
-    """Return the record's row of a step: seconds in total, by phase and by part, and all rows."""
+    """Return the record's row of a step: seconds in total, by phase and by part, and all rows.
+
+    Args:
+        column: The column of the record, `exact` for example.
+        step: The predicted step time.
+    """
     return {
         "column": str(column),
         "value": step.seconds,
@@ -151,8 +156,12 @@ def time_table(exact: Estimate, measured: Estimate, step_seconds: float | None) 
     """Return a table of predicted and measured seconds per step.
 
     It has a row for the step, and one for exposed communication over each group of axes, pipeline
-    bubbles included. Measured waiting is the longest of all ranks. The table is empty if no time is
-    predicted.
+    bubbles included.
+
+    Args:
+        exact: The prediction. Without a step time the table is empty.
+        measured: The measurement. A group of axes has the longest wait of all ranks.
+        step_seconds: The measured time of a step; None: a dash.
     """
     if (step := exact.step) is None:
         return ""

@@ -427,9 +427,15 @@ def _size_cell(name: str, number: int | None) -> str:
 
 
 def ratio(before: int | None, after: int | None) -> str:
-    """Return a ratio in words: `8× less`, `1.5× more`; differences below 1 % as `+2.1e-06`.
+    """Return a ratio in words.
 
-    The text is empty if a figure is 0 or missing.
+    Args:
+        before: The base of the ratio.
+        after: The other figure.
+
+    Returns:
+        `8× less` or `1.5× more`; `+2.1e-06` for a difference below 1 %; empty if a figure is 0 or
+        missing.
     """
     if not before or not after:
         return ""

@@ -187,7 +187,12 @@ def _letter_width(letter: str) -> int:
 
 
 def or_missing(number: NumberT | None, text: Callable[[NumberT], str]) -> str:
-    """Return the number formatted by `text`, or a dash if it is None."""
+    """Return a formatted number, or a dash if it is None.
+
+    Args:
+        number: The number.
+        text: Formats it.
+    """
     return MISSING if number is None else text(number)
 
 
@@ -202,7 +207,15 @@ def traffic_size(number: int | None) -> str:
 
 
 def span(lower: int | None, upper: int | None) -> str:
-    """Return memory between two bounds, `1.2 MiB … 3.4 MiB`, or one size if they are equal."""
+    """Return memory between two bounds as text.
+
+    Args:
+        lower: The lower bound in bytes; None: there are no bounds.
+        upper: The upper bound, or the size.
+
+    Returns:
+        `1.2 MiB … 3.4 MiB`, or one size if the bounds are equal or there are none.
+    """
     if lower is None or lower == upper:
         return size(upper)
     return f"{size(lower)} … {size(upper)}"

@@ -59,8 +59,13 @@ def chosen(spec: Spec, exact: Estimate, choices: Sequence[str] = ()) -> tuple[in
 def classes(spec: Spec, exact: Estimate) -> list[tuple[int, ...]]:
     """Return groups of equal ranks, in the order of their first ranks.
 
-    Ranks are equal if the prediction has the same memory, peaks and traffic for them, and they are
-    at the same place along pp.
+    Args:
+        spec: The spec, for the places of ranks along pp.
+        exact: The prediction.
+
+    Returns:
+        Ranks of one group have the same place along pp, and the same predicted memory, peaks and
+        traffic.
     """
     rows: defaultdict[int, list[object]] = defaultdict(list)
     for row in exact.memory:

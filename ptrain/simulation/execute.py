@@ -83,7 +83,14 @@ class OperationsMeter(OperatorMode):
     def ran(
         self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     ) -> None:
-        """Count the operations of an operator that has run; updates are not counted."""
+        """Count the operations of an operator that has run; updates are not counted.
+
+        Args:
+            function: The operator, as a dispatch mode gets it.
+            args: Its positional arguments.
+            kwargs: Its keyword arguments.
+            result: Its result.
+        """
         packet = getattr(function, "_overloadpacket", None)
         formula = flop_registry.get(_ALIKE.get(packet, packet))
         if self._phase is Phase.UPDATE:
