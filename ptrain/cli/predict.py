@@ -36,7 +36,7 @@ from ptrain.spec.load import load, split_arguments, sweeps
 from ptrain.spec.names import listing
 from ptrain.spec.spec import Spec
 
-# The job that a model name stands for: FSDP2 with bf16 mixed precision, no recomputation, and about
+# The job of a model name: FSDP2 with bf16 mixed precision, no recomputation, and about
 # as many tokens per step as `ptrain select` assumes.
 _SPEC_OF_MODELS = "fsdp-mixed"
 _JOB = ("batch.sequence=4096", "batch.micro=1", "batch.global=4M tokens")

@@ -319,7 +319,7 @@ class MeasuredPace:
         self, rows: Mapping[tuple[Any, ...], Mapping[Shape, float]]
     ) -> dict[tuple[Any, ...], Surface]:
         """Return the surface of matrix products for each dtype."""
-        # The shortest product of any dtype stands for a dispatch, which no dtype changes.
+        # The shortest product of any dtype is taken as the time of a dispatch.
         least = min((min(points.values()) for points in rows.values()), default=0.0)
         return {
             (dtype,): Surface(
@@ -437,9 +437,7 @@ class MeasuredPace:
         return seconds + sum(tensors * self.operator_seconds(operator) for operator in operators)
 
     def clip_seconds(self, layout: Layout, *, elements: int, tensors: int) -> float:
-        """Return the seconds of gradient clipping, which memory bounds on GPUs if it was not
-        measured.
-        """
+        """Return the seconds of clipping; on GPUs without a measurement, of its memory traffic."""
         dtype = layout.gradients
         surface = self.updates.get((CLIP, dtype))
         if surface is not None:

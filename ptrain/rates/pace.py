@@ -231,7 +231,7 @@ def cut_seconds(pace: Pace, work: PassWork) -> float:
         for item in work
         if isinstance(item, Operator)
         and item.kind is OperatorKind.PRODUCT
-        and item.dimensions[0] == 1  # batched products are attention's, whose heads are not sharded
+        and item.dimensions[0] == 1  # batched products are attention's: each rank has full heads
     )
     return number * pace.hook_seconds(Hook.CUT_PRODUCT) if number else 0.0
 

@@ -21,7 +21,7 @@ class Moment(IntEnum):
     FORWARD = 2
     BACKWARD = 3
     GRADIENTS = 4  # as the optimizer is given them, without clipping and the loss's scale
-    CLIP = 5  # their norm, and what clipping made of them
+    CLIP = 5  # the norm of gradients, and gradients after clipping
     UPDATE = 6  # parameters and optimizer state when the step is over
 
 
@@ -75,7 +75,7 @@ class Mismatch:
     tolerance: float = 0.0
     index: int = 0
     between: tuple[int, ...] = ()
-    told: str = ""  # both sides in words, where they are not tensors
+    told: str = ""  # both sides in words, if they are not tensors
 
     @property
     def when(self) -> tuple[int, int]:
@@ -91,14 +91,14 @@ class Mismatch:
 class Certainty(StrEnum):
     """The certainty of a root cause."""
 
-    PROVEN = "proven by trying"  # its fix was tried, and makes what differs the reference's
-    LOCATED = "located by trying"  # with the reference's values there all is right; why is unknown
-    FITS = "fits"  # it explains what was seen, and its fix was not tried
-    UNEXPLAINED = "not explained"  # what differs first, and what was ruled out
+    PROVEN = "proven by trying"  # with its fix the run equals the reference
+    LOCATED = "located by trying"  # reference values here fix the run; reason unknown
+    FITS = "fits"  # it explains the mismatches, but its fix was not tried
+    UNEXPLAINED = "not explained"  # the first mismatch, and the causes that were ruled out
 
 
 RULED_OUT = "ruled out: "
-POSSIBLE = "Possible causes: "  # how a sentence of a root cause begins that lists some
+POSSIBLE = "Possible causes: "  # begins the list of causes in a root cause's sentence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

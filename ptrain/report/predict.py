@@ -405,7 +405,7 @@ def explanation(prediction: Prediction) -> list[str]:
         f"  {estimate.column}, {kind}: {reason}"
         for estimate in (paper, exact)
         for kind, reason in estimate.undefined.items()
-        if kind != "step_seconds"  # it has its line in the block of times
+        if kind != "step_seconds"  # the block of times has a line for it
     ]
     if missing:
         lines += ["figures that a column does not define", *missing]

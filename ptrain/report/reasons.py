@@ -42,7 +42,9 @@ from ptrain.spec.placement import (
 from ptrain.spec.spec import Spec
 from ptrain.units import format_bytes, format_count, format_memory, format_seconds
 
-DATA_LIMIT = 512  # data ranks, about which the notes see throughput per device fall
+DATA_LIMIT = (
+    512  # data-parallel ranks; above about this number the notes report lower throughput per device
+)
 _SHARDING = (Axis.DP_SHARD, *TOKEN_AXES)
 _OF_TOKENS = {axis.value for axis in TOKEN_AXES}
 _MODEL_STATES = (State.PARAMETERS, State.OPTIMIZER, State.GRADIENTS)

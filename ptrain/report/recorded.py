@@ -115,7 +115,7 @@ class FigureKind(StrEnum):
     SIZE = "size"
     MEMORY = "memory"  # bytes per state of the rank that holds most
     PEAK = "peak"  # bytes per phase of the rank that holds most
-    BYTES = "bytes"  # sent, or copied between a rank's own tiers, in a step
+    BYTES = "bytes"  # bytes per step, sent or copied between tiers of a rank
     CALLS = "calls"  # of collectives in a step
     TIME = "time"  # seconds of a step
     TOKENS = "tokens"  # a second
@@ -130,7 +130,7 @@ class FigureGroup:
     source: str = ""
 
 
-Figures = Mapping[str, int | float | None]  # None: there is one, and it is not known
+Figures = Mapping[str, int | float | None]  # None: the figure exists but is unknown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,7 +169,9 @@ def recorded(records: Sequence[object], place: str) -> dict[str, Recorded]:
         SpecError: If a value is not a result record, or there is none.
     """
     trainings: dict[str, Recorded] = {}
-    kinds: dict[str, set[bool]] = {}  # of each training which are there: a verification, another
+    kinds: dict[
+        str, set[bool]
+    ] = {}  # by name: True if there is a verification, False if another record
     for record in records:
         its = _parse_record(record, place)
         name, number = its.name, 1

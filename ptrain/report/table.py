@@ -25,7 +25,7 @@ _SIZES = attrgetter("state", *TIERS)
 _BETWEEN = "  "
 _SHORTEST = 24  # columns that a shortened name keeps at least
 _WRAPPED = 18  # columns that a wrapped name keeps at least
-_TWO_WIDE = ("W", "F")  # Unicode's East Asian width of what takes two columns of a terminal
+_TWO_WIDE = ("W", "F")  # East Asian widths (Unicode) of letters that take two columns of a terminal
 
 
 class Importance(IntEnum):
