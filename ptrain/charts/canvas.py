@@ -90,12 +90,14 @@ def _corners_by_style(
 
     Each group becomes one collection. Thousands of separate patches would take minutes.
     """
-    alike: defaultdict[tuple[str, str, float], list[list[tuple[float, float]]]] = defaultdict(list)
+    corners_of: defaultdict[tuple[str, str, float], list[list[tuple[float, float]]]] = defaultdict(
+        list
+    )
     for box in sheet.rectangles:
         right, lower = box.x + box.width, box.y + box.height
         corners = [(box.x, box.y), (right, box.y), (right, lower), (box.x, lower)]
-        alike[box.colour, box.edge, box.edge_width].append(corners)
-    return alike
+        corners_of[box.colour, box.edge, box.edge_width].append(corners)
+    return corners_of
 
 
 # None removes the date and the program's name, so that equal sheets give equal bytes.

@@ -90,8 +90,8 @@ def _columns(moments: Sequence[MemorySample]) -> Iterator[MemorySample]:
         place = moment.event * _COLUMNS // len(moments)
         return place, moment.phase, moment.micro_batch
 
-    for _, alike in groupby(moments, key=column):
-        yield max(alike, key=lambda moment: moment.total)
+    for _, moments_of_column in groupby(moments, key=column):
+        yield max(moments_of_column, key=lambda moment: moment.total)
 
 
 def _bars(
@@ -153,10 +153,10 @@ def _boundaries(columns: Sequence[MemorySample], width: float, top: float) -> It
 def _phases(columns: Sequence[MemorySample], width: float, top: float) -> Iterator[Label]:
     """Yield a label above each pass: its name, its first letter, or nothing if it is too narrow."""
     for first, number, moment in _passes(columns):
-        named = (
+        pass_name = (
             f"{moment.phase} {moment.micro_batch}" if moment.phase is not Phase.UPDATE else "update"
         )
-        for text in (named, named[0]):
+        for text in (pass_name, pass_name[0]):
             word = Label(
                 text=text,
                 x=_LEFT + (first + number / 2) * width,

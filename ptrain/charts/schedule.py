@@ -126,8 +126,8 @@ def schedule_sheet(heading: Heading, schedule: Schedule) -> Sheet:
         schedule: The schedule to simulate and draw.
     """
     simulation = simulate(schedule)
-    every = tuple(boxes(schedule, simulation))
-    scale = _Scale.of(schedule, simulation, every)
+    all_boxes = tuple(boxes(schedule, simulation))
+    scale = _Scale.of(schedule, simulation, all_boxes)
     makespan = simulation.makespan
     sheet = Sheet(title=heading.spec, width=scale.right(makespan) + EDGE, height=EDGE)
     sheet.write(_heading(heading, schedule, simulation))
@@ -135,12 +135,12 @@ def schedule_sheet(heading: Heading, schedule: Schedule) -> Sheet:
     top = sheet.height
     sheet.rectangles += _lines(schedule.ranks, scale, top, makespan)
     sheet.texts += _row_names(schedule, scale, top)
-    for box in every:
+    for box in all_boxes:
         sheet.rectangles.append(_rectangle(box, scale, top))
         sheet.texts += _numbers(box, scale, top)
     sheet.height += schedule.ranks * scale.row
-    _add_axis(sheet, scale, makespan, _kinds(every))
-    _add_legend(sheet, scale, every)
+    _add_axis(sheet, scale, makespan, _kinds(all_boxes))
+    _add_legend(sheet, scale, all_boxes)
     sheet.height += EDGE
     return sheet
 
@@ -215,8 +215,8 @@ def _lines(ranks: int, scale: _Scale, top: float, makespan: float) -> Iterator[R
 
 def _row_names(schedule: Schedule, scale: _Scale, top: float) -> Iterator[Label]:
     """Yield the names of the rows, as many as there is space for."""
-    every = max(1, round(HEAD * 2 * LINE / scale.row))
-    for rank in range(0, schedule.ranks, every):
+    interval = max(1, round(HEAD * 2 * LINE / scale.row))
+    for rank in range(0, schedule.ranks, interval):
         middle = top + (rank + 0.5) * scale.row
         x = scale.left - 6
         if not scale.several:

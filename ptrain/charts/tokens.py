@@ -86,8 +86,8 @@ def _add_tokens(sheet: Sheet, step: ContextParallel, left: float) -> None:
     has within attention for a part of the heads.
     """
     _add_part(sheet, "tokens per rank outside attention, for all heads")
-    own = [*all_spans(step)]
-    for rank, spans in enumerate(own):
+    spans_of_rank = [*all_spans(step)]
+    for rank, spans in enumerate(spans_of_rank):
         for span in spans:
             _add_box(sheet, _span_geometry(step, span, left), f"{rank}", of_place(rank))
     sheet.height += _BAND
@@ -100,15 +100,17 @@ def _add_tokens(sheet: Sheet, step: ContextParallel, left: float) -> None:
         _add_row_name(sheet, name, left, sheet.height + _BAND / 2)
         for place in range(step.ring):
             rank = place * step.ulysses + member
-            for span in _group_spans(own, step, place):
+            for span in _group_spans(spans_of_rank, step, place):
                 _add_box(sheet, _span_geometry(step, span, left), f"{rank}", of_place(rank))
         sheet.height += _BAND
 
 
-def _group_spans(own: Sequence[Sequence[Span]], step: ContextParallel, place: int) -> list[Span]:
+def _group_spans(
+    spans_of_rank: Sequence[Sequence[Span]], step: ContextParallel, place: int
+) -> list[Span]:
     """Return the spans of a group's tokens; spans that touch are merged."""
     first = place * step.ulysses
-    spans = sorted(span for spans in own[first : first + step.ulysses] for span in spans)
+    spans = sorted(span for spans in spans_of_rank[first : first + step.ulysses] for span in spans)
     merged = spans[:1]
     for span in spans[1:]:
         if span[0] == merged[-1][1]:
@@ -120,9 +122,9 @@ def _group_spans(own: Sequence[Sequence[Span]], step: ContextParallel, place: in
 
 def _span_geometry(step: ContextParallel, span: Span, left: float) -> tuple[float, float, float]:
     """Return the horizontal position and the width of a span, and the height of a band."""
-    first, behind = span
+    first, last = span
     unit = _WIDTH / step.sequence
-    return left + first * unit, (behind - first) * unit, _BAND
+    return left + first * unit, (last - first) * unit, _BAND
 
 
 def _add_ticks(sheet: Sheet, step: ContextParallel, left: float) -> None:
@@ -145,8 +147,8 @@ def _add_ticks(sheet: Sheet, step: ContextParallel, left: float) -> None:
 def _add_scores(sheet: Sheet, step: ContextParallel, left: float) -> None:
     """Add the square of attention scores."""
     has_hops = step.ring > 1 and not step.gathers
-    whose = "group of ranks" if step.ulysses > 1 else "rank"
-    _add_part(sheet, f"scores computed per {whose}: queries downwards, keys to the right")
+    owner = "group of ranks" if step.ulysses > 1 else "rank"
+    _add_part(sheet, f"scores computed per {owner}: queries downwards, keys to the right")
     unit = _SQUARE / step.sequence
     top = sheet.height
     sheet.rectangles.append(
@@ -400,7 +402,11 @@ def _add_fields(sheet: Sheet, layers: Sequence[str], steps: Steps) -> None:
     for place, layer in enumerate(layers):
         left = EDGE + _FIELD_GAP / 2 + place * (_FIELD_WIDTH + _FIELD_GAP)
         sheet.texts.append(Label(text=layer, x=left, y=top - SMALL, size=SMALL))
-        heights.append(_add_field(sheet, left, top, [its[layer] for its in steps.values()]))
+        heights.append(
+            _add_field(
+                sheet, left, top, [tokens_of_step[layer] for tokens_of_step in steps.values()]
+            )
+        )
     sheet.height = top + max(heights) + SMALL
 
 

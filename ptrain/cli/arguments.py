@@ -108,9 +108,9 @@ def _hint(verb: str, word: str, following: str) -> str:
     name, _, value = word.partition("=")
     key = name.lstrip("-").replace("-", "_")
     value = value or ("" if following.startswith("-") else following)
-    own = tuple(options_of(verb))
+    options = tuple(options_of(verb))
     # A nearly exact option comes before keys: `--step` means --steps, not a key named step.
-    if near := close(name, own, cutoff=_ALMOST):
+    if near := close(name, options, cutoff=_ALMOST):
         return f"Did you mean `{near}`?"
     with_keys = "key=value" in " ".join(COMMANDS[verb].usage)
     if with_keys and key in _RANKS:
@@ -129,7 +129,7 @@ def _hint(verb: str, word: str, following: str) -> str:
             return answer
         if answer := of_any_section(key):
             return f"{answer[0].upper()}{answer[1:]}"
-    if near := close(name, own, cutoff=NEAR):
+    if near := close(name, options, cutoff=NEAR):
         return f"Did you mean `{near}`?"
     if others := [f"`ptrain {other}`" for other in COMMANDS if name in options_of(other)]:
         return f"{name} is an option of {', '.join(others)}."

@@ -98,16 +98,18 @@ def _case_clause(rule: Rule) -> str:
     """Return a rule as a clause of `case` in bash and zsh."""
     patterns, words = rule
     text = "|".join(pattern.replace(" ", "\\ ") for pattern in patterns)
-    given = "\n".join(words)
-    return f"    {text})\n        echo '{given}' ;;" if words else f"    {text}) ;;"
+    output = "\n".join(words)
+    return f"    {text})\n        echo '{output}' ;;" if words else f"    {text}) ;;"
 
 
 def _fish_clause(rule: Rule) -> str:
     """Return a rule as a clause of `switch` in fish."""
     patterns, words = rule
     text = " ".join(f"'{pattern}'" for pattern in patterns)
-    given = "\n".join(words)
-    return f"    case {text}\n        echo '{given}'" if words else f"    case {text}\n        true"
+    output = "\n".join(words)
+    return (
+        f"    case {text}\n        echo '{output}'" if words else f"    case {text}\n        true"
+    )
 
 
 def _rules() -> Iterator[Rule]:

@@ -44,7 +44,7 @@ def run(args: Namespace) -> int:
         )
     chart = chart_file(args.chart)
     plans = [_derive_source(source, overrides, args.allow_import) for source in sources]
-    drawn = [_draw(*plans[0], chart)] if chart else []
+    chart_lines = [_draw(*plans[0], chart)] if chart else []
     if args.json:
         more = {"chart": str(args.chart)} if chart else {}
         records = [as_record(spec, derivation) | more for spec, derivation in plans]
@@ -52,7 +52,7 @@ def run(args: Namespace) -> int:
     else:
         texts = [as_text(spec, derivation) for spec, derivation in plans]
         words = command_line("predict", args.arguments, allow_import=args.allow_import)
-        show("\n\n".join([*texts, *drawn, next_line(words, "ptrain predict --help")]))
+        show("\n\n".join([*texts, *chart_lines, next_line(words, "ptrain predict --help")]))
     return 0
 
 

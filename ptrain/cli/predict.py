@@ -61,17 +61,17 @@ def _simulate_reserved(
 
     rank = chosen(spec, derivation.exact)[-1]  # the last one has the highest predicted peak
     segments = simulate(spec, rank, allow_import=allow_import).reserved(spec)
-    within = workspaces(spec)
-    whose = (
+    internal = workspaces(spec)
+    description = (
         f"{label}: rank {rank} of {spec.world_size}, the first of those predicted to need most, "
         "simulated with a processor's operators, which allocate what is known of CUDA's"
     )
     return Reserving(
-        lines=("", whose, *reserved_lines(segments, within), ""),
+        lines=("", description, *reserved_lines(segments, internal), ""),
         record={
             "rank": rank,
             **encode(segments),
-            "workspaces": encode(within),
+            "workspaces": encode(internal),
         },
     )
 
@@ -112,7 +112,7 @@ def run(args: Namespace) -> int:
         records = [as_record(prediction) for prediction in predictions]
         print_json(records if len(records) > 1 else records[0])
     elif len(predictions) == 1:
-        drawn = [f"timeline {args.timeline}"] if args.timeline else []
+        remarks = [f"timeline {args.timeline}"] if args.timeline else []
         (prediction,) = predictions
         commands = next_commands(prediction)
         if model:
@@ -120,8 +120,8 @@ def run(args: Namespace) -> int:
             search = ["select", model, "--cluster", args.cluster, "--devices", devices]
             commands = [shlex.join(["ptrain", *search])]
             job = shlex.join(["ptrain", "predict", *sources, *overrides])
-            drawn.append(f"Assumed: fully sharded, bf16 mixed precision, as in `{job}`.")
-        show(one(prediction, explain=args.explain), *drawn, "", next_line(*commands))
+            remarks.append(f"Assumed: fully sharded, bf16 mixed precision, as in `{job}`.")
+        show(one(prediction, explain=args.explain), *remarks, "", next_line(*commands))
     else:
         from ptrain.report.sweep import pair
 
@@ -204,8 +204,8 @@ def facts_of(
         runs_fakes: The process will not run the model on real tensors later.
         is_quiet: Do not announce a trace that may take minutes.
     """
-    if (known := facts_from_shape(spec)) is not None:
-        return known
+    if (facts := facts_from_shape(spec)) is not None:
+        return facts
     from ptrain.facts.cache import kept
 
     return kept(

@@ -73,9 +73,9 @@ def run(args: Namespace) -> int:
     elif args.csv:
         print(as_csv(selection, args.top), end="")
     else:
-        said = [] if advice is None else [*advice_lines(advice), ""]
+        advice_text = [] if advice is None else [*advice_lines(advice), ""]
         text = selection_text(selection, args.top or TOP)
-        show(*said, text, *files, "", next_line(*_next_commands(selection, args)))
+        show(*advice_text, text, *files, "", next_line(*_next_commands(selection, args)))
     return 0 if selection.best else _NOTHING_FITS
 
 

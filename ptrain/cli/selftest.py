@@ -296,7 +296,7 @@ def _result(spec: Spec, folder: Path, alone: dict[str, list[float]]) -> Result:
         alone: The losses of references so far, by the settings that determine them.
     """
     start = time.monotonic()
-    holds, apart, error = False, None, ""
+    holds, loss_difference, error = False, None, ""
     try:
         reference = {key: spec.resolved[key] for key in _LOSS_SECTIONS if key in spec.resolved}
         key = json.dumps(reference, sort_keys=True, default=str)
@@ -304,7 +304,7 @@ def _result(spec: Spec, folder: Path, alone: dict[str, list[float]]) -> Result:
             one = {**reference, "name": "one-device", "mesh": {}, "placement": {}}
             alone[key] = _losses(one, folder)[1]
         holds, losses = _losses(spec.resolved, folder)
-        apart = largest_difference(losses, alone[key])
+        loss_difference = largest_difference(losses, alone[key])
     except PtrainError as failure:
         error = str(failure).strip().splitlines()[0]
     return Result(
@@ -312,7 +312,7 @@ def _result(spec: Spec, folder: Path, alone: dict[str, list[float]]) -> Result:
         ranks=spec.world_size,
         holds=holds,
         seconds=time.monotonic() - start,
-        apart=apart,
+        apart=loss_difference,
         limit=_LIMITS[spec.precision.effective.parameters.itemsize],
         error=error,
     )

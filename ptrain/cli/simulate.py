@@ -70,9 +70,9 @@ def run(args: Namespace) -> int:
     for spec in specs:
         simulations = list(_simulate_ranks(spec, args, lacking))
         records.append(as_record(spec, simulations))
-        drawn = [_draw(simulations, chart)] if chart else []
+        chart_lines = [_draw(simulations, chart)] if chart else []
         if not args.json:
-            show(*drawn, _host_memory_line(), GARBAGE, *[""] * (len(specs) > 1))
+            show(*chart_lines, _host_memory_line(), GARBAGE, *[""] * (len(specs) > 1))
     if args.json:
         print_json(records if len(records) > 1 else records[0])
     else:
@@ -120,8 +120,8 @@ def _kernels_sentence(spec: Spec, simulated: Simulated, lacking: str) -> str:
     if pretence.is_on():
         attention = ", ".join(simulated.run.attention) or "attention operator by operator"
         sm, torch = pretence.capability(), torch_minor()
-        whose = "an H100" if (sm, torch) == _CONFIRMED else "no GPU"
-        return f"CUDA's for sm {sm} and torch {torch}, which {whose} confirmed: {attention}"
+        confirmed_by = "an H100" if (sm, torch) == _CONFIRMED else "no GPU"
+        return f"CUDA's for sm {sm} and torch {torch}, which {confirmed_by} confirmed: {attention}"
     if spec.sm is None:
         return "a CPU's: no cluster.sm says the compute capability of the GPUs (90: H100)"
     return f"a CPU's: {lacking}"
@@ -160,7 +160,7 @@ def _simulate_ranks(
         is_quiet=args.json,
     )
     derivation = derive(spec, facts)
-    alike = {rank: ranks for ranks in classes(spec, derivation.exact) for rank in ranks}
+    equal_ranks = {rank: ranks for ranks in classes(spec, derivation.exact) for rank in ranks}
     if not args.json:
         lines = batch_lines(spec.batch, spec.data_degree)
         show(heading(spec, facts.numel), *lines)
@@ -178,7 +178,7 @@ def _simulate_ranks(
         report = RankReport(
             rank=rank,
             device=simulated.device if args.rehearse else "",
-            alike=alike[rank],
+            alike=equal_ranks[rank],
             exact=derivation.exact.of_rank(rank),
             simulated=simulated.estimate,
             course=simulated.course,
@@ -260,8 +260,8 @@ def host_bytes() -> int:
     if status.exists():
         (line,) = (line for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
         return int(line.split()[1]) * 1024
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS, else KiB
-    return most if sys.platform == "darwin" else most * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS, else KiB
+    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def _host_memory_line() -> str:

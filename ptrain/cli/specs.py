@@ -46,14 +46,14 @@ def _list(*, as_json: bool) -> None:
     """Print all built-in specs, models, clusters and aliases."""
     rows = [_spec_row(folder, path) for folder in SPEC_FOLDERS for path in _files(folder)]
     rows += [_preset_row(folder, path) for folder in _PRESETS for path in _files(folder)]
-    known = names()
+    all_names = names()
     if as_json:
-        print(json.dumps({"specs": rows, "aliases": known.aliases}))
+        print(json.dumps({"specs": rows, "aliases": all_names.aliases}))
         return
     for folder in (*SPEC_FOLDERS, *_PRESETS):
         if of_folder := [row for row in rows if row["folder"] == folder]:
             print(_table(folder, of_folder))
-    aliases = ", ".join(f"{alias} = {name}" for alias, name in known.aliases.items())
+    aliases = ", ".join(f"{alias} = {name}" for alias, name in all_names.aliases.items())
     wrapped = textwrap.wrap(aliases, screen_width() - 2)
     print("aliases:", textwrap.indent("\n".join(wrapped), "  "), sep="\n")
     show("", next_line("ptrain specs show zero3"))

@@ -73,7 +73,7 @@ def run_sweep(
     if args.reserved:
         require_cuda(predictions)
     points = ordered(points, args.sort)
-    drawn = [chart.draw(sweep_sheet(points))] if chart else []
+    chart_lines = [chart.draw(sweep_sheet(points))] if chart else []
     if args.json:
         print_json([_record(point, as_record) for point in points])
     elif args.csv:
@@ -81,7 +81,7 @@ def run_sweep(
     else:
         chosen = fastest_that_fits(predictions) or predictions[0]
         words = command_line("predict", chosen.words, allow_import=args.allow_import)
-        show(table(points, explain=args.explain), *drawn, "", next_line(words, _LISTS))
+        show(table(points, explain=args.explain), *chart_lines, "", next_line(words, _LISTS))
     return 0
 
 
@@ -159,5 +159,5 @@ def draw_step(derivation: Derivation, file: ChartFile) -> None:
         )
     number = spec.batch.accumulate
     is_short = derivation.plan.pipeline is None and number > 3
-    alike = f"; of {number} micro-batches those between the first and the last once" * is_short
-    file.draw(step_sheet(spec.name, f"{critical_path(step)}{alike}", step_lanes(derivation)))
+    repetition = f"; of {number} micro-batches those between the first and the last once" * is_short
+    file.draw(step_sheet(spec.name, f"{critical_path(step)}{repetition}", step_lanes(derivation)))

@@ -92,17 +92,17 @@ def _verify_all(
         args: The options of the command.
         folder: A new private folder.
     """
-    every = replace(_options(args), references=folder / "references")
+    common_options = replace(_options(args), references=folder / "references")
     (folder / "references").mkdir(mode=0o700)
     if other is not None:
         account = folder / "account.pt"
-        start(other.spec, replace(every, account=account), folder / "other")
-        every = replace(every, compare=account)
+        start(other.spec, replace(common_options, account=account), folder / "other")
+        common_options = replace(common_options, compare=account)
     records = []
     for number, job in enumerate(jobs):
         if not args.json and len(jobs) > 1:
             print(*[""] * bool(number), job.title, sep="\n", flush=True)
-        records.append(start(job.spec, every, folder / str(number)))
+        records.append(start(job.spec, common_options, folder / str(number)))
     return records
 
 
@@ -157,12 +157,12 @@ def _load_against(
         if any(".".join(route[: key.count(".") + 1]) == key for key in keys)  # it, or below it
     ]
     other = _load_checked(args.against, next(sweeps(shared)), allow_import=args.allow_import)
-    there = common(other.spec)
-    for key, here in chain.from_iterable(common(job.spec).items() for job in jobs):
-        if there[key] != here:
+    settings = common(other.spec)
+    for key, setting in chain.from_iterable(common(job.spec).items() for job in jobs):
+        if settings[key] != setting:
             raise refused(
                 f"--against {args.against}",
-                f"{key} is {there[key][:120]} there, and {here[:120]} here",
+                f"{key} is {settings[key][:120]} there, and {setting[:120]} here",
                 "Use a spec that differs only in mesh and placement.",
             )
     return other

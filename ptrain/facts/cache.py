@@ -77,8 +77,8 @@ def kept(spec: Spec, read: Callable[[], ModelFacts], *, allow_import: bool = Fal
     path = None if is_theirs and not allow_import else _cache_path(spec)
     if path is None:
         return read()
-    if (known := _read_trace(path)) is not None and all(_signature(f) == s for f, s in known.files):
-        return known.facts
+    if (trace := _read_trace(path)) is not None and all(_signature(f) == s for f, s in trace.files):
+        return trace.facts
     if is_theirs:
         with _opened_files() as opened:
             facts = read()
@@ -136,10 +136,12 @@ def _file_signatures(paths: Iterable[str]) -> tuple[tuple[str, str], ...] | None
     Returns:
         None if a file is younger than this process, which may have loaded an older version of it.
     """
-    stdlib, own = sysconfig.get_path("stdlib"), str(Path(ptrain.__file__).parent)
+    stdlib, package = sysconfig.get_path("stdlib"), str(Path(ptrain.__file__).parent)
     files = []
     for path in sorted(paths):
-        is_ignored = path.startswith((*_SYSTEM, f"{stdlib}/", f"{own}/")) or path.endswith(".pyc")
+        is_ignored = path.startswith((*_SYSTEM, f"{stdlib}/", f"{package}/")) or path.endswith(
+            ".pyc"
+        )
         if not is_ignored and os.path.exists(path):
             if any(os.path.getmtime(file) >= _STARTED for file in _listed_files(path)):
                 return None

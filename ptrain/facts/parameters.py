@@ -43,7 +43,7 @@ def facts(
     blocks = {f"blocks.{layer}": _block(shape, layer) for layer in range(shape.layers)}
     units = _units(unit or UnitSize(), blocks, _root(shape, sequence))
     return ModelFacts(
-        units=tuple(own for whole in units for own in _separate_units(whole, apart))
+        units=tuple(part for unit_facts in units for part in _separate_units(unit_facts, apart))
         if apart
         else units,
         buffers=_buffers(shape, sequence),
@@ -77,10 +77,10 @@ def _separate_units(unit: UnitFacts, apart: Sequence[str]) -> Iterator[UnitFacts
     """Yield the units of separate modules within a unit, then the rest of the unit."""
     left = unit.tensors
     for name in apart:
-        own = tuple(tensor for tensor in left if tensor.name.startswith(f"{name}."))
-        if own:
-            yield UnitFacts(modules=(name,), tensors=own)
-            left = tuple(tensor for tensor in left if tensor not in own)
+        tensors = tuple(tensor for tensor in left if tensor.name.startswith(f"{name}."))
+        if tensors:
+            yield UnitFacts(modules=(name,), tensors=tensors)
+            left = tuple(tensor for tensor in left if tensor not in tensors)
     yield replace(unit, tensors=left) if len(left) < len(unit.tensors) else unit
 
 
@@ -108,8 +108,8 @@ def _units(
             for name, block in blocks.items():
                 inner += _sub_units(name, block)
         case UnitKind.MODEL:
-            whole = tuple(tensor for name in names for tensor in within[name])
-            return (UnitFacts(modules=("",), tensors=(*ends[0], *whole, *ends[1])),)
+            tensors_of_blocks = tuple(tensor for name in names for tensor in within[name])
+            return (UnitFacts(modules=("",), tensors=(*ends[0], *tensors_of_blocks, *ends[1])),)
         case kind:
             assert_never(kind)
     return (*inner, UnitFacts(modules=("",), tensors=(*ends[0], *ends[1])))
@@ -172,7 +172,7 @@ def _latent_attention(shape: ModelShape) -> Table:
     assert shape.kv_lora_rank is not None, "there are latent features"
     # As in DeepSeek-V2: a down-projection to latent features, a norm, and an up-projection.
     hidden, rank, latent = shape.hidden, shape.q_lora_rank, shape.kv_lora_rank
-    own = shape.qk_nope_head_dim + shape.v_head_dim
+    width_per_head = shape.qk_nope_head_dim + shape.v_head_dim
     down = (
         ()
         if rank is None
@@ -186,7 +186,7 @@ def _latent_attention(shape: ModelShape) -> Table:
         *_linear("attention.query_up", shape.query_width, rank or hidden, has_bias=False),
         *_linear("attention.kv_down", latent + shape.qk_rope_head_dim, hidden, has_bias=False),
         *_norm(shape, "attention.kv_norm", latent),
-        *_linear("attention.kv_up", shape.heads * own, latent, has_bias=False),
+        *_linear("attention.kv_up", shape.heads * width_per_head, latent, has_bias=False),
         *_linear("attention.output", hidden, shape.value_width, has_bias=False),
     )
 
@@ -302,13 +302,13 @@ def tables_of(shape: ModelShape, sequence: int) -> dict[str, tuple[int, int]]:
 def _buffers(shape: ModelShape, sequence: int) -> tuple[tuple[str, int], ...]:
     """Return the name and the bytes of each buffer."""
     tables = tables_of(shape, sequence).items()
-    own = [(name, rows * columns * _FP32) for name, (rows, columns) in tables]
+    buffers = [(name, rows * columns * _FP32) for name, (rows, columns) in tables]
     if shape.experts is not None and shape.bias_update_rate is not None:
         for layer in filter(shape.has_experts, range(shape.layers)):
             router = f"blocks.{layer}.mlp.router"
-            own.append((f"{router}.{BIAS}", shape.experts * _FP32))
-            own.append((f"{router}.{COUNTS}", shape.experts * _INT64))
-    return tuple(own)
+            buffers.append((f"{router}.{BIAS}", shape.experts * _FP32))
+            buffers.append((f"{router}.{COUNTS}", shape.experts * _INT64))
+    return tuple(buffers)
 
 
 def _gradient_order(shape: ModelShape, blocks: Mapping[str, Table]) -> tuple[str, ...]:
@@ -335,5 +335,5 @@ def _completion_order(names: tuple[str, ...]) -> Iterator[str]:
     of_module: dict[str, list[str]] = {}
     for name in names:
         of_module.setdefault(name.rpartition(".")[0], []).append(name)
-    for module, own in reversed(of_module.items()):
-        yield from own if module.endswith("norm") else reversed(own)
+    for module, parameters in reversed(of_module.items()):
+        yield from parameters if module.endswith("norm") else reversed(parameters)

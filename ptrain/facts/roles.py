@@ -60,8 +60,8 @@ def _feed_forward(shape: ModelShape, has_whole_experts: bool) -> Iterator[tuple[
     for place in _layer_numbers(shape, with_experts=False):
         yield from _column_row_pair(f"blocks.{place}.mlp", inner)
     for place in _layer_numbers(shape, with_experts=True):
-        own = Role.WHOLE_EXPERTS if has_whole_experts else Role.EXPERTS
-        yield f"blocks.{place}.mlp", own
+        expert_role = Role.WHOLE_EXPERTS if has_whole_experts else Role.EXPERTS
+        yield f"blocks.{place}.mlp", expert_role
         yield f"blocks.{place}.mlp.router", Role.SHARED
         if has_whole_experts:
             if shape.shared_experts:

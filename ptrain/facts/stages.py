@@ -181,12 +181,12 @@ def layers_of(
     assert root.name == "", "the last unit is the root"
     names = {layer.name for layer in layers}
     assert not any(name.rpartition(".")[0] in names for name in names), "units of less than a block"
-    ahead = tuple(tensor for tensor in root.tensors if is_within(tensor.name, front))
-    behind = tuple(t for t in root.tensors if t not in ahead)
-    assert {*dict(tied)} <= {tensor.name for tensor in ahead}, (
+    before = tuple(tensor for tensor in root.tensors if is_within(tensor.name, front))
+    after = tuple(t for t in root.tensors if t not in before)
+    assert {*dict(tied)} <= {tensor.name for tensor in before}, (
         f"{tied} are not all before the blocks"
     )
-    return Layers(layers=tuple(layers), front=ahead, behind=behind, tied=tuple(tied))
+    return Layers(layers=tuple(layers), front=before, behind=after, tied=tuple(tied))
 
 
 def cut(model: Layers, counts: Sequence[int]) -> tuple[Stage, ...]:

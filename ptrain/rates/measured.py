@@ -417,10 +417,10 @@ class MeasuredPace:
         A fused optimizer has measured times. Other optimizers have the times of their pointwise
         operators.
         """
-        dtype, own = layout.updated, elements // max(1, tensors)
+        dtype, elements_per_tensor = layout.updated, elements // max(1, tensors)
         row, surface = OPTIMIZERS[optimizer], self.updates.get((optimizer, dtype))
         operators = [
-            Operator(OperatorKind.COPY, wide, (own * both,))
+            Operator(OperatorKind.COPY, wide, (elements_per_tensor * both,))
             for wide, both in _casts(len(row.moments), layout)
         ]
         if surface is None and not row.operators:
@@ -430,7 +430,9 @@ class MeasuredPace:
             )
         if surface is None:  # an optimizer that is not fused takes the time of its operators
             operators += [
-                Operator(OperatorKind.POINTWISE, dtype, (number * own * dtype.itemsize,))
+                Operator(
+                    OperatorKind.POINTWISE, dtype, (number * elements_per_tensor * dtype.itemsize,)
+                )
                 for number in row.operators
             ]
         seconds = 0.0 if surface is None else surface.at((elements, tensors))

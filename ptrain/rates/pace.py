@@ -246,10 +246,10 @@ class TimedOperators:
 
     def seconds(self, operator: Operator) -> float:
         """Return the seconds of an operator."""
-        known = self._known.get(id(operator))
-        if known is None:
-            known = self._known[id(operator)] = operator, self._pace.operator_seconds(operator)
-        return known[1]
+        timed = self._known.get(id(operator))
+        if timed is None:
+            timed = self._known[id(operator)] = operator, self._pace.operator_seconds(operator)
+        return timed[1]
 
 
 def operators_seconds(

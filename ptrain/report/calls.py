@@ -103,15 +103,15 @@ def _call_mismatches(
         if has_majority and call == usual:
             continue
         other = usual if has_majority else next(counted for counted in counts if counted != call)
-        known = call or other
-        assert known is not None
+        call_or_other = call or other
+        assert call_or_other is not None
         way, difference = _difference(call, other)
-        carried = f" ({known.carries})" if known.carries else ""
+        carried = f" ({call_or_other.carries})" if call_or_other.carries else ""
         yield Mismatch(
             step=step,
-            moment=known.moment,
+            moment=call_or_other.moment,
             subject=Subject.COLLECTIVE,
-            name=f"{known.operator} {place}{carried}",
+            name=f"{call_or_other.operator} {place}{carried}",
             rank=rank,
             way=way,
             index=index,
@@ -125,9 +125,9 @@ def _difference(call: Call | None, other: Call | None) -> tuple[Way, str]:
     if call is None or other is None:
         return Way.MISSING, "is not called" if call is None else "is called here alone"
     for field, way in _FIELDS:
-        mine, its = getattr(call, field), getattr(other, field)
-        if mine != its:
-            return way, f"{_field_text(mine, field)} for {_field_text(its, field)}"
+        value, other_value = getattr(call, field), getattr(other, field)
+        if value != other_value:
+            return way, f"{_field_text(value, field)} for {_field_text(other_value, field)}"
     return Way.VALUE, ANOTHER_RESULT
 
 

@@ -70,23 +70,23 @@ def differing(tables: Sequence[Sequence[Copy]], step: int) -> Iterator[Mismatch]
     )
     # sorted() is stable: within a moment, things keep the order of the first rank that holds them.
     for _, of_moment in groupby(
-        sorted(copies.values(), key=lambda held: held[0][1].moment),
-        key=lambda held: held[0][1].moment,
+        sorted(copies.values(), key=lambda replicas: replicas[0][1].moment),
+        key=lambda replicas: replicas[0][1].moment,
     ):
-        for held in of_moment:
-            yield from _replica_mismatches(held, step)
+        for replicas in of_moment:
+            yield from _replica_mismatches(replicas, step)
 
 
-def _replica_mismatches(held: Sequence[tuple[int, Copy]], step: int) -> Iterator[Mismatch]:
+def _replica_mismatches(replicas: Sequence[tuple[int, Copy]], step: int) -> Iterator[Mismatch]:
     """Yield the mismatches of one thing, given its replicas with their ranks."""
-    counts = Counter((copy.kind, copy.digest) for _, copy in held)
+    counts = Counter((copy.kind, copy.digest) for _, copy in replicas)
     if len(counts) == 1:
         return
     # Two equally common replicas leave open which one is right, so every rank is reported.
     (usual, most), (_, next_most) = counts.most_common(2)
     has_majority = most > next_most
-    between = tuple(sorted({rank for rank, _ in held}))
-    for rank, copy in held:
+    between = tuple(sorted({rank for rank, _ in replicas}))
+    for rank, copy in replicas:
         if has_majority and (copy.kind, copy.digest) == usual:
             continue
         other = usual if has_majority else next(c for c in counts if c != (copy.kind, copy.digest))
@@ -135,9 +135,13 @@ def alike_apart(
         moment: When the digests were taken.
         step: The number of the step.
     """
-    held = ((rank, *its) for rank, its in enumerate(places) if its is not None)
-    alike = grouped((digest, (rank, place)) for rank, place, digest in held)
-    for group in alike.values():
+    generators = (
+        (rank, *place_and_digest)
+        for rank, place_and_digest in enumerate(places)
+        if place_and_digest is not None
+    )
+    by_digest = grouped((digest, (rank, place)) for rank, place, digest in generators)
+    for group in by_digest.values():
         for rank, place in group:
             if place != group[0][1]:
                 yield Mismatch(
@@ -211,12 +215,17 @@ def axes_between(odd: Sequence[int], ranks: Sequence[int], coordinates: Coordina
     spread: dict[str, None] = {}
     for one in odd:
         for other in others:
-            here, there = coordinates.get(one, {}), coordinates.get(other, {})
-            apart = [axis for axis in here if here[axis] != there.get(axis)]
-            spread.update(dict.fromkeys(apart))
+            odd_place, other_place = (
+                coordinates.get(one, {}),
+                coordinates.get(other, {}),
+            )
+            differing_axes = [
+                axis for axis in odd_place if odd_place[axis] != other_place.get(axis)
+            ]
+            spread.update(dict.fromkeys(differing_axes))
             # Only a neighbour along a single axis isolates the axis of the difference.
-            if len(apart) == 1:
-                axes[apart[0]] = None
+            if len(differing_axes) == 1:
+                axes[differing_axes[0]] = None
     return "+".join(axes or spread)
 
 
@@ -239,9 +248,9 @@ def _sentence(
         return f"{first.subject} {first.name} of {listed(ranks)} {first.told}."
     others = tuple(rank for rank in between if rank not in ranks)
     against = f"{listed(others)} agree" if others else "no two of them agree, or as many as not"
-    who = f"{first.subject} {first.name} of {listed(ranks)}: {first.told or DIFFERS} ({against}"
-    known = "" if last_good is None else f"; all agreed after step {last_good}"
-    return f"{who}{known})."
+    subject = f"{first.subject} {first.name} of {listed(ranks)}: {first.told or DIFFERS} ({against}"
+    agreement = "" if last_good is None else f"; all agreed after step {last_good}"
+    return f"{subject}{agreement})."
 
 
 def listed(ranks: Sequence[int]) -> str:

@@ -71,8 +71,8 @@ def placement(spec: Spec) -> str:
         f"{factor.axis} {factor.degree} ({factor.placement})" for factor in spec.factors
     )
     frozen = ", ".join(f"{mode} on {axis}" for axis, mode in spec.frozen.written().items())
-    apart = [f"frozen {frozen}"] if frozen else []
-    return " · ".join([tuples or "one device", *apart, *_activations_text(spec)])
+    frozen_text = [f"frozen {frozen}"] if frozen else []
+    return " · ".join([tuples or "one device", *frozen_text, *_activations_text(spec)])
 
 
 def _activations_text(spec: Spec) -> Iterator[str]:

@@ -425,26 +425,26 @@ def _memory(*estimates: Estimate, title: str) -> str:
 
     Each estimate has a column; bars show the last one.
     """
-    held = [largest(estimate.memory) for estimate in estimates]
+    sizes = [largest(estimate.memory) for estimate in estimates]
     last = estimates[-1]
     lowers = least(last.memory) if last.by_data else {}
     rows = [
-        (label, [most.get((state, tier)) for most in held], lowers.get((state, tier)))
+        (label, [most.get((state, tier)) for most in sizes], lowers.get((state, tier)))
         for state in State
         for tier, label in on_tiers(state)
-        if any(most.get((state, tier)) for most in held)
+        if any(most.get((state, tier)) for most in sizes)
     ]
     bars = [numbers[-1] or 0 for _, numbers, _ in rows]
     longest = max((number or 0 for _, numbers, _ in rows for number in numbers), default=0)
     for tier, label in on_tiers(MODEL_STATES_LABEL):
-        sums = [_model_states(most, tier) for most in held]
+        sums = [_model_states(most, tier) for most in sizes]
         if tier == TIERS[0] or any(sums):
             rows.append((label, sums, None))
     for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.UPDATE):
         peaks = [_peak(estimate, phase) for estimate in estimates]
         if any(peaks):
             rows.append((f"peak {phase}", peaks, _peak(last, phase, lower_bytes)))
-    drawn = ["█" * round(_BAR * number / longest) for number in bars]
+    bars_text = ["█" * round(_BAR * number / longest) for number in bars]
     columns = [
         name_column("memory per rank", [label for label, _, _ in rows]),
         *(
@@ -456,7 +456,7 @@ def _memory(*estimates: Estimate, title: str) -> str:
             Importance.RESULT,
             [span(lower, numbers[-1]) for _, numbers, lower in rows],
         ),
-        TableColumn("", Importance.PICTURE, drawn + [""] * (len(rows) - len(bars)), left=True),
+        TableColumn("", Importance.PICTURE, bars_text + [""] * (len(rows) - len(bars)), left=True),
     ]
     return render(columns)
 

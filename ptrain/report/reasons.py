@@ -131,22 +131,22 @@ def axis_reasons(derivation: Derivation) -> list[str]:
 def _sharding_reason(derivation: Derivation) -> str:
     """Return the sentence on sharding the model states, dp_shard before other axes."""
     spec = derivation.spec
-    whole = sum(state_sizes(spec, derivation.facts).values())
-    states = f"{format_memory(whole)} of states"
-    sent = _sent_text(derivation, *REDUCED_AXES, of_activations=False)
+    total = sum(state_sizes(spec, derivation.facts).values())
+    states = f"{format_memory(total)} of states"
+    traffic = _sent_text(derivation, *REDUCED_AXES, of_activations=False)
     over = [
         f"{f.axis} {f.degree}" for f in spec.factors if f.axis in _SHARDING and _shards_states(f)
     ]
     if over:
         return (
             f"1. {' × '.join(over)}, the first choice: each rank holds {_states_text(derivation)} "
-            f"of {states}; {sent}{_exposed_text(derivation, *REDUCED_AXES, is_of_states=True)}"
+            f"of {states}; {traffic}{_exposed_text(derivation, *REDUCED_AXES, is_of_states=True)}"
         )
     room = spec.cluster.usable_memory if spec.cluster else 0
-    if whole < room:
+    if total < room:
         usable = f"the {format_memory(room)} of usable device memory"
-        return f"1. no dp_shard: {states} are less than {usable}; {sent}"
-    return f"1. no dp_shard, although it is the first choice and would shard {states}; {sent}"
+        return f"1. no dp_shard: {states} are less than {usable}; {traffic}"
+    return f"1. no dp_shard, although it is the first choice and would shard {states}; {traffic}"
 
 
 def _states_text(derivation: Derivation) -> str:
@@ -208,14 +208,14 @@ def _sent_text(derivation: Derivation, *axes: Axis, of_activations: bool | None 
         of_activations: True: only activations; False: all other states; None: all traffic.
     """
     names = {axis.value for axis in axes}
-    sent = sum(
+    sent_bytes = sum(
         row.sent_bytes
         for row in busiest(derivation.exact.traffic)
         if row.key.phase is not Phase.SETUP
         and {*row.key.axes} <= names
         and of_activations in (None, row.key.state is State.ACTIVATIONS)
     )
-    return f"{format_bytes(sent)} sent per step"
+    return f"{format_bytes(sent_bytes)} sent per step"
 
 
 def _shards_states(factor: Factor) -> bool:
@@ -412,19 +412,19 @@ def _remarks(answer: Answer) -> list[str]:
     """
     required = answer.requirements
     share = STATE_BYTES * required.parameters / required.devices
-    whole = format_memory(share)
+    share_text = format_memory(share)
     if answer.advice is Advice.NONE:
         if share < required.device_memory:
             rest = format_memory(required.device_memory - share)
-            return [f"  the share of {whole} is less than the device memory; {rest} remain"]
+            return [f"  the share of {share_text} is less than the device memory; {rest} remain"]
         return [
-            f"  the share of {whole} exceeds the device memory; more devices, fewer bytes "
+            f"  the share of {share_text} exceeds the device memory; more devices, fewer bytes "
             "per parameter or states on the host would help, but the algorithm considers "
             "none of them"
         ]
     if answer.advice is Advice.ADD_TENSOR:
         return [
-            f"  with the same number of devices the states' share stays {whole}, which line "
+            f"  with the same number of devices the states' share stays {share_text}, which line "
             "5 rejected: tp reduces the all-gathered parameters, not the stored states",
             "  the paper does not define how tp is combined; ZeRO-3 over the nodes is assumed here",
         ]

@@ -103,17 +103,17 @@ def compare(exact: Estimate, measured: Estimate) -> tuple[Check, ...]:
         The checks. A figure with bounds holds if the measured one is within them.
     """
     assumed = exact.assumed if measured.column is Column.MEASURED else {}
-    untold = {*exact.undefined, *assumed}
-    left_out = (State.ACTIVATIONS, State.TRANSIENT) if "activations" in untold else ()
+    unpredicted = {*exact.undefined, *assumed}
+    left_out = (State.ACTIVATIONS, State.TRANSIENT) if "activations" in unpredicted else ()
     predicted, memory = (
         [row for row in rows if row.state not in left_out]
         for rows in (of_ranks(exact.memory, compared_ranks(exact, measured)), measured.memory)
     )
     ranks = compared_ranks(exact, measured)
     checks = [*_memory_checks(predicted, memory)]
-    if "traffic" not in untold:
+    if "traffic" not in unpredicted:
         checks += _traffic_checks(exact.traffic, measured.traffic, assumed)
-    if "peak" not in untold:
+    if "peak" not in unpredicted:
         checks += _peak_checks(of_ranks(exact.peak, ranks), measured.peak)
     if exact.operations and measured.operations:
         checks += _operations_checks(of_ranks(exact.operations, ranks), measured.operations)
@@ -189,16 +189,16 @@ def verdict_line(
         untold: Kinds of figures that are not predicted.
         assumed: Kinds of figures that assume data, and are therefore not judged.
     """
-    held = sum(check.holds for check in checks)
+    holding = sum(check.holds for check in checks)
     missing = sorted({*untold} - {"step_seconds"})
-    besides = f" · not predicted: {', '.join(missing)}" if missing else ""
-    besides += f" · not judged, for they assume: {', '.join(sorted(assumed))}" if assumed else ""
+    remarks = f" · not predicted: {', '.join(missing)}" if missing else ""
+    remarks += f" · not judged, for they assume: {', '.join(sorted(assumed))}" if assumed else ""
     claim = "" if is_tested(torch) else f" · not claimed for torch {torch}"
     counted = sum(bool(check.counted) for check in checks)
-    besides += f" · {counted} by the counts of the run" if counted else ""
+    remarks += f" · {counted} by the counts of the run" if counted else ""
     number = sum(check.lower is not None for check in checks)
     bounds = f" · {number} are bounds: sizes depend on data" if number else ""
-    return f"verdict: {verdict(checks)} ({held} of {len(checks)}){bounds}{besides}{claim}"
+    return f"verdict: {verdict(checks)} ({holding} of {len(checks)}){bounds}{remarks}{claim}"
 
 
 def checks_line(checks: Sequence[Check], *, ranks: int) -> str:

@@ -173,13 +173,13 @@ def recorded(records: Sequence[object], place: str) -> dict[str, Recorded]:
         str, set[bool]
     ] = {}  # by name: True if there is a verification, False if another record
     for record in records:
-        its = _parse_record(record, place)
-        name, number = its.name, 1
-        while its.is_verified in kinds.setdefault(name, set()):
+        training = _parse_record(record, place)
+        name, number = training.name, 1
+        while training.is_verified in kinds.setdefault(name, set()):
             number += 1
-            name = f"{its.name} ({number})"
-        kinds[name].add(its.is_verified)
-        trainings[name] = _merge(trainings[name], its) if name in trainings else its
+            name = f"{training.name} ({number})"
+        kinds[name].add(training.is_verified)
+        trainings[name] = _merge(trainings[name], training) if name in trainings else training
     if not trainings:
         raise refused(
             place, "holds no record", f"Use a record that a command printed: {_COMMANDS}."
@@ -241,9 +241,9 @@ def _figures(record: Mapping[str, Any]) -> Recorded:
     is_verification = "num_departures" in record
     verdicts = {}
     if record["verdict"] is not None:
-        held = sum(check.holds for check in reading.checks)
+        holding = sum(check.holds for check in reading.checks)
         about = ONE_DEVICE if is_verification else AS_PREDICTED
-        verdicts[about] = f"{record['verdict']} ({held} of {len(reading.checks)})"
+        verdicts[about] = f"{record['verdict']} ({holding} of {len(reading.checks)})"
     root_cause = record.get("culprit")
     return Recorded(
         name=str(record["spec"]),

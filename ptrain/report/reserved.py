@@ -24,14 +24,20 @@ def reserved_lines(
     if not reserved:
         return []
     rows: list[tuple[str, ...]] = []
-    for segments, held in reserved.items():
-        if held is None:
+    for segments, reservation in reserved.items():
+        if reservation is None:
             rows.append((segments, "grows on", "", "", "", ""))
             continue
         # Memory of other streams cannot be reused by the computing stream.
-        elsewhere = sum(left for stream, left in held.beyond.items() if stream != COMPUTING)
-        between = held.beyond.get(COMPUTING, 0) - held.gap
-        figures = (held.device_bytes, held.living, held.gap, between, elsewhere)
+        elsewhere = sum(left for stream, left in reservation.beyond.items() if stream != COMPUTING)
+        between = reservation.beyond.get(COMPUTING, 0) - reservation.gap
+        figures = (
+            reservation.device_bytes,
+            reservation.living,
+            reservation.gap,
+            between,
+            elsewhere,
+        )
         rows.append((segments, *map(size, figures)))
     columns = make_columns(
         rows,
@@ -42,9 +48,11 @@ def reserved_lines(
         TableColumn("other gaps", Importance.DETAIL),
         TableColumn("streams", Importance.DETAIL),
     )
-    within = [
+    workspace_rows = [
         (space.what, "unknown" if space.device_bytes is None else size(space.device_bytes))
         for space in workspaces
     ]
-    space = make_columns(within, name_column("of that within kernels"), TableColumn("bytes"))
-    return ["", render(columns), _NOT_RESERVED, *([render(space)] if within else [])]
+    space = make_columns(
+        workspace_rows, name_column("of that within kernels"), TableColumn("bytes")
+    )
+    return ["", render(columns), _NOT_RESERVED, *([render(space)] if workspace_rows else [])]

@@ -42,9 +42,9 @@ class LayerRouting:
             ranks: The number of ranks, each of which has the same number of consecutive experts.
         """
         # Experts are sharded over ranks in contiguous groups of equal size.
-        own = len(self.tokens) // ranks
-        starts = range(0, len(self.tokens), own)
-        received = [sum(self.tokens[first : first + own]) for first in starts]
+        experts_per_rank = len(self.tokens) // ranks
+        starts = range(0, len(self.tokens), experts_per_rank)
+        received = [sum(self.tokens[first : first + experts_per_rank]) for first in starts]
         return max(received) * ranks / sum(self.tokens)
 
 

@@ -203,9 +203,9 @@ def best_of_ideas(selection: PlacementRanking) -> list[Ranked]:
     Placements on the winner's axes are separate ideas if they differ in recomputation or
     offloading. Other placements are one idea per combination of axes.
     """
-    known = (lost.best for lost in selection.lost)
+    lost_rows = (lost.best for lost in selection.lost)
     margin = selection.job.margin_bytes
-    fitting = [row for row in (*selection.front, *known) if row and row.memory.leaves(margin)]
+    fitting = [row for row in (*selection.front, *lost_rows) if row and row.memory.leaves(margin)]
     order = partial(order_of, selection.ranked_by)
     winner, *others = selection.ranking
     axes, *_ = idea_of(winner.spec).partition(",")

@@ -100,19 +100,19 @@ def heading(report: RankReport, name: str) -> str:
     """Return the heading: `zero3 · rank 0 of 8, like ranks [1 2 … 7] · simulated in 21.3 s`."""
     others = [rank for rank in report.alike if rank != report.rank]
     like = f", like ranks {ranks_text(others)}" if others else ""
-    who = f"rank {report.rank} of {report.simulated.world_size}{like}"
-    how = f"rehearsed on {report.device}" if report.device else "simulated"
-    return f"{name} · {who} · {how} in {sum(report.seconds.values()):.1f} s"
+    rank_text = f"rank {report.rank} of {report.simulated.world_size}{like}"
+    method = f"rehearsed on {report.device}" if report.device else "simulated"
+    return f"{name} · {rank_text} · {method} in {sum(report.seconds.values()):.1f} s"
 
 
 def agreement(report: RankReport) -> str:
     """Return a sentence with the number of equal figures and the figures that are not predicted."""
-    every = len(compare(report.exact, report.simulated))
-    equal = every - len(report.differing)
-    untold = sorted(report.exact.undefined.keys() & {"activations", "peak", "traffic"})
-    besides = f" · not predicted: {', '.join(untold)}" if untold else ""
-    within = " or within bounds" if report.exact.by_data else ""
-    return f"{equal} of {every} figures are equal{within}{besides}"
+    total = len(compare(report.exact, report.simulated))
+    equal = total - len(report.differing)
+    unpredicted = sorted(report.exact.undefined.keys() & {"activations", "peak", "traffic"})
+    remarks = f" · not predicted: {', '.join(unpredicted)}" if unpredicted else ""
+    bounds_text = " or within bounds" if report.exact.by_data else ""
+    return f"{equal} of {total} figures are equal{bounds_text}{remarks}"
 
 
 def replay_lines(report: RankReport) -> list[str]:
@@ -209,6 +209,6 @@ class MemoryHistory:
         """Return the sample with the most live bytes of each phase."""
         peaks: dict[Phase, MemorySample] = {}
         for moment in self.moments:
-            known = peaks.setdefault(moment.phase, moment)
-            peaks[moment.phase] = max(known, moment, key=lambda sample: sample.total)
+            highest = peaks.setdefault(moment.phase, moment)
+            peaks[moment.phase] = max(highest, moment, key=lambda sample: sample.total)
         return peaks

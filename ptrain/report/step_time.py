@@ -71,12 +71,12 @@ def time_lines(derivation: Derivation) -> list[str]:
 
 def _interval_lines(spec: Spec, step: StepTime) -> list[str]:
     """Return the interval of published step times in seconds, or a statement that there is none."""
-    known = published_steps(spec)
-    if step.interval is None or known is None:
+    published = published_steps(spec)
+    if step.interval is None or published is None:
         return ["no published steps of such a model, dtype, mesh and device to compare with"]
     low, high = step.interval
     parts = f"{low / step.seconds:.2f} to {high / step.seconds:.2f} times the predicted time"
-    return [f"{known['steps']}: {format_seconds(low)} to {format_seconds(high)} ({parts})"]
+    return [f"{published['steps']}: {format_seconds(low)} to {format_seconds(high)} ({parts})"]
 
 
 def untimed(derivation: Derivation) -> str:
@@ -91,16 +91,16 @@ def critical_path(step: StepTime) -> str:
     An example is `overhead in 1.20 s: 310 ms exposed dp_shard all-gathers`. Parts below 0.5 % of
     the step are left out.
     """
-    whole = format_seconds(step.seconds)
+    total = format_seconds(step.seconds)
     parts = sorted(_overheads(step), key=lambda part: -part[1])
     # Parts below half a percent are not worth naming.
     if large := [part for part in parts if part[1] >= 0.005 * step.seconds][:_NAMED]:
         named = ", ".join(f"{format_seconds(seconds)} {name}" for name, seconds in large)
-        return f"overhead in {whole}: {named}"
+        return f"overhead in {total}: {named}"
     moving = [row for row in step.rows if row.moving and row.key.spent is not Spent.LAUNCHES]
     overlapped = sum(row.moving - row.seconds for row in moving)
     rest = f"; {format_seconds(overlapped)} of communication overlaps" if overlapped > 0 else ""
-    return f"all of {whole} is computing{rest}"
+    return f"all of {total} is computing{rest}"
 
 
 def pace_parts(spec: Spec, seconds: float | None, pace: Throughput | None) -> list[str]:

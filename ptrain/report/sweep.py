@@ -313,8 +313,10 @@ def _merged_sentences(
     named: Sequence[tuple[str, Prediction]], sentences_of: Callable[[Prediction], Sequence[str]]
 ) -> Iterator[str]:
     """Yield each sentence once, with the points it is about unless it is about all of them."""
-    of = grouped((text, label) for label, prediction in named for text in sentences_of(prediction))
-    for sentence, labels in of.items():
+    labels_of = grouped(
+        (text, label) for label, prediction in named for text in sentences_of(prediction)
+    )
+    for sentence, labels in labels_of.items():
         yield sentence if len(labels) == len(named) else f"{', '.join(labels)}: {sentence}"
 
 

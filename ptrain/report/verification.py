@@ -48,8 +48,8 @@ def stage_text(name: str, checks: Sequence[Check], seconds: float, *, verbose: b
         verbose: Add the checks that hold. Checks without a prediction (the run is finite, and it
             learns) share one line.
     """
-    held = sum(check.holds for check in checks)
-    lines = [f"{name:<{_WIDTH + 2}}{f'{held} of {len(checks)} hold':>14}{seconds:>12.1f} s"]
+    holding = sum(check.holds for check in checks)
+    lines = [f"{name:<{_WIDTH + 2}}{f'{holding} of {len(checks)} hold':>14}{seconds:>12.1f} s"]
     lines += [
         _line(check)
         for check in checks

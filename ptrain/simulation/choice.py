@@ -72,11 +72,11 @@ def classes(spec: Spec, exact: Estimate) -> list[tuple[int, ...]]:
         rows[row.rank].append((row.state, row.device_bytes, row.host_bytes, row.file_bytes))
     for peak in exact.peak:
         rows[peak.rank].append((peak.phase, peak.device_bytes))
-    alike: defaultdict[object, list[int]] = defaultdict(list)
+    groups: defaultdict[object, list[int]] = defaultdict(list)
     for rank, place in enumerate(positions(spec, (Axis.PP,))):
         account = exact.account_of[rank] if exact.account_of else 0
-        alike[place, account, tuple(rows[rank])].append(rank)
-    return [tuple(ranks) for ranks in alike.values()]
+        groups[place, account, tuple(rows[rank])].append(rank)
+    return [tuple(ranks) for ranks in groups.values()]
 
 
 def _predicted_bytes(exact: Estimate) -> dict[int, int]:

@@ -271,10 +271,10 @@ class SectionRecorder(OperatorMode):
 
     def operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator and record it with its arguments and results."""
-        given = self._comparable(args), self._comparable(kwargs)
+        inputs = self._comparable(args), self._comparable(kwargs)
         result = function(*args, **kwargs)
         self.sections[-1].append(
-            (function, *given, torch.is_grad_enabled(), self._comparable(result))
+            (function, *inputs, torch.is_grad_enabled(), self._comparable(result))
         )
         return result
 
@@ -463,14 +463,14 @@ def _compare_instances(spec: Spec, rank: int, fewest: int, least: int) -> EqualB
     layers = layers_of(spec.model)
     if layers is None or layers < least:  # known from the config, without building the model
         return None
-    whole = _repetition(spec)
-    if whole is None or whole.layers != layers:
+    full = _repetition(spec)
+    if full is None or full.layers != layers:
         return None
-    blocks = _blocks_of_plan(spec, rank, whole.facts, layers, fewest)
+    blocks = _blocks_of_plan(spec, rank, full.facts, layers, fewest)
     if blocks is None or blocks.number < least:
         return None
     few = _repetition(blocks.cut_to(fewest))
-    return blocks if few is not None and whole.is_as(few) else None
+    return blocks if few is not None and full.is_as(few) else None
 
 
 def _repetition(spec: Spec) -> Repetition | None:

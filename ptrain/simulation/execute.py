@@ -218,8 +218,10 @@ class Simulated:
                 default it is allocated when the model is wrapped.
         """
         step = self.run.stream.allocated()
-        kept = (AllocatorEvent(-1 - number, size) for number, size in enumerate(products(spec)))
-        resident, moments = [*step.resident, *kept], step.moments
+        products_held = (
+            AllocatorEvent(-1 - number, size) for number, size in enumerate(products(spec))
+        )
+        resident, moments = [*step.resident, *products_held], step.moments
         if not is_lazy:
             resident, moments = [*resident, *moments], []
         return replace(step, resident=resident, moments=moments)
@@ -446,8 +448,8 @@ def _vocab(spec: Spec) -> int | None:
         case ModelShape(vocab=vocab):
             return vocab
         case HuggingFaceModel(config=config):
-            given = config.get("vocab_size")
-            return given if isinstance(given, int) else None
+            size = config.get("vocab_size")
+            return size if isinstance(size, int) else None
     return None
 
 

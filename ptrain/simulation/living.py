@@ -205,10 +205,10 @@ class LivingMeter(MemoryMeter):
         if not sizes:
             return
         self._settle()  # the operator's own allocations and frees come first
-        taken = [
+        allocations = [
             (Life(None, self._phase, state=State.TRANSIENT, is_within=True), size) for size in sizes
         ]
-        self._events += [*taken, *((life, -size) for life, size in taken)]
+        self._events += [*allocations, *((life, -size) for life, size in allocations)]
 
     def resized(self, key: int, storage: torch.UntypedStorage, before: int) -> None:
         """Record that FSDP2 filled or freed a unit's buffer by resizing its storage."""
@@ -271,7 +271,7 @@ class LivingMeter(MemoryMeter):
             return Change(kinds[id(life)], size, keys[id(life)])
 
         return MemoryStream(
-            resident=tuple(change(*held) for held in self._before),
+            resident=tuple(change(*resident) for resident in self._before),
             events=tuple(
                 event if isinstance(event, Begin) else change(*event) for event in self._events
             ),

@@ -149,8 +149,8 @@ class MemoryStream:
         """Return the allocations and frees as an allocator handles them."""
         step = AllocatedStep()
         for change in self.resident:
-            older = step.moments if change.kind.is_moment else step.resident
-            older.append(AllocatorEvent(change.key, change.size))
+            target = step.moments if change.kind.is_moment else step.resident
+            target.append(AllocatorEvent(change.key, change.size))
         for event in self.events:
             if isinstance(event, Change):
                 step.events.append(AllocatorEvent(event.key, event.size, event.kind.stream))
