@@ -501,7 +501,7 @@ class ModelFacts:
         unknown_attention: The attention whose memory on the spec's GPUs is unknown.
         model: The model of these facts, if it is not the spec's.
         by_data: The modules that select by data, such as a router, so that sizes depend on data.
-            The traces are then those of one extent of the selection.
+            The traces then have one extent of the selection.
         attending: The facts for context parallelism, for a model that is not built in.
         experts: The layers with experts, if they are sharded over ranks.
         others: The facts at other extents of the selection. Figures lie between the smallest and

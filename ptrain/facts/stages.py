@@ -34,7 +34,8 @@ class Chain(NamedTuple):
         tied: Tensors before the layers that are used after them too, each with its name there.
         returns: The number of values in the tuple that a layer returns, hidden states first; 0 if
             it returns hidden states alone.
-        is_written: True if the model or its layers write in place into the hidden states they get.
+        is_written: True if the model writes in place into outputs of the modules before the layers,
+            or of layers.
         positions: The dimensions between samples and features; None if these are the tokens.
     """
 

@@ -91,7 +91,7 @@ class Surface:
     Args:
         seconds: The measured seconds by shape.
         expected: Returns the expected seconds of a shape.
-        coordinates: Returns the sizes that distances are taken of; by default those of the shape.
+        coordinates: Returns the sizes that distances are computed from; by default the shape.
         kind: Returns the kind of a shape; by default all shapes are of one kind.
     """
 

@@ -39,7 +39,7 @@ class LinkRate(NamedTuple):
 def bus_factor(collective: Collective, ranks: int) -> float:
     """Return the bytes on a rank's link over the bytes of the full tensor.
 
-    The factors are those of nccl-tests (PERFORMANCE.md).
+    nccl-tests defines the factors (PERFORMANCE.md).
 
     Args:
         collective: The kind of collective.
@@ -199,8 +199,8 @@ class Pace(Protocol):
 def around(kept: Kept, kind: Kind) -> Hook:
     """Return the kind of host work per operator in a layer's pass.
 
-    It depends on the placement of the layer's activations: selective recomputation runs operators
-    in a dispatch mode, and offloading adds hooks for saved tensors.
+    It depends on how the layer keeps its activations: with selective recomputation a dispatch mode
+    handles every operator, and offloaded activations are copied.
 
     Args:
         kept: The placement of the layer's activations.

@@ -121,7 +121,7 @@ def _call_mismatches(
 
 
 def _difference(call: Call | None, other: Call | None) -> tuple[Way, str]:
-    """Return how two calls differ, and the first different field in words."""
+    """Return the kind of difference between two calls, and the first different field in words."""
     if call is None or other is None:
         return Way.MISSING, "is not called" if call is None else "is called here alone"
     for field, way in _FIELDS:

@@ -103,7 +103,7 @@ def _replica_mismatches(replicas: Sequence[tuple[int, Copy]], step: int) -> Iter
 
 
 def _kind_of_difference(text: str, other: str) -> Way:
-    """Return how two replicas differ, from their dtypes and shapes."""
+    """Return the kind of difference between two replicas, from their dtypes and shapes."""
     dtypes = text.partition("[")[0], other.partition("[")[0]
     if dtypes[0] != dtypes[1]:
         return Way.DTYPE

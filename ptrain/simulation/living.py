@@ -62,7 +62,7 @@ def within(spec: Spec) -> Within:
 
     The function takes an operator's name and arguments, and returns the sizes of its allocations.
     It returns nothing if they are unknown, or the spec is not for GPUs. A CPU's attention operator
-    stands for the spec's kernel.
+    is counted as the spec's kernel.
     """
     if not spec.is_for_cuda:
         return lambda name, args: ()
