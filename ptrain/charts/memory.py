@@ -97,7 +97,14 @@ def _columns(moments: Sequence[MemorySample]) -> Iterator[MemorySample]:
 def _bars(
     columns: Sequence[MemorySample], width: float, bottom: float, scale: float
 ) -> Iterator[Rectangle]:
-    """Yield the bars of each state; neighbours with equal place and height are merged."""
+    """Yield the bars of each state; neighbours with equal place and height are merged.
+
+    Args:
+        columns: The moment of each column.
+        width: The width of a column in points.
+        bottom: The vertical position of 0 bytes.
+        scale: Points per byte.
+    """
     for index, state in enumerate(State):
         sizes = [(sum(m.device_bytes[:index]), m.device_bytes[index]) for m in columns]
         place = 0
@@ -245,7 +252,15 @@ def _stack(point: SweepPoint) -> list[tuple[str, int]]:
 
 
 def _add_row(sheet: Sheet, point: SweepPoint, x: float, y: float, scale: float) -> None:
-    """Add the label, the bar, the peak's tick and the figures of one point."""
+    """Add the label, the bar, the peak's tick and the figures of one point.
+
+    Args:
+        sheet: The sheet to add to.
+        point: The point of the sweep.
+        x: The left edge of the bar.
+        y: The upper edge of the bar.
+        scale: Points per byte.
+    """
     middle = y + _BAR / 2
     sheet.texts.append(Label(text=point.label, x=x - _BAR_GAP, y=middle, size=SMALL, align="right"))
     left = x

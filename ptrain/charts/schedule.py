@@ -285,7 +285,13 @@ def _numbers(box: Box, scale: _Scale, top: float) -> Iterator[Label]:
 
 
 def _label(box: Box, size: float, *, several: bool) -> list[tuple[str, float]]:
-    """Return the lines of text in a box, with their font sizes."""
+    """Return the lines of text in a box, with their font sizes.
+
+    Args:
+        box: The box.
+        size: The font size of the micro-batch.
+        several: Ranks have several stages, so the stage is named.
+    """
     microbatch, stage = str(box.action.microbatch), f"s{box.action.stage}"
     if not several:
         return [(microbatch, size)]
@@ -438,7 +444,14 @@ def _lane_name(lane: Hashable) -> str:
 
 
 def _row(spans: Sequence[LaneSpan], left: float, y: float, scale: float) -> Iterator[Rectangle]:
-    """Yield the rectangles of a lane."""
+    """Yield the rectangles of a lane.
+
+    Args:
+        spans: The spans of the lane in order.
+        left: The horizontal position of time 0.
+        y: The upper edge of the lane.
+        scale: Points per second.
+    """
     yield Rectangle(x=left, y=y + _LANE - 0.25, width=_LANES_WIDTH, height=0.5, colour=LIGHT)
     for start, end, meaning in _merge_spans(spans):
         if (end - start) * scale >= _NARROWEST:

@@ -108,7 +108,13 @@ def _add_tokens(sheet: Sheet, step: ContextParallel, left: float) -> None:
 def _group_spans(
     spans_of_rank: Sequence[Sequence[Span]], step: ContextParallel, place: int
 ) -> list[Span]:
-    """Return the spans of a group's tokens; spans that touch are merged."""
+    """Return the spans of a group's tokens; spans that touch are merged.
+
+    Args:
+        spans_of_rank: The spans of each rank's tokens.
+        step: The plan's step of context parallelism.
+        place: The place of the group in the ring.
+    """
     first = place * step.ulysses
     spans = sorted(span for spans in spans_of_rank[first : first + step.ulysses] for span in spans)
     merged = spans[:1]
@@ -173,7 +179,15 @@ def _add_scores(sheet: Sheet, step: ContextParallel, left: float) -> None:
 def _block_rectangles(
     block: MetBlock, left: float, top: float, unit: float, colour: str
 ) -> Iterator[Rectangle]:
-    """Yield the rectangles of a block: one, or steps along the diagonal if the block is causal."""
+    """Yield the rectangles of a block: one, or steps along the diagonal if the block is causal.
+
+    Args:
+        block: The queries and keys of the block, in tokens.
+        left: The left edge of the square of scores.
+        top: Its upper edge.
+        unit: Points per token.
+        colour: The colour of the rank.
+    """
     (first_row, last_row), (first, behind) = block.queries, block.keys
     rows = last_row - first_row
     stairs = max(2, int(rows * unit / _STAIR)) if block.is_causal else 1
@@ -264,7 +278,16 @@ def _add_cell(
     step: ContextParallel,
     source: int,
 ) -> None:
-    """Add a cell, filled from below by `share`; white where keys only pass by."""
+    """Add a cell, filled from below by `share`; white where keys only pass by.
+
+    Args:
+        sheet: The sheet; the cell is at its lower end.
+        x: The left edge.
+        size: The width and the height.
+        share: The scores computed with these keys, relative to the largest number of any cell.
+        step: The plan's step of context parallelism.
+        source: The place of the ring whose keys and values the cell has.
+    """
     width, height = size
     colour, y = of_place(source * step.ulysses), sheet.height
     sheet.rectangles += [

@@ -100,6 +100,11 @@ def _hint(verb: str, word: str, following: str) -> str:
 
     Candidates are tried from the most certain: a misspelled option, the number of ranks, a key of
     the spec, a key of another tool, a less similar option, an option of another command.
+
+    Args:
+        verb: The command.
+        word: The option as typed, perhaps with `=VALUE`.
+        following: The next argument, which may be the option's value.
     """
     from ptrain.spec.check import for_foreign, of_any_section
     from ptrain.spec.schema import reference

@@ -383,7 +383,17 @@ def size_spec(size: Sequence[str], ranks: int, cluster: Path | str) -> Spec:
 
 
 def _size_row(size: Sequence[str], ranks: int, cluster: Path, folder: Path) -> tuple[str, ...]:
-    """Train one model size and return its row: model, median step time, tokens/s/GPU and MFU."""
+    """Train one model size and return its row.
+
+    Args:
+        size: The preset of the model, and overrides of the micro-batch and the sequence.
+        ranks: The number of ranks.
+        cluster: The file with this machine's calibrated rates.
+        folder: The folder of all runs.
+
+    Returns:
+        The model, the median step time, tokens/s/GPU, and the MFU.
+    """
     spec = size_spec(size, ranks, cluster)
     ran = _train_in_new_folder(spec, folder)
     seconds = median(line["seconds"] for line in ran.metrics[_SETTLED:])

@@ -90,8 +90,13 @@ def _points(
 ) -> Iterator[SweepPoint]:
     """Yield the points of one source: one for each combination of the values that overrides list.
 
-    Faults of a single point are raised; in a sweep they are kept in the point. Labels contain the
-    source if there are several (`is_named`).
+    Faults of a single point are raised; in a sweep they are kept in the point.
+
+    Args:
+        source: The spec.
+        overrides: The overrides, some of which list several values.
+        predict: Predicts one point.
+        is_named: Labels contain the source, because there are several.
     """
     choices = list(sweeps(overrides))
     if len(choices) == 1:

@@ -164,6 +164,11 @@ def start(spec: Spec, choices: Options, after: Callable[[RunFolder], None]) -> i
 def _launch_with_restarts(spec: Spec, prepared: Options, claim: Claim) -> int:
     """Start the ranks, and restart them if a rank fails.
 
+    Args:
+        spec: The resolved spec.
+        prepared: The options for the ranks, with the run folder and the number of restarts.
+        claim: The claim on the run folder; the ranks inherit its lock.
+
     Returns:
         The exit code of the first attempt in which no rank fails.
 

@@ -306,7 +306,15 @@ def _lightest(sums: Sequence[float], stages: int) -> float:
 
 
 def _most_even(sums: Sequence[float], stages: int, heaviest: float) -> tuple[int, ...]:
-    """Return the division with the least sum of squares whose stages weigh at most `heaviest`."""
+    """Return the division with the least sum of squares whose stages weigh at most `heaviest`.
+
+    Dynamic programming over stages.
+
+    Args:
+        sums: The weights of the first 0, 1, 2 … layers.
+        stages: The number of stages.
+        heaviest: The weight of the heaviest stage, from `_lightest`.
+    """
     layers = len(sums) - 1
     costs = [0.0] + [float("inf")] * layers
     cuts: list[list[int]] = []
@@ -347,7 +355,13 @@ def _require_enough(layers: int, stages: int) -> None:
 
 
 def _stage(model: Layers, position: tuple[int, int], layers: Sequence[Unit]) -> Stage:
-    """Return one stage; `position` is its index and the number of stages."""
+    """Return one stage.
+
+    Args:
+        model: The layers, and the tensors before and after them.
+        position: The stage's index, and the number of stages.
+        layers: The layers of the stage.
+    """
     index, stages = position
     is_first, is_last = index == 0, index == stages - 1
     tied = dict(model.tied) if stages > 1 else {}

@@ -85,6 +85,11 @@ def _hops(collective: Collective, ranks: int, nodes: int) -> tuple[int, int]:
 
     A send has one hop. Other collectives have the hops of a ring. An all-reduce has twice the hops
     of a ring, or of a tree of nodes if that is shorter, because it reduces and then broadcasts.
+
+    Args:
+        collective: The kind of collective.
+        ranks: The number of ranks of the group.
+        nodes: The number of nodes of the group, each with as many ranks.
     """
     if collective is Collective.SEND:
         return (0, 1) if nodes > 1 else (1, 0)
@@ -103,7 +108,15 @@ def _transfer_seconds(
     nodes: int,
     payload: int,
 ) -> float:
-    """Return the seconds that the bytes of a collective take, without latency."""
+    """Return the seconds that the bytes of a collective take, without latency.
+
+    Args:
+        links: The rates of the tiers that the group spans.
+        collective: The kind of collective.
+        ranks: The number of ranks of the group.
+        nodes: The number of nodes of the group.
+        payload: The bytes of the full tensor.
+    """
     bus_bytes = payload * bus_factor(collective, ranks)
     if nodes == 1:
         return bus_bytes / links[LinkTier.WITHIN].bandwidth

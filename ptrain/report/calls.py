@@ -70,6 +70,11 @@ def _call_at(ledger: Sequence[Call], index: int, longest: Sequence[Call]) -> Cal
 
     A rank left a call out if its ledger has ended, or if it has the next call of the longest
     ledger.
+
+    Args:
+        ledger: The calls of the rank.
+        index: The index in both ledgers, which are equal before it.
+        longest: The calls of the rank with the most calls.
     """
     if index >= len(ledger):
         return None
@@ -92,7 +97,15 @@ def _call_mismatches(
     counts: Counter[Call | None],
     step: int,
 ) -> Iterator[Mismatch]:
-    """Yield a mismatch for each rank that differs from the most common call at one index."""
+    """Yield a mismatch for each rank that differs from the most common call at one index.
+
+    Args:
+        place: The index and the axes, for the name of the call.
+        index: The position in the sequence of collectives.
+        calls: The call of each rank; None if the rank left it out.
+        counts: The number of ranks of each call.
+        step: The number of the step.
+    """
     (usual, most), (_, next_most) = counts.most_common(2)
     has_majority = most > next_most
     # With as many ranks that issue a call as ranks that do not, the call counts as the usual case.

@@ -243,7 +243,14 @@ _NUMBERS = (Subject.COUNTER, Subject.LEARNING_RATE, Subject.NORM)
 def _sentence(
     first: Mismatch, ranks: tuple[int, ...], between: tuple[int, ...], last_good: int | None
 ) -> str:
-    """Return the sentence of a root cause: the thing, its ranks, and the ranks that agree."""
+    """Return the sentence of a root cause: the thing, its ranks, and the ranks that agree.
+
+    Args:
+        first: The earliest mismatch.
+        ranks: The ranks that differ.
+        between: All ranks that hold the thing.
+        last_good: The last step after which all agreed; None if unknown.
+    """
     if _is_alone(first):
         return f"{first.subject} {first.name} of {listed(ranks)} {first.told}."
     others = tuple(rank for rank in between if rank not in ranks)

@@ -306,7 +306,15 @@ def _check(
     tolerance: float,
     lower: int | None = None,
 ) -> Check:
-    """Return the check of one figure, with a reason if it fails or if it has bounds."""
+    """Return the check of one figure, with a reason if it fails or if it has bounds.
+
+    Args:
+        name: The name of the check.
+        predicted: The predicted figure, or its upper bound; None if the prediction lacks the row.
+        measured: The measured figure; None if the measurement lacks the row.
+        tolerance: The allowed difference, relative to the prediction or to the bounds.
+        lower: The lower bound of a figure that depends on data.
+    """
     if predicted is None or measured is None:
         absent, present = ("predicted", "measured") if predicted is None else ("measured", "exact")
         holds, why = False, f"{present} has this row, {absent} has none"

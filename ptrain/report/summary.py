@@ -193,7 +193,11 @@ def _cells(
 ) -> tuple[str, str, str]:
     """Return both figures of the rank in which they differ most, and their difference.
 
-    If the prediction has bounds, the difference is the distance from them.
+    Args:
+        left: The predicted figure of each rank, or its upper bound.
+        right: The measured figure of each rank.
+        lowers: The lower bound of each rank that has one. The difference is then the distance from
+            the bounds.
     """
     if not lowers:
         before, after = worst(left, right)

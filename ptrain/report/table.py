@@ -81,7 +81,13 @@ def name_column(title: str, cells: Sequence[str] = ()) -> TableColumn:
 def difference_columns(
     title: str, before: str = "predicted", after: str = "measured"
 ) -> list[TableColumn]:
-    """Return the empty columns of a table with two sides and their difference."""
+    """Return the empty columns of a table with two sides and their difference.
+
+    Args:
+        title: The title of the column of names.
+        before: The title of the first side.
+        after: The title of the second side.
+    """
     return [
         name_column(title)._replace(wraps=True),
         TableColumn(before),
@@ -148,7 +154,13 @@ def render(columns: Sequence[TableColumn], width: int | None = None) -> str:
 def _wrap_names(
     columns: Sequence[TableColumn], names: TableColumn, width: int
 ) -> list[TableColumn]:
-    """Return the columns with names wrapped to `width`; continuation lines have empty figures."""
+    """Return the columns with wrapped names; continuation lines have empty figures.
+
+    Args:
+        columns: All columns of the table.
+        names: The column to wrap, one of `columns`.
+        width: The largest width of a name. Words are not broken.
+    """
     wrapper = textwrap.TextWrapper(
         width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
     )

@@ -394,6 +394,13 @@ def _blocks_of_plan(
 
     If as many units are gathered ahead as the shortest run has blocks, the gathered memory grows
     with each of the three runs and stops growing later. The three runs do not show where.
+
+    Args:
+        spec: The resolved spec.
+        rank: The rank to simulate.
+        facts: The facts of the model.
+        layers: The number of layers of the model.
+        fewest: The number of blocks of the shortest run.
     """
     is_within = spec.unit_size.kind in (UnitKind.BLOCK, UnitKind.SUB_BLOCK)
     is_far = spec.prefetch is not None and spec.prefetch >= fewest

@@ -282,7 +282,17 @@ def simulate(
 def _simulate_few_blocks(
     blocks: EqualBlocks, rank: int, device: torch.device, allow_import: bool
 ) -> Simulated | None:
-    """Return the simulation from runs with few blocks; None if they do not determine it."""
+    """Return the simulation from three runs with few blocks.
+
+    Args:
+        blocks: The equal blocks of the rank.
+        rank: The rank to play.
+        device: The device of the fake tensors.
+        allow_import: Allow the import of the user's code.
+
+    Returns:
+        None if the three runs do not determine the run with all blocks.
+    """
     first, second, third = (
         _simulate_every_block(blocks.cut_to(FEWEST + more), rank, device, allow_import=allow_import)
         for more in range(3)
@@ -305,7 +315,15 @@ def _simulate_every_block(
     allow_import: bool = False,
     rehearse: bool = False,
 ) -> Simulated:
-    """Return the simulation with every block of the model."""
+    """Return the simulation with every block of the model.
+
+    Args:
+        spec: The resolved spec, perhaps with fewer blocks.
+        rank: The rank to play.
+        device: The device of the tensors. Fake tensors on a CPU stand in for a GPU's.
+        allow_import: Allow the import of the user's code.
+        rehearse: Use real tensors.
+    """
     stands_in = spec.is_for_cuda and device.type == "cpu" and not rehearse
     world = fake_world(rank, spec.world_size, device, stands_in=stands_in)
     try:

@@ -187,7 +187,13 @@ class LivingMeter(MemoryMeter):
         super().existing(key, storage)
 
     def born(self, key: int, storage: torch.UntypedStorage, operator: str) -> None:
-        """Record an allocation, with the running module and the stream."""
+        """Record an allocation, with the running module and the stream.
+
+        Args:
+            key: The key of the storage.
+            storage: The storage.
+            operator: The name of the operator that allocated it.
+        """
         current = torch.cuda if self._device == "cuda" else torch.cpu
         stream = self._streams.get(stream_key(current.current_stream()), COMPUTING)
         module = self._running[-1] if self._running else None
