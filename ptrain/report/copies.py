@@ -21,7 +21,7 @@ SHARED = "shared where it must differ"
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """A replica of one thing on one rank. Replicas of one thing differ only in `kind` and `digest`.
+    """A replica of one value on one rank. Replicas of one value differ only in `kind` and `digest`.
 
     Attributes:
         part: The shard of a tensor, or the place of a generator; ranks that must agree have the
@@ -39,12 +39,12 @@ class Copy:
 
     @property
     def identity(self) -> tuple[int, str, str, str]:
-        """The key that all replicas of one thing share."""
+        """The key that all replicas of one value share."""
         return self.moment.value, self.subject.value, self.name, self.part
 
 
 def holders(tables: Sequence[Sequence[Copy]]) -> dict[tuple[int, str, str, str], tuple[int, ...]]:
-    """Return the ranks that hold each thing, ascending.
+    """Return the ranks that hold each value, ascending.
 
     A rank appears once for each replica that it holds.
 
@@ -58,8 +58,8 @@ def holders(tables: Sequence[Sequence[Copy]]) -> dict[tuple[int, str, str, str],
 def differing(tables: Sequence[Sequence[Copy]], step: int) -> Iterator[Mismatch]:
     """Yield a mismatch for each rank whose replica differs from the most common one.
 
-    If two replicas are equally common, every rank that holds the thing has a mismatch. Mismatches
-    are ordered by moment, then by the first rank that holds the thing.
+    If two replicas are equally common, every rank that holds the value has a mismatch. Mismatches
+    are ordered by moment, then by the first rank that holds the value.
 
     Args:
         tables: The replicas of every rank.
@@ -68,7 +68,7 @@ def differing(tables: Sequence[Sequence[Copy]], step: int) -> Iterator[Mismatch]
     copies = grouped(
         (copy.identity, (rank, copy)) for rank, table in enumerate(tables) for copy in table
     )
-    # sorted() is stable: within a moment, things keep the order of the first rank that holds them.
+    # sorted() is stable: within a moment, values keep the order of the first rank that holds them.
     for _, of_moment in groupby(
         sorted(copies.values(), key=lambda replicas: replicas[0][1].moment),
         key=lambda replicas: replicas[0][1].moment,
@@ -78,7 +78,7 @@ def differing(tables: Sequence[Sequence[Copy]], step: int) -> Iterator[Mismatch]
 
 
 def _replica_mismatches(replicas: Sequence[tuple[int, Copy]], step: int) -> Iterator[Mismatch]:
-    """Yield the mismatches of one thing, given its replicas with their ranks."""
+    """Yield the mismatches of one value, given its replicas with their ranks."""
     counts = Counter((copy.kind, copy.digest) for _, copy in replicas)
     if len(counts) == 1:
         return
@@ -192,7 +192,7 @@ def _is_alone(mismatch: Mismatch) -> bool:
 
 
 def _identity(mismatch: Mismatch) -> tuple[tuple[int, int], Subject, str]:
-    """Return the key of the thing that differs: its moment, subject and name."""
+    """Return the key of the value that differs: its moment, subject and name."""
     return mismatch.when, mismatch.subject, mismatch.name
 
 
@@ -207,7 +207,7 @@ def axes_between(odd: Sequence[int], ranks: Sequence[int], coordinates: Coordina
 
     Args:
         odd: The ranks that differ.
-        ranks: All ranks that hold the thing.
+        ranks: All ranks that hold the value.
         coordinates: The place of each rank on each mesh axis.
     """
     others = [rank for rank in ranks if rank not in odd] or list(ranks)
@@ -243,12 +243,12 @@ _NUMBERS = (Subject.COUNTER, Subject.LEARNING_RATE, Subject.NORM)
 def _sentence(
     first: Mismatch, ranks: tuple[int, ...], between: tuple[int, ...], last_good: int | None
 ) -> str:
-    """Return the sentence of a root cause: the thing, its ranks, and the ranks that agree.
+    """Return the sentence of a root cause: the value, its ranks, and the ranks that agree.
 
     Args:
         first: The earliest mismatch.
         ranks: The ranks that differ.
-        between: All ranks that hold the thing.
+        between: All ranks that hold the value.
         last_good: The last step after which all agreed; None if unknown.
     """
     if _is_alone(first):

@@ -26,7 +26,7 @@ class Moment(IntEnum):
 
 
 class Subject(StrEnum):
-    """The thing that differs: one of the four states, or a thing that belongs to none of them."""
+    """The kind of value that differs: one of the four states, or a value outside of them."""
 
     PARAMETERS = "parameters"
     OPTIMIZER = "optimizer"
@@ -44,7 +44,7 @@ class Subject(StrEnum):
 
 
 class Way(StrEnum):
-    """The way in which two things differ."""
+    """The kind of a difference between two values."""
 
     VALUE = "value"
     DTYPE = "dtype"
@@ -54,14 +54,14 @@ class Way(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mismatch:
-    """A difference between a thing on one rank and the reference, or the thing on other ranks.
+    """A difference of a value on one rank from the reference, or from the value on other ranks.
 
     Attributes:
         name: A parameter's canonical name or a module's path.
         difference: The relative difference by the 2-norm; 0 unless `way` is VALUE.
         tolerance: The allowed relative difference.
         index: The number of the micro-batch, or the position in the sequence of collectives.
-        between: The ranks that should have the same thing, if ranks are compared with each other.
+        between: The ranks that should have the same value, if ranks are compared with each other.
         told: Both sides in words, if they are not tensors.
     """
 
@@ -106,7 +106,7 @@ class RootCause:
     """The explanation of a mismatch, with a fix if one is known.
 
     Attributes:
-        state: The thing that differs.
+        state: The kind of value that differs.
         axis: The mesh axes involved, `dp_shard+tp`; empty if there are none.
         factor: The kind of difference: `x 2`, `missing all-reduce`, `stale by 1 step`, `bfloat16
             for float64`.

@@ -310,7 +310,7 @@ class SectionRecorder(OperatorMode):
         return "blocks ago", here - place, name
 
 
-FEWEST = 4  # blocks of the shortest run; it must exceed the number of units gathered ahead
+FEWEST = 4  # blocks of the shortest run; it must exceed the number of prefetched units
 LEAST = 20  # fewer blocks are all run: the three runs have 4 + 5 + 6 = 15 blocks
 
 
@@ -392,7 +392,7 @@ def _blocks_of_plan(
 ) -> EqualBlocks | None:
     """Return the rank's blocks, if the plan treats them equally.
 
-    If as many units are gathered ahead as the shortest run has blocks, the gathered memory grows
+    If as many units are prefetched as the shortest run has blocks, the prefetched memory grows
     with each of the three runs and stops growing later. The three runs do not show where.
 
     Args:
