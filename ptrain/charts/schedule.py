@@ -314,7 +314,7 @@ def _kinds(every: Sequence[Box]) -> list[Kind]:
 def _add_axis(sheet: Sheet, scale: _Scale, makespan: float, kinds: Sequence[Kind]) -> None:
     """Add the axis of time, with the durations of the kinds of actions."""
     top = sheet.height
-    step = _tick(_TICK / scale.unit)
+    step = _tick(_TICK / scale.unit)  # units of time between numbers
     for time in range(0, int(makespan) + 1, step):
         x = scale.right(time)
         sheet.rectangles.append(

@@ -190,6 +190,7 @@ def _block_rectangles(
     """
     (first_row, last_row), (first, behind) = block.queries, block.keys
     rows = last_row - first_row
+    # Rectangles are the only shapes of a sheet, so a triangle is drawn as stairs.
     stairs = max(2, int(rows * unit / _STAIR)) if block.is_causal else 1
     edges = [first_row + rows * stair / stairs for stair in range(stairs + 1)]
     for above, below in pairwise(edges):
@@ -200,6 +201,7 @@ def _block_rectangles(
             width=(end - first) * unit,
             height=(below - above) * unit,
             colour=colour,
+            # White edges between stairs would make stripes.
             edge=colour if block.is_causal else WHITE,
             edge_width=0 if block.is_causal else min(0.6, 0.06 * (behind - first) * unit),
         )

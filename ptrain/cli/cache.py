@@ -29,7 +29,7 @@ def run(args: Namespace) -> int:
         size = sum(path.stat().st_size for path in files)
         for path in files if args.clear else ():
             path.unlink()
-    except FileNotFoundError as error:
+    except FileNotFoundError as error:  # removed between listing and stat or unlink
         raise PtrainError(f"error: another process clears the cache: {error}") from error
     except OSError as error:
         raise PtrainError(f"error: the cache cannot be read or cleared: {error}") from error

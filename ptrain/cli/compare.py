@@ -94,6 +94,7 @@ def _records_file(source: str) -> Path | None:
         return None
     if path.suffix == ".json" and not path.is_file():
         raise refused(source, "no such file", f"Name {_SIDES}.")
+    # A built-in spec's name wins over a file of the same name.
     is_spec = path.suffix in _SPECS or source in listing(*SPEC_FOLDERS)
     # A pipe of the shell, `<(ptrain predict … --json)`, exists but is not a file.
     return path if path.exists() and not is_spec else None
@@ -107,6 +108,7 @@ def _read_documents(file: Path, place: str) -> list[object]:
         text = file.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise refused(place, f"cannot be read: {error}", f"Name {_SIDES}.") from None
+    # raw_decode and not json.load: `--json` output of several commands may be in one file.
     decoder, documents = json.JSONDecoder(), []
     while text:
         try:

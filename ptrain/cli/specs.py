@@ -84,6 +84,7 @@ def _preset_row(folder: str, path: Path) -> Row:
 def _about(path: Path) -> str:
     """Return the description of a file: its first comment that is not for editors."""
     lines = path.read_text(encoding="utf-8").splitlines()
+    # Editors read the schema's location from a comment, `# yaml-language-server: $schema=…`.
     comments = [line[2:] for line in lines if line.startswith("# ")]
     return next(line for line in comments if not line.startswith("yaml-language-server"))
 

@@ -154,7 +154,7 @@ def _load_against(
     shared = [
         override
         for override, route in routes.items()
-        if any(".".join(route[: key.count(".") + 1]) == key for key in keys)  # it, or below it
+        if any(".".join(route[: key.count(".") + 1]) == key for key in keys)  # the key or below it
     ]
     other = _load_checked(args.against, next(sweeps(shared)), allow_import=args.allow_import)
     settings = common(other.spec)

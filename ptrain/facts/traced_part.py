@@ -22,6 +22,7 @@ def traced_part(spec: Spec) -> Spec:
     )
     # The number of micro-batches matters only to a pipeline's schedule.
     times = spec.batch.accumulate if spec.degree(Axis.PP) > 1 else 1
+    # Expert parallelism exchanges tokens of several ranks: the trace covers their samples.
     samples = times * spec.batch.micro * math.prod(spec.degree(axis) for axis in EXPERT_AXES)
     batch = replace(spec.batch, global_samples=samples, accumulate=times)
     return Spec(

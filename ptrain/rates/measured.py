@@ -177,6 +177,7 @@ def pace_while_others_wait(cluster: Cluster | None, ranks: int, busy: int) -> Pa
     if cluster is None or cluster.rates is None or not tables(cluster.rates).threads:
         return None
     rates = tables(cluster.rates)
+    # An operator's time depends on its threads: a rank keeps as many when the others wait.
     threads = dict(zip(rates.at_once, rates.threads, strict=True))
     here = _ranks_per_node(cluster, ranks)
     return _pace(cluster, busy) if threads.get(busy) == threads.get(here) else None
@@ -199,6 +200,7 @@ def lacking(cluster: Cluster | None, ranks: int) -> str:
             "machine, then add `cluster.preset=cluster.yaml`."
         )
     at_once, here = tables(cluster.rates).at_once, _ranks_per_node(cluster, ranks)
+    # Ranks on GPUs do not share compute units; ranks on CPUs share cores and memory bandwidth.
     if cluster.kind == "cuda" or here in at_once:
         return ""
     measured = ", ".join(map(str, at_once))

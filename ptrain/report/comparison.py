@@ -152,6 +152,7 @@ def _training(base: Recorded, head: Recorded) -> ComparedTraining:
     ]
     abouts = dict.fromkeys((*base.verdicts, *head.verdicts))
     has_verdict = any(about in base.verdicts and about in head.verdicts for about in abouts)
+    # Sizes of the training are context: with nothing else in common there is nothing to compare.
     is_common = any(row.group.kind is not FigureKind.SIZE for row in figures) or has_verdict
     return ComparedTraining(
         base=base,
@@ -393,6 +394,7 @@ def _cells(training: ComparedTraining, *, shows_all: bool) -> Iterator[Cells]:
 def _verdict_cells(verdict: ComparedVerdict) -> Cells:
     """Return the row of a verdict: both verdicts with their counts, and the change of the word."""
     sides = verdict.base or _NO_VERDICT, verdict.head or _NO_VERDICT
+    # Without the counts in `holds (14 of 14)`: more checks are not a change of the verdict.
     words = [side.partition(" (")[0] for side in sides]
     change = "" if words[0] == words[1] else f"{words[0]} → {words[1]}"
     return f"verdict: {verdict.about}", *sides, change

@@ -435,6 +435,7 @@ def _memory(*estimates: Estimate, title: str) -> str:
         if any(most.get((state, tier)) for most in sizes)
     ]
     bars = [numbers[-1] or 0 for _, numbers, _ in rows]
+    # Bars are scaled before the rows of sums and peaks are added, which would dwarf them.
     longest = max((number or 0 for _, numbers, _ in rows for number in numbers), default=0)
     for tier, label in on_tiers(MODEL_STATES_LABEL):
         sums = [_model_states(most, tier) for most in sizes]

@@ -160,7 +160,7 @@ def _states_text(derivation: Derivation) -> str:
 def _tensor_reason(derivation: Derivation) -> str:
     """Return the sentence on tp, with the size of a layer in 16-bit precision."""
     cluster, ranks = derivation.spec.cluster, derivation.spec.degree(Axis.TP)
-    size = 2 * reconstruction_unit(derivation.facts)
+    size = 2 * reconstruction_unit(derivation.facts)  # 2 bytes per element
     layer = f"a layer has {format_memory(size)} in 16-bit precision"
     if ranks == 1:
         share = f", {size / cluster.device_memory:.1%} of the device memory" if cluster else ""

@@ -104,6 +104,7 @@ def compare(exact: Estimate, measured: Estimate) -> tuple[Check, ...]:
     """
     assumed = exact.assumed if measured.column is Column.MEASURED else {}
     unpredicted = {*exact.undefined, *assumed}
+    # Temporary tensors are derived together with activations.
     left_out = (State.ACTIVATIONS, State.TRANSIENT) if "activations" in unpredicted else ()
     predicted, memory = (
         [row for row in rows if row.state not in left_out]

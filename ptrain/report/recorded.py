@@ -174,6 +174,7 @@ def recorded(records: Sequence[object], place: str) -> dict[str, Recorded]:
     ] = {}  # by name: True if there is a verification, False if another record
     for record in records:
         training = _parse_record(record, place)
+        # A name may have one verification and one other record; a second of a kind gets a number.
         name, number = training.name, 1
         while training.is_verified in kinds.setdefault(name, set()):
             number += 1
@@ -325,6 +326,7 @@ def _estimate_groups(estimate: Estimate) -> Iterator[tuple[FigureKind, Figures]]
 def _memory(estimate: Estimate) -> Figures:
     """Return bytes by state and tier of the rank with the most; None for states of unknown size."""
     most = largest(estimate.memory)
+    # Rows of 0 bytes are left out: a missing row counts as 0 in a comparison.
     figures: dict[str, int | None] = {
         label: size
         for state in State

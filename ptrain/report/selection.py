@@ -264,6 +264,7 @@ def winner_reasons(selection: PlacementRanking) -> list[str]:
 
 def _micro_batches(selection: PlacementRanking) -> Iterator[str]:
     """Yield the best row of each micro-batch size with the winner's idea, if there are several."""
+    # The ranking is ordered, so the first row of each micro-batch is its best.
     idea = idea_of(selection.ranking[0].spec)
     rows: dict[int, Ranked] = {}
     for row in selection.ranking:

@@ -215,6 +215,7 @@ def _parts(step: StepTime) -> Iterator[Part]:
             name = f"exposed {'+'.join(row.key.axes)}" if row.key.axes else "exposed copies"
             seconds, moving = moved.get(name, (0.0, 0.0))
             moved[name] = seconds + row.seconds, moving + row.moving
+    # Communication that is fully overlapped is listed too, with 0 s exposed.
     for name, (seconds, moving) in moved.items():
         if moving:
             yield name, seconds, moving

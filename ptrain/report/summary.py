@@ -134,7 +134,7 @@ def worst(left: Mapping[KeyT, int], right: Mapping[KeyT, int]) -> tuple[int | No
 
     def apart(pair: tuple[int | None, int | None]) -> tuple[float, int]:
         before, after = pair
-        if before is None or after is None:
+        if before is None or after is None:  # a missing row is the worst difference
             return math.inf, before or after or 0
         return abs(after - before), max(pair, key=lambda size: size or 0) or 0
 

@@ -129,7 +129,7 @@ def ordered(points: Sequence[SweepPoint], sort: str | None) -> list[SweepPoint]:
         value = None if point.prediction is None else figure(point.prediction)
         return point.prediction is None, value is None, value or 0
 
-    return sorted(points, key=place)
+    return sorted(points, key=place)  # False sorts before True; sorted() is stable
 
 
 def table(points: Sequence[SweepPoint], *, explain: bool = False) -> str:
@@ -279,6 +279,7 @@ def fastest_that_fits(predictions: Sequence[Prediction]) -> Prediction | None:
     Returns:
         None if fewer than two of the predictions that fit have a throughput.
     """
+    # -number: of equally fast points the first wins.
     paced = [
         (pace, -number)
         for number, prediction in enumerate(predictions)
@@ -476,6 +477,7 @@ def _settings(before: Spec, after: Spec) -> Iterator[str]:
     if before.batch.accumulate == after.batch.accumulate == 1:
         # With one micro-batch, syncing on each and on the last are the same.
         del left["sync.gradients"], right["sync.gradients"]
+    # A key that one side leaves out and the other sets to its default is not a difference.
     defaults = dict(leaves(unwritten()))
     for key in dict.fromkeys((*left, *right)):
         values = left.get(key, _UNSET), right.get(key, _UNSET)

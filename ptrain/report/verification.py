@@ -55,6 +55,7 @@ def stage_text(name: str, checks: Sequence[Check], seconds: float, *, verbose: b
         for check in checks
         if not check.holds or (verbose and check.predicted is not None)
     ]
+    # Checks without a prediction only require that a run is finite, moves and learns.
     alive = [check for check in checks if check.predicted is None and check.holds]
     if alive and verbose:
         lines.append(_cells("reference and run finite, moving and learning", f"{len(alive)} hold"))

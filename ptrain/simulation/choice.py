@@ -52,7 +52,7 @@ def chosen(spec: Spec, exact: Estimate, choices: Sequence[str] = ()) -> tuple[in
     if choices:
         return tuple(dict.fromkeys(_parse_rank(choice, spec.world_size) for choice in choices))
     needed = _predicted_bytes(exact)
-    most = max(range(spec.world_size), key=lambda rank: (needed[rank], -rank))
+    most = max(range(spec.world_size), key=lambda rank: (needed[rank], -rank))  # ties: the first
     return tuple(dict.fromkeys((0, most)))
 
 

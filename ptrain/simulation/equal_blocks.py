@@ -180,6 +180,7 @@ class _LeafWalk:
 
     def _of_sequence(self, path: str, value: Sequence[object]) -> Iterator[_Leaf]:
         """Yield the leaves of a list or tuple."""
+        # For example `config.layer_types`, which has one entry for each layer.
         is_plain = all(isinstance(entry, _PLAIN) for entry in value)
         if is_plain and len(value) == len(self.blocks) and len({*value}) == 1:
             yield path, (type(value), "by block", value[0])
@@ -491,9 +492,11 @@ def _repetition(spec: Spec) -> Repetition | None:
 
 def _read_structure(model: FakeModel) -> Repetition | None:
     """Return the structure of an instance on fake tensors; None if its blocks differ."""
+    # fork_rng, because the forward pass may draw random numbers.
     with model.running(), torch.random.fork_rng(devices=[]):
         facts = untraced_facts(model.module, model.spec)
         around, structures = structure_of(model.module, facts.blocks)
+        # Between the first and the last block there must be one to compare.
         block = common(structures) if len(structures) > 2 else None
         if block is None:
             return None
