@@ -33,7 +33,7 @@ def front_sheet(selection: PlacementRanking) -> Sheet:
     top = sheet.height + _TITLE
     room = float(cluster.usable_memory) if cluster else 0.0
     rows = [*selection.ranking, *selection.front]
-    slowest = 1.05 * max(map(_seconds, rows), default=1.0)
+    slowest = 1.05 * max(map(_row_seconds, rows), default=1.0)
     plane = _Plane(sheet, top, max(room * 1.05, *(row.peak_bytes for row in rows)), slowest)
     plane.frame(room)
     plane.dots(selection.ranking, _OTHER)
@@ -41,7 +41,7 @@ def front_sheet(selection: PlacementRanking) -> Sheet:
     sheet.height = top + _HEIGHT + 2 * _TITLE
     sheet.write(
         Label(
-            text=f"{_seconds(row):.3g} s, {format_memory(row.peak_bytes)}: {described(row.spec)}",
+            text=f"{_row_seconds(row):.3g} s, {format_memory(row.peak_bytes)}: {described(row.spec)}",
             x=_MARGIN,
             y=0,
             size=_SIZE,
@@ -52,7 +52,7 @@ def front_sheet(selection: PlacementRanking) -> Sheet:
     return sheet
 
 
-def _seconds(row: Ranked) -> float:
+def _row_seconds(row: Ranked) -> float:
     """Return the step time of a row, or its nominal seconds if it has none."""
     return row.closed.seconds if row.seconds is None else row.seconds
 
@@ -74,29 +74,29 @@ class _Plane:
     def frame(self, room: float) -> None:
         """Draw the axes with their scales, and the line of usable memory."""
         line, bottom = 0.7, self.top + _HEIGHT
-        self._fill(_MARGIN, self.top, line, _HEIGHT, GREY)
-        self._fill(_MARGIN, bottom, _WIDTH, line, GREY)
+        self._add_rectangle(_MARGIN, self.top, line, _HEIGHT, GREY)
+        self._add_rectangle(_MARGIN, bottom, _WIDTH, line, GREY)
         for step in range(1, _STEPS + 1):
             part = step / _STEPS
-            self._fill(_MARGIN, self.y(part * self.slowest), _WIDTH, line / 2, LIGHT)
-            self._text(f"{part * self.slowest:.3g} s", _MARGIN - 4, self.y(part * self.slowest))
-            self._text(
+            self._add_rectangle(_MARGIN, self.y(part * self.slowest), _WIDTH, line / 2, LIGHT)
+            self._add_text(f"{part * self.slowest:.3g} s", _MARGIN - 4, self.y(part * self.slowest))
+            self._add_text(
                 format_memory(part * self.most),
                 self.x(part * self.most),
                 bottom + _SIZE,
             )
         if room:
-            self._fill(self.x(room), self.top, line, _HEIGHT, _ROOM)
-            self._text("usable memory", self.x(room) - 3, self.top + _SIZE)
+            self._add_rectangle(self.x(room), self.top, line, _HEIGHT, _ROOM)
+            self._add_text("usable memory", self.x(room) - 3, self.top + _SIZE)
 
     def dots(self, rows: Iterable[Ranked] | Sequence[Ranked], colour: str) -> None:
         """Draw a dot for each row."""
         for row in rows:
-            x, y = self.x(row.peak_bytes), self.y(_seconds(row))
-            self._fill(x - _DOT / 2, y - _DOT / 2, _DOT, _DOT, colour)
+            x, y = self.x(row.peak_bytes), self.y(_row_seconds(row))
+            self._add_rectangle(x - _DOT / 2, y - _DOT / 2, _DOT, _DOT, colour)
 
-    def _fill(self, x: float, y: float, width: float, height: float, colour: str) -> None:
+    def _add_rectangle(self, x: float, y: float, width: float, height: float, colour: str) -> None:
         self.sheet.rectangles.append(Rectangle(x=x, y=y, width=width, height=height, colour=colour))
 
-    def _text(self, text: str, x: float, y: float) -> None:
+    def _add_text(self, text: str, x: float, y: float) -> None:
         self.sheet.texts.append(Label(text=text, x=x, y=y, size=_SIZE, align="right"))

@@ -69,13 +69,13 @@ def course_sheet(course: MemoryHistory) -> Sheet:
     sheet.height += 2 * SMALL * LINE
     top = sheet.height
     scale = _HEIGHT / max(1, peak.total)
-    sheet.rectangles += _ticks(top)
-    sheet.texts += _numbers(peak.total, top)
-    columns = list(_columns(course.moments))
+    sheet.rectangles += _scale_lines(top)
+    sheet.texts += _scale_numbers(peak.total, top)
+    columns = list(_column_samples(course.moments))
     width = _WIDTH / len(columns)
-    sheet.rectangles += _bars(columns, width, top + _HEIGHT, scale)
-    sheet.rectangles += _boundaries(columns, width, top)
-    sheet.texts += _phases(columns, width, top)
+    sheet.rectangles += _state_bars(columns, width, top + _HEIGHT, scale)
+    sheet.rectangles += _pass_boundaries(columns, width, top)
+    sheet.texts += _phase_labels(columns, width, top)
     sheet.height += _HEIGHT + SMALL * LINE
     names = {colour: str(state) for state, colour in STATE_COLOURS.items()}
     sheet.add_legend(_LEFT, names, SMALL)
@@ -83,7 +83,7 @@ def course_sheet(course: MemoryHistory) -> Sheet:
     return sheet
 
 
-def _columns(moments: Sequence[MemorySample]) -> Iterator[MemorySample]:
+def _column_samples(moments: Sequence[MemorySample]) -> Iterator[MemorySample]:
     """Yield the highest moment of each column; a column has moments of one pass."""
 
     def column(moment: MemorySample) -> tuple[object, ...]:
@@ -94,7 +94,7 @@ def _columns(moments: Sequence[MemorySample]) -> Iterator[MemorySample]:
         yield max(moments_of_column, key=lambda moment: moment.total)
 
 
-def _bars(
+def _state_bars(
     columns: Sequence[MemorySample], width: float, bottom: float, scale: float
 ) -> Iterator[Rectangle]:
     """Yield the bars of each state; neighbours with equal place and height are merged.
@@ -121,14 +121,14 @@ def _bars(
             place += number
 
 
-def _ticks(top: float) -> Iterator[Rectangle]:
+def _scale_lines(top: float) -> Iterator[Rectangle]:
     """Yield a thin line at each number of the scale."""
     for part in range(_TICKS + 1):
         y = top + _HEIGHT * (1 - part / _TICKS)
         yield Rectangle(x=_LEFT, y=y - 0.25, width=_WIDTH, height=0.5, colour=LIGHT)
 
 
-def _numbers(peak: int, top: float) -> Iterator[Label]:
+def _scale_numbers(peak: int, top: float) -> Iterator[Label]:
     """Yield the numbers of the scale."""
     for part in range(_TICKS + 1):
         yield Label(
@@ -140,7 +140,7 @@ def _numbers(peak: int, top: float) -> Iterator[Label]:
         )
 
 
-def _passes(columns: Sequence[MemorySample]) -> Iterator[tuple[int, int, MemorySample]]:
+def _find_passes(columns: Sequence[MemorySample]) -> Iterator[tuple[int, int, MemorySample]]:
     """Yield the first column, the number of columns and a moment of each pass through a phase."""
     first = 0
     for _, moments in groupby(columns, key=lambda moment: (moment.phase, moment.micro_batch)):
@@ -149,17 +149,19 @@ def _passes(columns: Sequence[MemorySample]) -> Iterator[tuple[int, int, MemoryS
         first += len(shown)
 
 
-def _boundaries(columns: Sequence[MemorySample], width: float, top: float) -> Iterator[Rectangle]:
+def _pass_boundaries(
+    columns: Sequence[MemorySample], width: float, top: float
+) -> Iterator[Rectangle]:
     """Yield a white line at the beginning of each pass."""
-    for first, _, _ in _passes(columns):
+    for first, _, _ in _find_passes(columns):
         yield Rectangle(
             x=_LEFT + first * width - 0.25, y=top, width=0.5, height=_HEIGHT, colour=WHITE
         )
 
 
-def _phases(columns: Sequence[MemorySample], width: float, top: float) -> Iterator[Label]:
+def _phase_labels(columns: Sequence[MemorySample], width: float, top: float) -> Iterator[Label]:
     """Yield a label above each pass: its name, its first letter, or nothing if it is too narrow."""
-    for first, number, moment in _passes(columns):
+    for first, number, moment in _find_passes(columns):
         pass_name = (
             f"{moment.phase} {moment.micro_batch}" if moment.phase is not Phase.UPDATE else "update"
         )
@@ -200,10 +202,10 @@ def sweep_sheet(points: Sequence[SweepPoint]) -> Sheet:
     )
     sheet = Sheet(title=title, width=left + _BAR_GAP + _BARS_WIDTH + _NUMBERS + EDGE, height=EDGE)
     sheet.write([Label(text=title, x=EDGE, y=0, size=TITLE, is_bold=True)])
-    capacities = sorted({size for point in points if (size := _capacity(point))})
+    capacities = sorted({size for point in points if (size := _usable_memory(point))})
     sheet.height += (1 + len(capacities)) * SMALL * LINE
     top, first = sheet.height, left + _BAR_GAP
-    stacks = [sum(size for _, size in _stack(point)) for point in points]
+    stacks = [sum(size for _, size in _bar_parts(point)) for point in points]
     scale = _BARS_WIDTH / max([*stacks, *capacities, 1])
     bottom = top + len(points) * (_BAR + _BAR_GAP)
     sheet.rectangles.append(
@@ -230,7 +232,7 @@ def sweep_sheet(points: Sequence[SweepPoint]) -> Sheet:
     return sheet
 
 
-def _capacity(point: SweepPoint) -> int | None:
+def _usable_memory(point: SweepPoint) -> int | None:
     """Return the usable device memory of a point, in bytes; None if it is unknown."""
     return point.prediction.fit.usable_memory if point.prediction else None
 
@@ -240,7 +242,7 @@ def _peak_bytes(point: SweepPoint) -> int | None:
     return point.prediction.fit.peak_bytes if point.prediction else None
 
 
-def _stack(point: SweepPoint) -> list[tuple[str, int]]:
+def _bar_parts(point: SweepPoint) -> list[tuple[str, int]]:
     """Return the colour and size of each part of a bar; empty if the peak is unknown."""
     peak = _peak_bytes(point)
     if point.prediction is None or not peak:
@@ -264,7 +266,7 @@ def _add_row(sheet: Sheet, point: SweepPoint, x: float, y: float, scale: float) 
     middle = y + _BAR / 2
     sheet.texts.append(Label(text=point.label, x=x - _BAR_GAP, y=middle, size=SMALL, align="right"))
     left = x
-    for colour, size in _stack(point):
+    for colour, size in _bar_parts(point):
         box = Rectangle(x=left, y=y, width=size * scale, height=_BAR, colour=colour)
         sheet.rectangles.append(box)
         left += box.width
@@ -281,10 +283,10 @@ def _row_text(point: SweepPoint) -> str:
     """Return the text right of a bar."""
     if point.prediction is None:
         return "refused"
-    return ", ".join(_figures(point.prediction))
+    return ", ".join(_figure_texts(point.prediction))
 
 
-def _figures(prediction: Prediction) -> Iterator[str]:
+def _figure_texts(prediction: Prediction) -> Iterator[str]:
     """Yield the peak, the fit and the step time of a prediction as text."""
     peak = prediction.fit.peak_bytes
     yield "peak unknown" if peak is None else format_memory(peak)

@@ -130,16 +130,16 @@ def schedule_sheet(heading: Heading, schedule: Schedule) -> Sheet:
     scale = _Scale.of(schedule, simulation, all_boxes)
     makespan = simulation.makespan
     sheet = Sheet(title=heading.spec, width=scale.right(makespan) + EDGE, height=EDGE)
-    sheet.write(_heading(heading, schedule, simulation))
+    sheet.write(_heading_labels(heading, schedule, simulation))
     sheet.height += HEAD
     top = sheet.height
-    sheet.rectangles += _lines(schedule.ranks, scale, top, makespan)
+    sheet.rectangles += _row_lines(schedule.ranks, scale, top, makespan)
     sheet.texts += _row_names(schedule, scale, top)
     for box in all_boxes:
-        sheet.rectangles.append(_rectangle(box, scale, top))
-        sheet.texts += _numbers(box, scale, top)
+        sheet.rectangles.append(_box_rectangle(box, scale, top))
+        sheet.texts += _number_labels(box, scale, top)
     sheet.height += schedule.ranks * scale.row
-    _add_axis(sheet, scale, makespan, _kinds(all_boxes))
+    _add_axis(sheet, scale, makespan, _used_kinds(all_boxes))
     _add_legend(sheet, scale, all_boxes)
     sheet.height += EDGE
     return sheet
@@ -188,7 +188,9 @@ class _Scale:
         return self.left + time * self.unit
 
 
-def _heading(heading: Heading, schedule: Schedule, simulation: Simulation) -> Iterator[Label]:
+def _heading_labels(
+    heading: Heading, schedule: Schedule, simulation: Simulation
+) -> Iterator[Label]:
     """Yield the lines above the rows."""
     yield Label(text=heading.spec, x=EDGE, y=0, size=TITLE, is_bold=True)
     sizes = (
@@ -201,7 +203,7 @@ def _heading(heading: Heading, schedule: Schedule, simulation: Simulation) -> It
     yield Label(text=f"bubble {bubble_text(simulation)}", x=EDGE, y=0, size=HEAD, colour=GREY)
 
 
-def _lines(ranks: int, scale: _Scale, top: float, makespan: float) -> Iterator[Rectangle]:
+def _row_lines(ranks: int, scale: _Scale, top: float, makespan: float) -> Iterator[Rectangle]:
     """Yield a line above each row and below the last, so that idle ranks have a visible row."""
     for rank in range(ranks + 1):
         yield Rectangle(
@@ -223,7 +225,7 @@ def _row_names(schedule: Schedule, scale: _Scale, top: float) -> Iterator[Label]
             yield Label(text=f"rank {rank}", x=x, y=middle, size=HEAD, align="right")
             continue
         yield Label(text=f"rank {rank}", x=x, y=middle - 5, size=HEAD, align="right")
-        stages = _stages(schedule, rank)
+        stages = _stages_text(schedule, rank)
         yield Label(text=stages, x=x, y=middle + 6, size=SMALL, colour=GREY, align="right")
 
 
@@ -232,10 +234,10 @@ def _name_width(schedule: Schedule, rank: int) -> float:
     name = width_of(f"rank {rank}", HEAD)
     if schedule.stages == schedule.ranks:
         return name
-    return max(name, width_of(_stages(schedule, rank), SMALL))
+    return max(name, width_of(_stages_text(schedule, rank), SMALL))
 
 
-def _stages(schedule: Schedule, rank: int) -> str:
+def _stages_text(schedule: Schedule, rank: int) -> str:
     """Return the stages of a rank as text: `stages 0, 4`, or `stages 0, 4 … 28`."""
     names = [str(stage) for stage in schedule.stages_of(rank)]
     if len(names) > 4:
@@ -243,7 +245,7 @@ def _stages(schedule: Schedule, rank: int) -> str:
     return f"stages {', '.join(names)}"
 
 
-def _rectangle(box: Box, scale: _Scale, top: float) -> Rectangle:
+def _box_rectangle(box: Box, scale: _Scale, top: float) -> Rectangle:
     """Return the rectangle of a box."""
     above, below = top + box.rank * scale.row, top + (box.rank + 1) * scale.row
     gap = _GAP * scale.row / _ROW
@@ -258,14 +260,14 @@ def _rectangle(box: Box, scale: _Scale, top: float) -> Rectangle:
     )
 
 
-def _numbers(box: Box, scale: _Scale, top: float) -> Iterator[Label]:
+def _number_labels(box: Box, scale: _Scale, top: float) -> Iterator[Label]:
     """Yield the micro-batch in a box, and the stage if ranks have several.
 
     The stage is below the micro-batch, or next to it in half a box. A box that is too small has no
     text.
     """
-    place = _rectangle(box, scale, top)
-    lines = _label(box, scale.size, several=scale.several)
+    place = _box_rectangle(box, scale, top)
+    lines = _box_label(box, scale.size, several=scale.several)
     widest = max(width_of(text, size) for text, size in lines)
     heights = [size * 1.1 for _, size in lines]
     # 1e-6 allows for rounding: the scale makes the widest number fit exactly.
@@ -284,7 +286,7 @@ def _numbers(box: Box, scale: _Scale, top: float) -> Iterator[Label]:
         y += height
 
 
-def _label(box: Box, size: float, *, several: bool) -> list[tuple[str, float]]:
+def _box_label(box: Box, size: float, *, several: bool) -> list[tuple[str, float]]:
     """Return the lines of text in a box, with their font sizes.
 
     Args:
@@ -302,10 +304,10 @@ def _label(box: Box, size: float, *, several: bool) -> list[tuple[str, float]]:
 
 def _label_width(box: Box, size: float, *, several: bool) -> float:
     """Return the width of the text in a box."""
-    return max(width_of(text, font) for text, font in _label(box, size, several=several))
+    return max(width_of(text, font) for text, font in _box_label(box, size, several=several))
 
 
-def _kinds(every: Sequence[Box]) -> list[Kind]:
+def _used_kinds(every: Sequence[Box]) -> list[Kind]:
     """Return the kinds of actions that a schedule has."""
     used = {box.action.kind for box in every}
     return [kind for kind in Kind if kind in used]
@@ -314,7 +316,7 @@ def _kinds(every: Sequence[Box]) -> list[Kind]:
 def _add_axis(sheet: Sheet, scale: _Scale, makespan: float, kinds: Sequence[Kind]) -> None:
     """Add the axis of time, with the durations of the kinds of actions."""
     top = sheet.height
-    step = _tick(_TICK / scale.unit)  # units of time between numbers
+    step = _round_tick(_TICK / scale.unit)  # units of time between numbers
     for time in range(0, int(makespan) + 1, step):
         x = scale.right(time)
         sheet.rectangles.append(
@@ -330,7 +332,7 @@ def _add_axis(sheet: Sheet, scale: _Scale, makespan: float, kinds: Sequence[Kind
     sheet.height += SMALL
 
 
-def _tick(least: float) -> int:
+def _round_tick(least: float) -> int:
     """Return the smallest of 1, 2, 5, 10, 20, 50 … that is not less than a number."""
     power = 1
     while True:
@@ -342,7 +344,7 @@ def _tick(least: float) -> int:
 
 def _add_legend(sheet: Sheet, scale: _Scale, every: Sequence[Box]) -> None:
     """Add the legend: samples of colours with their meanings, then the meaning of the numbers."""
-    samples = [(shades(kind, scale.shades), MEANINGS[kind]) for kind in _kinds(every)]
+    samples = [(shades(kind, scale.shades), MEANINGS[kind]) for kind in _used_kinds(every)]
     samples.append(((WHITE,), "idle"))
     x, wide, high = EDGE, 14.0, 9.0
     sheet.height += high
@@ -366,18 +368,18 @@ def _add_legend(sheet: Sheet, scale: _Scale, every: Sequence[Box]) -> None:
         sheet.texts.append(Label(text=meaning, x=x + len(colours) * wide + 4, y=y, size=SMALL))
         x += long + 16
     sheet.height += high
-    notes = " · ".join(_notes(sheet, scale, every))
+    notes = " · ".join(_note_texts(sheet, scale, every))
     sheet.write([Label(text=notes, x=EDGE, y=0, size=SMALL, colour=GREY)])
 
 
-def _notes(sheet: Sheet, scale: _Scale, every: Sequence[Box]) -> Iterator[str]:
+def _note_texts(sheet: Sheet, scale: _Scale, every: Sequence[Box]) -> Iterator[str]:
     """Yield the meaning of the numbers and of half boxes."""
     yield "number: micro-batch"
     if scale.several:
         yield "s: stage; later stages of a rank are lighter"
     if any(box.is_half for box in every):
         yield "two in one box: side by side"
-    if not all(any(_numbers(box, scale, 0)) for box in every):
+    if not all(any(_number_labels(box, scale, 0)) for box in every):
         yield "narrow boxes have no number"
 
 
@@ -422,7 +424,7 @@ def step_sheet(title: str, note: str, spans: Sequence[LaneSpan]) -> Sheet:
         sheet.texts.append(
             Label(text=_lane_name(lane), x=left - 6, y=middle, size=HEAD, align="right")
         )
-        sheet.rectangles += _row([s for s in spans if s.lane == lane], left, y, scale)
+        sheet.rectangles += _lane_rectangles([s for s in spans if s.lane == lane], left, y, scale)
     sheet.height += len(lanes) * _LANE
     _add_clock(sheet, left, end)
     _add_lane_legend(sheet, spans)
@@ -443,7 +445,9 @@ def _lane_name(lane: Hashable) -> str:
             return str(lane)
 
 
-def _row(spans: Sequence[LaneSpan], left: float, y: float, scale: float) -> Iterator[Rectangle]:
+def _lane_rectangles(
+    spans: Sequence[LaneSpan], left: float, y: float, scale: float
+) -> Iterator[Rectangle]:
     """Yield the rectangles of a lane.
 
     Args:
@@ -469,7 +473,7 @@ def _merge_spans(spans: Sequence[LaneSpan]) -> Iterator[tuple[float, float, str]
     start = end = 0.0
     meaning: str | None = None
     for span in spans:
-        span_meaning = _meaning(span)
+        span_meaning = _span_meaning(span)
         if span_meaning == meaning and span.start <= end:
             end = max(end, span.end)
             continue
@@ -480,7 +484,7 @@ def _merge_spans(spans: Sequence[LaneSpan]) -> Iterator[tuple[float, float, str]
         yield start, end, meaning
 
 
-def _meaning(span: LaneSpan) -> str | None:
+def _span_meaning(span: LaneSpan) -> str | None:
     """Return the meaning of a span; None for the waiting of a rank, which is white."""
     key = span.key
     is_own = span.lane is None or isinstance(span.lane, int)
@@ -519,7 +523,7 @@ def _add_clock(sheet: Sheet, left: float, end: float) -> None:
 
 def _add_lane_legend(sheet: Sheet, spans: Sequence[LaneSpan]) -> None:
     """Add the legend of the meanings that occur."""
-    used = {_meaning(span) for span in spans} | {"waiting"}
+    used = {_span_meaning(span) for span in spans} | {"waiting"}
     meanings = {**_MEANINGS, "waiting": WHITE}
     names = {colour: meaning for meaning, colour in meanings.items() if meaning in used}
     sheet.add_legend(EDGE, names, SMALL)

@@ -162,7 +162,7 @@ def shades(kind: Kind, number: int) -> tuple[str, ...]:
     """
     steps = max(1, number - 1)
     return tuple(
-        _lighten(_COLOUR_OF_KIND[kind], _LIGHTEST * place / steps) for place in range(number)
+        _lighten_colour(_COLOUR_OF_KIND[kind], _LIGHTEST * place / steps) for place in range(number)
     )
 
 
@@ -185,7 +185,7 @@ def of_place(place: int) -> str:
     """Return the colour of a rank by its place along an axis; eight neighbours differ."""
     # The eight colours with 0, 30 and 60 % of white; then they repeat.
     turn, number = divmod(place, len(_PLACE_COLOURS))
-    return _lighten(_PLACE_COLOURS[number], _FADED * (turn % 3))
+    return _lighten_colour(_PLACE_COLOURS[number], _FADED * (turn % 3))
 
 
 @cache
@@ -203,21 +203,21 @@ def luminance(colour: str) -> float:
 
     It is the relative luminance of sRGB by WCAG 2.1.
     """
-    red, green, blue = (_linear(value / 255) for value in _channels(colour))
+    red, green, blue = (_linear_channel(value / 255) for value in _rgb_channels(colour))
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
 
-def _linear(value: float) -> float:
+def _linear_channel(value: float) -> float:
     """Return the linear intensity of an sRGB channel, both from 0 to 1."""
     return value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4
 
 
-def _lighten(colour: str, white: float) -> str:
+def _lighten_colour(colour: str, white: float) -> str:
     """Return a colour mixed with a share of white."""
-    mixed = (round(value + (255 - value) * white) for value in _channels(colour))
+    mixed = (round(value + (255 - value) * white) for value in _rgb_channels(colour))
     return "#" + "".join(f"{value:02x}" for value in mixed)
 
 
-def _channels(colour: str) -> tuple[int, ...]:
+def _rgb_channels(colour: str) -> tuple[int, ...]:
     """Return the red, green and blue of a colour, from 0 to 255."""
     return tuple(int(colour[at : at + 2], 16) for at in (1, 3, 5))

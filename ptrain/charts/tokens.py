@@ -410,7 +410,7 @@ def _add_legend(sheet: Sheet) -> None:
                 y=y - SMALL / 2,
                 width=SMALL,
                 height=SMALL,
-                colour=_colour(times),
+                colour=_load_colour(times),
                 edge=LIGHT,
                 edge_width=0.5,
             )
@@ -443,7 +443,7 @@ def _add_field(sheet: Sheet, left: float, top: float, columns: Sequence[Sequence
         mean = sum(tokens) / experts
         for expert, number in enumerate(tokens):
             x, y = left + place * width, top + expert * height
-            colour = _colour(number / mean)
+            colour = _load_colour(number / mean)
             sheet.rectangles.append(Rectangle(x=x, y=y, width=width, height=height, colour=colour))
     for expert in sorted({0, experts - 1}):
         middle = top + (expert + 0.5) * height
@@ -455,7 +455,7 @@ def _add_field(sheet: Sheet, left: float, top: float, columns: Sequence[Sequence
     return experts * height
 
 
-def _colour(times: float) -> str:
+def _load_colour(times: float) -> str:
     """Return the colour of tokens over the mean: white for 0, darkest from twice the mean."""
     share = min(times, _MOST) / _MOST
     red, green, blue = (round(255 - share * (255 - part)) for part in _DARK)

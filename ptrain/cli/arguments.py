@@ -61,11 +61,11 @@ class CommandParser(ArgumentParser):
                 break
             name = word.partition("=")[0]
             if name.startswith("--") and name not in self._option_string_actions:
-                self.error(f"unknown option {name}. {_hint(self.verb, word, following)}")
+                self.error(f"unknown option {name}. {_suggest_option(self.verb, word, following)}")
         try:
             parsed, unknown = self.parse_known_intermixed_args(arguments)
         except ArgumentError as error:
-            self.error(self._explain(error))
+            self.error(self._explain_error(error))
         if unknown:
             self.error(f"unknown argument {unknown[0]}")
         parsed.typed = typed
@@ -77,7 +77,7 @@ class CommandParser(ArgumentParser):
         more = "" if message.endswith((".", "?")) else f". Run `{self.prog} --help`."
         raise PtrainError(f"{self.prog}: {message}{more}")
 
-    def _explain(self, error: ArgumentError) -> str:
+    def _explain_error(self, error: ArgumentError) -> str:
         """Return the message for a wrong value, with the accepted values."""
         for action in self._actions:
             names = "/".join(action.option_strings) or action.metavar
@@ -95,7 +95,7 @@ def options_of(verb: str) -> Iterator[str]:
                     yield from flags
 
 
-def _hint(verb: str, word: str, following: str) -> str:
+def _suggest_option(verb: str, word: str, following: str) -> str:
     """Return a suggestion for an unknown option.
 
     Candidates are tried from the most certain: a misspelled option, the number of ranks, a key of

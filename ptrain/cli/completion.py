@@ -85,7 +85,7 @@ complete -c ptrain -n __ptrain_files -F
 
 def run(args: Namespace) -> int:
     """Print the script of a shell."""
-    rules = list(_rules())
+    rules = list(_completion_rules())
     if args.shell == "fish":
         print(_FISH.replace("@RULES@", "\n".join(map(_fish_clause, rules))), end="")
     else:
@@ -112,7 +112,7 @@ def _fish_clause(rule: Rule) -> str:
     )
 
 
-def _rules() -> Iterator[Rule]:
+def _completion_rules() -> Iterator[Rule]:
     """Yield the rules, the most specific first."""
     specs, models, clusters = (
         list(listing(*folders)) for folders in (SPEC_FOLDERS, ("models",), ("clusters",))
@@ -130,7 +130,7 @@ def _rules() -> Iterator[Rule]:
     yield ["* --against *"], specs
     files = []
     for verb in COMMANDS:
-        for name, words in _choices(verb):
+        for name, words in _option_values(verb):
             if words:
                 yield [f"{verb} {name} *"], words
             else:
@@ -157,7 +157,7 @@ def _is_placement(key: str) -> bool:
     return key == "placement" or (key.startswith("placement.") and key.count(".") == 1)
 
 
-def _choices(verb: str) -> Iterator[tuple[str, list[str]]]:
+def _option_values(verb: str) -> Iterator[tuple[str, list[str]]]:
     """Yield each option that takes a value, with the accepted words; any text has none."""
     for options in COMMANDS[verb].groups.values():
         for item in options:

@@ -121,7 +121,7 @@ class _Table(TableElement):
             if max(cell_len(line.rstrip()) for line in text.splitlines()) <= options.max_width:
                 yield table
             else:
-                yield from (line for row in rows for line in _paragraph(heads, row))
+                yield from (line for row in rows for line in _row_paragraph(heads, row))
 
 
 def _longest_word(cell: Text) -> int:
@@ -129,7 +129,7 @@ def _longest_word(cell: Text) -> int:
     return max(map(len, cell.plain.split()), default=0)
 
 
-def _paragraph(heads: Sequence[Text], row: Sequence[Text]) -> Iterator[RenderableType]:
+def _row_paragraph(heads: Sequence[Text], row: Sequence[Text]) -> Iterator[RenderableType]:
     """Yield the first cell of a row, and below it the other cells, indented, with their titles."""
     yield row[0]
     for head, cell in zip(heads[1:], row[1:], strict=True):
@@ -153,7 +153,7 @@ def run(args: Namespace) -> int:
         PtrainError: If no page mentions the word.
     """
     word = " ".join(args.topic).strip()
-    print(_topic_text(word) if word else _listing())
+    print(_topic_text(word) if word else _topic_list())
     return 0
 
 
@@ -161,7 +161,7 @@ def _topic_text(word: str) -> str:
     """Return the text for a word."""
     pages = {page: read_page(page) for page in PAGES}
     topic = "-".join(word.lower().split())
-    topics = _topics(pages)
+    topics = _find_topics(pages)
     width = min(shutil.get_terminal_size().columns, _WIDEST)
     section = topics.get(topic)
     rows = _key_rows(word, topics["keys"])
@@ -189,7 +189,7 @@ def _topic_text(word: str) -> str:
     return "\n\n".join(parts)
 
 
-def _topics(pages: Mapping[str, str]) -> dict[str, PageSection]:
+def _find_topics(pages: Mapping[str, str]) -> dict[str, PageSection]:
     """Return all sections by anchor, and all pages by file name and title.
 
     A section takes precedence over a page.
@@ -220,7 +220,9 @@ def _find_mentions(
         for section in sections(text):
             is_title = bool(pattern.search(section.title))
             prose = _CODE.sub("", section.text).splitlines() if is_title else []
-            lines = filter(None, (_mention(pattern, line) for line in section.text.splitlines()))
+            lines = filter(
+                None, (_find_mention(pattern, line) for line in section.text.splitlines())
+            )
             mentions = [*filter(None, map(_without_markup, prose[:1])), *lines]
             order = 0 if is_title else 1 if page == _GLOSSARY else 2
             if mentions and (is_title or not finds_titles_only):
@@ -229,7 +231,7 @@ def _find_mentions(
     return {name: line for _, _, name, line in ranked[:_MOST_HITS]}
 
 
-def _mention(pattern: re.Pattern[str], line: str) -> str:
+def _find_mention(pattern: re.Pattern[str], line: str) -> str:
     """Return the part of a line that begins shortly before the word; empty if the word is missing.
 
     In a table row, the first cell and the cell with the word are returned.
@@ -313,7 +315,7 @@ def read_page(page: str) -> str:
     return path.read_text(encoding="utf-8")
 
 
-def _listing() -> str:
+def _topic_list() -> str:
     """Return the list of pages and topics."""
     width = min(shutil.get_terminal_size().columns, _WIDEST)
     lines = ["Usage: ptrain help TOPIC", "", "Pages and their topics:"]

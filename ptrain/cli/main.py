@@ -112,7 +112,7 @@ def _run_command(arguments: list[str], *, is_process: bool) -> int:
     """Print the usage or the version, or run a command."""
     match arguments:
         case [] | ["-h" | "--help"]:
-            print(_usage())
+            print(_usage_text())
             return 0
         case ["--version" | "-V"]:
             print(f"ptrain {VERSION}")
@@ -173,7 +173,7 @@ def _unknown_command(word: str) -> str:
     return f"ptrain: unknown command {word!r}. {hint}"
 
 
-def _usage() -> str:
+def _usage_text() -> str:
     """Return the text of `ptrain --help`."""
     width = max(map(len, VERBS))
     lines = []

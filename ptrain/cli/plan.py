@@ -44,7 +44,7 @@ def run(args: Namespace) -> int:
         )
     chart = chart_file(args.chart)
     plans = [_derive_source(source, overrides, args.allow_import) for source in sources]
-    chart_lines = [_draw(*plans[0], chart)] if chart else []
+    chart_lines = [_draw_charts(*plans[0], chart)] if chart else []
     if args.json:
         more = {"chart": str(args.chart)} if chart else {}
         records = [as_record(spec, derivation) | more for spec, derivation in plans]
@@ -77,13 +77,13 @@ def as_record(spec: Spec, derivation: Derivation) -> dict[str, object]:
     }
 
 
-def _draw(spec: Spec, derivation: Derivation, chart: ChartFile) -> str:
+def _draw_charts(spec: Spec, derivation: Derivation, chart: ChartFile) -> str:
     """Draw the pipeline schedule and the token shards in one file.
 
     Raises:
         SpecError: If the spec has neither a pipeline nor context parallelism.
     """
-    sheets = [*_sheets(spec, derivation.plan)]
+    sheets = [*_make_sheets(spec, derivation.plan)]
     if not sheets:
         raise refused(
             "--chart",
@@ -96,7 +96,7 @@ def _draw(spec: Spec, derivation: Derivation, chart: ChartFile) -> str:
     return chart.draw(first)
 
 
-def _sheets(spec: Spec, plan: Plan) -> Iterator[Sheet]:
+def _make_sheets(spec: Spec, plan: Plan) -> Iterator[Sheet]:
     """Yield the pictures that a spec has: its schedule, and its token shards."""
     if pipeline_of(spec) is not None:
         heading = Heading(spec=spec.name, schedule=str(spec.pipeline.schedule))

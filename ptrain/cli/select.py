@@ -65,7 +65,7 @@ def run(args: Namespace) -> int:
             read=partial(_trace_facts, allow_import=args.allow_import),
             watch=lambda done, count: step(done, count, "deriving the best candidates"),
         )
-    advice = _advice(selection, args) if args.by == "algorithm1" else None
+    advice = _ask_algorithm1(selection, args) if args.by == "algorithm1" else None
     files = _write_files(selection, args, chart)
     if args.json:
         by = {} if advice is None else {"algorithm1": advice_record(advice)}
@@ -126,7 +126,7 @@ def _require_effects(args: Namespace) -> None:
         raise refused("--thresholds", "needs the method algorithm1", "Add `--by algorithm1`.")
 
 
-def _advice(selection: PlacementRanking, args: Namespace) -> Answer:
+def _ask_algorithm1(selection: PlacementRanking, args: Namespace) -> Answer:
     """Return the answer of the paper's Algorithm 1 for the job that was searched."""
     base = selection.job.base
     assert base.cluster is not None, "a job that is searched for has a cluster"

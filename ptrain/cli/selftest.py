@@ -220,12 +220,12 @@ def run(args: Namespace) -> int:
                 _measure_speed(page, Path(folder))
     finally:
         page.write()
-        _print(page)
+        _print_results(page)
     fails = page.errors or not all(result.passes for result in page.results)
     return VerdictFailed.exit_code if fails else 0
 
 
-def _print(page: Page) -> None:
+def _print_results(page: Page) -> None:
     """Print the results: failed specs if there are any, else all."""
     failed = [result for result in page.results if not result.passes]
     following = f"ptrain verify {failed[0].name}" if failed else "ptrain train"
@@ -302,8 +302,8 @@ def _result(spec: Spec, folder: Path, alone: dict[str, list[float]]) -> Result:
         key = json.dumps(reference, sort_keys=True, default=str)
         if key not in alone:
             one = {**reference, "name": "one-device", "mesh": {}, "placement": {}}
-            alone[key] = _losses(one, folder)[1]
-        holds, losses = _losses(spec.resolved, folder)
+            alone[key] = _train_losses(one, folder)[1]
+        holds, losses = _train_losses(spec.resolved, folder)
         loss_difference = largest_difference(losses, alone[key])
     except PtrainError as failure:
         error = str(failure).strip().splitlines()[0]
@@ -332,7 +332,7 @@ def largest_difference(losses: Sequence[float], others: Sequence[float]) -> floa
     return max(abs(one - other) / max(abs(other), 1e-12) for one, other in pairs)
 
 
-def _losses(written: Mapping[str, Any], folder: Path) -> tuple[bool, list[float]]:
+def _train_losses(written: Mapping[str, Any], folder: Path) -> tuple[bool, list[float]]:
     """Train a spec; return its verdict and the loss of every step."""
     ran = _train_in_new_folder(dict(written), folder)
     return ran.holds, [line["loss"] for line in ran.metrics]

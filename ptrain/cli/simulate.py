@@ -70,7 +70,7 @@ def run(args: Namespace) -> int:
     for spec in specs:
         simulations = list(_simulate_ranks(spec, args, lacking))
         records.append(as_record(spec, simulations))
-        chart_lines = [_draw(simulations, chart)] if chart else []
+        chart_lines = [_draw_memory(simulations, chart)] if chart else []
         if not args.json:
             show(*chart_lines, _host_memory_line(), GARBAGE, *[""] * (len(specs) > 1))
     if args.json:
@@ -127,7 +127,7 @@ def _kernels_sentence(spec: Spec, simulated: Simulated, lacking: str) -> str:
     return f"a CPU's: {lacking}"
 
 
-def _draw(simulations: list[tuple[Derivation, RankReport]], chart: ChartFile) -> str:
+def _draw_memory(simulations: list[tuple[Derivation, RankReport]], chart: ChartFile) -> str:
     """Draw the memory of the rank with the highest peak; return a line that names the file."""
     course = max(
         (report.course for _, report in simulations),

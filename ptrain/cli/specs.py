@@ -30,9 +30,9 @@ def run(args: Namespace) -> int:
     """
     match args.words:
         case []:
-            _list(as_json=args.json)
+            _list_specs(as_json=args.json)
         case ["show", name, *overrides]:
-            _show(name, overrides, as_json=args.json)
+            _show_spec(name, overrides, as_json=args.json)
         case ["show"]:
             raise PtrainError("ptrain specs show: NAME is missing. `ptrain specs` lists the names.")
         case [word, *_]:
@@ -42,24 +42,24 @@ def run(args: Namespace) -> int:
     return 0
 
 
-def _list(*, as_json: bool) -> None:
+def _list_specs(*, as_json: bool) -> None:
     """Print all built-in specs, models, clusters and aliases."""
-    rows = [_spec_row(folder, path) for folder in SPEC_FOLDERS for path in _files(folder)]
-    rows += [_preset_row(folder, path) for folder in _PRESETS for path in _files(folder)]
+    rows = [_spec_row(folder, path) for folder in SPEC_FOLDERS for path in _folder_files(folder)]
+    rows += [_preset_row(folder, path) for folder in _PRESETS for path in _folder_files(folder)]
     all_names = names()
     if as_json:
         print(json.dumps({"specs": rows, "aliases": all_names.aliases}))
         return
     for folder in (*SPEC_FOLDERS, *_PRESETS):
         if of_folder := [row for row in rows if row["folder"] == folder]:
-            print(_table(folder, of_folder))
+            print(_folder_table(folder, of_folder))
     aliases = ", ".join(f"{alias} = {name}" for alias, name in all_names.aliases.items())
     wrapped = textwrap.wrap(aliases, screen_width() - 2)
     print("aliases:", textwrap.indent("\n".join(wrapped), "  "), sep="\n")
     show("", next_line("ptrain specs show zero3"))
 
 
-def _files(folder: str) -> list[Path]:
+def _folder_files(folder: str) -> list[Path]:
     """Return the files of a folder of specs or presets."""
     return list(listing(folder).values())
 
@@ -72,16 +72,16 @@ def _spec_row(folder: str, path: Path) -> Row:
         "folder": folder,
         "ranks": spec.world_size,
         "placement": {factor.axis.value: str(factor.placement) for factor in spec.factors},
-        "about": _about(path),
+        "about": _description(path),
     }
 
 
 def _preset_row(folder: str, path: Path) -> Row:
     """Return the row of a model or a cluster."""
-    return {"name": path.stem, "folder": folder, "about": _about(path)}
+    return {"name": path.stem, "folder": folder, "about": _description(path)}
 
 
-def _about(path: Path) -> str:
+def _description(path: Path) -> str:
     """Return the description of a file: its first comment that is not for editors."""
     lines = path.read_text(encoding="utf-8").splitlines()
     # Editors read the schema's location from a comment, `# yaml-language-server: $schema=…`.
@@ -89,7 +89,7 @@ def _about(path: Path) -> str:
     return next(line for line in comments if not line.startswith("yaml-language-server"))
 
 
-def _table(folder: str, rows: list[Row]) -> str:
+def _folder_table(folder: str, rows: list[Row]) -> str:
     """Return the table of one folder."""
     columns = [name_column("", [str(row["name"]) for row in rows])]
     if folder in SPEC_FOLDERS:
@@ -108,7 +108,7 @@ def _placement_text(row: Row) -> str:
     return " ⊗ ".join(f"{axis}: {modes}" for axis, modes in placement.items())
 
 
-def _show(name: str, overrides: list[str], *, as_json: bool) -> None:
+def _show_spec(name: str, overrides: list[str], *, as_json: bool) -> None:
     """Print one spec or preset. A preset without overrides is printed as its file."""
     preset = listing(*_PRESETS).get(name)
     if preset and not overrides:

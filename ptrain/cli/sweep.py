@@ -64,7 +64,7 @@ def run_sweep(
     points: list[SweepPoint] = []
     with progress("predicting") as step:
         for source in sources:
-            for point in _points(source, overrides, predict, is_named=len(sources) > 1):
+            for point in _predict_points(source, overrides, predict, is_named=len(sources) > 1):
                 points.append(point)
                 step(len(points), choices, f"predicting {point.label}")
     predictions = [point.prediction for point in points if point.prediction is not None]
@@ -75,7 +75,7 @@ def run_sweep(
     points = ordered(points, args.sort)
     chart_lines = [chart.draw(sweep_sheet(points))] if chart else []
     if args.json:
-        print_json([_record(point, as_record) for point in points])
+        print_json([_point_record(point, as_record) for point in points])
     elif args.csv:
         print(as_csv(points))
     else:
@@ -85,7 +85,7 @@ def run_sweep(
     return 0
 
 
-def _points(
+def _predict_points(
     source: str, overrides: list[str], predict: Predict, *, is_named: bool
 ) -> Iterator[SweepPoint]:
     """Yield the points of one source: one for each combination of the values that overrides list.
@@ -111,12 +111,12 @@ def _points(
             words = (*choice, *(follower.override for follower in follows))
             prediction = predict(source, words, label=point.label)
         except PtrainError as error:
-            yield replace(point, faults=_faults(error))
+            yield replace(point, faults=_point_faults(error))
         else:
             yield replace(point, follows=follows, prediction=prediction)
 
 
-def _faults(error: PtrainError) -> tuple[Fault, ...]:
+def _point_faults(error: PtrainError) -> tuple[Fault, ...]:
     """Return the faults of a rejected point.
 
     Raises:
@@ -127,7 +127,7 @@ def _faults(error: PtrainError) -> tuple[Fault, ...]:
     return error.faults if isinstance(error, SpecError) else (Fault(place="", finding=str(error)),)
 
 
-def _record(point: SweepPoint, as_record: AsRecord) -> dict[str, object]:
+def _point_record(point: SweepPoint, as_record: AsRecord) -> dict[str, object]:
     """Return the result record of a point with its settings; for a rejected point, its faults."""
     settings = {"overrides": point.settings, "refused": point.refusal or None}
     if point.prediction is None:

@@ -55,7 +55,7 @@ def _tokenize_documents(args: Namespace) -> tuple[dict[str, Any], list[str]]:
     keys = {"data.path": str(out), **_model_setting(vocabulary.path, vocabulary.size)}
     return {**record, "vocab": vocabulary.size}, [
         f"{out}: {done.documents:,} documents, {done.tokens:,} tokens of {vocabulary.size:,}",
-        _advice(keys),
+        _advice_line(keys),
     ]
 
 
@@ -111,7 +111,7 @@ def _chat_lines(args: Namespace, done: TokenizingProgress, keys: dict[str, Any])
     if done.cut:
         lines.append(f"cut behind the last answer that fits: {done.cut:,}")
     lines += [f"left out, {why}: {n:,}" for n, why in _omitted_chats(done).values() if n]
-    return [*lines, _advice(keys)]
+    return [*lines, _advice_line(keys)]
 
 
 def _model_setting(tokenizer: Path | None, size: int) -> dict[str, object]:
@@ -124,7 +124,7 @@ def _model_setting(tokenizer: Path | None, size: int) -> dict[str, object]:
     return {"model.vocab": size}
 
 
-def _advice(keys: Mapping[str, object]) -> str:
+def _advice_line(keys: Mapping[str, object]) -> str:
     """Return a sentence with the overrides for a training on the file."""
     return f"train on it with {' '.join(f'{key}={value}' for key, value in keys.items())}"
 

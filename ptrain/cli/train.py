@@ -65,10 +65,10 @@ def run(arguments: Namespace) -> int:
     if not (choices.json or choices.quiet):  # the ranks read a resolved spec, which has no choices
         for line in chosen_lines(spec.batch, spec.data_degree):
             print(line, flush=True)
-    return start(spec, choices, lambda folder: _draw(spec, folder, chart))
+    return start(spec, choices, lambda folder: _draw_routing(spec, folder, chart))
 
 
-def _draw(spec: Spec, folder: RunFolder, chart: ChartFile | None) -> None:
+def _draw_routing(spec: Spec, folder: RunFolder, chart: ChartFile | None) -> None:
     """Draw the logged tokens per expert, if a chart is requested."""
     if chart is not None:
         chart.draw(routing_sheet(spec.name, logged_tokens(folder.metrics)))

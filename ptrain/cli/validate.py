@@ -44,11 +44,11 @@ def run(args: Namespace) -> int:
         _require_steady_step(source, choice)
     runs: list[Run] = []
     for source, choice in jobs:
-        with progress(f"running four steps of {_title(source, choice)}") as step:
+        with progress(f"running four steps of {_spec_title(source, choice)}") as step:
             step(len(runs), len(jobs))
-            runs.append(_validate(source, choice, allow_import=args.allow_import))
+            runs.append(_validate_spec(source, choice, allow_import=args.allow_import))
         if not args.json:
-            title = [_title(source, choice)] if len(jobs) > 1 else []
+            title = [_spec_title(source, choice)] if len(jobs) > 1 else []
             between = [""] if len(runs) > 1 else []
             head = (runs[-1].heading, runs[-1].preflight)
             show(*between, *title, *head, str(runs[-1]))
@@ -67,7 +67,7 @@ def _require_steady_step(source: str, overrides: tuple[str, ...]) -> None:
     Raises:
         SpecError: If the spec is wrong, too large for this host, or too short for a measured step.
     """
-    spec = load_trainable(source, overrides, words=_title(source, overrides))
+    spec = load_trainable(source, overrides, words=_spec_title(source, overrides))
     require_reachable(spec)
     steps = spec.train.steps
     if steps < _STEADY:
@@ -78,7 +78,7 @@ def _require_steady_step(source: str, overrides: tuple[str, ...]) -> None:
         )
 
 
-def _validate(source: str, overrides: tuple[str, ...], *, allow_import: bool) -> Run:
+def _validate_spec(source: str, overrides: tuple[str, ...], *, allow_import: bool) -> Run:
     """Run one spec in a temporary folder, which is kept with its logs if a rank fails."""
     folder = Path(tempfile.mkdtemp(prefix="ptrain-"))  # kept, with its logs, if a rank fails
     try:
@@ -90,6 +90,6 @@ def _validate(source: str, overrides: tuple[str, ...], *, allow_import: bool) ->
     return result
 
 
-def _title(source: str, overrides: tuple[str, ...]) -> str:
+def _spec_title(source: str, overrides: tuple[str, ...]) -> str:
     """Return the source and the overrides of a spec, without the overrides of this command."""
     return " ".join([source, *(override for override in overrides if override not in _SHORT_RUN)])

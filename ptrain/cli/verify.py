@@ -92,7 +92,7 @@ def _verify_all(
         args: The options of the command.
         folder: A new private folder.
     """
-    common_options = replace(_options(args), references=folder / "references")
+    common_options = replace(_verify_options(args), references=folder / "references")
     (folder / "references").mkdir(mode=0o700)
     if other is not None:
         account = folder / "account.pt"
@@ -168,7 +168,7 @@ def _load_against(
     return other
 
 
-def _options(args: Namespace) -> VerifyOptions:
+def _verify_options(args: Namespace) -> VerifyOptions:
     """Return the options that apply to every spec."""
     return VerifyOptions(steps=args.steps, **{flag: getattr(args, flag) for flag in options.FLAGS})
 
@@ -181,7 +181,7 @@ def _become_rank(args: Namespace) -> None:
             "starts the ranks of both specs, and torchrun has started ranks already",
             "Run `ptrain verify` without torchrun.",
         )
-    words = [*args.arguments, *options.said(_options(args))]
+    words = [*args.arguments, *options.said(_verify_options(args))]
     environment.become("ptrain.verification", words)
 
 

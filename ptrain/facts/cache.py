@@ -77,7 +77,9 @@ def kept(spec: Spec, read: Callable[[], ModelFacts], *, allow_import: bool = Fal
     path = None if is_theirs and not allow_import else _cache_path(spec)
     if path is None:
         return read()
-    if (trace := _read_trace(path)) is not None and all(_signature(f) == s for f, s in trace.files):
+    if (trace := _read_trace(path)) is not None and all(
+        _file_signature(f) == s for f, s in trace.files
+    ):
         return trace.facts
     if is_theirs:
         with _opened_files() as opened:
@@ -145,11 +147,11 @@ def _file_signatures(paths: Iterable[str]) -> tuple[tuple[str, str], ...] | None
         if not is_ignored and os.path.exists(path):
             if any(os.path.getmtime(file) >= _STARTED for file in _listed_files(path)):
                 return None
-            files.append((path, _signature(path)))
+            files.append((path, _file_signature(path)))
     return tuple(files)
 
 
-def _signature(path: str) -> str:
+def _file_signature(path: str) -> str:
     """Return a text that changes with a file, or a folder's files; empty if it is missing."""
     try:
         if os.path.isdir(path):
@@ -167,7 +169,7 @@ def _target_folders(spec: Spec) -> set[str]:
     folders = set()
     for function in spec.user_functions:
         module = sys.modules.get(function.target.partition(":")[0])
-        for file in (getattr(module, "__file__", None), *_origins(function)):
+        for file in (getattr(module, "__file__", None), *_module_origins(function)):
             if isinstance(file, str) and os.path.isfile(file):
                 folders.add(os.path.dirname(os.path.abspath(file)))
     return folders
@@ -236,7 +238,7 @@ def _cache_path(spec: Spec) -> Path | None:
         kernels = [_version(name, "none") for name in _KERNELS]
         part = to_mapping(traced_part(spec), sync_is_written=False)
         hub = os.environ.get("USE_HUB_KERNELS")
-        origins = [_origins(function) for function in spec.user_functions]
+        origins = [_module_origins(function) for function in spec.user_functions]
         # The compute kernels of a CPU, and so the traced allocations, depend on its architecture.
         depends = [part, versions, kernels, hub, platform.machine(), _sources(), origins]
         home = folder()
@@ -245,7 +247,7 @@ def _cache_path(spec: Spec) -> Path | None:
     return home / f"{hashlib.sha256(repr(depends).encode()).hexdigest()[:32]}{_SUFFIX}"
 
 
-def _origins(function: UserFunction) -> list[str | None]:
+def _module_origins(function: UserFunction) -> list[str | None]:
     """Return the files that a function's top-level module may be imported from."""
     top = function.target.partition(":")[0].partition(".")[0]
     folders = None if function.folder is None else [function.folder]

@@ -40,13 +40,13 @@ def facts(
         unit: The size of a unit; by default one block.
         apart: Modules that are separate units, such as experts.
     """
-    blocks = {f"blocks.{layer}": _block(shape, layer) for layer in range(shape.layers)}
-    units = _units(unit or UnitSize(), blocks, _root(shape, sequence))
+    blocks = {f"blocks.{layer}": _block_tensors(shape, layer) for layer in range(shape.layers)}
+    units = _make_units(unit or UnitSize(), blocks, _root_tensors(shape, sequence))
     return ModelFacts(
         units=tuple(part for unit_facts in units for part in _separate_units(unit_facts, apart))
         if apart
         else units,
-        buffers=_buffers(shape, sequence),
+        buffers=_buffer_sizes(shape, sequence),
         gradient_order=_gradient_order(shape, blocks),
     )
 
@@ -84,7 +84,7 @@ def _separate_units(unit: UnitFacts, apart: Sequence[str]) -> Iterator[UnitFacts
     yield replace(unit, tensors=left) if len(left) < len(unit.tensors) else unit
 
 
-def _units(
+def _make_units(
     size: UnitSize, blocks: Mapping[str, Table], root: tuple[Table, Table]
 ) -> tuple[UnitFacts, ...]:
     """Return the units of a model, inner before outer; an outer unit has the remaining tensors.
@@ -94,10 +94,10 @@ def _units(
         blocks: The tensors of each block by name.
         root: The tensors before the blocks and after them.
     """
-    ends = tuple(_tensors(table, "") for table in root)
+    ends = tuple(_tensor_facts(table, "") for table in root)
     inner: list[UnitFacts] = []
     names = tuple(blocks)
-    within = {name: _tensors(block, f"{name}.") for name, block in blocks.items()}
+    within = {name: _tensor_facts(block, f"{name}.") for name, block in blocks.items()}
     match size.kind:
         case UnitKind.BLOCK | UnitKind.BLOCKS:
             for start in range(0, len(names), size.count):
@@ -126,44 +126,50 @@ def _sub_units(name: str, block: Table) -> Iterator[UnitFacts]:
         by_part.setdefault(part if "." in rest else "", []).append((path, dims))
     left = by_part.pop("")
     for part, table in by_part.items():
-        yield UnitFacts(modules=(f"{name}.{part}",), tensors=_tensors(tuple(table), f"{name}."))
-    yield UnitFacts(modules=(name,), tensors=_tensors(tuple(left), f"{name}."))
+        yield UnitFacts(
+            modules=(f"{name}.{part}",), tensors=_tensor_facts(tuple(table), f"{name}.")
+        )
+    yield UnitFacts(modules=(name,), tensors=_tensor_facts(tuple(left), f"{name}."))
 
 
-def _tensors(table: Table, prefix: str) -> tuple[TensorFacts, ...]:
+def _tensor_facts(table: Table, prefix: str) -> tuple[TensorFacts, ...]:
     """Return the facts of a table's tensors."""
     return tuple(TensorFacts(name=prefix + name, shape=dims) for name, dims in table)
 
 
-def _block(shape: ModelShape, layer: int) -> Table:
+def _block_tensors(shape: ModelShape, layer: int) -> Table:
     """Return the tensors of a block."""
     hidden = shape.hidden
     has_post, has_own = shape.post_norm, not shape.parallel
     return (
-        *_norm(shape, "attention_norm", hidden),
-        *(_latent_attention(shape) if shape.is_latent else _attention(shape)),
-        *(_norm(shape, "attention_post_norm", hidden) if has_post else ()),
-        *(_norm(shape, "mlp_norm", hidden) if has_own else ()),
-        *(_moe(shape) if shape.has_experts(layer) else _feed_forward(shape, "mlp", shape.ffn)),
-        *(_norm(shape, "mlp_post_norm", hidden) if has_post else ()),
+        *_norm_tensors(shape, "attention_norm", hidden),
+        *(_latent_attention_tensors(shape) if shape.is_latent else _attention_tensors(shape)),
+        *(_norm_tensors(shape, "attention_post_norm", hidden) if has_post else ()),
+        *(_norm_tensors(shape, "mlp_norm", hidden) if has_own else ()),
+        *(
+            _moe_tensors(shape)
+            if shape.has_experts(layer)
+            else _feed_forward_tensors(shape, "mlp", shape.ffn)
+        ),
+        *(_norm_tensors(shape, "mlp_post_norm", hidden) if has_post else ()),
     )
 
 
-def _attention(shape: ModelShape) -> Table:
+def _attention_tensors(shape: ModelShape) -> Table:
     """Return the tensors of attention."""
     hidden, head_dim, all_have_bias = shape.hidden, shape.head_dim, shape.bias is Bias.ALL
     qkv_has_bias = shape.bias is not Bias.NONE
     return (
-        *_linear("attention.query", shape.query_width, hidden, has_bias=qkv_has_bias),
-        *(_norm(shape, "attention.query_norm", head_dim) if shape.qk_norm else ()),
-        *_linear("attention.key", shape.kv_width, hidden, has_bias=qkv_has_bias),
-        *(_norm(shape, "attention.key_norm", head_dim) if shape.qk_norm else ()),
-        *_linear("attention.value", shape.kv_width, hidden, has_bias=qkv_has_bias),
-        *_linear("attention.output", hidden, shape.query_width, has_bias=all_have_bias),
+        *_linear_tensors("attention.query", shape.query_width, hidden, has_bias=qkv_has_bias),
+        *(_norm_tensors(shape, "attention.query_norm", head_dim) if shape.qk_norm else ()),
+        *_linear_tensors("attention.key", shape.kv_width, hidden, has_bias=qkv_has_bias),
+        *(_norm_tensors(shape, "attention.key_norm", head_dim) if shape.qk_norm else ()),
+        *_linear_tensors("attention.value", shape.kv_width, hidden, has_bias=qkv_has_bias),
+        *_linear_tensors("attention.output", hidden, shape.query_width, has_bias=all_have_bias),
     )
 
 
-def _latent_attention(shape: ModelShape) -> Table:
+def _latent_attention_tensors(shape: ModelShape) -> Table:
     """Return the tensors of latent attention (MLA).
 
     Queries are projected from latent features, or directly from hidden states. Keys and values are
@@ -177,30 +183,32 @@ def _latent_attention(shape: ModelShape) -> Table:
         ()
         if rank is None
         else (
-            *_linear("attention.query_down", rank, hidden, has_bias=False),
-            *_norm(shape, "attention.query_norm", rank),
+            *_linear_tensors("attention.query_down", rank, hidden, has_bias=False),
+            *_norm_tensors(shape, "attention.query_norm", rank),
         )
     )
     return (
         *down,
-        *_linear("attention.query_up", shape.query_width, rank or hidden, has_bias=False),
-        *_linear("attention.kv_down", latent + shape.qk_rope_head_dim, hidden, has_bias=False),
-        *_norm(shape, "attention.kv_norm", latent),
-        *_linear("attention.kv_up", shape.heads * width_per_head, latent, has_bias=False),
-        *_linear("attention.output", hidden, shape.value_width, has_bias=False),
+        *_linear_tensors("attention.query_up", shape.query_width, rank or hidden, has_bias=False),
+        *_linear_tensors(
+            "attention.kv_down", latent + shape.qk_rope_head_dim, hidden, has_bias=False
+        ),
+        *_norm_tensors(shape, "attention.kv_norm", latent),
+        *_linear_tensors("attention.kv_up", shape.heads * width_per_head, latent, has_bias=False),
+        *_linear_tensors("attention.output", hidden, shape.value_width, has_bias=False),
     )
 
 
-def _feed_forward(shape: ModelShape, name: str, width: int) -> Table:
+def _feed_forward_tensors(shape: ModelShape, name: str, width: int) -> Table:
     """Return the tensors of a feed-forward module."""
     has_bias = shape.bias is Bias.ALL
     return (
         *(
             row
             for part in _inner_projections(shape)
-            for row in _linear(f"{name}.{part}", width, shape.hidden, has_bias=has_bias)
+            for row in _linear_tensors(f"{name}.{part}", width, shape.hidden, has_bias=has_bias)
         ),
-        *_linear(f"{name}.down", shape.hidden, width, has_bias=has_bias),
+        *_linear_tensors(f"{name}.down", shape.hidden, width, has_bias=has_bias),
     )
 
 
@@ -209,7 +217,7 @@ def _inner_projections(shape: ModelShape) -> tuple[str, ...]:
     return ("gate", "up") if shape.activation.is_gated else ("up",)
 
 
-def _moe(shape: ModelShape) -> Table:
+def _moe_tensors(shape: ModelShape) -> Table:
     """Return the tensors of a layer with experts: router, stacked experts, and shared experts.
 
     Each projection of all experts is one tensor. Shared experts are one feed-forward module.
@@ -224,7 +232,7 @@ def _moe(shape: ModelShape) -> Table:
             for part in _inner_projections(shape)
         ),
         (f"mlp.{EXPERTS}.down.weight", (experts, hidden, width)),
-        *(_feed_forward(shape, "mlp.shared", shared) if shared else ()),
+        *(_feed_forward_tensors(shape, "mlp.shared", shared) if shared else ()),
     )
 
 
@@ -249,26 +257,28 @@ def elements_met(shape: ModelShape, name: str, numel: int) -> int:
     return numel // shape.experts * shape.experts_per_token
 
 
-def _norm(shape: ModelShape, name: str, features: int) -> Table:
+def _norm_tensors(shape: ModelShape, name: str, features: int) -> Table:
     """Return the tensors of a norm."""
     return tuple((f"{name}.{tensor}", (features,)) for tensor in shape.norm.tensors)
 
 
-def _linear(name: str, outputs: int, inputs: int, *, has_bias: bool) -> Table:
+def _linear_tensors(name: str, outputs: int, inputs: int, *, has_bias: bool) -> Table:
     """Return the tensors of a linear module."""
     bias: Table = ((f"{name}.bias", (outputs,)),) if has_bias else ()
     return ((f"{name}.weight", (outputs, inputs)), *bias)
 
 
-def _root(shape: ModelShape, sequence: int) -> tuple[Table, Table]:
+def _root_tensors(shape: ModelShape, sequence: int) -> tuple[Table, Table]:
     """Return the tensors before the blocks and after them."""
     hidden = shape.hidden
     front: Table = (("embed.weight", (shape.vocab, hidden)),)
     if shape.positions is Positions.LEARNED:
         front = (*front, ("positions.weight", (sequence, hidden)))
     # A tied head has no tensor: `named_parameters` yields a shared tensor once, by its first name.
-    head = () if shape.tied else _linear("head", shape.vocab, hidden, has_bias=shape.head_bias)
-    return front, (*_norm(shape, "norm", hidden), *head)
+    head = (
+        () if shape.tied else _linear_tensors("head", shape.vocab, hidden, has_bias=shape.head_bias)
+    )
+    return front, (*_norm_tensors(shape, "norm", hidden), *head)
 
 
 OF_TOKENS = "_TK"  # suffix of tables with a row for each token
@@ -299,7 +309,7 @@ def tables_of(shape: ModelShape, sequence: int) -> dict[str, tuple[int, int]]:
     return tables
 
 
-def _buffers(shape: ModelShape, sequence: int) -> tuple[tuple[str, int], ...]:
+def _buffer_sizes(shape: ModelShape, sequence: int) -> tuple[tuple[str, int], ...]:
     """Return the name and the bytes of each buffer."""
     tables = tables_of(shape, sequence).items()
     buffers = [(name, rows * columns * _FP32) for name, (rows, columns) in tables]
@@ -316,7 +326,7 @@ def _gradient_order(shape: ModelShape, blocks: Mapping[str, Table]) -> tuple[str
 
     It is the reverse order of use. A tied embedding is complete only at its first use.
     """
-    front, behind = (tuple(name for name, _ in table) for table in _root(shape, 0))
+    front, behind = (tuple(name for name, _ in table) for table in _root_tensors(shape, 0))
     within = (
         f"{block_name}.{name}"
         for block_name, block in reversed([*blocks.items()])

@@ -22,19 +22,19 @@ def roles_of(shape: ModelShape, *, has_whole_experts: bool = False) -> Roles:
     """
     is_learned = shape.positions is Positions.LEARNED
     blocks = (
-        *((f"blocks.*.{name}", Role.NORM) for name in _norms(shape, "attention")),
+        *((f"blocks.*.{name}", Role.NORM) for name in _norm_names(shape, "attention")),
         ("blocks.*.attention", Role.LATENT_INPUT if shape.is_latent else Role.WHOLE_INPUT),
-        *((f"blocks.*.attention.{name}", role) for name, role in _attention(shape)),
+        *((f"blocks.*.attention.{name}", role) for name, role in _attention_roles(shape)),
         ("blocks.*.attention.output", Role.ROW),
-        *((f"blocks.*.{name}", Role.NORM) for name in _norms(shape, "mlp")),
-        *_feed_forward(shape, has_whole_experts),
+        *((f"blocks.*.{name}", Role.NORM) for name in _norm_names(shape, "mlp")),
+        *_feed_forward_roles(shape, has_whole_experts),
     )
     positions = (("positions", Role.POSITIONS),) if is_learned else ()
     head = () if shape.tied else (("head", Role.HEAD),)
     return (("embed", Role.VOCABULARY), *positions, *blocks, ("norm", Role.LAST_NORM), *head)
 
 
-def _attention(shape: ModelShape) -> Iterator[tuple[str, Role]]:
+def _attention_roles(shape: ModelShape) -> Iterator[tuple[str, Role]]:
     """Yield the roles of the projections to queries, keys and values.
 
     Latent features are replicated: they serve all heads, so each rank's heads contribute a part of
@@ -49,7 +49,7 @@ def _attention(shape: ModelShape) -> Iterator[tuple[str, Role]]:
     yield from ((name, Role.SHARED) for name in ("query_norm", "key_norm") if shape.qk_norm)
 
 
-def _feed_forward(shape: ModelShape, has_whole_experts: bool) -> Iterator[tuple[str, Role]]:
+def _feed_forward_roles(shape: ModelShape, has_whole_experts: bool) -> Iterator[tuple[str, Role]]:
     """Yield the roles of feed-forward layers, without experts and with them.
 
     If experts are sharded by features, each rank computes a part of a sum, for shared experts too;
@@ -88,7 +88,7 @@ def _layer_numbers(shape: ModelShape, *, with_experts: bool) -> Iterable[object]
     return range(shape.dense_layers, shape.layers) if with_experts else dense
 
 
-def _norms(shape: ModelShape, part: str) -> tuple[str, ...]:
+def _norm_names(shape: ModelShape, part: str) -> tuple[str, ...]:
     """Return the names of the norms before and after a sub-block."""
     has_own = part == "attention" or not shape.parallel
     return (*([f"{part}_norm"] * has_own), *([f"{part}_post_norm"] * shape.post_norm))

@@ -205,7 +205,7 @@ def cut(model: Layers, counts: Sequence[int]) -> tuple[Stage, ...]:
         raise SpecError(*problems)
     starts = accumulate(counts, initial=0)
     return tuple(
-        _stage(model, (index, len(counts)), model.layers[start : start + count])
+        _make_stage(model, (index, len(counts)), model.layers[start : start + count])
         for index, (start, count) in enumerate(zip(starts, counts, strict=False))
     )
 
@@ -264,20 +264,20 @@ def balanced(
     heavy = [*weights]
     heavy[0] += ends[0]
     heavy[-1] += ends[1]
-    return _balanced(tuple(heavy), stages)
+    return _balance_layers(tuple(heavy), stages)
 
 
 @lru_cache(maxsize=2**6)
-def _balanced(heavy: tuple[float, ...], stages: int) -> tuple[int, ...]:
+def _balance_layers(heavy: tuple[float, ...], stages: int) -> tuple[int, ...]:
     """Return the balanced division of layers whose first and last weights include the ends.
 
     The result is cached, since specs offered as alternatives have equal stages.
     """
     sums = [0.0, *accumulate(heavy)]  # of the first 0, 1, 2 … layers
-    return _most_even(sums, stages, _lightest(sums, stages))
+    return _most_even(sums, stages, _lightest_maximum(sums, stages))
 
 
-def _lightest(sums: Sequence[float], stages: int) -> float:
+def _lightest_maximum(sums: Sequence[float], stages: int) -> float:
     """Return the weight of the heaviest stage in the best division.
 
     Dynamic programming over stages. With more layers before a stage, the heaviest stage before it
@@ -354,7 +354,7 @@ def _require_enough(layers: int, stages: int) -> None:
         )
 
 
-def _stage(model: Layers, position: tuple[int, int], layers: Sequence[Unit]) -> Stage:
+def _make_stage(model: Layers, position: tuple[int, int], layers: Sequence[Unit]) -> Stage:
     """Return one stage.
 
     Args:

@@ -108,7 +108,7 @@ class Surface:
         self.expected, self.coordinates, self.kind = expected, coordinates, kind
         self.kinds: dict[object, list[tuple[tuple[float, ...], float]]] = {}
         for shape, taken in seconds.items():
-            point = self._point(shape), math.log(taken / expected(shape))
+            point = self._log_coordinates(shape), math.log(taken / expected(shape))
             self.kinds.setdefault(kind(shape), []).append(point)
 
     def at(self, shape: Shape) -> float:
@@ -120,7 +120,7 @@ class Surface:
     def _interpolate(self, shape: Shape) -> float:
         """Return the interpolated seconds of a shape."""
         points = self.kinds.get(self.kind(shape)) or list(chain(*self.kinds.values()))
-        here = self._point(shape)
+        here = self._log_coordinates(shape)
         total = excess = 0.0
         for there, more in points:
             distance = math.dist(here, there)
@@ -132,7 +132,7 @@ class Surface:
             excess += weight * more
         return self.expected(shape) * math.exp(excess / total)
 
-    def _point(self, shape: Shape) -> tuple[float, ...]:
+    def _log_coordinates(self, shape: Shape) -> tuple[float, ...]:
         """Return the logarithms of a shape's coordinates."""
         return tuple(math.log(size) for size in self.coordinates(shape))
 
@@ -157,7 +157,7 @@ def pace_of(cluster: Cluster | None, ranks: int) -> Pace | None:
     """
     if cluster is None or cluster.rates is None or lacking(cluster, ranks):
         return None
-    return _pace(cluster, _ranks_per_node(cluster, ranks))
+    return _cached_pace(cluster, _ranks_per_node(cluster, ranks))
 
 
 def pace_while_others_wait(cluster: Cluster | None, ranks: int, busy: int) -> Pace | None:
@@ -180,11 +180,11 @@ def pace_while_others_wait(cluster: Cluster | None, ranks: int, busy: int) -> Pa
     # An operator's time depends on its threads: a rank keeps as many when the others wait.
     threads = dict(zip(rates.at_once, rates.threads, strict=True))
     here = _ranks_per_node(cluster, ranks)
-    return _pace(cluster, busy) if threads.get(busy) == threads.get(here) else None
+    return _cached_pace(cluster, busy) if threads.get(busy) == threads.get(here) else None
 
 
 @lru_cache(maxsize=64)
-def _pace(cluster: Cluster, ranks: int) -> Pace:
+def _cached_pace(cluster: Cluster, ranks: int) -> Pace:
     """Return a pace, cached, since a search needs the same one thousands of times."""
     assert cluster.rates is not None, "the cluster has no rates"
     return MeasuredPace(cluster, tables(cluster.rates), ranks)
@@ -254,12 +254,14 @@ class MeasuredPace:
             for key, points in _group_by_prefix(_complete_figures(rates.copies, column)).items()
         }
         self.hooks = {key[0]: taken for key, taken in _column_figures(rates.hooks, column)}
-        self.products = self._products(_group_by_first(_column_figures(rates.products, column), 1))
-        self.attention = self._attention(
+        self.products = self._product_surfaces(
+            _group_by_first(_column_figures(rates.products, column), 1)
+        )
+        self.attention = self._attention_surfaces(
             _group_by_first(_column_figures(rates.attention, column), 2)
         )
-        self.updates = _updates(_group_by_first(_column_figures(rates.updates, column), 2))
-        self.links = _links(rates, cluster)
+        self.updates = _update_surfaces(_group_by_first(_column_figures(rates.updates, column), 2))
+        self.links = _link_rates(rates, cluster)
 
     # -------- operators
 
@@ -282,7 +284,7 @@ class MeasuredPace:
                 return parts * operator.times * surface.at(operator.dimensions)
             case _:
                 (size,) = operator.dimensions
-                return operator.times * self._curve(operator.kind, operator.dtype).at(size)
+                return operator.times * self._cached_curve(operator.kind, operator.dtype).at(size)
 
     def _of_dtype(
         self, surfaces: Mapping[tuple[Any, ...], Surface], kind: OperatorKind, dtype: DType
@@ -293,10 +295,10 @@ class MeasuredPace:
         if surface is None and is_alike:
             surface = surfaces.get((_ALIKE[dtype],))
         if surface is None:
-            raise self._unknown(f"{kind} in {dtype}", is_calibrated=dtype in CALIBRATED)
+            raise self._unknown_rate(f"{kind} in {dtype}", is_calibrated=dtype in CALIBRATED)
         return surface
 
-    def _curve(self, kind: OperatorKind, dtype: DType) -> Curve:
+    def _cached_curve(self, kind: OperatorKind, dtype: DType) -> Curve:
         """Return the curve of a kind of operator and a dtype, cached."""
         if (kind, dtype) not in self.nearest:
             self.nearest[kind, dtype] = self._nearest_curve(kind, dtype)
@@ -315,9 +317,9 @@ class MeasuredPace:
                     key=lambda known: (known is not dtype, abs(known.itemsize - dtype.itemsize)),
                 )
                 return self.curves[like, near]
-        raise self._unknown(f"{kind} in {dtype}")
+        raise self._unknown_rate(f"{kind} in {dtype}")
 
-    def _products(
+    def _product_surfaces(
         self, rows: Mapping[tuple[Any, ...], Mapping[Shape, float]]
     ) -> dict[tuple[Any, ...], Surface]:
         """Return the surface of matrix products for each dtype."""
@@ -326,13 +328,13 @@ class MeasuredPace:
         return {
             (dtype,): Surface(
                 points,
-                expected=self._expected(points, least, _product_flops, _product_bytes(dtype)),
+                expected=self._roofline(points, least, _product_flops, _product_bytes(dtype)),
                 kind=lambda shape: self.is_cuda and all(size % _ALIGNED == 0 for size in shape[1:]),
             )
             for (dtype,), points in rows.items()
         }
 
-    def _attention(
+    def _attention_surfaces(
         self, rows: Mapping[tuple[Any, ...], Mapping[Shape, float]]
     ) -> dict[tuple[Any, ...], Surface]:
         """Return the surface of fused attention for each pass and dtype."""
@@ -342,13 +344,13 @@ class MeasuredPace:
         return {
             (kind, dtype): Surface(
                 points,
-                expected=self._expected(points, least[kind], math.prod, _attention_bytes(dtype)),
+                expected=self._roofline(points, least[kind], math.prod, _attention_bytes(dtype)),
                 coordinates=lambda shape: (shape[0] * shape[1], *shape[2:]),
             )
             for (kind, dtype), points in rows.items()
         }
 
-    def _expected(
+    def _roofline(
         self,
         points: Mapping[Shape, float],
         least: float,
@@ -392,7 +394,7 @@ class MeasuredPace:
             return curve.at(payload)
         if (LinkTier.BETWEEN if nodes > 1 else LinkTier.WITHIN) not in self.links:
             where = "one node" if nodes == 1 else f"{nodes} nodes"
-            raise self._unknown(
+            raise self._unknown_rate(
                 f"{collective} over {ranks} ranks on {where}",
                 is_calibrated=nodes > 1 or self.ranks % ranks == 0,
                 nodes=nodes,
@@ -406,7 +408,7 @@ class MeasuredPace:
     def copy_seconds(self, copy: Collective, size: int) -> float:
         """Return the seconds of a copy between tiers, if its kind was measured."""
         if (copy,) not in self.copies:
-            raise self._unknown(str(copy))
+            raise self._unknown_rate(str(copy))
         return self.copies[copy,].at(size)
 
     # -------- update and hooks
@@ -423,10 +425,10 @@ class MeasuredPace:
         row, surface = OPTIMIZERS[optimizer], self.updates.get((optimizer, dtype))
         operators = [
             Operator(OperatorKind.COPY, wide, (elements_per_tensor * both,))
-            for wide, both in _casts(len(row.moments), layout)
+            for wide, both in _update_casts(len(row.moments), layout)
         ]
         if surface is None and not row.operators:
-            raise self._unknown(
+            raise self._unknown_rate(
                 f"the {optimizer} update in {dtype}",
                 is_calibrated=row.is_fused and dtype in CALIBRATED,
             )
@@ -447,7 +449,7 @@ class MeasuredPace:
         if surface is not None:
             return surface.at((elements, tensors))
         if not self.is_cuda:
-            raise self._unknown(f"clipping in {dtype}", is_calibrated=dtype in CALIBRATED)
+            raise self._unknown_rate(f"clipping in {dtype}", is_calibrated=dtype in CALIBRATED)
         size = elements * dtype.itemsize  # read for the norm; read and written to be scaled
         return sum(
             self.operator_seconds(Operator(kind, dtype, (times * size,)))
@@ -460,17 +462,19 @@ class MeasuredPace:
         The prediction then states that the host is assumed to run ahead.
         """
         if hook not in self.hooks and not self.is_cuda:
-            raise self._unknown(f"the hook {hook}")
+            raise self._unknown_rate(f"the hook {hook}")
         return self.hooks.get(hook, 0.0)
 
-    def _unknown(self, what: str, *, is_calibrated: bool = True, nodes: int = 1) -> UnknownRate:
+    def _unknown_rate(
+        self, what: str, *, is_calibrated: bool = True, nodes: int = 1
+    ) -> UnknownRate:
         """Return the error for a missing rate."""
         measures = f"Run {_measure_command((self.ranks,), nodes)}."
         who = measures if is_calibrated else "No calibration measures it yet."
         return UnknownRate(f"the cluster has no rate for {what}. {who}")
 
 
-def _casts(moments: int, layout: Layout) -> Iterator[tuple[DType, int]]:
+def _update_casts(moments: int, layout: Layout) -> Iterator[tuple[DType, int]]:
     """Yield the casts of an update: the wider dtype, and the bytes per element in both dtypes.
 
     Moments that are stored in another dtype than they are updated in are cast twice.
@@ -511,7 +515,7 @@ def _attention_bytes(dtype: DType) -> Callable[[Shape], int]:
     return size
 
 
-def _updates(
+def _update_surfaces(
     rows: Mapping[tuple[Any, ...], Mapping[Shape, float]],
 ) -> dict[tuple[Any, ...], Surface]:
     """Return the surface of each optimizer and dtype, by elements and tensors.
@@ -540,7 +544,7 @@ def _linear_cost(least: float, of_element: float, of_tensor: float) -> Callable[
     return lambda shape: least + of_element * shape[0] + of_tensor * (shape[1] - 1)
 
 
-def _links(rates: Rates, cluster: Cluster) -> dict[LinkTier, LinkRate]:
+def _link_rates(rates: Rates, cluster: Cluster) -> dict[LinkTier, LinkRate]:
     """Return the rates of links: latencies, and bandwidths as shares of the cluster's."""
     bandwidths = {
         LinkTier.WITHIN: cluster.intra_node_bandwidth,

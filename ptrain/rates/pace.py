@@ -75,12 +75,12 @@ def link_seconds(
     """
     slowest = links[LinkTier.BETWEEN if nodes > 1 else LinkTier.WITHIN]
     within = links.get(LinkTier.WITHIN, slowest)
-    here, across = _hops(collective, ranks, nodes)
+    here, across = _count_hops(collective, ranks, nodes)
     latency = slowest.call + here * within.hop + across * slowest.hop
     return latency + _transfer_seconds(links, collective, ranks, nodes, payload)
 
 
-def _hops(collective: Collective, ranks: int, nodes: int) -> tuple[int, int]:
+def _count_hops(collective: Collective, ranks: int, nodes: int) -> tuple[int, int]:
     """Return the number of hops within nodes, and between nodes.
 
     A send has one hop. Other collectives have the hops of a ring. An all-reduce has twice the hops

@@ -118,7 +118,7 @@ def _call_mismatches(
         other = usual if has_majority else next(counted for counted in counts if counted != call)
         call_or_other = call or other
         assert call_or_other is not None
-        way, difference = _difference(call, other)
+        way, difference = _compare_calls(call, other)
         carried = f" ({call_or_other.carries})" if call_or_other.carries else ""
         yield Mismatch(
             step=step,
@@ -133,7 +133,7 @@ def _call_mismatches(
         )
 
 
-def _difference(call: Call | None, other: Call | None) -> tuple[Way, str]:
+def _compare_calls(call: Call | None, other: Call | None) -> tuple[Way, str]:
     """Return the kind of difference between two calls, and the first different field in words."""
     if call is None or other is None:
         return Way.MISSING, "is not called" if call is None else "is called here alone"
@@ -176,11 +176,11 @@ def root_cause(mismatches: Sequence[Mismatch]) -> RootCause | None:
         step=first.step,
         ranks=ranks,
         sentence=f"{first.name} of {listed(ranks)}: {first.told} ({against}).",
-        fix=_remedy(first),
+        fix=_fix_for(first),
     )
 
 
-def _remedy(first: Mismatch) -> str:
+def _fix_for(first: Mismatch) -> str:
     """Return the fix for a call that differs."""
     if first.told == ANOTHER_RESULT:
         return (

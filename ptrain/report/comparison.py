@@ -120,7 +120,7 @@ def compare_records(
     else:
         pairs = [(base[name], head[name]) for name in base if name in head]
         left, right = [n for n in base if n not in head], [n for n in head if n not in base]
-    if not (trainings := [_training(*pair) for pair in pairs]):
+    if not (trainings := [_compare_training(*pair) for pair in pairs]):
         raise refused(
             " ".join(names),
             f"one side has {', '.join(base)}, the other {', '.join(head)}",
@@ -141,14 +141,16 @@ def compare_records(
     )
 
 
-def _training(base: Recorded, head: Recorded) -> ComparedTraining:
+def _compare_training(base: Recorded, head: Recorded) -> ComparedTraining:
     """Compare one training.
 
     Without a common figure other than a size, and without a common verdict, it has no rows.
     """
     both = [group for group in base.groups if group in head.groups]
     figures = [
-        row for group in both for row in _rows(group, base.groups[group], head.groups[group])
+        row
+        for group in both
+        for row in _compare_group(group, base.groups[group], head.groups[group])
     ]
     abouts = dict.fromkeys((*base.verdicts, *head.verdicts))
     has_verdict = any(about in base.verdicts and about in head.verdicts for about in abouts)
@@ -171,7 +173,7 @@ def _training(base: Recorded, head: Recorded) -> ComparedTraining:
     )
 
 
-def _rows(group: FigureGroup, base: Figures, head: Figures) -> Iterator[ComparedFigure]:
+def _compare_group(group: FigureGroup, base: Figures, head: Figures) -> Iterator[ComparedFigure]:
     """Yield a row for each figure of a group that at least one side has."""
     for name in dict.fromkeys((*base, *head)):
         is_unknown = any(name in side and side[name] is None for side in (base, head))
@@ -200,13 +202,13 @@ def limits(text: str) -> tuple[Limit, ...]:
     Raises:
         SpecError: If a part does not name a figure that can have a limit, or its share is invalid.
     """
-    parsed = tuple(_limit(part.strip()) for part in text.split(",") if part.strip())
+    parsed = tuple(_parse_limit(part.strip()) for part in text.split(",") if part.strip())
     if not parsed:
         raise refused("--fail-on", "no figure is named", f"Use {_LIMITS}, separated by commas.")
     return parsed
 
 
-def _limit(part: str) -> Limit:
+def _parse_limit(part: str) -> Limit:
     """Parse one limit, `peak=1%` or `verdict`."""
     name, equals, share = part.partition("=")
     if name == VERDICT and not equals:
@@ -308,8 +310,8 @@ def as_text(comparison: RecordComparison, *, shows_all: bool) -> str:
     """
     blocks = [f"{comparison.base} → {comparison.head}"]
     for training in comparison.trainings:
-        columns = _columns(training, shows_all=shows_all)
-        lines = [render(columns), *_remarks(training, shows_all=shows_all)]
+        columns = _difference_table(training, shows_all=shows_all)
+        lines = [render(columns), *_remark_lines(training, shows_all=shows_all)]
         blocks.append("\n".join(lines))
     blocks += ["\n".join(alone)] if (alone := [*_unmatched_lines(comparison)]) else []
     return "\n\n".join(blocks)
@@ -322,14 +324,16 @@ def as_markdown(comparison: RecordComparison, *, shows_all: bool) -> str:
         comparison: The compared records.
         shows_all: Include equal figures.
     """
-    blocks = [f"### {_escape(comparison.base)} → {_escape(comparison.head)}"]
+    blocks = [f"### {_escape_markdown(comparison.base)} → {_escape_markdown(comparison.head)}"]
     for training in comparison.trainings:
-        columns = _columns(training, shows_all=shows_all)
+        columns = _difference_table(training, shows_all=shows_all)
         rows = zip(*((column.title, *column.cells) for column in columns), strict=True)
         head, *lines = map(_markdown_row, rows)
         blocks.append("\n".join([head, "| --- | ---: | ---: | ---: |", *lines]))
-        blocks += [_as_html_lines(remark) for remark in _remarks(training, shows_all=shows_all)]
-    blocks += map(_escape, _unmatched_lines(comparison))
+        blocks += [
+            _as_html_lines(remark) for remark in _remark_lines(training, shows_all=shows_all)
+        ]
+    blocks += map(_escape_markdown, _unmatched_lines(comparison))
     return "\n\n".join(blocks)
 
 
@@ -359,9 +363,9 @@ def _training_record(training: ComparedTraining) -> dict[str, object]:
                 "kind": str(row.group.kind),
                 "source": row.group.source or None,
                 "name": row.name,
-                "base": _finite(row.base),
-                "head": _finite(row.head),
-                "difference": _finite(row.difference),
+                "base": _json_number(row.base),
+                "head": _json_number(row.head),
+                "difference": _json_number(row.difference),
                 "relative": row.relative,
             }
             for row in training.figures
@@ -373,22 +377,27 @@ def _training_record(training: ComparedTraining) -> dict[str, object]:
     }
 
 
-def _finite(value: int | float | None) -> int | float | str | None:
+def _json_number(value: int | float | None) -> int | float | str | None:
     """Return a value for JSON, which has no number for infinity or NaN: these become text."""
     return value if value is None or math.isfinite(value) else str(value)
 
 
-def _columns(training: ComparedTraining, *, shows_all: bool) -> list[TableColumn]:
+def _difference_table(training: ComparedTraining, *, shows_all: bool) -> list[TableColumn]:
     heads = difference_columns(training.title, "base", "head")
-    return make_columns(_cells(training, shows_all=shows_all), *heads)
+    return make_columns(_row_cells(training, shows_all=shows_all), *heads)
 
 
-def _cells(training: ComparedTraining, *, shows_all: bool) -> Iterator[Cells]:
+def _row_cells(training: ComparedTraining, *, shows_all: bool) -> Iterator[Cells]:
     for verdict in training.verdicts:
         yield _verdict_cells(verdict)
     for row in training.figures:
         if shows_all or not row.is_equal:
-            yield row.label, _value(row, row.base), _value(row, row.head), _difference(row)
+            yield (
+                row.label,
+                _value_text(row, row.base),
+                _value_text(row, row.head),
+                _difference_text(row),
+            )
 
 
 def _verdict_cells(verdict: ComparedVerdict) -> Cells:
@@ -400,7 +409,7 @@ def _verdict_cells(verdict: ComparedVerdict) -> Cells:
     return f"verdict: {verdict.about}", *sides, change
 
 
-def _value(row: ComparedFigure, value: int | float | None) -> str:
+def _value_text(row: ComparedFigure, value: int | float | None) -> str:
     return or_missing(value, partial(_format_figure, row.group.kind))
 
 
@@ -417,7 +426,7 @@ def _format_figure(kind: FigureKind, value: int | float) -> str:
     return f"{value:,}" if isinstance(value, int) else format_count(value)
 
 
-def _difference(row: ComparedFigure) -> str:
+def _difference_text(row: ComparedFigure) -> str:
     """Return `+1.2 MB (+3.4%)`, or the side that alone has the row or does not know it."""
     if not row.is_known:
         return f"unknown at {'base' if row.base is None else 'head'}"
@@ -426,16 +435,16 @@ def _difference(row: ComparedFigure) -> str:
     if not (by := row.difference):
         return "="
     sign = "-" if by < 0 else "+"
-    share = "" if row.relative is None else f" ({_percent(row.relative)})"
+    share = "" if row.relative is None else f" ({_percent_text(row.relative)})"
     return f"{sign}{_format_figure(row.group.kind, abs(by))}{share}"
 
 
-def _percent(relative: float) -> str:
+def _percent_text(relative: float) -> str:
     """Return a relative change with a sign; tiny ones with one significant digit."""
     return f"{relative:+.1%}" if abs(relative) >= 0.0005 else f"{100 * relative:+.1g}%"
 
 
-def _remarks(training: ComparedTraining, *, shows_all: bool) -> Iterator[str]:
+def _remark_lines(training: ComparedTraining, *, shows_all: bool) -> Iterator[str]:
     """Yield remarks below a table: the number of equal rows, one-sided groups, and root causes."""
     equal = sum(row.is_equal for row in training.figures)
     if equal and not shows_all:
@@ -460,10 +469,10 @@ def _unmatched_lines(comparison: RecordComparison) -> Iterator[str]:
 
 
 def _markdown_row(cells: Iterable[str]) -> str:
-    return f"| {' | '.join(map(_escape, cells))} |"
+    return f"| {' | '.join(map(_escape_markdown, cells))} |"
 
 
-def _escape(text: str) -> str:
+def _escape_markdown(text: str) -> str:
     """Return text with Markdown and HTML characters escaped, because users choose the names."""
     for letter in "\\|*`[]<>":  # the backslash first, so that it does not escape later ones
         text = text.replace(letter, f"\\{letter}")
@@ -472,4 +481,4 @@ def _escape(text: str) -> str:
 
 def _as_html_lines(remark: str) -> str:
     """Return a remark of several lines as Markdown."""
-    return "<br>".join(_escape(line) for line in remark.splitlines())
+    return "<br>".join(_escape_markdown(line) for line in remark.splitlines())

@@ -98,7 +98,7 @@ def _replica_mismatches(replicas: Sequence[tuple[int, Copy]], step: int) -> Iter
             rank=rank,
             way=_kind_of_difference(copy.kind, other[0]),
             between=between,
-            told=_difference(copy, other),
+            told=_difference_text(copy, other),
         )
 
 
@@ -110,7 +110,7 @@ def _kind_of_difference(text: str, other: str) -> Way:
     return Way.SHAPE if text != other else Way.VALUE
 
 
-def _difference(copy: Copy, other: tuple[str, str]) -> str:
+def _difference_text(copy: Copy, other: tuple[str, str]) -> str:
     """Return the difference in words: `bfloat16 for float32`, `7 for 8`, or the shard's name."""
     kind, digest = other
     match _kind_of_difference(copy.kind, kind):
@@ -171,17 +171,17 @@ def root_cause(
     if not mismatches:
         return None
     first = min(mismatches, key=lambda mismatch: mismatch.when)
-    same = [d for d in mismatches if (d.when, d.subject, d.name) == (*_identity(first),)]
+    same = [d for d in mismatches if (d.when, d.subject, d.name) == (*_mismatch_key(first),)]
     ranks = tuple(sorted({mismatch.rank for mismatch in same}))
     between = tuple(sorted({rank for mismatch in same for rank in mismatch.between}))
     return RootCause(
         state=first.subject,
         axis="" if _is_alone(first) else axes_between(ranks, between, coordinates),
-        factor=_factor(first),
+        factor=_factor_text(first),
         place="" if first.subject in _WITHOUT_PLACE else first.name,
         step=first.step,
         ranks=ranks,
-        sentence=_sentence(first, ranks, between, last_good),
+        sentence=_root_cause_sentence(first, ranks, between, last_good),
         fix=_COPY_FIX if _is_alone(first) else _REMEDIES.get(first.subject, _DEFAULT_FIX),
     )
 
@@ -191,7 +191,7 @@ def _is_alone(mismatch: Mismatch) -> bool:
     return mismatch.between == (mismatch.rank,)
 
 
-def _identity(mismatch: Mismatch) -> tuple[tuple[int, int], Subject, str]:
+def _mismatch_key(mismatch: Mismatch) -> tuple[tuple[int, int], Subject, str]:
     """Return the key of the value that differs: its moment, subject and name."""
     return mismatch.when, mismatch.subject, mismatch.name
 
@@ -229,7 +229,7 @@ def axes_between(odd: Sequence[int], ranks: Sequence[int], coordinates: Coordina
     return "+".join(axes or spread)
 
 
-def _factor(first: Mismatch) -> str:
+def _factor_text(first: Mismatch) -> str:
     """Return the `factor` of a root cause: the mismatch in words, or a general statement."""
     is_told = first.subject in _NUMBERS or first.told == SHARED or _is_alone(first)
     if first.way is not Way.VALUE or is_told:
@@ -240,7 +240,7 @@ def _factor(first: Mismatch) -> str:
 _NUMBERS = (Subject.COUNTER, Subject.LEARNING_RATE, Subject.NORM)
 
 
-def _sentence(
+def _root_cause_sentence(
     first: Mismatch, ranks: tuple[int, ...], between: tuple[int, ...], last_good: int | None
 ) -> str:
     """Return the sentence of a root cause: the value, its ranks, and the ranks that agree.

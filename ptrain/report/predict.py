@@ -134,13 +134,13 @@ def one(prediction: Prediction, *, explain: bool = False) -> str:
             *advice_lines(prediction),
             *faster_lines(prediction),
             "",
-            _memory(*estimates, title=column),
+            _memory_table(*estimates, title=column),
             *fit_lines(prediction),
             *startup_lines(prediction),
             *(prediction.reserving.lines if prediction.reserving else ()),
             "",
             *([places, ""] if places else []),
-            _traffic(*estimates, title=column),
+            _traffic_table(*estimates, title=column),
             "",
             *time_lines(prediction.derivation),
             *operations_lines(exact),
@@ -210,8 +210,8 @@ def account(estimate: Estimate) -> str:
     ]
     undefined = [f"{column} has no {kind}: {why}" for kind, why in estimate.undefined.items()]
     parts = [
-        _memory(estimate, title=column),
-        _traffic(estimate, title=column),
+        _memory_table(estimate, title=column),
+        _traffic_table(estimate, title=column),
         *([render(wire)] if estimate.wire else []),
         *(["\n".join(lines)] if (lines := [*operations_lines(estimate), *undefined]) else []),
     ]
@@ -420,7 +420,7 @@ def composition(prediction: Prediction) -> list[str]:
     return lines
 
 
-def _memory(*estimates: Estimate, title: str) -> str:
+def _memory_table(*estimates: Estimate, title: str) -> str:
     """Return the table of memory per rank: states by tier, model states, and peaks by phase.
 
     Each estimate has a column; bars show the last one.
@@ -442,9 +442,9 @@ def _memory(*estimates: Estimate, title: str) -> str:
         if tier == TIERS[0] or any(sums):
             rows.append((label, sums, None))
     for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.UPDATE):
-        peaks = [_peak(estimate, phase) for estimate in estimates]
+        peaks = [_highest_peak(estimate, phase) for estimate in estimates]
         if any(peaks):
-            rows.append((f"peak {phase}", peaks, _peak(last, phase, lower_bytes)))
+            rows.append((f"peak {phase}", peaks, _highest_peak(last, phase, lower_bytes)))
     bars_text = ["█" * round(_BAR * number / longest) for number in bars]
     columns = [
         name_column("memory per rank", [label for label, _, _ in rows]),
@@ -462,14 +462,14 @@ def _memory(*estimates: Estimate, title: str) -> str:
     return render(columns)
 
 
-def _peak(
+def _highest_peak(
     estimate: Estimate, phase: Phase, of: Callable[[Peak], int] = attrgetter("device_bytes")
 ) -> int | None:
     """Return the highest peak of a phase, or its highest lower bound; None without rows."""
     return max((of(row) for row in distinct(estimate.peak) if row.phase is phase), default=None)
 
 
-def _traffic(*estimates: Estimate, title: str) -> str:
+def _traffic_table(*estimates: Estimate, title: str) -> str:
     """Return the table of traffic, with a row for each kind of call.
 
     Set-up calls, which run once, are below the sum of a step. The columns calls, payload and copies

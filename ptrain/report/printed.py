@@ -68,7 +68,7 @@ class Shown:
 def shown(spec: Spec) -> Shown:
     """Return the resolved spec without keys that have no effect with its placement."""
     # A key has no effect with a placement if the legality check rejects every other value of it.
-    unheard = [place for place, probe in _probes(spec) if _is_refused(probe, place)]
+    unheard = [place for place, probe in _probe_options(spec) if _is_refused(probe, place)]
     mapping: dict[str, Any] = copy.deepcopy(spec.resolved)
     for place in unheard:
         section, _, key = place.partition(".")
@@ -79,7 +79,7 @@ def shown(spec: Spec) -> Shown:
     return Shown(mapping=mapping, left_out=tuple(_omission_comments(spec, unheard)))
 
 
-def _probes(spec: Spec) -> Iterator[tuple[str, Spec]]:
+def _probe_options(spec: Spec) -> Iterator[tuple[str, Spec]]:
     """Yield each option at its default, with a spec that sets it to another value."""
     for key in dials():
         if key.dial.other is not None and key.is_free(spec):

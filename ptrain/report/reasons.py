@@ -383,7 +383,7 @@ def advice_lines(answer: Answer) -> list[str]:
         f"  line {test.line}: {test.text}: {'yes' if test.is_true else 'no'}"
         for test in answer.tests
     ]
-    return [head, *conditions, _conclusion(answer), *_remarks(answer)]
+    return [head, *conditions, _conclusion_line(answer), *_remark_lines(answer)]
 
 
 def advice_record(answer: Answer) -> dict[str, object]:
@@ -398,7 +398,7 @@ def advice_record(answer: Answer) -> dict[str, object]:
     }
 
 
-def _conclusion(answer: Answer) -> str:
+def _conclusion_line(answer: Answer) -> str:
     """Return the line of the answer: the advised degrees, or a statement that there is none."""
     if answer.advice is Advice.NONE:
         return "  no answer: line 11 returns a specification that was never set"
@@ -406,7 +406,7 @@ def _conclusion(answer: Answer) -> str:
     return f"  {answer.advice}: {tuples}"
 
 
-def _remarks(answer: Answer) -> list[str]:
+def _remark_lines(answer: Answer) -> list[str]:
     """Return remarks on facts that the algorithm ignores: activations, and the effect of a second
     axis.
     """

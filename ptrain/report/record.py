@@ -228,7 +228,7 @@ def _memory_checks(exact: Sequence[Footprint], measured: Sequence[Footprint]) ->
             if tier == "device_bytes" or any(sizes):
                 name = f"memory {state} rank {rank}" + _tier_suffix(tier)
                 lower = left.lower_bytes if left and tier == "device_bytes" else None
-                yield _check(name, sizes[0], sizes[1], tolerance=0.0, lower=lower)
+                yield _make_check(name, sizes[0], sizes[1], tolerance=0.0, lower=lower)
 
 
 def _tier_suffix(tier: str) -> str:
@@ -260,7 +260,7 @@ def _traffic_checks(
             wrong = [pair for pair in zip_longest(left, right) if pair[0] != pair[1]]
             predicted, measured_row = (wrong or [(left[-1], right[-1])])[0]
             name = f"traffic {traffic_name(key)} {count.removesuffix('_bytes')}"
-            yield _check(name, predicted, measured_row, tolerance=0.0)
+            yield _make_check(name, predicted, measured_row, tolerance=0.0)
 
 
 def traffic_name(key: TrafficKey) -> str:
@@ -278,7 +278,7 @@ def _peak_checks(exact: Sequence[Peak], measured: Sequence[Peak]) -> Iterator[Ch
     measured_rows = {(row.rank, row.phase): row.device_bytes for row in measured}
     for rank, phase in sorted({*predicted_rows, *measured_rows}):
         row = predicted_rows.get((rank, phase))
-        yield _check(
+        yield _make_check(
             f"peak {phase} rank {rank}",
             row.device_bytes if row else None,
             measured_rows.get((rank, phase)),
@@ -296,10 +296,10 @@ def _operations_checks(
         rows = predicted_rows.get(rank), measured_rows.get(rank)
         for name in OPERATIONS:
             left, right = (getattr(row, name) if row else None for row in rows)
-            yield _check(f"operations {name} rank {rank}", left, right, tolerance=0.0)
+            yield _make_check(f"operations {name} rank {rank}", left, right, tolerance=0.0)
 
 
-def _check(
+def _make_check(
     name: str,
     predicted: int | None,
     measured: int | None,
@@ -368,7 +368,7 @@ def record(
         "versions": packages,
         "device": device,
         **{kind: [*rows_of(kind, *estimates)] for kind in COUNTED_KINDS},
-        "wire": encode(_wire(estimates)),
+        "wire": encode(_wire_rows(estimates)),
         "blocked_seconds": [encode(row) for estimate in estimates for row in estimate.blocked],
         "step_seconds": [
             *(
@@ -381,19 +381,19 @@ def record(
         "checks": encode(checks),
         "verdict": verdict(checks) if checks else None,
         "claimed": is_tested(packages["torch"]),
-        **{kind: _reasons(estimates, kind) for kind in _KINDS_OF_REASONS},
+        **{kind: _reasons_by_column(estimates, kind) for kind in _KINDS_OF_REASONS},
         "notes": [note for estimate in estimates for note in estimate.notes],
         "warnings": [warning for estimate in estimates for warning in estimate.warnings],
     }
 
 
-def _reasons(estimates: Sequence[Estimate], kind: str) -> dict[str, dict[str, str]]:
+def _reasons_by_column(estimates: Sequence[Estimate], kind: str) -> dict[str, dict[str, str]]:
     """Return the reasons of one kind by column, without columns that have none."""
     reasons = {str(estimate.column): dict(getattr(estimate, kind)) for estimate in estimates}
     return {column: why for column, why in reasons.items() if why}
 
 
-def _wire(estimates: Sequence[Estimate]) -> tuple[WireRow, ...]:
+def _wire_rows(estimates: Sequence[Estimate]) -> tuple[WireRow, ...]:
     """Return the rows that compare predicted and measured bytes on the wire; empty if a side is
     missing.
     """

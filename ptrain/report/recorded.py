@@ -55,7 +55,7 @@ def read(record: Mapping[str, Any]) -> Reading:
     rows = [row for kind in ("memory", "peak", "traffic") for row in record[kind]]
     columns = dict.fromkeys(Column(row["column"]) for row in rows)
     return Reading(
-        estimates={column: _estimate(record, column) for column in columns},
+        estimates={column: _read_estimate(record, column) for column in columns},
         checks=decode(record["checks"], tuple[Check, ...]),
         wire=decode(record.get("wire", []), tuple[WireRow, ...]),
         step_seconds=next(
@@ -65,7 +65,7 @@ def read(record: Mapping[str, Any]) -> Reading:
     )
 
 
-def _estimate(record: Mapping[str, Any], column: Column) -> Estimate:
+def _read_estimate(record: Mapping[str, Any], column: Column) -> Estimate:
     """Return one column of a record as an estimate.
 
     Measured step times have no rows, and waiting times are measured only. Records of older versions
@@ -180,7 +180,9 @@ def recorded(records: Sequence[object], place: str) -> dict[str, Recorded]:
             number += 1
             name = f"{training.name} ({number})"
         kinds[name].add(training.is_verified)
-        trainings[name] = _merge(trainings[name], training) if name in trainings else training
+        trainings[name] = (
+            _merge_records(trainings[name], training) if name in trainings else training
+        )
     if not trainings:
         raise refused(
             place, "holds no record", f"Use a record that a command printed: {_COMMANDS}."
@@ -188,7 +190,7 @@ def recorded(records: Sequence[object], place: str) -> dict[str, Recorded]:
     return trainings
 
 
-def _merge(first: Recorded, second: Recorded) -> Recorded:
+def _merge_records(first: Recorded, second: Recorded) -> Recorded:
     """Return two records of one training as one; the first takes precedence."""
     return Recorded(
         name=first.name,
@@ -221,7 +223,7 @@ def _parse_record(record: object, place: str) -> Recorded:
     if missing := [key for key in _RECORD_KEYS if key not in record]:
         raise _not_a_record(place, f"it lacks {', '.join(missing)}")
     try:
-        return _figures(record)
+        return _read_figures(record)
     # The file may come from any source, so every error of decoding is an error of the input.
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         kind = "" if isinstance(error, Malformed) else f"{type(error).__name__} "
@@ -233,10 +235,12 @@ def _not_a_record(place: str, finding: str) -> Exception:
     return refused(place, f"is no result record: {finding}", f"Use the record of {_COMMANDS}.")
 
 
-def _figures(record: Mapping[str, Any]) -> Recorded:
+def _read_figures(record: Mapping[str, Any]) -> Recorded:
     """Decode a record and collect its figures, verdicts and root cause."""
     reading = read(record)
-    groups = {group: figures for group, figures in _groups(record, reading) if figures is not None}
+    groups = {
+        group: figures for group, figures in _figure_groups(record, reading) if figures is not None
+    }
     for figures in groups.values():
         _require_numbers(figures)
     is_verification = "num_departures" in record
@@ -267,7 +271,7 @@ def _require_numbers(figures: Figures) -> None:
         float(value or 0)  # an integer beyond the range of a float raises OverflowError
 
 
-def _groups(
+def _figure_groups(
     record: Mapping[str, Any], reading: Reading
 ) -> Iterator[tuple[FigureGroup, Figures | None]]:
     """Yield each group of figures of a record; None if the record has no such figures."""
@@ -275,7 +279,7 @@ def _groups(
     predicted = estimates.get(Column.COUNTED) or estimates.get(Column.EXACT)
     tokens = record.get("tokens_per_step")
     if predicted is not None:
-        yield FigureGroup(FigureKind.SIZE), _sizes(record)
+        yield FigureGroup(FigureKind.SIZE), _training_sizes(record)
     for source, estimate in ((PREDICTED, predicted), (MEASURED, _run_column(estimates))):
         if estimate is not None:
             for kind, figures in _estimate_groups(estimate):
@@ -300,7 +304,7 @@ def _run_column(estimates: Mapping[Column, Estimate]) -> Estimate | None:
     return estimates.get(Column.MEASURED) or estimates.get(Column.SIMULATED)
 
 
-def _sizes(record: Mapping[str, Any]) -> Figures:
+def _training_sizes(record: Mapping[str, Any]) -> Figures:
     """Return the sizes of the training: ranks, parameters, and tokens per step."""
     sizes = {"ranks": record["world_size"]}
     if "parameters" in record:
@@ -312,18 +316,18 @@ def _sizes(record: Mapping[str, Any]) -> Figures:
 
 def _estimate_groups(estimate: Estimate) -> Iterator[tuple[FigureKind, Figures]]:
     """Yield the figures of an estimate by kind, without kinds that it leaves undefined."""
-    yield FigureKind.MEMORY, _memory(estimate)
+    yield FigureKind.MEMORY, _memory_figures(estimate)
     if "peak" not in estimate.undefined:
         peaks = grouped(
             (f"peak in {row.phase}", row.device_bytes) for row in distinct(estimate.peak)
         )
         yield FigureKind.PEAK, {label: max(sizes) for label, sizes in peaks.items()}
     if "traffic" not in estimate.undefined:
-        yield FigureKind.BYTES, _traffic(estimate, is_bytes=True)
-        yield FigureKind.CALLS, _traffic(estimate, is_bytes=False)
+        yield FigureKind.BYTES, _traffic_figures(estimate, is_bytes=True)
+        yield FigureKind.CALLS, _traffic_figures(estimate, is_bytes=False)
 
 
-def _memory(estimate: Estimate) -> Figures:
+def _memory_figures(estimate: Estimate) -> Figures:
     """Return bytes by state and tier of the rank with the most; None for states of unknown size."""
     most = largest(estimate.memory)
     # Rows of 0 bytes are left out: a missing row counts as 0 in a comparison.
@@ -337,7 +341,7 @@ def _memory(estimate: Estimate) -> Figures:
     return figures | dict.fromkeys(map(str, unknown))
 
 
-def _traffic(estimate: Estimate, *, is_bytes: bool) -> Figures:
+def _traffic_figures(estimate: Estimate, *, is_bytes: bool) -> Figures:
     """Return the bytes or calls of a step by collective and axes; set-up traffic is separate."""
 
     def label(key: TrafficKey) -> str:

@@ -56,10 +56,10 @@ def selection_text(selection: PlacementRanking, top: int = TOP) -> str:
     It has the best placement, the ranking, the Pareto front, the reasons why well-known placements
     lost, and the reasons for the best. If nothing fits, it has changes that make something fit.
     """
-    return "\n".join([*_heading(selection), "", *_body(selection, top)])
+    return "\n".join([*_heading_lines(selection), "", *_body_lines(selection, top)])
 
 
-def _heading(selection: PlacementRanking) -> Iterator[str]:
+def _heading_lines(selection: PlacementRanking) -> Iterator[str]:
     """Yield the lines above the ranking: the job, the answer, the counts, and the assumptions."""
     job, counts = selection.job, selection.counts
     base, cluster = job.base, job.base.cluster
@@ -69,7 +69,7 @@ def _heading(selection: PlacementRanking) -> Iterator[str]:
         f"batch {base.batch.global_samples} × {base.batch.sequence} tokens = "
         f"{format_count(base.batch.tokens)}"
     )
-    yield from _answer(selection)
+    yield from _answer_lines(selection)
     least = "least memory" if _is_by_memory(selection) else "fastest"
     yield (
         f"{counts.scored} legal candidates · {counts.fitting} fit · {selection.derived} derived "
@@ -94,10 +94,10 @@ def _heading(selection: PlacementRanking) -> Iterator[str]:
         yield f"fixed by the spec: {', '.join(stays)}"
     if selection.unknown:
         yield f"time is unknown: {selection.unknown}"
-        yield _order(selection)
+        yield _order_text(selection)
 
 
-def _answer(selection: PlacementRanking) -> Iterator[str]:
+def _answer_lines(selection: PlacementRanking) -> Iterator[str]:
     """Yield the best placement and its figures; nothing if no placement fits."""
     if (best := selection.best) is None:
         return
@@ -105,14 +105,14 @@ def _answer(selection: PlacementRanking) -> Iterator[str]:
     usable, device = memory.usable_memory or 0, device_name(spec)
     parts = [
         f"peak {format_memory(best.peak_bytes)} of {format_memory(usable)} per {device}",
-        f"{_headroom(best)} free",
+        f"{_headroom_text(best)} free",
         *pace_parts(spec, best.seconds, best.throughput),
     ]
-    yield f"Best: {' · '.join(filter(None, _cells(spec)))}"
+    yield f"Best: {' · '.join(filter(None, _placement_cells(spec)))}"
     yield f"Fits{', but tight' * memory.is_tight}: {' · '.join(parts)}"
 
 
-def _order(selection: PlacementRanking) -> str:
+def _order_text(selection: PlacementRanking) -> str:
     """Return a sentence on how rows without a step time are ordered."""
     if _is_by_memory(selection):
         return "rows are ordered by memory"
@@ -128,7 +128,7 @@ def _is_by_memory(selection: PlacementRanking) -> bool:
     return selection.ranked_by is SearchGoal.MEMORY or is_untimed
 
 
-def _body(selection: PlacementRanking, top: int) -> Iterator[str]:
+def _body_lines(selection: PlacementRanking, top: int) -> Iterator[str]:
     """Yield the ranking, the Pareto front, comparisons, and the reasons for the best placement."""
     if selection.best is None:
         yield from _nothing_fits(selection)
@@ -136,7 +136,7 @@ def _body(selection: PlacementRanking, top: int) -> Iterator[str]:
     yield from _cost_by_number(selection)
     numbered = dict(enumerate(best_of_ideas(selection)[:top], 1))
     shown = list(numbered.values())
-    yield _table(shown, selection, [*map(str, numbered)])
+    yield _ranking_table(shown, selection, [*map(str, numbered)])
     yield from _untimed_lines(selection, numbered)
     if any(row.spec.has_token_slices and row.spec.is_for_cuda for row in shown):
         yield _OVER_CONTEXT
@@ -146,9 +146,9 @@ def _body(selection: PlacementRanking, top: int) -> Iterator[str]:
     if front := distinct_front(selection, shown):
         yield ""
         yield "Pareto front of time and memory, without the rows above:"
-        yield _table(front, selection, [""] * len(front))
+        yield _ranking_table(front, selection, [""] * len(front))
     yield ""
-    yield from _comparisons(selection, numbered)
+    yield from _comparison_lines(selection, numbered)
     yield from _micro_batches(selection)
     yield ""
     yield "reasons for the best:"
@@ -165,7 +165,7 @@ def _cost_by_number(selection: PlacementRanking) -> Iterator[str]:
         (
             f"{'*' * (number == selection.job.devices)}{number}",
             placement_text(row.spec),
-            _seconds(row),
+            _time_text(row),
             *demand.figures(row),
         )
         for number, row in selection.by_number
@@ -239,7 +239,7 @@ def _are_similar(row: Ranked, other: Ranked) -> bool:
     return is_near and idea_of(row.spec) == idea_of(other.spec)
 
 
-def _comparisons(selection: PlacementRanking, numbered: Mapping[int, Ranked]) -> Iterator[str]:
+def _comparison_lines(selection: PlacementRanking, numbered: Mapping[int, Ranked]) -> Iterator[str]:
     """Yield a sentence for each row, and for each well-known placement that is not in the table."""
     best, by = selection.ranking[0], selection.ranked_by
     yield "against the best:"
@@ -272,7 +272,7 @@ def _micro_batches(selection: PlacementRanking) -> Iterator[str]:
             rows.setdefault(row.spec.batch.micro, row)
     if len(rows) > 1:
         listed = (
-            f"{micro}×{row.spec.batch.accumulate} {_seconds(row)}, {format_memory(row.peak_bytes)}"
+            f"{micro}×{row.spec.batch.accumulate} {_time_text(row)}, {format_memory(row.peak_bytes)}"
             for micro, row in sorted(rows.items())
         )
         yield f"micro-batches of {idea}: {' · '.join(listed)}"
@@ -304,9 +304,11 @@ def _nothing_fits(selection: PlacementRanking) -> Iterator[str]:
         yield "  Neither more devices nor fewer constraints help. Use a smaller model or sequence."
 
 
-def _table(rows: Sequence[Ranked], selection: PlacementRanking, numbers: Sequence[str]) -> str:
+def _ranking_table(
+    rows: Sequence[Ranked], selection: PlacementRanking, numbers: Sequence[str]
+) -> str:
     """Return a table of rows; columns without figures are left out."""
-    placements, batches, _, dials = zip(*(_cells(row.spec) for row in rows), strict=True)
+    placements, batches, _, dials = zip(*(_placement_cells(row.spec) for row in rows), strict=True)
     device = device_name(rows[0].spec)
     paces = [row.tokens_per_second for row in rows]
     per_device = [pace and pace / selection.job.devices for pace in paces]
@@ -315,7 +317,7 @@ def _table(rows: Sequence[Ranked], selection: PlacementRanking, numbers: Sequenc
         name_column("idea", [idea_of(row.spec) for row in rows]),
         TableColumn("placement", Importance.RESULT, placements, left=True),
         TableColumn("micro×accum", cells=batches, left=True),
-        TableColumn("step time", Importance.RESULT, [_seconds(row) for row in rows]),
+        TableColumn("step time", Importance.RESULT, [_time_text(row) for row in rows]),
         TableColumn("tokens/s", cells=[or_missing(pace, format_count) for pace in paces]),
         TableColumn(
             f"tokens/s/{device}",
@@ -326,7 +328,7 @@ def _table(rows: Sequence[Ranked], selection: PlacementRanking, numbers: Sequenc
             "MFU", Importance.DETAIL, [or_missing(row.mfu, "{:.1%}".format) for row in rows]
         ),
         TableColumn("peak", Importance.RESULT, [format_memory(row.peak_bytes) for row in rows]),
-        TableColumn("headroom", Importance.RESULT, [_headroom(row) for row in rows]),
+        TableColumn("headroom", Importance.RESULT, [_headroom_text(row) for row in rows]),
         TableColumn(
             "host memory", cells=[format_memory(row.memory.host_needed_bytes) for row in rows]
         ),
@@ -349,12 +351,12 @@ def _table(rows: Sequence[Ranked], selection: PlacementRanking, numbers: Sequenc
     return render([column for column in columns if column.title not in unused])
 
 
-def _seconds(row: Ranked) -> str:
+def _time_text(row: Ranked) -> str:
     """Return the step time of a row as text."""
     return or_missing(row.seconds, format_seconds)
 
 
-def _headroom(row: Ranked) -> str:
+def _headroom_text(row: Ranked) -> str:
     """Return the bytes that stay free on a device, and their share of its memory."""
     memory = row.memory
     part = memory.spare_bytes / (memory.device_memory or 1)
@@ -366,7 +368,7 @@ def placement_text(spec: Spec) -> str:
 
     An example is `dp_shard=8 fsdp-mixed, 1×128, last, overlap`.
     """
-    return ", ".join(filter(None, _cells(spec)))
+    return ", ".join(filter(None, _placement_cells(spec)))
 
 
 def _chosen_settings(spec: Spec, *, named: bool = False) -> tuple[str, str, str, list[str]]:
@@ -380,7 +382,7 @@ def _chosen_settings(spec: Spec, *, named: bool = False) -> tuple[str, str, str,
     return " ".join(words), batch, kept, list(_option_texts(spec)) if has_data_axis else []
 
 
-def _cells(spec: Spec) -> tuple[str, str, str, str]:
+def _placement_cells(spec: Spec) -> tuple[str, str, str, str]:
     """Return the parts of `_chosen` as cells of a table, with the names of tuples."""
     words, batch, kept, dials = _chosen_settings(spec, named=True)
     return words or "one device", batch, kept, ", ".join(dials)

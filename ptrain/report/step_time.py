@@ -60,7 +60,7 @@ def time_lines(derivation: Derivation) -> list[str]:
     if step is None:
         return [f"no step time: {why}", ""] if why else []
     return [
-        _table(step),
+        _time_parts_table(step),
         critical_path(step),
         *_interval_lines(derivation.spec, step),
         *_mfu_lines(derivation),
@@ -92,7 +92,7 @@ def critical_path(step: StepTime) -> str:
     the step are left out.
     """
     total = format_seconds(step.seconds)
-    parts = sorted(_overheads(step), key=lambda part: -part[1])
+    parts = sorted(_step_overheads(step), key=lambda part: -part[1])
     # Parts below half a percent are not worth naming.
     if large := [part for part in parts if part[1] >= 0.005 * step.seconds][:_NAMED]:
         named = ", ".join(f"{format_seconds(seconds)} {name}" for name, seconds in large)
@@ -183,9 +183,9 @@ def _time_cells(what: str, predicted: float | None, measured: float | None) -> t
     return what, *cells, difference
 
 
-def _table(step: StepTime) -> str:
+def _time_parts_table(step: StepTime) -> str:
     """Return the table of a predicted step: its parts, the total, and its phases."""
-    parts = [*_parts(step)]
+    parts = [*_step_parts(step)]
     longest = max((seconds for _, seconds, _ in parts), default=0.0)
     rows = [*parts, ("step", step.seconds, 0.0)]
     rows += [(f"in {phase}", taken, 0.0) for phase in _PHASES if (taken := step.of_phase(phase))]
@@ -206,7 +206,7 @@ def _table(step: StepTime) -> str:
     return render(columns)
 
 
-def _parts(step: StepTime) -> Iterator[Part]:
+def _step_parts(step: StepTime) -> Iterator[Part]:
     """Yield the parts of a step, computing first; communication by axes."""
     yield "compute", step.spent(Spent.COMPUTE), 0.0
     moved: dict[str, tuple[float, float]] = {}
@@ -228,7 +228,7 @@ def _parts(step: StepTime) -> Iterator[Part]:
             yield str(spent), seconds, moving
 
 
-def _overheads(step: StepTime) -> Iterator[tuple[str, float]]:
+def _step_overheads(step: StepTime) -> Iterator[tuple[str, float]]:
     """Yield the parts of a step other than computing, with their seconds."""
     exposed = summed(
         (

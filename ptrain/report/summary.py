@@ -158,7 +158,7 @@ def _memory_rows(exact: Estimate, measured: Estimate) -> Iterable[Row]:
             )
             if any({**left, **right}.values()):
                 lowers = _lower_bounds(predicted_rows) if tier == "device_bytes" else {}
-                yield _row_label(label, str(state), exact), *_cells(left, right, lowers)
+                yield _row_label(label, str(state), exact), *_figure_cells(left, right, lowers)
 
 
 def _peak_rows(exact: Estimate, measured: Estimate) -> Iterable[Row]:
@@ -173,7 +173,7 @@ def _peak_rows(exact: Estimate, measured: Estimate) -> Iterable[Row]:
         )
         yield (
             _row_label(f"peak {phase}", "peak", exact),
-            *_cells(left, right, _lower_bounds(predicted_rows)),
+            *_figure_cells(left, right, _lower_bounds(predicted_rows)),
         )
         allocated = max(
             (row.allocator_bytes for row in measured.peak if row.phase is phase), default=0
@@ -188,7 +188,7 @@ def _lower_bounds(rows: Iterable[Footprint | Peak]) -> dict[int, int]:
     return {row.rank: row.lower_bytes for row in rows if row.lower_bytes is not None}
 
 
-def _cells(
+def _figure_cells(
     left: Mapping[int, int], right: Mapping[int, int], lowers: Mapping[int, int]
 ) -> tuple[str, str, str]:
     """Return both figures of the rank in which they differ most, and their difference.

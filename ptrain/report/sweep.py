@@ -144,14 +144,14 @@ def table(points: Sequence[SweepPoint], *, explain: bool = False) -> str:
     assert named, "a sweep of which nothing is left is refused as a whole"
     columns = [
         TableColumn(title, importance, [text(point.prediction) for point in points])
-        for title, importance, text in _columns([prediction for _, prediction in named])
+        for title, importance, text in _make_columns([prediction for _, prediction in named])
         if explain or not title.endswith(_PAPER)
     ]
     shown = [name_column("spec", [point.label for point in points]), *columns]
-    return "\n".join([*_decision(named), render(shown), *remarks(points)])
+    return "\n".join([*_decision_lines(named), render(shown), *remarks(points)])
 
 
-def _columns(predictions: Sequence[Prediction]) -> list[tuple[str, Importance, _Cell]]:
+def _make_columns(predictions: Sequence[Prediction]) -> list[tuple[str, Importance, _Cell]]:
     """Return the title, importance and cell function of each column that has figures."""
     detail, figure, result = Importance.DETAIL, Importance.FIGURE, Importance.RESULT
     usable = {prediction.fit.usable_memory for prediction in predictions}
@@ -159,43 +159,43 @@ def _columns(predictions: Sequence[Prediction]) -> list[tuple[str, Importance, _
     first, device, seconds = predictions[0], device_name(predictions[0].spec), SORTS["time"]
     has_host = any(one.fit.host_bytes for one in predictions)
     is_timed = any(seconds(one) is not None for one in predictions)
-    host = ("host memory", figure, _cell(lambda one: size(one.fit.host_needed_bytes)))
+    host = ("host memory", figure, _make_cell(lambda one: size(one.fit.host_needed_bytes)))
     paces = [
-        ("step time", result, _cell(lambda one: or_missing(seconds(one), format_seconds))),
-        ("tokens/s", figure, _cell(partial(_pace_cell, "tokens_per_second", format_count))),
+        ("step time", result, _make_cell(lambda one: or_missing(seconds(one), format_seconds))),
+        ("tokens/s", figure, _make_cell(partial(_pace_cell, "tokens_per_second", format_count))),
         (
             f"tokens/s/{device}",
             figure,
-            _cell(lambda one: or_missing(device_pace(one), format_count)),
+            _make_cell(lambda one: or_missing(device_pace(one), format_count)),
         ),
-        ("MFU", detail, _cell(partial(_pace_cell, "mfu_full", "{:.1%}".format))),
+        ("MFU", detail, _make_cell(partial(_pace_cell, "mfu_full", "{:.1%}".format))),
     ]
-    states, ratio = MODEL_STATES_LABEL, partial(_ratio, first)
+    states, ratio = MODEL_STATES_LABEL, partial(_ratio_cell, first)
     return [
-        ("fits", result, _cell(fits_word, "rejected")),
-        (f"peak{room}", result, _cell(lambda one: size(one.fit.peak_bytes))),
+        ("fits", result, _make_cell(fits_word, "rejected")),
+        (f"peak{room}", result, _make_cell(lambda one: size(one.fit.peak_bytes))),
         *([host] if has_host else []),
         *(paces if is_timed else []),
-        (states, detail, _cell(lambda one: size(model_state_bytes(one.derivation.exact)))),
+        (states, detail, _make_cell(lambda one: size(model_state_bytes(one.derivation.exact)))),
         (
             f"{states}{_PAPER}",
             detail,
-            _cell(lambda one: size(model_state_bytes(one.derivation.paper))),
+            _make_cell(lambda one: size(model_state_bytes(one.derivation.paper))),
         ),
-        ("bytes/parameter", detail, _cell(_bytes_per_parameter)),
-        ("states ratio", detail, _cell(partial(ratio, "states"))),
-        ("traffic", figure, _cell(lambda one: traffic_size(sent_bytes(one.derivation.exact)))),
+        ("bytes/parameter", detail, _make_cell(_bytes_per_parameter)),
+        ("states ratio", detail, _make_cell(partial(ratio, "states"))),
+        ("traffic", figure, _make_cell(lambda one: traffic_size(sent_bytes(one.derivation.exact)))),
         (
             f"traffic{_PAPER}",
             detail,
-            _cell(lambda one: traffic_size(sent_bytes(one.derivation.paper))),
+            _make_cell(lambda one: traffic_size(sent_bytes(one.derivation.paper))),
         ),
-        ("traffic ratio", detail, _cell(partial(ratio, "sent"))),
-        ("calls", detail, _cell(lambda one: str(collectives(one.derivation.exact)))),
+        ("traffic ratio", detail, _make_cell(partial(ratio, "sent"))),
+        ("calls", detail, _make_cell(lambda one: str(collectives(one.derivation.exact)))),
     ]
 
 
-def _cell(text: Callable[[Prediction], str], rejected: str = MISSING) -> _Cell:
+def _make_cell(text: Callable[[Prediction], str], rejected: str = MISSING) -> _Cell:
     """Return the function that writes a column's cell; rejected points get the text `rejected`."""
     return lambda prediction: text(prediction) if prediction else rejected
 
@@ -221,7 +221,7 @@ def fits_word(prediction: Prediction) -> str:
     return "yes" if prediction.fit.fits else "no"
 
 
-def _ratio(first: Prediction, name: str, prediction: Prediction) -> str:
+def _ratio_cell(first: Prediction, name: str, prediction: Prediction) -> str:
     """Return the ratio of a figure to the first prediction's, or an empty text."""
     number, base = SORTS[name](prediction), SORTS[name](first)
     return f"{number / base:.3g}×" if number is not None and base else ""
@@ -237,7 +237,7 @@ def remarks(points: Sequence[SweepPoint]) -> Iterator[str]:
     yield from (f"rejected: {', '.join(labels)}: {why}" for why, labels in rejected.items())
     yield from _follower_lines(points)
     named = [(point.label, point.prediction) for point in points if point.prediction]
-    yield from _merged_sentences(named, _usable)
+    yield from _merged_sentences(named, _usable_lines)
     yield from _merged_sentences(named, _batch_lines)
     yield from _merged_sentences(named, _missing_time)
     yield from _merged_sentences(named, _unknown_host)
@@ -255,7 +255,7 @@ def remarks(points: Sequence[SweepPoint]) -> Iterator[str]:
             yield f"warning: {label}: {warning}"
 
 
-def _decision(named: Sequence[tuple[str, Prediction]]) -> Iterator[str]:
+def _decision_lines(named: Sequence[tuple[str, Prediction]]) -> Iterator[str]:
     """Yield the fastest point that fits, or a statement that none fits.
 
     Points are compared by the throughput of a device, since their batches and meshes may differ. If
@@ -325,7 +325,7 @@ def _batch_lines(prediction: Prediction) -> Sequence[str]:
     return batch_lines(prediction.spec.batch, prediction.spec.data_degree)
 
 
-def _usable(prediction: Prediction) -> Sequence[str]:
+def _usable_lines(prediction: Prediction) -> Sequence[str]:
     memory, reserve = prediction.fit.device_memory, prediction.fit.reserve_bytes
     return [usable_text(memory, reserve)] if memory and reserve else []
 
@@ -410,7 +410,7 @@ def pair(first: Prediction, second: Prediction, *, explain: bool = False) -> str
         explain: Add the figures of the paper.
     """
     sides, estimates = (first, second), ("paper", "exact") if explain else ("exact",)
-    differing = [row for row in _figures(first, second, estimates) if row[1] != row[2]]
+    differing = [row for row in _compared_figures(first, second, estimates) if row[1] != row[2]]
     names, before, after = zip(*differing, strict=True) if differing else ((), (), ())
     columns = [
         name_column("per rank and step", names),
@@ -448,7 +448,9 @@ def ratio(before: int | None, after: int | None) -> str:
     return f"{max(before, after) / min(before, after):.3g}× {'more' if more else 'less'}"
 
 
-def _figures(first: Prediction, second: Prediction, estimates: Sequence[str]) -> Iterator[Figure]:
+def _compared_figures(
+    first: Prediction, second: Prediction, estimates: Sequence[str]
+) -> Iterator[Figure]:
     """Yield the name and both values of each figure."""
     for column in estimates:
         left, right = getattr(first.derivation, column), getattr(second.derivation, column)
@@ -469,7 +471,7 @@ def _figures(first: Prediction, second: Prediction, estimates: Sequence[str]) ->
 
 def _settings(before: Spec, after: Spec) -> Iterator[str]:
     """Yield a line for each setting that differs, placements first."""
-    yield from _placements(before, after)
+    yield from _placement_lines(before, after)
     left, right = (
         dict(leaves(spec.resolved)) | {"sync.gradients": spec.sync.gradients.value}
         for spec in (before, after)
@@ -495,14 +497,14 @@ def _yaml_scalar(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _placements(before: Spec, after: Spec) -> Iterator[str]:
+def _placement_lines(before: Spec, after: Spec) -> Iterator[str]:
     """Yield the modes that differ by state, or both placements if the axes differ in number."""
     pairs = list(zip(before.factors, after.factors, strict=False))
     if len(before.factors) != len(after.factors):
         yield f"  placement: {placement(before)} → {placement(after)}"
         return
-    if _mesh(before) != _mesh(after):
-        yield f"  mesh: {_mesh(before)} → {_mesh(after)}"
+    if _mesh_text(before) != _mesh_text(after):
+        yield f"  mesh: {_mesh_text(before)} → {_mesh_text(after)}"
     for left, right in pairs:
         where = f" on {right.axis}" if len(pairs) > 1 else ""
         for state in PLACED:
@@ -510,5 +512,5 @@ def _placements(before: Spec, after: Spec) -> Iterator[str]:
                 yield f"  {state}: {left.placement[state]} → {right.placement[state]}{where}"
 
 
-def _mesh(spec: Spec) -> str:
+def _mesh_text(spec: Spec) -> str:
     return ", ".join(f"{factor.axis} {factor.degree}" for factor in spec.factors)

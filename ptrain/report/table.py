@@ -62,7 +62,7 @@ class TableColumn(NamedTuple):
 
     def cut(self, width: int) -> TableColumn:
         """Return the column with title and cells shortened to `width` terminal columns."""
-        title, *cells = (_shorten(cell, width) for cell in (self.title, *self.cells))
+        title, *cells = (_shorten_cell(cell, width) for cell in (self.title, *self.cells))
         return self._replace(title=title, cells=cells)
 
     def padded(self) -> list[str]:
@@ -175,7 +175,7 @@ def _wrap_names(
     return [*wrapped[:at], names._replace(cells=lines, wraps=False), *wrapped[at + 1 :]]
 
 
-def _shorten(cell: str, width: int) -> str:
+def _shorten_cell(cell: str, width: int) -> str:
     """Return a cell shortened to a width, with an ellipsis."""
     if _text_width(cell) <= width:
         return cell

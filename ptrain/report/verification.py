@@ -51,14 +51,16 @@ def stage_text(name: str, checks: Sequence[Check], seconds: float, *, verbose: b
     holding = sum(check.holds for check in checks)
     lines = [f"{name:<{_WIDTH + 2}}{f'{holding} of {len(checks)} hold':>14}{seconds:>12.1f} s"]
     lines += [
-        _line(check)
+        _check_line(check)
         for check in checks
         if not check.holds or (verbose and check.predicted is not None)
     ]
     # Checks without a prediction only require that a run is finite, moves and learns.
     alive = [check for check in checks if check.predicted is None and check.holds]
     if alive and verbose:
-        lines.append(_cells("reference and run finite, moving and learning", f"{len(alive)} hold"))
+        lines.append(
+            _align_cells("reference and run finite, moving and learning", f"{len(alive)} hold")
+        )
     return "\n".join(lines)
 
 
@@ -80,21 +82,24 @@ def end_text(
     return "\n".join(lines)
 
 
-def _line(check: Check) -> str:
+def _check_line(check: Check) -> str:
     """Return the line of one check: its name, the measured figure, and the allowed one."""
     measured, allowed = check.measured, check.tolerance
     if isinstance(check.predicted, int) and check.predicted:
         cells = f"{measured} of {check.predicted}", ""
     else:
-        cells = _number(measured), f"<= {_number(allowed)}" if check.predicted is not None else ""
+        cells = (
+            _number_text(measured),
+            f"<= {_number_text(allowed)}" if check.predicted is not None else "",
+        )
     end = "" if check.holds else f"  fails: {check.why}"
-    return _cells(check.name, *cells) + end
+    return _align_cells(check.name, *cells) + end
 
 
-def _cells(name: str, measured: str, allowed: str = "") -> str:
+def _align_cells(name: str, measured: str, allowed: str = "") -> str:
     """Return a name and two figures, aligned."""
     return f"  {name:<{_WIDTH}}{measured:>14}{allowed:>14}".rstrip()
 
 
-def _number(value: float | None) -> str:
+def _number_text(value: float | None) -> str:
     return "–" if value is None else f"{value:.2g}" if math.isfinite(value) else str(value)

@@ -126,7 +126,7 @@ class _LeafWalk:
         """Yield the leaves of a module."""
         if self.blocks.get(path) is module:
             return
-        if again := self._again(module, path):
+        if again := self._first_place(module, path):
             yield path, again
             return
         yield path, ("instance", type(module))
@@ -135,7 +135,7 @@ class _LeafWalk:
                 yield from self._of_tensor(f"{path}.{name}", tensor)
         for name, value in vars(module).items():
             if name not in _WALKED:
-                yield from self._of(f"{path}.{name}", value)
+                yield from self._of_value(f"{path}.{name}", value)
         for name, child in module._modules.items():
             if child is not None:
                 yield from self._of_module(f"{path}.{name}", child)
@@ -143,9 +143,9 @@ class _LeafWalk:
     def _of_tensor(self, path: str, tensor: Tensor) -> Iterator[_Leaf]:
         """Yield the type and layout of a tensor."""
         kind = (type(tensor), tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad)
-        yield path, self._again(tensor, path) or kind
+        yield path, self._first_place(tensor, path) or kind
 
-    def _of(self, path: str, value: object) -> Iterator[_Leaf]:
+    def _of_value(self, path: str, value: object) -> Iterator[_Leaf]:
         """Yield the leaves of any value."""
         match value:
             case _ if isinstance(value, _PLAIN):
@@ -156,10 +156,10 @@ class _LeafWalk:
                 yield from self._of_module(path, value)
             case types.MethodType():
                 yield f"{path}()", value.__func__
-                yield from self._of(path, value.__self__)
+                yield from self._of_value(path, value.__self__)
             case partial():
                 yield f"{path}()", partial
-                yield from self._of(path, (value.func, value.args, value.keywords))
+                yield from self._of_value(path, (value.func, value.args, value.keywords))
             case Mapping():
                 yield from self._of_mapping(path, value)
             case list() | tuple():
@@ -176,7 +176,7 @@ class _LeafWalk:
         are_hooks = "_hooks" in path.rpartition(".")[2]
         yield path, (type(value), len(value))
         for place, (key, entry) in enumerate(value.items()):
-            yield from self._of(f"{path}[{place if are_hooks else repr(key)}]", entry)
+            yield from self._of_value(f"{path}[{place if are_hooks else repr(key)}]", entry)
 
     def _of_sequence(self, path: str, value: Sequence[object]) -> Iterator[_Leaf]:
         """Yield the leaves of a list or tuple."""
@@ -187,7 +187,7 @@ class _LeafWalk:
             return
         yield path, (type(value), len(value))
         for place, entry in enumerate(value):
-            yield from self._of(f"{path}[{place}]", entry)
+            yield from self._of_value(f"{path}[{place}]", entry)
 
     def _of_object(self, path: str, value: object) -> Iterator[_Leaf]:
         """Yield the leaves of an object with attributes.
@@ -195,16 +195,16 @@ class _LeafWalk:
         Raises:
             Incomparable: If the object has state outside of `vars`.
         """
-        if again := self._again(value, path):
+        if again := self._first_place(value, path):
             yield path, again
             return
         if not _has_no_hidden_state(value):
             raise Incomparable(f"{path} is {type(value).__name__}")
         yield path, ("instance", type(value))
         for name, entry in getattr(value, "__dict__", {}).items():
-            yield from self._of(f"{path}.{name}", entry)
+            yield from self._of_value(f"{path}.{name}", entry)
 
-    def _again(self, value: object, path: str) -> Hashable:
+    def _first_place(self, value: object, path: str) -> Hashable:
         """Return the place of an object's first occurrence; None if this is the first."""
         if id(value) in self._number_of:
             return "block", self._number_of[id(value)]
@@ -261,10 +261,10 @@ class SectionRecorder(OperatorMode):
     def recording(self) -> Iterator[None]:
         """Temporarily record a forward pass of the model."""
         numbered = zip(map(str, itertools.count()), self._blocks, strict=False)
-        with watching(numbered, before=self._enter), self:
+        with watching(numbered, before=self._enter_block), self:
             yield
 
-    def _enter(self, index: str, *_: object) -> None:
+    def _enter_block(self, index: str, *_: object) -> None:
         """Begin a section at the entry of a block."""
         self.entered.append(int(index))
         self.sections.append([])
@@ -272,14 +272,14 @@ class SectionRecorder(OperatorMode):
 
     def operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator and record it with its arguments and results."""
-        inputs = self._comparable(args), self._comparable(kwargs)
+        inputs = self._as_comparable(args), self._as_comparable(kwargs)
         result = function(*args, **kwargs)
         self.sections[-1].append(
-            (function, *inputs, torch.is_grad_enabled(), self._comparable(result))
+            (function, *inputs, torch.is_grad_enabled(), self._as_comparable(result))
         )
         return result
 
-    def _comparable(self, value: Any) -> Hashable:
+    def _as_comparable(self, value: Any) -> Hashable:
         """Return a value in a form that compares equal between sections.
 
         A tensor becomes its origin, relative to the section, and its layout.
@@ -287,15 +287,15 @@ class SectionRecorder(OperatorMode):
         match value:
             case Tensor():
                 layout = value.shape, value.stride(), value.dtype, value.device
-                return *self._origin(value), *layout, value.requires_grad
+                return *self._origin_of(value), *layout, value.requires_grad
             case list() | tuple():
-                return type(value), *map(self._comparable, value)
+                return type(value), *map(self._as_comparable, value)
             case dict():
-                return tuple((key, self._comparable(entry)) for key, entry in value.items())
+                return tuple((key, self._as_comparable(entry)) for key, entry in value.items())
             case _:
                 return type(value), value
 
-    def _origin(self, tensor: Tensor) -> tuple[str, int, str | int]:
+    def _origin_of(self, tensor: Tensor) -> tuple[str, int, str | int]:
         """Return the origin of a tensor, relative to the current section.
 
         A tensor without a recorded origin is new in this section.
@@ -471,17 +471,17 @@ def _compare_instances(spec: Spec, rank: int, fewest: int, least: int) -> EqualB
     layers = layers_of(spec.model)
     if layers is None or layers < least:  # known from the config, without building the model
         return None
-    full = _repetition(spec)
+    full = _find_repetition(spec)
     if full is None or full.layers != layers:
         return None
     blocks = _blocks_of_plan(spec, rank, full.facts, layers, fewest)
     if blocks is None or blocks.number < least:
         return None
-    few = _repetition(blocks.cut_to(fewest))
+    few = _find_repetition(blocks.cut_to(fewest))
     return blocks if few is not None and full.is_as(few) else None
 
 
-def _repetition(spec: Spec) -> Repetition | None:
+def _find_repetition(spec: Spec) -> Repetition | None:
     """Return the structure of a model with equal blocks; None if it cannot be determined."""
     try:
         model = fake_model(spec)
@@ -500,13 +500,13 @@ def _read_structure(model: FakeModel) -> Repetition | None:
         block = common(structures) if len(structures) > 2 else None
         if block is None:
             return None
-        sections = _sections(model, facts.blocks)
+        sections = _record_sections(model, facts.blocks)
     if sections is None:
         return None
     return Repetition(facts=facts, around=around, block=block, sections=sections)
 
 
-def _sections(model: FakeModel, blocks: tuple[str, ...]) -> tuple[Section, ...] | None:
+def _record_sections(model: FakeModel, blocks: tuple[str, ...]) -> tuple[Section, ...] | None:
     """Return the sections of a forward pass; None unless blocks run once, in order, and equally."""
     recorder = SectionRecorder(model.module, blocks)
     with recorder.recording():

@@ -381,13 +381,13 @@ def _translate_errors(spec: Spec, device: torch.device) -> Iterator[None]:
             raise
         raise refused(
             "model",
-            f"the model reads the value of a tensor ({_line(cause)}), but fake tensors "
+            f"the model reads the value of a tensor ({_error_line(cause)}), but fake tensors "
             "have no values",
             "Add `--rehearse` to use real tensors.",
         ) from error
 
 
-def _line(error: BaseException) -> str:
+def _error_line(error: BaseException) -> str:
     """Return an error's message on one line."""
     return " ".join(str(error).split())[:120]
 
@@ -398,7 +398,7 @@ def _run_program(spec: Spec, world: World, *, allow_import: bool) -> Simulated:
     program = interpret(spec, world=world, allow_import=allow_import)
     _follow_routing(program)
     wrapped = time.perf_counter()
-    run = _steady_step(program, _batch(program))
+    run = _steady_step(program, _make_batch(program))
     return Simulated(
         rank=world.rank,
         world_size=world.size,
@@ -418,7 +418,7 @@ def _follow_routing(program: Program) -> None:
         routing.lead(piece.module)
 
 
-def _batch(program: Program) -> StepBatch:
+def _make_batch(program: Program) -> StepBatch:
     """Return a batch of the spec's shape; its values do not matter."""
     return program.own_tokens(blank_batch(program.spec)).to(program.world.device)
 
@@ -431,18 +431,18 @@ def _steady_step(program: Program, batch: StepBatch) -> StepRecord:
     """
     # The first steps allocate optimizer state and rebuild DDP's buckets.
     for _ in range(FIRST_STEADY - 1):
-        _step(program, batch)
+        _run_step(program, batch)
     before = _traffic_meter(program)
     with listening(program.observers, before), before:
-        _step(program, batch)
+        _run_step(program, batch)
     rank, device = program.world.rank, program.world.device.type
     traffic, operations = _traffic_meter(program), OperationsMeter(rank=rank)
-    modules = named(program.model, _vocab(program.spec))
+    modules = named(program.model, _vocabulary_size(program.spec))
     with watching(modules, is_first=True) as running:
         memory = LivingMeter(program, running, rank=rank, device=device)
         observing = listening(program.observers, memory, traffic, operations)
         with observing, memory.listening(), memory, traffic, operations:
-            _step(program, batch)
+            _run_step(program, batch)
     stream = memory.stream()
     peaks = memory.peaks()
     if pretence.is_on():  # CUDA's allocator does not hold fake tensors
@@ -460,7 +460,7 @@ def _steady_step(program: Program, batch: StepBatch) -> StepRecord:
     )
 
 
-def _vocab(spec: Spec) -> int | None:
+def _vocabulary_size(spec: Spec) -> int | None:
     """Return the size of the vocabulary; None for a model that only its code describes."""
     match spec.model:
         case ModelShape(vocab=vocab):
@@ -471,7 +471,7 @@ def _vocab(spec: Spec) -> int | None:
     return None
 
 
-def _step(program: Program, batch: StepBatch) -> None:
+def _run_step(program: Program, batch: StepBatch) -> None:
     """Run one training step."""
     program.forward_backward(batch, _LR)
     program.step(_LR)

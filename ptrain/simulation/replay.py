@@ -107,13 +107,13 @@ class MemoryStream:
 
     def history(self, rank: int) -> MemoryHistory:
         """Return the course of one rank's memory over the step."""
-        moments = tuple(self._moments())
+        moments = tuple(self._memory_samples())
         peak = max(moments, key=lambda moment: moment.total)
         return MemoryHistory(
-            rank=rank, moments=moments, peak=peak, held=tuple(held(self._living(peak.event)))
+            rank=rank, moments=moments, peak=peak, held=tuple(held(self._live_storages(peak.event)))
         )
 
-    def _moments(self) -> Iterator[MemorySample]:
+    def _memory_samples(self) -> Iterator[MemorySample]:
         """Yield a sample before all changes, and one after each change."""
         sizes = dict.fromkeys(_STATES, 0)
         for change in self.resident:
@@ -135,7 +135,7 @@ class MemoryStream:
                 device_bytes=tuple(sizes.values()),
             )
 
-    def _living(self, changes: int) -> Iterable[Change]:
+    def _live_storages(self, changes: int) -> Iterable[Change]:
         """Return every storage with its bytes after a number of changes."""
         living: dict[int, Change] = {}
         seen = (event for event in self.events if isinstance(event, Change))
@@ -229,7 +229,7 @@ class ThreeRuns(Generic[Token]):
             tuple(known.setdefault(token, token) for token in word) for word in words
         )
         self.words = first, second, third
-        self._grows = grows
+        self._is_growing = grows
 
     def pieces(self) -> list[Piece] | None:
         """Return the pieces of the runs in order; None if they do not consist of pieces.
@@ -237,7 +237,7 @@ class ThreeRuns(Generic[Token]):
         A backtracking search: among pieces that may repeat, the shortest is tried first.
         """
         pieces: list[Piece] = []
-        ways: list[Iterator[Piece]] = [self._candidates((0, 0, 0))]
+        ways: list[Iterator[Piece]] = [self._next_pieces((0, 0, 0))]
         failed: set[_Places] = set()
         while any(self.words) and ways:
             piece = next(ways[-1], None)
@@ -249,10 +249,10 @@ class ThreeRuns(Generic[Token]):
                 pieces.append(piece)
                 if piece.ends == tuple(map(len, self.words)):
                     return pieces
-                ways.append(self._candidates(piece.ends))
+                ways.append(self._next_pieces(piece.ends))
         return None if any(self.words) else []
 
-    def _candidates(self, places: _Places) -> Iterator[Piece]:
+    def _next_pieces(self, places: _Places) -> Iterator[Piece]:
         """Yield candidates for the next piece.
 
         The longest common sequence is the only candidate if there is one. Otherwise they are
@@ -273,7 +273,7 @@ class ThreeRuns(Generic[Token]):
             if again == second[there : there + length]:
                 yield Piece(places, length, repeats=True)
         is_over = here == len(first) or there == len(second) or beyond == len(third)
-        if not is_over and self._grows([first[here], second[there], third[beyond]]):
+        if not is_over and self._is_growing([first[here], second[there], third[beyond]]):
             yield Piece(places, 1, repeats=False)
 
     def _common_length(self, places: _Places) -> int:
@@ -378,7 +378,7 @@ def repeated_storages(streams: Sequence[MemoryStream], times: int) -> MemoryStre
         None if no repeated piece explains the three runs, or it is unknown which storage is freed.
     """
     runs = _strip_keys([(*stream.resident, _STEP_BEGINS, *stream.events) for stream in streams])
-    if (pieces := ThreeRuns(runs, _grows).pieces()) is None:
+    if (pieces := ThreeRuns(runs, _is_growing).pieces()) is None:
         return None
     seen = (
         [runs[run][place] for run, place in places] for places in _event_occurrences(pieces, times)
@@ -405,7 +405,7 @@ def _strip_keys(runs: Sequence[Events]) -> list[list[Nameless]]:
     for number, (run, going) in enumerate(zip(runs, goings, strict=True)):
         for event, places in zip(run, going, strict=True):
             for end, place in places.items():
-                seen[end][number][_kind(event)].add(place)
+                seen[end][number][_storage_key(event)].add(place)
 
     def end_of(kind: Kind) -> End:
         first, *others = (places[kind] for places in seen[End.OLDEST])
@@ -414,7 +414,7 @@ def _strip_keys(runs: Sequence[Events]) -> list[list[Nameless]]:
     ends = {kind: end_of(kind) for kinds in seen[End.OLDEST] for kind in [*kinds]}
     return [
         [
-            Nameless(_without_key(event), end := ends[_kind(event)], places[end])
+            Nameless(_without_key(event), end := ends[_storage_key(event)], places[end])
             if places
             else Nameless(_without_key(event))
             for event, places in zip(run, going, strict=True)
@@ -426,7 +426,7 @@ def _strip_keys(runs: Sequence[Events]) -> list[list[Nameless]]:
 Kind = tuple[StorageKind, int] | None
 
 
-def _kind(event: Event) -> Kind:
+def _storage_key(event: Event) -> Kind:
     """Return the kind and size of a storage; None for the beginning of a phase."""
     return (event.kind, abs(event.size)) if isinstance(event, Change) else None
 
@@ -440,7 +440,7 @@ def _freed_places(run: Events) -> Iterator[dict[End, int]]:
     for event in run:
         places: dict[End, int] = {}
         if isinstance(event, Change):
-            keys = living[_kind(event)]
+            keys = living[_storage_key(event)]
             if event.size > 0:
                 keys.append(event.key)
             elif event.key in keys:
@@ -454,7 +454,7 @@ def _without_key(event: Event) -> Event:
     return replace(event, key=0) if isinstance(event, Change) else event
 
 
-def _grows(seen: Sequence[Nameless]) -> bool:
+def _is_growing(seen: Sequence[Nameless]) -> bool:
     """Return True if three events are one change that grows evenly, outside of buckets."""
     changes = [token.event for token in seen if isinstance(token.event, Change)]
     is_alike = len({(token.end, token.place) for token in seen}) == 1
@@ -484,7 +484,7 @@ def _assign_keys(tokens: Iterable[Nameless]) -> Iterator[Event]:
         if not isinstance(token.event, Change):
             yield token.event
             continue
-        keys = living[_kind(token.event)]
+        keys = living[_storage_key(token.event)]
         if token.event.size > 0:
             keys.append(key)
             yield replace(token.event, key=key)
