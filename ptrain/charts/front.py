@@ -33,7 +33,7 @@ def front_sheet(selection: PlacementRanking) -> Sheet:
     top = sheet.height + _TITLE
     room = float(cluster.usable_memory) if cluster else 0.0
     rows = [*selection.ranking, *selection.front]
-    slowest = 1.05 * max(map(_row_seconds, rows), default=1.0)
+    slowest = 1.05 * max(map(_seconds_of, rows), default=1.0)
     plane = _Plane(sheet, top, max(room * 1.05, *(row.peak_bytes for row in rows)), slowest)
     plane.frame(room)
     plane.dots(selection.ranking, _OTHER)
@@ -41,7 +41,8 @@ def front_sheet(selection: PlacementRanking) -> Sheet:
     sheet.height = top + _HEIGHT + 2 * _TITLE
     sheet.write(
         Label(
-            text=f"{_row_seconds(row):.3g} s, {format_memory(row.peak_bytes)}: {described(row.spec)}",
+            text=f"{_seconds_of(row):.3g} s, {format_memory(row.peak_bytes)}: "
+            f"{described(row.spec)}",
             x=_MARGIN,
             y=0,
             size=_SIZE,
@@ -52,7 +53,7 @@ def front_sheet(selection: PlacementRanking) -> Sheet:
     return sheet
 
 
-def _row_seconds(row: Ranked) -> float:
+def _seconds_of(row: Ranked) -> float:
     """Return the step time of a row, or its nominal seconds if it has none."""
     return row.closed.seconds if row.seconds is None else row.seconds
 
@@ -92,7 +93,7 @@ class _Plane:
     def dots(self, rows: Iterable[Ranked] | Sequence[Ranked], colour: str) -> None:
         """Draw a dot for each row."""
         for row in rows:
-            x, y = self.x(row.peak_bytes), self.y(_row_seconds(row))
+            x, y = self.x(row.peak_bytes), self.y(_seconds_of(row))
             self._add_rectangle(x - _DOT / 2, y - _DOT / 2, _DOT, _DOT, colour)
 
     def _add_rectangle(self, x: float, y: float, width: float, height: float, colour: str) -> None:

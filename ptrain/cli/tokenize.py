@@ -139,7 +139,7 @@ def _omitted_chats(done: TokenizingProgress) -> dict[str, tuple[int, str]]:
 
 
 class _ProgressPrinter:
-    """Prints the progress of tokenizing to standard error, at most every few seconds.
+    """A printer of the progress of tokenizing to standard error, at most every few seconds.
 
     The first line states the position if the call continues an interrupted one.
     """

@@ -165,7 +165,7 @@ def _cost_by_number(selection: PlacementRanking) -> Iterator[str]:
         (
             f"{'*' * (number == selection.job.devices)}{number}",
             placement_text(row.spec),
-            _time_text(row),
+            _step_text(row),
             *demand.figures(row),
         )
         for number, row in selection.by_number
@@ -272,7 +272,8 @@ def _micro_batches(selection: PlacementRanking) -> Iterator[str]:
             rows.setdefault(row.spec.batch.micro, row)
     if len(rows) > 1:
         listed = (
-            f"{micro}×{row.spec.batch.accumulate} {_time_text(row)}, {format_memory(row.peak_bytes)}"
+            f"{micro}×{row.spec.batch.accumulate} {_step_text(row)}, "
+            f"{format_memory(row.peak_bytes)}"
             for micro, row in sorted(rows.items())
         )
         yield f"micro-batches of {idea}: {' · '.join(listed)}"
@@ -317,7 +318,7 @@ def _ranking_table(
         name_column("idea", [idea_of(row.spec) for row in rows]),
         TableColumn("placement", Importance.RESULT, placements, left=True),
         TableColumn("micro×accum", cells=batches, left=True),
-        TableColumn("step time", Importance.RESULT, [_time_text(row) for row in rows]),
+        TableColumn("step time", Importance.RESULT, [_step_text(row) for row in rows]),
         TableColumn("tokens/s", cells=[or_missing(pace, format_count) for pace in paces]),
         TableColumn(
             f"tokens/s/{device}",
@@ -351,7 +352,7 @@ def _ranking_table(
     return render([column for column in columns if column.title not in unused])
 
 
-def _time_text(row: Ranked) -> str:
+def _step_text(row: Ranked) -> str:
     """Return the step time of a row as text."""
     return or_missing(row.seconds, format_seconds)
 
